@@ -1,0 +1,56 @@
+"""lightppo: PPO and RLHF training, one process per GPU, on the DeepSpeed launcher.
+
+Public names are resolved on first use, so that ``import lightppo`` loads neither torch nor transformers nor deepspeed.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_PUBLIC = {
+    "PPOConfig": "lightppo.config",
+    "PPOTrainer": "lightppo.trainer.ppo_trainer",
+    "SFTTrainer": "lightppo.trainer.sft_trainer",
+    "Experience": "lightppo.experience.experience",
+    "ReplayBuffer": "lightppo.experience.replay_buffer",
+    "ExperienceMaker": "lightppo.experience.experience_maker",
+    "Actor": "lightppo.models.actor",
+    "Critic": "lightppo.models.critic",
+    "RewardModel": "lightppo.models.reward_model",
+    "get_llm_for_sequence_regression": "lightppo.models.loading",
+    "get_tokenizer": "lightppo.models.loading",
+    "DeepspeedStrategy": "lightppo.strategy.deepspeed",
+    "get_strategy": "lightppo.strategy.deepspeed",
+    "Prompt": "lightppo.data.records",
+    "Rollout": "lightppo.data.records",
+    "PromptDataset": "lightppo.data.prompt_dataset",
+    "SFTDataset": "lightppo.data.sft_dataset",
+    "blending_datasets": "lightppo.data.loading",
+    "HFRolloutEngine": "lightppo.rollout.hf",
+    "SamplingParams": "lightppo.rollout.engine",
+    "PolicyLoss": "lightppo.algorithms.losses",
+    "ValueLoss": "lightppo.algorithms.losses",
+    "GPTLMLoss": "lightppo.algorithms.losses",
+    "FixedKLController": "lightppo.algorithms.kl",
+    "AdaptiveKLController": "lightppo.algorithms.kl",
+}
+
+__all__ = ["__version__", *_PUBLIC]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'lightppo' has no attribute {name!r}; public names: {', '.join(sorted(_PUBLIC))}")
+    value = getattr(import_module(_PUBLIC[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+if TYPE_CHECKING:
+    from lightppo.config import PPOConfig as PPOConfig
+    from lightppo.trainer.ppo_trainer import PPOTrainer as PPOTrainer

@@ -1,0 +1,1 @@
+"""Numerics of policy optimisation as pure functions over tensors. Needs torch and nothing else."""

@@ -1,0 +1,1 @@
+"""From files and hubs to prompts: loading, templates, datasets, the resumable sampler."""

@@ -1,0 +1,65 @@
+"""The two records that engines, rewards and samplers exchange: plain Python, no tensors.
+
+A ``Prompt`` is one row of the data, rendered and tokenised. A ``Rollout`` is one sampled response to it. Training
+never sees these; it sees :class:`lightppo.experience.experience.Experience`, made from them in one place.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(slots=True)
+class Prompt:
+    """One prompt, as the model will see it.
+
+    Attributes:
+        text: the prompt after chat template or input template.
+        token_ids: ``text`` tokenised, at most ``prompt_max_len`` ids.
+        label: ground truth for rule rewards; any JSON value, ``None`` where the data has none.
+        index: row number in the (blended) dataset; names the prompt and keys its random numbers.
+        data_source: name of the source the row came from; evaluation and reward weights go by it.
+        extra: all other columns of the row, handed to reward functions.
+        messages: the raw chat where the row was a chat, for re-templating by a reward model.
+    """
+
+    text: str
+    token_ids: list[int]
+    label: Any = None
+    index: int = 0
+    data_source: str = "default"
+    extra: dict[str, Any] = field(default_factory=dict)
+    messages: list[dict[str, Any]] | None = None
+
+
+@dataclass(slots=True)
+class Rollout:
+    """One sampled response.
+
+    Attributes:
+        prompt: what was asked.
+        sample_index: which of the n samples of this prompt, from 0.
+        response_ids: sampled ids, the end-of-text or stop id included if one was sampled.
+        response_text: ``response_ids`` decoded without special tokens.
+        finish_reason: ``"stop"`` (end-of-text, stop id, stop string) or ``"length"`` (cut by the token limit).
+        log_probs: log prob of each response id under the sampling temperature, or ``None`` if the engine has none.
+        reward: the scalar score, ``None`` until scored.
+        token_rewards: optional score per response token.
+        extras: named numbers from the reward source, logged as ``reward/<name>``.
+    """
+
+    prompt: Prompt
+    sample_index: int
+    response_ids: list[int]
+    response_text: str
+    finish_reason: FinishReason
+    log_probs: list[float] | None = None
+    reward: float | None = None
+    token_rewards: list[float] | None = None
+    extras: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def truncated(self) -> bool:
+        """True where the token limit cut the response."""
+        return self.finish_reason == "length"

@@ -1,0 +1,1 @@
+"""Actor, critic and reward model around Hugging Face models."""

@@ -1,0 +1,1 @@
+"""Sources of reward: models, HTTP servers, Python functions."""

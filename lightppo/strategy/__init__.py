@@ -1,0 +1,1 @@
+"""Distribution: DeepSpeed engines, optimizers, collectives and checkpoints. Knows modules, no RL."""

@@ -1,0 +1,1 @@
+"""The PPO loop, evaluation, state, logging and reports."""
