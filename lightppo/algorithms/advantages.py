@@ -1,7 +1,8 @@
 """Advantage estimators: pure functions with one keyword-only signature, in one explicit table.
 
-To add one: write the function, add its line to ``ADVANTAGE_ESTIMATORS``, a test with numbers worked out by hand, and a
-section in docs/algorithms.md. Nothing else in the library names an estimator.
+To add one: write the function, name it in ``ADVANTAGE_ESTIMATORS`` and say what it needs in traits.py (which is free of
+torch, for the command line), a test with numbers worked out by hand, and a section in docs/algorithms.md. Nothing else
+in the library names an estimator.
 
 Notation: B sequences, A action positions, G samples of one prompt, m the action mask, r token rewards, V values,
 s = Σ_t r_t of a sequence.
@@ -9,7 +10,7 @@ s = Σ_t r_t of a sequence.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Protocol
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from lightppo.algorithms.masking import at_least_float32, require_same_shape
 from lightppo.algorithms.tables import lookup
+from lightppo.algorithms.traits import ESTIMATOR_TRAITS, EstimatorTraits
 
 
 class AdvantageFn(Protocol):
@@ -56,20 +58,10 @@ class AdvantageFn(Protocol):
 
 
 @dataclass(frozen=True)
-class AdvantageEstimator:
-    """One line of the table.
-
-    Attributes:
-        fn: the function.
-        needs_critic: ``values`` must be given.
-        min_group_size: fewest samples per prompt (``--n_samples_per_prompt``).
-        whiten: advantages are whitened over the whole batch on all ranks afterwards.
-    """
+class AdvantageEstimator(EstimatorTraits):
+    """One line of the table: the function and what it asks of a run."""
 
     fn: AdvantageFn
-    needs_critic: bool
-    min_group_size: int
-    whiten: bool
 
 
 @torch.no_grad()
@@ -148,21 +140,27 @@ def group_norm(
 ) -> tuple[Tensor, Tensor]:
     """GRPO: (s - mean_G) / (std_G + std_eps) on every trained token, std unbiased; equal scores give 0.
 
+    ``std_eps`` is ``--grpo_std_eps``.
+
     Source: Shao et al. 2024 (arXiv:2402.03300), §4.1.2. Arguments: :class:`AdvantageFn`.
 
     Raises:
         ValueError: no group ids, a group of one, or shapes differ.
     """
     deviation, _count, std = _group_statistics(scores, action_mask, group_ids)
-    advantage = deviation / (std + std_eps)
+    advantage = deviation / (std + std_eps).clamp(min=torch.finfo(std.dtype).tiny)  # 0/0 with std_eps 0
     return _on_trained_tokens(advantage, token_rewards, action_mask), reward_to_go(token_rewards, action_mask, gamma)
 
 
+def _entry(name: str, fn: AdvantageFn) -> AdvantageEstimator:
+    return AdvantageEstimator(**asdict(ESTIMATOR_TRAITS[name]), fn=fn)
+
+
 ADVANTAGE_ESTIMATORS: dict[str, AdvantageEstimator] = {
-    "gae": AdvantageEstimator(gae, needs_critic=True, min_group_size=1, whiten=True),
-    "rloo": AdvantageEstimator(rloo, needs_critic=False, min_group_size=2, whiten=False),
-    "group_norm": AdvantageEstimator(group_norm, needs_critic=False, min_group_size=2, whiten=False),
-    "grpo": AdvantageEstimator(group_norm, needs_critic=False, min_group_size=2, whiten=False),
+    "gae": _entry("gae", gae),
+    "rloo": _entry("rloo", rloo),
+    "grpo": _entry("grpo", group_norm),
+    "group_norm": _entry("group_norm", group_norm),
 }
 
 

@@ -106,7 +106,7 @@ class PolicyLoss:
     loss_agg_mode: str = "token-mean"
 
     def __post_init__(self) -> None:
-        lookup(POLICY_LOSSES, self.policy_loss, "--policy_loss")
+        lookup(POLICY_LOSSES, self.policy_loss, "policy_loss")
         lookup(LOSS_AGG_MODES, self.loss_agg_mode, "--loss_agg_mode")
         if not 0 < self.clip_eps_low < 1:
             raise ValueError(f"--eps_clip_low must be above 0 and below 1, got {self.clip_eps_low}")
@@ -207,7 +207,7 @@ class ValueLoss:
         error = (values - returns).square()
         clipped = torch.zeros_like(error)
         if self.value_clip is not None:
-            near_old = old_values + (values - old_values).clamp(-self.value_clip, self.value_clip)
+            near_old = values.clamp(old_values - self.value_clip, old_values + self.value_clip)
             clipped_error = (near_old - returns).square()
             clipped = (clipped_error > error).to(error.dtype)
             error = torch.maximum(error, clipped_error)

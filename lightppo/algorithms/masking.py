@@ -73,7 +73,8 @@ def masked_var(values: Tensor, mask: Tensor, dim: int | None = None, *, unbiased
         ValueError: shapes differ.
     """
     mean = masked_mean(values, mask, dim)
-    deviation = at_least_float32(values) - (mean if dim is None else mean.unsqueeze(dim))
+    values = at_least_float32(values).masked_fill(~mask.bool(), 0.0)  # NaN times a gradient of 0 is NaN
+    deviation = values - (mean if dim is None else mean.unsqueeze(dim))
     variance = masked_mean(deviation.square(), mask, dim)
     if unbiased:
         count = mask.bool().sum() if dim is None else mask.bool().sum(dim)
