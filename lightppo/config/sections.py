@@ -26,9 +26,7 @@ class ModelConfig:
     override_config: str | None = option(
         None, "JSON object laid over the model's config of actor, reference and critic, e.g. '{\"rope_theta\": 1e6}'."
     )
-    external_lib: str | None = option(
-        None, "Python module imported before the models, e.g. to register an architecture."
-    )
+    external_lib: str | None = option(None, "Module imported before the models, e.g. to register an architecture.")
     trust_remote_code: bool = option(False, "Run Python code that comes with a checkpoint.")
     disable_fast_tokenizer: bool = option(False, "Use the slow Python tokenizer.")
     bf16: bool = option(False, "Train and roll out in bfloat16 with an fp32 master copy; without it fp32.")
@@ -140,9 +138,7 @@ class AlgorithmConfig:
     init_kl_coef: float = option(0.01, "KL coefficient; 0: no reference model is loaded.", ge=0)
     kl_target: float | None = option(None, "Adapt the coefficient towards this KL. None: it stays.", gt=0)
     kl_horizon: int = option(10_000, "Horizon of the adaptive coefficient.", unit="samples over all ranks", ge=1)
-    kl_estimator: Literal["k1", "k2", "k3"] = option(
-        "k1", "KL estimate per token (Schulman, joschu.net/blog/kl-approx)."
-    )
+    kl_estimator: Literal["k1", "k2", "k3"] = option("k1", "KL estimate per token (joschu.net/blog/kl-approx).")
     use_kl_loss: bool = option(False, "KL as a term of the loss instead of in the reward.")
     use_kl_in_reward: bool | None = option(None, "KL in the reward. None: unless --use_kl_loss.")
     ptx_coef: float = option(0.05, "Weight of the language-model loss on --pretrain_data.", ge=0)

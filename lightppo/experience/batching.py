@@ -1,0 +1,90 @@
+"""From the replay buffer to optimizer steps: which samples, in which micro batches, divided by which totals.
+
+All ranks agree on two counts here and nowhere else: optimizer steps per epoch and micro batches per optimizer step. A
+rank with fewer micro batches runs fully masked ones, so that ZeRO-3's collectives always meet.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lightppo.algorithms.masking import LossNormalizer
+from lightppo.experience.experience import Experience
+
+
+class Collectives(Protocol):
+    """The part of a strategy that planning needs."""
+
+    world_size: int
+
+    def all_reduce(self, data: Tensor, op: str = "mean") -> Tensor: ...
+
+    def same_count(self, count: int) -> int: ...
+
+
+@dataclass
+class Minibatch:
+    """One optimizer step as this rank sees it.
+
+    Attributes:
+        micro_batches: forward and backward passes of this rank; as many on every rank.
+        normalizer: trained tokens and sequences of the step, over all ranks and micro batches.
+    """
+
+    micro_batches: list[Experience]
+    normalizer: LossNormalizer
+
+
+def plan_minibatch(
+    micro_batches: list[Experience], collectives: Collectives, *, loss_scale: float = 1.0, device: torch.device
+) -> Minibatch:
+    """Complete this rank's micro batches to the common count and total the loss masks over all ranks."""
+    missing = collectives.same_count(len(micro_batches)) - len(micro_batches)
+    micro_batches = micro_batches + [Experience.placeholder(device) for _ in range(missing)]
+    normalizer = LossNormalizer.from_masks(
+        [m.action_mask for m in micro_batches],
+        all_reduce_sum=lambda x: collectives.all_reduce(x, "sum"),
+        dp_size=collectives.world_size,
+        scale=loss_scale,
+    )
+    return Minibatch(micro_batches, normalizer)
+
+
+def minibatches(
+    items: Sequence[Experience],
+    collectives: Collectives,
+    *,
+    train_batch_size: int,
+    micro_batch_size: int,
+    generator: torch.Generator,
+    collate: Callable[[Sequence[Experience]], Experience],
+    device: torch.device,
+    loss_scale: float = 1.0,
+) -> Iterator[Minibatch]:
+    """Split this rank's samples into optimizer steps, every sample in exactly one.
+
+    Args:
+        items: one-row experiences of this rank.
+        collectives: reductions over ranks.
+        train_batch_size: samples per optimizer step over all ranks; the tail of an episode makes a smaller step.
+        micro_batch_size: samples per forward and backward pass on this rank.
+        generator: shuffles the samples; as seeded on this rank.
+        collate: rows → padded batch on the training device.
+        device: the training device.
+        loss_scale: constant of ``seq-mean-token-sum-norm``.
+    """
+    count = torch.tensor([float(len(items))], device=device)
+    total = int(collectives.all_reduce(count, "sum").item())
+    steps = math.ceil(total / train_batch_size)
+    order = torch.randperm(len(items), generator=generator)
+    for part in order.tensor_split(steps) if steps else ():
+        # Rows of like length together: less padding; the sum over micro batches does not depend on it.
+        rows = sorted((items[i] for i in part.tolist()), key=lambda item: int(item.total_lengths))
+        micro = [collate(rows[i : i + micro_batch_size]) for i in range(0, len(rows), micro_batch_size)]
+        yield plan_minibatch(micro, collectives, loss_scale=loss_scale, device=device)

@@ -1,0 +1,206 @@
+"""Experience: a batch of responses as training sees it, and its one conversion from rollouts.
+
+Layout of a row, S positions of which the last A are the action positions::
+
+    | left padding | prompt | response | right padding |
+                             <-- A action positions -->
+
+Per-action tensors are (B, A) and line up with ``action_mask``: True marks a trained token. Padding is False; so are
+tokens inside a response that the model did not choose (tool output).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from lightppo.data.records import Rollout
+
+# (B, A) tensors that may be absent
+_ACTION_TENSORS = (
+    "action_log_probs",
+    "base_action_log_probs",
+    "rollout_log_probs",
+    "values",
+    "returns",
+    "advantages",
+    "kl",
+)
+
+
+@dataclass
+class Experience:
+    """B responses with what policy optimisation needs of them.
+
+    Attributes:
+        sequences: token ids (B, S).
+        attention_mask: 1 where a token is real (B, S).
+        action_mask: True where a token is trained (B, A).
+        action_log_probs: of the policy before this rollout's updates (B, A).
+        base_action_log_probs: of the reference model (B, A).
+        rollout_log_probs: as the rollout engine sampled them (B, A).
+        values: critic's values before each action (B, A).
+        returns: regression targets of the critic (B, A).
+        advantages: (B, A).
+        kl: per-token KL estimate between policy and reference (B, A).
+        info: one number per sample (B,): reward, response_length, total_length, kl, return, ...
+    """
+
+    sequences: Tensor
+    attention_mask: Tensor
+    action_mask: Tensor
+    action_log_probs: Tensor | None = None
+    base_action_log_probs: Tensor | None = None
+    rollout_log_probs: Tensor | None = None
+    values: Tensor | None = None
+    returns: Tensor | None = None
+    advantages: Tensor | None = None
+    kl: Tensor | None = None
+    info: dict[str, Tensor] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return self.sequences.size(0)
+
+    @property
+    def num_actions(self) -> int:
+        """A, the number of action positions."""
+        return self.action_mask.size(1)
+
+    @property
+    def response_lengths(self) -> Tensor:
+        """Tokens of each response, trained or not (B,)."""
+        return self.attention_mask[:, -self.num_actions :].sum(-1)
+
+    @property
+    def total_lengths(self) -> Tensor:
+        """Real tokens of each row (B,)."""
+        return self.attention_mask.sum(-1)
+
+    @classmethod
+    def from_rollouts(cls, rollouts: Sequence[Rollout]) -> Self:
+        """Token ids and masks of scored rollouts; ``info`` holds the reward where there is one, and the lengths.
+
+        Raises:
+            ValueError: if there are no rollouts, or one has an empty prompt or response.
+        """
+        if not rollouts:
+            raise ValueError("no rollouts: an Experience needs at least one row")
+        for rollout in rollouts:
+            if not rollout.prompt.token_ids or not rollout.response_ids:
+                part = "prompt" if not rollout.prompt.token_ids else "response"
+                raise ValueError(f"prompt {rollout.prompt.index}: the {part} has no tokens")
+        prompts = _pad([torch.tensor(r.prompt.token_ids) for r in rollouts], left=True)
+        responses = _pad([torch.tensor(r.response_ids) for r in rollouts])
+        prompt_mask = _pad([torch.ones(len(r.prompt.token_ids), dtype=torch.long) for r in rollouts], left=True)
+        response_mask = _pad([torch.ones(len(r.response_ids), dtype=torch.long) for r in rollouts])
+        experience = cls(
+            sequences=torch.cat([prompts, responses], 1),  # (B, S)
+            attention_mask=torch.cat([prompt_mask, response_mask], 1),  # (B, S)
+            action_mask=response_mask.bool(),  # (B, A)
+        )
+        if all(r.log_probs is not None for r in rollouts):
+            experience.rollout_log_probs = _pad([torch.tensor(r.log_probs, dtype=torch.float32) for r in rollouts])
+        experience.info = {
+            "response_length": experience.response_lengths.float(),
+            "total_length": experience.total_lengths.float(),
+            "truncated": torch.tensor([float(r.truncated) for r in rollouts]),
+        }
+        return experience
+
+    @classmethod
+    def placeholder(cls, device: torch.device | str = "cpu") -> Self:
+        """One row of two tokens with nothing to train: what a rank runs while other ranks still have micro batches."""
+        zeros = torch.zeros(1, 1, device=device)
+        return cls(
+            sequences=torch.zeros(1, 2, dtype=torch.long, device=device),
+            attention_mask=torch.ones(1, 2, dtype=torch.long, device=device),
+            action_mask=torch.zeros(1, 1, dtype=torch.bool, device=device),
+            **{name: zeros.clone() for name in _ACTION_TENSORS},
+        )
+
+    def select(self, rows: Sequence[int] | Tensor) -> Self:
+        """These rows, with the padding that they no longer need cut off on both sides."""
+        rows = torch.as_tensor(rows, dtype=torch.long, device=self.sequences.device)
+        attention = self.attention_mask[rows]
+        split = self.sequences.size(1) - self.num_actions  # columns before the action positions
+        actions = max(1, int(attention[:, split:].sum(-1).max()))
+        first = split - int(attention[:, :split].sum(-1).max())
+        return type(self)(
+            sequences=self.sequences[rows, first : split + actions],
+            attention_mask=attention[:, first : split + actions],
+            action_mask=self.action_mask[rows, :actions],
+            info={name: values[rows] for name, values in self.info.items()},
+            **{name: x[rows, :actions] for name in _ACTION_TENSORS if (x := getattr(self, name)) is not None},
+        )
+
+    def split(self, size: int = 1) -> list[Self]:
+        """Consecutive parts of at most ``size`` rows."""
+        return [self.select(range(i, min(i + size, len(self)))) for i in range(0, len(self), size)]
+
+    @classmethod
+    def collate(cls, parts: Sequence[Experience]) -> Self:
+        """One batch from several, padded to the longest prompt and the longest response.
+
+        Raises:
+            ValueError: if there are no parts, or they hold different tensors.
+        """
+        if not parts:
+            raise ValueError("nothing to collate")
+        present = {name for name in _ACTION_TENSORS if getattr(parts[0], name) is not None}
+        for part in parts:
+            if {name for name in _ACTION_TENSORS if getattr(part, name) is not None} != present:
+                raise ValueError(f"experiences hold different tensors: all need {sorted(present)}")
+        prompt_width = max(p.sequences.size(1) - p.num_actions for p in parts)
+        action_width = max(p.num_actions for p in parts)
+
+        def rows(name: str) -> Tensor:
+            """(ΣB, S) of a sequence-shaped tensor."""
+            return torch.cat(
+                [
+                    torch.nn.functional.pad(
+                        x, (prompt_width - (x.size(1) - p.num_actions), action_width - p.num_actions)
+                    )
+                    for p in parts
+                    for x in [getattr(p, name)]
+                ]
+            )
+
+        def actions(name: str) -> Tensor:
+            """(ΣB, A) of an action-shaped tensor."""
+            return torch.cat(
+                [torch.nn.functional.pad(getattr(p, name), (0, action_width - p.num_actions)) for p in parts]
+            )
+
+        return cls(
+            sequences=rows("sequences"),
+            attention_mask=rows("attention_mask"),
+            action_mask=actions("action_mask"),
+            info={name: torch.cat([p.info[name] for p in parts]) for name in parts[0].info},
+            **{name: actions(name) for name in present},
+        )
+
+    def _map(self, fn: Callable[[Tensor], Tensor]) -> Self:
+        for f in dataclasses.fields(self):
+            value = getattr(self, f.name)
+            if isinstance(value, Tensor):
+                setattr(self, f.name, fn(value))
+        self.info = {name: fn(values) for name, values in self.info.items()}
+        return self
+
+    def to_device(self, device: torch.device | str) -> Self:
+        """Move every tensor, in place; returns itself."""
+        return self._map(lambda x: x.to(device, non_blocking=True))
+
+    def pin_memory(self) -> Self:
+        """Pin every tensor for fast copies to a GPU, in place; returns itself."""
+        return self._map(lambda x: x.pin_memory())
+
+
+def _pad(rows: Sequence[Tensor], left: bool = False) -> Tensor:
+    """Stack 1-d tensors to the longest, zeros elsewhere (B, longest)."""
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side="left" if left else "right")

@@ -1,0 +1,42 @@
+"""Packaging of lightppo. Tested pins are in requirements.txt; the bounds here are loose for machines with their own torch."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+VERSION = re.search(r'__version__ = "(.+)"', (HERE / "lightppo" / "__init__.py").read_text()).group(1)
+
+setup(
+    name="lightppo",
+    version=VERSION,
+    description="PPO and RLHF training, one process per GPU, on the DeepSpeed launcher",
+    long_description=(HERE / "README.md").read_text(),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    packages=find_packages(include=["lightppo", "lightppo.*"]),
+    python_requires=">=3.11",
+    install_requires=[
+        "torch>=2.6",
+        "transformers>=4.56",
+        "deepspeed>=0.19",
+        "datasets>=3.0",
+        "fsspec",
+        "filelock",
+        "jinja2>=3.1",
+        "pyyaml",
+        "requests",
+        "safetensors",
+        "tenacity>=8",
+        "tensorboard",
+        "tqdm",
+        "tyro>=0.9",
+    ],
+    extras_require={
+        "dev": ["pytest>=8", "pytest-xdist", "pytest-timeout", "ruff"],
+        "plots": ["matplotlib"],
+        "wandb": ["wandb"],
+        "flash-attn": ["flash-attn"],
+    },
+)
