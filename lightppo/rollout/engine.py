@@ -1,0 +1,124 @@
+"""What a rollout engine is: prompts and sampling parameters in, samples with token ids and log probs out.
+
+Light on purpose (standard library only): the config and the trainer import it, the engines live beside it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from lightppo.data.records import Prompt, Rollout
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to sample; the same meaning in every engine.
+
+    Penalties and bans act on the raw logits, then temperature, then top-k, then top-p (the order of transformers and
+    vLLM).
+
+    Attributes:
+        max_new_tokens: most tokens of one response, >= 1.
+        min_new_tokens: no end-of-text or stop id before this many tokens; stop strings are looked for behind them.
+        temperature: logits are divided by it; 0 is greedy.
+        top_p: smallest set of tokens with at least this probability, in (0, 1]; 1 is off.
+        top_k: the k likeliest tokens; -1 or 0 is off.
+        repetition_penalty: logits of ids seen in prompt or response are divided (if positive) or multiplied (if
+            negative) by it (Keskar et al. 2019, CTRL, arXiv:1909.05858); 1 is off.
+        n: samples per prompt.
+        stop: strings that end a response; the text is cut before the string, the ids are kept.
+        stop_token_ids: ids that end a response, beside the end-of-text ids; kept in the ids.
+        bad_words: words that are never completed.
+        do_sample: False is greedy.
+        ignore_eos: go on behind end-of-text ids.
+        seed: with ``Prompt.index`` and the sample number it fixes the random numbers of a response.
+
+    Raises:
+        ValueError: a value out of range; the message names it.
+    """
+
+    max_new_tokens: int = 1024
+    min_new_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    repetition_penalty: float = 1.0
+    n: int = 1
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[str, ...] = ()
+    do_sample: bool = True
+    ignore_eos: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("stop", "stop_token_ids", "bad_words"):
+            value = getattr(self, name)
+            if isinstance(value, str):
+                raise ValueError(f"{name} must be a sequence of strings, got the string {value!r}; write ({value!r},)")
+            object.__setattr__(self, name, tuple(value))
+        checks = [
+            ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
+            ("min_new_tokens", 0 <= self.min_new_tokens <= self.max_new_tokens, "between 0 and max_new_tokens"),
+            ("temperature", 0 <= self.temperature < math.inf, "0 (greedy) or above"),
+            ("top_p", 0 < self.top_p <= 1, "in (0, 1]; 1 is off"),
+            ("top_k", self.top_k >= -1, "at least 1, or -1 (off)"),
+            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "above 0; 1 is off"),
+            ("n", self.n >= 1, "at least 1"),
+            ("stop", all(self.stop), "without empty strings"),
+            ("bad_words", all(word.strip() for word in self.bad_words), "without empty words"),
+            ("stop_token_ids", all(i >= 0 for i in self.stop_token_ids), "ids of 0 or above"),
+        ]
+        for name, ok, expected in checks:
+            if not ok:
+                raise ValueError(f"{name} must be {expected}; got {getattr(self, name)!r}")
+
+    @property
+    def greedy(self) -> bool:
+        """True where the likeliest token is taken, without random numbers."""
+        return not self.do_sample or self.temperature == 0
+
+    @property
+    def log_prob_temperature(self) -> float:
+        """The temperature that recorded log probs are taken at: 1 where sampling is greedy."""
+        return 1.0 if self.greedy else self.temperature
+
+
+@runtime_checkable
+class RolloutEngine(Protocol):
+    """Samples responses with the weights of the actor as of the last :meth:`sync_weights`.
+
+    Every rank has its own engine and brings its own prompts. All ranks call every method together, a rank without
+    prompts with an empty list: an engine may hold collectives.
+    """
+
+    def generate(self, prompts: list[Prompt], sampling: SamplingParams) -> list[Rollout]:
+        """Samples ``sampling.n`` responses to each prompt.
+
+        Returns:
+            ``len(prompts) * n`` rollouts in the order of the prompts, the samples of a prompt one behind the other.
+            ``log_probs`` are log softmax(logits / temperature) of the sampled ids before any filter, float32: what
+            the trainer computes for the same ids.
+        """
+        ...
+
+    def sync_weights(self, actor: nn.Module) -> None:
+        """Makes the next rollouts come from the present weights of ``actor``."""
+        ...
+
+    def sleep(self) -> None:
+        """Frees what the engine holds on the device while the trainer trains."""
+        ...
+
+    def wake(self) -> None:
+        """Takes back what :meth:`sleep` freed."""
+        ...
+
+    def close(self) -> None:
+        """Ends the engine; it generates no more."""
+        ...

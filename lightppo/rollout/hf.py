@@ -1,0 +1,228 @@
+"""Rollouts by the trainer's own Hugging Face model: no second copy of the weights, any causal LM, CPU or GPU."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import nn
+
+from lightppo.data.records import Prompt, Rollout
+from lightppo.rollout.decoding import CachedForward, DecodedBatch, decode
+from lightppo.rollout.engine import SamplingParams
+from lightppo.rollout.sampling import TokenSampler, request_uniforms
+from lightppo.rollout.stopping import StopCriteria, bad_word_ids, end_of_text_ids
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@contextmanager
+def generation_mode(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients or gradient checkpointing; every module gets its own mode back."""
+    training = [module for module in model.modules() if module.training]
+    checkpointing = [module for module in model.modules() if vars(module).get("gradient_checkpointing")]
+    try:
+        model.eval()
+        for module in checkpointing:
+            module.gradient_checkpointing = False
+        # Not inference_mode: buffers that a forward makes (rotary caches) must stay usable in training.
+        with torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True  # not .train(), which would take the children along
+        for module in checkpointing:
+            module.gradient_checkpointing = True
+
+
+class HFRolloutEngine:
+    """A :class:`~lightppo.rollout.engine.RolloutEngine` that decodes with ``actor.model`` itself.
+
+    Prompts are sorted by length and decoded in micro batches; finished rows leave the batch. The random numbers of a
+    response follow from (``sampling.seed``, ``prompt.index``, sample number) alone, so in float32 a response depends
+    neither on the micro batch size nor on the other prompts, their order or the number of ranks. Where one call holds
+    the same ``prompt.index`` k times, these prompts get the sample numbers 0 … k·n-1: no two responses share random
+    numbers. Another rollout of the same prompt takes another seed.
+
+    No collectives happen inside ``gather_parameters``, so ranks may bring different numbers of prompts, also none.
+
+    Args:
+        actor: has ``.model``, the Hugging Face model or the DeepSpeed engine around it.
+        tokenizer: decodes responses; its length bounds the sampled ids where ``valid_vocab_size`` is None.
+        micro_rollout_batch_size: sequences decoded together (n samples of a prompt are n sequences).
+        gather_parameters: makes the context in which the whole ``generate`` call runs, entered once by every rank;
+            under ZeRO-3 it holds the full parameters.
+        valid_vocab_size: ids from here on are never sampled.
+        progress: show a progress bar.
+
+    Attributes:
+        last_stats: of the last ``generate``: ``generated_tokens``, ``prompt_tokens`` (once per sample),
+            ``decode_steps`` (forward passes), ``seconds``.
+    """
+
+    def __init__(
+        self,
+        actor: nn.Module,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        micro_rollout_batch_size: int = 8,
+        gather_parameters: Callable[[], AbstractContextManager] = nullcontext,
+        valid_vocab_size: int | None = None,
+        progress: bool = False,
+    ) -> None:
+        if micro_rollout_batch_size < 1:
+            raise ValueError(f"micro_rollout_batch_size must be at least 1; got {micro_rollout_batch_size}")
+        self.actor = actor
+        self.tokenizer = tokenizer
+        self.micro_rollout_batch_size = micro_rollout_batch_size
+        self.gather_parameters = gather_parameters
+        self.valid_vocab_size = valid_vocab_size
+        self.progress = progress
+        self.last_stats: dict[str, float] = {}
+
+    @property
+    def model(self) -> nn.Module:
+        """The Hugging Face model, out of its DeepSpeed engine."""
+        model = self.actor.model
+        return getattr(model, "module", model)
+
+    def generate(self, prompts: list[Prompt], sampling: SamplingParams) -> list[Rollout]:
+        """Samples ``sampling.n`` responses to each prompt; see ``RolloutEngine.generate``.
+
+        Raises:
+            ValueError: an empty prompt, one that with ``max_new_tokens`` exceeds the model's positions, or a stop id
+                or bad word unknown to the model.
+            FloatingPointError: no token could be drawn (NaN weights, or every token banned).
+        """
+        start = time.perf_counter()
+        forward = CachedForward(self.model)
+        text_config = forward.config.get_text_config(decoder=True)
+        check_lengths(prompts, sampling, getattr(text_config, "max_position_embeddings", None))
+        stop, sampler = self._criteria(sampling, text_config.vocab_size)
+        requests = [(prompt, i) for prompt in prompts for i in range(sampling.n)]
+        streams = request_streams(prompts, sampling)
+        # Longest first: little padding, and a lack of memory shows at once.
+        order = sorted(range(len(requests)), key=lambda r: -len(requests[r][0].token_ids))
+        rollouts: list[Rollout | None] = [None] * len(requests)
+        steps = 0
+        with self.gather_parameters(), generation_mode(self.model), self._progress_bar(len(order)) as advance:
+            for first in range(0, len(order), self.micro_rollout_batch_size):
+                batch = order[first : first + self.micro_rollout_batch_size]
+                device = next(self.model.parameters()).device  # inside: offloaded parameters are on the device here
+                uniforms = uniform_table([streams[r] for r in batch], sampling, device)
+                token_ids = [requests[r][0].token_ids for r in batch]
+                decoded = decode(forward, token_ids, uniforms, sampler, stop.to(device))
+                for r, rollout in zip(batch, self._to_rollouts([requests[r] for r in batch], decoded, stop)):
+                    rollouts[r] = rollout
+                steps += decoded.steps
+                advance(len(batch))
+        self.last_stats = {
+            "generated_tokens": sum(len(rollout.response_ids) for rollout in rollouts),
+            "prompt_tokens": sum(len(prompt.token_ids) for prompt, _ in requests),
+            "decode_steps": steps,
+            "seconds": time.perf_counter() - start,
+        }
+        return rollouts
+
+    def sync_weights(self, actor: nn.Module) -> None:
+        """Takes ``actor`` as the model to decode with; its weights are used in place."""
+        self.actor = actor
+
+    def sleep(self) -> None:
+        """Nothing to free: the weights are the trainer's, the cache ends with each micro batch."""
+
+    def wake(self) -> None:
+        """Nothing to take back."""
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+    def _criteria(self, sampling: SamplingParams, vocab_size: int) -> tuple[StopCriteria, TokenSampler]:
+        eos_ids = end_of_text_ids(self.tokenizer, getattr(self.model, "generation_config", None))
+        stop = StopCriteria(self.tokenizer, sampling, eos_ids=eos_ids, vocab_size=vocab_size)
+        limit = len(self.tokenizer) if self.valid_vocab_size is None else self.valid_vocab_size
+        sampler = TokenSampler(
+            sampling,
+            valid_vocab_size=min(limit, vocab_size),
+            suppressed_ids=stop.ids,
+            bad_word_ids=bad_word_ids(self.tokenizer, sampling.bad_words),
+        )
+        return stop, sampler
+
+    def _to_rollouts(
+        self, requests: list[tuple[Prompt, int]], decoded: DecodedBatch, stop: StopCriteria
+    ) -> list[Rollout]:
+        raise_undrawable(requests, decoded)
+        lengths, stopped = decoded.lengths.tolist(), decoded.stopped.tolist()
+        ids = [row[:length] for row, length in zip(decoded.tokens.tolist(), lengths)]
+        log_probs = [row[:length] for row, length in zip(decoded.log_probs.tolist(), lengths)]
+        texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        return [
+            Rollout(
+                prompt=prompt,
+                sample_index=sample_index,
+                response_ids=ids[b],
+                response_text=stop.trim(ids[b], texts[b]),
+                finish_reason="stop" if stopped[b] else "length",
+                log_probs=log_probs[b],
+            )
+            for b, (prompt, sample_index) in enumerate(requests)
+        ]
+
+    @contextmanager
+    def _progress_bar(self, total: int) -> Iterator[Callable[[int], object]]:
+        if not self.progress:
+            yield lambda count: None
+            return
+        from tqdm import tqdm
+
+        with tqdm(total=total, desc="rollout", unit="seq", leave=False) as bar:
+            yield bar.update
+
+
+def check_lengths(prompts: list[Prompt], sampling: SamplingParams, position_limit: int | None) -> None:
+    """Raises ValueError for the first prompt that is empty or, with its response, longer than ``position_limit``."""
+    for prompt in prompts:
+        length = len(prompt.token_ids)
+        if length == 0:
+            raise ValueError(f"prompt {prompt.index} has no tokens; there is nothing to predict the first token from")
+        if position_limit is not None and length + sampling.max_new_tokens > position_limit:
+            raise ValueError(
+                f"prompt {prompt.index} has {length} tokens; with max_new_tokens {sampling.max_new_tokens} it exceeds "
+                f"the model's {position_limit} positions: lower --prompt_max_len or --generate_max_len"
+            )
+
+
+def raise_undrawable(requests: list[tuple[Prompt, int]], decoded: DecodedBatch) -> None:
+    """Raises FloatingPointError where a token was recorded without a finite log prob (see ``TokenSampler``)."""
+    within = torch.arange(decoded.tokens.shape[1], device=decoded.lengths.device) < decoded.lengths.unsqueeze(1)
+    bad = (within & ~decoded.log_probs.isfinite()).nonzero().tolist()
+    if bad:
+        row, position = bad[0]
+        raise FloatingPointError(
+            f"prompt {requests[row][0].index}, response token {position}: no token can be drawn. Either the model's "
+            "logits are NaN or infinite (have its weights diverged?), or bad_words and min_new_tokens ban every id"
+        )
+
+
+def request_streams(prompts: list[Prompt], sampling: SamplingParams) -> list[tuple[int, int]]:
+    """(prompt index, sample number) of each of the ``len(prompts) * n`` requests; the k-th prompt with the same
+    index (from 0) gets the sample numbers k·n … k·n + n-1."""
+    used: Counter[int] = Counter()
+    streams = []
+    for prompt in prompts:
+        streams += [(prompt.index, used[prompt.index] + i) for i in range(sampling.n)]
+        used[prompt.index] += sampling.n
+    return streams
+
+
+def uniform_table(streams: list[tuple[int, int]], sampling: SamplingParams, device: torch.device) -> torch.Tensor:
+    """The uniforms of some requests, (B, max_new_tokens) float64."""
+    table = [request_uniforms(sampling.seed, index, sample, sampling.max_new_tokens) for index, sample in streams]
+    return torch.from_numpy(np.stack(table)).to(device)

@@ -1,0 +1,134 @@
+"""One token from one row of logits: penalties and filters, inverse-CDF sampling, recorded log probs.
+
+The random numbers belong to the request, not to the batch: each response has its own stream of uniforms, one per
+position, so that a sample does not depend on batch size, order or number of ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import (
+    LogitsProcessorList,
+    NoBadWordsLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from lightppo.rollout.engine import SamplingParams
+
+NO_TOKEN = -1
+"""Fills left padding in token histories: no filter takes it for a token."""
+
+
+def request_uniforms(seed: int, prompt_index: int, sample_index: int, count: int) -> np.ndarray:
+    """The uniforms of one request; a longer request begins with the same numbers.
+
+    SHAKE-128 of the key, read as a stream: the same on every machine and version, unlike a seeded generator.
+
+    Returns:
+        (count,) float64 in [0, 1), multiples of 2^-52.
+    """
+    stream = hashlib.shake_128(f"lightppo/{seed}/{prompt_index}/{sample_index}".encode()).digest(8 * count)
+    # 52 bits, not 53: u * total < total then holds after rounding, for any total.
+    return (np.frombuffer(stream, dtype="<u8") >> 12) * 2.0**-52
+
+
+def inverse_cdf(probs: Tensor, uniforms: Tensor) -> Tensor:
+    """Draws from each row: the first token whose cumulated probability exceeds ``u * total``.
+
+    Args:
+        probs: (B, V), non-negative; rows need not sum to 1.
+        uniforms: (B,) float64 in [0, 1).
+
+    Returns:
+        (B,) token ids, long. A token of probability 0 is never drawn.
+    """
+    # In float32 the tail of a large vocabulary would fall below the rounding of the sum.
+    cdf = probs.cumsum(dim=-1, dtype=torch.float64)
+    tokens = torch.searchsorted(cdf, uniforms.unsqueeze(1) * cdf[:, -1:], right=True).squeeze(1)
+    return tokens.clamp_(max=probs.shape[-1] - 1)  # only rows of NaN end beyond the vocabulary
+
+
+class TokenSampler:
+    """Samples the next token of every row of a batch.
+
+    Args:
+        sampling: the parameters; ``stop`` and ``n`` are not its matter.
+        valid_vocab_size: ids from here on (rows that pad the model's vocabulary) are never sampled.
+        suppressed_ids: ids that may not come before ``min_new_tokens``.
+        bad_word_ids: token sequences that are never completed.
+    """
+
+    def __init__(
+        self,
+        sampling: SamplingParams,
+        *,
+        valid_vocab_size: int,
+        suppressed_ids: list[int] | None = None,
+        bad_word_ids: list[list[int]] | None = None,
+    ) -> None:
+        self.greedy = sampling.greedy
+        self.temperature = sampling.log_prob_temperature
+        self.min_new_tokens = sampling.min_new_tokens
+        self.valid_vocab_size = valid_vocab_size
+        self.suppressed_ids = [i for i in suppressed_ids or [] if i < valid_vocab_size]
+        self._repetition = None
+        if sampling.repetition_penalty != 1.0:
+            self._repetition = RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)
+        completable = [ids for ids in bad_word_ids or [] if max(ids) < valid_vocab_size]
+        self._bad_words = NoBadWordsLogitsProcessor(completable) if completable else None
+        self._filters = LogitsProcessorList()
+        if not self.greedy and sampling.top_k > 0:
+            self._filters.append(TopKLogitsWarper(sampling.top_k))
+        if not self.greedy and sampling.top_p < 1.0:
+            self._filters.append(TopPLogitsWarper(sampling.top_p))
+
+    @property
+    def needs_history(self) -> bool:
+        """True where a penalty or ban looks at the ids so far."""
+        return self._repetition is not None or self._bad_words is not None
+
+    def __call__(self, logits: Tensor, uniforms: Tensor, step: int, history: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Samples one token per row.
+
+        Args:
+            logits: (B, V) raw logits.
+            uniforms: (B,) float64 in [0, 1); unused where greedy.
+            step: number of tokens that each response has already.
+            history: (B, S) prompt and response so far, left padding ``NO_TOKEN``; None where not ``needs_history``.
+
+        Returns:
+            tokens (B,) long, and log_probs (B,) float32: log softmax(logits / temperature) over the whole vocabulary
+            before every penalty and filter. NaN marks a row from which no token can be drawn: logits that are not
+            finite, or every token banned.
+        """
+        logits = logits.float()
+        scaled = logits if self.temperature == 1.0 else logits / self.temperature
+        banned = self._ban(logits[:, : self.valid_vocab_size], step, history)
+        if self.greedy:
+            scores = banned
+            tokens = scores.argmax(dim=-1)
+        else:
+            scores = banned if self.temperature == 1.0 else banned / self.temperature
+            scores = self._filters(history, scores)
+            tokens = inverse_cdf(scores.softmax(dim=-1), uniforms)
+        log_probs = scaled.gather(1, tokens.unsqueeze(1)).squeeze(1) - scaled.logsumexp(dim=-1)
+        return tokens, log_probs.masked_fill(scores.amax(dim=-1) == -torch.inf, torch.nan)
+
+    def _ban(self, scores: Tensor, step: int, history: Tensor | None) -> Tensor:
+        """Repetition penalty, bad words and minimum length, on raw logits (B, V)."""
+        if self._repetition is not None:
+            # Padding repeats the last id (always a real one), which is penalised once anyhow.
+            seen = torch.where(history == NO_TOKEN, history[:, -1:], history)
+            scores = self._repetition(seen, scores)
+        if self._bad_words is not None:
+            scores = self._bad_words(history, scores)
+        if step < self.min_new_tokens and self.suppressed_ids:
+            scores = scores.clone()
+            scores[:, self.suppressed_ids] = -torch.inf
+        return scores
