@@ -1,0 +1,269 @@
+"""Training checkpoints: one directory per tag, committed by a rename, a marker ``latest``, rotation.
+
+    save_dir/latest                       the tag to resume from
+    save_dir/global_step40/               DeepSpeed's files (or this module's, for a model without optimizer),
+                                          client_state.pt and lightppo_checkpoint.json
+    save_dir/global_step50.incomplete/    a save that was interrupted; removed by the next one
+
+A checkpoint is loaded at the world size, ZeRO stage and precision that wrote it; then resuming is bit-exact on CPU.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import shutil
+import traceback
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightppo.strategy.collectives import all_gather_object, broadcast_object
+from lightppo.strategy.engines import get_engine, has_optimizer, unwrap_model, zero_stage_of
+from lightppo.strategy.zero3 import is_sharded
+
+logger = logging.getLogger(__name__)
+
+LATEST = "latest"
+_META = "lightppo_checkpoint.json"
+_CLIENT_STATE = "client_state.pt"
+_INCOMPLETE = ".incomplete"
+_FORMAT = 1
+
+
+class CheckpointError(ValueError):
+    """A directory is not a checkpoint, or not one of this run's shape."""
+
+
+def on_rank_0(action: Callable[[], Any], what: str) -> None:
+    """Runs ``action`` on rank 0 while the others wait; its failure is raised on every rank, so that none hangs.
+
+    Raises:
+        RuntimeError: ``action`` raised; on rank 0 with the original exception as its cause.
+    """
+    error: Exception | None = None
+    if dist.get_rank() == 0:
+        try:
+            action()
+        except Exception as exception:
+            error = exception
+    text = broadcast_object(None if error is None else "".join(traceback.format_exception_only(error)).strip())
+    if text is not None:
+        raise RuntimeError(f"rank 0 could not {what}: {text}") from error
+
+
+def save_checkpoint(
+    model: Any,
+    save_dir: str | os.PathLike[str],
+    tag: str | None = None,
+    *,
+    client_state: dict[str, Any] | None = None,
+    max_num: int = 3,
+    max_mem: float = 1000,
+    protected_tags: Collection[str] = (),
+) -> str:
+    """Saves a prepared model with optimizer and scheduler. Collective. See ``DeepspeedStrategy.save_ckpt``."""
+    engine = get_engine(model, "saving a checkpoint")
+    if max_num < 1:
+        raise ValueError(f"--max_ckpt_num must be at least 1, got {max_num}")
+    save_dir = Path(save_dir)
+    tag = tag or f"global_step{engine.global_steps}"
+    staging = save_dir / f"{tag}{_INCOMPLETE}"
+    on_rank_0(lambda: _make_room(save_dir), f"prepare {save_dir}")
+
+    if has_optimizer(engine):
+        engine.save_checkpoint(str(save_dir), tag=staging.name, save_latest=False)
+    else:
+        _save_without_optimizer(engine, staging)
+    meta = {
+        "format": _FORMAT,
+        "world_size": dist.get_world_size(),
+        "zero_stage": zero_stage_of(engine),
+        "bf16": bool(engine.bfloat16_enabled()),
+        "optimizer": has_optimizer(engine),
+    }
+
+    def commit() -> None:
+        torch.save(client_state or {}, staging / _CLIENT_STATE)
+        (staging / _META).write_text(json.dumps(meta))
+        _replace_directory(staging, save_dir / tag)
+        marker = save_dir / f"{LATEST}.tmp"
+        marker.write_text(tag)
+        os.replace(marker, save_dir / LATEST)
+        # Only now: the new checkpoint is whole before an old one goes.
+        _rotate(save_dir, keep={tag, *protected_tags}, max_num=max_num, max_mem=max_mem)
+
+    on_rank_0(commit, f"complete the checkpoint {save_dir / tag}")
+    return tag
+
+
+def load_checkpoint(
+    model: Any,
+    load_dir: str | os.PathLike[str],
+    tag: str | None = None,
+    *,
+    load_module_strict: bool = True,
+    load_optimizer_states: bool = True,
+    load_lr_scheduler_states: bool = True,
+) -> tuple[str, dict[str, Any]]:
+    """Loads into a freshly prepared model. Collective. See ``DeepspeedStrategy.load_ckpt``."""
+    engine = get_engine(model, "loading a checkpoint")
+    load_dir = Path(load_dir)
+    if tag is None:
+        tag = latest_tag(load_dir)
+        if tag is None:
+            raise CheckpointError(f"{load_dir} holds no checkpoint: there is no file {LATEST!r} in it")
+    path = load_dir / tag
+    _check_fits(engine, path, load_optimizer_states)
+    if not has_optimizer(engine):
+        _load_without_optimizer(engine, path)
+    else:
+        loaded, _ = engine.load_checkpoint(
+            str(load_dir),
+            tag=tag,
+            load_module_strict=load_module_strict,
+            load_optimizer_states=load_optimizer_states,
+            load_lr_scheduler_states=load_lr_scheduler_states,
+        )
+        if loaded is None:
+            raise CheckpointError(f"{path} has no file for rank {dist.get_rank()}")
+        if engine.lr_scheduler is not None:
+            for group, lr in zip(engine.optimizer.param_groups, engine.lr_scheduler.get_last_lr(), strict=True):
+                group["lr"] = lr
+    client_state = torch.load(path / _CLIENT_STATE, map_location="cpu", weights_only=False)
+    return str(path), client_state
+
+
+def latest_tag(load_dir: str | os.PathLike[str]) -> str | None:
+    """The tag that ``load_dir`` would resume from; None where there is no checkpoint.
+
+    Raises:
+        CheckpointError: the directory does not exist, or its marker names a checkpoint that is not whole.
+    """
+    load_dir = Path(load_dir)
+    if not load_dir.is_dir():
+        raise CheckpointError(f"{load_dir} is not a directory")
+    marker = load_dir / LATEST
+    if not marker.is_file():
+        return None
+    tag = marker.read_text().strip()
+    if not (load_dir / tag / _META).is_file():
+        others = ", ".join(list_tags(load_dir)) or "none"
+        raise CheckpointError(f"{marker} names {tag!r}, which is not a whole checkpoint; whole ones here: {others}")
+    return tag
+
+
+def list_tags(save_dir: str | os.PathLike[str]) -> list[str]:
+    """Tags of the whole checkpoints in a directory, oldest first."""
+    found = [path for path in Path(save_dir).iterdir() if (path / _META).is_file() and path.suffix != _INCOMPLETE]
+    return [path.name for path in sorted(found, key=lambda path: ((path / _META).stat().st_mtime_ns, path.name))]
+
+
+def rng_state() -> dict[str, Any]:
+    """States of this rank's random generators: Python, NumPy, torch and its CUDA device."""
+    import numpy
+
+    state = {"python": random.getstate(), "numpy": numpy.random.get_state(), "torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def restore_rng_state(state: dict[str, Any]) -> None:
+    """Puts back what ``rng_state`` returned on this rank."""
+    import numpy
+
+    random.setstate(state["python"])
+    numpy.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def _check_fits(engine: Any, path: Path, load_optimizer_states: bool) -> None:
+    if not (path / _META).is_file():
+        raise CheckpointError(f"{path} is not a checkpoint of lightppo: {_META} is missing")
+    meta = json.loads((path / _META).read_text())
+    here = {
+        "world_size": dist.get_world_size(),
+        "zero_stage": zero_stage_of(engine),
+        "bf16": bool(engine.bfloat16_enabled()),
+        "optimizer": has_optimizer(engine),
+    }
+    if meta.get("format") != _FORMAT:
+        raise CheckpointError(f"{path} has format {meta.get('format')!r}; this version of lightppo reads {_FORMAT}")
+    for key, value in here.items():
+        if meta[key] != value:
+            raise CheckpointError(
+                f"{path} was saved with {key}={meta[key]}, this run has {key}={value}: resume with the same "
+                f"number of processes, --zero_stage and --bf16, or start from its HF export with --pretrain"
+            )
+    if not load_optimizer_states and zero_stage_of(engine) == 3 and latest_tag(path.parent) != path.name:
+        # DeepSpeed rebuilds ZeRO-3 weights from the tag in the marker, whatever tag it is asked for.
+        raise CheckpointError(f"at ZeRO-3 weights alone load from the latest tag only, and {path.name!r} is not it")
+
+
+def _save_without_optimizer(engine: Any, directory: Path) -> None:
+    """Each rank writes what it holds: its shards under ZeRO-3, else everything by rank 0."""
+    rank, sharded = dist.get_rank(), zero_stage_of(engine) == 3
+    error = None
+    if sharded or rank == 0:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            torch.save(_local_tensors(engine), directory / f"frozen_rank{rank}.pt")
+        except Exception as exception:
+            error = exception
+    failures = [text for text in all_gather_object(None if error is None else f"rank {rank}: {error}") if text]
+    if failures:
+        raise RuntimeError(f"could not write {directory}: {'; '.join(failures)}") from error
+
+
+@torch.no_grad()
+def _load_without_optimizer(engine: Any, directory: Path) -> None:
+    rank = dist.get_rank() if zero_stage_of(engine) == 3 else 0
+    saved = torch.load(directory / f"frozen_rank{rank}.pt", map_location="cpu", weights_only=True)
+    local = _local_tensors(engine)
+    if saved.keys() != local.keys():
+        odd = sorted(saved.keys() ^ local.keys())
+        raise CheckpointError(f"{directory} holds another model: {len(odd)} weights differ, first {odd[0]!r}")
+    for name, tensor in local.items():
+        tensor.copy_(saved[name])
+
+
+def _local_tensors(engine: Any) -> dict[str, torch.Tensor]:
+    tensors = unwrap_model(engine).state_dict(keep_vars=True)
+    return {name: t.ds_tensor.data if is_sharded(t) else t.detach() for name, t in tensors.items()}
+
+
+def _make_room(save_dir: Path) -> None:
+    save_dir.mkdir(parents=True, exist_ok=True)
+    for leftover in save_dir.glob(f"*{_INCOMPLETE}"):
+        logger.warning("removing %s, a checkpoint whose saving was interrupted", leftover)
+        shutil.rmtree(leftover)
+
+
+def _replace_directory(new: Path, target: Path) -> None:
+    if target.exists():
+        old = target.with_name(f"{target.name}.old{_INCOMPLETE}")
+        os.replace(target, old)
+        os.replace(new, target)
+        shutil.rmtree(old)
+    else:
+        os.replace(new, target)
+
+
+def _rotate(save_dir: Path, keep: set[str], max_num: int, max_mem: float) -> None:
+    tags = list_tags(save_dir)
+    sizes = {tag: sum(f.stat().st_size for f in (save_dir / tag).rglob("*") if f.is_file()) for tag in tags}
+    for tag in [tag for tag in tags if tag not in keep]:
+        if len(sizes) <= max_num and sum(sizes.values()) <= max_mem * 2**30:
+            return
+        doomed = save_dir / f"{tag}{_INCOMPLETE}"
+        os.replace(save_dir / tag, doomed)  # whole or gone, also when this is interrupted
+        shutil.rmtree(doomed)
+        del sizes[tag]
