@@ -104,8 +104,8 @@ class TokenSampler:
 
         Returns:
             tokens (B,) long, and log_probs (B,) float32: log softmax(logits / temperature) over the whole vocabulary
-            before every penalty and filter. NaN marks a row from which no token can be drawn: logits that are not
-            finite, or every token banned.
+            before every penalty and filter. NaN or infinite in rows from which no token can be drawn: logits that are
+            NaN or +inf, or every token banned.
         """
         logits = logits.float()
         scaled = logits if self.temperature == 1.0 else logits / self.temperature

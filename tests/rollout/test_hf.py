@@ -1,0 +1,368 @@
+import contextlib
+import math
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+import torch
+from transformers import BloomConfig, BloomForCausalLM, Lfm2Config, Lfm2ForCausalLM, MistralConfig, MistralForCausalLM
+
+from lightppo.data.records import Prompt
+from lightppo.rollout import decoding
+from lightppo.rollout.engine import SamplingParams
+from lightppo.rollout.hf import HFRolloutEngine
+
+EOS_ID = 1
+
+
+@pytest.fixture
+def engine_of(tokenizer, actor_of):
+    def build(model, micro_batch: int = 8, **options) -> HFRolloutEngine:
+        return HFRolloutEngine(actor_of(model), tokenizer, micro_rollout_batch_size=micro_batch, **options)
+
+    return build
+
+
+def ids_by_key(rollouts) -> dict[tuple[int, int], list[int]]:
+    return {(r.prompt.index, r.sample_index): r.response_ids for r in rollouts}
+
+
+def trainer_log_probs(model, rollout, temperature: float) -> torch.Tensor:
+    """Log probs by one full forward without padding or cache."""
+    prompt, response = rollout.prompt.token_ids, rollout.response_ids
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+    return (logits / temperature).log_softmax(-1).gather(1, torch.tensor(response).unsqueeze(1)).squeeze(1)
+
+
+def chi_square(counts: torch.Tensor, expected: torch.Tensor) -> tuple[float, float]:
+    """Statistic and its 99.9 % bound; cells expecting fewer than 5 are merged into one."""
+    small = expected < 5
+    counts = torch.cat([counts[~small], counts[small].sum()[None]])
+    expected = torch.cat([expected[~small], expected[small].sum()[None]])
+    counts, expected = counts[expected > 0], expected[expected > 0]
+    df = len(expected) - 1
+    bound = df * (1 - 2 / (9 * df) + 3.09 * math.sqrt(2 / (9 * df))) ** 3  # Wilson-Hilferty
+    return ((counts - expected) ** 2 / expected).sum().item(), bound
+
+
+class TestAgainstTheModel:
+    def test_greedy_equals_generate(self, model, engine_of, prompts):
+        rollouts = engine_of(model, 4).generate(prompts, SamplingParams(max_new_tokens=12, temperature=0.0))
+        assert len({len(r.response_ids) for r in rollouts}) > 1  # some end early, so that rows leave the batch
+        for rollout in rollouts:
+            ids = torch.tensor([rollout.prompt.token_ids])
+            expected = model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, pad_token_id=0
+            )
+            assert rollout.response_ids == expected[0, ids.shape[1] :].tolist()
+
+    def test_log_probs_equal_a_full_forward(self, model, engine_of, prompts):
+        sampling = SamplingParams(max_new_tokens=12, temperature=0.7, top_p=0.9, top_k=20, repetition_penalty=1.1, n=2)
+        for rollout in engine_of(model).generate(prompts, sampling):
+            expected = trainer_log_probs(model, rollout, 0.7)
+            torch.testing.assert_close(torch.tensor(rollout.log_probs), expected, atol=1e-4, rtol=0)
+
+    def test_greedy_log_probs_have_temperature_one(self, model, engine_of, prompts):
+        for rollout in engine_of(model).generate(prompts, SamplingParams(max_new_tokens=5, do_sample=False)):
+            expected = trainer_log_probs(model, rollout, 1.0)
+            torch.testing.assert_close(torch.tensor(rollout.log_probs), expected, atol=1e-4, rtol=0)
+
+    def test_samples_follow_the_distribution_of_the_model(self, make_llama, engine_of, tokenizer):
+        model, n = make_llama(scale=8.0), 6000
+        prompt = Prompt("cafe", tokenizer.encode("cafe"))
+        sampling = SamplingParams(max_new_tokens=2, temperature=0.8, ignore_eos=True, n=n, seed=11)
+        rollouts = engine_of(model, 2000).generate([prompt], sampling)
+        sampled = torch.tensor([r.response_ids for r in rollouts])  # (n, 2)
+        continued = torch.tensor([[*prompt.token_ids, i] for i in range(30)])
+        with torch.no_grad():
+            first = (model(continued[:1, :-1]).logits[0, -1] / 0.8).softmax(-1)
+            second = first @ (model(continued).logits[:, -1] / 0.8).softmax(-1)  # Σ_i p(i) p(·|i)
+            colder = (model(continued[:1, :-1]).logits[0, -1] / 0.7).softmax(-1)
+        for position, probs in enumerate((first, second)):
+            statistic, bound = chi_square(torch.bincount(sampled[:, position], minlength=30), n * probs)
+            assert statistic < bound
+        statistic, bound = chi_square(torch.bincount(sampled[:, 0], minlength=30), n * colder)
+        assert statistic > bound  # the test would see a temperature that is off by .1
+
+    def test_two_samples_of_a_prompt_are_independent(self, make_llama, engine_of, tokenizer):
+        model = make_llama(scale=8.0)
+        prompts = [Prompt("cafe", tokenizer.encode("cafe"), index=i) for i in range(3000)]
+        rollouts = engine_of(model, 2000).generate(prompts, SamplingParams(max_new_tokens=1, n=2))
+        pairs = torch.tensor([r.response_ids[0] for r in rollouts]).view(-1, 2)
+        with torch.no_grad():
+            probs = model(torch.tensor([prompts[0].token_ids])).logits[0, -1].softmax(-1)
+        counts = torch.bincount(pairs[:, 0] * 30 + pairs[:, 1], minlength=900)
+        statistic, bound = chi_square(counts, 3000 * torch.outer(probs, probs).flatten())
+        assert statistic < bound
+
+
+class TestIndependenceOfTheBatch:
+    sampling = SamplingParams(max_new_tokens=12, temperature=0.9, top_p=0.95, repetition_penalty=1.2, n=3, seed=5)
+
+    @pytest.fixture
+    def reference(self, model, engine_of, prompts):
+        return engine_of(model, 8).generate(prompts, self.sampling)
+
+    @pytest.mark.parametrize("micro_batch", [1, 3, 64])
+    def test_micro_batch_size(self, model, engine_of, prompts, reference, micro_batch):
+        assert ids_by_key(engine_of(model, micro_batch).generate(prompts, self.sampling)) == ids_by_key(reference)
+
+    def test_order_and_ranks(self, model, engine_of, prompts, reference):
+        engine = engine_of(model, 8)
+        shuffled = [prompts[i] for i in (3, 9, 0, 7, 1, 8, 2, 6, 5, 4)]
+        assert ids_by_key(engine.generate(shuffled, self.sampling)) == ids_by_key(reference)
+        halves = [engine.generate(half, self.sampling) for half in (prompts[:5], prompts[5:])]
+        assert ids_by_key(halves[0] + halves[1]) == ids_by_key(reference)
+
+    def test_other_seed_other_samples_same_seed_same_samples(self, model, engine_of, prompts, reference):
+        assert ids_by_key(engine_of(model).generate(prompts, self.sampling)) == ids_by_key(reference)
+        other = SamplingParams(max_new_tokens=12, temperature=0.9, top_p=0.95, repetition_penalty=1.2, n=3, seed=6)
+        assert ids_by_key(engine_of(model).generate(prompts, other)) != ids_by_key(reference)
+
+    def test_global_random_state_is_neither_read_nor_changed(self, model, engine_of, prompts, reference):
+        torch.manual_seed(123)
+        before = torch.get_rng_state()
+        assert ids_by_key(engine_of(model).generate(prompts, self.sampling)) == ids_by_key(reference)
+        assert torch.equal(torch.get_rng_state(), before)
+
+    def test_rows_that_leave_the_batch_change_nothing(self, model, engine_of, prompts, reference, monkeypatch):
+        selections = []
+        select = decoding.DynamicCache.batch_select_indices
+        monkeypatch.setattr(
+            decoding.DynamicCache,
+            "batch_select_indices",
+            lambda cache, kept: (selections.append(len(kept)), select(cache, kept)),
+        )
+        for share, happens in ((0.0, False), (1.0, True)):
+            selections.clear()
+            monkeypatch.setattr(decoding, "COMPACT_BELOW", share)
+            rollouts = engine_of(model, 8).generate(prompts, self.sampling)
+            assert ids_by_key(rollouts) == ids_by_key(reference)
+            assert bool(selections) is happens
+
+    def test_a_prompt_given_twice_is_a_prompt_with_twice_the_samples(self, model, engine_of, prompts):
+        once = engine_of(model).generate(prompts[:1], SamplingParams(max_new_tokens=8, n=4))
+        twice = engine_of(model).generate([prompts[0], prompts[0]], SamplingParams(max_new_tokens=8, n=2))
+        assert [r.response_ids for r in twice] == [r.response_ids for r in once]
+        assert [r.sample_index for r in twice] == [0, 1, 0, 1]
+
+
+def mistral():
+    torch.manual_seed(0)
+    return MistralForCausalLM(
+        MistralConfig(
+            vocab_size=30, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, sliding_window=4, max_position_embeddings=64, bos_token_id=None, eos_token_id=EOS_ID,
+            initializer_range=0.2,
+        )
+    )  # fmt: skip
+
+
+def bloom():
+    torch.manual_seed(0)
+    return BloomForCausalLM(
+        BloomConfig(
+            vocab_size=30, hidden_size=32, n_layer=2, n_head=4, bos_token_id=None, eos_token_id=EOS_ID,
+            initializer_range=0.2, hidden_dropout=0.0, attention_dropout=0.0,
+        )
+    )  # fmt: skip
+
+
+def lfm2():
+    torch.manual_seed(0)
+    return Lfm2ForCausalLM(
+        Lfm2Config(
+            vocab_size=30, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, layer_types=["conv", "full_attention"], bos_token_id=None, eos_token_id=EOS_ID,
+            initializer_range=0.2,
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("build", [mistral, bloom, lfm2])
+def test_sliding_windows_alibi_and_recurrent_states(build, engine_of, prompts):
+    """Caches that forget, models without position ids, layers whose state has no rows to take out."""
+    model = build().eval()
+    sampling = SamplingParams(max_new_tokens=16, n=2)
+    rollouts = engine_of(model, 8).generate(prompts, sampling)
+    assert {r.finish_reason for r in rollouts} == {"stop", "length"}  # rows end at different times
+    assert ids_by_key(rollouts) == ids_by_key(engine_of(model, 1).generate(prompts, sampling))
+    for rollout in rollouts:
+        expected = trainer_log_probs(model, rollout, 1.0)
+        torch.testing.assert_close(torch.tensor(rollout.log_probs), expected, atol=1e-4, rtol=0)
+
+
+class TestRecords:
+    def test_order_and_samples(self, llama, engine_of, prompts):
+        rollouts = engine_of(llama, 3).generate(prompts, SamplingParams(max_new_tokens=4, n=2))
+        assert [r.prompt.index for r in rollouts] == [i for i in range(100, 110) for _ in range(2)]
+        assert [r.sample_index for r in rollouts] == [0, 1] * 10
+        assert all(r.prompt is prompts[i // 2] for i, r in enumerate(rollouts))
+
+    def test_finish_reason_text_and_lengths(self, llama, engine_of, prompts, tokenizer):
+        rollouts = engine_of(llama).generate(prompts, SamplingParams(max_new_tokens=8, n=4))
+        reasons = {r.finish_reason for r in rollouts}
+        assert reasons == {"stop", "length"}
+        for r in rollouts:
+            assert len(r.log_probs) == len(r.response_ids)
+            assert EOS_ID not in r.response_ids[:-1]
+            assert (r.response_ids[-1] == EOS_ID) == (r.finish_reason == "stop")
+            assert r.finish_reason == "stop" or len(r.response_ids) == 8
+            assert r.response_text == tokenizer.decode(r.response_ids, skip_special_tokens=True)
+
+    def test_stats(self, llama, engine_of, prompts):
+        engine = engine_of(llama, 4)
+        rollouts = engine.generate(prompts, SamplingParams(max_new_tokens=6, ignore_eos=True, n=2))
+        # 20 sequences in 5 micro batches of 6 steps; the texts have 3+1+12+4+8+10+2+4+3+7 = 54 characters.
+        assert len(rollouts) == 20
+        stats = dict(engine.last_stats)
+        assert stats.pop("seconds") > 0
+        assert stats == {"generated_tokens": 120, "prompt_tokens": 108, "decode_steps": 30}
+
+    def test_decoding_ends_when_every_row_has_ended(self, llama, engine_of, prompts):
+        engine = engine_of(llama, 10)
+        rollouts = engine.generate(prompts, SamplingParams(max_new_tokens=50, stop_token_ids=tuple(range(2, 30))))
+        assert all(len(r.response_ids) == 1 for r in rollouts)
+        assert engine.last_stats["decode_steps"] == 1
+
+    def test_progress_bar_only_on_request(self, llama, engine_of, prompts, capsys):
+        sampling = SamplingParams(max_new_tokens=2)
+        engine_of(llama).generate(prompts, sampling)
+        assert "rollout" not in capsys.readouterr().err
+        engine_of(llama, progress=True).generate(prompts, sampling)
+        assert "rollout" in capsys.readouterr().err
+
+
+class TestLimitsAndStops:
+    def test_stop_string_cuts_the_text_and_keeps_the_ids(self, llama, engine_of, prompts, tokenizer):
+        free = engine_of(llama).generate(prompts, SamplingParams(max_new_tokens=12, ignore_eos=True))
+        stopped = engine_of(llama).generate(
+            prompts, SamplingParams(max_new_tokens=12, ignore_eos=True, stop=("a", "7"))
+        )
+        assert {r.finish_reason for r in stopped} == {"stop", "length"}
+        for whole, cut in zip(free, stopped):
+            assert cut.response_ids == whole.response_ids[: len(cut.response_ids)]
+            assert not set(cut.response_text) & {"a", "7"}
+            if cut.finish_reason == "stop":
+                assert tokenizer.decode(cut.response_ids[-1:]) in ("a", "7")
+            else:
+                assert cut.response_text == whole.response_text
+
+    def test_end_of_text_list_of_the_generation_config(self, llama, engine_of, prompts):
+        llama.generation_config.eos_token_id = [EOS_ID, 5, 6]
+        rollouts = engine_of(llama).generate(prompts, SamplingParams(max_new_tokens=12, n=4))
+        assert {r.response_ids[-1] for r in rollouts if r.finish_reason == "stop"} == {EOS_ID, 5, 6}
+
+    def test_minimum_length(self, llama, engine_of, prompts):
+        sampling = SamplingParams(max_new_tokens=8, min_new_tokens=4, stop_token_ids=(5,), n=4)
+        rollouts = engine_of(llama).generate(prompts, sampling)
+        assert min(len(r.response_ids) for r in rollouts) == 5  # four others, then at the soonest a stop id
+        assert not any({EOS_ID, 5} & set(r.response_ids[:4]) for r in rollouts)
+
+    def test_bad_words(self, llama, engine_of, prompts, tokenizer):
+        def sampled_pairs(**params) -> Counter:
+            sampling = SamplingParams(max_new_tokens=20, ignore_eos=True, n=8, **params)
+            rollouts = engine_of(llama, 40).generate(prompts, sampling)
+            return Counter(pair for r in rollouts for pair in pairwise(r.response_ids))
+
+        free = sampled_pairs()
+        pair = max((p for p in free if min(p) > 2), key=free.__getitem__)  # ids 0, 1, 2 have no text
+        b_id = tokenizer.encode("b")[0]
+        assert free[pair] >= 5
+        assert any(b_id in p for p in free)
+        banned = sampled_pairs(bad_words=(tokenizer.decode(pair), "b"))
+        assert pair not in banned
+        assert not any(b_id in p for p in banned)
+        assert any(pair[0] in p for p in banned)  # its first half alone is no bad word
+
+    def test_padded_vocabulary_is_never_sampled(self, make_llama, engine_of, prompts, tokenizer):
+        model = make_llama(vocab_size=64)  # 34 rows more than the tokenizer has ids
+        assert len(tokenizer) == 30
+        rollouts = engine_of(model).generate(prompts, SamplingParams(max_new_tokens=12, n=4))
+        assert max(i for r in rollouts for i in r.response_ids) < 30
+        rollouts = engine_of(model, valid_vocab_size=10).generate(prompts, SamplingParams(max_new_tokens=12, n=4))
+        assert max(i for r in rollouts for i in r.response_ids) == 9
+        rollouts = engine_of(model, valid_vocab_size=64).generate(prompts, SamplingParams(max_new_tokens=12, n=4))
+        assert max(i for r in rollouts for i in r.response_ids) > 30
+
+    def test_prompt_beyond_the_positions_of_the_model(self, model, engine_of, tokenizer):
+        long = Prompt("a" * 60, tokenizer.encode("a" * 60), index=17)
+        assert len(engine_of(model).generate([long], SamplingParams(max_new_tokens=4, ignore_eos=True))) == 1  # 64 fit
+        with pytest.raises(ValueError, match=r"prompt 17 .*64 positions.*--prompt_max_len.*--generate_max_len"):
+            engine_of(model).generate([long], SamplingParams(max_new_tokens=5))
+
+    def test_empty_prompt_is_named(self, llama, engine_of):
+        with pytest.raises(ValueError, match="prompt 3 has no tokens"):
+            engine_of(llama).generate([Prompt("", [], index=3)], SamplingParams())
+
+    def test_diverged_weights_are_an_error(self, llama, engine_of, prompts):
+        with torch.no_grad():
+            llama.lm_head.weight[4] = float("nan")
+        with pytest.raises(FloatingPointError, match=r"prompt 1\d\d, response token 0.*diverged"):
+            engine_of(llama).generate(prompts, SamplingParams(max_new_tokens=4))
+
+    def test_encoder_decoder_is_refused(self, llama, engine_of, prompts):
+        llama.config.is_encoder_decoder = True
+        with pytest.raises(ValueError, match="decoder-only"):
+            engine_of(llama).generate(prompts, SamplingParams(max_new_tokens=4))
+
+
+class TestModelState:
+    def test_modes_and_checkpointing_come_back(self, llama, engine_of, prompts):
+        llama.train()
+        llama.model.norm.eval()  # a module that somebody keeps in evaluation mode
+        llama.gradient_checkpointing_enable()
+        llama.config.use_cache = False
+        modes = [m.training for m in llama.modules()]
+        checkpointing = [m for m in llama.modules() if getattr(m, "gradient_checkpointing", False)]
+        during = []
+        handle = llama.register_forward_hook(
+            lambda module, args, output: during.append(
+                (module.training, any(m.gradient_checkpointing for m in checkpointing), output.logits.requires_grad)
+            )
+        )
+        engine_of(llama).generate(prompts[:2], SamplingParams(max_new_tokens=3, ignore_eos=True))
+        handle.remove()
+        assert during == [(False, False, False)] * 3
+        assert [m.training for m in llama.modules()] == modes
+        assert checkpointing
+        assert all(m.gradient_checkpointing for m in checkpointing)
+        llama(torch.tensor([[3, 4, 5]])).logits.sum().backward()  # and it trains on
+        assert llama.lm_head.weight.grad is not None
+
+    def test_modes_come_back_after_an_error(self, llama, engine_of, prompts):
+        llama.train()
+        with torch.no_grad():
+            llama.lm_head.weight.fill_(float("nan"))
+        with pytest.raises(FloatingPointError):
+            engine_of(llama).generate(prompts, SamplingParams(max_new_tokens=2))
+        assert all(m.training for m in llama.modules())
+
+    def test_deepspeed_engine_is_unwrapped_and_sync_takes_a_new_actor(self, make_llama, engine_of, prompts, actor_of):
+        sampling = SamplingParams(max_new_tokens=6)
+        first, second = make_llama(seed=0), make_llama(seed=1)
+        engine = engine_of(actor_of(first).__class__(module=first))
+        before = ids_by_key(engine.generate(prompts, sampling))
+        assert before == ids_by_key(engine_of(first).generate(prompts, sampling))
+        engine.sync_weights(actor_of(second))
+        after = ids_by_key(engine.generate(prompts, sampling))
+        assert after == ids_by_key(engine_of(second).generate(prompts, sampling))
+        assert after != before
+
+    @pytest.mark.parametrize("count", [0, 1, 10])
+    def test_parameters_are_gathered_once_also_without_prompts(self, llama, engine_of, prompts, count):
+        events = []
+
+        @contextlib.contextmanager
+        def gather():
+            events.append("enter")
+            yield
+            events.append("leave")
+
+        llama.register_forward_pre_hook(lambda *_: events.append("forward"))
+        engine = engine_of(llama, 2, gather_parameters=gather)
+        rollouts = engine.generate(prompts[:count], SamplingParams(max_new_tokens=2, ignore_eos=True))
+        assert len(rollouts) == count
+        micro_batches = -(-count // 2)
+        assert events == ["enter"] + ["forward"] * (2 * micro_batches) + ["leave"]

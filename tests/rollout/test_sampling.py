@@ -1,0 +1,127 @@
+import hashlib
+
+import numpy as np
+import pytest
+import torch
+
+from lightppo.rollout.engine import SamplingParams
+from lightppo.rollout.sampling import NO_TOKEN, TokenSampler, inverse_cdf, request_uniforms
+
+
+def draw(params: SamplingParams, logits: torch.Tensor, uniforms, *, history=None, step=0, **options):
+    sampler = TokenSampler(params, **{"valid_vocab_size": logits.shape[-1], **options})
+    u = torch.as_tensor(uniforms, dtype=torch.float64)
+    return sampler(logits, u, step, history)
+
+
+class TestRequestUniforms:
+    def test_the_number_is_the_top_52_bits_of_the_stream(self):
+        # The key's text and the first little-endian 64-bit word, 12 low bits dropped, over 2^52.
+        word = int.from_bytes(hashlib.shake_128(b"lightppo/7/42/3").digest(8), "little")
+        assert request_uniforms(7, 42, 3, 1)[0] == (word >> 12) / 2**52
+
+    def test_a_longer_request_begins_with_the_same_numbers(self):
+        np.testing.assert_array_equal(request_uniforms(0, 1, 2, 5), request_uniforms(0, 1, 2, 500)[:5])
+
+    @pytest.mark.parametrize("other", [(1, 1, 1), (0, 2, 1), (0, 1, 2), (0, 11, 1)])
+    def test_seed_prompt_and_sample_each_change_the_numbers(self, other):
+        assert not np.isin(request_uniforms(0, 1, 1, 50), request_uniforms(*other, 50)).any()
+
+    def test_uniform_in_the_unit_interval(self):
+        u = np.concatenate([request_uniforms(0, i, 0, 100) for i in range(1000)])
+        assert u.min() >= 0
+        assert u.max() < 1
+        # 100,000 numbers in 10 bins of 10,000 ± 95: each within five standard deviations.
+        counts = np.histogram(u, bins=10, range=(0, 1))[0]
+        assert abs(counts - 10_000).max() < 475
+
+
+class TestInverseCdf:
+    def test_by_hand(self):
+        # p = .2 0 .5 .3, cdf .2 .2 .7 1: u < .2 → 0; .2 ≤ u < .7 → 2 (1 has no mass); u ≥ .7 → 3.
+        probs = torch.tensor([[2.0, 0.0, 5.0, 3.0]]).expand(6, 4)  # not normalised: total 10
+        u = torch.tensor([0.0, 0.19, 0.2, 0.69, 0.7, 1 - 2.0**-52], dtype=torch.float64)
+        assert inverse_cdf(probs, u).tolist() == [0, 0, 2, 2, 3, 3]
+
+    def test_zero_mass_at_both_ends_is_never_drawn(self):
+        totals = torch.rand(2000, generator=torch.Generator().manual_seed(0))
+        probs = torch.stack([torch.zeros_like(totals), totals, torch.zeros_like(totals)], dim=1)
+        for u in (0.0, 1 - 2.0**-52):
+            assert (inverse_cdf(probs, torch.full((2000,), u, dtype=torch.float64)) == 1).all()
+
+    def test_the_tail_of_a_large_vocabulary_is_reached(self):
+        # 2^20 equal tokens behind one of mass 1 - 2^-9 (2^-29 each, far below float32's 2^-24 beside 1):
+        # u = 1 - 2^-10 lies in the middle of the tail: token 1 + 2^19.
+        probs = torch.full((1, 1 + 2**20), 2.0**-29)
+        probs[0, 0] = 1 - 2.0**-9
+        u = torch.tensor([1 - 2.0**-10], dtype=torch.float64)
+        assert inverse_cdf(probs, u).tolist() == [1 + 2**19]
+
+
+class TestTokenSampler:
+    logits = torch.tensor([[1.0, 2.0, 0.5, -1.0]])
+
+    def test_log_prob_is_of_the_unfiltered_distribution_at_the_temperature(self):
+        params = SamplingParams(temperature=0.5, top_k=1, repetition_penalty=3.0)
+        token, log_prob = draw(params, self.logits, [0.99], history=torch.tensor([[3]]))
+        # logits / .5 = 2 4 1 -2; log softmax of 4: 4 - ln(e² + e⁴ + e¹ + e⁻²) = 4 - ln(64.8409) = -0.171935
+        assert token.item() == 1
+        assert log_prob.item() == pytest.approx(-0.171935, abs=1e-5)
+        assert log_prob.dtype == torch.float32
+
+    def test_greedy_log_prob_has_temperature_one(self):
+        token, log_prob = draw(SamplingParams(temperature=0.0), self.logits, [0.0])
+        # 2 - ln(e¹ + e² + e^.5 + e⁻¹) = 2 - ln(12.12394) = -0.495183
+        assert token.item() == 1
+        assert log_prob.item() == pytest.approx(-0.495183, abs=1e-5)
+
+    def test_ids_beyond_the_valid_vocabulary_are_not_drawn_but_count_in_the_log_prob(self):
+        logits = torch.tensor([[0.0, 0.0, 9.0]])
+        token, log_prob = draw(SamplingParams(), logits, [1 - 2.0**-52], valid_vocab_size=2)
+        assert token.item() == 1
+        assert log_prob.item() == pytest.approx(-np.log(2 + np.exp(9)), abs=1e-5)
+        assert draw(SamplingParams(do_sample=False), logits, [0.0], valid_vocab_size=2)[0].item() == 0
+
+    def test_top_p_keeps_the_smallest_set_with_that_mass(self):
+        logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log().expand(5, 4)
+        # top_p .7 keeps .5 and .3, scaled to .625 and .375: u .62 → 0, .63 → 1.
+        tokens, _ = draw(SamplingParams(top_p=0.7), logits, [0.0, 0.62, 0.63, 0.9, 0.9999])
+        assert tokens.tolist() == [0, 0, 1, 1, 1]
+
+    def test_temperature_comes_before_top_p(self):
+        logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
+        # At temperature .25 p ∝ .0625 .0081 …: the first alone has .88 ≥ .7, so top_p .7 leaves nothing else.
+        assert draw(SamplingParams(temperature=0.25, top_p=0.7), logits, [0.9999])[0].item() == 0
+
+    def test_penalty_comes_before_temperature(self):
+        # Penalty 2 on ids 0 and 1: logits 2 -1 → 1 -2; halved temperature doubles them: 2 -4 0.
+        # p0 = e²/(e² + e⁻⁴ + 1) = 7.3891/8.4074 = .8789; p0 + p1 = .8811.
+        logits = torch.tensor([[2.0, -1.0, 0.0]]).expand(4, 3)
+        params = SamplingParams(temperature=0.5, repetition_penalty=2.0)
+        history = torch.tensor([[0, 1]]).expand(4, 2)
+        tokens, _ = draw(params, logits, [0.8788, 0.8790, 0.8810, 0.8812], history=history)
+        assert tokens.tolist() == [0, 1, 1, 2]
+
+    def test_padding_is_no_token_to_penalties_and_bans(self):
+        logits = torch.tensor([[3.0, 2.9, 1.0]])
+        params = SamplingParams(do_sample=False, repetition_penalty=1.5)
+        bad_words = [[2, 2, 0]]  # completed by 0 only behind 2 2
+        unpadded = draw(params, logits, [0.0], history=torch.tensor([[2]]), bad_word_ids=bad_words)
+        padded = draw(params, logits, [0.0], history=torch.tensor([[NO_TOKEN] * 3 + [2]]), bad_word_ids=bad_words)
+        assert unpadded[0].item() == padded[0].item() == 0
+        banned = draw(params, logits, [0.0], history=torch.tensor([[2, 2]]), bad_word_ids=bad_words)
+        assert banned[0].item() == 1
+
+    def test_stop_ids_are_suppressed_until_the_minimum(self):
+        params = SamplingParams(do_sample=False, min_new_tokens=2)
+        tokens = [draw(params, self.logits, [0.0], step=step, suppressed_ids=[1, 7])[0].item() for step in range(3)]
+        assert tokens == [0, 0, 1]
+
+    @pytest.mark.parametrize("do_sample", [True, False])
+    def test_rows_without_any_token_are_marked(self, do_sample):
+        logits = torch.tensor([[1.0, 2.0], [float("nan"), 0.0], [float("inf"), 0.0]])
+        _, log_probs = draw(SamplingParams(do_sample=do_sample), logits, [0.5] * 3)
+        assert log_probs.isfinite().tolist() == [True, False, False]
+        params = SamplingParams(do_sample=do_sample, min_new_tokens=1)
+        _, log_probs = draw(params, logits[:1], [0.5], suppressed_ids=[0, 1])
+        assert not log_probs.isfinite().any()
