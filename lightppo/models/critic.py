@@ -1,0 +1,160 @@
+"""The value function: one number per position."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
+
+from lightppo.models.errors import ModelLoadError
+from lightppo.models.loading import load_sequence_classifier
+from lightppo.models.packing import (
+    action_predictors,
+    check_num_actions,
+    pack,
+    position_ids_from_lengths,
+    scatter,
+)
+from lightppo.models.value_head import value_head
+from lightppo.models.wrapper import PretrainedWrapper, model_inputs
+
+
+class SequenceRegressor(PretrainedWrapper):
+    """A one-output sequence classifier, called position by position.
+
+    Subclasses say which checkpoints they take by ``kind``.
+    """
+
+    kind: Literal["critic", "reward"]
+
+    def __init__(
+        self,
+        pretrain_or_model: str | PreTrainedModel,
+        *,
+        bf16: bool = False,
+        use_flash_attention_2: bool = False,
+        ds_config: dict[str, Any] | None = None,
+        packing_samples: bool = False,
+        **load_options: Any,
+    ) -> None:
+        super().__init__(
+            pretrain_or_model,
+            partial(load_sequence_classifier, kind=self.kind),
+            bf16=bf16,
+            use_flash_attention_2=use_flash_attention_2,
+            ds_config=ds_config,
+            packing_samples=packing_samples,
+            load_options=load_options,
+        )
+        _, head = value_head(self.model)
+        if head.out_features != 1:
+            raise ModelLoadError(f"a {self.kind} needs one output, the model has {head.out_features}")
+        self.mean, self.std = 0.0, 1.0
+
+    def _use_config_statistics(self) -> bool:
+        """Take ``mean`` and ``std`` of the config; False where it has none."""
+        mean, std = getattr(self.hf_model.config, "mean", None), getattr(self.hf_model.config, "std", None)
+        if mean is None or std is None:
+            return False
+        if not std > 0:
+            raise ModelLoadError(f"--normalize_reward: the config has std {std}; it must be above 0")
+        self.mean, self.std = float(mean), float(std)
+        return True
+
+    def _hidden(self, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None) -> ModelOutput:
+        base = self.hf_model.base_model
+        return base(**model_inputs(base, input_ids, attention_mask, position_ids))
+
+    def _score(self, hidden: Tensor) -> Tensor:
+        """(..., H) -> (...), float32, normalised."""
+        _, head = value_head(self.hf_model)
+        return (head(hidden).squeeze(-1).float() - self.mean) / self.std
+
+
+class Critic(SequenceRegressor):
+    """Values of the positions from which actions are predicted.
+
+    Built from a causal LM (the head is new), a reward model or another critic; saved, it is a plain
+    ``AutoModelForSequenceClassification`` checkpoint.
+
+    Args:
+        pretrain_or_model: folder, hub id, or a built one-output sequence classifier.
+        normalize_reward: values are (x - mean) / std where the config has the mean and std of a reward model.
+        packing_samples, bf16, use_flash_attention_2, ds_config: as in :class:`Actor`.
+        load_options: further arguments of :func:`lightppo.models.loading.load_sequence_classifier`.
+    """
+
+    kind = "critic"
+
+    def __init__(
+        self, pretrain_or_model: str | PreTrainedModel, *, normalize_reward: bool = False, **options: Any
+    ) -> None:
+        super().__init__(pretrain_or_model, **options)
+        if normalize_reward:
+            self._use_config_statistics()
+
+    def forward(
+        self,
+        sequences: Tensor,
+        num_actions: int | list[int] | None = None,
+        attention_mask: Tensor | None = None,
+        return_output: bool = False,
+        packed_seq_lens: list[int] | None = None,
+        include_last: bool = False,
+    ) -> Tensor | tuple[Tensor, ModelOutput]:
+        """Values before each of the last A actions.
+
+        Args:
+            sequences, attention_mask, packed_seq_lens: as in :meth:`Actor.forward`.
+            num_actions: A, or a list with packed_seq_lens; None: values of all positions.
+            return_output: return the base model's output too.
+            include_last: one more column, the value after the last position, so that column t + 1 is the value
+                after action t (to bootstrap an unfinished response).
+
+        Returns:
+            (B, A) float32, the value of position S - A - 1 + t in column t, 0 where that position is padding;
+            (B, A + 1) with include_last; (B, S) without num_actions; one row with packed_seq_lens.
+
+        Raises:
+            ValueError: num_actions or packed_seq_lens that do not fit the sequences.
+            PackingNotSupportedError: at the first packed forward, if the model mixes packed sequences.
+        """
+        if packed_seq_lens is not None:
+            values, output = self._values_packed_by_caller(sequences, num_actions, packed_seq_lens, include_last)
+            return (values, output) if return_output else values
+        if attention_mask is None:
+            attention_mask = torch.ones_like(sequences)
+        length = sequences.shape[1]
+        columns = slice(None)
+        if num_actions is not None:
+            check_num_actions(num_actions, length)
+            columns = slice(length - num_actions - 1, length if include_last else length - 1)
+        mask = attention_mask.bool()[:, columns]  # (B, A)
+        if self.packing_samples:
+            self._probe_packing(sequences.device)
+            row = pack(sequences, attention_mask)
+            output = self._hidden(row.input_ids, None, row.position_ids)
+            hidden = output.last_hidden_state[0, row.slots[:, columns][mask]]  # (K, H)
+            values = scatter(self._score(hidden), mask)
+        else:
+            output = self._hidden(sequences, attention_mask, None)
+            values = self._score(output.last_hidden_state[:, columns]).masked_fill(~mask, 0)
+        return (values, output) if return_output else values
+
+    def _values_packed_by_caller(
+        self, sequences: Tensor, num_actions: list[int] | None, lengths: list[int], include_last: bool
+    ) -> tuple[Tensor, ModelOutput]:
+        position_ids = position_ids_from_lengths(lengths, sequences)
+        self._probe_packing(sequences.device)
+        output = self._hidden(sequences, None, position_ids)
+        hidden = output.last_hidden_state  # (1, T, H)
+        if num_actions is not None:
+            hidden = hidden[:, action_predictors(lengths, num_actions, sequences.device, include_last)]
+        return self._score(hidden), output
+
+    def _probe_packing(self, device: torch.device) -> None:
+        self._probe_packing_once(lambda ids, positions: self._hidden(ids, None, positions).last_hidden_state, device)

@@ -1,0 +1,342 @@
+"""Hugging Face models and tokenizers, loaded the way RL needs them.
+
+Dropout is 0, attention is the one asked for (or an error says why not), weights come out sharded under ZeRO-3, and
+nothing that is missing from a checkpoint is made up silently: only a critic's value head may be new.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.integrations import deepspeed as hf_deepspeed
+from transformers.utils import is_flash_attn_2_available
+from transformers.utils import logging as hf_logging
+
+from lightppo.models.errors import ModelLoadError, check_model_path, errors_name
+from lightppo.models.tokenizer import get_tokenizer, valid_vocab_size
+from lightppo.models.value_head import head_from_checkpoint, set_value_head, value_head
+
+if TYPE_CHECKING:
+    from lightppo.models.critic import Critic
+    from lightppo.models.reward_model import RewardModel
+
+__all__ = [
+    "ATTN_IMPLEMENTATIONS",
+    "DTYPES",
+    "ModelLoadError",
+    "get_llm_for_sequence_regression",
+    "get_tokenizer",
+    "load_causal_lm",
+    "load_sequence_classifier",
+    "valid_vocab_size",
+]
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+ATTN_IMPLEMENTATIONS = ("auto", "eager", "sdpa", "flash_attention_2")
+
+
+class Zero3LoadConfig:
+    """What transformers asks for to shard at load time; it keeps only a weak reference, so the model holds this.
+
+    Stands in for ``transformers.integrations.HfDeepSpeedConfig``, which needs accelerate for these two attributes.
+    """
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.config = config
+
+    def is_zero3(self) -> bool:
+        return True
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# causal language models
+
+
+def load_causal_lm(
+    path: str,
+    *,
+    attn_implementation: str = "auto",
+    dtype: Literal["fp32", "bf16"] = "fp32",
+    ds_config: dict[str, Any] | None = None,
+    trust_remote_code: bool = False,
+    init_from_scratch: bool = False,
+    override_config: dict[str, Any] | None = None,
+    external_lib: str | None = None,
+    seed: int = 42,
+    flag: str = "--pretrain",
+) -> PreTrainedModel:
+    """Load (or make) a causal LM without dropout, in eval mode.
+
+    Args:
+        path: folder or hub id.
+        attn_implementation: one of ``ATTN_IMPLEMENTATIONS``.
+        dtype: dtype of the weights.
+        ds_config: DeepSpeed config; at ZeRO stage 3 the weights are sharded while they load.
+        trust_remote_code: run the model code that comes with the checkpoint.
+        init_from_scratch: random weights from the config alone (the folder needs only config.json).
+        override_config: config attributes to set before the model is built.
+        external_lib: comma-separated modules to import first (they may register model classes).
+        seed: of the random weights.
+        flag: the flag that ``path`` came from, for error messages.
+
+    Raises:
+        ModelLoadError: path not found, weights missing from the checkpoint, unsupported attention or dtype.
+    """
+    import_external_lib(external_lib)
+    config = load_config(path, flag=flag, trust_remote_code=trust_remote_code, override_config=override_config)
+    attention = resolve_attn_implementation(attn_implementation, dtype, MODEL_FOR_CAUSAL_LM_MAPPING, config)
+    kwargs = {"dtype": DTYPES[dtype], "attn_implementation": attention, "trust_remote_code": trust_remote_code}
+    with _zero3_loading(ds_config, dtype) as zero3, _quiet_transformers(), errors_name(path, flag):
+        if init_from_scratch:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                model = AutoModelForCausalLM.from_config(config, **kwargs)
+        else:
+            model, info = AutoModelForCausalLM.from_pretrained(path, config=config, output_loading_info=True, **kwargs)
+            _check_missing(info["missing_keys"], path, flag)
+    return _finish(model, zero3)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# sequence classifiers with one output: critics and reward models
+
+
+def load_sequence_classifier(
+    path: str,
+    *,
+    kind: Literal["critic", "reward"],
+    value_head_prefix: str = "score",
+    init_value_head: bool | None = None,
+    attn_implementation: str = "auto",
+    dtype: Literal["fp32", "bf16"] = "fp32",
+    ds_config: dict[str, Any] | None = None,
+    trust_remote_code: bool = False,
+    init_from_scratch: bool = False,
+    override_config: dict[str, Any] | None = None,
+    external_lib: str | None = None,
+    seed: int = 42,
+    flag: str | None = None,
+) -> PreTrainedModel:
+    """Load a model with a one-output head from a classifier, a value-head model or a plain causal LM.
+
+    A new head is drawn from N(0, 1/(hidden + 1)) with its own generator, so it is the same on all ranks and at all
+    ZeRO stages.
+
+    Args:
+        kind: "critic": a checkpoint without a head gets a new one. "reward": that is an error.
+        value_head_prefix: the head's name in the checkpoint, e.g. ``score``, ``value_head``, ``v_head.summary``.
+        init_value_head: True: a new head in any case. False: never. None: by ``kind``.
+        seed: of the new head and of random weights.
+        path, attn_implementation, dtype, ds_config, trust_remote_code, init_from_scratch, override_config,
+            external_lib, flag: as in :func:`load_causal_lm`.
+
+    Raises:
+        ModelLoadError: as :func:`load_causal_lm`; also no head where one is needed, a head with a bias or with
+            several outputs, a family without a sequence-classification class.
+    """
+    flag = flag or ("--critic_pretrain" if kind == "critic" else "--reward_pretrain")
+    import_external_lib(external_lib)
+    config = load_config(path, flag=flag, trust_remote_code=trust_remote_code, override_config=override_config)
+    was_classifier = any("SequenceClassification" in name for name in config.architectures or ())
+    if was_classifier and config.num_labels != 1 and not (init_value_head or init_from_scratch):
+        raise ModelLoadError(f"{flag} {path} has {config.num_labels} labels; a {kind} needs one output (num_labels 1)")
+    config.num_labels = 1
+    attention = resolve_attn_implementation(
+        attn_implementation, dtype, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, config
+    )
+    kwargs = {"dtype": DTYPES[dtype], "attn_implementation": attention, "trust_remote_code": trust_remote_code}
+    with _zero3_loading(ds_config, dtype) as zero3, _quiet_transformers(), errors_name(path, flag):
+        if init_from_scratch:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                model = AutoModelForSequenceClassification.from_config(config, **kwargs)
+            weight = None
+        else:
+            weight = None if init_value_head else head_from_checkpoint(path, value_head_prefix, kind, flag)
+            if weight is None and init_value_head is False:
+                raise ModelLoadError(f"{flag} {path} has no {value_head_prefix}.weight and init_value_head is False")
+            model, info = AutoModelForSequenceClassification.from_pretrained(
+                path, config=config, output_loading_info=True, ignore_mismatched_sizes=bool(init_value_head), **kwargs
+            )
+            head_name, _ = value_head(model)
+            missing = {name for name in info["missing_keys"] if not name.startswith(f"{head_name}.")}
+            _check_missing(missing, path, flag)
+    set_value_head(model, weight, seed=seed)
+    return _finish(model, zero3)
+
+
+def get_llm_for_sequence_regression(
+    path: str, model_type: Literal["critic", "reward"], **options: Any
+) -> Critic | RewardModel:
+    """The seed's constructor: a :class:`Critic` or a :class:`RewardModel` with the given options.
+
+    Raises:
+        ValueError: another model_type.
+    """
+    from lightppo.models.critic import Critic
+    from lightppo.models.reward_model import RewardModel
+
+    classes: dict[str, Callable[..., Critic | RewardModel]] = {"critic": Critic, "reward": RewardModel}
+    if model_type not in classes:
+        raise ValueError(f"model_type must be 'critic' or 'reward', not {model_type!r}")
+    return classes[model_type](path, **options)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# pieces
+
+
+def load_config(
+    path: str, *, flag: str, trust_remote_code: bool = False, override_config: dict[str, Any] | None = None
+) -> PretrainedConfig:
+    """Read a config, set dropout to 0 and apply overrides.
+
+    Raises:
+        ModelLoadError: no such folder or hub model; an override that the config does not know.
+    """
+    check_model_path(path, flag)
+    with errors_name(path, flag):
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    _override(config, override_config or {}, "override_config")
+    for part in {id(c): c for c in (config, config.get_text_config())}.values():
+        _zero_dropout_attributes(part)
+    return config
+
+
+def resolve_attn_implementation(
+    name: str, dtype: str, class_mapping: Any = None, config: PretrainedConfig | None = None
+) -> str | None:
+    """Turn the flag into what transformers takes; None lets it choose sdpa, or eager where a family has no sdpa.
+
+    "auto" is flash_attention_2 where there is CUDA, an installed flash-attn, bf16 and a family that can use it.
+
+    Raises:
+        ModelLoadError: unknown name or dtype, or flash_attention_2 where it cannot run.
+    """
+    if name not in ATTN_IMPLEMENTATIONS:
+        raise ModelLoadError(f"--attn_implementation {name!r} is not one of {', '.join(ATTN_IMPLEMENTATIONS)}")
+    if dtype not in DTYPES:
+        raise ModelLoadError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)} (fp16 is not supported: use --bf16)")
+    if name in ("eager", "sdpa"):
+        return name
+    model_class = class_mapping.get(type(config)) if class_mapping is not None and config is not None else None
+    obstacles = {
+        "there is no CUDA device": not torch.cuda.is_available(),
+        "the flash-attn package (2.3.3 or newer) is not installed": not is_flash_attn_2_available(),
+        "it needs --bf16": dtype != "bf16",
+        f"{getattr(model_class, '__name__', None)} does not support it": not getattr(
+            model_class, "_supports_flash_attn", name == "flash_attention_2"
+        ),
+    }
+    reasons = [reason for reason, holds in obstacles.items() if holds]
+    if not reasons:
+        return "flash_attention_2"
+    if name == "auto":
+        return None
+    raise ModelLoadError(
+        f"--attn_implementation flash_attention_2 (--flash_attn) cannot be used: {'; '.join(reasons)}. "
+        "Set --attn_implementation sdpa."
+    )
+
+
+def import_external_lib(names: str | None) -> None:
+    """Import comma-separated modules by name (they may register model classes).
+
+    Raises:
+        ModelLoadError: a module that cannot be found.
+    """
+    for name in filter(None, (part.strip() for part in (names or "").split(","))):
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            raise ModelLoadError(
+                f"--external_lib {name}: {error}. Install it or add its folder to PYTHONPATH"
+            ) from error
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """Set every dropout (and router jitter) of a built model to 0, so that train and eval mode agree."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        _zero_dropout_attributes(module)
+
+
+def _override(config: PretrainedConfig, values: dict[str, Any], name: str) -> None:
+    for key, value in values.items():
+        if not hasattr(config, key):
+            near = difflib.get_close_matches(key, list(config.to_dict()), n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ModelLoadError(f"{name}: the config of {config.model_type} has no {key!r}{hint}")
+        current = getattr(config, key)
+        if isinstance(current, PretrainedConfig) and isinstance(value, dict):
+            _override(current, value, f"{name}.{key}")
+        else:
+            setattr(config, key, value)
+
+
+def _zero_dropout_attributes(owner: PretrainedConfig | nn.Module) -> None:
+    for key, value in list(vars(owner).items()):
+        if isinstance(value, float) and ("drop" in key or "jitter" in key):
+            setattr(owner, key, 0.0)
+
+
+def _check_missing(missing: set[str] | list[str], path: str, flag: str) -> None:
+    if missing:
+        names = sorted(missing)
+        raise ModelLoadError(
+            f"{flag} {path}: {len(names)} weights are missing from the checkpoint ({', '.join(names[:3])}, …). "
+            "It is incomplete or of another kind than this model; nothing is filled in at random"
+        )
+
+
+def _finish(model: PreTrainedModel, zero3: Zero3LoadConfig | None) -> PreTrainedModel:
+    disable_dropout(model)
+    model.zero3_load_config = zero3  # keeps transformers' weak reference alive
+    return model.eval()
+
+
+@contextmanager
+def _zero3_loading(ds_config: dict[str, Any] | None, dtype: str) -> Iterator[Zero3LoadConfig | None]:
+    """Tell transformers whether the next model is sharded at load time."""
+    if (ds_config or {}).get("zero_optimization", {}).get("stage") != 3:
+        hf_deepspeed.unset_hf_deepspeed_config()
+        yield None
+        return
+    if not torch.distributed.is_initialized():
+        raise ModelLoadError("loading under ZeRO stage 3 needs strategy.setup_distributed() first")
+    bf16 = bool(ds_config.get("bf16", {}).get("enabled"))
+    if bf16 != (dtype == "bf16"):
+        raise ModelLoadError(f"the ds_config has bf16 {'on' if bf16 else 'off'}, but the model is loaded as {dtype}")
+    zero3 = Zero3LoadConfig(ds_config)
+    hf_deepspeed.set_hf_deepspeed_config(zero3)
+    yield zero3
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """No load report and no progress bar: missing weights are checked here, and errors say more than a table."""
+    level, bar = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
+    hf_logging.set_verbosity_error()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        hf_logging.set_verbosity(level)
+        if bar:
+            hf_logging.enable_progress_bar()

@@ -1,0 +1,107 @@
+"""What actor, critic and reward model share: where the Hugging Face model comes from, and how it is called."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lightppo.models.errors import ModelLoadError
+from lightppo.models.loading import disable_dropout
+from lightppo.models.packing import check_packing_layers, position_ids_from_mask, probe_packing
+
+
+class PretrainedWrapper(nn.Module):
+    """A module around one Hugging Face model.
+
+    Attributes:
+        model: the Hugging Face model, or the DeepSpeed engine that strategy.prepare put in its place.
+        ds_config: the DeepSpeed config it was loaded under, for strategy.prepare; None: the strategy's own.
+        packing_samples: forwards drop the padding and run one row.
+    """
+
+    def __init__(
+        self,
+        pretrain_or_model: str | PreTrainedModel,
+        load: Callable[..., PreTrainedModel],
+        *,
+        bf16: bool,
+        use_flash_attention_2: bool,
+        ds_config: dict[str, Any] | None,
+        packing_samples: bool,
+        load_options: dict[str, Any],
+    ) -> None:
+        super().__init__()
+        if use_flash_attention_2:
+            if load_options.get("attn_implementation", "auto") not in ("auto", "flash_attention_2"):
+                raise ModelLoadError(
+                    f"use_flash_attention_2 (--flash_attn) and attn_implementation "
+                    f"{load_options['attn_implementation']!r} contradict each other: leave one out"
+                )
+            load_options = {**load_options, "attn_implementation": "flash_attention_2"}
+        if isinstance(pretrain_or_model, PreTrainedModel):
+            given = sorted(load_options) + ["bf16"] * bf16
+            if given:
+                raise ModelLoadError(f"{', '.join(given)}: only for loading by path, but a built model was given")
+            disable_dropout(pretrain_or_model)
+            self.model: nn.Module = pretrain_or_model
+        else:
+            dtype = "bf16" if bf16 else "fp32"
+            self.model = load(pretrain_or_model, dtype=dtype, ds_config=ds_config, **load_options)
+        self.ds_config = ds_config
+        self.packing_samples = packing_samples
+        self._packing_probed = False
+        if packing_samples:
+            check_packing_layers(self.hf_model)
+
+    @property
+    def hf_model(self) -> PreTrainedModel:
+        """The Hugging Face model, taken out of the engine."""
+        return self.model if isinstance(self.model, PreTrainedModel) else self.model.module
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
+        """Recompute activations in the backward pass; non-reentrant unless the kwargs say ``use_reentrant``.
+
+        Raises:
+            ModelLoadError: the family has no gradient checkpointing.
+        """
+        if not self.hf_model.supports_gradient_checkpointing:
+            raise ModelLoadError(f"{type(self.hf_model).__name__} does not support --gradient_checkpointing")
+        kwargs = {"use_reentrant": False, **(gradient_checkpointing_kwargs or {})}
+        self.hf_model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
+
+    def gradient_checkpointing_disable(self) -> None:
+        """Keep activations again."""
+        self.hf_model.gradient_checkpointing_disable()
+
+    def _probe_packing_once(self, run: Callable[[Tensor, Tensor], Tensor], device: torch.device) -> None:
+        if not self._packing_probed:
+            check_packing_layers(self.hf_model)
+            probe_packing(self.hf_model, run, device)
+            self._packing_probed = True
+
+
+def model_inputs(
+    module: nn.Module, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None = None
+) -> dict[str, Any]:
+    """Keyword arguments for a Hugging Face forward without a cache.
+
+    Args:
+        module: the module whose forward takes them; position ids are left out where it has none.
+        input_ids: (B, S), or (1, T) packed.
+        attention_mask: (B, S), or None for a packed row.
+        position_ids: (1, T) of a packed row; None: counted from the attention mask.
+    """
+    inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": False}
+    if takes(module, "position_ids"):
+        inputs["position_ids"] = position_ids_from_mask(attention_mask) if position_ids is None else position_ids
+    return inputs
+
+
+def takes(module: nn.Module, name: str) -> bool:
+    """Whether the module's forward has a parameter of this name."""
+    return name in inspect.signature(module.forward).parameters

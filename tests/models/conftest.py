@@ -1,0 +1,129 @@
+"""Tiny random models of several families and a character tokenizer, all made here, offline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    Gemma2Config,
+    GemmaConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MixtralConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2MoeConfig,
+    Qwen3Config,
+)
+
+VOCAB = 48
+_COMMON = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,  # large, so that a wrong mask changes the result
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_KV = {"num_key_value_heads": 2, "head_dim": 8}
+CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
+    "llama": lambda: LlamaConfig(**_COMMON, **_KV, attention_dropout=0.1),
+    "qwen2": lambda: Qwen2Config(**_COMMON, num_key_value_heads=2, tie_word_embeddings=True),
+    "qwen3": lambda: Qwen3Config(**_COMMON, **_KV),
+    "gemma": lambda: GemmaConfig(**_COMMON, **_KV),  # tied
+    "gemma2": lambda: Gemma2Config(**_COMMON, **_KV, sliding_window=4),
+    "gpt2": lambda: GPT2Config(
+        vocab_size=VOCAB,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        n_positions=64,
+        initializer_range=0.2,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    ),
+    "gpt_neox": lambda: GPTNeoXConfig(**_COMMON, attention_dropout=0.1, hidden_dropout=0.1),
+    "mixtral": lambda: MixtralConfig(**_COMMON, **_KV, num_local_experts=4, router_jitter_noise=0.1),
+    "qwen2_moe": lambda: Qwen2MoeConfig(
+        **_COMMON,
+        num_key_value_heads=2,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=24,
+    ),
+}
+FAMILIES = tuple(CONFIGS)
+ATTENTION = ("eager", "sdpa")
+
+
+def causal_lm(family: str, attention: str = "sdpa", seed: int = 0) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(CONFIGS[family](), attn_implementation=attention)
+
+
+def classifier(family: str, attention: str = "sdpa", seed: int = 0) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    config = CONFIGS[family]()
+    config.num_labels = 1
+    return AutoModelForSequenceClassification.from_config(config, attn_implementation=attention)
+
+
+def ragged_batch() -> tuple[torch.Tensor, torch.Tensor, int]:
+    """(sequences (B, S), attention_mask (B, S), A): left pad | prompt | response | right pad, lengths 2 to 24."""
+    prompts, responses = [1, 14, 5, 9], [10, 1, 3, 10]
+    width, actions = max(prompts), max(responses)
+    generator = torch.Generator().manual_seed(1)
+    sequences = torch.zeros(4, width + actions, dtype=torch.long)
+    mask = torch.zeros_like(sequences)
+    for b, (p, r) in enumerate(zip(prompts, responses)):
+        sequences[b, width - p : width + r] = torch.randint(3, VOCAB, (p + r,), generator=generator)
+        mask[b, width - p : width + r] = 1
+    return sequences, mask, actions
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def save_lm(tmp_path: Path) -> Callable[..., str]:
+    """Save a tiny causal LM of a family; returns its folder."""
+
+    def save(family: str = "llama", name: str = "lm", **changes: object) -> str:
+        model = causal_lm(family)
+        model.save_pretrained(tmp_path / name)
+        return str(tmp_path / name)
+
+    return save
+
+
+@pytest.fixture
+def save_tokenizer(tmp_path: Path) -> Callable[..., str]:
+    """Save a character tokenizer with the given special tokens; returns its folder."""
+
+    def save(folder: str | None = None, **special: str) -> str:
+        from tokenizers import Tokenizer, models, pre_tokenizers
+
+        characters = ["<pad>", "<s>", "</s>", "<unk>", *"0123456789+=abc"]
+        tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(characters)}, unk_token="<unk>"))
+        tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+        target = folder or str(tmp_path / "tokenizer")
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", **special).save_pretrained(target)
+        return target
+
+    return save
