@@ -35,6 +35,7 @@ class RewardServer:
         self.requests: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.reply: Callable[[dict[str, Any], int], Reply] = lambda body, n: self.good(range(len(body["query"])))
+        self.location: str | None = None
         self.write: Callable[[Any, bytes], None] | None = None
         server = self
 
@@ -47,6 +48,8 @@ class RewardServer:
                 self.send_response(status)
                 self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(answer)))
+                if server.location:
+                    self.send_header("Location", server.location)
                 self.end_headers()
                 if server.write:
                     server.write(self.wfile, answer)

@@ -110,6 +110,14 @@ def test_what_stays_wrong_is_not_tried_again(server: Any, rollouts: list[Rollout
     assert len(server.requests) == 1
 
 
+def test_redirects_take_the_samples_nowhere_else(make_server: Callable[[], Any], rollouts: list[Rollout]) -> None:
+    first, elsewhere = make_server(), make_server()
+    first.reply = lambda body, n: (307, b"")
+    first.location = elsewhere.url
+    assert "HTTP 307: redirects are not followed" in str(failing(rollouts, [first.url], token=TOKEN))
+    assert elsewhere.requests == []
+
+
 def test_a_server_that_recovers_is_used(server: Any, rollouts: list[Rollout], caplog: pytest.LogCaptureFixture) -> None:
     server.reply = lambda body, n: (500, b"warming up") if n < 3 else server.good([n] * 5)
     with caplog.at_level(logging.WARNING):
