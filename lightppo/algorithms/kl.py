@@ -158,6 +158,6 @@ def _checked_coef(coef: float) -> float:
 def _check_kind(state: Mapping[str, Any], kind: str) -> None:
     if state.get("kind") != kind:
         raise ValueError(
-            f"the checkpoint holds a {state.get('kind')} KL controller, this run uses a {kind} one: "
+            f"the KL controller of the checkpoint is {state.get('kind')}, that of this run is {kind}: "
             "set --kl_target as it was, or start a new run"
         )

@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from lightppo.algorithms.logprobs import entropy_from_logits, token_log_probs
+
+
+def test_log_probs_by_hand():
+    # softmax of (ln 1, ln 2, ln 5) = (1/8, 2/8, 5/8)
+    logits = torch.tensor([1.0, 2.0, 5.0]).log().expand(3, 3)
+    expected = torch.tensor([1 / 8, 2 / 8, 5 / 8]).log()
+    torch.testing.assert_close(token_log_probs(logits, torch.tensor([0, 1, 2])), expected)
+
+
+def test_temperature_by_hand():
+    # logits/0.5 doubles them: weights (1, 4, 25), sum 30
+    logits = torch.tensor([[1.0, 2.0, 5.0]]).log()
+    out = token_log_probs(logits, torch.tensor([1]), temperature=0.5)
+    torch.testing.assert_close(out, torch.tensor([math.log(4 / 30)]))
+
+
+def test_entropy_by_hand():
+    # uniform over 4: ln 4; one forbidden token of -inf: uniform over 3; a certain token: 0
+    inf = float("inf")
+    logits = torch.tensor([[3.0, 3.0, 3.0, 3.0], [1.0, 1.0, 1.0, -inf], [0.0, -inf, -inf, -inf]])
+    torch.testing.assert_close(entropy_from_logits(logits), torch.tensor([math.log(4), math.log(3), 0.0]))
+    # (1/5, 4/5) at temperature 0.5 from weights (1, 2): -(0.2 ln 0.2 + 0.8 ln 0.8) = 0.500402
+    out = entropy_from_logits(torch.tensor([[1.0, 2.0]]).log(), temperature=0.5)
+    torch.testing.assert_close(out, torch.tensor([0.5004024]))
+
+
+def test_forbidden_tokens_leave_the_entropy_gradient_finite():
+    logits = torch.tensor([[1.0, 2.0, -float("inf")]], requires_grad=True)
+    entropy_from_logits(logits).sum().backward()
+    free = torch.tensor([[1.0, 2.0]], requires_grad=True)
+    entropy_from_logits(free).sum().backward()
+    torch.testing.assert_close(logits.grad, torch.cat([free.grad, torch.zeros(1, 1)], dim=1))
+
+
+@pytest.mark.parametrize("chunk_size", [1, 3, 7, 100])
+@pytest.mark.parametrize("sliced", [False, True])
+def test_chunks_and_layout_change_no_bit(chunk_size, sliced):
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.randn(2, 6, 11, generator=generator)
+    labels = torch.randint(11, (2, 6), generator=generator)
+    logits, labels = (whole[:, :-1], labels[:, 1:]) if sliced else (whole, labels)
+    assert logits.is_contiguous() is not sliced
+    reference = torch.log_softmax(logits.contiguous() / 0.7, -1)
+    out = token_log_probs(logits, labels, 0.7, chunk_size=chunk_size)
+    assert torch.equal(out, reference.gather(-1, labels.unsqueeze(-1)).squeeze(-1))
+    entropy = entropy_from_logits(logits, 0.7, chunk_size=chunk_size)
+    torch.testing.assert_close(entropy, -(reference.exp() * reference).sum(-1))
+
+
+def test_gradcheck_across_chunks():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 3, 4, dtype=torch.float64, generator=generator, requires_grad=True)
+    labels = torch.randint(4, (2, 3), generator=generator)
+    assert torch.autograd.gradcheck(lambda x: token_log_probs(x, labels, 1.3, chunk_size=2), (logits,))
+    assert torch.autograd.gradcheck(lambda x: token_log_probs(x[:, :-1], labels[:, 1:], chunk_size=1), (logits,))
+    assert torch.autograd.gradcheck(lambda x: entropy_from_logits(x, 1.3, chunk_size=2), (logits,))
+
+
+def test_low_precision_logits_give_float32():
+    logits = torch.tensor([[0.0, 10.0]], dtype=torch.bfloat16)
+    out = token_log_probs(logits, torch.tensor([0]))
+    assert out.dtype == torch.float32
+    # -ln(e^0 + e^10) = -10.0000454, which bfloat16 would round to -10
+    torch.testing.assert_close(out, torch.tensor([-10.0000454]), rtol=0, atol=1e-6)
+
+
+def test_no_second_float32_copy_without_gradients():
+    """The largest float32 tensor made on the way is one chunk, not (T, V)."""
+    sizes: list[int] = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and out.dtype == torch.float32:
+                sizes.append(out.numel())
+            return out
+
+    logits, labels = torch.randn(2, 50, 20).bfloat16(), torch.zeros(2, 49, dtype=torch.long)
+    with torch.no_grad(), Watch():
+        token_log_probs(logits[:, :-1], labels, 0.7, chunk_size=10)
+    assert max(sizes) == 10 * 20
+
+
+def test_no_tokens_at_all():
+    assert token_log_probs(torch.zeros(0, 3, 5), torch.zeros(0, 3, dtype=torch.long)).shape == (0, 3)
+
+
+def test_bad_input():
+    logits, labels = torch.zeros(2, 3, 5), torch.zeros(2, 3, dtype=torch.long)
+    for temperature in (0.0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match="--temperature must be above 0"):
+            token_log_probs(logits, labels, temperature)
+    with pytest.raises(ValueError, match="chunk_size"):
+        entropy_from_logits(logits, chunk_size=0)
+    with pytest.raises(ValueError, match=r"labels \(2, 2\) do not fit logits \(2, 3, 5\)"):
+        token_log_probs(logits, labels[:, 1:])

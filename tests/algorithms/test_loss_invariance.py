@@ -1,0 +1,138 @@
+"""P8: loss, gradient and metrics of an optimizer step do not depend on micro batches, padding or ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightppo.algorithms.kl import approx_kl
+from lightppo.algorithms.losses import GPTLMLoss, PolicyLoss, ValueLoss
+from lightppo.algorithms.masking import LOSS_AGG_MODES, LossNormalizer, aggregate_loss
+
+LENGTHS = [1, 40, 3, 0, 17, 2, 40, 5]  # very different, one row without a trained token
+B, A = len(LENGTHS), max(LENGTHS)
+SplitLoss = Callable[[Tensor, Tensor, Tensor, LossNormalizer], Tensor]
+
+
+def mask_and_constants() -> tuple[Tensor, Tensor]:
+    """(B, A) mask with a hole in the longest row, and (3, B, A) numbers to serve as old log probs, targets, ..."""
+    mask = torch.tensor(LENGTHS)[:, None] > torch.arange(A)
+    mask[1, 10:15] = False
+    return mask, torch.randn(3, B, A, generator=torch.Generator().manual_seed(0))
+
+
+def policy(mode: str) -> SplitLoss:
+    loss_fn = PolicyLoss(loss_agg_mode=mode)
+    return lambda x, c, m, n: loss_fn(c[0] + 0.3 * x, c[0], c[1], m, n)[0]
+
+
+def value(mode: str) -> SplitLoss:
+    loss_fn = ValueLoss(loss_agg_mode=mode)
+    return lambda x, c, m, n: loss_fn(x, c[0], c[1], m, n)[0]
+
+
+def kl_loss(mode: str) -> SplitLoss:
+    return lambda x, c, m, n: aggregate_loss(approx_kl(x, c[0], "k3"), m, mode, n)
+
+
+def policy_metric(mode: str) -> SplitLoss:
+    loss_fn = PolicyLoss(loss_agg_mode=mode)
+
+    def metric(x: Tensor, c: Tensor, m: Tensor, n: LossNormalizer) -> Tensor:
+        metrics = loss_fn(c[0] + 0.3 * x, c[0], c[1], m, n)[1]
+        return metrics["clip_ratio"] + metrics["ratio"] + metrics["approx_kl"] + 0.0 * x.sum()
+
+    return metric
+
+
+def run_step(
+    loss: SplitLoss, ranks: list[list[list[int]]], simulate_ranks, *, trim: bool = False
+) -> tuple[Tensor, Tensor]:
+    """One optimizer step: ``ranks[r][k]`` are the rows of micro batch k of rank r. Loss and gradient as an engine
+    makes them: backward adds up on a rank, ranks are averaged. ``trim`` pads each micro batch to its own longest row.
+    """
+    mask, constants = mask_and_constants()
+    inputs = torch.randn(B, A, generator=torch.Generator().manual_seed(1))
+
+    def one_rank(rank: int, all_reduce_sum: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        batches = []
+        for rows in ranks[rank]:
+            width = max(1, max(LENGTHS[row] for row in rows)) if trim else A
+            batches.append((rows, width))
+        masks = [mask[rows, :width] for rows, width in batches]
+        normalizer = LossNormalizer.from_masks(masks, all_reduce_sum=all_reduce_sum, dp_size=len(ranks), scale=50.0)
+        x = inputs.clone().requires_grad_()
+        total = torch.zeros(())
+        for (rows, width), micro_mask in zip(batches, masks):
+            micro_loss = loss(x[rows, :width], constants[:, rows, :width], micro_mask, normalizer)
+            micro_loss.backward()
+            total = total + micro_loss.detach()
+        return total, x.grad
+
+    results = simulate_ranks(len(ranks), one_rank)
+    losses, gradients = zip(*results)
+    return torch.stack(losses).mean(), torch.stack(gradients).mean(0)
+
+
+def split(rows: list[int], size: int) -> list[list[int]]:
+    return [rows[i : i + size] for i in range(0, len(rows), size)]
+
+
+ALL = list(range(B))
+SPLITS = {
+    "micro 1": [split(ALL, 1)],
+    "micro 2": [split(ALL, 2)],
+    "micro 4": [split(ALL, 4)],
+    "uneven": [[[0, 1, 2], [3], [4, 5, 6, 7]]],
+    "shuffled": [split([5, 2, 7, 0, 3, 6, 1, 4], 3)],
+    "2 ranks": [split(ALL[:4], 1), split(ALL[4:], 2)],
+    "2 ranks, all the tokens on one": [[[0], [3]], [[1, 2, 4, 5], [6, 7]]],
+    "3 ranks": [[[0, 1]], [[2, 3, 4]], [[5], [6], [7]]],
+}
+
+
+@pytest.mark.parametrize("trim", [False, True], ids=["one width", "own width"])
+@pytest.mark.parametrize("ranks", SPLITS.values(), ids=SPLITS.keys())
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+@pytest.mark.parametrize("make_loss", [policy, value, kl_loss, policy_metric])
+def test_loss_and_gradient_do_not_depend_on_the_split(make_loss, mode, ranks, trim, simulate_ranks):
+    whole_loss, whole_gradient = run_step(make_loss(mode), [[ALL]], simulate_ranks)
+    loss, gradient = run_step(make_loss(mode), ranks, simulate_ranks, trim=trim)
+    assert whole_loss.abs() > 1e-3
+    torch.testing.assert_close(loss, whole_loss, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(gradient, whole_gradient, rtol=1e-5, atol=1e-7)
+
+
+def test_means_per_micro_batch_would_differ(simulate_ranks):
+    """The test above can fail: without the normalizer of the step the gradient changes with the split."""
+
+    def per_micro_batch(x: Tensor, c: Tensor, m: Tensor, n: LossNormalizer) -> Tensor:
+        return PolicyLoss()(c[0] + 0.3 * x, c[0], c[1], m)[0] / 4
+
+    _, whole = run_step(policy("token-mean"), [[ALL]], simulate_ranks)
+    _, gradient = run_step(per_micro_batch, [split(ALL, 2)], simulate_ranks)
+    assert not torch.allclose(gradient, whole, rtol=1e-2, atol=1e-4)
+
+
+def test_language_model_loss_does_not_depend_on_the_split():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(4, 9, 7, generator=generator)
+    labels = torch.randint(7, (4, 9), generator=generator)
+    for row, length in enumerate([9, 2, 5, 1]):  # one row has no label to predict
+        labels[row, length:] = -100
+    loss_fn = GPTLMLoss()
+    tokens = loss_fn.num_tokens(labels)
+    assert tokens == 8 + 1 + 4 + 0
+
+    def gradient(batches: list[slice], dp_size: int) -> Tensor:
+        x = logits.clone().requires_grad_()
+        for rows in batches:  # ranks run one after the other here; their average is the division at the end
+            loss_fn(x[rows], labels[rows], tokens, dp_size).backward()
+        return x.grad / dp_size
+
+    whole = gradient([slice(0, 4)], 1)
+    torch.testing.assert_close(gradient([slice(0, 1), slice(1, 4)], 1), whole)
+    torch.testing.assert_close(gradient([slice(0, 3), slice(3, 4)], 2), whole)
