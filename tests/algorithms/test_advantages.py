@@ -95,8 +95,8 @@ class TestTable:
 
     @pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
     def test_no_gradient_leaks_into_the_targets(self, name):
-        values = torch.zeros(2, 2, requires_grad=True)
-        out = estimate(name, torch.ones(2, 2), torch.ones(2, 2).bool(), values=values, group_ids=torch.zeros(2).long())
+        values, rewards = torch.zeros(2, 2, requires_grad=True), torch.ones(2, 2, requires_grad=True)
+        out = estimate(name, rewards, torch.ones(2, 2).bool(), values=values, group_ids=torch.zeros(2).long())
         assert not any(x.requires_grad for x in out)
 
 
