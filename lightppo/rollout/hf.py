@@ -53,7 +53,8 @@ class HFRolloutEngine:
     No collectives happen inside ``gather_parameters``, so ranks may bring different numbers of prompts, also none.
 
     Args:
-        actor: has ``.model``, the Hugging Face model or the DeepSpeed engine around it.
+        actor: has ``.model``, the Hugging Face model or the DeepSpeed engine around it; recorded log probs are over
+            its ``valid_vocab_size`` first ids where it has that, else over the whole embedding.
         tokenizer: decodes responses; its length bounds the sampled ids where ``valid_vocab_size`` is None.
         micro_rollout_batch_size: sequences decoded together (n samples of a prompt are n sequences).
         gather_parameters: makes the context in which the whole ``generate`` call runs, entered once by every rank;
@@ -147,9 +148,11 @@ class HFRolloutEngine:
         eos_ids = end_of_text_ids(self.tokenizer, getattr(self.model, "generation_config", None))
         stop = StopCriteria(self.tokenizer, sampling, eos_ids=eos_ids, vocab_size=vocab_size)
         limit = len(self.tokenizer) if self.valid_vocab_size is None else self.valid_vocab_size
+        trained = min(getattr(self.actor, "valid_vocab_size", None) or vocab_size, vocab_size)
         sampler = TokenSampler(
             sampling,
-            valid_vocab_size=min(limit, vocab_size),
+            valid_vocab_size=min(limit, trained),
+            log_prob_vocab_size=trained,
             suppressed_ids=stop.ids,
             bad_word_ids=bad_word_ids(self.tokenizer, sampling.bad_words),
         )

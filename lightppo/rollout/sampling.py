@@ -60,6 +60,7 @@ class TokenSampler:
     Args:
         sampling: the parameters; ``stop`` and ``n`` are not its matter.
         valid_vocab_size: ids from here on (rows that pad the model's vocabulary) are never sampled.
+        log_prob_vocab_size: log probs are over so many ids, as in the trainer; None is all.
         suppressed_ids: ids that may not come before ``min_new_tokens``.
         bad_word_ids: token sequences that are never completed.
     """
@@ -69,6 +70,7 @@ class TokenSampler:
         sampling: SamplingParams,
         *,
         valid_vocab_size: int,
+        log_prob_vocab_size: int | None = None,
         suppressed_ids: list[int] | None = None,
         bad_word_ids: list[list[int]] | None = None,
     ) -> None:
@@ -76,6 +78,7 @@ class TokenSampler:
         self.temperature = sampling.log_prob_temperature
         self.min_new_tokens = sampling.min_new_tokens
         self.valid_vocab_size = valid_vocab_size
+        self.log_prob_vocab_size = log_prob_vocab_size
         self.suppressed_ids = [i for i in suppressed_ids or [] if i < valid_vocab_size]
         self._repetition = None
         if sampling.repetition_penalty != 1.0:
@@ -103,11 +106,11 @@ class TokenSampler:
             history: (B, S) prompt and response so far, left padding ``NO_TOKEN``; None where not ``needs_history``.
 
         Returns:
-            tokens (B,) long, and log_probs (B,) float32: log softmax(logits / temperature) over the whole vocabulary
-            before every penalty and filter. NaN or infinite in rows from which no token can be drawn: logits that are
+            tokens (B,) long, and log_probs (B,) float32: log softmax(logits / temperature) before every penalty and
+            filter. NaN or infinite in rows from which no token can be drawn: logits that are
             NaN or +inf, or every token banned.
         """
-        logits = logits.float()
+        logits = logits[:, : self.log_prob_vocab_size].float()
         scaled = logits if self.temperature == 1.0 else logits / self.temperature
         banned = self._ban(logits[:, : self.valid_vocab_size], step, history)
         if self.greedy:

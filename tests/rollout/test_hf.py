@@ -286,6 +286,18 @@ class TestLimitsAndStops:
         rollouts = engine_of(model, valid_vocab_size=64).generate(prompts, SamplingParams(max_new_tokens=12, n=4))
         assert max(i for r in rollouts for i in r.response_ids) > 30
 
+    def test_log_probs_are_over_the_vocabulary_that_the_actor_trains(self, make_llama, engine_of, prompts):
+        model = make_llama(vocab_size=64)
+        engine = engine_of(model)
+        engine.actor.valid_vocab_size = 28  # two fewer than the tokenizer's
+        rollouts = engine.generate(prompts, SamplingParams(max_new_tokens=12, n=4))
+        assert max(i for r in rollouts for i in r.response_ids) == 27
+        ids = rollouts[0].prompt.token_ids
+        with torch.no_grad():
+            logits = model(torch.tensor([ids])).logits[0, -1]
+        expected = logits[:28].log_softmax(-1)[rollouts[0].response_ids[0]].item()
+        assert rollouts[0].log_probs[0] == pytest.approx(expected, abs=1e-4)
+
     def test_prompt_beyond_the_positions_of_the_model(self, model, engine_of, tokenizer):
         long = Prompt("a" * 60, tokenizer.encode("a" * 60), index=17)
         assert len(engine_of(model).generate([long], SamplingParams(max_new_tokens=4, ignore_eos=True))) == 1  # 64 fit

@@ -82,6 +82,11 @@ class TestTokenSampler:
         assert log_prob.item() == pytest.approx(-np.log(2 + np.exp(9)), abs=1e-5)
         assert draw(SamplingParams(do_sample=False), logits, [0.0], valid_vocab_size=2)[0].item() == 0
 
+    def test_log_probs_are_over_the_vocabulary_of_the_trainer(self):
+        logits = torch.tensor([[0.0, 0.0, 9.0]])
+        _, log_prob = draw(SamplingParams(), logits, [0.0], valid_vocab_size=2, log_prob_vocab_size=2)
+        assert log_prob.item() == pytest.approx(np.log(0.5), abs=1e-6)
+
     def test_top_p_keeps_the_smallest_set_with_that_mass(self):
         logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log().expand(5, 4)
         # top_p .7 keeps .5 and .3, scaled to .625 and .375: u .62 → 0, .63 → 1.
