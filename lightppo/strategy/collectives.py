@@ -20,8 +20,8 @@ def all_reduce(data: Any, op: str, device: torch.device) -> Any:
         device: where this rank's process group communicates.
 
     Returns:
-        The same structure. A tensor keeps shape, dtype (except: the mean of integers is float32, booleans count as int64) and device. A float stays
-        a float; an int stays one except under "mean".
+        The same structure. A tensor keeps shape, device and dtype, except that the mean of integers is float32 and
+        booleans count as int64. A float stays a float; an int stays one except under "mean".
 
     Raises:
         ValueError: unknown op.

@@ -6,6 +6,7 @@ by all ranks in the same order.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import math
@@ -19,7 +20,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightppo.strategy import checkpoint, ds_config, engines, export, zero3
+from lightppo.strategy import checkpoint, ds_config, engines, export, launch, zero3
 from lightppo.strategy.distributed import DistributedStrategy
 
 logger = logging.getLogger(__name__)
@@ -140,7 +141,7 @@ class DeepspeedStrategy(DistributedStrategy):
         vectors = [p for p in params if len(zero3.full_shape(p)) <= 1]
         groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
         # Fused: one pass over the flat shards and no temporaries. Needs no compiling, unlike FusedAdam and CPUAdam.
-        fused = torch.cuda.is_available() or self.adam_offload
+        fused = launch.on_cuda() or self.adam_offload
         groups = [group for group in groups if group["params"]]
         return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=fused)
 
@@ -189,13 +190,15 @@ class DeepspeedStrategy(DistributedStrategy):
         import deepspeed
 
         module = engines.unwrap_model(model)
-        engine, *_ = deepspeed.initialize(
-            model=module,
-            optimizer=optimizer,
-            lr_scheduler=scheduler,
-            config=copy.deepcopy(config),
-            dist_init_required=False,
-        )
+        # Its bf16 optimizer prints memory tables from within, whatever the log level.
+        with contextlib.redirect_stdout(None):
+            engine, *_ = deepspeed.initialize(
+                model=module,
+                optimizer=optimizer,
+                lr_scheduler=scheduler,
+                config=copy.deepcopy(config),
+                dist_init_required=False,
+            )
         if optimizer is None:
             engine.eval()
         elif engines.zero_stage_of(engine) == 0:
@@ -252,7 +255,7 @@ class DeepspeedStrategy(DistributedStrategy):
             zpg=self.zpg if zero_stage == 3 else 1,
             grad_accum_dtype=self.grad_accum_dtype,
             overlap_comm=self.overlap_comm,
-            on_cpu=not torch.cuda.is_available(),
+            on_cpu=not launch.on_cuda(),
         )
 
     def get_ds_eval_config(
@@ -270,7 +273,7 @@ class DeepspeedStrategy(DistributedStrategy):
             bf16=self.bf16 if bf16 is None else bf16,
             offload=offload,
             micro_batch_size=self.micro_train_batch_size,
-            on_cpu=not torch.cuda.is_available(),
+            on_cpu=not launch.on_cuda(),
         )
 
     # -- steps ---------------------------------------------------------------------------------------------------
@@ -306,7 +309,9 @@ class DeepspeedStrategy(DistributedStrategy):
         skipped = not engine.was_step_applied()
         grad_norm = float(engine.get_global_grad_norm())
         if skipped:
-            logger.warning("step %d of %s skipped: gradient not finite", engine.global_steps, name)
+            _forget_skipped_gradients(engine.optimizer)
+            if self.is_rank_0():
+                logger.warning("step %d of %s skipped: gradient not finite", engine.global_steps, name)
         elif scheduler is not None and scheduler is not engine.lr_scheduler:
             scheduler.step()
         return StepOutcome(grad_norm=math.inf if skipped else grad_norm, skipped=skipped)
@@ -425,6 +430,13 @@ class DeepspeedStrategy(DistributedStrategy):
             ValueError: names or shapes do not fit.
         """
         export.load_model(model, path, strict=strict)
+
+
+def _forget_skipped_gradients(optimizer: Any) -> None:
+    """Works round DeepSpeed 0.19.8: at bf16, ZeRO-2 and offload it adds to a skipped step's buffers, NaN for ever."""
+    if getattr(optimizer, "cpu_offload", False):
+        for group in optimizer.averaged_gradients:
+            optimizer.averaged_gradients[group] = None
 
 
 _STRATEGY_OPTIONS = (

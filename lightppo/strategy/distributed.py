@@ -106,7 +106,7 @@ class DistributedStrategy:
             sampler=sampler,
             drop_last=drop_last,
             collate_fn=collate_fn,
-            pin_memory=pin_memory and torch.cuda.is_available(),
+            pin_memory=pin_memory and launch.on_cuda(),
         )
 
     # -- communication -------------------------------------------------------------------------------------------

@@ -44,14 +44,23 @@ def ensure_launcher_variables() -> None:
     os.environ["MASTER_PORT"] = str(find_free_port())
 
 
+def on_cuda() -> bool:
+    """True when engines run on GPUs: there is one, and DS_ACCELERATOR (DeepSpeed's own switch) does not say cpu."""
+    return torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR", "cuda") == "cuda"
+
+
 def quiet_third_parties() -> None:
     """Keeps DeepSpeed to warnings and drops the FutureWarnings that it raises at every ZeRO-3 hook (~74 a run)."""
-    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if on_cuda() else "cpu")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(deepspeed|torch)\b.*")
     warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"deepspeed\b.*")
     # A frozen embedding or a first layer gives backward hooks an input without gradient: harmless.
     warnings.filterwarnings("ignore", message=r".*Full backward hook is firing when gradients are computed.*")
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+
+
+def _not_about_skipped_steps(record: logging.LogRecord) -> bool:
+    return "OVERFLOW! Skipping step" not in record.getMessage()  # optimizer_step reports it with the model's name
 
 
 def init_process_group(timeout: timedelta) -> torch.device:
@@ -68,7 +77,7 @@ def init_process_group(timeout: timedelta) -> torch.device:
     import deepspeed
 
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    if torch.cuda.is_available():
+    if on_cuda():
         local_rank = int(os.environ["LOCAL_RANK"])
         if local_rank >= torch.cuda.device_count():
             raise RuntimeError(
@@ -82,5 +91,6 @@ def init_process_group(timeout: timedelta) -> torch.device:
         # Joining gloo would compile this op for minutes, under a lock that a killed process leaves behind.
         # Private hook of DeepSpeed 0.19; the plain gloo collectives take over.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    logging.getLogger("DeepSpeed").addFilter(_not_about_skipped_steps)
     deepspeed.init_distributed(timeout=timeout, verbose=False)
     return device

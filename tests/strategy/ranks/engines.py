@@ -1,0 +1,302 @@
+"""Checks of training, skipping, averaging and gathering, on one or more ranks."""
+
+from __future__ import annotations
+
+import logging
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from common import (
+    EPS,
+    LR,
+    MAX_NORM,
+    TinyActor,
+    TinyCritic,
+    batch,
+    causal_lm,
+    halving,
+    make_strategy,
+    nll_sum,
+    run,
+    sequence_classifier,
+    sharded_train_config,
+    train_step,
+    trained_actor,
+    whole_weights,
+)
+
+from lightppo.strategy.deepspeed import DeepspeedStrategy
+
+POISONED = 2  # this step's gradient is not finite on the last rank
+
+# fp32 against plain torch in one process on the whole batch: what differs is the order of sums.
+LOSS_ATOL, NORM_RTOL, WEIGHT_ATOL = 2e-6, 1e-4, 2e-5
+
+
+def plain_torch(steps: int) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    """Losses, gradient norms and final weights of ordinary training in this one process."""
+    model = causal_lm()
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() <= 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=EPS)
+    scheduler = halving(optimizer)
+    losses, norms = [], []
+    for step in range(steps):
+        ids = batch(step)
+        loss = nll_sum(model(input_ids=ids).logits, ids) / ids[:, 1:].numel()
+        losses.append(float(loss))
+        if step == POISONED:
+            norms.append(math.inf)
+            continue
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)))
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    return losses, norms, {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+VARIANTS = {
+    "0": {"zero_stage": 0},
+    "1": {"zero_stage": 1},
+    "2": {"zero_stage": 2},
+    "3": {"zero_stage": 3},
+    "3, small parameters unsharded": {"zero_stage": 3, "persist": True},
+    "1, optimizer offloaded": {"zero_stage": 1, "adam_offload": True},
+    "2, optimizer offloaded": {"zero_stage": 2, "adam_offload": True},
+    "3, optimizer offloaded": {"zero_stage": 3, "adam_offload": True},
+    "3, all offloaded": {"zero_stage": 3, "adam_offload": True, "param_offload": True},
+    "2, overlapping": {"zero_stage": 2, "overlap_comm": True},
+}
+
+
+def check_zero_equals_plain_torch(_: DeepspeedStrategy, work_dir: Path) -> None:
+    """D2 and T7: all stages train as plain torch does, and all ranks pass over a step that is poisoned on one."""
+    steps = 5
+    losses, norms, weights = plain_torch(steps)
+    for variant, options in VARIANTS.items():
+        options = dict(options)
+        persist = options.pop("persist", False)
+        strategy = make_strategy(**options)
+        actor, optimizer, scheduler = trained_actor(strategy, persist=persist)
+        for step in range(steps):
+            loss, outcome = train_step(strategy, actor, optimizer, scheduler, step, poison=step == POISONED)
+            assert outcome.skipped == (step == POISONED), (variant, step, outcome)
+            assert loss == pytest.approx(losses[step], abs=LOSS_ATOL), (variant, step)
+            assert outcome.grad_norm == pytest.approx(norms[step], rel=NORM_RTOL), (variant, step)
+        # 4 of 5 steps counted: 1e-2 · 0.5^4
+        assert scheduler.get_last_lr() == [pytest.approx(LR * 0.5**4)] * 2, variant
+        for name, got in whole_weights(strategy, actor).items():
+            torch.testing.assert_close(got, weights[name], atol=WEIGHT_ATOL, rtol=0, msg=lambda m: f"{variant}: {m}")  # noqa: B023
+
+
+def check_bf16_stays_near_fp32(_: DeepspeedStrategy, work_dir: Path) -> None:
+    """bf16 with fp32 masters: within bf16's rounding of the fp32 losses, and poisoned steps are skipped too."""
+    steps = 5
+    losses, norms, _ = plain_torch(steps)
+    for options in (
+        {"zero_stage": 1},
+        {"zero_stage": 1, "grad_accum_dtype": "bf16"},
+        {"zero_stage": 2},
+        {"zero_stage": 3},
+        {"zero_stage": 2, "adam_offload": True},
+        {"zero_stage": 3, "adam_offload": True},
+    ):
+        strategy = make_strategy(bf16=True, **options)
+        actor, optimizer, scheduler = trained_actor(strategy)
+        for step in range(steps):
+            loss, outcome = train_step(strategy, actor, optimizer, scheduler, step, poison=step == POISONED)
+            assert outcome.skipped == (step == POISONED), (options, step, outcome)
+            assert loss == pytest.approx(losses[step], abs=5e-3), (options, step)
+            assert outcome.grad_norm == pytest.approx(norms[step], rel=2e-2), (options, step)
+        dtypes = {p.dtype for p in strategy.unwrap_model(actor).parameters()}
+        assert dtypes == {torch.bfloat16}, options
+
+
+def check_collectives(strategy: DeepspeedStrategy, work_dir: Path) -> None:
+    rank, world = strategy.get_rank(), strategy.world_size
+    assert world == 2
+    # 1 and 2: mean 1.5, sum 3
+    assert strategy.all_reduce(1.0 + rank) == 1.5
+    assert strategy.all_reduce(1 + rank, op="sum") == 3
+    assert isinstance(strategy.all_reduce(1 + rank, op="sum"), int)
+    data = {"loss": 1.0 + rank, "tokens": 10 * (rank + 1), "vector": torch.tensor([rank, 4])}
+    if rank == 1:  # another order of keys must not mix them up
+        data = dict(reversed(data.items()))
+    reduced = strategy.all_reduce(data, op="max")
+    assert (reduced["loss"], reduced["tokens"], reduced["vector"].tolist()) == (2.0, 20, [1, 4])
+    assert strategy.all_reduce(torch.tensor([rank, 4])).tolist() == [0.5, 4.0]
+    assert strategy.all_reduce(torch.tensor([True, rank == 0]), op="sum").tolist() == [2, 1]
+    mine = torch.tensor([1.0])
+    strategy.all_reduce(mine, op="sum")
+    assert mine.item() == 1.0  # the argument is left alone
+    with pytest.raises(ValueError, match="mean, sum, max, min"):
+        strategy.all_reduce(1.0, op="average")
+    with pytest.raises(TypeError, match="str"):
+        strategy.all_reduce({"name": "x"})
+    # rank 0 has one row, rank 1 two
+    rows = torch.full((1 + rank, 2), float(rank))
+    assert strategy.all_gather(rows).tolist() == [[0.0, 0.0], [1.0, 1.0], [1.0, 1.0]]
+    assert strategy.all_gather({"n": rank + 5})["n"].tolist() == [5, 6]
+    assert strategy.all_gather_object({"rank": rank}) == [{"rank": 0}, {"rank": 1}]
+    assert strategy.broadcast_object(f"from {rank}", src=1) == "from 1"
+    assert strategy.same_count(3 + 4 * rank) == 7
+    # 5 samples on 2 ranks, 4 of which were consumed: one left each, the last wraps around
+    loader = strategy.setup_dataloader(list(range(5)), batch_size=2, shuffle=False, consumed_samples=4)
+    assert strategy.all_gather_object([b.tolist() for b in loader]) == [[[4]], [[0]]]
+
+
+def check_moving_average(strategy: DeepspeedStrategy, work_dir: Path) -> None:
+    """Every pairing of sharded and whole; shards need no communication; fp32 average of a bf16 model."""
+    beta = 0.9
+    for actor_stage, ema_stage, bf16 in ((3, 3, False), (2, 3, False), (3, 0, False), (0, 0, False), (3, 3, True)):
+        case = (actor_stage, ema_stage, bf16)
+        role = make_strategy(zero_stage=actor_stage, bf16=bf16)
+        actor, optimizer, scheduler = trained_actor(role)
+        ema = role.prepare(TinyActor(causal_lm(seed=1), role.get_ds_eval_config(zero_stage=ema_stage, bf16=False)))
+        before, new = whole_weights(role, ema), whole_weights(role, actor)
+        if (actor_stage, ema_stage) == (3, 0):
+            role.moving_average(actor, ema, beta)
+        else:
+            for rank in (1, 0):  # one rank after the other: a collective inside would wait for ever
+                if role.get_rank() == rank:
+                    role.moving_average(actor, ema, beta, device="cpu")
+                role.barrier()
+        for name, got in whole_weights(role, ema).items():
+            expected = beta * before[name] + (1 - beta) * new[name]
+            torch.testing.assert_close(got, expected, atol=1e-6, rtol=0, msg=lambda m: f"{case} {m}")  # noqa: B023
+        assert {p.dtype for p in role.unwrap_model(ema).parameters()} == {torch.float32}, case
+        # forward sees the new weights
+        with torch.no_grad():
+            plain = causal_lm()
+            plain.load_state_dict(whole_weights(role, ema) | {"lm_head.weight": plain.lm_head.weight}, strict=False)
+            plain.tie_weights()
+            torch.testing.assert_close(ema(batch(0)), plain(input_ids=batch(0)).logits, atol=1e-5, rtol=0)
+        # and the actor trains on
+        _, outcome = train_step(role, actor, optimizer, scheduler, step=0)
+        assert not outcome.skipped
+    with pytest.raises(ValueError, match="beta"):
+        strategy.moving_average(causal_lm(), causal_lm(), beta=1.5)
+    with pytest.raises(ValueError, match=r"differ in \d+ parameters, first 'lm_head.weight'"):
+        strategy.moving_average(causal_lm(tied=True), causal_lm(tied=False), beta=0.5)
+
+
+def greedy(model: torch.nn.Module, prompt: torch.Tensor, new_tokens: int) -> list[int]:
+    with torch.no_grad():
+        out = model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=new_tokens, min_new_tokens=new_tokens,
+            do_sample=False,
+        )  # fmt: skip
+    return out[0, prompt.shape[1] :].tolist()
+
+
+def check_gathered_parameters(strategy: DeepspeedStrategy, work_dir: Path) -> None:
+    """Ranks generate different numbers of tokens; afterwards, and after an error, training goes on unchanged."""
+    rank = strategy.get_rank()
+    new_tokens = (2, 9)[rank]
+    expected = greedy(causal_lm().eval(), batch(0)[:1, :4], new_tokens)
+    for options in ({"zero_stage": 3}, {"zero_stage": 3, "param_offload": True}, {"zero_stage": 2}):
+        role = make_strategy(**options)
+        actor, optimizer, scheduler = trained_actor(role)
+        untouched, untouched_optimizer, untouched_scheduler = trained_actor(role)
+        for step in range(3):
+            if step == 0:
+                with role.gathered_parameters(actor) as model, role.gathered_parameters(actor) as again:
+                    assert model is again
+                    model.eval()
+                    assert greedy(model, batch(0)[:1, :4], new_tokens) == expected
+                    assert all(p.numel() > 0 for p in model.parameters())
+                    model.train()
+            if step == 1:
+                with pytest.raises(ValueError, match="no_such_option"), role.gathered_parameters(actor) as model:
+                    model.generate(batch(0), no_such_option=greedy(model, batch(0)[:1, :4], 1 + rank))
+            if options["zero_stage"] == 3:
+                assert all(p.numel() == 0 for p in role.unwrap_model(actor).parameters())
+            loss, outcome = train_step(role, actor, optimizer, scheduler, step)
+            same_loss, same = train_step(role, untouched, untouched_optimizer, untouched_scheduler, step)
+            assert (loss, outcome) == (same_loss, same), (options, step)
+        frozen = role.prepare(TinyActor(causal_lm(), role.get_ds_eval_config()))
+        with role.gathered_parameters(frozen) as model:
+            assert greedy(model, batch(0)[:1, :4], new_tokens) == expected
+        with torch.no_grad():
+            logits = frozen(batch(0))
+        torch.testing.assert_close(logits, causal_lm()(input_ids=batch(0)).logits, atol=1e-5, rtol=0)
+
+
+def check_prepare(strategy: DeepspeedStrategy, work_dir: Path) -> None:
+    """What comes back for an Actor, a Critic, a frozen model, None; per-role stages; offload; wrong configurations."""
+    role = make_strategy(zero_stage=3)
+    actor, critic = TinyActor(causal_lm()), TinyCritic(sequence_classifier(), role.get_ds_train_config(zero_stage=1))
+    reference = TinyActor(causal_lm())
+    reference._offload = True
+    actor_optimizer = role.create_optimizer(actor, lr=LR)
+    critic_optimizer = role.create_optimizer(critic, lr=LR)
+    (got_actor, got_optimizer, scheduler), (engine, *_), got_reference, none = role.prepare(
+        (actor, actor_optimizer, None), (critic, critic_optimizer, None), reference, None, is_rlhf=True
+    )
+    assert got_actor is actor
+    assert got_optimizer is actor_optimizer
+    assert scheduler is None
+    assert none is None
+    assert got_reference is reference
+    assert engine.module is critic
+    assert role.unwrap_model(engine) is critic
+    assert actor.model.zero_optimization_stage() == 3
+    assert engine.zero_optimization_stage() == 1
+    assert reference.model.zero_offload_param() is not None
+    with torch.no_grad():
+        expected = causal_lm()(input_ids=batch(0)).logits
+        torch.testing.assert_close(reference(batch(0)), expected, atol=1e-5, rtol=0)
+    values = engine(batch(0)[:2])
+    role.backward(values.mean(), engine, critic_optimizer)
+    own = torch.optim.lr_scheduler.LambdaLR(critic_optimizer, lambda step: 1 / (1 + step))
+    outcome = role.optimizer_step(critic_optimizer, engine, own, name="critic")
+    assert outcome.grad_norm > 0
+    assert own.get_last_lr() == [LR / 2] * 2  # a scheduler that prepare did not see moves too
+    frozen = TinyActor(causal_lm(), role.get_ds_eval_config())
+    frozen_optimizer = role.create_optimizer(frozen, lr=LR)
+    with pytest.raises(ValueError, match="get_ds_train_config"):
+        role.prepare((frozen, frozen_optimizer, None))
+    with pytest.raises(ValueError, match=r"strategy.prepare\(\)"):
+        role.backward(torch.zeros(()), causal_lm())
+    with pytest.raises(ValueError, match="tuple of 2"):
+        role.prepare((causal_lm(), None))
+    with pytest.raises(ValueError, match="no trainable parameter"):
+        role.create_optimizer(causal_lm().requires_grad_(False), lr=LR)
+    assert role.report_memory("after prepare")["resident"] > 0
+
+
+def check_scheduler_steps_once_per_step(strategy: DeepspeedStrategy, work_dir: Path) -> None:
+    """The seed passes its scheduler both to prepare and to optimizer_step; a skipped step moves neither."""
+    for stage in (0, 2, 3):
+        role = make_strategy(zero_stage=stage)
+        actor, optimizer, scheduler = trained_actor(role)
+        records: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: records.append(record.getMessage())  # noqa: B023
+        log = logging.getLogger("lightppo.strategy.deepspeed")
+        log.addHandler(handler)
+        train_step(role, actor, optimizer, scheduler, step=0)
+        assert scheduler.get_last_lr()[0] == pytest.approx(LR / 2)
+        train_step(role, actor, optimizer, scheduler, step=1, poison=True)
+        assert scheduler.get_last_lr()[0] == pytest.approx(LR / 2)
+        log.removeHandler(handler)
+        assert [("of actor skipped" in message) for message in records] == [True] * role.is_rank_0(), records
+        assert {group["lr"] for group in actor.model.optimizer.param_groups} == {scheduler.get_last_lr()[0]}
+
+
+def check_unsharded_parameters_stay_whole(strategy: DeepspeedStrategy, work_dir: Path) -> None:
+    """sharded_train_config really shards, so that the checks above test what they say."""
+    role = make_strategy(zero_stage=3)
+    actor, *_ = trained_actor(role)
+    assert sharded_train_config(role)["zero_optimization"]["stage3_param_persistence_threshold"] == 0
+    weight = role.unwrap_model(actor).model.embed_tokens.weight
+    assert weight.numel() == 0
+    assert weight.ds_tensor.numel() == -(-61 * 32 // role.world_size)
+
+
+if __name__ == "__main__":
+    run([value for name, value in list(globals().items()) if name.startswith("check_")])

@@ -1,0 +1,23 @@
+"""Checkpoints and Hugging Face folders on real ranks; what is checked is in ranks/files.py."""
+
+from __future__ import annotations
+
+
+def test_written_by_two_ranks_resumed_by_two_new_ones_refused_by_one(run_checks):
+    run_checks(
+        "files.py",
+        "check_write",
+        "check_rotation_and_errors",
+        "check_save_model",
+        launcher="deepspeed",
+        world_size=2,
+    )
+    run_checks(
+        "files.py",
+        "check_resume",
+        "check_weights_alone",
+        "check_folders_and_bad_models",
+        launcher="torchrun",
+        world_size=2,
+    )
+    run_checks("files.py", "check_other_world_size", launcher="python", world_size=1)
