@@ -1,4 +1,4 @@
-"""Packaging of lightppo. Tested pins are in requirements.txt; the bounds here are loose for machines with their own torch."""
+"""Packaging. Tested pins are in requirements.txt; the bounds here are loose, for machines with their own torch."""
 
 import re
 from pathlib import Path

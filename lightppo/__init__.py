@@ -19,7 +19,7 @@ _PUBLIC = {
     "Critic": "lightppo.models.critic",
     "RewardModel": "lightppo.models.reward_model",
     "get_llm_for_sequence_regression": "lightppo.models.loading",
-    "get_tokenizer": "lightppo.models.loading",
+    "get_tokenizer": "lightppo.models.tokenizer",
     "DeepspeedStrategy": "lightppo.strategy.deepspeed",
     "get_strategy": "lightppo.strategy.deepspeed",
     "Prompt": "lightppo.data.records",

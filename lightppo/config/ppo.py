@@ -1,4 +1,4 @@
-"""PPOConfig: all sections of a run, flat access by flag name, resolution of defaults, and the checks between options."""
+"""PPOConfig: all sections of a run, flat access by flag name, resolved defaults, checks between options."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping

@@ -50,6 +50,11 @@ def contradictions(config: PPOConfig, world_size: int) -> list[str]:
     ]
 
 
+def trainer_contradictions(config: PPOConfig, world_size: int = 1) -> list[str]:
+    """Those that concern a trainer whose models and data were made by hand."""
+    return [*_batch_sizes(config, world_size), *_algorithm(config)]
+
+
 def needs_critic(config: PPOConfig) -> bool:
     """Whether this run trains a critic."""
     return ESTIMATOR_TRAITS[config.algorithm.advantage_estimator].needs_critic
@@ -105,8 +110,8 @@ def _batch_sizes(config: PPOConfig, world_size: int) -> list[str]:
         problems.append(f"--min_new_tokens {r.min_new_tokens} exceeds --generate_max_len {r.generate_max_len}")
     if 0 < t.buffer_limit < samples // world_size:
         problems.append(
-            f"--buffer_limit {t.buffer_limit} is smaller than the {samples // world_size} samples per rank of one rollout: "
-            "samples would be lost; set 0 or at least that"
+            f"--buffer_limit {t.buffer_limit} would lose samples: one rollout has {samples // world_size} per rank; "
+            "set 0 or at least that"
         )
     return problems
 
@@ -177,7 +182,7 @@ def _models_and_rewards(config: PPOConfig) -> list[str]:
             problems.append(f"--override_config must be a JSON object, not {m.override_config!r}")
     if len(m.reward_pretrain) > 1 and not r.reward_fn:
         problems.append(
-            f"{len(m.reward_pretrain)} reward models (--reward_pretrain) need --reward_fn path.py:name to combine their scores"
+            f"{len(m.reward_pretrain)} models in --reward_pretrain need --reward_fn path.py:name to combine their scores"
         )
     if r.remote_rm_url and (m.reward_pretrain or r.reward_fn):
         other = "--reward_pretrain" if m.reward_pretrain else "--reward_fn"
@@ -197,6 +202,17 @@ def _models_and_rewards(config: PPOConfig) -> list[str]:
 def _strategy_and_checkpoints(config: PPOConfig) -> list[str]:
     s, c, resolved = config.strategy, config.checkpoint, resolutions(config)
     problems = []
+    trained = {"zero_stage": s.zero_stage}
+    if needs_critic(config):
+        trained["critic_zero_stage"] = resolved["critic_zero_stage"]
+    for flag, stage in trained.items():
+        if stage == 0 and config.model.bf16:
+            problems.append(f"--bf16 keeps fp32 master weights in ZeRO, which needs --{flag} 1, 2 or 3, not 0")
+    for flag, stage in (("adam_offload", s.zero_stage), ("critic_adam_offload", resolved["critic_zero_stage"])):
+        if getattr(s, flag) and stage == 0:
+            problems.append(f"--{flag} moves sharded optimizer states: it needs ZeRO stage 1, 2 or 3, not 0")
+    if s.grad_accum_dtype == "bf16" and not config.model.bf16:
+        problems.append("--grad_accum_dtype bf16 needs --bf16")
     for flag, stage in (("param_offload", s.zero_stage), ("critic_param_offload", resolved["critic_zero_stage"])):
         if getattr(s, flag) and stage != 3:
             problems.append(f"--{flag} offloads ZeRO-3 shards: it needs --zero_stage 3, not {stage}")

@@ -68,6 +68,7 @@ class DataConfig:
     truncation: Literal["error", "left", "right", "middle", "drop"] = option(
         "error", "What to do with a longer prompt: stop, cut a side or the middle, or drop it. Counted."
     )
+    filter_overlong_prompts: bool = option(False, "Drop and count longer prompts, whatever --truncation says.")
     on_bad_row: Literal["error", "skip"] = option("error", "A row that cannot be used: stop, or skip and count it.")
     data_num_workers: int = option(0, "Processes that tokenise; 0: this one.", ge=0, resume_safe=True)
     dataloader_pin_memory: bool = option(True, "Pin batches in memory on a GPU machine.", resume_safe=True)
@@ -153,9 +154,12 @@ class AlgorithmConfig:
 class TrainingConfig:
     """Training: batches, epochs, optimizers."""
 
-    num_episodes: int = option(1, "Passes over the prompts.", unit="episodes", ge=1)
+    num_episodes: int = option(1, "Passes over the prompts.", unit="episodes", ge=1, resume_safe=True)
     total_training_steps: int | None = option(
-        None, "Stop after this many PPO steps and stretch the schedules to it. None: all episodes.", ge=1
+        None,
+        "Stop after this many PPO steps and stretch the schedules to it. None: all episodes.",
+        ge=1,
+        resume_safe=True,
     )
     benchmark_steps: int | None = option(
         None, "Stop early after this many PPO steps; schedules stay as they are.", ge=1, resume_safe=True
@@ -274,6 +278,13 @@ class LoggingConfig:
     """Logging."""
 
     logging_steps: int = option(1, "Log every N steps.", unit="PPO steps", ge=1, resume_safe=True)
+    peak_tflops: float | None = option(
+        None,
+        "Peak of one device in the training type, for perf/mfu; None: no MFU.",
+        unit="TFLOP/s",
+        gt=0,
+        resume_safe=True,
+    )
     num_examine: int = option(1, "Samples printed per step.", unit="samples", ge=0, resume_safe=True)
     use_tensorboard: str | None = option(None, "Folder for TensorBoard.", resume_safe=True)
     use_wandb: bool = option(

@@ -79,13 +79,13 @@ class ReplayBuffer:
         """Rows → one padded batch on the training device."""
         return Experience.collate(items).to_device(self.device)
 
-    def normalize(self, attribute: str, strategy: Reducer, divide_by_std: bool = True) -> None:
+    def normalize(self, attribute: str, strategy: Reducer, divide_std: bool = True) -> None:
         """Whiten a per-action tensor over the trained tokens of all rows on all ranks.
 
         Args:
             attribute: only ``"advantages"``.
             strategy: its ``all_reduce`` sums over ranks.
-            divide_by_std: ``False`` only subtracts the mean.
+            divide_std: ``False`` only subtracts the mean.
 
         Raises:
             ValueError: on another attribute.
@@ -96,8 +96,6 @@ class ReplayBuffer:
         items = self.items or [Experience.placeholder(self.device)]
         batch = Experience.collate(items)
         reduce: Callable[[Tensor], Tensor] = lambda x: strategy.all_reduce(x, "sum")  # noqa: E731
-        whitened = whiten(
-            batch.advantages, batch.action_mask, all_reduce_sum=reduce, divide_by_std=divide_by_std
-        )  # (N, A)
+        whitened = whiten(batch.advantages, batch.action_mask, all_reduce_sum=reduce, divide_std=divide_std)  # (N, A)
         for item, row in zip(items, whitened):
             item.advantages = row[None, : item.num_actions]

@@ -1,0 +1,340 @@
+"""From a config to a trainer: strategy, models, data, optimizers, in this order."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from torch.utils.data import DataLoader
+from transformers import get_scheduler
+
+from lightppo.config import ConfigError, PPOConfig
+from lightppo.config.rules import needs_critic
+from lightppo.data.loading import blending_datasets
+from lightppo.data.prompt_dataset import PromptDataset
+from lightppo.data.sampler import RolloutBatchSampler
+from lightppo.data.sft_dataset import SFTDataset
+from lightppo.data.staging import stage_to_local
+from lightppo.models.actor import Actor
+from lightppo.models.critic import Critic
+from lightppo.models.reward_model import RewardModel
+from lightppo.models.tokenizer import get_tokenizer, valid_vocab_size
+from lightppo.rewards.address import read_token
+from lightppo.rewards.build import build_reward_source
+from lightppo.strategy.deepspeed import DeepspeedStrategy
+from lightppo.trainer.evaluator import Evaluator
+from lightppo.trainer.guards import check_before_loading, check_disk_space, check_lengths
+from lightppo.trainer.options import eval_sampling_params
+from lightppo.trainer.ppo_trainer import PPOTrainer, parameter_count
+from lightppo.trainer.prompts import endless
+
+TrainerT = TypeVar("TrainerT", bound=PPOTrainer)
+
+
+@dataclass
+class Models:
+    """The models of a run, not yet in engines."""
+
+    actor: Actor
+    critic: Critic | None
+    reference: Actor | None
+    reward_models: list[RewardModel]
+    ema: Actor | None
+
+
+def build_trainer(config: PPOConfig, trainer_class: type[TrainerT] = PPOTrainer) -> TrainerT:
+    """Build everything a run needs, and resume where there is a checkpoint. Collective.
+
+    Args:
+        config: as from ``parse_args``; checked and resolved here once more, for configs made in code.
+        trainer_class: ``PPOTrainer`` or a subclass.
+
+    Raises:
+        ConfigError: options that cannot work, or do not fit the model or the disk.
+        ModelLoadError, DataError, CheckpointError: naming the flag, path and row.
+    """
+    strategy = build_strategy(config)
+    strategy.setup_distributed()
+    config.validate(strategy.world_size)
+    config = config.resolved()
+    check_before_loading(config)
+    save_run_config(config, strategy)
+
+    models = build_models(config, strategy)
+    tokenizer = get_tokenizer(
+        stage_to_local(config.model.pretrain),
+        models.actor,
+        use_fast=not config.model.disable_fast_tokenizer,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+    models.actor.valid_vocab_size = valid_vocab_size(tokenizer)
+    if models.reference is not None:
+        models.reference.valid_vocab_size = models.actor.valid_vocab_size
+    saved = {"actor": models.actor, "critic": models.critic, "ema": models.ema}
+    check_disk_space(config, {part: parameter_count(model) for part, model in saved.items() if model is not None})
+
+    prompts = build_prompts(config, tokenizer, strategy, config.data.prompt_data, config.data.prompt_split)
+    loader = prompts_dataloader(config, prompts, strategy)
+    pretrain = build_pretrain(config, tokenizer, strategy)
+
+    steps = optimizer_steps(config, len(loader))
+    actor_parts = with_optimizer(models.actor, config.training.actor_learning_rate, steps, config, strategy)
+    critic_parts = with_optimizer(models.critic, config.training.critic_learning_rate, steps, config, strategy)
+    (actor, actor_optim, actor_scheduler), (critic, critic_optim, critic_scheduler) = strategy.prepare(
+        actor_parts, critic_parts, is_rlhf=True
+    )
+    # None stays None; the list keeps prepare's return type the same for any number of reward models
+    reference, ema, *reward_models = strategy.prepare(models.reference, models.ema, *models.reward_models)
+
+    trainer = trainer_class(
+        strategy,
+        actor,
+        critic,
+        reward_models,
+        reference,
+        ema,
+        actor_optim,
+        critic_optim,
+        actor_scheduler,
+        critic_scheduler,
+        config=config,
+        tokenizer=tokenizer,
+        reward_source=build_reward_source(
+            remote_rm_url=config.reward.remote_rm_url,
+            reward_fn=config.reward.reward_fn,
+            reward_models=reward_models,
+            device=strategy.device,
+            pad_token_id=tokenizer.pad_token_id,
+            micro_batch_size=config.rollout.micro_rollout_batch_size,
+            same_count=strategy.same_count,
+            remote_timeout=config.reward.remote_rm_timeout,
+            remote_retries=config.reward.remote_rm_retries,
+            remote_token=read_token(env=config.reward.remote_rm_token_env),
+        ),
+    )
+    trainer.prompts_dataloader = loader
+    trainer.update.pretrain_batches = endless(pretrain) if pretrain is not None else None
+    trainer.evaluator = build_evaluator(config, tokenizer, strategy, trainer)
+    trainer.saves_at_end = True
+    trainer.resume()
+    return trainer
+
+
+def build_strategy(config: PPOConfig) -> DeepspeedStrategy:
+    """The strategy of a config; no process group yet."""
+    s, t = config.strategy, config.training
+    return DeepspeedStrategy(
+        seed=s.seed,
+        max_norm=t.max_norm,
+        micro_train_batch_size=t.micro_train_batch_size,
+        train_batch_size=config.resolved().training.train_batch_size,
+        zero_stage=s.zero_stage,
+        bf16=config.model.bf16,
+        zpg=s.zpg,
+        adam_offload=s.adam_offload,
+        param_offload=s.param_offload,
+        grad_accum_dtype=s.grad_accum_dtype,
+        overlap_comm=s.overlap_comm,
+        full_determinism=s.full_determinism,
+        timeout_minutes=s.dist_timeout,
+    )
+
+
+def build_models(config: PPOConfig, strategy: DeepspeedStrategy) -> Models:
+    """Load all models, each under the ZeRO configuration of its role."""
+    m, s, a = config.model, config.strategy, config.algorithm
+    override = json.loads(m.override_config) if m.override_config else None
+    shared = {
+        "attn_implementation": m.attn_implementation,
+        "trust_remote_code": m.trust_remote_code,
+        "external_lib": m.external_lib,
+        "seed": s.seed,
+    }
+    own = {**shared, "override_config": override, "init_from_scratch": m.init_from_scratch}
+    policy = {"temperature": config.rollout.temperature or 1.0, "packing_samples": config.training.packing_samples}
+    frozen = strategy.get_ds_eval_config(s.ref_offload, zero_stage=s.ref_zero_stage)
+
+    actor_ds = strategy.get_ds_train_config(is_actor=True)
+    actor = Actor(stage_to_local(m.pretrain), bf16=m.bf16, ds_config=actor_ds, **policy, **own)
+    check_lengths(config, actor.hf_model.config)
+    critic = None
+    if needs_critic(config):
+        critic = Critic(
+            stage_to_local(m.critic_pretrain),
+            bf16=m.bf16,
+            ds_config=strategy.get_ds_train_config(
+                zero_stage=s.critic_zero_stage,
+                adam_offload=s.critic_adam_offload,
+                param_offload=s.critic_param_offload,
+            ),
+            packing_samples=config.training.packing_samples,
+            value_head_prefix=m.value_head_prefix,
+            init_value_head=True if m.init_critic_from_actor else None,
+            **own,
+        )
+    reference = None
+    if a.init_kl_coef > 0:
+        reference = Actor(
+            stage_to_local(m.ref_pretrain), bf16=m.bf16, ds_config=frozen, flag="--ref_pretrain", **policy, **own
+        )
+    reward_models = [
+        RewardModel(
+            stage_to_local(path),
+            bf16=m.bf16,
+            ds_config=strategy.get_ds_eval_config(s.reward_offload, zero_stage=s.reward_zero_stage),
+            normalize_reward=config.reward.normalize_reward,
+            value_head_prefix=m.value_head_prefix,
+            **shared,
+        )
+        for path in m.reward_pretrain
+    ]
+    ema = None
+    if a.enable_ema:
+        # fp32: at a decay near 1 the steps of the average would vanish in bf16
+        ema_ds = strategy.get_ds_eval_config(s.ref_offload, zero_stage=s.ref_zero_stage, bf16=False)
+        ema = Actor(stage_to_local(m.pretrain), ds_config=ema_ds, **own)
+    if m.gradient_checkpointing:
+        for model in (actor, critic):
+            if model is not None:
+                model.gradient_checkpointing_enable({"use_reentrant": m.gradient_checkpointing_use_reentrant})
+    return Models(actor, critic, reference, reward_models, ema)
+
+
+def build_prompts(
+    config: PPOConfig, tokenizer: Any, strategy: DeepspeedStrategy, paths: str, split: str, evaluation: bool = False
+) -> PromptDataset:
+    """Prompts of ``--prompt_data`` or ``--eval_data``, checked and tokenised."""
+    d = config.data
+    rows = blending_datasets(
+        paths,
+        None if evaluation else d.prompt_data_probs,
+        strategy,
+        config.strategy.seed,
+        train_split=split,
+        flag="--eval_data" if evaluation else "--prompt_data",
+    )
+    rows = rows.select(range(min(len(rows), d.eval_max_samples if evaluation else d.max_samples)))
+    dataset = PromptDataset(
+        rows,
+        tokenizer,
+        input_template=d.input_template,
+        input_key=d.input_key,
+        label_key=d.label_key,
+        apply_chat_template=d.apply_chat_template,
+        prompt_max_len=d.prompt_max_len,
+        truncation=d.truncation,
+        system_prompt=d.system_prompt,
+        on_bad_row=d.on_bad_row,
+        filter_overlong=d.filter_overlong_prompts,
+        num_workers=d.data_num_workers,
+    )
+    strategy.print(f"{'--eval_data' if evaluation else '--prompt_data'} {paths}: {dataset.report}")
+    return dataset
+
+
+def prompts_dataloader(config: PPOConfig, prompts: PromptDataset, strategy: DeepspeedStrategy) -> DataLoader:
+    """This rank's share of every rollout batch."""
+    sampler = RolloutBatchSampler(
+        len(prompts),
+        config.rollout.rollout_batch_size,
+        rank=strategy.get_rank(),
+        world_size=strategy.world_size,
+        seed=config.strategy.seed,
+    )
+    return DataLoader(prompts, batch_sampler=sampler, collate_fn=PromptDataset.collate_fn)
+
+
+def build_pretrain(config: PPOConfig, tokenizer: Any, strategy: DeepspeedStrategy) -> DataLoader | None:
+    """Batches for the PTX loss."""
+    d = config.data
+    if d.pretrain_data is None or config.algorithm.ptx_coef == 0:
+        return None
+    rows = blending_datasets(
+        d.pretrain_data,
+        d.pretrain_data_probs,
+        strategy,
+        config.strategy.seed,
+        train_split=d.pretrain_split,
+        flag="--pretrain_data",
+    )
+    dataset = SFTDataset(
+        rows,
+        tokenizer,
+        d.prompt_max_len + config.rollout.generate_max_len,
+        pretrain_mode=d.output_key is None,
+        input_key=d.input_key,
+        output_key=d.output_key,
+        on_bad_row=d.on_bad_row,
+        num_workers=d.data_num_workers,
+    )
+    return strategy.setup_dataloader(
+        dataset,
+        config.training.micro_train_batch_size,
+        pin_memory=d.dataloader_pin_memory,
+        collate_fn=dataset.collate_fn,
+    )
+
+
+def build_evaluator(
+    config: PPOConfig, tokenizer: Any, strategy: DeepspeedStrategy, trainer: PPOTrainer
+) -> Evaluator | None:
+    """Evaluation on ``--eval_data`` with the trainer's engine and rewards."""
+    if config.data.eval_data is None:
+        return None
+    prompts = build_prompts(config, tokenizer, strategy, config.data.eval_data, config.data.eval_split, evaluation=True)
+    return Evaluator(
+        trainer.rollout_engine,
+        trainer.reward_source,
+        prompts,
+        eval_sampling_params(config),
+        strategy,
+        threshold=config.evaluation.eval_correct_threshold,
+        folder=Path(config.checkpoint.save_path) / "eval",
+    )
+
+
+def optimizer_steps(config: PPOConfig, rollouts_per_episode: int) -> int:
+    """Optimizer steps of the whole run: what the learning-rate schedules stretch over."""
+    r, t = config.rollout, config.training
+    rollouts = t.total_training_steps or t.num_episodes * rollouts_per_episode
+    per_rollout = math.ceil(r.rollout_batch_size * r.n_samples_per_prompt / t.train_batch_size) * t.max_epochs
+    return rollouts * per_rollout
+
+
+def with_optimizer(
+    model: Any, learning_rate: float, steps: int, config: PPOConfig, strategy: DeepspeedStrategy
+) -> tuple[Any, Any, Any]:
+    """(model, optimizer, scheduler) for ``strategy.prepare``; three times ``None`` without a model."""
+    if model is None:
+        return None, None, None
+    t = config.training
+    optimizer = strategy.create_optimizer(model, lr=learning_rate, betas=t.adam_betas, weight_decay=t.l2)
+    warmup = t.lr_warmup_steps if t.lr_warmup_steps is not None else math.ceil(steps * t.lr_warmup_ratio)
+    name = "constant_with_warmup" if t.lr_scheduler == "constant" else t.lr_scheduler
+    specific = {"min_lr": learning_rate * t.min_lr_ratio} if name == "cosine_with_min_lr" else {}
+    scheduler = get_scheduler(
+        name, optimizer, num_warmup_steps=warmup, num_training_steps=steps, scheduler_specific_kwargs=specific
+    )
+    return model, optimizer, scheduler
+
+
+def save_run_config(config: PPOConfig, strategy: DeepspeedStrategy) -> None:
+    """Print the resolved options and keep them in ``save_path/run_config.yaml``, which ``--config`` reads."""
+    values = {name: list(v) if isinstance(v, tuple) else v for name, v in config.flat().items() if name != "config"}
+    text = yaml.safe_dump(values, sort_keys=False)
+    strategy.print(f"options:\n{text}")
+    if not strategy.is_rank_0():
+        return
+    folder = Path(config.checkpoint.save_path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        temporary = folder / ".run_config.yaml"
+        temporary.write_text(text)
+        os.replace(temporary, folder / "run_config.yaml")
+    except OSError as error:
+        raise ConfigError(f"--save_path {folder}: cannot be written ({error.strerror})") from error

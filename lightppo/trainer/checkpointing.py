@@ -1,0 +1,145 @@
+"""Checkpoints of a whole run: actor, critic, EMA and trainer state under one tag, found again by the next start.
+
+ckpt_path/_actor/global_stepN    weights, optimizer, scheduler; its client state is the state of the run
+ckpt_path/_critic/global_stepN
+ckpt_path/_ema/global_stepN
+ckpt_path/global_stepN_hf        the actor for transformers (--save_hf_ckpt)
+ckpt_path/latest                 the last tag of which every part is whole
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightppo.config.sections import CheckpointConfig
+from lightppo.strategy.checkpoint import CheckpointError, list_tags, restore_rng_state, rng_state
+from lightppo.strategy.deepspeed import DeepspeedStrategy
+
+logger = logging.getLogger(__name__)
+
+_LATEST = "latest"
+
+
+class RunCheckpointer:
+    """Saves and finds checkpoints of a run.
+
+    Args:
+        strategy: saves and loads engines.
+        config: paths, what is saved, how many are kept.
+        models: part name → prepared model: ``actor``, and ``critic`` and ``ema`` where there are such.
+        tokenizer: goes into HF exports.
+    """
+
+    def __init__(
+        self, strategy: DeepspeedStrategy, config: CheckpointConfig, models: Mapping[str, Any], tokenizer: Any
+    ) -> None:
+        self.strategy = strategy
+        self.config = config
+        self.models = {name: model for name, model in models.items() if model is not None}
+        self.tokenizer = tokenizer
+
+    def save(self, root: str | Path, step: int, client_state: Mapping[str, Any]) -> None:
+        """Write the checkpoint of a step. Collective.
+
+        ``client_state`` comes back from :meth:`load`; the random generators of every rank are added.
+        """
+        root, tag = Path(root), f"global_step{step}"
+        if not self.config.disable_ds_ckpt:
+            state = {**client_state, "rng": self.strategy.all_gather_object(rng_state())}
+            # The actor last: its client state is what makes the other parts a checkpoint of the run.
+            for name in sorted(self.models, key=lambda name: name == "actor"):
+                self.strategy.save_ckpt(
+                    self.models[name],
+                    root / f"_{name}",
+                    tag,
+                    max_num=self.config.max_ckpt_num,
+                    max_mem=self.config.max_ckpt_mem / len(self.models),
+                    client_state=state if name == "actor" else None,
+                )
+            if self.strategy.is_rank_0():
+                marker = root / f".{_LATEST}.tmp"
+                marker.write_text(tag)
+                os.replace(marker, root / _LATEST)
+            self.strategy.barrier()
+        if self.config.save_hf_ckpt:
+            self.save_hf(root, step)
+
+    def save_hf(self, root: str | Path, step: int) -> None:
+        """Export the actor as ``root/global_stepN_hf``; the oldest exports beyond ``max_ckpt_num`` go. Collective."""
+        root = Path(root)
+        self.strategy.save_model(self.models["actor"], self.tokenizer, root / f"global_step{step}_hf")
+        if self.strategy.is_rank_0():
+            exports = {int(m[1]): p for p in root.glob("global_step*_hf") if (m := _HF_EXPORT.fullmatch(p.name))}
+            for old in sorted(exports)[: -self.config.max_ckpt_num]:
+                shutil.rmtree(exports[old])
+        self.strategy.barrier()
+
+    def find(self, root: str | Path) -> str | None:
+        """Tag of the last checkpoint of which every part is whole; ``None`` where there is none.
+
+        Raises:
+            CheckpointError: if there are checkpoints but none holds all parts of this run.
+        """
+        root = Path(root)
+        if not (root / "_actor").is_dir():
+            return None
+        per_part = {name: set(list_tags(root / f"_{name}")) for name in self.models if (root / f"_{name}").is_dir()}
+        common = set.intersection(*per_part.values()) if len(per_part) == len(self.models) else set()
+        if not common:
+            if not per_part["actor"]:
+                return None
+            missing = sorted(name for name in self.models if not per_part.get(name))
+            raise CheckpointError(
+                f"the checkpoints in {root} have no part {', '.join('_' + name for name in missing) or 'in common'}: "
+                "they belong to a run with other options; set another --ckpt_path or --resume never"
+            )
+        tag = max(common, key=lambda tag: int(tag.removeprefix("global_step")))
+        marked = (root / _LATEST).read_text().strip() if (root / _LATEST).is_file() else None
+        if marked != tag:
+            logger.info("%s/latest names %s; the last whole checkpoint is %s", root, marked, tag)
+        return tag
+
+    def load(self, root: str | Path, tag: str) -> dict[str, Any]:
+        """Load all parts and this rank's random generators. Collective.
+
+        Returns:
+            the client state given to :meth:`save`.
+
+        Raises:
+            CheckpointError: a part is missing, or was saved at another world size, ZeRO stage or precision.
+        """
+        root = Path(root)
+        state: dict[str, Any] = {}
+        for name, model in self.models.items():
+            _, client_state = self.strategy.load_ckpt(model, root / f"_{name}", tag)
+            state = client_state if name == "actor" else state
+        restore_rng_state(state.pop("rng")[self.strategy.get_rank()])
+        return state
+
+
+_HF_EXPORT = re.compile(r"global_step(\d+)_hf")
+
+
+def resume_root(resume: str, ckpt_path: str) -> Path | None:
+    """Where to look for a checkpoint: ``--ckpt_path`` for auto, the named folder for a path, nowhere for never.
+
+    Raises:
+        CheckpointError: if the named folder is not a folder of checkpoints.
+    """
+    if resume == "never":
+        return None
+    if resume == "auto":
+        return Path(ckpt_path)
+    root = Path(resume)
+    if not (root / "_actor").is_dir():
+        raise CheckpointError(
+            f"--resume {resume}: not a folder of checkpoints (it has no _actor inside); "
+            "name the --ckpt_path of the run to go on with, or leave --resume at auto"
+        )
+    return root

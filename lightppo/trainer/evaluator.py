@@ -1,0 +1,158 @@
+"""Evaluation on held-out prompts: mean@n, pass@k, accuracy, per data source; every sample kept."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from lightppo.data.records import Prompt, Rollout
+from lightppo.rewards.source import RewardSource, score_rollouts
+from lightppo.rollout.engine import RolloutEngine, SamplingParams
+from lightppo.strategy.deepspeed import DeepspeedStrategy
+
+
+@dataclass(frozen=True, slots=True)
+class EvalSample:
+    """One scored answer, as it travels between ranks and into the sample file."""
+
+    index: int
+    data_source: str
+    prompt: str
+    response: str
+    label: object
+    score: float | None
+    response_length: int
+    finish_reason: str
+
+    @classmethod
+    def of(cls, rollout: Rollout) -> EvalSample:
+        prompt = rollout.prompt
+        return cls(
+            prompt.index,
+            prompt.data_source,
+            prompt.text,
+            rollout.response_text,
+            prompt.label,
+            rollout.reward,
+            len(rollout.response_ids),
+            rollout.finish_reason,
+        )
+
+
+def pass_at_k(n: int, correct: int, k: int) -> float:
+    """Unbiased estimate of the chance that at least one of k answers is right, from n answers.
+
+    1 - C(n-c, k) / C(n, k): Chen et al. 2021, "Evaluating Large Language Models Trained on Code", eq. 1.
+    """
+    return 1.0 if n - correct < k else 1.0 - math.comb(n - correct, k) / math.comb(n, k)
+
+
+def eval_metrics(samples: Sequence[EvalSample], threshold: float) -> dict[str, float]:
+    """Metrics of one evaluation; with several data sources also ``eval/<source>/...``.
+
+    Unscored samples count nowhere but in ``eval/unscored``.
+
+    Args:
+        samples: all samples of all ranks.
+        threshold: a score of at least this is correct.
+
+    Raises:
+        ValueError: if no sample is scored.
+    """
+    if all(sample.score is None for sample in samples):
+        raise ValueError(f"evaluation: none of the {len(samples)} samples was scored; check the reward source")
+    sources = sorted({sample.data_source for sample in samples})
+    metrics = _metrics_of(samples, threshold, "eval")
+    if len(sources) > 1:
+        for source in sources:
+            of_source = [s for s in samples if s.data_source == source]
+            if any(s.score is not None for s in of_source):
+                metrics |= _metrics_of(of_source, threshold, f"eval/{source}")
+    return metrics
+
+
+def _metrics_of(samples: Sequence[EvalSample], threshold: float, prefix: str) -> dict[str, float]:
+    groups: dict[int, list[float]] = defaultdict(list)
+    for sample in samples:
+        if sample.score is not None:
+            groups[sample.index].append(sample.score)
+    scored = [s for s in samples if s.score is not None]
+    n = min(len(scores) for scores in groups.values())
+    correct = {index: sum(score >= threshold for score in scores) for index, scores in groups.items()}
+
+    def over_prompts(value) -> float:
+        """Mean over prompts."""
+        return sum(value(index) for index in groups) / len(groups)
+
+    metrics = {
+        f"{prefix}/accuracy": sum(correct.values()) / len(scored),
+        f"{prefix}/reward": sum(s.score for s in scored) / len(scored),
+        f"{prefix}/response_length": sum(s.response_length for s in samples) / len(samples),
+        f"{prefix}/truncated": sum(s.finish_reason == "length" for s in samples) / len(samples),
+        f"{prefix}/samples": float(len(samples)),
+        f"{prefix}/mean@{n}": over_prompts(lambda i: sum(groups[i]) / len(groups[i])),
+    }
+    if len(scored) < len(samples):
+        metrics[f"{prefix}/unscored"] = float(len(samples) - len(scored))
+    k = 1
+    while n > 1 and k <= n:
+        metrics[f"{prefix}/pass@{k}"] = over_prompts(lambda i, k=k: pass_at_k(len(groups[i]), correct[i], k))
+        k *= 2
+    if n > 1:
+        metrics[f"{prefix}/best@{n}"] = over_prompts(lambda i: max(groups[i]))
+    return metrics
+
+
+class Evaluator:
+    """Samples and scores the held-out prompts, shared out over ranks.
+
+    Args:
+        engine: generates.
+        reward_source: scores.
+        prompts: the held-out prompts, the same on every rank.
+        sampling: how to sample; the same random numbers at every evaluation.
+        strategy: shares out and gathers.
+        threshold: a score of at least this is correct.
+        folder: ``step{N}.jsonl`` with all samples go here, written by rank 0.
+    """
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        reward_source: RewardSource,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        strategy: DeepspeedStrategy,
+        *,
+        threshold: float = 0.5,
+        folder: str | Path | None = None,
+    ) -> None:
+        self.engine = engine
+        self.reward_source = reward_source
+        self.prompts = prompts
+        # Apart from every training step's seed: the samples of prompt i are not those of training prompt i.
+        self.sampling = replace(sampling, seed=-1 - sampling.seed)
+        self.strategy = strategy
+        self.threshold = threshold
+        self.folder = Path(folder) if folder is not None else None
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Metrics of the current weights, the same on every rank. Collective."""
+        mine = range(self.strategy.get_rank(), len(self.prompts), self.strategy.world_size)
+        rollouts = self.engine.generate([self.prompts[i] for i in mine], self.sampling)
+        score_rollouts(self.reward_source, rollouts)
+        gathered = self.strategy.all_gather_object([EvalSample.of(r) for r in rollouts])
+        samples = sorted((s for part in gathered for s in part), key=lambda s: s.index)
+        if self.folder is not None and self.strategy.is_rank_0():
+            self._write(samples, step)
+        return eval_metrics(samples, self.threshold)
+
+    def _write(self, samples: Sequence[EvalSample], step: int) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        keys = ("prompt", "response", "label", "score", "data_source", "response_length", "finish_reason", "index")
+        lines = [json.dumps({key: getattr(s, key) for key in keys}, default=str) + "\n" for s in samples]
+        (self.folder / f"step{step}.jsonl").write_text("".join(lines))

@@ -1,0 +1,77 @@
+"""Checks before anything large is loaded: lengths against the model, data paths, room on the disk."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from lightppo.config import ConfigError, PPOConfig
+from lightppo.data.loading import check_data_paths
+from lightppo.rewards.build import check_reward_options
+
+
+def check_before_loading(config: PPOConfig) -> None:
+    """Paths and addresses that can be looked at without loading anything.
+
+    Raises:
+        DataError: a data path that is missing or of no known form; names the flag.
+        ValueError: a reward address or file that is missing or of no known form; names the flag.
+    """
+    d = config.data
+    check_data_paths(d.prompt_data, d.prompt_data_probs, flag="--prompt_data")
+    if d.eval_data:
+        check_data_paths(d.eval_data, flag="--eval_data")
+    if d.pretrain_data:
+        check_data_paths(d.pretrain_data, d.pretrain_data_probs, flag="--pretrain_data")
+    check_reward_options(
+        remote_rm_url=config.reward.remote_rm_url,
+        reward_fn=config.reward.reward_fn,
+        n_reward_models=len(config.model.reward_pretrain),
+    )
+
+
+def check_lengths(config: PPOConfig, model_config: Any) -> None:
+    """Prompt and response must fit the model's positions.
+
+    Raises:
+        ConfigError: naming the flags and the model's limit.
+    """
+    limit = getattr(model_config.get_text_config(decoder=True), "max_position_embeddings", None)
+    prompt, response = config.data.prompt_max_len, config.rollout.generate_max_len
+    if limit is not None and prompt + response > limit:
+        raise ConfigError(
+            f"--prompt_max_len {prompt} + --generate_max_len {response} = {prompt + response} tokens, but "
+            f"{config.model.pretrain} has {limit} positions: lower one of them to fit"
+        )
+
+
+def check_disk_space(config: PPOConfig, parameters: dict[str, int]) -> None:
+    """Room for the checkpoints that will be kept, before the first one is lost to a full disk.
+
+    Args:
+        config: what is saved, and how many are kept.
+        parameters: number of parameters per saved model; trained ones hold weights and two fp32 moments.
+
+    Raises:
+        ConfigError: naming the folder, what is needed and what is free.
+    """
+    c = config.checkpoint
+    if not (c.save_steps > 0 or c.save_epochs or c.save_seconds):
+        return
+    weight = 2 if config.model.bf16 else 4
+    state = (
+        0 if c.disable_ds_ckpt else sum(n * (weight + (0 if part == "ema" else 12)) for part, n in parameters.items())
+    )
+    export = parameters["actor"] * weight if c.save_hf_ckpt else 0
+    # One more than are kept: an old checkpoint goes only when the new one is whole.
+    needed = min((c.max_ckpt_num + 1) * (state + export), c.max_ckpt_mem * 1e9 + state + export)
+    folder = Path(c.ckpt_path)
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise ConfigError(
+            f"--ckpt_path {c.ckpt_path}: {c.max_ckpt_num} checkpoints need about {needed / 1e9:.1f} GB, "
+            f"{free / 1e9:.1f} GB are free: lower --max_ckpt_num or --max_ckpt_mem, or choose another disk"
+        )

@@ -1,0 +1,39 @@
+"""Running a training script: quiet logs, one line for what a user can mend, a clean end of the process group."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+from lightppo.config import ConfigError
+from lightppo.data.rows import DataError
+from lightppo.data.staging import StagingError
+from lightppo.models.errors import ModelLoadError
+from lightppo.rewards.source import RewardError
+from lightppo.strategy.checkpoint import CheckpointError
+
+# What the user can mend: told in one line. Everything else keeps its traceback.
+USER_ERRORS = (ConfigError, DataError, StagingError, ModelLoadError, RewardError, CheckpointError)
+
+
+def run(main: Callable[[], None]) -> None:
+    """Run a script's main function on every rank.
+
+    Raises:
+        SystemExit: code 1 after an error that the user can mend, told on standard error.
+    """
+    rank = os.environ.get("RANK", "0")
+    level = logging.INFO if rank == "0" else logging.WARNING
+    logging.basicConfig(level=logging.WARNING, format=f"[rank {rank}] %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("lightppo").setLevel(level)
+    try:
+        main()
+    except USER_ERRORS as error:
+        print(f"[rank {rank}] {os.path.basename(sys.argv[0])}: error: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(1) from error
+    if dist.is_initialized():
+        dist.destroy_process_group()

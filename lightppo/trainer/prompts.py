@@ -1,0 +1,136 @@
+"""Whatever a dataloader yields → prompts and language-model batches; where in an episode to start."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightppo.algorithms.losses import IGNORE_INDEX
+from lightppo.data.records import Prompt
+
+
+def as_prompts(batch: Any, tokenizer: Any, prompt_max_len: int) -> list[Prompt]:
+    """A batch of a prompts dataloader as prompts.
+
+    Args:
+        batch: prompts, strings, or in the seed's style (prompts, labels) or (prompts, labels, references), where
+            ``references`` are the ground truth and ``labels`` name the data source.
+        tokenizer: for strings.
+        prompt_max_len: longest prompt, tokens.
+
+    Raises:
+        TypeError: on a batch of another form.
+        ValueError: on a string longer than ``prompt_max_len`` tokens.
+    """
+    if isinstance(batch, list) and all(isinstance(item, Prompt) for item in batch):
+        return batch
+    columns = list(batch) if isinstance(batch, tuple) or _is_columns(batch) else [batch]
+    if not columns or not all(isinstance(text, str) for text in columns[0]):
+        raise TypeError(
+            "a batch of prompts must be a list of Prompt or of strings, or (prompts, labels[, references]); "
+            f"got {type(batch).__name__}"
+        )
+    texts, labels, references = [*columns, None, None][:3]
+    prompts = []
+    for i, text in enumerate(texts):
+        token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if len(token_ids) > prompt_max_len:
+            raise ValueError(
+                f"the prompt {text[:60]!r}… has {len(token_ids)} tokens, more than prompt_max_len {prompt_max_len}: "
+                "raise it, or build the dataset with truncation"
+            )
+        label = references[i] if references is not None else labels[i] if labels is not None else None
+        source = str(labels[i]) if references is not None and labels is not None else "default"
+        prompts.append(Prompt(text, token_ids, label, _index_of(text), source))
+    return prompts
+
+
+def _index_of(text: str) -> int:
+    """A number for a prompt without row number: equal texts form one group, on any rank."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
+
+
+def _is_columns(batch: Any) -> bool:
+    return isinstance(batch, list) and len(batch) in (2, 3) and all(isinstance(c, (list, tuple)) for c in batch)
+
+
+def start_episode(dataloader: Iterable, episode: int, consumed_prompts: int) -> Iterator[tuple[Any, bool]]:
+    """Batches of an episode from where it was left, each with whether it is the last.
+
+    Args:
+        dataloader: its ``batch_sampler`` or ``sampler`` has ``set_epoch(epoch, consumed_samples)``; one without is
+            taken as it comes.
+        episode: number of the episode; seeds the shuffling.
+        consumed_prompts: prompts of this episode that were used before, over all ranks.
+
+    Raises:
+        ValueError: if there is something to skip and the dataloader cannot, or it yields nothing.
+    """
+    samplers = (getattr(dataloader, "batch_sampler", None), getattr(dataloader, "sampler", None))
+    sampler = next((s for s in samplers if hasattr(s, "set_epoch")), None)
+    if sampler is not None:
+        sampler.set_epoch(episode, consumed_samples=consumed_prompts)
+    elif consumed_prompts:
+        raise ValueError(
+            "cannot resume inside an episode: the prompts dataloader's sampler has no set_epoch(epoch, "
+            "consumed_samples); make it with strategy.setup_dataloader"
+        )
+    return _mark_last(iter(dataloader), episode)
+
+
+def _mark_last(batches: Iterator, episode: int) -> Iterator[tuple[Any, bool]]:
+    try:
+        batch = next(batches)
+    except StopIteration:
+        raise ValueError(f"the prompts dataloader gave no batch in episode {episode + 1}") from None
+    for following in batches:
+        yield batch, False
+        batch = following
+    yield batch, True
+
+
+@dataclass
+class LMBatch:
+    """A batch for the language-model loss: ids, mask and labels, each (B, S)."""
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    labels: Tensor
+
+
+def as_lm_batch(batch: Any, device: torch.device) -> LMBatch:
+    """A batch of a pretraining dataloader on the device.
+
+    Args:
+        batch: a mapping with ``input_ids``, ``attention_mask`` and, optionally, ``labels``; or in the seed's style a
+            tuple whose second and third entries are ids and mask, (B, S) or (B, 1, S).
+        device: where it goes.
+    """
+    if isinstance(batch, (tuple, list)):
+        ids, mask = batch[1], batch[2]
+        labels = None
+    else:
+        ids, mask, labels = batch["input_ids"], batch["attention_mask"], batch.get("labels")
+    ids, mask = ids.reshape(-1, ids.size(-1)).to(device), mask.reshape(-1, mask.size(-1)).to(device)
+    if labels is None:
+        labels = ids.masked_fill(mask == 0, IGNORE_INDEX)
+    return LMBatch(ids, mask, labels.to(device))
+
+
+def endless(dataloader: Iterable) -> Iterator:
+    """The batches again and again, reshuffled each time round where the sampler can."""
+    if isinstance(dataloader, Iterator):
+        yield from dataloader
+        return
+    round_ = 0
+    while True:
+        sampler = getattr(dataloader, "sampler", None)
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(round_)
+        yield from dataloader
+        round_ += 1
