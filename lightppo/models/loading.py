@@ -99,7 +99,9 @@ def load_causal_lm(
     """
     import_external_lib(external_lib)
     config = load_config(path, flag=flag, trust_remote_code=trust_remote_code, override_config=override_config)
-    attention = resolve_attn_implementation(attn_implementation, dtype, MODEL_FOR_CAUSAL_LM_MAPPING, config)
+    attention = resolve_attn_implementation(
+        attn_implementation, dtype, MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    )
     kwargs = {"dtype": DTYPES[dtype], "attn_implementation": attention, "trust_remote_code": trust_remote_code}
     with _zero3_loading(ds_config, dtype) as zero3, _quiet_transformers(), errors_name(path, flag):
         if init_from_scratch:
@@ -157,7 +159,7 @@ def load_sequence_classifier(
         raise ModelLoadError(f"{flag} {path} has {config.num_labels} labels; a {kind} needs one output (num_labels 1)")
     config.num_labels = 1
     attention = resolve_attn_implementation(
-        attn_implementation, dtype, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, config
+        attn_implementation, dtype, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
     )
     kwargs = {"dtype": DTYPES[dtype], "attn_implementation": attention, "trust_remote_code": trust_remote_code}
     with _zero3_loading(ds_config, dtype) as zero3, _quiet_transformers(), errors_name(path, flag):
@@ -218,9 +220,7 @@ def load_config(
     return config
 
 
-def resolve_attn_implementation(
-    name: str, dtype: str, class_mapping: Any = None, config: PretrainedConfig | None = None
-) -> str | None:
+def resolve_attn_implementation(name: str, dtype: str, model_class: type | None = None) -> str | None:
     """Turn the flag into what transformers takes; None lets it choose sdpa, or eager where a family has no sdpa.
 
     "auto" is flash_attention_2 where there is CUDA, an installed flash-attn, bf16 and a family that can use it.
@@ -234,7 +234,6 @@ def resolve_attn_implementation(
         raise ModelLoadError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)} (fp16 is not supported: use --bf16)")
     if name in ("eager", "sdpa"):
         return name
-    model_class = class_mapping.get(type(config)) if class_mapping is not None and config is not None else None
     obstacles = {
         "there is no CUDA device": not torch.cuda.is_available(),
         "the flash-attn package (2.3.3 or newer) is not installed": not is_flash_attn_2_available(),

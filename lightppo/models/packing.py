@@ -161,8 +161,9 @@ def probe_packing(model: nn.Module, run: Callable[[Tensor, Tensor], Tensor], dev
         packed = run(torch.cat([other, ids], 1), torch.cat([torch.arange(5, device=device)[None], positions], 1))
     finally:
         model.train(was_training)
-    difference = ((packed[:, -4:].float() - alone).abs().max() / alone.abs().max()).item()
-    tolerance = 1e-4 if packed.dtype == torch.float32 else 5e-2
+    difference = ((packed[:, -4:].float() - alone).abs().mean() / alone.abs().mean()).item()
+    # Rounding alone gives 1e-6 in fp32 (1e-3 with TF32) and 1e-2 in bf16; a neighbour in sight gives 0.1 and more.
+    tolerance = 3e-3 if packed.dtype == torch.float32 else 1e-1
     if not difference <= tolerance:  # NaN fails too
         raise _not_supported(
             config.model_type, f"a packed sequence sees its neighbour (relative difference {difference:.1e})"

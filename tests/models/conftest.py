@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -66,23 +69,44 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
         shared_expert_intermediate_size=24,
     ),
 }
-FAMILIES = tuple(CONFIGS)
-ATTENTION = ("eager", "sdpa")
 
 
-def causal_lm(family: str, attention: str = "sdpa", seed: int = 0) -> PreTrainedModel:
-    torch.manual_seed(seed)
-    return AutoModelForCausalLM.from_config(CONFIGS[family](), attn_implementation=attention)
+@pytest.fixture(params=tuple(CONFIGS))
+def family(request: pytest.FixtureRequest) -> str:
+    return request.param
 
 
-def classifier(family: str, attention: str = "sdpa", seed: int = 0) -> PreTrainedModel:
-    torch.manual_seed(seed)
-    config = CONFIGS[family]()
-    config.num_labels = 1
-    return AutoModelForSequenceClassification.from_config(config, attn_implementation=attention)
+@pytest.fixture(params=("eager", "sdpa"))
+def attention(request: pytest.FixtureRequest) -> str:
+    return request.param
 
 
-def ragged_batch() -> tuple[torch.Tensor, torch.Tensor, int]:
+@pytest.fixture
+def causal_lm() -> Callable[..., PreTrainedModel]:
+    """(family, attention) -> a random causal LM, the same at each call."""
+
+    def make(family: str = "llama", attention: str = "sdpa") -> PreTrainedModel:
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(CONFIGS[family](), attn_implementation=attention)
+
+    return make
+
+
+@pytest.fixture
+def classifier() -> Callable[..., PreTrainedModel]:
+    """(family, attention) -> a random one-output classifier, the same at each call."""
+
+    def make(family: str = "llama", attention: str = "sdpa", num_labels: int = 1) -> PreTrainedModel:
+        torch.manual_seed(0)
+        config = CONFIGS[family]()
+        config.num_labels = num_labels
+        return AutoModelForSequenceClassification.from_config(config, attn_implementation=attention)
+
+    return make
+
+
+@pytest.fixture
+def ragged() -> tuple[torch.Tensor, torch.Tensor, int]:
     """(sequences (B, S), attention_mask (B, S), A): left pad | prompt | response | right pad, lengths 2 to 24."""
     prompts, responses = [1, 14, 5, 9], [10, 1, 3, 10]
     width, actions = max(prompts), max(responses)
@@ -95,33 +119,15 @@ def ragged_batch() -> tuple[torch.Tensor, torch.Tensor, int]:
     return sequences, mask, actions
 
 
-@pytest.fixture(params=FAMILIES)
-def family(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
-@pytest.fixture
-def save_lm(tmp_path: Path) -> Callable[..., str]:
-    """Save a tiny causal LM of a family; returns its folder."""
-
-    def save(family: str = "llama", name: str = "lm", **changes: object) -> str:
-        model = causal_lm(family)
-        model.save_pretrained(tmp_path / name)
-        return str(tmp_path / name)
-
-    return save
-
-
 @pytest.fixture
 def save_tokenizer(tmp_path: Path) -> Callable[..., str]:
     """Save a character tokenizer with the given special tokens; returns its folder."""
 
     def save(folder: str | None = None, **special: str) -> str:
-        from tokenizers import Tokenizer, models, pre_tokenizers
-
         characters = ["<pad>", "<s>", "</s>", "<unk>", *"0123456789+=abc"]
-        tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(characters)}, unk_token="<unk>"))
-        tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+        vocabulary = {character: i for i, character in enumerate(characters)}
+        tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
+        tokenizer.pre_tokenizer = Split("", "isolated")
         target = folder or str(tmp_path / "tokenizer")
         PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", **special).save_pretrained(target)
         return target

@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForSequenceClassification, PreTrainedModel
+
+from lightppo.models.critic import Critic
+from lightppo.models.errors import ModelLoadError
+
+Batch = tuple[Tensor, Tensor, int]
+MakeModel = Callable[..., PreTrainedModel]
+
+
+def plain_values(model: PreTrainedModel, row: Tensor) -> Tensor:
+    """(n,) -> (n,): the score at each position of one unpadded row."""
+    return model.score(model.base_model(input_ids=row[None]).last_hidden_state)[0, :, 0]
+
+
+def values_and_gradients(critic: Critic, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+    sequences, mask, num_actions = batch
+    critic.train()
+    values = critic(sequences, num_actions, mask)
+    weights = torch.linspace(-1, 1, values.numel()).view_as(values)
+    (values * weights).sum().div(mask[:, -num_actions:].sum()).backward()
+    return values.detach(), {n: p.grad for n, p in critic.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("packing_samples", [False, True])
+def test_batch_equals_single_unpadded_rows(
+    family: str, attention: str, packing_samples: bool, classifier: MakeModel, ragged: Batch
+) -> None:
+    sequences, mask, num_actions = ragged
+    critic = Critic(classifier(family, attention), packing_samples=packing_samples)
+    with torch.no_grad():
+        values = critic(sequences, num_actions, mask, include_last=True)
+        assert values.shape == (4, num_actions + 1)
+        for b in range(len(sequences)):
+            real = mask[b].bool()
+            expected = torch.zeros(sequences.shape[1])
+            expected[real] = plain_values(critic.model, sequences[b][real])
+            torch.testing.assert_close(values[b], expected[-num_actions - 1 :], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(critic(sequences, num_actions, mask), values[:, :-1], atol=1e-5, rtol=1e-5)
+
+
+def test_packed_equals_padded_with_gradients(family: str, attention: str, classifier: MakeModel, ragged: Batch) -> None:
+    padded, padded_grads = values_and_gradients(Critic(classifier(family, attention)), ragged)
+    packed, packed_grads = values_and_gradients(Critic(classifier(family, attention), packing_samples=True), ragged)
+    torch.testing.assert_close(packed, padded, atol=1e-5, rtol=0)
+    assert padded_grads.keys() == packed_grads.keys()
+    assert max(float(g.abs().max()) for g in padded_grads.values()) > 1e-2
+    for name, grad in padded_grads.items():
+        torch.testing.assert_close(packed_grads[name], grad, atol=1e-5, rtol=0, msg=name)
+
+
+def test_value_comes_before_the_action(classifier: MakeModel) -> None:
+    # S = 5, A = 2: the actions are tokens 3 and 4; their values are the scores at positions 2 and 3
+    row = torch.tensor([[5, 6, 7, 8, 9]])
+    critic = Critic(classifier())
+    with torch.no_grad():
+        scores = plain_values(critic.model, row[0])
+        torch.testing.assert_close(critic(row, 2)[0], scores[2:4], atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(critic(row, 2, include_last=True)[0], scores[2:5], atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(critic(row)[0], scores, atol=1e-6, rtol=1e-6)
+
+
+def test_rows_packed_by_the_caller(classifier: MakeModel, ragged: Batch) -> None:
+    sequences, mask, num_actions = ragged
+    critic = Critic(classifier())
+    row, lengths, actions = sequences[mask.bool()][None], [11, 15, 8, 19], [10, 1, 3, 10]
+    with torch.no_grad():
+        every = critic(sequences, attention_mask=mask)  # (B, S)
+        torch.testing.assert_close(critic(row, packed_seq_lens=lengths)[0], every[mask.bool()], atol=1e-5, rtol=1e-5)
+        real = mask[:, -num_actions:].bool()
+        before = every[:, -num_actions - 1 : -1][real]
+        torch.testing.assert_close(critic(row, actions, packed_seq_lens=lengths)[0], before, atol=1e-5, rtol=1e-5)
+        assert critic(row, actions, packed_seq_lens=lengths, include_last=True).shape == (1, 24 + 4)
+
+
+@pytest.mark.parametrize("packing_samples", [False, True])
+def test_return_output_gives_the_base_model_output(packing_samples: bool, classifier: MakeModel, ragged: Batch) -> None:
+    sequences, mask, num_actions = ragged
+    critic = Critic(classifier(), packing_samples=packing_samples)
+    values, output = critic(sequences, num_actions, mask, return_output=True)
+    assert values.shape == (4, 10)
+    assert output.last_hidden_state.shape == ((1, 53, 32) if packing_samples else (4, 24, 32))
+
+
+def test_critic_from_a_causal_lm_saves_as_a_plain_classifier(
+    family: str, causal_lm: MakeModel, ragged: Batch, tmp_path: Path
+) -> None:
+    sequences, mask, _ = ragged
+    causal_lm(family).save_pretrained(tmp_path / "lm")
+    critic = Critic(str(tmp_path / "lm"))
+    critic.model.save_pretrained(tmp_path / "critic")
+    plain, info = AutoModelForSequenceClassification.from_pretrained(tmp_path / "critic", output_loading_info=True)
+    assert plain.config.num_labels == 1
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    row = sequences[3][mask[3].bool()]
+    with torch.no_grad():
+        torch.testing.assert_close(plain(row[None]).logits[0], critic(row[None])[0, -1:], atol=1e-6, rtol=1e-6)
+        again = Critic(str(tmp_path / "critic"))  # and its head is kept, not drawn again
+        torch.testing.assert_close(again(row[None]), critic(row[None]), atol=0, rtol=0)
+
+
+def test_new_head_is_normal_with_the_documented_variance(causal_lm: MakeModel, tmp_path: Path) -> None:
+    causal_lm().save_pretrained(tmp_path)
+    torch.manual_seed(123)
+    first = Critic(str(tmp_path), seed=7).model.score.weight
+    torch.manual_seed(456)
+    assert torch.equal(Critic(str(tmp_path), seed=7).model.score.weight, first)  # its own generator
+    assert not torch.equal(Critic(str(tmp_path), seed=8).model.score.weight, first)
+    # torch.randn with the seed, times 1 / sqrt(32 + 1)
+    expected = torch.randn(1, 32, generator=torch.Generator().manual_seed(7)) / 33**0.5
+    torch.testing.assert_close(first, expected)
+
+
+def test_critic_from_a_reward_model_keeps_or_renews_the_head(classifier: MakeModel, tmp_path: Path) -> None:
+    model = classifier()
+    model.save_pretrained(tmp_path)
+    assert torch.equal(Critic(str(tmp_path)).model.score.weight, model.score.weight)
+    assert not torch.equal(Critic(str(tmp_path), init_value_head=True).model.score.weight, model.score.weight)
+
+
+def test_normalize_reward_uses_the_statistics_of_the_reward_model(classifier: MakeModel, tmp_path: Path) -> None:
+    model = classifier()
+    model.config.mean, model.config.std = 0.5, 2.0
+    model.save_pretrained(tmp_path / "rm")
+    row = torch.tensor([[5, 6, 7]])
+    with torch.no_grad():
+        raw = Critic(str(tmp_path / "rm"))(row)
+        normalised = Critic(str(tmp_path / "rm"), normalize_reward=True)(row)
+        torch.testing.assert_close(normalised, (raw - 0.5) / 2.0)
+        other = classifier()  # no statistics: values as they are
+        torch.testing.assert_close(Critic(other, normalize_reward=True)(row), Critic(other)(row))
+
+
+def test_gradient_checkpointing_gives_the_same_gradients(classifier: MakeModel, ragged: Batch) -> None:
+    critic = Critic(classifier())
+    critic.gradient_checkpointing_enable()
+    calls = []
+    critic.model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    _, grads = values_and_gradients(critic, ragged)
+    assert len(calls) == 2
+    _, expected = values_and_gradients(Critic(classifier()), ragged)
+    for name, grad in expected.items():
+        torch.testing.assert_close(grads[name], grad, atol=1e-6, rtol=1e-6, msg=name)
+
+
+def test_several_outputs_are_refused(classifier: MakeModel) -> None:
+    with pytest.raises(ModelLoadError, match="a critic needs one output, the model has 3"):
+        Critic(classifier(num_labels=3))

@@ -1,0 +1,260 @@
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import BertConfig, LlamaForCausalLM, PreTrainedModel
+
+from lightppo.models import loading
+from lightppo.models.actor import Actor
+from lightppo.models.critic import Critic
+from lightppo.models.errors import ModelLoadError
+from lightppo.models.loading import (
+    get_llm_for_sequence_regression,
+    load_causal_lm,
+    load_sequence_classifier,
+    resolve_attn_implementation,
+)
+from lightppo.models.reward_model import RewardModel
+
+MakeModel = Callable[..., PreTrainedModel]
+
+
+@pytest.mark.parametrize("path", ["/nowhere/model", "./nowhere", "a/b/c", "~/nowhere", "s3://bucket/model"])
+def test_missing_model_path_names_path_and_flag(path: str) -> None:
+    with pytest.raises(ModelLoadError, match=f"--pretrain {path}: no such folder"):
+        load_causal_lm(path)
+    with pytest.raises(ModelLoadError, match=f"--critic_pretrain {path}: no such folder"):
+        load_sequence_classifier(path, kind="critic")
+
+
+def test_unknown_hub_id_and_empty_path_and_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelLoadError, match="--pretrain nobody/no-such-model could not be loaded"):
+        load_causal_lm("nobody/no-such-model")
+    with pytest.raises(ModelLoadError, match="--pretrain is empty"):
+        load_causal_lm("")
+    with pytest.raises(ModelLoadError, match=r"the folder has no config.json"):
+        load_causal_lm(str(tmp_path))
+
+
+def test_flag_of_the_role_is_named() -> None:
+    with pytest.raises(ModelLoadError, match="--ref_pretrain /nowhere"):
+        Actor("/nowhere", flag="--ref_pretrain")
+
+
+def test_missing_weights_are_not_made_up(causal_lm: MakeModel, tmp_path: Path) -> None:
+    causal_lm().save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    for load in (load_causal_lm, Critic):
+        with pytest.raises(ModelLoadError, match=r"1 weights are missing .*layers.1.mlp.up_proj.weight"):
+            load(str(tmp_path))
+
+
+def test_a_classifier_is_not_an_actor(classifier: MakeModel, tmp_path: Path) -> None:
+    classifier().save_pretrained(tmp_path)  # untied Llama: no lm_head
+    with pytest.raises(ModelLoadError, match=r"missing from the checkpoint \(lm_head.weight"):
+        Actor(str(tmp_path))
+
+
+def test_a_family_without_a_classifier_or_lm_is_an_error(tmp_path: Path) -> None:
+    BertConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1).save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "clip"}')
+    with pytest.raises(ModelLoadError, match=r"--pretrain .* could not be loaded"):
+        load_causal_lm(str(tmp_path), init_from_scratch=True)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma", "gpt2"])
+def test_tied_embeddings_stay_tied(family: str, causal_lm: MakeModel, tmp_path: Path) -> None:
+    causal_lm(family).save_pretrained(tmp_path / "lm")
+    actor = Actor(str(tmp_path / "lm"))
+    model = actor.model
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    actor(torch.tensor([[5, 6, 7]]), 2).sum().backward()
+    with torch.no_grad():
+        model.get_input_embeddings().weight.add_(1.0)
+    model.save_pretrained(tmp_path / "again")
+    again = Actor(str(tmp_path / "again")).model
+    assert torch.equal(again.get_output_embeddings().weight, model.get_input_embeddings().weight)
+    assert torch.equal(again.get_input_embeddings().weight, model.get_input_embeddings().weight)
+
+
+def test_dropout_is_off_in_config_and_modules(family: str, causal_lm: MakeModel, tmp_path: Path) -> None:
+    causal_lm(family).save_pretrained(tmp_path)
+    for model in (Actor(str(tmp_path)).model, Actor(causal_lm(family)).model, Critic(str(tmp_path)).model):
+        for module in model.modules():
+            rates = {k: v for k, v in vars(module).items() if "drop" in k or "jitter" in k}
+            assert not any(isinstance(v, float) and v for v in rates.values()), (type(module), rates)
+            assert not isinstance(module, torch.nn.Dropout) or module.p == 0.0
+
+
+def test_attention_and_dtype_are_the_ones_asked_for(causal_lm: MakeModel, tmp_path: Path) -> None:
+    causal_lm().save_pretrained(tmp_path)
+    for name in ("eager", "sdpa"):
+        assert load_causal_lm(str(tmp_path), attn_implementation=name).config._attn_implementation == name
+        critic = load_sequence_classifier(str(tmp_path), kind="critic", attn_implementation=name, dtype="bf16")
+        assert critic.config._attn_implementation == name
+        assert {p.dtype for p in critic.parameters()} == {torch.bfloat16}
+    assert load_causal_lm(str(tmp_path)).config._attn_implementation == "sdpa"
+    assert load_causal_lm(str(tmp_path)).dtype == torch.float32
+
+
+def test_attention_choice_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert resolve_attn_implementation("auto", "bf16", LlamaForCausalLM) is None  # transformers takes sdpa, or eager
+    with pytest.raises(
+        ModelLoadError, match=r"there is no CUDA device; .*needs --bf16.*Set --attn_implementation sdpa"
+    ):
+        resolve_attn_implementation("flash_attention_2", "fp32", LlamaForCausalLM)
+    with pytest.raises(ModelLoadError, match=r"'flash' is not one of auto, eager, sdpa, flash_attention_2"):
+        resolve_attn_implementation("flash", "fp32")
+    with pytest.raises(ModelLoadError, match=r"dtype 'fp16' is not one of fp32, bf16"):
+        resolve_attn_implementation("auto", "fp16")
+
+
+def test_the_seed_flag_asks_for_flash_attention(
+    causal_lm: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    causal_lm().save_pretrained(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for wrapper in (Actor, Critic):
+        with pytest.raises(ModelLoadError, match=r"flash_attention_2 \(--flash_attn\) cannot be used"):
+            wrapper(str(tmp_path), use_flash_attention_2=True, bf16=True)
+
+
+def test_attention_choice_with_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(loading, "is_flash_attn_2_available", lambda: True)
+
+    class Unable(LlamaForCausalLM):
+        _supports_flash_attn = False
+
+    assert resolve_attn_implementation("auto", "bf16", LlamaForCausalLM) == "flash_attention_2"
+    assert resolve_attn_implementation("flash_attention_2", "bf16", LlamaForCausalLM) == "flash_attention_2"
+    assert resolve_attn_implementation("flash_attention_2", "bf16", None) == "flash_attention_2"  # custom code: try
+    assert resolve_attn_implementation("auto", "fp32", LlamaForCausalLM) is None
+    assert resolve_attn_implementation("auto", "bf16", Unable) is None
+    assert resolve_attn_implementation("auto", "bf16", None) is None
+    with pytest.raises(ModelLoadError, match="Unable does not support it"):
+        resolve_attn_implementation("flash_attention_2", "bf16", Unable)
+    monkeypatch.setattr(loading, "is_flash_attn_2_available", lambda: False)
+    with pytest.raises(ModelLoadError, match="flash-attn package"):
+        resolve_attn_implementation("flash_attention_2", "bf16", LlamaForCausalLM)
+
+
+def test_init_from_scratch_needs_only_a_config_and_is_seeded(causal_lm: MakeModel, tmp_path: Path) -> None:
+    model = causal_lm()
+    model.config.save_pretrained(tmp_path)
+    state = torch.get_rng_state()
+    first = load_causal_lm(str(tmp_path), init_from_scratch=True, seed=1)
+    assert torch.equal(torch.get_rng_state(), state)
+    again = load_causal_lm(str(tmp_path), init_from_scratch=True, seed=1)
+    other = load_causal_lm(str(tmp_path), init_from_scratch=True, seed=2)
+    assert torch.equal(first.lm_head.weight, again.lm_head.weight)
+    assert not torch.equal(first.lm_head.weight, other.lm_head.weight)
+    critics = [Critic(str(tmp_path), init_from_scratch=True, seed=s).model for s in (1, 1, 2)]
+    for name, weight in critics[0].named_parameters():
+        assert torch.equal(weight, critics[1].get_parameter(name)), name
+    assert not torch.equal(critics[0].score.weight, critics[2].score.weight)
+    with pytest.raises(ModelLoadError, match="could not be loaded"):
+        load_causal_lm(str(tmp_path))
+
+
+def test_override_config(causal_lm: MakeModel, tmp_path: Path) -> None:
+    causal_lm().save_pretrained(tmp_path)
+    model = load_causal_lm(str(tmp_path), override_config={"rms_norm_eps": 0.5})
+    assert model.model.norm.variance_epsilon == 0.5
+    with pytest.raises(ModelLoadError, match="has no 'rms_norm_epz'; did you mean 'rms_norm_eps'"):
+        load_causal_lm(str(tmp_path), override_config={"rms_norm_epz": 0.5})
+    with pytest.raises(ModelLoadError, match="could not be loaded"):  # other shapes than the checkpoint's
+        load_causal_lm(str(tmp_path), override_config={"intermediate_size": 40})
+
+
+def test_external_lib_is_imported_first(causal_lm: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    causal_lm().save_pretrained(tmp_path)
+    (tmp_path / "lib_for_models.py").write_text(
+        "from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM\n"
+        "class MyConfig(LlamaConfig):\n    model_type = 'my_llama'\n"
+        "class MyModel(LlamaForCausalLM):\n    config_class = MyConfig\n"
+        "AutoConfig.register('my_llama', MyConfig)\nAutoModelForCausalLM.register(MyConfig, MyModel)\n"
+    )
+    config = (tmp_path / "config.json").read_text().replace('"llama"', '"my_llama"')
+    (tmp_path / "config.json").write_text(config)
+    with pytest.raises(ModelLoadError, match="my_llama"):
+        load_causal_lm(str(tmp_path))
+    with pytest.raises(ModelLoadError, match="--external_lib lib_for_models"):
+        load_causal_lm(str(tmp_path), external_lib="lib_for_models")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert type(load_causal_lm(str(tmp_path), external_lib="json, lib_for_models")).__name__ == "MyModel"
+
+
+def test_sharded_and_torch_checkpoints_are_read(classifier: MakeModel, tmp_path: Path) -> None:
+    model = classifier()
+    model.save_pretrained(tmp_path / "shards", max_shard_size="10KB")
+    assert (tmp_path / "shards" / "model.safetensors.index.json").is_file()
+    assert torch.equal(RewardModel(str(tmp_path / "shards")).model.score.weight, model.score.weight)
+    model.config.save_pretrained(tmp_path / "torch")
+    torch.save(model.state_dict(), tmp_path / "torch" / "pytorch_model.bin")
+    assert torch.equal(RewardModel(str(tmp_path / "torch")).model.score.weight, model.score.weight)
+    next((tmp_path / "shards").glob("model-00002*")).unlink()
+    with pytest.raises(ModelLoadError, match=r"the index names model-00002.*, which is not there"):
+        RewardModel(str(tmp_path / "shards"))
+
+
+def test_critic_refuses_a_foreign_head_it_was_not_told_of(classifier: MakeModel, tmp_path: Path) -> None:
+    classifier().save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["value_head.weight"] = weights.pop("score.weight")
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelLoadError, match=r"It has value_head.weight: set --value_head_prefix"):
+        Critic(str(tmp_path))
+    with pytest.raises(ModelLoadError, match=r"has no score.weight and init_value_head is False|It has value_head"):
+        Critic(str(tmp_path), init_value_head=False)
+    assert Critic(str(tmp_path), init_value_head=True)(torch.tensor([[5, 6]])).shape == (1, 2)
+
+
+def test_init_value_head_false_needs_a_head(causal_lm: MakeModel, tmp_path: Path) -> None:
+    causal_lm().save_pretrained(tmp_path)
+    with pytest.raises(ModelLoadError, match=r"has no score.weight and init_value_head is False"):
+        Critic(str(tmp_path), init_value_head=False)
+
+
+def test_the_seed_constructor(causal_lm: MakeModel, classifier: MakeModel, tmp_path: Path) -> None:
+    causal_lm().save_pretrained(tmp_path / "lm")
+    classifier().save_pretrained(tmp_path / "rm")
+    assert isinstance(get_llm_for_sequence_regression(str(tmp_path / "lm"), "critic", seed=1), Critic)
+    assert isinstance(get_llm_for_sequence_regression(str(tmp_path / "rm"), "reward"), RewardModel)
+    with pytest.raises(ValueError, match="must be 'critic' or 'reward', not 'value'"):
+        get_llm_for_sequence_regression(str(tmp_path / "lm"), "value")
+    with pytest.raises(TypeError, match="lora_rnk"):
+        get_llm_for_sequence_regression(str(tmp_path / "lm"), "critic", lora_rnk=1)
+
+
+def test_loading_is_quiet(causal_lm: MakeModel, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    causal_lm().save_pretrained(tmp_path)
+    capfd.readouterr()
+    Critic(str(tmp_path))
+    captured = capfd.readouterr()
+    assert captured.out + captured.err == ""
+    assert logging.getLogger("transformers").level != logging.ERROR  # put back
+
+
+def test_stage_3_before_the_process_group_is_an_error(causal_lm: MakeModel, tmp_path: Path) -> None:
+    causal_lm().save_pretrained(tmp_path)
+    with pytest.raises(ModelLoadError, match=r"strategy.setup_distributed\(\) first"):
+        Actor(str(tmp_path), ds_config={"zero_optimization": {"stage": 3}})
+    actor = Actor(str(tmp_path), ds_config={"zero_optimization": {"stage": 2}})  # not sharded at load time
+    assert actor.ds_config == {"zero_optimization": {"stage": 2}}
+
+
+def test_algorithms_stay_without_transformers() -> None:
+    code = "import sys, lightppo, lightppo.models; assert not {'transformers', 'deepspeed'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
