@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from lightppo.data.readers import COMPRESSED, FORMATS, file_format, read_file, with_origins
+from lightppo.data.readers import COMPRESSED, FORMATS, file_format, json_texts, read_file, with_origins
 from lightppo.data.rows import DataError
 from lightppo.data.staging import StagingError, check_scheme, is_url, stage_to_local
 
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 StoppingStrategy = Literal["all_exhausted", "first_exhausted"]
 
-_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?(@[\w.-]+)?")
+_HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(@[\w.-]+)?")
 _SPLIT_WORDS = {
     "train": "train",
     "training": "train",
@@ -205,8 +205,8 @@ def _as_json(dataset: Dataset, columns: list[str], name: str) -> Dataset:
             continue
         values = list(dataset[column])
         try:
-            converted = Dataset.from_dict({column: values}, features=Features({column: Json()}))
-        except TypeError as error:
+            converted = Dataset.from_dict({column: json_texts(values)}, features=Features({column: Json()}))
+        except (TypeError, ValueError) as error:
             raise DataError(
                 f"column {column!r} has another type in {name} than in the other sources, and cannot be held as JSON: "
                 f"{error}; convert it, or take it out"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -91,11 +92,28 @@ def _json_rows(path: str | Path, name: str) -> Iterator[tuple[str, dict[str, Any
         raise DataError(f"{name}: not UTF-8 text ({error})") from error
 
 
+class _NumberError(Exception):
+    pass
+
+
+def _int64(digits: str) -> int:
+    value = int(digits)
+    if not -(2**63) <= value < 2**63:
+        raise _NumberError(f"the integer {digits} has over 64 bits and cannot be held; write it as text, in quotes")
+    return value
+
+
+def _no_constant(name: str) -> float:
+    raise _NumberError(f"{name} is not JSON; write null")
+
+
 def _array_rows(file: TextIO, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
-        rows = json.load(file)
+        rows = json.load(file, parse_int=_int64, parse_constant=_no_constant)
     except json.JSONDecodeError as error:
         raise DataError(f"{name}:{error.lineno}: not JSON: {error.msg} (column {error.colno})") from error
+    except _NumberError as error:
+        raise DataError(f"{name}: {error}") from error
     for i, row in enumerate(rows):
         if not isinstance(row, dict):
             raise DataError(f"{name}, row {i + 1}: an object is needed, not {type(row).__name__}")
@@ -107,12 +125,14 @@ def _line_rows(file: TextIO, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = json.loads(line, parse_int=_int64, parse_constant=_no_constant)
         except json.JSONDecodeError as error:
             raise DataError(
                 f"{name}:{number}: not JSON: {error.msg} (column {error.colno}); the file is read as one object per "
                 "line, or as an array of objects"
             ) from error
+        except _NumberError as error:
+            raise DataError(f"{name}:{number}: {error}") from error
         if not isinstance(row, dict):
             raise DataError(f"{name}:{number}: an object is needed, not {type(row).__name__}")
         yield f"{name}:{number}", row
@@ -143,36 +163,40 @@ def _csv_rows(path: str | Path, name: str, delimiter: str) -> Iterator[tuple[str
 
 def _dataset_of(rows: Iterator[tuple[str, dict[str, Any]]], limit: int | None) -> Dataset:
     """Columns of the rows; a key that a row lacks is None there."""
-    from datasets import Dataset, Features, Value
+    from datasets import Dataset, Features, Json, Value
 
     columns: dict[str, list[Any]] = {}
     origins: list[str] = []
-    for origin, row in rows:
-        if limit is not None and len(origins) >= limit:
-            break
+    for origin, row in islice(rows, limit):
         for key in row.keys() - columns.keys():
             columns[key] = [None] * len(origins)
         for key, values in columns.items():
             values.append(row.get(key))
         origins.append(row.get(ORIGIN_COLUMN) or origin)
     columns[ORIGIN_COLUMN] = origins
-    features = {key: column_feature(values) for key, values in columns.items()}
+    features: dict[str, Any] = {}
+    for key, values in columns.items():
+        kinds = {type(v) for v in values if v is not None}
+        only = kinds.pop() if len(kinds) == 1 else type(None) if not kinds else None
+        if only in _SCALARS:
+            features[key] = Value(_SCALARS[only])
+        else:
+            features[key], columns[key] = Json(), json_texts(values)
     features[ORIGIN_COLUMN] = Value("string")
     return Dataset.from_dict(columns, features=Features(features))
 
 
-def column_feature(values: list[Any]) -> Any:
-    """Plain arrow type where all values are of one scalar type, else JSON, which gives every value back as it was."""
-    from datasets import Json, Value
+_SCALARS = {str: "string", int: "int64", float: "float64", bool: "bool", type(None): "null"}
 
-    kinds = {type(v) for v in values if v is not None}
-    if not kinds:
-        return Value("null")
-    if kinds == {int} and any(v is not None and not -(2**63) <= v < 2**63 for v in values):
-        return Json()
-    scalars = {str: "string", int: "int64", float: "float64", bool: "bool"}
-    only = kinds.pop() if len(kinds) == 1 else None
-    return Value(scalars[only]) if only in scalars else Json()
+
+def json_texts(values: list[Any]) -> list[str | None]:
+    """Values for a ``datasets.Json`` column. Written as JSON here: the feature itself would take the text "4" for a
+    4, and rounds floats to ten digits.
+
+    Raises:
+        TypeError, ValueError: a value that JSON cannot hold.
+    """
+    return [None if v is None else json.dumps(v, allow_nan=False) for v in values]
 
 
 def _read_mapped(kind: str, path: str | Path, name: str) -> Dataset:

@@ -133,12 +133,9 @@ class PromptTemplate:
         if not texts:
             return []
         ids = self.tokenizer(texts, add_special_tokens=special_tokens, verbose=False)["input_ids"]
-        eos, eos_id = self.tokenizer.eos_token, self.tokenizer.eos_token_id
-        if special_tokens and eos is not None:
-            ids = [
-                row[:-1] if len(row) > 1 and row[-1] == eos_id and not text.endswith(eos) else row
-                for text, row in zip(texts, ids)
-            ]
+        eos_id = self.tokenizer.eos_token_id
+        if special_tokens and eos_id is not None and self.tokenizer("a")["input_ids"][-1] == eos_id:
+            ids = [row[:-1] for row in ids]
         return [list(row) for row in ids]
 
     def encode_rendered(self, rendered: list[Rendered]) -> list[list[int]]:

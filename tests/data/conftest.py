@@ -11,27 +11,27 @@ import pytest
 CHAT_TEMPLATE = (
     "{% for m in messages %}"
     "{% if m.role not in ['system', 'user', 'assistant'] %}{{ raise_exception('unknown role ' + m.role) }}{% endif %}"
-    "<{{ m.role[0] }}>{{ m.content }}$\n{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+    "<{{ m.role[0] }}>{{ m.content }}~\n{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
 )
 
 
-def make_tokenizer(*, bos: bool = False, chat: bool = True, append_eos: bool = False):
-    """One id per character; ``^`` is begin-of-text, ``$`` end-of-text, ``_`` padding, ``?`` unknown."""
+def build_tokenizer(*, bos: bool = False, chat: bool = True, append_eos: bool = False):
+    """One id per character; ``^`` is begin-of-text, ``~`` end-of-text, ``_`` padding, ``?`` unknown."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
-    characters = ["_", "^", "$", "?", *sorted(set(string.printable) - set("_^$?"))]
+    characters = ["_", "^", "~", "?", *sorted(set(string.printable) - set("_^~?"))]
     vocab = {c: i for i, c in enumerate(characters)}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
     if bos or append_eos:
-        single = " ".join([*["^"] * bos, "$A", *["$"] * append_eos])
+        single = " ".join([*["^"] * bos, "$A", *["~"] * append_eos])
         tokenizer.post_processor = processors.TemplateProcessing(
-            single=single, special_tokens=[("^", vocab["^"]), ("$", vocab["$"])]
+            single=single, special_tokens=[("^", vocab["^"]), ("~", vocab["~"])]
         )
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="^" if bos else None, eos_token="$", pad_token="_", unk_token="?"
+        tokenizer_object=tokenizer, bos_token="^" if bos else None, eos_token="~", pad_token="_", unk_token="?"
     )
     if chat:
         fast.chat_template = CHAT_TEMPLATE
@@ -39,8 +39,13 @@ def make_tokenizer(*, bos: bool = False, chat: bool = True, append_eos: bool = F
 
 
 @pytest.fixture
+def make_tokenizer():
+    return build_tokenizer
+
+
+@pytest.fixture
 def tokenizer():
-    return make_tokenizer()
+    return build_tokenizer()
 
 
 @pytest.fixture
