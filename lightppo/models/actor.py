@@ -41,6 +41,9 @@ class Actor(PretrainedWrapper):
         PackingNotSupportedError: packing_samples with a family that cannot be packed.
     """
 
+    # strategy.prepare puts the engine there and returns the Actor itself
+    engine_attribute = "model"
+
     def __init__(
         self,
         pretrain_or_model: str | PreTrainedModel,
