@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import logging
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +17,8 @@ import torch.distributed as dist
 from lightppo.strategy.checkpoint import on_rank_0
 from lightppo.strategy.engines import find_hf_model, unwrap_model
 from lightppo.strategy.zero3 import full_state_dict, load_full_state_dict
+
+logger = logging.getLogger(__name__)
 
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
 _MODEL_CARD = """---
@@ -50,7 +56,8 @@ def _write(hf_model: Any, prefix: str, state_dict: Any, tokenizer: Any | None, o
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     try:
-        hf_model.save_pretrained(str(staging), state_dict=state_dict)
+        with _savable_generation_config(hf_model):
+            hf_model.save_pretrained(str(staging), state_dict=state_dict)
         if tokenizer is not None:
             tokenizer.save_pretrained(str(staging))
         causal = hf_model.can_generate()
@@ -67,6 +74,25 @@ def _write(hf_model: Any, prefix: str, state_dict: Any, tokenizer: Any | None, o
             os.replace(staging, output_dir)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _savable_generation_config(hf_model: Any) -> Iterator[None]:
+    """Some hub models carry sampling settings without ``do_sample``, which transformers reads but refuses to write."""
+    original = getattr(hf_model, "generation_config", None)
+    if original is None:
+        yield
+        return
+    try:
+        original.validate(strict=True)
+    except ValueError as error:
+        logger.warning("saving the generation config with do_sample=True, since it has sampling settings: %s", error)
+        hf_model.generation_config = copy.deepcopy(original)
+        hf_model.generation_config.do_sample = True
+    try:
+        yield
+    finally:
+        hf_model.generation_config = original
 
 
 def _move_files(staging: Path, output_dir: Path) -> None:

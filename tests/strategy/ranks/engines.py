@@ -59,7 +59,7 @@ def plain_torch(steps: int) -> tuple[list[float], list[float], dict[str, torch.T
     return losses, norms, {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-VARIANTS = {
+VARIANTS: dict[str, dict] = {
     "0": {"zero_stage": 0},
     "1": {"zero_stage": 1},
     "2": {"zero_stage": 2},
@@ -73,23 +73,25 @@ VARIANTS = {
 }
 
 
-def check_zero_equals_plain_torch(_: DeepspeedStrategy, work_dir: Path) -> None:
+def check_zero_equals_plain_torch(strategy: DeepspeedStrategy, work_dir: Path) -> None:
     """D2 and T7: all stages train as plain torch does, and all ranks pass over a step that is poisoned on one."""
     steps = 5
     losses, norms, weights = plain_torch(steps)
     for variant, options in VARIANTS.items():
+        if strategy.world_size == 1 and len(options) == 2:
+            continue  # of the variations on a stage one rank tries only the last
         options = dict(options)
         persist = options.pop("persist", False)
-        strategy = make_strategy(**options)
-        actor, optimizer, scheduler = trained_actor(strategy, persist=persist)
+        role = make_strategy(**options)
+        actor, optimizer, scheduler = trained_actor(role, persist=persist)
         for step in range(steps):
-            loss, outcome = train_step(strategy, actor, optimizer, scheduler, step, poison=step == POISONED)
+            loss, outcome = train_step(role, actor, optimizer, scheduler, step, poison=step == POISONED)
             assert outcome.skipped == (step == POISONED), (variant, step, outcome)
             assert loss == pytest.approx(losses[step], abs=LOSS_ATOL), (variant, step)
             assert outcome.grad_norm == pytest.approx(norms[step], rel=NORM_RTOL), (variant, step)
         # 4 of 5 steps counted: 1e-2 · 0.5^4
         assert scheduler.get_last_lr() == [pytest.approx(LR * 0.5**4)] * 2, variant
-        for name, got in whole_weights(strategy, actor).items():
+        for name, got in whole_weights(role, actor).items():
             torch.testing.assert_close(got, weights[name], atol=WEIGHT_ATOL, rtol=0, msg=lambda m: f"{variant}: {m}")  # noqa: B023
 
 
@@ -103,7 +105,6 @@ def check_bf16_stays_near_fp32(_: DeepspeedStrategy, work_dir: Path) -> None:
         {"zero_stage": 2},
         {"zero_stage": 3},
         {"zero_stage": 2, "adam_offload": True},
-        {"zero_stage": 3, "adam_offload": True},
     ):
         strategy = make_strategy(bf16=True, **options)
         actor, optimizer, scheduler = trained_actor(strategy)

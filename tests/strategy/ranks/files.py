@@ -22,7 +22,7 @@ from common import (
     trained_actor,
     whole_weights,
 )
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -35,11 +35,8 @@ from lightppo.strategy.deepspeed import DeepspeedStrategy
 
 VARIANTS = {
     "zero0": {"zero_stage": 0},
-    "zero1": {"zero_stage": 1},
     "zero2": {"zero_stage": 2},
     "zero3": {"zero_stage": 3},
-    "zero2_offload": {"zero_stage": 2, "adam_offload": True},
-    "zero3_offload": {"zero_stage": 3, "adam_offload": True, "param_offload": True},
     "zero1_bf16": {"zero_stage": 1, "bf16": True},
     "zero3_bf16": {"zero_stage": 3, "bf16": True},
 }
@@ -124,7 +121,7 @@ def check_weights_alone(_: DeepspeedStrategy, work_dir: Path) -> None:
 
 def check_rotation_and_errors(strategy: DeepspeedStrategy, work_dir: Path) -> None:
     role = make_strategy(zero_stage=2)
-    actor, optimizer, scheduler = trained_actor(role)
+    actor, *_ = trained_actor(role)
     directory = work_dir / "rotation"
     for tag in ("a", "b", "c", "d"):
         role.save_ckpt(actor, directory, tag=tag, max_num=2, protected_tags=("a",))
@@ -138,22 +135,22 @@ def check_rotation_and_errors(strategy: DeepspeedStrategy, work_dir: Path) -> No
     if role.is_rank_0():
         (directory / "f.incomplete").mkdir()
     role.save_ckpt(actor, directory, tag="f")
-    assert sorted(p.name for p in directory.iterdir()) == ["e", "f", "latest"]
+    assert sorted(p.name for p in directory.iterdir() if p.is_dir()) == ["e", "f"]
     role.barrier()
 
     with pytest.raises(CheckpointError, match="nowhere is not a directory"):
         role.load_ckpt(actor, work_dir / "nowhere")
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
         role.load_ckpt(actor, work_dir)
-    with pytest.raises(CheckpointError, match="lightppo_checkpoint.json is missing"):
+    with pytest.raises(CheckpointError, match=r"lightppo_checkpoint.json is missing"):
         role.load_ckpt(actor, directory, tag="a")
-    with pytest.raises(CheckpointError, match="optimizer=True, this run has optimizer=False"):
-        frozen = role.prepare(TinyActor(causal_lm(), role.get_ds_eval_config(zero_stage=0)))
+    frozen = role.prepare(TinyActor(causal_lm(), role.get_ds_eval_config(zero_stage=0)))
+    role.barrier()
+    if role.is_rank_0():
         meta = directory / "e" / "lightppo_checkpoint.json"
-        role.barrier()
-        if role.is_rank_0():
-            meta.write_text(meta.read_text().replace('"zero_stage": 2', '"zero_stage": 0'))
-        role.barrier()
+        meta.write_text(meta.read_text().replace('"zero_stage": 2', '"zero_stage": 0'))
+    role.barrier()
+    with pytest.raises(CheckpointError, match="optimizer=True, this run has optimizer=False"):
         role.load_ckpt(frozen, directory, tag="e")
     with pytest.raises(CheckpointError, match="zero_stage=0, this run has zero_stage=2"):
         role.load_ckpt(actor, directory, tag="e")
@@ -168,9 +165,9 @@ def check_rotation_and_errors(strategy: DeepspeedStrategy, work_dir: Path) -> No
     role.barrier()
     with pytest.raises(CheckpointError, match=r"'gone', which is not a whole checkpoint; whole ones here: f, e|e, f"):
         role.load_ckpt(actor, directory)
-    with pytest.raises(RuntimeError, match="rank 0 could not prepare .*a_file"):  # on every rank, none waits
+    with pytest.raises(RuntimeError, match=r"rank 0 could not prepare .*a_file"):  # on every rank, none waits
         role.save_ckpt(actor, work_dir / "a_file" / "inside")
-    with pytest.raises(RuntimeError, match="rank 0 could not save .*a_file is a file"):
+    with pytest.raises(RuntimeError, match=r"rank 0 could not save .*a_file is a file"):
         role.save_model(actor, None, work_dir / "a_file")
 
 
@@ -185,6 +182,7 @@ def check_other_world_size(_: DeepspeedStrategy, work_dir: Path) -> None:
 def tokenizer() -> PreTrainedTokenizerFast:
     vocabulary = {"<pad>": 0, "<s>": 1, "</s>": 2, "one": 3, "two": 4}
     inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
 
 
@@ -202,11 +200,12 @@ def check_save_model(_: DeepspeedStrategy, work_dir: Path) -> None:
         actor, optimizer, scheduler = trained_actor(role)
         train_step(role, actor, optimizer, scheduler, 0)
         output_dir = work_dir / "hf" / name
-        role.unwrap_model(actor).generation_config.top_k = 17
+        role.unwrap_model(actor).generation_config.top_k = 17  # without do_sample transformers refuses to save it
         role.save_model(actor, tokenizer(), output_dir)
         loaded = AutoModelForCausalLM.from_pretrained(output_dir)
         assert loaded.dtype == (torch.bfloat16 if role.bf16 else torch.float32)
-        assert loaded.generation_config.top_k == 17
+        assert (loaded.generation_config.top_k, loaded.generation_config.do_sample) == (17, True)
+        assert not role.unwrap_model(actor).generation_config.do_sample
         assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
         same_weights(loaded, whole_weights(role, actor))
         assert AutoTokenizer.from_pretrained(output_dir)("one two")["input_ids"] == [3, 4]
@@ -222,7 +221,7 @@ def check_save_model(_: DeepspeedStrategy, work_dir: Path) -> None:
         role.save_model(engine, None, output_dir)
         loaded = AutoModelForSequenceClassification.from_pretrained(output_dir)
         assert loaded.config.num_labels == 1
-        same_weights(loaded, {n.removeprefix("model.", ): w for n, w in whole_weights(role, engine).items()})  # fmt: skip
+        same_weights(loaded, whole_weights(role, engine), prefix="model.")
         # back into a critic with other weights, sharded, and its masters: a step with lr → 0 changes nothing
         other = TinyCritic(sequence_classifier(seed=4), sharded_train_config(role))
         optimizer = role.create_optimizer(other, lr=1e-12)
@@ -262,7 +261,7 @@ def check_folders_and_bad_models(_: DeepspeedStrategy, work_dir: Path) -> None:
     smaller.vocab_size = 50
     with pytest.raises(ValueError, match=r"embed_tokens.weight' is \(61, 32\), the model's \(50, 32\)"):
         role.load_model(type(plain)(smaller), output_dir)
-    with pytest.raises(FileNotFoundError, match="no model at .*nowhere"):
+    with pytest.raises(FileNotFoundError, match=r"no model at .*nowhere"):
         role.load_model(target, work_dir / "nowhere")
     with pytest.raises(FileNotFoundError, match="holds no"):
         role.load_model(target, output_dir / "checkpoints")

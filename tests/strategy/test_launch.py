@@ -1,0 +1,64 @@
+"""What a launcher must have set, and what plain python sets by itself."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+
+import pytest
+
+from lightppo.strategy.deepspeed import DeepspeedStrategy, get_strategy
+from lightppo.strategy.launch import ensure_launcher_variables
+
+VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture
+def no_launcher(monkeypatch):
+    for name in VARIABLES:
+        monkeypatch.setenv(name, "to be removed")  # so that monkeypatch restores what the function sets
+        monkeypatch.delenv(name)
+
+
+def test_plain_python_is_a_world_of_one(no_launcher):
+    ensure_launcher_variables()
+    assert [os.environ[name] for name in VARIABLES[:4]] == ["0", "0", "1", "127.0.0.1"]
+    assert 1024 <= int(os.environ["MASTER_PORT"]) < 65536
+
+
+def test_a_launchers_variables_are_left_alone(monkeypatch):
+    values = dict(zip(VARIABLES, ("1", "1", "2", "10.0.0.1", "29501")))
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    ensure_launcher_variables()
+    assert {name: os.environ[name] for name in VARIABLES} == values
+
+
+def test_half_a_launcher_is_refused(no_launcher, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RuntimeError, match="not LOCAL_RANK, MASTER_ADDR, MASTER_PORT"):
+        ensure_launcher_variables()
+
+
+def test_strategy_from_any_object_with_attributes():
+    args = SimpleNamespace(seed=3, zero_stage=3, zpg=2, bf16=True, max_norm=0.1, train_batch_size=8, dist_timeout=5)
+    strategy = get_strategy(args)
+    assert strategy.args is args
+    assert (strategy.seed, strategy.zero_stage, strategy.timeout_minutes) == (3, 3, 5)
+    assert strategy.micro_train_batch_size == 1  # absent, so the default
+    assert strategy.get_ds_train_config()["zero_optimization"]["zero_hpz_partition_size"] == 2
+    # hpZ belongs to stage 3: a critic at another stage goes without
+    assert "zero_hpz_partition_size" not in strategy.get_ds_train_config(zero_stage=2)["zero_optimization"]
+    assert strategy.get_ds_train_config(zero_stage=1)["zero_optimization"]["stage"] == 1
+    assert strategy.get_ds_eval_config(bf16=False)["bf16"]["enabled"] is False
+    assert strategy.accumulated_gradient == 8
+
+
+def test_contradictions_fail_before_any_process_group():
+    with pytest.raises(ValueError, match="--param_offload needs --zero_stage 3"):
+        DeepspeedStrategy(zero_stage=2, param_offload=True)
+    with pytest.raises(ValueError, match="--zpg 2 needs --zero_stage 3"):
+        DeepspeedStrategy(zero_stage=2, zpg=2)
+    with pytest.raises(ValueError, match="--train_batch_size 6 must be a multiple of --micro_train_batch_size 4"):
+        _ = DeepspeedStrategy(train_batch_size=6, micro_train_batch_size=4).accumulated_gradient
