@@ -72,18 +72,20 @@ def test_low_precision_logits_give_float32():
     torch.testing.assert_close(out, torch.tensor([-10.0000454]), rtol=0, atol=1e-6)
 
 
-def test_no_second_float32_copy_without_gradients():
-    """The largest float32 tensor made on the way is one chunk, not (T, V)."""
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_no_second_copy_of_the_logits_without_gradients(dtype):
+    """The largest tensor made on the way is one chunk in float32, not (T, V)."""
+    logits, labels = torch.randn(2, 50, 20).to(dtype), torch.zeros(2, 49, dtype=torch.long)
+    own = logits.untyped_storage().data_ptr()
     sizes: list[int] = []
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             out = func(*args, **(kwargs or {}))
-            if isinstance(out, torch.Tensor) and out.dtype == torch.float32:
+            if isinstance(out, torch.Tensor) and out.untyped_storage().data_ptr() != own:  # not a view of the logits
                 sizes.append(out.numel())
             return out
 
-    logits, labels = torch.randn(2, 50, 20).bfloat16(), torch.zeros(2, 49, dtype=torch.long)
     with torch.no_grad(), Watch():
         token_log_probs(logits[:, :-1], labels, 0.7, chunk_size=10)
     assert max(sizes) == 10 * 20

@@ -166,10 +166,11 @@ class TestValueLoss:
 
     def test_values_inside_the_clip_are_not_counted_as_clipped(self):
         """old + (v - old) is not v in float32; a clip written so would count rounding as clipping."""
-        old, values = randn(1, 1000, dtype=torch.float32), randn(1, 1000, dtype=torch.float32)
-        values = old + 0.01 * values
+        old = 0.05 * randn(1, 1000, dtype=torch.float32)
+        values = 0.05 * randn(1, 1000, seed=1, dtype=torch.float32)
+        assert not torch.equal(old + (values - old), values)
         mask = torch.ones(1, 1000).bool()
-        _, metrics = ValueLoss(value_clip=0.2)(values, old, randn(1, 1000, seed=3, dtype=torch.float32), mask)
+        _, metrics = ValueLoss(value_clip=2.0)(values, old, randn(1, 1000, seed=3, dtype=torch.float32), mask)
         assert metrics["value_clip_ratio"].item() == 0.0
 
     def test_gradcheck(self):
@@ -239,6 +240,8 @@ class TestGPTLMLoss:
     def test_bad_input(self):
         with pytest.raises(ValueError, match=r"labels \(1, 2\) do not fit logits \(1, 3, 4\)"):
             GPTLMLoss()(torch.zeros(1, 3, 4), torch.zeros(1, 2).long())
+        with pytest.raises((RuntimeError, IndexError)):  # -5 is neither an id nor the ignore index
+            GPTLMLoss()(torch.zeros(1, 3, 4), torch.tensor([[0, -5, 1]]))
         with pytest.raises(ValueError, match="normalizer counts none"):
             GPTLMLoss()(torch.zeros(1, 3, 4), torch.zeros(1, 3).long(), normalizer_tokens=0)
 
