@@ -11,11 +11,11 @@ class ModelLoadError(ValueError):
     """A model or tokenizer that cannot be loaded as asked; the message says what to set."""
 
 
-def check_model_path(path: str, flag: str, needed_file: str | None = "config.json") -> None:
-    """Refuse what is plainly a path on disk (or a URL) and not there; hub ids are left to the hub.
+def resolve_model_path(path: str, flag: str, needed_file: str | None = "config.json") -> str:
+    """The path as transformers takes it (``~`` expanded); hub ids are left to the hub.
 
     Raises:
-        ModelLoadError: no such folder, or the folder lacks ``needed_file``.
+        ModelLoadError: plainly a path on disk (or a URL), but not there, or the folder lacks ``needed_file``.
     """
     if not path:
         raise ModelLoadError(f"{flag} is empty: give a folder with a Hugging Face model, or a hub id")
@@ -23,9 +23,10 @@ def check_model_path(path: str, flag: str, needed_file: str | None = "config.jso
     if folder.is_dir():
         if needed_file is not None and not (folder / needed_file).is_file():
             raise ModelLoadError(f"{flag} {path}: the folder has no {needed_file}, so it is not a Hugging Face model")
-        return
+        return str(folder)
     if path.startswith(("/", "./", "../", "~")) or path.count("/") > 1 or folder.exists():
         raise ModelLoadError(f"{flag} {path}: no such folder. Give a folder with a Hugging Face model, or a hub id")
+    return path
 
 
 @contextmanager

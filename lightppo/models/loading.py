@@ -27,7 +27,7 @@ from transformers.integrations import deepspeed as hf_deepspeed
 from transformers.utils import is_flash_attn_2_available
 from transformers.utils import logging as hf_logging
 
-from lightppo.models.errors import ModelLoadError, check_model_path, errors_name
+from lightppo.models.errors import ModelLoadError, errors_name, resolve_model_path
 from lightppo.models.tokenizer import get_tokenizer, valid_vocab_size
 from lightppo.models.value_head import head_from_checkpoint, set_value_head, value_head
 
@@ -97,8 +97,9 @@ def load_causal_lm(
     Raises:
         ModelLoadError: path not found, weights missing from the checkpoint, unsupported attention or dtype.
     """
+    path = resolve_model_path(path, flag)
     import_external_lib(external_lib)
-    config = load_config(path, flag=flag, trust_remote_code=trust_remote_code, override_config=override_config)
+    config = _load_config(path, flag=flag, trust_remote_code=trust_remote_code, override_config=override_config)
     attention = resolve_attn_implementation(
         attn_implementation, dtype, MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     )
@@ -152,8 +153,9 @@ def load_sequence_classifier(
             several outputs, a family without a sequence-classification class.
     """
     flag = flag or ("--critic_pretrain" if kind == "critic" else "--reward_pretrain")
+    path = resolve_model_path(path, flag)
     import_external_lib(external_lib)
-    config = load_config(path, flag=flag, trust_remote_code=trust_remote_code, override_config=override_config)
+    config = _load_config(path, flag=flag, trust_remote_code=trust_remote_code, override_config=override_config)
     was_classifier = any("SequenceClassification" in name for name in config.architectures or ())
     if was_classifier and config.num_labels != 1 and not (init_value_head or init_from_scratch):
         raise ModelLoadError(f"{flag} {path} has {config.num_labels} labels; a {kind} needs one output (num_labels 1)")
@@ -176,8 +178,8 @@ def load_sequence_classifier(
                 path, config=config, output_loading_info=True, ignore_mismatched_sizes=bool(init_value_head), **kwargs
             )
             head_name, _ = value_head(model)
-            missing = {name for name in info["missing_keys"] if not name.startswith(f"{head_name}.")}
-            _check_missing(missing, path, flag)
+            mismatched = {name for name, *_ in info["mismatched_keys"]}  # only filled while a new head is asked for
+            _check_missing({*info["missing_keys"], *mismatched} - {f"{head_name}.weight"}, path, flag)
     set_value_head(model, weight, seed=seed)
     return _finish(model, zero3)
 
@@ -203,15 +205,14 @@ def get_llm_for_sequence_regression(
 # pieces
 
 
-def load_config(
+def _load_config(
     path: str, *, flag: str, trust_remote_code: bool = False, override_config: dict[str, Any] | None = None
 ) -> PretrainedConfig:
     """Read a config, set dropout to 0 and apply overrides.
 
     Raises:
-        ModelLoadError: no such folder or hub model; an override that the config does not know.
+        ModelLoadError: no config.json that transformers understands; an override that the config does not know.
     """
-    check_model_path(path, flag)
     with errors_name(path, flag):
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     _override(config, override_config or {}, "override_config")
@@ -299,8 +300,9 @@ def _check_missing(missing: set[str] | list[str], path: str, flag: str) -> None:
     if missing:
         names = sorted(missing)
         raise ModelLoadError(
-            f"{flag} {path}: {len(names)} weights are missing from the checkpoint ({', '.join(names[:3])}, …). "
-            "It is incomplete or of another kind than this model; nothing is filled in at random"
+            f"{flag} {path}: {len(names)} weights are missing from the checkpoint or of another shape "
+            f"({', '.join(names[:3])}, …). It is incomplete or of another kind than this model; "
+            "nothing is filled in at random"
         )
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from lightppo.models.errors import ModelLoadError, check_model_path, errors_name
+from lightppo.models.errors import ModelLoadError, errors_name, resolve_model_path
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ def get_tokenizer(
     Raises:
         ModelLoadError: no tokenizer there, no EOS, or ids beyond the model's embedding.
     """
-    check_model_path(path, flag, needed_file=None)
+    path = resolve_model_path(path, flag, needed_file=None)
     with errors_name(path, flag):
         tokenizer = AutoTokenizer.from_pretrained(path, use_fast=use_fast, trust_remote_code=trust_remote_code)
     tokenizer.padding_side = padding_side

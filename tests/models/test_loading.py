@@ -44,6 +44,12 @@ def test_unknown_hub_id_and_empty_path_and_empty_folder(tmp_path: Path, monkeypa
         load_causal_lm(str(tmp_path))
 
 
+def test_home_folder_is_expanded(causal_lm: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    causal_lm().save_pretrained(tmp_path / "lm")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert load_causal_lm("~/lm").config.model_type == "llama"
+
+
 def test_flag_of_the_role_is_named() -> None:
     with pytest.raises(ModelLoadError, match="--ref_pretrain /nowhere"):
         Actor("/nowhere", flag="--ref_pretrain")
@@ -61,7 +67,7 @@ def test_missing_weights_are_not_made_up(causal_lm: MakeModel, tmp_path: Path) -
 
 def test_a_classifier_is_not_an_actor(classifier: MakeModel, tmp_path: Path) -> None:
     classifier().save_pretrained(tmp_path)  # untied Llama: no lm_head
-    with pytest.raises(ModelLoadError, match=r"missing from the checkpoint \(lm_head.weight"):
+    with pytest.raises(ModelLoadError, match=r"missing from the checkpoint or of another shape \(lm_head.weight"):
         Actor(str(tmp_path))
 
 
@@ -219,6 +225,14 @@ def test_critic_refuses_a_foreign_head_it_was_not_told_of(classifier: MakeModel,
     with pytest.raises(ModelLoadError, match=r"has no score.weight and init_value_head is False|It has value_head"):
         Critic(str(tmp_path), init_value_head=False)
     assert Critic(str(tmp_path), init_value_head=True)(torch.tensor([[5, 6]])).shape == (1, 2)
+
+
+def test_a_new_head_replaces_one_with_several_outputs_but_nothing_else(classifier: MakeModel, tmp_path: Path) -> None:
+    classifier(num_labels=3).save_pretrained(tmp_path)
+    assert Critic(str(tmp_path), init_value_head=True).model.score.weight.shape == (1, 32)
+    wider = {"intermediate_size": 40}
+    with pytest.raises(ModelLoadError, match=r"or of another shape \(model.layers.0.mlp"):
+        Critic(str(tmp_path), init_value_head=True, override_config=wider)
 
 
 def test_init_value_head_false_needs_a_head(causal_lm: MakeModel, tmp_path: Path) -> None:

@@ -69,7 +69,8 @@ def main(folder: Path, rank: int) -> None:
         else:
             run = engine
         wrapper.gradient_checkpointing_enable()
-        out = run.train()(batch["sequences"], batch["num_actions"], batch["mask"])
+        engine.train()
+        out = run(batch["sequences"], batch["num_actions"], batch["mask"])
         engine.backward((out * batch["weights"]).sum())
         gradient_of = actor.hf_model.lm_head.weight if inner else critic.hf_model.score.weight
         seen[f"{type(wrapper).__name__}_out"] = out.detach()
