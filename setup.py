@@ -25,6 +25,8 @@ setup(
         "fsspec",
         "filelock",
         "jinja2>=3.1",
+        "numpy",
+        "psutil",
         "pyyaml",
         "requests",
         "safetensors",

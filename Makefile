@@ -1,0 +1,50 @@
+# Two commands for a fresh clone: `make quickstart` and `make test`. Needs Python 3.11+, pip and make.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+# Processes and ZeRO stage of the quickstart: make quickstart RANKS=2 ZERO_STAGE=3
+RANKS ?= 1
+ZERO_STAGE ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help install quickstart test lint docs clean
+
+help:
+	@echo "make quickstart   install, then SFT and PPO of a small model on this machine, with a report (about 5 minutes)"
+	@echo "                  RANKS=2 ZERO_STAGE=3 for two processes with ZeRO-3"
+	@echo "make test         install, then the test suite"
+	@echo "make lint         ruff"
+	@echo "make docs         write the generated pages of docs/"
+
+install: $(INSTALLED)
+
+# torch by its exact pin before everything else, so that nothing else chooses another build of it.
+$(INSTALLED): requirements.txt setup.py
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "lightppo needs Python 3.11 or newer: make PYTHON=python3.11")'
+	@echo "installing into $(VENV) ..."
+	@date +%s > .install_start
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(shell grep '^torch==' requirements.txt)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	@echo $$(( $$(date +%s) - $$(cat .install_start) )) > $(INSTALLED); rm -f .install_start
+
+quickstart: $(INSTALLED)
+	$(BIN)/python examples/quickstart/run.py --ranks $(RANKS) --zero_stage $(ZERO_STAGE) --install_seconds $$(cat $(INSTALLED))
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+docs: $(INSTALLED)
+	$(BIN)/python -m lightppo.config.reference --write
+	$(BIN)/python -m lightppo.trainer.metrics --write
+
+clean:
+	rm -rf $(VENV) runs
