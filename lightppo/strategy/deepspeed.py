@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightppo.strategy import checkpoint, ds_config, engines, export, launch, zero3
+from lightppo.strategy import checkpoint, ds_config, engines, export, launch, steps, zero3
 from lightppo.strategy.distributed import DistributedStrategy
 
 logger = logging.getLogger(__name__)
@@ -160,8 +161,11 @@ class DeepspeedStrategy(DistributedStrategy):
             back itself, with the engine under that attribute; any other comes back as its engine.
 
         Raises:
+            RuntimeError: there is no process group yet.
             ValueError: a tuple that is not of three, or a training model with a configuration for evaluation.
         """
+        if not dist.is_initialized():
+            raise RuntimeError("call strategy.setup_distributed() before strategy.prepare()")
         prepared = [self._prepare_one(item) for item in models_or_tuples]
         return prepared[0] if len(prepared) == 1 else prepared
 
@@ -202,29 +206,12 @@ class DeepspeedStrategy(DistributedStrategy):
         if optimizer is None:
             engine.eval()
         elif engines.zero_stage_of(engine) == 0:
-            optimizer.register_step_pre_hook(self._clip_and_check)
+            optimizer.register_step_pre_hook(steps.clip_and_check(self.max_norm))
         attribute = engines.engine_attribute(model)
         if attribute is None:
             return engine
         setattr(model, attribute, engine)
         return model
-
-    def _clip_and_check(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Stage 0: clips the averaged gradient, and takes it away where it is not finite.
-
-        ZeRO does this inside its own optimizers. Here the engine steps the plain one, and reads these two attributes
-        of it to decide whether the scheduler moves on. The gradient is the same on all ranks, so is the decision.
-        """
-        params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm([p.grad for p in params])
-        optimizer._global_grad_norm = float(norm)
-        optimizer.overflow = not math.isfinite(optimizer._global_grad_norm)
-        if optimizer.overflow:
-            optimizer._global_grad_norm = math.inf
-            for param in params:
-                param.grad = None  # AdamW passes over parameters without gradient
-        elif self.max_norm > 0:
-            torch.nn.utils.clip_grads_with_norm_(params, self.max_norm, norm)
 
     def unwrap_model(self, model: Any) -> nn.Module:
         """The module without its engine; for an Actor, the Hugging Face model."""
@@ -309,7 +296,7 @@ class DeepspeedStrategy(DistributedStrategy):
         skipped = not engine.was_step_applied()
         grad_norm = float(engine.get_global_grad_norm())
         if skipped:
-            _forget_skipped_gradients(engine.optimizer)
+            steps.forget_gradients(engine.optimizer)
             if self.is_rank_0():
                 logger.warning("step %d of %s skipped: gradient not finite", engine.global_steps, name)
         elif scheduler is not None and scheduler is not engine.lr_scheduler:
@@ -430,13 +417,6 @@ class DeepspeedStrategy(DistributedStrategy):
             ValueError: names or shapes do not fit.
         """
         export.load_model(model, path, strict=strict)
-
-
-def _forget_skipped_gradients(optimizer: Any) -> None:
-    """Works round DeepSpeed 0.19.8: at bf16, ZeRO-2 and offload it adds to a skipped step's buffers, NaN for ever."""
-    if getattr(optimizer, "cpu_offload", False):
-        for group in optimizer.averaged_gradients:
-            optimizer.averaged_gradients[group] = None
 
 
 _STRATEGY_OPTIONS = (

@@ -117,10 +117,16 @@ def kill_marked(marker: str) -> None:
 
 
 @pytest.fixture
-def run_checks(tmp_path: Path) -> Callable[..., list[str]]:
+def launch_ranks() -> Callable[..., RanksResult]:
+    """``run_ranks`` as a fixture: a script on several ranks under a real launcher."""
+    return run_ranks
+
+
+@pytest.fixture
+def run_checks(tmp_path: Path) -> Callable[..., str]:
     """Runs checks of a script in ``ranks/`` on several ranks; fails naming those that failed.
 
-    ``run_checks("engines.py", "check_one", "check_two", launcher=…, world_size=…)`` returns the names that passed.
+    ``run_checks("engines.py", "check_one", "check_two", launcher=…, world_size=…)`` returns what the run wrote.
     """
 
     def run(script: str, *checks: str, work_dir: Path = tmp_path, world_size: int = 2, **options) -> str:

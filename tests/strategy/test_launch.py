@@ -6,6 +6,7 @@ import os
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from lightppo.strategy.deepspeed import DeepspeedStrategy, get_strategy
 from lightppo.strategy.launch import ensure_launcher_variables
@@ -62,3 +63,21 @@ def test_contradictions_fail_before_any_process_group():
         DeepspeedStrategy(zero_stage=2, zpg=2)
     with pytest.raises(ValueError, match="--train_batch_size 6 must be a multiple of --micro_train_batch_size 4"):
         _ = DeepspeedStrategy(train_batch_size=6, micro_train_batch_size=4).accumulated_gradient
+
+
+def test_nothing_is_prepared_without_a_process_group():
+    with pytest.raises(RuntimeError, match=r"setup_distributed\(\) before"):
+        DeepspeedStrategy().prepare(torch.nn.Linear(2, 2))
+
+
+def test_seeding_repeats_and_full_determinism_switches_torch(monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    strategy = DeepspeedStrategy(full_determinism=True)
+    try:
+        strategy.set_seed(3)
+        first = torch.rand(3)
+        strategy.set_seed(3)
+        assert torch.equal(torch.rand(3), first)
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -27,6 +27,9 @@ from common import (
     whole_weights,
 )
 
+from transformers import LlamaForCausalLM
+from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
+
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 
 POISONED = 2  # this step's gradient is not finite on the last rank
@@ -69,6 +72,7 @@ VARIANTS: dict[str, dict] = {
     "2, optimizer offloaded": {"zero_stage": 2, "adam_offload": True},
     "3, optimizer offloaded": {"zero_stage": 3, "adam_offload": True},
     "3, all offloaded": {"zero_stage": 3, "adam_offload": True, "param_offload": True},
+    "3, hpZ": {"zero_stage": 3, "zpg": 2},
     "2, overlapping": {"zero_stage": 2, "overlap_comm": True},
 }
 
@@ -79,7 +83,7 @@ def check_zero_equals_plain_torch(strategy: DeepspeedStrategy, work_dir: Path) -
     losses, norms, weights = plain_torch(steps)
     for variant, options in VARIANTS.items():
         if strategy.world_size == 1 and len(options) == 2:
-            continue  # of the variations on a stage one rank tries only the last
+            continue  # of the variations on a stage one rank tries only "all offloaded"
         options = dict(options)
         persist = options.pop("persist", False)
         role = make_strategy(**options)
@@ -289,14 +293,39 @@ def check_scheduler_steps_once_per_step(strategy: DeepspeedStrategy, work_dir: P
         assert {group["lr"] for group in actor.model.optimizer.param_groups} == {scheduler.get_last_lr()[0]}
 
 
-def check_unsharded_parameters_stay_whole(strategy: DeepspeedStrategy, work_dir: Path) -> None:
-    """sharded_train_config really shards, so that the checks above test what they say."""
+class Zero3Switch:
+    """What transformers asks of an HfDeepSpeedConfig, which itself needs accelerate."""
+
+    def __init__(self, config: dict) -> None:
+        self.config = config
+
+    def is_zero3(self) -> bool:
+        return True
+
+
+def check_sharded_from_the_start(strategy: DeepspeedStrategy, work_dir: Path) -> None:
+    """A model that was born in shards, as transformers loads it under ZeRO-3: optimizer, weights, training, export."""
     role = make_strategy(zero_stage=3)
-    actor, *_ = trained_actor(role)
-    assert sharded_train_config(role)["zero_optimization"]["stage3_param_persistence_threshold"] == 0
-    weight = role.unwrap_model(actor).model.embed_tokens.weight
-    assert weight.numel() == 0
-    assert weight.ds_tensor.numel() == -(-61 * 32 // role.world_size)
+    config = sharded_train_config(role)
+    role.save_model(causal_lm(seed=3), None, work_dir / "others")
+    role.save_model(causal_lm(), None, work_dir / "weights")
+    switch = Zero3Switch(config)
+    set_hf_deepspeed_config(switch)
+    actor = TinyActor(LlamaForCausalLM.from_pretrained(work_dir / "others"), config)
+    unset_hf_deepspeed_config()
+    embedding = actor.model.model.embed_tokens.weight
+    assert embedding.numel() == 0
+    assert embedding.ds_tensor.numel() == -(-61 * 32 // role.world_size)
+    role.load_model(actor, work_dir / "weights")
+    optimizer = role.create_optimizer(actor, lr=LR, weight_decay=0.1, eps=EPS)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+    assert [len(group["params"]) for group in optimizer.param_groups] == [15, 5]  # 7 matrices and 2 norms a layer
+    actor, optimizer, scheduler = role.prepare((actor, optimizer, halving(optimizer)))
+    losses, norms, _ = plain_torch(2)
+    for step in range(2):
+        loss, outcome = train_step(role, actor, optimizer, scheduler, step)
+        assert loss == pytest.approx(losses[step], abs=LOSS_ATOL)
+        assert outcome.grad_norm == pytest.approx(norms[step], rel=NORM_RTOL)
 
 
 if __name__ == "__main__":
