@@ -72,7 +72,8 @@ METRICS: dict[str, str] = {
     "eval/response_length": "mean tokens of a response",
 }
 
-_BY_SHORT_NAME = {name.split("/", 1)[1]: name for name in METRICS}
+# Evaluation always says its namespace: eval/reward is not the rollout's reward.
+_BY_SHORT_NAME = {name.split("/", 1)[1]: name for name in METRICS if not name.startswith("eval/")}
 
 
 def with_namespace(status: Mapping[str, float]) -> dict[str, float]:

@@ -1,0 +1,1 @@
+"""What tests share: tiny models made offline, and scripts run on several ranks."""
