@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from lightppo.strategy.collectives import all_gather_object, broadcast_object
 from lightppo.strategy.engines import get_engine, has_optimizer, unwrap_model, zero_stage_of
-from lightppo.strategy.zero3 import is_sharded
+from lightppo.strategy.zero3 import forget_secondary_shard, is_sharded
 
 logger = logging.getLogger(__name__)
 
@@ -227,12 +227,14 @@ def _save_without_optimizer(engine: Any, directory: Path) -> None:
 def _load_without_optimizer(engine: Any, directory: Path) -> None:
     rank = dist.get_rank() if zero_stage_of(engine) == 3 else 0
     saved = torch.load(directory / f"frozen_rank{rank}.pt", map_location="cpu", weights_only=True)
+    tensors = unwrap_model(engine).state_dict(keep_vars=True)
     local = _local_tensors(engine)
     if saved.keys() != local.keys():
         odd = sorted(saved.keys() ^ local.keys())
         raise CheckpointError(f"{directory} holds another model: {len(odd)} weights differ, first {odd[0]!r}")
     for name, tensor in local.items():
         tensor.copy_(saved[name])
+        forget_secondary_shard(tensors[name])
 
 
 def _local_tensors(engine: Any) -> dict[str, torch.Tensor]:

@@ -25,6 +25,15 @@ def full_shape(param: torch.Tensor) -> torch.Size:
     return torch.Size(param.ds_shape) if is_sharded(param) else param.shape
 
 
+def forget_secondary_shard(param: torch.Tensor) -> None:
+    """To be called after writing into ``ds_tensor``: forwards read hpZ's copy of it as long as there is one.
+
+    DeepSpeed makes such copies in every ZeRO-3 engine of a process in which one engine asked for hpZ.
+    """
+    if getattr(param, "ds_secondary_tensor", None) is not None:
+        param.ds_secondary_tensor = None
+
+
 @contextmanager
 def gathered_parameters(model: Any) -> Iterator[nn.Module]:
     """Holds the whole model on every rank for the duration: gathered once, not per layer and token.
@@ -108,6 +117,7 @@ def moving_average(model: Any, ema_model: Any, beta: float, device: torch.device
         place = device or old.device
         average = torch.lerp(old.to(place), new.to(place, old.dtype), 1.0 - beta)
         old.copy_(average)
+        forget_secondary_shard(ema_param)
     for ema_buffer, buffer in zip(target.buffers(), source.buffers()):
         ema_buffer.copy_(buffer)
 
@@ -201,6 +211,7 @@ def load_full_state_dict(model: Any, state_dict: dict[str, torch.Tensor], strict
         if is_sharded(tensor):
             with _gather(tensor, modifier_rank=0):
                 tensor.data.copy_(new)
+            forget_secondary_shard(tensor)
         else:
             tensor.data.copy_(new)
     # Without this the next step would overwrite the loaded weights with the masters of the old ones.

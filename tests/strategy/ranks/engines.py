@@ -26,7 +26,6 @@ from common import (
     trained_actor,
     whole_weights,
 )
-
 from transformers import LlamaForCausalLM
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
@@ -50,7 +49,7 @@ def plain_torch(steps: int) -> tuple[list[float], list[float], dict[str, torch.T
     for step in range(steps):
         ids = batch(step)
         loss = nll_sum(model(input_ids=ids).logits, ids) / ids[:, 1:].numel()
-        losses.append(float(loss))
+        losses.append(loss.item())
         if step == POISONED:
             norms.append(math.inf)
             continue
@@ -155,8 +154,9 @@ def check_collectives(strategy: DeepspeedStrategy, work_dir: Path) -> None:
 
 
 def check_moving_average(strategy: DeepspeedStrategy, work_dir: Path) -> None:
-    """Every pairing of sharded and whole; shards need no communication; fp32 average of a bf16 model."""
+    """Every pairing of sharded and whole; shards need no communication; fp32 average of a bf16 model; hpZ."""
     beta = 0.9
+    trained_actor(make_strategy(zero_stage=3, zpg=2))  # from now on this process's ZeRO-3 engines keep hpZ copies
     for actor_stage, ema_stage, bf16 in ((3, 3, False), (2, 3, False), (3, 0, False), (0, 0, False), (3, 3, True)):
         case = (actor_stage, ema_stage, bf16)
         role = make_strategy(zero_stage=actor_stage, bf16=bf16)
