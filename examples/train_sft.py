@@ -1,0 +1,171 @@
+"""Train a causal language model on demonstrations.
+
+    deepspeed examples/train_sft.py --pretrain MODEL --dataset sft.jsonl --output_key output --save_path ckpt/sft
+    deepspeed --num_gpus 2 examples/train_sft.py ...
+    torchrun --nproc_per_node 2 examples/train_sft.py ...
+    python examples/train_sft.py ...                # one process; pdb works
+
+``--help`` lists all options.
+"""
+
+import dataclasses
+import math
+import os
+import sys
+from collections.abc import Sequence
+from typing import Literal
+
+import tyro
+
+from lightppo.config.fields import option, out_of_range, section
+
+
+@section
+class SFTConfig:
+    """Train a causal language model on demonstrations."""
+
+    pretrain: str | None = option(None, "Model to start from: folder or hub id. Required.")
+    dataset: str | None = option(None, "Demonstrations: file, folder or hub name; several with commas. Required.")
+    dataset_split: str = option("train", "Split of the dataset.")
+    input_key: str = option("input", "Column of the prompt.")
+    output_key: str | None = option(None, "Column of the completion. None: tries the usual names.")
+    input_template: str | None = option(None, "Text with one {} where the prompt goes.")
+    apply_chat_template: bool = option(False, "Render prompts with the tokenizer's chat template.")
+    max_len: int = option(2048, "Longest prompt with completion; a longer row is an error.", unit="tokens", ge=2)
+    max_samples: int = option(1_000_000, "The first so many rows are used.", unit="rows", ge=1)
+
+    train_batch_size: int = option(128, "Rows per optimizer step.", unit="rows over all ranks", ge=1)
+    micro_train_batch_size: int = option(8, "Rows per forward and backward.", unit="rows per rank", ge=1)
+    num_epochs: int | None = option(None, "Passes over the data. None: 1, or as many as --max_steps takes.", ge=1)
+    max_steps: int | None = option(None, "In place of --num_epochs.", unit="optimizer steps", ge=1)
+    learning_rate: float = option(5e-6, "Peak learning rate of AdamW.", gt=0)
+    lr_scheduler: Literal["constant", "linear", "cosine"] = option("cosine", "After the warm-up; the others end at 0.")
+    lr_warmup_ratio: float = option(0.03, "Share of the optimizer steps with rising rate.", ge=0, le=1)
+    adam_betas: tuple[float, float] = option((0.9, 0.95), "AdamW's betas.", ge=0, lt=1)
+    l2: float = option(0.0, "AdamW's weight decay.", ge=0)
+    max_norm: float = option(1.0, "Gradient norm clipping; 0: off.", ge=0)
+
+    zero_stage: Literal[0, 1, 2, 3] = option(2, "DeepSpeed ZeRO stage.")
+    bf16: bool = option(False, "bfloat16 weights with float32 masters; else float32.")
+    gradient_checkpointing: bool = option(False, "Recompute activations in the backward pass: less memory.")
+    attn_implementation: Literal["auto", "eager", "sdpa", "flash_attention_2"] = option("auto", "Attention.")
+    seed: int = option(42, "Of the data order.")
+    local_rank: int = option(-1, "Set by the launcher.")
+
+    save_path: str = option("./ckpt/sft", "Folder of the trained model, in Hugging Face format.")
+    log_file: str | None = option(None, "JSONL file of the metrics. None: SAVE_PATH/metrics.jsonl.")
+    logging_steps: int = option(1, "A row of metrics every so many.", unit="optimizer steps", ge=1)
+
+
+def problems(config: SFTConfig, world_size: int) -> list[str]:
+    """What is wrong with the options, one message each."""
+    found = [out_of_range(f.name, getattr(config, f.name), f) for f in dataclasses.fields(config)]
+    if config.pretrain is None:
+        found.append("--pretrain is required: a folder with a model, or a hub id")
+    if config.dataset is None:
+        found.append("--dataset is required: demonstrations, such as a JSONL file")
+    if config.num_epochs is not None and config.max_steps is not None:
+        found.append("--num_epochs and --max_steps are both given: leave one out")
+    per_forward = config.micro_train_batch_size * world_size
+    if config.train_batch_size % per_forward:
+        found.append(
+            f"--train_batch_size {config.train_batch_size} must be a multiple of --micro_train_batch_size "
+            f"{config.micro_train_batch_size} × {world_size} ranks: set one to fit the other"
+        )
+    return [problem for problem in found if problem]
+
+
+def parse_args(argv: Sequence[str] | None = None) -> SFTConfig:
+    """The options, checked before anything loads; exit code 2 with one line per problem."""
+    is_rank_0 = os.environ.get("RANK", "0") == "0"
+    config = tyro.cli(SFTConfig, args=argv, prog="train_sft.py", use_underscores=True, console_outputs=is_rank_0)
+    if found := problems(config, int(os.environ.get("WORLD_SIZE", "1"))):
+        if is_rank_0:
+            print("\n".join(f"train_sft.py: error: {problem}" for problem in found), file=sys.stderr)
+        raise SystemExit(2)
+    return config
+
+
+def train(config: SFTConfig) -> None:
+    """Strategy → model → tokenizer → data → fit → save."""
+    from transformers import get_scheduler
+
+    from lightppo import Actor, SFTDataset, SFTTrainer, blending_datasets, get_strategy, get_tokenizer
+    from lightppo.data.staging import stage_to_local
+    from lightppo.trainer.sft_trainer import total_steps
+
+    strategy = get_strategy(config)
+    strategy.setup_distributed()
+
+    pretrain = stage_to_local(config.pretrain)
+    model = Actor(
+        pretrain,
+        bf16=config.bf16,
+        attn_implementation=config.attn_implementation,
+        ds_config=strategy.get_ds_train_config(is_actor=True),
+    )
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable()
+    tokenizer = get_tokenizer(pretrain, model)
+
+    rows = blending_datasets(
+        config.dataset,
+        None,
+        strategy,
+        config.seed,
+        train_split=config.dataset_split,
+        flag="--dataset",
+    )
+    rows = rows.select(range(min(len(rows), config.max_samples)))
+    dataset = SFTDataset(
+        rows,
+        tokenizer,
+        config.max_len,
+        input_key=config.input_key,
+        output_key=config.output_key,
+        input_template=config.input_template,
+        apply_chat_template=config.apply_chat_template,
+    )
+    strategy.print(f"--dataset {config.dataset}: {dataset.report}")
+    loader = strategy.setup_dataloader(
+        dataset, config.micro_train_batch_size, pin_memory=True, collate_fn=dataset.collate_fn
+    )
+
+    steps = total_steps(strategy, loader, config.num_epochs or 1, config.max_steps)
+    optimizer = strategy.create_optimizer(
+        model, lr=config.learning_rate, betas=config.adam_betas, weight_decay=config.l2
+    )
+    scheduler = get_scheduler(
+        "constant_with_warmup" if config.lr_scheduler == "constant" else config.lr_scheduler,
+        optimizer,
+        num_warmup_steps=math.ceil(steps * config.lr_warmup_ratio),
+        num_training_steps=steps,
+    )
+    model, optimizer, scheduler = strategy.prepare((model, optimizer, scheduler))
+
+    trainer = SFTTrainer(
+        strategy,
+        model,
+        optimizer,
+        scheduler,
+        loader,
+        max_steps=steps,
+        log_path=config.log_file or os.path.join(config.save_path, "metrics.jsonl"),
+        logging_steps=config.logging_steps,
+    )
+    status = trainer.fit()
+    strategy.save_model(model, tokenizer, config.save_path)
+    strategy.print(f"{steps} steps, loss {status['train/loss']:.4f}; saved to {config.save_path}")
+
+
+def main() -> None:
+    config = parse_args()
+
+    # After the command line is checked: this import takes seconds.
+    from lightppo.trainer.launch import run
+
+    run(lambda: train(config))
+
+
+if __name__ == "__main__":
+    main()

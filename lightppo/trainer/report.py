@@ -1,0 +1,157 @@
+"""What a run did, from the files it wrote: its metrics as one picture, its evaluations."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Row = Mapping[str, Any]
+
+
+class ReportError(ValueError):
+    """A file of a run is missing, damaged, or lacks what a report needs. The message names it."""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One plot of the picture.
+
+    Attributes:
+        title: above it.
+        curves: metrics drawn as lines, name → legend.
+        points: metrics drawn as points joined by a line, for the few steps with an evaluation; name → legend.
+        unit_interval: the y axis is 0 to 1.
+    """
+
+    title: str
+    curves: Mapping[str, str]
+    points: Mapping[str, str]
+    unit_interval: bool = False
+
+
+PANELS = (
+    Panel("reward", {"rollout/reward": "training prompts"}, {"eval/reward": "held-out prompts"}),
+    Panel("KL to the reference (nats per token)", {"rollout/kl": "training prompts"}, {}),
+    Panel("accuracy", {"reward/accuracy": "training prompts"}, {"eval/accuracy": "held-out prompts"}, True),
+    Panel(
+        "response length (tokens)",
+        {"rollout/response_length": "training prompts"},
+        {"eval/response_length": "held-out prompts"},
+    ),
+)
+
+
+def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
+    """All rows of a JSONL file.
+
+    Raises:
+        ReportError: no such file, no row, or a line that is no JSON object.
+    """
+    try:
+        lines = Path(path).read_text().splitlines()
+    except OSError as error:
+        raise ReportError(f"{path}: cannot be read ({error.strerror})") from error
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ReportError(
+                f"{path}, line {number}: is not JSON ({error}); was the run killed while writing?"
+            ) from error
+        if not isinstance(row, dict):
+            raise ReportError(f"{path}, line {number}: must be an object, not a {type(row).__name__}")
+        rows.append(row)
+    if not rows:
+        raise ReportError(f"{path} is empty")
+    return rows
+
+
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """Rows of a run's metrics.jsonl: ``step``, ``time`` and what was logged at that step.
+
+    Raises:
+        ReportError: as :func:`read_jsonl`, or a row without a step.
+    """
+    rows = read_jsonl(path)
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row.get("step"), int):
+            raise ReportError(f'{path}, line {number}: has no "step"; is this a metrics.jsonl?')
+    return rows
+
+
+def series(rows: Sequence[Row], name: str) -> tuple[list[int], list[float]]:
+    """Steps at which a metric was logged, and its values; rows that lack it or hold null (not finite) are left out."""
+    logged = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
+    return [step for step, _ in logged], [value for _, value in logged]
+
+
+def evaluations(rows: Sequence[Row], metric: str = "eval/accuracy") -> list[Row]:
+    """Rows of evaluations, in order: the first is before training, the last after it.
+
+    Raises:
+        ReportError: fewer than two steps with an evaluation.
+    """
+    found = [row for row in rows if row.get(metric) is not None]
+    if len({row["step"] for row in found}) < 2:
+        raise ReportError(
+            f"{len(found)} evaluations in the metrics, two are needed: run with --eval_data and --val_before_train"
+        )
+    return found
+
+
+def draw_training(rows: Sequence[Row], title: str | None = None) -> Figure:
+    """The panels of ``PANELS`` over PPO steps. A metric that was never logged is left out.
+
+    Args:
+        rows: as from :func:`read_metrics`.
+        title: over all panels.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 7), layout="constrained")
+    FigureCanvasAgg(figure)  # its own canvas: pyplot's global state and backend stay as they are
+    for axes, panel in zip(figure.subplots(2, 2).flat, PANELS):
+        _draw_panel(axes, panel, rows)
+    if title:
+        figure.suptitle(title)
+    return figure
+
+
+def _draw_panel(axes: Axes, panel: Panel, rows: Sequence[Row]) -> None:
+    for name, label in panel.curves.items():
+        steps, values = series(rows, name)
+        if steps:
+            axes.plot(steps, values, label=label, linewidth=1)
+    for name, label in panel.points.items():
+        steps, values = series(rows, name)
+        if steps:
+            axes.plot(steps, values, label=label, marker="o")
+    axes.set_title(panel.title)
+    axes.set_xlabel("PPO step")
+    axes.grid(alpha=0.3)
+    if panel.unit_interval:
+        axes.set_ylim(0, 1)
+    if axes.lines:
+        axes.legend()
+    else:
+        axes.text(0.5, 0.5, "not logged", ha="center", va="center", transform=axes.transAxes)
+
+
+def plot_training(rows: Sequence[Row], path: str | Path, title: str | None = None) -> None:
+    """Draw the run (see :func:`draw_training`) into a PNG file.
+
+    Args:
+        rows: as from :func:`read_metrics`.
+        path: of the PNG.
+        title: over all panels.
+    """
+    draw_training(rows, title).savefig(path, format="png", dpi=100)

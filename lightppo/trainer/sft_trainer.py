@@ -1,0 +1,139 @@
+"""Supervised fine-tuning: next-token cross entropy on demonstrations. What PPO starts from."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+from tqdm import tqdm
+
+from lightppo.algorithms.losses import GPTLMLoss
+from lightppo.models.actor import Actor
+from lightppo.strategy.deepspeed import DeepspeedStrategy
+from lightppo.trainer.loggers import JsonlSink
+
+logger = logging.getLogger(__name__)
+
+Batch = dict[str, torch.Tensor]
+
+
+class SFTTrainer:
+    """Trains an Actor on batches with labels.
+
+    The loss is the mean over the labelled tokens of the whole optimizer step, over all ranks and micro batches, so
+    that it does not depend on how the step is cut into micro batches.
+
+    Args:
+        strategy: with the process group up; its train_batch_size and micro_train_batch_size say how many micro
+            batches make a step. The last step of an epoch has what is left: no row is dropped.
+        model: prepared.
+        optim: of the model.
+        scheduler: of the model, or None for a constant rate.
+        train_dataloader: this rank's micro batches, from ``strategy.setup_dataloader``; each has ``input_ids``,
+            ``attention_mask`` and ``labels``, (B, S) long, the labels -100 where nothing is learned.
+        max_steps: optimizer steps of the run, over as many epochs as it takes; see :func:`total_steps`.
+        log_path: JSONL file of the metrics, written by rank 0; None for no file.
+        logging_steps: a row every so many optimizer steps.
+
+    Raises:
+        ValueError: no step to take, or batch sizes that do not divide.
+    """
+
+    def __init__(
+        self,
+        strategy: DeepspeedStrategy,
+        model: Actor,
+        optim: torch.optim.Optimizer,
+        scheduler: LRScheduler | None,
+        train_dataloader: DataLoader,
+        *,
+        max_steps: int,
+        log_path: str | Path | None = None,
+        logging_steps: int = 1,
+    ) -> None:
+        if max_steps < 1 or logging_steps < 1:
+            raise ValueError(f"max_steps ({max_steps}) and logging_steps ({logging_steps}) must be at least 1")
+        self.strategy, self.model, self.optim, self.scheduler = strategy, model, optim, scheduler
+        self.train_dataloader = train_dataloader
+        self.max_steps = max_steps
+        self.log_path = Path(log_path) if log_path is not None else None
+        self.logging_steps = logging_steps
+        self.micro_batches_per_step = strategy.accumulated_gradient
+        self.loss_fn = GPTLMLoss()
+
+    def fit(self) -> dict[str, float]:
+        """Train. Collective.
+
+        Returns:
+            Metrics of the last step; see :meth:`training_step`.
+        """
+        sink = JsonlSink(self.log_path) if self.log_path is not None and self.strategy.is_rank_0() else None
+        self.model.train()
+        status: dict[str, float] = {}
+        steps = itertools.islice(self._steps(), self.max_steps)
+        bar = tqdm(steps, desc="SFT", total=self.max_steps, disable=None if self.strategy.is_rank_0() else True)
+        try:
+            for step, (epoch, micro_batches) in enumerate(bar, start=1):
+                status = {**self.training_step(micro_batches), "train/epoch": float(epoch)}
+                bar.set_postfix(loss=f"{status['train/loss']:.4f}", lr=f"{status['train/lr']:.2e}")
+                if sink is not None and (step % self.logging_steps == 0 or step == self.max_steps):
+                    sink.log(step, status)
+        finally:
+            if sink is not None:
+                sink.close()
+        return status
+
+    def training_step(self, micro_batches: list[Batch]) -> dict[str, float]:
+        """One optimizer step. Collective; every rank has the same number of micro batches.
+
+        Returns:
+            Over all ranks: ``train/loss`` (nats per labelled token), ``train/grad_norm`` before clipping,
+            ``train/lr`` of this step, ``train/tokens`` with a label, and ``train/skipped``, 1 where a gradient that is
+            not finite made all ranks skip the step.
+        """
+        lr = self.optim.param_groups[0]["lr"]
+        tokens = sum(self.loss_fn.num_tokens(batch["labels"]) for batch in micro_batches)
+        tokens = self.strategy.all_reduce(float(tokens), op="sum")
+        loss_sum = 0.0
+        for batch in micro_batches:
+            batch = {name: tensor.to(self.strategy.device) for name, tensor in batch.items()}
+            logits = self.model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits  # (B, S, V)
+            loss = self.loss_fn(logits, batch["labels"], tokens, self.strategy.world_size)
+            self.strategy.backward(loss, self.model, self.optim)
+            loss_sum += loss.item()
+        outcome = self.strategy.optimizer_step(self.optim, self.model, self.scheduler, name="sft")
+        return {
+            "train/loss": self.strategy.all_reduce(loss_sum, op="mean"),
+            "train/grad_norm": outcome.grad_norm,
+            "train/lr": lr,
+            "train/tokens": tokens,
+            "train/skipped": float(outcome.skipped),
+        }
+
+    def _steps(self) -> Iterator[tuple[int, list[Batch]]]:
+        """(epoch, micro batches of one optimizer step), without end; a step never spans two epochs."""
+        for epoch in itertools.count():
+            self.train_dataloader.sampler.set_epoch(epoch)
+            batches = iter(self.train_dataloader)
+            while step := list(itertools.islice(batches, self.micro_batches_per_step)):
+                yield epoch, step
+
+
+def total_steps(
+    strategy: DeepspeedStrategy, train_dataloader: DataLoader, num_epochs: int = 1, max_steps: int | None = None
+) -> int:
+    """Optimizer steps of a run: ``max_steps`` if given, else those of ``num_epochs``.
+
+    Args:
+        strategy: with the process group up.
+        train_dataloader: this rank's micro batches.
+        num_epochs: passes over the data.
+        max_steps: in place of ``num_epochs``.
+    """
+    per_epoch = -(-len(train_dataloader) // strategy.accumulated_gradient)
+    return max_steps if max_steps is not None else num_epochs * per_epoch
