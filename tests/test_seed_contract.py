@@ -59,7 +59,9 @@ def train(args: argparse.Namespace) -> None:
     critic.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
     actor_optim = strategy.create_optimizer(actor, lr=args.actor_learning_rate, betas=(0.9, 0.95), weight_decay=args.l2)
-    critic_optim = strategy.create_optimizer(critic, lr=args.critic_learning_rate, betas=(0.9, 0.95), weight_decay=args.l2)
+    critic_optim = strategy.create_optimizer(
+        critic, lr=args.critic_learning_rate, betas=(0.9, 0.95), weight_decay=args.l2
+    )
 
     prompts_data = blending_datasets(args.prompt_data, None, strategy, args.seed, train_split="train")
     prompts_dataset = PromptDataset(prompts_data, tokenizer, strategy, input_template=None)
