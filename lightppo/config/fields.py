@@ -17,6 +17,8 @@ from typing import Annotated, Any, TypeVar, dataclass_transform
 
 import tyro
 
+from lightppo.config.values import conform, kind_of
+
 T = TypeVar("T")
 
 _BOUNDS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
@@ -78,11 +80,14 @@ def section(cls: type[T]) -> type[T]:
 
 
 def out_of_range(name: str, value: Any, field: dataclasses.Field) -> str | None:
-    """Why ``value`` is outside the field's range, or ``None``."""
-    if value is None or not (bounds := field.metadata["bounds"]):
-        return None
+    """Why ``value`` is not of the field's type or outside its range, or ``None``."""
+    try:
+        value = conform(value, kind_of(field))
+    except TypeError as error:
+        return f"--{name} {error}"
     values = value if isinstance(value, tuple) else (value,)
-    if all(_BOUNDS[key][1](v, bound) for v in values for key, bound in bounds.items()):
+    bounds = field.metadata["bounds"]
+    if value is None or all(_BOUNDS[key][1](v, bound) for v in values for key, bound in bounds.items()):
         return None
     return f"--{name} {value} is out of range: it must be {range_text(bounds)}"
 

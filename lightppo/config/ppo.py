@@ -19,6 +19,7 @@ from lightppo.config.sections import (
     StrategyConfig,
     TrainingConfig,
 )
+from lightppo.config.values import conform, kind_of
 
 
 @section
@@ -52,39 +53,43 @@ class PPOConfig:
         """Build from flag names and values.
 
         Raises:
-            ConfigError: on an unknown name (the nearest known one is given) or a value out of range.
+            ConfigError: on an unknown name (the nearest known one is given), a value of the wrong type or out of range.
         """
         return cls().with_options(**{**(values or {}), **more})
 
     def with_options(self, **values: Any) -> Self:
-        """A copy with some options replaced; lists become tuples.
+        """A copy with some options replaced; lists become tuples, paths text.
 
         Raises:
-            ConfigError: on an unknown name or a value out of range.
+            ConfigError: on an unknown name, a value of the wrong type or out of range; one line for each.
         """
-        homes = {f.name: section_name for section_name, f in _fields()}
+        homes = {f.name: (home, f) for home, f in all_options()}
+        problems: list[str] = []
         changed: dict[str, dict[str, Any]] = {}
         for name, value in values.items():
             if name not in homes:
-                raise ConfigError(f"unknown option {name!r}{nearest(name, homes)}")
-            changed.setdefault(homes[name], {})[name] = tuple(value) if isinstance(value, list) else value
-        sections = {s: dataclasses.replace(getattr(self, s), **values) for s, values in changed.items()}
-        config = dataclasses.replace(self, **sections)
-        if problems := config.range_problems():
+                problems.append(f"unknown option {name!r}{nearest(name, homes)}")
+            elif problem := out_of_range(name, value, homes[name][1]):
+                problems.append(problem)
+            else:
+                home, f = homes[name]
+                changed.setdefault(home, {})[name] = conform(value, kind_of(f))
+        if problems:
             raise ConfigError("\n".join(problems))
-        return config
+        sections = {home: dataclasses.replace(getattr(self, home), **new) for home, new in changed.items()}
+        return dataclasses.replace(self, **sections)
 
     def flat(self) -> dict[str, Any]:
         """All options by flag name."""
-        return {f.name: getattr(getattr(self, s), f.name) for s, f in _fields()}
+        return {f.name: getattr(getattr(self, s), f.name) for s, f in all_options()}
 
-    def range_problems(self) -> list[str]:
-        """One message per option outside its range."""
-        found = (out_of_range(f.name, getattr(getattr(self, s), f.name), f) for s, f in _fields())
+    def value_problems(self) -> list[str]:
+        """One message per option of the wrong type or out of range."""
+        found = (out_of_range(f.name, getattr(getattr(self, home), f.name), f) for home, f in all_options())
         return [problem for problem in found if problem]
 
     def validate(self, world_size: int = 1) -> None:
-        """Check ranges and combinations of options.
+        """Check values and, where these are all right, combinations of options.
 
         Args:
             world_size: number of ranks, for the batch sizes.
@@ -92,15 +97,20 @@ class PPOConfig:
         Raises:
             ConfigError: with every problem found, one per line, each saying what to set.
         """
-        if problems := self.range_problems() + rules.contradictions(self, world_size):
+        if problems := self.value_problems() or rules.contradictions(self, world_size):
             raise ConfigError("\n".join(problems))
 
     def resolved(self) -> Self:
-        """A copy in which every "None means …" default is replaced by what it means. Idempotent."""
-        return self.with_options(**rules.resolutions(self))
+        """A copy in which every "None means …" default is replaced by what it means. Idempotent.
+
+        Raises:
+            ConfigError: on a value of the wrong type or out of range.
+        """
+        conformed = self.with_options(**self.flat())
+        return conformed.with_options(**rules.resolutions(conformed))
 
 
-def _fields() -> Iterator[tuple[str, dataclasses.Field]]:
+def all_options() -> Iterator[tuple[str, dataclasses.Field]]:
     """(section name, option) for every option."""
     for home in dataclasses.fields(PPOConfig):
         for f in dataclasses.fields(home.default_factory):
@@ -114,7 +124,7 @@ def unsafe_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[di
         (refused, safe): for each option that changed, (old, new).
     """
     refused, safe = {}, {}
-    for _, f in _fields():
+    for _, f in all_options():
         if f.name in saved and saved[f.name] != now[f.name]:
             (safe if f.metadata["resume_safe"] else refused)[f.name] = (saved[f.name], now[f.name])
     return refused, safe

@@ -210,10 +210,12 @@ class StrategyConfig:
     )
     reward_zero_stage: Literal[0, 3] | None = option(None, "ZeRO stage of reward models. None: as the reference.")
     adam_offload: bool = option(False, "Keep the actor's optimizer state in CPU memory.", resume_safe=True)
-    critic_adam_offload: bool | None = option(None, "The same for the critic. None: --adam_offload.", resume_safe=True)
+    critic_adam_offload: bool | None = option(
+        None, "The same for the critic. None: --adam_offload, at ZeRO 1 to 3.", resume_safe=True
+    )
     param_offload: bool = option(False, "ZeRO-3: keep the actor's parameter shards in CPU memory.", resume_safe=True)
     critic_param_offload: bool | None = option(
-        None, "The same for the critic. None: --param_offload.", resume_safe=True
+        None, "The same for the critic. None: --param_offload, at ZeRO 3.", resume_safe=True
     )
     ref_offload: bool = option(False, "ZeRO-3: keep the reference's shards in CPU memory.", resume_safe=True)
     reward_offload: bool = option(False, "ZeRO-3: keep the reward models' shards in CPU memory.", resume_safe=True)
@@ -260,7 +262,11 @@ class EvaluationConfig:
     """Evaluation on --eval_data."""
 
     eval_steps: int = option(
-        -1, "Evaluate every N steps; -1: once per episode.", unit="PPO steps", ge=-1, resume_safe=True
+        -1,
+        "Evaluate every N steps; -1: once per episode; 0: only before and after training.",
+        unit="PPO steps",
+        ge=-1,
+        resume_safe=True,
     )
     eval_seconds: float | None = option(None, "Evaluate every N seconds.", unit="seconds", gt=0, resume_safe=True)
     eval_n_samples: int = option(

@@ -8,6 +8,8 @@ from typing import Any
 
 from lightppo.config import ConfigError, PPOConfig, rules
 from lightppo.config.fields import nearest
+from lightppo.config.ppo import all_options
+from lightppo.config.values import alternatives, kind_of
 from lightppo.rollout.engine import SamplingParams
 
 # What the constructor means where it is given nothing; the command line has defaults of its own.
@@ -125,14 +127,13 @@ def overlay_args(config: PPOConfig, args: Any) -> PPOConfig:
 
 
 def _options_of(args: Any) -> dict[str, Any]:
-    """Those attributes of a namespace that are options, in our types."""
-    known = PPOConfig().flat()
-    values = {name: value for name, value in vars(args).items() if name in known} if args is not None else {}
+    """Those attributes of a namespace that are options, in our types; None counts only where it is a value."""
+    optional = {f.name: type(None) in alternatives(kind_of(f)) for _, f in all_options()}
+    given = vars(args) if args is not None else {}
+    values = {n: v for n, v in given.items() if n in optional and (v is not None or optional[n])}
     for name in ("reward_pretrain", "remote_rm_url", "stop"):
         if isinstance(values.get(name), str):
             values[name] = tuple(part for part in values[name].split(",") if part)
-        elif name in values and values[name] is None:
-            del values[name]
     if isinstance(values.get("use_wandb"), str):  # the seed passes the key; wandb takes it from the environment
         values["use_wandb"] = bool(values["use_wandb"])
     for name in ("save_steps", "eval_steps"):
