@@ -72,13 +72,21 @@ def minibatches(
     Args:
         items: one-row experiences of this rank.
         collectives: reductions over ranks.
-        train_batch_size: samples per optimizer step over all ranks; the tail of an episode makes a smaller step.
+        train_batch_size: samples per optimizer step over all ranks; where it does not divide, steps are smaller.
         micro_batch_size: samples per forward and backward pass on this rank.
         generator: shuffles the samples; as seeded on this rank.
         collate: rows → padded batch on the training device.
         device: the training device.
         loss_scale: constant of ``seq-mean-token-sum-norm``.
+
+    Raises:
+        ValueError: ``train_batch_size`` is smaller than the number of ranks: some steps would have no sample.
     """
+    if train_batch_size < collectives.world_size:
+        raise ValueError(
+            f"--train_batch_size {train_batch_size} is less than one sample for each of the "
+            f"{collectives.world_size} ranks: set it to a multiple of them"
+        )
     count = torch.tensor([float(len(items))], device=device)
     total = int(collectives.all_reduce(count, "sum").item())
     steps = math.ceil(total / train_batch_size)

@@ -86,7 +86,7 @@ class Experience:
         """Token ids and masks of scored rollouts; ``info`` holds the reward where there is one, and the lengths.
 
         Raises:
-            ValueError: if there are no rollouts, or one has an empty prompt or response.
+            ValueError: no rollouts, or one has an empty prompt, an empty response or log probs of another length.
         """
         if not rollouts:
             raise ValueError("no rollouts: an Experience needs at least one row")
@@ -94,6 +94,11 @@ class Experience:
             if not rollout.prompt.token_ids or not rollout.response_ids:
                 part = "prompt" if not rollout.prompt.token_ids else "response"
                 raise ValueError(f"prompt {rollout.prompt.index}: the {part} has no tokens")
+            if rollout.log_probs is not None and len(rollout.log_probs) != len(rollout.response_ids):
+                raise ValueError(
+                    f"prompt {rollout.prompt.index}, sample {rollout.sample_index}: the rollout engine gave "
+                    f"{len(rollout.log_probs)} log probs for {len(rollout.response_ids)} response tokens"
+                )
         prompts = _pad([torch.tensor(r.prompt.token_ids) for r in rollouts], left=True)
         responses = _pad([torch.tensor(r.response_ids) for r in rollouts])
         prompt_mask = _pad([torch.ones(len(r.prompt.token_ids), dtype=torch.long) for r in rollouts], left=True)
@@ -155,6 +160,8 @@ class Experience:
         for part in parts:
             if {name for name in _ACTION_TENSORS if getattr(part, name) is not None} != present:
                 raise ValueError(f"experiences hold different tensors: all need {sorted(present)}")
+            if part.info.keys() != parts[0].info.keys():
+                raise ValueError(f"experiences hold different info: all need {sorted(parts[0].info)}")
         prompt_width = max(p.sequences.size(1) - p.num_actions for p in parts)
         action_width = max(p.num_actions for p in parts)
 
@@ -194,7 +201,9 @@ class Experience:
 
     def to_device(self, device: torch.device | str) -> Self:
         """Move every tensor, in place; returns itself."""
-        return self._map(lambda x: x.to(device, non_blocking=True))
+        # Not to the CPU: that copy returns before the numbers are there, and nothing would wait for them.
+        non_blocking = torch.device(device).type != "cpu"
+        return self._map(lambda x: x.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Self:
         """Pin every tensor for fast copies to a GPU, in place; returns itself."""

@@ -97,7 +97,8 @@ class ExperienceMaker:
         for rollout in rollouts:
             if rollout.reward is None:
                 raise ValueError(
-                    f"prompt {rollout.prompt.index}, sample {rollout.sample_index} has no reward: score the rollouts first"
+                    f"prompt {rollout.prompt.index}, sample {rollout.sample_index} has no reward: "
+                    "score the rollouts first"
                 )
             sizes[rollout.prompt.index] = sizes.get(rollout.prompt.index, 0) + 1
         needed = self.estimator.min_group_size

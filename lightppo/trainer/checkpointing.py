@@ -52,7 +52,9 @@ class RunCheckpointer:
         root, tag = Path(root), f"global_step{step}"
         if not self.config.disable_ds_ckpt:
             state = {**client_state, "rng": self.strategy.all_gather_object(rng_state())}
-            # The actor last: its client state is what makes the other parts a checkpoint of the run.
+            previous = self._last_whole(root)
+            # The actor last: its client state is what makes the other parts a checkpoint of the run. Until it is
+            # written, the others keep what belongs to the one before.
             for name in sorted(self.models, key=lambda name: name == "actor"):
                 self.strategy.save_ckpt(
                     self.models[name],
@@ -61,6 +63,7 @@ class RunCheckpointer:
                     max_num=self.config.max_ckpt_num,
                     max_mem=self.config.max_ckpt_mem / len(self.models),
                     client_state=state if name == "actor" else None,
+                    protected_tags=() if name == "actor" or previous is None else (previous,),
                 )
             if self.strategy.is_rank_0():
                 marker = root / f".{_LATEST}.tmp"
@@ -75,9 +78,12 @@ class RunCheckpointer:
         root = Path(root)
         self.strategy.save_model(self.models["actor"], self.tokenizer, root / f"global_step{step}_hf")
         if self.strategy.is_rank_0():
-            exports = {int(m[1]): p for p in root.glob("global_step*_hf") if (m := _HF_EXPORT.fullmatch(p.name))}
-            for old in sorted(exports)[: -self.config.max_ckpt_num]:
-                shutil.rmtree(exports[old])
+            name = f"global_step{step}_hf"
+            others = [p for p in root.glob("global_step*_hf") if _HF_EXPORT.fullmatch(p.name) and p.name != name]
+            # By age, not by number: a run started anew in this folder counts from 1 again.
+            others.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
+            for old in others[self.config.max_ckpt_num - 1 :]:
+                shutil.rmtree(old)
         self.strategy.barrier()
 
     def find(self, root: str | Path) -> str | None:
@@ -89,21 +95,35 @@ class RunCheckpointer:
         root = Path(root)
         if not (root / "_actor").is_dir():
             return None
-        per_part = {name: set(list_tags(root / f"_{name}")) for name in self.models if (root / f"_{name}").is_dir()}
-        common = set.intersection(*per_part.values()) if len(per_part) == len(self.models) else set()
-        if not common:
-            if not per_part["actor"]:
+        tag = self._last_whole(root)
+        if tag is None:
+            if not self._tags("actor", root):
                 return None
-            missing = sorted(name for name in self.models if not per_part.get(name))
+            missing = sorted(name for name in self.models if not self._tags(name, root))
             raise CheckpointError(
                 f"the checkpoints in {root} have no part {', '.join('_' + name for name in missing) or 'in common'}: "
                 "they belong to a run with other options; set another --ckpt_path or --resume never"
             )
-        tag = max(common, key=lambda tag: int(tag.removeprefix("global_step")))
-        marked = (root / _LATEST).read_text().strip() if (root / _LATEST).is_file() else None
-        if marked != tag:
-            logger.info("%s/latest names %s; the last whole checkpoint is %s", root, marked, tag)
         return tag
+
+    def _last_whole(self, root: Path) -> str | None:
+        """The tag in ``latest``, if it is whole, else the whole one that was saved last.
+
+        Not the highest number: a run started anew in this folder counts from 1 again, beside what the old one left.
+        """
+        whole = [tag for tag in self._tags("actor", root) if all(tag in self._tags(name, root) for name in self.models)]
+        marked = (root / _LATEST).read_text().strip() if (root / _LATEST).is_file() else None
+        if marked in whole:
+            return marked
+        if whole:
+            logger.warning("%s/latest names %s; the last whole checkpoint is %s", root, marked, whole[-1])
+        return whole[-1] if whole else None
+
+    @staticmethod
+    def _tags(name: str, root: Path) -> list[str]:
+        """Whole checkpoints of one part, oldest first."""
+        part = root / f"_{name}"
+        return [tag for tag in list_tags(part) if _STEP.fullmatch(tag)] if part.is_dir() else []
 
     def load(self, root: str | Path, tag: str) -> dict[str, Any]:
         """Load all parts and this rank's random generators. Collective.
@@ -123,7 +143,8 @@ class RunCheckpointer:
         return state
 
 
-_HF_EXPORT = re.compile(r"global_step(\d+)_hf")
+_STEP = re.compile(r"global_step\d+")
+_HF_EXPORT = re.compile(r"global_step\d+_hf")
 
 
 def resume_root(resume: str, ckpt_path: str) -> Path | None:
@@ -137,9 +158,9 @@ def resume_root(resume: str, ckpt_path: str) -> Path | None:
     if resume == "auto":
         return Path(ckpt_path)
     root = Path(resume)
-    if not (root / "_actor").is_dir():
+    if not (root / "_actor").is_dir() or not list_tags(root / "_actor"):
         raise CheckpointError(
-            f"--resume {resume}: not a folder of checkpoints (it has no _actor inside); "
+            f"--resume {resume}: not a folder of checkpoints (it has no _actor with a whole one inside); "
             "name the --ckpt_path of the run to go on with, or leave --resume at auto"
         )
     return root

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lightppo.data.records import Prompt, Rollout
-from lightppo.rewards.source import RewardSource, score_rollouts
+from lightppo.rewards.source import RewardError, RewardSource, score_rollouts
 from lightppo.rollout.engine import RolloutEngine, SamplingParams
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 
@@ -47,8 +47,13 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
     """Unbiased estimate of the chance that at least one of k answers is right, from n answers.
 
     1 - C(n-c, k) / C(n, k): Chen et al. 2021, "Evaluating Large Language Models Trained on Code", eq. 1.
+
+    Raises:
+        ValueError: if k is not in 1..n, or ``correct`` not in 0..n.
     """
-    return 1.0 if n - correct < k else 1.0 - math.comb(n - correct, k) / math.comb(n, k)
+    if not (1 <= k <= n and 0 <= correct <= n):
+        raise ValueError(f"pass@{k} of {n} answers with {correct} right is not defined")
+    return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
 
 
 def eval_metrics(samples: Sequence[EvalSample], threshold: float) -> dict[str, float]:
@@ -61,10 +66,10 @@ def eval_metrics(samples: Sequence[EvalSample], threshold: float) -> dict[str, f
         threshold: a score of at least this is correct.
 
     Raises:
-        ValueError: if no sample is scored.
+        RewardError: if no sample is scored.
     """
     if all(sample.score is None for sample in samples):
-        raise ValueError(f"evaluation: none of the {len(samples)} samples was scored; check the reward source")
+        raise RewardError(f"evaluation: none of the {len(samples)} samples was scored; check the reward source")
     sources = sorted({sample.data_source for sample in samples})
     metrics = _metrics_of(samples, threshold, "eval")
     if len(sources) > 1:

@@ -51,19 +51,20 @@ def check_disk_space(config: PPOConfig, parameters: dict[str, int]) -> None:
 
     Args:
         config: what is saved, and how many are kept.
-        parameters: number of parameters per saved model; trained ones hold weights and two fp32 moments.
+        parameters: number of parameters per saved model. Trained ones hold weights, fp32 master weights and two fp32
+            moments, the moving average (``ema``) fp32 weights.
 
     Raises:
         ConfigError: naming the folder, what is needed and what is free.
     """
     c = config.checkpoint
-    if not (c.save_steps > 0 or c.save_epochs or c.save_seconds):
-        return
+    saves = c.save_steps > 0 or c.save_epochs or c.save_seconds
     weight = 2 if config.model.bf16 else 4
-    state = (
-        0 if c.disable_ds_ckpt else sum(n * (weight + (0 if part == "ema" else 12)) for part, n in parameters.items())
-    )
-    export = parameters["actor"] * weight if c.save_hf_ckpt else 0
+    state = export = 0
+    if saves and not c.disable_ds_ckpt:
+        state = sum(n * (4 if part == "ema" else weight + 12) for part, n in parameters.items())
+    if (saves and c.save_hf_ckpt) or c.hf_save_steps > 0:
+        export = parameters["actor"] * weight
     # One more than are kept: an old checkpoint goes only when the new one is whole.
     needed = min((c.max_ckpt_num + 1) * (state + export), c.max_ckpt_mem * 1e9 + state + export)
     folder = Path(c.ckpt_path)

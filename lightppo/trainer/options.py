@@ -54,7 +54,7 @@ _GENERATION_OPTIONS = (
 _SPECIAL = ("max_length", "eos_token_id", "pad_token_id")
 
 
-def config_from_options(args: Any, options: Mapping[str, Any], tokenizer: Any = None) -> PPOConfig:
+def config_from_options(args: Any, options: Mapping[str, Any], tokenizer: Any = None, world_size: int = 1) -> PPOConfig:
     """Config of a trainer that is built by hand.
 
     Options win over ``args``; the options of ``CONSTRUCTOR_DEFAULTS`` have their default also where ``args`` names
@@ -64,6 +64,7 @@ def config_from_options(args: Any, options: Mapping[str, Any], tokenizer: Any = 
         args: namespace of the script (``strategy.args``), or ``None``.
         options: keyword options of the constructor.
         tokenizer: its special tokens are checked against ``eos_token_id`` and ``pad_token_id``.
+        world_size: number of ranks, for the batch sizes.
 
     Raises:
         ConfigError: on an unknown option (the nearest known one is named), or options that contradict each other.
@@ -78,7 +79,7 @@ def config_from_options(args: Any, options: Mapping[str, Any], tokenizer: Any = 
     values |= {_GENERATION_NAMES.get(n, n): v for n, v in options.items() if n not in _SPECIAL}
     config = PPOConfig().with_options(**values)
     config = config.with_options(**_special_tokens(config, options, tokenizer))
-    if problems := rules.trainer_contradictions(config):
+    if problems := rules.trainer_contradictions(config, world_size):
         raise ConfigError("\n".join(problems))
     return config.resolved()
 
@@ -131,7 +132,7 @@ def _options_of(args: Any) -> dict[str, Any]:
     optional = {f.name: type(None) in alternatives(kind_of(f)) for _, f in all_options()}
     given = vars(args) if args is not None else {}
     values = {n: v for n, v in given.items() if n in optional and (v is not None or optional[n])}
-    for name in ("reward_pretrain", "remote_rm_url", "stop"):
+    for name in ("reward_pretrain", "remote_rm_url"):  # the seed separates them by commas
         if isinstance(values.get(name), str):
             values[name] = tuple(part for part in values[name].split(",") if part)
     if isinstance(values.get("use_wandb"), str):  # the seed passes the key; wandb takes it from the environment

@@ -53,7 +53,7 @@ class PPOTrainer:
         actor: the policy, prepared.
         critic: the value model, prepared; ``None`` where the estimator needs none.
         reward_model: one, a list (then ``reward_fn`` combines their scores), or ``None`` with another source.
-        initial_model: the reference policy; ``None``: no KL.
+        initial_model: the reference policy; ``None`` with ``init_kl_coef`` 0 only.
         ema_model: keeps the moving average of the actor; ``None``: none.
         actor_optim: the actor's optimizer.
         critic_optim: the critic's.
@@ -95,7 +95,7 @@ class PPOTrainer:
         **options: Any,
     ) -> None:
         if config is None:
-            config = config_from_options(getattr(strategy, "args", None), options, tokenizer)
+            config = config_from_options(getattr(strategy, "args", None), options, tokenizer, strategy.world_size)
         elif options:
             raise ConfigError(f"options {sorted(options)} beside config: put them into the config")
         _check_models(config, critic, initial_model, tokenizer)
@@ -366,6 +366,7 @@ class PPOTrainer:
     ) -> None:
         if args is not None:
             self.config = overlay_args(self.config, args)
+            self.checkpointer.config = self.config.checkpoint
         self.prompts_dataloader = prompts if prompts is not None else self.prompts_dataloader
         if self.prompts_dataloader is None:
             raise ConfigError("fit() needs a prompts_dataloader, unless the trainer was made by from_config()")
@@ -405,6 +406,7 @@ class PPOTrainer:
             self.recorder.finish(self.state.global_step, c.ckpt_path, self.client_state)
             if self.saves_at_end:
                 self.save_model()
+        self.recorder.close()
         self.rollout_engine.close()
 
     def _steps_per_episode(self, update_steps: int) -> int:
@@ -484,5 +486,8 @@ def _check_models(config: PPOConfig, critic: Any, initial_model: Any, tokenizer:
         raise ConfigError("PPOTrainer needs the actor's tokenizer: pass tokenizer=")
     if critic is None and needs_critic(config):
         raise ConfigError(f"--advantage_estimator {a.advantage_estimator} needs a critic, but critic is None")
-    if initial_model is None and a.use_kl_loss:
-        raise ConfigError("--use_kl_loss needs a reference model, but initial_model is None")
+    if initial_model is None and (a.init_kl_coef > 0 or a.use_kl_loss):
+        raise ConfigError(
+            f"the KL coefficient {a.init_kl_coef} needs a reference model, but initial_model is None: pass one, or set "
+            "init_kl_coef to 0"
+        )

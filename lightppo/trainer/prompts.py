@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -25,17 +27,20 @@ def as_prompts(batch: Any, tokenizer: Any, prompt_max_len: int) -> list[Prompt]:
 
     Raises:
         TypeError: on a batch of another form.
-        ValueError: on a string longer than ``prompt_max_len`` tokens.
+        ValueError: on a string longer than ``prompt_max_len`` tokens, or columns of different lengths.
     """
     if isinstance(batch, list) and all(isinstance(item, Prompt) for item in batch):
         return batch
-    columns = list(batch) if isinstance(batch, tuple) or _is_columns(batch) else [batch]
-    if not columns or not all(isinstance(text, str) for text in columns[0]):
+    columns = _columns(batch)
+    if columns is None:
         raise TypeError(
             "a batch of prompts must be a list of Prompt or of strings, or (prompts, labels[, references]); "
-            f"got {type(batch).__name__}"
+            f"got {type(batch).__name__} {str(batch)[:80]}"
         )
     texts, labels, references = [*columns, None, None][:3]
+    for name, column in (("labels", labels), ("references", references)):
+        if column is not None and len(column) != len(texts):
+            raise ValueError(f"a batch of {len(texts)} prompts has {len(column)} {name}")
     prompts = []
     for i, text in enumerate(texts):
         token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -55,16 +60,22 @@ def _index_of(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
 
 
-def _is_columns(batch: Any) -> bool:
-    return isinstance(batch, list) and len(batch) in (2, 3) and all(isinstance(c, (list, tuple)) for c in batch)
+def _columns(batch: Any) -> list | None:
+    """``[prompts, labels, references]`` or a beginning of it; ``None`` for anything else."""
+    is_texts = lambda column: isinstance(column, (list, tuple)) and all(isinstance(t, str) for t in column)  # noqa: E731
+    if is_texts(batch):
+        return [batch]
+    if not isinstance(batch, (list, tuple)) or not 1 <= len(batch) <= 3 or not is_texts(batch[0]):
+        return None
+    return list(batch) if all(c is None or (hasattr(c, "__len__") and not isinstance(c, str)) for c in batch) else None
 
 
 def start_episode(dataloader: Iterable, episode: int, consumed_prompts: int) -> Iterator[tuple[Any, bool]]:
     """Batches of an episode from where it was left, each with whether it is the last.
 
     Args:
-        dataloader: its ``batch_sampler`` or ``sampler`` has ``set_epoch(epoch, consumed_samples)``; one without is
-            taken as it comes.
+        dataloader: its ``batch_sampler`` or ``sampler`` has ``set_epoch(epoch, consumed_samples)``; one with
+            ``set_epoch(epoch)`` cannot start inside an episode, one with none is taken as it comes.
         episode: number of the episode; seeds the shuffling.
         consumed_prompts: prompts of this episode that were used before, over all ranks.
 
@@ -73,13 +84,15 @@ def start_episode(dataloader: Iterable, episode: int, consumed_prompts: int) -> 
     """
     samplers = (getattr(dataloader, "batch_sampler", None), getattr(dataloader, "sampler", None))
     sampler = next((s for s in samplers if hasattr(s, "set_epoch")), None)
-    if sampler is not None:
+    if sampler is not None and "consumed_samples" in inspect.signature(sampler.set_epoch).parameters:
         sampler.set_epoch(episode, consumed_samples=consumed_prompts)
     elif consumed_prompts:
         raise ValueError(
             "cannot resume inside an episode: the prompts dataloader's sampler has no set_epoch(epoch, "
             "consumed_samples); make it with strategy.setup_dataloader"
         )
+    elif sampler is not None:
+        sampler.set_epoch(episode)
     return _mark_last(iter(dataloader), episode)
 
 
@@ -123,14 +136,23 @@ def as_lm_batch(batch: Any, device: torch.device) -> LMBatch:
 
 
 def endless(dataloader: Iterable) -> Iterator:
-    """The batches again and again, reshuffled each time round where the sampler can."""
+    """The batches again and again, reshuffled each time round where the sampler can.
+
+    Args:
+        dataloader: or an iterator that is endless itself.
+
+    Raises:
+        ValueError: it has no batch, or an iterator came to its end.
+    """
     if isinstance(dataloader, Iterator):
         yield from dataloader
-        return
-    round_ = 0
-    while True:
-        sampler = getattr(dataloader, "sampler", None)
+        raise ValueError("the iterator over the pretraining data came to its end: pass the dataloader itself")
+    sampler = getattr(dataloader, "sampler", None)
+    for round_ in itertools.count():
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(round_)
-        yield from dataloader
-        round_ += 1
+        batch = None
+        for batch in dataloader:
+            yield batch
+        if batch is None:
+            raise ValueError("the pretraining dataloader gave no batch: it has less data than one batch")

@@ -93,10 +93,13 @@ class Recorder:
             self.checkpointer.save_hf(ckpt_path, step)
 
     def finish(self, step: int, ckpt_path: str, client_state: Callable[[], Mapping[str, Any]]) -> None:
-        """The last evaluation and, where checkpoints are kept, the last checkpoint; closes the logs. Collective."""
+        """The last evaluation and, where checkpoints are kept, the last checkpoint. Collective."""
         self.evaluate(step)
         if self.checkpoint_cadence.active:
             self.save(step, ckpt_path, client_state)
+
+    def close(self) -> None:
+        """Close the logs; nothing is logged after it."""
         self.metric_logger.close()
 
     def save(self, step: int, ckpt_path: str, client_state: Callable[[], Mapping[str, Any]]) -> None:

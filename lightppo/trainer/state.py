@@ -16,8 +16,6 @@ class TrainerState:
         consumed_prompts: prompts taken from this episode, over all ranks.
         pretrain_batches: batches taken from the pretraining data on each rank.
         skipped_optimizer_steps: optimizer steps skipped for a non-finite gradient, actor and critic.
-        seconds: wall time spent in finished steps.
-        finished: all episodes are done.
         run_id: of the Weights & Biases run.
     """
 
@@ -26,8 +24,6 @@ class TrainerState:
     consumed_prompts: int = 0
     pretrain_batches: int = 0
     skipped_optimizer_steps: int = 0
-    seconds: float = 0.0
-    finished: bool = False
     run_id: str | None = None
 
     def state_dict(self) -> dict[str, Any]:
