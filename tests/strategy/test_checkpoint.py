@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-def test_written_by_two_ranks_resumed_by_two_new_ones_refused_by_one(run_checks):
+def test_written_by_two_ranks_and_resumed_by_two_new_ones(run_checks):
     run_checks(
         "files.py",
         "check_write",
@@ -20,4 +20,3 @@ def test_written_by_two_ranks_resumed_by_two_new_ones_refused_by_one(run_checks)
         launcher="torchrun",
         world_size=2,
     )
-    run_checks("files.py", "check_other_world_size", launcher="python", world_size=1)

@@ -38,7 +38,7 @@ def test_a_rank_that_is_lost_ends_the_job(launch_ranks, tmp_path):
         "    time.sleep(600)\n"
         "strategy.all_reduce(1.0)\n"
     )
-    result = launch_ranks(script, launcher="deepspeed", timeout=120, check=False)
+    result = launch_ranks(script, launcher="torchrun", timeout=120, check=False)
     assert result.returncode != 0
     assert "imed out" in result.output
 
