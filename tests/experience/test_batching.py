@@ -1,0 +1,184 @@
+"""Optimizer steps from the buffer: every sample in exactly one, common counts on all ranks, one normaliser."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+from support.fakes import FakeStrategy, make_rollout, on_ranks
+from torch import Tensor
+
+from lightppo.algorithms.losses import PolicyLoss, ValueLoss
+from lightppo.algorithms.masking import LOSS_AGG_MODES
+from lightppo.experience.batching import Minibatch, minibatches, plan_minibatch
+from lightppo.experience.experience import Experience
+
+CPU = torch.device("cpu")
+
+
+def samples(count: int, rank: int = 0) -> list[Experience]:
+    """One-row experiences of very different lengths; id 100·rank + i names a sample."""
+    items = []
+    for i in range(count):
+        item = Experience.from_rollouts([make_rollout(range(1, 2 + i % 3), [1] * (1 + (i * 5) % 7))])
+        item.info["id"] = torch.tensor([100.0 * rank + i])
+        for name in ("action_log_probs", "advantages", "values", "returns"):
+            setattr(item, name, torch.linspace(-1, 1 + i, item.num_actions)[None])
+        items.append(item)
+    return items
+
+
+def plan(
+    strategy: FakeStrategy, items: list[Experience], train_batch_size: int, micro: int, seed: int = 0
+) -> list[Minibatch]:
+    return list(
+        minibatches(
+            items,
+            strategy,
+            train_batch_size=train_batch_size,
+            micro_batch_size=micro,
+            generator=torch.Generator().manual_seed(seed),
+            collate=Experience.collate,
+            device=CPU,
+        )
+    )
+
+
+def ids(batch: Experience) -> list[int]:
+    """Of a micro batch; a placeholder has none."""
+    return batch.info["id"].int().tolist() if batch.info else []
+
+
+COUNTS = [(1,), (7,), (12,), (4, 4), (5, 2), (7, 0), (1, 9), (3, 3, 2)]
+
+
+@pytest.mark.parametrize("micro", [1, 2, 4, 64])
+@pytest.mark.parametrize("train_batch_size", [3, 4, 6, 100])
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+def test_every_sample_is_in_exactly_one_step(counts, train_batch_size, micro):
+    world = len(counts)
+    plans = on_ranks(world, lambda s: plan(s, samples(counts[s.rank], s.rank), train_batch_size, micro))
+
+    seen = Counter(i for steps in plans for step in steps for batch in step.micro_batches for i in ids(batch))
+    assert seen == Counter(100 * rank + i for rank in range(world) for i in range(counts[rank]))
+
+    assert {len(steps) for steps in plans} == {math.ceil(sum(counts) / train_batch_size)}
+    for steps in zip(*plans):  # one optimizer step on all ranks
+        assert len({len(step.micro_batches) for step in steps}) == 1
+        assert len({step.normalizer for step in steps}) == 1
+        batches = [batch for step in steps for batch in step.micro_batches]
+        assert sum(len(ids(batch)) for batch in batches) > 0
+        assert all(len(ids(batch)) <= micro for batch in batches)
+        # All tokens of a response are trained here.
+        trained = sum(int(batch.response_lengths.sum()) for batch in batches if batch.info)
+        assert steps[0].normalizer.tokens == trained
+        assert steps[0].normalizer.sequences == sum(len(ids(batch)) for batch in batches)
+        assert steps[0].normalizer.dp_size == world
+
+
+def test_steps_are_as_even_as_they_can_be():
+    # ceil(11 / 4) = 3 steps of 4 + 4 + 3; ceil(9 / 4) = 3 steps of 3
+    for count, sizes in ((11, [4, 4, 3]), (9, [3, 3, 3]), (8, [4, 4])):
+        steps = plan(FakeStrategy(), samples(count), 4, 64)
+        assert [sum(map(len, step.micro_batches)) for step in steps] == sizes
+
+
+def test_uneven_ranks_share_steps_and_get_placeholders():
+    # 7 + 2 samples, 4 a step: ceil(9 / 4) = 3 steps. Rank 0 has 3 + 2 + 2 and rank 1 has 1 + 1 + 0 of them; with one
+    # sample a micro batch rank 1 lacks 2, 1 and 2 micro batches.
+    plans = on_ranks(2, lambda s: plan(s, samples((7, 2)[s.rank], s.rank), 4, 1))
+    held = [[[len(ids(batch)) for batch in step.micro_batches] for step in steps] for steps in plans]
+    assert held == [[[1, 1, 1], [1, 1], [1, 1]], [[1, 0, 0], [1, 0], [0, 0]]]
+    for batch in plans[1][0].micro_batches[1:]:
+        assert not batch.action_mask.any()
+
+
+def test_micro_batches_hold_rows_of_like_length():
+    (step,) = plan(FakeStrategy(), samples(7), 100, 2)
+    lengths = [length for batch in step.micro_batches for length in batch.total_lengths.tolist()]
+    assert lengths == sorted(lengths)
+
+
+def test_order_follows_from_the_generator_alone():
+    orders = []
+    for seed in (0, 0, 1):
+        steps = plan(FakeStrategy(), samples(12), 3, 64, seed)
+        orders.append([sorted(i for batch in step.micro_batches for i in ids(batch)) for step in steps])
+    assert orders[0] == orders[1] != orders[2]
+    assert orders[0] != [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
+
+
+def test_no_sample_anywhere_makes_no_step():
+    assert on_ranks(2, lambda s: plan(s, [], 4, 2)) == [[], []]
+
+
+def test_a_step_without_a_sample_for_each_rank_is_refused():
+    with pytest.raises(ValueError, match=r"--train_batch_size 1 is less than one sample for each of the 2 ranks"):
+        on_ranks(2, lambda s: plan(s, samples(2, s.rank), 1, 1))
+
+
+def test_normalizer_counts_trained_tokens_of_all_ranks_and_the_scale():
+    def planned(strategy: FakeStrategy) -> Minibatch:
+        # Rank 0: responses of 1 and 6 tokens, one of them a hole; rank 1: nothing trained in its only row.
+        items = samples(2)[: 2 - strategy.rank]
+        if strategy.rank == 0:
+            items[1].action_mask[0, 2] = False
+        else:
+            items[0].action_mask[:] = False
+        return plan_minibatch(items, strategy, loss_scale=8.0, device=CPU)
+
+    first, second = on_ranks(2, planned)
+    assert first.normalizer == second.normalizer
+    n = first.normalizer
+    assert (n.tokens, n.sequences, n.dp_size, n.scale) == (1 + 5, 2, 2, 8.0)
+    assert [len(first.micro_batches), len(second.micro_batches)] == [2, 2]
+
+
+def toy_log_probs(batch: Experience, weight: Tensor) -> Tensor:
+    """Something that depends on a parameter at every position, as a model does: (B, A)."""
+    positions = torch.arange(batch.num_actions) + batch.total_lengths[:, None]
+    return weight[0] * positions.cos() + weight[1] * positions.sin()
+
+
+def share_of_loss(batch: Experience, step: Minibatch, weight: Tensor, mode: str) -> Tensor:
+    """Policy and value loss of one micro batch."""
+    outputs = toy_log_probs(batch, weight)
+    policy, _ = PolicyLoss(loss_agg_mode=mode)(
+        outputs, batch.action_log_probs, batch.advantages, batch.action_mask, step.normalizer
+    )
+    value, _ = ValueLoss(loss_agg_mode=mode)(outputs, batch.values, batch.returns, batch.action_mask, step.normalizer)
+    return policy + value
+
+
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+def test_placeholders_add_exactly_nothing(mode):
+    step = plan_minibatch(samples(3), FakeStrategy(), device=CPU)
+    weight = torch.tensor([0.3, -0.2], requires_grad=True)
+    loss = share_of_loss(Experience.placeholder(), step, weight, mode)
+    loss.backward()
+    assert loss.item() == 0.0
+    assert weight.grad.tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+@pytest.mark.parametrize("micro", [1, 2, 4])
+def test_gradient_depends_neither_on_micro_batches_nor_on_ranks(mode, micro):
+    """Rank 0 has 5 samples, rank 1 has 2 of them; the same 7 in one batch on one rank give the same gradient."""
+    everything = samples(7)
+
+    def gradient(strategy: FakeStrategy) -> tuple[float, Tensor]:
+        mine = everything if strategy.world_size == 1 else everything[:5] if strategy.rank == 0 else everything[5:]
+        weight = torch.tensor([0.3, -0.2], requires_grad=True)
+        (step,) = plan(strategy, mine, 100, 100 if strategy.world_size == 1 else micro)
+        losses = [share_of_loss(batch, step, weight, mode) for batch in step.micro_batches]
+        torch.stack(losses).sum().backward()
+        loss = strategy.all_reduce(sum(loss.item() for loss in losses), "mean")
+        return loss, strategy.all_reduce(weight.grad, "mean")
+
+    loss, expected = gradient(FakeStrategy())
+    assert expected.abs().min() > 1e-3
+    for rank_loss, found in on_ranks(2, gradient):
+        assert rank_loss == pytest.approx(loss, rel=1e-6)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)

@@ -1,0 +1,92 @@
+"""RolloutSampler: seeds of steps, unscored samples, groups that become too small."""
+
+from __future__ import annotations
+
+import pytest
+from support.fakes import FakeEngine, FakeReward
+
+from lightppo.data.records import Prompt
+from lightppo.experience.sampling import RolloutSampler, seed_of_step
+from lightppo.rewards.source import RewardError
+from lightppo.rollout.engine import SamplingParams
+
+PROMPTS = [Prompt(f"prompt {i}", [i + 1], index=i) for i in range(3)]
+
+
+def sampler(table: dict[tuple[int, int], float], n: int = 2, min_group_size: int = 1, seed: int = 5) -> RolloutSampler:
+    return RolloutSampler(
+        FakeEngine(), FakeReward(table), SamplingParams(n=n, temperature=0.7, seed=seed), min_group_size
+    )
+
+
+def everything(n: int) -> dict[tuple[int, int], float]:
+    return {(i, j): 10.0 * i + j for i in range(3) for j in range(n)}
+
+
+def kept(batch) -> list[tuple[int, int, float]]:
+    return [(r.prompt.index, r.sample_index, r.reward) for r in batch.rollouts]
+
+
+def test_n_samples_of_a_prompt_follow_each_other():
+    source = sampler(everything(2))
+    batch = source.score(source.generate(PROMPTS, step=1))
+    assert kept(batch) == [(0, 0, 0), (0, 1, 1), (1, 0, 10), (1, 1, 11), (2, 0, 20), (2, 1, 21)]
+    assert batch.left_out == {"unscored": 0, "small_group": 0}
+
+
+def test_a_rank_without_prompts_still_calls_engine_and_source():
+    source = sampler(everything(2))
+    batch = source.score(source.generate([], step=1))
+    assert batch.rollouts == []
+    assert [indices for indices, _ in source.engine.calls] == [[]]
+
+
+def test_each_step_samples_with_a_seed_of_its_own():
+    source = sampler({})
+    for step in (1, 2, 1):
+        source.generate(PROMPTS, step)
+    first, second, again = (sampling for _, sampling in source.engine.calls)
+    assert first == again
+    assert first.seed != second.seed
+    assert (first.n, first.temperature) == (2, 0.7)
+
+
+def test_no_two_steps_of_near_seeds_share_a_seed():
+    seeds = {seed_of_step(seed, step) for seed in range(20) for step in range(500)}
+    assert len(seeds) == 20 * 500
+
+
+def test_unscored_samples_leave_their_group_and_are_counted(caplog):
+    table = everything(2)
+    del table[0, 1]
+    source = sampler(table)
+    batch = source.score(source.generate(PROMPTS, 1))
+    assert kept(batch) == [(0, 0, 0), (1, 0, 10), (1, 1, 11), (2, 0, 20), (2, 1, 21)]
+    assert batch.left_out == {"unscored": 1, "small_group": 0}
+    assert "table left 1 of 6 samples unscored; 0 more" in caplog.text
+
+
+def test_a_group_that_becomes_too_small_leaves_as_a_whole(caplog):
+    table = everything(3)
+    for sample in [(0, 0), (1, 0), (1, 2), (2, 0), (2, 1), (2, 2)]:
+        del table[sample]
+    source = sampler(table, n=3, min_group_size=2)
+    batch = source.score(source.generate(PROMPTS, 1))
+    # Prompt 0 keeps 2 of 3; prompt 1 has 1 left, too few; prompt 2 has none.
+    assert kept(batch) == [(0, 1, 1), (0, 2, 2)]
+    assert batch.left_out == {"unscored": 6, "small_group": 1}
+    assert "table left 6 of 9 samples unscored; 1 more left out" in caplog.text
+
+
+def test_nothing_is_said_where_all_is_scored(caplog):
+    source = sampler(everything(2), min_group_size=2)
+    assert len(source.score(source.generate(PROMPTS, 1)).rollouts) == 6
+    assert caplog.text == ""
+
+
+def test_a_score_that_is_no_number_is_an_error_and_changes_no_sample():
+    source = sampler({**everything(2), (1, 0): float("nan")})
+    rollouts = source.generate(PROMPTS, 1)
+    with pytest.raises(RewardError, match=r"table: the score of sample 2 \(prompt row 1, sample_index 0"):
+        source.score(rollouts)
+    assert all(r.reward is None for r in rollouts)
