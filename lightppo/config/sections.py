@@ -232,8 +232,12 @@ class StrategyConfig:
 class CheckpointConfig:
     """Checkpoints and the final model."""
 
-    save_path: str = option("./ckpt", "Folder of the run: final model, metrics.jsonl, run_config.yaml, eval/.")
-    ckpt_path: str = option("./ckpt/checkpoints_ppo", "Folder of the checkpoints: _actor, _critic, global_stepN_hf.")
+    save_path: str = option(
+        "./ckpt", "Folder of the run: final model, metrics.jsonl, run_config.yaml, eval/.", resume_safe=True
+    )
+    ckpt_path: str = option(
+        "./ckpt/checkpoints_ppo", "Folder of the checkpoints: _actor, _critic, global_stepN_hf.", resume_safe=True
+    )
     save_steps: int = option(-1, "Checkpoint every N steps; -1: never.", unit="PPO steps", ge=-1, resume_safe=True)
     save_epochs: int | None = option(None, "Checkpoint every N episodes.", unit="episodes", ge=1, resume_safe=True)
     save_seconds: float | None = option(None, "Checkpoint every N seconds.", unit="seconds", gt=0, resume_safe=True)

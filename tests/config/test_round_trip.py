@@ -1,0 +1,159 @@
+"""run_config.yaml, as a run writes it, is read back by --config to the same options, whatever their values."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin
+
+import pytest
+import yaml
+
+from lightppo.config import ConfigError, PPOConfig, parse_args, rules
+from lightppo.config.ppo import all_options, unsafe_changes
+from lightppo.config.values import alternatives, kind_of
+
+TRICKY = [
+    "None",
+    "null",
+    "~",
+    "true",
+    "1e5",
+    "0x1F",
+    "007",
+    "2024-01-01",
+    " spaces around ",
+    "--no_bf16",
+    "-1",
+    "a: b # c",
+    "- x",
+    "[a, b]",
+    "{}",
+    "'\"",
+    "@*&!%`|>",
+    "line\nbreak\tand tab",
+    "≥ ünïcode 🙂",
+    "C:\\path",
+]
+
+
+class RankZero:
+    """The part of a strategy that writes the file."""
+
+    def __init__(self) -> None:
+        self.printed = ""
+
+    def print(self, text: str) -> None:
+        self.printed += text
+
+    def is_rank_0(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def back(tmp_path, monkeypatch):
+    """``back(config)``: the options that --config reads from the run_config.yaml of this config."""
+    # Combinations of arbitrary values contradict each other; how they are written does not depend on that.
+    monkeypatch.setattr(rules, "contradictions", lambda config, world_size: [])
+    from lightppo.trainer.build import save_run_config
+
+    def run(config: PPOConfig) -> dict[str, Any]:
+        config = config.with_options(save_path=tmp_path / "run")
+        strategy = RankZero()
+        save_run_config(config, strategy)
+        path = tmp_path / "run" / "run_config.yaml"
+        assert yaml.safe_load(strategy.printed.removeprefix("options:\n")) == yaml.safe_load(path.read_text())
+        return parse_args(["--config", str(path)]).flat() | {"config": config.file.config, "save_path": "./ckpt"}
+
+    return run
+
+
+def other_value(option: dataclasses.Field, text: str) -> Any:
+    """A value of the option's type and range that is not its default, with ``text`` wherever there is text."""
+    kind = next(kind for kind in alternatives(kind_of(option)) if kind is not NoneType)
+    bounds = option.metadata["bounds"]
+    if kind is bool:
+        return not option.default
+    if kind is str:
+        return text
+    if get_origin(kind) is Literal:
+        return next(choice for choice in get_args(kind) if choice != option.default)
+    if get_origin(kind) is tuple:
+        entry = get_args(kind)[0]
+        return {str: (text, "b"), int: (0, 7), float: (0.125, 0.75)}[entry]
+    if kind is int:
+        return int(bounds.get("ge", 0)) + 12345
+    low, high = bounds.get("ge", bounds.get("gt", 0.0)), bounds.get("le", bounds.get("lt", 2.0))
+    return low + (high - low) * 1 / 3  # a third has no short decimal
+
+
+@pytest.mark.parametrize("text", TRICKY)
+def test_every_option_with_another_value(back, text):
+    values = {f.name: other_value(f, text) for _, f in all_options() if f.name not in ("config", "save_path")}
+    # what these stand for would be resolved into others
+    values |= {"flash_attn": False, "load_checkpoint": True}
+    defaults = PPOConfig().flat()
+    assert {name for name in values if values[name] == defaults[name]} == {"flash_attn", "load_checkpoint"}
+    config = PPOConfig().with_options(**values)
+    assert back(config) == config.flat()
+
+
+def test_defaults_none_and_empty(back):
+    none = {f.name: None for _, f in all_options() if NoneType in alternatives(kind_of(f))}
+    empty = {f.name: () for _, f in all_options() if Ellipsis in get_args(kind_of(f))}
+    assert {"value_clip", "reward_clip_range"} < none.keys()  # where None is not the default
+    assert {"stop", "reward_pretrain"} < empty.keys()
+    config = PPOConfig().with_options(**none, **empty).resolved()
+    assert back(config) == config.flat()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("reward_clip_range", (-1e-30, 1e300)),
+        ("actor_learning_rate", 1e-6),
+        ("actor_learning_rate", 5e-324),
+        ("max_ckpt_mem", float("inf")),
+        ("eval_correct_threshold", -0.5),
+        ("top_k", -1),
+        ("local_rank", -3),
+        ("seed", 2**64),
+    ],
+)
+def test_numbers(back, name, value):
+    assert back(PPOConfig().with_options(**{name: value}).resolved())[name] == value
+
+
+def test_save_path_that_cannot_be_written(tmp_path):
+    from lightppo.trainer.build import save_run_config
+
+    (tmp_path / "file").write_text("")
+    config = PPOConfig.from_flat(save_path=tmp_path / "file" / "run")
+    with pytest.raises(ConfigError, match=r"--save_path .*file/run: cannot be written \(Not a directory\)"):
+        save_run_config(config, RankZero())
+
+
+def test_unsafe_changes():
+    saved = PPOConfig().flat()
+    now = PPOConfig.from_flat(gamma=0.9, seed=1, num_episodes=3, save_path=Path("elsewhere")).flat()
+    refused, safe = unsafe_changes(saved, now)
+    assert refused == {"gamma": (1.0, 0.9), "seed": (42, 1)}
+    assert safe == {"num_episodes": (1, 3), "save_path": ("./ckpt", "elsewhere")}
+
+
+def test_unchanged_and_unknown_options_are_no_change():
+    saved = PPOConfig().flat()
+    assert unsafe_changes(saved, saved) == ({}, {})
+    older = {name: value for name, value in saved.items() if name != "gamma"} | {"gone": 1}
+    assert unsafe_changes(older, PPOConfig.from_flat(gamma=0.5).flat()) == ({}, {})
+
+
+@pytest.mark.parametrize(
+    "name",
+    # what decides which samples are drawn, what is learned from them, or what a checkpoint holds
+    ["pretrain", "prompt_data", "rollout_batch_size", "temperature", "advantage_estimator", "train_batch_size",
+     "actor_learning_rate", "zero_stage", "bf16", "seed", "enable_ema", "init_kl_coef"],
+)  # fmt: skip
+def test_options_that_make_the_run_are_not_free(name):
+    assert not next(f for _, f in all_options() if f.name == name).metadata["resume_safe"]

@@ -1,0 +1,140 @@
+"""The house: imports run downward only, and the light parts stay light."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "lightppo"
+
+FLOORS = {
+    "algorithms": 0,
+    "config": 0,
+    "models": 1,
+    "strategy": 1,
+    "data": 1,
+    "rollout": 2,
+    "rewards": 2,
+    "experience": 3,
+    "trainer": 4,
+}
+# Beside those downward: the command line checks estimators before torch is loaded.
+ALLOWED = {("config", "lightppo.algorithms.traits")}
+
+
+def public_names() -> dict[str, str]:
+    """What ``lightppo/__init__.py`` resolves: name → module."""
+    tree = ast.parse((PACKAGE / "__init__.py").read_text())
+    table = next(n.value for n in tree.body if isinstance(n, ast.Assign) and n.targets[0].id == "_PUBLIC")
+    return ast.literal_eval(table)
+
+
+def imports(source: str, package: str) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of every import that runs, at whatever depth; those for type checkers do not."""
+    tree = ast.parse(source)
+    unseen = {id(n) for block in ast.walk(tree) if _is_type_checking(block) for s in block.body for n in ast.walk(s)}
+    for node in ast.walk(tree):
+        if id(node) in unseen:
+            continue
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = ".".join(package.split(".")[: len(package.split(".")) - node.level + 1]) if node.level else None
+            base = ".".join(part for part in (above, node.module) if part)
+            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            yield from ((node.lineno, a.value) for a in node.args if isinstance(a, ast.Constant))
+
+
+def _is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+
+
+def violations(source: str, room: str, package: str) -> list[tuple[int, str]]:
+    """Imports of another room that is not below."""
+    found = []
+    for line, name in imports(source, package):
+        parts = name.split(".")
+        if parts[0] != "lightppo" or (room, ".".join(parts[:3])) in ALLOWED:
+            continue
+        if len(parts) > 1 and parts[1] in public_names():
+            parts = public_names()[parts[1]].split(".")
+        target = parts[1] if len(parts) > 1 else None
+        if target in FLOORS and target != room and FLOORS[target] >= FLOORS[room]:
+            found.append((line, name))
+    return found
+
+
+MODULES = sorted(PACKAGE.glob("*/**/*.py"))
+
+
+def test_every_room_has_its_floor():
+    assert {path.parent.name for path in PACKAGE.glob("*/__init__.py")} == set(FLOORS)
+    assert {path.name for path in PACKAGE.glob("*.py")} == {"__init__.py"}
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
+def test_imports_run_downward_only(path: Path):
+    room = path.relative_to(PACKAGE).parts[0]
+    package = ".".join(path.relative_to(ROOT).parent.parts)
+    found = violations(path.read_text(), room, package)
+    assert not found, [f"{path.relative_to(ROOT)}:{line} imports {name}" for line, name in found]
+
+
+@pytest.mark.parametrize(
+    ("room", "source", "lines"),
+    [
+        ("algorithms", "from lightppo.config import PPOConfig", [1]),  # the same floor
+        ("config", "from lightppo.algorithms import losses", [1]),
+        ("config", "from lightppo.algorithms.traits import ESTIMATOR_TRAITS", []),
+        ("trainer", "import torch\nfrom lightppo.models.actor import Actor", []),
+        ("models", "import lightppo.strategy.deepspeed as ds", [1]),
+        ("models", "def f():\n    from lightppo.rollout.hf import HFRolloutEngine", [2]),
+        ("models", "from ..trainer import update", [1]),
+        ("models", "from . import packing", []),
+        ("models", "from lightppo import Critic, PPOTrainer", [1]),  # the one of the floor above
+        ("models", "import importlib\nimportlib.import_module('lightppo.data.rows')", [2]),
+        ("rollout", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import lightppo.trainer.update", []),
+        ("rollout", "if TYPE_CHECKING:\n    pass\nelse:\n    import lightppo.trainer.update", [4]),
+        ("rewards", "from lightppo.data.records import Rollout\nfrom lightppo.rollout.engine import E", [2]),
+    ],
+)
+def test_the_check_itself(room, source, lines):
+    assert [line for line, _ in violations(source, room, f"lightppo.{room}")] == lines
+
+
+def test_no_file_without_a_subject():
+    names = {path.name for path in PACKAGE.rglob("*.py")}
+    assert not names & {"utils.py", "util.py", "helpers.py", "common.py", "misc.py"}
+
+
+@pytest.mark.parametrize("module", ["lightppo", "lightppo.config", "lightppo.algorithms"])
+def test_light_parts_stay_light(module):
+    code = f"import json, sys, {module}; print(json.dumps(sorted(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    loaded = {name.split(".")[0] for name in json.loads(done.stdout)}
+    heavy = {"deepspeed", "transformers", "vllm", "datasets", "accelerate", "peft", "wandb", "matplotlib"}
+    if module != "lightppo.algorithms":
+        heavy |= {"torch", "numpy"}
+    assert "lightppo" in loaded
+    assert not loaded & heavy
+
+
+def test_public_names_point_to_definitions():
+    """Read from the source: importing them all takes what the test above forbids."""
+    for name, module in public_names().items():
+        path = ROOT / Path(*module.split("."))
+        source = (path.with_suffix(".py") if path.with_suffix(".py").is_file() else path / "__init__.py").read_text()
+        defined = {n.name for n in ast.parse(source).body if isinstance(n, (ast.ClassDef, ast.FunctionDef))}
+        imported = {
+            (a.asname or a.name) for n in ast.parse(source).body if isinstance(n, ast.ImportFrom) for a in n.names
+        }
+        assert name in defined | imported, f"lightppo.{name}: not in {module}"
