@@ -1,0 +1,171 @@
+"""examples/train_sft.py and SFTTrainer: against plain torch, under every launcher; bad input."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from support.ranks import REPO, run_ranks
+from support.tiny import write_jsonl
+
+SCRIPT = REPO / "examples" / "train_sft.py"
+SEED, ROWS, BATCH, EPOCHS, RATE = 7, 10, 4, 2, 1e-2  # steps of 4, 4 and 2 rows in each epoch
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    """Completions of 1 to 10 characters: the token totals of micro batches and ranks differ a lot."""
+    return [{"input": f"{i}+", "output": "abcdefghij"[: i + 1]} for i in range(ROWS)]
+
+
+@pytest.fixture(scope="module")
+def dataset(rows, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_jsonl(tmp_path_factory.mktemp("data") / "sft.jsonl", rows)
+
+
+@pytest.fixture(scope="module")
+def plain(rows, tiny_model) -> list[dict[str, float]]:
+    """Loss and gradient norm of each step by torch alone, one unpadded row after the other."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)
+    history = []
+    for epoch in range(EPOCHS):
+        order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(SEED + epoch)).tolist()
+        for chosen in (order[0:4], order[4:8], order[8:10]):
+            total, tokens = 0.0, 0
+            for i in chosen:
+                prompt = tokenizer(rows[i]["input"])["input_ids"]
+                answer = [*tokenizer(rows[i]["output"], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+                logits = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+                total = total + torch.nn.functional.cross_entropy(logits, torch.tensor(answer), reduction="sum")
+                tokens += len(answer)
+            loss = total / tokens
+            optimizer.zero_grad()
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            history.append({"loss": loss.item(), "grad_norm": float(norm), "tokens": tokens})
+    return history
+
+
+def options(model: str, dataset: str, folder: Path, micro: int, *more: str) -> list[str]:
+    values = {
+        "pretrain": model,
+        "dataset": dataset,
+        "output_key": "output",
+        "max_len": 16,
+        "train_batch_size": BATCH,
+        "micro_train_batch_size": micro,
+        "num_epochs": EPOCHS,
+        "learning_rate": RATE,
+        "lr_scheduler": "constant",
+        "lr_warmup_ratio": 0,
+        "seed": SEED,
+        "save_path": folder / "model",
+        "log_file": folder / "sft.jsonl",
+    }
+    return [f"--{name}={value}" for name, value in values.items()] + list(more)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "world_size", "micro", "zero_stage"),
+    [("python", 1, 1, 1), ("deepspeed", 2, 2, 3), ("torchrun", 2, 1, 2)],
+)
+def test_steps_are_those_of_plain_torch(tiny_model, dataset, plain, tmp_path, launcher, world_size, micro, zero_stage):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    run_ranks(
+        SCRIPT,
+        *options(tiny_model, dataset, tmp_path, micro, f"--zero_stage={zero_stage}"),
+        launcher=launcher,
+        world_size=world_size,
+    )
+    logged = [json.loads(line) for line in (tmp_path / "sft.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in logged] == [1, 2, 3, 4, 5, 6]
+    assert [row["train/epoch"] for row in logged] == [0, 0, 0, 1, 1, 1]
+    # Every row once per epoch, also the tail of two: 1 + … + 10 characters and 10 EOS are 65 tokens.
+    assert [row["train/tokens"] for row in logged] == [step["tokens"] for step in plain]
+    assert sum(row["train/tokens"] for row in logged[:3]) == 65
+    for row, step in zip(logged, plain):
+        # Adam amplifies rounding of tiny gradients, step after step; the first step is exact to float32.
+        tolerance = 1e-5 if row["step"] == 1 else 2e-3
+        assert row["train/loss"] == pytest.approx(step["loss"], rel=tolerance)
+        assert row["train/grad_norm"] == pytest.approx(step["grad_norm"], rel=10 * tolerance)
+        assert row["train/lr"] == RATE
+        assert row["train/skipped"] == 0
+
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    before = AutoModelForCausalLM.from_pretrained(tiny_model)
+    assert not torch.equal(saved.lm_head.weight, before.lm_head.weight)
+    assert AutoTokenizer.from_pretrained(tmp_path / "model").eos_token == "<eos>"
+
+
+def test_max_steps_goes_on_into_further_epochs_and_the_rate_falls(tiny_model, dataset, tmp_path):
+    arguments = [a for a in options(tiny_model, dataset, tmp_path, 4) if not a.startswith(("--num_epochs", "--lr_sch"))]
+    run_ranks(SCRIPT, *arguments, "--max_steps=5", "--lr_scheduler=linear", launcher="python", world_size=1)
+    logged = [json.loads(line) for line in (tmp_path / "sft.jsonl").read_text().splitlines()]
+    assert [row["train/epoch"] for row in logged] == [0, 0, 0, 1, 1]
+    # linear to 0 over 5 steps: 5/5, 4/5, … of the peak
+    assert [row["train/lr"] for row in logged] == pytest.approx([0.01, 0.008, 0.006, 0.004, 0.002])
+    assert logged[-1]["train/loss"] < logged[0]["train/loss"]
+
+
+class TestBadInput:
+    @pytest.fixture
+    def parse(self):
+        spec = importlib.util.spec_from_file_location("train_sft_script", SCRIPT)
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+        yield module.parse_args
+        del sys.modules[spec.name]
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["--dataset", "d"], "--pretrain is required"),
+            (["--pretrain", "m"], "--dataset is required"),
+            (["--num_epochs", "2", "--max_steps", "5"], "--num_epochs and --max_steps are both given"),
+            (
+                ["--micro_train_batch_size", "3"],
+                "--train_batch_size 128 must be a multiple of --micro_train_batch_size 3",
+            ),
+            (["--learning_rate", "0"], "--learning_rate 0.0 is out of range: it must be >0"),
+            (["--learning_rat", "1e-3"], "--learning_rate"),
+        ],
+    )
+    def test_is_refused_before_anything_loads(self, parse, capsys, arguments, message):
+        known = [] if arguments[0] in ("--dataset", "--pretrain") else ["--pretrain", "m", "--dataset", "d"]
+        with pytest.raises(SystemExit) as exit_info:
+            parse([*known, *arguments])
+        assert exit_info.value.code == 2
+        assert message in capsys.readouterr().err
+
+    def test_batch_sizes_are_checked_for_the_number_of_ranks(self, parse, capsys, monkeypatch):
+        monkeypatch.setenv("WORLD_SIZE", "3")
+        with pytest.raises(SystemExit):
+            parse(["--pretrain", "m", "--dataset", "d"])
+        assert "--micro_train_batch_size 8 × 3 ranks" in capsys.readouterr().err
+
+    def test_a_missing_model_or_column_is_one_line(self, tiny_model, dataset, tmp_path):
+        result = run_ranks(
+            SCRIPT, "--pretrain=/no/such", f"--dataset={dataset}", launcher="python", world_size=1, check=False
+        )
+        assert result.returncode == 1
+        assert "train_sft.py: error: --pretrain /no/such" in result.output
+        assert "Traceback" not in result.output
+
+
+class TestArguments:
+    def test_no_steps_is_an_error(self):
+        from lightppo.trainer.sft_trainer import SFTTrainer
+
+        with pytest.raises(ValueError, match=r"max_steps \(0\)"):
+            SFTTrainer(None, None, None, None, None, max_steps=0)
