@@ -134,9 +134,18 @@ class PromptDataset(TorchDataset):
     def __getitem__(self, position: int) -> Prompt:
         if not -len(self) <= position < len(self):
             raise IndexError(f"prompt {position} of {len(self)}")
-        position = position % len(self)
-        number = int(self._rows.row_numbers[position])
-        row = self.dataset[number]
+        return self.__getitems__([position % len(self)])[0]
+
+    def __getitems__(self, positions: list[int]) -> list[Prompt]:
+        """Several prompts with one access to the table, as torch's DataLoader asks for a batch."""
+        if not positions:
+            return []
+        numbers = [int(self._rows.row_numbers[position]) for position in positions]
+        columns = self.dataset[numbers]
+        rows = [dict(zip(columns, values)) for values in zip(*columns.values())]
+        return [self._prompt(position, number, row) for position, number, row in zip(positions, numbers, rows)]
+
+    def _prompt(self, position: int, number: int, row: Mapping[str, Any]) -> Prompt:
         rendered, key = self._render(row)
         token_ids = self._rows.token_ids(position)
         text = rendered.text

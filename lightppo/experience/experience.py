@@ -144,8 +144,27 @@ class Experience:
         )
 
     def split(self, size: int = 1) -> list[Self]:
-        """Consecutive parts of at most ``size`` rows."""
-        return [self.select(range(i, min(i + size, len(self)))) for i in range(0, len(self), size)]
+        """Consecutive parts of at most ``size`` rows, without the padding that they no longer need."""
+        if size > 1:
+            return [self.select(range(i, min(i + size, len(self)))) for i in range(0, len(self), size)]
+        split = self.sequences.size(1) - self.num_actions
+        responses = self.response_lengths.tolist()
+        prompts = self.attention_mask[:, :split].sum(-1).tolist()
+        present = [name for name in _ACTION_TENSORS if getattr(self, name) is not None]
+        rows = []
+        for i, (p, r) in enumerate(zip(prompts, responses)):
+            row, actions = slice(i, i + 1), slice(0, max(1, r))
+            columns = slice(split - p, split + actions.stop)
+            rows.append(
+                type(self)(
+                    sequences=self.sequences[row, columns],
+                    attention_mask=self.attention_mask[row, columns],
+                    action_mask=self.action_mask[row, actions],
+                    info={name: values[row] for name, values in self.info.items()},
+                    **{name: getattr(self, name)[row, actions] for name in present},
+                )
+            )
+        return rows
 
     @classmethod
     def collate(cls, parts: Sequence[Experience]) -> Self:
@@ -162,33 +181,24 @@ class Experience:
                 raise ValueError(f"experiences hold different tensors: all need {sorted(present)}")
             if part.info.keys() != parts[0].info.keys():
                 raise ValueError(f"experiences hold different info: all need {sorted(parts[0].info)}")
-        prompt_width = max(p.sequences.size(1) - p.num_actions for p in parts)
-        action_width = max(p.num_actions for p in parts)
+        splits = [p.sequences.size(1) - p.num_actions for p in parts]  # columns before the action positions
 
-        def rows(name: str) -> Tensor:
-            """(ΣB, S) of a sequence-shaped tensor."""
-            return torch.cat(
-                [
-                    torch.nn.functional.pad(
-                        x, (prompt_width - (x.size(1) - p.num_actions), action_width - p.num_actions)
-                    )
-                    for p in parts
-                    for x in [getattr(p, name)]
-                ]
-            )
+        def sequence_shaped(name: str) -> Tensor:
+            """(ΣB, S): prompts to the right, responses to the left of where they meet."""
+            left = [row[:split] for p, split in zip(parts, splits) for row in getattr(p, name)]
+            right = [row[split:] for p, split in zip(parts, splits) for row in getattr(p, name)]
+            return torch.cat([_pad(left, left=True), _pad(right)], 1)
 
-        def actions(name: str) -> Tensor:
-            """(ΣB, A) of an action-shaped tensor."""
-            return torch.cat(
-                [torch.nn.functional.pad(getattr(p, name), (0, action_width - p.num_actions)) for p in parts]
-            )
+        def action_shaped(name: str) -> Tensor:
+            """(ΣB, A)."""
+            return _pad([row for p in parts for row in getattr(p, name)])
 
         return cls(
-            sequences=rows("sequences"),
-            attention_mask=rows("attention_mask"),
-            action_mask=actions("action_mask"),
+            sequences=sequence_shaped("sequences"),
+            attention_mask=sequence_shaped("attention_mask"),
+            action_mask=action_shaped("action_mask"),
             info={name: torch.cat([p.info[name] for p in parts]) for name in parts[0].info},
-            **{name: actions(name) for name in present},
+            **{name: action_shaped(name) for name in present},
         )
 
     def _map(self, fn: Callable[[Tensor], Tensor]) -> Self:

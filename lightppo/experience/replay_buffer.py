@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -92,10 +92,15 @@ class ReplayBuffer:
         """
         if attribute != "advantages":
             raise ValueError(f"only 'advantages' can be normalised, not {attribute!r}")
-        # A rank without samples still takes part in the reduction: one masked row stands in.
-        items = self.items or [Experience.placeholder(self.device)]
-        batch = Experience.collate(items)
-        reduce: Callable[[Tensor], Tensor] = lambda x: strategy.all_reduce(x, "sum")  # noqa: E731
-        whitened = whiten(batch.advantages, batch.action_mask, all_reduce_sum=reduce, divide_std=divide_std)  # (N, A)
-        for item, row in zip(items, whitened):
-            item.advantages = row[None, : item.num_actions]
+        # A rank without samples still takes part in the reduction, with nothing.
+        lengths = [item.num_actions for item in self.items]
+        values = torch.cat([item.advantages[0] for item in self.items]) if lengths else torch.zeros(0)  # (ΣA,)
+        mask = torch.cat([item.action_mask[0] for item in self.items]) if lengths else torch.zeros(0, dtype=torch.bool)
+        whitened = whiten(
+            values[None],
+            mask[None],
+            all_reduce_sum=lambda x: strategy.all_reduce(x, "sum"),
+            divide_std=divide_std,
+        )  # (1, ΣA)
+        for item, row in zip(self.items, whitened.split(lengths, dim=1)):
+            item.advantages = row

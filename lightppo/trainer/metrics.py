@@ -129,20 +129,22 @@ def rollout_summaries(items: Sequence[Experience]) -> dict[str, Summary]:
     """Summaries of this rank's samples: per sample for ``info``, per trained token for the rest."""
     if not items:
         return {}
-    batch = Experience.collate(items)
-    mask = batch.action_mask
-    summaries = {name: Summary.of(values) for name, values in batch.info.items() if name != "kl"}
-    tokens: dict[str, Tensor | None] = {
-        "kl": batch.kl,
-        "advantage": batch.advantages,
-        "return_token": batch.returns,
-        "value": batch.values,
-    }
-    if batch.values is not None:
-        tokens["residual"] = batch.returns - batch.values
-    if batch.rollout_log_probs is not None:
-        tokens["logp_diff"] = (batch.rollout_log_probs - batch.action_log_probs).abs()
-    return summaries | {name: Summary.of(x[mask]) for name, x in tokens.items() if x is not None}
+    mask = torch.cat([item.action_mask[0] for item in items])  # (ΣA,)
+
+    def tokens(name: str) -> Tensor | None:
+        """Trained tokens of all rows."""
+        if getattr(items[0], name) is None:
+            return None
+        return torch.cat([getattr(item, name)[0] for item in items])[mask]
+
+    values, returns, engine = tokens("values"), tokens("returns"), tokens("rollout_log_probs")
+    per_token = {"kl": tokens("kl"), "advantage": tokens("advantages"), "return_token": returns, "value": values}
+    if values is not None:
+        per_token["residual"] = returns - values
+    if engine is not None:
+        per_token["logp_diff"] = (engine - tokens("action_log_probs")).abs()
+    per_sample = {name: torch.cat([item.info[name] for item in items]) for name in items[0].info if name != "kl"}
+    return {name: Summary.of(x) for name, x in (per_sample | per_token).items() if x is not None}
 
 
 def merge_summaries(per_rank: Iterable[Mapping[str, Summary]]) -> dict[str, Summary]:

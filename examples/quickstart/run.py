@@ -1,0 +1,97 @@
+"""The quickstart: make a model and a task, warm the model up, train it with PPO, show what changed.
+
+    make quickstart
+    make quickstart RANKS=2 ZERO_STAGE=3
+
+Every phase is an ordinary command, printed before it runs; the scripts are those for real models.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import tyro
+
+HERE = Path(__file__).parent
+EXAMPLES = HERE.parent
+
+
+def main(
+    run_dir: Path = Path("runs/quickstart"),
+    ranks: int = 1,
+    zero_stage: int = 1,
+    install_seconds: float = 0.0,
+    seed: int = 1,
+    resume: bool = False,
+) -> None:
+    """Run the quickstart.
+
+    Args:
+        run_dir: folder of the run; an older run in it is removed.
+        ranks: processes.
+        zero_stage: ZeRO stage of actor and critic.
+        install_seconds: what the installation took, for the summary.
+        seed: of the initial weights and of all sampling.
+        resume: keep an older run's folder and go on where its PPO run was interrupted.
+    """
+    assets, sft, ppo = run_dir / "assets", run_dir / "sft", run_dir / "ppo"
+    shared = ["--zero_stage", zero_stage, "--seed", seed]
+    seconds = {"install": install_seconds, "sft": 0.0, "ppo": 0.0}
+    if resume and (run_dir / "seconds.json").is_file():
+        seconds = json.loads((run_dir / "seconds.json").read_text())
+    else:
+        shutil.rmtree(run_dir, ignore_errors=True)
+        start = time.monotonic()
+        run([sys.executable, HERE / "make_assets.py", "--output_dir", assets, "--seed", seed])
+        launch(ranks, "train_sft.py", "--pretrain", assets / "model", "--dataset", assets / "sft.jsonl",
+               "--save_path", sft, *sft_options(), *shared)  # fmt: skip
+        seconds["sft"] = time.monotonic() - start
+        (run_dir / "seconds.json").write_text(json.dumps(seconds))
+    start = time.monotonic()
+    launch(ranks, "train_ppo.py", "--config", HERE / "ppo.yaml", "--pretrain", sft,
+           "--prompt_data", assets / "prompts.jsonl", "--eval_data", assets / "eval.jsonl",
+           "--save_path", ppo, "--ckpt_path", run_dir / "checkpoints", *shared)  # fmt: skip
+    seconds["ppo"] += time.monotonic() - start
+    (run_dir / "seconds.json").write_text(json.dumps(seconds))
+    run([sys.executable, HERE / "summarize.py", "--run_dir", run_dir])
+
+
+def sft_options() -> list[str]:
+    """How the supervised warm-up is run."""
+    return shlex.split(
+        "--output_key output --max_len 16 --train_batch_size 128 --micro_train_batch_size 64 --max_steps 800 "
+        "--learning_rate 3e-3 --lr_scheduler cosine --logging_steps 50"
+    )
+
+
+def launch(ranks: int, script: str, *arguments: object) -> None:
+    """Run a script of examples/ under the DeepSpeed launcher."""
+    with socket.socket() as probe:  # the default port may belong to another run on this machine
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    deepspeed = Path(sys.executable).with_name("deepspeed")
+    launcher = [deepspeed, "--num_gpus", ranks, "--master_port", port, "--log_level", "warning"]
+    run([*launcher, EXAMPLES / script, *arguments])
+
+
+def run(command: list[object]) -> None:
+    """Run a command, shown first; its failure ends the quickstart with its exit code."""
+    words = [str(word) for word in command]
+    print(f"\n$ {shlex.join(words)}", flush=True)
+    # One thread per process: with matrices this small more threads only wait for each other.
+    environment = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **os.environ}
+    code = subprocess.run(words, env=environment).returncode
+    if code:
+        raise SystemExit(code)
+
+
+if __name__ == "__main__":
+    tyro.cli(main, use_underscores=True)
