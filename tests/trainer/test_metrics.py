@@ -1,0 +1,242 @@
+"""Metrics: summaries of samples and tokens over ranks, means over steps, speed."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from support.fakes import FakeStrategy, make_rollout, on_ranks
+
+from lightppo.experience.experience import Experience
+from lightppo.trainer import metrics as m
+from lightppo.trainer.metrics import METRICS, PhaseTimer, StepMetrics, Summary, perf_metrics
+
+NAN = math.nan
+
+
+def rows(masked: bool = False) -> list[Experience]:
+    """Responses of 2 and 1 tokens, padded to 2; with every tensor. ``masked``: the 2nd token of the first is a hole."""
+    batch = Experience.from_rollouts(
+        [
+            make_rollout([1], [2, 3], log_probs=[-1.0, -2.0], finish_reason="length"),
+            make_rollout([1, 2, 3], [4], log_probs=[-3.0]),
+        ]
+    )
+    batch.action_log_probs = torch.tensor([[-1.5, -2.0], [-4.0, NAN]])  # differ from the engine's by 0.5, 0, 1
+    batch.base_action_log_probs = batch.action_log_probs.clone()
+    batch.kl = torch.tensor([[0.2, 0.4], [0.9, NAN]])
+    batch.advantages = torch.tensor([[1.0, -2.0], [4.0, NAN]])
+    batch.returns = torch.tensor([[1.0, 2.0], [3.0, NAN]])
+    batch.values = torch.tensor([[1.0, 1.0], [3.0, NAN]])
+    batch.info |= {"reward": torch.tensor([1.0, 3.0]), "return": torch.tensor([0.5, 2.5]), "kl": torch.zeros(2)}
+    batch.info["reward/format"] = torch.tensor([NAN, 1.0])
+    if masked:
+        batch.action_mask[0, 1] = False
+    return batch.split()
+
+
+def status_of(items: list[Experience]) -> dict[str, float]:
+    return m.rollout_status(m.merge_summaries([m.rollout_summaries(items)]))
+
+
+def test_summary_leaves_nan_out():
+    summary = Summary.of(torch.tensor([[1.0, NAN], [3.0, 5.0]]))
+    assert (summary.count, summary.total, summary.squares) == (3, 9.0, 35.0)
+    assert (summary.low, summary.high, summary.mean) == (1.0, 5.0, 3.0)
+    assert summary.variance == pytest.approx(8 / 3)  # biased: (4 + 0 + 4)/3
+
+
+@pytest.mark.parametrize("values", [torch.tensor([]), torch.tensor([NAN, NAN])], ids=["empty", "nan"])
+def test_summary_of_nothing(values):
+    summary = Summary.of(values)
+    assert summary == Summary()
+    assert math.isnan(summary.mean)
+    assert math.isnan(summary.variance)
+    assert summary + Summary.of(torch.tensor([2.0])) == Summary(1, 2.0, 4.0, 2.0, 2.0)
+
+
+def test_summaries_add_up_to_that_of_all_numbers():
+    values = torch.tensor([1.0, -4.0, 2.5, 7.0])
+    assert Summary.of(values[:1]) + Summary.of(values[1:]) == Summary.of(values)
+
+
+def test_variance_of_equal_numbers_is_not_negative():
+    assert Summary.of(torch.full((1000,), 0.1)).variance >= 0
+
+
+def test_half_precision_is_summed_exactly():
+    assert Summary.of(torch.full((5000,), 1.0, dtype=torch.bfloat16)).total == 5000
+
+
+def test_status_of_a_rollout_by_hand():
+    status = status_of(rows())
+    expected = {
+        "reward": 2.0,  # (1 + 3)/2
+        "reward_max": 3.0,
+        "reward_min": 1.0,
+        "reward_std": 1.0,  # biased
+        "return": 1.5,  # (0.5 + 2.5)/2
+        "response_length": 1.5,
+        "response_length_max": 2.0,
+        "response_length_min": 1.0,
+        "total_length": 3.5,  # (3 + 4)/2
+        "response_clip_ratio": 0.5,
+        "reward/format": 1.0,  # of the one sample that has it
+        "samples": 2,
+        # over the three tokens
+        "kl": 0.5,  # (0.2 + 0.4 + 0.9)/3
+        "advantage_mean": 1.0,  # (1 - 2 + 4)/3
+        "advantage_max": 4.0,
+        "advantage_min": -2.0,
+        "return_token_mean": 2.0,
+        "return_token_max": 3.0,
+        "return_token_min": 1.0,
+        "value_mean": 5 / 3,
+        "value_max": 3.0,
+        "value_min": 1.0,
+        "logp_diff_mean": 0.5,  # (0.5 + 0 + 1)/3
+        "logp_diff_max": 1.0,
+        # residuals 0, 1, 0: variance 2/9; returns 1, 2, 3: variance 2/3; 1 - (2/9)/(2/3)
+        "vf_explained_var": 2 / 3,
+    }
+    assert status == pytest.approx(expected, abs=1e-6)
+
+
+def test_untrained_tokens_count_nowhere():
+    status = status_of(rows(masked=True))
+    assert status["kl"] == pytest.approx((0.2 + 0.9) / 2)
+    assert status["advantage_min"] == 1.0
+    assert status["value_mean"] == 2.0
+    assert status["logp_diff_mean"] == pytest.approx(0.75)
+    assert status["response_length"] == 1.5  # lengths are of tokens, trained or not
+
+
+def test_what_a_run_does_not_have_is_not_reported():
+    items = rows()
+    for item in items:
+        item.kl = item.values = item.rollout_log_probs = None
+    names = status_of(items).keys()
+    assert not {name for name in names if name.split("_")[0] in ("kl", "value", "vf", "logp")}
+
+
+def test_explained_variance_of_equal_returns_is_undefined():
+    items = rows()
+    for item in items:
+        item.returns = torch.full_like(item.returns, 2.0)
+    assert math.isnan(status_of(items)["vf_explained_var"])
+
+
+def test_ranks_merge_by_their_number_of_samples_also_one_without():
+    shares = [rows()[:1], [], rows()[1:]]
+
+    def status(strategy: FakeStrategy) -> dict[str, float]:
+        local = m.rollout_summaries(shares[strategy.rank])
+        return m.rollout_status(m.merge_summaries(strategy.all_gather_object(local)))
+
+    for found in on_ranks(3, status):
+        assert found == pytest.approx(status_of(rows()), nan_ok=True)
+
+
+def test_no_sample_anywhere_gives_no_status():
+    assert m.rollout_status(m.merge_summaries([{}, {}])) == {}
+
+
+def test_every_name_of_a_rollout_is_documented_and_every_documented_name_exists():
+    logged = m.with_namespace(status_of(rows()))
+    assert set(logged) - {"reward/format"} == {name for name in METRICS if name.startswith("rollout/")}
+
+
+def test_short_names_belong_to_rollout_train_or_perf_never_to_eval():
+    assert m.with_namespace({"reward": 1.0, "response_length": 2.0, "policy_loss": 3.0, "time_step": 4.0}) == {
+        "rollout/reward": 1.0,
+        "rollout/response_length": 2.0,
+        "train/policy_loss": 3.0,
+        "perf/time_step": 4.0,
+    }
+    short = [name.split("/")[1] for name in METRICS if not name.startswith("eval/")]
+    assert len(set(short)) == len(short)
+
+
+def test_names_with_a_namespace_stay():
+    assert m.with_namespace({"reward/accuracy": 1.0, "eval/reward": 2.0}) == {"reward/accuracy": 1.0, "eval/reward": 2.0}
+
+
+def test_shares_of_micro_batches_add_up_and_average_over_ranks():
+    def reduced(strategy: FakeStrategy) -> dict[str, float]:
+        totals = StepMetrics()
+        for share in ([0.25, 0.5], [1.0])[strategy.rank]:
+            totals.add({"policy_loss": torch.tensor(share, requires_grad=True), "ratio": torch.tensor(1.0)})
+        return totals.reduce(strategy)
+
+    # policy loss: (0.25 + 0.5 and 1)/2 ranks; ratio: (2 and 1)/2
+    assert on_ranks(2, reduced) == [{"policy_loss": 0.875, "ratio": 1.5}] * 2
+
+
+def test_step_metrics_hold_no_graph_and_may_be_empty():
+    totals = StepMetrics()
+    assert totals.reduce(FakeStrategy()) == {}
+    totals.add({"x": torch.tensor(1.0, requires_grad=True, dtype=torch.float64)})
+    assert not totals.sums["x"].requires_grad
+
+
+def test_mean_over_optimizer_steps():
+    statuses = [{"a": 1.0, "skipped": 1.0, "norm": NAN}, {"a": 3.0, "skipped": 0.0, "norm": 4.0}, {"b": 5.0}]
+    assert m.mean_status(statuses) == {"a": 2.0, "skipped": 0.5, "norm": 4.0, "b": 5.0}
+    assert math.isnan(m.mean_status([{"norm": NAN}])["norm"])
+    assert m.mean_status([]) == {}
+
+
+def test_phases_are_summed_until_the_reset(monkeypatch):
+    times = iter([10.0, 12.0, 20.0, 20.5, 30.0, 31.0])
+    monkeypatch.setattr(m.time, "perf_counter", lambda: next(times))
+    timer = PhaseTimer()
+    with timer("rollout"):
+        pass
+    with timer("rollout"):
+        pass
+    with timer("train"):
+        pass
+    assert timer.reset() == {"time_rollout": 2.5, "time_train": 1.0}
+    assert timer.reset() == {}
+
+
+def test_nested_phases_both_count(monkeypatch):
+    times = iter([0.0, 1.0, 4.0, 10.0])
+    monkeypatch.setattr(m.time, "perf_counter", lambda: next(times))
+    timer = PhaseTimer()
+    with timer("step"), timer("train"):
+        pass
+    assert timer.reset() == {"time_train": 3.0, "time_step": 10.0}
+
+
+def test_speed_by_hand():
+    perf = perf_metrics(
+        {"time_rollout": 2.0, "time_train": 4.0, "time_step": 7.0},
+        {"samples": 8, "response_length": 10.0, "total_length": 25.0},
+        epochs=2,
+        world_size=4,
+        parameters=10**9,
+        peak_tflops=1.5,
+    )
+    assert perf == pytest.approx(
+        {
+            "time_rollout": 2.0,
+            "time_train": 4.0,
+            "time_step": 7.0,
+            "rollout_tokens_per_second": 40.0,  # 8·10/2
+            "train_tokens_per_second": 100.0,  # 8·25·2 = 400 tokens in 4 s
+            "train_ms_per_token": 10.0,
+            "train_tflops": 0.15,  # 6·1e9·400 / 4 s / 4 ranks = 1.5e11
+            "mfu": 0.1,
+        }
+    )
+    assert m.with_namespace(perf).keys() <= METRICS.keys()
+
+
+def test_speed_of_a_step_without_samples_or_peak():
+    assert perf_metrics({}, {}, epochs=1, world_size=1, parameters=1, peak_tflops=1.0) == {}
+    status = {"samples": 1, "response_length": 1.0, "total_length": 1.0}
+    perf = perf_metrics({"time_train": 1.0}, status, epochs=1, world_size=1, parameters=1, peak_tflops=None)
+    assert "mfu" not in perf
+    assert "rollout_tokens_per_second" not in perf

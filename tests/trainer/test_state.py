@@ -1,0 +1,46 @@
+"""TrainerState: counting, saving, and the seed's way of saying where a run stands."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightppo.trainer.state import TrainerState, state_from_consumed
+
+
+def test_steps_and_episodes_are_counted():
+    state = TrainerState()
+    seen = []
+    # Two episodes of 20 prompts in batches of 8: 8 + 8 + 4.
+    for prompts, last in [(8, False), (8, False), (4, True)] * 2:
+        state.finish_step(prompts, last)
+        seen.append((state.global_step, state.episode, state.consumed_prompts))
+    assert seen == [(1, 0, 8), (2, 0, 16), (3, 1, 0), (4, 1, 8), (5, 1, 16), (6, 2, 0)]
+
+
+def test_state_comes_back_as_it_was():
+    state = TrainerState(7, 2, 16, pretrain_batches=14, skipped_optimizer_steps=1, run_id="abc")
+    assert TrainerState.from_dict(state.state_dict()) == state
+
+
+@pytest.mark.parametrize(
+    ("consumed", "expected"),
+    [
+        (0, (0, 0, 0)),
+        (16, (2, 0, 16)),
+        # 3 steps an episode; the seed counts steps × 8, so that 24 is the end of an episode of 20 prompts
+        (24, (3, 1, 0)),
+        (32, (4, 1, 8)),
+        (48, (6, 2, 0)),
+    ],
+)
+def test_the_seed_counts_steps_times_batch_size(consumed, expected):
+    state = state_from_consumed(consumed, steps_per_episode=3, rollout_batch_size=8)
+    assert (state.global_step, state.episode, state.consumed_prompts) == expected
+
+
+@pytest.mark.parametrize("steps", range(7))
+def test_both_ways_of_counting_agree(steps):
+    state = TrainerState()
+    for i in range(steps):
+        state.finish_step(8, last_of_episode=i % 3 == 2)
+    assert state_from_consumed(8 * steps, 3, 8) == state
