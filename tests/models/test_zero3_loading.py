@@ -2,44 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.ranks import run_ranks
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic
 
-ROOT = Path(__file__).parents[2]
-
-
-def run_ranks(folder: Path) -> list[dict[str, Any]]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("zero3_worker.py")), str(folder), str(rank)],
-            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=400)[0] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    assert [process.returncode for process in ranks] == [0, 0], "\n".join(outputs)
-    return [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
+WORKER = Path(__file__).with_name("zero3_worker.py")
 
 
 @pytest.fixture
@@ -66,7 +42,8 @@ def test_loading_under_zero3(
     batch = {"sequences": sequences, "mask": mask, "num_actions": num_actions, "weights": weights}
     torch.save(batch, tmp_path / "batch.pt")
 
-    ranks = run_ranks(tmp_path)
+    run_ranks(WORKER, tmp_path, launcher="torchrun", timeout=400)
+    ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)]
 
     for seen in ranks:
         for name in (*models, "critic", "scratch"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from support.ranks import run_ranks
+
 
 def test_two_ranks_under_the_deepspeed_launcher(run_checks):
     output = run_checks(
@@ -24,7 +26,7 @@ def test_one_process_without_a_launcher(run_checks):
     run_checks("engines.py", "check_zero_equals_plain_torch", launcher="python", world_size=1)
 
 
-def test_a_rank_that_is_lost_ends_the_job(launch_ranks, tmp_path):
+def test_a_rank_that_is_lost_ends_the_job(tmp_path):
     """Rank 1 never comes to the collective: the process group's time-out, not the test's, ends the run."""
     script = tmp_path / "lost.py"
     script.write_text(
@@ -38,16 +40,16 @@ def test_a_rank_that_is_lost_ends_the_job(launch_ranks, tmp_path):
         "    time.sleep(600)\n"
         "strategy.all_reduce(1.0)\n"
     )
-    result = launch_ranks(script, launcher="torchrun", timeout=120, check=False)
+    result = run_ranks(script, launcher="torchrun", timeout=120, check=False)
     assert result.returncode != 0
     assert "imed out" in result.output
 
 
-def test_importing_the_strategy_loads_neither_deepspeed_nor_transformers(launch_ranks, tmp_path):
+def test_importing_the_strategy_loads_neither_deepspeed_nor_transformers(tmp_path):
     script = tmp_path / "imports.py"
     script.write_text(
         "import sys\n"
         "import lightppo.strategy.deepspeed\n"
         "assert not {'deepspeed', 'transformers', 'datasets'} & set(sys.modules)\n"
     )
-    launch_ranks(script, launcher="python", world_size=1)
+    run_ranks(script, launcher="python", world_size=1)

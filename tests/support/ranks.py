@@ -111,9 +111,3 @@ def kill_marked(marker: str) -> None:
                 process.kill()
         except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
             continue
-
-
-@pytest.fixture
-def launch_ranks() -> Callable[..., RanksResult]:
-    """``run_ranks`` as a fixture: a script on several ranks under a real launcher."""
-    return run_ranks

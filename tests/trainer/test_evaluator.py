@@ -105,9 +105,7 @@ SCORES = {(i, j): (i + j) / 5 for i in range(5) for j in range(2)}
 
 def evaluator(strategy, folder=None, scores=SCORES, threshold=0.5) -> Evaluator:
     sampling = SamplingParams(n=2, seed=42, temperature=0.6)
-    return Evaluator(
-        FakeEngine(), FakeReward(scores), PROMPTS, sampling, strategy, threshold=threshold, folder=folder
-    )
+    return Evaluator(FakeEngine(), FakeReward(scores), PROMPTS, sampling, strategy, threshold=threshold, folder=folder)
 
 
 def test_prompts_are_shared_out_and_every_rank_gets_all_metrics(tmp_path):

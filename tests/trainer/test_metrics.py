@@ -159,7 +159,10 @@ def test_short_names_belong_to_rollout_train_or_perf_never_to_eval():
 
 
 def test_names_with_a_namespace_stay():
-    assert m.with_namespace({"reward/accuracy": 1.0, "eval/reward": 2.0}) == {"reward/accuracy": 1.0, "eval/reward": 2.0}
+    assert m.with_namespace({"reward/accuracy": 1.0, "eval/reward": 2.0}) == {
+        "reward/accuracy": 1.0,
+        "eval/reward": 2.0,
+    }
 
 
 def test_shares_of_micro_batches_add_up_and_average_over_ranks():

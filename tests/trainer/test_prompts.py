@@ -1,0 +1,235 @@
+"""Batches of any dataloader as prompts and language-model batches; where an episode starts."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, DistributedSampler
+
+from lightppo.algorithms.losses import IGNORE_INDEX
+from lightppo.data.records import Prompt
+from lightppo.data.sampler import RolloutBatchSampler
+from lightppo.strategy.dataloader import RankSampler
+from lightppo.trainer.prompts import as_lm_batch, as_prompts, endless, start_episode
+
+CPU = torch.device("cpu")
+
+
+class CharacterTokenizer:
+    """An id per character; a begin-of-text id only if special tokens are asked for."""
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        return {"input_ids": [1] * add_special_tokens + [ord(c) for c in text]}
+
+
+def prompts_of(batch, limit: int = 10) -> list[Prompt]:
+    return as_prompts(batch, CharacterTokenizer(), limit)
+
+
+def test_prompts_stay_as_they_are():
+    batch = [Prompt("a", [1], index=3), Prompt("b", [2], index=4)]
+    assert prompts_of(batch) is batch
+    assert prompts_of([]) == []  # a rank's empty share of the last batch
+
+
+@pytest.mark.parametrize("batch", [["ab", "c"], ("ab", "c"), (["ab", "c"],)], ids=["list", "tuple", "one column"])
+def test_strings(batch):
+    first, second = prompts_of(batch)
+    assert (first.text, first.token_ids) == ("ab", [97, 98])  # no special tokens: the template has put them
+    assert (second.text, second.token_ids) == ("c", [99])
+    assert (first.label, first.data_source) == (None, "default")
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [(["ab", "c"], ["1", "2"]), [["ab", "c"], ["1", "2"]], [("ab", "c"), ("1", "2")], (("ab", "c"), ("1", "2"), None)],
+)
+def test_prompts_and_labels(batch):
+    assert [(p.text, p.label, p.data_source) for p in prompts_of(batch)] == [
+        ("ab", "1", "default"),
+        ("c", "2", "default"),
+    ]
+
+
+@pytest.mark.parametrize("kind", [tuple, list])
+def test_prompts_labels_and_references(kind):
+    """In the seed's style the label names the data source and the reference is the ground truth."""
+    batch = kind([["ab", "c"], ["gsm8k", "math"], [{"answer": 3}, 4]])
+    assert [(p.text, p.label, p.data_source) for p in prompts_of(batch)] == [
+        ("ab", {"answer": 3}, "gsm8k"),
+        ("c", 4, "math"),
+    ]
+
+
+def test_references_without_labels():
+    assert [(p.label, p.data_source) for p in prompts_of((["a"], None, ["x"]))] == [("x", "default")]
+
+
+def test_equal_texts_are_one_group_and_others_are_not():
+    indices = [p.index for p in prompts_of(["a", "b", "a"])]
+    assert indices[0] == indices[2] != indices[1]
+    assert prompts_of(["a"])[0].index == indices[0]  # in another batch, on another rank
+    assert torch.tensor(indices).tolist() == indices  # fits the int64 of group ids
+
+
+def test_a_prompt_over_the_limit_is_named():
+    assert len(prompts_of(["12345"], limit=5)) == 1
+    with pytest.raises(ValueError, match=r"the prompt '123456'… has 6 tokens, more than prompt_max_len 5"):
+        prompts_of(["123456"], limit=5)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        "one string",
+        None,
+        7,
+        [1, 2],
+        [["a"], "b"],
+        (["a"], "b"),
+        {"input": ["a"]},
+        (["a"], ["b"], ["c"], ["d"]),
+        [Prompt("a", [1]), "b"],
+        torch.tensor([[1, 2]]),
+    ],
+    ids=str,
+)
+def test_anything_else_is_refused(batch):
+    with pytest.raises(TypeError, match="a batch of prompts must be a list of Prompt or of strings"):
+        prompts_of(batch)
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [((["a", "b"], ["1"]), "2 prompts has 1 labels"), ((["a"], ["s"], ["1", "2"]), "1 prompts has 2 references")],
+)
+def test_columns_of_other_lengths_are_refused(batch, message):
+    with pytest.raises(ValueError, match=message):
+        prompts_of(batch)
+
+
+# -- start_episode ---------------------------------------------------------------------------------------------------
+
+
+def loader(batch_size: int = 4, rank: int = 0, world_size: int = 1, samples: int = 10) -> DataLoader:
+    sampler = RolloutBatchSampler(samples, batch_size, rank=rank, world_size=world_size, seed=1)
+    return DataLoader(range(samples), batch_sampler=sampler, collate_fn=list)
+
+
+def test_the_last_batch_is_marked():
+    batches = list(start_episode(loader(), 0, 0))
+    assert [(len(batch), last) for batch, last in batches] == [(4, False), (4, False), (2, True)]
+    assert sorted(i for batch, _ in batches for i in batch) == list(range(10))
+    assert list(start_episode([["only"]], 0, 0)) == [(["only"], True)]
+
+
+def test_an_episode_goes_on_where_it_was_left():
+    whole = list(start_episode(loader(), 3, 0))
+    assert list(start_episode(loader(), 3, 4)) == whole[1:]
+    assert list(start_episode(loader(), 3, 8)) == whole[2:]
+    again = loader()
+    list(start_episode(again, 2, 8))
+    assert list(start_episode(again, 3, 0)) == whole  # a resumed position counts once
+
+
+def test_episodes_have_orders_of_their_own():
+    first, second, again = (list(start_episode(loader(), episode, 0)) for episode in (0, 1, 0))
+    assert first == again != second
+
+
+def test_a_resumed_run_may_share_the_prompts_out_over_other_ranks():
+    def rest(world_size: int) -> list[set[int]]:
+        shares = [list(start_episode(loader(rank=r, world_size=world_size), 1, 4)) for r in range(world_size)]
+        return [{i for batch, _ in step for i in batch} for step in zip(*shares)]
+
+    assert rest(1) == rest(2)
+
+
+def test_position_goes_to_a_sampler_too():
+    sampler = RankSampler(range(10), 2, 0, seed=1)
+    batches = DataLoader(range(10), batch_size=2, sampler=sampler, collate_fn=list)
+    whole = list(start_episode(batches, 1, 0))
+    assert [len(batch) for batch, _ in whole] == [2, 2, 1]
+    assert list(start_episode(batches, 1, 4)) == whole[1:]  # 4 prompts over 2 ranks: one batch of 2 here
+
+
+def test_torchs_own_sampler_is_reshuffled_and_cannot_resume():
+    sampler = DistributedSampler(range(6), num_replicas=2, rank=0, seed=1)
+    batches = DataLoader(range(6), batch_size=3, sampler=sampler, collate_fn=list)
+    first, second, again = (list(start_episode(batches, episode, 0)) for episode in (0, 1, 0))
+    assert first == again != second
+    with pytest.raises(ValueError, match="cannot resume inside an episode"):
+        start_episode(batches, 0, 3)
+
+
+def test_any_iterable_of_batches_starts_from_its_beginning_only():
+    assert list(start_episode([["a"], ["b"]], 5, 0)) == [(["a"], False), (["b"], True)]
+    with pytest.raises(ValueError, match="make it with strategy.setup_dataloader"):
+        start_episode([["a"], ["b"]], 0, 1)
+
+
+def test_an_empty_dataloader_is_an_error():
+    with pytest.raises(ValueError, match="no batch in episode 3"):
+        list(start_episode([], 2, 0))
+
+
+# -- pretraining data ------------------------------------------------------------------------------------------------
+
+IDS, MASK = torch.tensor([[5, 6, 7], [8, 9, 0]]), torch.tensor([[1, 1, 1], [1, 1, 0]])
+UNPADDED = [[5, 6, 7], [8, 9, IGNORE_INDEX]]
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        {"input_ids": IDS, "attention_mask": MASK},
+        ([2, 2], IDS, MASK),
+        [[2, 2], IDS, MASK, {"input": ["a", "b"]}],
+        ([2, 2], IDS[:, None], MASK[:, None]),  # (B, 1, S)
+    ],
+    ids=["mapping", "tuple", "list", "extra dimension"],
+)
+def test_language_model_batches_in_all_forms(batch):
+    found = as_lm_batch(batch, CPU)
+    assert found.input_ids.tolist() == IDS.tolist()
+    assert found.attention_mask.tolist() == MASK.tolist()
+    assert found.labels.tolist() == UNPADDED
+
+
+def test_labels_of_the_dataset_win():
+    labels = torch.tensor([[-100, 6, 7], [-100, 9, -100]])
+    found = as_lm_batch({"input_ids": IDS, "attention_mask": MASK, "labels": labels}, CPU)
+    assert found.labels.tolist() == labels.tolist()
+
+
+def test_language_model_batches_go_to_the_device():
+    found = as_lm_batch({"input_ids": IDS, "attention_mask": MASK}, torch.device("meta"))
+    assert {t.device.type for t in (found.input_ids, found.attention_mask, found.labels)} == {"meta"}
+
+
+def test_endless_goes_round_and_reshuffles():
+    sampler = RankSampler(range(4), 1, 0, seed=3)
+    rounds = list(itertools.islice(endless(DataLoader(range(4), batch_size=2, sampler=sampler)), 6))
+    orders = [torch.cat(rounds[i : i + 2]).tolist() for i in (0, 2, 4)]
+    assert all(sorted(order) == [0, 1, 2, 3] for order in orders)
+    assert len({tuple(order) for order in orders}) > 1
+
+
+def test_endless_takes_a_plain_list_and_an_endless_iterator():
+    assert list(itertools.islice(endless([1, 2]), 5)) == [1, 2, 1, 2, 1]
+    assert list(itertools.islice(endless(itertools.cycle([1, 2])), 3)) == [1, 2, 1]
+
+
+def test_an_iterator_that_ends_says_so():
+    batches = endless(iter([1, 2]))
+    assert [next(batches), next(batches)] == [1, 2]
+    with pytest.raises(ValueError, match="came to its end: pass the dataloader itself"):
+        next(batches)
+
+
+def test_pretraining_data_without_a_batch_is_an_error_not_a_hang():
+    empty = DataLoader(range(3), batch_size=4, drop_last=True)
+    with pytest.raises(ValueError, match="gave no batch"):
+        next(endless(empty))
