@@ -52,6 +52,8 @@ _GENERATION_OPTIONS = (
     "lambd",
 )
 _SPECIAL = ("max_length", "eos_token_id", "pad_token_id")
+# What else the constructor takes by name: for the hint at a misspelt one.
+_PARAMETERS = ("config", "tokenizer", "reward_fn", "remote_rm_url", "reward_source", "rollout_engine", "evaluator")
 
 
 def config_from_options(args: Any, options: Mapping[str, Any], tokenizer: Any = None, world_size: int = 1) -> PPOConfig:
@@ -72,7 +74,7 @@ def config_from_options(args: Any, options: Mapping[str, Any], tokenizer: Any = 
     known = [*CONSTRUCTOR_DEFAULTS, *_GENERATION_NAMES, *_GENERATION_OPTIONS, *_SPECIAL]
     for name in options:
         if name not in known:
-            raise ConfigError(f"PPOTrainer got an unknown option {name!r}{nearest(name, known)}")
+            raise ConfigError(f"PPOTrainer got an unknown option {name!r}{nearest(name, [*known, *_PARAMETERS])}")
     values = _options_of(args) | CONSTRUCTOR_DEFAULTS
     if "eps_clip" in options:
         values |= {"eps_clip_low": None, "eps_clip_high": None}
