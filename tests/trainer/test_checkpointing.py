@@ -1,0 +1,285 @@
+"""RunCheckpointer: which checkpoint the next start finds; the state that goes in and comes out."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from support.fakes import FakeStrategy, on_ranks
+
+from lightppo.config import CheckpointConfig
+from lightppo.strategy.checkpoint import CheckpointError, list_tags
+from lightppo.trainer.checkpointing import RunCheckpointer, resume_root
+
+ages = itertools.count(1)
+
+
+def make_part(root: Path, part: str, step: int, whole: bool = True) -> None:
+    """One part of a checkpoint as the strategy leaves it; each call makes one younger than the last."""
+    folder = root / f"_{part}" / f"global_step{step}"
+    folder.mkdir(parents=True)
+    if whole:
+        (folder / "lightppo_checkpoint.json").write_text("{}")
+        age = 1_000_000_000 * next(ages)
+        os.utime(folder / "lightppo_checkpoint.json", ns=(age, age))
+
+
+def make_checkpoints(root: Path, *steps: int, parts: tuple[str, ...] = ("critic", "actor")) -> None:
+    for step in steps:
+        for part in parts:
+            make_part(root, part, step)
+        (root / "latest").write_text(f"global_step{step}")
+
+
+class SavingStrategy(FakeStrategy):
+    """Writes checkpoints of the form above and rotates them as ``DeepspeedStrategy.save_ckpt`` says."""
+
+    dies_at: str | None = None  # the part that a crash comes before
+
+    def save_ckpt(self, model: str, save_dir: Path, tag: str, *, max_num: int, max_mem: float, client_state: Any,
+                  protected_tags: tuple[str, ...] = ()) -> None:  # fmt: skip
+        if save_dir.name == f"_{self.dies_at}":
+            raise KeyboardInterrupt(f"killed before {save_dir}")
+        make_part(save_dir.parent, save_dir.name[1:], int(tag.removeprefix("global_step")))
+        content = {"model": model, "max_mem": max_mem, "has_state": client_state is not None}
+        (save_dir / tag / "content.json").write_text(json.dumps(content))
+        torch.save(client_state, save_dir / tag / "state.pt")
+        tags = list_tags(save_dir)
+        for old in [t for t in tags if t != tag and t not in protected_tags][: max(0, len(tags) - max_num)]:
+            for file in (save_dir / old).iterdir():
+                file.unlink()
+            (save_dir / old).rmdir()
+
+    def load_ckpt(self, model: str, load_dir: Path, tag: str) -> tuple[str, Any]:
+        path = load_dir / tag
+        assert json.loads((path / "content.json").read_text())["model"] == model
+        return str(path), torch.load(path / "state.pt", weights_only=False)
+
+    def save_model(self, model: str, tokenizer: Any, output_dir: Path) -> None:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        (output_dir / "model").write_text(f"{model} {tokenizer}")
+        age = 1_000_000_000 * next(ages)
+        os.utime(output_dir, ns=(age, age))
+
+
+def checkpointer(strategy: FakeStrategy | None = None, ema: bool = False, critic: bool = True, **options: Any):
+    models = {"actor": "ACTOR", "critic": "CRITIC" if critic else None, "ema": "EMA" if ema else None}
+    return RunCheckpointer(strategy or SavingStrategy(), CheckpointConfig(**options), models, "TOKENIZER")
+
+
+# -- finding ---------------------------------------------------------------------------------------------------------
+
+
+def test_where_there_is_nothing_nothing_is_found(tmp_path):
+    assert checkpointer().find(tmp_path / "never made") is None
+    assert checkpointer().find(tmp_path) is None
+    (tmp_path / "_actor").mkdir()
+    assert checkpointer().find(tmp_path) is None
+
+
+def test_the_last_checkpoint_is_found_by_its_number_not_its_spelling(tmp_path):
+    make_checkpoints(tmp_path, 9, 10, 11)
+    assert checkpointer().find(tmp_path) == "global_step11"
+    (tmp_path / "latest").unlink()
+    assert checkpointer().find(tmp_path) == "global_step11"
+
+
+@pytest.mark.parametrize("broken", ["missing", "incomplete"])
+@pytest.mark.parametrize("part", ["actor", "critic"])
+def test_a_checkpoint_that_lacks_a_part_is_passed_over(tmp_path, part, broken):
+    make_checkpoints(tmp_path, 5)
+    make_part(tmp_path, "critic" if part == "actor" else "actor", 10)
+    if broken == "incomplete":
+        make_part(tmp_path, part, 10, whole=False)
+    (tmp_path / "latest").write_text("global_step10")
+    assert checkpointer().find(tmp_path) == "global_step5"
+
+
+def test_a_save_that_was_interrupted_is_no_checkpoint(tmp_path):
+    make_checkpoints(tmp_path, 5)
+    for part in ("actor", "critic"):
+        make_part(tmp_path, part, 10)
+        (tmp_path / f"_{part}" / "global_step10").rename(tmp_path / f"_{part}" / "global_step10.incomplete")
+    assert checkpointer().find(tmp_path) == "global_step5"
+
+
+def test_only_incomplete_checkpoints_are_none(tmp_path):
+    make_part(tmp_path, "critic", 5)
+    make_part(tmp_path, "actor", 5, whole=False)  # the first save was interrupted
+    assert checkpointer().find(tmp_path) is None
+
+
+def test_a_run_started_anew_in_the_folder_of_an_older_one_finds_its_own(tmp_path):
+    """--resume never, then a crash at step 4: the older run's step 100 must not be taken for the last."""
+    make_checkpoints(tmp_path, 90, 100)
+    make_checkpoints(tmp_path, 2, 4)
+    assert checkpointer().find(tmp_path) == "global_step4"
+    (tmp_path / "latest").unlink()
+    assert checkpointer().find(tmp_path) == "global_step4"  # by age
+
+
+def test_directories_with_other_names_are_left_alone(tmp_path):
+    make_checkpoints(tmp_path, 5)
+    for part in ("actor", "critic"):
+        make_part(tmp_path, part, 1)
+        (tmp_path / f"_{part}" / "global_step1").rename(tmp_path / f"_{part}" / "best")
+    assert checkpointer().find(tmp_path) == "global_step5"
+
+
+@pytest.mark.parametrize(
+    ("saved", "now", "message"),
+    [
+        (("actor",), {"critic": True}, "have no part _critic"),
+        (("critic", "actor"), {"ema": True}, "have no part _ema"),
+        (("actor",), {"ema": True}, "have no part _critic, _ema"),
+    ],
+)
+def test_checkpoints_of_a_run_with_other_models_are_refused(tmp_path, saved, now, message):
+    make_checkpoints(tmp_path, 5, 10, parts=saved)
+    with pytest.raises(CheckpointError, match=f"{message}: .*set another --ckpt_path or --resume never"):
+        checkpointer(**now).find(tmp_path)
+
+
+def test_parts_without_a_step_in_common_are_refused(tmp_path):
+    make_part(tmp_path, "critic", 10)
+    make_part(tmp_path, "actor", 5)
+    with pytest.raises(CheckpointError, match="have no part in common"):
+        checkpointer().find(tmp_path)
+
+
+def test_parts_that_this_run_does_not_have_do_not_matter_to_finding(tmp_path):
+    """Whether the options may differ is decided by the saved config."""
+    make_checkpoints(tmp_path, 5, parts=("critic", "ema", "actor"))
+    assert checkpointer(critic=False).find(tmp_path) == "global_step5"
+
+
+# -- saving and loading ----------------------------------------------------------------------------------------------
+
+
+def test_every_part_is_saved_under_one_tag_and_marked(tmp_path):
+    checkpointer(ema=True, max_ckpt_mem=90.0).save(tmp_path, 7, {"trainer": 1})
+    assert (tmp_path / "latest").read_text() == "global_step7"
+    contents = {
+        part: json.loads((tmp_path / f"_{part}" / "global_step7" / "content.json").read_text())
+        for part in ("actor", "critic", "ema")
+    }
+    assert {part: content["model"] for part, content in contents.items()} == {
+        "actor": "ACTOR",
+        "critic": "CRITIC",
+        "ema": "EMA",
+    }
+    assert {part: content["has_state"] for part, content in contents.items()} == {
+        "actor": True,
+        "critic": False,
+        "ema": False,
+    }
+    assert {content["max_mem"] for content in contents.values()} == {30.0}  # --max_ckpt_mem is for all parts together
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3])
+def test_old_checkpoints_go_and_the_last_is_found(tmp_path, keep):
+    mine = checkpointer(max_ckpt_num=keep)
+    for step in range(1, 6):
+        mine.save(tmp_path, step, {})
+        assert mine.find(tmp_path) == f"global_step{step}"
+    assert list_tags(tmp_path / "_actor") == [f"global_step{step}" for step in range(6 - keep, 6)]
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+@pytest.mark.parametrize("part", ["critic", "ema", "actor"])
+def test_a_run_killed_while_saving_goes_back_to_the_checkpoint_before(tmp_path, part, keep):
+    mine = checkpointer(ema=True, max_ckpt_num=keep)
+    mine.save(tmp_path, 1, {})
+    mine.save(tmp_path, 2, {})
+    mine.strategy.dies_at = part
+    with pytest.raises(KeyboardInterrupt):
+        mine.save(tmp_path, 3, {})
+    again = checkpointer(ema=True, max_ckpt_num=keep)
+    assert again.find(tmp_path) == "global_step2"
+    again.save(tmp_path, 4, {})
+    assert again.find(tmp_path) == "global_step4"
+
+
+def test_state_and_random_numbers_come_back(tmp_path):
+    random.seed(1), numpy.random.seed(2), torch.manual_seed(3)
+    checkpointer().save(tmp_path, 2, {"trainer": {"global_step": 2}, "kl_ctl": {"value": 0.5}})
+    draw = lambda: (random.random(), numpy.random.rand(), torch.rand(()).item())  # noqa: E731
+    expected = draw()
+    draw()
+    state = checkpointer().load(tmp_path, "global_step2")
+    assert state == {"trainer": {"global_step": 2}, "kl_ctl": {"value": 0.5}}
+    assert draw() == expected
+
+
+def test_random_numbers_of_every_rank_are_in_the_checkpoint(tmp_path):
+    def save(strategy: FakeStrategy) -> None:
+        mine = SavingStrategy(strategy.rank, 2, strategy._exchange)
+        gather = mine.all_gather_object
+        # Threads share one generator; what a rank hands in is its own.
+        mine.all_gather_object = lambda obj: gather({"of rank": mine.rank} if isinstance(obj, dict) else obj)
+        if mine.rank == 1:
+            mine.save_ckpt = lambda *args, **kwargs: None
+        checkpointer(mine).save(tmp_path, 1, {})
+
+    on_ranks(2, save)
+    state = torch.load(tmp_path / "_actor" / "global_step1" / "state.pt", weights_only=False)
+    assert state == {"rng": [{"of rank": 0}, {"of rank": 1}]}
+
+
+def test_exports_alone(tmp_path):
+    mine = checkpointer(disable_ds_ckpt=True, save_hf_ckpt=True, max_ckpt_num=2)
+    for step in (8, 9, 10):
+        mine.save(tmp_path, step, {})
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["global_step10_hf", "global_step9_hf"]
+    assert (tmp_path / "global_step10_hf" / "model").read_text() == "ACTOR TOKENIZER"
+    assert mine.find(tmp_path) is None
+
+
+def test_the_oldest_exports_go_not_those_with_the_lowest_number(tmp_path):
+    mine = checkpointer(max_ckpt_num=2)
+    for step in (90, 100, 1, 2):  # started anew after step 100
+        mine.save_hf(tmp_path, step)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["global_step1_hf", "global_step2_hf"]
+    mine.save_hf(tmp_path, 1)  # once more: takes its own place
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["global_step1_hf", "global_step2_hf"]
+
+
+def test_other_folders_are_no_exports(tmp_path):
+    for name in ("global_step1_hf.bak", "global_stepX_hf", "mine"):
+        (tmp_path / name).mkdir()
+    mine = checkpointer(max_ckpt_num=1)
+    for step in (1, 2):
+        mine.save_hf(tmp_path, step)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        *("global_step1_hf.bak", "global_step2_hf", "global_stepX_hf", "mine")
+    ]
+
+
+# -- where to look ---------------------------------------------------------------------------------------------------
+
+
+def test_resume_auto_and_never(tmp_path):
+    assert resume_root("auto", str(tmp_path)) == tmp_path
+    assert resume_root("never", str(tmp_path)) is None
+
+
+def test_resume_from_a_folder(tmp_path):
+    make_checkpoints(tmp_path / "other", 5)
+    assert resume_root(str(tmp_path / "other"), "./ckpt") == tmp_path / "other"
+
+
+def test_a_named_folder_without_a_whole_checkpoint_is_refused(tmp_path):
+    """A run that was told where to resume from must not start anew instead."""
+    make_checkpoints(tmp_path / "run", 5)
+    (tmp_path / "empty" / "_actor").mkdir(parents=True)
+    make_part(tmp_path / "incomplete", "actor", 1, whole=False)
+    for wrong in ("missing", "empty", "incomplete", "run/_actor", "run/_actor/global_step5"):
+        with pytest.raises(CheckpointError, match=rf"--resume {tmp_path / wrong}: not a folder of checkpoints"):
+            resume_root(str(tmp_path / wrong), "./ckpt")

@@ -1,0 +1,198 @@
+"""Recorder: what is logged, evaluated and saved, and when; never twice."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.fakes import FakeStrategy, on_ranks
+
+from lightppo.config import PPOConfig
+from lightppo.trainer.recorder import Recorder
+
+
+class FakeCheckpointer:
+    def __init__(self) -> None:
+        self.saved: list[tuple[str, int, Any]] = []
+        self.exported: list[tuple[str, int]] = []
+
+    def save(self, root: str, step: int, client_state: Any) -> None:
+        self.saved.append((root, step, client_state))
+
+    def save_hf(self, root: str, step: int) -> None:
+        self.exported.append((root, step))
+
+
+class FakeEvaluator:
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        self.steps.append(step)
+        return {"eval/accuracy": step / 10, "eval/reward": 1.0}
+
+
+def recorder(folder: Path, strategy: FakeStrategy | None = None, evaluates: bool = True, **options: Any) -> Recorder:
+    own = {name: options.pop(name) for name in ("start_step", "run_id") if name in options}
+    config = PPOConfig.from_flat(save_path=str(folder), **options)
+    evaluator = FakeEvaluator() if evaluates else None
+    return Recorder(config, strategy or FakeStrategy(), FakeCheckpointer(), evaluator, **own)
+
+
+def run(mine: Recorder, steps: int, per_episode: int = 3, first: int = 1) -> None:
+    """Steps of a run with episodes of ``per_episode`` steps."""
+    for step in range(first, steps + 1):
+        finished = step // per_episode if step % per_episode == 0 else None
+        mine.log(step, {"reward": float(step)}, {"time_step": 0.5})
+        mine.after_step(step, finished, "CKPT", lambda step=step: {"step": step})
+
+
+def rows(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def saved_steps(mine: Recorder) -> list[int]:
+    return [step for _, step, _ in mine.checkpointer.saved]
+
+
+def test_logs_have_namespaces_and_come_every_n_steps(tmp_path):
+    mine = recorder(tmp_path, evaluates=False, logging_steps=2)
+    run(mine, 5)
+    assert [(row["step"], row["rollout/reward"], row["perf/time_step"]) for row in rows(tmp_path)] == [
+        (2, 2.0, 0.5),
+        (4, 4.0, 0.5),
+    ]
+
+
+def test_evaluation_is_logged_and_told(tmp_path):
+    mine = recorder(tmp_path)
+    assert mine.evaluate(4) == {"eval/accuracy": 0.4, "eval/reward": 1.0}
+    (row,) = rows(tmp_path)
+    assert (row["step"], row["eval/accuracy"]) == (4, 0.4)
+    assert mine.strategy.printed == ["[step 4] evaluation: accuracy 0.400, reward 1.000"]
+
+
+def test_a_step_is_evaluated_once(tmp_path):
+    mine = recorder(tmp_path, eval_steps=2)
+    run(mine, 4)
+    assert mine.evaluate(4) == {}
+    mine.finish(4, "CKPT", dict)
+    assert mine.evaluator.steps == [2, 4]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [({}, [3, 6]), ({"eval_steps": 2}, [2, 4, 6]), ({"eval_seconds": 1e6}, []), ({"eval_steps": 0}, [])],
+)
+def test_evaluation_comes_every_episode_unless_steps_or_seconds_are_set(tmp_path, options, expected):
+    mine = recorder(tmp_path, **options)
+    run(mine, 7)
+    assert mine.evaluator.steps == expected
+
+
+def test_without_an_evaluator_nothing_is_evaluated(tmp_path):
+    mine = recorder(tmp_path, evaluates=False, eval_steps=1)
+    run(mine, 3)
+    mine.finish(3, "CKPT", dict)
+    assert mine.evaluate(3) == {}
+    assert "eval/accuracy" not in (tmp_path / "metrics.jsonl").read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "saved", "exported"),
+    [
+        ({}, [], []),
+        ({"save_steps": 2}, [2, 4, 6], []),
+        ({"save_epochs": 2}, [6], []),
+        ({"save_steps": 4, "save_epochs": 1}, [3, 4, 6], []),
+        ({"hf_save_steps": 3}, [], [3, 6]),
+    ],
+)
+def test_checkpoints_and_exports_come_at_their_times(tmp_path, options, saved, exported):
+    mine = recorder(tmp_path, **options)
+    run(mine, 7)
+    assert saved_steps(mine) == saved
+    assert [step for _, step in mine.checkpointer.exported] == exported
+    assert all(entry == ("CKPT", entry[1], {"step": entry[1]}) for entry in mine.checkpointer.saved)
+
+
+def test_seconds_since_the_last_checkpoint(tmp_path):
+    mine = recorder(tmp_path, save_seconds=10)
+    now = [mine.checkpoint_cadence.last]
+    mine.checkpoint_cadence.clock = lambda: now[0]
+    for step, passed in enumerate([6, 6, 6, 6, 1], start=1):
+        now[0] += passed
+        mine.after_step(step, None, "CKPT", dict)
+    assert saved_steps(mine) == [2, 4]  # after 12 s, and 12 s later
+
+
+def test_ranks_save_together_by_rank_0s_clock(tmp_path):
+    def saves(strategy: FakeStrategy) -> list[int]:
+        mine = recorder(tmp_path, strategy, save_seconds=10)
+        start = mine.checkpoint_cadence.last
+        # Rank 1's clock says that much more time has passed.
+        mine.checkpoint_cadence.clock = lambda: start + (5 if strategy.rank == 0 else 500)
+        mine.after_step(1, None, "CKPT", dict)
+        mine.checkpoint_cadence.clock = lambda: start + (15 if strategy.rank == 0 else 1)
+        mine.after_step(2, None, "CKPT", dict)
+        return saved_steps(mine)
+
+    assert on_ranks(2, saves) == [[2], [2]]
+
+
+def test_the_state_is_only_taken_when_a_checkpoint_is_due(tmp_path):
+    mine = recorder(tmp_path, save_steps=2)
+    mine.after_step(1, None, "CKPT", lambda: pytest.fail("not due"))
+    mine.after_step(2, None, "CKPT", lambda: {"x": 1})
+    assert mine.checkpointer.saved == [("CKPT", 2, {"x": 1})]
+
+
+def test_the_end_saves_what_is_not_saved_yet(tmp_path):
+    mine = recorder(tmp_path, save_steps=2, evaluates=False)
+    run(mine, 5)
+    mine.finish(5, "CKPT", lambda: {"last": True})
+    assert mine.checkpointer.saved[-1] == ("CKPT", 5, {"last": True})
+    mine = recorder(tmp_path, save_steps=2, evaluates=False)
+    run(mine, 4)
+    mine.finish(4, "CKPT", dict)
+    assert saved_steps(mine) == [2, 4]
+
+
+def test_a_run_that_keeps_no_checkpoints_saves_none_at_the_end(tmp_path):
+    mine = recorder(tmp_path, evaluates=False)
+    run(mine, 4)
+    mine.finish(4, "CKPT", dict)
+    assert saved_steps(mine) == []
+
+
+def test_a_resumed_run_with_nothing_left_to_do_writes_no_checkpoint_again(tmp_path):
+    mine = recorder(tmp_path, save_steps=2, start_step=4)
+    mine.finish(4, "CKPT", dict)
+    assert saved_steps(mine) == []
+
+
+def test_a_resumed_run_goes_on_in_the_same_file(tmp_path):
+    first = recorder(tmp_path, evaluates=False)
+    run(first, 4)
+    first.close()
+    second = recorder(tmp_path, evaluates=False, start_step=2)
+    run(second, 3, first=3)
+    second.close()
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3]
+
+
+def test_closing_closes_the_logs(tmp_path):
+    mine = recorder(tmp_path)
+    assert len(mine.metric_logger.sinks) == 1
+    mine.close()
+    mine.close()
+    assert mine.metric_logger.sinks == []
+
+
+def test_only_rank_0_writes(tmp_path):
+    mine = recorder(tmp_path / "run", FakeStrategy(rank=1, world_size=2), run_id="abc")
+    mine.log(1, {"reward": 1.0}, {})
+    assert mine.run_id == "abc"
+    assert not (tmp_path / "run").exists()
