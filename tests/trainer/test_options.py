@@ -129,7 +129,7 @@ def test_an_unknown_option_names_the_nearest(wrong, right):
 
 
 def test_an_option_that_is_none_and_like_none():
-    with pytest.raises(ConfigError, match="unknown option 'qqqq'$"):
+    with pytest.raises(ConfigError, match=r"unknown option 'qqqq'$"):
         config_from_options(None, {"qqqq": 1})
 
 

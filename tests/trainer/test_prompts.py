@@ -166,7 +166,7 @@ def test_torchs_own_sampler_is_reshuffled_and_cannot_resume():
 
 def test_any_iterable_of_batches_starts_from_its_beginning_only():
     assert list(start_episode([["a"], ["b"]], 5, 0)) == [(["a"], False), (["b"], True)]
-    with pytest.raises(ValueError, match="make it with strategy.setup_dataloader"):
+    with pytest.raises(ValueError, match=r"make it with strategy\.setup_dataloader"):
         start_episode([["a"], ["b"]], 0, 1)
 
 
