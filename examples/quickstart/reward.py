@@ -13,7 +13,7 @@ _SUM = re.compile(r"(\d+)\+(\d+)=")
 def reward_func(
     queries: list[str], prompts: list[str], labels: list[str], *, finish_reasons: list[str] | None = None
 ) -> dict[str, object]:
-    """Adds the two numbers of each prompt and compares.
+    """Adds the two numbers of each prompt and compares; the answer to ``07+35=`` is ``042``.
 
     Args:
         queries: prompt and response, without special tokens.
@@ -33,7 +33,7 @@ def reward_func(
         match = _SUM.fullmatch(prompt)
         if match is None:
             raise ValueError(f"prompt {prompt!r} is not a sum like '07+35='")
-        answer = str(int(match[1]) + int(match[2]))
+        answer = f"{int(match[1]) + int(match[2]):03d}"
         if label != answer:
             raise ValueError(f"prompt {prompt!r} has the label {label!r}, but the sum is {answer}")
         rewards.append(float(finish_reason == "stop" and query.removeprefix(prompt) == answer))

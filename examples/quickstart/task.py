@@ -1,10 +1,11 @@
-"""The quickstart's task: two-digit addition as text, ``07+35=`` → ``42``.
+"""The quickstart's task: two-digit addition as text, ``07+35=`` → ``042``.
 
 There are 100 x 100 prompts. One in ten is held out by a hash of its two numbers, so that the split is the same on
 every machine and no held-out prompt, nor the same sum the other way round, is ever in supervised or PPO data.
 
-The demonstrations come from a careless pupil: half of the answers are wrong by 1 or by 10. A model that copies them
-perfectly is therefore right half of the time when sampled. That is what PPO has to mend, from the reward alone.
+The demonstrations come from a careless pupil: six in ten answers have one wrong digit. A model that copies them well is
+right about half of the time when sampled: 1 - 0.6 / 3 = 0.8 for each digit, 0.8³ = 0.51 for all three. That is what PPO
+has to mend, from the reward alone.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import re
 
 CHARACTERS = "0123456789+="
 HELD_OUT_PERCENT = 10
-WRONG_SHARE = 0.5  # of the demonstrations
-SLIPS = (-10, -1, 1, 10)  # what a wrong demonstration is off by
+ANSWER_DIGITS = 3
+WRONG_SHARE = 0.6  # of the demonstrations
 
 _PROMPT = re.compile(r"(\d\d)\+(\d\d)=")
 
@@ -24,6 +25,11 @@ _PROMPT = re.compile(r"(\d\d)\+(\d\d)=")
 def format_prompt(a: int, b: int) -> str:
     """``(7, 35)`` → ``"07+35="``."""
     return f"{a:02d}+{b:02d}="
+
+
+def format_answer(total: int) -> str:
+    """``42`` → ``"042"``: the same number of digits always, as in the prompts."""
+    return f"{total:0{ANSWER_DIGITS}d}"
 
 
 def solve(prompt: str) -> str:
@@ -35,7 +41,7 @@ def solve(prompt: str) -> str:
     match = _PROMPT.fullmatch(prompt)
     if match is None:
         raise ValueError(f"{prompt!r} is not a prompt of this task; one looks like {format_prompt(7, 35)!r}")
-    return str(int(match[1]) + int(match[2]))
+    return format_answer(int(match[1]) + int(match[2]))
 
 
 def is_held_out(a: int, b: int) -> bool:
@@ -55,11 +61,12 @@ def split_pairs() -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
 
 
 def imperfect_answer(a: int, b: int, rng: random.Random) -> str:
-    """A demonstration: the sum, or with probability ``WRONG_SHARE`` one that is off by a slip."""
-    answer = a + b
+    """A demonstration: the sum, with probability ``WRONG_SHARE`` with another digit at one place."""
+    digits = list(format_answer(a + b))
     if rng.random() < WRONG_SHARE:
-        answer += rng.choice([slip for slip in SLIPS if answer + slip >= 0])
-    return str(answer)
+        place = rng.randrange(ANSWER_DIGITS)
+        digits[place] = rng.choice([digit for digit in "0123456789" if digit != digits[place]])
+    return "".join(digits)
 
 
 def demonstrations(seed: int) -> list[dict[str, str]]:
@@ -73,4 +80,4 @@ def demonstrations(seed: int) -> list[dict[str, str]]:
 
 def labelled_prompts(pairs: list[tuple[int, int]]) -> list[dict[str, str]]:
     """Prompts with the right answer, ``{"input", "label"}``."""
-    return [{"input": format_prompt(a, b), "label": str(a + b)} for a, b in pairs]
+    return [{"input": format_prompt(a, b), "label": format_answer(a + b)} for a, b in pairs]

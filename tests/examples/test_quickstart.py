@@ -32,30 +32,30 @@ class TestTask:
         shown = [row["input"] for row in task.demonstrations(seed=3)]
         assert sorted(shown) == sorted(task.format_prompt(a, b) for a, b in train)
 
-    def test_half_of_the_demonstrations_are_wrong(self, quickstart):
+    def test_six_in_ten_demonstrations_are_wrong_in_one_digit(self, quickstart):
         task = quickstart("task")
         rows = task.demonstrations(seed=1)
-        right = sum(row["output"] == task.solve(row["input"]) for row in rows) / len(rows)
-        # 8965 draws: standard deviation 0.0053
-        assert right == pytest.approx(0.5, abs=0.02)
+        wrong_digits = [sum(x != y for x, y in zip(r["output"], task.solve(r["input"]), strict=True)) for r in rows]
+        assert set(wrong_digits) == {0, 1}
+        # 8965 draws: standard deviation 0.0052
+        assert sum(wrong_digits) / len(rows) == pytest.approx(0.6, abs=0.02)
 
     def test_demonstrations_come_from_the_seed(self, quickstart):
         task = quickstart("task")
         assert task.demonstrations(1) == task.demonstrations(1)
         assert task.demonstrations(1) != task.demonstrations(2)
 
-    @pytest.mark.parametrize(("a", "b"), [(0, 0), (0, 5), (4, 5), (7, 35), (99, 99)])
-    def test_an_answer_is_a_number_without_needless_zeros(self, quickstart, a, b):
-        task = quickstart("task")
+    def test_a_wrong_digit_may_be_at_any_place(self, quickstart):
         rng = random.Random(0)
-        for _ in range(50):
-            answer = task.imperfect_answer(a, b, rng)
-            assert answer == str(int(answer))
+        answers = {quickstart("task").imperfect_answer(7, 35, rng) for _ in range(2000)}
+        # the right one, and 3 places with 9 other digits each
+        assert len(answers) == 1 + 3 * 9
+        assert answers >= {"042", "142", "072", "049"}
 
     def test_solve(self, quickstart):
         task = quickstart("task")
         assert task.format_prompt(7, 35) == "07+35="
-        assert task.solve("07+35=") == "42"
+        assert task.solve("07+35=") == "042"
         with pytest.raises(ValueError, match=r"'7\+35=' is not a prompt of this task"):
             task.solve("7+35=")
 
@@ -78,7 +78,7 @@ class TestAssets:
         for name in ("prompts.jsonl", "eval.jsonl"):
             for row in read(assets / name):
                 a, b = row["input"].rstrip("=").split("+")
-                assert row["label"] == str(int(a) + int(b))
+                assert row["label"] == f"{int(a) + int(b):03d}"
 
     def test_tokenizer_and_model_load_as_any_other(self, assets):
         from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -87,7 +87,7 @@ class TestAssets:
         # pad 0, bos 1, eos 2, then the characters: "0" is 3, "7" is 10, "+" is 13, "=" is 14
         ids = tokenizer("07+35=")["input_ids"]
         assert ids == [1, 3, 10, 13, 6, 8, 14]
-        assert tokenizer.decode([7, 5, 2], skip_special_tokens=True) == "42"
+        assert tokenizer.decode([3, 7, 5, 2], skip_special_tokens=True) == "042"
         assert (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 1, 2)
         model = AutoModelForCausalLM.from_pretrained(assets / "model")
         assert model.config.eos_token_id == 2
@@ -108,22 +108,22 @@ class TestAssets:
 
 class TestReward:
     def test_only_the_exact_sum_scores(self, quickstart):
-        answers = {"42": 1.0, "042": 0.0, "43": 0.0, "4": 0.0, "42=": 0.0, "": 0.0, " 42": 0.0}
+        answers = {"042": 1.0, "42": 0.0, "043": 0.0, "04": 0.0, "042=": 0.0, "": 0.0, " 042": 0.0, "0420": 0.0}
         n = len(answers)
-        result = quickstart("reward").reward_func([f"07+35={a}" for a in answers], ["07+35="] * n, ["42"] * n)
+        result = quickstart("reward").reward_func([f"07+35={a}" for a in answers], ["07+35="] * n, ["042"] * n)
         assert result["rewards"] == list(answers.values())
         assert result["extra_logs"] == {"accuracy": list(answers.values())}
 
     def test_an_answer_cut_by_the_token_limit_is_wrong(self, quickstart):
         result = quickstart("reward").reward_func(
-            ["07+35=42", "07+35=42"], ["07+35="] * 2, ["42"] * 2, finish_reasons=["length", "stop"]
+            ["07+35=042", "07+35=042"], ["07+35="] * 2, ["042"] * 2, finish_reasons=["length", "stop"]
         )
         assert result["rewards"] == [0.0, 1.0]
 
     def test_data_of_another_task_is_an_error(self, quickstart):
         reward = quickstart("reward")
-        with pytest.raises(ValueError, match=r"'07\+35=' has the label '43', but the sum is 42"):
-            reward.reward_func(["07+35=42"], ["07+35="], ["43"])
+        with pytest.raises(ValueError, match=r"'07\+35=' has the label '42', but the sum is 042"):
+            reward.reward_func(["07+35=042"], ["07+35="], ["42"])
         with pytest.raises(ValueError, match="'Hello' is not a sum"):
             reward.reward_func(["Hello you"], ["Hello"], ["you"])
 
