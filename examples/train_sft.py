@@ -60,6 +60,9 @@ class SFTConfig:
 def problems(config: SFTConfig, world_size: int) -> list[str]:
     """What is wrong with the options, one message each."""
     found = [out_of_range(f.name, getattr(config, f.name), f) for f in dataclasses.fields(config)]
+    if any(found):
+        return [problem for problem in found if problem]
+    found = []
     if config.pretrain is None:
         found.append("--pretrain is required: a folder with a model, or a hub id")
     if config.dataset is None:
@@ -72,7 +75,7 @@ def problems(config: SFTConfig, world_size: int) -> list[str]:
             f"--train_batch_size {config.train_batch_size} must be a multiple of --micro_train_batch_size "
             f"{config.micro_train_batch_size} × {world_size} ranks: set one to fit the other"
         )
-    return [problem for problem in found if problem]
+    return found
 
 
 def parse_args(argv: Sequence[str] | None = None) -> SFTConfig:

@@ -169,6 +169,12 @@ def _algorithm(config: PPOConfig) -> list[str]:
     if a.init_kl_coef == 0 and (a.use_kl_loss or a.kl_target is not None):
         flag = "--use_kl_loss" if a.use_kl_loss else "--kl_target"
         problems.append(f"{flag} has no effect with --init_kl_coef 0: set a coefficient above 0")
+    samples = config.rollout.rollout_batch_size * n
+    if a.kl_target is not None and 0.2 * samples >= a.kl_horizon:
+        problems.append(
+            f"--kl_horizon {a.kl_horizon} is too short for {samples} samples per rollout: the coefficient could change "
+            f"sign; set it above {0.2 * samples:g}"
+        )
     clip = config.reward.reward_clip_range
     if clip and clip[0] >= clip[1]:
         problems.append(f"--reward_clip_range {clip[0]} {clip[1]}: the first must be below the second")

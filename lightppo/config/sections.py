@@ -101,7 +101,7 @@ class RewardConfig:
     """Rewards: sources and the shaping of scores."""
 
     remote_rm_url: tuple[str, ...] = option(
-        (), "http(s) URLs of reward servers, or path.py with reward_func(queries, prompts, labels)."
+        (), "http(s) URLs of reward servers, or path.py with reward_func(queries, prompts, labels).", resume_safe=True
     )
     reward_fn: str | None = option(
         None, "path.py[:name]: a reward function; with several --reward_pretrain it combines their scores."

@@ -56,7 +56,7 @@ def _write(hf_model: Any, prefix: str, state_dict: Any, tokenizer: Any | None, o
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     try:
-        with _savable_generation_config(hf_model):
+        with _savable_generation_config(hf_model), _no_progress_bar():
             hf_model.save_pretrained(str(staging), state_dict=state_dict)
         if tokenizer is not None:
             tokenizer.save_pretrained(str(staging))
@@ -93,6 +93,20 @@ def _savable_generation_config(hf_model: Any) -> Iterator[None]:
         yield
     finally:
         hf_model.generation_config = original
+
+
+@contextlib.contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """transformers shows one per save, also where nobody looks."""
+    from transformers.utils import logging as hf_logging
+
+    shown = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            hf_logging.enable_progress_bar()
 
 
 def _move_files(staging: Path, output_dir: Path) -> None:

@@ -92,5 +92,13 @@ def init_process_group(timeout: timedelta) -> torch.device:
         # Private hook of DeepSpeed 0.19; the plain gloo collectives take over.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     logging.getLogger("DeepSpeed").addFilter(_not_about_skipped_steps)
-    deepspeed.init_distributed(timeout=timeout, verbose=False)
+    try:
+        deepspeed.init_distributed(timeout=timeout, verbose=False)
+    except torch.distributed.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise RuntimeError(
+            f"port {os.environ['MASTER_PORT']} is in use, by another run perhaps: choose one with --master_port, "
+            "before the script's name"
+        ) from error
     return device

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -29,7 +30,7 @@ from lightppo.rewards.build import build_reward_source
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.trainer.evaluator import Evaluator
 from lightppo.trainer.guards import check_before_loading, check_disk_space, check_lengths
-from lightppo.trainer.options import eval_sampling_params
+from lightppo.trainer.options import eval_sampling_params, public_options
 from lightppo.trainer.ppo_trainer import PPOTrainer, parameter_count
 from lightppo.trainer.prompts import endless
 
@@ -63,7 +64,7 @@ def build_trainer(config: PPOConfig, trainer_class: type[TrainerT] = PPOTrainer)
     config.validate(strategy.world_size)
     config = config.resolved()
     check_before_loading(config)
-    save_run_config(config, strategy)
+    strategy.print(described(config))
 
     models = build_models(config, strategy)
     tokenizer = get_tokenizer(
@@ -122,27 +123,36 @@ def build_trainer(config: PPOConfig, trainer_class: type[TrainerT] = PPOTrainer)
     trainer.evaluator = build_evaluator(config, tokenizer, strategy, trainer)
     trainer.saves_at_end = True
     trainer.resume()
+    save_run_config(config, strategy)  # only now: a refused resume leaves the run's own options in place
     return trainer
 
 
 def build_strategy(config: PPOConfig) -> DeepspeedStrategy:
-    """The strategy of a config; no process group yet."""
+    """The strategy of a config; no process group yet.
+
+    Raises:
+        ConfigError: ZeRO options that exclude each other.
+    """
     s, t = config.strategy, config.training
-    return DeepspeedStrategy(
-        seed=s.seed,
-        max_norm=t.max_norm,
-        micro_train_batch_size=t.micro_train_batch_size,
-        train_batch_size=config.resolved().training.train_batch_size,
-        zero_stage=s.zero_stage,
-        bf16=config.model.bf16,
-        zpg=s.zpg,
-        adam_offload=s.adam_offload,
-        param_offload=s.param_offload,
-        grad_accum_dtype=s.grad_accum_dtype,
-        overlap_comm=s.overlap_comm,
-        full_determinism=s.full_determinism,
-        timeout_minutes=s.dist_timeout,
-    )
+    options = {
+        "seed": s.seed,
+        "max_norm": t.max_norm,
+        "micro_train_batch_size": t.micro_train_batch_size,
+        "train_batch_size": config.resolved().training.train_batch_size,
+        "zero_stage": s.zero_stage,
+        "bf16": config.model.bf16,
+        "zpg": s.zpg,
+        "adam_offload": s.adam_offload,
+        "param_offload": s.param_offload,
+        "grad_accum_dtype": s.grad_accum_dtype,
+        "overlap_comm": s.overlap_comm,
+        "full_determinism": s.full_determinism,
+        "timeout_minutes": s.dist_timeout,
+    }
+    try:
+        return DeepspeedStrategy(**options)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def build_models(config: PPOConfig, strategy: DeepspeedStrategy) -> Models:
@@ -323,18 +333,36 @@ def with_optimizer(
     return model, optimizer, scheduler
 
 
+def described(config: PPOConfig) -> str:
+    """All options, one line per section."""
+    public = public_options(config)
+    lines = []
+    for home in dataclasses.fields(config):
+        names = [f.name for f in dataclasses.fields(getattr(config, home.name))]
+        lines.append(f"{home.name}: " + " ".join(f"{name}={public[name]!r}" for name in names))
+    return "\n".join(lines)
+
+
 def save_run_config(config: PPOConfig, strategy: DeepspeedStrategy) -> None:
-    """Print the resolved options and keep them in ``save_path/run_config.yaml``, which ``--config`` reads."""
-    values = {name: list(v) if isinstance(v, tuple) else v for name, v in config.flat().items() if name != "config"}
-    text = yaml.safe_dump(values, sort_keys=False)
-    strategy.print(f"options:\n{text}")
-    if not strategy.is_rank_0():
-        return
+    """Keep the resolved options in ``save_path/run_config.yaml``, which ``--config`` reads. Collective.
+
+    Raises:
+        ConfigError: the folder cannot be written; on every rank.
+    """
+    problem = write_run_config(config) if strategy.is_rank_0() else None
+    if problem := strategy.broadcast_object(problem):
+        raise ConfigError(problem)
+
+
+def write_run_config(config: PPOConfig) -> str | None:
+    """Write run_config.yaml whole or not at all; returns what went wrong."""
+    options = {n: list(v) if isinstance(v, tuple) else v for n, v in public_options(config).items() if n != "config"}
     folder = Path(config.checkpoint.save_path)
+    temporary = folder / ".run_config.yaml"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        temporary = folder / ".run_config.yaml"
-        temporary.write_text(text)
+        temporary.write_text(yaml.safe_dump(options, sort_keys=False, allow_unicode=True))
         os.replace(temporary, folder / "run_config.yaml")
     except OSError as error:
-        raise ConfigError(f"--save_path {folder}: cannot be written ({error.strerror})") from error
+        return f"--save_path {folder}: cannot be written ({error.strerror})"
+    return None

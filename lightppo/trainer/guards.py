@@ -8,6 +8,7 @@ from typing import Any
 
 from lightppo.config import ConfigError, PPOConfig
 from lightppo.data.loading import check_data_paths
+from lightppo.rewards.address import read_token
 from lightppo.rewards.build import check_reward_options
 
 
@@ -16,7 +17,7 @@ def check_before_loading(config: PPOConfig) -> None:
 
     Raises:
         DataError: a data path that is missing or of no known form; names the flag.
-        ValueError: a reward address or file that is missing or of no known form; names the flag.
+        ConfigError: a reward address, file or token that is missing or of no known form; names the flag.
     """
     d = config.data
     check_data_paths(d.prompt_data, d.prompt_data_probs, flag="--prompt_data")
@@ -24,11 +25,15 @@ def check_before_loading(config: PPOConfig) -> None:
         check_data_paths(d.eval_data, flag="--eval_data")
     if d.pretrain_data:
         check_data_paths(d.pretrain_data, d.pretrain_data_probs, flag="--pretrain_data")
-    check_reward_options(
-        remote_rm_url=config.reward.remote_rm_url,
-        reward_fn=config.reward.reward_fn,
-        n_reward_models=len(config.model.reward_pretrain),
-    )
+    try:
+        check_reward_options(
+            remote_rm_url=config.reward.remote_rm_url,
+            reward_fn=config.reward.reward_fn,
+            n_reward_models=len(config.model.reward_pretrain),
+        )
+        read_token(env=config.reward.remote_rm_token_env)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def check_lengths(config: PPOConfig, model_config: Any) -> None:

@@ -10,6 +10,7 @@ from lightppo.config import ConfigError, PPOConfig, rules
 from lightppo.config.fields import nearest
 from lightppo.config.ppo import all_options
 from lightppo.config.values import alternatives, kind_of
+from lightppo.rewards.address import shown_url
 from lightppo.rollout.engine import SamplingParams
 
 # What the constructor means where it is given nothing; the command line has defaults of its own.
@@ -84,6 +85,24 @@ def config_from_options(args: Any, options: Mapping[str, Any], tokenizer: Any = 
     if problems := rules.trainer_contradictions(config, world_size):
         raise ConfigError("\n".join(problems))
     return config.resolved()
+
+
+def checked_config(config: PPOConfig, world_size: int) -> PPOConfig:
+    """A config made in code, resolved.
+
+    Raises:
+        ConfigError: options out of range, or that contradict each other.
+    """
+    if problems := config.range_problems() or rules.trainer_contradictions(config, world_size):
+        raise ConfigError("\n".join(problems))
+    return config.resolved()
+
+
+def public_options(config: PPOConfig) -> dict[str, Any]:
+    """All options by flag name, for logs, files and checkpoints: without what a reward URL carries in its query."""
+    values = config.flat()
+    shown = (shown_url(url) if url.startswith(("http://", "https://")) else url for url in values["remote_rm_url"])
+    return values | {"remote_rm_url": tuple(shown)}
 
 
 def sampling_params(config: PPOConfig) -> SamplingParams:

@@ -35,7 +35,13 @@ from lightppo.rollout.hf import HFRolloutEngine
 from lightppo.trainer import metrics as m
 from lightppo.trainer.checkpointing import RunCheckpointer, resume_root
 from lightppo.trainer.evaluator import Evaluator
-from lightppo.trainer.options import config_from_options, overlay_args, sampling_params
+from lightppo.trainer.options import (
+    checked_config,
+    config_from_options,
+    overlay_args,
+    public_options,
+    sampling_params,
+)
 from lightppo.trainer.prompts import as_prompts, endless, start_episode
 from lightppo.trainer.recorder import Recorder
 from lightppo.trainer.state import TrainerState, state_from_consumed
@@ -98,6 +104,8 @@ class PPOTrainer:
             config = config_from_options(getattr(strategy, "args", None), options, tokenizer, strategy.world_size)
         elif options:
             raise ConfigError(f"options {sorted(options)} beside config: put them into the config")
+        else:
+            config = checked_config(config, strategy.world_size)
         _check_models(config, critic, initial_model, tokenizer)
         self.config = config
         self.strategy = strategy
@@ -288,6 +296,7 @@ class PPOTrainer:
             logs_dict: status of the step.
             client_states: goes into the checkpoint; ``None``: the trainer's own state.
         """
+        self.recorder = self.recorder or self._new_recorder()  # a loop of the user's own may come without fit()
         finished = self.state.episode if self.state.consumed_prompts == 0 else None
         ckpt_path = getattr(args, "ckpt_path", None) or self.config.checkpoint.ckpt_path
         self.recorder.log(global_step, logs_dict or {}, self._perf(logs_dict or {}))
@@ -298,7 +307,7 @@ class PPOTrainer:
         return {
             "trainer": self.state.state_dict(),
             "kl_ctl": self.kl_ctl.state_dict(),
-            "config": self.config.flat(),
+            "config": public_options(self.config),
             "consumed_samples": self.state.global_step * self.config.rollout.rollout_batch_size,
         }
 
@@ -318,7 +327,7 @@ class PPOTrainer:
         if tag is None:
             return False
         saved = self.checkpointer.load(root, tag)
-        refused, safe = unsafe_changes(saved["config"], self.config.flat())
+        refused, safe = unsafe_changes(saved["config"], public_options(self.config))
         if refused:
             changes = ", ".join(f"--{name} {old} → {new}" for name, (old, new) in refused.items())
             raise ConfigError(
@@ -380,7 +389,13 @@ class PPOTrainer:
             self.state = state_from_consumed(
                 consumed_samples, self._steps_per_episode(update_steps), self.config.rollout.rollout_batch_size
             )
-        self.recorder = Recorder(
+        self.recorder = self._new_recorder()
+        e = self.config.evaluation
+        if e.val_only or (self.state.global_step == 0 and e.val_before_train):
+            self.recorder.evaluate(self.state.global_step)
+
+    def _new_recorder(self) -> Recorder:
+        recorder = Recorder(
             self.config,
             self.strategy,
             self.checkpointer,
@@ -388,10 +403,8 @@ class PPOTrainer:
             start_step=self.state.global_step,
             run_id=self.state.run_id,
         )
-        self.state.run_id = self.recorder.run_id
-        e = self.config.evaluation
-        if self.state.global_step == 0 and (e.val_before_train or e.val_only):
-            self.recorder.evaluate(0)
+        self.state.run_id = recorder.run_id
+        return recorder
 
     def _finish_step(self, prompts: list[Prompt], is_last: bool) -> None:
         """Bring the state up to date; on all ranks alike."""

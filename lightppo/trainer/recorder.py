@@ -13,6 +13,7 @@ from lightppo.trainer.checkpointing import RunCheckpointer
 from lightppo.trainer.evaluator import Evaluator
 from lightppo.trainer.loggers import MetricLogger
 from lightppo.trainer.metrics import with_namespace
+from lightppo.trainer.options import public_options
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +55,7 @@ class Recorder:
         self.metric_logger = MetricLogger(
             config.logging,
             c.save_path,
-            config.flat(),
+            public_options(config),
             is_rank_0=strategy.is_rank_0(),
             start_step=start_step,
             run_id=run_id,
