@@ -125,8 +125,16 @@ def test_a_run_started_anew_in_the_folder_of_an_older_one_finds_its_own(tmp_path
     assert checkpointer().find(tmp_path) == "global_step4"  # by age
 
 
+def test_the_marker_decides_where_ages_are_lost(tmp_path):
+    """A copied folder: its files are as old as the copying made them."""
+    make_checkpoints(tmp_path, 6, 4, 2)
+    (tmp_path / "latest").write_text("global_step6")
+    assert checkpointer().find(tmp_path) == "global_step6"
+
+
 def test_directories_with_other_names_are_left_alone(tmp_path):
     make_checkpoints(tmp_path, 5)
+    (tmp_path / "latest").unlink()
     for part in ("actor", "critic"):
         make_part(tmp_path, part, 1)
         (tmp_path / f"_{part}" / "global_step1").rename(tmp_path / f"_{part}" / "best")
