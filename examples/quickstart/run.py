@@ -67,8 +67,8 @@ def main(
 def sft_options() -> list[str]:
     """How the supervised warm-up is run."""
     return shlex.split(
-        "--output_key output --max_len 16 --train_batch_size 128 --micro_train_batch_size 64 --max_steps 800 "
-        "--learning_rate 3e-3 --lr_scheduler cosine --logging_steps 50"
+        "--output_key output --max_len 16 --train_batch_size 128 --micro_train_batch_size 128 --max_steps 700 "
+        "--learning_rate 5e-3 --lr_scheduler cosine --logging_steps 50"
     )
 
 

@@ -93,7 +93,7 @@ def checked_config(config: PPOConfig, world_size: int) -> PPOConfig:
     Raises:
         ConfigError: options out of range, or that contradict each other.
     """
-    if problems := config.range_problems() or rules.trainer_contradictions(config, world_size):
+    if problems := config.value_problems() or rules.trainer_contradictions(config, world_size):
         raise ConfigError("\n".join(problems))
     return config.resolved()
 
