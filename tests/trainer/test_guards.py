@@ -47,8 +47,17 @@ def test_probabilities_must_be_as_many_as_the_paths(paths, option, probabilities
 )
 def test_a_reward_that_cannot_be_reached_names_the_flag(paths, option, value):
     value = value.format(no=paths["no"]) if isinstance(value, str) else value
-    with pytest.raises(ValueError, match=f"--{option}"):
+    with pytest.raises(ConfigError, match=f"--{option}"):
         check_before_loading(config_of(paths, **{"reward_fn": None, option: value}))
+
+
+def test_a_token_that_is_not_set_names_the_flag(paths, monkeypatch):
+    monkeypatch.delenv("RM_TOKEN", raising=False)
+    options = {"reward_fn": None, "remote_rm_url": ("http://127.0.0.1:1/reward",), "remote_rm_token_env": "RM_TOKEN"}
+    with pytest.raises(ConfigError, match="--remote_rm_token_env: environment variable RM_TOKEN is not set"):
+        check_before_loading(config_of(paths, **options))
+    monkeypatch.setenv("RM_TOKEN", "abc")
+    check_before_loading(config_of(paths, **options))
 
 
 class ModelConfig:

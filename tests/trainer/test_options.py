@@ -11,9 +11,11 @@ import pytest
 
 from lightppo.config import ConfigError, PPOConfig
 from lightppo.trainer.options import (
+    checked_config,
     config_from_options,
     eval_sampling_params,
     overlay_args,
+    public_options,
     sampling_params,
 )
 
@@ -226,6 +228,28 @@ def test_the_result_is_resolved():
     config = config_from_options(None, {"eps_clip": 0.1})
     assert config == config.resolved()
     assert (config.algorithm.eps_clip_high, config.algorithm.adv_norm) == (0.1, True)
+
+
+def test_a_config_made_in_code_is_checked_and_resolved():
+    config = PPOConfig.from_flat(rollout_batch_size=6, train_batch_size=3, eps_clip=0.1)
+    assert checked_config(config, 3).algorithm.eps_clip_low == 0.1
+    with pytest.raises(ConfigError, match="--train_batch_size 3 is not divisible by the 2 ranks"):
+        checked_config(config, 2)
+    config.algorithm.eps_clip = 2.0  # past from_flat's checks
+    with pytest.raises(ConfigError, match=r"--eps_clip 2\.0 is out of range"):
+        checked_config(config, 3)
+
+
+def test_what_a_reward_url_carries_is_kept_out_of_files():
+    urls = ["https://host:8000/reward?key=SECRET#SECRET", "rewards.py", "http://user:SECRET@other/reward"]
+    config = PPOConfig.from_flat(remote_rm_url=urls, seed=3)
+    public = public_options(config)
+    assert "SECRET" not in str(public)
+    first, second, third = public["remote_rm_url"]
+    assert first.startswith("https://host:8000/reward")
+    assert (second, third) == ("rewards.py", "http://other/reward")
+    rest = {name: value for name, value in config.flat().items() if name != "remote_rm_url"}
+    assert {name: public[name] for name in rest} == rest
 
 
 # -- special tokens --------------------------------------------------------------------------------------------------

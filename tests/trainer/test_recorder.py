@@ -191,6 +191,19 @@ def test_closing_closes_the_logs(tmp_path):
     assert mine.metric_logger.sinks == []
 
 
+def test_secrets_of_urls_do_not_reach_the_sinks(tmp_path, monkeypatch):
+    seen = []
+
+    class Logger:
+        def __init__(self, config: Any, folder: str, run_config: dict[str, Any], **options: Any) -> None:
+            seen.append(run_config)
+
+    monkeypatch.setattr("lightppo.trainer.recorder.MetricLogger", Logger)
+    recorder(tmp_path, remote_rm_url=["https://host/reward?key=SECRET"], eps_clip=0.1)
+    assert "SECRET" not in str(seen)
+    assert seen[0]["eps_clip"] == 0.1
+
+
 def test_only_rank_0_writes(tmp_path):
     mine = recorder(tmp_path / "run", FakeStrategy(rank=1, world_size=2), run_id="abc")
     mine.log(1, {"reward": 1.0}, {})
