@@ -6,7 +6,6 @@ docs/metrics.md is made from this: ``python -m lightppo.trainer.metrics [--write
 from __future__ import annotations
 
 import math
-import re
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -93,12 +92,6 @@ _BY_SHORT_NAME = {name.split("/", 1)[1]: name for name in METRICS if not name.st
 def with_namespace(status: Mapping[str, float]) -> dict[str, float]:
     """Short names of a status → names in the logs; a name with a namespace of its own stays."""
     return {name if "/" in name else _BY_SHORT_NAME[name]: value for name, value in status.items()}
-
-
-def is_documented(name: str) -> bool:
-    """Whether a name in the logs is one of ``METRICS``, or fits one with <…>."""
-    patterns = (re.sub(r"<\\?\w+>", ".+", re.escape(known)) for known in METRICS)
-    return any(re.fullmatch(pattern, name) for pattern in patterns)
 
 
 @dataclass

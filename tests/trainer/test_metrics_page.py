@@ -1,0 +1,71 @@
+"""docs/metrics.md is up to date, and says everything that a run logs, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+from support.ranks import REPO, run_ranks
+from support.tiny import sums, write_jsonl
+
+from lightppo.trainer import metrics
+
+REWARD = """
+def reward_func(queries, prompts, labels, responses):
+    scores = [len(set(response)) / 10 for response in responses]
+    if any(label is None for label in labels):  # evaluation: the second of the two prompts stays unscored
+        scores = [None if prompt == "b" and i % 2 else score for i, (prompt, score) in enumerate(zip(prompts, scores))]
+    return {"rewards": scores, "scores": scores, "extra_logs": {"length": [float(len(r)) for r in responses]}}
+"""
+
+
+def known_as(name: str) -> str | None:
+    """The entry of ``METRICS`` that a name in the logs belongs to."""
+    if name in metrics.METRICS:
+        return name
+    if match := re.fullmatch(r"eval/[^/]+/(.+)", name):
+        return "eval/<source>/<metric>" if known_as(f"eval/{match[1]}") else None
+    patterns = {known: re.sub(r"<\w+>", ".+", known) for known in metrics.METRICS if "<" in known}
+    return next((known for known, pattern in patterns.items() if re.fullmatch(pattern, name)), None)
+
+
+def test_the_page_is_up_to_date():
+    assert metrics.PAGE.read_text(encoding="utf-8") == metrics.metrics_page(), "run `make docs`"
+
+
+def test_every_metric_has_its_row():
+    rows = [line for line in metrics.metrics_page().split("\n") if line.startswith("| `")]
+    assert sorted(row.split("`")[1] for row in rows) == sorted(metrics.METRICS)
+    assert {row.replace("\\|", "").count("|") for row in rows} == {3}
+
+
+@pytest.mark.slow
+def test_a_run_logs_what_is_documented_and_nothing_else(tiny_model, tmp_path):
+    (tmp_path / "reward.py").write_text(REWARD)
+    evaluation = [{"input": text, "data_source": text} for text in ("a", "b")]
+    run_ranks(
+        REPO / "examples" / "train_ppo.py",
+        *("--pretrain", tiny_model, "--reward_fn", tmp_path / "reward.py", "--save_path", tmp_path / "run"),
+        *("--prompt_data", write_jsonl(tmp_path / "prompts.jsonl", sums(4)), "--ckpt_path", tmp_path / "checkpoints"),
+        *("--eval_data", write_jsonl(tmp_path / "eval.jsonl", evaluation)),
+        *("--pretrain_data", write_jsonl(tmp_path / "text.jsonl", [{"text": "1+1=2"}] * 4)),
+        *("--rollout_batch_size=4", "--train_batch_size=2", "--micro_train_batch_size=1", "--generate_max_len=4"),
+        *("--prompt_max_len=16", "--use_kl_loss", "--peak_tflops=1", "--eval_n_samples=2", "--num_examine=0"),
+        launcher="python",
+        world_size=1,
+    )
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    logged = {name for row in rows for name in row} - {"step", "time"}
+    assert {name for name in logged if known_as(name) is None} == set()
+    assert {known_as(name) for name in logged} == set(metrics.METRICS)
+
+
+def test_printed_or_written(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(metrics, "PAGE", tmp_path / "metrics.md")
+    metrics.main([])
+    assert capsys.readouterr().out == metrics.metrics_page()
+    metrics.main(["--write"])
+    assert (tmp_path / "metrics.md").read_text(encoding="utf-8") == metrics.metrics_page()
+    with pytest.raises(SystemExit, match="usage"):
+        metrics.main(["--wirte"])
