@@ -28,7 +28,9 @@ class ModelConfig:
     )
     external_lib: str | None = option(None, "Module imported before the models, e.g. to register an architecture.")
     trust_remote_code: bool = option(False, "Run Python code that comes with a checkpoint.")
-    disable_fast_tokenizer: bool = option(False, "Use the slow Python tokenizer.")
+    disable_fast_tokenizer: bool = option(
+        False, "Load a tokenizer in Python, not Rust; an error where transformers has none."
+    )
     bf16: bool = option(False, "Train and roll out in bfloat16 with an fp32 master copy; without it fp32.")
     attn_implementation: Literal["auto", "eager", "sdpa", "flash_attention_2"] = option(
         "auto", "Attention. auto: flash_attention_2 on a GPU in bf16 where flash-attn is installed, else sdpa."

@@ -29,6 +29,7 @@ def get_tokenizer(
     Args:
         path: folder or hub id.
         model: HF model, Actor, Critic or RewardModel; checked, and its config gets the pad token.
+        use_fast: False: a tokenizer in Python, an error where transformers has none (for most families since 5.0).
         flag: the flag that ``path`` came from, for error messages.
 
     Raises:
@@ -37,6 +38,11 @@ def get_tokenizer(
     path = resolve_model_path(path, flag, needed_file=None)
     with errors_name(path, flag):
         tokenizer = AutoTokenizer.from_pretrained(path, use_fast=use_fast, trust_remote_code=trust_remote_code)
+    if not use_fast and tokenizer.is_fast:  # transformers 5 does not look at use_fast
+        raise ModelLoadError(
+            f"{flag} {path}: transformers has no Python tokenizer for it, only {type(tokenizer).__name__}: "
+            "leave --disable_fast_tokenizer out"
+        )
     tokenizer.padding_side = padding_side
     if tokenizer.eos_token_id is None:
         raise ModelLoadError(
