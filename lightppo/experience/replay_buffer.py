@@ -27,6 +27,7 @@ class ReplayBuffer:
         limit: most rows kept, oldest out first; 0 keeps all.
         cpu_offload: keep every tensor on the CPU.
         device: where :meth:`sample` and :meth:`collate_fn` put their batches.
+        pin_memory: batches go to a GPU through page-locked memory.
     """
 
     def __init__(
@@ -35,11 +36,13 @@ class ReplayBuffer:
         limit: int = 0,
         cpu_offload: bool = True,
         device: torch.device | str = "cpu",
+        pin_memory: bool = False,
     ) -> None:
         self.sample_batch_size = sample_batch_size
         self.limit = limit
         self.cpu_offload = cpu_offload
         self.device = torch.device(device)
+        self.pin_memory = pin_memory and self.device.type == "cuda"
         self.items: list[Experience] = []
 
     def append(self, experience: Experience) -> None:
@@ -77,7 +80,8 @@ class ReplayBuffer:
 
     def collate_fn(self, items: Sequence[Experience]) -> Experience:
         """Rows → one padded batch on the training device."""
-        return Experience.collate(items).to_device(self.device)
+        batch = Experience.collate(items)
+        return (batch.pin_memory() if self.pin_memory and self.cpu_offload else batch).to_device(self.device)
 
     def normalize(self, attribute: str, strategy: Reducer, divide_std: bool = True) -> None:
         """Whiten a per-action tensor over the trained tokens of all rows on all ranks.

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from lightppo.data.records import Prompt, Rollout
-from lightppo.rewards.source import RewardSource, score_rollouts
+from lightppo.rewards.source import RewardError, RewardSource, score_rollouts
 from lightppo.rollout.engine import RolloutEngine, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -48,8 +48,15 @@ class RolloutSampler:
         """Score; samples that the source leaves unscored (``None``) leave their group and are counted.
 
         A group that thereby becomes too small for the estimator is left out as a whole, and counted too.
+
+        Raises:
+            RewardError: the source failed, or gave token scores.
         """
         score_rollouts(self.reward_source, rollouts)
+        if any(r.token_rewards is not None for r in rollouts):
+            raise RewardError(
+                f"{self.reward_source.name} gave token scores; only one score per sample can be trained on"
+            )
         scored = [r for r in rollouts if r.reward is not None]
         sizes = Counter(r.prompt.index for r in scored)
         kept = [r for r in scored if sizes[r.prompt.index] >= self.min_group_size]

@@ -263,7 +263,7 @@ def _rotate(save_dir: Path, keep: set[str], max_num: int, max_mem: float) -> Non
     tags = list_tags(save_dir)
     sizes = {tag: sum(f.stat().st_size for f in (save_dir / tag).rglob("*") if f.is_file()) for tag in tags}
     for tag in [tag for tag in tags if tag not in keep]:
-        if len(sizes) <= max_num and sum(sizes.values()) <= max_mem * 2**30:
+        if len(sizes) <= max_num and sum(sizes.values()) <= max_mem * 1e9:
             return
         doomed = save_dir / f"{tag}{_INCOMPLETE}"
         os.replace(save_dir / tag, doomed)  # whole or gone, also when this is interrupted

@@ -334,7 +334,7 @@ class DeepspeedStrategy(DistributedStrategy):
             save_dir: holds the checkpoints of this one model.
             tag: name of this one; None is ``global_step{optimizer steps}``.
             max_num: checkpoints to keep, this one included.
-            max_mem: GiB that all of them may take; the oldest go first, this one never.
+            max_mem: GB (1e9 bytes) that all of them may take; the oldest go first, this one never.
             client_state: anything picklable to get back from ``load_ckpt``; rank 0's is saved.
             protected_tags: never removed.
 

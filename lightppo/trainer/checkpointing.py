@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lightppo.config.sections import CheckpointConfig
-from lightppo.strategy.checkpoint import CheckpointError, list_tags, restore_rng_state, rng_state
+from lightppo.strategy.checkpoint import CheckpointError, list_tags, on_rank_0, restore_rng_state, rng_state
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 
 logger = logging.getLogger(__name__)
@@ -65,11 +65,7 @@ class RunCheckpointer:
                     client_state=state if name == "actor" else None,
                     protected_tags=() if name == "actor" or previous is None else (previous,),
                 )
-            if self.strategy.is_rank_0():
-                marker = root / f".{_LATEST}.tmp"
-                marker.write_text(tag)
-                os.replace(marker, root / _LATEST)
-            self.strategy.barrier()
+            on_rank_0(lambda: _mark(root, tag), f"mark {tag} as the latest in {root}")
         if self.config.save_hf_ckpt:
             self.save_hf(root, step)
 
@@ -141,6 +137,12 @@ class RunCheckpointer:
             state = client_state if name == "actor" else state
         restore_rng_state(state.pop("rng")[self.strategy.get_rank()])
         return state
+
+
+def _mark(root: Path, tag: str) -> None:
+    marker = root / f".{_LATEST}.tmp"
+    marker.write_text(tag)
+    os.replace(marker, root / _LATEST)
 
 
 _STEP = re.compile(r"global_step\d+")

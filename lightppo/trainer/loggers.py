@@ -132,13 +132,14 @@ class MetricLogger:
         if not is_rank_0:
             return
         name = config.wandb_run_name or Path(folder).resolve().name
-        self.sinks.append(JsonlSink(Path(folder) / "metrics.jsonl", start_step))
         if config.use_tensorboard:
             self.sinks.append(TensorBoardSink(Path(config.use_tensorboard) / name, start_step))
         if config.use_wandb:
             wandb = WandbSink(config, name, run_config, run_id)
             self.run_id = wandb.run.id
             self.sinks.append(wandb)
+        # Last: it puts the file of an older run aside, which a missing package above should not.
+        self.sinks.append(JsonlSink(Path(folder) / "metrics.jsonl", start_step))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write metrics of one PPO step everywhere."""

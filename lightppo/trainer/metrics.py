@@ -44,6 +44,8 @@ METRICS: dict[str, str] = {
     "rollout/logp_diff_mean": "mean |log prob of the engine - log prob of the trainer| of a trained token",
     "rollout/logp_diff_max": "largest such difference",
     "rollout/samples": "samples trained on, all ranks",
+    "rollout/unscored": "samples that the reward source left unscored, all ranks",
+    "rollout/small_group": "samples left out because too little of their group was scored, all ranks",
     "train/policy_loss": "policy loss",
     "train/kl_loss": "KL term of the loss, before its coefficient (--use_kl_loss)",
     "train/ptx_loss": "language-model loss on --pretrain_data",

@@ -107,6 +107,14 @@ class PPOTrainer:
         else:
             config = checked_config(config, strategy.world_size)
         _check_models(config, critic, initial_model, tokenizer)
+        if options.get("max_norm", strategy.max_norm) != strategy.max_norm:
+            raise ConfigError(
+                f"max_norm {options['max_norm']} is not the strategy's ({strategy.max_norm}): set it there"
+            )
+        if options.get("gradient_checkpointing"):
+            for model in (actor, critic):
+                if model is not None:
+                    model.gradient_checkpointing_enable()
         self.config = config
         self.strategy = strategy
         self.tokenizer = tokenizer
@@ -159,7 +167,11 @@ class PPOTrainer:
             progress=lambda parts: self._bar(parts, "make experience", leave=False),
         )
         self.replay_buffer = ReplayBuffer(
-            t.micro_train_batch_size, t.buffer_limit, t.buffer_cpu_offload, device=strategy.device
+            t.micro_train_batch_size,
+            t.buffer_limit,
+            t.buffer_cpu_offload,
+            device=strategy.device,
+            pin_memory=config.data.dataloader_pin_memory,
         )
         self.evaluator = evaluator
         self.state = TrainerState()
@@ -204,8 +216,8 @@ class PPOTrainer:
                     step = self.state.global_step + 1
                     prompts = as_prompts(batch, self.tokenizer, self.config.data.prompt_max_len)
                     with self.timer("step"):
-                        self._collect_experience(prompts, step)
-                        status = self.ppo_train(step)
+                        left_out = self._collect_experience(prompts, step)
+                        status = left_out | self.ppo_train(step)
                         self.replay_buffer.clear()
                         with self.timer("sync"):
                             self.rollout_engine.sync_weights(self.actor)
@@ -353,8 +365,8 @@ class PPOTrainer:
 
     # -- parts of the loop ---------------------------------------------------------------------------------------
 
-    def _collect_experience(self, prompts: list[Prompt], step: int) -> None:
-        """Sample, score, make experience, fill the buffer, normalise advantages."""
+    def _collect_experience(self, prompts: list[Prompt], step: int) -> dict[str, int]:
+        """Sample, score, make experience, fill the buffer, normalise advantages; counts what was left out."""
         a = self.config.algorithm
         with self.timer("rollout"):
             rollouts = self.sampler.generate(prompts, step)
@@ -369,6 +381,7 @@ class PPOTrainer:
                     item.advantages = item.advantages.clamp(-a.advantage_clip, a.advantage_clip)
         for rollout in rollouts[: self.config.logging.num_examine]:
             self.strategy.print(f"[step {step}] {rollout.prompt.text}{rollout.response_text}  → {rollout.reward}")
+        return self.strategy.all_reduce(batch.left_out, "sum")
 
     def _begin(
         self, args: Any, prompts: Iterable | None, pretrain: Iterable | None, consumed_samples: int, update_steps: int
