@@ -11,7 +11,7 @@ import copy
 import logging
 import math
 import os
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -312,6 +312,14 @@ class DeepspeedStrategy(DistributedStrategy):
     def gathered_parameters(self, model: Any) -> AbstractContextManager[nn.Module]:
         """Context: the whole model on every rank, for generation. Collective. See ``zero3.gathered_parameters``."""
         return zero3.gathered_parameters(model)
+
+    def on_rank_0(self, action: Callable[[], Any], what: str) -> None:
+        """Runs ``action`` on rank 0 while the others wait. Collective.
+
+        Raises:
+            RuntimeError: ``action`` failed; on every rank, with ``what`` and rank 0's reason.
+        """
+        checkpoint.on_rank_0(action, what)
 
     # -- files ---------------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lightppo.config.sections import CheckpointConfig
-from lightppo.strategy.checkpoint import CheckpointError, list_tags, on_rank_0, restore_rng_state, rng_state
+from lightppo.strategy.checkpoint import CheckpointError, list_tags, restore_rng_state, rng_state
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 
 logger = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class RunCheckpointer:
                     client_state=state if name == "actor" else None,
                     protected_tags=() if name == "actor" or previous is None else (previous,),
                 )
-            on_rank_0(lambda: _mark(root, tag), f"mark {tag} as the latest in {root}")
+            self.strategy.on_rank_0(lambda: _mark(root, tag), f"mark {tag} as the latest in {root}")
         if self.config.save_hf_ckpt:
             self.save_hf(root, step)
 

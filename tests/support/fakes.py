@@ -52,6 +52,11 @@ class FakeStrategy:
     def is_rank_0(self) -> bool:
         return self.rank == 0
 
+    def on_rank_0(self, action: Callable[[], Any], what: str) -> None:
+        if self.is_rank_0():
+            action()
+        self.barrier()
+
     def print(self, *parts: Any) -> None:
         if self.is_rank_0():
             self.printed.append(" ".join(map(str, parts)))

@@ -150,7 +150,7 @@ def test_wandb_offline_records_the_run_and_goes_on_with_it(tmp_path, wandb):
     run_id = logger.run_id
     assert run_id
     assert logger.sinks[0].run.name == "my_run"
-    assert logger.sinks[-1].run.config["seed"] == 42
+    assert logger.sinks[0].run.config["seed"] == 42
     logger.close()
     wandb.teardown()  # its service writes the file to the end
     (recorded,) = (tmp_path / "wandb").rglob("*.wandb")
