@@ -215,7 +215,7 @@ def _load_config(
     """
     with errors_name(path, flag):
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    _override(config, override_config or {}, "override_config")
+    _override(config, override_config or {}, "--override_config")
     for part in {id(c): c for c in (config, config.get_text_config())}.values():
         _zero_dropout_attributes(part)
     return config

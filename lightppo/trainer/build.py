@@ -67,12 +67,7 @@ def build_trainer(config: PPOConfig, trainer_class: type[TrainerT] = PPOTrainer)
     strategy.print(described(config))
 
     models = build_models(config, strategy)
-    tokenizer = get_tokenizer(
-        stage_to_local(config.model.pretrain),
-        models.actor,
-        use_fast=not config.model.disable_fast_tokenizer,
-        trust_remote_code=config.model.trust_remote_code,
-    )
+    tokenizer = build_tokenizer(config, models.actor)
     models.actor.valid_vocab_size = valid_vocab_size(tokenizer)
     if models.reference is not None:
         models.reference.valid_vocab_size = models.actor.valid_vocab_size
@@ -213,6 +208,16 @@ def build_models(config: PPOConfig, strategy: DeepspeedStrategy) -> Models:
             if model is not None:
                 model.gradient_checkpointing_enable({"use_reentrant": m.gradient_checkpointing_use_reentrant})
     return Models(actor, critic, reference, reward_models, ema)
+
+
+def build_tokenizer(config: PPOConfig, actor: Actor) -> Any:
+    """The actor's tokenizer, checked against its embedding."""
+    return get_tokenizer(
+        stage_to_local(config.model.pretrain),
+        actor,
+        use_fast=not config.model.disable_fast_tokenizer,
+        trust_remote_code=config.model.trust_remote_code,
+    )
 
 
 def build_prompts(

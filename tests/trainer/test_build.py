@@ -1,0 +1,514 @@
+"""Every option of strategy, models, data and optimizers reaches the component that it is for."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.tiny import save_causal_lm, save_reward_model, tiny_config, write_jsonl
+from torch import nn
+
+from lightppo.config import PPOConfig
+from lightppo.models.errors import ModelLoadError
+from lightppo.models.tokenizer import get_tokenizer
+from lightppo.strategy import launch
+from lightppo.strategy.deepspeed import DeepspeedStrategy
+from lightppo.trainer import build
+
+pytestmark = pytest.mark.usefixtures("world")
+
+
+@pytest.fixture
+def tokenizer(tiny_model):
+    return get_tokenizer(tiny_model)
+
+
+@pytest.fixture(scope="module")
+def reward_model(tmp_path_factory) -> str:
+    return save_reward_model(tmp_path_factory.mktemp("reward_model"))
+
+
+def models_of(config: PPOConfig) -> build.Models:
+    config = config.resolved()
+    return build.build_models(config, build.build_strategy(config))
+
+
+def same_weights(one: nn.Module, other: nn.Module) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+# -- strategy --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "attribute"),
+    [
+        ("seed", 7, "seed"),
+        ("max_norm", 0.5, "max_norm"),
+        ("micro_train_batch_size", 1, "micro_train_batch_size"),
+        ("train_batch_size", 2, "train_batch_size"),
+        ("zero_stage", 3, "zero_stage"),
+        ("overlap_comm", True, "overlap_comm"),
+        ("full_determinism", True, "full_determinism"),
+        ("dist_timeout", 5.0, "timeout_minutes"),
+        ("grad_accum_dtype", "fp32", "grad_accum_dtype"),
+    ],
+)
+def test_strategy_gets_its_options(make_config, flag, value, attribute):
+    assert getattr(build.build_strategy(make_config()), attribute) != value
+    assert getattr(build.build_strategy(make_config(**{flag: value})), attribute) == value
+
+
+def test_strategy_offloads_and_shards(make_config):
+    strategy = build.build_strategy(make_config(zero_stage=3, adam_offload=True, param_offload=True, zpg=2, bf16=True))
+    zero = strategy.get_ds_train_config()["zero_optimization"]
+    assert (zero["offload_optimizer"]["device"], zero["offload_param"]["device"]) == ("cpu", "cpu")
+    assert zero["zero_hpz_partition_size"] == 2
+    assert strategy.get_ds_train_config()["bf16"]["enabled"]
+
+
+# -- ZeRO stage and offload of each role -----------------------------------------------------------------------------
+
+
+class Loaded(nn.Module):
+    """Stands in for a model: keeps how it was to be loaded."""
+
+    def __init__(self, path: str, **options: Any) -> None:
+        super().__init__()
+        self.path, self.options, self.ds_config = path, options, options["ds_config"]
+        self.hf_model = type("HF", (), {"config": tiny_config()})
+
+
+@pytest.fixture
+def zero_of(monkeypatch, make_config, reward_model):
+    """``zero_of(**options)``: the ZeRO section of every model's DeepSpeed configuration."""
+    for name in ("Actor", "Critic", "RewardModel"):
+        monkeypatch.setattr(build, name, Loaded)
+
+    def roles(**options) -> dict[str, dict]:
+        config = make_config(reward_pretrain=[reward_model], reward_fn=None, enable_ema=True, **options)
+        config.validate()
+        models = models_of(config)
+        parts = {"actor": models.actor, "critic": models.critic, "ref": models.reference, "ema": models.ema}
+        parts["reward"] = models.reward_models[0]
+        return {name: model.ds_config["zero_optimization"] for name, model in parts.items()}
+
+    return roles
+
+
+def stages(zero: dict[str, dict]) -> dict[str, int]:
+    return {name: section["stage"] for name, section in zero.items()}
+
+
+def test_frozen_models_are_sharded_with_the_actor_only_at_stage_3(zero_of):
+    assert stages(zero_of(zero_stage=2)) == {"actor": 2, "critic": 2, "ref": 0, "ema": 0, "reward": 0}
+    assert set(stages(zero_of(zero_stage=3)).values()) == {3}
+
+
+def test_each_role_has_a_stage_of_its_own(zero_of):
+    base = {"actor": 2, "critic": 2, "ref": 0, "ema": 0, "reward": 0}
+    assert stages(zero_of(zero_stage=2, critic_zero_stage=1)) == base | {"critic": 1}
+    assert stages(zero_of(zero_stage=2, reward_zero_stage=3)) == base | {"reward": 3}
+    # the reward models follow the reference where nothing is said
+    assert stages(zero_of(zero_stage=2, ref_zero_stage=3)) == base | {"ref": 3, "ema": 3, "reward": 3}
+    assert stages(zero_of(zero_stage=2, ref_zero_stage=3, reward_zero_stage=0)) == base | {"ref": 3, "ema": 3}
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, set()),
+        ({"adam_offload": True}, {("actor", "offload_optimizer"), ("critic", "offload_optimizer")}),
+        ({"adam_offload": True, "critic_adam_offload": False}, {("actor", "offload_optimizer")}),
+        ({"critic_adam_offload": True}, {("critic", "offload_optimizer")}),
+        ({"param_offload": True}, {("actor", "offload_param"), ("critic", "offload_param")}),
+        ({"param_offload": True, "critic_param_offload": False}, {("actor", "offload_param")}),
+        ({"critic_param_offload": True}, {("critic", "offload_param")}),
+        ({"ref_offload": True}, {("ref", "offload_param"), ("ema", "offload_param")}),
+        ({"reward_offload": True}, {("reward", "offload_param")}),
+    ],
+    ids=str,
+)
+def test_each_role_is_offloaded_by_its_own_flag(zero_of, options, expected):
+    zero = zero_of(zero_stage=3, **options)
+    assert {(name, key) for name, section in zero.items() for key in section if key.startswith("offload")} == expected
+
+
+def test_a_critic_and_a_reward_model_load_at_stages_of_their_own(make_config, reward_model):
+    models = models_of(make_config(reward_pretrain=[reward_model], reward_fn=None, zero_stage=1, reward_zero_stage=3))
+    assert all(hasattr(p, "ds_tensor") for p in models.reward_models[0].parameters())
+    assert not any(hasattr(p, "ds_tensor") for p in models.critic.parameters())
+
+
+# -- models ----------------------------------------------------------------------------------------------------------
+
+
+def test_models_of_a_run(make_config):
+    models = models_of(make_config())
+    assert same_weights(models.actor, models.reference)
+    assert (models.critic is not None, models.reward_models, models.ema) == (True, [], None)
+    assert models_of(make_config(init_kl_coef=0)).reference is None
+    grpo = models_of(make_config(advantage_estimator="grpo", n_samples_per_prompt=2, enable_ema=True))
+    assert grpo.critic is None
+    assert same_weights(grpo.actor, grpo.ema)
+
+
+def test_reference_and_critic_from_checkpoints_of_their_own(make_config, tmp_path):
+    other = save_causal_lm(tmp_path / "other", seed=9)
+    models = models_of(make_config(ref_pretrain=other, critic_pretrain=other))
+    body = lambda model: model.hf_model.base_model  # noqa: E731
+    assert not same_weights(models.actor, models.reference)
+    assert same_weights(body(models.critic), body(models.reference))
+
+
+def test_critic_starts_from_the_reward_model_or_from_the_actor(make_config, reward_model):
+    options = {"reward_pretrain": [reward_model], "reward_fn": None}
+    models = models_of(make_config(**options))
+    assert same_weights(models.critic, models.reward_models[0])  # with its head
+
+    models = models_of(make_config(**options, init_critic_from_actor=True))
+    assert same_weights(models.critic.hf_model.base_model, models.actor.hf_model.base_model)
+    head = models.critic.hf_model.score.weight
+    assert not torch.equal(head, models.reward_models[0].hf_model.score.weight)
+    again = models_of(make_config(**options, init_critic_from_actor=True, seed=7))
+    assert not torch.equal(head, again.critic.hf_model.score.weight)  # new, drawn by --seed
+
+
+def test_random_weights_overridden_configs_and_eager_attention(make_config):
+    loaded, scratch = models_of(make_config()), models_of(make_config(init_from_scratch=True))
+    assert not same_weights(loaded.actor, scratch.actor)
+    models = models_of(make_config(override_config='{"rms_norm_eps": 0.25}', attn_implementation="eager"))
+    config = models.actor.hf_model.config
+    assert (config.rms_norm_eps, config._attn_implementation) == (0.25, "eager")
+    assert (models.critic.hf_model.config.rms_norm_eps, models.reference.hf_model.config.rms_norm_eps) == (0.25, 0.25)
+
+
+def test_value_head_by_its_name(make_config, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    folder = save_reward_model(tmp_path / "rm")
+    weights = load_file(f"{folder}/model.safetensors")
+    weights["v_head.weight"] = weights.pop("score.weight")
+    save_file(weights, f"{folder}/model.safetensors", {"format": "pt"})
+    options = {"reward_pretrain": [folder], "reward_fn": None}
+    with pytest.raises(ModelLoadError, match=r"has no score\.weight\. It has v_head\.weight: set --value_head_prefix"):
+        models_of(make_config(**options))
+    models = models_of(make_config(**options, value_head_prefix="v_head"))
+    assert torch.equal(models.critic.hf_model.score.weight, weights["v_head.weight"])
+    assert torch.equal(models.reward_models[0].hf_model.score.weight, weights["v_head.weight"])
+
+
+def test_normalized_rewards(make_config, tmp_path):
+    folder = save_reward_model(tmp_path / "rm", mean=3.0, std=2.0)
+    ids = torch.tensor([[5, 6, 7]])
+    raw, normalized = (
+        models_of(make_config(reward_pretrain=[folder], reward_fn=None, normalize_reward=on)).reward_models[0](ids)
+        for on in (False, True)
+    )
+    assert torch.allclose(normalized, (raw - 3) / 2)
+
+
+def test_temperature_and_packing_reach_the_models(make_config):
+    models = models_of(make_config(temperature=0.5, packing_samples=True))
+    assert (models.actor.temperature, models.reference.temperature) == (0.5, 0.5)
+    assert models.actor.packing_samples
+    assert models.critic.packing_samples
+    # greedy sampling divides by nothing: the loss is that of temperature 1
+    assert models_of(make_config(temperature=0)).actor.temperature == 1
+
+
+def test_bf16_is_the_type_of_all_but_the_moving_average(make_config):
+    models = models_of(make_config(bf16=True, zero_stage=1, enable_ema=True))
+    kinds = {name: next(getattr(models, name).parameters()).dtype for name in ("actor", "critic", "reference", "ema")}
+    assert kinds == {"actor": torch.bfloat16, "critic": torch.bfloat16, "reference": torch.bfloat16, "ema": torch.float}
+
+
+def layer_calls(model: Any) -> int:
+    """How often the first layer runs in a forward and a backward pass."""
+    calls = []
+    model.train()
+    layer = model.hf_model.base_model.layers[0]
+    handle = layer.self_attn.register_forward_hook(lambda *_: calls.append(1))
+    model(torch.tensor([[5, 6, 7]]), num_actions=2).sum().backward()
+    handle.remove()
+    return len(calls)
+
+
+def test_gradient_checkpointing_runs_the_layers_again(make_config):
+    models = models_of(make_config())
+    assert (layer_calls(models.actor), layer_calls(models.critic)) == (1, 1)
+    for reentrant in (False, True):
+        options = {"gradient_checkpointing": True, "gradient_checkpointing_use_reentrant": reentrant}
+        models = models_of(make_config(**options))
+        for model in (models.actor, models.critic):
+            layer = model.hf_model.base_model.layers[0]
+            assert layer._gradient_checkpointing_func.keywords["use_reentrant"] is reentrant
+    assert (layer_calls(models.actor), layer_calls(models.critic)) == (2, 2)
+
+
+REMOTE_MODEL = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+class OwnConfig(LlamaConfig):
+    model_type = "own_llama"
+
+class OwnForCausalLM(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+def test_code_of_a_checkpoint_runs_only_if_asked_to(make_config, tmp_path, monkeypatch):
+    for module in ("dynamic_module_utils", "utils.hub"):
+        monkeypatch.setattr(f"transformers.{module}.HF_MODULES_CACHE", str(tmp_path / "modules"), raising=False)
+    folder = Path(save_causal_lm(tmp_path / "model"))
+    (folder / "own.py").write_text(REMOTE_MODEL)
+    config = json.loads((folder / "config.json").read_text())
+    classes = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"}
+    config |= {"model_type": "own_llama", "auto_map": classes}
+    (folder / "config.json").write_text(json.dumps(config))
+    options = {"pretrain": str(folder), "advantage_estimator": "grpo", "n_samples_per_prompt": 2}
+    with pytest.raises(ModelLoadError, match=r"(?s)--pretrain .*trust_remote_code"):
+        models_of(make_config(**options))
+    models = models_of(make_config(**options, trust_remote_code=True))
+    assert {type(model.hf_model).__name__ for model in (models.actor, models.reference)} == {"OwnForCausalLM"}
+
+
+def test_tokenizers_in_python(make_config, tmp_path):
+    from transformers import ByT5Tokenizer
+
+    folder = Path(save_causal_lm(tmp_path / "model", vocab_size=400))
+    config = make_config(pretrain=str(folder), disable_fast_tokenizer=True)
+    actor = models_of(config).actor
+    with pytest.raises(
+        ModelLoadError, match=r"--pretrain .* no Python tokenizer .* leave --disable_fast_tokenizer out"
+    ):
+        build.build_tokenizer(config, actor)
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    ByT5Tokenizer().save_pretrained(folder)
+    assert not build.build_tokenizer(config, actor).is_fast
+
+
+# -- data ------------------------------------------------------------------------------------------------------------
+
+
+def prompts_of(config: PPOConfig, tokenizer: Any, evaluation: bool = False) -> list[str]:
+    d = config.data
+    path, split = (d.eval_data, d.eval_split) if evaluation else (d.prompt_data, d.prompt_split)
+    dataset = build.build_prompts(config, tokenizer, DeepspeedStrategy(), path, split, evaluation)
+    return [dataset[i].text for i in range(len(dataset))]
+
+
+@pytest.fixture
+def splits(tmp_path) -> str:
+    """A folder with a file for each split."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for name in ("train", "test", "validation"):
+        write_jsonl(folder / f"{name}.jsonl", [{"input": f"{name} {i}", "label": str(i)} for i in range(3)])
+    return str(folder)
+
+
+def test_splits(make_config, tokenizer, splits):
+    config = make_config(prompt_data=splits, eval_data=splits)
+    assert prompts_of(config, tokenizer) == ["train 0", "train 1", "train 2"]
+    assert prompts_of(config, tokenizer, evaluation=True) == ["test 0", "test 1", "test 2"]
+    config = make_config(prompt_data=splits, eval_data=splits, prompt_split="test", eval_split="validation",
+                         prompt_max_len=16)  # fmt: skip
+    assert prompts_of(config, tokenizer)[0] == "test 0"
+    assert prompts_of(config, tokenizer, evaluation=True)[0] == "validation 0"
+
+
+def test_number_of_rows(make_config, tokenizer, splits):
+    config = make_config(prompt_data=splits, eval_data=splits, max_samples=2, eval_max_samples=1)
+    assert prompts_of(config, tokenizer) == ["train 0", "train 1"]
+    assert prompts_of(config, tokenizer, evaluation=True) == ["test 0"]
+
+
+def test_overlong_prompts_are_dropped_cut_or_refused(make_config, tokenizer, splits, capsys):
+    options = {"prompt_data": f"{splits}/train.jsonl,{splits}/validation.jsonl", "prompt_max_len": 8}
+    # "validation 0" has 12 characters
+    assert len(prompts_of(make_config(**options, filter_overlong_prompts=True), tokenizer)) == 3
+    assert "6 rows: 3 kept, 0 of them truncated; dropped: 3 overlong" in capsys.readouterr().out
+    assert prompts_of(make_config(**options, truncation="left"), tokenizer)[3] == "dation 0"
+    # the more special one wins
+    config = make_config(**options, truncation="left", filter_overlong_prompts=True)
+    assert len(prompts_of(config, tokenizer)) == 3
+
+
+def test_columns_and_templates(make_config, tokenizer, tmp_path):
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"task": "1+1=", "gold": "2"}])
+    config = make_config(prompt_data=path, input_key="task", label_key="gold", input_template="sum {}")
+    dataset = build.build_prompts(config, tokenizer, DeepspeedStrategy(), path, "train")
+    assert (dataset[0].text, dataset[0].label) == ("sum 1+1=", "2")
+
+
+def test_probabilities_of_the_sources(make_config, tokenizer, splits):
+    options = {"prompt_data": f"{splits}/train.jsonl,{splits}/test.jsonl"}
+    assert len(prompts_of(make_config(**options), tokenizer)) == 6
+    texts = prompts_of(make_config(**options, prompt_data_probs="0.9,0.1"), tokenizer)
+    assert sum(text.startswith("train") for text in texts) > sum(text.startswith("test") for text in texts) >= 3
+
+
+def test_tokenising_processes(make_config, tokenizer, monkeypatch):
+    asked = []
+
+    class Pool(concurrent.futures.ProcessPoolExecutor):
+        def __init__(self, workers: int, **options: Any) -> None:
+            asked.append(workers)
+            super().__init__(workers, **options)
+
+    monkeypatch.setattr(concurrent.futures, "ProcessPoolExecutor", Pool)
+    alone = prompts_of(make_config(), tokenizer)
+    assert asked == []
+    assert prompts_of(make_config(data_num_workers=2), tokenizer) == alone
+    assert asked == [2]
+
+
+def pretrain_texts(config: PPOConfig, tokenizer: Any) -> list[str]:
+    loader = build.build_pretrain(config, tokenizer, DeepspeedStrategy())
+    return sorted(tokenizer.decode(row["input_ids"], skip_special_tokens=True) for row in loader.dataset)
+
+
+def test_pretraining_data(make_config, tokenizer, splits):
+    assert build.build_pretrain(make_config(), tokenizer, DeepspeedStrategy()) is None
+    assert build.build_pretrain(make_config(pretrain_data=splits, ptx_coef=0), tokenizer, DeepspeedStrategy()) is None
+    assert pretrain_texts(make_config(pretrain_data=splits), tokenizer) == ["train 0", "train 1", "train 2"]
+    config = make_config(pretrain_data=splits, pretrain_split="test")
+    assert pretrain_texts(config, tokenizer) == ["test 0", "test 1", "test 2"]
+    files = f"{splits}/train.jsonl,{splits}/test.jsonl"
+    texts = pretrain_texts(make_config(pretrain_data=files, pretrain_data_probs="0.9,0.1"), tokenizer)
+    assert sum(text.startswith("train") for text in texts) > sum(text.startswith("test") for text in texts) >= 3
+
+
+def test_pretraining_answers_have_a_loss_of_their_own(make_config, tokenizer, splits):
+    config = make_config(pretrain_data=f"{splits}/train.jsonl", output_key="label")
+    row = build.build_pretrain(config, tokenizer, DeepspeedStrategy()).dataset[1]
+    assert tokenizer.decode(row["input_ids"][row["labels"] != -100], skip_special_tokens=True) == "1"
+
+
+def test_batches_are_pinned_only_where_there_is_a_gpu(make_config, tokenizer, splits, monkeypatch):
+    def pins(**options: Any) -> bool:
+        return build.build_pretrain(
+            make_config(pretrain_data=splits, **options), tokenizer, DeepspeedStrategy()
+        ).pin_memory
+
+    assert not pins()
+    monkeypatch.setattr(launch, "on_cuda", lambda: True)
+    assert pins()
+    assert not pins(dataloader_pin_memory=False)
+
+
+def test_rollout_batches(make_config, tokenizer):
+    def batches(**options: Any) -> list[list[int]]:
+        config = make_config(**options)
+        data = config.data
+        prompts = build.build_prompts(config, tokenizer, DeepspeedStrategy(), data.prompt_data, data.prompt_split)
+        return [[p.index for p in batch] for batch in build.prompts_dataloader(config, prompts, DeepspeedStrategy())]
+
+    assert [len(batch) for batch in batches(rollout_batch_size=5)] == [5, 5, 2]
+    assert sorted(i for batch in batches() for i in batch) == list(range(12))
+    assert batches() != batches(seed=1)
+
+
+# -- optimizers and schedules ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        # 3 rollouts per episode; 4 prompts × 2 samples = 8 samples a rollout
+        ({"train_batch_size": 8}, 3),
+        ({"train_batch_size": 4}, 6),
+        ({"ppo_n_minibatches": 4}, 12),
+        ({"train_batch_size": 4, "max_epochs": 2}, 12),
+        ({"train_batch_size": 4, "num_episodes": 5}, 30),
+        ({"train_batch_size": 4, "num_episodes": 5, "total_training_steps": 7}, 14),
+        ({"train_batch_size": 4, "num_episodes": 5, "benchmark_steps": 7}, 30),  # stops early, the schedule stays
+    ],
+    ids=str,
+)
+def test_optimizer_steps_of_a_run(make_config, options, expected):
+    config = make_config(**{"n_samples_per_prompt": 2, "train_batch_size": None, **options}).resolved()
+    assert build.optimizer_steps(config, 3) == expected
+
+
+def rates(config: PPOConfig, steps: int = 10) -> list[float]:
+    """Learning rate of each optimizer step."""
+    _, optimizer, scheduler = build.with_optimizer(nn.Linear(2, 2), 1.0, steps, config, DeepspeedStrategy())
+    seen = []
+    for _ in range(steps + 1):
+        seen.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return seen
+
+
+def test_warm_up(make_config):
+    constant = {"lr_scheduler": "constant"}
+    assert rates(make_config(**constant, lr_warmup_ratio=0))[:3] == [1, 1, 1]
+    # a share of 0.35 of 10 steps, rounded up: 4
+    assert rates(make_config(**constant, lr_warmup_ratio=0.35))[:6] == pytest.approx([0, 0.25, 0.5, 0.75, 1, 1])
+    # steps win over the share
+    config = make_config(**constant, lr_warmup_ratio=0.5, lr_warmup_steps=2)
+    assert rates(config)[:4] == pytest.approx([0, 0.5, 1, 1])
+    assert rates(make_config(**constant, lr_warmup_ratio=0.5, lr_warmup_steps=0))[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "middle", "end"),
+    [
+        ({"lr_scheduler": "constant"}, 1, 1),
+        ({"lr_scheduler": "linear"}, 0.5, 0),
+        ({"lr_scheduler": "cosine"}, 0.5, 0),
+        # 0.1 + (1 - 0.1)·½ half way
+        ({}, 0.55, 0.1),
+        ({"min_lr_ratio": 0.4}, 0.7, 0.4),
+    ],
+    ids=str,
+)
+def test_schedules(make_config, options, middle, end):
+    seen = rates(make_config(**options, lr_warmup_steps=0))
+    assert (seen[0], seen[5], seen[10]) == pytest.approx((1, middle, end))
+
+
+def test_adamw(make_config):
+    model = nn.Linear(2, 2)
+    config = make_config(adam_betas=(0.5, 0.6), l2=0.125)
+    _, optimizer, _ = build.with_optimizer(model, 0.25, 10, config, DeepspeedStrategy())
+    assert {group["betas"] for group in optimizer.param_groups} == {(0.5, 0.6)}
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.125, 0]  # vectors do not decay
+    assert optimizer.param_groups[0]["initial_lr"] == 0.25
+    assert build.with_optimizer(None, 0.25, 10, config, DeepspeedStrategy()) == (None, None, None)
+
+
+# -- the run's own options -------------------------------------------------------------------------------------------
+
+
+def test_options_of_the_run_are_kept_and_can_be_read_again(make_config, tmp_path):
+    from lightppo.config import parse_args
+
+    config = make_config(stop=["x", "y"], kl_target=0.5).resolved()
+    build.save_run_config(config, DeepspeedStrategy())
+    assert parse_args(["--config", str(tmp_path / "run" / "run_config.yaml")]).flat() == {
+        **config.flat(),
+        "config": str(tmp_path / "run" / "run_config.yaml"),
+    }
+
+
+def test_all_options_are_described(make_config):
+    text = build.described(make_config(gamma=0.5).resolved())
+    assert all(f"{name}=" in text for name in PPOConfig().flat())
+    assert "gamma=0.5" in text
+
+
+def test_a_run_folder_that_cannot_be_written_is_named(make_config, tmp_path):
+    from lightppo.config import ConfigError
+
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=rf"--save_path {tmp_path}/file/run: cannot be written"):
+        build.save_run_config(make_config(save_path=str(tmp_path / "file" / "run")), DeepspeedStrategy())
