@@ -14,8 +14,9 @@ from lightppo.trainer import metrics
 REWARD = """
 def reward_func(queries, prompts, labels, responses):
     scores = [len(set(response)) / 10 for response in responses]
-    if any(label is None for label in labels):  # evaluation: the second of the two prompts stays unscored
-        scores = [None if prompt == "b" and i % 2 else score for i, (prompt, score) in enumerate(zip(prompts, scores))]
+    if any(label is None for label in labels):  # evaluation, 3 samples per prompt: one of prompt b stays unscored
+        left_out = [prompt == "b" and i % 3 == 0 for i, prompt in enumerate(prompts)]
+        scores = [None if out else score for score, out in zip(scores, left_out)]
     return {"rewards": scores, "scores": scores, "extra_logs": {"length": [float(len(r)) for r in responses]}}
 """
 
@@ -51,7 +52,7 @@ def test_a_run_logs_what_is_documented_and_nothing_else(tiny_model, tmp_path):
         *("--eval_data", write_jsonl(tmp_path / "eval.jsonl", evaluation)),
         *("--pretrain_data", write_jsonl(tmp_path / "text.jsonl", [{"text": "1+1=2"}] * 4)),
         *("--rollout_batch_size=4", "--train_batch_size=2", "--micro_train_batch_size=1", "--generate_max_len=4"),
-        *("--prompt_max_len=16", "--use_kl_loss", "--peak_tflops=1", "--eval_n_samples=2", "--num_examine=0"),
+        *("--prompt_max_len=16", "--use_kl_loss", "--peak_tflops=1", "--eval_n_samples=3", "--num_examine=0"),
         launcher="python",
         world_size=1,
     )
