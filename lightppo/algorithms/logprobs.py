@@ -9,10 +9,10 @@ from torch import Tensor
 
 from lightppo.algorithms.masking import at_least_float32
 
-CHUNK_SIZE = 512  # tokens; at V = 150k one float32 chunk takes 300 MB
+CHUNK_ELEMENTS = 1 << 26  # of a float32 chunk: 256 MB, whatever the vocabulary
 
 
-def token_log_probs(logits: Tensor, labels: Tensor, temperature: float = 1.0, chunk_size: int = CHUNK_SIZE) -> Tensor:
+def token_log_probs(logits: Tensor, labels: Tensor, temperature: float = 1.0, chunk_size: int | None = None) -> Tensor:
     """log softmax(logits / temperature) at ``labels``.
 
     Without gradients only one chunk of logits is ever held in float32. With gradients autograd keeps one float32 copy.
@@ -21,7 +21,7 @@ def token_log_probs(logits: Tensor, labels: Tensor, temperature: float = 1.0, ch
         logits: (..., V), any float type.
         labels: (...), integer ids in [0, V).
         temperature: the sampling temperature, above 0.
-        chunk_size: tokens per chunk; it does not change the result.
+        chunk_size: tokens per chunk, ``None`` = ``CHUNK_ELEMENTS`` / V; it does not change the result.
 
     Returns:
         (...), float32 (float64 for float64 logits).
@@ -29,7 +29,7 @@ def token_log_probs(logits: Tensor, labels: Tensor, temperature: float = 1.0, ch
     Raises:
         ValueError: shapes that do not fit, temperature or chunk_size not above 0.
     """
-    _check(logits, temperature, chunk_size)
+    chunk_size = _checked_chunk_size(logits, temperature, chunk_size)
     if labels.shape != logits.shape[:-1]:
         raise ValueError(f"labels {tuple(labels.shape)} do not fit logits {tuple(logits.shape)}")
 
@@ -39,13 +39,13 @@ def token_log_probs(logits: Tensor, labels: Tensor, temperature: float = 1.0, ch
     return _in_chunks(gather, chunk_size, logits, labels)
 
 
-def entropy_from_logits(logits: Tensor, temperature: float = 1.0, chunk_size: int = CHUNK_SIZE) -> Tensor:
+def entropy_from_logits(logits: Tensor, temperature: float = 1.0, chunk_size: int | None = None) -> Tensor:
     """Entropy of softmax(logits / temperature), in nats; logits of -inf (forbidden tokens) add 0.
 
     Args:
         logits: (..., V), any float type.
         temperature: the sampling temperature, above 0.
-        chunk_size: tokens per chunk; it does not change the result.
+        chunk_size: tokens per chunk, ``None`` = ``CHUNK_ELEMENTS`` / V; it does not change the result.
 
     Returns:
         (...), float32 (float64 for float64 logits).
@@ -53,7 +53,7 @@ def entropy_from_logits(logits: Tensor, temperature: float = 1.0, chunk_size: in
     Raises:
         ValueError: temperature or chunk_size not above 0.
     """
-    _check(logits, temperature, chunk_size)
+    chunk_size = _checked_chunk_size(logits, temperature, chunk_size)
 
     def entropy(chunk: Tensor) -> Tensor:
         log_probs = _log_softmax(chunk, temperature)
@@ -63,13 +63,14 @@ def entropy_from_logits(logits: Tensor, temperature: float = 1.0, chunk_size: in
     return _in_chunks(entropy, chunk_size, logits)
 
 
-def _check(logits: Tensor, temperature: float, chunk_size: int) -> None:
+def _checked_chunk_size(logits: Tensor, temperature: float, chunk_size: int | None) -> int:
     if not temperature > 0:
         raise ValueError(f"--temperature must be above 0 for log probs, got {temperature}; greedy decoding has none")
-    if chunk_size < 1:
+    if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
     if logits.dim() < 1:
         raise ValueError("logits need a vocabulary dimension")
+    return chunk_size or max(1, CHUNK_ELEMENTS // max(1, logits.shape[-1]))
 
 
 def _log_softmax(chunk: Tensor, temperature: float) -> Tensor:
@@ -78,12 +79,15 @@ def _log_softmax(chunk: Tensor, temperature: float) -> Tensor:
 
 
 def _in_chunks(fn: Callable[..., Tensor], chunk_size: int, logits: Tensor, *aligned: Tensor) -> Tensor:
-    """Apply ``fn`` to chunks of tokens and put the results back into the leading shape of ``logits``."""
-    if logits.dim() > 2 and not logits.is_contiguous():
-        # A slice such as logits[:, :-1] cannot be flattened without copying it; its rows can.
-        rows = zip(logits.unbind(0), *(tensor.unbind(0) for tensor in aligned))
-        return torch.stack([_in_chunks(fn, chunk_size, *row) for row in rows])
-    flat = logits.reshape(-1, logits.shape[-1])  # (T, V)
-    # split, not slices: its backward concatenates once instead of filling a whole (T, V) gradient per chunk.
-    pieces = [flat.split(chunk_size), *(tensor.reshape(-1).split(chunk_size) for tensor in aligned)]
-    return torch.cat([fn(*piece) for piece in zip(*pieces)]).reshape(logits.shape[:-1])
+    """Apply ``fn`` to chunks of at most ``chunk_size`` tokens; the result has the leading shape of ``logits``."""
+    shape = logits.shape[:-1]
+    if shape.numel() <= chunk_size:
+        return fn(logits, *aligned)
+    # Along the first dimension nothing is copied, whatever the strides (logits[:, :-1] cannot be flattened for free).
+    # split, not slices: its backward concatenates once instead of filling a whole gradient per chunk.
+    per_row = shape[1:].numel()
+    group = max(1, chunk_size // per_row)
+    parts = zip(logits.split(group), *(tensor.split(group) for tensor in aligned))
+    if per_row <= chunk_size:
+        return torch.cat([fn(*part) for part in parts])
+    return torch.stack([_in_chunks(fn, chunk_size, *(tensor.squeeze(0) for tensor in part)) for part in parts])

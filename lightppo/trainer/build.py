@@ -27,6 +27,7 @@ from lightppo.models.reward_model import RewardModel
 from lightppo.models.tokenizer import get_tokenizer, valid_vocab_size
 from lightppo.rewards.address import read_token
 from lightppo.rewards.build import build_reward_source
+from lightppo.rewards.source import RewardSource
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.trainer.evaluator import Evaluator
 from lightppo.trainer.guards import check_before_loading, check_disk_space, check_lengths
@@ -100,18 +101,7 @@ def build_trainer(config: PPOConfig, trainer_class: type[TrainerT] = PPOTrainer)
         critic_scheduler,
         config=config,
         tokenizer=tokenizer,
-        reward_source=build_reward_source(
-            remote_rm_url=config.reward.remote_rm_url,
-            reward_fn=config.reward.reward_fn,
-            reward_models=reward_models,
-            device=strategy.device,
-            pad_token_id=tokenizer.pad_token_id,
-            micro_batch_size=config.rollout.micro_rollout_batch_size,
-            same_count=strategy.same_count,
-            remote_timeout=config.reward.remote_rm_timeout,
-            remote_retries=config.reward.remote_rm_retries,
-            remote_token=read_token(env=config.reward.remote_rm_token_env),
-        ),
+        reward_source=build_reward(config, reward_models, tokenizer, strategy),
     )
     trainer.prompts_dataloader = loader
     trainer.update.pretrain_batches = endless(pretrain) if pretrain is not None else None
@@ -293,6 +283,32 @@ def build_pretrain(config: PPOConfig, tokenizer: Any, strategy: DeepspeedStrateg
         pin_memory=d.dataloader_pin_memory,
         collate_fn=dataset.collate_fn,
     )
+
+
+def build_reward(
+    config: PPOConfig, reward_models: list[RewardModel], tokenizer: Any, strategy: DeepspeedStrategy
+) -> RewardSource:
+    """Where rewards come from: servers, a Python file or the prepared reward models.
+
+    Raises:
+        ConfigError: a reward file that fails when run or has no such function, a token that is missing.
+    """
+    r = config.reward
+    try:
+        return build_reward_source(
+            remote_rm_url=r.remote_rm_url,
+            reward_fn=r.reward_fn,
+            reward_models=reward_models,
+            device=strategy.device,
+            pad_token_id=tokenizer.pad_token_id,
+            micro_batch_size=config.rollout.micro_rollout_batch_size,
+            same_count=strategy.same_count,
+            remote_timeout=r.remote_rm_timeout,
+            remote_retries=r.remote_rm_retries,
+            remote_token=read_token(env=r.remote_rm_token_env),
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def build_evaluator(

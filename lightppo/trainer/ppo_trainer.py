@@ -209,6 +209,11 @@ class PPOTrainer:
             num_update_steps_per_episodes: optimizer steps per episode, where the dataloader has no length.
         """
         self._begin(args, prompts_dataloader, pretrain_dataloader, consumed_samples, num_update_steps_per_episodes)
+        if self._done() and not self.config.evaluation.val_only:
+            self.strategy.print(
+                f"run complete: {self.state.global_step} steps; raise {self._ended_by()} to go on, or start anew with "
+                "--resume never"
+            )
         while not self._done():
             episode = start_episode(self.prompts_dataloader, self.state.episode, self.state.consumed_prompts)
             with self._bar(None, self._episode_name(), total=self._steps_per_episode(0)) as bar:
@@ -444,11 +449,16 @@ class PPOTrainer:
         return max(1, update_steps * t.train_batch_size // t.max_epochs // samples)
 
     def _done(self) -> bool:
+        return self.config.evaluation.val_only or bool(self._ended_by())
+
+    def _ended_by(self) -> str:
+        """The limits that are reached, as flags."""
         t, state = self.config.training, self.state
-        limits = [limit for limit in (t.total_training_steps, t.benchmark_steps) if limit is not None]
-        if self.config.evaluation.val_only:
-            return True
-        return state.episode >= t.num_episodes or any(state.global_step >= limit for limit in limits)
+        done = {"num_episodes": state.episode, "total_training_steps": state.global_step,
+                "benchmark_steps": state.global_step}  # fmt: skip
+        limits = {name: getattr(t, name) for name in done}
+        reached = [name for name, limit in limits.items() if limit is not None and done[name] >= limit]
+        return ", ".join(f"--{name} {limits[name]}" for name in reached)
 
     def _actor_trains(self, step: int) -> bool:
         return step > self.config.algorithm.freezing_actor_steps

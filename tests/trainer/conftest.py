@@ -21,15 +21,20 @@ def reward_func(queries, prompts, labels):
 def world() -> Iterator[None]:
     """A process group of this process alone, as under plain ``python``; afterwards all is as it was before."""
     import torch.distributed as dist
+    from deepspeed import comm
+    from deepspeed.utils import groups
 
     from lightppo.strategy.checkpoint import restore_rng_state, rng_state
     from lightppo.strategy.deepspeed import DeepspeedStrategy
 
     environment, generators = dict(os.environ), rng_state()
     os.environ["DS_ACCELERATOR"] = "cpu"
+    remembered = {name: value for name, value in vars(groups).items() if name.startswith("_")}
     DeepspeedStrategy().setup_distributed()
     yield
     dist.destroy_process_group()
+    vars(groups).update(remembered)  # DeepSpeed keeps groups for ever; the next world has others
+    comm.comm.cdb = None
     os.environ.clear()
     os.environ.update(environment)
     restore_rng_state(generators)
