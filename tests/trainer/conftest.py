@@ -20,6 +20,8 @@ def reward_func(queries, prompts, labels):
 @pytest.fixture(scope="module")
 def world() -> Iterator[None]:
     """A process group of this process alone, as under plain ``python``; afterwards all is as it was before."""
+    environment = dict(os.environ)
+    os.environ["DS_ACCELERATOR"] = "cpu"  # read at import
     import torch.distributed as dist
     from deepspeed import comm
     from deepspeed.utils import groups
@@ -27,8 +29,7 @@ def world() -> Iterator[None]:
     from lightppo.strategy.checkpoint import restore_rng_state, rng_state
     from lightppo.strategy.deepspeed import DeepspeedStrategy
 
-    environment, generators = dict(os.environ), rng_state()
-    os.environ["DS_ACCELERATOR"] = "cpu"
+    generators = rng_state()
     remembered = {name: value for name, value in vars(groups).items() if name.startswith("_")}
     DeepspeedStrategy().setup_distributed()
     yield

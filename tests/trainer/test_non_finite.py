@@ -1,0 +1,62 @@
+"""A loss that is not finite: the optimizer step is skipped and counted, and the run goes on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightppo import PPOTrainer
+from lightppo.data.records import Rollout
+
+pytestmark = pytest.mark.usefixtures("world")
+
+
+def snapshot(trainer: PPOTrainer, name: str) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in trainer.strategy.unwrap_model(getattr(trainer, name)).parameters()]
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("part", ["advantages", "returns"])
+@pytest.mark.parametrize("zero_stage", [0, 2])
+def test_a_step_with_a_loss_that_is_not_finite_is_skipped(make_config, tmp_path, zero_stage, part):
+    config = make_config(zero_stage=zero_stage, adv_norm=False, enable_ema=True, lr_warmup_steps=0, save_steps=3)
+    trainer = PPOTrainer.from_config(config)
+    before: list[dict[str, list[torch.Tensor]]] = []  # weights at the start of each step's training
+    make = trainer.experience_maker.make_experience_list
+
+    def poisoned(rollouts: Sequence[Rollout]) -> list:
+        experiences = make(rollouts)
+        before.append({name: snapshot(trainer, name) for name in ("actor", "critic")})
+        if len(before) == 2:
+            getattr(experiences[0], part)[0, 0] = float("inf")  # one token of one sample
+        return experiences
+
+    trainer.experience_maker.make_experience_list = poisoned
+    trainer.fit()
+
+    hit, other = ("actor", "critic") if part == "advantages" else ("critic", "actor")
+    before.append({name: snapshot(trainer, name) for name in ("actor", "critic")})
+    assert [same(a[hit], b[hit]) for a, b in pairwise(before)] == [False, True, False]
+    assert [same(a[other], b[other]) for a, b in pairwise(before)] == [False, False, False]
+    assert all(torch.isfinite(weight).all() for weight in before[-1][hit])
+
+    rows = [json.loads(line) for line in Path(config.checkpoint.save_path, "metrics.jsonl").read_text().splitlines()]
+    assert [row[f"train/{hit}_skipped"] for row in rows] == [0, 1, 0]
+    assert [row[f"train/{other}_skipped"] for row in rows] == [0, 0, 0]
+    assert rows[1][f"train/{hit}_grad_norm"] is None
+    assert rows[2][f"train/{hit}_grad_norm"] > 0
+    # the schedule waits for the step that was skipped
+    rates, others = ([row[f"train/{name}_lr"] for row in rows] for name in (hit, other))
+    assert rates[0] > rates[1] == rates[2]
+    assert others[0] > others[1] > others[2]
+
+    assert trainer.state.skipped_optimizer_steps == 1
+    assert PPOTrainer.from_config(config).update.skipped_steps == 1  # a resumed run goes on counting

@@ -1,0 +1,158 @@
+"""A run that is stopped and resumed, any number of times, is the run that was never stopped: bit for bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.tiny import write_jsonl
+
+from lightppo import PPOTrainer
+from lightppo.config import ConfigError, PPOConfig
+
+pytestmark = pytest.mark.usefixtures("world")
+
+
+def trained_rows(config: PPOConfig) -> list[dict[str, Any]]:
+    """Logged rows of the training steps, without what a clock measured."""
+    rows = [json.loads(line) for line in Path(config.checkpoint.save_path, "metrics.jsonl").read_text().splitlines()]
+    return [
+        {name: value for name, value in row.items() if name == "step" or name.startswith(("train/", "rollout/"))}
+        for row in rows
+        if "rollout/reward" in row
+    ]
+
+
+def weights(trainer: PPOTrainer) -> dict[str, torch.Tensor]:
+    models = {"actor": trainer.actor, "critic": trainer.critic, "ema": trainer.ema_model}
+    return {
+        f"{name}.{key}": tensor.clone()
+        for name, model in models.items()
+        for key, tensor in trainer.strategy.unwrap_model(model).state_dict().items()
+    }
+
+
+def weights_of_actor(trainer: PPOTrainer) -> dict[str, torch.Tensor]:
+    return {key: tensor.clone() for key, tensor in trainer.strategy.unwrap_model(trainer.actor).state_dict().items()}
+
+
+def fitted(config: PPOConfig) -> PPOTrainer:
+    trainer = PPOTrainer.from_config(config)
+    trainer.fit()
+    return trainer
+
+
+@pytest.fixture
+def everything(make_config, tmp_path):
+    """``everything(folder, **options)``: GAE, adaptive KL, PTX, moving average, a schedule, two epochs of each
+    rollout; episodes of three steps."""
+
+    def make(folder: str, **options) -> PPOConfig:
+        return make_config(
+            n_samples_per_prompt=2,
+            train_batch_size=4,
+            max_epochs=2,
+            num_episodes=2,
+            init_kl_coef=0.1,
+            kl_target=0.001,
+            kl_horizon=50,
+            enable_ema=True,
+            ema_beta=0.5,
+            # 5 texts in batches of 2 are 3 batches: no step starts where another one did
+            pretrain_data=write_jsonl(tmp_path / "text.jsonl", [{"input": f"{i}+{i}={2 * i}"} for i in range(5)]),
+            save_steps=1,
+            save_path=str(tmp_path / folder / "run"),
+            ckpt_path=str(tmp_path / folder / "ckpt"),
+            **options,
+        )
+
+    return make
+
+
+@pytest.mark.parametrize("zero_stage", [0, 2])
+def test_a_resumed_run_is_the_uninterrupted_run(everything, capsys, zero_stage):
+    straight = fitted(everything("straight", zero_stage=zero_stage, benchmark_steps=4))
+    for start, stop in ((0, 2), (2, 3), (3, 4)):  # stops inside an episode; at its end; in the next one
+        capsys.readouterr()
+        torch.rand(7)  # whatever the process did in between
+        resumed = fitted(everything("resumed", zero_stage=zero_stage, benchmark_steps=stop))
+        assert ("resumed from" in (out := capsys.readouterr().out)) == (start > 0)
+        assert start == 0 or f"global_step{start}: {start} steps done" in out
+
+    expected, rows = trained_rows(straight.config), trained_rows(resumed.config)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert rows == expected
+    ours, theirs = weights(resumed), weights(straight)
+    assert ours.keys() == theirs.keys()
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+    assert not torch.equal(ours["actor.lm_head.weight"], ours["ema.lm_head.weight"])
+    assert resumed.state == straight.state
+    assert resumed.state.episode == 1
+    # 4 steps × 2 epochs × 2 optimizer steps × 2 micro batches
+    assert resumed.state.pretrain_batches == 32
+    assert resumed.kl_ctl.value == straight.kl_ctl.value != 0.1
+    assert [row["train/ptx_loss"] > 0 for row in rows] == [True] * 4
+    assert len({row["train/kl_coef"] for row in rows}) == 4
+    assert len({row["train/actor_lr"] for row in rows}) == 4
+
+
+def test_a_finished_run_does_nothing_and_says_so(make_config, capsys):
+    config = make_config(save_steps=2)
+    first = fitted(config)
+    before, rows = weights_of_actor(first), trained_rows(config)
+    assert len(rows) == 3
+    capsys.readouterr()
+
+    again = fitted(config)
+    out = capsys.readouterr().out
+    assert "resumed from" in out
+    assert "run complete: 3 steps; raise --num_episodes 1 to go on" in out
+    assert again.state.global_step == 3
+    assert trained_rows(config) == rows
+    after = weights_of_actor(again)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+    capsys.readouterr()
+    more = fitted(config.with_options(num_episodes=2))
+    out = capsys.readouterr().out
+    assert "resume: --num_episodes was 1, is 2" in out
+    assert "run complete" not in out
+    assert more.state.global_step == 6
+    assert [row["step"] for row in trained_rows(config)] == [1, 2, 3, 4, 5, 6]
+
+    fitted(config.with_options(num_episodes=2, total_training_steps=5))
+    out = capsys.readouterr().out
+    assert "run complete: 6 steps; raise --num_episodes 2, --total_training_steps 5 to go on" in out
+
+
+def test_options_that_make_another_run_are_refused(make_config, tmp_path):
+    config = make_config(save_steps=1, benchmark_steps=1)
+    fitted(config)
+    kept = (tmp_path / "run" / "run_config.yaml").read_text()
+    changed = config.with_options(actor_learning_rate=0.5, gamma=0.9, benchmark_steps=2)
+    with pytest.raises(ConfigError) as error:
+        PPOTrainer.from_config(changed)
+    assert f"cannot resume {tmp_path}/ckpt/global_step1 with other options" in str(error.value)
+    assert "--gamma 1.0 → 0.9, --actor_learning_rate 0.01 → 0.5" in str(error.value)
+    assert "Set them back, or start anew with --resume never" in str(error.value)
+    assert "benchmark_steps" not in str(error.value)
+    assert (tmp_path / "run" / "run_config.yaml").read_text() == kept  # that of the run that is there
+
+    anew = PPOTrainer.from_config(changed.with_options(resume="never", ckpt_path=str(tmp_path / "other")))
+    assert anew.state.global_step == 0
+
+
+def test_resume_from_a_named_folder_into_another(make_config, tmp_path):
+    config = make_config(save_steps=1, benchmark_steps=1)
+    first = fitted(config)
+    branch = config.with_options(resume=str(tmp_path / "ckpt"), ckpt_path=str(tmp_path / "branch"),
+                                 save_path=str(tmp_path / "branch_run"))  # fmt: skip
+    trainer = PPOTrainer.from_config(branch)
+    assert trainer.state.global_step == 1
+    ours, theirs = weights_of_actor(trainer), weights_of_actor(first)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    never = PPOTrainer.from_config(config.with_options(load_checkpoint=False))
+    assert never.state.global_step == 0
