@@ -1,0 +1,179 @@
+"""README and docs: links resolve, flags and imports exist, quoted messages are in the code, marked examples run."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import re
+import shlex
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+from support.ranks import REPO, run_ranks
+from support.tiny import save_causal_lm, sums, write_jsonl
+
+from lightppo.config import parse_args
+from lightppo.config.ppo import all_options
+
+PAGES = sorted([REPO / "README.md", *(REPO / "docs").glob("*.md")])
+NAMES = [page.name for page in PAGES]
+
+# Flags of other programs that the pages name: launchers, and the trainers that users come from.
+OTHER_FLAGS = {
+    "num_gpus", "master_port", "nproc_per_node",  # deepspeed, torchrun
+    "extra_index_url", "resume_from",  # pip
+    "eps_clip_low_high", "no_advantage_std_norm", "eval_dataset", "eval_n_samples_per_prompt", "deepcompile",
+    "use_ds_universal_ckpt", "vllm_", "advantages_norm", "reward_clip", "reference_key", "max_eval_samples",
+}  # fmt: skip
+OWN_OTHER_FLAGS = {"write", "help"}  # python -m lightppo.config.reference --write
+
+
+@pytest.fixture(params=PAGES, ids=NAMES)
+def page(request) -> Path:
+    return request.param
+
+
+def fenced(text: str, language: str) -> Iterator[tuple[str, str]]:
+    """(line before the block, block) of the fenced blocks in a language."""
+    for match in re.finditer(r"(?:^|\n)([^\n]*)\n```(\w*)\n(.*?)\n```", text, re.DOTALL):
+        if match[2] == language:
+            yield match[1], match[3]
+
+
+def anchors(path: Path) -> set[str]:
+    """What GitHub makes of a page's headings."""
+    prose = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", prose, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+def test_relative_links_resolve(page):
+    prose = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose):
+        path, _, anchor = target.partition("#")
+        if re.match(r"\w+:", target):
+            continue
+        file = (page.parent / path).resolve() if path else page
+        if not file.exists() or (anchor and anchor not in anchors(file)):
+            broken.append(target)
+    assert not broken
+
+
+@cache
+def known_flags() -> set[str]:
+    names = {option.name for _, option in all_options()}
+    sft = ast.parse((REPO / "examples" / "train_sft.py").read_text())
+    config = next(node for node in sft.body if isinstance(node, ast.ClassDef) and node.name == "SFTConfig")
+    names |= {node.target.id for node in config.body if isinstance(node, ast.AnnAssign)}
+    quickstart = ast.parse((REPO / "examples" / "quickstart" / "run.py").read_text())
+    main = next(node for node in quickstart.body if isinstance(node, ast.FunctionDef) and node.name == "main")
+    names |= {argument.arg for argument in main.args.args}
+    return names | {f"no_{name}" for name in names}
+
+
+def test_flags_exist(page):
+    named = set(re.findall(r"(?<![\w-])--([a-z]\w*)", page.read_text(encoding="utf-8")))
+    others = OTHER_FLAGS if page.name in ("README.md", "migrating.md", "troubleshooting.md") else set()
+    assert named - known_flags() - OWN_OTHER_FLAGS - others == set()
+
+
+def test_imports_resolve(page):
+    for _, block in fenced(page.read_text(encoding="utf-8"), "python"):
+        try:
+            tree = ast.parse(block)
+        except SyntaxError:  # lines out of a table or a call, shown alone
+            assert "import" not in block
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom):
+                module = importlib.import_module(node.module)
+                assert [a.name for a in node.names if not hasattr(module, a.name)] == [], f"from {node.module}"
+            elif isinstance(node, ast.Import):
+                assert all(importlib.util.find_spec(alias.name) for alias in node.names)
+
+
+def test_paths_exist(page):
+    """Files of the repository that are named by their path from its root."""
+    named = re.findall(
+        r"\b((?:examples|tests|docs|lightppo)/[\w/.]+\.(?:py|md|yaml))\b", page.read_text(encoding="utf-8")
+    )
+    assert sorted({name for name in named if not (REPO / name).exists()}) == []
+
+
+def test_whole_commands_have_no_contradictions():
+    """Commands under the marker are parsed with all their flags."""
+    marked = [b for page in PAGES for before, b in fenced(page.read_text(), "bash") if "flags are checked" in before]
+    assert len(marked) == 1
+    (command,) = marked
+    with_critic = next(b for _, b in fenced((REPO / "README.md").read_text(), "bash") if b.lstrip().startswith("--adv"))
+    lines = command.split("\n")
+    in_place = [with_critic if "grpo" in line else line for line in lines]
+    assert in_place != lines
+    for text, estimator in ((command, "grpo"), ("\n".join(in_place), "gae")):
+        words = shlex.split(text.replace("\\\n", " "))
+        config = parse_args(words[words.index("examples/train_ppo.py") + 1 :])
+        assert config.algorithm.advantage_estimator == estimator
+
+
+# -- troubleshooting ---------------------------------------------------------------------------------------------------
+
+
+@cache
+def messages() -> list[str]:
+    """All texts in the code, with … for what is put in."""
+    found = []
+    for path in (REPO / "lightppo").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = [part.value if isinstance(part, ast.Constant) else "…" for part in node.values]
+                found.append("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(re.sub(r"%\w", "…", node.value))
+    return found
+
+
+def test_quoted_messages_are_in_the_code():
+    rows = [line for line in (REPO / "docs" / "troubleshooting.md").read_text().split("\n") if line.startswith("| ")]
+    quoted = [text for row in rows for text in re.findall(r"`([^`]+)`", row.split(" | ")[0])]
+    pieces = [piece.strip() for text in quoted if not text.startswith("Unrecognized") for piece in text.split("…")]
+    pieces = [piece for piece in pieces if " " in piece]
+    assert len(pieces) > 30
+    assert [piece for piece in pieces if not any(piece in message for message in messages())] == []
+
+
+# -- examples that run -------------------------------------------------------------------------------------------------
+
+EXAMPLES = {
+    f"{page.stem}-{i}": block
+    for page in PAGES
+    for i, (before, block) in enumerate(fenced(page.read_text(encoding="utf-8"), "python"))
+    if before == "<!-- runs -->"
+}
+
+REWARD = """
+def reward_func(queries, prompts, labels, **extra):
+    return [float(label in query) for query, label in zip(queries, labels)]
+"""
+
+
+def test_there_are_examples():
+    assert sorted(EXAMPLES) == ["README-0", "README-1", "extending-0", "extending-3"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_example_runs(name, tmp_path):
+    """In a folder with a tiny model, prompts and a reward function, under the names that the pages use."""
+    save_causal_lm(tmp_path / "model")
+    write_jsonl(tmp_path / "prompts.jsonl", sums(8))
+    (tmp_path / "reward.py").write_text(REWARD)
+    (tmp_path / "example.py").write_text("import os\nos.chdir(os.path.dirname(__file__))\n" + EXAMPLES[name])
+    run_ranks(tmp_path / "example.py", launcher="python", world_size=1)
+    made = {"README-0": "ckpt/model.safetensors", "README-1": "trained/model.safetensors"}
+    made["extending-3"] = "trained/model.safetensors"
+    if name in made:
+        assert (tmp_path / made[name]).is_file()
