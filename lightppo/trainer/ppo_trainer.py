@@ -454,11 +454,12 @@ class PPOTrainer:
     def _ended_by(self) -> str:
         """The limits that are reached, as flags."""
         t, state = self.config.training, self.state
-        done = {"num_episodes": state.episode, "total_training_steps": state.global_step,
-                "benchmark_steps": state.global_step}  # fmt: skip
-        limits = {name: getattr(t, name) for name in done}
-        reached = [name for name, limit in limits.items() if limit is not None and done[name] >= limit]
-        return ", ".join(f"--{name} {limits[name]}" for name in reached)
+        limits = {
+            "num_episodes": (state.episode, t.num_episodes),
+            "total_training_steps": (state.global_step, t.total_training_steps),
+            "benchmark_steps": (state.global_step, t.benchmark_steps),
+        }
+        return ", ".join(f"--{name} {n}" for name, (done, n) in limits.items() if n is not None and done >= n)
 
     def _actor_trains(self, step: int) -> bool:
         return step > self.config.algorithm.freezing_actor_steps

@@ -1,0 +1,428 @@
+"""Options of algorithm, training, evaluation, checkpoints and logging: what a trainer then does."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from threading import Thread
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.fakes import FakeEngine, FakeReward
+from support.tiny import sums, write_jsonl
+
+from lightppo import PPOTrainer
+from lightppo.config import PPOConfig
+from lightppo.data.records import Prompt
+from lightppo.rewards.source import RewardError, score_rollouts
+from lightppo.rollout.hf import HFRolloutEngine
+from lightppo.trainer import build
+from lightppo.trainer.recorder import Recorder
+
+pytestmark = pytest.mark.usefixtures("world")
+
+PROMPTS = [Prompt("a", [5, 6], index=0), Prompt("b", [7], index=1)]
+# Two samples of each prompt: (prompt, sample) → score
+SCORES = {(0, 0): 0.0, (0, 1): 1.0, (1, 0): 3.0, (1, 1): 7.0}
+
+
+@pytest.fixture(scope="module")
+def parts(world, tiny_model, tmp_path_factory) -> dict[str, Any]:
+    """Prepared models with optimizers and schedules, shared by trainers that differ in their options."""
+    config = PPOConfig.from_flat(
+        pretrain=tiny_model,
+        zero_stage=0,
+        prompt_max_len=12,
+        generate_max_len=5,
+        rollout_batch_size=4,
+        train_batch_size=4,
+    ).resolved()
+    strategy = build.build_strategy(config)
+    models = build.build_models(config, strategy)
+    actor, critic = strategy.prepare(
+        build.with_optimizer(models.actor, 1e-3, 100, config, strategy),
+        build.with_optimizer(models.critic, 1e-3, 100, config, strategy),
+    )
+    return {"strategy": strategy, "actor": actor, "critic": critic, "reference": strategy.prepare(models.reference),
+            "tokenizer": build.build_tokenizer(config, models.actor)}  # fmt: skip
+
+
+@pytest.fixture
+def trainer_with(parts, tmp_path) -> Callable[..., PPOTrainer]:
+    """``trainer_with(**options)``: a trainer whose engine and rewards are tables."""
+
+    def make(**options: Any) -> PPOTrainer:
+        small = {"rollout_batch_size": 2, "n_samples_per_prompt": 2, "prompt_max_len": 12, "generate_max_len": 5,
+                 "num_examine": 0, "save_path": str(tmp_path / "run"), "ckpt_path": str(tmp_path / "ckpt")}  # fmt: skip
+        if "ppo_n_minibatches" not in options:
+            small["train_batch_size"] = 4
+        config = PPOConfig.from_flat(small | options)
+        (actor, actor_optim, actor_schedule), (critic, critic_optim, critic_schedule) = parts["actor"], parts["critic"]
+        if not build.needs_critic(config):
+            critic = critic_optim = critic_schedule = None
+        models = (actor, critic, None, parts["reference"], None)
+        trained = (actor_optim, critic_optim, actor_schedule, critic_schedule)
+        return PPOTrainer(parts["strategy"], *models, *trained, config=config, tokenizer=parts["tokenizer"],
+                          rollout_engine=FakeEngine(), reward_source=FakeReward(SCORES))  # fmt: skip
+
+    return make
+
+
+def collected(trainer: PPOTrainer, name: str) -> torch.Tensor:
+    """One row per sample: all have two tokens."""
+    trainer._collect_experience(PROMPTS, step=1)
+    return torch.cat([getattr(item, name) for item in trainer.replay_buffer.items])  # (4, 2)
+
+
+# -- advantages ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def raw(trainer_with) -> torch.Tensor:
+    """Advantages of GAE as they are."""
+    return collected(trainer_with(adv_norm=False), "advantages")
+
+
+def test_whitening_of_advantages(trainer_with, raw):
+    whitened = collected(trainer_with(), "advantages")  # gae whitens
+    assert torch.allclose(whitened, (raw - raw.mean()) / raw.std(correction=0), atol=1e-5)
+    centred = collected(trainer_with(adv_std_norm=False), "advantages")
+    assert torch.allclose(centred, raw - raw.mean(), atol=1e-5)
+    # the targets of the critic are not whitened
+    returns = [collected(trainer_with(adv_norm=on), "returns") for on in (True, False)]
+    assert torch.equal(*returns)
+
+
+def test_whitening_on_top_of_group_normalisation(trainer_with):
+    grpo = {"advantage_estimator": "grpo", "init_kl_coef": 0.0}
+    plain = collected(trainer_with(**grpo, grpo_std_eps=1.0), "advantages")
+    whitened = collected(trainer_with(**grpo, grpo_std_eps=1.0, adv_norm=True), "advantages")
+    assert plain.std(correction=0) < 0.7
+    assert whitened.std(correction=0) == pytest.approx(1, abs=1e-5)
+
+
+def test_clipping_of_advantages(trainer_with, raw):
+    clipped = collected(trainer_with(adv_norm=False, advantage_clip=1.5), "advantages")
+    assert torch.equal(clipped, raw.clamp(-1.5, 1.5))
+    assert not torch.equal(clipped, raw)
+    # after whitening
+    assert collected(trainer_with(advantage_clip=0.5), "advantages").abs().max() == 0.5
+
+
+def test_epsilon_of_group_normalisation(trainer_with):
+    # The groups are {0, 1} and {3, 7}: mean 0.5 and std √½, mean 5 and std √8.
+    for eps in (1e-6, 1.0):
+        options = {"advantage_estimator": "grpo", "init_kl_coef": 0.0, "grpo_std_eps": eps}
+        seen = collected(trainer_with(**options), "advantages")[:, 0]
+        a, b = 0.5 / (0.5**0.5 + eps), 2 / (8**0.5 + eps)
+        assert seen == pytest.approx(torch.tensor([-a, a, -b, b]), abs=1e-5)
+
+
+def test_discounts_clipping_of_scores_and_kl(trainer_with):
+    plain = {"adv_norm": False, "init_kl_coef": 0.0, "reward_clip_range": None}
+    values = collected(trainer_with(**plain), "values")
+    scores = torch.tensor([0.0, 1, 3, 7])
+    # γ = ½, λ = 1: what is due at the first token is half the score
+    returns = collected(trainer_with(**plain, gamma=0.5, lambd=1.0), "returns")
+    assert torch.allclose(returns, torch.stack([0.5 * scores, scores], 1), atol=1e-5)
+    # λ = 0: one step, V of the next token
+    returns = collected(trainer_with(**plain, lambd=0.0), "returns")
+    assert torch.allclose(returns, torch.stack([values[:, 1], scores], 1), atol=1e-5)
+    clipped = plain | {"reward_clip_range": (0.5, 2)}
+    returns = collected(trainer_with(**clipped, lambd=1.0), "returns")
+    assert torch.allclose(returns[:, 1], torch.tensor([0.5, 1, 2, 2]), atol=1e-5)
+
+
+# -- batches and the buffer ------------------------------------------------------------------------------------------
+
+
+def test_optimizer_steps_per_rollout(trainer_with):
+    def steps(**options: Any) -> float:
+        trainer = trainer_with(**options)
+        trainer._collect_experience(PROMPTS, step=1)
+        return trainer.ppo_train(1)["optimizer_steps"]
+
+    assert steps(train_batch_size=4) == 1
+    assert steps(train_batch_size=2) == 2
+    assert steps(ppo_n_minibatches=4) == 4
+    assert steps(ppo_n_minibatches=2, max_epochs=3) == 6
+
+
+def test_samples_kept_in_the_buffer(trainer_with):
+    for limit, expected in ((0, 8), (4, 4), (6, 6)):
+        trainer = trainer_with(buffer_limit=limit)
+        for step in (1, 2):  # a loop of the user's own, which does not clear it
+            trainer._collect_experience(PROMPTS, step)
+        assert len(trainer.replay_buffer) == expected
+    assert trainer_with().replay_buffer.cpu_offload
+    assert not trainer_with(buffer_cpu_offload=False).replay_buffer.cpu_offload
+
+
+def test_actor_waits_for_the_critic(trainer_with):
+    trainer = trainer_with(freezing_actor_steps=2)
+    trainer._collect_experience(PROMPTS, step=1)
+    assert ["policy_loss" in trainer.ppo_train(step) for step in (1, 2, 3)] == [False, False, True]
+
+
+def test_samples_are_shown(trainer_with, capsys):
+    for shown in (0, 1, 3):
+        trainer_with(num_examine=shown)._collect_experience(PROMPTS, step=7)
+        lines = capsys.readouterr().out.splitlines()
+        expected = ["aanswer 0.0  → 0.0", "aanswer 0.1  → 1.0", "banswer 1.0  → 3.0"]
+        assert lines == [f"[step 7] {sample}" for sample in expected[:shown]]
+
+
+# -- when: evaluation, checkpoints, exports --------------------------------------------------------------------------
+
+
+class Calls:
+    """Stands in for checkpointer and evaluator: the steps at which each was called."""
+
+    def __init__(self) -> None:
+        self.saved: list[int] = []
+        self.exported: list[int] = []
+        self.evaluated: list[int] = []
+
+    def save(self, root: str, step: int, client_state: Any) -> None:
+        self.saved.append(step)
+
+    def save_hf(self, root: str, step: int) -> None:
+        self.exported.append(step)
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        self.evaluated.append(step)
+        return {"eval/accuracy": 0.0, "eval/reward": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("options", "saved", "exported", "evaluated"),
+    [
+        # six steps of 10 s, two in an episode
+        ({}, [], [], [2, 4, 6]),
+        ({"save_steps": 4, "eval_steps": 0}, [4], [], []),
+        ({"save_epochs": 2, "eval_steps": 5}, [4], [], [5]),
+        ({"save_seconds": 25.0, "eval_steps": 0}, [3, 6], [], []),
+        ({"save_steps": 4, "save_seconds": 25.0, "eval_steps": 0}, [3, 4], [], []),
+        ({"hf_save_steps": 3, "eval_steps": 0}, [], [3, 6], []),
+        ({"eval_seconds": 35.0}, [], [], [4]),
+        ({"eval_seconds": 35.0, "eval_steps": 3}, [], [], [3, 6]),
+    ],
+    ids=str,
+)
+def test_what_is_due_after_a_step(parts, tmp_path, options, saved, exported, evaluated):
+    calls, now = Calls(), [0.0]
+    config = PPOConfig.from_flat(save_path=str(tmp_path / "run"), **options)
+    recorder = Recorder(config, parts["strategy"], calls, calls)
+    for cadence in (recorder.checkpoint_cadence, recorder.eval_cadence):
+        cadence.clock, cadence.last = lambda: now[0], 0.0
+    for step in range(1, 7):
+        now[0] += 10
+        recorder.after_step(step, step // 2 if step % 2 == 0 else None, "CKPT", dict)
+    assert (calls.saved, calls.exported, calls.evaluated) == (saved, exported, evaluated)
+
+
+# -- whole runs ------------------------------------------------------------------------------------------------------
+
+
+def fitted(config: PPOConfig) -> PPOTrainer:
+    trainer = PPOTrainer.from_config(config)
+    trainer.fit()
+    return trainer
+
+
+def rows(config: PPOConfig) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(config.checkpoint.save_path, "metrics.jsonl").read_text().splitlines()]
+
+
+def test_runs_end_early_and_the_schedule_knows_or_does_not(make_config, tmp_path):
+    def rates(**options: Any) -> list[float]:
+        folder = str(tmp_path / str(options))
+        config = make_config(**options, save_path=folder, lr_scheduler="linear", lr_warmup_steps=0)
+        fitted(config)
+        return [row["train/actor_lr"] for row in rows(config)]
+
+    # 12 prompts in rollouts of 4, one optimizer step each, rate 0.01 falling to 0
+    assert rates() == pytest.approx([0.01, 0.02 / 3, 0.01 / 3])
+    assert rates(benchmark_steps=2) == pytest.approx([0.01, 0.02 / 3])
+    assert rates(total_training_steps=2) == pytest.approx([0.01, 0.005])
+    assert rates(num_episodes=2, benchmark_steps=4) == pytest.approx([0.01, 0.05 / 6, 0.04 / 6, 0.03 / 6])
+
+
+@pytest.fixture
+def eval_data(tmp_path) -> str:
+    return write_jsonl(tmp_path / "eval.jsonl", sums(6))
+
+
+def test_evaluation_options(make_config, eval_data, parts, trainer_with, tmp_path):
+    real_engine = HFRolloutEngine(parts["actor"][0], parts["tokenizer"])
+
+    def evaluated(**options: Any) -> dict[str, float]:
+        config = make_config(eval_data=eval_data, **options).resolved()
+        trainer = trainer_with()
+        trainer.rollout_engine = real_engine
+        trainer.reward_source = build.build_reward(config, [], parts["tokenizer"], parts["strategy"])
+        return build.build_evaluator(config, parts["tokenizer"], parts["strategy"], trainer).evaluate(0)
+
+    one = evaluated()
+    assert {"eval/mean@1", "eval/accuracy"} <= one.keys()
+    assert not any(name.startswith("eval/pass@") for name in one)
+    several = evaluated(eval_n_samples=4)
+    assert {"eval/mean@4", "eval/best@4", "eval/pass@1", "eval/pass@2", "eval/pass@4"} <= several.keys()
+    assert several["eval/samples"] == 24
+    assert evaluated(eval_max_samples=2)["eval/samples"] == 2
+
+    # the score is the number of ones and twos: all samples reach 0, none 100
+    assert evaluated(eval_correct_threshold=0)["eval/accuracy"] == 1
+    assert evaluated(eval_correct_threshold=100)["eval/accuracy"] == 0
+
+    def responses(**options: Any) -> list[str]:
+        evaluated(**options, save_path=str(tmp_path / "samples"))
+        lines = (tmp_path / "samples" / "eval" / "step0.jsonl").read_text().splitlines()
+        return [json.loads(line)["response"] for line in lines]
+
+    greedy = responses(eval_temperature=0.0)
+    assert greedy == responses(eval_temperature=0.0, seed=1)
+    assert greedy != responses() != responses(seed=1)
+    assert greedy == responses(eval_top_p=1e-6)  # only the likeliest token is left
+
+
+def test_evaluation_before_during_and_after(make_config, eval_data, tmp_path):
+    def steps(**options: Any) -> list[int]:
+        config = make_config(eval_data=eval_data, save_path=str(tmp_path / str(options)), **options)
+        fitted(config)
+        return [row["step"] for row in rows(config) if "eval/accuracy" in row]
+
+    assert steps() == [0, 3]
+    assert steps(eval_steps=2) == [0, 2, 3]
+    assert steps(val_before_train=False) == [3]
+
+
+def test_evaluation_only(make_config, eval_data):
+    config = make_config(eval_data=eval_data, val_only=True, save_steps=1)
+    trainer = fitted(config)
+    assert trainer.state.global_step == 0
+    (row,) = rows(config)
+    assert row["step"] == 0
+    assert "eval/accuracy" in row
+    assert not list(Path(config.checkpoint.save_path).glob("*.safetensors"))
+    assert not Path(config.checkpoint.ckpt_path).exists()
+
+
+def test_what_is_saved_at_the_end(make_config, tmp_path):
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    def weights(path: str) -> torch.Tensor:
+        return AutoModelForCausalLM.from_pretrained(path).lm_head.weight
+
+    trainer = fitted(make_config(benchmark_steps=1, lr_warmup_steps=0, save_value_network=True, enable_ema=True))
+    critic = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run_critic")
+    assert torch.equal(critic.score.weight, trainer.strategy.unwrap_model(trainer.critic).model.score.weight)
+    ema, actor = (trainer.strategy.unwrap_model(model).lm_head.weight for model in (trainer.ema_model, trainer.actor))
+    assert torch.equal(weights(tmp_path / "run"), ema)
+    assert not torch.equal(actor, ema)
+
+    other = make_config(benchmark_steps=1, save_path=str(tmp_path / "other"))
+    trainer = fitted(other)
+    assert torch.equal(weights(tmp_path / "other"), trainer.strategy.unwrap_model(trainer.actor).lm_head.weight)
+    assert not (tmp_path / "other_critic").exists()
+
+
+def test_what_checkpoints_hold(make_config, tmp_path):
+    def files(**options: Any) -> set[str]:
+        folder = tmp_path / str(options)
+        fitted(make_config(benchmark_steps=2, save_path=str(folder / "run"), ckpt_path=str(folder / "ckpt"), **options))
+        return {str(path.relative_to(folder / "ckpt")) for path in (folder / "ckpt").glob("*/global_step*")} | {
+            path.name for path in (folder / "ckpt").glob("global_step*")
+        }
+
+    whole = {f"{part}/global_step{step}" for part in ("_actor", "_critic") for step in (1, 2)}
+    assert files(save_steps=1) == whole
+    for limit in ({"max_ckpt_num": 1}, {"max_ckpt_mem": 1e-6}):
+        # the critic's older part stays until the actor's new one is written, and goes with the next save
+        assert files(save_steps=1, **limit) == whole - {"_actor/global_step1"}
+    assert files(save_steps=1, save_hf_ckpt=True, enable_ema=True) == {
+        *whole, "_ema/global_step1", "_ema/global_step2", "global_step1_hf", "global_step2_hf"
+    }  # fmt: skip
+    assert files(save_steps=1, save_hf_ckpt=True, disable_ds_ckpt=True) == {"global_step1_hf", "global_step2_hf"}
+    assert files(hf_save_steps=2) == {"global_step2_hf"}
+    assert files() == set()
+
+
+def test_what_goes_to_weights_and_biases(make_config, monkeypatch):
+    started, logged = [], []
+
+    def init(**options: Any) -> Any:
+        started.append(options)
+        return SimpleNamespace(id="run-7", define_metric=lambda *a, **k: None, finish=lambda: None,
+                               log=lambda metrics, **k: logged.append(metrics))  # fmt: skip
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    trainer = fitted(make_config(use_wandb=True, wandb_org="an org", wandb_group="a group", wandb_project="a project",
+                                 wandb_run_name="a name", benchmark_steps=1, gamma=0.5))  # fmt: skip
+    (options,) = started
+    assert [options[name] for name in ("entity", "group", "project", "name")] == [
+        "an org", "a group", "a project", "a name"
+    ]  # fmt: skip
+    assert options["config"]["gamma"] == 0.5
+    assert logged[0]["global_step"] == 1
+    assert trainer.state.run_id == "run-7"
+
+
+# -- reward servers --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def server() -> Iterator[HTTPServer]:
+    """Answers 503 ``failures`` times, then 0.5 for every sample; keeps the headers of all requests."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.server.headers.append(dict(self.headers))
+            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            good = len(self.server.headers) > self.server.failures
+            body = json.dumps({"rewards": [0.5] * len(asked["query"])}).encode()
+            self.send_response(200 if good else 503)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    server.headers, server.failures = [], 0
+    thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread.start()
+    yield server
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_reward_servers_get_token_retries_and_timeout(make_config, server, parts, monkeypatch):
+    monkeypatch.setenv("A_TOKEN", "open-sesame")
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    url = f"http://127.0.0.1:{server.server_port}/score"
+
+    def source(**options: Any) -> Any:
+        config = make_config(reward_fn=None, remote_rm_url=url, **options).resolved()
+        return build.build_reward(config, [], parts["tokenizer"], parts["strategy"])
+
+    rollouts = FakeEngine().generate(PROMPTS, build.eval_sampling_params(make_config()))
+    assert score_rollouts(source(remote_rm_token_env="A_TOKEN"), rollouts).scores == [0.5, 0.5]
+    assert server.headers.pop()["Authorization"] == "Bearer open-sesame"
+    assert score_rollouts(source(), rollouts).scores == [0.5, 0.5]
+    assert "Authorization" not in server.headers.pop()
+
+    server.failures = 2
+    with pytest.raises(RewardError, match=rf"{url}: HTTP 503.*\(2 of 2 tries\)"):
+        score_rollouts(source(remote_rm_retries=1), rollouts)
+    server.headers.clear()
+    assert score_rollouts(source(remote_rm_retries=2), rollouts).scores == [0.5, 0.5]
+    assert len(server.headers) == 3
+    assert source(remote_rm_timeout=7.5).timeout == 7.5
