@@ -72,6 +72,8 @@ def main(output_dir: Path = Path("runs/quickstart/assets"), seed: int = 1) -> No
         output_dir: folder to write to; made if missing.
         seed: of the initial weights and of the errors in the demonstrations.
     """
+    from transformers.utils.logging import disable_progress_bar
+
     train, held_out = task.split_pairs()
     output_dir.mkdir(parents=True, exist_ok=True)
     write_jsonl(output_dir / "sft.jsonl", task.demonstrations(seed))
@@ -80,6 +82,7 @@ def main(output_dir: Path = Path("runs/quickstart/assets"), seed: int = 1) -> No
 
     tokenizer = build_tokenizer()
     model = build_model(tokenizer, seed)
+    disable_progress_bar()
     tokenizer.save_pretrained(output_dir / "model")
     model.save_pretrained(output_dir / "model")
     print(f"{output_dir}: a Llama of {model.num_parameters():,} parameters, {len(train):,} prompts to train on, "

@@ -52,7 +52,7 @@ def main(
         start = time.monotonic()
         run([sys.executable, HERE / "make_assets.py", "--output_dir", assets, "--seed", seed])
         launch(ranks, "train_sft.py", "--pretrain", assets / "model", "--dataset", assets / "sft.jsonl",
-               "--save_path", sft, *sft_options(), *shared)  # fmt: skip
+               "--save_path", sft, *sft_options(ranks), *shared)  # fmt: skip
         seconds["sft"] = time.monotonic() - start
         (run_dir / "seconds.json").write_text(json.dumps(seconds))
     start = time.monotonic()
@@ -64,10 +64,11 @@ def main(
     run([sys.executable, HERE / "summarize.py", "--run_dir", run_dir])
 
 
-def sft_options() -> list[str]:
+def sft_options(ranks: int) -> list[str]:
     """How the supervised warm-up is run."""
     return shlex.split(
-        "--output_key output --max_len 16 --train_batch_size 128 --micro_train_batch_size 128 --max_steps 700 "
+        f"--output_key output --max_len 16 --train_batch_size 128 --micro_train_batch_size {128 // ranks} "
+        "--max_steps 700 "
         "--learning_rate 5e-3 --lr_scheduler cosine --logging_steps 50"
     )
 
@@ -88,6 +89,8 @@ def run(command: list[object]) -> None:
     print(f"\n$ {shlex.join(words)}", flush=True)
     # One thread per process: with matrices this small more threads only wait for each other.
     environment = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **os.environ}
+    if shutil.which("nvidia-smi") is None:
+        environment.setdefault("DS_ACCELERATOR", "cpu")  # spares DeepSpeed's warnings about a missing GPU
     code = subprocess.run(words, env=environment).returncode
     if code:
         raise SystemExit(code)
