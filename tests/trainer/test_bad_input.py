@@ -1,0 +1,340 @@
+"""Mistakes of the user, through the real path: the message names flag, file, line or row, and says what to do."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support.fakes import FakeEngine, FakeReward
+from support.tiny import save_causal_lm, write_jsonl
+
+from lightppo import PPOTrainer
+from lightppo.config import ConfigError, parse_args
+from lightppo.strategy.deepspeed import DeepspeedStrategy
+from lightppo.trainer.launch import USER_ERRORS
+
+REPO = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.usefixtures("world")
+
+
+@pytest.fixture
+def refused(make_config):
+    """``refused(**options)``: what the start of such a run says."""
+
+    def message(**options: Any) -> str:
+        with pytest.raises(USER_ERRORS) as error:
+            PPOTrainer.from_config(make_config(**options))
+        return str(error.value)
+
+    return message
+
+
+def prompts(tmp_path: Path, *rows: Any) -> dict[str, str]:
+    return {"prompt_data": write_jsonl(tmp_path / "rows.jsonl", rows)}
+
+
+# -- models ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flag", ["pretrain", "ref_pretrain", "critic_pretrain", "reward_pretrain"])
+def test_a_model_that_is_not_there(refused, tmp_path, flag):
+    path = str(tmp_path / "no" / "model")
+    options = {flag: [path] if flag == "reward_pretrain" else path}
+    if flag == "reward_pretrain":
+        options |= {"reward_fn": None, "init_critic_from_actor": True}
+    assert f"--{flag} {path}: no such folder. Give a folder with a Hugging Face model, or a hub id" in refused(
+        **options
+    )
+
+
+def test_a_folder_that_is_no_model(refused, tmp_path):
+    (tmp_path / "README.md").write_text("hello")
+    message = refused(pretrain=str(tmp_path))
+    assert message == f"--pretrain {tmp_path}: the folder has no config.json, so it is not a Hugging Face model"
+
+
+def test_a_model_without_a_value_head_is_no_reward_model(refused, tiny_model):
+    message = refused(reward_pretrain=[tiny_model], reward_fn=None, init_critic_from_actor=True)
+    assert f"--reward_pretrain {tiny_model} has no score.weight" in message
+
+
+def edited_tokenizer(folder: Path, *missing: str) -> str:
+    """A model whose tokenizer lacks these special tokens."""
+    save_causal_lm(folder)
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        if (folder / name).exists():
+            values = json.loads((folder / name).read_text())
+            (folder / name).write_text(json.dumps({k: v for k, v in values.items() if k not in missing}))
+    return str(folder)
+
+
+def test_a_tokenizer_without_end_of_text(refused, tmp_path):
+    path = edited_tokenizer(tmp_path / "model", "eos_token")
+    message = refused(pretrain=path)
+    assert f"--pretrain {path}: the tokenizer has no EOS token" in message
+    assert 'Set "eos_token" in its tokenizer_config.json' in message
+
+
+def test_a_tokenizer_without_padding_pads_with_end_of_text(make_config, tmp_path):
+    path = edited_tokenizer(tmp_path / "model", "pad_token")
+    trainer = PPOTrainer.from_config(make_config(pretrain=path, benchmark_steps=1))
+    assert trainer.tokenizer.pad_token_id == trainer.tokenizer.eos_token_id == 2
+    trainer.fit()
+    assert trainer.state.global_step == 1
+
+
+def test_lengths_beyond_the_models_positions(refused, tiny_model):
+    message = refused(prompt_max_len=60, generate_max_len=5)
+    assert message == (
+        f"--prompt_max_len 60 + --generate_max_len 5 = 65 tokens, but {tiny_model} has 64 positions: "
+        "lower one of them to fit"
+    )
+
+
+# -- data ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flag", ["prompt_data", "eval_data", "pretrain_data"])
+def test_data_that_is_not_there(refused, tmp_path, flag):
+    path = str(tmp_path / "no.jsonl")
+    assert f"--{flag} {path}: no such file or folder" in refused(**{flag: path})
+
+
+def test_data_of_no_known_format(refused, tmp_path):
+    (tmp_path / "rows.docx").write_text("hello")
+    message = refused(prompt_data=str(tmp_path / "rows.docx"))
+    assert f"--prompt_data {tmp_path}/rows.docx: unknown format; the name must end in" in message
+
+
+def test_an_empty_dataset(refused, tmp_path):
+    data = prompts(tmp_path)
+    assert f"{data['prompt_data']} is empty: no rows" in refused(**data)
+
+
+def test_a_dataset_without_the_key(refused, tmp_path):
+    data = prompts(tmp_path, {"text": "1+1=", "gold": "2"})
+    message = refused(**data, input_key="task")
+    assert message == "--input_key 'task' is not a column of the data; its columns: text, gold"
+    message = refused(**data, input_key="text", label_key="answer")
+    assert message == "--label_key 'answer' is not a column of the data; its columns: text, gold"
+
+
+@pytest.mark.parametrize(
+    ("bad", "why"),
+    [
+        ({"input": 7}, "'input' is int 7; text or a list of chat messages is needed"),
+        ({"input": None}, "no prompt: 'input' missing or null"),
+        ({"label": "2"}, "no prompt: 'input' missing or null"),
+        ({"input": ""}, "'input' is empty"),
+        ({"input": "0123456789abc"}, "13 tokens, --prompt_max_len is 12: raise it, or choose --truncation left|right"),
+    ],
+    ids=["type", "null", "missing", "empty", "overlong"],
+)
+def test_a_bad_row_is_named_by_file_and_line(refused, tmp_path, bad, why):
+    data = prompts(tmp_path, {"input": "1+1="}, {"input": "1+2="}, bad)
+    message = refused(**data)
+    assert message.startswith(f"{data['prompt_data']}:3: ")
+    assert why in message
+    assert "mend the row, or leave such rows out with --on_bad_row skip" in message
+
+
+def test_bad_rows_are_skipped_and_counted_if_asked_to(make_config, tmp_path, capsys):
+    data = prompts(tmp_path, {"input": "1+1="}, {"input": ""}, {"input": "0123456789abc"}, {"input": "1+2="})
+    trainer = PPOTrainer.from_config(make_config(**data, on_bad_row="skip"))
+    assert "4 rows: 2 kept, 0 of them truncated; dropped: 1 empty, 1 overlong" in capsys.readouterr().out
+    assert [p.text for batch in trainer.prompts_dataloader for p in batch] in (["1+1=", "1+2="], ["1+2=", "1+1="])
+
+
+def test_a_broken_line_of_the_file(refused, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"input": "1+1="}\n{"input": \n')
+    message = refused(prompt_data=str(path))
+    assert message.startswith(f"{path}:2: not JSON: ")
+
+
+# -- rewards ---------------------------------------------------------------------------------------------------------
+
+
+def reward_file(tmp_path: Path, body: str) -> str:
+    path = tmp_path / "my_reward.py"
+    path.write_text(f"def reward_func(queries, prompts, labels):\n    {body}\n")
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        ("return [1.0]", r"my_reward\.py:reward_func: 1 scores for 4 samples"),
+        ("return [1.0, 1.0, float('nan'), 1.0]", r"the score of sample 2 \(prompt row \d+, .*'.*='\) is nan"),
+        ("return [1.0, float('inf'), 1.0, 1.0]", r"the score of sample 1 \(prompt row .* is inf; it must be a finite"),
+        ("return ['good'] * 4", r"the score of sample 0 \(prompt row .* is 'good'; it must be a finite number"),
+        ("return None", r"must be a list or tensor with one number per sample, got NoneType"),
+        (
+            "raise KeyError('gold')",
+            r"reward function my_reward\.py:reward_func raised on a batch of 4: KeyError: 'gold'",
+        ),
+        ("return [None] * 4", "step 1: none of the samples was scored, so there is nothing to train on"),
+    ],
+    ids=str,
+)
+def test_a_reward_function_that_gives_no_usable_scores(make_config, tmp_path, body, why):
+    trainer = PPOTrainer.from_config(make_config(reward_fn=reward_file(tmp_path, body)))
+    with pytest.raises(USER_ERRORS, match=why):
+        trainer.fit()
+    assert trainer.state.global_step == 0
+
+
+def test_a_reward_file_that_is_not_there(refused, tmp_path):
+    reward_file(tmp_path, "return []")
+    message = refused(reward_fn=str(tmp_path / "my_rewards.py"))
+    assert message == f"--reward_fn: no file {tmp_path}/my_rewards.py; {tmp_path} has my_reward.py"
+    message = refused(reward_fn=None, remote_rm_url=[str(tmp_path / "no" / "file.py")])
+    assert message == f"--remote_rm_url: no file {tmp_path}/no/file.py; there is no directory {tmp_path}/no"
+
+
+def test_a_reward_file_without_the_function_or_that_fails(refused, tmp_path):
+    path = reward_file(tmp_path, "return []")
+    message = refused(reward_fn=f"{path}:score")
+    assert message == f"--reward_fn: {path} has no 'score'; it has reward_func. Name one as {path}:name"
+    Path(path).write_text("import no_such_module")
+    assert f"--reward_fn: {path} fails when run: ModuleNotFoundError" in refused(reward_fn=path)
+
+
+def test_a_reward_server_that_cannot_be_reached(make_config):
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # bound, but nobody listens
+        url = f"http://127.0.0.1:{closed.getsockname()[1]}/score"
+        trainer = PPOTrainer.from_config(make_config(reward_fn=None, remote_rm_url=url, remote_rm_retries=0))
+        with pytest.raises(USER_ERRORS, match=rf"reward server {url}: ConnectionError: .*\(1 of 1 tries\)"):
+            trainer.fit()
+
+
+def test_a_token_that_is_not_set(refused, monkeypatch):
+    monkeypatch.delenv("NO_SUCH_TOKEN", raising=False)
+    message = refused(reward_fn=None, remote_rm_url="http://127.0.0.1:9/x", remote_rm_token_env="NO_SUCH_TOKEN")
+    assert message == "--remote_rm_token_env: environment variable NO_SUCH_TOKEN is not set"
+
+
+# -- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_directory_that_is_not_one(refused, tmp_path):
+    message = refused(resume=str(tmp_path))
+    assert f"--resume {tmp_path}: not a folder of checkpoints" in message
+    assert "name the --ckpt_path of the run to go on with, or leave --resume at auto" in message
+
+
+def test_checkpoints_of_a_run_with_other_models_or_another_stage(make_config, tmp_path):
+    config = make_config(save_steps=1, benchmark_steps=1)
+    PPOTrainer.from_config(config).fit()
+    with pytest.raises(USER_ERRORS, match=r"have no part _ema: .* set another --ckpt_path or --resume never"):
+        PPOTrainer.from_config(config.with_options(enable_ema=True))
+    with pytest.raises(USER_ERRORS, match=r"zero_stage=0, this run has zero_stage=1: resume with the same"):
+        PPOTrainer.from_config(config.with_options(zero_stage=1))
+
+
+def test_a_disk_that_is_too_small(refused, make_config, tmp_path, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
+    message = refused(save_steps=1)
+    assert (
+        f"--ckpt_path {tmp_path}/ckpt: 3 checkpoints need about 0.0 GB, 0.0 GB are free: lower --max_ckpt_num"
+        in message
+    )
+    PPOTrainer.from_config(make_config())  # saves nothing but the model
+
+
+# -- the command line ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--critic_zero_stage", "1", "--advantage_estimator", "grpo", "--n_samples_per_prompt", "2"],
+         "--critic_zero_stage needs a critic, which --advantage_estimator grpo does not have"),
+        (["--train_batch_size", "3"], "--train_batch_size 3 does not divide the 512 samples"),
+        (["--use_kl_loss", "--use_kl_in_reward"], "would count the KL twice: set one of them"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_mistakes_on_the_command_line_end_before_anything_loads(capsys, flags, said):
+    with pytest.raises(SystemExit) as end:
+        parse_args(["--pretrain", "m", "--prompt_data", "d.jsonl", "--reward_fn", "r.py", *flags])
+    assert end.value.code == 2
+    assert said in " ".join(capsys.readouterr().err.replace("│", " ").split())
+
+
+def test_several_reward_models_without_a_function_to_combine_them(refused, tmp_path):
+    message = refused(reward_pretrain=["a", "b"], reward_fn=None)
+    assert message == "2 models in --reward_pretrain need --reward_fn path.py:name to combine their scores"
+
+
+# -- the constructor -------------------------------------------------------------------------------------------------
+
+
+def construct(tokenizer: Any, *, critic: Any = None, reward_model: Any = None, **options: Any) -> PPOTrainer:
+    """A trainer by the seed's constructor, with stand-ins for its models."""
+    model = SimpleNamespace()
+    trained = {"tokenizer": tokenizer, "rollout_engine": FakeEngine(), "init_kl_coef": 0.0}
+    return PPOTrainer(
+        DeepspeedStrategy(), model, critic, reward_model, None, None, None, None, None, None, **trained | options
+    )
+
+
+def test_constructor(tiny_tokenizer):
+    scores = {"reward_source": FakeReward({})}
+    with pytest.raises(ConfigError, match="--advantage_estimator gae needs a critic, but critic is None"):
+        construct(tiny_tokenizer, **scores)
+    with pytest.raises(ConfigError, match=r"needs a reference model, but initial_model is None: pass one, or set "):
+        construct(tiny_tokenizer, critic=SimpleNamespace(), **scores, init_kl_coef=0.1)
+    with pytest.raises(ConfigError, match="needs the actor's tokenizer: pass tokenizer="):
+        construct(None, critic=SimpleNamespace(), **scores)
+    with pytest.raises(ConfigError, match=r"unknown option 'eps_clp' \(did you mean 'eps_clip'\?\)"):
+        construct(tiny_tokenizer, critic=SimpleNamespace(), **scores, eps_clp=0.1)
+    with pytest.raises(ConfigError, match=r"unknown option 'reward_func' \(did you mean 'reward_fn'\?\)"):
+        construct(tiny_tokenizer, critic=SimpleNamespace(), **scores, reward_func=len)
+    with pytest.raises(ValueError, match="--reward_pretrain has 2 models: --reward_fn must say how their scores"):
+        construct(tiny_tokenizer, critic=SimpleNamespace(), reward_model=[len, len])
+    with pytest.raises(ValueError, match="no rewards: set --remote_rm_url"):
+        construct(tiny_tokenizer, critic=SimpleNamespace())
+    trainer = construct(tiny_tokenizer, critic=SimpleNamespace(), **scores)
+    with pytest.raises(ConfigError, match=r"fit\(\) needs a prompts_dataloader"):
+        trainer.fit()
+
+
+# -- the script ------------------------------------------------------------------------------------------------------
+
+
+def run_script(*flags: str) -> subprocess.CompletedProcess:
+    """``python examples/train_ppo.py``, in an environment that no launcher touched."""
+    launcher = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_WORLD_SIZE")
+    environment = {name: value for name, value in os.environ.items() if name not in launcher}
+    environment |= {"DS_ACCELERATOR": "cpu", "PYTHONPATH": str(REPO), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, str(REPO / "examples" / "train_ppo.py"), *flags]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_a_wrong_flag_ends_the_script_with_2():
+    ended = run_script("--actor_learning_rat", "1e-6")
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert "--actor_learning_rate" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_a_missing_model_ends_the_script_with_1_and_one_line(assets, tmp_path):
+    ended = run_script(
+        "--pretrain", "./no/model", "--prompt_data", assets["prompt_data"], "--reward_fn", assets["reward_fn"],
+        "--rollout_batch_size=4", "--train_batch_size=4", f"--save_path={tmp_path}", f"--ckpt_path={tmp_path / 'ckpt'}",
+    )  # fmt: skip
+    assert ended.returncode == 1
+    assert ended.stderr == (
+        "[rank 0] train_ppo.py: error: --pretrain ./no/model: no such folder. "
+        "Give a folder with a Hugging Face model, or a hub id\n"
+    )
