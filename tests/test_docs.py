@@ -24,7 +24,6 @@ NAMES = [page.name for page in PAGES]
 # Flags of other programs that the pages name: launchers, and the trainers that users come from.
 OTHER_FLAGS = {
     "num_gpus", "master_port", "nproc_per_node",  # deepspeed, torchrun
-    "extra_index_url", "resume_from",  # pip
     "eps_clip_low_high", "no_advantage_std_norm", "eval_dataset", "eval_n_samples_per_prompt", "deepcompile",
     "use_ds_universal_ckpt", "vllm_", "advantages_norm", "reward_clip", "reference_key", "max_eval_samples",
 }  # fmt: skip
