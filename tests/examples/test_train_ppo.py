@@ -1,0 +1,152 @@
+"""examples/train_ppo.py under the launchers, on two ranks: a crash and a resume, and many options at once."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from support.ranks import REPO, run_ranks
+from support.tiny import save_reward_model, sums, write_jsonl
+
+SCRIPT = REPO / "examples" / "train_ppo.py"
+
+# Scores the share of digits; on rank 1 it dies without a word in the batch that DIE_AT names.
+REWARD = """
+import os, signal
+
+calls = 0
+
+def reward_func(queries, prompts, labels):
+    global calls
+    calls += 1
+    if os.environ.get("RANK") == "1" and calls == int(os.environ.get("DIE_AT", 0)):
+        os.kill(os.getpid(), signal.SIGKILL)
+    answers = [query[len(prompt):] for query, prompt in zip(queries, prompts)]
+    return [sum(c.isdigit() for c in a) / max(1, len(a)) for a in answers]
+"""
+
+
+@pytest.fixture(scope="module")
+def assets(tmp_path_factory: pytest.TempPathFactory, tiny_model: str) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("train_ppo")
+    (root / "reward.py").write_text(REWARD)
+    return {
+        "model": tiny_model,
+        "reward": str(root / "reward.py"),
+        "reward_model": save_reward_model(root / "rm", mean=0.5, std=2.0),
+        "prompts": write_jsonl(root / "prompts.jsonl", sums(20)),
+        "held_out": write_jsonl(root / "held_out.jsonl", sums(5)),
+        "text": write_jsonl(root / "text.jsonl", [{"input": f"{i}+{i}={2 * i}"} for i in range(10)]),
+    }
+
+
+def flags(out: Path, **options: object) -> list[str]:
+    options = {"save_path": out / "model", "ckpt_path": out / "ckpt", **options}
+    words = []
+    for name, value in options.items():
+        words += [f"--{name}"] if value is True else [f"--{name}={value}"]
+    return words
+
+
+def steps(out: Path) -> dict[int, dict[str, float]]:
+    """Metrics of each training step, without what depends on the clock."""
+    rows = [json.loads(line) for line in (out / "model" / "metrics.jsonl").read_text().splitlines()]
+    return {
+        row["step"]: {k: v for k, v in row.items() if not k.startswith("perf/") and k != "time"}
+        for row in rows
+        if "rollout/reward" in row
+    }
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_goes_on_as_if_nothing_had_happened(assets, tmp_path):
+    def launch(out: Path, **options):
+        arguments = flags(
+            out,
+            pretrain=assets["model"],
+            prompt_data=assets["prompts"],
+            eval_data=assets["held_out"],
+            pretrain_data=assets["text"],
+            reward_fn=assets["reward"],
+            zero_stage=2,
+            rollout_batch_size=4,
+            train_batch_size=4,
+            micro_train_batch_size=1,
+            prompt_max_len=16,
+            generate_max_len=6,
+            num_episodes=2,
+            actor_learning_rate=1e-3,
+            critic_learning_rate=1e-3,
+            kl_target=0.1,
+            enable_ema=True,
+            save_steps=2,
+            total_training_steps=7,  # 20 prompts in batches of 4: the second episode begins at step 6
+        )
+        return run_ranks(SCRIPT, *arguments, launcher="deepspeed", **options)
+
+    launch(tmp_path / "whole")
+    # Call 1 scores the evaluation before training, call k + 1 the rollouts of step k (call 7: the evaluation after 5).
+    killed = launch(tmp_path / "killed", check=False, env={"DIE_AT": "8"})
+    assert killed.returncode != 0
+    assert max(steps(tmp_path / "killed")) == 5
+    assert (tmp_path / "killed" / "ckpt" / "latest").read_text() == "global_step4"
+
+    resumed = launch(tmp_path / "killed")
+    assert "resumed from" in resumed.output
+    assert "4 steps done" in resumed.output
+    whole, after = steps(tmp_path / "whole"), steps(tmp_path / "killed")
+    assert list(after) == list(whole) == [1, 2, 3, 4, 5, 6, 7]
+    assert after == whole  # every number of every step, to the last bit
+
+    again = launch(tmp_path / "killed")
+    assert "complete" in again.output
+    assert steps(tmp_path / "killed") == whole
+
+
+@pytest.mark.slow
+def test_torchrun_bf16_zero3_reward_model_packed_grpo(assets, tmp_path):
+    arguments = flags(
+        tmp_path,
+        pretrain=assets["model"],
+        prompt_data=assets["prompts"],
+        reward_pretrain=assets["reward_model"],
+        normalize_reward=True,
+        reward_zero_stage=0,
+        zero_stage=3,
+        bf16=True,
+        gradient_checkpointing=True,
+        packing_samples=True,
+        advantage_estimator="grpo",
+        n_samples_per_prompt=3,
+        use_kl_loss=True,
+        kl_estimator="k3",
+        loss_agg_mode="seq-mean-token-mean",
+        max_epochs=2,
+        rollout_batch_size=6,
+        train_batch_size=6,
+        micro_train_batch_size=2,
+        prompt_max_len=16,
+        generate_max_len=8,
+        actor_learning_rate=1e-3,
+        use_tensorboard=tmp_path / "tb",
+        benchmark_steps=2,
+    )
+    run_ranks(SCRIPT, *arguments, launcher="torchrun")
+    rows = steps(tmp_path)
+    assert [rows[step]["rollout/samples"] for step in (1, 2)] == [18, 18]
+    for row in rows.values():
+        assert row["train/optimizer_steps"] == 6  # 18 samples in steps of 6, twice
+        assert math.isfinite(row["train/policy_loss"])
+        assert row["train/actor_skipped"] == 0
+        assert "train/critic_loss" not in row
+    assert rows[1]["rollout/logp_diff_mean"] < 0.05  # bf16: the packed forward against the decode loop
+    assert any((tmp_path / "tb").rglob("events.out.tfevents*"))
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    ids = tokenizer("1+1=", return_tensors="pt")
+    assert model.generate(**ids, max_new_tokens=3, do_sample=False).shape[1] >= 5
