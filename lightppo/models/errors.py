@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+_REASON_CHARS = 1000
 
 
 class ModelLoadError(ValueError):
@@ -37,4 +40,6 @@ def errors_name(path: str, flag: str) -> Iterator[None]:
     except ModelLoadError:
         raise
     except (OSError, ValueError, RuntimeError, KeyError) as error:
-        raise ModelLoadError(f"{flag} {path} could not be loaded: {error}") from error
+        # One line, and not all of the pages of class names that transformers may list.
+        reason = textwrap.shorten(str(error), _REASON_CHARS, placeholder=" …")
+        raise ModelLoadError(f"{flag} {path} could not be loaded: {reason}") from error

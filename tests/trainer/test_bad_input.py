@@ -61,6 +61,14 @@ def test_a_folder_that_is_no_model(refused, tmp_path):
     assert message == f"--pretrain {tmp_path}: the folder has no config.json, so it is not a Hugging Face model"
 
 
+def test_a_model_that_transformers_does_not_know(refused, tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "vit"}')
+    message = refused(pretrain=str(tmp_path))
+    assert message.startswith(f"--pretrain {tmp_path} could not be loaded: ")
+    assert len(message.splitlines()) == 1
+    assert len(message) < 1200  # transformers lists every class that it has
+
+
 def test_a_model_without_a_value_head_is_no_reward_model(refused, tiny_model):
     message = refused(reward_pretrain=[tiny_model], reward_fn=None, init_critic_from_actor=True)
     assert f"--reward_pretrain {tiny_model} has no score.weight" in message
