@@ -135,7 +135,7 @@ def load_checkpoint(
         if engine.lr_scheduler is not None:
             for group, lr in zip(engine.optimizer.param_groups, engine.lr_scheduler.get_last_lr(), strict=True):
                 group["lr"] = lr
-    client_state = torch.load(path / _CLIENT_STATE, map_location="cpu", weights_only=False)
+    client_state = torch.load(path / _CLIENT_STATE, map_location="cpu", weights_only=True)
     return str(path), client_state
 
 
@@ -168,7 +168,10 @@ def rng_state() -> dict[str, Any]:
     """States of this rank's random generators: Python, NumPy, torch and its CUDA device."""
     import numpy
 
-    state = {"python": random.getstate(), "numpy": numpy.random.get_state(), "torch": torch.get_rng_state()}
+    name, keys, *rest = numpy.random.get_state()
+    # A tensor in place of the array: what is saved loads without running code (weights_only).
+    keys = torch.from_numpy(keys.astype(numpy.int64))
+    state = {"python": random.getstate(), "numpy": (name, keys, *rest), "torch": torch.get_rng_state()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
     return state
@@ -179,7 +182,8 @@ def restore_rng_state(state: dict[str, Any]) -> None:
     import numpy
 
     random.setstate(state["python"])
-    numpy.random.set_state(state["numpy"])
+    name, keys, *rest = state["numpy"]
+    numpy.random.set_state((name, keys.numpy().astype(numpy.uint32), *rest))
     torch.set_rng_state(state["torch"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])

@@ -343,7 +343,7 @@ class DeepspeedStrategy(DistributedStrategy):
             tag: name of this one; None is ``global_step{optimizer steps}``.
             max_num: checkpoints to keep, this one included.
             max_mem: GB (1e9 bytes) that all of them may take; the oldest go first, this one never.
-            client_state: anything picklable to get back from ``load_ckpt``; rank 0's is saved.
+            client_state: plain values and tensors to get back from ``load_ckpt``; rank 0's is saved.
             protected_tags: never removed.
 
         Returns:

@@ -34,6 +34,11 @@ def forget_secondary_shard(param: torch.Tensor) -> None:
         param.ds_secondary_tensor = None
 
 
+def parameter_count(model: nn.Module) -> int:
+    """Parameters of a model, whole also where they are sharded."""
+    return sum(full_shape(param).numel() for param in model.parameters())
+
+
 @contextmanager
 def gathered_parameters(model: Any) -> Iterator[nn.Module]:
     """Holds the whole model on every rank for the duration: gathered once, not per layer and token.

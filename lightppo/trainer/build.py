@@ -29,10 +29,11 @@ from lightppo.rewards.address import read_token
 from lightppo.rewards.build import build_reward_source
 from lightppo.rewards.source import RewardSource
 from lightppo.strategy.deepspeed import DeepspeedStrategy
+from lightppo.strategy.zero3 import parameter_count
 from lightppo.trainer.evaluator import Evaluator
 from lightppo.trainer.guards import check_before_loading, check_disk_space, check_lengths
 from lightppo.trainer.options import eval_sampling_params, public_options
-from lightppo.trainer.ppo_trainer import PPOTrainer, parameter_count
+from lightppo.trainer.ppo_trainer import PPOTrainer
 from lightppo.trainer.prompts import endless
 
 TrainerT = TypeVar("TrainerT", bound=PPOTrainer)

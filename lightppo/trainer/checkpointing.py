@@ -17,6 +17,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lightppo.config import ConfigError
+from lightppo.config.ppo import unsafe_changes
 from lightppo.config.sections import CheckpointConfig
 from lightppo.strategy.checkpoint import CheckpointError, list_tags, restore_rng_state, rng_state
 from lightppo.strategy.deepspeed import DeepspeedStrategy
@@ -120,6 +122,36 @@ class RunCheckpointer:
         """Whole checkpoints of one part, oldest first."""
         part = root / f"_{name}"
         return [tag for tag in list_tags(part) if _STEP.fullmatch(tag)] if part.is_dir() else []
+
+    def resume(self, options: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Load the last checkpoint that ``--resume`` allows. Collective.
+
+        Args:
+            options: of this run; those that define a run must be as they were.
+
+        Returns:
+            the client state given to :meth:`save`; ``None`` where there is nothing to resume.
+
+        Raises:
+            ConfigError: options that must stay as they were have changed.
+            CheckpointError: the checkpoint does not fit this run.
+        """
+        root = resume_root(self.config.resume, self.config.ckpt_path)
+        tag = self.find(root) if root is not None else None
+        if tag is None:
+            return None
+        saved = self.load(root, tag)
+        refused, safe = unsafe_changes(saved["config"], options)
+        if refused:
+            changes = ", ".join(f"--{name} {old} → {new}" for name, (old, new) in refused.items())
+            raise ConfigError(
+                f"cannot resume {root}/{tag} with other options: {changes}. Set them back, or start anew with "
+                "--resume never and another --ckpt_path"
+            )
+        for name, (old, new) in safe.items():
+            self.strategy.print(f"resume: --{name} was {old}, is {new}")
+        self.strategy.print(f"resumed from {root}/{tag}: {saved['trainer']['global_step']} steps done")
+        return saved
 
     def load(self, root: str | Path, tag: str) -> dict[str, Any]:
         """Load all parts and this rank's random generators. Collective.

@@ -224,6 +224,23 @@ def mean_status(statuses: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return means
 
 
+def short_status(status: Mapping[str, float]) -> dict[str, float]:
+    """What the progress bar shows."""
+    names = {
+        "pg": "policy_loss",
+        "rm": "reward",
+        "ret": "return",
+        "glen": "response_length",
+        "tlen": "total_length",
+        "kl": "kl",
+        "act_lr": "actor_lr",
+        "cri": "critic_loss",
+        "vals": "values",
+        "cri_lr": "critic_lr",
+    }
+    return {short: status[name] for short, name in names.items() if name in status}
+
+
 class PhaseTimer:
     """Seconds per phase of a step."""
 

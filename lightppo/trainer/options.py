@@ -98,6 +98,24 @@ def checked_config(config: PPOConfig, world_size: int) -> PPOConfig:
     return config.resolved()
 
 
+def check_models(config: PPOConfig, critic: Any, initial_model: Any, tokenizer: Any) -> None:
+    """Whether a trainer built by hand has what its options need.
+
+    Raises:
+        ConfigError: no tokenizer, critic or reference model where one is needed.
+    """
+    a = config.algorithm
+    if tokenizer is None:
+        raise ConfigError("PPOTrainer needs the actor's tokenizer: pass tokenizer=")
+    if critic is None and rules.needs_critic(config):
+        raise ConfigError(f"--advantage_estimator {a.advantage_estimator} needs a critic, but critic is None")
+    if initial_model is None and (a.init_kl_coef > 0 or a.use_kl_loss):
+        raise ConfigError(
+            f"the KL coefficient {a.init_kl_coef} needs a reference model, but initial_model is None: pass one, or set "
+            "init_kl_coef to 0"
+        )
+
+
 def public_options(config: PPOConfig) -> dict[str, Any]:
     """All options by flag name, for logs, files and checkpoints: without what a reward URL carries in its query."""
     values = config.flat()

@@ -20,8 +20,6 @@ from lightppo.algorithms.kl import make_kl_controller
 from lightppo.algorithms.traits import ESTIMATOR_TRAITS
 from lightppo.config import PPOConfig
 from lightppo.config.fields import ConfigError
-from lightppo.config.ppo import unsafe_changes
-from lightppo.config.rules import needs_critic
 from lightppo.data.records import Prompt
 from lightppo.experience.batching import Minibatch, minibatches, plan_minibatch
 from lightppo.experience.experience import Experience
@@ -32,10 +30,12 @@ from lightppo.rewards.build import build_reward_source
 from lightppo.rewards.source import RewardError
 from lightppo.rollout.engine import RolloutEngine
 from lightppo.rollout.hf import HFRolloutEngine
+from lightppo.strategy.zero3 import parameter_count
 from lightppo.trainer import metrics as m
-from lightppo.trainer.checkpointing import RunCheckpointer, resume_root
+from lightppo.trainer.checkpointing import RunCheckpointer
 from lightppo.trainer.evaluator import Evaluator
 from lightppo.trainer.options import (
+    check_models,
     checked_config,
     config_from_options,
     overlay_args,
@@ -106,7 +106,7 @@ class PPOTrainer:
             raise ConfigError(f"options {sorted(options)} beside config: put them into the config")
         else:
             config = checked_config(config, strategy.world_size)
-        _check_models(config, critic, initial_model, tokenizer)
+        check_models(config, critic, initial_model, tokenizer)
         if options.get("max_norm", strategy.max_norm) != strategy.max_norm:
             raise ConfigError(
                 f"max_norm {options['max_norm']} is not the strategy's ({strategy.max_norm}): set it there"
@@ -228,7 +228,7 @@ class PPOTrainer:
                             self.rollout_engine.sync_weights(self.actor)
                         self.kl_ctl.update(status.get("kl", 0.0), int(status["samples"]))
                     self._finish_step(prompts, is_last)
-                    bar.set_postfix(short_status(status))
+                    bar.set_postfix(m.short_status(status))
                     bar.update()
                     self.save_logs_and_checkpoints(args, step, bar, status, self.client_state())
                     if self._done():
@@ -316,7 +316,15 @@ class PPOTrainer:
         self.recorder = self.recorder or self._new_recorder()  # a loop of the user's own may come without fit()
         finished = self.state.episode if self.state.consumed_prompts == 0 else None
         ckpt_path = getattr(args, "ckpt_path", None) or self.config.checkpoint.ckpt_path
-        self.recorder.log(global_step, logs_dict or {}, self._perf(logs_dict or {}))
+        perf = m.perf_metrics(
+            self.timer.reset(),
+            logs_dict or {},
+            epochs=self.config.training.max_epochs,
+            world_size=self.strategy.world_size,
+            parameters=sum(parameter_count(model) for model in (self.actor, self.critic) if model is not None),
+            peak_tflops=self.config.logging.peak_tflops,
+        )
+        self.recorder.log(global_step, logs_dict or {}, perf)
         self.recorder.after_step(global_step, finished, ckpt_path, lambda: client_states or self.client_state())
 
     def client_state(self) -> dict[str, Any]:
@@ -338,26 +346,13 @@ class PPOTrainer:
             ConfigError: if options that must stay as they were have changed.
             CheckpointError: if the checkpoint does not fit this run.
         """
-        c = self.config.checkpoint
-        root = resume_root(c.resume, c.ckpt_path)
-        tag = self.checkpointer.find(root) if root is not None else None
-        if tag is None:
+        saved = self.checkpointer.resume(public_options(self.config))
+        if saved is None:
             return False
-        saved = self.checkpointer.load(root, tag)
-        refused, safe = unsafe_changes(saved["config"], public_options(self.config))
-        if refused:
-            changes = ", ".join(f"--{name} {old} → {new}" for name, (old, new) in refused.items())
-            raise ConfigError(
-                f"cannot resume {root}/{tag} with other options: {changes}. Set them back, or start anew with "
-                "--resume never and another --ckpt_path"
-            )
-        for name, (old, new) in safe.items():
-            self.strategy.print(f"resume: --{name} was {old}, is {new}")
         self.state = TrainerState.from_dict(saved["trainer"])
         self.update.skipped_steps = self.state.skipped_optimizer_steps
         self.kl_ctl.load_state_dict(saved["kl_ctl"])
         self.rollout_engine.sync_weights(self.actor)
-        self.strategy.print(f"resumed from {root}/{tag}: {self.state.global_step} steps done")
         return True
 
     def save_model(self, path: str | Path | None = None) -> None:
@@ -479,52 +474,6 @@ class PPOTrainer:
     def _episode_name(self) -> str:
         return f"Episode [{self.state.episode + 1}/{self.config.training.num_episodes}]"
 
-    def _perf(self, status: Mapping[str, float]) -> dict[str, float]:
-        """Seconds per phase, tokens per second, MFU of the step just finished."""
-        return m.perf_metrics(
-            self.timer.reset(),
-            status,
-            epochs=self.config.training.max_epochs,
-            world_size=self.strategy.world_size,
-            parameters=sum(parameter_count(model) for model in (self.actor, self.critic) if model is not None),
-            peak_tflops=self.config.logging.peak_tflops,
-        )
-
-
-def short_status(status: Mapping[str, float]) -> dict[str, float]:
-    """What the progress bar shows."""
-    names = {
-        "pg": "policy_loss",
-        "rm": "reward",
-        "ret": "return",
-        "glen": "response_length",
-        "tlen": "total_length",
-        "kl": "kl",
-        "act_lr": "actor_lr",
-        "cri": "critic_loss",
-        "vals": "values",
-        "cri_lr": "critic_lr",
-    }
-    return {short: status[name] for short, name in names.items() if name in status}
-
-
-def parameter_count(model: Any) -> int:
-    """Parameters of a model, whole also where ZeRO-3 shards them."""
-    return sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
-
 
 def _as_list(models: Any) -> list:
     return [] if models is None else list(models) if isinstance(models, (list, tuple)) else [models]
-
-
-def _check_models(config: PPOConfig, critic: Any, initial_model: Any, tokenizer: Any) -> None:
-    a = config.algorithm
-    if tokenizer is None:
-        raise ConfigError("PPOTrainer needs the actor's tokenizer: pass tokenizer=")
-    if critic is None and needs_critic(config):
-        raise ConfigError(f"--advantage_estimator {a.advantage_estimator} needs a critic, but critic is None")
-    if initial_model is None and (a.init_kl_coef > 0 or a.use_kl_loss):
-        raise ConfigError(
-            f"the KL coefficient {a.init_kl_coef} needs a reference model, but initial_model is None: pass one, or set "
-            "init_kl_coef to 0"
-        )
