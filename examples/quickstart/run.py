@@ -80,15 +80,16 @@ def launch(ranks: int, script: str, *arguments: object) -> None:
         port = probe.getsockname()[1]
     deepspeed = Path(sys.executable).with_name("deepspeed")
     launcher = [deepspeed, "--num_gpus", ranks, "--master_port", port, "--log_level", "warning"]
-    run([*launcher, EXAMPLES / script, *arguments])
+    # Two threads at most: with matrices this small more of them only wait for each other.
+    threads = max(1, min(2, (os.cpu_count() or 1) // ranks))
+    run([*launcher, EXAMPLES / script, *arguments], OMP_NUM_THREADS=str(threads), OMP_WAIT_POLICY="passive")
 
 
-def run(command: list[object]) -> None:
+def run(command: list[object], **variables: str) -> None:
     """Run a command, shown first; its failure ends the quickstart with its exit code."""
     words = [str(word) for word in command]
     print(f"\n$ {shlex.join(words)}", flush=True)
-    # One thread per process: with matrices this small more threads only wait for each other.
-    environment = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **os.environ}
+    environment = {"TOKENIZERS_PARALLELISM": "false", **variables, **os.environ}
     if shutil.which("nvidia-smi") is None:
         environment.setdefault("DS_ACCELERATOR", "cpu")  # spares DeepSpeed's warnings about a missing GPU
     code = subprocess.run(words, env=environment).returncode

@@ -15,6 +15,11 @@ import torch
 
 logger = logging.getLogger(__name__)
 
+
+class LaunchError(RuntimeError):
+    """This process cannot become a rank: the environment, the port or the GPUs are not as they must be."""
+
+
 _LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -29,14 +34,14 @@ def ensure_launcher_variables() -> None:
     """Makes a plain ``python script.py`` a world of one process; leaves a launcher's variables alone.
 
     Raises:
-        RuntimeError: only some of RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT are set.
+        LaunchError: only some of RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT are set.
     """
     missing = [name for name in _LAUNCHER_VARIABLES if name not in os.environ]
     if not missing:
         return
     # A cluster's shell may export an address of its own; only a rank says that a launcher started this process.
     if "RANK" in os.environ or int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise RuntimeError(
+        raise LaunchError(
             f"the launcher set RANK or WORLD_SIZE but not {', '.join(missing)}; "
             f"start with `deepspeed --num_gpus N`, `torchrun --nproc_per_node N` or plain `python`"
         )
@@ -70,7 +75,7 @@ def init_process_group(timeout: timedelta) -> torch.device:
         timeout: a collective that takes longer than this ends the job instead of hanging for ever.
 
     Raises:
-        RuntimeError: there are more ranks on this node than GPUs.
+        LaunchError: there are more ranks on this node than GPUs.
     """
     ensure_launcher_variables()
     quiet_third_parties()
@@ -80,7 +85,7 @@ def init_process_group(timeout: timedelta) -> torch.device:
     if on_cuda():
         local_rank = int(os.environ["LOCAL_RANK"])
         if local_rank >= torch.cuda.device_count():
-            raise RuntimeError(
+            raise LaunchError(
                 f"local rank {local_rank} has no GPU: this node shows {torch.cuda.device_count()}; "
                 f"start fewer processes (--num_gpus) or check CUDA_VISIBLE_DEVICES"
             )
@@ -97,7 +102,7 @@ def init_process_group(timeout: timedelta) -> torch.device:
     except torch.distributed.DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
             raise
-        raise RuntimeError(
+        raise LaunchError(
             f"port {os.environ['MASTER_PORT']} is in use, by another run perhaps: choose one with --master_port, "
             "before the script's name"
         ) from error

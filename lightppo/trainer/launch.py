@@ -15,9 +15,10 @@ from lightppo.data.staging import StagingError
 from lightppo.models.errors import ModelLoadError
 from lightppo.rewards.source import RewardError
 from lightppo.strategy.checkpoint import CheckpointError
+from lightppo.strategy.launch import LaunchError
 
 # What the user can mend: told in one line. Everything else keeps its traceback.
-USER_ERRORS = (ConfigError, DataError, StagingError, ModelLoadError, RewardError, CheckpointError)
+USER_ERRORS = (ConfigError, DataError, StagingError, ModelLoadError, RewardError, CheckpointError, LaunchError)
 
 
 def run(main: Callable[[], None]) -> None:
