@@ -165,16 +165,21 @@ class ValueLoss:
 
     Attributes:
         value_clip: c, in units of the value, above 0; ``None`` = no clipping, ½(V - R)² (``--value_clip``).
+        huber_delta: δ above 0: an error e counts δ(|e| - δ/2) instead of ½e² where |e| > δ (Huber 1964); ``None`` = ½e²
+            everywhere (``--value_huber_delta``).
         loss_agg_mode: one of ``LOSS_AGG_MODES``.
     """
 
     value_clip: float | None = 0.2
     loss_agg_mode: str = "token-mean"
+    huber_delta: float | None = None
 
     def __post_init__(self) -> None:
         lookup(LOSS_AGG_MODES, self.loss_agg_mode, "--loss_agg_mode")
         if self.value_clip is not None and not self.value_clip > 0:
             raise ValueError(f"--value_clip must be above 0, or none for no clipping, got {self.value_clip}")
+        if self.huber_delta is not None and not self.huber_delta > 0:
+            raise ValueError(f"--value_huber_delta must be above 0, or none for squared errors, got {self.huber_delta}")
 
     def __call__(
         self,
@@ -204,15 +209,23 @@ class ValueLoss:
         mask = action_mask.bool()
         normalizer = normalizer or LossNormalizer.from_masks([mask])
         values, old_values, returns = (_masked(x, mask) for x in (values, old_values.detach(), returns.detach()))
-        error = (values - returns).square()
+        error = self._error(values - returns)
         clipped = torch.zeros_like(error)
         if self.value_clip is not None:
             near_old = values.clamp(old_values - self.value_clip, old_values + self.value_clip)
-            clipped_error = (near_old - returns).square()
+            clipped_error = self._error(near_old - returns)
             clipped = (clipped_error > error).to(error.dtype)
             error = torch.maximum(error, clipped_error)
-        loss = aggregate_loss(0.5 * error, mask, self.loss_agg_mode, normalizer)
+        loss = aggregate_loss(error, mask, self.loss_agg_mode, normalizer)
         return loss, _token_means({"value_clip_ratio": clipped}, mask, normalizer)
+
+    def _error(self, difference: Tensor) -> Tensor:
+        """½e², or Huber's, of each token."""
+        if self.huber_delta is None:
+            return 0.5 * difference.square()
+        return torch.nn.functional.huber_loss(
+            difference, torch.zeros_like(difference), reduction="none", delta=self.huber_delta
+        )
 
 
 class GPTLMLoss:

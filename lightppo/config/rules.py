@@ -267,6 +267,7 @@ def _data_and_evaluation(config: PPOConfig) -> list[str]:
         if getattr(d, flag) is not None and d.pretrain_data is None:
             problems.append(f"--{flag} describes --pretrain_data: set it, or leave --{flag} out")
     evaluates = {"eval_steps": e.eval_steps > 0, "eval_seconds": e.eval_seconds is not None, "val_only": e.val_only}
+    evaluates |= {"eval_epochs": e.eval_epochs is not None, "best_metric": e.best_metric is not None}
     problems += [f"--{flag} needs --eval_data" for flag, is_set in evaluates.items() if is_set and not d.eval_data]
     if e.eval_n_samples > 1 and e.eval_temperature == 0:
         problems.append(

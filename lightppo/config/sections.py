@@ -135,6 +135,9 @@ class AlgorithmConfig:
     eps_clip_low: float | None = option(None, "Lower clip range. None: --eps_clip.", gt=0, lt=1)
     eps_clip_high: float | None = option(None, "Upper clip range (clip-higher). None: --eps_clip.", gt=0)
     value_clip: float | None = option(0.2, "Clip range of values around the old ones; None: off.", gt=0)
+    value_huber_delta: float | None = option(
+        None, "Huber instead of squared value error: linear from this error on; None: squared.", gt=0
+    )
     loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
         option("token-mean", "How token losses become one number; totals are over the whole optimizer step.")
     )
@@ -250,6 +253,8 @@ class CheckpointConfig:
         ge=-1,
         resume_safe=True,
     )
+    hf_save_epochs: int | None = option(None, "Export every N episodes.", unit="episodes", ge=1, resume_safe=True)
+    hf_save_seconds: float | None = option(None, "Export every N seconds.", unit="seconds", gt=0, resume_safe=True)
     save_hf_ckpt: bool = option(False, "Each checkpoint also holds the actor in HF format.", resume_safe=True)
     disable_ds_ckpt: bool = option(False, "Checkpoints hold no resumable state.", resume_safe=True)
     max_ckpt_num: int = option(3, "Checkpoints kept, oldest out first.", ge=1, resume_safe=True)
@@ -274,6 +279,9 @@ class EvaluationConfig:
         ge=-1,
         resume_safe=True,
     )
+    eval_epochs: int | None = option(
+        None, "Evaluate every N episodes, whatever --eval_steps says.", unit="episodes", ge=1, resume_safe=True
+    )
     eval_seconds: float | None = option(None, "Evaluate every N seconds.", unit="seconds", gt=0, resume_safe=True)
     eval_n_samples: int = option(
         1, "Samples per prompt: mean@n and pass@k.", unit="samples per prompt", ge=1, resume_safe=True
@@ -281,6 +289,11 @@ class EvaluationConfig:
     eval_temperature: float = option(1.0, "Sampling temperature; 0: greedy.", ge=0, resume_safe=True)
     eval_top_p: float = option(1.0, "Nucleus sampling.", gt=0, le=1, resume_safe=True)
     eval_correct_threshold: float = option(0.5, "A score of at least this counts as correct.", resume_safe=True)
+    best_metric: str | None = option(
+        None,
+        "Keep the actor with the highest value of this evaluation metric in --ckpt_path/best_hf, e.g. eval/accuracy.",
+        resume_safe=True,
+    )
     val_before_train: bool = option(True, "Evaluate before the first step.", resume_safe=True)
     val_only: bool = option(False, "Evaluate and stop.", resume_safe=True)
 

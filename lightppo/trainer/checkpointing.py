@@ -4,11 +4,13 @@ ckpt_path/_actor/global_stepN    weights, optimizer, scheduler; its client state
 ckpt_path/_critic/global_stepN
 ckpt_path/_ema/global_stepN
 ckpt_path/global_stepN_hf        the actor for transformers (--save_hf_ckpt)
+ckpt_path/best_hf                the actor of the best evaluation (--best_metric), and best.json
 ckpt_path/latest                 the last tag of which every part is whole
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -26,6 +28,7 @@ from lightppo.strategy.deepspeed import DeepspeedStrategy
 logger = logging.getLogger(__name__)
 
 _LATEST = "latest"
+_BEST = "best.json"
 
 
 class RunCheckpointer:
@@ -83,6 +86,21 @@ class RunCheckpointer:
             for old in others[self.config.max_ckpt_num - 1 :]:
                 shutil.rmtree(old)
         self.strategy.barrier()
+
+    def save_best(self, root: str | Path, step: int, metric: str, value: float) -> None:
+        """Export the actor as ``root/best_hf``, in place of an older best; rotation leaves it alone. Collective."""
+        folder = Path(root) / "best_hf"
+        self.strategy.save_model(self.models["actor"], self.tokenizer, folder)
+        note = json.dumps({"step": step, "metric": metric, "value": value})
+        self.strategy.on_rank_0(lambda: (folder / _BEST).write_text(note), f"write {folder / _BEST}")
+
+    def best_value(self, root: str | Path, metric: str) -> float | None:
+        """The metric's value of ``root/best_hf``; ``None`` without one, or with one by another metric. Collective."""
+        path, note = Path(root) / "best_hf" / _BEST, None
+        if self.strategy.is_rank_0() and path.is_file():
+            note = json.loads(path.read_text())
+        note = self.strategy.broadcast_object(note)
+        return note["value"] if note is not None and note["metric"] == metric else None
 
     def find(self, root: str | Path) -> str | None:
         """Tag of the last checkpoint of which every part is whole; ``None`` where there is none.

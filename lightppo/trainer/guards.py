@@ -63,12 +63,13 @@ def check_disk_space(config: PPOConfig, parameters: dict[str, int]) -> None:
         ConfigError: naming the folder, what is needed and what is free.
     """
     c = config.checkpoint
+    exports = c.hf_save_steps > 0 or c.hf_save_epochs or c.hf_save_seconds or config.evaluation.best_metric
     saves = c.save_steps > 0 or c.save_epochs or c.save_seconds
     weight = 2 if config.model.bf16 else 4
     state = export = 0
     if saves and not c.disable_ds_ckpt:
         state = sum(n * (4 if part == "ema" else weight + 12) for part, n in parameters.items())
-    if (saves and c.save_hf_ckpt) or c.hf_save_steps > 0:
+    if (saves and c.save_hf_ckpt) or exports:
         export = parameters["actor"] * weight
     # One more than are kept: an old checkpoint goes only when the new one is whole.
     needed = min((c.max_ckpt_num + 1) * (state + export), c.max_ckpt_mem * 1e9 + state + export)

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from lightppo.config import PPOConfig
+from lightppo.config import ConfigError, PPOConfig
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.trainer.cadence import Cadence
 from lightppo.trainer.checkpointing import RunCheckpointer
@@ -47,9 +47,12 @@ class Recorder:
         c, e = config.checkpoint, config.evaluation
         agree = strategy.broadcast_object
         self.checkpoint_cadence = Cadence(c.save_steps, c.save_epochs, c.save_seconds, agree=agree)
-        self.export_cadence = Cadence(c.hf_save_steps)
+        self.export_cadence = Cadence(c.hf_save_steps, c.hf_save_epochs, c.hf_save_seconds, agree=agree)
         per_episode = 1 if e.eval_steps == -1 and e.eval_seconds is None else None
-        self.eval_cadence = Cadence(e.eval_steps, per_episode, e.eval_seconds, agree=agree)
+        self.eval_cadence = Cadence(e.eval_steps, e.eval_epochs or per_episode, e.eval_seconds, agree=agree)
+        self.best: float | None = None
+        if e.best_metric is not None and start_step > 0:
+            self.best = checkpointer.best_value(c.ckpt_path, e.best_metric)
         self.last_evaluated: int | None = None
         self.last_saved: int | None = start_step or None
         self.metric_logger = MetricLogger(
@@ -80,7 +83,19 @@ class Recorder:
         self.metric_logger.log(step, results)
         self.strategy.print(f"[step {step}] evaluation: accuracy {results['eval/accuracy']:.3f}, "
                             f"reward {results['eval/reward']:.3f}")  # fmt: skip
+        if self.config.evaluation.best_metric is not None:
+            self._keep_best(step, results, self.config.evaluation.best_metric)
         return results
+
+    def _keep_best(self, step: int, results: Mapping[str, float], metric: str) -> None:
+        if metric not in results:
+            known = ", ".join(sorted(results))
+            raise ConfigError(f"--best_metric {metric} is not among the evaluation's metrics: {known}")
+        if self.best is not None and results[metric] <= self.best:
+            return
+        self.best = results[metric]
+        if step > 0:  # the start is the bar to pass, not a result
+            self.checkpointer.save_best(self.config.checkpoint.ckpt_path, step, metric, self.best)
 
     def after_step(
         self, step: int, finished_episodes: int | None, ckpt_path: str, client_state: Callable[[], Mapping[str, Any]]

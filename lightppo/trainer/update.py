@@ -61,7 +61,9 @@ class PPOUpdate:
         self.config = config
         self.kl_ctl = kl_ctl
         self.actor_loss_fn = PolicyLoss(config.eps_clip_low, config.eps_clip_high, loss_agg_mode=config.loss_agg_mode)
-        self.critic_loss_fn = ValueLoss(config.value_clip, loss_agg_mode=config.loss_agg_mode)
+        self.critic_loss_fn = ValueLoss(
+            config.value_clip, loss_agg_mode=config.loss_agg_mode, huber_delta=config.value_huber_delta
+        )
         self.ptx_loss_fn = GPTLMLoss()
         self.pretrain_batches: Iterator | None = None
         self.pretrain_taken = 0

@@ -142,6 +142,23 @@ class TestValueLoss:
     OLD, RETURNS = torch.zeros(1, 4), torch.tensor([[1.0, 1.0, 0.0, NAN]])
     MASK = torch.tensor([[True, True, True, False]])
 
+    def test_huber_by_hand(self):
+        # errors 0.5, -3, 1 with delta 1: 0.5*0.25 = 0.125; 1*(3 - 0.5) = 2.5; 0.5 (where both forms meet)
+        values = torch.tensor([[0.5, -3.0, 1.0]], requires_grad=True)
+        zeros, mask = torch.zeros(1, 3), torch.ones(1, 3, dtype=torch.bool)
+        loss, _ = ValueLoss(value_clip=None, huber_delta=1.0)(values, zeros, zeros, mask)
+        torch.testing.assert_close(loss, torch.tensor((0.125 + 2.5 + 0.5) / 3))
+        loss.backward()
+        torch.testing.assert_close(values.grad, torch.tensor([[0.5, -1.0, 1.0]]) / 3)  # the slope ends at delta
+        # clipped to 0 +- 0.2: errors 0.2, -0.2, 0.2; the larger, unclipped ones count
+        clipped, metrics = ValueLoss(value_clip=0.2, huber_delta=1.0)(values.detach(), zeros, zeros, mask)
+        torch.testing.assert_close(clipped, loss.detach())
+        assert metrics["value_clip_ratio"] == 0
+
+    def test_huber_delta_must_be_above_0(self):
+        with pytest.raises(ValueError, match="--value_huber_delta must be above 0"):
+            ValueLoss(huber_delta=0.0)
+
     def test_by_hand(self):
         values = torch.tensor([[0.5, 0.1, 0.5, 3.0]])
         loss, metrics = ValueLoss(value_clip=0.2)(values, self.OLD, self.RETURNS, self.MASK)

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.fakes import FakeEngine, FakeReward
+from support.fakes import FakeEngine, FakeReward, FakeStrategy
 from support.tiny import sums, write_jsonl
 
 from lightppo import PPOTrainer
-from lightppo.config import PPOConfig
+from lightppo.config import ConfigError, PPOConfig
 from lightppo.data.records import Prompt
 from lightppo.rewards.source import RewardError, score_rollouts
 from lightppo.rollout.hf import HFRolloutEngine
@@ -209,6 +209,8 @@ class Calls:
         ({"save_seconds": 25.0, "eval_steps": 0}, [3, 6], [], []),
         ({"save_steps": 4, "save_seconds": 25.0, "eval_steps": 0}, [3, 4], [], []),
         ({"hf_save_steps": 3, "eval_steps": 0}, [], [3, 6], []),
+        ({"hf_save_epochs": 3, "eval_epochs": 2}, [], [6], [4]),
+        ({"hf_save_seconds": 25.0, "eval_steps": 0}, [], [3, 6], []),
         ({"eval_seconds": 35.0}, [], [], [4]),
         ({"eval_seconds": 35.0, "eval_steps": 3}, [], [], [3, 6]),
     ],
@@ -218,12 +220,57 @@ def test_what_is_due_after_a_step(parts, tmp_path, options, saved, exported, eva
     calls, now = Calls(), [0.0]
     config = PPOConfig.from_flat(save_path=str(tmp_path / "run"), **options)
     recorder = Recorder(config, parts["strategy"], calls, calls)
-    for cadence in (recorder.checkpoint_cadence, recorder.eval_cadence):
+    for cadence in (recorder.checkpoint_cadence, recorder.eval_cadence, recorder.export_cadence):
         cadence.clock, cadence.last = lambda: now[0], 0.0
     for step in range(1, 7):
         now[0] += 10
         recorder.after_step(step, step // 2 if step % 2 == 0 else None, "CKPT", dict)
     assert (calls.saved, calls.exported, calls.evaluated) == (saved, exported, evaluated)
+
+
+def test_value_huber_delta_reaches_the_critic_loss(parts):
+    from lightppo.trainer.update import PPOUpdate
+
+    algorithm = PPOConfig.from_flat(value_huber_delta=0.5).resolved().algorithm
+    update = PPOUpdate(parts["strategy"], None, None, None, None, None, None, None, algorithm, None)
+    assert update.critic_loss_fn.huber_delta == 0.5
+
+
+def test_best_metric_keeps_the_best_evaluation_apart_from_rotation(parts, tmp_path):
+    from lightppo.trainer.checkpointing import RunCheckpointer
+
+    class Evaluated:
+        def evaluate(self, step: int) -> dict[str, float]:
+            return {"eval/accuracy": [0.2, 0.5, 0.4, 0.7, 0.1][step], "eval/reward": 0.0}
+
+    exports: list[Path] = []
+
+    class Strategy(FakeStrategy):
+        def save_model(self, model, tokenizer, folder: Path) -> None:
+            folder.mkdir(parents=True, exist_ok=True)
+            exports.append(folder)
+
+    options = {"save_path": str(tmp_path / "run"), "ckpt_path": str(tmp_path / "ckpt"), "eval_steps": 1}
+    config = PPOConfig.from_flat(**options, best_metric="eval/accuracy")
+    checkpointer = RunCheckpointer(Strategy(), config.checkpoint, {"actor": "actor"}, None)
+    best = tmp_path / "ckpt" / "best_hf" / "best.json"
+
+    recorder = Recorder(config, FakeStrategy(), checkpointer, Evaluated())
+    recorder.evaluate(0)
+    assert not best.exists()  # the start is the bar to pass
+    for step, kept in ((1, 1), (2, 1), (3, 3)):
+        recorder.evaluate(step)
+        assert json.loads(best.read_text())["step"] == kept
+    assert len(exports) == 2
+
+    resumed = Recorder(config, FakeStrategy(), checkpointer, Evaluated(), start_step=3)
+    assert resumed.best == 0.7
+    resumed.evaluate(4)  # 0.1: the best of before stays
+    assert json.loads(best.read_text()) == {"step": 3, "metric": "eval/accuracy", "value": 0.7}
+
+    wrong = Recorder(config.with_options(best_metric="eval/acc"), FakeStrategy(), checkpointer, Evaluated())
+    with pytest.raises(ConfigError, match=r"--best_metric eval/acc .*eval/accuracy"):
+        wrong.evaluate(1)
 
 
 # -- whole runs ------------------------------------------------------------------------------------------------------
