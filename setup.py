@@ -40,5 +40,6 @@ setup(
         "plots": ["matplotlib"],
         "wandb": ["wandb"],
         "flash-attn": ["flash-attn"],
+        "vllm": ["vllm"],
     },
 )
