@@ -168,8 +168,9 @@ def _dataset_of(rows: Iterator[tuple[str, dict[str, Any]]], limit: int | None) -
     columns: dict[str, list[Any]] = {}
     origins: list[str] = []
     for origin, row in islice(rows, limit):
-        for key in row.keys() - columns.keys():
-            columns[key] = [None] * len(origins)
+        for key in row:  # in the file's order, which every rank and run sees alike
+            if key not in columns:
+                columns[key] = [None] * len(origins)
         for key, values in columns.items():
             values.append(row.get(key))
         origins.append(row.get(ORIGIN_COLUMN) or origin)

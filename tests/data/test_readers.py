@@ -27,6 +27,13 @@ def test_jsonl_lines_blank_ones_and_a_byte_order_mark(tmp_path: Path) -> None:
     assert dataset[ORIGIN_COLUMN][:] == [f"{path}:1", f"{path}:3"]
 
 
+def test_columns_come_in_the_order_of_the_file(tmp_path: Path) -> None:
+    names = [f"{letter}{number}" for letter in "zyxabc" for number in range(3)]
+    path = tmp_path / "x.jsonl"
+    path.write_text(json.dumps({"m": 1}) + "\n" + json.dumps(dict.fromkeys(names, 1)))
+    assert read_file(path).column_names == ["m", *names, ORIGIN_COLUMN]
+
+
 def test_json_arrays_and_lines_named_json(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     path.write_text(" \n" + json.dumps(ROWS, indent=1))
