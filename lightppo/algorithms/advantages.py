@@ -2,7 +2,8 @@
 
 To add one: write the function, name it in ``ADVANTAGE_ESTIMATORS`` and say what it needs in traits.py (which is free of
 torch, for the command line), a test with numbers worked out by hand, and a section in docs/algorithms.md. Nothing else
-in the library names an estimator.
+in the library names an estimator. Those that compare the samples of one prompt by their scores are in
+group_baselines.py.
 
 Notation: B sequences, A action positions, G samples of one prompt, m the action mask, r token rewards, V values,
 s = Σ_t r_t of a sequence.
@@ -16,7 +17,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lightppo.algorithms.masking import at_least_float32, require_same_shape
+from lightppo.algorithms import group_baselines
+from lightppo.algorithms.group_baselines import ScoreGroups, SequenceAdvantageFn, group_normalize
+from lightppo.algorithms.masking import AllReduceSum, at_least_float32, identity, require_same_shape
 from lightppo.algorithms.tables import lookup
 from lightppo.algorithms.traits import ESTIMATOR_TRAITS, EstimatorTraits
 
@@ -36,9 +39,12 @@ class AdvantageFn(Protocol):
         gamma: float,
         lambd: float,
         std_eps: float,
+        divide_std: bool,
+        baseline_scores: Tensor | None,
+        all_reduce_sum: AllReduceSum,
         **_: object,
     ) -> tuple[Tensor, Tensor]:
-        """Advantages and returns.
+        """Advantages and returns. Every rank calls it, also one without samples (B = 0).
 
         Args:
             token_rewards: (B, A), KL penalty included where it is part of the reward.
@@ -49,7 +55,10 @@ class AdvantageFn(Protocol):
             group_ids: (B,) integers, equal for the samples of one prompt, in any order.
             gamma: discount per trained token.
             lambd: λ of GAE.
-            std_eps: added to a group's standard deviation.
+            std_eps: added to a group's standard deviation (``--grpo_std_eps``).
+            divide_std: ``False``: a group's scores are not divided by it (``--no_group_std_norm``).
+            baseline_scores: (B,), score of the greedy answer to each row's prompt; ``None`` where none was generated.
+            all_reduce_sum: sums a small tensor over all ranks.
 
         Returns:
             advantages (B, A) before whitening and returns (B, A), the critic's target; 0 at masked positions.
@@ -57,7 +66,7 @@ class AdvantageFn(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AdvantageEstimator(EstimatorTraits):
     """One line of the table: the function and what it asks of a run."""
 
@@ -105,51 +114,104 @@ def gae(
 
 
 @torch.no_grad()
-def rloo(
-    *,
-    token_rewards: Tensor,
-    action_mask: Tensor,
-    scores: Tensor,
-    group_ids: Tensor | None,
-    gamma: float = 1.0,
-    **_: object,
-) -> tuple[Tensor, Tensor]:
-    """REINFORCE leave-one-out: s minus the mean s of the other samples of the prompt, on every trained token.
+def reinforce(*, token_rewards: Tensor, action_mask: Tensor, gamma: float = 1.0, **_: object) -> tuple[Tensor, Tensor]:
+    """REINFORCE++: A_t = Σ_{k≥0} γ^k r_{t+k} over the trained tokens, whitened over the whole batch afterwards.
 
-    Source: Ahmadian et al. 2024 (arXiv:2402.14740), §3.2; with s - mean of others = (s - mean_G)·G/(G - 1).
-    Arguments: :class:`AdvantageFn`.
+    The KL belongs into the reward; then the penalty of later tokens counts for each token. Returns = A.
+
+    Source: Hu et al. 2025 (arXiv:2501.03262v9), §3.1, eq. 4; the whitening is its eq. 5. Arguments:
+    :class:`AdvantageFn`.
 
     Raises:
-        ValueError: no group ids, a group of one, or shapes differ.
+        ValueError: shapes differ.
     """
-    deviation, count, _std = _group_statistics(scores, action_mask, group_ids)
-    advantage = deviation * count / (count - 1).clamp(min=1)
-    return _on_trained_tokens(advantage, token_rewards, action_mask), reward_to_go(token_rewards, action_mask, gamma)
+    returns = reward_to_go(token_rewards, action_mask, gamma)
+    return returns, returns.clone()
 
 
 @torch.no_grad()
-def group_norm(
+def remax(
     *,
     token_rewards: Tensor,
     action_mask: Tensor,
-    scores: Tensor,
-    group_ids: Tensor | None,
+    baseline_scores: Tensor | None = None,
     gamma: float = 1.0,
-    std_eps: float = 1e-6,
     **_: object,
 ) -> tuple[Tensor, Tensor]:
-    """GRPO: (s - mean_G) / (std_G + std_eps) on every trained token, std unbiased; equal scores give 0.
+    """ReMax: A_t = Σ_{k≥0} γ^k r_{t+k} - b, b the score of the greedy answer to the same prompt.
 
-    ``std_eps`` is ``--grpo_std_eps``.
+    b depends on the prompt only, so the gradient has no bias. It is the plain score, without a KL penalty.
 
-    Source: Shao et al. 2024 (arXiv:2402.03300), §4.1.2. Arguments: :class:`AdvantageFn`.
+    Source: Li et al. 2023 (arXiv:2310.10505), the gradient estimator with a subtractive baseline and its Algorithm 1.
+    Arguments: :class:`AdvantageFn`.
+
+    Raises:
+        ValueError: no baseline scores, or shapes differ.
+    """
+    if baseline_scores is None:
+        raise ValueError(
+            "--advantage_estimator remax needs baseline_scores: generate and score the greedy answer to each prompt"
+        )
+    if baseline_scores.shape != action_mask.shape[:1]:
+        raise ValueError(
+            f"baseline_scores {tuple(baseline_scores.shape)} do not fit action_mask {tuple(action_mask.shape)}"
+        )
+    returns = reward_to_go(token_rewards, action_mask, gamma)
+    baseline = baseline_scores.to(returns.dtype).unsqueeze(1)  # (B, 1)
+    return (returns - baseline).masked_fill(~action_mask.bool(), 0.0), returns
+
+
+@torch.no_grad()
+def group_adv_norm(
+    *, token_rewards: Tensor, action_mask: Tensor, group_ids: Tensor | None, gamma: float = 1.0, **_: object
+) -> tuple[Tensor, Tensor]:
+    """A_t = (R_t - μ_G) / (σ_G + 1e-5), R_t = Σ_{k≥0} γ^k r_{t+k}, μ_G and σ_G over the group's trained tokens.
+
+    R_t is GAE with V = 0 and λ = 1. See :func:`group_normalize`, which does the same to the advantages of any estimator
+    (``--adv_norm_scope group``). Source and arguments: there and :class:`AdvantageFn`.
 
     Raises:
         ValueError: no group ids, a group of one, or shapes differ.
     """
-    deviation, _count, std = _group_statistics(scores, action_mask, group_ids)
-    advantage = deviation / (std + std_eps).clamp(min=torch.finfo(std.dtype).tiny)  # 0/0 with std_eps 0
-    return _on_trained_tokens(advantage, token_rewards, action_mask), reward_to_go(token_rewards, action_mask, gamma)
+    returns = reward_to_go(token_rewards, action_mask, gamma)
+    return group_normalize(returns, action_mask, group_ids, min_size=2), returns
+
+
+@dataclass(frozen=True)
+class OnEveryToken:
+    """An estimator that gives each sample one number, put on all its trained tokens; returns are the rewards to go.
+
+    Attributes:
+        sequence_fn: from the scores of the groups to one number per sample.
+    """
+
+    sequence_fn: SequenceAdvantageFn
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        *,
+        token_rewards: Tensor,
+        action_mask: Tensor,
+        scores: Tensor,
+        group_ids: Tensor | None,
+        gamma: float = 1.0,
+        std_eps: float = 1e-6,
+        divide_std: bool = True,
+        all_reduce_sum: AllReduceSum = identity,
+        **_: object,
+    ) -> tuple[Tensor, Tensor]:
+        """Arguments and result: :class:`AdvantageFn`.
+
+        Raises:
+            ValueError: no group ids, a group of one, or shapes differ.
+        """
+        returns = reward_to_go(token_rewards, action_mask, gamma)
+        groups = ScoreGroups.from_batch(scores, action_mask, group_ids)
+        of_samples = self.sequence_fn(groups, std_eps=std_eps, divide_std=divide_std, all_reduce_sum=all_reduce_sum)
+        mask = action_mask.bool()
+        per_row = returns.new_zeros(len(mask)).masked_scatter(mask.any(dim=1), of_samples.to(returns.dtype))  # (B,)
+        return torch.where(mask, per_row.unsqueeze(1), 0.0), returns
 
 
 def _entry(name: str, fn: AdvantageFn) -> AdvantageEstimator:
@@ -158,9 +220,19 @@ def _entry(name: str, fn: AdvantageFn) -> AdvantageEstimator:
 
 ADVANTAGE_ESTIMATORS: dict[str, AdvantageEstimator] = {
     "gae": _entry("gae", gae),
-    "rloo": _entry("rloo", rloo),
-    "grpo": _entry("grpo", group_norm),
-    "group_norm": _entry("group_norm", group_norm),
+    "reinforce": _entry("reinforce", reinforce),
+    "reinforce++": _entry("reinforce++", reinforce),
+    "reinforce++_baseline": _entry("reinforce++_baseline", OnEveryToken(group_baselines.reinforce_baseline)),
+    "rloo": _entry("rloo", OnEveryToken(group_baselines.rloo)),
+    "grpo": _entry("grpo", OnEveryToken(group_baselines.group_norm)),
+    "group_norm": _entry("group_norm", OnEveryToken(group_baselines.group_norm)),
+    "dr_grpo": _entry("dr_grpo", OnEveryToken(group_baselines.dr_grpo)),
+    "remax": _entry("remax", remax),
+    "opo": _entry("opo", OnEveryToken(group_baselines.opo)),
+    "gpg": _entry("gpg", OnEveryToken(group_baselines.gpg)),
+    "grpo_passk": _entry("grpo_passk", OnEveryToken(group_baselines.grpo_passk)),
+    "cpgd": _entry("cpgd", OnEveryToken(group_baselines.cpgd)),
+    "group_adv_norm": _entry("group_adv_norm", group_adv_norm),
 }
 
 
@@ -188,41 +260,3 @@ def reward_to_go(token_rewards: Tensor, action_mask: Tensor, gamma: float = 1.0)
     # GAE with V = 0 and λ = 1.
     zeros = torch.zeros_like(token_rewards)
     return gae(token_rewards=token_rewards, action_mask=action_mask, values=zeros, gamma=gamma, lambd=1.0)[0]
-
-
-def _on_trained_tokens(per_sequence: Tensor, token_rewards: Tensor, action_mask: Tensor) -> Tensor:
-    """(B,) → (B, A): the same number on every trained token of a row, 0 elsewhere."""
-    require_same_shape(token_rewards=token_rewards, action_mask=action_mask)
-    return torch.where(action_mask.bool(), per_sequence.to(at_least_float32(token_rewards).dtype).unsqueeze(1), 0.0)
-
-
-def _group_statistics(
-    scores: Tensor, action_mask: Tensor, group_ids: Tensor | None, min_size: int = 2
-) -> tuple[Tensor, Tensor, Tensor]:
-    """For each sample its deviation from the group's mean, the group's size and its unbiased std: (B,) float64 each.
-
-    Samples without a trained token are not members: they enter no statistic and their deviation is 0. A group they
-    leave with one member has deviation 0 (there is nothing to compare it with). float64, so that equal scores give an
-    exact 0 and not rounding noise blown up by a division by ``std_eps``.
-
-    Raises:
-        ValueError: no group ids, shapes differ, or a group has fewer than ``min_size`` rows.
-    """
-    if group_ids is None:
-        raise ValueError("this advantage estimator compares the samples of one prompt: group_ids must be given")
-    member = action_mask.bool().any(dim=1)  # (B,)
-    require_same_shape(scores=scores, group_ids=group_ids, rows_of_action_mask=member)
-    ids, group, sizes = torch.unique(group_ids, return_inverse=True, return_counts=True)
-    small = sizes < min_size
-    if small.any():
-        raise ValueError(
-            f"group {ids[small][0].item()} has {sizes[small][0].item()} sample(s), this advantage estimator needs at "
-            f"least {min_size} per prompt: set --n_samples_per_prompt to {min_size} or more"
-        )
-    exact = scores.double().masked_fill(~member, 0.0)
-    zeros = exact.new_zeros(len(ids))
-    count = zeros.index_add(0, group, member.double())
-    mean = zeros.index_add(0, group, exact) / count.clamp(min=1)
-    deviation = (exact - mean[group]).masked_fill(~member, 0.0)
-    variance = zeros.index_add(0, group, deviation.square()) / (count - 1).clamp(min=1)
-    return deviation, count[group], variance.sqrt()[group]

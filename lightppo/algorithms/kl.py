@@ -1,14 +1,21 @@
-"""KL divergence from the reference policy: estimators from sampled tokens, and controllers of its coefficient."""
+"""KL divergence from the reference policy: estimates, the exact one, and controllers of its coefficient.
+
+Notation: p the policy, q the reference, d = log p - log q at the sampled token, KL = KL(p || q).
+"""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from lightppo.algorithms.logprobs import CHUNK_ELEMENTS
 from lightppo.algorithms.masking import at_least_float32, require_same_shape
 from lightppo.algorithms.tables import lookup
 
@@ -22,39 +29,165 @@ def k1(log_ratio: Tensor) -> Tensor:
     return log_ratio
 
 
+def absolute(log_ratio: Tensor) -> Tensor:
+    """|d|: at least the KL in expectation; its expected gradient as a loss is that of Σ_v |p - q|."""
+    return log_ratio.abs()
+
+
 def k2(log_ratio: Tensor) -> Tensor:
     """½d²: biased in value, never negative; its gradient is the gradient of the KL."""
     return 0.5 * log_ratio.square()
 
 
 def k3(log_ratio: Tensor) -> Tensor:
-    """e^{-d} + d - 1 with d in ±20: unbiased, never negative, low variance near 0."""
+    """e^{-d} + d - 1 with d in ±20: unbiased, never negative, low variance near 0.
+
+    Its expected gradient as a loss is that of KL(q || p), the other direction.
+    """
     log_ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     return (-log_ratio).expm1() + log_ratio
 
 
-KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
+def full_kl(logits: Tensor, ref_logits: Tensor, temperature: float = 1.0, chunk_size: int | None = None) -> Tensor:
+    """Σ_v p_v (log p_v - log q_v) with p, q = softmax(logits / temperature): the KL itself, no estimate.
+
+    Only a chunk of rows is ever held in float32, also in the backward pass, which computes the distributions again and
+    can be taken once (no second derivatives). A token of p = 0 adds 0, whatever q is; p > 0 where q = 0 gives inf, and
+    NaN gradients, because that is the KL: forbid tokens in both or in neither.
+
+    Args:
+        logits: (N, V), any float type; has a gradient where it has one, (p_v / temperature)(d_v - KL) per unit.
+        ref_logits: (N, V), never has a gradient.
+        temperature: the sampling temperature, above 0.
+        chunk_size: rows per chunk, ``None`` = by memory; it does not change the result.
+
+    Returns:
+        (N,), float32 (float64 for float64 logits), in nats.
+
+    Raises:
+        ValueError: shapes that differ or are not (N, V), temperature or chunk_size not above 0.
+    """
+    require_same_shape(logits=logits, ref_logits=ref_logits)
+    if logits.dim() != 2:
+        raise ValueError(f"logits must be (N, V), one row per token, got {tuple(logits.shape)}")
+    if not temperature > 0:
+        raise ValueError(f"--temperature must be above 0 for the KL, got {temperature}; greedy decoding has none")
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
+    # Half the rows of a chunk of log probs: there are two distributions.
+    chunk_size = chunk_size or max(1, CHUNK_ELEMENTS // max(1, 2 * logits.shape[1]))
+    return _FullKL.apply(logits, ref_logits, temperature, chunk_size)
 
 
-def approx_kl(log_probs: Tensor, ref_log_probs: Tensor, estimator: str = "k1") -> Tensor:
+class _FullKL(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, ref_logits: Tensor, temperature: float, chunk_size: int) -> Tensor:
+        kl = at_least_float32(logits.new_empty(logits.shape[0]))  # (N,)
+        for rows in _chunks(logits, chunk_size):
+            p, d = _probs_and_log_ratio(logits[rows], ref_logits[rows], temperature)
+            kl[rows] = (p * d).sum(-1)
+        ctx.save_for_backward(logits, ref_logits, kl)
+        ctx.temperature, ctx.chunk_size = temperature, chunk_size
+        return kl
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None, None]:
+        logits, ref_logits, kl = ctx.saved_tensors
+        gradient = torch.empty_like(logits)  # (N, V)
+        for rows in _chunks(logits, ctx.chunk_size):
+            p, d = _probs_and_log_ratio(logits[rows], ref_logits[rows], ctx.temperature)
+            scale = (upstream[rows] / ctx.temperature).unsqueeze(-1)  # (n, 1)
+            # Rows that the loss leaves out stay at 0 where the KL is inf or NaN.
+            gradient[rows] = (scale * p * (d - kl[rows].unsqueeze(-1))).masked_fill(scale == 0, 0.0).to(logits.dtype)
+        return gradient, None, None, None
+
+
+def _chunks(logits: Tensor, chunk_size: int) -> Iterator[slice]:
+    return (slice(start, start + chunk_size) for start in range(0, logits.shape[0], chunk_size))
+
+
+def _probs_and_log_ratio(logits: Tensor, ref_logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """p and d of a chunk; d is 0 where p is 0, because 0 · log 0 is 0 there and not NaN."""
+    log_p = torch.log_softmax(at_least_float32(logits) / temperature, dim=-1)
+    log_q = torch.log_softmax(at_least_float32(ref_logits) / temperature, dim=-1)
+    p = log_p.exp()
+    return p, (log_p - log_q).masked_fill(p == 0, 0.0)
+
+
+@dataclass(frozen=True)
+class KLEstimator:
+    """One name of ``--kl_estimator``.
+
+    Attributes:
+        fn: of d at the sampled tokens, or where ``over_vocabulary`` of two sets of logits, see :func:`full_kl`.
+        gradient_of: straight-through: the value is that of ``fn``, the gradient that of this function of d.
+        over_vocabulary: needs both distributions; :func:`approx_kl` cannot compute it.
+    """
+
+    fn: Callable[..., Tensor]
+    gradient_of: Callable[[Tensor], Tensor] | None = None
+    over_vocabulary: bool = False
+
+
+KL_ESTIMATORS: dict[str, KLEstimator] = {
+    "k1": KLEstimator(k1),
+    "abs": KLEstimator(absolute),
+    "k2": KLEstimator(k2),
+    "k3": KLEstimator(k3),
+    "full": KLEstimator(full_kl, over_vocabulary=True),
+    "k1+": KLEstimator(k1, gradient_of=k2),
+    "k3+": KLEstimator(k3, gradient_of=k2),
+}
+
+
+def approx_kl(
+    log_probs: Tensor,
+    ref_log_probs: Tensor,
+    estimator: str = "k1",
+    clip: float | None = None,
+    action_mask: Tensor | None = None,
+) -> Tensor:
     """Estimate KL(policy || reference) at each sampled token, from d = log_probs - ref_log_probs.
 
-    Source: Schulman, "Approximating KL Divergence" (joschu.net/blog/kl-approx.html).
+    What the expected gradients are, as a loss and in the reward, is in docs/algorithms_rewards.md. They hold for tokens
+    sampled from the policy itself. Sources: Schulman, "Approximating KL Divergence"
+    (joschu.net/blog/kl-approx.html); the gradients: Tang and Munos 2025 (arXiv:2506.09477), Liu et al. 2025
+    (arXiv:2510.01555).
 
     Args:
         log_probs: (B, A), log probs of the sampled tokens under the policy; has a gradient where they have one.
         ref_log_probs: (B, A), under the reference.
-        estimator: one of ``KL_ESTIMATORS``.
+        estimator: one of ``KL_ESTIMATORS`` that is not over the vocabulary.
+        clip: ``--kl_clip``: limits the value to ±clip; beyond it the gradient is 0, except that of a straight-through
+            estimator, which stays that of k2. ``None``: no limit.
+        action_mask: (B, A), True = trained token; others come out 0 and without gradient, whatever lies there.
 
     Returns:
         (B, A), float32 or float64, in nats.
 
     Raises:
-        ValueError: unknown estimator, or shapes differ.
+        ValueError: unknown estimator, one over the vocabulary, shapes differ, or clip not above 0.
     """
-    fn = lookup(KL_ESTIMATORS, estimator, "--kl_estimator")
-    require_same_shape(log_probs=log_probs, ref_log_probs=ref_log_probs)
-    return fn(at_least_float32(log_probs) - at_least_float32(ref_log_probs))
+    entry = lookup(KL_ESTIMATORS, estimator, "--kl_estimator")
+    if entry.over_vocabulary:
+        raise ValueError(
+            f"--kl_estimator {estimator} is computed from the logits of policy and reference, not from log probs of "
+            "the sampled tokens: call full_kl(logits, ref_logits)"
+        )
+    if clip is not None and not clip > 0:
+        raise ValueError(f"--kl_clip must be above 0, got {clip}; leave it out for no limit")
+    require_same_shape(log_probs=log_probs, ref_log_probs=ref_log_probs, action_mask=action_mask)
+    log_ratio = at_least_float32(log_probs) - at_least_float32(ref_log_probs)  # (B, A)
+    if action_mask is not None:
+        log_ratio = log_ratio.masked_fill(~action_mask.bool(), 0.0)
+    kl = entry.fn(log_ratio)
+    if clip is not None:
+        kl = kl.clamp(-clip, clip)
+    if entry.gradient_of is not None:
+        carrier = entry.gradient_of(log_ratio)
+        kl = kl.detach() + (carrier - carrier.detach())  # the bracket is an exact 0
+    return kl
 
 
 class FixedKLController:

@@ -1,13 +1,17 @@
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import pytest
 import torch
 from torch import Tensor
 
 from lightppo.algorithms.advantages import ADVANTAGE_ESTIMATORS, get_estimator, reward_to_go
-from lightppo.algorithms.traits import ESTIMATOR_TRAITS
+from lightppo.algorithms.masking import LOSS_AGG_MODES, identity, whiten
+from lightppo.algorithms.traits import ESTIMATOR_TRAITS, POLICY_LOSS_TRAITS
 
 NAN = float("nan")
+CRITIC_FREE = [name for name, traits in ESTIMATOR_TRAITS.items() if not traits.needs_critic]
 
 
 def estimate(
@@ -21,30 +25,70 @@ def estimate(
         "gamma": 1.0,
         "lambd": 0.95,
         "std_eps": 1e-6,
-        "greedy_scores": None,  # a later estimator's argument: the others take no notice
+        "divide_std": True,
+        "baseline_scores": None,
+        "all_reduce_sum": identity,
+        "a_later_argument": None,  # the others take no notice
     } | given
     if scores is None:
         scores = (rewards * mask).sum(1)
     return get_estimator(name).fn(token_rewards=rewards, action_mask=mask, scores=scores, **arguments)
 
 
+def random_batch() -> dict[str, Tensor]:
+    """Six rows of two prompts, in any order, with holes and a row without a trained token; 0 under the mask."""
+    generator = torch.Generator().manual_seed(0)
+    rewards, values = torch.randn(6, 5, generator=generator), torch.randn(6, 5, generator=generator)
+    mask = torch.rand(6, 5, generator=generator) > 0.3
+    mask[4] = False
+    rewards = rewards * mask
+    return {
+        "rewards": rewards,
+        "mask": mask,
+        "values": values,
+        "bootstrap_values": torch.randn(6, generator=generator),
+        "baseline_scores": torch.randn(6, generator=generator),
+        "group_ids": torch.tensor([7, 7, -2, -2, 7, -2]),
+        "scores": rewards.sum(1),
+    }
+
+
 class TestTable:
     def test_every_estimator_has_its_traits_and_the_other_way_round(self):
         assert ADVANTAGE_ESTIMATORS.keys() == ESTIMATOR_TRAITS.keys()
         for name, entry in ADVANTAGE_ESTIMATORS.items():
-            traits = ESTIMATOR_TRAITS[name]
-            assert (entry.needs_critic, entry.min_group_size, entry.whiten) == (
-                traits.needs_critic,
-                traits.min_group_size,
-                traits.whiten,
-            )
+            traits = asdict(ESTIMATOR_TRAITS[name])
+            assert traits == {field: getattr(entry, field) for field in traits}
+            assert callable(entry.fn)
+
+    def test_what_belongs_to_an_estimator_exists(self):
+        for traits in ESTIMATOR_TRAITS.values():
+            assert traits.policy_loss in POLICY_LOSS_TRAITS
+            assert traits.loss_agg_mode is None or traits.loss_agg_mode in LOSS_AGG_MODES
 
     def test_what_each_declares(self):
         rows = {name: (e.needs_critic, e.min_group_size, e.whiten) for name, e in ADVANTAGE_ESTIMATORS.items()}
-        assert rows["gae"] == (True, 1, True)
-        assert rows["rloo"] == (False, 2, False)
-        assert rows["grpo"] == rows["group_norm"] == (False, 2, False)
-        assert get_estimator("grpo").fn is get_estimator("group_norm").fn
+        assert rows == {
+            "gae": (True, 1, True),
+            "reinforce": (False, 1, True),
+            "reinforce++": (False, 1, True),
+            "reinforce++_baseline": (False, 2, True),
+            "rloo": (False, 2, False),
+            "grpo": (False, 2, False),
+            "group_norm": (False, 2, False),
+            "dr_grpo": (False, 2, False),
+            "remax": (False, 1, False),
+            "opo": (False, 2, False),
+            "gpg": (False, 2, False),
+            "grpo_passk": (False, 2, False),
+            "cpgd": (False, 2, False),
+            "group_adv_norm": (False, 2, False),
+        }
+        assert [name for name, e in ADVANTAGE_ESTIMATORS.items() if e.needs_greedy_baseline] == ["remax"]
+
+    @pytest.mark.parametrize(("name", "other"), [("reinforce", "reinforce++"), ("grpo", "group_norm")])
+    def test_two_names_of_one_estimator(self, name, other):
+        assert get_estimator(name) == get_estimator(other)
 
     def test_unknown_name(self):
         with pytest.raises(ValueError, match=r"--advantage_estimator: unknown name 'gea'. Did you mean 'gae'.*rloo"):
@@ -53,51 +97,92 @@ class TestTable:
     @pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
     def test_every_estimator_is_invariant(self, name):
         """Order of the samples, padding width, and what lies under the mask change nothing; masked positions are 0."""
-        generator = torch.Generator().manual_seed(0)
-        rewards, values = torch.randn(6, 5, generator=generator), torch.randn(6, 5, generator=generator)
-        mask = torch.rand(6, 5, generator=generator) > 0.3
-        mask[4] = False
-        bootstrap, groups = torch.randn(6, generator=generator), torch.tensor([7, 7, -2, -2, 7, -2])
-        rewards = rewards * mask
-        given = {
-            "values": values,
-            "bootstrap_values": bootstrap,
-            "group_ids": groups,
-            "scores": rewards.sum(1),
-            "gamma": 0.9,
-        }
-        whole = estimate(name, rewards, mask, **given)
+        batch = random_batch()
+        mask = batch["mask"]
+        whole = estimate(name, **batch, gamma=0.9)
         assert all((x[~mask] == 0).all() for x in whole)
+        assert all(x.isfinite().all() for x in whole)
         assert whole[0].abs().sum() > 0
 
         order = torch.tensor([5, 2, 0, 3, 1, 4])
-        shuffled = estimate(
-            name, rewards[order], mask[order], **{k: v if k == "gamma" else v[order] for k, v in given.items()}
-        )
+        shuffled = estimate(name, **{key: tensor[order] for key, tensor in batch.items()}, gamma=0.9)
         for got, expected in zip(shuffled, whole):
             torch.testing.assert_close(got, expected[order])
 
         pad = torch.nn.functional.pad
-        dirty = values.masked_fill(~mask, NAN)
-        wide = estimate(
-            name, pad(rewards, (0, 3)), pad(mask, (0, 3)), **(given | {"values": pad(dirty, (0, 3), value=NAN)})
-        )
+        dirty = {key: pad(batch[key].masked_fill(~mask, NAN), (0, 3), value=NAN) for key in ("rewards", "values")}
+        empty_row = {key: batch[key].masked_fill(~mask.any(1), NAN) for key in ("scores", "baseline_scores")}
+        wide = estimate(name, **(batch | dirty | empty_row | {"mask": pad(mask, (0, 3))}), gamma=0.9)
         for got, expected in zip(wide, whole):
             assert torch.equal(got, pad(expected, (0, 3)))
 
     @pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
+    def test_two_ranks_give_what_one_gives(self, name, simulate_ranks):
+        batch = random_batch()
+        rows = [batch["group_ids"] == 7, batch["group_ids"] == -2]  # the samples of a prompt are on one rank
+        whole = estimate(name, **batch)
+        shares = [{key: tensor[rows[rank]] for key, tensor in batch.items()} for rank in range(2)]
+        parts = simulate_ranks(2, lambda rank, s: estimate(name, **shares[rank], all_reduce_sum=s))
+        for rank, part in enumerate(parts):
+            for got, expected in zip(part, whole):
+                torch.testing.assert_close(got, expected[rows[rank]])
+
+    @pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
+    def test_a_rank_without_samples_takes_part(self, name, simulate_ranks):
+        batch = random_batch()
+        shares = [batch, {key: tensor[:0] for key, tensor in batch.items()}]
+        full, empty = simulate_ranks(2, lambda rank, s: estimate(name, **shares[rank], all_reduce_sum=s))
+        assert all(x.shape == (0, 5) for x in empty)
+        assert all(torch.equal(got, expected) for got, expected in zip(full, estimate(name, **batch)))
+
+    @pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
     def test_every_estimator_takes_an_all_masked_batch(self, name):
         zeros, mask = torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.bool)
-        out = estimate(
-            name, zeros, mask, values=zeros + 5, bootstrap_values=torch.ones(2), group_ids=torch.zeros(2).long()
-        )
+        ones = torch.ones(2)
+        given = {"values": zeros + 5, "bootstrap_values": ones, "baseline_scores": ones}
+        out = estimate(name, zeros, mask, group_ids=torch.zeros(2).long(), **given)
         assert all(torch.equal(x, zeros) for x in out)
 
     @pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
     def test_no_gradient_leaks_into_the_targets(self, name):
         values, rewards = torch.zeros(2, 2, requires_grad=True), torch.ones(2, 2, requires_grad=True)
-        out = estimate(name, rewards, torch.ones(2, 2).bool(), values=values, group_ids=torch.zeros(2).long())
+        given = {"values": values, "baseline_scores": torch.zeros(2, requires_grad=True)}
+        out = estimate(name, rewards, torch.ones(2, 2).bool(), group_ids=torch.zeros(2).long(), **given)
         assert not any(x.requires_grad for x in out)
+
+    @pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
+    def test_precision_of_the_result(self, name):
+        batch = random_batch()
+        single = estimate(name, **batch)
+        assert all(x.dtype == torch.float32 for x in single)
+        wide = {key: tensor.double() if tensor.is_floating_point() else tensor for key, tensor in batch.items()}
+        double = estimate(name, **wide)
+        for got, expected in zip(double, single):
+            assert got.dtype == torch.float64
+            torch.testing.assert_close(got.float(), expected, rtol=1e-5, atol=1e-6)
+        narrow = {key: tensor.bfloat16() if tensor.is_floating_point() else tensor for key, tensor in batch.items()}
+        assert all(x.dtype == torch.float32 for x in estimate(name, **narrow))
+
+    @pytest.mark.parametrize("name", CRITIC_FREE)
+    def test_without_a_critic_values_and_bootstraps_count_for_nothing(self, name):
+        batch = random_batch()
+        without = estimate(name, **(batch | {"values": None, "bootstrap_values": None}))
+        assert all(torch.equal(got, expected) for got, expected in zip(without, estimate(name, **batch)))
+
+    @pytest.mark.parametrize("name", CRITIC_FREE)
+    def test_returns_are_the_rewards_to_go(self, name):
+        rewards = torch.tensor([[0.5, 9.0, 1.0], [1.0, 2.0, 4.0]])
+        mask = torch.tensor([[True, False, True], [True, True, True]])
+        given = {"group_ids": torch.zeros(2).long(), "baseline_scores": torch.ones(2)}
+        _, returns = estimate(name, rewards, mask, gamma=0.5, **given)
+        # 0.5 + 0.5·1, hole, 1;  1 + 0.5·(2 + 0.5·4), 2 + 0.5·4, 4
+        assert returns.tolist() == [[1.0, 0.0, 1.0], [3.0, 4.0, 4.0]]
+
+    @pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
+    def test_shapes_that_do_not_fit_are_refused(self, name):
+        given = {"values": torch.zeros(2, 2), "baseline_scores": torch.zeros(2), "group_ids": torch.zeros(2).long()}
+        with pytest.raises(ValueError, match=r"token_rewards \(2, 2\), action_mask \(2, 1\)"):
+            estimate(name, torch.zeros(2, 2), torch.ones(2, 1).bool(), **given)
 
 
 class TestGAE:
@@ -187,108 +272,85 @@ class TestGAE:
             estimate("gae", rewards, mask, values=rewards, bootstrap_values=torch.zeros(2, 1))
 
 
-class TestGroups:
-    """RLOO and group_norm (= GRPO)."""
+class TestReinforce:
+    def test_discounted_reward_to_go_by_hand(self):
+        rewards = torch.tensor([[-0.5, 7.0, 0.0, 2.0], [1.0, NAN, NAN, NAN]])
+        mask = torch.tensor([[True, False, True, True], [True, False, False, False]])
+        advantages, returns = estimate("reinforce++", rewards, mask, scores=torch.tensor([1.5, 1.0]), gamma=0.5)
+        # A3 = 2, A2 = 0 + 0.5·2 = 1, hole, A0 = -0.5 + 0.5·1 = 0; the answer of one token: 1
+        assert advantages.tolist() == [[0.0, 0.0, 1.0, 2.0], [1.0, 0.0, 0.0, 0.0]]
+        assert torch.equal(returns, advantages)
 
-    MASK = torch.tensor([[1, 1], [1, 0], [1, 1], [1, 1], [0, 1]], dtype=torch.bool)
-    SCORES = torch.tensor([1.0, 4.0, 2.0, 6.0, 4.0])
-    GROUPS = torch.tensor([30, -1, 30, 30, -1])  # arbitrary ids, not contiguous: scores (1, 2, 6) and (4, 4)
+    def test_a_penalty_counts_for_the_tokens_before_it_only(self):
+        # -β·KL of 0.25 on the middle token: (1 - 0.25, 1 - 0.25, 1)
+        advantages, _ = estimate("reinforce", torch.tensor([[0.0, -0.25, 1.0]]), torch.ones(1, 3).bool())
+        assert advantages.tolist() == [[0.75, 0.75, 1.0]]
 
-    def run(self, name: str, **given: object) -> tuple[Tensor, Tensor]:
-        return estimate(name, torch.zeros(5, 2), self.MASK, scores=self.SCORES, group_ids=self.GROUPS, **given)
+    def test_whitening_one_result_leaves_the_other(self):
+        advantages, returns = estimate("reinforce", torch.ones(1, 2), torch.ones(1, 2).bool())
+        advantages -= 5
+        assert returns.tolist() == [[2.0, 1.0]]
 
-    def test_rloo_by_hand(self):
-        advantages, _ = self.run("rloo")
-        # 1 - (2 + 6)/2 = -3, 2 - (1 + 6)/2 = -1.5, 6 - (1 + 2)/2 = 4.5; 4 - 4 = 0
-        torch.testing.assert_close(
-            advantages, torch.tensor([[-3.0, -3.0], [0.0, 0.0], [-1.5, -1.5], [4.5, 4.5], [0.0, 0.0]])
-        )
+    def test_with_its_whitening(self):
+        # scores 1 and 0, two tokens each: mean 0.5, std 0.5
+        mask = torch.ones(2, 2).bool()
+        advantages, _ = estimate("reinforce", torch.tensor([[0.0, 1.0], [0.0, 0.0]]), mask)
+        assert whiten(advantages, mask, eps=0.0).tolist() == [[1.0, 1.0], [-1.0, -1.0]]
 
-    def test_group_norm_by_hand(self):
-        advantages, _ = self.run("group_norm", std_eps=1e-6)
-        # mean 3, squares 4 + 1 + 9 = 14, unbiased std sqrt(14/2) = 2.6457513; (-2, -1, 3) / 2.6457523
-        a, b, c = -0.7559286, -0.3779643, 1.1338930
-        torch.testing.assert_close(advantages, torch.tensor([[a, a], [0.0, 0.0], [b, b], [c, c], [0.0, 0.0]]))
 
-    def test_std_eps_is_added_to_the_std(self):
-        advantages, _ = self.run("grpo", std_eps=7**0.5)
-        # std = sqrt(7), so the denominator is 2·sqrt(7): 3 / 5.2915026
-        assert advantages[3, 0].item() == pytest.approx(0.5669467)
+class TestReMax:
+    MASK = torch.tensor([[True, False, True], [True, True, False], [False, False, False]])
 
-    def test_binary_rewards_as_in_a_verifiable_task(self):
-        mask = torch.ones(4, 1).bool()
-        advantages, _ = estimate(
-            "grpo", torch.tensor([[1.0], [0.0], [0.0], [0.0]]), mask, group_ids=torch.zeros(4).long()
-        )
-        # mean 0.25, squares 0.5625 + 3·0.0625 = 0.75, std sqrt(0.75/3) = 0.5: 0.75/0.5, -0.25/0.5
-        torch.testing.assert_close(advantages.flatten(), torch.tensor([1.5, -0.5, -0.5, -0.5]), rtol=1e-5, atol=0)
+    def test_by_hand(self):
+        rewards = torch.tensor([[-0.5, NAN, 2.0], [0.0, 1.0, NAN], [NAN, NAN, NAN]])
+        given = {"scores": torch.zeros(3), "baseline_scores": torch.tensor([1.0, 1.5, NAN])}
+        advantages, returns = estimate("remax", rewards, self.MASK, **given)
+        # row 0: (2 - 0.5) - 1, hole, 2 - 1; row 1: 1 - 1.5 on both; row 2 trains nothing
+        assert advantages.tolist() == [[0.5, 0.0, 1.0], [-0.5, -0.5, 0.0], [0.0, 0.0, 0.0]]
+        assert returns.tolist() == [[1.5, 0.0, 2.0], [1.0, 1.0, 0.0], [0.0, 0.0, 0.0]]
 
-    @pytest.mark.parametrize("name", ["rloo", "grpo"])
-    @pytest.mark.parametrize("score", [0.0, 0.1, -1e6, 1 / 3])
-    @pytest.mark.parametrize("std_eps", [1e-6, 0.0])
-    def test_equal_scores_give_an_exact_zero(self, name, score, std_eps):
-        # in float32 the mean of seven 0.1 is off by 7e-9, and /1e-6 would make advantages of 0.7% out of nothing
-        rewards, mask = torch.full((7, 1), score), torch.ones(7, 1).bool()
-        advantages, _ = estimate(name, rewards, mask, group_ids=torch.zeros(7).long(), std_eps=std_eps)
-        assert torch.equal(advantages, torch.zeros(7, 1))
+    def test_the_baseline_is_not_discounted(self):
+        given = {"baseline_scores": torch.tensor([1.0]), "gamma": 0.5}
+        advantages, _ = estimate("remax", torch.tensor([[0.0, 0.0, 4.0]]), torch.ones(1, 3).bool(), **given)
+        assert advantages.tolist() == [[0.0, 1.0, 3.0]]  # (1, 2, 4) - 1
 
-    @pytest.mark.parametrize("name", ["rloo", "grpo"])
-    def test_a_sample_without_trained_tokens_leaves_the_statistics(self, name):
-        rewards = torch.tensor([[1.0], [2.0], [6.0], [0.0]])
-        mask = torch.tensor([[True], [True], [True], [False]])
-        scores = torch.tensor([1.0, 2.0, 6.0, NAN])
-        four = estimate(name, rewards, mask, scores=scores, group_ids=torch.zeros(4).long())
-        three = estimate(name, rewards[:3], mask[:3], group_ids=torch.zeros(3).long())
-        for got, expected in zip(four, three):
-            assert torch.equal(got, torch.cat([expected, torch.zeros(1, 1)]))
+    def test_an_answer_as_good_as_the_greedy_one_gets_zero(self):
+        given = {"baseline_scores": torch.full((2,), 0.1)}
+        rewards = torch.tensor([[0.0, 0.0, 0.1], [0.1, 0.0, 0.0]])
+        advantages, _ = estimate("remax", rewards, torch.tensor([[1, 1, 1], [1, 0, 0]]).bool(), **given)
+        assert torch.equal(advantages, torch.zeros(2, 3))
 
-    @pytest.mark.parametrize("name", ["rloo", "grpo"])
-    def test_the_only_sample_left_has_nothing_to_compare_with(self, name):
-        mask = torch.tensor([[True], [False]])
-        advantages, _ = estimate(name, torch.tensor([[5.0], [0.0]]), mask, group_ids=torch.zeros(2).long())
-        assert torch.equal(advantages, torch.zeros(2, 1))
+    def test_bad_input(self):
+        rewards, mask = torch.zeros(2, 1), torch.ones(2, 1).bool()
+        with pytest.raises(ValueError, match="--advantage_estimator remax needs baseline_scores: generate and score"):
+            estimate("remax", rewards, mask)
+        with pytest.raises(ValueError, match=r"baseline_scores \(2, 1\) do not fit action_mask \(2, 1\)"):
+            estimate("remax", rewards, mask, baseline_scores=torch.zeros(2, 1))
 
-    @pytest.mark.parametrize("name", ["rloo", "grpo"])
-    def test_groups_do_not_see_each_other(self, name):
-        generator = torch.Generator().manual_seed(0)
-        rewards, mask = torch.randn(6, 4, generator=generator), torch.ones(6, 4).bool()
-        groups = torch.tensor([1, 0, 1, 0, 0, 1])
-        whole, _ = estimate(name, rewards, mask, group_ids=groups)
-        for group in (0, 1):
-            rows = groups == group
-            alone, _ = estimate(name, rewards[rows], mask[rows], group_ids=groups[rows])
-            torch.testing.assert_close(alone, whole[rows])
 
-    @pytest.mark.parametrize("name", ["rloo", "grpo"])
-    def test_advantages_of_a_group_sum_to_zero(self, name):
-        rewards = torch.randn(8, 1, generator=torch.Generator().manual_seed(0))
-        advantages, _ = estimate(name, rewards, torch.ones(8, 1).bool(), group_ids=torch.arange(8) % 2)
-        torch.testing.assert_close(advantages.view(4, 2).sum(0), torch.zeros(2), rtol=0, atol=1e-6)
+class TestGroupAdvNorm:
+    def test_by_hand(self):
+        # prompt 5: rewards to go (2, 2) and (1), (-1); prompt 3: (4, 4, 4) and (0)
+        rewards = torch.tensor([[0.0, 2.0, 0.0], [0.0, 0.0, 4.0], [1.0, 0.0, 0.0], [-1.0, 9.0, 9.0], [9.0, 0.0, 9.0]])
+        mask = torch.tensor([[1, 1, 0], [1, 1, 1], [1, 0, 0], [1, 0, 0], [0, 1, 0]]).bool()
+        advantages, _ = estimate("group_adv_norm", rewards, mask, group_ids=torch.tensor([5, 3, 5, 5, 3]))
+        # prompt 5: mean 4/4 = 1, squares 1 + 1 + 0 + 4 = 6, σ = sqrt(6/4) = 1.2247449; 1/(σ + 1e-5), -2/(σ + 1e-5)
+        a, b = 0.8164899, -1.6329798
+        # prompt 3: mean 12/4 = 3, squares 1 + 1 + 1 + 9 = 12, σ = sqrt(3) = 1.7320508
+        c, d = 0.5773469, -1.7320408
+        expected = torch.tensor([[a, a, 0.0], [c, c, c], [0.0, 0.0, 0.0], [b, 0.0, 0.0], [0.0, d, 0.0]])
+        torch.testing.assert_close(advantages, expected, rtol=0, atol=2e-7)
 
-    def test_the_kl_in_the_reward_counts(self):
-        # scores 1 - 0.4 and 1 - 0: RLOO gives ∓0.4
-        rewards = torch.tensor([[-0.1, 0.7], [0.0, 1.0]])
-        advantages, _ = estimate("rloo", rewards, torch.ones(2, 2).bool(), group_ids=torch.zeros(2).long())
-        torch.testing.assert_close(advantages, torch.tensor([[-0.4, -0.4], [0.4, 0.4]]))
+    def test_discounted(self):
+        mask = torch.tensor([[1, 1], [1, 0]]).bool()
+        rewards = torch.tensor([[0.0, 4.0], [0.0, 0.0]])
+        advantages, _ = estimate("group_adv_norm", rewards, mask, group_ids=torch.zeros(2).long(), gamma=0.5)
+        # (2, 4) and (0): mean 2, σ = sqrt(8/3) = 1.6329932: 0, 2/1.6330032, -2/1.6330032
+        torch.testing.assert_close(advantages, torch.tensor([[0.0, 1.2247374], [-1.2247374, 0.0]]))
 
-    @pytest.mark.parametrize("name", ["rloo", "grpo"])
-    def test_returns_are_the_rewards_to_go(self, name):
-        rewards = torch.tensor([[0.5, 9.0, 1.0], [1.0, 2.0, 4.0]])
-        mask = torch.tensor([[True, False, True], [True, True, True]])
-        _, returns = estimate(name, rewards, mask, group_ids=torch.zeros(2).long(), gamma=0.5)
-        # 0.5 + 0.5·1, hole, 1;  1 + 0.5·(2 + 0.5·4), 2 + 0.5·4, 4
-        assert returns.tolist() == [[1.0, 0.0, 1.0], [3.0, 4.0, 4.0]]
-
-    @pytest.mark.parametrize("name", ["rloo", "grpo"])
-    def test_a_group_of_one_is_an_error(self, name):
-        with pytest.raises(ValueError, match=r"group 9 has 1 sample\(s\).*set --n_samples_per_prompt to 2 or more"):
-            estimate(name, torch.zeros(3, 1), torch.ones(3, 1).bool(), group_ids=torch.tensor([4, 9, 4]))
-
-    @pytest.mark.parametrize("name", ["rloo", "grpo"])
-    def test_bad_input(self, name):
+    def test_bad_input(self):
+        rewards, mask = torch.zeros(3, 1), torch.ones(3, 1).bool()
         with pytest.raises(ValueError, match="group_ids must be given"):
-            estimate(name, torch.zeros(2, 1), torch.ones(2, 1).bool())
-        with pytest.raises(ValueError, match=r"group_ids \(3,\)"):
-            estimate(name, torch.zeros(2, 1), torch.ones(2, 1).bool(), group_ids=torch.zeros(3).long())
-        with pytest.raises(ValueError, match=r"token_rewards \(2, 2\), action_mask \(2, 1\)"):
-            estimate(name, torch.zeros(2, 2), torch.ones(2, 1).bool(), group_ids=torch.zeros(2).long())
+            estimate("group_adv_norm", rewards, mask)
+        with pytest.raises(ValueError, match=r"group 9 has 1 sample\(s\).*set --n_samples_per_prompt to 2 or more"):
+            estimate("group_adv_norm", rewards, mask, group_ids=torch.tensor([4, 9, 4]))

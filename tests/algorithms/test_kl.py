@@ -6,53 +6,229 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
 
 from lightppo.algorithms.kl import (
     KL_ESTIMATORS,
     AdaptiveKLController,
     FixedKLController,
     approx_kl,
+    full_kl,
+    k2,
     make_kl_controller,
 )
+from lightppo.algorithms.traits import KL_ESTIMATOR_NAMES
+
+NAN, INF = float("nan"), float("inf")
+SAMPLED = [name for name, entry in KL_ESTIMATORS.items() if not entry.over_vocabulary]
+STRAIGHT_THROUGH = [name for name, entry in KL_ESTIMATORS.items() if entry.gradient_of is not None]
+
+
+def random_log_probs(seed: int, shape: tuple[int, ...] = (4, 6)) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def test_the_table_has_the_names_of_the_command_line():
+    assert tuple(KL_ESTIMATORS) == KL_ESTIMATOR_NAMES
+    assert [name for name in KL_ESTIMATORS if name not in SAMPLED] == ["full"]
+    assert STRAIGHT_THROUGH == ["k1+", "k3+"]
 
 
 def test_estimators_by_hand():
     log_probs, ref = torch.tensor([[-1.0, -2.0, -3.0]]), torch.tensor([[-1.5, -2.0, -2.0]])
     # d = 0.5, 0, -1
     torch.testing.assert_close(approx_kl(log_probs, ref, "k1"), torch.tensor([[0.5, 0.0, -1.0]]))
+    torch.testing.assert_close(approx_kl(log_probs, ref, "abs"), torch.tensor([[0.5, 0.0, 1.0]]))
     # ½d² = 0.125, 0, 0.5
     torch.testing.assert_close(approx_kl(log_probs, ref, "k2"), torch.tensor([[0.125, 0.0, 0.5]]))
     # e^{-d} + d - 1: e^{-0.5} - 0.5 = 0.1065307, 0, e - 2 = 0.7182818
     torch.testing.assert_close(approx_kl(log_probs, ref, "k3"), torch.tensor([[0.1065307, 0.0, 0.7182818]]))
 
 
-def test_k1_and_k3_are_unbiased_under_the_policy():
-    # Exact expectation over a vocabulary of 3: Σ p·k(d) = Σ p ln(p/q)
-    p, q = torch.tensor([0.5, 0.3, 0.2]).double(), torch.tensor([0.2, 0.2, 0.6]).double()
-    kl = (p * (p / q).log()).sum()
-    for name in ("k1", "k3"):
-        torch.testing.assert_close((p * approx_kl(p.log(), q.log(), name)).sum(), kl)
+@pytest.mark.parametrize("name", SAMPLED)
+def test_float32_is_close_to_float64(name):
+    log_probs, ref = random_log_probs(0), random_log_probs(1)
+    single = approx_kl(log_probs.float(), ref.float(), name)
+    assert single.dtype == torch.float32
+    exact = approx_kl(log_probs, ref, name)
+    assert exact.dtype == torch.float64
+    torch.testing.assert_close(single.double(), exact, rtol=1e-5, atol=1e-5)
 
 
-def test_expected_gradients_as_a_loss():
-    """Sampled from the policy: k2 has the gradient of the KL, k1 has none."""
-    logits = torch.tensor([0.3, -0.2, 0.5], dtype=torch.float64, requires_grad=True)
-    ref = torch.tensor([0.2, 0.2, 0.6], dtype=torch.float64).log()
-    log_p = logits.log_softmax(-1)
-    (true,) = torch.autograd.grad((log_p.exp() * (log_p - ref)).sum(), logits, retain_graph=True)
-    weights = log_p.detach().exp()
-    (g2,) = torch.autograd.grad((weights * approx_kl(log_p, ref, "k2")).sum(), logits, retain_graph=True)
-    torch.testing.assert_close(g2, true)
-    (g1,) = torch.autograd.grad((weights * approx_kl(log_p, ref, "k1")).sum(), logits)
-    torch.testing.assert_close(g1, torch.zeros_like(g1))
+class TestWhatDocsClaim:
+    """Facts about expectations under the policy, by summing over a vocabulary of 4 instead of sampling."""
+
+    LOGITS = (0.3, -0.2, 0.5, -1.0)
+    REF = torch.tensor([0.2, 0.2, 0.5, 0.1], dtype=torch.float64)
+
+    def policy(self) -> tuple[Tensor, Tensor]:
+        logits = torch.tensor(self.LOGITS, dtype=torch.float64, requires_grad=True)
+        return logits, logits.log_softmax(-1)
+
+    def gradient_of(self, fn) -> Tensor:
+        """∇ of fn(p, q) by autograd through the distribution itself."""
+        logits, log_p = self.policy()
+        (gradient,) = torch.autograd.grad(fn(log_p.exp(), self.REF), logits)
+        return gradient
+
+    def as_a_loss(self, name: str) -> Tensor:
+        """E[∇ estimate]: the samples, and so their weights, are constants."""
+        logits, log_p = self.policy()
+        estimate = approx_kl(log_p, self.REF.log(), name)
+        (gradient,) = torch.autograd.grad((log_p.detach().exp() * estimate).sum(), logits)
+        return gradient
+
+    def in_the_reward(self, name: str) -> Tensor:
+        """E[estimate · ∇ log p], the policy gradient of the penalty."""
+        logits, log_p = self.policy()
+        estimate = approx_kl(log_p, self.REF.log(), name).detach()
+        (gradient,) = torch.autograd.grad((log_p.detach().exp() * estimate * log_p).sum(), logits)
+        return gradient
+
+    @staticmethod
+    def kl(p: Tensor, q: Tensor) -> Tensor:
+        return (p * (p / q).log()).sum()
+
+    def test_values(self):
+        p = torch.tensor(self.LOGITS, dtype=torch.float64).softmax(-1)
+        expected = {name: (p * approx_kl(p.log(), self.REF.log(), name)).sum() for name in SAMPLED}
+        for name in ("k1", "k3", "k1+", "k3+"):
+            torch.testing.assert_close(expected[name], self.kl(p, self.REF))
+        torch.testing.assert_close(full_kl(p.log()[None], self.REF.log()[None])[0], self.kl(p, self.REF))
+        assert expected["abs"] > 1.5 * self.kl(p, self.REF)
+        assert not torch.isclose(expected["k2"], self.kl(p, self.REF), rtol=1e-2)
+
+    def test_gradients_as_a_loss(self):
+        true = self.gradient_of(self.kl)
+        assert true.abs().max() > 0.01
+        torch.testing.assert_close(self.as_a_loss("k1"), torch.zeros_like(true))
+        for name in ("k2", "k1+", "k3+"):
+            torch.testing.assert_close(self.as_a_loss(name), true)
+        reverse = self.gradient_of(lambda p, q: self.kl(q, p))
+        torch.testing.assert_close(self.as_a_loss("k3"), reverse)
+        assert not torch.allclose(reverse, true, rtol=0.1)
+        torch.testing.assert_close(self.as_a_loss("abs"), self.gradient_of(lambda p, q: (p - q).abs().sum()))
+        logits = torch.tensor([self.LOGITS], dtype=torch.float64, requires_grad=True)
+        full_kl(logits, self.REF.log()[None]).sum().backward()
+        torch.testing.assert_close(logits.grad[0], true)
+
+    def test_gradients_in_the_reward(self):
+        true = self.gradient_of(self.kl)
+        for name in ("k1", "k1+"):
+            torch.testing.assert_close(self.in_the_reward(name), true)
+        for name in ("k3", "k3+"):
+            torch.testing.assert_close(
+                self.in_the_reward(name), self.gradient_of(lambda p, q: self.kl(p, q) - self.kl(q, p))
+            )
+        half_square = self.gradient_of(lambda p, q: (p * k2((p / q).log())).sum())
+        torch.testing.assert_close(self.in_the_reward("k2"), half_square - true)
+        mean_abs = self.gradient_of(lambda p, q: (p * (p / q).log().abs()).sum())
+        torch.testing.assert_close(self.in_the_reward("abs"), mean_abs - self.as_a_loss("abs"))
+        # full is the same number whichever token was sampled, and E[∇ log p] = 0
+        logits, log_p = self.policy()
+        same = full_kl(logits.detach()[None], self.REF.log()[None])
+        (of_full,) = torch.autograd.grad((log_p.detach().exp() * same * log_p).sum(), logits)
+        torch.testing.assert_close(of_full, torch.zeros_like(of_full))
+
+    def test_k2_and_k3_in_the_reward_pull_an_order_less_than_the_kl_near_the_reference(self):
+        """Halving the distance halves the gradient of the KL and quarters those of k2 and k3 in the reward."""
+        direction = torch.tensor([0.5, -0.3, 0.1, 0.4], dtype=torch.float64)
+        sizes: dict[str, list[float]] = {"k1": [], "k2": [], "k3": []}
+        for scale in (0.02, 0.01):
+            self.LOGITS = (self.REF.log() + scale * direction).tolist()
+            for name, norms in sizes.items():
+                norms.append(self.in_the_reward(name).norm().item())
+        assert sizes["k1"][0] / sizes["k1"][1] == pytest.approx(2.0, rel=0.02)
+        for name in ("k2", "k3"):
+            assert sizes[name][0] / sizes[name][1] == pytest.approx(4.0, rel=0.02)
+
+    def test_over_a_sequence_the_loss_leaves_out_what_a_token_does_to_later_ones(self):
+        """Two tokens of a vocabulary of 3: k1 in the reward to go is the gradient of the sequence's KL, k2 and full as
+        losses give its direct part only."""
+        first = torch.tensor([0.4, -0.3, 0.1], dtype=torch.float64, requires_grad=True)
+        second = random_log_probs(3, (3, 3)).requires_grad_()  # logits of the second token, by the first
+        ref_first, ref_second = random_log_probs(4, (3,)).log_softmax(-1), random_log_probs(5, (3, 3)).log_softmax(-1)
+        log_1, log_2 = first.log_softmax(-1), second.log_softmax(-1)
+        d_1, d_2 = log_1 - ref_first, log_2 - ref_second  # (3,), (3, 3)
+        p_1, p_2 = log_1.exp(), log_2.exp()
+        kl_2 = (p_2 * d_2).sum(-1)  # (3,)
+        sequence_kl = (p_1 * (d_1 + kl_2)).sum()
+        true = torch.autograd.grad(sequence_kl, [first, second], retain_graph=True)
+
+        joint = (p_1[:, None] * p_2).detach()  # (3, 3)
+        to_go = (d_1[:, None] + d_2).detach()
+        reward_form = (joint * (to_go * log_1[:, None] + d_2.detach() * log_2)).sum()
+        k1_in_reward = torch.autograd.grad(reward_form, [first, second], retain_graph=True)
+        torch.testing.assert_close(k1_in_reward, true)
+
+        k2_loss = (joint * (k2(d_1)[:, None] + k2(d_2))).sum()
+        full_loss = full_kl(first[None], ref_first[None]).sum() + (p_1.detach() * full_kl(second, ref_second)).sum()
+        for loss in (k2_loss, full_loss):
+            of_first, of_second = torch.autograd.grad(loss, [first, second], retain_graph=True)
+            torch.testing.assert_close(of_second, true[1])
+            (missing,) = torch.autograd.grad((p_1 * kl_2.detach()).sum(), first, retain_graph=True)
+            torch.testing.assert_close(of_first + missing, true[0])
+            assert missing.abs().max() > 0.01
 
 
-@pytest.mark.parametrize("name", KL_ESTIMATORS)
+class TestStraightThrough:
+    @pytest.mark.parametrize("name", STRAIGHT_THROUGH)
+    @pytest.mark.parametrize("clip", [None, 0.1])
+    def test_value_of_the_one_gradient_of_k2(self, name, clip):
+        log_probs, ref = random_log_probs(0).requires_grad_(), random_log_probs(1)
+        kl = approx_kl(log_probs, ref, name, clip=clip)
+        assert torch.equal(kl, approx_kl(log_probs, ref, name.rstrip("+"), clip=clip))
+        upstream = random_log_probs(2)
+        (gradient,) = torch.autograd.grad((upstream * kl).sum(), log_probs)
+        # d/dx ½(x - ref)² = x - ref, clipped or not
+        torch.testing.assert_close(gradient, upstream * (log_probs - ref).detach())
+
+    def test_far_away(self):
+        log_probs = torch.tensor([30.0, -30.0], requires_grad=True)
+        kl = approx_kl(log_probs, torch.zeros(2), "k3+")
+        # the value sees d in ±20, the gradient is d
+        torch.testing.assert_close(kl.detach(), torch.tensor([19.0, math.exp(20) - 21]))
+        kl.sum().backward()
+        assert log_probs.grad.tolist() == [30.0, -30.0]
+
+
+@pytest.mark.parametrize("name", ["k1", "k2", "k3"])
 def test_gradcheck(name):
-    generator = torch.Generator().manual_seed(0)
-    log_probs = torch.randn(2, 3, dtype=torch.float64, generator=generator, requires_grad=True)
-    ref = torch.randn(2, 3, dtype=torch.float64, generator=generator)
+    log_probs = random_log_probs(0, (2, 3)).requires_grad_()
+    ref = random_log_probs(1, (2, 3))
     assert torch.autograd.gradcheck(lambda x: approx_kl(x, ref, name), (log_probs,))
+
+
+def test_gradient_of_abs_is_the_sign():
+    log_probs = torch.tensor([0.5, 0.0, -2.0], requires_grad=True)
+    approx_kl(log_probs, torch.zeros(3), "abs").sum().backward()
+    assert log_probs.grad.tolist() == [1.0, 0.0, -1.0]
+
+
+def test_clip_limits_value_and_gradient():
+    log_probs = torch.tensor([3.0, 1.0, -1.0, -3.0], requires_grad=True)
+    kl = approx_kl(log_probs, torch.zeros(4), "k1", clip=2.0)
+    assert kl.tolist() == [2.0, 1.0, -1.0, -2.0]
+    kl.sum().backward()
+    assert log_probs.grad.tolist() == [0.0, 1.0, 1.0, 0.0]
+    # k2: ½·9 = 4.5 → 2; k3: e^3 - 4 = 16.09 → 2, e^{-3} + 2 = 2.0498 → 2
+    assert approx_kl(log_probs, torch.zeros(4), "k2", clip=2.0).tolist() == [2.0, 0.5, 0.5, 2.0]
+    k3_clipped = approx_kl(log_probs, torch.zeros(4), "k3", clip=2.0)
+    torch.testing.assert_close(k3_clipped, torch.tensor([2.0, math.exp(-1), math.e - 2, 2.0]))
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+def test_masked_tokens_reach_neither_value_nor_gradient(name):
+    log_probs = torch.tensor([[1.0, NAN, 0.5, INF], [NAN, -INF, INF, 0.0]], requires_grad=True)
+    ref = torch.tensor([[0.0, 0.0, NAN, INF], [0.0, -INF, 0.0, NAN]])
+    mask = torch.tensor([[True, False, False, False], [False, False, False, False]])
+    kl = approx_kl(log_probs, ref, name, action_mask=mask)
+    (2.0 * kl).sum().backward()
+    one = torch.tensor([1.0], requires_grad=True)
+    alone = approx_kl(one, torch.zeros(1), name)
+    (2.0 * alone).sum().backward()
+    assert kl.tolist() == [[alone.item(), 0.0, 0.0, 0.0], [0.0] * 4]
+    assert log_probs.grad.tolist() == [[one.grad.item(), 0.0, 0.0, 0.0], [0.0] * 4]
 
 
 def test_k3_far_away_stays_finite():
@@ -75,10 +251,17 @@ def test_low_precision_gives_float32():
 
 
 def test_bad_input():
-    with pytest.raises(ValueError, match=r"--kl_estimator: unknown name 'k4'.*Known names: k1, k2, k3"):
+    with pytest.raises(ValueError, match=r"--kl_estimator: unknown name 'k4'.*Known names: k1, abs, k2, k3, full, k1"):
         approx_kl(torch.zeros(1), torch.zeros(1), "k4")
     with pytest.raises(ValueError, match="shapes must be equal"):
         approx_kl(torch.zeros(2, 3), torch.zeros(2, 1))
+    with pytest.raises(ValueError, match=r"action_mask \(2, 1\)"):
+        approx_kl(torch.zeros(2, 3), torch.zeros(2, 3), action_mask=torch.ones(2, 1))
+    with pytest.raises(ValueError, match=r"--kl_estimator full .* call full_kl\(logits, ref_logits\)"):
+        approx_kl(torch.zeros(1), torch.zeros(1), "full")
+    for clip in (0.0, -1.0, NAN):
+        with pytest.raises(ValueError, match="--kl_clip must be above 0"):
+            approx_kl(torch.zeros(1), torch.zeros(1), "k1", clip=clip)
 
 
 class TestControllers:

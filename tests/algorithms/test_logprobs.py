@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from lightppo.algorithms.logprobs import entropy_from_logits, token_log_probs
+from lightppo.algorithms.logprobs import entropy_from_logits, log_probs_and_entropy, token_log_probs
 
 
 def test_log_probs_by_hand():
@@ -40,6 +40,59 @@ def test_forbidden_tokens_leave_the_entropy_gradient_finite():
     torch.testing.assert_close(logits.grad, torch.cat([free.grad, torch.zeros(1, 1)], dim=1))
 
 
+def test_entropy_gradient_by_hand():
+    # p = (1/5, 4/5), H = 0.500402; dH/dlogit_i = -p_i (ln p_i + H):
+    #   -0.2 (ln 0.2 + 0.500402) = 0.221807    -0.8 (ln 0.8 + 0.500402) = -0.221807
+    logits = torch.tensor([[1.0, 4.0]]).log().requires_grad_()
+    entropy_from_logits(logits).sum().backward()
+    torch.testing.assert_close(logits.grad, torch.tensor([[0.2218071, -0.2218071]]))
+
+
+def test_fused_by_hand():
+    # weights (1, 2, 5)/8; -(1/8 ln 1/8 + 2/8 ln 2/8 + 5/8 ln 5/8) = 0.259930 + 0.346574 + 0.293752 = 0.900256
+    log_probs, entropy = log_probs_and_entropy(torch.tensor([[1.0, 2.0, 5.0]]).log(), torch.tensor([2]))
+    torch.testing.assert_close(log_probs, torch.tensor([5 / 8]).log())
+    torch.testing.assert_close(entropy, torch.tensor([0.9002561]))
+    # temperature 0.5: weights (1, 4, 25)/30; ln 30 - (4 ln 4 + 25 ln 25)/30 = 3.401197 - 0.184839 - 2.682397
+    log_probs, entropy = log_probs_and_entropy(torch.tensor([[1.0, 2.0, 5.0]]).log(), torch.tensor([1]), 0.5)
+    torch.testing.assert_close(log_probs, torch.tensor([math.log(4 / 30)]))
+    torch.testing.assert_close(entropy, torch.tensor([0.5339620]))
+
+
+@pytest.mark.parametrize("chunk_size", [1, 3, 100])
+@pytest.mark.parametrize("entropy_grad", [False, True])
+def test_fused_is_the_two_alone(chunk_size, entropy_grad):
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 6, 11, generator=generator)
+    logits[0, 0, 3] = -float("inf")
+    labels = torch.randint(3, (2, 6), generator=generator)
+    weights = torch.randn(2, 2, 6, generator=generator)
+    alone, fused = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    expected = token_log_probs(alone, labels, 0.7), entropy_from_logits(alone, 0.7)
+    got = log_probs_and_entropy(fused, labels, 0.7, chunk_size, entropy_grad)
+    assert all(torch.equal(a, b) and b.is_contiguous() for a, b in zip(expected, got))
+    assert got[1].requires_grad is entropy_grad
+    ((expected[0] * weights[0]).sum() + entropy_grad * (expected[1] * weights[1]).sum()).backward()
+    ((got[0] * weights[0]).sum() + (got[1] * weights[1]).sum()).backward()
+    assert float(alone.grad.abs().max()) > 0.1
+    torch.testing.assert_close(fused.grad, alone.grad)
+
+
+@pytest.mark.parametrize("entropy_grad", [False, True])
+def test_entropy_keeps_nothing_more_for_the_backward_pass(entropy_grad):
+    logits = torch.randn(40, 500, requires_grad=True)
+    labels = torch.zeros(40, dtype=torch.long)
+
+    def large_tensors_kept(fn):
+        kept = {}
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.setdefault(t.data_ptr(), t), lambda t: t):
+            out = fn()
+        return sum(t.numel() == logits.numel() for t in kept.values()), out  # the graph lives until here
+
+    assert large_tensors_kept(lambda: token_log_probs(logits, labels, 0.7))[0] == 1
+    assert large_tensors_kept(lambda: log_probs_and_entropy(logits, labels, 0.7, None, entropy_grad))[0] == 1
+
+
 @pytest.mark.parametrize("chunk_size", [1, 3, 7, 100])
 @pytest.mark.parametrize("sliced", [False, True])
 def test_chunks_and_layout_change_no_bit(chunk_size, sliced):
@@ -62,6 +115,9 @@ def test_gradcheck_across_chunks():
     assert torch.autograd.gradcheck(lambda x: token_log_probs(x, labels, 1.3, chunk_size=2), (logits,))
     assert torch.autograd.gradcheck(lambda x: token_log_probs(x[:, :-1], labels[:, 1:], chunk_size=1), (logits,))
     assert torch.autograd.gradcheck(lambda x: entropy_from_logits(x, 1.3, chunk_size=2), (logits,))
+    assert torch.autograd.gradcheck(lambda x: log_probs_and_entropy(x, labels, 1.3, 2), (logits,))
+    assert torch.autograd.gradgradcheck(lambda x: log_probs_and_entropy(x, labels, 1.3, 2), (logits,))
+    assert log_probs_and_entropy(logits, labels)[1].dtype == torch.float64
 
 
 def test_low_precision_logits_give_float32():
@@ -70,6 +126,10 @@ def test_low_precision_logits_give_float32():
     assert out.dtype == torch.float32
     # -ln(e^0 + e^10) = -10.0000454, which bfloat16 would round to -10
     torch.testing.assert_close(out, torch.tensor([-10.0000454]), rtol=0, atol=1e-6)
+    log_probs, entropy = log_probs_and_entropy(logits, torch.tensor([0]))
+    assert torch.equal(log_probs, out)
+    # p0 = e^-10.0000454 = 4.53979e-5: p0 (10.0000454 + 1) and terms of p0^2, by -(1 - p0) ln(1 - p0) = p0 - p0^2/2
+    torch.testing.assert_close(entropy, torch.tensor([4.9937e-4]), rtol=1e-3, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -88,11 +148,14 @@ def test_no_second_copy_of_the_logits_without_gradients(dtype):
 
     with torch.no_grad(), Watch():
         token_log_probs(logits[:, :-1], labels, 0.7, chunk_size=10)
+        log_probs_and_entropy(logits[:, :-1], labels, 0.7, chunk_size=10)
     assert max(sizes) == 10 * 20
 
 
 def test_no_tokens_at_all():
-    assert token_log_probs(torch.zeros(0, 3, 5), torch.zeros(0, 3, dtype=torch.long)).shape == (0, 3)
+    logits, labels = torch.zeros(0, 3, 5), torch.zeros(0, 3, dtype=torch.long)
+    assert token_log_probs(logits, labels).shape == (0, 3)
+    assert [x.shape for x in log_probs_and_entropy(logits, labels)] == [(0, 3), (0, 3)]
 
 
 def test_bad_input():
@@ -104,3 +167,5 @@ def test_bad_input():
         entropy_from_logits(logits, chunk_size=0)
     with pytest.raises(ValueError, match=r"labels \(2, 2\) do not fit logits \(2, 3, 5\)"):
         token_log_probs(logits, labels[:, 1:])
+    with pytest.raises(ValueError, match=r"labels \(2, 2\) do not fit logits \(2, 3, 5\)"):
+        log_probs_and_entropy(logits, labels[:, 1:])

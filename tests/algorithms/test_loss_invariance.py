@@ -1,4 +1,4 @@
-"""P8: loss, gradient and metrics of an optimizer step do not depend on micro batches, padding or ranks."""
+"""Loss, gradient and metrics of an optimizer step do not depend on micro batches, padding or ranks."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from lightppo.algorithms.kl import approx_kl
-from lightppo.algorithms.losses import GPTLMLoss, PolicyLoss, ValueLoss
+from lightppo.algorithms.losses import POLICY_LOSSES, GPTLMLoss, PolicyLoss, ValueLoss
 from lightppo.algorithms.masking import LOSS_AGG_MODES, LossNormalizer, aggregate_loss
+from lightppo.algorithms.traits import POLICY_LOSS_TRAITS
 
 LENGTHS = [1, 40, 3, 0, 17, 2, 40, 5]  # very different, one row without a trained token
 B, A = len(LENGTHS), max(LENGTHS)
@@ -18,15 +19,28 @@ SplitLoss = Callable[[Tensor, Tensor, Tensor, LossNormalizer], Tensor]
 
 
 def mask_and_constants() -> tuple[Tensor, Tensor]:
-    """(B, A) mask with a hole in the longest row, and (3, B, A) numbers to serve as old log probs, targets, ..."""
+    """(B, A) mask with a hole in the longest row, and (4, B, A) numbers to serve as old log probs, targets, ..."""
     mask = torch.tensor(LENGTHS)[:, None] > torch.arange(A)
     mask[1, 10:15] = False
-    return mask, torch.randn(3, B, A, generator=torch.Generator().manual_seed(0))
+    return mask, torch.randn(4, B, A, generator=torch.Generator().manual_seed(0))
 
 
-def policy(mode: str) -> SplitLoss:
-    loss_fn = PolicyLoss(loss_agg_mode=mode)
-    return lambda x, c, m, n: loss_fn(c[0] + 0.3 * x, c[0], c[1], m, n)[0]
+def policy_and_metrics(kind: str, mode: str) -> Callable[[Tensor, Tensor, Tensor, LossNormalizer], tuple]:
+    """A policy loss with weights, with selected tokens where it takes them, and clips that some tokens reach."""
+    traits = POLICY_LOSS_TRAITS[kind]
+    clips = {} if traits.eps_clip is None else {"clip_eps_low": 0.1, "clip_eps_high": 0.2}
+    loss_fn = PolicyLoss(policy_loss=kind, loss_agg_mode=mode, **clips)
+
+    def both(x: Tensor, c: Tensor, m: Tensor, n: LossNormalizer) -> tuple:
+        selected = c[2] > 1 if traits.selects_tokens else None
+        return loss_fn(c[0] + 0.3 * x, c[0], c[1], m, n, weights=c[3].abs(), selected=selected)
+
+    return both
+
+
+def policy(mode: str, kind: str = "ppo") -> SplitLoss:
+    both = policy_and_metrics(kind, mode)
+    return lambda x, c, m, n: both(x, c, m, n)[0]
 
 
 def value(mode: str) -> SplitLoss:
@@ -38,12 +52,13 @@ def kl_loss(mode: str) -> SplitLoss:
     return lambda x, c, m, n: aggregate_loss(approx_kl(x, c[0], "k3"), m, mode, n)
 
 
-def policy_metric(mode: str) -> SplitLoss:
-    loss_fn = PolicyLoss(loss_agg_mode=mode)
+def policy_metrics(mode: str, kind: str = "ppo") -> SplitLoss:
+    """All metrics of a loss in one number, so that each must be right."""
+    both = policy_and_metrics(kind, mode)
 
     def metric(x: Tensor, c: Tensor, m: Tensor, n: LossNormalizer) -> Tensor:
-        metrics = loss_fn(c[0] + 0.3 * x, c[0], c[1], m, n)[1]
-        return metrics["clip_ratio"] + metrics["ratio"] + metrics["approx_kl"] + 0.0 * x.sum()
+        metrics = both(x, c, m, n)[1]
+        return sum(place * value for place, value in enumerate(metrics.values(), start=1)) + 0.0 * x.sum()
 
     return metric
 
@@ -97,13 +112,41 @@ SPLITS = {
 @pytest.mark.parametrize("trim", [False, True], ids=["one width", "own width"])
 @pytest.mark.parametrize("ranks", SPLITS.values(), ids=SPLITS.keys())
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
-@pytest.mark.parametrize("make_loss", [policy, value, kl_loss, policy_metric])
+@pytest.mark.parametrize("make_loss", [value, kl_loss])
 def test_loss_and_gradient_do_not_depend_on_the_split(make_loss, mode, ranks, trim, simulate_ranks):
     whole_loss, whole_gradient = run_step(make_loss(mode), [[ALL]], simulate_ranks)
     loss, gradient = run_step(make_loss(mode), ranks, simulate_ranks, trim=trim)
     assert whole_loss.abs() > 1e-3
     torch.testing.assert_close(loss, whole_loss, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(gradient, whole_gradient, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("ranks", SPLITS.values(), ids=SPLITS.keys())
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+@pytest.mark.parametrize("kind", POLICY_LOSSES)
+def test_policy_losses_do_not_depend_on_the_split(kind, mode, ranks, simulate_ranks):
+    """Each loss under each aggregation, with its metrics; padding goes along, each micro batch has its own width."""
+    for make_loss in (policy, policy_metrics):
+        whole_loss, whole_gradient = run_step(make_loss(mode, kind), [[ALL]], simulate_ranks)
+        loss, gradient = run_step(make_loss(mode, kind), ranks, simulate_ranks, trim=True)
+        assert whole_loss.abs() > 1e-4
+        assert whole_gradient.any() or make_loss is policy_metrics
+        torch.testing.assert_close(loss, whole_loss, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(gradient, whole_gradient, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", ["gspo", "gmpo"])
+def test_a_row_ratio_within_a_micro_batch_only_would_differ(kind, simulate_ranks):
+    """The test above can fail: cut a row in two, and its ratio is another."""
+
+    def in_halves(x: Tensor, c: Tensor, m: Tensor, n: LossNormalizer) -> Tensor:
+        halves = [policy("token-mean", kind)(x[:, part], c[:, :, part], m[:, part], n)
+                  for part in (slice(0, 2), slice(2, None))]  # fmt: skip
+        return sum(halves)
+
+    _, whole = run_step(policy("token-mean", kind), [[ALL]], simulate_ranks)
+    _, gradient = run_step(in_halves, [[ALL]], simulate_ranks)
+    assert not torch.allclose(gradient, whole, rtol=1e-2, atol=1e-4)
 
 
 def test_means_per_micro_batch_would_differ(simulate_ranks):

@@ -1,0 +1,194 @@
+"""Which tokens of a rollout an algorithm singles out, over all ranks.
+
+All work on 1-d tensors that hold this rank's trained tokens, in any order. Every rank must call them together, also one
+that has no token. What is chosen depends neither on how the tokens are spread over the ranks nor on their order: ties
+are settled by random numbers that belong to the tokens, and tokens that are equal in these too stay together.
+
+Notation: N trained tokens of this rank, ΣN those of all ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lightppo.algorithms.masking import AllReduceSum, at_least_float32, identity, require_same_shape
+
+AllGather = Callable[[Tensor], Tensor]
+
+
+@torch.no_grad()
+def top_share(values: Tensor, ratio: float, all_gather: AllGather = identity) -> Tensor:
+    """The ceil(ratio·ΣN) largest values over all ranks; values equal to the smallest of them are all in.
+
+    Args:
+        values: (N,), not NaN, such as the entropy of each token.
+        ratio: in (0, 1].
+        all_gather: concatenates 1-d tensors, which may differ in length, over all ranks.
+
+    Returns:
+        (N,) bool.
+
+    Raises:
+        ValueError: a ratio out of range, a shape that is not (N,), or NaN on any rank.
+    """
+    _check(ratio, values=values)
+    everywhere = _gathered(values, all_gather)
+    if everywhere.numel() == 0:  # the same on every rank
+        return torch.zeros_like(values, dtype=torch.bool)
+    # 0.07 · 100 is 7.000000000000001, and 7 is meant
+    count = max(1, math.ceil(round(ratio * everywhere.numel(), 6)))
+    return values >= _kth_largest(everywhere, count)
+
+
+@torch.no_grad()
+def covariance(log_probs: Tensor, advantages: Tensor, all_reduce_sum: AllReduceSum = identity) -> Tensor:
+    """(log_prob - mean)·(advantage - mean) of each token, the means over the trained tokens of all ranks.
+
+    Positive where the policy grows surer of what it was sure of: the tokens that make its entropy fall.
+
+    Source: Cui et al. 2025 (arXiv:2505.22617), the centred product of Clip-Cov and KL-Cov.
+
+    Args:
+        log_probs: (N,), under the policy at the start of the rollout's updates.
+        advantages: (N,), as the loss takes them.
+        all_reduce_sum: sums a small tensor over all ranks.
+
+    Returns:
+        (N,), float32 or float64; computed in float64, so that ranks do not show in the rounding.
+
+    Raises:
+        ValueError: shapes are not (N,) or differ, or a value of any rank is not finite.
+    """
+    _check(log_probs=log_probs, advantages=advantages)
+    exact_log_probs, exact_advantages = log_probs.double(), advantages.double()
+    sums = all_reduce_sum(torch.stack([exact_log_probs.sum(), exact_advantages.sum()]))
+    if not sums.isfinite().all():  # the same on every rank
+        raise ValueError(f"log probs or advantages are not finite: their sums over all ranks are {sums.tolist()}")
+    means = sums / max(1, _total(log_probs, all_reduce_sum))
+    product = (exact_log_probs - means[0]) * (exact_advantages - means[1])
+    return product.to(at_least_float32(log_probs).dtype)
+
+
+class Selection(Protocol):
+    """The signature of the entries of ``SELECTIONS``."""
+
+    def __call__(
+        self,
+        log_probs: Tensor,
+        advantages: Tensor,
+        uniforms: Tensor,
+        *,
+        options: Mapping[str, float | None],
+        all_reduce_sum: AllReduceSum = identity,
+        all_gather: AllGather = identity,
+    ) -> Tensor:
+        """The tokens that a policy loss singles out.
+
+        Args:
+            log_probs: (N,), under the policy at the start of the rollout's updates.
+            advantages: (N,), as the loss takes them.
+            uniforms: (N,), a random number in [0, 1) for each token, which must not depend on ranks.
+            options: the loss's options, complete (``PolicyLoss.options``).
+            all_reduce_sum: sums a small tensor over all ranks.
+            all_gather: concatenates 1-d tensors, which may differ in length, over all ranks.
+
+        Returns:
+            (N,) bool.
+        """
+        ...
+
+
+@torch.no_grad()
+def select_clip_cov(
+    log_probs: Tensor,
+    advantages: Tensor,
+    uniforms: Tensor,
+    *,
+    options: Mapping[str, float | None],
+    all_reduce_sum: AllReduceSum = identity,
+    all_gather: AllGather = identity,
+) -> Tensor:
+    """max(1, ⌊clip_cov_ratio·ΣN⌋) tokens, uniformly drawn among those with clip_cov_low < covariance < clip_cov_high.
+
+    All of these where there are fewer. Source: Cui et al. 2025 (arXiv:2505.22617), Clip-Cov, and its code for the
+    rounding. Arguments: :class:`Selection`.
+    """
+    _check(options["clip_cov_ratio"], log_probs=log_probs, advantages=advantages, uniforms=uniforms)
+    covariances = covariance(log_probs, advantages, all_reduce_sum)
+    candidate = (covariances > options["clip_cov_low"]) & (covariances < options["clip_cov_high"])
+    count = _floor_share(options["clip_cov_ratio"], _total(log_probs, all_reduce_sum))
+    chosen = torch.zeros_like(candidate)
+    chosen[candidate] = _first(-uniforms[candidate], covariances[candidate], count, all_gather)
+    return chosen
+
+
+@torch.no_grad()
+def select_kl_cov(
+    log_probs: Tensor,
+    advantages: Tensor,
+    uniforms: Tensor,
+    *,
+    options: Mapping[str, float | None],
+    all_reduce_sum: AllReduceSum = identity,
+    all_gather: AllGather = identity,
+) -> Tensor:
+    """The max(1, ⌊kl_cov_ratio·ΣN⌋) tokens of the largest covariance; ``uniforms`` settle ties.
+
+    Source: Cui et al. 2025 (arXiv:2505.22617), KL-Cov, and its code for the rounding. Arguments: :class:`Selection`.
+    """
+    _check(options["kl_cov_ratio"], log_probs=log_probs, advantages=advantages, uniforms=uniforms)
+    covariances = covariance(log_probs, advantages, all_reduce_sum)
+    count = _floor_share(options["kl_cov_ratio"], _total(log_probs, all_reduce_sum))
+    return _first(covariances, -uniforms, count, all_gather)
+
+
+SELECTIONS: dict[str, Selection] = {"clip_cov": select_clip_cov, "kl_cov": select_kl_cov}
+
+
+def _check(ratio: float = 1.0, **tensors: Tensor) -> None:
+    if not 0 < ratio <= 1:
+        raise ValueError(f"the share of tokens must be above 0 and at most 1, got {ratio}")
+    require_same_shape(**tensors)
+    for name, tensor in tensors.items():
+        if tensor.dim() != 1:
+            raise ValueError(f"{name} must hold this rank's trained tokens, shape (N,), not {tuple(tensor.shape)}")
+
+
+def _total(tokens: Tensor, all_reduce_sum: AllReduceSum) -> int:
+    return int(all_reduce_sum(torch.tensor(tokens.numel(), dtype=torch.float64, device=tokens.device)))
+
+
+def _floor_share(ratio: float, total: int) -> int:
+    # 0.29 · 100 is 28.999999999999996, and 29 is meant
+    return max(1, math.floor(round(ratio * total, 6)))
+
+
+def _gathered(values: Tensor, all_gather: AllGather) -> Tensor:
+    """The values of all ranks; refuses NaN on every rank at once, so that none is left waiting in a collective."""
+    everywhere = all_gather(values)
+    if everywhere.isnan().any():
+        raise ValueError(f"{int(everywhere.isnan().sum())} of {everywhere.numel()} tokens are NaN: cannot rank them")
+    return everywhere
+
+
+def _kth_largest(values: Tensor, k: int) -> Tensor:
+    return values.sort(descending=True).values[k - 1]  # kthvalue is refused on GPUs under --full_determinism
+
+
+def _first(keys: Tensor, tie_keys: Tensor, count: int, all_gather: AllGather) -> Tensor:
+    """Which of this rank's tokens are among the ``count`` with the largest (key, tie key) over all ranks.
+
+    Tokens that are equal in both keys are in or out together.
+    """
+    all_keys, all_tie_keys = _gathered(keys, all_gather), _gathered(tie_keys, all_gather)
+    if all_keys.numel() <= count:
+        return torch.ones_like(keys, dtype=torch.bool)
+    threshold = _kth_largest(all_keys, count)
+    rest = count - int((all_keys > threshold).sum())  # 1 or more of the tokens at the threshold
+    tie_threshold = _kth_largest(all_tie_keys[all_keys == threshold], rest)
+    return (keys > threshold) | ((keys == threshold) & (tie_keys >= tie_threshold))
