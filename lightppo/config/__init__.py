@@ -4,52 +4,40 @@
 Loads neither torch nor transformers nor deepspeed.
 """
 
-from lightppo.config.cli import parse_args as parse_args
-from lightppo.config.fields import ConfigError as ConfigError
-from lightppo.config.ppo import PPOConfig as PPOConfig
+from lightppo.config.algorithm_sections import AlgorithmConfig, CorrectionConfig, LossConfig
+from lightppo.config.cli import parse_args
+from lightppo.config.fields import ConfigError
+from lightppo.config.ppo import PPOConfig
+from lightppo.config.sampling_section import SamplingConfig
 from lightppo.config.sections import (
-    AlgorithmConfig as AlgorithmConfig,
+    CheckpointConfig,
+    DataConfig,
+    EvaluationConfig,
+    LoggingConfig,
+    ModelConfig,
+    RewardConfig,
+    RolloutConfig,
+    StrategyConfig,
+    TrainingConfig,
 )
-from lightppo.config.sections import (
-    CheckpointConfig as CheckpointConfig,
-)
-from lightppo.config.sections import (
-    DataConfig as DataConfig,
-)
-from lightppo.config.sections import (
-    EvaluationConfig as EvaluationConfig,
-)
-from lightppo.config.sections import (
-    LoggingConfig as LoggingConfig,
-)
-from lightppo.config.sections import (
-    ModelConfig as ModelConfig,
-)
-from lightppo.config.sections import (
-    RewardConfig as RewardConfig,
-)
-from lightppo.config.sections import (
-    RolloutConfig as RolloutConfig,
-)
-from lightppo.config.sections import (
-    StrategyConfig as StrategyConfig,
-)
-from lightppo.config.sections import (
-    TrainingConfig as TrainingConfig,
-)
+from lightppo.config.verifier_section import VerifierConfig
 
 __all__ = [
     "AlgorithmConfig",
     "CheckpointConfig",
     "ConfigError",
+    "CorrectionConfig",
     "DataConfig",
     "EvaluationConfig",
     "LoggingConfig",
+    "LossConfig",
     "ModelConfig",
     "PPOConfig",
     "RewardConfig",
     "RolloutConfig",
+    "SamplingConfig",
     "StrategyConfig",
     "TrainingConfig",
+    "VerifierConfig",
     "parse_args",
 ]

@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from lightppo.config import rules
+from lightppo.config.algorithm_sections import AlgorithmConfig, CorrectionConfig, LossConfig
 from lightppo.config.fields import ConfigError, nearest, option, out_of_range, section
+from lightppo.config.sampling_section import SamplingConfig
 from lightppo.config.sections import (
-    AlgorithmConfig,
     CheckpointConfig,
     DataConfig,
     EvaluationConfig,
@@ -20,6 +21,7 @@ from lightppo.config.sections import (
     TrainingConfig,
 )
 from lightppo.config.values import conform, kind_of
+from lightppo.config.verifier_section import VerifierConfig
 
 
 @section
@@ -40,8 +42,12 @@ class PPOConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    verifier: VerifierConfig = field(default_factory=VerifierConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     strategy: StrategyConfig = field(default_factory=StrategyConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

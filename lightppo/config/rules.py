@@ -9,7 +9,8 @@ import json
 import math
 from typing import TYPE_CHECKING, Any
 
-from lightppo.algorithms.traits import ESTIMATOR_TRAITS
+from lightppo.config import algorithm_rules, reward_rules, sampling_rules
+from lightppo.config.algorithm_rules import needs_critic, no_critic
 
 if TYPE_CHECKING:
     from lightppo.config.ppo import PPOConfig
@@ -19,12 +20,9 @@ def resolutions(config: PPOConfig) -> dict[str, Any]:
     """What every "None means …" option stands for. Those of a model that the run does not have stay None."""
     m, a, t, s, c = config.model, config.algorithm, config.training, config.strategy, config.checkpoint
     frozen_stage = _or(s.ref_zero_stage, 3 if s.zero_stage == 3 else 0)
-    resolved = {
+    resolved = algorithm_rules.resolutions(config) | sampling_rules.resolutions(config)
+    resolved |= {
         "attn_implementation": "flash_attention_2" if m.flash_attn else m.attn_implementation,
-        "adv_norm": whitens(config),
-        "eps_clip_low": _or(a.eps_clip_low, a.eps_clip),
-        "eps_clip_high": _or(a.eps_clip_high, a.eps_clip),
-        "use_kl_in_reward": _or(a.use_kl_in_reward, not a.use_kl_loss),
         "train_batch_size": _or(
             t.train_batch_size, _samples(config) // t.ppo_n_minibatches if t.ppo_n_minibatches else 128
         ),
@@ -51,10 +49,12 @@ def contradictions(config: PPOConfig, world_size: int) -> list[str]:
     return [
         *_missing(config),
         *_batch_sizes(config, world_size),
-        *_algorithm(config),
+        *_stop_texts(config),
+        *sampling_rules.problems(config, world_size),
+        *algorithm_rules.problems(config),
         *_critic(config),
         *_models(config),
-        *_rewards(config),
+        *reward_rules.problems(config),
         *_data_and_evaluation(config),
         *_strategy(config, world_size),
         *_checkpoints(config),
@@ -63,17 +63,12 @@ def contradictions(config: PPOConfig, world_size: int) -> list[str]:
 
 def trainer_contradictions(config: PPOConfig, world_size: int = 1) -> list[str]:
     """Those that concern a trainer whose models and data were made by hand."""
-    return [*_batch_sizes(config, world_size), *_algorithm(config)]
-
-
-def needs_critic(config: PPOConfig) -> bool:
-    """Whether this run trains a critic."""
-    return ESTIMATOR_TRAITS[config.algorithm.advantage_estimator].needs_critic
-
-
-def whitens(config: PPOConfig) -> bool:
-    """Whether this run whitens advantages."""
-    return _or(config.algorithm.adv_norm, ESTIMATOR_TRAITS[config.algorithm.advantage_estimator].whiten)
+    return [
+        *_batch_sizes(config, world_size),
+        *_stop_texts(config),
+        *sampling_rules.problems(config, world_size),
+        *algorithm_rules.problems(config),
+    ]
 
 
 def _samples(config: PPOConfig) -> int:
@@ -91,9 +86,6 @@ def _missing(config: PPOConfig) -> list[str]:
         problems.append("--pretrain is required: the path or hub name of the causal LM to train")
     if not config.data.prompt_data:
         problems.append("--prompt_data is required: a file, folder or hub name with prompts")
-    r = config.reward
-    if not (config.model.reward_pretrain or r.remote_rm_url or r.reward_fn):
-        problems.append("no reward: set --reward_fn path.py, --remote_rm_url URL or --reward_pretrain MODEL")
     return problems
 
 
@@ -137,60 +129,10 @@ def _batch_sizes(config: PPOConfig, world_size: int) -> list[str]:
     return problems
 
 
-def _algorithm(config: PPOConfig) -> list[str]:
-    a, n = config.algorithm, config.rollout.n_samples_per_prompt
-    traits = ESTIMATOR_TRAITS[a.advantage_estimator]
-    problems = []
-    if n < traits.min_group_size:
-        problems.append(
-            f"--advantage_estimator {a.advantage_estimator} compares samples of one prompt: "
-            f"set --n_samples_per_prompt to at least {traits.min_group_size}, not {n}"
-        )
-    if not traits.needs_critic:
-        problems += [
-            _no_critic(flag, a.advantage_estimator)
-            for flag, is_set in {
-                "bootstrap_truncated": a.bootstrap_truncated,
-                "freezing_actor_steps": a.freezing_actor_steps > 0,
-            }.items()
-            if is_set
-        ]
-    if not a.adv_std_norm and not whitens(config):
-        problems.append(
-            f"--no_adv_std_norm acts on whitening, which --advantage_estimator {a.advantage_estimator} does not do "
-            "here: leave it out or set --adv_norm"
-        )
-    if a.use_kl_loss and a.use_kl_in_reward:
-        problems.append("--use_kl_loss and --use_kl_in_reward would count the KL twice: set one of them")
-    if a.init_kl_coef > 0 and not a.use_kl_loss and a.use_kl_in_reward is False:
-        problems.append(
-            "--no_use_kl_in_reward without --use_kl_loss leaves --init_kl_coef without effect: set --init_kl_coef 0"
-        )
-    if a.init_kl_coef == 0 and (a.use_kl_loss or a.kl_target is not None):
-        flag = "--use_kl_loss" if a.use_kl_loss else "--kl_target"
-        problems.append(f"{flag} has no effect with --init_kl_coef 0: set a coefficient above 0")
-    samples = config.rollout.rollout_batch_size * n
-    if a.kl_target is not None and 0.2 * samples >= a.kl_horizon:
-        problems.append(
-            f"--kl_horizon {a.kl_horizon} is too short for {samples} samples per rollout: the coefficient could change "
-            f"sign; set it above {0.2 * samples:g}"
-        )
-    clip = config.reward.reward_clip_range
-    if clip and clip[0] >= clip[1]:
-        problems.append(f"--reward_clip_range {clip[0]} {clip[1]}: the first must be below the second")
-    if n > 1 and (config.rollout.temperature == 0 or not config.rollout.do_sample):
-        problems.append("greedy rollouts give the same answer n times: set --n_samples_per_prompt 1 or a temperature")
-    for flag in ("stop", "bad_words"):
-        if not all(text.strip() if flag == "bad_words" else text for text in getattr(config.rollout, flag)):
-            problems.append(f"--{flag} has an empty text: leave it out")
-    return problems
-
-
-def _no_critic(flag: str, estimator: str) -> str:
-    return (
-        f"--{flag} needs a critic, which --advantage_estimator {estimator} does not have: "
-        "leave it out or use --advantage_estimator gae"
-    )
+def _stop_texts(config: PPOConfig) -> list[str]:
+    r = config.rollout
+    empty = {"stop": not all(r.stop), "bad_words": not all(text.strip() for text in r.bad_words)}
+    return [f"--{flag} has an empty text: leave it out" for flag, is_empty in empty.items() if is_empty]
 
 
 def _critic(config: PPOConfig) -> list[str]:
@@ -207,7 +149,7 @@ def _critic(config: PPOConfig) -> list[str]:
         "critic_param_offload": s.critic_param_offload is not None,
         "save_value_network": config.checkpoint.save_value_network,
     }
-    return [_no_critic(flag, config.algorithm.advantage_estimator) for flag, is_set in flags.items() if is_set]
+    return [no_critic(flag, config.algorithm.advantage_estimator) for flag, is_set in flags.items() if is_set]
 
 
 def _models(config: PPOConfig) -> list[str]:
@@ -229,29 +171,6 @@ def _is_json_object(text: str) -> bool:
         return isinstance(json.loads(text), dict)
     except json.JSONDecodeError:
         return False
-
-
-def _rewards(config: PPOConfig) -> list[str]:
-    models, r = config.model.reward_pretrain, config.reward
-    problems = []
-    if len(models) > 1 and not r.reward_fn:
-        problems.append(
-            f"{len(models)} models in --reward_pretrain need --reward_fn path.py:name to combine their scores"
-        )
-    if r.remote_rm_url and (models or r.reward_fn):
-        other = "--reward_pretrain" if models else "--reward_fn"
-        problems.append(f"--remote_rm_url and {other} are two sources of reward: set one")
-    if r.normalize_reward and not models:
-        problems.append("--normalize_reward acts on reward models: it needs --reward_pretrain")
-    servers = [url for url in r.remote_rm_url if url.startswith(("http://", "https://"))]
-    for url in r.remote_rm_url:
-        if "@" in url:  # not shown: what stands before it may be a password
-            problems.append("--remote_rm_url with a user or password: give a token by --remote_rm_token_env instead")
-        elif url not in servers and not url.split(":")[0].endswith(".py"):
-            problems.append(f"--remote_rm_url {url!r} is neither an http(s) URL nor a .py file")
-    if r.remote_rm_token_env is not None and not servers:
-        problems.append("--remote_rm_token_env is for reward servers: it needs --remote_rm_url http(s)://...")
-    return problems
 
 
 def _data_and_evaluation(config: PPOConfig) -> list[str]:
@@ -298,6 +217,8 @@ def _strategy(config: PPOConfig, world_size: int) -> list[str]:
             problems.append(f"--{role}_offload offloads ZeRO-3 shards: it needs --{role}_zero_stage 3")
     if s.grad_accum_dtype == "bf16" and not config.model.bf16:
         problems.append("--grad_accum_dtype bf16 needs --bf16")
+    if s.overlap_comm and s.zero_stage < 2:
+        problems.append(f"--overlap_comm reduces shards of gradients: it needs --zero_stage 2 or 3, not {s.zero_stage}")
     if s.zpg > 1 and s.zero_stage != 3:
         problems.append(f"--zpg {s.zpg} partitions ZeRO-3 parameters: it needs --zero_stage 3")
     elif world_size % s.zpg:

@@ -2,7 +2,6 @@
 
 from typing import Literal
 
-from lightppo.algorithms.traits import ESTIMATOR_TRAITS
 from lightppo.config.fields import option, section
 
 
@@ -113,46 +112,38 @@ class RewardConfig:
     remote_rm_token_env: str | None = option(
         None, "Environment variable that holds the bearer token of the reward servers.", resume_safe=True
     )
+    reward_input_tokenizer: tuple[str, ...] = option(
+        (),
+        "Tokenizers of reward models that read other ids: the chat is rendered by their templates; one for all, or one "
+        "each. None: the actor's ids.",
+    )
+    reward_max_length: int | None = option(
+        None, "Longest input of a reward model. None: no limit.", unit="tokens", ge=2
+    )
+    reward_truncation: Literal["error", "left"] = option(
+        "error", "What to do with a longer one: stop, or drop its beginning. Counted."
+    )
     normalize_reward: bool = option(False, "Reward models subtract mean and divide by std of their config.")
-    reward_clip_range: tuple[float, float] | None = option((-10.0, 10.0), "Scores are clipped to this range.")
-
-
-@section
-class AlgorithmConfig:
-    """Algorithm: advantages, policy loss, KL."""
-
-    advantage_estimator: Literal[*ESTIMATOR_TRAITS] = option(
-        "gae", "gae needs a critic; rloo, grpo and group_norm (= grpo) need --n_samples_per_prompt ≥ 2."
+    reward_bias: float = option(0.0, "Subtracted from every score, before --reward_scaling.")
+    reward_scaling: float = option(1.0, "Factor on every score.", gt=0)
+    max_reward_clip: float | None = option(None, "Scaled scores are clipped to ± this.", gt=0)
+    reward_running_norm: bool = option(
+        False, "Scaled scores: minus the running mean, divided by the running standard deviation, of all ranks."
     )
-    gamma: float = option(1.0, "Discount.", ge=0, le=1)
-    lambd: float = option(0.95, "GAE's λ.", ge=0, le=1)
-    bootstrap_truncated: bool = option(False, "gae: responses cut by the limit continue with the critic's last value.")
-    adv_norm: bool | None = option(None, "Whiten advantages over all ranks. None: as the estimator is defined.")
-    adv_std_norm: bool = option(True, "Whitening divides by the standard deviation, not only subtracts the mean.")
-    advantage_clip: float | None = option(None, "Advantages are clipped to ± this.", gt=0)
-    grpo_std_eps: float = option(1e-6, "Added to the group's standard deviation.", ge=0)
-    eps_clip: float = option(0.2, "PPO's clip range of the probability ratio.", gt=0, lt=1)
-    eps_clip_low: float | None = option(None, "Lower clip range. None: --eps_clip.", gt=0, lt=1)
-    eps_clip_high: float | None = option(None, "Upper clip range (clip-higher). None: --eps_clip.", gt=0)
-    value_clip: float | None = option(0.2, "Clip range of values around the old ones; None: off.", gt=0)
-    value_huber_delta: float | None = option(
-        None, "Huber instead of squared value error: linear from this error on; None: squared.", gt=0
+    stop_properly_penalty: float | None = option(
+        None, "Responses cut by the limit score at most this share of their score (0 to 1), or at most this (below 0)."
     )
-    loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
-        option("token-mean", "How token losses become one number; totals are over the whole optimizer step.")
+    overlong_buffer_len: int | None = option(
+        None, "DAPO's soft limit: the last so many tokens before --generate_max_len are punished.", unit="tokens", ge=1
     )
-    init_kl_coef: float = option(0.01, "KL coefficient; 0: no reference model is loaded.", ge=0)
-    kl_target: float | None = option(None, "Adapt the coefficient towards this KL. None: it stays.", gt=0)
-    kl_horizon: int = option(10_000, "Horizon of the adaptive coefficient.", unit="samples over all ranks", ge=1)
-    kl_estimator: Literal["k1", "k2", "k3"] = option("k1", "KL estimate per token (joschu.net/blog/kl-approx).")
-    use_kl_loss: bool = option(False, "KL as a term of the loss instead of in the reward.")
-    use_kl_in_reward: bool | None = option(None, "KL in the reward. None: unless --use_kl_loss.")
-    ptx_coef: float = option(0.05, "Weight of the language-model loss on --pretrain_data.", ge=0)
-    freezing_actor_steps: int = option(
-        -1, "Train only the critic up to and including this step; -1: never.", unit="PPO steps", ge=-1
+    overlong_penalty_factor: float | None = option(None, "Largest such punishment. None: 1.", gt=0)
+    mask_no_eos_with_zero: bool = option(False, "Responses cut by the limit have score 0; their KL still counts.")
+    mask_too_long: bool = option(
+        False, "Responses cut by the limit are not trained on and leave all statistics of advantages."
     )
-    enable_ema: bool = option(False, "Keep an exponential moving average of the actor and save it at the end.")
-    ema_beta: float = option(0.992, "Decay of the moving average.", ge=0, lt=1)
+    reward_clip_range: tuple[float, float] | None = option((-10.0, 10.0), "Shaped scores are clipped to this range.")
+    use_dense_reward: bool = option(False, "Train on one score per response token, which the reward source gives.")
+    reward_delta: bool = option(False, "Dense rewards are differences of successive token scores.")
 
 
 @section
@@ -310,7 +301,9 @@ class LoggingConfig:
         gt=0,
         resume_safe=True,
     )
-    num_examine: int = option(1, "Samples printed per step.", unit="samples", ge=0, resume_safe=True)
+    num_examine: int = option(
+        1, "Samples of each data source printed per step.", unit="samples", ge=0, resume_safe=True
+    )
     use_tensorboard: str | None = option(None, "Folder for TensorBoard.", resume_safe=True)
     use_wandb: bool = option(
         False, "Log to Weights & Biases; log in with `wandb login` or WANDB_API_KEY.", resume_safe=True

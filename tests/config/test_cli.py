@@ -112,7 +112,8 @@ def test_every_problem_has_its_line(capsys):
     assert capsys.readouterr().err.splitlines() == [
         "run.py: error: --pretrain is required: the path or hub name of the causal LM to train",
         "run.py: error: --prompt_data is required: a file, folder or hub name with prompts",
-        "run.py: error: no reward: set --reward_fn path.py, --remote_rm_url URL or --reward_pretrain MODEL",
+        "run.py: error: no reward: set --reward_fn path.py, --remote_rm_url URL, --reward_pretrain MODEL or a built-in "
+        "--reward_source (math, format, code)",
     ]
 
 

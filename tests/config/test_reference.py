@@ -15,7 +15,7 @@ def test_the_page_is_up_to_date():
 def test_rows():
     rows = [line for line in reference.flags_page().split("\n") if line.startswith("| `--")]
     assert [row.split("`")[1] for row in rows] == [f"--{f.name}" for _, f in all_options()]
-    assert "| `--gamma` | a number | `1.0` | Discount. |  | ≥0 ≤1 | fixed |" in rows
+    assert "| `--lambd` | a number | `0.95` | GAE's λ. |  | ≥0 ≤1 | fixed |" in rows
     assert "| `--prompt_max_len` | a whole number | `1024` | Longest prompt. | tokens | ≥1 | fixed |" in rows
     (clip,) = (row for row in rows if row.startswith("| `--reward_clip_range`"))
     assert clip.startswith("| `--reward_clip_range` | 2 numbers or None | `-10.0 10.0` |")

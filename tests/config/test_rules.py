@@ -28,7 +28,10 @@ CONTRADICTIONS = [
     # what every run needs
     ({"pretrain": None}, "--pretrain is required"),
     ({"prompt_data": None}, "--prompt_data is required"),
-    ({"reward_fn": None}, "no reward: set --reward_fn path.py, --remote_rm_url URL or --reward_pretrain MODEL"),
+    (
+        {"reward_fn": None},
+        "no reward: set --reward_fn path.py, --remote_rm_url URL, --reward_pretrain MODEL or a built-in",
+    ),
     # batch sizes: 512 prompts by default
     ({"train_batch_size": 100}, "--train_batch_size 100 does not divide the 512 samples of a rollout"),
     ({"train_batch_size": 100}, "set it to a divisor such as 4, or set --ppo_n_minibatches"),  # gcd(512, 100)
@@ -41,22 +44,7 @@ CONTRADICTIONS = [
     ),
     ({"min_new_tokens": 9, "generate_max_len": 8}, "--min_new_tokens 9 exceeds --generate_max_len 8"),
     ({"buffer_limit": 511}, "--buffer_limit 511 would lose samples: one rollout has 512 per rank"),
-    # algorithm
-    (
-        {"advantage_estimator": "grpo"},
-        "--advantage_estimator grpo compares samples of one prompt: set --n_samples_per_prompt to at least 2, not 1",
-    ),
-    ({**GROUP, "bootstrap_truncated": True}, "--bootstrap_truncated needs a critic, which --advantage_estimator rloo"),
-    ({**GROUP, "freezing_actor_steps": 3}, "--freezing_actor_steps needs a critic"),
-    ({**GROUP, "adv_std_norm": False}, "--no_adv_std_norm acts on whitening"),
-    ({"adv_norm": False, "adv_std_norm": False}, "leave it out or set --adv_norm"),
-    ({"use_kl_loss": True, "use_kl_in_reward": True}, "would count the KL twice: set one of them"),
-    ({"use_kl_in_reward": False}, "leaves --init_kl_coef without effect: set --init_kl_coef 0"),
-    ({"use_kl_loss": True, "init_kl_coef": 0}, "--use_kl_loss has no effect with --init_kl_coef 0"),
-    ({"kl_target": 6, "init_kl_coef": 0}, "--kl_target has no effect with --init_kl_coef 0"),
-    ({"reward_clip_range": [1, 1]}, "--reward_clip_range 1.0 1.0: the first must be below the second"),
-    ({"n_samples_per_prompt": 2, "temperature": 0}, "greedy rollouts give the same answer n times"),
-    ({"n_samples_per_prompt": 2, "do_sample": False}, "set --n_samples_per_prompt 1 or a temperature"),
+    # rollouts
     ({"stop": ["\n", ""]}, "--stop has an empty text: leave it out"),
     ({"bad_words": [" "]}, "--bad_words has an empty text: leave it out"),
     # critic
@@ -108,6 +96,7 @@ CONTRADICTIONS = [
     ({"ref_offload": True}, "--ref_offload offloads ZeRO-3 shards: it needs --ref_zero_stage 3"),
     ({"reward_offload": True}, "--reward_offload offloads ZeRO-3 shards: it needs --reward_zero_stage 3"),
     ({"grad_accum_dtype": "bf16"}, "--grad_accum_dtype bf16 needs --bf16"),
+    ({"overlap_comm": True, "zero_stage": 1}, "--overlap_comm reduces shards of gradients: it needs --zero_stage 2"),
     ({"zpg": 2}, "--zpg 2 partitions ZeRO-3 parameters: it needs --zero_stage 3"),
     ({"zpg": 2, "zero_stage": 3}, "--zpg 2 does not divide the 1 ranks"),
     # checkpoints
