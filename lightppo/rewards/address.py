@@ -12,8 +12,13 @@ from urllib.parse import quote, unquote, urlsplit, urlunsplit
 _SNIPPET_CHARS = 300
 
 
-def read_token(*, env: str | None = None, file: str | None = None) -> str | None:
+def read_token(*, env: str | None = None, file: str | None = None, option: str = "--remote_rm_token_env") -> str | None:
     """Reads a bearer token from an environment variable or from a file; ``None`` where neither is given.
+
+    Args:
+        env: the variable.
+        file: the file.
+        option: the flag that named the variable, for errors.
 
     Raises:
         ValueError: both given, variable unset, file missing, or a token with characters no header can carry.
@@ -22,7 +27,7 @@ def read_token(*, env: str | None = None, file: str | None = None) -> str | None
         raise ValueError("the token of the reward server comes from a variable or from a file, not from both")
     if env is not None:
         if env not in os.environ:
-            raise ValueError(f"--remote_rm_token_env: environment variable {env} is not set")
+            raise ValueError(f"{option}: environment variable {env} is not set")
         return check_token(os.environ[env].strip(), f"environment variable {env}")
     if file is not None:
         path = Path(file).expanduser()

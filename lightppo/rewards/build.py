@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightppo.rewards.address import check_url, shown_url
+from lightppo.rewards.failures import OnFailure
 from lightppo.rewards.function import FunctionReward, load_python_function, load_python_object, split_python_spec
 from lightppo.rewards.source import RewardSource
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 RewardKind = Literal["remote", "function", "model"]
 
 _FUNCTION_NAME = "reward_func"
+_VERL_NAME = "compute_score"
 _COMBINE_NAME = "reward_fn"
 
 
@@ -72,17 +74,23 @@ def build_reward_source(
     remote_timeout: float = 60.0,
     remote_retries: int = 3,
     remote_token: str | None = None,
+    on_remote_failure: OnFailure = "error",
+    function_options: Mapping[str, Any] | None = None,
+    model_options: Mapping[str, Any] | None = None,
 ) -> RewardSource:
     """Makes the reward source that the options of :func:`check_reward_options` describe.
 
     Args:
         remote_rm_url: servers (see :class:`~lightppo.rewards.remote.RemoteReward`), or one ``path.py[:name]``, by
-            default its ``reward_func``.
+            default its ``reward_func``, or ``compute_score``.
         reward_fn: without reward models a function (see :class:`~lightppo.rewards.function.FunctionReward`), a
-            :class:`RewardSource` or the file of one, by default its ``reward_func``; with reward models what combines
-            their tensors, by default the file's ``reward_fn``.
+            :class:`RewardSource` or the file of one, by default its ``reward_func`` or ``compute_score``; with reward
+            models what combines their tensors, by default the file's ``reward_fn``.
         reward_models: see :class:`~lightppo.rewards.model.RewardModelSource`, as ``device``, ``pad_token_id``,
             ``micro_batch_size`` and ``same_count``, which only models need.
+        on_remote_failure: ``on_reward_failure`` of ``RemoteReward``.
+        function_options: further arguments of ``FunctionReward``.
+        model_options: further arguments of ``RewardModelSource``.
         remote_timeout: seconds of one request; ``remote_retries`` and ``remote_token`` as in ``RemoteReward``.
 
     Raises:
@@ -93,9 +101,11 @@ def build_reward_source(
     if kind == "remote":
         from lightppo.rewards.remote import RemoteReward
 
-        return RemoteReward(urls, timeout=remote_timeout, retries=remote_retries, token=remote_token)
+        limits = {"timeout": remote_timeout, "retries": remote_retries, "on_reward_failure": on_remote_failure}
+        return RemoteReward(urls, token=remote_token, **limits)
     if kind == "function":
-        return _function_source(urls[0], "--remote_rm_url") if urls else _function_source(reward_fn, "--reward_fn")
+        given, option = (urls[0], "--remote_rm_url") if urls else (reward_fn, "--reward_fn")
+        return _function_source(given, option, function_options or {})
 
     from lightppo.rewards.model import RewardModelSource
 
@@ -110,6 +120,7 @@ def build_reward_source(
         pad_token_id=pad_token_id,
         micro_batch_size=micro_batch_size,
         same_count=same_count,
+        **(model_options or {}),
     )
 
 
@@ -131,19 +142,20 @@ def _url_kind(urls: list[str]) -> RewardKind:
     return "remote"
 
 
-def _function_source(reward_fn: Any, option: str) -> RewardSource:
-    name = None
+def _function_source(reward_fn: Any, option: str, options: Mapping[str, Any]) -> RewardSource:
+    name = spec = None
     if isinstance(reward_fn, str):
         path, default = split_python_spec(reward_fn, _FUNCTION_NAME, option=option)
-        name = f"{Path(path).name}:{default}"
-        reward_fn = load_python_object(reward_fn, _FUNCTION_NAME, option=option)
+        reward_fn = load_python_object(reward_fn, _FUNCTION_NAME, _VERL_NAME, option=option)
+        spec = f"{path}:{getattr(reward_fn, '__name__', default)}"
+        name = Path(spec).name
     if _is_source(reward_fn):
         return reward_fn
     if isinstance(reward_fn, type) or not callable(reward_fn):
         raise ValueError(f"{option}: {reward_fn!r} is neither a function nor a reward source (an object with 'name' "
                          "and 'score')")  # fmt: skip
     try:
-        return FunctionReward(reward_fn, name)
+        return FunctionReward(reward_fn, name, spec=spec, **options)
     except ValueError as error:
         raise ValueError(f"{option}: {error}") from None
 

@@ -1,7 +1,7 @@
 """Rewards from HTTP servers: POST ``{"query", "prompts", "labels"}``, get ``{"rewards", "scores"?, "extra_logs"?}``.
 
 All values are lists with one entry per sample; ``query`` is prompt + response. A server that is dead or lies is tried
-again with back-off and then is an error that names it; it never becomes a score.
+again with back-off. Then it is an error that names it, or its samples are unscored; it never becomes a score.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -20,7 +21,8 @@ import urllib3
 
 from lightppo.data.records import Rollout
 from lightppo.rewards.address import check_token, check_url, cleaned, secret_texts, shown_url
-from lightppo.rewards.source import RewardError, RewardOutput, check_output, output_from_result
+from lightppo.rewards.failures import OnFailure, check_failure_options
+from lightppo.rewards.source import RewardError, RewardOutput, check_output, join_outputs, output_from_result
 
 logger = logging.getLogger(__name__)
 
@@ -28,10 +30,16 @@ _PASSING_STATUS = (408, 425, 429)  # client errors that say "later"; every other
 _LONGEST_WAIT = 30.0  # seconds
 _READ_BYTES = 1 << 16
 _SHOWN_BYTES = 4096  # of an answer; cut to a line after cleaning
+_MOST_BYTES = 1 << 28  # of an answer
+_TIME_OUTS = (requests.Timeout, urllib3.exceptions.TimeoutError, TimeoutError)
 
 
 class RemoteReward:
     """Shares the samples of this rank out over several servers and asks them in parallel.
+
+    Metrics per sample, where there are retries or ``on_reward_failure="unscored"``: ``failures`` (requests for it that
+    failed) and ``timeouts`` (those of them that ran into the limit), each plus what the server itself sent under that
+    name.
 
     Args:
         urls: http(s) addresses, all of the same service. Each gets a run of consecutive samples of nearly equal length.
@@ -39,6 +47,8 @@ class RemoteReward:
             when bytes arrive, so that a dripping server is left after at most twice this).
         retries: further tries after a failed request; waits of 1, 2, 4, … up to 30 seconds lie between. A client error
             (4xx, but for 408, 425, 429) or a redirect is not tried again.
+        on_reward_failure: what comes after the last try of a request: an ``"error"``, or its samples are
+            ``"unscored"``. What no retry can help (a 4xx, a redirect) is an error always.
         token: sent as ``Authorization: Bearer …``; see :func:`lightppo.rewards.address.read_token`. Never in
             logs and errors.
         sleep: waits that many seconds between tries.
@@ -54,6 +64,7 @@ class RemoteReward:
         *,
         timeout: float = 60.0,
         retries: int = 3,
+        on_reward_failure: OnFailure = "error",
         token: str | None = None,
         sleep: Callable[[float], None] = time.sleep,
         name: str = "remote",
@@ -64,11 +75,13 @@ class RemoteReward:
             check_url(url)
         if timeout <= 0 or retries < 0:
             raise ValueError(f"remote reward: timeout must be > 0 and retries ≥ 0, got {timeout} and {retries}")
+        check_failure_options(on_reward_failure, retries, timeout)
         if token is not None:
             check_token(token, "token")
         self.urls = list(urls)
         self.timeout = timeout
         self.retries = retries
+        self.on_reward_failure = on_reward_failure
         self.name = name
         self._sleep = sleep
         self._auth = _Bearer(token)
@@ -85,13 +98,34 @@ class RemoteReward:
             return RewardOutput([])
         with ThreadPoolExecutor(max_workers=len(shares), thread_name_prefix="reward") as pool:
             results = list(pool.map(lambda share: self._ask(*share), shares))
-        failures = [result for result in results if isinstance(result, str)]
+        failures = [
+            r.error for r in results if r.error is not None and (self.on_reward_failure == "error" or r.lasting)
+        ]
         if failures:
             raise RewardError("; ".join(failures))
-        return _join([result for result in results if isinstance(result, RewardOutput)], [len(p) for _, p in shares])
+        for result, (_, part) in zip(results, shares):
+            if result.error is not None:
+                logger.warning("%s; its %d samples stay unscored", result.error, len(part))
+        return join_outputs([self._counted(result, len(part)) for result, (_, part) in zip(results, shares)])
 
-    def _ask(self, url: str, rollouts: list[Rollout]) -> RewardOutput | str:
-        """One server's share: its answer, or the text of the failure."""
+    def _counted(self, result: _Result, n: int) -> RewardOutput:
+        """The answer, or n unscored samples, with the counts of failed requests."""
+        output = result.output or RewardOutput([None] * n)
+        if self.retries or self.on_reward_failure == "unscored":
+            for name, count in (("failures", result.failures), ("timeouts", result.timeouts)):
+                sent = output.metrics.get(name, [None] * n)
+                output.metrics[name] = [float(count) + (value or 0.0) for value in sent]
+        return output
+
+    def _ask(self, url: str, rollouts: list[Rollout]) -> _Result:
+        """One server's share, after the retries."""
+        result = _Result()
+
+        def note(state: tenacity.RetryCallState) -> None:
+            failure = state.outcome.exception() if state.outcome else None
+            if isinstance(failure, _Failure):
+                result.failures += 1
+                result.timeouts += failure.timed_out
 
         def log_retry(state: tenacity.RetryCallState) -> None:
             reason = state.outcome.exception() if state.outcome else None
@@ -103,17 +137,21 @@ class RemoteReward:
             wait=tenacity.wait_exponential(multiplier=1, max=_LONGEST_WAIT),
             retry=tenacity.retry_if_exception(lambda error: isinstance(error, _Failure) and error.passing),
             sleep=self._sleep,
+            after=note,
             before_sleep=log_retry,
             reraise=True,
         )
         try:
-            return retrying(self._try, url, rollouts)
+            result.output = retrying(self._try, url, rollouts)
         except _Failure as failure:
-            return f"{failure} ({retrying.statistics['attempt_number']} of {self.retries + 1} tries)"
+            result.error = f"{failure} ({retrying.statistics['attempt_number']} of {self.retries + 1} tries)"
+            result.lasting = not failure.passing
+        return result
 
     def _try(self, url: str, rollouts: list[Rollout]) -> RewardOutput:
         """One request. Failures are raised outside ``except``: a chained exception would show what is cleaned here."""
-        server, reason, passing = f"reward server {shown_url(url)}", "", True
+        server, reason = f"reward server {shown_url(url)}", ""
+        passing, timed_out = True, False
         try:
             status, body = self._post(url, _payload(rollouts, server))
             if status == 200:
@@ -125,11 +163,12 @@ class RemoteReward:
                 reason = f"{server}: HTTP {status}: redirects are not followed, give the final URL"
         except (requests.RequestException, urllib3.exceptions.HTTPError, TimeoutError) as error:
             reason = f"{server}: {type(error).__name__}: {cleaned(str(error), self._secrets)}"
+            timed_out = isinstance(error, _TIME_OUTS)
         except _UnusableRequest as error:
             reason, passing = str(error), False
         except RewardError as error:
             reason = cleaned(str(error), self._secrets)
-        raise _Failure(reason, passing)
+        raise _Failure(reason, passing, timed_out)
 
     def _post(self, url: str, payload: bytes) -> tuple[int, bytes]:
         deadline = time.monotonic() + self.timeout
@@ -147,6 +186,8 @@ class RemoteReward:
             body = bytearray()
             while chunk := response.raw.read1(_READ_BYTES, decode_content=True):
                 body += chunk
+                if len(body) > _MOST_BYTES:
+                    raise requests.RequestException(f"the answer is longer than {_MOST_BYTES} bytes")
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"the answer was not complete after {self.timeout:g} s")
             return response.status_code, bytes(body)
@@ -155,9 +196,21 @@ class RemoteReward:
 class _Failure(Exception):
     """A failed try; ``passing``: another one may help. Its text holds no secret."""
 
-    def __init__(self, reason: str, passing: bool) -> None:
+    def __init__(self, reason: str, passing: bool, timed_out: bool) -> None:
         super().__init__(reason)
         self.passing = passing
+        self.timed_out = timed_out
+
+
+@dataclass
+class _Result:
+    """What one request came to: an answer or an error (``lasting``: no retry would help), and how often it failed."""
+
+    output: RewardOutput | None = None
+    error: str | None = None
+    lasting: bool = False
+    failures: int = 0
+    timeouts: int = 0
 
 
 class _UnusableRequest(Exception):
@@ -180,16 +233,6 @@ def _share_out(rollouts: list[Rollout], n_parts: int) -> list[list[Rollout]]:
     """Consecutive runs whose lengths differ by at most one."""
     bounds = [len(rollouts) * i // n_parts for i in range(n_parts + 1)]
     return [rollouts[start:end] for start, end in pairwise(bounds)]
-
-
-def _join(outputs: list[RewardOutput], sizes: list[int]) -> RewardOutput:
-    """Back to one answer, in order; a metric that a server did not send is ``None`` for its samples."""
-    names = dict.fromkeys(name for output in outputs for name in output.metrics)
-    metrics: dict[str, list[float | None]] = {name: [] for name in names}
-    for output, size in zip(outputs, sizes):
-        for name, values in metrics.items():
-            values += output.metrics.get(name, [None] * size)
-    return RewardOutput([score for output in outputs for score in output.scores], metrics)
 
 
 def _payload(rollouts: list[Rollout], server: str) -> bytes:

@@ -46,11 +46,20 @@ class RewardSource(Protocol):
 
     ``score`` sees the samples of one rank, and may see none of them: under ZeRO-3 a model must still take part. It
     raises :class:`RewardError` where it cannot score, and returns ``None`` for a sample it does not want to score.
+
+    A source that acts on all ranks together also has ``needs_all_ranks = True``: it is never called in another thread.
     """
 
     name: str
 
     def score(self, rollouts: list[Rollout]) -> RewardOutput: ...
+
+
+def close_source(source: RewardSource) -> None:
+    """Ends the processes that a source has started, where it has such."""
+    close = getattr(source, "close", None)
+    if close is not None:
+        close()
 
 
 def describe_sample(rollouts: Sequence[Rollout], position: int) -> str:
@@ -91,29 +100,35 @@ def score_rollouts(source: RewardSource, rollouts: list[Rollout]) -> RewardOutpu
         RewardError: the source failed, or its answer does not pass :func:`check_output`. No sample is changed then.
     """
     output = check_output(source.score(rollouts), rollouts, source.name)
+    write_output(output, rollouts)
+    return output
+
+
+def write_output(output: RewardOutput, rollouts: Sequence[Rollout]) -> None:
+    """Writes a checked answer into its samples."""
     for i, rollout in enumerate(rollouts):
         rollout.reward = output.scores[i]
         rollout.token_rewards = output.token_scores[i] if output.token_scores is not None else None
         rollout.extras.update({name: values[i] for name, values in output.metrics.items() if values[i] is not None})
-    return output
 
 
 def output_from_result(result: Any, n: int, source_name: str) -> RewardOutput:
     """Reads what reward functions and servers return: a list or tensor of n scores, or a dict.
 
     Keys of the dict: ``rewards`` (needed; what training uses), ``scores`` (n numbers, kept as metric ``score``),
-    ``extra_logs`` (name → n numbers, or one number for the whole batch). Values are not looked at here; that is
-    :func:`check_output`'s.
+    ``extra_logs`` (name → n numbers, or one number for the whole batch), ``token_scores`` (for dense rewards: per
+    sample one number per response token). Values are not looked at here; that is :func:`check_output`'s.
 
     Raises:
         RewardError: another type, no ``rewards``, or a key that is none of these.
     """
     if not isinstance(result, Mapping):
         return RewardOutput(_as_list(result, source_name, "the result"))
-    known = ("rewards", "scores", "extra_logs")
+    known = ("rewards", "scores", "extra_logs", "token_scores")
     unknown = [str(key) for key in result if key not in known]
     if unknown or result.get("rewards") is None:
-        raise RewardError(f"{source_name}: the keys must be 'rewards' and, optionally, 'scores' and 'extra_logs'; "
+        optional = ", ".join(map(repr, known[1:]))
+        raise RewardError(f"{source_name}: the keys must be 'rewards' and, optionally, {optional}; "
                           f"got {[str(key) for key in result]}")  # fmt: skip
     extra_logs = result.get("extra_logs") or {}
     if not isinstance(extra_logs, Mapping):
@@ -126,55 +141,25 @@ def output_from_result(result: Any, n: int, source_name: str) -> RewardOutput:
     for name, values in extra_logs.items():
         single = _to_float(values)
         metrics[name] = _as_list(values, source_name, f"extra_logs[{name!r}]") if single is None else [single] * n
-    return RewardOutput(_as_list(result["rewards"], source_name, "'rewards'"), metrics)
+    token_scores = result.get("token_scores")
+    if token_scores is not None:
+        token_scores = _as_list(token_scores, source_name, "'token_scores'")
+    return RewardOutput(_as_list(result["rewards"], source_name, "'rewards'"), metrics, token_scores)
 
 
-class CombinedReward:
-    """Weighted sum of sources: Σ weight · score.
-
-    A sample that any source leaves unscored is unscored. Each source's own score is kept as metric ``<name>`` and its
-    metrics as ``<name>/<metric>``. Token scores are added with the same weights.
-
-    Args:
-        sources: source → weight. Names must differ.
-        name: what errors and metrics call the sum.
-
-    Raises:
-        ValueError: no source, equal names, or a weight that is not finite.
-    """
-
-    def __init__(self, sources: Mapping[RewardSource, float], name: str = "combined") -> None:
-        if not sources:
-            raise ValueError("CombinedReward needs at least one source")
-        names = [source.name for source in sources]
-        twice = sorted({n for n in names if names.count(n) > 1})
-        if twice:
-            raise ValueError(f"CombinedReward: several sources are named {', '.join(twice)}; give each its own name")
-        for source, weight in sources.items():
-            if _to_float(weight) is None or not math.isfinite(weight):
-                raise ValueError(f"CombinedReward: the weight of {source.name} must be a finite number, got {weight!r}")
-        self.sources = dict(sources)
-        self.name = name
-
-    def score(self, rollouts: list[Rollout]) -> RewardOutput:
-        """Scores with every source, also where an earlier one left a sample unscored (models act on all ranks)."""
-        n = len(rollouts)
-        totals: list[float | None] = [0.0] * n
-        token_totals: list[list[float] | None] = [None] * n
-        metrics: dict[str, list[float | None]] = {}
-        for source, weight in self.sources.items():
-            output = check_output(source.score(rollouts), rollouts, source.name)
-            metrics[source.name] = output.scores
-            metrics |= {f"{source.name}/{key}": values for key, values in output.metrics.items()}
-            for i in range(n):
-                total, score = totals[i], output.scores[i]
-                totals[i] = None if total is None or score is None else total + weight * score
-                row = output.token_scores[i] if output.token_scores is not None else None
-                if row is not None:
-                    before = token_totals[i] or [0.0] * len(row)
-                    token_totals[i] = [a + weight * b for a, b in zip(before, row)]
-        dense = any(row is not None for row in token_totals)
-        return RewardOutput(totals, metrics, token_totals if dense else None)
+def join_outputs(outputs: Sequence[RewardOutput]) -> RewardOutput:
+    """Answers about consecutive runs of samples as one, in order; what some of them lack is ``None`` there."""
+    names = dict.fromkeys(name for output in outputs for name in output.metrics)
+    joined = RewardOutput([score for output in outputs for score in output.scores], {name: [] for name in names})
+    dense = any(output.token_scores is not None for output in outputs)
+    rows: list[list[float] | None] = []
+    for output in outputs:
+        missing: list[None] = [None] * len(output.scores)
+        rows += missing if output.token_scores is None else output.token_scores
+        for name, values in joined.metrics.items():
+            values += output.metrics.get(name, missing)
+    joined.token_scores = rows if dense else None
+    return joined
 
 
 def _to_float(value: Any) -> float | None:

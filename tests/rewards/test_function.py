@@ -53,6 +53,16 @@ def test_only_named_extra_is_passed(make_rollout: Callable[..., Rollout]) -> Non
     assert FunctionReward(partial(lambda k, q, p, labels: [k], 5.0)).score(rollouts).scores == [5.0]
 
 
+def test_token_scores_reach_the_samples(rollouts: list[Rollout]) -> None:
+    def reward_func(queries, prompts, labels, response_ids, **extra):
+        rows = [[float(t) for t in range(len(ids))] for ids in response_ids]
+        return {"rewards": [row[-1] for row in rows], "token_scores": rows}
+
+    score_rollouts(FunctionReward(reward_func), rollouts)
+    assert [r.token_rewards for r in rollouts[:3]] == [[0.0], [0.0, 1.0], [0.0, 1.0, 2.0]]
+    assert [r.reward for r in rollouts] == [0, 1, 2, 3, 4]
+
+
 @pytest.mark.parametrize(
     "result",
     [
@@ -103,7 +113,7 @@ def test_an_exception_is_an_error_with_its_cause(rollouts: list[Rollout]) -> Non
     with pytest.raises(RewardError, match="reward function broken raised on a batch of 5: KeyError: 'gold'") as caught:
         FunctionReward(broken).score(rollouts)
     assert isinstance(caught.value.__cause__, KeyError)
-    with pytest.raises(RewardError, match="missing 1 required positional argument: 'level'"):
+    with pytest.raises(RewardError, match="missing a required argument: 'level'"):
         FunctionReward(lambda q, p, labels, level: labels, "f").score(rollouts)
 
 

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from lightppo.data.records import Rollout
 from lightppo.rewards import RewardError, RewardModelSource, score_rollouts
+from lightppo.rewards.retemplate import SameIds
 
 PAD = 99
 
@@ -39,7 +40,18 @@ def test_scores_prompt_and_response_ids(make_rollout: Callable[..., Rollout]) ->
     output = source(model).score(rollouts)
     assert output.scores == pytest.approx([3.2, 3.3, 7.2], abs=0.02)
     assert output.metrics == {}
-    assert model.seen == [([[10, 3, PAD], [11, 3, 3]], [[1, 1, 0], [1, 1, 1]]), ([[12, 7]], [[1, 1]])]
+    # longest first, so that rows of one forward are of like lengths
+    assert model.seen == [([[11, 3, 3], [10, 3, PAD]], [[1, 1, 1], [1, 1, 0]]), ([[12, 7]], [[1, 1]])]
+
+
+def test_batches_are_of_like_lengths_and_scores_in_the_order_of_the_samples(
+    make_rollout: Callable[..., Rollout],
+) -> None:
+    rollouts = [make_rollout(i) for i in (0, 5, 1, 4)]  # rows of 2, 7, 3 and 6 ids
+    model = LastToken()
+    output = source(model).score(rollouts)
+    assert [[sum(row) for row in mask] for _, mask in model.seen] == [[7, 6], [3, 2]]
+    assert output.scores == source(LastToken(), micro_batch_size=1).score(rollouts[::-1]).scores[::-1]
 
 
 @pytest.mark.parametrize("micro_batch_size", [1, 2, 3, 100])
@@ -135,5 +147,34 @@ def test_bad_options_are_refused() -> None:
         source()
     with pytest.raises(ValueError, match="2 reward models need --reward_fn"):
         source(LastToken(), LastToken())
-    with pytest.raises(ValueError, match="micro_batch_size must be at least 1"):
-        source(LastToken(), micro_batch_size=0)
+    for options, message in (
+        ({"micro_batch_size": 0}, "micro_batch_size must be at least 1"),
+        ({"reward_max_length": 1}, "--reward_max_length must be at least 2"),
+        ({"reward_truncation": "right"}, "--reward_truncation must be one of error, left"),
+        ({"pad_token_id": None}, "pad_token_id or inputs"),
+        ({"inputs": [SameIds(0)] * 2}, "2 inputs for 1 reward models"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            source(LastToken(), **options)
+
+
+def test_long_rows_are_an_error_or_cut_and_counted(rollouts: list[Rollout]) -> None:
+    with pytest.raises(RewardError, match=r"sample 3 \(prompt row 103, .* 5 tokens .* --reward_max_length 4"):
+        source(LastToken(), reward_max_length=4).score(rollouts)
+    model = LastToken()
+    inputs = [SameIds(PAD, bos_token_id=13)]  # the prompt of sample 3 is the one id 13
+    options = {"inputs": inputs, "reward_max_length": 4, "reward_truncation": "left", "micro_batch_size": 5}
+    output = source(model, **options).score(rollouts)
+    assert output.metrics == {"input_truncated": [0.0, 0.0, 0.0, 1.0, 1.0]}
+    assert model.seen[0][0][:3] == [[12, 3, 3, 3], [13, 3, 3, 3], [3, 3, 3, 3]]  # begin-of-text stays
+    assert source(LastToken(), reward_max_length=6).score(rollouts).metrics == {"input_truncated": [0.0] * 5}
+
+
+def test_each_model_has_its_own_inputs(rollouts: list[Rollout]) -> None:
+    class Reversed(SameIds):
+        def encode(self, rollouts: list[Rollout]) -> list[list[int]]:
+            return [row[::-1] for row in super().encode(rollouts)]
+
+    models = [LastToken(), LastToken()]
+    source(*models, inputs=[SameIds(PAD), Reversed(77)], reward_fn=lambda scores: scores[0]).score(rollouts[:2])
+    assert [model.seen[0][0] for model in models] == [[[11, 3, 3], [10, 3, PAD]], [[3, 3, 11], [3, 10, 77]]]

@@ -3,6 +3,7 @@
 import json
 import logging
 import socket
+import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from lightppo.data.records import Rollout
 from lightppo.rewards import RemoteReward, RewardError, read_token
 
 TOKEN = "s3cret-Token/+=="
+NO_FAILURES = {"failures": [0.0] * 5, "timeouts": [0.0] * 5}
 
 
 class Sleeps(list):
@@ -41,7 +43,7 @@ def test_posts_the_contract_and_reads_the_answer(server: Any, rollouts: list[Rol
         }
     ]
     assert output.scores == [0.0, 1.5, None, -2.0, 0.001]
-    assert output.metrics == {"score": [1, 0, 0, 0, 0], "fmt": [1, 0, 1, None, 1], "load": [0.25] * 5}
+    assert output.metrics == {"score": [1, 0, 0, 0, 0], "fmt": [1, 0, 1, None, 1], "load": [0.25] * 5} | NO_FAILURES
     assert "Authorization" not in server.headers[0]
 
 
@@ -52,7 +54,7 @@ def test_several_servers_share_the_batch_in_order(make_server: Callable[[], Any]
     output = RemoteReward([first.url, second.url]).score(rollouts)
     assert [len(server.requests[0]["query"]) for server in (first, second)] == [2, 3]
     assert output.scores == [0.0, 1.0, 2.0, 3.0, 4.0]
-    assert output.metrics == {"a": [1.0, 1.0, None, None, None]}  # the second server logs none
+    assert output.metrics == {"a": [1.0, 1.0, None, None, None]} | NO_FAILURES  # the second server logs none
 
 
 def test_servers_without_a_share_are_not_asked(make_server: Callable[[], Any], rollouts: list[Rollout]) -> None:
@@ -124,6 +126,90 @@ def test_a_server_that_recovers_is_used(server: Any, rollouts: list[Rollout], ca
         output = RemoteReward([server.url], retries=2, sleep=Sleeps()).score(rollouts)
     assert output.scores == [3.0] * 5
     assert caplog.text.count(f"{server.url}: HTTP 500: warming up; next try in") == 2
+
+
+def test_failed_requests_are_counted_for_their_samples(make_server: Callable[[], Any], rollouts: list[Rollout]) -> None:
+    good, shaky = make_server(), make_server()
+    answers = [(500, b"busy"), (200, b"<html>"), shaky.good([2.0, 3.0, 4.0], extra_logs={"failures": [1, 0, None]})]
+    shaky.reply = lambda body, n: answers[n - 1]
+    output = RemoteReward([good.url, shaky.url], sleep=Sleeps()).score(rollouts)
+    assert output.scores == [0.0, 1.0, 2.0, 3.0, 4.0]
+    # two requests failed for the three samples of the second server; it had one failure of its own with the first
+    assert output.metrics == {"failures": [0.0, 0.0, 3.0, 2.0, 2.0], "timeouts": [0.0] * 5}
+    assert RemoteReward([good.url], retries=0).score(rollouts).metrics == {}  # nothing to count: a failure ends it
+
+
+def test_a_time_out_is_counted_as_one(server: Any, rollouts: list[Rollout]) -> None:
+    answered = threading.Event()
+
+    def reply(body: Any, n: int) -> Any:
+        if n == 1:
+            answered.wait(30)  # longer than the client waits
+        return server.good(range(5))
+
+    server.reply = reply
+    try:
+        output = RemoteReward([server.url], timeout=1.0, sleep=lambda seconds: answered.set()).score(rollouts)
+    finally:
+        answered.set()
+    assert output.scores == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert output.metrics == {"failures": [1.0] * 5, "timeouts": [1.0] * 5}
+
+
+def test_unscored_where_asked_for(
+    make_server: Callable[[], Any], rollouts: list[Rollout], caplog: pytest.LogCaptureFixture
+) -> None:
+    good, bad = make_server(), make_server()
+    bad.reply = lambda body, n: (500, b"dead for good")
+    options = {"retries": 1, "sleep": Sleeps(), "on_reward_failure": "unscored"}
+    with caplog.at_level(logging.WARNING):
+        output = RemoteReward([good.url, bad.url], **options).score(rollouts)
+    assert output.scores == [0.0, 1.0, None, None, None]
+    assert output.metrics == {"failures": [0.0, 0.0, 2.0, 2.0, 2.0], "timeouts": [0.0] * 5}
+    assert f"{bad.url}: HTTP 500: dead for good (2 of 2 tries); its 3 samples stay unscored" in caplog.text
+    bad.reply = lambda body, n: (401, b"who are you?")  # a mistake of ours, which no sample should pay for
+    with pytest.raises(RewardError, match="HTTP 401"):
+        RemoteReward([good.url, bad.url], **options).score(rollouts)
+
+
+@pytest.mark.parametrize("retries", [0, 2])
+def test_no_failure_ever_becomes_a_score(server: Any, make_rollout: Callable[..., Rollout], retries: int) -> None:
+    """30% of the requests fail: errors, garbage, too few, NaN, answers that break off."""
+    right = [float(10 + i) for i in range(3)]
+    whole = json.dumps({"rewards": right}).encode()
+    failures = [(500, b"oops"), (200, b"<html>"), (200, b'{"rewards": [0]}'), (200, b'{"rewards": [NaN, 0, 0]}')]
+    fates = ["right", "right", "wrong", "right", "right", "wrong", "breaks off", "right", "right", "right"] * 20
+
+    def break_off(wfile: Any, answer: bytes) -> None:
+        wfile.write(answer[: len(answer) // 2] if fates[len(server.requests)] == "breaks off" else answer)
+
+    server.reply = lambda body, n: failures[n // 10 % 4] if fates[n] == "wrong" else (200, whole)
+    server.write = break_off
+    rollouts = [make_rollout(i) for i in range(3)]
+    source = RemoteReward([server.url], retries=retries, sleep=Sleeps(), on_reward_failure="unscored")
+    outputs = [source.score(rollouts) for _ in range(40)]
+    unscored = [output for output in outputs if output.scores != right]
+    assert all(output.scores == [None] * 3 for output in unscored)
+    assert all(output.metrics["failures"] == [retries + 1.0] * 3 for output in unscored)
+    failed = sum(output.metrics["failures"][0] for output in outputs)
+    assert failed == len(server.requests) - (len(outputs) - len(unscored))
+    assert failed == sum(fate != "right" for fate in fates[1 : len(server.requests) + 1])
+    assert len(unscored) == (12 if retries == 0 else 0)  # 30% of 40; never three failures in a row
+
+
+def test_token_scores_of_all_servers(make_server: Callable[[], Any], make_rollout: Callable[..., Rollout]) -> None:
+    servers = [make_server(), make_server()]
+    for server in servers:
+        server.reply = lambda body, n: servers[0].good([0.5], token_scores=[[float(body["labels"][0])]])
+    rollouts = [make_rollout(0, label="7"), make_rollout(0, label="8")]
+    assert RemoteReward([server.url for server in servers]).score(rollouts).token_scores == [[7.0], [8.0]]
+
+
+def test_an_endless_answer_is_cut_off(server: Any, rollouts: list[Rollout], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightppo.rewards.remote._MOST_BYTES", 1000)
+    server.reply = lambda body, n: server.good(range(5), padding=" " * 1000)
+    text = str(failing(rollouts, [server.url], retries=0))
+    assert text.startswith(f"reward server {server.url}: RequestException: the answer is longer than 1000 bytes")
 
 
 def test_waits_are_bounded(server: Any, rollouts: list[Rollout]) -> None:

@@ -1,0 +1,397 @@
+"""Verifiers that let a service run the programs: SandboxFusion, and AReaL's function-call service.
+
+A service that is dead, slow or talks nonsense is tried again with back-off and then is an error that names it. It never
+becomes a failed test.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+import requests
+import tenacity
+import urllib3
+
+from lightppo.rewards.address import cleaned, secret_texts, shown_url
+from lightppo.rewards.code import CodeVerdict, Comparison
+from lightppo.rewards.code_tests import CodeCase, CodeTests
+from lightppo.rewards.sandbox_worker.program import PRELUDE_MODULES
+from lightppo.rewards.source import RewardError
+
+logger = logging.getLogger(__name__)
+
+_PASSING_STATUS = (408, 425, 429)  # client errors that say "later"
+_LONGEST_WAIT = 30.0  # seconds
+_READ_BYTES = 1 << 16
+_MOST_BYTES = 64 << 20
+_SHOWN_BYTES = 4096
+_WAIT_SECONDS = 30.0  # beyond a program's own limits: the service's queue and the network
+_FUNCTION_CALL_PATH = "/apis/functioncalls"
+
+
+class _Failure(Exception):
+    """A failed try; ``passing``: another one may help. Its text holds no secret."""
+
+    def __init__(self, reason: str, passing: bool = True) -> None:
+        super().__init__(reason)
+        self.passing = passing
+
+
+class JsonService:
+    """POSTs JSON objects to one address and gets JSON objects, with retries.
+
+    Args:
+        url: the address.
+        flag: the flag that errors name.
+        max_concurrent: requests under way at a time, over all threads.
+        timeout: seconds of one request, also where the service drips bytes.
+        retries: further tries after a failed one; waits of 1, 2, 4, … up to 30 seconds lie between.
+        sleep: waits that many seconds between tries.
+
+    Raises:
+        ValueError: no http(s) address, one with a password in it, or a limit out of range.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        flag: str,
+        *,
+        max_concurrent: int,
+        timeout: float,
+        retries: int,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc:
+            raise ValueError(f"--{flag}: {shown_url(url)!r} is not an http(s) address without user and password")
+        if max_concurrent < 1 or not timeout > 0 or retries < 0:
+            raise ValueError(f"--{flag}: needs max_concurrent ≥ 1, timeout > 0 and retries ≥ 0, "
+                             f"got {max_concurrent}, {timeout} and {retries}")  # fmt: skip
+        self._url = url
+        self._timeout = timeout
+        self._retries = retries
+        self._sleep = sleep
+        self._places = threading.BoundedSemaphore(max_concurrent)
+        self._secrets = secret_texts([url], None)
+        self._name = f"code service {shown_url(url)}"
+
+    def ask(self, payload: Mapping[str, Any], read: Callable[[dict[str, Any]], Any]) -> Any:
+        """Sends a request until ``read`` makes something of the answer.
+
+        Args:
+            payload: the request.
+            read: takes what is needed out of the answer; raises ``ValueError``, ``TypeError`` or ``LookupError`` for
+                one that cannot be used.
+
+        Raises:
+            RewardError: naming the service and why its last answer cannot be used.
+        """
+        retrying = tenacity.Retrying(
+            stop=tenacity.stop_after_attempt(self._retries + 1),
+            wait=tenacity.wait_exponential(multiplier=1, max=_LONGEST_WAIT),
+            retry=tenacity.retry_if_exception(lambda error: isinstance(error, _Failure) and error.passing),
+            sleep=self._sleep,
+            before_sleep=lambda state: logger.warning("%s", state.outcome.exception()),
+            reraise=True,
+        )
+        body = json.dumps(payload).encode()
+        failure = ""
+        try:
+            return retrying(self._try, body, read)
+        except _Failure as error:
+            failure = f"{error} ({retrying.statistics['attempt_number']} of {self._retries + 1} tries)"
+        raise RewardError(failure)
+
+    def _try(self, body: bytes, read: Callable[[dict[str, Any]], Any]) -> Any:
+        """One request; failures are raised outside ``except``, as a chained error would show what is cleaned here."""
+        try:
+            with self._places:
+                status, answer = self._post(body)
+            if status == 200:
+                return read(_object(answer))
+            text = cleaned(answer[:_SHOWN_BYTES].decode(errors="replace"), self._secrets)
+            failure = _Failure(f"{self._name}: HTTP {status}: {text}", status >= 500 or status in _PASSING_STATUS)
+        except (requests.RequestException, urllib3.exceptions.HTTPError, TimeoutError) as error:
+            failure = _Failure(f"{self._name}: {type(error).__name__}: {cleaned(str(error), self._secrets)}")
+        except (ValueError, TypeError, LookupError, RecursionError) as error:
+            failure = _Failure(f"{self._name}: its answer cannot be used: {cleaned(str(error), self._secrets)}")
+        raise failure
+
+    def _post(self, body: bytes) -> tuple[int, bytes]:
+        deadline = time.monotonic() + self._timeout
+        headers = {"Content-Type": "application/json", "Accept": "application/json"}
+        with requests.post(
+            self._url,
+            data=body,
+            headers=headers,
+            auth=_no_auth,
+            timeout=self._timeout,
+            allow_redirects=False,
+            stream=True,
+        ) as response:
+            answer = bytearray()
+            while chunk := response.raw.read1(_READ_BYTES, decode_content=True):
+                answer += chunk
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"the answer was not complete after {self._timeout:g} s")
+                if len(answer) > _MOST_BYTES:
+                    raise ValueError(f"more than {_MOST_BYTES} bytes")
+            return response.status_code, bytes(answer)
+
+
+def _no_auth(request: requests.PreparedRequest) -> requests.PreparedRequest:
+    """Given to every request, so that ``~/.netrc`` is not read and sent."""
+    return request
+
+
+def _object(body: bytes) -> dict[str, Any]:
+    try:
+        answer = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"it is not JSON ({error}): {body[:_SHOWN_BYTES].decode(errors='replace')}") from None
+    if not isinstance(answer, dict):
+        raise TypeError(f"it is of type {type(answer).__name__}, not an object")
+    return answer
+
+
+_MARK = "SANDBOX_FUSION_MARK"
+# The program runs in a namespace of its own; what it prints goes to the error output, its value behind a mark.
+_CALLER = """\
+import importlib, json, sys
+names = {}
+for name in MODULES:
+    module = importlib.import_module(name)
+    public = getattr(module, "__all__", None) or [key for key in vars(module) if not key.startswith("_")]
+    names.update({key: getattr(module, key) for key in public})
+names.update({name: sys.modules[name] for name in MODULES if name not in ("builtins", "typing")})
+prelude = dict(names)
+names["__name__"] = "solution"
+sys.setrecursionlimit(200000)
+arguments = json.loads(sys.stdin.read())
+output, sys.stdout = sys.stdout, sys.stderr
+exec(compile(CODE, "<program>", "exec"), names)
+solution = names.get("Solution")
+if isinstance(solution, type) and hasattr(solution, FUNCTION):
+    function = getattr(solution(), FUNCTION)
+elif FUNCTION in names and names[FUNCTION] is not prelude.get(FUNCTION):
+    function = names[FUNCTION]
+else:
+    raise NameError(FUNCTION)
+value = function(*arguments)
+print("MARK" + json.dumps(value), file=output, flush=True)
+"""
+
+
+class SandboxFusionVerifier:
+    """Has programs run by `SandboxFusion <https://github.com/bytedance/SandboxFusion>`_, one request per test.
+
+    Outputs are compared here, as for the local sandbox.
+
+    Args:
+        sandbox_fusion_url: ``http://host:port/run_code``; the path is added where there is none.
+        comparison: when an output is right.
+        sandbox_fusion_max_concurrent: requests under way at a time.
+        sandbox_fusion_memory_limit_mb: sent as ``memory_limit_MB``.
+        sandbox_fusion_language: sent as ``language``; functions are called in ``python`` only.
+        sandbox_fusion_retries: further tries of a failed request.
+        code_timeout: sent as ``compile_timeout`` and ``run_timeout``, seconds.
+        sleep: waits that many seconds between tries.
+    """
+
+    def __init__(
+        self,
+        sandbox_fusion_url: str,
+        comparison: Comparison | None = None,
+        *,
+        sandbox_fusion_max_concurrent: int = 64,
+        sandbox_fusion_memory_limit_mb: int = 1024,
+        sandbox_fusion_language: str = "python",
+        sandbox_fusion_retries: int = 3,
+        code_timeout: float = 6.0,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.concurrency = sandbox_fusion_max_concurrent
+        self.comparison = comparison or Comparison()
+        self._memory = sandbox_fusion_memory_limit_mb
+        self._language = sandbox_fusion_language
+        self._timeout = code_timeout
+        self._service = JsonService(
+            _with_path(sandbox_fusion_url, "/run_code"),
+            "sandbox_fusion_url",
+            max_concurrent=sandbox_fusion_max_concurrent,
+            timeout=2 * code_timeout + _WAIT_SECONDS,
+            retries=sandbox_fusion_retries,
+            sleep=sleep,
+        )
+
+    def verify(self, code: str, tests: CodeTests, *, first_failure_ends: bool) -> CodeVerdict:
+        """Runs the program on all tests.
+
+        Raises:
+            RewardError: the service gave no usable answer; the text names it.
+        """
+        if tests.function is not None and self._language != "python":
+            raise RewardError(f"tests that call {tests.function}() need --sandbox_fusion_language python")
+        verdict = CodeVerdict()
+        for case in tests.cases:
+            self._judge(code, tests.function, case, verdict)
+            if verdict.compile_error or (first_failure_ends and not verdict.passed[-1]):
+                break
+        return verdict
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+    def _judge(self, code: str, function: str | None, case: CodeCase, verdict: CodeVerdict) -> None:
+        mark = f"{_MARK}{secrets.token_hex(8)}:"
+        source = code if function is None else _calling(code, function, mark)
+        run = self._service.ask(
+            {
+                "code": source,
+                "stdin": case.given,
+                "language": self._language,
+                "compile_timeout": self._timeout,
+                "run_timeout": self._timeout,
+                "memory_limit_MB": self._memory,
+                "files": {},
+                "fetch_files": [],
+            },
+            _read_run,
+        )
+        verdict.timeouts += run["timeout"]
+        verdict.compile_error = run["compile_error"]
+        if not run["good"]:
+            verdict.passed.append(False)
+        elif function is None:
+            verdict.passed.append(self.comparison.printed(run["stdout"], case))
+        else:
+            answer = run["stdout"].rpartition(mark)[2] if mark in run["stdout"] else ""
+            verdict.passed.append(self.comparison.returned(answer.strip(), case))
+
+
+def _calling(code: str, function: str, mark: str) -> str:
+    header = f"MODULES, CODE, FUNCTION = {PRELUDE_MODULES!r}, {code!r}, {function!r}\n"
+    return header + _CALLER.replace("MARK", mark)
+
+
+_RUN_STATUS = ("Finished", "TimeLimitExceeded")
+_NOT_PYTHON = ("SyntaxError", "IndentationError", "TabError")
+
+
+def _read_run(answer: dict[str, Any]) -> dict[str, Any]:
+    """What SandboxFusion says of a program: its own failures are errors here, the program's are not."""
+    if answer["status"] not in ("Success", "Failed"):
+        raise ValueError(f"status {answer['status']}: {answer.get('message')}")
+    compiled, ran = answer.get("compile_result"), answer.get("run_result")
+    steps = [step for step in (compiled, ran) if step is not None]
+    if not steps or any(step["status"] not in _RUN_STATUS for step in steps):
+        raise ValueError(f"neither finished nor timed out: {str(steps)[:200]}")
+    timeout = any(step["status"] == "TimeLimitExceeded" for step in steps)
+    failed = any(step.get("return_code") != 0 for step in steps)
+    stdout, stderr = (str((ran or {}).get(name) or "") for name in ("stdout", "stderr"))
+    last = stderr.strip().rpartition("\n")[2].partition(":")[0]
+    no_python = failed and not timeout and (ran is None or last in _NOT_PYTHON)
+    if answer["status"] == "Success" and (timeout or failed or ran is None):
+        raise ValueError("status Success for a program that did not end well")
+    return {"good": not timeout and not failed, "timeout": timeout, "compile_error": no_python, "stdout": stdout}
+
+
+def _with_path(url: str, path: str) -> str:
+    parts = urlsplit(url)
+    return url if parts.path not in ("", "/") else parts._replace(path=path).geturl()
+
+
+class FunctionCallVerifier:
+    """Has programs run and compared by AReaL's function-call service.
+
+    Args:
+        function_call_url: the service's address; ``/apis/functioncalls`` is added where there is no path.
+        function_call_max_concurrent: requests under way at a time.
+        function_call_batch_size: tests per request, where the first failure ends (a share needs one test each).
+        function_call_memory_limit_mb: sent as ``memory``, rounded up to 256; 0 = the service's own limit.
+        function_call_retries: further tries of a failed request.
+        code_timeout: sent as ``timeout``: seconds per test.
+        sleep: waits that many seconds between tries.
+    """
+
+    def __init__(
+        self,
+        function_call_url: str,
+        *,
+        function_call_max_concurrent: int = 64,
+        function_call_batch_size: int = 1,
+        function_call_memory_limit_mb: int = 1024,
+        function_call_retries: int = 3,
+        code_timeout: float = 6.0,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        if function_call_batch_size < 1:
+            raise ValueError(f"--function_call_batch_size must be at least 1, got {function_call_batch_size}")
+        self.concurrency = function_call_max_concurrent
+        self._batch = function_call_batch_size
+        self._memory = -(-function_call_memory_limit_mb // 256) * 256
+        self._timeout = code_timeout
+        self._service = JsonService(
+            _with_path(function_call_url, _FUNCTION_CALL_PATH),
+            "function_call_url",
+            max_concurrent=function_call_max_concurrent,
+            timeout=function_call_batch_size * code_timeout + _WAIT_SECONDS,
+            retries=function_call_retries,
+            sleep=sleep,
+        )
+
+    def verify(self, code: str, tests: CodeTests, *, first_failure_ends: bool) -> CodeVerdict:
+        """Has the program judged on all tests.
+
+        Raises:
+            RewardError: the service gave no usable answer; the text names it.
+        """
+        verdict = CodeVerdict()
+        size = self._batch if first_failure_ends else 1
+        for start in range(0, len(tests.cases), size):
+            cases = tests.cases[start : start + size]
+            passed, timed_out = self._service.ask(self._request(code, tests.function, cases, start), _read_verdict)
+            verdict.passed += [passed] * len(cases)
+            verdict.timeouts += timed_out
+            if first_failure_ends and not passed:
+                break
+        return verdict
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+    def _request(self, code: str, function: str | None, cases: tuple[CodeCase, ...], start: int) -> dict[str, Any]:
+        return {
+            "uid": f"lightppo-{secrets.token_hex(8)}-case-{start}-{start + len(cases)}",
+            "language": "PYTHON",
+            "runtime": "python-default",
+            "code": code,
+            "entryFunction": function or "",
+            "isFastFail": True,
+            "isRemote": False,
+            "testcases": [{"input": case.raw[0].strip(), "expectedOutput": case.raw[1].strip()} for case in cases],
+            "timeout": self._timeout,
+            "memory": self._memory,
+            "query_index": 0,
+        }
+
+
+def _read_verdict(answer: dict[str, Any]) -> tuple[bool, bool]:
+    """Whether all tests of the request passed, and whether one timed out."""
+    passed, results = answer["success"], answer.get("results") or []
+    if not isinstance(passed, bool) or not all(isinstance(result, dict) for result in results):
+        raise TypeError("'success' must be true or false, 'results' a list of objects")
+    broken = next((result for result in results if result.get("errorType") == "SystemError"), None)
+    if broken is not None:
+        raise ValueError(f"SystemError: {broken.get('reason')}")
+    reasons = [f"{result.get('errorType')} {result.get('reason')}".lower() for result in results]
+    timed_out = not passed and any("timeout" in text or "timed out" in text for text in reasons)
+    return passed, timed_out

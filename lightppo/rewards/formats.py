@@ -1,0 +1,125 @@
+"""Rewards for the form of a response: thoughts in ``<think>…</think>``, the answer in ``<answer>…</answer>``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from lightppo.data.records import Rollout
+from lightppo.rewards.source import RewardError, RewardOutput, RewardSource, check_output, close_source
+
+_TAG = re.compile(r"</?(?:think|answer)>")
+_THINK = ("<think>", "</think>")
+_THINK_ANSWER = (*_THINK, "<answer>", "</answer>")
+
+
+def has_think(text: str) -> bool:
+    """Begins with ``<think>…</think>``, once; then comes the answer, in any form.
+
+    The opening tag may be missing, as chat templates of reasoning models put it into the prompt.
+    """
+    tags, between = _split(text)
+    return (
+        tags[:2] == list(_THINK)
+        and not set(_THINK).intersection(tags[2:])
+        and not between[0].strip()
+        and any(part.strip() for part in between[2:])
+    )
+
+
+def has_think_answer(text: str) -> bool:
+    """Is ``<think>…</think><answer>…</answer>`` with nothing but white space around and between, each tag once.
+
+    The opening ``<think>`` may be missing.
+    """
+    tags, between = _split(text)
+    return tags == list(_THINK_ANSWER) and not any(between[i].strip() for i in (0, 2, 4))
+
+
+def _split(text: str) -> tuple[list[str], list[str]]:
+    """The tags in order and the texts around them; a missing first ``<think>`` is put in front."""
+    tags = _TAG.findall(text)
+    if tags and tags[0] == "</think>":
+        text, tags = "<think>" + text, ["<think>", *tags]
+    return tags, _TAG.split(text)
+
+
+FORMATS: dict[str, Callable[[str], bool]] = {"think": has_think, "think_answer": has_think_answer}
+
+
+class FormatReward:
+    """1 where the response has the form, else 0.
+
+    Args:
+        reward_format: name in :data:`FORMATS`, or any ``check(response) -> bool``.
+        name: what errors and metrics call it.
+
+    Raises:
+        ValueError: no such form.
+    """
+
+    minimum = 0.0
+
+    def __init__(self, reward_format: str | Callable[[str], bool] = "think_answer", *, name: str = "format") -> None:
+        if isinstance(reward_format, str):
+            if reward_format not in FORMATS:
+                raise ValueError(f"--reward_format must be one of {', '.join(FORMATS)}, got {reward_format!r}")
+            reward_format = FORMATS[reward_format]
+        self.check = reward_format
+        self.name = name
+
+    def score(self, rollouts: list[Rollout]) -> RewardOutput:
+        """Scores the samples."""
+        return RewardOutput([float(self.check(rollout.response_text)) for rollout in rollouts])
+
+
+class XmlFormatCheck:
+    """Lets a wrong answer in the form ``<think>…</think><answer>…</answer>`` cost less than one without it.
+
+    Where ``source`` gives its minimum, the score becomes −0.8 with the form and −1 without; all others stay. Metric per
+    sample: ``xml_format``, 1 with the form.
+
+    Args:
+        source: scores answers; must have the attribute ``minimum``, or ``minimum`` must be given.
+        minimum: the score of a wrong answer.
+        name: what errors and metrics call it; the source's name by default.
+
+    Raises:
+        ValueError: the minimum is not known.
+
+    Source: AReaL, ``check_xml_format``.
+    """
+
+    well_formed, malformed = -0.8, -1.0
+
+    def __init__(self, source: RewardSource, *, minimum: float | None = None, name: str | None = None) -> None:
+        minimum = getattr(source, "minimum", None) if minimum is None else minimum
+        if minimum is None:
+            raise ValueError(f"--check_xml_format: {source.name} does not say which score a wrong answer has; "
+                             "set --reward_minimum")  # fmt: skip
+        self.source = source
+        self.wrong = float(minimum)
+        self.minimum = self.malformed
+        self.name = name or source.name
+
+    def close(self) -> None:
+        """Ends what the source has started."""
+        close_source(self.source)
+
+    def score(self, rollouts: list[Rollout]) -> RewardOutput:
+        """Scores the samples.
+
+        Raises:
+            RewardError: the source failed, or has a metric of the same name.
+        """
+        output = check_output(self.source.score(rollouts), rollouts, self.source.name)
+        if "xml_format" in output.metrics:
+            raise RewardError(f"{self.source.name} has a metric 'xml_format', which --check_xml_format writes")
+        good = [has_think_answer(rollout.response_text) for rollout in rollouts]
+        scores = [
+            score if score is None or score > self.wrong else (self.well_formed if form else self.malformed)
+            for score, form in zip(output.scores, good)
+        ]
+        return RewardOutput(
+            scores, output.metrics | {"xml_format": [float(form) for form in good]}, output.token_scores
+        )

@@ -1,0 +1,340 @@
+"""A reward source behind HTTP: what :class:`~lightppo.rewards.remote.RemoteReward` asks.
+
+``POST /get_reward`` (or ``/``) takes ``{"query", "prompts", "labels"}`` and answers ``{"rewards", "scores"?,
+"extra_logs"?}``; ``GET /health`` says that the server is up. Errors are ``{"error": message}``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import ipaddress
+import logging
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Awaitable, Callable, MutableMapping
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel, ConfigDict, JsonValue, model_validator
+from starlette.exceptions import HTTPException
+
+from lightppo.data.records import Prompt, Rollout
+from lightppo.rewards.address import check_token, cleaned, secret_texts
+from lightppo.rewards.source import RewardError, RewardOutput, RewardSource, check_output
+
+logger = logging.getLogger(__name__)
+
+_CLIENT_GONE = 499  # nobody reads it; for the log
+_Message = MutableMapping[str, Any]
+_Receive = Callable[[], Awaitable[_Message]]
+_Send = Callable[[_Message], Awaitable[None]]
+
+
+class ScoreRequest(BaseModel):
+    """Samples to score; every list has one entry per sample.
+
+    Attributes:
+        query: prompt + response; begins with its prompt.
+        prompts: the prompts alone.
+        labels: ground truth, any JSON value; ``None``: no sample has one.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    query: list[str]
+    prompts: list[str]
+    labels: list[JsonValue] | None = None
+
+    @model_validator(mode="after")
+    def _fit_together(self) -> ScoreRequest:
+        n = len(self.query)
+        if len(self.prompts) != n or (self.labels is not None and len(self.labels) != n):
+            counts = f"{n}, {len(self.prompts)} and {'no' if self.labels is None else len(self.labels)}"
+            raise ValueError(f"query, prompts and labels must be of the same length, got {counts}")
+        for i, (query, prompt) in enumerate(zip(self.query, self.prompts)):
+            if not query.startswith(prompt):
+                raise ValueError(f"query {i} does not begin with its prompt")
+        return self
+
+    def rollouts(self) -> list[Rollout]:
+        """The samples as sources take them; ids are unknown here, and every answer counts as finished."""
+        labels = self.labels or [None] * len(self.query)
+        return [
+            Rollout(Prompt(prompt, [], label=label, index=i), 0, [], query[len(prompt) :], "stop")
+            for i, (query, prompt, label) in enumerate(zip(self.query, self.prompts, labels))
+        ]
+
+
+class RewardApp:
+    """Answers requests with the scores of one source.
+
+    Args:
+        source: scores; samples have texts and labels, no ids.
+        token: what ``Authorization: Bearer …`` must say; ``None``: everyone may ask.
+        max_samples: most samples of one request.
+        max_bytes: longest request.
+        max_concurrent: requests that the source scores at a time; it must stand that if above 1. Others wait; one
+            whose client has gone meanwhile is not scored.
+
+    Attributes:
+        app: the FastAPI application.
+        has_token: whether strangers are kept out.
+
+    Raises:
+        ValueError: a number below 1, or a token that no header can carry.
+    """
+
+    def __init__(
+        self,
+        source: RewardSource,
+        *,
+        token: str | None = None,
+        max_samples: int = 4096,
+        max_bytes: int = 64 << 20,
+        max_concurrent: int = 1,
+    ) -> None:
+        for name, value in (
+            ("max_samples", max_samples),
+            ("max_bytes", max_bytes),
+            ("max_concurrent", max_concurrent),
+        ):
+            if value < 1:
+                raise ValueError(f"--{name} must be at least 1, got {value}")
+        if token is not None:
+            check_token(token, "token")
+        self.source = source
+        self.has_token = token is not None
+        self.max_samples = max_samples
+        self._secrets = secret_texts([], token)
+        self._turns = asyncio.Semaphore(max_concurrent)
+        self.app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, lifespan=self._lifespan)
+        self.app.add_middleware(_Gate, token=token, max_bytes=max_bytes)
+        self.app.add_api_route("/health", self._health, methods=["GET"])
+        for path in ("/", "/get_reward"):
+            self.app.add_api_route(path, self._score, methods=["POST"], response_model=None)
+        self.app.add_exception_handler(RequestValidationError, _explain_request)
+        self.app.add_exception_handler(HTTPException, _explain_http)
+
+    async def _health(self) -> dict[str, str]:
+        return {"status": "ok", "source": self.source.name}
+
+    async def _score(self, body: ScoreRequest, request: Request) -> Response:
+        n = len(body.query)
+        if n > self.max_samples:
+            return _error(413, f"{n} samples in one request; --max_samples is {self.max_samples}")
+        try:
+            return await self._score_in_turn(body, request)
+        except asyncio.CancelledError:  # the server ends, and what it waits for is taking too long
+            logger.error("%d samples not scored: the server was ended", n)
+            return _error(503, "the server was ended before the samples were scored")
+
+    async def _score_in_turn(self, body: ScoreRequest, request: Request) -> Response:
+        n, start = len(body.query), time.monotonic()
+        async with self._turns:
+            if await request.is_disconnected():
+                logger.info("a client left before its %d samples were scored", n)
+                return Response(status_code=_CLIENT_GONE)
+            try:
+                answer = await _in_thread(self._answer, body)
+            except RewardError as error:
+                text = cleaned(str(error), self._secrets)
+                logger.error("%d samples not scored: %s", n, text)
+                return _error(500, text)
+            except Exception as error:
+                logger.error("%d samples not scored:\n%s", n, self._trace(error))
+                return _error(500, f"the reward source failed with {type(error).__name__}; the server's log says more")
+        logger.info("%d samples scored in %.2f s", n, time.monotonic() - start)
+        return JSONResponse(answer)
+
+    def _answer(self, body: ScoreRequest) -> dict[str, Any]:
+        rollouts = body.rollouts()
+        output = check_output(self.source.score(rollouts), rollouts, self.source.name)
+        return _as_json(output, self.source.name)
+
+    def _trace(self, error: BaseException) -> str:
+        text = "".join(traceback.format_exception(error))
+        for secret in self._secrets:
+            text = text.replace(secret, "***")
+        return text
+
+    @asynccontextmanager
+    async def _lifespan(self, app: FastAPI) -> Any:
+        yield
+        close = getattr(self.source, "close", None)
+        if close is not None:
+            close()
+
+
+def serve(
+    reward_app: RewardApp,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 5000,
+    shutdown_seconds: float = 10.0,
+    started: Callable[[str], None] = print,
+) -> None:
+    """Serves until SIGTERM or SIGINT; requests in progress have ``shutdown_seconds`` to end.
+
+    Args:
+        reward_app: what to serve.
+        host: where to listen; other than loopback only with a token.
+        port: 0: any free one.
+        shutdown_seconds: as above.
+        started: gets the URL once the port is open.
+
+    Raises:
+        ValueError: an address that strangers could reach, without a token.
+        OSError: the address cannot be listened on.
+    """
+    check_bind(host, reward_app.has_token)
+    config = uvicorn.Config(
+        reward_app.app,
+        access_log=False,  # it would show the query part of URLs
+        server_header=False,
+        log_config=None,
+        timeout_graceful_shutdown=max(1, round(shutdown_seconds)),
+    )
+    family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(config.backlog)
+        shown = f"[{host}]" if ":" in host else host
+        started(f"http://{shown}:{listener.getsockname()[1]}/get_reward")
+        uvicorn.Server(config).run([listener])
+
+
+def check_bind(host: str, has_token: bool) -> None:
+    """Refuses an address that other machines can reach, unless a token keeps strangers out.
+
+    Raises:
+        ValueError: naming the flags.
+    """
+    if not has_token and not is_loopback(host):
+        raise ValueError(
+            f"--host {host} can be reached from other machines: set --token_env NAME, the environment variable of a "
+            "bearer token, or listen on 127.0.0.1"
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether every address of a host name or IP address is of this machine alone; an unknown name is not."""
+    if not host:
+        return False  # all interfaces
+    try:
+        addresses = {info[4][0] for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    except OSError:
+        return False
+    return all(ipaddress.ip_address(str(address).partition("%")[0]).is_loopback for address in addresses)
+
+
+class _Gate:
+    """Before anything is read: the token. While the body is read: its length."""
+
+    def __init__(self, app: Any, *, token: str | None, max_bytes: int) -> None:
+        self._app = app
+        self._expected = None if token is None else f"Bearer {token}".encode()
+        self._max_bytes = max_bytes
+        self._too_long = f"the request is longer than --max_bytes {max_bytes}"
+
+    async def __call__(self, scope: _Message, receive: _Receive, send: _Send) -> None:
+        if scope["type"] != "http" or scope["path"] == "/health":
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        if self._expected is not None and not hmac.compare_digest(headers.get(b"authorization", b""), self._expected):
+            logger.warning("a request without the right token was refused")
+            refusal = _error(401, "the bearer token is missing or wrong")
+            refusal.headers["WWW-Authenticate"] = "Bearer"
+            await self._skip_body(receive)
+            await refusal(scope, receive, send)
+            return
+        if int(headers.get(b"content-length", b"0")) > self._max_bytes:
+            await self._skip_body(receive)
+            await _error(413, self._too_long)(scope, receive, send)
+            return
+        read = 0
+
+        async def counted() -> _Message:
+            nonlocal read
+            message = await receive()
+            read += len(message.get("body", b""))
+            if read > self._max_bytes:  # one that did not tell its length
+                raise HTTPException(413, self._too_long)
+            return message
+
+        await self._app(scope, counted, send)
+
+    async def _skip_body(self, receive: _Receive) -> None:
+        """Lets the client finish, up to the limit: one that is cut off while it sends may never read the answer."""
+        read, more = 0, True
+        while more and read <= self._max_bytes:
+            message = await receive()
+            read += len(message.get("body", b""))
+            more = message.get("more_body", False)
+
+
+async def _in_thread(function: Callable[..., Any], *args: Any) -> Any:
+    """Runs a function in a thread of its own, which does not keep the process alive."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Any] = loop.create_future()
+
+    def finish(result: Any, error: BaseException | None) -> None:
+        if future.done():  # cancelled, as the server ends
+            return
+        if error is None:
+            future.set_result(result)
+        else:
+            future.set_exception(error)
+
+    def run() -> None:
+        result, failure = None, None
+        try:
+            result = function(*args)
+        except Exception as error:
+            failure = error
+        except BaseException as error:  # e.g. sys.exit() in a user's function, which would end nothing but this thread
+            failure = RuntimeError(f"{type(error).__name__}: {error}")
+        with suppress(RuntimeError):  # the loop has ended meanwhile
+            loop.call_soon_threadsafe(finish, result, failure)
+
+    threading.Thread(target=run, name="score", daemon=True).start()
+    return await future
+
+
+def _as_json(output: RewardOutput, source_name: str) -> dict[str, Any]:
+    if output.token_scores is not None:
+        raise RewardError(f"{source_name}: token scores cannot be served, as requests have no token ids")
+    metrics = dict(output.metrics)
+    answer: dict[str, Any] = {"rewards": output.scores}
+    if "score" in metrics:
+        answer["scores"] = metrics.pop("score")
+    if metrics:
+        answer["extra_logs"] = metrics
+    return answer
+
+
+def _error(status: int, message: str) -> JSONResponse:
+    return JSONResponse({"error": message}, status)
+
+
+async def _explain_request(request: Request, error: Exception) -> JSONResponse:
+    """What is wrong with a request, without what it said: that may be long, or not for the log."""
+    assert isinstance(error, RequestValidationError)
+    parts = [f"{'.'.join(map(str, e['loc'][1:])) or 'body'}: {e['msg']}" for e in error.errors()[:3]]
+    if "application/json" not in request.headers.get("content-type", ""):
+        parts = ["the request must be JSON, with Content-Type: application/json"]
+    logger.warning("a request was refused: %s", "; ".join(parts))
+    return _error(422, "; ".join(parts))
+
+
+async def _explain_http(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    return _error(error.status_code, str(error.detail))

@@ -1,0 +1,292 @@
+"""How reward functions are called: our own convention and those of OpenRLHF, verl, TRL and AReaL.
+
+A function is recognised by the names of its parameters. One that fits none, or more than one, is refused with a text
+that says how to name its convention; nothing is guessed.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightppo.data.records import Rollout
+from lightppo.rewards.failures import Call
+from lightppo.rewards.source import RewardError
+
+RewardFunction = Callable[..., Any]
+Values = dict[str, Any]
+
+_KINDS = inspect.Parameter
+
+
+@dataclass(frozen=True, slots=True)
+class Style:
+    """One convention.
+
+    Attributes:
+        shape: how a function of it looks, for error texts.
+        needs: parameter names that tell it from the others.
+        per_sample: called once per sample; otherwise once with lists that have one entry per sample.
+        positional: what is given by position.
+        named: what is given by keyword, of one sample. Names here win over columns of the data of the same name.
+        columns: further columns of the data, of one sample, also by keyword.
+        open_ended: only functions with ``**kwargs`` are recognised.
+        always: given by keyword as they are, whatever the samples.
+    """
+
+    shape: str
+    needs: frozenset[str]
+    per_sample: bool
+    positional: tuple[str, ...]
+    named: Callable[[Rollout], Values]
+    columns: Callable[[Rollout], Values]
+    open_ended: bool = False
+    always: Values | None = None
+
+
+def _ours(rollout: Rollout) -> Values:
+    return {
+        "queries": rollout.prompt.text + rollout.response_text,
+        "prompts": rollout.prompt.text,
+        "labels": rollout.prompt.label,
+        "responses": rollout.response_text,
+        "prompt_ids": rollout.prompt.token_ids,
+        "response_ids": rollout.response_ids,
+        "finish_reasons": rollout.finish_reason,
+        "data_sources": rollout.prompt.data_source,
+        "extras": rollout.prompt.extra,
+    }
+
+
+def _verl(rollout: Rollout) -> Values:
+    info = rollout.prompt.extra.get("extra_info")
+    info = info if isinstance(info, dict) else rollout.prompt.extra
+    return {
+        "data_source": rollout.prompt.data_source,
+        "solution_str": rollout.response_text,
+        "ground_truth": rollout.prompt.label,
+        # a copy, as functions write into it; the two keys are always there in verl
+        "extra_info": {"num_turns": None, "rollout_reward_scores": {}} | info,
+    }
+
+
+def _verl_batch(rollout: Rollout) -> Values:
+    values = _verl(rollout)
+    names = {"data_source": "data_sources", "solution_str": "solution_strs"}
+    names |= {"ground_truth": "ground_truths", "extra_info": "extra_infos"}
+    return {names[name]: value for name, value in values.items()}
+
+
+def _trl(rollout: Rollout) -> Values:
+    """With a chat as prompt, the completion is a chat too: one message of the assistant."""
+    chat = rollout.prompt.messages
+    text = rollout.response_text
+    return {
+        "prompts": rollout.prompt.text if chat is None else chat,
+        "completions": text if chat is None else [{"role": "assistant", "content": text}],
+        "completion_ids": rollout.response_ids,
+    }
+
+
+def _areal(rollout: Rollout) -> Values:
+    return {
+        "prompt": rollout.prompt.text,
+        "completions": rollout.response_text,
+        "prompt_ids": rollout.prompt.token_ids,
+        "completion_ids": rollout.response_ids,
+    }
+
+
+def _row(rollout: Rollout) -> Values:
+    return rollout.prompt.extra
+
+
+def _row_and_chat(rollout: Rollout) -> Values:
+    chat = rollout.prompt.messages
+    return rollout.prompt.extra if chat is None else {"messages": chat} | rollout.prompt.extra
+
+
+def _none(rollout: Rollout) -> Values:
+    return {}
+
+
+def discard(*args: Any) -> None:
+    """TRL's ``log_extra(column, values)`` and ``log_metric(name, value)``: accepted, kept nowhere."""
+
+
+STYLES: dict[str, Style] = {
+    "queries": Style(
+        shape="f(queries, prompts, labels, **extra)",
+        needs=frozenset({"queries"}),
+        per_sample=False,
+        positional=("queries", "prompts", "labels"),
+        named=_ours,
+        columns=_row,
+    ),
+    "verl": Style(
+        shape="f(data_source, solution_str, ground_truth, extra_info)",
+        needs=frozenset({"solution_str", "ground_truth"}),
+        per_sample=True,
+        positional=(),
+        named=_verl,
+        columns=_none,
+    ),
+    "verl_batch": Style(
+        shape="f(data_sources, solution_strs, ground_truths, extra_infos)",
+        needs=frozenset({"solution_strs", "ground_truths"}),
+        per_sample=False,
+        positional=(),
+        named=_verl_batch,
+        columns=_none,
+    ),
+    "trl": Style(
+        shape="f(prompts, completions, completion_ids, **columns)",
+        needs=frozenset({"completions"}),
+        per_sample=False,
+        positional=(),
+        named=_trl,
+        columns=_row,
+        open_ended=True,
+        always={"log_extra": discard, "log_metric": discard},
+    ),
+    "areal": Style(
+        shape="f(prompt, completions, prompt_ids, completion_ids, **row)",
+        needs=frozenset({"prompt", "completions", "prompt_ids", "completion_ids"}),
+        per_sample=True,
+        positional=("prompt", "completions", "prompt_ids", "completion_ids"),
+        named=_areal,
+        columns=_row_and_chat,
+    ),
+}
+
+# Words that mean something in some convention: among the first three, each is only right where our own has it.
+_WORDS = frozenset(
+    {"query", "queries", "prompt", "prompts", "label", "labels", "response", "responses", "completion", "completions"}
+    | {"data_source", "data_sources", "ground_truth", "ground_truths", "solution_str", "solution_strs", "extra_info"}
+    | {"prompt_ids", "completion_ids", "response_ids", "solution", "solutions", "answer", "answers", "messages"}
+)
+
+
+# Names that tell another convention; prompt_ids is a keyword of our own too.
+_FOREIGN = frozenset().union(*(style.needs for key, style in STYLES.items() if key != "queries")) - {"prompt_ids"}
+
+
+def recognise(fn: RewardFunction, name: str) -> str:
+    """The name in :data:`STYLES` of the convention that a function follows.
+
+    Raises:
+        ValueError: none, or several; says how to name one.
+    """
+    parameters = _signature(fn, name).parameters.values()
+    names = {p.name for p in parameters} - _filled(fn)
+    open_ended = any(p.kind is _KINDS.VAR_KEYWORD for p in parameters)
+    fits = [key for key, style in STYLES.items() if style.needs <= names and (open_ended or not style.open_ended)]
+    if "areal" in fits and "trl" in fits:  # AReaL's names hold TRL's only mark
+        fits.remove("trl")
+    if len(fits) == 1 and (fits[0] != "queries" or _in_place(parameters)):
+        return fits[0]
+    if not fits and not names & _FOREIGN and _in_place(parameters):
+        return "queries"  # names of its own, e.g. f(q, p, labels)
+    raise ValueError(
+        f"reward function {name}{_signature(fn, name)} may follow {' or '.join(fits) or 'no convention'}; say which "
+        f"with --reward_fn_style: {'; '.join(f'{key}: {style.shape}' for key, style in STYLES.items())}"
+    )
+
+
+def _in_place(parameters: Sequence[_KINDS]) -> bool:
+    """True where no known word stands among the first three in a place that is not its own."""
+    by_position = [p.name for p in parameters if p.kind in (_KINDS.POSITIONAL_ONLY, _KINDS.POSITIONAL_OR_KEYWORD)]
+    return all(word == right or word not in _WORDS for word, right in zip(by_position, STYLES["queries"].positional))
+
+
+class BoundFunction:
+    """A reward function and how to call it.
+
+    Args:
+        fn: the function.
+        name: what errors call it.
+        style: a name in :data:`STYLES`, or ``"auto"``: by the parameter names.
+
+    Raises:
+        ValueError: no such style, the function cannot be called that way, or it cannot be recognised.
+    """
+
+    def __init__(self, fn: RewardFunction, name: str, style: str = "auto") -> None:
+        if style != "auto" and style not in STYLES:
+            raise ValueError(f"--reward_fn_style must be one of auto, {', '.join(STYLES)}, got {style!r}")
+        self.fn = fn
+        self.name = name
+        self.signature = _signature(fn, name)
+        self.style_name = recognise(fn, name) if style == "auto" else style
+        self.style = STYLES[self.style_name]
+        self.is_async = _is_coroutine_function(fn)
+        try:
+            taken = set(self.signature.bind_partial(*[None] * len(self.style.positional)).arguments)
+        except TypeError as error:
+            raise ValueError(
+                f"reward function {name}{self.signature} must take {self.style.shape[1:]}: {error}"
+            ) from None
+        parameters = self.signature.parameters.values()
+        self._named = {p.name for p in parameters if p.kind in (_KINDS.POSITIONAL_OR_KEYWORD, _KINDS.KEYWORD_ONLY)}
+        self._named -= taken
+        self._taken = taken | _filled(fn)
+        self._open_ended = any(p.kind is _KINDS.VAR_KEYWORD for p in parameters)
+
+    @property
+    def per_sample(self) -> bool:
+        """True where each sample is a call of its own."""
+        return self.style.per_sample
+
+    def calls(self, rollouts: list[Rollout]) -> list[Call]:
+        """The calls that score the samples: one each, or one with lists.
+
+        Raises:
+            RewardError: the function needs something that is not there.
+        """
+        rows = [(self.style.named(rollout), self.style.columns(rollout)) for rollout in rollouts]
+        if self.per_sample:
+            return [self._call(columns | named) for named, columns in rows]
+        names = dict.fromkeys(name for _, columns in rows for name in columns)
+        lists: Values = {name: [columns.get(name) for _, columns in rows] for name in names}
+        lists |= {name: [named[name] for named, _ in rows] for name in rows[0][0]}
+        return [self._call(lists)]
+
+    def _call(self, values: Values) -> Call:
+        values = (self.style.always or {}) | values
+        args = tuple(values[name] for name in self.style.positional)
+        kwargs = {name: value for name, value in values.items() if self._accepts(name)}
+        try:
+            self.signature.bind(*args, **kwargs)
+        except TypeError as error:
+            there = ", ".join(name for name in values if name not in self.style.positional)
+            raise RewardError(
+                f"reward function {self.name}{self.signature}: {error}; beside its first {len(args)} arguments there "
+                f"are: {there or 'none'}"
+            ) from None
+        return Call(args, kwargs)
+
+    def _accepts(self, keyword: str) -> bool:
+        if keyword in self._taken or keyword in self.style.positional:
+            return False
+        return self._open_ended or keyword in self._named
+
+
+def _filled(fn: RewardFunction) -> set[str]:
+    """What a partial has filled in by keyword: a parameter still, but not ours to give, nor to recognise it by."""
+    return set(fn.keywords) if isinstance(fn, functools.partial) else set()
+
+
+def _signature(fn: RewardFunction, name: str) -> inspect.Signature:
+    try:
+        return inspect.signature(fn)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"reward function {name}: its parameters cannot be read: {error}") from None
+
+
+def _is_coroutine_function(fn: RewardFunction) -> bool:
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(getattr(fn, "__call__", None))  # noqa: B004

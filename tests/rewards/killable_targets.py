@@ -1,0 +1,76 @@
+"""What worker processes call in the tests."""
+
+import asyncio
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+import numpy as np
+
+
+def double(x: Any) -> Any:
+    return x * 2
+
+
+def behave(how: str, value: float = 0.0) -> Any:
+    return BEHAVIOURS[how](value)
+
+
+def _loop(value: float) -> float:
+    while True:
+        pass
+
+
+def _grow(value: float) -> float:
+    held = []
+    while True:
+        held.append(b"x" * (1 << 24))
+
+
+def _with_child(value: float) -> float:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    with open(os.environ["CHILD_PID_FILE"], "w") as file:
+        file.write(str(child.pid))
+    time.sleep(600)
+    return value
+
+
+BEHAVIOURS = {
+    "ok": lambda value: value,
+    "numpy": lambda value: {"score": np.float32(value), "all": np.arange(3)},
+    "sleep": lambda value: time.sleep(600),
+    "loop": _loop,
+    "hold_the_lock": lambda value: pow(7, 10**9) % 10,  # one C call that no Python code can interrupt
+    "deaf": lambda value: [signal.signal(s, signal.SIG_IGN) for s in (signal.SIGTERM, signal.SIGINT)] and _loop(value),
+    "exit": lambda value: os._exit(3),
+    "sys_exit": lambda value: sys.exit(0),
+    "crash": lambda value: ctypes.string_at(0),
+    "stop": lambda value: os.kill(os.getpid(), signal.SIGSTOP),
+    "raise": lambda value: 1 / 0,
+    "object": lambda value: object(),
+    "nan": lambda value: float("nan"),
+    "text": lambda value: "1.0",
+    "long": lambda value: "x" * (17 << 20),
+    "grow": _grow,
+    "with_child": _with_child,
+    "modules": lambda value: sorted(sys.modules),
+    "environment": lambda value: dict(os.environ),
+    "pid": lambda value: os.getpid(),
+    "recurse": lambda value: BEHAVIOURS["recurse"](value),
+}
+
+
+async def double_later(x: float) -> float:
+    await asyncio.sleep(0)
+    return x * 2
+
+
+def flaky_score(solution_str: str, ground_truth: str) -> Any:
+    """Fails in one of five ways for 3 of 10 samples; the true score is 1."""
+    i = int(ground_truth)
+    ways = ["sleep", "raise", "text", "nan", "exit"]
+    return behave(ways[i // 10 % 5]) if i % 10 in (1, 4, 8) else 1.0

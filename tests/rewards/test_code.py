@@ -1,0 +1,288 @@
+"""Verdicts of the real sandbox, and scores."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from lightppo.data.records import Prompt, Rollout
+from lightppo.rewards.code import CodeReward, CodeVerdict, Comparison, SandboxVerifier
+from lightppo.rewards.code_tests import CodeTests, find_tests
+from lightppo.rewards.sandbox import SandboxError, SandboxLimits, SandboxPool, SandboxRefusedError
+from lightppo.rewards.source import RewardError, check_output
+
+ADD = {"inputs": ["1 2\n", "3 4\n", "-1 1\n"], "outputs": ["3\n", "7\n", "0\n"]}
+ADD_CALLS = {"fn_name": "add", "inputs": ["1\n2", "3\n4", "-1\n1"], "outputs": ["3", "7", "0"]}
+
+
+def make_prompt(tests: Any, column: str = "input_output", index: int = 0) -> Prompt:
+    return Prompt("Add two numbers.", [1], index=index, extra={column: tests})
+
+
+def make_rollout(response: str, tests: Any = ADD, prompt: Prompt | None = None) -> Rollout:
+    return Rollout(prompt or make_prompt(tests), 0, [2], response, "stop")
+
+
+def fenced(code: str, tag: str = "python") -> str:
+    return f"Here it is:\n```{tag}\n{code}\n```\nDone."
+
+
+@pytest.mark.parametrize("options", [{"code_compare": "fuzzy"}, {"code_float_tolerance": -1}])
+def test_comparison_out_of_range(options):
+    with pytest.raises(ValueError, match=f"--{next(iter(options))}"):
+        Comparison(**options)
+
+
+# --- verdicts of the sandbox
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[SandboxPool]:
+    if sys.platform != "linux":
+        pytest.skip("sandboxes need Linux")
+    try:
+        made = SandboxPool(SandboxLimits(code_timeout=20.0, code_memory_limit_mb=256), code_processes=2)
+    except SandboxRefusedError as error:
+        pytest.skip(str(error))
+    with made:
+        yield made
+
+
+def verdict_of(pool: SandboxPool, code: str, tests: Any, *, ends: bool = False, total: float = 60.0) -> CodeVerdict:
+    verifier = SandboxVerifier(pool, code_total_timeout=total)
+    return verifier.verify(code, find_tests(make_prompt(tests)), first_failure_ends=ends)
+
+
+SCRIPTS = {
+    "right": ("a, b = map(int, input().split())\nprint(a + b)", [True, True, True]),
+    "right, in main": (
+        "def main(): print(sum(map(int, input().split())))\nif __name__ == '__main__': main()",
+        [True] * 3,
+    ),
+    "wrong for one": ("print(sum(int(x) for x in input().split() if x != '-1'))", [True, True, False]),
+    "ends with an error": ("print(sum(map(int, input().split())))\nraise SystemExit(1)", [False] * 3),
+    "leaves before": ("import sys\nsys.exit(0)", [False] * 3),
+    "leaves at once": ("import os\nos._exit(0)", [False] * 3),
+    "a forged verdict": ("print('{\"passed\": true}')\nprint('PASS')", [False] * 3),
+    "forged reports": (
+        "import os\nfor n in range(3, 64):\n"
+        '    try: os.write(n, b\'{"ended":"exit","stdout":"3"}\')\n    except OSError: pass',
+        [False] * 3,
+    ),
+    "no output": ("pass", [False] * 3),
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_scripts(pool, name):
+    code, passed = SCRIPTS[name]
+    verdict = verdict_of(pool, code, ADD)
+    assert (verdict.passed, verdict.timeouts, verdict.compile_error) == (passed, 0, False)
+
+
+FUNCTIONS = {
+    "right": ("def add(a, b): return a + b", [True, True, True]),
+    "a method": (
+        "class Solution:\n    def add(self, a: int, b: int) -> int:\n        return a + b",
+        [True, True, True],
+    ),
+    "wrong for one": ("def add(a, b): return abs(a) + b", [True, True, False]),
+    "an exception for one": ("def add(a, b): return a + b if a != 3 else 1 / 0", [True, False, True]),
+    "dies in one": ("import os\ndef add(a, b): return a + b if a != 3 else os._exit(0)", [True, False, True]),
+    "leaves while loading": ("import sys\ndef add(a, b): return a + b\nsys.exit(0)", [False] * 3),
+    "prints all the time": ("def add(a, b):\n    print('noise')\n    return a + b", [True, True, True]),
+    "no function": ("def sub(a, b): return a - b", [False] * 3),
+    "equal to everything": (
+        "class Any(int):\n    def __eq__(self, other): return True\n    def __hash__(self): return 0\n"
+        "def add(a, b): return Any(42)",
+        [False] * 3,
+    ),
+    "an object that is no data": ("def add(a, b): return object()", [False] * 3),
+    "patched tools": (
+        "import builtins, json, operator\njson.dumps = lambda *a, **k: '{\"value\":true}'\n"
+        "builtins.all = builtins.any = lambda *a: True\ndef add(a, b): return None",
+        [False] * 3,
+    ),
+    "forged answers": (
+        "import os\ndef add(a, b):\n"
+        '    os.write(3, b\'{"passed":true}\\n{"value":true}\\n{"score":1}\\n\')\n    os._exit(0)',
+        [False] * 3,
+    ),
+    "looks for the answers": (
+        "import gc, sys\ndef add(a, b):\n"
+        "    found = [o for o in gc.get_objects() if isinstance(o, dict) and 'outputs' in o]\n"
+        "    frame, names = sys._getframe(), set()\n"
+        "    while frame:\n        names |= {k for k, v in frame.f_locals.items() if v == ['3', '7', '0']}\n"
+        "        frame = frame.f_back\n    return a + b if found or names else 'nothing'",
+        [False] * 3,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions(pool, name):
+    code, passed = FUNCTIONS[name]
+    verdict = verdict_of(pool, code, ADD_CALLS)
+    assert (verdict.passed, verdict.timeouts, verdict.compile_error) == (passed, 0, False)
+
+
+@pytest.mark.parametrize("tests", [ADD, ADD_CALLS])
+def test_no_python(pool, tests):
+    verdict = verdict_of(pool, "def add(a, b) return", tests)
+    assert not any(verdict.passed)
+    assert verdict.compile_error
+
+
+def test_the_end_of_all_time(pool):
+    """The first test takes all of it: it and the two that are left count as timed out."""
+    verdict = verdict_of(pool, "while True: pass", ADD, total=0.5)
+    assert (verdict.passed, verdict.timeouts) == ([False], 3)
+    verdict = verdict_of(pool, "def add(a, b):\n    while a == 3: pass\n    return a + b", ADD_CALLS, total=3.0)
+    assert (verdict.passed, verdict.timeouts) == ([True, False], 2)
+    verdict = verdict_of(pool, "while True: pass", ADD_CALLS, total=0.5)
+    assert (verdict.passed, verdict.timeouts) == ([False] * 3, 3)
+
+
+def test_first_failure_ends(pool):
+    assert verdict_of(pool, "print(0)", ADD, ends=True).passed == [False]
+    assert verdict_of(pool, "print(input() and 3)", ADD, ends=True).passed == [True, False]
+
+
+def test_large_inputs_and_outputs(pool):
+    numbers = "\n".join(map(str, range(200_000)))
+    tests = {"inputs": [f"200000\n{numbers}\n"], "outputs": [numbers]}
+    code = "import sys\ndata = sys.stdin.read().split()\nprint('\\n'.join(data[1:]))"
+    assert verdict_of(pool, code, tests).passed == [True]
+
+
+# --- scores
+
+
+class Verdicts:
+    """Programs are the verdicts: a share of passed tests, or how the verifier fails."""
+
+    concurrency = 4
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, bool]] = []
+        self.closed = False
+
+    def verify(self, code: str, tests: CodeTests, *, first_failure_ends: bool) -> CodeVerdict:
+        self.asked.append((code, first_failure_ends))
+        if code == "broken":
+            raise SandboxError("the sandbox failed twice")
+        n = int(code)
+        return CodeVerdict([True] * n + [False] * (len(tests.cases) - n), timeouts=3 - n, compile_error=n == 0)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_share_of_tests():
+    reward = CodeReward(Verdicts(), code_score="share")
+    output = reward.score([make_rollout(fenced(code)) for code in ("3", "2", "0")] + [make_rollout("no code")])
+    assert output.scores == [1.0, pytest.approx(2 / 3), 0.0, 0.0]
+    assert output.metrics == {
+        "pass_share": [1.0, pytest.approx(2 / 3), 0.0, 0.0],
+        "timeouts": [0.0, 1.0, 3.0, 0.0],
+        "compile_errors": [0.0, 0.0, 1.0, 0.0],
+        "no_code": [0.0, 0.0, 0.0, 1.0],
+        "failures": [0.0, 0.0, 0.0, 0.0],
+    }
+
+
+def test_all_tests():
+    verifier = Verdicts()
+    output = CodeReward(verifier).score([make_rollout(fenced(code)) for code in ("3", "2", "0")])
+    assert output.scores == [1.0, 0.0, 0.0]
+    assert all(first_failure_ends for _, first_failure_ends in verifier.asked)
+
+
+def test_a_failed_verifier_is_no_score():
+    rollouts = [make_rollout(fenced(code)) for code in ("3", "broken", "0")]
+    output = check_output(CodeReward(Verdicts()).score(rollouts), rollouts, "code")
+    assert output.scores == [1.0, None, 0.0]
+    assert output.metrics["failures"] == [0.0, 1.0, 0.0]
+    assert output.metrics["pass_share"] == [1.0, None, 0.0]
+
+
+def test_a_failed_verifier_is_an_error_where_asked():
+    reward = CodeReward(Verdicts(), on_reward_failure="error")
+    with pytest.raises(RewardError, match=r"1 of 2 programs could not be verified; sample 1 .*failed twice"):
+        reward.score([make_rollout(fenced("3")), make_rollout(fenced("broken"))])
+
+
+def test_a_verifier_that_always_fails_is_an_error():
+    with pytest.raises(RewardError, match="2 of 2 programs"):
+        CodeReward(Verdicts()).score([make_rollout(fenced("broken")), make_rollout(""), make_rollout(fenced("broken"))])
+
+
+def test_a_row_without_tests_is_an_error():
+    prompt = make_prompt({"inputs": [], "outputs": []}, index=7)
+    with pytest.raises(RewardError, match=r"code: sample 1 \(prompt row 7, .*0 inputs"):
+        CodeReward(Verdicts()).score([make_rollout(fenced("3")), make_rollout(fenced("3"), prompt=prompt)])
+
+
+def test_no_samples():
+    assert CodeReward(Verdicts()).score([]).scores == []
+
+
+def test_programs_run_side_by_side():
+    class Meeting(Verdicts):
+        """Nobody leaves before two are there."""
+
+        barrier = threading.Barrier(2)
+
+        def verify(self, code, tests, *, first_failure_ends):
+            self.barrier.wait(30)
+            return CodeVerdict([True] * 3)
+
+    assert CodeReward(Meeting()).score([make_rollout(fenced(code)) for code in "abcd"]).scores == [1.0] * 4
+
+
+def test_most_tests_and_own_extraction():
+    reward = CodeReward(Verdicts(), code_score="share", code_max_tests=2, extract=lambda response: response[-1])
+    assert reward.score([make_rollout("the answer is 1")]).scores == [0.5]
+
+
+def test_close():
+    verifier = Verdicts()
+    CodeReward(verifier).close()
+    assert verifier.closed
+
+
+@pytest.mark.parametrize(
+    ("options", "flag"),
+    [
+        ({"code_score": "some"}, "--code_score"),
+        ({"code_max_tests": 0}, "--code_max_tests"),
+        ({"on_reward_failure": "zero"}, "--on_reward_failure"),
+    ],
+)
+def test_options_out_of_range(options, flag):
+    with pytest.raises(ValueError, match=flag):
+        CodeReward(Verdicts(), **options)
+
+
+def test_total_timeout_out_of_range():
+    with pytest.raises(ValueError, match="--code_total_timeout"):
+        SandboxVerifier(None, code_total_timeout=0)
+
+
+def test_the_whole_way(pool):
+    """Real responses, real programs: right, wrong, hostile, none."""
+    reward = CodeReward(SandboxVerifier(pool), code_score="share")
+    responses = [
+        fenced("print(sum(map(int, input().split())))"),
+        fenced("print(3)"),
+        fenced("import os\nos.kill(os.getppid(), 9)\nprint(3 if input() == '1 2' else 7)"),
+        "I do not know.",
+    ]
+    rollouts = [make_rollout(response) for response in responses]
+    output = check_output(reward.score(rollouts), rollouts, reward.name)
+    assert output.scores == [1.0, pytest.approx(1 / 3), 0.0, 0.0]
+    assert output.metrics["no_code"] == [0.0, 0.0, 0.0, 1.0]

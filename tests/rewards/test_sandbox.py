@@ -1,0 +1,367 @@
+"""Hostile programs against real sandboxes, in every isolation that this machine allows"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import shutil
+import signal
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from lightppo.rewards.sandbox import ISOLATIONS, SandboxLimits, SandboxPool, SandboxRefusedError
+from lightppo.rewards.sandbox_probe import PROTECTIONS
+from lightppo.rewards.sandbox_process import Sandbox
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="sandboxes need Linux")
+
+# code_timeout is far more than any of these programs takes; those that never end are given less.
+LIMITS = SandboxLimits(code_timeout=60.0, code_memory_limit_mb=256, code_file_limit_mb=4, code_output_limit_mb=2)
+ENDLESS_SECONDS = 0.5
+SECRET = "sk-a-secret-of-the-trainer"
+
+
+HERE = [name for name in ISOLATIONS if name != "bubblewrap" or shutil.which("bwrap")]
+
+
+@pytest.fixture(scope="module", params=HERE)
+def pool(request) -> Iterator[SandboxPool]:
+    os.environ["TRAINER_SECRET"] = SECRET
+    try:
+        made = SandboxPool(LIMITS, code_processes=1, isolations=[request.param])
+    except SandboxRefusedError as error:
+        pytest.skip(str(error))
+    with made:
+        yield made
+    del os.environ["TRAINER_SECRET"]
+
+
+# Where Python itself lies below /tmp, programs see it there.
+BELOW_TMP = sorted({Path(path).parts[2] for path in sysconfig.get_paths().values() if path.startswith("/tmp/")})
+
+
+def test_an_environment_below_tmp_is_there_and_cannot_be_changed(monkeypatch):
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        os.chmod(folder, 0o755)
+        Path(folder, "of_the_environment.py").write_text("ANSWER = 42\n")
+        monkeypatch.setattr(sysconfig, "get_path", lambda name: folder)
+        try:
+            pool = SandboxPool(LIMITS, code_processes=1, isolations=["namespaces"])
+        except SandboxRefusedError as error:
+            pytest.skip(str(error))
+        program = f"import of_the_environment as m\nprint(m.ANSWER)\nopen({folder!r} + '/new', 'w')"
+        with pool:
+            for _ in range(2):  # every program has a /tmp of its own
+                run = pool.run(program)
+                assert run.stdout == "42\n", run.stderr
+                assert "Read-only file system" in run.stderr or "Permission denied" in run.stderr
+        assert os.listdir(folder) == ["of_the_environment.py"]
+
+
+def family(sandbox: Sandbox) -> set[int]:
+    return {sandbox.pid, *(child.pid for child in psutil.Process(sandbox.pid).children(recursive=True))}
+
+
+def only(pool: SandboxPool) -> Sandbox:
+    return pool._sandboxes[0]
+
+
+@contextlib.contextmanager
+def nothing_left(pool: SandboxPool) -> Iterator[None]:
+    """The same processes as before, still serving, and no file of the program."""
+    before = family(only(pool))
+    yield
+    assert family(only(pool)) == before
+    look = f"import os\nprint([n for n in os.listdir('.') if n not in {BELOW_TMP}] if os.getcwd() == '/tmp' else [])"
+    assert pool.run(look).stdout == "[]\n"
+
+
+ENDS_BY_ITSELF = {
+    "10 GB at once": "x = bytearray(10 << 30)",
+    "10 GB by and by": "x = []\nwhile True:\n    x.append(bytearray(1 << 20))",
+    "many threads": "import threading, time\nwhile True:\n    threading.Thread(target=time.sleep, args=(99,)).start()",
+    "environment": "import os\nprint(os.environ)\nprint(os.environ['TRAINER_SECRET'])",
+    "environment of the parent": "import os\nprint(open(f'/proc/{os.getppid()}/environ').read())",
+    "environment of the first": "print(open('/proc/1/environ').read())",
+    "memory of the parent": "import os\nopen(f'/proc/{os.getppid()}/mem', 'rb').read(10)",
+    "a socket": "import socket\nsocket.create_connection(('127.0.0.1', PORT))",
+    "a datagram": "import socket\nsocket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', PORT))",
+    "reading the user's files": "print(open('FILE').read())",
+    "writing the user's files": "open('FILE', 'w').write('x')",
+    "making a file beside them": "open('FILE.new', 'w').write('x')",
+    "removing the user's files": "import os\nos.remove('FILE')",
+    "changing the mode of the user's files": "import os\nos.chmod('FILE', 0)",
+    "writing into the interpreter": "import os\nopen(os.__file__, 'a').write('x')",
+    "a full folder": "n = 0\nwhile True:\n    open(f'/tmp/{n}', 'wb').write(bytes(1 << 20))\n    n += 1",
+    "a thousand files": "n = 0\nwhile True:\n    open(f'/tmp/{n}', 'wb').close()\n    n += 1",
+    "a file beyond the limit": "with open('/tmp/big', 'wb') as f:\n    while True:\n        f.write(bytes(1 << 20))",
+    "killing the parent": "import os\nos.kill(os.getppid(), 9)\nassert os.getppid() not in (0, 1)",
+    "tracing the parent": "import ctypes, os\nassert ctypes.CDLL(None).ptrace(16, os.getppid(), None, None) == 0",
+    "limits of the parent": "import os, resource\nresource.prlimit(os.getppid(), resource.RLIMIT_CPU, (0, 0))",
+    "another program": "import os\nos.execv('/bin/sh', ['sh', '-c', 'id'])",
+    "a shell": "import subprocess\nprint(subprocess.run('id', shell=True, check=True))",
+    "shared memory": "import mmap\nmmap.mmap(-1, 1 << 30)",
+    "broken memory": "import ctypes\nctypes.string_at(0)",
+    "endless output": "text = 'x' * (1 << 20)\nfor _ in range(1024):\n    print(text)",
+    "deep recursion in C": "class A:\n    def __repr__(self):\n        return repr(self)\nrepr(A())",
+    "a fork bomb": "import os\nfor _ in range(10_000):\n    os.fork()",
+    "mounts": "import ctypes\nassert ctypes.CDLL(None).mount(b'x', b'/tmp', b'tmpfs', 0, None) == 0",
+}
+
+
+@pytest.fixture(scope="module")
+def targets(tmp_path_factory) -> Iterator[tuple[str, str]]:
+    """A file and a port that programs have no business with."""
+    import socket
+
+    file = tmp_path_factory.mktemp("user") / "file"
+    file.write_text(SECRET)
+    file.chmod(0o666)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield str(file), str(server.getsockname()[1])
+    assert file.read_text() == SECRET
+    assert file.stat().st_mode & 0o777 == 0o666
+    assert [path.name for path in file.parent.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("name", ENDS_BY_ITSELF)
+def test_hostile_program_fails(pool, targets, name):
+    code = ENDS_BY_ITSELF[name].replace("FILE", targets[0]).replace("PORT", targets[1])
+    with nothing_left(pool):
+        run = pool.run(code)
+    assert (run.ended, run.code) != ("exit", 0), run
+    assert SECRET not in run.stdout + run.stderr
+    assert len(run.stdout) <= LIMITS.code_output_limit_mb << 20
+
+
+ENDLESS = {
+    "endless loop": "while True:\n    pass",
+    "sleep": "import time\ntime.sleep(1000)",
+    "stopped": "import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)",
+    "deaf": "import signal, time\nfor s in range(1, 65):\n    try: signal.signal(s, signal.SIG_IGN)\n"
+    "    except (OSError, ValueError): pass\nwhile True: time.sleep(1)",
+    "exceptions caught": "while True:\n    try:\n        while True: pass\n    except BaseException: pass",
+    "waiting for its own output": "import os\nr, w = os.pipe()\nos.read(r, 1)",
+    "a stubborn fork bomb": "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",
+    "children that sleep": "import os, time\nfor _ in range(3):\n    try: os.fork()\n    except OSError: pass\n"
+    "os.setsid() if os.getpid() != os.getpgrp() else 0\ntime.sleep(1000)",
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_endless_program_is_killed(pool, name):
+    started = time.monotonic()
+    with nothing_left(pool):
+        run = pool.run(ENDLESS[name], total_seconds=ENDLESS_SECONDS)
+    assert run.ended in ("timeout", "processes")
+    assert run.code == -signal.SIGKILL
+    assert time.monotonic() - started < 30
+
+
+HARMLESS = {
+    "sys.exit(0) first": ("import sys\nsys.exit(0)\nprint('42')", ""),
+    "os._exit(0)": ("import os\nprint('42')\nos._exit(0)", ""),
+    "closed output": ("import os, sys\nsys.stdout.flush()\nos.close(1)\nsys.stdout = None", ""),
+    "errors without end": ("import sys\nfor _ in range(50):\n    sys.stderr.write('x' * (1 << 20))\nprint(1)", "1\n"),
+    "patched builtins": ("import builtins\nbuiltins.print = builtins.compile = builtins.len = None", ""),
+    "patched modules": ("import os, json, sys\nos._exit = json.dumps = sys.exit = None", ""),
+    "writing to every descriptor": (
+        "import os\nfor n in range(3, 64):\n    try: os.write(n, b'{\"value\":42}\\n' * 99)\n    except OSError: pass",
+        "",
+    ),
+    "closing every descriptor": ("import os\nos.closerange(3, 4096)\nprint(1)", "1\n"),
+    "its own folder": (
+        "import os\nif os.getcwd() == '/tmp':\n    open('a', 'w').write('x')\n    os.mkdir('b')\n    os.chmod('b', 0)",
+        "",
+    ),
+    "deep recursion": ("import sys\ndef f(n):\n    return 0 if n == 0 else 1 + f(n - 1)\nprint(f(50_000))", "50000\n"),
+    "a thread": (
+        "import threading\nthreading.stack_size(16 << 20)\nthreading.Thread(target=lambda: print(1)).start()",
+        "1\n",
+    ),
+    "exit()": ("print(1)\nexit()\nprint(2)", "1\n"),
+    "quit()": ("print(1)\nquit(0)\nprint(2)", "1\n"),
+    "output at the end": ("import atexit\natexit.register(print, 'end')\nprint('begin')", "begin\nend\n"),
+    "stdin": (
+        "import os\nprint(os.fstat(0).st_size, open(0).read().split(), input)",
+        "4 ['x', 'y'] <built-in function input>\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_harmless_program_ends_well(pool, name):
+    code, printed = HARMLESS[name]
+    with nothing_left(pool):
+        run = pool.run(code, stdin="x\ny\n")
+    assert (run.ended, run.code, run.stdout) == ("exit", 0, printed), run
+
+
+def test_children_die_with_their_program(pool):
+    """Zombies, orphans and daemons that left the session."""
+    code = (
+        "import os, time\nfor kind in range(6):\n"
+        "    if os.fork() == 0:\n        if kind < 2: os._exit(0)\n        os.setsid()\n"
+        "        if os.fork() == 0: os.close(1)\n        time.sleep(1000)\nprint('done', flush=True)"
+    )
+    with nothing_left(pool):
+        run = pool.run(code)
+    if "namespaces" in pool.layers:
+        assert (run.ended, run.stdout) == ("exit", "done\n")
+    else:  # no forks there, or none beyond the first few
+        assert run.ended in ("exit", "processes")
+
+
+def test_memory_of_all_processes_counts(pool):
+    code = (
+        "import os, time\nfor _ in range(6):\n"
+        "    if os.fork() == 0:\n        x = bytearray(b'1') * (100 << 20)\n        time.sleep(1000)\ntime.sleep(1000)"
+    )
+    with nothing_left(pool):
+        run = pool.run(code)
+    # 6 · 100 MB are more than the 256 allowed; each alone is not
+    assert run.ended == "memory" if "namespaces" in pool.layers else run.code == 1
+
+
+def test_killing_everybody_hits_nobody(pool):
+    """By number, by group, and by asking for a signal on input."""
+    heard = []
+    before = signal.signal(signal.SIGIO, lambda *_: heard.append("SIGIO"))
+    code = f"""
+import fcntl, os, signal
+def attempt(action):
+    try: action()
+    except OSError: pass
+attempt(lambda: os.kill(-1, signal.SIGKILL))
+attempt(lambda: os.kill({os.getpid()}, signal.SIGKILL))
+attempt(lambda: os.killpg({os.getpgrp()}, signal.SIGKILL))
+attempt(lambda: os.setpriority(os.PRIO_PROCESS, {os.getpid()}, 19))
+reader, writer = os.pipe()
+attempt(lambda: fcntl.fcntl(reader, fcntl.F_SETOWN, {os.getpid()}))
+attempt(lambda: fcntl.fcntl(reader, fcntl.F_SETFL, os.O_ASYNC))
+os.write(writer, b"x")
+for number in range(2, 200):
+    if number != os.getpid():
+        attempt(lambda: os.kill(number, signal.SIGKILL))
+print("alive")
+"""
+    try:
+        with nothing_left(pool):
+            run = pool.run(code)
+    finally:
+        signal.signal(signal.SIGIO, before)
+    assert run.stdout == "alive\n"
+    assert not heard
+    assert psutil.Process().nice() == os.getpriority(os.PRIO_PROCESS, 0) < 19
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="numbers of x86_64")
+def test_filtered_system_calls(pool):
+    if "seccomp" not in pool.layers:
+        pytest.skip("no filter here")
+    numbers = {"socket": 41, "ptrace": 101, "unshare": 272, "memfd_create": 319, "userfaultfd": 323, "add_key": 248,
+               "shmget": 29, "perf_event_open": 298, "process_vm_readv": 310, "setns": 308, "bpf": 321,
+               "io_uring_setup": 425, "clone3": 435, "unheard of": 999}  # fmt: skip
+    code = f"""
+import ctypes
+libc = ctypes.CDLL(None, use_errno=True)
+for number in {list(numbers.values())}:
+    ctypes.set_errno(0)
+    result = libc.syscall(ctypes.c_long(number), *[ctypes.c_long(0)] * 6)
+    print(result, ctypes.get_errno())
+"""
+    answers = dict(zip(numbers, pool.run(code).stdout.splitlines()))
+    unknown = {"io_uring_setup", "clone3", "unheard of"}
+    assert answers == {name: "-1 38" if name in unknown else "-1 1" for name in numbers}  # ENOSYS, EPERM
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="machine code of x86_64")
+def test_calls_of_32_bits_kill(pool):
+    """They have other numbers: getpid, 20 there, by int 0x80."""
+    if "seccomp" not in pool.layers:
+        pytest.skip("no filter here")
+    code = """
+import ctypes, mmap
+page = mmap.mmap(-1, 4096, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, 7)
+page.write(b"\\xb8\\x14\\x00\\x00\\x00\\xcd\\x80\\xc3")
+address = ctypes.addressof(ctypes.c_char.from_buffer(page))
+print(ctypes.CFUNCTYPE(ctypes.c_int)(address)())
+"""
+    run = pool.run(code)
+    assert (run.ended, run.code, run.stdout) == ("signal", -signal.SIGSYS, "")
+
+
+def test_protections_are_found_by_trying(pool):
+    assert pool.protections == set(PROTECTIONS)
+
+
+def test_programs_see_nothing_of_each_other(pool):
+    pool.run("import builtins, os, sys\nbuiltins.mark = sys.mark = 1\nos.environ['MARK'] = '1'")
+    run = pool.run(
+        "import builtins, os, sys\nprint(hasattr(builtins, 'mark'), hasattr(sys, 'mark'), 'MARK' in os.environ)"
+    )
+    assert run.stdout == "False False False\n"
+
+
+def test_same_program_same_verdict(pool):
+    code = "import random\nprint(random.random(), list({'a', 'b', 'c', 'd'}))"
+    assert pool.run(code).stdout == pool.run(code).stdout != ""
+
+
+@pytest.mark.parametrize("code", ["def f(:", "x = '\ud800'", "print(1)\0", "x = " + "(" * 9999, "\tx\n  y"])
+def test_code_that_does_not_compile(pool, code):
+    run = pool.run(code)
+    assert (run.ended, run.code, len(run.answers)) == ("exit", 1, 1)
+    assert "compile_error" in json.loads(run.answers[0])
+
+
+def test_calls_are_answered_one_by_one(pool):
+    code = "class Solution:\n    def f(self, a: List[int], b): return a[b], {1, 2}, {'k': b}, deque([b])"
+    run = pool.run(code, function="f", calls=["[[5, 6], 1]", "[[5], 1]", '[{"3": 4}, 3]'])
+    loaded, first, second, third = map(json.loads, run.answers)
+    assert loaded == {"loaded": True}
+    assert first == {"value": [6, [1, 2], {"k": 1}, [1]]}
+    assert second == {"error": "IndexError: list index out of range"}
+    assert third["value"][0] == 4  # keys that are numbers are numbers again
+
+
+@pytest.mark.parametrize(
+    ("body", "ended", "n_answers"),
+    [
+        ("import os; os._exit(0)", "exit", 1),
+        ("import sys; sys.exit(0)", "exit", 3),  # an exception of a call, not the end
+        ("raise KeyboardInterrupt", "exit", 3),
+        ("return print", "exit", 3),  # no JSON
+        ("x = []; x.append(x); return x", "exit", 3),
+        ("return 'x' * (8 << 20)", "output", 1),
+        ("import ctypes; ctypes.string_at(0)", "signal", 1),
+    ],
+)
+def test_calls_that_end_badly(pool, body, ended, n_answers):
+    with nothing_left(pool):
+        run = pool.run(f"def f():\n    {body}", function="f", calls=["[]", "[]"])
+    assert (run.ended, len(run.answers)) == (ended, n_answers)
+    assert not any("value" in json.loads(answer) for answer in run.answers)
+
+
+def test_each_call_has_its_own_time(pool):
+    code = "import time\ndef f(n):\n    while n: time.sleep(1)\n    return n"
+    run = pool.run(code, function="f", calls=["[0]", "[1]", "[0]"], seconds=3.0)
+    assert run.ended == "timeout"
+    assert run.answers == ['{"loaded":true}', '{"value":0}']
+
+
+@pytest.mark.parametrize("code", ["", "f = 3", "def g(): pass", "class Solution: pass", "import math"])
+def test_a_program_without_the_function(pool, code):
+    run = pool.run(code, function="gcd", calls=["[1, 2]"])  # a name that every program starts with
+    assert run.code == 1
+    assert "load_error" in json.loads(run.answers[0])

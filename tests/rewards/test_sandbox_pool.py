@@ -1,0 +1,250 @@
+"""Sandboxes that break, end, or cannot be had."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import psutil
+import pytest
+
+from lightppo.rewards import sandbox_process
+from lightppo.rewards.sandbox import SandboxError, SandboxLimits, SandboxPool, SandboxRefusedError
+from lightppo.rewards.sandbox_probe import PROTECTIONS, probe
+from lightppo.rewards.sandbox_process import Sandbox
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="sandboxes need Linux")
+
+LIMITS = SandboxLimits(code_timeout=60.0, code_memory_limit_mb=256)
+
+
+def only(pool: SandboxPool) -> Sandbox:
+    return pool._sandboxes[0]
+
+
+def family(sandbox: Sandbox) -> set[int]:
+    return {sandbox.pid, *(child.pid for child in psutil.Process(sandbox.pid).children(recursive=True))}
+
+
+def make_pool(**options) -> SandboxPool:
+    try:
+        return SandboxPool(LIMITS, **({"code_processes": 1} | options))
+    except SandboxRefusedError as error:
+        pytest.skip(str(error))
+
+
+def inner(sandbox: Sandbox) -> psutil.Process:
+    return psutil.Process(sandbox.pid).children(recursive=True)[-1]
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 30.0) -> bool:
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def test_killed_sandbox_is_replaced():
+    with make_pool() as pool:
+        first = only(pool).pid
+        inner(only(pool)).kill()
+        assert pool.run("print(1)").stdout == "1\n"
+        assert only(pool).pid != first
+        assert not psutil.pid_exists(first)
+
+
+def test_silent_sandbox_is_replaced(monkeypatch):
+    with make_pool() as pool:
+        monkeypatch.setattr(sandbox_process, "_GRACE_SECONDS", 1.0)
+        first = family(only(pool))
+        inner(only(pool)).suspend()
+        with pytest.raises(SandboxError, match="did not answer in time"):
+            only(pool).run("print(1)", total_seconds=0.1)
+        assert eventually(lambda: not any(map(psutil.pid_exists, first)))
+        monkeypatch.undo()
+        assert pool.run("print(1)").stdout == "1\n"
+
+
+def test_no_interpreter_is_an_error(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    with pytest.raises(SandboxError, match="no process could be started"):
+        Sandbox("namespaces", LIMITS)
+
+
+def test_a_short_limit_does_not_disturb_the_attacks():
+    """They have their own: on a busy machine, 10 ms are not enough for them."""
+    make_pool().close()
+    with SandboxPool(SandboxLimits(code_timeout=0.01), code_processes=1) as pool:
+        assert pool.protections == set(PROTECTIONS)
+
+
+def test_two_failures_are_an_error(monkeypatch):
+    with make_pool() as pool:
+        monkeypatch.setattr(sandbox_process, "_STARTER", "raise SystemExit('no such day')")
+        inner(only(pool)).kill()
+        with pytest.raises(SandboxError, match=r"failed twice: .*no such day"):
+            pool.run("print(1)")
+        monkeypatch.undo()
+        assert pool.run("print(1)").stdout == "1\n"
+
+
+@pytest.mark.parametrize(
+    ("reply", "problem"),
+    [
+        ("struct.pack('>I', 5) + b'hello'", "no JSON"),
+        ("struct.pack('>I', 0xFFFFFFFF)", "announced a report of 4294967295 bytes"),
+        ("b'ab'", "ended"),
+        ("b''", "ended"),
+    ],
+)
+def test_nonsense_from_the_process(monkeypatch, reply, problem):
+    monkeypatch.setattr(sandbox_process, "_STARTER", f"import os, struct; os.write(1, {reply})")
+    with pytest.raises(SandboxError, match=problem):
+        Sandbox("namespaces", LIMITS)
+
+
+def test_sandboxes_end_with_a_killed_trainer():
+    trainer_code = (
+        "from lightppo.rewards.sandbox import SandboxPool\n"
+        "pool = SandboxPool(code_processes=1)\nprint(pool._sandboxes[0].pid, flush=True)\n"
+        "pool.run('while True: pass', total_seconds=1000)"
+    )
+    trainer = subprocess.Popen([sys.executable, "-c", trainer_code], stdout=subprocess.PIPE, text=True)
+    try:
+        first_line = trainer.stdout.readline()
+        if not first_line:
+            pytest.skip("no sandbox here")
+        sandbox = psutil.Process(int(first_line))
+        assert eventually(lambda: len(sandbox.children(recursive=True)) >= 2)
+        processes = [sandbox, *sandbox.children(recursive=True)]
+    finally:
+        trainer.kill()
+        trainer.wait()
+        trainer.stdout.close()
+    assert eventually(lambda: not any(process.is_running() for process in processes))
+
+
+def test_closing_ends_all_processes():
+    pool = make_pool(code_processes=2)
+    processes = set().union(*map(family, pool._sandboxes))
+    assert len(processes) >= 4
+    pool.close()
+    pool.close()
+    assert eventually(lambda: not any(map(psutil.pid_exists, processes)))
+    with pytest.raises(SandboxError, match="closed"):
+        pool.run("print(1)")
+
+
+def test_a_fork_of_the_trainer_does_not_close_them():
+    with make_pool() as pool:
+        child = os.fork()
+        if child == 0:
+            pool.close()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert pool.run("print(1)").stdout == "1\n"
+
+
+def test_refuses_without_isolation(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SandboxRefusedError, match=r"bubblewrap is not installed.*--allow_unsafe_code_execution"):
+        SandboxPool(LIMITS, isolations=["bubblewrap"])
+    with pytest.raises(ValueError, match="no sandbox for code on this machine"):
+        SandboxPool(LIMITS, isolations=[])
+
+
+def test_refuses_a_sandbox_that_does_not_hold(monkeypatch):
+    make_pool().close()
+    started = []
+    start = Sandbox.start
+    monkeypatch.setattr(Sandbox, "start", lambda self: (start(self), started.append(self.pid))[0])
+    monkeypatch.setattr(Sandbox, "attack", lambda self: set(PROTECTIONS) - {"network"})
+    with pytest.raises(SandboxRefusedError, match=r"does not give network \(no connection to anybody\)"):
+        SandboxPool(LIMITS)
+    assert started
+    assert eventually(lambda: not any(map(psutil.pid_exists, started)))
+
+
+HELD = {"network": False, "files": False, "environment": False, "names": ["PATH"], "processes": False,
+        "tracing": False, "memory": False}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("done", "forked", "ended", "missing"),
+    [
+        ({}, 20, "exit", set()),  # 16 and the 4 of our own that the limit may count
+        ({}, None, "processes", set()),  # killed for it
+        ({}, 21, "exit", {"forks"}),
+        ({}, None, "timeout", {"forks"}),
+        ({"network": True}, 0, "exit", {"network"}),
+        ({"files": True, "memory": True}, 0, "exit", {"files", "memory"}),
+        ({"environment": True}, 0, "exit", {"environment"}),
+        ({"names": ["PATH", "API_KEY"]}, 0, "exit", {"environment"}),
+        ({"processes": True}, 0, "exit", {"processes"}),
+        ({"tracing": True}, 0, "exit", {"processes"}),
+    ],
+)
+def test_attacks_that_work_are_seen(done, forked, ended, missing):
+    def run(code, function, arguments):
+        if function == "attack":
+            return "exit", ['{"loaded":true}', json.dumps({"value": HELD | done})]
+        return ended, ['{"loaded":true}'] + [json.dumps({"value": forked})] * (forked is not None)
+
+    options = {"memory_mb": 256, "max_processes": 16, "environment": {"PATH"}}
+    assert set(PROTECTIONS) - probe(run, own_processes=False, **options) == missing
+    # with process numbers of its own, the trainer's number means somebody else there
+    own = probe(run, own_processes=True, **options)
+    assert set(PROTECTIONS) - own == (set() if done == {"processes": True} else missing)
+
+
+def test_an_attack_without_an_answer_proves_nothing():
+    options = {"memory_mb": 256, "max_processes": 16, "environment": set(), "own_processes": True}
+    assert probe(lambda *_: ("signal", ['{"loaded":true}']), **options) == set()
+
+
+def test_attacks_work_where_nothing_holds(monkeypatch):
+    """The same attacks, run in this process: the files, the environment and the network are wide open."""
+    monkeypatch.setenv("API_KEY", "secret")
+
+    def run(code, function, arguments):
+        names = {}
+        exec(code.replace("works(trace)", "True"), names)  # not on the parent of the tests
+        value = names[function](*arguments) if function == "attack" else 10**6
+        return "exit", ['{"loaded":true}', json.dumps({"value": value})]
+
+    options = {"memory_mb": 1, "max_processes": 16, "environment": {"PATH"}, "own_processes": False}
+    assert probe(run, **options) == set()
+
+
+def test_allowed_without_isolation():
+    with SandboxPool(LIMITS, code_processes=1, isolations=[], allow_unsafe_code_execution=True) as pool:
+        assert pool.isolation == "none"
+        assert pool.run("print(1)").stdout == "1\n"
+        assert pool.run("while True: pass", total_seconds=1.0).ended == "timeout"
+        assert pool.run("x = bytearray(10 << 30)").code == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "flag"),
+    [
+        ({"code_timeout": 0}, "--code_timeout"),
+        ({"code_timeout": float("nan")}, "--code_timeout"),
+        ({"code_timeout": float("inf")}, "--code_timeout"),
+        ({"code_memory_limit_mb": 16}, "--code_memory_limit_mb"),
+        ({"code_max_processes": 0}, "--code_max_processes"),
+    ],
+)
+def test_limits_out_of_range(options, flag):
+    with pytest.raises(ValueError, match=flag):
+        SandboxLimits(**options)
+
+
+def test_pool_size_out_of_range():
+    with pytest.raises(ValueError, match="--code_processes"):
+        SandboxPool(LIMITS, code_processes=0)
