@@ -71,16 +71,18 @@ def all_gather(data: Any, device: torch.device) -> Any:
 
     Args:
         data: a tensor, a number, or a dictionary of these with the same keys on all ranks. Tensors may differ in
-            their first dimension.
+            their first dimension, which may be 0.
         device: where this rank's process group communicates.
 
     Returns:
-        Tensors concatenated along their first dimension in rank order; a number or 0-d tensor becomes (world size,).
+        Tensors concatenated along their first dimension in rank order, in their dtype; a number or 0-d tensor becomes
+        (world size,), a float in float64.
     """
     if isinstance(data, dict):
         gathered = {key: all_gather(data[key], device) for key in sorted(data)}
         return {key: gathered[key] for key in data}
-    tensor = data.detach() if isinstance(data, torch.Tensor) else torch.tensor(data)
+    precise = torch.float64 if isinstance(data, float) else None
+    tensor = data.detach() if isinstance(data, torch.Tensor) else torch.tensor(data, dtype=precise)
     local = tensor.to(device)
     local = local.reshape(1) if local.dim() == 0 else local
     sizes = [int(size) for size in all_gather_object(local.shape[0])]

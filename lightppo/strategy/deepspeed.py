@@ -95,6 +95,8 @@ class DeepspeedStrategy(DistributedStrategy):
         self.overlap_comm = overlap_comm
         if zpg != 1 and zero_stage != 3:
             raise ValueError(f"--zpg {zpg} needs --zero_stage 3, got {zero_stage}")
+        if overlap_comm and zero_stage < 2:
+            raise ValueError(f"--overlap_comm needs --zero_stage 2 or 3, got {zero_stage}")
         self.get_ds_train_config()  # an impossible combination fails here, before any process group
 
     @property
@@ -241,7 +243,7 @@ class DeepspeedStrategy(DistributedStrategy):
             param_offload=self.param_offload if param_offload is None else param_offload,
             zpg=self.zpg if zero_stage == 3 else 1,
             grad_accum_dtype=self.grad_accum_dtype,
-            overlap_comm=self.overlap_comm,
+            overlap_comm=self.overlap_comm and zero_stage > 1,
             on_cpu=not launch.on_cuda(),
         )
 
@@ -295,18 +297,41 @@ class DeepspeedStrategy(DistributedStrategy):
         engine.step()  # moves the engine's own scheduler
         skipped = not engine.was_step_applied()
         grad_norm = float(engine.get_global_grad_norm())
+        steps.drop_gradients(engine)
         if skipped:
-            steps.forget_gradients(engine.optimizer)
             if self.is_rank_0():
                 logger.warning("step %d of %s skipped: gradient not finite", engine.global_steps, name)
         elif scheduler is not None and scheduler is not engine.lr_scheduler:
             scheduler.step()
         return StepOutcome(grad_norm=math.inf if skipped else grad_norm, skipped=skipped)
 
+    def skip_step(self, model: Any, name: str = "model") -> None:
+        """Throws away what ``backward`` gathered since the last step, as if those calls had never been. Collective.
+
+        Weights, optimizer and scheduler stay, and so does the count of steps. The ranks must decide alike; nothing is
+        communicated here. Without any ``backward`` before, it does nothing.
+
+        Args:
+            model: the prepared model.
+            name: of the model, for the message.
+
+        Raises:
+            ValueError: the model was not prepared with an optimizer.
+        """
+        engine = engines.get_engine(model, "skip_step")
+        if not engines.has_optimizer(engine):
+            raise ValueError(f"skip_step: {name} was prepared without an optimizer, so it has no gradient")
+        steps.drop_gradients(engine)
+        if self.is_rank_0():
+            logger.info("a step of %s is not taken: its gradient is thrown away", name)
+
     def moving_average(
         self, model: Any, ema_model: Any, beta: float = 0.992, device: torch.device | str | None = None
     ) -> None:
-        """ema ← beta · ema + (1 − beta) · model. See ``zero3.moving_average``."""
+        """ema ← beta · ema + (1 − beta) · model; beta 0 copies. See ``zero3.moving_average``.
+
+        Collective where a sharded model goes into a whole average.
+        """
         zero3.moving_average(model, ema_model, beta, device)
 
     def gathered_parameters(self, model: Any) -> AbstractContextManager[nn.Module]:

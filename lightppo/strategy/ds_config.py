@@ -41,7 +41,7 @@ def train_config(
         param_offload: parameters on the CPU until a layer needs them (stage 3).
         zpg: ranks over which stage 3 keeps its secondary parameter shards (ZeRO++ hpZ); 1 has none.
         grad_accum_dtype: "fp32" or "bf16", in which gradients add up over micro batches; None is fp32.
-        overlap_comm: reduces gradients while the backward pass still runs.
+        overlap_comm: reduces gradients while the backward pass still runs (stages 2 and 3).
         on_cpu: the engine runs on CPU: small buckets, no pinned memory.
         persistence_threshold: stage 3 leaves parameters of at most so many elements unsharded; None is DeepSpeed's.
 
@@ -57,6 +57,8 @@ def train_config(
         raise ValueError(f"--param_offload needs --zero_stage 3, got {zero_stage}")
     if zpg != 1 and zero_stage != 3:
         raise ValueError(f"--zpg {zpg} needs --zero_stage 3, got {zero_stage}")
+    if overlap_comm and zero_stage < 2:
+        raise ValueError(f"--overlap_comm needs --zero_stage 2 or 3, got {zero_stage}")
     if bf16 and zero_stage == 0:
         raise ValueError("--bf16 training needs fp32 master weights, which ZeRO keeps from stage 1: set --zero_stage 1")
     if grad_accum_dtype is not None and grad_accum_dtype not in _GRAD_ACCUM_DTYPES:

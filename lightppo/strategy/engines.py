@@ -42,7 +42,9 @@ def get_engine(model: Any, what_for: str) -> Any:
 
 def has_optimizer(engine: Any) -> bool:
     """True when the engine trains; engines of frozen models carry a stand-in or nothing."""
-    return getattr(engine, "optimizer", None) is not None and hasattr(engine.optimizer, "param_groups")
+    optimizer = getattr(engine, "optimizer", None)
+    # At bf16 the stand-in of a replicated model has parameter groups too, and says that it is one.
+    return hasattr(optimizer, "param_groups") and getattr(optimizer, "using_real_optimizer", True)
 
 
 def zero_stage_of(engine: Any | None) -> int:

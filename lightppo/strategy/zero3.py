@@ -91,15 +91,16 @@ def _register_hooks(offload: Any) -> None:
 
 @torch.no_grad()
 def moving_average(model: Any, ema_model: Any, beta: float, device: torch.device | str | None = None) -> None:
-    """ema ← beta · ema + (1 − beta) · model, parameter by parameter, in the EMA's own precision.
+    """ema ← beta · ema + (1 − beta) · model, parameter by parameter, in the wider precision of the two.
 
-    Two models sharded in the same way, and a whole model averaged into shards, need no communication. Buffers are
-    copied.
+    Two models sharded in the same way, and a whole model averaged into shards, need no communication; a sharded model
+    averaged into a whole one is gathered, one parameter at a time. The weights are those that the model's forward
+    uses: under bf16 not the optimizer's fp32 masters. Buffers that are part of a state dict are copied.
 
     Args:
         model: the model that trains.
         ema_model: its average, of the same architecture; keep it in fp32: at beta near 1 the steps vanish in bf16.
-        beta: weight of the past, in [0, 1].
+        beta: weight of the past, in [0, 1]; 0 makes an exact copy, rounded only where the average is less precise.
         device: where the arithmetic takes place; None is where the average lives.
 
     Raises:
@@ -119,12 +120,20 @@ def moving_average(model: Any, ema_model: Any, beta: float, device: torch.device
         else:
             new = _matching_part(param, ema_param)
         old = ema_param.ds_tensor if is_sharded(ema_param) else ema_param.data
-        place = device or old.device
-        average = torch.lerp(old.to(place), new.to(place, old.dtype), 1.0 - beta)
-        old.copy_(average)
+        old.copy_(_average(old, new, beta, device or old.device))
         forget_secondary_shard(ema_param)
-    for ema_buffer, buffer in zip(target.buffers(), source.buffers()):
-        ema_buffer.copy_(buffer)
+    kept, buffers = target.state_dict(keep_vars=True).keys(), dict(source.named_buffers())
+    for name, ema_buffer in target.named_buffers():
+        if name in kept:  # the others are derived, some anew in every forward
+            ema_buffer.copy_(buffers[name])
+
+
+def _average(old: torch.Tensor, new: torch.Tensor, beta: float, place: torch.device | str) -> torch.Tensor:
+    """beta · old + (1 − beta) · new. At beta 0 the old values play no part, not even when they are not finite."""
+    if beta == 0.0:
+        return new
+    dtype = torch.promote_types(old.dtype, new.dtype)
+    return torch.lerp(old.to(place, dtype), new.to(place, dtype), 1.0 - beta)
 
 
 def _matching_part(param: torch.Tensor, ema_param: torch.Tensor) -> torch.Tensor:

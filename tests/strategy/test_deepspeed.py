@@ -11,6 +11,7 @@ def test_two_ranks_under_the_deepspeed_launcher(run_checks):
         "check_collectives",
         "check_zero_equals_plain_torch",
         "check_bf16_stays_near_fp32",
+        "check_skip_step",
         "check_moving_average",
         "check_gathered_parameters",
         "check_prepare",
@@ -18,12 +19,14 @@ def test_two_ranks_under_the_deepspeed_launcher(run_checks):
         "check_sharded_from_the_start",
         launcher="deepspeed",
         world_size=2,
+        timeout=400,
     )
     assert "FutureWarning" not in output
 
 
 def test_one_process_without_a_launcher(run_checks):
-    run_checks("engines.py", "check_zero_equals_plain_torch", launcher="python", world_size=1)
+    checks = ("check_zero_equals_plain_torch", "check_skip_step", "check_moving_average")
+    run_checks("engines.py", *checks, launcher="python", world_size=1, timeout=400)
 
 
 def test_a_rank_that_is_lost_ends_the_job(tmp_path):

@@ -58,6 +58,7 @@ def test_stage_0_clips_in_the_strategy():
         ({"zero_stage": 0, "adam_offload": True}, r"--adam_offload .* --zero_stage 1, 2 or 3"),
         ({"zero_stage": 2, "param_offload": True}, r"--param_offload needs --zero_stage 3, got 2"),
         ({"zero_stage": 2, "zpg": 2}, r"--zpg 2 needs --zero_stage 3"),
+        ({"zero_stage": 1, "overlap_comm": True}, r"--overlap_comm needs --zero_stage 2 or 3, got 1"),
         ({"zero_stage": 0, "bf16": True}, r"--bf16 .* --zero_stage 1"),
         ({"zero_stage": 2, "bf16": True, "grad_accum_dtype": "fp16"}, r"fp32, bf16, got 'fp16'"),
         ({"zero_stage": 2, "grad_accum_dtype": "bf16"}, r"needs --bf16"),

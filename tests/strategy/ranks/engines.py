@@ -6,7 +6,9 @@ import logging
 import math
 from pathlib import Path
 
+import averages
 import pytest
+import skipping
 import torch
 from common import (
     EPS,
@@ -145,6 +147,7 @@ def check_collectives(strategy: DeepspeedStrategy, work_dir: Path) -> None:
     rows = torch.full((1 + rank, 2), float(rank))
     assert strategy.all_gather(rows).tolist() == [[0.0, 0.0], [1.0, 1.0], [1.0, 1.0]]
     assert strategy.all_gather({"n": rank + 5})["n"].tolist() == [5, 6]
+    check_uneven_gathers(strategy)
     assert strategy.all_gather_object({"rank": rank}) == [{"rank": 0}, {"rank": 1}]
     assert strategy.broadcast_object(f"from {rank}", src=1) == "from 1"
     assert strategy.same_count(3 + 4 * rank) == 7
@@ -153,40 +156,34 @@ def check_collectives(strategy: DeepspeedStrategy, work_dir: Path) -> None:
     assert strategy.all_gather_object([b.tolist() for b in loader]) == [[[4]], [[0]]]
 
 
-def check_moving_average(strategy: DeepspeedStrategy, work_dir: Path) -> None:
-    """Every pairing of sharded and whole; shards need no communication; fp32 average of a bf16 model; hpZ."""
-    beta = 0.9
-    trained_actor(make_strategy(zero_stage=3, zpg=2))  # from now on this process's ZeRO-3 engines keep hpZ copies
-    for actor_stage, ema_stage, bf16 in ((3, 3, False), (2, 3, False), (3, 0, False), (0, 0, False), (3, 3, True)):
-        case = (actor_stage, ema_stage, bf16)
-        role = make_strategy(zero_stage=actor_stage, bf16=bf16)
-        actor, optimizer, scheduler = trained_actor(role)
-        ema = role.prepare(TinyActor(causal_lm(seed=1), role.get_ds_eval_config(zero_stage=ema_stage, bf16=False)))
-        before, new = whole_weights(role, ema), whole_weights(role, actor)
-        if (actor_stage, ema_stage) == (3, 0):
-            role.moving_average(actor, ema, beta)
-        else:
-            for rank in (1, 0):  # one rank after the other: a collective inside would wait for ever
-                if role.get_rank() == rank:
-                    role.moving_average(actor, ema, beta, device="cpu")
-                role.barrier()
-        for name, got in whole_weights(role, ema).items():
-            expected = beta * before[name] + (1 - beta) * new[name]
-            torch.testing.assert_close(got, expected, atol=1e-6, rtol=0, msg=lambda m: f"{case} {m}")  # noqa: B023
-        assert {p.dtype for p in role.unwrap_model(ema).parameters()} == {torch.float32}, case
-        # forward sees the new weights
-        with torch.no_grad():
-            plain = causal_lm()
-            plain.load_state_dict(whole_weights(role, ema) | {"lm_head.weight": plain.lm_head.weight}, strict=False)
-            plain.tie_weights()
-            torch.testing.assert_close(ema(batch(0)), plain(input_ids=batch(0)).logits, atol=1e-5, rtol=0)
-        # and the actor trains on
-        _, outcome = train_step(role, actor, optimizer, scheduler, step=0)
-        assert not outcome.skipped
-    with pytest.raises(ValueError, match="beta"):
-        strategy.moving_average(causal_lm(), causal_lm(), beta=1.5)
-    with pytest.raises(ValueError, match=r"differ in \d+ parameters, first 'lm_head.weight'"):
-        strategy.moving_average(causal_lm(tied=True), causal_lm(tied=False), beta=0.5)
+def check_uneven_gathers(strategy: DeepspeedStrategy) -> None:
+    """First dimensions that differ, down to nothing; every dtype stays itself to the last bit."""
+    rank = strategy.get_rank()
+    third = 1 / 3  # not a float32
+    for values, dtype in (
+        ([[third], [third + 1, third + 2]], torch.float64),
+        ([[], [third]], torch.float64),
+        ([[third, third], []], torch.float64),
+        ([[], []], torch.float64),
+        ([[True, False, True], [False]], torch.bool),
+        ([[], [True, False]], torch.bool),
+        ([[2**40], [2**40 + 1, 3]], torch.int64),
+        ([[1.5], [float("nan"), float("inf")]], torch.float32),
+        ([[0.5, 0.25], [1.0]], torch.bfloat16),
+    ):
+        got = strategy.all_gather(torch.tensor(values[rank], dtype=dtype))
+        expected = torch.tensor(values[0] + values[1], dtype=dtype)
+        assert got.dtype == dtype
+        assert torch.equal(got.nan_to_num(7.0), expected.nan_to_num(7.0)), (values, got)
+    # (0, 3) on rank 0, (2, 3) on rank 1; and a view that is not contiguous
+    mine = torch.full((2 * rank, 3), third, dtype=torch.float64)
+    assert strategy.all_gather({"x": mine, "y": torch.ones(2, rank).T})["x"].tolist() == [[third] * 3] * 2
+    assert strategy.all_gather(torch.ones(2, 1 + rank).T).shape == (3, 2)
+    # a number or a 0-d tensor of each rank; the result follows no gradient
+    assert strategy.all_gather(torch.tensor(third + rank, dtype=torch.float64)).tolist() == [third, third + 1]
+    assert strategy.all_gather(third + rank).tolist() == [third, third + 1]
+    assert strategy.all_gather(rank == 1).tolist() == [False, True]
+    assert not strategy.all_gather(torch.ones(1, requires_grad=True)).requires_grad
 
 
 def greedy(model: torch.nn.Module, prompt: torch.Tensor, new_tokens: int) -> list[int]:
@@ -329,4 +326,5 @@ def check_sharded_from_the_start(strategy: DeepspeedStrategy, work_dir: Path) ->
 
 
 if __name__ == "__main__":
-    run([value for name, value in list(globals().items()) if name.startswith("check_")])
+    here = [value for name, value in list(globals().items()) if name.startswith("check_")]
+    run([*averages.CHECKS, *skipping.CHECKS, *here])
