@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from torch.utils.data import Dataset as TorchDataset
@@ -168,6 +168,15 @@ class PromptDataset(TorchDataset):
     def collate_fn(prompts: list[Prompt]) -> list[Prompt]:
         """A batch is the list itself (possibly empty: a rank's share of the last batch)."""
         return prompts
+
+    def positions_of(self, indices: Iterable[int]) -> list[int]:
+        """Where the prompts of these row numbers (``Prompt.index``) are in this dataset.
+
+        Raises:
+            KeyError: no prompt was made of such a row.
+        """
+        positions = {int(number): position for position, number in enumerate(self._rows.row_numbers)}
+        return [positions[index] for index in indices]
 
     def origin(self, position: int) -> str:
         """File and line, or row number, of the prompt at this position."""

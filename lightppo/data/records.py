@@ -47,6 +47,7 @@ class Rollout:
         reward: the scalar score, ``None`` until scored.
         token_rewards: optional score per response token.
         extras: named numbers from the reward source, logged as ``reward/<name>``.
+        baseline: the greedy answer to the same prompt, where the advantage estimator compares with it.
     """
 
     prompt: Prompt
@@ -58,6 +59,7 @@ class Rollout:
     reward: float | None = None
     token_rewards: list[float] | None = None
     extras: dict[str, float] = field(default_factory=dict)
+    baseline: "Rollout | None" = None
 
     @property
     def truncated(self) -> bool:

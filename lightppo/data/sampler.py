@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -14,14 +14,15 @@ class RolloutBatchSampler(Sampler[list[int]]):
 
     The order of an epoch and its cut into global batches depend on the seed, the epoch and the position only, never on
     the number of ranks. Rank r gets ``batch[r::world_size]`` of every global batch: all ranks yield equally many
-    batches, and on the last, short one a rank's share may be an EMPTY list. No prompt is dropped or repeated.
+    batches, and on the last, short one a rank's share may be an EMPTY list. No prompt is dropped or repeated, but for
+    those that :meth:`leave_out` names.
 
     The position (``consumed_samples``) counts prompts over all ranks within the epoch, and moves on when a batch is
     yielded: it is exact for a ``DataLoader(batch_sampler=…, num_workers=0)``, which asks for a batch when it needs it.
 
     Args:
         num_samples: prompts in the dataset.
-        batch_size: prompts per batch over all ranks (``rollout_batch_size``).
+        batch_size: prompts per batch over all ranks (``gen_batch_size``).
         rank: this rank.
         world_size: number of ranks.
         shuffle: a new order each epoch; else the dataset's.
@@ -56,9 +57,31 @@ class RolloutBatchSampler(Sampler[list[int]]):
         self.epoch = 0
         self.consumed_samples = 0
         self._start = 0
+        self._left_out: frozenset[int] = frozenset()
+
+    def leave_out(self, positions: Iterable[int]) -> None:
+        """Leave these prompts out of all further passes, beside those left out before; the same on every rank.
+
+        Raises:
+            ValueError: no such prompt, or none would be left.
+        """
+        left_out = self._left_out | set(positions)
+        if unknown := sorted(p for p in left_out if not 0 <= p < self.num_samples):
+            raise ValueError(f"prompt {unknown[0]} of {self.num_samples} cannot be left out")
+        if len(left_out) == self.num_samples:
+            raise ValueError(f"all {self.num_samples} prompts would be left out")
+        self._left_out = frozenset(left_out)
+
+    @property
+    def epoch_size(self) -> int:
+        """Prompts of an epoch."""
+        return self.num_samples - len(self._left_out)
 
     def order(self) -> list[int]:
         """Positions of all prompts in this epoch's order, the same on every rank."""
+        return [position for position in self._whole_order() if position not in self._left_out]
+
+    def _whole_order(self) -> list[int]:
         if not self.shuffle:
             return list(range(self.num_samples))
         generator = torch.Generator()
@@ -70,19 +93,19 @@ class RolloutBatchSampler(Sampler[list[int]]):
         order, start = self.order(), self._start
         self._start = 0  # a resumed position counts once; the next pass is a whole one
         self.consumed_samples = start
-        for begin in range(start, self.num_samples, self.batch_size):
+        for begin in range(start, len(order), self.batch_size):
             batch = order[begin : begin + self.batch_size]
             self.consumed_samples = begin + len(batch)
             yield batch[self.rank :: self.world_size]
 
     def __len__(self) -> int:
         """Batches that the next pass yields (equal on all ranks); less than an epoch's after a resume."""
-        return -(-(self.num_samples - self._start) // self.batch_size)
+        return -(-(self.epoch_size - self._start) // self.batch_size)
 
     @property
     def batches_per_epoch(self) -> int:
         """Batches of a whole epoch."""
-        return -(-self.num_samples // self.batch_size)
+        return -(-self.epoch_size // self.batch_size)
 
     def set_epoch(self, epoch: int, consumed_samples: int = 0) -> None:
         """Choose the order of the next pass and where it starts.
@@ -94,9 +117,9 @@ class RolloutBatchSampler(Sampler[list[int]]):
         Raises:
             ValueError: more prompts than there are.
         """
-        if not 0 <= consumed_samples <= self.num_samples:
+        if not 0 <= consumed_samples <= self.epoch_size:
             raise ValueError(
-                f"consumed_samples is {consumed_samples}, but an epoch has {self.num_samples} prompts; "
+                f"consumed_samples is {consumed_samples}, but an epoch has {self.epoch_size} prompts; "
                 "it counts within the epoch"
             )
         self.epoch = epoch
@@ -110,6 +133,7 @@ class RolloutBatchSampler(Sampler[list[int]]):
             "num_samples": self.num_samples,
             "shuffle": self.shuffle,
             "seed": self.seed,
+            "left_out": sorted(self._left_out),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -124,4 +148,5 @@ class RolloutBatchSampler(Sampler[list[int]]):
                     f"the checkpoint's sampler has {name} {state[name]}, this run has {getattr(self, name)}: its "
                     "position means nothing in this data; use the same data and --seed, or start anew"
                 )
+        self._left_out = frozenset(state.get("left_out", ()))
         self.set_epoch(state["epoch"], state["consumed_samples"])

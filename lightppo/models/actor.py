@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from lightppo.algorithms.logprobs import token_log_probs
+from lightppo.algorithms.logprobs import log_probs_and_entropy, token_log_probs
 from lightppo.models.loading import load_causal_lm
 from lightppo.models.packing import (
     action_predictors,
@@ -19,11 +20,39 @@ from lightppo.models.packing import (
     real_actions,
     scatter,
 )
+from lightppo.models.scoring_head import HeadQuestion, asked, scoring_head
 from lightppo.models.wrapper import PretrainedWrapper, model_inputs, takes
+
+
+@dataclass(frozen=True)
+class ActionScores:
+    """What one forward says about the last A tokens of each sequence.
+
+    Attributes:
+        log_probs: (B, A) float32, under the temperature; 0 where ``real`` is False.
+        real: (B, A) bool, the action and the token before it are no padding; K places in all.
+        entropy: (B, A) float32, of the distribution each action was drawn from, under the temperature, in nats; 0 where
+            ``real`` is False. None: not asked for.
+        logits: (K, V) of the real actions, row by row as ``log_probs[real]``, over the valid vocabulary, in the model's
+            dtype, not divided by the temperature. None: not asked for.
+        router_loss: scalar, the load-balancing loss over the real tokens of the batch. None: not asked for.
+    """
+
+    log_probs: Tensor
+    real: Tensor
+    entropy: Tensor | None = None
+    logits: Tensor | None = None
+    router_loss: Tensor | None = None
 
 
 class Actor(PretrainedWrapper):
     """A causal LM that gives the log probs of the last A tokens of each sequence.
+
+    Where no logits are asked for, none of more than one chunk of tokens are made: the head itself returns log probs
+    (:func:`lightppo.algorithms.head.linear_log_probs`), so that memory does not grow with tokens × vocabulary. That
+    needs a head that is a plain linear layer with nothing after it. Models that change the logits (Gemma 2's soft
+    capping, the scaling of Cohere and Granite) or have another kind of head (adapters, quantised) are found out at the
+    first forward, which is then run again, and go through all logits of the actions from there on.
 
     Args:
         pretrain_or_model: folder, hub id, or a built model (its dropout is set to 0 in place).
@@ -69,6 +98,7 @@ class Actor(PretrainedWrapper):
             raise ValueError(f"--temperature must be above 0 for training, got {temperature}")
         self.temperature = temperature
         self.valid_vocab_size = valid_vocab_size
+        self._head_is_last = True  # False once the model was seen to change what its head returns
 
     def forward(
         self,
@@ -98,38 +128,153 @@ class Actor(PretrainedWrapper):
             PackingNotSupportedError: at the first packed forward, if the model mixes packed sequences.
         """
         if packed_seq_lens is not None:
-            return self._forward_packed_by_caller(sequences, num_actions, packed_seq_lens, return_output)
+            position_ids = position_ids_from_lengths(packed_seq_lens, sequences)
+            self._probe_packing(sequences.device)
+            if num_actions is None:
+                return self._run(sequences, None, position_ids)
+            batch = _packed_by_caller(sequences, position_ids, packed_seq_lens, num_actions)
+        elif num_actions is None:
+            return self._run(sequences, torch.ones_like(sequences) if attention_mask is None else attention_mask)
+        else:
+            batch = self._batch(sequences, num_actions, attention_mask)
+        predicted = self._predict(batch, logits=return_output)
+        log_probs = batch.per_action(predicted.log_probs)  # (B, A)
+        return (log_probs, predicted.output) if return_output else log_probs
+
+    def score_actions(
+        self,
+        sequences: Tensor,
+        num_actions: int,
+        attention_mask: Tensor | None = None,
+        *,
+        entropy: bool = False,
+        entropy_grad: bool = False,
+        logits: bool = False,
+        router_loss: bool = False,
+    ) -> ActionScores:
+        """Log probs of the last actions, and what else is asked for, from one forward; packed or padded alike.
+
+        Args:
+            sequences: (B, S) token ids, padded on either side.
+            num_actions: A.
+            attention_mask: (B, S), 1 = real token; None: no padding.
+            entropy: give the entropy.
+            entropy_grad: with a gradient (an entropy bonus); False: detached.
+            logits: give the logits of the real actions (the KL over the whole vocabulary).
+            router_loss: give the load-balancing loss of a mixture of experts (Fedus et al. 2021, arXiv:2101.03961,
+                eq. 4-6).
+
+        Raises:
+            ValueError: num_actions that do not fit; router_loss with a model that has no router, or whose router gets
+                no gradient (see :meth:`check_router`).
+            PackingNotSupportedError: as in :meth:`forward`.
+        """
+        if router_loss:
+            self.check_router()
+        batch = self._batch(sequences, num_actions, attention_mask)
+        predicted = self._predict(
+            batch, logits=logits, entropy=entropy, entropy_grad=entropy_grad, router_logits=router_loss
+        )
+        return ActionScores(
+            log_probs=batch.per_action(predicted.log_probs),  # (B, A)
+            real=batch.real,
+            entropy=batch.per_action(predicted.entropy) if entropy else None,  # (B, A)
+            logits=batch.real_logits(predicted.logits) if logits else None,
+            router_loss=self._router_loss(predicted.output) if router_loss else None,
+        )
+
+    @property
+    def has_router(self) -> bool:
+        """Whether the model is a mixture of experts whose forward gives router logits when asked."""
+        return takes(self.hf_model, "output_router_logits")
+
+    def check_router(self) -> None:
+        """Refuse what can have no load-balancing loss, before any forward.
+
+        Raises:
+            ValueError: the model has no router.
+        """
+        if not self.has_router:
+            raise ValueError(
+                f"--aux_loss_coef: {type(self.hf_model).__name__} gives no router logits, so it has no load-balancing "
+                "loss; leave --aux_loss_coef out, or train a mixture of experts such as Mixtral or Qwen3-MoE"
+            )
+
+    def _router_loss(self, output: ModelOutput) -> Tensor:
+        loss = output.get("aux_loss")
+        if not isinstance(loss, Tensor):  # transformers: None or 0 where no layer has a router
+            raise ValueError(
+                f"--aux_loss_coef: {type(self.hf_model).__name__} took output_router_logits but returned no "
+                "load-balancing loss (no layer of it is a mixture of experts?); leave --aux_loss_coef out"
+            )
+        if torch.is_grad_enabled() and self.training and not loss.requires_grad:
+            # reentrant checkpointing runs the layers without a graph, so what is caught inside them has no gradient
+            raise ValueError(
+                "--aux_loss_coef: the load-balancing loss has no gradient; with --gradient_checkpointing, leave "
+                "--gradient_checkpointing_use_reentrant out"
+            )
+        return loss.float()
+
+    def _batch(self, sequences: Tensor, num_actions: int, attention_mask: Tensor | None) -> _Batch:
+        """What one forward takes, packed or padded; only positions that predict an action go through the head."""
         if attention_mask is None:
             attention_mask = torch.ones_like(sequences)
-        if num_actions is None:
-            return self._run(sequences, attention_mask)
         length = sequences.shape[1]
         check_num_actions(num_actions, length)
-        mask = real_actions(attention_mask, num_actions)  # (B, A)
+        real = real_actions(attention_mask, num_actions)  # (B, A)
         actions = sequences[:, -num_actions:]  # (B, A)
-        if self.packing_samples:
-            self._probe_packing(sequences.device)
-            row = pack(sequences, attention_mask)
-            places = row.slots[:, -num_actions - 1 : -1][mask]  # (K,)
-            output = self._run(row.input_ids, None, row.position_ids, places)
-            log_probs = scatter(self._log_probs(output.logits[0], actions[mask]), mask)  # (B, A)
-        else:
+        if not self.packing_samples:
             places = torch.arange(length - num_actions - 1, length - 1, device=sequences.device)  # (A,)
-            output = self._run(sequences, attention_mask, None, places)
-            log_probs = self._log_probs(output.logits, actions.masked_fill(~mask, 0)).masked_fill(~mask, 0)  # (B, A)
-        return (log_probs, output) if return_output else log_probs
-
-    def _forward_packed_by_caller(
-        self, sequences: Tensor, num_actions: list[int] | None, lengths: list[int], return_output: bool
-    ) -> Tensor | ModelOutput | tuple[Tensor, ModelOutput]:
-        position_ids = position_ids_from_lengths(lengths, sequences)
+            return _Batch(sequences, attention_mask, None, places, actions.masked_fill(~real, 0), real, packed=False)
         self._probe_packing(sequences.device)
-        if num_actions is None:
-            return self._run(sequences, None, position_ids)
-        places = action_predictors(lengths, num_actions, sequences.device)  # (K,)
-        output = self._run(sequences, None, position_ids, places)
-        log_probs = self._log_probs(output.logits, sequences[:, places + 1])  # (1, K)
-        return (log_probs, output) if return_output else log_probs
+        row = pack(sequences, attention_mask)
+        places = row.slots[:, -num_actions - 1 : -1][real]  # (K,)
+        return _Batch(row.input_ids, None, row.position_ids, places, actions[real], real, packed=True)
+
+    def _predict(
+        self,
+        batch: _Batch,
+        *,
+        logits: bool = False,
+        entropy: bool = False,
+        entropy_grad: bool = False,
+        router_logits: bool = False,
+    ) -> _Predicted:
+        """One forward, through the head's log probs where that is enough and possible, else through logits."""
+        if not logits:
+            predicted = self._ask_head(batch, entropy, entropy_grad, router_logits)
+            if predicted is not None:
+                return predicted
+        output = self._run(batch.input_ids, batch.attention_mask, batch.position_ids, batch.places, router_logits)
+        over = (output.logits[0] if batch.packed else output.logits)[..., : self.valid_vocab_size]
+        if not entropy:
+            return _Predicted(output, token_log_probs(over, batch.labels, self.temperature), logits=over)
+        both = log_probs_and_entropy(over, batch.labels, self.temperature, entropy_grad=entropy_grad)
+        return _Predicted(output, *both, logits=over)
+
+    def _ask_head(self, batch: _Batch, entropy: bool, entropy_grad: bool, router_logits: bool) -> _Predicted | None:
+        """None: this model's log probs are not its head's alone. All ranks see the same."""
+        head = scoring_head(self.hf_model) if self._head_is_last else None
+        if head is None:
+            return None
+        selected_in_model = takes(self.hf_model, "logits_to_keep")
+
+        def select(hidden: Tensor) -> Tensor:
+            return batch.real_hidden(hidden if selected_in_model else hidden[:, batch.places])
+
+        question = HeadQuestion(
+            select, batch.real_labels(), self.temperature, self.valid_vocab_size, entropy, entropy_grad
+        )
+        places = batch.places if selected_in_model else None
+        with asked(head, question) as answer:
+            output = self._run(batch.input_ids, batch.attention_mask, batch.position_ids, places, router_logits)
+        self._head_is_last = answer.is_untouched(output.logits)
+        if not self._head_is_last:
+            return None
+        scores = output.logits[0]  # (K, 1 or 2), behind the hooks of the whole model
+        if not entropy:
+            return _Predicted(output, scores[:, 0])
+        return _Predicted(output, scores[:, 0], scores[:, 1] if entropy_grad else scores[:, 1].detach())
 
     def _run(
         self,
@@ -137,19 +282,79 @@ class Actor(PretrainedWrapper):
         attention_mask: Tensor | None,
         position_ids: Tensor | None = None,
         places: Tensor | None = None,
+        router_logits: bool = False,
     ) -> ModelOutput:
         """One forward; only ``places`` of the sequence dimension go through the head."""
         inputs = model_inputs(self.hf_model, input_ids, attention_mask, position_ids)
         in_model = places is not None and takes(self.hf_model, "logits_to_keep")
         if in_model:
             inputs["logits_to_keep"] = places
+        if router_logits:
+            inputs["output_router_logits"] = True
         output = self.model(**inputs)
         if places is not None and not in_model:
             output.logits = output.logits[:, places]
         return output
 
-    def _log_probs(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return token_log_probs(logits[..., : self.valid_vocab_size], labels, temperature=self.temperature)
-
     def _probe_packing(self, device: torch.device) -> None:
         self._probe_packing_once(lambda ids, positions: self._run(ids, None, positions).logits, device)
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """What one forward takes, and where in it the K real actions are.
+
+    Attributes:
+        input_ids, attention_mask, position_ids: (B, S), or one packed row (1, T).
+        places: (A,) or packed (K,), the positions of a row that go through the head.
+        labels: (B, A) or packed (K,), the token after each place; 0 where it is padding.
+        real: (B, A) bool, with K True.
+        packed: one row, without padding.
+    """
+
+    input_ids: Tensor
+    attention_mask: Tensor | None
+    position_ids: Tensor | None
+    places: Tensor
+    labels: Tensor
+    real: Tensor
+    packed: bool
+
+    def real_hidden(self, at_places: Tensor) -> Tensor:
+        """(B, A, H), or packed (1, K, H), -> (K, H)."""
+        return at_places[0] if self.packed else at_places[self.real]
+
+    def real_labels(self) -> Tensor:
+        """(K,)."""
+        return self.labels if self.packed else self.labels[self.real]
+
+    def per_action(self, values: Tensor) -> Tensor:
+        """(K,) or (B, A) -> (B, A), 0 where padded."""
+        return scatter(values, self.real) if values.dim() == 1 else values.masked_fill(~self.real, 0)
+
+    def real_logits(self, logits: Tensor) -> Tensor:
+        """(K, V) or (B, A, V) -> (K, V)."""
+        return logits if self.packed else logits[self.real]
+
+
+@dataclass(frozen=True)
+class _Predicted:
+    """What a forward says of the actions: (K,) of the real ones, or (B, A).
+
+    Attributes:
+        output: the model's output.
+        log_probs: (K,) or (B, A).
+        entropy: the same; None: not asked for.
+        logits: (K, V) or (B, A, V), over the valid vocabulary; None where the head gave log probs.
+    """
+
+    output: ModelOutput
+    log_probs: Tensor
+    entropy: Tensor | None = None
+    logits: Tensor | None = None
+
+
+def _packed_by_caller(sequences: Tensor, position_ids: Tensor, lengths: list[int], num_actions: list[int]) -> _Batch:
+    places = action_predictors(lengths, num_actions, sequences.device)  # (K,)
+    real = torch.ones(1, len(places), dtype=torch.bool, device=sequences.device)  # (1, K)
+    return _Batch(sequences, None, position_ids, places, sequences[0, places + 1], real, packed=True)

@@ -37,6 +37,8 @@ class SamplingParams:
         do_sample: False is greedy.
         ignore_eos: go on behind end-of-text ids.
         seed: with ``Prompt.index`` and the sample number it fixes the random numbers of a response.
+        first_token_temperature: instead of ``temperature`` for the first token of a response (FIRE, arXiv:2410.21236);
+            its recorded log prob stays that at ``temperature``. Only engines with ``heats_first_token`` can.
 
     Raises:
         ValueError: a value out of range; the message names it.
@@ -55,6 +57,7 @@ class SamplingParams:
     do_sample: bool = True
     ignore_eos: bool = False
     seed: int = 0
+    first_token_temperature: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("stop", "stop_token_ids", "bad_words"):
@@ -62,6 +65,7 @@ class SamplingParams:
             if isinstance(value, str):
                 raise ValueError(f"{name} must be a sequence of strings, got the string {value!r}; write ({value!r},)")
             object.__setattr__(self, name, tuple(value))
+        first = self.first_token_temperature
         checks = [
             ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
             ("min_new_tokens", 0 <= self.min_new_tokens <= self.max_new_tokens, "between 0 and max_new_tokens"),
@@ -72,6 +76,7 @@ class SamplingParams:
             ("n", self.n >= 1, "at least 1"),
             ("stop", all(self.stop), "without empty strings"),
             ("bad_words", all(word.strip() for word in self.bad_words), "without empty words"),
+            ("first_token_temperature", first is None or 0 < first < math.inf, "above 0, or None"),
             ("stop_token_ids", all(i >= 0 for i in self.stop_token_ids), "ids of 0 or above"),
         ]
         for name, ok, expected in checks:

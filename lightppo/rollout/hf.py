@@ -67,6 +67,9 @@ class HFRolloutEngine:
             ``decode_steps`` (forward passes), ``seconds``.
     """
 
+    heats_first_token = True  # takes SamplingParams.first_token_temperature
+    reports_finished = True  # takes generate's on_finished
+
     def __init__(
         self,
         actor: nn.Module,
@@ -93,8 +96,18 @@ class HFRolloutEngine:
         model = self.actor.model
         return getattr(model, "module", model)
 
-    def generate(self, prompts: list[Prompt], sampling: SamplingParams) -> list[Rollout]:
+    def generate(
+        self,
+        prompts: list[Prompt],
+        sampling: SamplingParams,
+        on_finished: Callable[[list[Rollout]], object] = lambda rollouts: None,
+    ) -> list[Rollout]:
         """Samples ``sampling.n`` responses to each prompt; see ``RolloutEngine.generate``.
+
+        Args:
+            prompts: of this rank.
+            sampling: how to sample.
+            on_finished: gets the rollouts of each micro batch when it is done, while others are still to come.
 
         Raises:
             ValueError: an empty prompt, one that with ``max_new_tokens`` exceeds the model's positions, or a stop id
@@ -119,8 +132,10 @@ class HFRolloutEngine:
                 uniforms = uniform_table([streams[r] for r in batch], sampling, device)
                 token_ids = [requests[r][0].token_ids for r in batch]
                 decoded = decode(forward, token_ids, uniforms, sampler, stop.to(device))
-                for r, rollout in zip(batch, self._to_rollouts([requests[r] for r in batch], decoded, stop)):
+                finished = self._to_rollouts([requests[r] for r in batch], decoded, stop)
+                for r, rollout in zip(batch, finished):
                     rollouts[r] = rollout
+                on_finished(finished)
                 steps += decoded.steps
                 advance(len(batch))
         self.last_stats = {

@@ -76,6 +76,7 @@ class TokenSampler:
     ) -> None:
         self.greedy = sampling.greedy
         self.temperature = sampling.log_prob_temperature
+        self.first_temperature = sampling.first_token_temperature or self.temperature
         self.min_new_tokens = sampling.min_new_tokens
         self.valid_vocab_size = valid_vocab_size
         self.log_prob_vocab_size = log_prob_vocab_size
@@ -117,7 +118,8 @@ class TokenSampler:
             scores = banned
             tokens = scores.argmax(dim=-1)
         else:
-            scores = banned if self.temperature == 1.0 else banned / self.temperature
+            temperature = self.first_temperature if step == 0 else self.temperature
+            scores = banned if temperature == 1.0 else banned / temperature
             scores = self._filters(history, scores)
             tokens = inverse_cdf(scores.softmax(dim=-1), uniforms)
         log_probs = scaled.gather(1, tokens.unsqueeze(1)).squeeze(1) - scaled.logsumexp(dim=-1)

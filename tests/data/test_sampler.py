@@ -110,3 +110,43 @@ def test_bad_numbers() -> None:
     for name, value in (("num_samples", 9), ("seed", 1), ("shuffle", False)):
         with pytest.raises(ValueError, match=f"{name} {value}"):
             sampler.load_state_dict({**state, name: value})
+
+
+def test_prompts_that_are_left_out_come_no_more():
+    def passes(world_size: int) -> list[int]:
+        found = []
+        for rank in range(world_size):
+            sampler = RolloutBatchSampler(10, 4, rank=rank, world_size=world_size, seed=3)
+            sampler.leave_out([2, 7])
+            sampler.leave_out([2, 9])
+            sampler.set_epoch(1)
+            assert (len(sampler), sampler.epoch_size, sampler.batches_per_epoch) == (2, 7, 2)
+            found += [position for batch in sampler for position in batch]
+        return sorted(found)
+
+    assert passes(1) == passes(2) == passes(3) == [0, 1, 3, 4, 5, 6, 8]
+
+
+def test_a_position_in_a_shortened_epoch_is_resumed():
+    sampler = RolloutBatchSampler(10, 4, seed=3)
+    sampler.leave_out([2, 7, 9])
+    whole = list(sampler)
+    other = RolloutBatchSampler(10, 4, seed=3)
+    sampler.set_epoch(0, 4)
+    other.load_state_dict(sampler.state_dict())
+    assert list(other) == whole[1:]
+    with pytest.raises(ValueError, match="consumed_samples is 8, but an epoch has 7 prompts"):
+        sampler.set_epoch(0, 8)
+
+
+def test_the_others_keep_their_order():
+    sampler = RolloutBatchSampler(10, 4, seed=3)
+    order = sampler.order()
+    sampler.leave_out(order[:3])
+    assert sampler.order() == order[3:]
+
+
+@pytest.mark.parametrize(("positions", "message"), [([10], "prompt 10 of 10"), (range(10), "all 10 prompts")])
+def test_what_cannot_be_left_out(positions, message):
+    with pytest.raises(ValueError, match=message):
+        RolloutBatchSampler(10, 4).leave_out(positions)

@@ -179,6 +179,146 @@ def test_moe_router_loss_is_the_same_packed(family: str, causal_lm: MakeModel, r
     torch.testing.assert_close(losses[0], losses[1], atol=1e-5, rtol=1e-5)
 
 
+ALL_SCORES = {"entropy": True, "entropy_grad": True, "logits": True}
+
+
+def test_score_actions_on_single_unpadded_rows(family: str, causal_lm: MakeModel, ragged: Batch) -> None:
+    sequences, mask, num_actions = ragged
+    actor = Actor(causal_lm(family), temperature=0.7, valid_vocab_size=40)
+    sequences = sequences % 40
+    with torch.no_grad():
+        scores = actor.score_actions(sequences, num_actions, mask, entropy=True, logits=True)
+        assert torch.equal(scores.log_probs, actor(sequences, num_actions, mask))
+        logits = scores.logits.split([10, 1, 3, 10])  # real actions of each row
+        for b in range(4):
+            row = sequences[b][mask[b].bool()]
+            k = len(logits[b])
+            expected = actor.model(input_ids=row[None]).logits[0, -k - 1 : -1, :40].float()  # (k, V)
+            torch.testing.assert_close(logits[b], expected, atol=1e-5, rtol=1e-5)
+            p = (expected / 0.7).softmax(-1)
+            torch.testing.assert_close(scores.entropy[b][scores.real[b]], -(p * p.log()).sum(-1), atol=1e-5, rtol=1e-5)
+            got = p.log().gather(-1, row[-k:, None])[:, 0]
+            torch.testing.assert_close(scores.log_probs[b][scores.real[b]], got, atol=1e-5, rtol=1e-5)
+    assert scores.real.sum(1).tolist() == [10, 1, 3, 10]
+    assert bool((scores.entropy[~scores.real] == 0).all())
+
+
+def scores_and_gradients(actor: Actor, batch: Batch) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Everything that score_actions gives, and the gradient of a mixture of all of it."""
+    sequences, mask, num_actions = batch
+    actor.train()
+    scores = actor.score_actions(sequences, num_actions, mask, **ALL_SCORES, router_loss=actor.has_router)
+    weights = torch.linspace(-1, 1, 40).view(4, 10)
+    loss = ((scores.log_probs + 2 * scores.entropy) * weights).sum() + (scores.logits.square().mean(-1)).sum()
+    values = [scores.log_probs, scores.entropy, scores.real, scores.logits]
+    if actor.has_router:
+        values.append(scores.router_loss)
+        loss = loss + 24 * scores.router_loss
+    loss.div(24).backward()
+    return [v.detach() for v in values], {n: p.grad for n, p in actor.named_parameters() if p.grad is not None}
+
+
+def test_score_actions_packed_equals_padded_with_gradients(family: str, causal_lm: MakeModel, ragged: Batch) -> None:
+    padded, padded_grads = scores_and_gradients(Actor(causal_lm(family)), ragged)
+    packed, packed_grads = scores_and_gradients(Actor(causal_lm(family), packing_samples=True), ragged)
+    assert padded[3].shape == (24, 48)
+    for a, b in zip(padded, packed, strict=True):
+        torch.testing.assert_close(b, a, atol=1e-5, rtol=1e-5)
+    assert padded_grads.keys() == packed_grads.keys()
+    for name, grad in padded_grads.items():
+        torch.testing.assert_close(packed_grads[name], grad, atol=2e-5, rtol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("packing_samples", [False, True])
+def test_scores_have_gradients_where_asked(packing_samples: bool, causal_lm: MakeModel, ragged: Batch) -> None:
+    sequences, mask, num_actions = ragged
+    actor = Actor(causal_lm(), packing_samples=packing_samples)
+    plain = actor.score_actions(sequences, num_actions, mask)
+    assert (plain.entropy, plain.logits, plain.router_loss) == (None, None, None)
+    logged = actor.score_actions(sequences, num_actions, mask, entropy=True)
+    assert logged.log_probs.requires_grad
+    assert not logged.entropy.requires_grad
+    assert torch.equal(logged.log_probs, plain.log_probs)
+    bonus = actor.score_actions(sequences, num_actions, mask, entropy=True, entropy_grad=True)
+    assert torch.equal(bonus.entropy, logged.entropy)
+    bonus.entropy.sum().backward()
+    assert float(actor.model.lm_head.weight.grad.abs().max()) > 1e-3
+    actor.zero_grad()
+    bonus = actor.score_actions(sequences, num_actions, mask, **ALL_SCORES)
+    (bonus.entropy[~bonus.real].sum() + bonus.log_probs[~bonus.real].sum()).backward()
+    assert all(p.grad is None or float(p.grad.abs().max()) == 0 for p in actor.parameters())
+
+
+def test_scores_without_mask_and_without_real_actions(causal_lm: MakeModel) -> None:
+    actor, row = Actor(causal_lm()), torch.tensor([[5, 6, 7]])
+    with torch.no_grad():
+        scores = actor.score_actions(row, 2, **ALL_SCORES)
+        assert scores.real.tolist() == [[True, True]]
+        torch.testing.assert_close(scores.log_probs[0], plain_log_probs(actor.model, row[0]))
+    for packing_samples in (False, True):
+        actor.packing_samples = packing_samples
+        scores = actor.score_actions(row, 2, torch.tensor([[1, 0, 0]]), **ALL_SCORES)
+        assert scores.log_probs.tolist() == scores.entropy.tolist() == [[0, 0]]
+        assert scores.logits.shape == (0, 48)
+        (scores.log_probs.sum() + scores.entropy.sum() + scores.logits.sum()).backward()  # every rank runs a backward
+        assert all(float(p.grad.abs().max()) == 0 for p in actor.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize("packing_samples", [False, True])
+def test_router_loss_by_hand(packing_samples: bool, causal_lm: MakeModel, ragged: Batch) -> None:
+    """E · Σ_e f_e · P_e over the real tokens of all layers: f the share of choices, P the mean probability."""
+    sequences, mask, num_actions = ragged
+    actor = Actor(causal_lm("mixtral"), packing_samples=packing_samples).eval()
+    gates: list[Tensor] = []
+    with torch.no_grad():
+        for b in range(4):
+            row = sequences[b][mask[b].bool()][None]
+            gates += actor.model(input_ids=row, output_router_logits=True).router_logits
+        probabilities = torch.cat(gates).softmax(-1)  # (2 layers · 53 tokens, 4 experts)
+        chosen = torch.zeros_like(probabilities).scatter(1, probabilities.topk(2, -1).indices, 1.0)
+        expected = 4 * (chosen.mean(0) * probabilities.mean(0)).sum()
+        got = actor.score_actions(sequences, num_actions, mask, router_loss=True).router_loss
+    assert probabilities.shape == (106, 4)
+    torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("packing_samples", [False, True])
+def test_router_loss_reaches_the_router_alone_or_recomputed(
+    packing_samples: bool, causal_lm: MakeModel, ragged: Batch
+) -> None:
+    sequences, mask, num_actions = ragged
+    grads = []
+    for checkpointing in (False, True):
+        actor = Actor(causal_lm("mixtral"), packing_samples=packing_samples).train()
+        if checkpointing:
+            actor.gradient_checkpointing_enable()
+        actor.score_actions(sequences, num_actions, mask, router_loss=True).router_loss.backward()
+        grads.append([layer.mlp.gate.weight.grad for layer in actor.model.model.layers])
+        assert actor.model.lm_head.weight.grad is None
+    assert all(float(g.abs().max()) > 1e-4 for g in grads[0])
+    for plain, recomputed in zip(*grads):
+        torch.testing.assert_close(recomputed, plain, atol=1e-6, rtol=1e-5)
+
+
+def test_router_loss_that_cannot_be(causal_lm: MakeModel, ragged: Batch) -> None:
+    sequences, mask, num_actions = ragged
+    assert Actor(causal_lm("qwen2_moe")).has_router
+    dense = Actor(causal_lm("llama"))
+    assert not dense.has_router
+    with pytest.raises(ValueError, match="--aux_loss_coef: LlamaForCausalLM gives no router logits"):
+        dense.check_router()
+    with pytest.raises(ValueError, match="--aux_loss_coef: LlamaForCausalLM gives no router logits"):
+        dense.score_actions(sequences, num_actions, mask, router_loss=True)
+    reentrant = Actor(causal_lm("mixtral")).train()
+    reentrant.gradient_checkpointing_enable({"use_reentrant": True})
+    with pytest.raises(ValueError, match="leave --gradient_checkpointing_use_reentrant out"):
+        reentrant.score_actions(sequences, num_actions, mask, router_loss=True)
+    silent = Actor(causal_lm("mixtral"))  # as AFMoE and Zaya, which take the flag and have no such loss
+    silent.model.register_forward_hook(lambda module, inputs, output: output.__setitem__("aux_loss", 0))
+    with pytest.raises(ValueError, match="--aux_loss_coef: MixtralForCausalLM took output_router_logits but returned"):
+        silent.score_actions(sequences, num_actions, mask, router_loss=True)
+
+
 _SMALL = {"vocab_size": 48, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 0}
 UNPACKABLE: dict[str, tuple[Callable[[], PretrainedConfig], str]] = {
     # counts positions from the attention mask inside its attention: only the probe can tell
@@ -219,6 +359,8 @@ def test_bad_arguments(causal_lm: MakeModel, ragged: Batch) -> None:
     sequences, mask, _ = ragged
     with pytest.raises(ValueError, match="num_actions = 24 must be between 1 and 23"):
         Actor(causal_lm())(sequences, 24, mask)
+    with pytest.raises(ValueError, match="num_actions = 24 must be between 1 and 23"):
+        Actor(causal_lm()).score_actions(sequences, 24, mask)
     with pytest.raises(ModelLoadError, match="attn_implementation, seed, bf16: only for loading by path"):
         Actor(causal_lm(), bf16=True, seed=1, attn_implementation="sdpa")
     with pytest.raises(ModelLoadError, match="contradict each other"):

@@ -130,3 +130,38 @@ class TestTokenSampler:
         params = SamplingParams(do_sample=do_sample, min_new_tokens=1)
         _, log_probs = draw(params, logits[:1], [0.5], suppressed_ids=[0, 1])
         assert not log_probs.isfinite().any()
+
+
+class TestFirstTokenTemperature:
+    # probs at temperature 1: 0.8, 0.2. At 2 the odds 4 become 2: 2/3, 1/3.
+    LOGITS = torch.tensor([[0.8, 0.2]]).log()
+    PARAMS = SamplingParams(first_token_temperature=2.0)
+
+    @pytest.mark.parametrize(("u", "first", "later"), [(0.6, 0, 0), (0.7, 1, 0), (0.79, 1, 0), (0.81, 1, 1)])
+    def test_only_the_first_token_is_drawn_at_it(self, u, first, later):
+        assert draw(self.PARAMS, self.LOGITS, [u])[0].item() == first
+        assert draw(self.PARAMS, self.LOGITS, [u], step=1)[0].item() == later
+
+    def test_the_log_prob_is_that_of_the_policy(self):
+        token, log_prob = draw(self.PARAMS, self.LOGITS, [0.7])
+        assert token.item() == 1
+        assert log_prob.exp().item() == pytest.approx(0.2)
+        # at temperature ½ the odds are 16: 1/17
+        token, log_prob = draw(SamplingParams(temperature=0.5, first_token_temperature=2.0), self.LOGITS, [0.7])
+        assert token.item() == 1
+        assert log_prob.exp().item() == pytest.approx(1 / 17)
+
+    def test_it_goes_before_the_filters(self):
+        # top_p 0.7 keeps one token of 0.8, and at 2/3 needs the second as well
+        cold, hot = SamplingParams(top_p=0.7), SamplingParams(top_p=0.7, first_token_temperature=2.0)
+        assert draw(cold, self.LOGITS, [0.99])[0].item() == 0
+        assert draw(hot, self.LOGITS, [0.99])[0].item() == 1
+
+    def test_greedy_has_no_temperature(self):
+        params = SamplingParams(temperature=0.0, first_token_temperature=100.0)
+        assert draw(params, self.LOGITS, [0.99])[0].item() == 0
+
+    @pytest.mark.parametrize("value", [0.0, -1.0, float("inf")])
+    def test_range(self, value):
+        with pytest.raises(ValueError, match="first_token_temperature must be above 0, or None"):
+            SamplingParams(first_token_temperature=value)
