@@ -35,14 +35,27 @@ class Minibatch:
     Attributes:
         micro_batches: forward and backward passes of this rank; as many on every rank.
         normalizer: trained tokens and sequences of the step, over all ranks and micro batches.
+        rows: the one-row experiences that each micro batch was made of, where they came from the buffer.
     """
 
     micro_batches: list[Experience]
     normalizer: LossNormalizer
+    rows: Sequence[Sequence[Experience]] = ()
+
+    def note_log_probs(self, i: int) -> None:
+        """Hand the log probs of micro batch ``i`` to rows that have none yet: those the training pass has set."""
+        for row, log_probs in zip(self.rows[i] if i < len(self.rows) else (), self.micro_batches[i].action_log_probs):
+            if row.action_log_probs is None:
+                row.action_log_probs = log_probs[None, : row.num_actions].to(row.sequences.device)
 
 
 def plan_minibatch(
-    micro_batches: list[Experience], collectives: Collectives, *, loss_scale: float = 1.0, device: torch.device
+    micro_batches: list[Experience],
+    collectives: Collectives,
+    *,
+    loss_scale: float = 1.0,
+    device: torch.device,
+    rows: Sequence[Sequence[Experience]] = (),
 ) -> Minibatch:
     """Complete this rank's micro batches to the common count and total the loss masks over all ranks."""
     missing = collectives.same_count(len(micro_batches)) - len(micro_batches)
@@ -53,7 +66,7 @@ def plan_minibatch(
         dp_size=collectives.world_size,
         scale=loss_scale,
     )
-    return Minibatch(micro_batches, normalizer)
+    return Minibatch(micro_batches, normalizer, rows)
 
 
 def minibatches(
@@ -94,5 +107,6 @@ def minibatches(
     for part in order.tensor_split(steps) if steps else ():
         # Rows of like length together: less padding; the sum over micro batches does not depend on it.
         rows = sorted((items[i] for i in part.tolist()), key=lambda item: int(item.total_lengths))
-        micro = [collate(rows[i : i + micro_batch_size]) for i in range(0, len(rows), micro_batch_size)]
-        yield plan_minibatch(micro, collectives, loss_scale=loss_scale, device=device)
+        parts = [rows[i : i + micro_batch_size] for i in range(0, len(rows), micro_batch_size)]
+        micro = [collate(part) for part in parts]
+        yield plan_minibatch(micro, collectives, loss_scale=loss_scale, device=device, rows=parts)

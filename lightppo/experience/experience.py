@@ -30,6 +30,8 @@ _ACTION_TENSORS = (
     "returns",
     "advantages",
     "kl",
+    "loss_weights",
+    "selected",
 )
 
 
@@ -48,6 +50,8 @@ class Experience:
         returns: regression targets of the critic (B, A).
         advantages: (B, A).
         kl: per-token KL estimate between policy and reference (B, A).
+        loss_weights: constant factor of each token's policy loss (B, A): off-policy correction, high-entropy tokens.
+        selected: tokens that the policy loss treats differently (B, A) bool: clip_cov, kl_cov.
         info: one number per sample (B,): reward, response_length, total_length, kl, return, ...
     """
 
@@ -61,6 +65,8 @@ class Experience:
     returns: Tensor | None = None
     advantages: Tensor | None = None
     kl: Tensor | None = None
+    loss_weights: Tensor | None = None
+    selected: Tensor | None = None
     info: dict[str, Tensor] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -120,12 +126,12 @@ class Experience:
     @classmethod
     def placeholder(cls, device: torch.device | str = "cpu") -> Self:
         """One row of two tokens with nothing to train: what a rank runs while other ranks still have micro batches."""
-        zeros = torch.zeros(1, 1, device=device)
+        tensors = {name: torch.zeros(1, 1, device=device) for name in _ACTION_TENSORS}
         return cls(
             sequences=torch.zeros(1, 2, dtype=torch.long, device=device),
             attention_mask=torch.ones(1, 2, dtype=torch.long, device=device),
             action_mask=torch.zeros(1, 1, dtype=torch.bool, device=device),
-            **{name: zeros.clone() for name in _ACTION_TENSORS},
+            **tensors | {"selected": torch.zeros(1, 1, dtype=torch.bool, device=device)},
         )
 
     def select(self, rows: Sequence[int] | Tensor) -> Self:
@@ -142,6 +148,10 @@ class Experience:
             info={name: values[rows] for name, values in self.info.items()},
             **{name: x[rows, :actions] for name in _ACTION_TENSORS if (x := getattr(self, name)) is not None},
         )
+
+    def without_rows(self) -> Self:
+        """The same tensors with no row: what a rank without samples brings to computations over all ranks."""
+        return dataclasses.replace(self)._map(lambda x: x[:0])
 
     def split(self, size: int = 1) -> list[Self]:
         """Consecutive parts of at most ``size`` rows, without the padding that they no longer need."""

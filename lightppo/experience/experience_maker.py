@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from lightppo.algorithms.advantages import get_estimator
-from lightppo.algorithms.kl import approx_kl
+from lightppo.algorithms.correction import correction_weights, normalize_weights
+from lightppo.algorithms.group_baselines import group_normalize
+from lightppo.algorithms.kl import approx_kl, full_kl
 from lightppo.algorithms.masking import masked_mean
-from lightppo.algorithms.reward_shaping import clip_scores, compute_token_rewards
-from lightppo.config.sections import AlgorithmConfig
+from lightppo.algorithms.reward_shaping import compute_token_rewards
+from lightppo.algorithms.selection import top_share
+from lightppo.algorithms.value_norm import ValueNorm
+from lightppo.config import PPOConfig
+from lightppo.config.algorithm_rules import takes_old_from_training
 from lightppo.data.records import Rollout
 from lightppo.experience.experience import Experience
+from lightppo.experience.score_shaping import ScoreShaper
 
 
 class Strategy(Protocol):
@@ -24,11 +31,23 @@ class Strategy(Protocol):
 
     def same_count(self, count: int) -> int: ...
 
+    def all_reduce(self, data: Tensor, op: str = "mean") -> Tensor: ...
+
+    def all_gather(self, data: Tensor) -> Tensor: ...
+
 
 class KLController(Protocol):
     """Holds the KL coefficient."""
 
     value: float
+
+
+@dataclass
+class Passes:
+    """What the forward passes give beside the experience: values after each response (B,), entropy (B, A)."""
+
+    last_values: Tensor
+    entropy: Tensor
 
 
 class ExperienceMaker:
@@ -41,11 +60,11 @@ class ExperienceMaker:
         actor: gives action log probs (B, A).
         critic: gives values (B, A); ``None`` where the estimator needs none.
         initial_model: the reference policy; ``None`` without KL.
-        strategy: device and the common count of micro batches.
+        strategy: device, reductions over ranks and the common count of micro batches.
         kl_ctl: its ``value`` is the KL coefficient of the token rewards.
-        algorithm: estimator, discounts, KL options.
-        micro_rollout_batch_size: rows per forward pass.
-        reward_clip_range: scores are clipped to it.
+        config: resolved; read are algorithm, loss, correction and the micro batch size.
+        shaper: scores → what training maximises; ``None``: made from the config.
+        value_norm: the critic's values are normalised by it; ``None``: they are as they are.
         progress: wraps the micro batches in a progress bar.
     """
 
@@ -56,10 +75,10 @@ class ExperienceMaker:
         initial_model: nn.Module | None,
         strategy: Strategy,
         kl_ctl: KLController,
-        algorithm: AlgorithmConfig,
+        config: PPOConfig,
         *,
-        micro_rollout_batch_size: int = 8,
-        reward_clip_range: tuple[float, float] | None = None,
+        shaper: ScoreShaper | None = None,
+        value_norm: ValueNorm | None = None,
         progress: Callable[[Sequence], Any] = iter,
     ) -> None:
         self.actor = actor
@@ -67,15 +86,20 @@ class ExperienceMaker:
         self.initial_model = initial_model
         self.strategy = strategy
         self.kl_ctl = kl_ctl
-        self.algorithm = algorithm
-        self.estimator = get_estimator(algorithm.advantage_estimator)
-        self.micro_rollout_batch_size = micro_rollout_batch_size
-        self.reward_clip_range = reward_clip_range
+        self.algorithm, self.loss, self.correction = config.algorithm, config.loss, config.correction
+        self.estimator = get_estimator(self.algorithm.advantage_estimator)
+        self.mask_too_long = config.reward.mask_too_long
+        self.micro_rollout_batch_size = config.rollout.micro_rollout_batch_size
+        self.skips_actor = takes_old_from_training(config)
+        self.shaper = shaper or ScoreShaper(
+            config.reward, config.rollout.generate_max_len, self._all_reduce_sum, strategy.device
+        )
+        self.value_norm = value_norm
         self.progress = progress
 
     @torch.no_grad()
     def make_experience_list(self, rollouts: Sequence[Rollout]) -> list[Experience]:
-        """Experience of all rollouts of this rank, in their order, in parts of the micro batch size.
+        """Experience of all rollouts of this rank, in their order, in parts of the micro batch size. Collective.
 
         Args:
             rollouts: scored rollouts; the samples of one prompt are one group. May be empty, on some ranks.
@@ -84,13 +108,21 @@ class ExperienceMaker:
             ValueError: if a rollout has no reward, or a group is smaller than the estimator allows.
         """
         self._check(rollouts)
+        # A rank without samples goes through everything, since there are collectives on the way: through the models
+        # with one row that stands for nothing, from then on with none.
         batch = Experience.from_rollouts(rollouts) if rollouts else Experience.placeholder()
         batch.to_device(self.strategy.device)
-        last_values = self._run_models(batch)
+        passes = self._run_models(batch)
         if not rollouts:
-            return []
-        self._add_advantages(batch, rollouts, last_values)
-        return batch.split(self.micro_rollout_batch_size)
+            batch, passes = batch.without_rows(), Passes(passes.last_values[:0], passes.entropy[:0])
+        truncated = torch.tensor([r.truncated for r in rollouts], dtype=torch.bool, device=self.strategy.device)
+        if self.mask_too_long:
+            batch.action_mask &= ~truncated[:, None]
+        self.shaper.observe(rollouts)
+        self._add_advantages(batch, rollouts, passes.last_values * truncated)
+        self._add_loss_weights(batch, passes.entropy)
+        self._add_info(batch, rollouts)
+        return batch.split(self.micro_rollout_batch_size) if rollouts else []
 
     def _check(self, rollouts: Sequence[Rollout]) -> None:
         sizes: dict[int, int] = {}
@@ -108,15 +140,21 @@ class ExperienceMaker:
                 f"prompt {small} has {sizes[small]} sample, but --advantage_estimator "
                 f"{self.algorithm.advantage_estimator} needs at least {needed} per prompt: raise --n_samples_per_prompt"
             )
+        if self.correction.rollout_correction != "none" and any(r.log_probs is None for r in rollouts):
+            raise ValueError(
+                f"--rollout_correction {self.correction.rollout_correction} needs the log probs of the rollout engine, "
+                "and this engine gives none: set it to none or use another engine"
+            )
 
-    def _run_models(self, batch: Experience) -> Tensor:
-        """Fill in log probs and values, micro batch by micro batch; returns the value after each response (B,)."""
-        shape = batch.action_mask.shape
-        zeros = lambda: torch.zeros(shape, dtype=torch.float32, device=batch.sequences.device)  # noqa: E731
-        batch.action_log_probs = zeros()
+    def _run_models(self, batch: Experience) -> Passes:
+        """Fill in log probs, KL and values, micro batch by micro batch."""
+        shape, device = batch.action_mask.shape, batch.sequences.device
+        zeros = lambda: torch.zeros(shape, dtype=torch.float32, device=device)  # noqa: E731
+        batch.action_log_probs = None if self.skips_actor else zeros()
         batch.base_action_log_probs = zeros() if self.initial_model is not None else None
+        batch.kl = zeros() if self.initial_model is not None and not self.skips_actor else None
         batch.values = zeros() if self.critic is not None else None
-        last_values = torch.zeros(shape[0], device=batch.sequences.device)
+        passes = Passes(torch.zeros(shape[0], device=device), zeros())
         for model in (self.actor, self.critic, self.initial_model):
             if model is not None:
                 model.eval()
@@ -126,45 +164,112 @@ class ExperienceMaker:
         parts += parts[-1:] * (self.strategy.same_count(len(parts)) - len(parts))
         for rows in self.progress(parts):
             part = batch.select(rows)
-            a = part.num_actions
-            inputs = {"num_actions": a, "attention_mask": part.attention_mask}
-            batch.action_log_probs[rows, :a] = self.actor(part.sequences, **inputs).float()
-            if self.initial_model is not None:
-                batch.base_action_log_probs[rows, :a] = self.initial_model(part.sequences, **inputs).float()
+            self._run_policies(batch, rows, part, passes)
             if self.critic is not None:
-                values = self.critic(part.sequences, **inputs, include_last=True).float()  # (b, a + 1)
+                a, inputs = part.num_actions, {"attention_mask": part.attention_mask, "include_last": True}
+                values = self.critic(part.sequences, num_actions=a, **inputs).float()  # (b, a + 1)
+                if self.value_norm is not None:
+                    values = self.value_norm.denormalize(values)
                 batch.values[rows, :a] = values[:, :-1]
-                last_values[rows] = values.gather(1, part.response_lengths[:, None]).squeeze(1)
-        return last_values
+                passes.last_values[rows] = values.gather(1, part.response_lengths[:, None]).squeeze(1)
+        return passes
 
-    def _add_advantages(self, batch: Experience, rollouts: Sequence[Rollout], last_values: Tensor) -> None:
+    def _run_policies(self, batch: Experience, rows: Tensor, part: Experience, passes: Passes) -> None:
+        """Log probs of actor and reference and their KL, for some rows."""
+        config, a = self.algorithm, part.num_actions
+        inputs = (part.sequences, a, part.attention_mask)
+        # The whole distributions only where the reward needs them: the KL loss makes its own.
+        over_vocabulary = config.kl_estimator == "full" and self.initial_model is not None and config.use_kl_in_reward
+        actor = reference = None
+        if not self.skips_actor:
+            wants_entropy = self.loss.high_entropy_token_ratio is not None
+            actor = self.actor.score_actions(*inputs, entropy=wants_entropy, logits=over_vocabulary)
+            batch.action_log_probs[rows, :a] = actor.log_probs.float()
+            if wants_entropy:
+                passes.entropy[rows, :a] = actor.entropy
+        if self.initial_model is not None:
+            reference = self.initial_model.score_actions(*inputs, logits=over_vocabulary)
+            batch.base_action_log_probs[rows, :a] = reference.log_probs.float()
+        if actor is None or reference is None:
+            return
+        if over_vocabulary:
+            kl = torch.zeros_like(actor.log_probs)
+            kl[actor.real] = full_kl(actor.logits, reference.logits, self.actor.temperature).to(kl.dtype)
+            kl = kl if config.kl_clip is None else kl.clamp(-config.kl_clip, config.kl_clip)
+        else:
+            estimator = "k1" if config.kl_estimator == "full" else config.kl_estimator
+            kl = approx_kl(actor.log_probs, reference.log_probs, estimator, config.kl_clip)  # (b, a)
+        batch.kl[rows, :a] = kl.float()
+
+    def _add_advantages(self, batch: Experience, rollouts: Sequence[Rollout], bootstrap_values: Tensor) -> None:
+        """Token rewards → advantages, returns; with ``--value_norm`` its statistics take the returns in."""
         config, device, mask = self.algorithm, self.strategy.device, batch.action_mask
-        if batch.base_action_log_probs is not None:
-            batch.kl = approx_kl(batch.action_log_probs, batch.base_action_log_probs, config.kl_estimator)  # (B, A)
+        if batch.kl is not None:
             batch.kl = batch.kl.masked_fill(~mask, 0.0)
-
-        rewards = torch.tensor([r.reward for r in rollouts], dtype=torch.float32, device=device)  # (B,)
         token_rewards = compute_token_rewards(
-            clip_scores(rewards, self.reward_clip_range),
+            self.shaper.shape(rollouts),
             mask,
             kl=batch.kl if config.use_kl_in_reward else None,
-            kl_coef=self.kl_ctl.value if config.use_kl_in_reward else 0.0,
+            kl_coef=self.kl_ctl.value if config.use_kl_in_reward and batch.kl is not None else 0.0,
+            token_scores=self.shaper.token_scores(rollouts, mask),
         )  # (B, A)
-        truncated = batch.info["truncated"].bool()
+        baselines = [r.baseline for r in rollouts] if self.estimator.needs_greedy_baseline else []
+        groups = torch.tensor([r.prompt.index for r in rollouts], dtype=torch.long, device=device)
         batch.advantages, batch.returns = self.estimator.fn(
             token_rewards=token_rewards,
             action_mask=mask,
             scores=token_rewards.sum(-1),
             values=batch.values,
-            bootstrap_values=last_values * truncated if config.bootstrap_truncated else None,
-            group_ids=torch.tensor([r.prompt.index for r in rollouts], device=device),
+            bootstrap_values=bootstrap_values if config.bootstrap_truncated else None,
+            group_ids=groups,
+            baseline_scores=self.shaper.shape(baselines) if self.estimator.needs_greedy_baseline else None,
             gamma=config.gamma,
             lambd=config.lambd,
-            std_eps=config.grpo_std_eps,
+            std_eps=config.grpo_std_eps or 0.0,
+            divide_std=config.group_std_norm,
+            all_reduce_sum=self._all_reduce_sum,
         )
-        batch.info["reward"] = rewards
+        if config.adv_norm and config.adv_norm_scope == "group":
+            batch.advantages = group_normalize(batch.advantages, mask, groups, config.adv_norm_eps)
+        if self.value_norm is not None:
+            self.value_norm.update(batch.returns, mask, all_reduce_sum=self._all_reduce_sum)
         batch.info["return"] = token_rewards.sum(-1)
-        batch.info["kl"] = masked_mean(batch.kl, mask, dim=-1) if batch.kl is not None else torch.zeros_like(rewards)
+
+    def _add_loss_weights(self, batch: Experience, entropy: Tensor) -> None:
+        """Constant factors of the policy loss: off-policy correction, high-entropy tokens."""
+        c, mask, ratio = self.correction, batch.action_mask, self.loss.high_entropy_token_ratio
+        if c.rollout_correction == "none" and ratio is None:
+            return
+        weights = mask.float()  # (B, A)
+        if c.rollout_correction != "none":
+            bounds = {"low": c.correction_low, "high": c.correction_high, "veto": c.correction_veto}
+            sampled = batch.rollout_log_probs if batch.rollout_log_probs is not None else batch.action_log_probs
+            weights = correction_weights(c.rollout_correction, batch.action_log_probs, sampled, mask, **bounds)
+            if c.correction_batch_norm:
+                weights = normalize_weights(weights, mask, self._all_reduce_sum)
+        if ratio is not None:
+            kept = torch.zeros_like(mask)
+            kept[mask] = top_share(entropy[mask], ratio, self.strategy.all_gather)
+            weights = weights * kept
+        batch.loss_weights = weights
+
+    def _add_info(self, batch: Experience, rollouts: Sequence[Rollout]) -> None:
+        """One number per sample, for the logs."""
+        device = self.strategy.device
+        batch.info["reward"] = torch.tensor([r.reward for r in rollouts], dtype=torch.float32, device=device)
+        if batch.kl is not None:
+            batch.info["kl"] = masked_mean(batch.kl, batch.action_mask, dim=-1)
+        else:
+            batch.info["kl"] = torch.zeros(len(batch), device=device)
+        if self.shaper.config.overlong_buffer_len is not None:
+            penalty = self.shaper.overlong(rollouts)
+            batch.info |= {"reward/overlong": (penalty < 0).float(), "reward/overlong_reward": penalty}
+        if self.estimator.needs_greedy_baseline:
+            scores = [r.baseline.reward for r in rollouts]
+            batch.info["reward/greedy_baseline"] = torch.tensor(scores, dtype=torch.float32, device=device)
         for name in sorted({name for r in rollouts for name in r.extras}):
             values = [r.extras.get(name, float("nan")) for r in rollouts]
             batch.info[f"reward/{name}"] = torch.tensor(values, device=device)
+
+    def _all_reduce_sum(self, tensor: Tensor) -> Tensor:
+        return self.strategy.all_reduce(tensor, "sum")

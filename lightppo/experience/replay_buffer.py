@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -83,13 +83,14 @@ class ReplayBuffer:
         batch = Experience.collate(items)
         return (batch.pin_memory() if self.pin_memory and self.cpu_offload else batch).to_device(self.device)
 
-    def normalize(self, attribute: str, strategy: Reducer, divide_std: bool = True) -> None:
+    def normalize(self, attribute: str, strategy: Reducer, divide_std: bool = True, **options: Any) -> None:
         """Whiten a per-action tensor over the trained tokens of all rows on all ranks.
 
         Args:
             attribute: only ``"advantages"``.
             strategy: its ``all_reduce`` sums over ranks.
             divide_std: ``False`` only subtracts the mean.
+            options: further ones of :func:`lightppo.algorithms.masking.whiten`.
 
         Raises:
             ValueError: on another attribute.
@@ -105,6 +106,7 @@ class ReplayBuffer:
             mask[None],
             all_reduce_sum=lambda x: strategy.all_reduce(x, "sum"),
             divide_std=divide_std,
+            **options,
         )  # (1, ΣA)
         for item, row in zip(self.items, whitened.split(lengths, dim=1)):
             item.advantages = row

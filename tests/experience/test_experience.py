@@ -18,6 +18,8 @@ ACTION_TENSORS = (
     "returns",
     "advantages",
     "kl",
+    "loss_weights",
+    "selected",
 )
 
 

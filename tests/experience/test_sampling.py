@@ -31,7 +31,7 @@ def test_n_samples_of_a_prompt_follow_each_other():
     source = sampler(everything(2))
     batch = source.score(source.generate(PROMPTS, step=1))
     assert kept(batch) == [(0, 0, 0), (0, 1, 1), (1, 0, 10), (1, 1, 11), (2, 0, 20), (2, 1, 21)]
-    assert batch.left_out == {"unscored": 0, "small_group": 0}
+    assert (batch.left_out["unscored"], batch.left_out["small_group"]) == (0, 0)
 
 
 def test_a_rank_without_prompts_still_calls_engine_and_source():
@@ -62,7 +62,7 @@ def test_unscored_samples_leave_their_group_and_are_counted(caplog):
     source = sampler(table)
     batch = source.score(source.generate(PROMPTS, 1))
     assert kept(batch) == [(0, 0, 0), (1, 0, 10), (1, 1, 11), (2, 0, 20), (2, 1, 21)]
-    assert batch.left_out == {"unscored": 1, "small_group": 0}
+    assert (batch.left_out["unscored"], batch.left_out["small_group"]) == (1, 0)
     assert "table left 1 of 6 samples unscored; 0 more" in caplog.text
 
 
@@ -74,7 +74,7 @@ def test_a_group_that_becomes_too_small_leaves_as_a_whole(caplog):
     batch = source.score(source.generate(PROMPTS, 1))
     # Prompt 0 keeps 2 of 3; prompt 1 has 1 left, too few; prompt 2 has none.
     assert kept(batch) == [(0, 1, 1), (0, 2, 2)]
-    assert batch.left_out == {"unscored": 6, "small_group": 1}
+    assert (batch.left_out["unscored"], batch.left_out["small_group"]) == (6, 1)
     assert "table left 6 of 9 samples unscored; 1 more left out" in caplog.text
 
 

@@ -1,0 +1,102 @@
+"""Rollouts in files: the samples of a step, and replay."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from support.fakes import FakeEngine, FakeStrategy, make_rollout, on_ranks
+
+from lightppo.config import ConfigError
+from lightppo.data.records import Prompt
+from lightppo.experience.rollout_files import RolloutReplay, write_step
+from lightppo.rollout.engine import SamplingParams
+
+PROMPTS = [Prompt("a", [1], label={"answer": 3}, index=0, extra={"level": 2}), Prompt("b", [2, 3], index=1)]
+
+
+def sampled(prompts=PROMPTS):
+    rollouts = FakeEngine().generate(prompts, SamplingParams(n=2))
+    for rollout in rollouts:
+        rollout.log_probs = [-0.1, -1 / 3]
+    return rollouts
+
+
+def test_one_line_per_sample_of_all_ranks_in_order(tmp_path):
+    def run(strategy):
+        # rank 0 has prompt 5, rank 1 has prompt 2
+        index = 5 - 3 * strategy.rank
+        mine = [make_rollout(index=index, sample_index=j, reward=index + j / 2, label="7") for j in (0, 1)]
+        mine[1].extras, mine[1].finish_reason = {"accuracy": 1.0}, "length"
+        write_step(tmp_path / "data", 4, mine, strategy)
+
+    on_ranks(2, run)
+    assert [path.name for path in (tmp_path / "data").iterdir()] == ["step4.jsonl"]
+    rows = [json.loads(line) for line in (tmp_path / "data" / "step4.jsonl").read_text().splitlines()]
+    assert [(row["index"], row["sample_index"], row["score"]) for row in rows] == [
+        (2, 0, 2.0), (2, 1, 2.5), (5, 0, 5.0), (5, 1, 5.5)
+    ]  # fmt: skip
+    assert rows[1] == {
+        "step": 4, "index": 2, "sample_index": 1, "data_source": "default", "input": "prompt 2", "output": "answer 1",
+        "ground_truth": "7", "score": 2.5, "finish_reason": "length", "response_length": 2,
+        "extras": {"accuracy": 1.0},
+    }  # fmt: skip
+
+
+def never() -> list:
+    raise AssertionError("sampled again")
+
+
+def test_rollouts_are_replayed_by_step_and_batch(tmp_path):
+    replay = RolloutReplay(tmp_path, FakeStrategy())
+    first = replay.rollouts(PROMPTS, 1, 0, sampled)
+    assert replay.rollouts(PROMPTS, 1, 0, never) == first == sampled()
+    assert RolloutReplay(tmp_path, FakeStrategy()).rollouts(PROMPTS, 1, 0, never) == first  # another run
+    other = replay.rollouts(PROMPTS[1:], 1, 1, lambda: sampled(PROMPTS[1:]))
+    assert replay.rollouts(PROMPTS[1:], 1, 1, never) == other != first
+    with pytest.raises(AssertionError, match="sampled again"):
+        replay.rollouts(PROMPTS, 2, 0, never)
+
+
+def test_rewards_are_not_replayed(tmp_path):
+    replay = RolloutReplay(tmp_path, FakeStrategy())
+    for rollout in replay.rollouts(PROMPTS, 1, 0, sampled):
+        rollout.reward = 1.0
+    assert {r.reward for r in replay.rollouts(PROMPTS, 1, 0, never)} == {None}
+
+
+def test_rollouts_of_other_prompts_are_refused(tmp_path):
+    replay = RolloutReplay(tmp_path, FakeStrategy())
+    replay.rollouts(PROMPTS, 1, 0, sampled)
+    with pytest.raises(ConfigError, match=r"step1_batch0_rank0of1.json is of other prompts than those of step 1"):
+        replay.rollouts(PROMPTS[::-1], 1, 0, never)
+
+
+def test_one_batch_for_ever(tmp_path):
+    replay = RolloutReplay(tmp_path, FakeStrategy(), reuse=True)
+    first = replay.rollouts(PROMPTS, 1, 0, sampled)
+    assert replay.rollouts(PROMPTS[::-1], 2, 0, never) == first
+    assert RolloutReplay(tmp_path, FakeStrategy(), reuse=True).rollouts([], 9, 0, never) == first
+
+
+def test_all_ranks_sample_where_one_has_no_file(tmp_path):
+    calls = []
+
+    def run(strategy):
+        replay = RolloutReplay(tmp_path, strategy)
+        return replay.rollouts(PROMPTS, 1, 0, lambda: (calls.append(strategy.rank), sampled())[1])
+
+    on_ranks(2, run)
+    assert sorted(calls) == [0, 1]
+    on_ranks(2, run)
+    assert len(calls) == 2
+    (tmp_path / "step1_batch0_rank1of2.json").unlink()
+    on_ranks(2, run)
+    assert sorted(calls) == [0, 0, 1, 1]
+
+
+def test_prompts_that_are_no_json_are_named(tmp_path):
+    odd = [Prompt("a", [1], extra={"when": object()})]
+    with pytest.raises(ConfigError, match="the prompts of step 3 are no JSON"):
+        RolloutReplay(tmp_path, FakeStrategy()).rollouts(odd, 3, 0, lambda: sampled(odd))
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,119 @@
+"""ScoreShaper: which step acts on what, in which order. The steps alone are tested with the algorithms."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support.fakes import FakeStrategy, make_rollout, on_ranks
+
+from lightppo.config import PPOConfig
+from lightppo.experience.score_shaping import ScoreShaper
+
+MAX_LEN = 10
+
+
+def shaper(strategy: FakeStrategy | None = None, **options) -> ScoreShaper:
+    strategy = strategy or FakeStrategy()
+    config = PPOConfig.from_flat({"reward_clip_range": None, "generate_max_len": MAX_LEN} | options).resolved()
+    return ScoreShaper(config.reward, MAX_LEN, lambda x: strategy.all_reduce(x, "sum"), "cpu")
+
+
+def responses(*scores_and_lengths: tuple[float, int]) -> list:
+    """One of MAX_LEN tokens was cut."""
+    return [
+        make_rollout([1], [7] * n, reward=score, finish_reason="length" if n == MAX_LEN else "stop")
+        for score, n in scores_and_lengths
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, [1.0, -4.0, 6.0]),
+        ({"reward_bias": 1.0}, [0.0, -5.0, 5.0]),
+        ({"reward_bias": 1.0, "reward_scaling": 2.0}, [0.0, -10.0, 10.0]),  # (x - 1)·2
+        ({"reward_scaling": 2.0, "max_reward_clip": 5.0}, [2.0, -5.0, 5.0]),
+        ({"reward_clip_range": (-1.0, 3.0)}, [1.0, -1.0, 3.0]),
+        # lengths 2, 7, 10: the last 5 tokens before 10 cost up to 1; (7 - 5)/5 = 0.4, (10 - 5)/5 = 1
+        ({"overlong_buffer_len": 5}, [1.0, -4.4, 5.0]),
+        ({"overlong_buffer_len": 5, "overlong_penalty_factor": 0.5}, [1.0, -4.2, 5.5]),
+        ({"stop_properly_penalty": 0.5}, [1.0, -4.0, 3.0]),
+        ({"stop_properly_penalty": -2.0}, [1.0, -4.0, -2.0]),
+        ({"mask_no_eos_with_zero": True}, [1.0, -4.0, 0.0]),
+        ({"mask_no_eos_with_zero": True, "overlong_buffer_len": 5}, [1.0, -4.4, 0.0]),  # zero is zero
+        ({"overlong_buffer_len": 5, "reward_scaling": 10.0}, [10.0, -40.4, 59.0]),  # the penalty is not scaled
+        ({"overlong_buffer_len": 5, "reward_clip_range": (-4.0, 4.0)}, [1.0, -4.0, 4.0]),  # the range is the last word
+    ],
+)
+def test_each_step_and_the_order(options, expected):
+    assert shaper(**options).shape(responses((1.0, 2), (-4.0, 7), (6.0, 10))).tolist() == pytest.approx(expected)
+
+
+def test_running_normalisation_sees_the_rollout_first():
+    shaping = shaper(reward_running_norm=True)
+    batch = responses((1.0, 2), (3.0, 2))
+    shaping.observe(batch)
+    # mean 2, the standard deviation is that of running.py: the same for both, so ±x
+    first = shaping.shape(batch)
+    assert first[0] == -first[1]
+    assert first[1] > 0.5
+    # the second rollout is judged by both: its mean of 12 lies above the running one of 7
+    second = responses((11.0, 2), (13.0, 2))
+    shaping.observe(second)
+    assert (shaping.shape(second) > 0.5).all()
+
+
+def test_running_normalisation_is_over_all_ranks_and_saved():
+    batch = responses((1.0, 2), (3.0, 2), (8.0, 2))
+
+    def on_rank(strategy: FakeStrategy) -> SimpleNamespace:
+        shaping = shaper(strategy, reward_running_norm=True)
+        shaping.observe(batch[:2] if strategy.rank == 0 else batch[2:])
+        shaping.observe([] if strategy.rank == 0 else batch)  # a rank without samples takes part
+        return SimpleNamespace(scores=shaping.shape(batch), state=shaping.state_dict())
+
+    alone = shaper(reward_running_norm=True)
+    alone.observe(batch)
+    alone.observe(batch)
+    for rank in on_ranks(2, on_rank):
+        torch.testing.assert_close(rank.scores, alone.shape(batch))
+    resumed = shaper(reward_running_norm=True)
+    resumed.load_state_dict(alone.state_dict())
+    assert torch.equal(resumed.shape(batch), alone.shape(batch))
+    assert shaper().state_dict() is None
+
+
+class TestDenseRewards:
+    def batch(self) -> tuple[list, torch.Tensor]:
+        rollouts = responses((5.0, 2), (5.0, 3))
+        rollouts[0].token_rewards = [1.0, 3.0]
+        rollouts[1].token_rewards = [0.5, 0.25, 1.0]
+        mask = torch.tensor([[True, True, False], [True, True, True]])
+        return rollouts, mask
+
+    def test_the_token_scores_are_the_rewards_and_the_score_is_not(self):
+        rollouts, mask = self.batch()
+        shaping = shaper(use_dense_reward=True)
+        assert shaping.token_scores(rollouts, mask).tolist() == [[1.0, 3.0, 0.0], [0.5, 0.25, 1.0]]
+        assert shaping.shape(rollouts).tolist() == [0.0, 0.0]
+
+    def test_differences(self):
+        rollouts, mask = self.batch()
+        got = shaper(use_dense_reward=True, reward_delta=True).token_scores(rollouts, mask)
+        assert got.tolist() == [[1.0, 2.0, 0.0], [0.5, -0.25, 0.75]]
+        assert got.sum(1).tolist() == [3.0, 1.0]  # the last score of each
+
+    def test_they_are_scaled(self):
+        rollouts, mask = self.batch()
+        shaping = shaper(use_dense_reward=True, reward_bias=0.5, reward_scaling=2.0, max_reward_clip=3.0)
+        assert shaping.token_scores(rollouts, mask).tolist() == [[1.0, 3.0, 0.0], [0.0, -0.5, 1.0]]
+
+    def test_the_penalty_for_length_comes_on_top(self):
+        rollouts, _ = self.batch()
+        assert shaper(use_dense_reward=True, overlong_buffer_len=8).shape(rollouts).tolist() == [0.0, -0.125]
+
+    def test_none_without_the_flag(self):
+        rollouts, mask = self.batch()
+        assert shaper().token_scores(rollouts, mask) is None
