@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from transformers import get_scheduler
 
 from lightppo.config import ConfigError, PPOConfig
-from lightppo.config.rules import needs_critic
+from lightppo.config.algorithm_rules import advice, moves_reference, needs_critic
 from lightppo.data.loading import blending_datasets
 from lightppo.data.prompt_dataset import PromptDataset
 from lightppo.data.sampler import RolloutBatchSampler
@@ -25,16 +25,15 @@ from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic
 from lightppo.models.reward_model import RewardModel
 from lightppo.models.tokenizer import get_tokenizer, valid_vocab_size
-from lightppo.rewards.address import read_token
-from lightppo.rewards.build import build_reward_source
-from lightppo.rewards.source import RewardSource
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.strategy.zero3 import parameter_count
+from lightppo.trainer.build_reward import build_reward
 from lightppo.trainer.evaluator import Evaluator
-from lightppo.trainer.guards import check_before_loading, check_disk_space, check_lengths
+from lightppo.trainer.guards import check_before_loading, check_disk_space, check_lengths, check_router
 from lightppo.trainer.options import eval_sampling_params, public_options
 from lightppo.trainer.ppo_trainer import PPOTrainer
 from lightppo.trainer.prompts import endless
+from lightppo.trainer.schedule import steps_per_episode
 
 TrainerT = TypeVar("TrainerT", bound=PPOTrainer)
 
@@ -67,6 +66,8 @@ def build_trainer(config: PPOConfig, trainer_class: type[TrainerT] = PPOTrainer)
     config = config.resolved()
     check_before_loading(config)
     strategy.print(described(config))
+    for line in advice(config):
+        strategy.print(f"note: {line}")
 
     models = build_models(config, strategy)
     tokenizer = build_tokenizer(config, models.actor)
@@ -74,13 +75,14 @@ def build_trainer(config: PPOConfig, trainer_class: type[TrainerT] = PPOTrainer)
     if models.reference is not None:
         models.reference.valid_vocab_size = models.actor.valid_vocab_size
     saved = {"actor": models.actor, "critic": models.critic, "ema": models.ema}
+    saved |= {"reference": models.reference} if moves_reference(config) else {}
     check_disk_space(config, {part: parameter_count(model) for part, model in saved.items() if model is not None})
 
     prompts = build_prompts(config, tokenizer, strategy, config.data.prompt_data, config.data.prompt_split)
     loader = prompts_dataloader(config, prompts, strategy)
     pretrain = build_pretrain(config, tokenizer, strategy)
 
-    steps = optimizer_steps(config, len(loader))
+    steps = optimizer_steps(config, steps_per_episode(config, loader))
     actor_parts = with_optimizer(models.actor, config.training.actor_learning_rate, steps, config, strategy)
     critic_parts = with_optimizer(models.critic, config.training.critic_learning_rate, steps, config, strategy)
     (actor, actor_optim, actor_scheduler), (critic, critic_optim, critic_scheduler) = strategy.prepare(
@@ -153,11 +155,11 @@ def build_models(config: PPOConfig, strategy: DeepspeedStrategy) -> Models:
     }
     own = {**shared, "override_config": override, "init_from_scratch": m.init_from_scratch}
     policy = {"temperature": config.rollout.temperature or 1.0, "packing_samples": config.training.packing_samples}
-    frozen = strategy.get_ds_eval_config(s.ref_offload, zero_stage=s.ref_zero_stage)
 
     actor_ds = strategy.get_ds_train_config(is_actor=True)
     actor = Actor(stage_to_local(m.pretrain), bf16=m.bf16, ds_config=actor_ds, **policy, **own)
     check_lengths(config, actor.hf_model.config)
+    check_router(config, actor)
     critic = None
     if needs_critic(config):
         critic = Critic(
@@ -175,8 +177,11 @@ def build_models(config: PPOConfig, strategy: DeepspeedStrategy) -> Models:
         )
     reference = None
     if a.init_kl_coef > 0:
+        # One that moves is fp32: small steps would vanish in bf16.
+        bf16 = m.bf16 and not moves_reference(config)
+        frozen = strategy.get_ds_eval_config(s.ref_offload, zero_stage=s.ref_zero_stage, bf16=bf16)
         reference = Actor(
-            stage_to_local(m.ref_pretrain), bf16=m.bf16, ds_config=frozen, flag="--ref_pretrain", **policy, **own
+            stage_to_local(m.ref_pretrain), bf16=bf16, ds_config=frozen, flag="--ref_pretrain", **policy, **own
         )
     reward_models = [
         RewardModel(
@@ -244,10 +249,10 @@ def build_prompts(
 
 
 def prompts_dataloader(config: PPOConfig, prompts: PromptDataset, strategy: DeepspeedStrategy) -> DataLoader:
-    """This rank's share of every rollout batch."""
+    """This rank's share of every generation batch."""
     sampler = RolloutBatchSampler(
         len(prompts),
-        config.rollout.rollout_batch_size,
+        config.sampling.gen_batch_size or config.rollout.rollout_batch_size,
         rank=strategy.get_rank(),
         world_size=strategy.world_size,
         seed=config.strategy.seed,
@@ -286,32 +291,6 @@ def build_pretrain(config: PPOConfig, tokenizer: Any, strategy: DeepspeedStrateg
     )
 
 
-def build_reward(
-    config: PPOConfig, reward_models: list[RewardModel], tokenizer: Any, strategy: DeepspeedStrategy
-) -> RewardSource:
-    """Where rewards come from: servers, a Python file or the prepared reward models.
-
-    Raises:
-        ConfigError: a reward file that fails when run or has no such function, a token that is missing.
-    """
-    r = config.reward
-    try:
-        return build_reward_source(
-            remote_rm_url=r.remote_rm_url,
-            reward_fn=r.reward_fn,
-            reward_models=reward_models,
-            device=strategy.device,
-            pad_token_id=tokenizer.pad_token_id,
-            micro_batch_size=config.rollout.micro_rollout_batch_size,
-            same_count=strategy.same_count,
-            remote_timeout=r.remote_rm_timeout,
-            remote_retries=r.remote_rm_retries,
-            remote_token=read_token(env=r.remote_rm_token_env),
-        )
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-
-
 def build_evaluator(
     config: PPOConfig, tokenizer: Any, strategy: DeepspeedStrategy, trainer: PPOTrainer
 ) -> Evaluator | None:
@@ -348,7 +327,7 @@ def with_optimizer(
     optimizer = strategy.create_optimizer(model, lr=learning_rate, betas=t.adam_betas, weight_decay=t.l2)
     warmup = t.lr_warmup_steps if t.lr_warmup_steps is not None else math.ceil(steps * t.lr_warmup_ratio)
     name = "constant_with_warmup" if t.lr_scheduler == "constant" else t.lr_scheduler
-    specific = {"min_lr": learning_rate * t.min_lr_ratio} if name == "cosine_with_min_lr" else {}
+    specific = {"min_lr_rate": t.min_lr_ratio} if name == "cosine_with_min_lr" else {}
     scheduler = get_scheduler(
         name, optimizer, num_warmup_steps=warmup, num_training_steps=steps, scheduler_specific_kwargs=specific
     )

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from lightppo.config import ConfigError, PPOConfig
+from lightppo.config.reward_rules import reward_plan
 from lightppo.data.loading import check_data_paths
+from lightppo.models.actor import Actor
 from lightppo.rewards.address import read_token
 from lightppo.rewards.build import check_reward_options
 
@@ -26,11 +28,12 @@ def check_before_loading(config: PPOConfig) -> None:
     if d.pretrain_data:
         check_data_paths(d.pretrain_data, d.pretrain_data_probs, flag="--pretrain_data")
     try:
-        check_reward_options(
-            remote_rm_url=config.reward.remote_rm_url,
-            reward_fn=config.reward.reward_fn,
-            n_reward_models=len(config.model.reward_pretrain),
-        )
+        if reward_plan(config) is None:
+            check_reward_options(
+                remote_rm_url=config.reward.remote_rm_url,
+                reward_fn=config.reward.reward_fn,
+                n_reward_models=len(config.model.reward_pretrain),
+            )
         read_token(env=config.reward.remote_rm_token_env)
     except ValueError as error:
         raise ConfigError(str(error)) from error
@@ -51,13 +54,26 @@ def check_lengths(config: PPOConfig, model_config: Any) -> None:
         )
 
 
+def check_router(config: PPOConfig, actor: Actor) -> None:
+    """``--aux_loss_coef`` needs a mixture of experts.
+
+    Raises:
+        ConfigError: the actor is none.
+    """
+    if config.loss.aux_loss_coef > 0:
+        try:
+            actor.check_router()
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+
+
 def check_disk_space(config: PPOConfig, parameters: dict[str, int]) -> None:
     """Room for the checkpoints that will be kept, before the first one is lost to a full disk.
 
     Args:
         config: what is saved, and how many are kept.
         parameters: number of parameters per saved model. Trained ones hold weights, fp32 master weights and two fp32
-            moments, the moving average (``ema``) fp32 weights.
+            moments, the moving average (``ema``) and a moving ``reference`` fp32 weights.
 
     Raises:
         ConfigError: naming the folder, what is needed and what is free.
@@ -68,7 +84,7 @@ def check_disk_space(config: PPOConfig, parameters: dict[str, int]) -> None:
     weight = 2 if config.model.bf16 else 4
     state = export = 0
     if saves and not c.disable_ds_ckpt:
-        state = sum(n * (4 if part == "ema" else weight + 12) for part, n in parameters.items())
+        state = sum(n * (4 if part in ("ema", "reference") else weight + 12) for part, n in parameters.items())
     if (saves and c.save_hf_ckpt) or exports:
         export = parameters["actor"] * weight
     # One more than are kept: an old checkpoint goes only when the new one is whole.

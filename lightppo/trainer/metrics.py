@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lightppo.algorithms.correction import mismatch_metrics, mismatch_terms
 from lightppo.experience.experience import Experience
 
 # Name in the logs → meaning. The part before the first "/" is the namespace; <…> stands for any text.
@@ -29,7 +30,8 @@ METRICS: dict[str, str] = {
     "rollout/response_length_min": "shortest response, tokens",
     "rollout/response_clip_ratio": "share of responses cut by --generate_max_len",
     "rollout/total_length": "mean tokens of prompt and response",
-    "rollout/kl": "mean KL estimate per trained token between policy and reference (nats)",
+    "rollout/kl": "mean of --kl_estimator per trained token; k1 for full in the loss and with the shortcut (nats)",
+    "rollout/policy_kl": "mean log prob - reference log prob of a token: KL without bias, for --kl_target (nats)",
     "rollout/return": "mean sum of token rewards of a sample, KL included where it is in the reward",
     "rollout/advantage_mean": "mean advantage of a trained token, as trained on",
     "rollout/advantage_max": "largest advantage",
@@ -43,15 +45,47 @@ METRICS: dict[str, str] = {
     "rollout/vf_explained_var": "1 - Var(returns - values) / Var(returns); 1 is a perfect critic, 0 a constant one",
     "rollout/logp_diff_mean": "mean |log prob of the engine - log prob of the trainer| of a trained token",
     "rollout/logp_diff_max": "largest such difference",
+    "rollout/mismatch_kl": "KL from engine to trainer per trained token, k1: may be negative (nats)",
+    "rollout/mismatch_k3_kl": "the same, k3: never negative",
+    "rollout/mismatch_ppl_ratio": "mean over samples of trainer's perplexity / engine's perplexity",
+    "rollout/mismatch_chi2_token": "χ² of trainer and engine from the ratios of tokens",
+    "rollout/mismatch_chi2_seq": "the same from the ratios of whole samples",
+    "rollout/mismatch_ess_token": "effective sample size by the ratios of tokens, as a share: 1 is no mismatch",
+    "rollout/mismatch_ess_seq": "the same by the ratios of whole samples",
+    "rollout/loss_weight": "mean factor on a token's policy loss: --rollout_correction, --high_entropy_token_ratio",
+    "rollout/loss_weight_zero": "share of trained tokens without policy loss for these",
     "rollout/samples": "samples trained on, all ranks",
     "rollout/unscored": "samples that the reward source left unscored, all ranks",
     "rollout/small_group": "samples left out because too little of their group was scored, all ranks",
+    "rollout/not_best": "samples left out by best of n (--generation_size), all ranks",
+    "rollout/generated_samples": "samples generated in this step, all ranks",
+    "rollout/generated_tokens": "their response tokens",
+    "rollout/num_gen_batches": "generation batches of this step (--dynamic_sampling, --gen_batch_size, also below)",
+    "rollout/trained_groups": "groups (prompts) trained on, all ranks",
+    "rollout/reused_groups": "of these, groups trained on once more (--on_exhausted reuse)",
+    "rollout/stale_groups": "groups trained on that an earlier step generated, all ranks",
+    "rollout/staleness": "mean PPO steps from generating a group to training on it",
+    "rollout/surplus_groups": "accepted groups that wait for the next step, all ranks",
+    "rollout/kept_share": "share of this step's groups that --dynamic_sampling accepted",
+    "rollout/rejected_equal": "groups rejected because all samples have the same --filter_metric, all ranks",
+    "rollout/rejected_low": "groups rejected because their mean is at the lower end of --filter_range or below",
+    "rollout/rejected_high": "groups rejected because their mean is at the upper end or above",
+    "rollout/rejected_unmeasured": "groups rejected because a sample has no such metric",
+    "rollout/left_out_prompts": "prompts that --dataset_filter_threshold has left out so far",
     "train/policy_loss": "policy loss",
     "train/kl_loss": "KL term of the loss, before its coefficient (--use_kl_loss)",
     "train/ptx_loss": "language-model loss on --pretrain_data",
     "train/clip_ratio": "share of trained tokens whose gradient the clip took away",
     "train/ratio": "mean probability ratio of new to old policy",
     "train/approx_kl": "mean KL estimate of old to new policy per trained token (nats)",
+    "train/entropy": "mean entropy of the policy at a trained token (nats)",
+    "train/dual_clip_ratio": "share of trained tokens where --dual_clip bounds the loss",
+    "train/weight_clip_ratio": "share of trained tokens whose importance weight cispo cuts",
+    "train/selected_ratio": "share of trained tokens that clip_cov or kl_cov treat differently",
+    "train/sapo_gate": "mean share of the gradient that sapo's gate lets through",
+    "train/cpgd_drift": "policy drift of cpgd, before its coefficient",
+    "train/aux_loss": "load-balancing loss of a mixture of experts (--aux_loss_coef)",
+    "train/actor_stopped": "share of the actor's optimizer steps skipped by --early_stop_imp_ratio or --early_stop_kl",
     "train/actor_lr": "learning rate of the actor",
     "train/actor_grad_norm": "gradient norm of the actor before clipping",
     "train/actor_skipped": "share of the actor's optimizer steps skipped for a non-finite gradient",
@@ -84,6 +118,8 @@ METRICS: dict[str, str] = {
     "eval/pass@<k>": "chance that at least one of k samples is correct, k = 1, 2, 4, … ≤ n (Chen et al. 2021, eq. 1)",
     "eval/best@<n>": "mean over prompts of the best score of their n samples",
     "eval/<source>/<metric>": "any of the above for one data source, where the evaluation data has several",
+    "reward/failures": "tries of the reward source that failed, all ranks; no failure is ever a score",
+    "reward/timeouts": "tries that ran into a limit of time; for code the tests that did",
     "reward/<name>": "mean of a number that the reward source gives beside its score",
 }
 
@@ -153,13 +189,26 @@ def rollout_summaries(items: Sequence[Experience]) -> dict[str, Summary]:
         return torch.cat([getattr(item, name)[0] for item in items])[mask]
 
     values, returns, engine = tokens("values"), tokens("returns"), tokens("rollout_log_probs")
+    old, reference = tokens("action_log_probs"), tokens("base_action_log_probs")
     per_token = {"kl": tokens("kl"), "advantage": tokens("advantages"), "return_token": returns, "value": values}
     if values is not None:
         per_token["residual"] = returns - values
-    if engine is not None:
-        per_token["logp_diff"] = (engine - tokens("action_log_probs")).abs()
+    if reference is not None and old is not None:
+        per_token["policy_kl"] = old - reference
+        if per_token["kl"] is None:  # the log probs came with the training pass
+            per_token["kl"] = per_token["policy_kl"]
+    if (weights := tokens("loss_weights")) is not None:
+        per_token |= {"loss_weight": weights, "loss_weight_zero": weights == 0}
+    if engine is not None and old is not None:
+        per_token |= {f"mismatch_{name}": x for name, x in _mismatch_terms(items).items()}
     per_sample = {name: torch.cat([item.info[name] for item in items]) for name in items[0].info if name != "kl"}
     return {name: Summary.of(x) for name, x in (per_sample | per_token).items() if x is not None}
+
+
+def _mismatch_terms(items: Sequence[Experience]) -> dict[str, Tensor]:
+    names = ("action_log_probs", "rollout_log_probs", "action_mask")
+    rows = ([getattr(item, name)[0] for item in items] for name in names)
+    return mismatch_terms(*(torch.nn.utils.rnn.pad_sequence(row, batch_first=True) for row in rows))  # (B, A) each
 
 
 def merge_summaries(per_rank: Iterable[Mapping[str, Summary]]) -> dict[str, Summary]:
@@ -176,15 +225,18 @@ def rollout_status(summaries: Mapping[str, Summary]) -> dict[str, float]:
     with_range = {"reward", "response_length", "advantage", "return_token", "value"}
     status: dict[str, float] = {}
     for name, s in summaries.items():
-        if name == "residual":
+        if name == "residual" or name.startswith("mismatch_"):
             continue
         mean_name = {"advantage": "advantage_mean", "return_token": "return_token_mean", "value": "value_mean"}
-        mean_name |= {"truncated": "response_clip_ratio", "logp_diff": "logp_diff_mean"}
+        mean_name |= {"truncated": "response_clip_ratio"}
         status[mean_name.get(name, name)] = s.mean
         if name in with_range:
             status |= {f"{name}_max": s.high, f"{name}_min": s.low}
-    if "logp_diff" in summaries:
-        status["logp_diff_max"] = summaries["logp_diff"].high
+    mismatch = {name.removeprefix("mismatch_"): s for name, s in summaries.items() if name.startswith("mismatch_")}
+    if mismatch:
+        numbers = mismatch_metrics(mismatch)
+        status |= {"logp_diff_mean": mismatch["logp_diff"].mean, "logp_diff_max": numbers.pop("logp_diff_max")}
+        status |= {f"mismatch_{name}": value for name, value in numbers.items()}
     if "reward" in summaries:
         status["reward_std"] = math.sqrt(summaries["reward"].variance)
         status["samples"] = summaries["reward"].count
@@ -274,14 +326,14 @@ def perf_metrics(
 
     Args:
         seconds: ``time_<phase>`` of :class:`PhaseTimer`.
-        status: of the rollout: samples, response_length, total_length.
+        status: of the rollout: samples, generated_tokens, total_length.
         epochs: passes over the rollout.
         world_size: ranks.
         parameters: of all models trained.
         peak_tflops: peak of one device; ``None``: no MFU.
     """
     perf = dict(seconds)
-    generated = status.get("samples", 0.0) * status.get("response_length", 0.0)
+    generated = status.get("generated_tokens", 0.0)
     trained = status.get("samples", 0.0) * status.get("total_length", 0.0) * epochs
     if generated and seconds.get("time_rollout"):
         perf["rollout_tokens_per_second"] = generated / seconds["time_rollout"]

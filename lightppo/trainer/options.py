@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from lightppo.config import ConfigError, PPOConfig, rules
+from lightppo.config.algorithm_rules import needs_critic
 from lightppo.config.fields import nearest
 from lightppo.config.ppo import all_options
 from lightppo.config.values import alternatives, kind_of
@@ -79,12 +80,32 @@ def config_from_options(args: Any, options: Mapping[str, Any], tokenizer: Any = 
     values = _options_of(args) | CONSTRUCTOR_DEFAULTS
     if "eps_clip" in options:
         values |= {"eps_clip_low": None, "eps_clip_high": None}
+    elif {"policy_loss", "advantage_estimator", "eps_clip_low", "eps_clip_high"} & values.keys():
+        values["eps_clip"] = None  # then what belongs to the loss: 0.2 for PPO's
     values |= {_GENERATION_NAMES.get(n, n): v for n, v in options.items() if n not in _SPECIAL}
     config = PPOConfig().with_options(**values)
     config = config.with_options(**_special_tokens(config, options, tokenizer))
     if problems := rules.trainer_contradictions(config, world_size):
         raise ConfigError("\n".join(problems))
     return config.resolved()
+
+
+def constructor_config(
+    config: PPOConfig | None, strategy: Any, options: Mapping[str, Any], tokenizer: Any
+) -> PPOConfig:
+    """The config of a trainer: the one given, or that of ``strategy.args`` and keyword options; resolved.
+
+    Raises:
+        ConfigError: both were given, an option is unknown, or options contradict each other or the strategy.
+    """
+    if config is not None and options:
+        raise ConfigError(f"options {sorted(options)} beside config: put them into the config")
+    if config is not None:
+        return checked_config(config, strategy.world_size)
+    config = config_from_options(getattr(strategy, "args", None), options, tokenizer, strategy.world_size)
+    if options.get("max_norm", strategy.max_norm) != strategy.max_norm:
+        raise ConfigError(f"max_norm {options['max_norm']} is not the strategy's ({strategy.max_norm}): set it there")
+    return config
 
 
 def checked_config(config: PPOConfig, world_size: int) -> PPOConfig:
@@ -107,12 +128,25 @@ def check_models(config: PPOConfig, critic: Any, initial_model: Any, tokenizer: 
     a = config.algorithm
     if tokenizer is None:
         raise ConfigError("PPOTrainer needs the actor's tokenizer: pass tokenizer=")
-    if critic is None and rules.needs_critic(config):
+    if critic is None and needs_critic(config):
         raise ConfigError(f"--advantage_estimator {a.advantage_estimator} needs a critic, but critic is None")
     if initial_model is None and (a.init_kl_coef > 0 or a.use_kl_loss):
         raise ConfigError(
             f"the KL coefficient {a.init_kl_coef} needs a reference model, but initial_model is None: pass one, or set "
             "init_kl_coef to 0"
+        )
+
+
+def check_engine(config: PPOConfig, engine: Any) -> None:
+    """Whether the rollout engine can sample as the options ask.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if config.sampling.fire_sampling and not getattr(engine, "heats_first_token", False):
+        raise ConfigError(
+            f"--fire_sampling needs an engine that samples the first token at a temperature of its own, and "
+            f"{type(engine).__name__} does not: leave it out, or use Hugging Face generation"
         )
 
 
@@ -125,7 +159,7 @@ def public_options(config: PPOConfig) -> dict[str, Any]:
 
 def sampling_params(config: PPOConfig) -> SamplingParams:
     """How training rollouts are sampled."""
-    r = config.rollout
+    r, s = config.rollout, config.sampling
     return SamplingParams(
         max_new_tokens=r.generate_max_len,
         min_new_tokens=r.min_new_tokens,
@@ -133,13 +167,14 @@ def sampling_params(config: PPOConfig) -> SamplingParams:
         top_p=r.top_p,
         top_k=r.top_k,
         repetition_penalty=r.repetition_penalty,
-        n=r.n_samples_per_prompt,
+        n=s.generation_size or r.n_samples_per_prompt,
         stop=r.stop,
         stop_token_ids=r.stop_token_ids,
         bad_words=r.bad_words,
         do_sample=r.do_sample,
         ignore_eos=r.ignore_eos,
         seed=config.strategy.seed,
+        first_token_temperature=s.fire_temperature if s.fire_sampling else None,
     )
 
 
@@ -147,7 +182,12 @@ def eval_sampling_params(config: PPOConfig) -> SamplingParams:
     """How evaluation samples: as training, but for temperature, top-p and the number of samples."""
     e = config.evaluation
     return replace(
-        sampling_params(config), n=e.eval_n_samples, temperature=e.eval_temperature, top_p=e.eval_top_p, do_sample=True
+        sampling_params(config),
+        n=e.eval_n_samples,
+        temperature=e.eval_temperature,
+        top_p=e.eval_top_p,
+        do_sample=True,
+        first_token_temperature=None,
     )
 
 

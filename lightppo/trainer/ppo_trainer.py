@@ -17,35 +17,38 @@ from torch import Tensor
 from tqdm import tqdm
 
 from lightppo.algorithms.kl import make_kl_controller
-from lightppo.algorithms.traits import ESTIMATOR_TRAITS
 from lightppo.config import PPOConfig
+from lightppo.config.algorithm_rules import moves_reference
 from lightppo.config.fields import ConfigError
 from lightppo.data.records import Prompt
 from lightppo.experience.batching import Minibatch, minibatches, plan_minibatch
+from lightppo.experience.dynamic_sampling import CollectedStep, OneBatch, PromptSource
 from lightppo.experience.experience import Experience
 from lightppo.experience.experience_maker import ExperienceMaker
 from lightppo.experience.replay_buffer import ReplayBuffer
-from lightppo.experience.sampling import RolloutSampler
 from lightppo.rewards.build import build_reward_source
-from lightppo.rewards.source import RewardError
+from lightppo.rewards.source import RewardError, close_source
 from lightppo.rollout.engine import RolloutEngine
 from lightppo.rollout.hf import HFRolloutEngine
 from lightppo.strategy.zero3 import parameter_count
 from lightppo.trainer import metrics as m
 from lightppo.trainer.checkpointing import RunCheckpointer
+from lightppo.trainer.collecting import StepCollector
 from lightppo.trainer.evaluator import Evaluator
 from lightppo.trainer.options import (
+    check_engine,
     check_models,
-    checked_config,
-    config_from_options,
+    constructor_config,
     overlay_args,
     public_options,
-    sampling_params,
 )
-from lightppo.trainer.prompts import as_prompts, endless, start_episode
+from lightppo.trainer.prompt_filter import PromptFilter
+from lightppo.trainer.prompts import EpisodePrompts, as_prompts, endless
 from lightppo.trainer.recorder import Recorder
+from lightppo.trainer.run_state import RunState
+from lightppo.trainer.schedule import reached_limits, steps_per_episode
 from lightppo.trainer.state import TrainerState, state_from_consumed
-from lightppo.trainer.update import PPOUpdate
+from lightppo.trainer.update import PPOUpdate, build_value_norm
 
 
 class PPOTrainer:
@@ -100,17 +103,8 @@ class PPOTrainer:
         evaluator: Evaluator | None = None,
         **options: Any,
     ) -> None:
-        if config is None:
-            config = config_from_options(getattr(strategy, "args", None), options, tokenizer, strategy.world_size)
-        elif options:
-            raise ConfigError(f"options {sorted(options)} beside config: put them into the config")
-        else:
-            config = checked_config(config, strategy.world_size)
+        config = constructor_config(config, strategy, options, tokenizer)
         check_models(config, critic, initial_model, tokenizer)
-        if options.get("max_norm", strategy.max_norm) != strategy.max_norm:
-            raise ConfigError(
-                f"max_norm {options['max_norm']} is not the strategy's ({strategy.max_norm}): set it there"
-            )
         if options.get("gradient_checkpointing"):
             for model in (actor, critic):
                 if model is not None:
@@ -121,19 +115,12 @@ class PPOTrainer:
         self.actor, self.critic, self.initial_model, self.ema_model = actor, critic, initial_model, ema_model
         self.prompts_dataloader: Iterable | None = None
 
-        a, t = config.algorithm, config.training
+        a, o, t = config.algorithm, config.loss, config.training
         self.kl_ctl = make_kl_controller(a.init_kl_coef, a.kl_target, a.kl_horizon)
+        self.value_norm = build_value_norm(o)
+        actor_parts, critic_parts = (actor, actor_optim, actor_scheduler), (critic, critic_optim, critic_scheduler)
         self.update = PPOUpdate(
-            strategy,
-            actor,
-            actor_optim,
-            actor_scheduler,
-            critic,
-            critic_optim,
-            critic_scheduler,
-            ema_model,
-            a,
-            self.kl_ctl,
+            strategy, *actor_parts, *critic_parts, initial_model, ema_model, a, o, self.kl_ctl, self.value_norm
         )
         self.rollout_engine = rollout_engine or HFRolloutEngine(
             actor,
@@ -142,6 +129,7 @@ class PPOTrainer:
             gather_parameters=lambda: strategy.gathered_parameters(self.actor),
             progress=strategy.is_rank_0() and sys.stderr.isatty(),
         )
+        check_engine(config, self.rollout_engine)
         self.reward_source = reward_source or build_reward_source(
             remote_rm_url=remote_rm_url,
             reward_fn=reward_fn,
@@ -151,34 +139,33 @@ class PPOTrainer:
             micro_batch_size=config.rollout.micro_rollout_batch_size,
             same_count=strategy.same_count,
         )
-        traits = ESTIMATOR_TRAITS[a.advantage_estimator]
-        self.sampler = RolloutSampler(
-            self.rollout_engine, self.reward_source, sampling_params(config), traits.min_group_size
-        )
         self.experience_maker = ExperienceMaker(
-            actor,
-            critic,
-            initial_model,
-            strategy,
-            self.kl_ctl,
-            a,
-            micro_rollout_batch_size=config.rollout.micro_rollout_batch_size,
-            reward_clip_range=config.reward.reward_clip_range,
+            *(actor, critic, initial_model, strategy, self.kl_ctl, config),
+            value_norm=self.value_norm,
             progress=lambda parts: self._bar(parts, "make experience", leave=False),
         )
+        buffer_options = {"device": strategy.device, "pin_memory": config.data.dataloader_pin_memory}
         self.replay_buffer = ReplayBuffer(
-            t.micro_train_batch_size,
-            t.buffer_limit,
-            t.buffer_cpu_offload,
-            device=strategy.device,
-            pin_memory=config.data.dataloader_pin_memory,
+            t.micro_train_batch_size, t.buffer_limit, t.buffer_cpu_offload, **buffer_options
+        )
+        self.timer = m.PhaseTimer()
+        self.collector = StepCollector(
+            *(config, strategy, self.rollout_engine, self.reward_source, self.experience_maker, self.replay_buffer),
+            *(self.update.actor_loss_fn, self.timer),
+        )
+        self.sampler = self.collector.sampler
+        self.prompt_filter = PromptFilter(
+            config.sampling.dataset_filter_threshold, config.sampling.dataset_max_filter_percentage, strategy
         )
         self.evaluator = evaluator
         self.state = TrainerState()
-        self.timer = m.PhaseTimer()
-        self.checkpointer = RunCheckpointer(
-            strategy, config.checkpoint, {"actor": actor, "critic": critic, "ema": ema_model}, tokenizer
+        self.run_state = RunState(
+            self.kl_ctl, self.experience_maker.shaper, self.value_norm, self.collector.groups, strategy
         )
+        saved = {"actor": actor, "critic": critic, "ema": ema_model}
+        if moves_reference(config):
+            saved["reference"] = initial_model
+        self.checkpointer = RunCheckpointer(strategy, config.checkpoint, saved, tokenizer)
         self.recorder: Recorder | None = None
         self.saves_at_end = False  # a script in the seed's style saves by itself
 
@@ -210,29 +197,29 @@ class PPOTrainer:
         """
         self._begin(args, prompts_dataloader, pretrain_dataloader, consumed_samples, num_update_steps_per_episodes)
         if self._done() and not self.config.evaluation.val_only:
+            limits = reached_limits(self.config, self.state)
             self.strategy.print(
-                f"run complete: {self.state.global_step} steps; raise {self._ended_by()} to go on, or start anew with "
+                f"run complete: {self.state.global_step} steps; raise {limits} to go on, or start anew with "
                 "--resume never"
             )
         while not self._done():
-            episode = start_episode(self.prompts_dataloader, self.state.episode, self.state.consumed_prompts)
+            prompts, ended = self._episode_prompts(), False
             with self._bar(None, self._episode_name(), total=self._steps_per_episode(0)) as bar:
-                for batch, is_last in episode:
-                    step = self.state.global_step + 1
-                    prompts = as_prompts(batch, self.tokenizer, self.config.data.prompt_max_len)
+                while not (ended or self._done()):
+                    step, taken = self.state.global_step + 1, prompts.taken
                     with self.timer("step"):
-                        left_out = self._collect_experience(prompts, step)
-                        status = left_out | self.ppo_train(step)
+                        collected = self._collect_experience(prompts, step)
+                        status = collected.counts | self.ppo_train(step)
                         self.replay_buffer.clear()
+                        self._move_reference(step)
                         with self.timer("sync"):
                             self.rollout_engine.sync_weights(self.actor)
-                        self.kl_ctl.update(status.get("kl", 0.0), int(status["samples"]))
-                    self._finish_step(prompts, is_last)
+                        self.kl_ctl.update(status.get("policy_kl", 0.0), int(status["samples"]))
+                    ended = prompts.exhausted and collected.surplus == 0
+                    status |= self._finish_step(prompts.taken - taken, ended, collected.prompt_scores)
                     bar.set_postfix(m.short_status(status))
                     bar.update()
                     self.save_logs_and_checkpoints(args, step, bar, status, self.client_state())
-                    if self._done():
-                        break
         self._end()
 
     def ppo_train(self, global_steps: int = 0) -> dict[str, float]:
@@ -244,10 +231,12 @@ class PPOTrainer:
         Returns:
             means over the optimizer steps, and statistics of the rollout, by the names of ``trainer.metrics.METRICS``
             without their namespace; the same on every rank.
+
+        Raises:
+            RewardError: there is nothing to train on, although no group was rejected.
         """
-        local = m.rollout_summaries(self.replay_buffer.items)
-        rollout_status = m.rollout_status(m.merge_summaries(self.strategy.all_gather_object(local)))
-        if not rollout_status:
+        empty = self.strategy.all_reduce(len(self.replay_buffer), "sum") == 0
+        if empty and not self.config.sampling.dynamic_sampling:
             raise RewardError(f"step {global_steps}: none of the samples was scored, so there is nothing to train on")
         t, statuses = self.config.training, []
         with self.timer("train"):
@@ -263,8 +252,9 @@ class PPOTrainer:
                 )
                 for minibatch in self._bar(plan, f"Train epoch [{epoch + 1}/{t.max_epochs}]", leave=False):
                     statuses.append(self.train_minibatch(minibatch, global_steps))
-        status = m.mean_status(statuses) | rollout_status
-        return status | {"kl_coef": self.kl_ctl.value, "optimizer_steps": float(len(statuses))}
+        local = m.rollout_summaries(self.replay_buffer.items)  # now that all rows have the log probs of before
+        status = m.mean_status(statuses) | m.rollout_status(m.merge_summaries(self.strategy.all_gather_object(local)))
+        return {"samples": 0.0} | status | {"kl_coef": self.kl_ctl.value, "optimizer_steps": float(len(statuses))}
 
     def train_minibatch(self, minibatch: Minibatch, global_steps: int = 0) -> dict[str, float]:
         """One optimizer step of actor and critic; the same status on every rank."""
@@ -279,7 +269,7 @@ class PPOTrainer:
         Args:
             experience: this rank's samples.
             global_steps: number of the PPO step; up to ``freezing_actor_steps`` only the critic is trained.
-            entropy_mask: (B, A), the actor trains only where it is True.
+            entropy_mask: (B, A), only tokens where it is True have a policy loss; the loss is divided as without it.
         """
         status = self.training_step_actor(experience, entropy_mask) if self._actor_trains(global_steps) else {}
         return status | (self.training_step_critic(experience) if self.critic is not None else {})
@@ -287,7 +277,8 @@ class PPOTrainer:
     def training_step_actor(self, experience: Experience, entropy_mask: Tensor | None = None) -> dict[str, float]:
         """One optimizer step of the actor on this experience alone; arguments as :meth:`training_step`."""
         if entropy_mask is not None:
-            experience = replace(experience, action_mask=experience.action_mask & entropy_mask.bool())
+            weights = 1.0 if experience.loss_weights is None else experience.loss_weights
+            experience = replace(experience, loss_weights=weights * entropy_mask.float())
         return self.update.train_actor(plan_minibatch([experience], self.strategy, **self._plan_options()))
 
     def training_step_critic(self, experience: Experience) -> dict[str, float]:
@@ -325,16 +316,15 @@ class PPOTrainer:
             peak_tflops=self.config.logging.peak_tflops,
         )
         self.recorder.log(global_step, logs_dict or {}, perf)
-        self.recorder.after_step(global_step, finished, ckpt_path, lambda: client_states or self.client_state())
+        self.recorder.after_step(global_step, finished, ckpt_path, lambda: self._saved_state(client_states))
 
     def client_state(self) -> dict[str, Any]:
-        """All that a checkpoint holds beside models and optimizers."""
-        return {
-            "trainer": self.state.state_dict(),
-            "kl_ctl": self.kl_ctl.state_dict(),
-            "config": public_options(self.config),
-            "consumed_samples": self.state.global_step * self.config.rollout.rollout_batch_size,
-        }
+        """All that a checkpoint holds beside models, optimizers and what is of each rank."""
+        more = {"consumed_samples": self.state.global_step * self.config.rollout.rollout_batch_size}
+        return self.run_state.of_all_ranks(self.state) | {"config": public_options(self.config)} | more
+
+    def _saved_state(self, client_states: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        return self.run_state.with_ranks(client_states or self.client_state())
 
     def resume(self) -> bool:
         """Go on from the last checkpoint that ``--resume`` allows. Collective.
@@ -349,9 +339,9 @@ class PPOTrainer:
         saved = self.checkpointer.resume(public_options(self.config))
         if saved is None:
             return False
-        self.state = TrainerState.from_dict(saved["trainer"])
+        self.state = self.run_state.restore(saved)
         self.update.skipped_steps = self.state.skipped_optimizer_steps
-        self.kl_ctl.load_state_dict(saved["kl_ctl"])
+        self.update.stopped_steps = self.state.stopped_optimizer_steps
         self.rollout_engine.sync_weights(self.actor)
         return True
 
@@ -365,23 +355,22 @@ class PPOTrainer:
 
     # -- parts of the loop ---------------------------------------------------------------------------------------
 
-    def _collect_experience(self, prompts: list[Prompt], step: int) -> dict[str, int]:
-        """Sample, score, make experience, fill the buffer, normalise advantages; counts what was left out."""
+    def _collect_experience(self, prompts: PromptSource | list[Prompt], step: int) -> CollectedStep:
+        """Sample, score, select and fill the buffer; with a list of prompts, with these."""
+        return self.collector.collect(OneBatch(prompts) if isinstance(prompts, list) else prompts, step)
+
+    def _episode_prompts(self) -> EpisodePrompts:
+        """The prompts of the present episode, from where it was left."""
+        convert = lambda batch: as_prompts(batch, self.tokenizer, self.config.data.prompt_max_len)  # noqa: E731
+        return EpisodePrompts(self.prompts_dataloader, self.state.episode, self.state.consumed_prompts, convert)
+
+    def _move_reference(self, step: int) -> None:
+        """The reference follows the actor (``--ref_ema_eta``), or becomes a copy of it (``--ref_reset_steps``)."""
         a = self.config.algorithm
-        with self.timer("rollout"):
-            rollouts = self.sampler.generate(prompts, step)
-        with self.timer("reward"):
-            batch = self.sampler.score(rollouts)
-        with self.timer("experience"):
-            self.replay_buffer.extend(self.experience_maker.make_experience_list(batch.rollouts))
-            if a.adv_norm:
-                self.replay_buffer.normalize("advantages", self.strategy, a.adv_std_norm)
-            if a.advantage_clip is not None:
-                for item in self.replay_buffer.items:
-                    item.advantages = item.advantages.clamp(-a.advantage_clip, a.advantage_clip)
-        for rollout in rollouts[: self.config.logging.num_examine]:
-            self.strategy.print(f"[step {step}] {rollout.prompt.text}{rollout.response_text}  → {rollout.reward}")
-        return self.strategy.all_reduce(batch.left_out, "sum")
+        if a.ref_ema_eta is not None:
+            self.strategy.moving_average(self.actor, self.initial_model, 1 - a.ref_ema_eta)
+        elif a.ref_reset_steps is not None and step % a.ref_reset_steps == 0:
+            self.strategy.moving_average(self.actor, self.initial_model, 0.0)
 
     def _begin(
         self, args: Any, prompts: Iterable | None, pretrain: Iterable | None, consumed_samples: int, update_steps: int
@@ -402,6 +391,7 @@ class PPOTrainer:
             self.state = state_from_consumed(
                 consumed_samples, self._steps_per_episode(update_steps), self.config.rollout.rollout_batch_size
             )
+        self.prompt_filter.restore(self.prompts_dataloader, self.state)
         self.recorder = self._new_recorder()
         e = self.config.evaluation
         if e.val_only or (self.state.global_step == 0 and e.val_before_train):
@@ -419,42 +409,32 @@ class PPOTrainer:
         self.state.run_id = recorder.run_id
         return recorder
 
-    def _finish_step(self, prompts: list[Prompt], is_last: bool) -> None:
-        """Bring the state up to date; on all ranks alike."""
-        state = self.state
-        state.finish_step(self.strategy.all_reduce(len(prompts), "sum"), is_last)
-        state.pretrain_batches, state.skipped_optimizer_steps = self.update.pretrain_taken, self.update.skipped_steps
+    def _finish_step(self, taken: int, ends_episode: bool, prompt_scores: Mapping[int, float]) -> dict[str, float]:
+        """Bring the state up to date after a step that took so many prompts on this rank; what there is to log."""
+        state, update = self.state, self.update
+        status = self.prompt_filter.after_step(self.prompts_dataloader, state, prompt_scores, ends_episode)
+        state.finish_step(self.strategy.all_reduce(taken, "sum"), ends_episode)
+        state.pretrain_batches = update.pretrain_taken
+        state.skipped_optimizer_steps, state.stopped_optimizer_steps = update.skipped_steps, update.stopped_steps
+        return status
 
     def _end(self) -> None:
         """Last evaluation, checkpoint and, where the trainer built itself, the model at ``save_path``."""
         c = self.config.checkpoint
         if not self.config.evaluation.val_only:
-            self.recorder.finish(self.state.global_step, c.ckpt_path, self.client_state)
+            self.recorder.finish(self.state.global_step, c.ckpt_path, self._saved_state)
             if self.saves_at_end:
                 self.save_model()
         self.recorder.close()
         self.rollout_engine.close()
+        if self.saves_at_end:  # a source that a script made is the script's to end
+            close_source(self.reward_source)
 
     def _steps_per_episode(self, update_steps: int) -> int:
-        """PPO steps per episode: the dataloader's length, or what the number of optimizer steps comes to."""
-        if hasattr(self.prompts_dataloader, "__len__"):
-            return len(self.prompts_dataloader)
-        r, t = self.config.rollout, self.config.training
-        samples = r.rollout_batch_size * r.n_samples_per_prompt
-        return max(1, update_steps * t.train_batch_size // t.max_epochs // samples)
+        return steps_per_episode(self.config, self.prompts_dataloader, update_steps)
 
     def _done(self) -> bool:
-        return self.config.evaluation.val_only or bool(self._ended_by())
-
-    def _ended_by(self) -> str:
-        """The limits that are reached, as flags."""
-        t, state = self.config.training, self.state
-        limits = {
-            "num_episodes": (state.episode, t.num_episodes),
-            "total_training_steps": (state.global_step, t.total_training_steps),
-            "benchmark_steps": (state.global_step, t.benchmark_steps),
-        }
-        return ", ".join(f"--{name} {n}" for name, (done, n) in limits.items() if n is not None and done >= n)
+        return self.config.evaluation.val_only or bool(reached_limits(self.config, self.state))
 
     def _actor_trains(self, step: int) -> bool:
         return step > self.config.algorithm.freezing_actor_steps

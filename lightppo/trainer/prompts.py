@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,7 +80,7 @@ def start_episode(dataloader: Iterable, episode: int, consumed_prompts: int) -> 
         consumed_prompts: prompts of this episode that were used before, over all ranks.
 
     Raises:
-        ValueError: if there is something to skip and the dataloader cannot, or it yields nothing.
+        ValueError: if there is something to skip and the dataloader cannot, or it yields nothing from the start.
     """
     samplers = (getattr(dataloader, "batch_sampler", None), getattr(dataloader, "sampler", None))
     sampler = next((s for s in samplers if hasattr(s, "set_epoch")), None)
@@ -93,18 +93,50 @@ def start_episode(dataloader: Iterable, episode: int, consumed_prompts: int) -> 
         )
     elif sampler is not None:
         sampler.set_epoch(episode)
-    return _mark_last(iter(dataloader), episode)
+    return _mark_last(iter(dataloader), episode, consumed_prompts)
 
 
-def _mark_last(batches: Iterator, episode: int) -> Iterator[tuple[Any, bool]]:
+def _mark_last(batches: Iterator, episode: int, consumed_prompts: int) -> Iterator[tuple[Any, bool]]:
     try:
         batch = next(batches)
     except StopIteration:
+        if consumed_prompts:  # all of them; what was sampled may still wait for training
+            return
         raise ValueError(f"the prompts dataloader gave no batch in episode {episode + 1}") from None
     for following in batches:
         yield batch, False
         batch = following
     yield batch, True
+
+
+class EpisodePrompts:
+    """The generation batches of one episode on this rank, from where it was left.
+
+    Args:
+        dataloader, episode, consumed_prompts: as in :func:`start_episode`.
+        convert: makes prompts of what the dataloader yields.
+
+    Attributes:
+        exhausted: no batch is left; the same on every rank.
+        taken: prompts of this rank taken so far.
+    """
+
+    def __init__(
+        self, dataloader: Iterable, episode: int, consumed_prompts: int, convert: Callable[[Any], list[Prompt]]
+    ) -> None:
+        self._batches = start_episode(dataloader, episode, consumed_prompts)
+        self._first = next(self._batches, None)
+        self._convert = convert
+        self.exhausted = self._first is None
+        self.taken = 0
+
+    def take(self) -> list[Prompt]:
+        """The next generation batch; only while there is one."""
+        batch, is_last = self._first or next(self._batches)
+        prompts = self._convert(batch)
+        self._first, self.exhausted = None, is_last
+        self.taken += len(prompts)
+        return prompts
 
 
 @dataclass

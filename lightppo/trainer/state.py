@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
 
@@ -16,7 +16,11 @@ class TrainerState:
         consumed_prompts: prompts taken from this episode, over all ranks.
         pretrain_batches: batches taken from the pretraining data on each rank.
         skipped_optimizer_steps: optimizer steps skipped for a non-finite gradient, actor and critic.
+        stopped_optimizer_steps: optimizer steps of the actor skipped by an early stop.
         run_id: of the Weights & Biases run.
+        episode_scores: mean score of the prompts sampled in this episode, by ``Prompt.index``; only where
+            ``--dataset_filter_threshold`` looks at them.
+        left_out_prompts: ``Prompt.index`` of those that it has left out of the further episodes.
     """
 
     global_step: int = 0
@@ -24,7 +28,10 @@ class TrainerState:
     consumed_prompts: int = 0
     pretrain_batches: int = 0
     skipped_optimizer_steps: int = 0
+    stopped_optimizer_steps: int = 0
     run_id: str | None = None
+    episode_scores: dict[int, float] = field(default_factory=dict)
+    left_out_prompts: list[int] = field(default_factory=list)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values."""
@@ -42,6 +49,7 @@ class TrainerState:
         if last_of_episode:
             self.episode += 1
             self.consumed_prompts = 0
+            self.episode_scores = {}
 
 
 def state_from_consumed(consumed_samples: int, steps_per_episode: int, rollout_batch_size: int) -> TrainerState:

@@ -37,6 +37,9 @@ class FakeStrategy:
             return {key: _reduced([part[key] for part in parts], op) for key in data}
         return _reduced(parts, op)
 
+    def all_gather(self, data: torch.Tensor) -> torch.Tensor:
+        return torch.cat(self.all_gather_object(data))
+
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
         return self.all_gather_object(obj)[src]
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from support.world import one_rank
 
 from lightppo.config import PPOConfig
 
@@ -20,25 +21,8 @@ def reward_func(queries, prompts, labels):
 @pytest.fixture(scope="module")
 def world() -> Iterator[None]:
     """A process group of this process alone, as under plain ``python``; afterwards all is as it was before."""
-    environment = dict(os.environ)
-    os.environ["DS_ACCELERATOR"] = "cpu"  # read at import
-    import torch.distributed as dist
-    from deepspeed import comm
-    from deepspeed.utils import groups
-
-    from lightppo.strategy.checkpoint import restore_rng_state, rng_state
-    from lightppo.strategy.deepspeed import DeepspeedStrategy
-
-    generators = rng_state()
-    remembered = {name: value for name, value in vars(groups).items() if name.startswith("_")}
-    DeepspeedStrategy().setup_distributed()
-    yield
-    dist.destroy_process_group()
-    vars(groups).update(remembered)  # DeepSpeed keeps groups for ever; the next world has others
-    comm.comm.cdb = None
-    os.environ.clear()
-    os.environ.update(environment)
-    restore_rng_state(generators)
+    with one_rank():
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -74,5 +58,56 @@ def make_config(assets: dict[str, str], tmp_path: Path) -> Callable[..., PPOConf
             "ckpt_path": str(tmp_path / "ckpt"),
         }
         return PPOConfig.from_flat(assets | small | options)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def parts(world, tiny_model) -> dict[str, Any]:
+    """Prepared models with optimizers and schedules, shared by trainers that differ in their options."""
+    from lightppo.trainer import build
+
+    config = PPOConfig.from_flat(
+        pretrain=tiny_model,
+        zero_stage=0,
+        prompt_max_len=12,
+        generate_max_len=5,
+        rollout_batch_size=4,
+        train_batch_size=4,
+    ).resolved()
+    strategy = build.build_strategy(config)
+    models = build.build_models(config, strategy)
+    actor, critic = strategy.prepare(
+        build.with_optimizer(models.actor, 1e-3, 100, config, strategy),
+        build.with_optimizer(models.critic, 1e-3, 100, config, strategy),
+    )
+    return {"strategy": strategy, "actor": actor, "critic": critic, "reference": strategy.prepare(models.reference),
+            "tokenizer": build.build_tokenizer(config, models.actor)}  # fmt: skip
+
+
+@pytest.fixture
+def trainer_with(parts, tmp_path) -> Callable[..., Any]:
+    """``trainer_with(**options)``: a trainer whose engine and rewards are tables."""
+    from support.fakes import FakeEngine, FakeReward
+    from support.sampled import SCORES
+
+    from lightppo import PPOTrainer
+    from lightppo.config.algorithm_rules import needs_critic
+
+    def make(reward_source=None, rollout_engine=None, **options: Any) -> PPOTrainer:
+        small = {"rollout_batch_size": 2, "n_samples_per_prompt": 2, "prompt_max_len": 12, "generate_max_len": 5,
+                 "num_examine": 0, "save_path": str(tmp_path / "run"), "ckpt_path": str(tmp_path / "ckpt")}  # fmt: skip
+        if "ppo_n_minibatches" not in options:
+            small["train_batch_size"] = 4
+        config = PPOConfig.from_flat(small | options)
+        (actor, actor_optim, actor_schedule), (critic, critic_optim, critic_schedule) = parts["actor"], parts["critic"]
+        if not needs_critic(config):
+            critic = critic_optim = critic_schedule = None
+        reference = parts["reference"] if config.algorithm.init_kl_coef > 0 else None
+        models = (actor, critic, None, reference, None)
+        trained = (actor_optim, critic_optim, actor_schedule, critic_schedule)
+        return PPOTrainer(parts["strategy"], *models, *trained, config=config, tokenizer=parts["tokenizer"],
+                          rollout_engine=rollout_engine or FakeEngine(),
+                          reward_source=reward_source or FakeReward(SCORES))  # fmt: skip
 
     return make

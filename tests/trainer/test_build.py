@@ -52,7 +52,6 @@ def same_weights(one: nn.Module, other: nn.Module) -> bool:
         ("micro_train_batch_size", 1, "micro_train_batch_size"),
         ("train_batch_size", 2, "train_batch_size"),
         ("zero_stage", 3, "zero_stage"),
-        ("overlap_comm", True, "overlap_comm"),
         ("full_determinism", True, "full_determinism"),
         ("dist_timeout", 5.0, "timeout_minutes"),
         ("grad_accum_dtype", "fp32", "grad_accum_dtype"),
@@ -64,8 +63,11 @@ def test_strategy_gets_its_options(make_config, flag, value, attribute):
 
 
 def test_strategy_offloads_and_shards(make_config):
-    strategy = build.build_strategy(make_config(zero_stage=3, adam_offload=True, param_offload=True, zpg=2, bf16=True))
+    options = {"adam_offload": True, "param_offload": True, "zpg": 2, "bf16": True, "overlap_comm": True}
+    strategy = build.build_strategy(make_config(zero_stage=3, **options))
     zero = strategy.get_ds_train_config()["zero_optimization"]
+    assert zero["overlap_comm"]
+    assert not strategy.get_ds_train_config(zero_stage=1, param_offload=False)["zero_optimization"]["overlap_comm"]
     assert (zero["offload_optimizer"]["device"], zero["offload_param"]["device"]) == ("cpu", "cpu")
     assert zero["zero_hpz_partition_size"] == 2
     assert strategy.get_ds_train_config()["bf16"]["enabled"]

@@ -11,6 +11,8 @@ import pytest
 import torch
 from support.ranks import run_ranks
 
+from lightppo.algorithms.traits import POLICY_LOSS_TRAITS
+
 SCRIPT = Path(__file__).parent / "ranks" / "gradients.py"
 
 
@@ -97,3 +99,35 @@ def test_logged_losses_are_those_of_the_whole_step(case, found, plain):
     assert actor["kl_loss"] == pytest.approx(plain["losses"]["kl"], abs=1e-5)
     assert actor["ptx_loss"] == pytest.approx(plain["losses"]["ptx"], abs=1e-5)
     assert critic["critic_loss"] == pytest.approx(plain["losses"]["value"], abs=1e-5)
+
+
+def test_variants_are_all_losses(script):
+    assert {f"loss {name}" for name in POLICY_LOSS_TRAITS} <= script.VARIANTS.keys()
+
+
+@pytest.mark.slow
+def test_every_loss_has_one_gradient_however_it_is_cut_up(script, found):
+    """All policy losses with weights and selected tokens, KL losses with gradient also when packed, entropy, totals."""
+    for name in script.VARIANTS:
+        whole = found[name, 1, 4, False]
+        assert max(g.abs().max() for g in whole["actor"].values()) > 1e-4, name
+        for world, micro, packed in ((1, 1, False), (1, 2, True), (2, 1, False), (2, 4, False), (2, 2, True)):
+            case = found[name, world, micro, packed]
+            for parameter, expected in whole["actor"].items():
+                torch.testing.assert_close(
+                    case["actor"][parameter], expected, rtol=1e-4, atol=2e-6, msg=f"{name} {world} {micro} {parameter}"
+                )
+            status = {k: v for k, v in whole["actor_status"].items() if k not in ("actor_lr", "actor_grad_norm")}
+            assert {k: case["actor_status"][k] for k in status} == pytest.approx(status, abs=2e-5), name
+
+
+@pytest.mark.slow
+def test_the_variants_differ(script, found):
+    """An option that changed nothing would pass the test above."""
+    norms = {}
+    for name in script.VARIANTS:
+        changes = found[name, 1, 4, False]["actor"]
+        norms[name] = round(sum(float(g.double().square().sum()) for g in changes.values()) ** 0.5, 6)
+    straight_through = {norms.pop("kl k1+"), norms.pop("kl k3+")}
+    assert straight_through == {norms["kl k2"]}  # other values, the gradient of k2
+    assert len(set(norms.values())) == len(norms), norms

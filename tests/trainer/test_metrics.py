@@ -24,7 +24,8 @@ def rows(masked: bool = False) -> list[Experience]:
         ]
     )
     batch.action_log_probs = torch.tensor([[-1.5, -2.0], [-4.0, NAN]])  # differ from the engine's by 0.5, 0, 1
-    batch.base_action_log_probs = batch.action_log_probs.clone()
+    batch.base_action_log_probs = batch.action_log_probs - torch.tensor([[0.3, 0.1], [0.5, NAN]])
+    batch.loss_weights = torch.tensor([[1.0, 0.5], [0.0, NAN]])
     batch.kl = torch.tensor([[0.2, 0.4], [0.9, NAN]])
     batch.advantages = torch.tensor([[1.0, -2.0], [4.0, NAN]])
     batch.returns = torch.tensor([[1.0, 2.0], [3.0, NAN]])
@@ -97,10 +98,21 @@ def test_status_of_a_rollout_by_hand():
         "value_min": 1.0,
         "logp_diff_mean": 0.5,  # (0.5 + 0 + 1)/3
         "logp_diff_max": 1.0,
+        "policy_kl": 0.3,  # (0.3 + 0.1 + 0.5)/3
+        "loss_weight": 0.5,
+        "loss_weight_zero": 1 / 3,
+        # d = old - rollout is -0.5, 0 in one row, -1 in the other
+        "mismatch_kl": 0.5,
+        "mismatch_k3_kl": (0.106531 + 0 + 0.367879) / 3,  # e^d - d - 1
+        "mismatch_ppl_ratio": (1.284025 + 2.718282) / 2,  # e^0.25, e^1
+        "mismatch_chi2_token": (0.367879 + 1 + 0.135335) / 3 - 1,  # e^-1, 1, e^-2
+        "mismatch_chi2_seq": (0.367879 + 0.135335) / 2 - 1,
+        "mismatch_ess_token": 1.974410**2 / (3 * 1.503214),  # (Σρ)²/(n·Σρ²)
+        "mismatch_ess_seq": 0.974410**2 / (2 * 0.503214),
         # residuals 0, 1, 0: variance 2/9; returns 1, 2, 3: variance 2/3; 1 - (2/9)/(2/3)
         "vf_explained_var": 2 / 3,
     }
-    assert status == pytest.approx(expected, abs=1e-6)
+    assert status == pytest.approx(expected, abs=2e-6)
 
 
 def test_untrained_tokens_count_nowhere():
@@ -115,9 +127,17 @@ def test_untrained_tokens_count_nowhere():
 def test_what_a_run_does_not_have_is_not_reported():
     items = rows()
     for item in items:
-        item.kl = item.values = item.rollout_log_probs = None
+        item.kl = item.values = item.rollout_log_probs = item.base_action_log_probs = item.loss_weights = None
     names = status_of(items).keys()
-    assert not {name for name in names if name.split("_")[0] in ("kl", "value", "vf", "logp")}
+    absent = ("kl", "value", "vf", "logp", "mismatch", "policy", "loss")
+    assert not {name for name in names if name.split("_")[0] in absent}
+
+
+def test_log_probs_that_came_with_the_training_pass_give_the_kl():
+    items = rows()
+    for item in items:
+        item.kl = None
+    assert status_of(items)["kl"] == status_of(items)["policy_kl"] == pytest.approx(0.3)
 
 
 def test_explained_variance_of_equal_returns_is_undefined():
@@ -144,8 +164,9 @@ def test_no_sample_anywhere_gives_no_status():
 
 def test_every_name_of_a_rollout_is_documented_and_every_documented_name_exists():
     logged = m.with_namespace(status_of(rows()))
-    of_sampler = {"rollout/unscored", "rollout/small_group"}  # counted before there is a buffer
-    assert set(logged) - {"reward/format"} == {name for name in METRICS if name.startswith("rollout/")} - of_sampler
+    names = [name for name in METRICS if name.startswith("rollout/")]
+    before = names.index("rollout/unscored")  # the rest is counted before there is a buffer
+    assert set(logged) - {"reward/format"} == set(names[:before])
 
 
 def test_short_names_belong_to_rollout_train_or_perf_never_to_eval():
@@ -217,7 +238,7 @@ def test_nested_phases_both_count(monkeypatch):
 def test_speed_by_hand():
     perf = perf_metrics(
         {"time_rollout": 2.0, "time_train": 4.0, "time_step": 7.0},
-        {"samples": 8, "response_length": 10.0, "total_length": 25.0},
+        {"samples": 8, "response_length": 10.0, "total_length": 25.0, "generated_tokens": 80.0},
         epochs=2,
         world_size=4,
         parameters=10**9,

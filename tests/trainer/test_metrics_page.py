@@ -21,6 +21,21 @@ def reward_func(queries, prompts, labels, responses):
 """
 
 
+# Of policy losses and models that this run has not; tests/trainer/test_algorithms_act.py has them.
+OF_OTHER_LOSSES = {
+    f"train/{name}" for name in ("weight_clip_ratio", "selected_ratio", "sapo_gate", "cpgd_drift", "aux_loss")
+}
+# Of selection, which this run has not; tests/trainer/test_sampling_runs.py has it.
+OF_SELECTION = {
+    f"rollout/{name}"
+    for name in (
+        *("not_best", "num_gen_batches", "trained_groups", "reused_groups", "stale_groups", "staleness"),
+        *("surplus_groups", "kept_share", "rejected_equal", "rejected_low", "rejected_high", "rejected_unmeasured"),
+        "left_out_prompts",
+    )
+}
+
+
 def known_as(name: str) -> str | None:
     """The entry of ``METRICS`` that a name in the logs belongs to."""
     if name in metrics.METRICS:
@@ -53,13 +68,14 @@ def test_a_run_logs_what_is_documented_and_nothing_else(tiny_model, tmp_path):
         *("--pretrain_data", write_jsonl(tmp_path / "text.jsonl", [{"text": "1+1=2"}] * 4)),
         *("--rollout_batch_size=4", "--train_batch_size=2", "--micro_train_batch_size=1", "--generate_max_len=4"),
         *("--prompt_max_len=16", "--use_kl_loss", "--peak_tflops=1", "--eval_n_samples=3", "--num_examine=0"),
+        *("--dual_clip=3", "--high_entropy_token_ratio=0.5"),
         launcher="python",
         world_size=1,
     )
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     logged = {name for row in rows for name in row} - {"step", "time"}
     assert {name for name in logged if known_as(name) is None} == set()
-    assert {known_as(name) for name in logged} == set(metrics.METRICS)
+    assert {known_as(name) for name in logged} == set(metrics.METRICS) - OF_OTHER_LOSSES - OF_SELECTION
 
 
 def test_printed_or_written(tmp_path, monkeypatch, capsys):

@@ -179,9 +179,9 @@ def test_options_win_over_defaults_and_defaults_over_args():
 
 def test_the_clip_range_of_the_constructor_is_both_sides():
     args = args_of(eps_clip_low=0.05, eps_clip_high=0.4)
-    kept = config_from_options(args, {}).algorithm
+    kept = config_from_options(args, {}).loss
     assert (kept.eps_clip_low, kept.eps_clip_high) == (0.05, 0.4)
-    given = config_from_options(args, {"eps_clip": 0.1}).algorithm
+    given = config_from_options(args, {"eps_clip": 0.1}).loss
     assert (given.eps_clip_low, given.eps_clip_high) == (0.1, 0.1)
 
 
@@ -227,15 +227,15 @@ def test_batch_sizes_are_checked_against_the_ranks():
 def test_the_result_is_resolved():
     config = config_from_options(None, {"eps_clip": 0.1})
     assert config == config.resolved()
-    assert (config.algorithm.eps_clip_high, config.algorithm.adv_norm) == (0.1, True)
+    assert (config.loss.eps_clip_high, config.algorithm.adv_norm) == (0.1, True)
 
 
 def test_a_config_made_in_code_is_checked_and_resolved():
     config = PPOConfig.from_flat(rollout_batch_size=6, train_batch_size=3, eps_clip=0.1)
-    assert checked_config(config, 3).algorithm.eps_clip_low == 0.1
+    assert checked_config(config, 3).loss.eps_clip_low == 0.1
     with pytest.raises(ConfigError, match="--train_batch_size 3 is not divisible by the 2 ranks"):
         checked_config(config, 2)
-    config.algorithm.eps_clip = 2.0  # past from_flat's checks
+    config.loss.eps_clip = 2.0  # past from_flat's checks
     with pytest.raises(ConfigError, match=r"--eps_clip 2\.0 is out of range"):
         checked_config(config, 3)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
@@ -13,71 +13,18 @@ from typing import Any
 
 import pytest
 import torch
-from support.fakes import FakeEngine, FakeReward, FakeStrategy
+from support.fakes import FakeEngine, FakeStrategy
+from support.sampled import PROMPTS, collected
 from support.tiny import sums, write_jsonl
 
 from lightppo import PPOTrainer
 from lightppo.config import ConfigError, PPOConfig
-from lightppo.data.records import Prompt
 from lightppo.rewards.source import RewardError, score_rollouts
 from lightppo.rollout.hf import HFRolloutEngine
 from lightppo.trainer import build
 from lightppo.trainer.recorder import Recorder
 
 pytestmark = pytest.mark.usefixtures("world")
-
-PROMPTS = [Prompt("a", [5, 6], index=0), Prompt("b", [7], index=1)]
-# Two samples of each prompt: (prompt, sample) → score
-SCORES = {(0, 0): 0.0, (0, 1): 1.0, (1, 0): 3.0, (1, 1): 7.0}
-
-
-@pytest.fixture(scope="module")
-def parts(world, tiny_model, tmp_path_factory) -> dict[str, Any]:
-    """Prepared models with optimizers and schedules, shared by trainers that differ in their options."""
-    config = PPOConfig.from_flat(
-        pretrain=tiny_model,
-        zero_stage=0,
-        prompt_max_len=12,
-        generate_max_len=5,
-        rollout_batch_size=4,
-        train_batch_size=4,
-    ).resolved()
-    strategy = build.build_strategy(config)
-    models = build.build_models(config, strategy)
-    actor, critic = strategy.prepare(
-        build.with_optimizer(models.actor, 1e-3, 100, config, strategy),
-        build.with_optimizer(models.critic, 1e-3, 100, config, strategy),
-    )
-    return {"strategy": strategy, "actor": actor, "critic": critic, "reference": strategy.prepare(models.reference),
-            "tokenizer": build.build_tokenizer(config, models.actor)}  # fmt: skip
-
-
-@pytest.fixture
-def trainer_with(parts, tmp_path) -> Callable[..., PPOTrainer]:
-    """``trainer_with(**options)``: a trainer whose engine and rewards are tables."""
-
-    def make(**options: Any) -> PPOTrainer:
-        small = {"rollout_batch_size": 2, "n_samples_per_prompt": 2, "prompt_max_len": 12, "generate_max_len": 5,
-                 "num_examine": 0, "save_path": str(tmp_path / "run"), "ckpt_path": str(tmp_path / "ckpt")}  # fmt: skip
-        if "ppo_n_minibatches" not in options:
-            small["train_batch_size"] = 4
-        config = PPOConfig.from_flat(small | options)
-        (actor, actor_optim, actor_schedule), (critic, critic_optim, critic_schedule) = parts["actor"], parts["critic"]
-        if not build.needs_critic(config):
-            critic = critic_optim = critic_schedule = None
-        models = (actor, critic, None, parts["reference"], None)
-        trained = (actor_optim, critic_optim, actor_schedule, critic_schedule)
-        return PPOTrainer(parts["strategy"], *models, *trained, config=config, tokenizer=parts["tokenizer"],
-                          rollout_engine=FakeEngine(), reward_source=FakeReward(SCORES))  # fmt: skip
-
-    return make
-
-
-def collected(trainer: PPOTrainer, name: str) -> torch.Tensor:
-    """One row per sample: all have two tokens."""
-    trainer._collect_experience(PROMPTS, step=1)
-    return torch.cat([getattr(item, name) for item in trainer.replay_buffer.items])  # (4, 2)
-
 
 # -- advantages ------------------------------------------------------------------------------------------------------
 
@@ -177,6 +124,17 @@ def test_samples_are_shown(trainer_with, capsys):
         assert lines == [f"[step 7] {sample}" for sample in expected[:shown]]
 
 
+def test_samples_of_each_data_source_are_shown():
+    from support.fakes import make_rollout
+
+    from lightppo.trainer.collecting import examples
+
+    rollouts = [make_rollout(sample_index=i, data_source="ab"[i % 3 == 2]) for i in range(6)]  # a a b a a b
+    assert [r.sample_index for r in examples(rollouts, 1)] == [0, 2]
+    assert [r.sample_index for r in examples(rollouts, 2)] == [0, 1, 2, 5]
+    assert examples(rollouts, 0) == []
+
+
 # -- when: evaluation, checkpoints, exports --------------------------------------------------------------------------
 
 
@@ -231,8 +189,8 @@ def test_what_is_due_after_a_step(parts, tmp_path, options, saved, exported, eva
 def test_value_huber_delta_reaches_the_critic_loss(parts):
     from lightppo.trainer.update import PPOUpdate
 
-    algorithm = PPOConfig.from_flat(value_huber_delta=0.5).resolved().algorithm
-    update = PPOUpdate(parts["strategy"], None, None, None, None, None, None, None, algorithm, None)
+    config = PPOConfig.from_flat(value_huber_delta=0.5).resolved()
+    update = PPOUpdate(parts["strategy"], *[None] * 8, config.algorithm, config.loss, None)
     assert update.critic_loss_fn.huber_delta == 0.5
 
 

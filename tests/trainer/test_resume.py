@@ -28,6 +28,7 @@ def trained_rows(config: PPOConfig) -> list[dict[str, Any]]:
 
 def weights(trainer: PPOTrainer) -> dict[str, torch.Tensor]:
     models = {"actor": trainer.actor, "critic": trainer.critic, "ema": trainer.ema_model}
+    models |= {"reference": trainer.initial_model}
     return {
         f"{name}.{key}": tensor.clone()
         for name, model in models.items()
@@ -47,8 +48,8 @@ def fitted(config: PPOConfig) -> PPOTrainer:
 
 @pytest.fixture
 def everything(make_config, tmp_path):
-    """``everything(folder, **options)``: GAE, adaptive KL, PTX, moving average, a schedule, two epochs of each
-    rollout; episodes of three steps."""
+    """``everything(folder, **options)``: GAE, adaptive KL, PTX, moving average, moving reference, running statistics,
+    randomly selected tokens, a schedule, two epochs of each rollout; episodes of three steps."""
 
     def make(folder: str, **options) -> PPOConfig:
         return make_config(
@@ -61,6 +62,13 @@ def everything(make_config, tmp_path):
             kl_horizon=50,
             enable_ema=True,
             ema_beta=0.5,
+            ref_ema_eta=0.2,
+            reward_running_norm=True,
+            value_norm="exp",
+            value_norm_beta=0.9,
+            policy_loss="clip_cov",
+            clip_cov_ratio=0.2,
+            clip_cov_low=-9.0,
             # 5 texts in batches of 2 are 3 batches: no step starts where another one did
             pretrain_data=write_jsonl(tmp_path / "text.jsonl", [{"input": f"{i}+{i}={2 * i}"} for i in range(5)]),
             save_steps=1,
@@ -89,6 +97,11 @@ def test_a_resumed_run_is_the_uninterrupted_run(everything, capsys, zero_stage):
     assert ours.keys() == theirs.keys()
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
     assert not torch.equal(ours["actor.lm_head.weight"], ours["ema.lm_head.weight"])
+    assert not torch.equal(ours["actor.lm_head.weight"], ours["reference.lm_head.weight"])
+    ours, theirs = (t.client_state() for t in (resumed, straight))
+    for name in ("score_statistics", "value_statistics"):
+        assert ours[name] is not None
+        assert ours[name] == theirs[name]
     assert resumed.state == straight.state
     assert resumed.state.episode == 1
     # 4 steps × 2 epochs × 2 optimizer steps × 2 micro batches

@@ -10,13 +10,15 @@ import sys
 import torch
 
 from lightppo.algorithms.losses import GPTLMLoss
+from lightppo.algorithms.traits import POLICY_LOSS_TRAITS
 from lightppo.config import PPOConfig
-from lightppo.experience.batching import minibatches
+from lightppo.experience.batching import Minibatch, minibatches
 from lightppo.experience.experience import Experience
 from lightppo.experience.replay_buffer import ReplayBuffer
 from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic
 from lightppo.strategy.deepspeed import DeepspeedStrategy
+from lightppo.strategy.engines import get_engine
 from lightppo.trainer.update import PPOUpdate
 
 PROMPTS, RESPONSES = [2, 9, 5, 12, 3, 1, 7, 4], [1, 20, 3, 2, 14, 6, 1, 9]  # lengths that differ a lot
@@ -38,6 +40,8 @@ def make_samples(vocab: int = 43) -> list[Experience]:
             advantages=normal(),
             values=normal(),
             returns=normal(),
+            loss_weights=normal().abs(),
+            selected=normal() > 0,
         )
         samples.append(sample)
     samples[1].action_mask[0, 5:9] = False
@@ -56,9 +60,21 @@ def pretrain_batches(micro_batch_size: int, rank: int, world_size: int) -> list[
     return [{"input_ids": i, "attention_mask": torch.ones_like(i), "labels": l} for i, l in parts]  # noqa: E741
 
 
-def algorithm():
-    options = {"use_kl_loss": True, "kl_estimator": "k3", "init_kl_coef": 0.1, "ptx_coef": 0.5, "eps_clip": 0.3}
-    return PPOConfig.from_flat(**options).resolved().algorithm
+OPTIONS = {"use_kl_loss": True, "kl_estimator": "k3", "init_kl_coef": 0.1, "ptx_coef": 0.5, "eps_clip": 0.3}
+WIDE = {"eps_clip_low": 0.6, "eps_clip_high": 0.9}  # so that only some tokens are clipped
+# Further ways to train, each cut up in three ways on one rank and on two.
+VARIANTS: dict[str, dict] = {
+    **{f"loss {name}": {"policy_loss": name} for name in POLICY_LOSS_TRAITS},
+    **{f"loss {name}": {"policy_loss": name, **WIDE} for name in ("gspo", "gmpo", "cispo", "cpgd")},
+    **{f"kl {name}": {"use_kl_loss": True, "kl_estimator": name} for name in ("k2", "full", "k1+", "k3+")},
+    "entropy": {"entropy_coef": 0.3, "loss_agg_mode": "seq-mean-token-mean"},
+    "sum norm": {"loss_agg_mode": "seq-mean-token-sum-norm", "use_kl_loss": True},
+}
+
+
+def build_update(strategy, parts: list, reference: Actor, **options) -> PPOUpdate:
+    config = PPOConfig.from_flat(**options).resolved()
+    return PPOUpdate(strategy, *parts, reference, None, config.algorithm, config.loss, Coefficient())
 
 
 class Coefficient:
@@ -75,37 +91,67 @@ def gradients(model_path: str, zero_stage: int, cases: list[tuple[int, bool]]) -
     optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in (actor, critic)]
     actor_parts, critic_parts = strategy.prepare((actor, optimizers[0], None), (critic, optimizers[1], None))
     actor, critic = actor_parts[0], critic_parts[0]
-    update = PPOUpdate(strategy, *actor_parts, *critic_parts, None, algorithm(), Coefficient())
+    torch.manual_seed(1)
+    reference = Actor(model_path, temperature=TEMPERATURE).requires_grad_(False)
+    for p in reference.parameters():
+        p.add_(0.05 * torch.randn_like(p))
+    update = build_update(strategy, [*actor_parts, *critic_parts], reference, **OPTIONS)
 
     rank, world = strategy.get_rank(), strategy.world_size
     mine = make_samples()[rank::world]
-    buffer = ReplayBuffer(1)
     found = {}
     for micro_batch_size, packed in cases:
         actor.packing_samples = packed
         strategy.unwrap_model(critic).packing_samples = packed
         update.pretrain_batches = iter(pretrain_batches(micro_batch_size, rank, world))
-        (minibatch,) = minibatches(
-            mine,
-            strategy,
-            train_batch_size=8,
-            micro_batch_size=micro_batch_size,
-            generator=torch.Generator().manual_seed(micro_batch_size),
-            collate=buffer.collate_fn,
-            device=strategy.device,
-        )
         case = {}
         for name, model, train in (("actor", actor, update.train_actor), ("critic", critic, update.train_critic)):
-            with strategy.gathered_parameters(model) as module:
-                before = {n: p.detach().clone() for n, p in module.named_parameters()}
-            case[f"{name}_status"] = train(minibatch)
-            with strategy.gathered_parameters(model) as module:
-                case[name] = {n: before[n] - p.detach() for n, p in module.named_parameters()}
-            if zero_stage == 0:  # masters of other stages would need refreshing; they run one case
-                for n, p in module.named_parameters():
-                    p.data.copy_(before[n])
+            for item in mine:
+                item.loss_weights = None
+            change, status = one_step(strategy, model, train, minibatch_of(strategy, mine, micro_batch_size))
+            case |= {name: change, f"{name}_status": status}
         found[world, zero_stage, micro_batch_size, packed] = case
+    if zero_stage == 0:
+        for name, options in VARIANTS.items():
+            update = build_update(strategy, [*actor_parts, *critic_parts], reference, init_kl_coef=0.1, **options)
+            mine = make_samples()[rank::world]
+            for micro_batch_size, packed in ((1, False), (4, False), (2, True)):
+                actor.packing_samples = reference.packing_samples = packed
+                minibatch = minibatch_of(strategy, mine, micro_batch_size)
+                change, status = one_step(strategy, actor, update.train_actor, minibatch)
+                found[name, world, micro_batch_size, packed] = {"actor": change, "actor_status": status}
     return found
+
+
+def minibatch_of(strategy, mine: list[Experience], micro_batch_size: int) -> Minibatch:
+    (minibatch,) = minibatches(
+        mine,
+        strategy,
+        train_batch_size=8,
+        micro_batch_size=micro_batch_size,
+        generator=torch.Generator().manual_seed(micro_batch_size),
+        collate=ReplayBuffer(1).collate_fn,
+        device=strategy.device,
+        loss_scale=9.0,
+    )
+    return minibatch
+
+
+def zero_stage_is_0(model) -> bool:
+    return get_engine(model, "the test").zero_optimization_stage() == 0
+
+
+def one_step(strategy, model, train, minibatch: Minibatch) -> tuple[dict, dict]:
+    """The change of the weights, and the status. At stage 0 the weights are put back; others run one step only."""
+    with strategy.gathered_parameters(model) as module:
+        before = {n: p.detach().clone() for n, p in module.named_parameters()}
+    status = train(minibatch)
+    with strategy.gathered_parameters(model) as module:
+        change = {n: before[n] - p.detach() for n, p in module.named_parameters()}
+        if zero_stage_is_0(model):  # masters of other stages would need refreshing
+            for n, p in module.named_parameters():
+                p.data.copy_(before[n])
+    return change, status
 
 
 def main(model_path: str, out: str) -> None:

@@ -1,0 +1,43 @@
+"""--async_rewards in a trainer: the scores of a run without it, of samples scored while others were generated."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from support.fakes import FakeEngine
+
+from lightppo import PPOTrainer
+from lightppo.config import ConfigError
+
+pytestmark = pytest.mark.usefixtures("world")
+
+
+def rows(config) -> list[dict]:
+    lines = Path(config.checkpoint.save_path, "metrics.jsonl").read_text().splitlines()
+    logged = [json.loads(line) for line in lines]
+    return [{k: v for k, v in row.items() if k.startswith(("rollout/", "train/", "reward/"))} for row in logged]
+
+
+def test_the_run_is_the_same(make_config, tmp_path):
+    def trainer_of(name: str, **options) -> PPOTrainer:
+        paths = {"save_path": str(tmp_path / name), "ckpt_path": str(tmp_path / f"{name}_ckpt")}
+        options |= {"advantage_estimator": "remax", "micro_rollout_batch_size": 2, "total_training_steps": 2}
+        return PPOTrainer.from_config(make_config(**options, **paths))
+
+    after, beside = trainer_of("after"), trainer_of("beside", async_rewards=True)
+    order: list[str] = []
+    score, generate = beside.reward_source.score, beside.rollout_engine._to_rollouts
+    beside.sampler.scorer.source.score = lambda rollouts: order.append("scored") or score(rollouts)
+    beside.rollout_engine._to_rollouts = lambda *parts: order.append("generated") or generate(*parts)
+    for trainer in (after, beside):
+        trainer.fit()
+    assert rows(beside.config) == rows(after.config)
+    # 4 prompts in parts of 2, the greedy answers too: a part is scored as such, not all of them at the end
+    assert order.count("scored") == order.count("generated") == 8
+
+
+def test_an_engine_that_gives_all_at_once_is_refused(trainer_with):
+    with pytest.raises(ConfigError, match="--async_rewards: this rollout engine gives its samples all at once"):
+        trainer_with(rollout_engine=FakeEngine(), async_rewards=True)

@@ -1,0 +1,75 @@
+"""A reward function of which three calls in ten fail: the run finishes, and no failure is ever a score."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lightppo import PPOTrainer
+from lightppo.config import ConfigError
+from lightppo.rewards.source import RewardError
+
+pytestmark = pytest.mark.usefixtures("world")
+
+# verl's signature. Which calls fail follows from the answer alone; every score is 1 or more.
+FAILING = """
+import math, time, zlib
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    fate = zlib.crc32(solution_str.encode()) % 10
+    if fate == 0:
+        raise ConnectionResetError("reset by peer")
+    if fate == 1:
+        time.sleep(3600)
+    if fate == 2:
+        return [math.nan, "<html>500</html>", {}][len(solution_str) % 3]
+    return 1.0 + solution_str.count("1")
+"""
+
+
+@pytest.fixture
+def failing(tmp_path) -> dict:
+    path = tmp_path / "failing.py"
+    path.write_text(FAILING)
+    return {"reward_fn": str(path), "reward_timeout": 0.5, "n_samples_per_prompt": 4, "init_kl_coef": 0.0,
+            "advantage_estimator": "rloo", "rollout_data_dir": str(tmp_path / "samples")}  # fmt: skip
+
+
+@pytest.mark.parametrize("manager", ["naive", "prime"])
+def test_the_run_finishes_and_failures_are_counted(make_config, failing, manager):
+    config = make_config(**failing, reward_manager=manager, on_reward_failure="unscored", reward_workers=4)
+    PPOTrainer.from_config(config).fit()
+    metrics = [json.loads(line) for line in Path(config.checkpoint.save_path, "metrics.jsonl").read_text().splitlines()]
+    rows = [row for row in metrics if "rollout/reward" in row]
+    assert len(rows) == 3
+    for row in rows:
+        assert row["rollout/reward_min"] >= 1  # no failure became a 0
+        assert row["rollout/samples"] == 16 - row["rollout/unscored"] - row["rollout/small_group"]
+        assert row["reward/failures"] >= row["reward/timeouts"]
+    assert sum(row["rollout/unscored"] for row in rows) > 0
+    assert sum(row["reward/failures"] for row in rows) > sum(row["reward/timeouts"] for row in rows) > 0
+    samples = [json.loads(line) for path in Path(failing["rollout_data_dir"]).rglob("*.jsonl") for line in path.open()]
+    assert samples
+    assert all(sample["score"] is None or sample["score"] >= 1 for sample in samples)
+
+
+def test_by_default_the_first_failure_ends_the_run(make_config, failing):
+    with pytest.raises(RewardError, match=r"reward function failing.py:compute_score .* on sample \d+ \(prompt row"):
+        PPOTrainer.from_config(make_config(**failing, reward_manager="naive")).fit()
+
+
+WORST = """
+def reward_func(queries, prompts, labels):
+    return [0.0] * len(queries)
+"""
+
+
+def test_scores_that_are_all_at_the_minimum_end_the_run(make_config, tmp_path):
+    (tmp_path / "worst.py").write_text(WORST)
+    options = {"reward_fn": str(tmp_path / "worst.py"), "check_verifier_status": True}
+    with pytest.raises(RewardError, match="every one of the 4 scores is at the minimum of 0"):
+        PPOTrainer.from_config(make_config(**options, reward_minimum=0.0)).fit()
+    with pytest.raises(ConfigError, match=r"worst.py:reward_func does not say its lowest score; set --reward_minimum"):
+        PPOTrainer.from_config(make_config(**options, save_path=str(tmp_path / "other")))
