@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -150,3 +151,57 @@ def test_torchrun_bf16_zero3_reward_model_packed_grpo(assets, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     ids = tokenizer("1+1=", return_tensors="pt")
     assert model.generate(**ids, max_new_tokens=3, do_sample=False).shape[1] >= 5
+
+
+@pytest.mark.slow
+def test_deepspeed_zero3_moving_reference_full_kl_and_corrections_resume(assets, tmp_path):
+    """ZeRO-3 with what gathers over ranks: running statistics, batch-normalised weights, selected tokens, the KL over
+    the whole vocabulary in a packed loss, a reference that moves; ReMax's greedy answers. The last step once more, from
+    the checkpoint before it."""
+
+    def launch() -> dict[int, dict[str, float]]:
+        arguments = flags(
+            tmp_path,
+            pretrain=assets["model"],
+            prompt_data=assets["prompts"],
+            reward_fn=assets["reward"],
+            zero_stage=3,
+            packing_samples=True,
+            advantage_estimator="remax",
+            policy_loss="kl_cov",
+            kl_cov_ratio=0.1,
+            use_kl_loss=True,
+            kl_estimator="full",
+            ref_ema_eta=0.5,
+            entropy_coef=0.01,
+            high_entropy_token_ratio=0.5,
+            rollout_correction="icepop",
+            correction_batch_norm=True,
+            correction_veto=1e-4,
+            reward_running_norm=True,
+            overlong_buffer_len=3,
+            early_stop_kl=5.0,
+            rollout_batch_size=4,
+            train_batch_size=4,
+            max_epochs=2,
+            micro_train_batch_size=1,
+            prompt_max_len=16,
+            generate_max_len=6,
+            actor_learning_rate=1e-3,
+            save_steps=1,
+            benchmark_steps=2,
+        )
+        run_ranks(SCRIPT, *arguments, launcher="deepspeed")
+        return steps(tmp_path)
+
+    whole = launch()
+    for part in ("_actor", "_reference"):
+        shutil.rmtree(tmp_path / "ckpt" / part / "global_step2")
+    assert launch() == whole
+    assert whole[1]["rollout/policy_kl"] == pytest.approx(0, abs=1e-5)
+    assert whole[1]["train/kl_loss"] != whole[2]["train/kl_loss"] != 0
+    for row in whole.values():
+        assert row["train/selected_ratio"] > 0
+        assert row["rollout/loss_weight_zero"] >= 0.4
+        assert row["train/actor_stopped"] == 0
+        assert row["reward/greedy_baseline"] >= 0
