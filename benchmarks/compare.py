@@ -1,0 +1,150 @@
+"""TRL and lightppo on the same work, one after the other.
+
+    make bench                 # or make bench QUICK=1: one measured iteration each
+    python benchmarks/compare.py [--workloads W1 W2] [--iterations 3]
+
+Makes model, tokenizer and prompts, installs TRL into environments of its own below the run's folder, runs both sides of
+each workload and writes ``compare.json`` there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from commands import REPO, run, tail
+from results import check_compare, compared, lightppo_iterations, side_result
+from workloads import SCALES, WORKLOADS, Workload, lightppo_flags
+
+# TRL's PPO was last in 1.12.0; the newer release serves the rest. torch first, so that nothing else chooses a build.
+TRL, TRL_OF_PPO = "trl==1.16.0", "trl==1.12.0"
+
+
+def install_trl(folder: Path, logs: Path, timeout: float) -> None:
+    """The environment ``folder/trl`` and the older TRL beside it in ``folder/trl_ppo``."""
+    done = folder / "trl" / ".installed"
+    wanted = f"{TRL} {TRL_OF_PPO}"
+    if done.is_file() and done.read_text() == wanted:
+        return
+    pins = dict(
+        line.split("==") for line in (REPO / "requirements.txt").read_text().splitlines() if "==" in line
+    )  # of this environment, so that both sides have the same torch and transformers
+    pip = [folder / "trl" / "bin" / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    steps = [
+        [sys.executable, "-m", "venv", "--clear", folder / "trl"],
+        [*pip, f"torch=={pins['torch']}"],
+        [*pip, f"transformers=={pins['transformers']}", TRL],
+        [*pip, "--no-deps", "--upgrade", "--target", folder / "trl_ppo", TRL_OF_PPO],
+    ]
+    for i, step in enumerate(steps):
+        run(step, log=logs / f"install{i}.log", timeout=timeout)
+    done.write_text(wanted)
+
+
+def run_trl(workload: Workload, scale: str, folder: Path, options: argparse.Namespace, peak: float) -> dict[str, Any]:
+    """One run of TRL."""
+    output = folder / f"{workload.name}-trl.json"
+    command = [folder / "trl" / "bin" / "python", "benchmarks/trl_side.py", "--workload", workload.name,
+               "--scale", scale, "--assets", folder / "assets", "--iterations", options.iterations + 1,
+               "--output", output]  # fmt: skip
+    older = {"PYTHONPATH": str(folder / "trl_ppo")} if workload.critic else {}
+    done = run(command, log=folder / "logs" / f"{workload.name}-trl.log", timeout=options.timeout,
+               **older, **environment(options))  # fmt: skip
+    said = json.loads(output.read_text())
+    about = {"peak_memory_bytes": done.peak_memory_bytes, "version": said["version"]}
+    about |= {"command": done.command, "load": done.load}
+    return side_result(said["iterations"][1:], workload, SCALES[scale], peak, **about)
+
+
+def run_lightppo(
+    workload: Workload, scale: str, folder: Path, options: argparse.Namespace, peak: float
+) -> dict[str, Any]:
+    """One run of ``examples/train_ppo.py``, in this environment."""
+    output = folder / f"{workload.name}-lightppo"
+    shutil.rmtree(output, ignore_errors=True)
+    flags = lightppo_flags(workload, SCALES[scale], folder / "assets", output, options.iterations + 1)
+    done = run([sys.executable, "examples/train_ppo.py", *flags], log=folder / "logs" / f"{workload.name}-lightppo.log",
+               timeout=options.timeout, **environment(options))  # fmt: skip
+    about = {"peak_memory_bytes": done.peak_memory_bytes, "command": done.command, "load": done.load}
+    about["version"] = versions()
+    return side_result(lightppo_iterations(output / "metrics.jsonl"), workload, SCALES[scale], peak, **about)
+
+
+def versions() -> str:
+    from importlib.metadata import version
+
+    return ", ".join(f"{name} {version(name)}" for name in ("lightppo", "deepspeed", "transformers", "torch"))
+
+
+def environment(options: argparse.Namespace) -> dict[str, str]:
+    """Variables of both sides."""
+    variables = {"OMP_NUM_THREADS": str(options.threads), "TOKENIZERS_PARALLELISM": "false"}
+    if shutil.which("nvidia-smi") is None:
+        variables["DS_ACCELERATOR"] = "cpu"
+    return variables
+
+
+def machine(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """This machine, with its matrix peak, measured in a process like the others."""
+    log = folder / "logs" / "machine.log"
+    run([sys.executable, "benchmarks/machine.py"], log=log, timeout=300, **environment(options))
+    return json.loads(tail(log, 1))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run_dir", type=Path, default=Path("runs/bench"))
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    parser.add_argument("--sides", nargs="+", choices=("trl", "lightppo"), default=["trl", "lightppo"],
+                        help="the other side's numbers are those of the compare.json that is there")  # fmt: skip
+    parser.add_argument("--iterations", type=int, default=3, help="measured ones, after one to warm up")
+    parser.add_argument("--quick", action="store_true", help="one measured iteration: does it work?")
+    parser.add_argument("--scale", choices=SCALES, help="default: gpu where torch sees one, else cpu")
+    parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1), help="OMP_NUM_THREADS")
+    parser.add_argument("--timeout", type=float, default=3600, help="seconds of one run")
+    options = parser.parse_args()
+    options.iterations = 1 if options.quick else options.iterations
+    folder = options.run_dir.resolve()
+    result_file = folder / "compare.json"
+    older = json.loads(result_file.read_text()) if result_file.is_file() else {"workloads": {}}
+
+    if "trl" in options.sides:
+        install_trl(folder, folder / "logs", options.timeout)
+    about = machine(folder, options)
+    scale = options.scale or ("gpu" if about["gpu"] else "cpu")
+    run([sys.executable, "benchmarks/make_assets.py", "--output_dir", folder / "assets", "--scale", scale],
+        log=folder / "logs" / "assets.log", timeout=600)  # fmt: skip
+    kept = older["workloads"] if older.get("scale") == scale else {}  # those that are not run now
+    result = {"workloads": dict(kept), "machine": about, "scale": scale, "date": datetime.date.today().isoformat()}
+    for name in options.workloads:
+        sides = {side: kept.get(name, {}).get(side) for side in ("trl", "lightppo")}
+        for side, measure in (("trl", run_trl), ("lightppo", run_lightppo)):
+            if side in options.sides:
+                sides[side] = measure(WORKLOADS[name], scale, folder, options, about["peak_flops"])
+            elif sides[side] is None:
+                raise SystemExit(f"{result_file} has no {name} of {side}: run it too")
+        result["workloads"][name] = compared(sides)
+        write(result_file, result)
+    for name, entry in result["workloads"].items():
+        print(f"{name}: TRL {entry['trl']['seconds']:.1f} s, lightppo {entry['lightppo']['seconds']:.1f} s, "
+              f"ratio {entry['ratio']:.2f}")  # fmt: skip
+    print(f"{result_file}; the tables of docs/performance.md: python benchmarks/report.py --write")
+
+
+def write(path: Path, result: dict[str, Any]) -> None:
+    """In place at once, checked."""
+    if problems := check_compare(result):
+        raise SystemExit("\n".join(problems))
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(result, indent=1) + "\n")
+    os.replace(part, path)
+
+
+if __name__ == "__main__":
+    main()

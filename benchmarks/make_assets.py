@@ -1,0 +1,102 @@
+"""Make what both sides start from, with no download: a Llama with random weights, its tokenizer, the prompts.
+
+    python benchmarks/make_assets.py --output_dir runs/bench/assets [--scale gpu]
+
+The same files every time. End-of-text has the same probability at every token, so that the responses' lengths spread
+from one token to the limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from workloads import BOS, EOS, PAD, SCALES, SEED, SPECIAL_TOKENS, WORKLOADS, Scale, prompt_texts
+
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+# One channel of the residual stream is the same for every token, and end-of-text has its logit from there. It is as
+# large as all others together, so that the layers do not move it much.
+_CONSTANT_CHANNEL = 0
+_NEVER = -40.0  # logit of the other special tokens
+
+
+def build_tokenizer(scale: Scale) -> PreTrainedTokenizerFast:
+    """Words w3, w4, …, one token each; nothing is put before or behind a text."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = [*SPECIAL_TOKENS, *(f"w{i}" for i in range(len(SPECIAL_TOKENS), scale.vocabulary))]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=PAD))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=PAD, bos_token=BOS, eos_token=EOS, padding_side="left"
+    )
+
+
+def build_model(scale: Scale, seed: int = SEED) -> LlamaForCausalLM:
+    """Random weights; the head is set so that end-of-text has ``scale.end_probability``."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=scale.vocabulary,
+        hidden_size=scale.hidden,
+        intermediate_size=scale.intermediate,
+        num_hidden_layers=scale.layers,
+        num_attention_heads=scale.heads,
+        num_key_value_heads=scale.kv_heads,
+        max_position_embeddings=scale.prompt_tokens[1] + scale.new_tokens,
+        tie_word_embeddings=False,
+        pad_token_id=SPECIAL_TOKENS.index(PAD),
+        bos_token_id=SPECIAL_TOKENS.index(BOS),
+        eos_token_id=SPECIAL_TOKENS.index(EOS),
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+        embedding[:, _CONSTANT_CHANNEL] = config.initializer_range * math.sqrt(scale.hidden)
+        head[:, _CONSTANT_CHANNEL] = 0
+        head[: len(SPECIAL_TOKENS)] = 0
+        ids = torch.arange(len(SPECIAL_TOKENS), len(SPECIAL_TOKENS) + 512).view(8, 64)
+        hidden = model.model(ids).last_hidden_state[:, 8:]  # (8, 56, hidden)
+        level = hidden[..., _CONSTANT_CHANNEL].mean().item()
+        others = (hidden @ head[len(SPECIAL_TOKENS) :].T).exp().sum(-1).mean().item()
+        odds = scale.end_probability / (1 - scale.end_probability)
+        head[: len(SPECIAL_TOKENS), _CONSTANT_CHANNEL] = _NEVER / level
+        head[config.eos_token_id, _CONSTANT_CHANNEL] = math.log(others * odds) / level
+    model.generation_config.do_sample = True
+    return model
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output_dir", type=Path, default=Path("runs/bench/assets"))
+    parser.add_argument("--scale", choices=SCALES, default="cpu")
+    parser.add_argument("--changes", type=json.loads, default={}, help="of the scale: '{\"vocabulary\": 8192}'")
+    parser.add_argument("--prompts", type=int, help="prompts of each workload; default: as many as it has")
+    options = parser.parse_args()
+    scale = replace(SCALES[options.scale], **options.changes)
+    folder = options.output_dir
+    folder.mkdir(parents=True, exist_ok=True)
+    for workload in WORKLOADS.values():
+        workload = replace(workload, prompts=options.prompts or workload.prompts)
+        rows = [{"input": text, "label": ""} for text in prompt_texts(workload, scale)]
+        (folder / f"{workload.name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    model = build_model(scale)
+    if scale.bf16:
+        model = model.bfloat16()
+    build_tokenizer(scale).save_pretrained(folder / "model")
+    model.save_pretrained(folder / "model")
+    print(f"{folder}: a Llama of {model.num_parameters():,} parameters, prompts of {', '.join(WORKLOADS)}")
+
+
+if __name__ == "__main__":
+    main()

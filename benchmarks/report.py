@@ -1,0 +1,170 @@
+"""The tables and the plot of docs/performance.md from what the benchmarks wrote.
+
+python benchmarks/report.py            # show the tables
+python benchmarks/report.py --write    # put them into the page, and the plot beside it
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from commands import REPO
+from results import PHASES, check_compare
+
+PAGE, PLOT = REPO / "docs" / "performance.md", REPO / "docs" / "performance.png"
+NAMES = {"trl": "TRL", "lightppo": "lightppo"}
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    """In Markdown."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def machine_line(about: dict[str, Any], date: str) -> str:
+    """What it was measured on, and when."""
+    gpu = about["gpu"] or "no GPU was at hand"
+    return (
+        f"{date}, {about['cpu']}, {about['cores']} cores, {about['threads']} threads, "
+        f"{about['memory_bytes'] / 2**30:.0f} GiB, {gpu}; torch {about['torch']}; "
+        f"matrix peak {about['peak_flops'] / 1e9:.0f} GFLOP/s."
+    )
+
+
+def _load_line(loads: list[float], cores: int) -> str:
+    """Load, and what it means where other work was going on."""
+    text = f" Load average of the machine {min(loads):.1f} to {max(loads):.1f}."
+    if max(loads) > cores + 1:
+        text += " **Other work was going on: these times show that the benchmark runs, not how fast anything is.**"
+    return text
+
+
+def compare_block(data: dict[str, Any]) -> str:
+    """Both sides of each workload."""
+    head = ["", "iteration", *PHASES, "generated/s", "trained/s", "peak memory", "MFU", "MFU training", "ratio"]
+    rows, loads = [], []
+    for name, entry in data["workloads"].items():
+        for side, title in NAMES.items():
+            numbers = entry[side]
+            loads += numbers["load"]
+            cells = [f"{name} {title}", f"{numbers['seconds']:.1f} s"]
+            cells += [f"{numbers['phases'][phase]:.1f} s" for phase in PHASES]
+            cells += [f"{numbers['generated_tokens_per_second']:,.0f}", f"{numbers['trained_tokens_per_second']:,.0f}"]
+            cells += [f"{numbers['peak_memory_bytes'] / 2**30:.2f} GiB"]
+            cells += [f"{numbers['mfu']:.1%}", f"{numbers['mfu_training']:.1%}"]
+            rows.append([*cells, f"{entry['ratio']:.2f}" if side == "lightppo" else ""])
+    iterations = [len(entry["trl"]["iterations"]) for entry in data["workloads"].values()]
+    count = f" Median of {min(iterations)} iterations after a warm-up." if min(iterations) > 1 else (
+        " One iteration after a warm-up: this shows that the benchmark works, no more."
+    )  # fmt: skip
+    versions = "; ".join(
+        dict.fromkeys(f"{name} with {entry['trl']['version']}" for name, entry in data["workloads"].items())
+    )
+    return "\n\n".join(
+        [
+            machine_line(data["machine"], data["date"]) + _load_line(loads, data["machine"]["cores"]) + count,
+            table(head, rows),
+            versions + ".",
+        ]
+    )
+
+
+def scaling_block(data: dict[str, Any]) -> str:
+    """Microseconds per real token along each axis."""
+    rows = [
+        [axis, f"{point['value']:,}", f"{point['real_tokens']:,.0f}"]
+        + [f"{point[f'{phase}_us_per_token']:,.0f}" for phase in PHASES]
+        for axis, points in data["axes"].items()
+        for point in points
+    ]
+    head = ["axis", "value", "real tokens", *(f"{phase}, µs" for phase in PHASES)]
+    return (
+        machine_line(data["machine"], data["date"])
+        + _load_line([data["load"]], data["machine"]["cores"])
+        + "\n\n"
+        + table(head, rows)
+    )
+
+
+def memory_block(data: dict[str, Any]) -> str:
+    """Peak of a rank over model size, and bytes per parameter between the smallest and the largest model."""
+    sizes = data["sizes"]
+    stages = list(sizes[0]["peak_bytes"])
+    rows = [
+        [f"{row['parameters'] / 1e6:.1f}M", *(f"{row['peak_bytes'][stage] / 2**30:.2f} GiB" for stage in stages)]
+        for row in sizes
+    ]
+    first, last = sizes[0], sizes[-1]
+    if last["parameters"] > first["parameters"]:
+        more = last["parameters"] - first["parameters"]
+        slopes = [f"{(last['peak_bytes'][s] - first['peak_bytes'][s]) / more:.0f} bytes" for s in stages]
+        rows.append(["per further parameter", *slopes])
+    return f"{data['date']}.\n\n" + table(["parameters of a model", *(f"ZeRO {stage}" for stage in stages)], rows)
+
+
+BLOCKS = {"compare": compare_block, "scaling": scaling_block, "memory": memory_block}
+
+
+def replace_block(page: str, name: str, text: str) -> str:
+    """The page with another text between ``<!-- name -->`` and ``<!-- end of name -->``.
+
+    Raises:
+        ValueError: the page has no such place.
+    """
+    pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end of {name} -->)", re.DOTALL)
+    if not pattern.search(page):
+        raise ValueError(f"the page has no place for {name}: put <!-- {name} --> and <!-- end of {name} --> into it")
+    return pattern.sub(lambda match: f"{match[1]}{text}\n{match[2]}", page)
+
+
+def plot(data: dict[str, Any], path: Path) -> None:
+    """Seconds of the phases of both sides, stacked."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 0.7 + 0.7 * 2 * len(data["workloads"])), layout="constrained")
+    bars = [(f"{name} {title}", entry[side]) for name, entry in data["workloads"].items()
+            for side, title in NAMES.items()]  # fmt: skip
+    left = [0.0] * len(bars)
+    for phase in PHASES:
+        seconds = [numbers["phases"][phase] for _, numbers in bars]
+        axes.barh([label for label, _ in bars], seconds, left=left, label=phase)
+        left = [a + b for a, b in zip(left, seconds)]
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds per iteration")
+    axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run_dir", type=Path, default=Path("runs/bench"))
+    parser.add_argument("--write", action="store_true", help="into docs/performance.md and docs/performance.png")
+    options = parser.parse_args()
+    page = PAGE.read_text(encoding="utf-8")
+    for name, block in BLOCKS.items():
+        file = options.run_dir / f"{name}.json"
+        if not file.is_file():
+            print(f"{file} is missing: the page keeps what it has")
+            continue
+        data = json.loads(file.read_text())
+        if name == "compare" and (problems := check_compare(data)):
+            raise SystemExit("\n".join(problems))
+        text = block(data)
+        print(f"\n{name}\n{text}")
+        page = replace_block(page, name, text)
+        if name == "compare" and options.write:
+            plot(data, PLOT)
+    if options.write:
+        PAGE.write_text(page, encoding="utf-8")
+        print(f"\nwrote {PAGE} and {PLOT}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,211 @@
+"""What is measured: models, prompts and settings of both sides. No imports but the standard library: both read this.
+
+A workload is the same work on both sides: weights, prompts, samples, epochs, optimizer steps. How a side does it fast
+is its own affair: ``SPEED_FLAGS`` are lightppo's, :func:`trl_settings` has TRL's.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+PAD, BOS, EOS = "<pad>", "<s>", "</s>"
+SPECIAL_TOKENS = (PAD, BOS, EOS)  # ids 0, 1, 2
+SEED = 17
+# Small enough that the policy, and with it the length of the responses, stays as it is.
+LEARNING_RATE = 1e-7
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Sizes that fit a machine.
+
+    Attributes:
+        hidden, layers, heads, kv_heads, intermediate, vocabulary: of the Llama, untied.
+        prompt_tokens: shortest and longest prompt.
+        new_tokens: longest response.
+        end_probability: of end-of-text, at every token.
+        bf16: else float32.
+    """
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    intermediate: int
+    vocabulary: int
+    prompt_tokens: tuple[int, int]
+    new_tokens: int
+    end_probability: float
+    bf16: bool = False
+
+    @property
+    def body_parameters(self) -> int:
+        """Weights that every token is multiplied with: all but embedding, norms and head."""
+        attention = 2 * self.hidden * self.hidden * (1 + self.kv_heads / self.heads)
+        return int(self.layers * (attention + 3 * self.hidden * self.intermediate))
+
+    @property
+    def head_parameters(self) -> int:
+        return self.hidden * self.vocabulary
+
+
+SCALES = {
+    "cpu": Scale(256, 6, 4, 4, 688, 1024, (8, 64), 128, 1 / 46),
+    "gpu": Scale(896, 24, 14, 2, 4864, 151_936, (64, 512), 512, 1 / 184, bf16=True),
+}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Attributes: prompts per iteration, samples of each, epochs, samples per optimizer step, whether with critic."""
+
+    name: str
+    algorithm: str
+    prompts: int
+    samples_per_prompt: int
+    epochs: int = 2
+    minibatch: int = 16
+    critic: bool = False
+    kl_coef: float = 0.05
+
+    @property
+    def samples(self) -> int:
+        return self.prompts * self.samples_per_prompt
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Per iteration."""
+        return self.samples * self.epochs // self.minibatch
+
+
+WORKLOADS = {
+    "W1": Workload("W1", "PPO with critic and reference", 64, 1, critic=True),
+    "W2": Workload("W2", "GRPO with reference", 16, 8),
+}
+
+# What makes lightppo fast and does not change what it computes.
+SPEED_FLAGS: dict[str, list[str]] = {
+    "W1": ["--micro_rollout_batch_size", "64", "--micro_train_batch_size", "8", "--zero_stage", "1"],
+    "W2": ["--micro_rollout_batch_size", "128", "--micro_train_batch_size", "8", "--zero_stage", "1"],
+}
+_ALGORITHM_FLAGS = {
+    "W1": ["--advantage_estimator", "gae", "--critic_learning_rate", str(LEARNING_RATE)],
+    "W2": ["--advantage_estimator", "grpo", "--use_kl_loss", "--kl_estimator", "k3"],
+}
+
+
+def prompt_texts(workload: Workload, scale: Scale, seed: int = SEED) -> list[str]:
+    """The prompts of every iteration: words of the tokenizer, one token each."""
+    rng = random.Random(f"{seed} {workload.name}")
+    words = range(len(SPECIAL_TOKENS), scale.vocabulary)
+    return [
+        " ".join(f"w{rng.choice(words)}" for _ in range(rng.randint(*scale.prompt_tokens)))
+        for _ in range(workload.prompts)
+    ]
+
+
+def lightppo_flags(workload: Workload, scale: Scale, assets: Path, output: Path, iterations: int) -> list[str]:
+    """The command line of ``examples/train_ppo.py``."""
+    values: dict[str, Any] = {
+        "pretrain": assets / "model",
+        "prompt_data": assets / f"{workload.name}.jsonl",
+        "reward_fn": Path(__file__).with_name("even_words.py"),
+        "prompt_max_len": scale.prompt_tokens[1],
+        "generate_max_len": scale.new_tokens,
+        "rollout_batch_size": workload.prompts,
+        "n_samples_per_prompt": workload.samples_per_prompt,
+        "train_batch_size": workload.minibatch,
+        "max_epochs": workload.epochs,
+        "num_episodes": iterations,  # an episode is one iteration: all prompts once
+        "init_kl_coef": workload.kl_coef,
+        "actor_learning_rate": LEARNING_RATE,
+        "lr_scheduler": "constant",
+        "lr_warmup_ratio": 0,
+        "num_examine": 0,
+        "resume": "never",
+        "save_path": output,
+        "ckpt_path": output / "checkpoints",
+    }
+    flags = [word for name, value in values.items() for word in (f"--{name}", str(value))]
+    precision = ["--bf16"] if scale.bf16 else []
+    return [*flags, *_ALGORITHM_FLAGS[workload.name], *SPEED_FLAGS[workload.name], *precision]
+
+
+def trl_settings(workload: Workload, scale: Scale, iterations: int, *, cpu: bool) -> dict[str, Any]:
+    """Arguments of TRL's PPOConfig or GRPOConfig: what its documentation advises, one micro batch per minibatch."""
+    shared = {
+        "learning_rate": LEARNING_RATE,
+        "lr_scheduler_type": "constant",
+        "adam_beta2": 0.95,
+        "max_grad_norm": 1.0,
+        "seed": SEED,
+        "bf16": scale.bf16,
+        "use_cpu": cpu,
+        "gradient_checkpointing": False,
+        "gradient_accumulation_steps": 1,
+        "report_to": "none",
+        "save_strategy": "no",
+        "dataloader_num_workers": 0,
+        "temperature": 1.0,
+    }
+    if workload.critic:
+        return shared | {
+            "per_device_train_batch_size": workload.samples,
+            "num_mini_batches": workload.samples // workload.minibatch,
+            "num_ppo_epochs": workload.epochs,
+            "total_episodes": workload.samples * iterations,
+            "local_rollout_forward_batch_size": workload.samples,
+            "response_length": scale.new_tokens,
+            "stop_token": "eos",
+            "kl_coef": workload.kl_coef,
+            "num_sample_generations": 0,
+            "logging_steps": 1,
+        }
+    return shared | {
+        "per_device_train_batch_size": workload.minibatch,
+        "steps_per_generation": workload.samples // workload.minibatch,
+        "num_generations": workload.samples_per_prompt,
+        "num_iterations": workload.epochs,
+        "max_steps": workload.optimizer_steps * iterations,
+        "max_completion_length": scale.new_tokens,
+        "beta": workload.kl_coef,
+        "logging_steps": workload.optimizer_steps,
+    }
+
+
+def trl_optimizer_steps(settings: dict[str, Any]) -> int:
+    """Optimizer steps per iteration that such settings come to."""
+    if "num_mini_batches" in settings:
+        return settings["num_mini_batches"] * settings["num_ppo_epochs"]
+    return settings["steps_per_generation"] * settings["num_iterations"] // settings["gradient_accumulation_steps"]
+
+
+def training_flops(workload: Workload, scale: Scale, prompt_tokens: float, generated_tokens: float) -> float:
+    """Floating-point operations that the training of one iteration needs on real tokens.
+
+    6 per parameter and token (Kaplan et al. 2020, arXiv:2001.08361, section 2.1), for actor and critic, and the
+    attention's 6 · layers · hidden · (mean sequence length) per token, half of the full square as it is causal. The
+    head counts for response tokens of the actor alone.
+    """
+    models = 2 if workload.critic else 1
+    return 3 * workload.epochs * _forward_flops(workload, scale, prompt_tokens, generated_tokens, models, 1)
+
+
+def iteration_flops(workload: Workload, scale: Scale, prompt_tokens: float, generated_tokens: float) -> float:
+    """The same of a whole iteration: generation, the log probs of actor and reference, values, training."""
+    bodies, heads = (4, 3) if workload.critic else (3, 3)
+    forwards = _forward_flops(workload, scale, prompt_tokens, generated_tokens, bodies, heads)
+    return forwards + training_flops(workload, scale, prompt_tokens, generated_tokens)
+
+
+def _forward_flops(
+    workload: Workload, scale: Scale, prompt_tokens: float, generated_tokens: float, bodies: int, heads: int
+) -> float:
+    """Of forward passes over all samples: so many through the layers, so many of them through the head too."""
+    tokens = prompt_tokens + generated_tokens
+    attention = 2 * scale.layers * scale.hidden * tokens / workload.samples
+    body = tokens * (2 * scale.body_parameters + attention)
+    return bodies * body + heads * 2 * scale.head_parameters * generated_tokens
