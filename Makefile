@@ -10,14 +10,17 @@ RANKS ?= 1
 ZERO_STAGE ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test lint docs clean
+.PHONY: help install quickstart test test-all lint docs bench bench-scaling bench-memory clean
 
 help:
 	@echo "make quickstart   install, then SFT and PPO of a small model on this machine, with a report (about 5 minutes)"
 	@echo "                  RANKS=2 ZERO_STAGE=3 for two processes with ZeRO-3"
 	@echo "make test         install, then the test suite"
+	@echo "make test-all     the same and more: every algorithm is trained until its reward has risen (minutes)"
 	@echo "make lint         ruff"
 	@echo "make docs         write the generated pages of docs/"
+	@echo "make bench        TRL and lightppo on the same work, into runs/bench and docs/performance.md; QUICK=1 for a try"
+	@echo "make bench-scaling, make bench-memory   time per real token, memory at ZeRO 0 to 3; QUICK=1 too"
 
 install: $(INSTALLED)
 
@@ -38,6 +41,9 @@ quickstart: $(INSTALLED)
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
 
+test-all: $(INSTALLED)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "" $(PYTEST_ARGS)
+
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -45,6 +51,15 @@ lint: $(INSTALLED)
 docs: $(INSTALLED)
 	$(BIN)/python -m lightppo.config.reference --write
 	$(BIN)/python -m lightppo.trainer.metrics --write
+
+# Longer than the tests and only on an idle machine: QUICK=1 shows whether it works, not how fast anything is.
+bench: $(INSTALLED)
+	$(BIN)/python benchmarks/compare.py $(if $(QUICK),--quick) $(BENCH_ARGS)
+	$(BIN)/python benchmarks/report.py --write
+
+bench-scaling bench-memory: bench-%: $(INSTALLED)
+	$(BIN)/python benchmarks/$*.py $(if $(QUICK),--quick) $(BENCH_ARGS)
+	$(BIN)/python benchmarks/report.py --write
 
 clean:
 	rm -rf $(VENV) runs

@@ -38,6 +38,8 @@ setup(
     extras_require={
         "dev": ["pytest>=8", "pytest-xdist", "pytest-timeout", "ruff"],
         "plots": ["matplotlib"],
+        "math": ["math-verify>=0.8"],
+        "serve": ["fastapi>=0.132", "uvicorn>=0.30", "pydantic>=2"],
         "wandb": ["wandb"],
         "flash-attn": ["flash-attn"],
         "vllm": ["vllm"],

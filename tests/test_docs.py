@@ -1,4 +1,4 @@
-"""README and docs: links resolve, flags and imports exist, quoted messages are in the code, marked examples run."""
+"""README and docs: links resolve, flags, metrics, imports exist, quoted messages are in the code, examples run."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ import pytest
 from support.ranks import REPO, run_ranks
 from support.tiny import save_causal_lm, sums, write_jsonl
 
+from lightppo.algorithms.traits import CORRECTION_TRAITS, ESTIMATOR_TRAITS, KL_ESTIMATOR_NAMES, POLICY_LOSS_TRAITS
 from lightppo.config import parse_args
 from lightppo.config.ppo import all_options
+from lightppo.trainer.metrics import METRICS
 
 PAGES = sorted([REPO / "README.md", *(REPO / "docs").glob("*.md")])
 NAMES = [page.name for page in PAGES]
@@ -26,6 +28,10 @@ OTHER_FLAGS = {
     "num_gpus", "master_port", "nproc_per_node",  # deepspeed, torchrun
     "eps_clip_low_high", "no_advantage_std_norm", "eval_dataset", "eval_n_samples_per_prompt", "deepcompile",
     "use_ds_universal_ckpt", "vllm_", "advantages_norm", "reward_clip", "reference_key", "max_eval_samples",
+    "policy_loss_type", "entropy_loss_coef", "stop_properly_penalty_coef", "enable_vllm_is_correction",
+    "vllm_is_correction_type", "vllm_is_truncated_threshold",  # OpenRLHF
+    "use_gspo", "use_cpg_loss", "overlong_buffer", "overlong_buffer_penalty_factor",
+    "reward_running_norm_minus_mean",  # LightRFT
 }  # fmt: skip
 OWN_OTHER_FLAGS = {"write", "help"}  # python -m lightppo.config.reference --write
 
@@ -68,6 +74,10 @@ def known_flags() -> set[str]:
     sft = ast.parse((REPO / "examples" / "train_sft.py").read_text())
     config = next(node for node in sft.body if isinstance(node, ast.ClassDef) and node.name == "SFTConfig")
     names |= {node.target.id for node in config.body if isinstance(node, ast.AnnAssign)}
+    server = ast.parse((REPO / "examples" / "serve_reward_model.py").read_text())
+    calls = [node for node in ast.walk(server) if isinstance(node, ast.Call)]
+    added = [call.args[0].value for call in calls if getattr(call.func, "attr", None) == "add_argument"]
+    names |= {flag.removeprefix("--") for flag in added}
     quickstart = ast.parse((REPO / "examples" / "quickstart" / "run.py").read_text())
     main = next(node for node in quickstart.body if isinstance(node, ast.FunctionDef) and node.name == "main")
     names |= {argument.arg for argument in main.args.args}
@@ -78,6 +88,24 @@ def test_flags_exist(page):
     named = set(re.findall(r"(?<![\w-])--([a-z]\w*)", page.read_text(encoding="utf-8")))
     others = OTHER_FLAGS if page.name in ("README.md", "migrating.md", "troubleshooting.md") else set()
     assert named - known_flags() - OWN_OTHER_FLAGS - others == set()
+
+
+def test_metrics_exist(page):
+    text = page.read_text(encoding="utf-8")
+    named = set(re.findall(r"`((?:rollout|train|perf)/\w+)`", text))
+    assert sorted(named - METRICS.keys()) == []
+
+
+def test_every_algorithm_has_its_section_or_line():
+    """Headings of the two pages, or for KL estimators and corrections lines of their tables."""
+    pages = [(REPO / "docs" / name).read_text(encoding="utf-8") for name in ("algorithms.md", "algorithms_rewards.md")]
+    headings = {word for page in pages for line in re.findall(r"^### (.+)$", page, re.MULTILINE)
+                for word in re.findall(r"[\w+]+", line)}  # fmt: skip
+    lines = {name for page in pages for line in re.findall(r"^\| (`.+)$", page, re.MULTILINE)
+             for name in re.findall(r"`([^`]+)`", line.split(" | ")[0])}  # fmt: skip
+    lines |= {name for page in pages for name in re.findall(r"^\| \[`([^`]+)`\]", page, re.MULTILINE)}
+    assert sorted({*ESTIMATOR_TRAITS, *POLICY_LOSS_TRAITS} - headings) == []
+    assert sorted({*KL_ESTIMATOR_NAMES, *CORRECTION_TRAITS} - lines) == []
 
 
 def test_imports_resolve(page):
@@ -160,7 +188,7 @@ def reward_func(queries, prompts, labels, **extra):
 
 
 def test_there_are_examples():
-    assert sorted(EXAMPLES) == ["README-0", "README-1", "extending-0", "extending-3"]
+    assert sorted(EXAMPLES) == ["README-0", "README-1", "extending-0", "extending-4", "rewards-2"]
 
 
 @pytest.mark.slow
@@ -173,6 +201,6 @@ def test_example_runs(name, tmp_path):
     (tmp_path / "example.py").write_text("import os\nos.chdir(os.path.dirname(__file__))\n" + EXAMPLES[name])
     run_ranks(tmp_path / "example.py", launcher="python", world_size=1)
     made = {"README-0": "ckpt/model.safetensors", "README-1": "trained/model.safetensors"}
-    made["extending-3"] = "trained/model.safetensors"
+    made["extending-4"] = "trained/model.safetensors"
     if name in made:
         assert (tmp_path / made[name]).is_file()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from lightppo.algorithms.traits import POLICY_LOSS_TRAITS
 from lightppo.config.ppo import PPOConfig, all_options
 
 ROOT = Path(__file__).parents[1]
@@ -84,9 +85,14 @@ def live_options() -> set[tuple[str, str]]:
     for path in PACKAGE.rglob("*.py"):
         if path.parent.name != "config":
             found |= reads(path.read_text())
-    rules = ast.parse((PACKAGE / "config" / "rules.py").read_text())
-    found |= reads(next(node for node in rules.body if getattr(node, "name", None) == "resolutions"))
-    return found
+    decide = ("resolutions", "takes_old_from_training", "reward_plan")
+    for name in ("rules.py", "algorithm_rules.py", "reward_rules.py"):
+        rules = ast.parse((PACKAGE / "config" / name).read_text())
+        for node in rules.body:
+            if getattr(node, "name", None) in decide:
+                found |= reads(node)
+    # an option of one policy loss is read by its name in the loss's traits (trainer/update.py)
+    return found | {("loss", name) for traits in POLICY_LOSS_TRAITS.values() for name in traits.options}
 
 
 def test_every_option_is_read():
