@@ -4,8 +4,10 @@
 Loads neither torch nor transformers nor deepspeed.
 """
 
+from lightppo.config.adapter_section import AdapterConfig
 from lightppo.config.algorithm_sections import AlgorithmConfig, CorrectionConfig, LossConfig
 from lightppo.config.cli import parse_args
+from lightppo.config.engine_section import EngineConfig
 from lightppo.config.fields import ConfigError
 from lightppo.config.ppo import PPOConfig
 from lightppo.config.sampling_section import SamplingConfig
@@ -23,11 +25,13 @@ from lightppo.config.sections import (
 from lightppo.config.verifier_section import VerifierConfig
 
 __all__ = [
+    "AdapterConfig",
     "AlgorithmConfig",
     "CheckpointConfig",
     "ConfigError",
     "CorrectionConfig",
     "DataConfig",
+    "EngineConfig",
     "EvaluationConfig",
     "LoggingConfig",
     "LossConfig",

@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from lightppo.config import rules
+from lightppo.config.adapter_section import AdapterConfig
 from lightppo.config.algorithm_sections import AlgorithmConfig, CorrectionConfig, LossConfig
+from lightppo.config.engine_section import EngineConfig
 from lightppo.config.fields import ConfigError, nearest, option, out_of_range, section
 from lightppo.config.sampling_section import SamplingConfig
 from lightppo.config.sections import (
@@ -40,8 +42,10 @@ class PPOConfig:
 
     file: FileConfig = field(default_factory=FileConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
     data: DataConfig = field(default_factory=DataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     verifier: VerifierConfig = field(default_factory=VerifierConfig)

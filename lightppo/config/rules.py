@@ -9,7 +9,7 @@ import json
 import math
 from typing import TYPE_CHECKING, Any
 
-from lightppo.config import algorithm_rules, reward_rules, sampling_rules
+from lightppo.config import adapter_rules, algorithm_rules, engine_rules, reward_rules, sampling_rules
 from lightppo.config.algorithm_rules import needs_critic, no_critic
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ def resolutions(config: PPOConfig) -> dict[str, Any]:
     m, a, t, s, c = config.model, config.algorithm, config.training, config.strategy, config.checkpoint
     frozen_stage = _or(s.ref_zero_stage, 3 if s.zero_stage == 3 else 0)
     resolved = algorithm_rules.resolutions(config) | sampling_rules.resolutions(config)
+    resolved |= adapter_rules.resolutions(config)
     resolved |= {
         "attn_implementation": "flash_attention_2" if m.flash_attn else m.attn_implementation,
         "train_batch_size": _or(
@@ -51,7 +52,9 @@ def contradictions(config: PPOConfig, world_size: int) -> list[str]:
         *_batch_sizes(config, world_size),
         *_stop_texts(config),
         *sampling_rules.problems(config, world_size),
+        *engine_rules.problems(config, world_size),
         *algorithm_rules.problems(config),
+        *adapter_rules.problems(config),
         *_critic(config),
         *_models(config),
         *reward_rules.problems(config),
@@ -67,6 +70,7 @@ def trainer_contradictions(config: PPOConfig, world_size: int = 1) -> list[str]:
         *_batch_sizes(config, world_size),
         *_stop_texts(config),
         *sampling_rules.problems(config, world_size),
+        *engine_rules.problems(config, world_size),
         *algorithm_rules.problems(config),
     ]
 

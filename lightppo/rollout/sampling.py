@@ -38,6 +38,15 @@ def request_uniforms(seed: int, prompt_index: int, sample_index: int, count: int
     return (np.frombuffer(stream, dtype="<u8") >> 12) * 2.0**-52
 
 
+def request_seed(seed: int, prompt_index: int, sample_index: int) -> int:
+    """The seed of one request, for engines that take a number rather than uniforms; in [0, 2^63).
+
+    As :func:`request_uniforms` does, it hashes the key, so that neighbouring keys have unrelated seeds.
+    """
+    key = hashlib.sha256(f"lightppo/{seed}/{prompt_index}/{sample_index}".encode()).digest()
+    return int.from_bytes(key[:8], "little") >> 1
+
+
 def inverse_cdf(probs: Tensor, uniforms: Tensor) -> Tensor:
     """Draws from each row: the first token whose cumulated probability exceeds ``u * total``.
 

@@ -1,0 +1,83 @@
+"""The relations between options of rollout engines: what cannot work, and what would do nothing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lightppo.config.engine_section import EngineConfig
+
+if TYPE_CHECKING:
+    from lightppo.config.ppo import PPOConfig
+
+_DEFAULTS = EngineConfig()
+_COLDEST = 0.01  # vLLM raises a lower temperature to this without an error
+
+# Engines that read an option; rollout_engine itself is read by all.
+READ_BY: dict[str, tuple[str, ...]] = {
+    "rollout_check": ("vllm", "vllm_server"),
+    "logp_diff_tolerance": ("vllm", "vllm_server"),
+    "tensor_parallel_size": ("vllm",),
+    "vllm_dtype": ("vllm",),
+    "load_format": ("vllm",),
+    "gpu_memory_utilization": ("vllm",),
+    "kv_cache_memory_bytes": ("vllm",),
+    "max_num_seqs": ("vllm",),
+    "max_num_batched_tokens": ("vllm",),
+    "max_model_len": ("vllm",),
+    "block_size": ("vllm",),
+    "enable_prefix_caching": ("vllm",),
+    "enforce_eager": ("vllm",),
+    "free_cache_engine": ("vllm",),
+    "sleep_level": ("vllm",),
+}
+
+
+def problems(config: PPOConfig, world_size: int) -> list[str]:
+    """One message per combination that cannot work, or option that does nothing."""
+    e = config.engine
+    found = [
+        f"--{name} has no effect with --rollout_engine {e.rollout_engine}: it is for {' and '.join(engines)}"
+        for name, engines in READ_BY.items()
+        if getattr(e, name) != getattr(_DEFAULTS, name) and e.rollout_engine not in engines
+    ]
+    if e.rollout_engine == "hf":
+        return found
+    return [*found, *_sampling(config), *_in_process(config, world_size)]
+
+
+def _sampling(config: PPOConfig) -> list[str]:
+    """What vLLM cannot sample."""
+    e, found = config.engine.rollout_engine, []
+    temperatures = {"temperature": config.rollout.temperature, "eval_temperature": config.evaluation.eval_temperature}
+    for flag, value in temperatures.items():
+        if 0 < value < _COLDEST:
+            found.append(f"--{flag} {value:g}: vLLM samples at {_COLDEST} or above; set 0 (greedy) or at least that")
+    if config.sampling.fire_sampling:
+        found.append(f"--fire_sampling needs --rollout_engine hf: {e} has one temperature for all tokens of a response")
+    if config.engine.rollout_check == "off" and config.engine.logp_diff_tolerance is not None:
+        found.append("--logp_diff_tolerance has no effect with --rollout_check off: leave one of them out")
+    return found
+
+
+def _in_process(config: PPOConfig, world_size: int) -> list[str]:
+    e, found = config.engine, []
+    if e.rollout_engine != "vllm":
+        return found
+    if world_size % e.tensor_parallel_size:
+        found.append(
+            f"--tensor_parallel_size {e.tensor_parallel_size} does not divide the {world_size} ranks: every engine is "
+            "shared by so many of them"
+        )
+    longest = config.data.prompt_max_len + config.rollout.generate_max_len
+    if e.max_model_len is not None and e.max_model_len < longest:
+        found.append(
+            f"--max_model_len {e.max_model_len} is less than --prompt_max_len {config.data.prompt_max_len} + "
+            f"--generate_max_len {config.rollout.generate_max_len}: set it to at least {longest}, or leave it out"
+        )
+    if not e.free_cache_engine and e.sleep_level != _DEFAULTS.sleep_level:
+        found.append("--sleep_level has no effect with --no_free_cache_engine: leave one of them out")
+    if config.model.override_config is not None and e.load_format == "auto":
+        found.append("--load_format auto reads --pretrain without --override_config: leave it out")
+    if config.model.init_from_scratch and e.load_format == "auto":
+        found.append("--load_format auto reads weights that --init_from_scratch does not have: leave it out")
+    return found
