@@ -97,8 +97,8 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGINT):  # raised again once the server has shut down
         signal.signal(number, lambda *_: sys.exit(0))
 
-    from lightppo.rewards import read_token
-    from lightppo.rewards.server import RewardApp, check_bind, serve
+    from lightppo.config.address import check_bind, read_token
+    from lightppo.rewards.server import RewardApp, serve
 
     try:
         token = read_token(env=args.token_env, option="--token_env")

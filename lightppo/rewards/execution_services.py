@@ -19,7 +19,7 @@ import requests
 import tenacity
 import urllib3
 
-from lightppo.rewards.address import cleaned, secret_texts, shown_url
+from lightppo.config.address import cleaned, secret_texts, shown_url
 from lightppo.rewards.code import CodeVerdict, Comparison
 from lightppo.rewards.code_tests import CodeCase, CodeTests
 from lightppo.rewards.sandbox_worker.program import PRELUDE_MODULES

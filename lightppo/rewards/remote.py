@@ -19,8 +19,8 @@ import requests
 import tenacity
 import urllib3
 
+from lightppo.config.address import check_token, check_url, cleaned, secret_texts, shown_url
 from lightppo.data.records import Rollout
-from lightppo.rewards.address import check_token, check_url, cleaned, secret_texts, shown_url
 from lightppo.rewards.failures import OnFailure, check_failure_options
 from lightppo.rewards.source import RewardError, RewardOutput, check_output, join_outputs, output_from_result
 
@@ -49,7 +49,7 @@ class RemoteReward:
             (4xx, but for 408, 425, 429) or a redirect is not tried again.
         on_reward_failure: what comes after the last try of a request: an ``"error"``, or its samples are
             ``"unscored"``. What no retry can help (a 4xx, a redirect) is an error always.
-        token: sent as ``Authorization: Bearer …``; see :func:`lightppo.rewards.address.read_token`. Never in
+        token: sent as ``Authorization: Bearer …``; see :func:`lightppo.config.address.read_token`. Never in
             logs and errors.
         sleep: waits that many seconds between tries.
         name: what errors and metrics call it.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import ipaddress
 import logging
 import socket
 import threading
@@ -25,8 +24,8 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, JsonValue, model_validator
 from starlette.exceptions import HTTPException
 
+from lightppo.config.address import check_bind, check_token, cleaned, secret_texts
 from lightppo.data.records import Prompt, Rollout
-from lightppo.rewards.address import check_token, cleaned, secret_texts
 from lightppo.rewards.source import RewardError, RewardOutput, RewardSource, check_output
 
 logger = logging.getLogger(__name__)
@@ -209,30 +208,6 @@ def serve(
         shown = f"[{host}]" if ":" in host else host
         started(f"http://{shown}:{listener.getsockname()[1]}/get_reward")
         uvicorn.Server(config).run([listener])
-
-
-def check_bind(host: str, has_token: bool) -> None:
-    """Refuses an address that other machines can reach, unless a token keeps strangers out.
-
-    Raises:
-        ValueError: naming the flags.
-    """
-    if not has_token and not is_loopback(host):
-        raise ValueError(
-            f"--host {host} can be reached from other machines: set --token_env NAME, the environment variable of a "
-            "bearer token, or listen on 127.0.0.1"
-        )
-
-
-def is_loopback(host: str) -> bool:
-    """Whether every address of a host name or IP address is of this machine alone; an unknown name is not."""
-    if not host:
-        return False  # all interfaces
-    try:
-        addresses = {info[4][0] for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
-    except OSError:
-        return False
-    return all(ipaddress.ip_address(str(address).partition("%")[0]).is_loopback for address in addresses)
 
 
 class _Gate:

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from lightppo.config import ConfigError, PPOConfig
+from lightppo.config.address import read_token
 from lightppo.config.reward_rules import reward_plan
 from lightppo.data.staging import stage_to_local
 from lightppo.models.reward_model import RewardModel
-from lightppo.rewards.address import read_token
 from lightppo.rewards.build import build_reward_source
 from lightppo.rewards.named import function_options, planned_source, with_format_check
 from lightppo.rewards.retemplate import Retemplated, RewardInputs, SameIds, check_same_ids

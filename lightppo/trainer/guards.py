@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from lightppo.config import ConfigError, PPOConfig
+from lightppo.config.address import read_token
 from lightppo.config.reward_rules import reward_plan
 from lightppo.data.loading import check_data_paths
 from lightppo.models.actor import Actor
-from lightppo.rewards.address import read_token
 from lightppo.rewards.build import check_reward_options
 
 

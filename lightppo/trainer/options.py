@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from lightppo.config import ConfigError, PPOConfig, rules
+from lightppo.config.address import shown_url
 from lightppo.config.algorithm_rules import needs_critic
 from lightppo.config.fields import nearest
 from lightppo.config.ppo import all_options
 from lightppo.config.values import alternatives, kind_of
-from lightppo.rewards.address import shown_url
 from lightppo.rollout.engine import SamplingParams
 
 # What the constructor means where it is given nothing; the command line has defaults of its own.

@@ -1,10 +1,12 @@
-"""Addresses and tokens of reward servers: what is accepted, and how they are kept out of logs and errors."""
+"""Addresses and tokens of servers: what is accepted, and how they are kept out of logs and errors."""
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import re
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
@@ -24,7 +26,7 @@ def read_token(*, env: str | None = None, file: str | None = None, option: str =
         ValueError: both given, variable unset, file missing, or a token with characters no header can carry.
     """
     if env is not None and file is not None:
-        raise ValueError("the token of the reward server comes from a variable or from a file, not from both")
+        raise ValueError("the token of a server comes from a variable or from a file, not from both")
     if env is not None:
         if env not in os.environ:
             raise ValueError(f"{option}: environment variable {env} is not set")
@@ -44,8 +46,17 @@ def check_token(token: str, where: str) -> str:
     return token
 
 
-def check_url(url: str) -> None:
-    """Refuses what is not an http(s) address with a host, or has a user or password in it."""
+def check_url(url: str, option: str = "--remote_rm_url", token_option: str = "--remote_rm_token_env") -> None:
+    """Refuses what is not an http(s) address with a host, or has a user or password in it.
+
+    Args:
+        url: the address.
+        option: the flag that it comes from, for errors.
+        token_option: the flag that takes a token instead.
+
+    Raises:
+        ValueError: naming the flag.
+    """
     try:
         parts = urlsplit(url)
         host, port_ok = parts.hostname, parts.port != 0
@@ -54,8 +65,8 @@ def check_url(url: str) -> None:
     if host and parts.username is None and parts.password is None and parts.scheme in ("http", "https") and port_ok:
         return
     if "@" in url:
-        raise ValueError("--remote_rm_url: a URL has a user or password in it; use --remote_rm_token_env instead")
-    raise ValueError(f"--remote_rm_url: {shown_url(url)!r} is not an http(s) address")
+        raise ValueError(f"{option}: a URL has a user or password in it; use {token_option} instead")
+    raise ValueError(f"{option}: {shown_url(url)!r} is not an http(s) address")
 
 
 def shown_url(url: str) -> str:
@@ -84,3 +95,27 @@ def cleaned(text: str, secrets: Sequence[str]) -> str:
         text = text.replace(secret, "***")
     text = " ".join(text.split())
     return text if len(text) <= _SNIPPET_CHARS else text[:_SNIPPET_CHARS] + "…"
+
+
+def check_bind(host: str, has_token: bool, token_option: str = "--token_env") -> None:
+    """Refuses an address to listen on that other machines can reach, unless a token keeps strangers out.
+
+    Raises:
+        ValueError: naming the flags.
+    """
+    if not has_token and not is_loopback(host):
+        raise ValueError(
+            f"--host {host} can be reached from other machines: set {token_option} NAME, the environment variable of "
+            "a bearer token, or listen on 127.0.0.1"
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether every address of a host name or IP address is of this machine alone; an unknown name is not."""
+    if not host:
+        return False  # all interfaces
+    try:
+        addresses = {info[4][0] for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    except OSError:
+        return False
+    return all(ipaddress.ip_address(str(address).partition("%")[0]).is_loopback for address in addresses)
