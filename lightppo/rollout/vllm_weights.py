@@ -1,0 +1,123 @@
+"""Weights inside a vLLM worker: replaced by pushed ones, and compared with the trainer's.
+
+These functions run where the worker is (``collective_rpc``); they know vLLM's modules, no lightppo engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@torch.no_grad()
+def push_weights(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
+    """Replaces the model's weights by those of a checkpoint, in place, layer by layer.
+
+    A plain ``load_weights`` on a live model is wrong: vLLM may have packed its linear layers in another form.
+
+    Args:
+        worker: vLLM's.
+        weights: names and whole tensors as in the checkpoint, tied ones under each name; read to its end.
+
+    Returns:
+        Parameters of the engine's model that no pushed weight went into.
+    """
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+    runner = worker.model_runner
+    model = runner.get_model()
+    expected = {name for name, _ in model.named_parameters()}
+    iterator = iter(weights)
+    initialize_layerwise_reload(model)
+    loaded = model.load_weights(iterator)
+    for _ in iterator:  # collective: whatever is left must be gathered by this rank too
+        pass
+    finalize_layerwise_reload(model, runner.vllm_config.model_config)
+    for reset in ("reset_encoder_cache", "reset_mm_cache"):
+        if hasattr(runner, reset):
+            getattr(runner, reset)()
+    return [] if loaded is None else sorted(expected - set(loaded))
+
+
+def probe_vector(width: int, device: torch.device | str = "cpu") -> Tensor:
+    """A fixed vector (width,) with entries in [-1, 1], the same everywhere."""
+    return torch.sin(torch.arange(1, width + 1, dtype=torch.float64) * 12.9898).float().to(device)
+
+
+def trainer_fingerprints(weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """What each pushed weight should act like: W x for a matrix and a fixed x, the weight itself for a vector."""
+    prints = {}
+    for name, weight in weights:
+        weight = weight.detach().float()
+        prints[name] = (weight @ probe_vector(weight.shape[-1], weight.device) if weight.dim() == 2 else weight).cpu()
+    return prints
+
+
+@torch.no_grad()
+def engine_fingerprints(worker: Any) -> tuple[dict[str, Tensor], dict[str, list[str]]]:
+    """The same of the engine's weights, by the engine's names, and which pushed names its fused layers are made of.
+
+    Linear layers are asked for their output: on a CPU their packed weights cannot be read.
+    """
+    from vllm.model_executor.layers.linear import LinearBase
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    model = worker.model_runner.get_model()
+    device = next(model.parameters()).device
+    prints: dict[str, Tensor] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        own = dict(module.named_parameters(recurse=False))
+        method = getattr(module, "quant_method", None)
+        if method is not None and isinstance(module, (LinearBase, ParallelLMHead)):
+            width = module.input_size if isinstance(module, LinearBase) else module.embedding_dim
+            dtype = worker.model_runner.vllm_config.model_config.dtype
+            prints[f"{name}.weight"] = method.apply(module, probe_vector(width, device).to(dtype)[None], None)[0]
+            own.pop("weight", None)
+        for key, weight in own.items():
+            weight = weight.detach().float()
+            prints[f"{name}.{key}"] = weight @ probe_vector(weight.shape[-1], device) if weight.dim() == 2 else weight
+    packed = dict(getattr(model, "packed_modules_mapping", None) or {})
+    return {name: value.float().cpu() for name, value in prints.items()}, packed
+
+
+def differing_weights(
+    trainer: dict[str, Tensor], engine: dict[str, Tensor], packed: dict[str, list[str]], tolerance: float
+) -> tuple[list[str], list[str]]:
+    """Which of the trainer's weights the engine does not have.
+
+    Args:
+        trainer: of :func:`trainer_fingerprints`.
+        engine: of :func:`engine_fingerprints`.
+        packed: fused layer → the layers it is made of, in their order.
+        tolerance: largest difference relative to the size of the fingerprint.
+
+    Returns:
+        (differing, unknown): names in the trainer; unknown are those without a counterpart of the same shape.
+    """
+    parts: dict[str, Tensor] = dict(engine)
+    for name, value in engine.items():
+        module, _, kind = name.rpartition(".")
+        parent, _, leaf = module.rpartition(".")
+        names = [f"{parent}.{part}.{kind}" for part in packed.get(leaf, [])]
+        sizes = [trainer[n].shape[0] if n in trainer else -1 for n in names]
+        if names and min(sizes) > 0 and sum(sizes) == value.shape[0]:
+            parts.update(zip(names, value.split(sizes)))
+    differing, unknown = [], []
+    for name, expected in trainer.items():
+        found = parts.get(name)
+        if found is not None and found.dim() == 1 == expected.dim() and len(found) > len(expected):
+            found = found[: len(expected)]  # a vocabulary that vLLM padded
+        if found is None or found.shape != expected.shape:
+            unknown.append(name)
+        elif not _close(found, expected, tolerance):
+            differing.append(name)
+    return differing, unknown
+
+
+def _close(found: Tensor, expected: Tensor, tolerance: float) -> bool:
+    scale = expected.square().mean().sqrt() + 1e-12
+    difference = (found - expected).abs().max()
+    return bool(difference <= tolerance * scale)  # False where either is NaN
