@@ -1,4 +1,4 @@
-"""The decode loop: one micro batch of prompts through any Hugging Face causal LM with a ``DynamicCache``.
+"""The plain decode loop: one micro batch of prompts after the other through any causal LM with a ``DynamicCache``.
 
 Knows logits and token ids; no text, no records, no collectives.
 """
@@ -6,6 +6,7 @@ Knows logits and token ids; no text, no records, no collectives.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -29,13 +30,15 @@ class DecodedBatch:
         lengths: (B,) tokens of each response, the stop id included.
         stopped: (B,) bool: ended by a stop id or string, not by the token limit.
         steps: forward passes made.
+        positions: positions computed in them.
     """
 
     tokens: Tensor
     log_probs: Tensor
     lengths: Tensor
     stopped: Tensor
-    steps: int
+    steps: int = 0
+    positions: int = 0
 
 
 class CachedForward:
@@ -123,10 +126,11 @@ def decode(
     inputs = prompt_ids.clamp(min=0)  # (b, P), later (b, 1)
     positions = (mask[:, :prompt_width].cumsum(dim=1) - 1).clamp_(min=0)
     cache = forward.new_cache()
-    step = 0
+    step = computed = 0
     for step in range(max_new_tokens):
         width = prompt_width + step
         logits = forward(inputs, mask[:, :width], positions, cache)  # (b, V)
+        computed += inputs.numel()
         history = ids[rows, :width] if sampler.needs_history else None
         tokens, token_log_probs = sampler(logits, uniforms[:, step], step, history)
         responses[rows, step] = tokens
@@ -145,4 +149,39 @@ def decode(
             cache.batch_select_indices(kept)
             rows, mask, inputs, positions, uniforms = (x[kept] for x in (rows, mask, inputs, positions, uniforms))
             done = done.new_zeros(running)
-    return DecodedBatch(responses, log_probs, lengths, stopped, steps=step + 1)
+    return DecodedBatch(responses, log_probs, lengths, stopped, steps=step + 1, positions=computed)
+
+
+class BatchDecoder:
+    """:func:`decode`, one micro batch after the other: for models whose cache has more than keys and values.
+
+    Arguments, attributes and :meth:`run` as of :class:`~lightppo.rollout.slots.SlotDecoder`.
+    """
+
+    def __init__(
+        self,
+        forward: CachedForward,
+        sampler: TokenSampler,
+        stop: StopCriteria,
+        *,
+        slots: int,
+        max_new_tokens: int,
+        device: torch.device,
+    ) -> None:
+        self.forward = forward
+        self.sampler = sampler
+        self.stop = stop
+        self.slots = slots
+        self.steps = 0
+        self.positions = 0
+
+    def run(
+        self, prompts: list[list[int]], uniforms: Callable[[list[int]], Tensor]
+    ) -> Iterator[tuple[list[int], DecodedBatch]]:
+        """Decodes all requests; see ``SlotDecoder.run``."""
+        for first in range(0, len(prompts), self.slots):
+            numbers = list(range(first, min(first + self.slots, len(prompts))))
+            batch = decode(self.forward, [prompts[i] for i in numbers], uniforms(numbers), self.sampler, self.stop)
+            self.steps += batch.steps
+            self.positions += batch.positions
+            yield numbers, batch

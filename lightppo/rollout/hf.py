@@ -13,13 +13,18 @@ import torch
 from torch import nn
 
 from lightppo.data.records import Prompt, Rollout
-from lightppo.rollout.decoding import CachedForward, DecodedBatch, decode
+from lightppo.rollout.cache import can_use_slots
+from lightppo.rollout.decoding import BatchDecoder, CachedForward, DecodedBatch
 from lightppo.rollout.engine import SamplingParams
 from lightppo.rollout.sampling import TokenSampler, request_uniforms
+from lightppo.rollout.slots import SlotDecoder
 from lightppo.rollout.stopping import StopCriteria, bad_word_ids, end_of_text_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+# ``on_finished`` is called when rollouts of this share of the slots have ended: reward models like batches.
+REPORT_SHARE = 1 / 8
 
 
 @contextmanager
@@ -124,24 +129,37 @@ class HFRolloutEngine:
         # Longest first: little padding, and a lack of memory shows at once.
         order = sorted(range(len(requests)), key=lambda r: -len(requests[r][0].token_ids))
         rollouts: list[Rollout | None] = [None] * len(requests)
-        steps = 0
         with self.gather_parameters(), generation_mode(self.model), self._progress_bar(len(order)) as advance:
-            for first in range(0, len(order), self.micro_rollout_batch_size):
-                batch = order[first : first + self.micro_rollout_batch_size]
-                device = next(self.model.parameters()).device  # inside: offloaded parameters are on the device here
-                uniforms = uniform_table([streams[r] for r in batch], sampling, device)
-                token_ids = [requests[r][0].token_ids for r in batch]
-                decoded = decode(forward, token_ids, uniforms, sampler, stop.to(device))
-                finished = self._to_rollouts([requests[r] for r in batch], decoded, stop)
-                for r, rollout in zip(batch, finished):
+            device = next(self.model.parameters()).device  # inside: offloaded parameters are on the device here
+            decoder = (SlotDecoder if can_use_slots(forward.config) else BatchDecoder)(
+                forward,
+                sampler,
+                stop.to(device),
+                slots=self.micro_rollout_batch_size,
+                max_new_tokens=sampling.max_new_tokens,
+                device=device,
+            )
+            finished: list[Rollout] = []
+            for numbers, decoded in decoder.run(
+                [requests[r][0].token_ids for r in order],
+                lambda numbers: uniform_table([streams[order[i]] for i in numbers], sampling, device),
+            ):
+                batch = [order[i] for i in numbers]
+                ended = self._to_rollouts([requests[r] for r in batch], decoded, stop)
+                for r, rollout in zip(batch, ended):
                     rollouts[r] = rollout
-                on_finished(finished)
-                steps += decoded.steps
+                finished += ended
+                if len(finished) >= REPORT_SHARE * self.micro_rollout_batch_size:
+                    on_finished(finished)
+                    finished = []
                 advance(len(batch))
+            if finished:
+                on_finished(finished)
         self.last_stats = {
             "generated_tokens": sum(len(rollout.response_ids) for rollout in rollouts),
             "prompt_tokens": sum(len(prompt.token_ids) for prompt, _ in requests),
-            "decode_steps": steps,
+            "decode_steps": decoder.steps,
+            "decode_positions": decoder.positions,
             "seconds": time.perf_counter() - start,
         }
         return rollouts

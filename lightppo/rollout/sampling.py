@@ -106,13 +106,15 @@ class TokenSampler:
         """True where a penalty or ban looks at the ids so far."""
         return self._repetition is not None or self._bad_words is not None
 
-    def __call__(self, logits: Tensor, uniforms: Tensor, step: int, history: Tensor | None) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, logits: Tensor, uniforms: Tensor, step: int | Tensor, history: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """Samples one token per row.
 
         Args:
             logits: (B, V) raw logits.
             uniforms: (B,) float64 in [0, 1); unused where greedy.
-            step: number of tokens that each response has already.
+            step: number of tokens that each response has already; (B,) where they differ, all >= 1 then.
             history: (B, S) prompt and response so far, left padding ``NO_TOKEN``; None where not ``needs_history``.
 
         Returns:
@@ -127,14 +129,15 @@ class TokenSampler:
             scores = banned
             tokens = scores.argmax(dim=-1)
         else:
-            temperature = self.first_temperature if step == 0 else self.temperature
+            first = isinstance(step, int) and step == 0
+            temperature = self.first_temperature if first else self.temperature
             scores = banned if temperature == 1.0 else banned / temperature
             scores = self._filters(history, scores)
             tokens = inverse_cdf(scores.softmax(dim=-1), uniforms)
         log_probs = scaled.gather(1, tokens.unsqueeze(1)).squeeze(1) - scaled.logsumexp(dim=-1)
         return tokens, log_probs.masked_fill(scores.amax(dim=-1) == -torch.inf, torch.nan)
 
-    def _ban(self, scores: Tensor, step: int, history: Tensor | None) -> Tensor:
+    def _ban(self, scores: Tensor, step: int | Tensor, history: Tensor | None) -> Tensor:
         """Repetition penalty, bad words and minimum length, on raw logits (B, V)."""
         if self._repetition is not None:
             # Padding repeats the last id (always a real one), which is penalised once anyhow.
@@ -142,7 +145,8 @@ class TokenSampler:
             scores = self._repetition(seen, scores)
         if self._bad_words is not None:
             scores = self._bad_words(history, scores)
-        if step < self.min_new_tokens and self.suppressed_ids:
+        if self.min_new_tokens and self.suppressed_ids:
+            early = torch.as_tensor(step, device=scores.device).view(-1, 1) < self.min_new_tokens  # (B or 1, 1)
             scores = scores.clone()
-            scores[:, self.suppressed_ids] = -torch.inf
+            scores[:, self.suppressed_ids] = scores[:, self.suppressed_ids].masked_fill(early, -torch.inf)
         return scores

@@ -77,20 +77,24 @@ class StopCriteria:
         self._is_stop = self._is_stop.to(device)
         return self
 
-    def ended(self, responses: Tensor, rows: Tensor, length: int) -> Tensor:
+    def ended(self, responses: Tensor, rows: Tensor, length: int | Tensor) -> Tensor:
         """Which rows end with their newest token.
 
         Args:
             responses: (B, max_new_tokens) the ids of the whole batch.
             rows: (b,) the rows asked about.
-            length: tokens that each of these has, the newest one included.
+            length: tokens that each of these has, the newest one included; (b,) where they differ.
 
         Returns:
             (b,) bool.
         """
         ended = self._is_stop[responses[rows, length - 1]]
-        if self._strings and length > self._offset:
-            tails = responses[rows, max(self._offset, length - self._tail) : length].tolist()
+        if self._strings:
+            ends = torch.as_tensor(length, device=rows.device).expand(len(rows))
+            columns = ends.unsqueeze(1) - torch.arange(self._tail, 0, -1, device=rows.device)  # (b, tail)
+            ids = responses[rows.unsqueeze(1), columns.clamp(min=0)].tolist()
+            hidden = (self._offset - columns[:, 0]).clamp(min=0).tolist()  # before the minimum, or before the response
+            tails = [tail[skip:] for tail, skip in zip(ids, hidden)]
             texts = self._tokenizer.batch_decode(tails, skip_special_tokens=True)
             found = [any(string in text for string in self._strings) for text in texts]
             ended = ended | torch.tensor(found, device=ended.device)

@@ -1,0 +1,109 @@
+"""Prompts that wait for a slot: each different one goes through the model once, however many samples it gets."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+from lightppo.rollout.decoding import CachedForward, left_pad
+
+# A forward takes prompts of at least this share of its longest one's length: shorter ones are cheaper apart.
+SHORTEST_SHARE = 0.6
+# … unless it has fewer tokens than this, where the calls of a forward cost more than its padding.
+SMALL_FORWARD = 256
+
+
+@dataclass
+class Prefilled:
+    """Some prompts after their forward.
+
+    Attributes:
+        prompts: the token ids.
+        cache: keys and values of the left-padded prompts.
+        logits: (P, V) behind the last token of each.
+        waiting: (row of the prompt, number of the request) of samples without a slot yet.
+    """
+
+    prompts: list[list[int]]
+    cache: Cache
+    logits: Tensor
+    waiting: deque[tuple[int, int]]
+
+
+class PromptQueue:
+    """The requests of one call in their order, requests with equal prompts together.
+
+    Args:
+        forward: the model.
+        requests: token ids of each request.
+        max_prompts: in one forward.
+        device: of the model.
+
+    Attributes:
+        waiting: requests without a slot.
+        forwards, positions: forward passes made and positions computed in them, padding included.
+    """
+
+    def __init__(
+        self, forward: CachedForward, requests: list[list[int]], max_prompts: int, device: torch.device
+    ) -> None:
+        self._forward = forward
+        self._device = device
+        self._max_prompts = max_prompts
+        same: dict[tuple[int, ...], list[int]] = {}
+        for number, ids in enumerate(requests):
+            same.setdefault(tuple(ids), []).append(number)
+        self._groups = deque((list(ids), numbers) for ids, numbers in same.items())
+        self._prefilled: deque[Prefilled] = deque()
+        self.waiting = len(requests)
+        self.forwards = 0
+        self.positions = 0
+
+    @property
+    def at_hand(self) -> bool:
+        """Whether a request waits whose prompt has been through the model."""
+        return bool(self._prefilled)
+
+    def take(self, count: int) -> Iterator[tuple[Prefilled, list[int], list[int]]]:
+        """The next requests, at most ``count``: with their prompts, as rows of it, and their numbers."""
+        if not self._prefilled:
+            self._prefill(count)
+        while count and self._prefilled:
+            block = self._prefilled[0]
+            taken = [block.waiting.popleft() for _ in range(min(count, len(block.waiting)))]
+            count -= len(taken)
+            self.waiting -= len(taken)
+            if not block.waiting:
+                self._prefilled.popleft()
+            rows, numbers = map(list, zip(*taken))
+            yield block, rows, numbers
+
+    def _prefill(self, count: int) -> None:
+        """Sends the prompts of the next ``count`` requests through the model."""
+        groups: list[tuple[list[int], list[int]]] = []
+        while self._groups and count > 0 and len(groups) < self._max_prompts:
+            groups.append(self._groups.popleft())
+            count -= len(groups[-1][1])
+        first = 0
+        for end in range(1, len(groups) + 1):
+            longest, tokens = len(groups[first][0]), len(groups[first][0]) * (end - first)
+            if end == len(groups) or (tokens >= SMALL_FORWARD and len(groups[end][0]) < SHORTEST_SHARE * longest):
+                self._prefilled.append(self._through_the_model(groups[first:end]))
+                first = end
+
+    def _through_the_model(self, groups: list[tuple[list[int], list[int]]]) -> Prefilled:
+        prompts = [ids for ids, _ in groups]
+        padded = left_pad(prompts, self._device)  # (P, L)
+        mask = (padded >= 0).long()
+        positions = (mask.cumsum(dim=1) - 1).clamp_(min=0)
+        cache = self._forward.new_cache()
+        logits = self._forward(padded.clamp(min=0), mask, positions, cache)
+        self.forwards += 1
+        self.positions += padded.numel()
+        waiting = deque((row, number) for row, (_, numbers) in enumerate(groups) for number in numbers)
+        return Prefilled(prompts, cache, logits, waiting)
