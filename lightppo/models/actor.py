@@ -285,7 +285,8 @@ class Actor(PretrainedWrapper):
         router_logits: bool = False,
     ) -> ModelOutput:
         """One forward; only ``places`` of the sequence dimension go through the head."""
-        inputs = model_inputs(self.hf_model, input_ids, attention_mask, position_ids)
+        reads_mask = router_logits or getattr(self.hf_model.config, "output_router_logits", False)
+        inputs = model_inputs(self.hf_model, input_ids, attention_mask, position_ids, lengths=not reads_mask)
         in_model = places is not None and takes(self.hf_model, "logits_to_keep")
         if in_model:
             inputs["logits_to_keep"] = places

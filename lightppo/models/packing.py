@@ -1,8 +1,9 @@
 """Index arithmetic between padded batches (B, S) and one packed row (1, T), and the check that a model can be packed.
 
 A packed row is the real tokens of all sequences, one after the other, without padding. The model gets it with an
-attention mask of None and position ids that start again at 0 for each sequence; transformers builds the block-diagonal
-mask from those (varlen kernels with flash attention). Nothing here knows about actors, critics or rewards.
+attention mask of None and position ids that start again at 0 for each sequence, from which flash attention takes
+lengths for its varlen kernels; where the model attends by sdpa, ``packed_attention`` gets lengths and attends inside
+each sequence. Nothing here knows about actors, critics or rewards.
 """
 
 from __future__ import annotations
@@ -61,6 +62,12 @@ def pack(sequences: Tensor, attention_mask: Tensor) -> PackedRow:
         position_ids=position_ids_from_mask(attention_mask)[real].unsqueeze(0),  # (1, T)
         slots=(real.flatten().long().cumsum(0) - 1).view_as(sequences),  # (B, S)
     )
+
+
+def lengths_from_position_ids(position_ids: Tensor) -> Tensor:
+    """Position ids (1, T) of a packed row -> lengths (N,) of its sequences."""
+    starts = (position_ids[0] == 0).nonzero()[:, 0]  # (N,)
+    return starts.diff(append=starts.new_tensor([position_ids.shape[1]]))
 
 
 def position_ids_from_lengths(lengths: list[int], row: Tensor) -> Tensor:

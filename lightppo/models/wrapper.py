@@ -12,7 +12,13 @@ from transformers import PreTrainedModel
 
 from lightppo.models.errors import ModelLoadError
 from lightppo.models.loading import disable_dropout
-from lightppo.models.packing import check_packing_layers, position_ids_from_mask, probe_packing
+from lightppo.models.packed_attention import lengths_as_mask, takes_lengths, use_packed_attention
+from lightppo.models.packing import (
+    check_packing_layers,
+    lengths_from_position_ids,
+    position_ids_from_mask,
+    probe_packing,
+)
 
 
 class PretrainedWrapper(nn.Module):
@@ -57,6 +63,7 @@ class PretrainedWrapper(nn.Module):
         self._packing_probed = False
         if packing_samples:
             check_packing_layers(self.hf_model)
+            use_packed_attention(self.hf_model)
 
     @property
     def hf_model(self) -> PreTrainedModel:
@@ -86,7 +93,12 @@ class PretrainedWrapper(nn.Module):
 
 
 def model_inputs(
-    module: nn.Module, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None = None
+    module: nn.Module,
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    position_ids: Tensor | None = None,
+    *,
+    lengths: bool = True,
 ) -> dict[str, Any]:
     """Keyword arguments for a Hugging Face forward without a cache.
 
@@ -95,7 +107,11 @@ def model_inputs(
         input_ids: (B, S), or (1, T) packed.
         attention_mask: (B, S), or None for a packed row.
         position_ids: (1, T) of a packed row; None: counted from the attention mask.
+        lengths: a packed row may bring its lengths for the attention; False where the model's forward itself reads the
+            mask (the load-balancing loss does): then it makes one of (T, T) from the position ids.
     """
+    if attention_mask is None and lengths and takes_lengths(module):
+        attention_mask = lengths_as_mask(lengths_from_position_ids(position_ids))
     inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": False}
     if takes(module, "position_ids"):
         inputs["position_ids"] = position_ids_from_mask(attention_mask) if position_ids is None else position_ids
