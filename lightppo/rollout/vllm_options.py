@@ -24,7 +24,7 @@ _NEEDED = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process, where the weights are
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # its sampler cannot be given another definition of log probs
 }
-_DEFAULTS = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
+_DEFAULTS = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
 
 
 def check_installed(on_gpu: bool) -> None:
@@ -190,6 +190,19 @@ def vllm_sampling(sampling: SamplingParams, stop_ids: Sequence[int], seed: int) 
     if sampling.bad_words:
         parameters["bad_words"] = [word.strip() for word in sampling.bad_words]
     return parameters
+
+
+def vocabulary_limits(tokenizer: Any, actor: Any, vocab_size: int) -> tuple[int | None, int | None]:
+    """(ids that may be sampled, ids that log probs are over), as Hugging Face rollouts have them; None: all.
+
+    Args:
+        tokenizer: ids beyond it are never sampled.
+        actor: its ``valid_vocab_size`` bounds both.
+        vocab_size: ids of the model.
+    """
+    trained = min(getattr(actor, "valid_vocab_size", None) or vocab_size, vocab_size)
+    sampled = min(len(tokenizer), trained)
+    return sampled if sampled < vocab_size else None, trained if trained < vocab_size else None
 
 
 def check_request_lengths(prompts: Sequence[Prompt], sampling: SamplingParams, max_model_len: int) -> None:

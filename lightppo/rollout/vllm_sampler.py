@@ -19,19 +19,21 @@ class RolloutSampler(Sampler):
     """A sampler for vLLM's model runner.
 
     Args:
-        valid_vocab_size: ids from here on are never sampled and have no part in log probs; None: all are valid.
+        valid_vocab_size: ids from here on are never sampled; None: all may be.
+        log_prob_vocab_size: log probs are over so many ids, as in the trainer; None: all.
         options: of vLLM's sampler.
     """
 
-    def __init__(self, valid_vocab_size: int | None, **options: Any) -> None:
+    def __init__(self, valid_vocab_size: int | None, log_prob_vocab_size: int | None, **options: Any) -> None:
         super().__init__(logprobs_mode="raw_logprobs", **options)
         self.valid_vocab_size = valid_vocab_size
+        self.log_prob_vocab_size = log_prob_vocab_size
         self._temperature: Tensor | None = None
         self._undrawable: Tensor | None = None
 
     def forward(self, logits: Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.valid_vocab_size is not None:
-            logits[:, self.valid_vocab_size :] = -torch.inf  # (B, V), made anew in every step
+        if self.log_prob_vocab_size is not None:
+            logits[:, self.log_prob_vocab_size :] = -torch.inf  # (B, V), made anew in every step
         self._temperature = sampling_metadata.temperature  # (B,), None where all rows are greedy
         output = super().forward(logits, sampling_metadata, *args, **kwargs)
         if output.logprobs_tensors is not None:
@@ -47,14 +49,21 @@ class RolloutSampler(Sampler):
         return scaled.log_softmax(dim=-1)
 
     def apply_logits_processors(self, logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if self.valid_vocab_size is not None:
+            logits[:, self.valid_vocab_size :] = -torch.inf
         logits = super().apply_logits_processors(logits, *args, **kwargs)
         highest = logits.amax(dim=-1)
         self._undrawable = highest.isnan() | highest.isinf()  # NaN logits, +inf, or every id banned
         return logits
 
 
-def install_sampler(worker: Any, valid_vocab_size: int | None) -> None:
+def install_sampler(worker: Any, valid_vocab_size: int | None, log_prob_vocab_size: int | None) -> None:
     """Puts a :class:`RolloutSampler` into a worker of vLLM; for ``collective_rpc``.
+
+    Args:
+        worker: vLLM's.
+        valid_vocab_size: see :class:`RolloutSampler`.
+        log_prob_vocab_size: the same.
 
     Raises:
         RuntimeError: this vLLM samples in another way.
@@ -66,4 +75,5 @@ def install_sampler(worker: Any, valid_vocab_size: int | None) -> None:
             f"this vLLM samples by {type(old).__module__}.{type(old).__name__}, whose log probs cannot be those of "
             "the trainer: unset VLLM_USE_V2_MODEL_RUNNER, or use another version of vLLM"
         )
-    runner.sampler = RolloutSampler(valid_vocab_size, use_fp64_gumbel=getattr(old, "use_fp64_gumbel", False))
+    options = {"use_fp64_gumbel": getattr(old, "use_fp64_gumbel", False)}
+    runner.sampler = RolloutSampler(valid_vocab_size, log_prob_vocab_size, **options)
