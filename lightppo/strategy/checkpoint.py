@@ -5,6 +5,7 @@
                                           client_state.pt and lightppo_checkpoint.json
     save_dir/global_step50.incomplete/    a save that was interrupted; removed by the next one
 
+Of a model with LoRA adapters a checkpoint holds what trains, without the frozen weights.
 A checkpoint is loaded at the world size, ZeRO stage and precision that wrote it; then resuming is bit-exact on CPU.
 """
 
@@ -16,7 +17,9 @@ import os
 import random
 import shutil
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from lightppo.strategy.collectives import all_gather_object, broadcast_object
-from lightppo.strategy.engines import get_engine, has_optimizer, unwrap_model, zero_stage_of
+from lightppo.strategy.engines import find_adapters, get_engine, has_optimizer, unwrap_model, zero_stage_of
 from lightppo.strategy.zero3 import forget_secondary_shard, is_sharded
 
 logger = logging.getLogger(__name__)
@@ -77,7 +80,12 @@ def save_checkpoint(
     on_rank_0(lambda: _make_room(save_dir), f"prepare {save_dir}")
 
     if has_optimizer(engine):
-        engine.save_checkpoint(str(save_dir), tag=staging.name, save_latest=False)
+        options = {"tag": staging.name, "save_latest": False}
+        if find_adapters(model) is None:
+            engine.save_checkpoint(str(save_dir), **options)
+        else:
+            with _frozen_left_out(engine):
+                engine.save_checkpoint(str(save_dir), **options, exclude_frozen_parameters=True)
     else:
         _save_without_optimizer(engine, staging)
     meta = {
@@ -86,6 +94,7 @@ def save_checkpoint(
         "zero_stage": zero_stage_of(engine),
         "bf16": bool(engine.bfloat16_enabled()),
         "optimizer": has_optimizer(engine),
+        "adapters": find_adapters(model) is not None,
     }
 
     def commit() -> None:
@@ -119,7 +128,8 @@ def load_checkpoint(
         if tag is None:
             raise CheckpointError(f"{load_dir} holds no checkpoint: there is no file {LATEST!r} in it")
     path = load_dir / tag
-    _check_fits(engine, path, load_optimizer_states)
+    adapters = find_adapters(model) is not None
+    _check_fits(engine, path, load_optimizer_states, adapters)
     if not has_optimizer(engine):
         _load_without_optimizer(engine, path)
     else:
@@ -129,6 +139,7 @@ def load_checkpoint(
             load_module_strict=load_module_strict,
             load_optimizer_states=load_optimizer_states,
             load_lr_scheduler_states=load_lr_scheduler_states,
+            custom_load_fn=partial(_load_trained, load_module_strict, str(path)) if adapters else None,
         )
         if loaded is None:
             raise CheckpointError(f"{path} has no file for rank {dist.get_rank()}")
@@ -189,7 +200,35 @@ def restore_rng_state(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-def _check_fits(engine: Any, path: Path, load_optimizer_states: bool) -> None:
+@contextmanager
+def _frozen_left_out(engine: Any) -> Iterator[None]:
+    """DeepSpeed's ``exclude_frozen_parameters`` alone would save a frozen embedding under its tied head's name."""
+    original = engine.module_state_dict
+
+    def trained(*args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
+        frozen = _frozen_names(engine.module)
+        return {name: tensor for name, tensor in original(*args, **kwargs).items() if name not in frozen}
+
+    engine.module_state_dict = trained
+    try:
+        yield
+    finally:
+        del engine.module_state_dict
+
+
+def _frozen_names(module: torch.nn.Module) -> set[str]:
+    return {name for name, parameter in module.named_parameters(remove_duplicate=False) if not parameter.requires_grad}
+
+
+def _load_trained(strict: bool, source: str, src: dict[str, torch.Tensor], dst: torch.nn.Module) -> None:
+    """Takes the weights of a checkpoint without the frozen ones."""
+    missing, unexpected = dst.load_state_dict(src, strict=False)
+    odd = sorted({*missing} - _frozen_names(dst) | {*unexpected})
+    if strict and odd:
+        raise CheckpointError(f"{source} holds other adapters: {len(odd)} weights differ, first {odd[0]!r}")
+
+
+def _check_fits(engine: Any, path: Path, load_optimizer_states: bool, adapters: bool) -> None:
     if not (path / _META).is_file():
         raise CheckpointError(f"{path} is not a checkpoint of lightppo: {_META} is missing")
     meta = json.loads((path / _META).read_text())
@@ -201,6 +240,9 @@ def _check_fits(engine: Any, path: Path, load_optimizer_states: bool) -> None:
     }
     if meta.get("format") != _FORMAT:
         raise CheckpointError(f"{path} has format {meta.get('format')!r}; this version of lightppo reads {_FORMAT}")
+    if meta.get("adapters", False) != adapters:
+        has, lacks = ("the checkpoint", "the model") if meta.get("adapters", False) else ("the model", "the checkpoint")
+        raise CheckpointError(f"{path}: {has} has LoRA adapters, {lacks} has none: resume with the same --lora_rank")
     for key, value in here.items():
         if meta[key] != value:
             raise CheckpointError(

@@ -78,5 +78,15 @@ def find_hf_model(model: Any) -> tuple[nn.Module, str]:
     return child, f"{name}."
 
 
+def find_adapters(model: Any) -> Any | None:
+    """What knows the LoRA adapters of the Hugging Face model inside (``lightppo.models.lora.LoraExport``), or None.
+
+    A model with adapters trains these alone; its other weights are those it was loaded with.
+    """
+    module = unwrap_model(model)
+    parts = [module] if _is_hf_model(module) else [part for part in module.children() if _is_hf_model(part)]
+    return getattr(parts[0], "lora", None) if len(parts) == 1 else None
+
+
 def _is_hf_model(module: nn.Module) -> bool:
     return hasattr(module, "save_pretrained") and hasattr(module, "config")

@@ -15,11 +15,12 @@ import torch
 import torch.distributed as dist
 
 from lightppo.strategy.checkpoint import on_rank_0
-from lightppo.strategy.engines import find_hf_model, unwrap_model
+from lightppo.strategy.engines import find_adapters, find_hf_model, unwrap_model
 from lightppo.strategy.zero3 import full_state_dict, load_full_state_dict
 
 logger = logging.getLogger(__name__)
 
+ADAPTER = "adapter"  # folder inside an export, of a model with adapters
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
 _MODEL_CARD = """---
 library_name: transformers
@@ -48,6 +49,8 @@ def save_model(model: Any, tokenizer: Any | None, output_dir: str | os.PathLike[
 
 def _write(hf_model: Any, prefix: str, state_dict: Any, tokenizer: Any | None, output_dir: Path) -> None:
     state_dict = {name.removeprefix(prefix): tensor for name, tensor in state_dict.items() if name.startswith(prefix)}
+    adapters = find_adapters(hf_model)
+    whole = state_dict if adapters is None else adapters.merged(state_dict)
     if output_dir.exists() and not output_dir.is_dir():
         raise FileExistsError(f"{output_dir} is a file, not a directory")
     inside = output_dir.is_dir() and any(output_dir.iterdir())
@@ -57,7 +60,9 @@ def _write(hf_model: Any, prefix: str, state_dict: Any, tokenizer: Any | None, o
     staging.mkdir(parents=True)
     try:
         with _savable_generation_config(hf_model), _no_progress_bar():
-            hf_model.save_pretrained(str(staging), state_dict=state_dict)
+            hf_model.save_pretrained(str(staging), state_dict=whole)
+        if adapters is not None:
+            adapters.write(state_dict, staging / ADAPTER)
         if tokenizer is not None:
             tokenizer.save_pretrained(str(staging))
         causal = hf_model.can_generate()

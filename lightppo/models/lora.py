@@ -1,0 +1,322 @@
+"""LoRA: adapters inside a Hugging Face model (arXiv:2106.09685), the reference without them, merged weights.
+
+peft puts its layers into the model itself, so that the model keeps its class and its forward, and everything that takes
+a Hugging Face model takes one with adapters. Uses one private name of peft (``_disable_adapters``): its public switch
+also takes the gradient from the adapters' parameters, which ZeRO has already seen.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from lightppo.models.actor import ActionScores, Actor
+from lightppo.models.errors import ModelLoadError
+from lightppo.models.value_head import value_head
+from lightppo.models.wrapper import PretrainedWrapper
+
+_NAME = "default"  # of the only adapter, as peft calls it
+_BASE = ".base_layer."  # between the name of a layer with an adapter and that of its frozen weight
+_PEFT_PREFIX = "base_model.model."  # of every name in an adapter's file
+_ALL_LINEAR = "all-linear"
+
+
+@dataclass(frozen=True)
+class LoraOptions:
+    """What the adapters are.
+
+    Attributes:
+        rank: r, of A (r, in) and B (out, r).
+        alpha: the layer's output is W x + alpha / r · B A x.
+        dropout: of x before A, in training mode only. Then the log probs of training differ from those of the
+            experience by the noise, and so do the probability ratios.
+        target_modules: ends of the names of linear layers; none, or ``all-linear``: all but the head.
+    """
+
+    rank: int
+    alpha: float = 16.0
+    dropout: float = 0.0
+    target_modules: tuple[str, ...] = ()
+
+
+def check_peft() -> None:
+    """Raises ModelLoadError where peft is not installed; imports nothing."""
+    if importlib.util.find_spec("peft") is None:
+        raise ModelLoadError("--lora_rank needs peft: pip install 'lightppo[lora]', or pip install peft")
+
+
+def add_adapters(model: PretrainedWrapper, options: LoraOptions, seed: int = 42) -> None:
+    """Freeze the model and put a trained adapter beside each target layer. A critic's value head trains too.
+
+    To be called before ``strategy.create_optimizer`` and ``prepare``. B is 0, so the model computes what it did; A is
+    drawn from ``seed`` alone, so it is the same on all ranks.
+
+    Args:
+        model: an actor or a critic, its weights whole or ZeRO-3 shards.
+        options: rank, scale, dropout and layers.
+        seed: of A.
+
+    Raises:
+        ModelLoadError: peft is not installed, a target is no linear layer of the model (those there are are named),
+            or it is a head tied to the embedding, which could not be merged.
+    """
+    check_peft()
+    from peft import LoraConfig, inject_adapter_in_model
+
+    hf_model = model.hf_model
+    if getattr(hf_model, "lora", None) is not None:
+        raise ModelLoadError(f"this {type(model).__name__} has adapters already")
+    targets = target_layers(hf_model, options.target_modules)
+    config = LoraConfig(
+        r=options.rank,
+        lora_alpha=options.alpha,
+        lora_dropout=options.dropout,
+        target_modules=targets,
+        fan_in_fan_out=any(isinstance(m, Conv1D) for m in hf_model.modules()),  # GPT-2's layers, its weights transposed
+        task_type="CAUSAL_LM" if hf_model.can_generate() else "SEQ_CLS",
+        base_model_name_or_path=hf_model.config.name_or_path or None,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        inject_adapter_in_model(config, hf_model, adapter_name=_NAME)
+    if not hf_model.can_generate():
+        name, head = value_head(hf_model)
+        head.requires_grad_(True)
+        config.modules_to_save = [name]
+    hf_model.lora = LoraExport(config, _layers(hf_model))  # found there by the strategy when it saves
+
+
+def target_layers(model: PreTrainedModel, wanted: tuple[str, ...] = ()) -> list[str]:
+    """The layers that get an adapter, by the ends of their names where these fit no other layer.
+
+    Args:
+        model: an unchanged Hugging Face model.
+        wanted: ends of names; empty or ``all-linear``: all linear layers but the head.
+
+    Raises:
+        ModelLoadError: see :func:`add_adapters`.
+    """
+    heads = _heads(model)
+    linear = [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))]
+    if wanted in ((), (_ALL_LINEAR,)):
+        chosen = [name for name in linear if name not in heads]
+    else:
+        chosen = [name for name in linear if name.endswith(tuple(f".{end}" for end in wanted)) or name in wanted]
+        unknown = [end for end in wanted if not any(name == end or name.endswith(f".{end}") for name in linear)]
+        # The head of a causal LM is no layer of the critic, which takes the same options.
+        unknown = [end for end in unknown if end != "lm_head" or model.can_generate()]
+        if unknown or not chosen:
+            ends = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
+            raise ModelLoadError(
+                f"--target_modules {' '.join(unknown or wanted)}: {type(model).__name__} has no such linear layer; "
+                f"it has {ends}"
+            )
+    if not chosen:
+        raise ModelLoadError(f"--lora_rank: {type(model).__name__} has no linear layer that could have an adapter")
+    for name in heads.intersection(chosen):
+        if not model.can_generate():
+            raise ModelLoadError(f"--target_modules {name}: the value head trains as a whole; leave it out")
+        if model.config.get_text_config().tie_word_embeddings:
+            raise ModelLoadError(
+                f"--target_modules {name}: this model's head is its embedding, so that an adapter on it could not be "
+                "merged; leave it out"
+            )
+    ends = sorted({name.rpartition(".")[2] for name in chosen})
+    fitting = [name for name, _ in model.named_modules() if name.rpartition(".")[2] in ends]
+    return ends if set(fitting) == set(chosen) else sorted(chosen)
+
+
+def _heads(model: PreTrainedModel) -> set[str]:
+    """Names of the output head, or of the value head."""
+    if not model.can_generate():
+        return {value_head(model)[0]}
+    head = model.get_output_embeddings()
+    return {name for name, module in model.named_modules() if module is head}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the reference
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Meanwhile the model computes what it did before it had adapters. Gradients and parameters are not touched."""
+    layers = list(_layers(model).values())
+    before = [layer._disable_adapters for layer in layers]
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer, state in zip(layers, before):
+            layer._disable_adapters = state
+
+
+class AdaptersOff:
+    """The reference of a run with LoRA: the actor itself, without its adapters. No weights of its own.
+
+    Stands where a reference :class:`Actor` would. Its forwards have no gradient, and may run between the actor's
+    forward and its backward pass.
+
+    Args:
+        actor: with adapters; prepared or not.
+
+    Raises:
+        ValueError: the actor has no adapters.
+    """
+
+    def __init__(self, actor: Actor) -> None:
+        if not _layers(actor.hf_model):
+            raise ValueError("the reference can be the actor without its adapters only where the actor has adapters")
+        self.actor = actor
+
+    @property
+    def temperature(self) -> float:
+        return self.actor.temperature
+
+    @property
+    def valid_vocab_size(self) -> int | None:
+        return self.actor.valid_vocab_size
+
+    @torch.no_grad()
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As :meth:`Actor.forward`."""
+        with adapters_off(self.actor.hf_model):
+            return self.actor(*args, **kwargs)
+
+    @torch.no_grad()
+    def score_actions(self, *args: Any, **kwargs: Any) -> ActionScores:
+        """As :meth:`Actor.score_actions`."""
+        with adapters_off(self.actor.hf_model):
+            return self.actor.score_actions(*args, **kwargs)
+
+    def eval(self) -> AdaptersOff:
+        """Nothing to switch: the frozen layers compute the same in both modes."""
+        return self
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# merged weights
+
+
+@dataclass(frozen=True)
+class MergedWeight:
+    """One weight of the checkpoint that the model would be without adapters.
+
+    Attributes:
+        name: in that checkpoint.
+        parameters: what :meth:`value` reads; gather these first where they are ZeRO-3 shards.
+        layer: the layer with an adapter whose weight this is; None: the parameter alone.
+    """
+
+    name: str
+    parameters: tuple[nn.Parameter, ...]
+    layer: Any = None
+
+    @torch.no_grad()
+    def value(self) -> Tensor:
+        """The weight, in the frozen weight's dtype; a new tensor where there is an adapter, else the parameter."""
+        weight = self.parameters[0]
+        if self.layer is None:
+            return weight
+        _, a, b = self.parameters
+        return merge(weight, a, b, self.layer.scaling[_NAME], transposed=self.layer.fan_in_fan_out)
+
+
+def merged_weights(model: nn.Module) -> Iterator[MergedWeight]:
+    """All parameters of a Hugging Face model under the names of its checkpoint, adapters folded in.
+
+    A model without adapters gives its parameters as they are. Tied parameters come under each of their names. The
+    frozen weights are never changed, so that nothing drifts however often this is read.
+    """
+    layers = _layers(model)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if _is_adapter(name):
+            continue
+        owner, _, kind = name.rpartition(_BASE)
+        if owner and kind == "weight" and owner in layers:
+            layer = layers[owner]
+            pair = (layer.lora_A[_NAME].weight, layer.lora_B[_NAME].weight)
+            yield MergedWeight(name.replace(_BASE, "."), (parameter, *pair), layer)
+        else:
+            yield MergedWeight(name.replace(_BASE, "."), (parameter,))
+
+
+def merge(weight: Tensor, a: Tensor, b: Tensor, scaling: float, transposed: bool = False) -> Tensor:
+    """W + scaling · B A, summed in float32, in W's dtype.
+
+    Args:
+        weight: (out, in), or (in, out) where ``transposed`` (GPT-2's Conv1D).
+        a: (r, in).
+        b: (out, r).
+        scaling: alpha / r.
+        transposed: see ``weight``.
+    """
+    change = scaling * (b.float() @ a.float())
+    return (weight.float() + (change.T if transposed else change)).to(weight.dtype)
+
+
+class LoraExport:
+    """What saving a model needs to know of its adapters; ``hf_model.lora``.
+
+    Args:
+        config: peft's.
+        layers: those with an adapter, by name.
+    """
+
+    def __init__(self, config: Any, layers: Mapping[str, Any]) -> None:
+        self.config = config
+        self.scaling = {name: layer.scaling[_NAME] for name, layer in layers.items()}
+        self.transposed = {name for name, layer in layers.items() if layer.fan_in_fan_out}
+
+    def merged(self, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The state dict of the model without adapters, from whole weights of the one with adapters."""
+        result = {}
+        for name, tensor in state_dict.items():
+            if _is_adapter(name):
+                continue
+            owner, _, kind = name.rpartition(_BASE)
+            if owner and kind == "weight":
+                a, b = (state_dict[f"{owner}.lora_{x}.{_NAME}.weight"] for x in "AB")
+                tensor = merge(tensor, a, b, self.scaling[owner], transposed=owner in self.transposed)
+            result[name.replace(_BASE, ".")] = tensor
+        return result
+
+    def write(self, state_dict: Mapping[str, Tensor], folder: Path) -> None:
+        """The adapter alone, as ``PeftModel.from_pretrained`` loads it."""
+        from safetensors.torch import save_file
+
+        heads = tuple(f"{name}." for name in self.config.modules_to_save or ())
+        weights = {
+            _PEFT_PREFIX + name.replace(f".{_NAME}.", "."): tensor.contiguous()
+            for name, tensor in state_dict.items()
+            if _is_adapter(name) or (heads and name.startswith(heads))
+        }
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        config = copy.deepcopy(self.config)
+        config.inference_mode = True
+        config.save_pretrained(str(folder))
+
+
+def _layers(model: nn.Module) -> dict[str, Any]:
+    """Layers with an adapter, by name; none where peft was never used."""
+    if getattr(model, "peft_config", None) is None:
+        return {}
+    from peft.tuners.lora import LoraLayer
+
+    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+
+
+def _is_adapter(name: str) -> bool:
+    return ".lora_A." in name or ".lora_B." in name
