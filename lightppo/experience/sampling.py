@@ -50,6 +50,7 @@ class RolloutSampler:
         check: looks at each scored batch of samples and may refuse it; called on every rank alike.
         scorer: scores what is finished while the engine generates the rest (``--async_rewards``); the engine must
             take ``on_finished``. ``None``: all are scored after generation.
+        inspect: looks at each batch of samples before it is scored; called on every rank alike.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class RolloutSampler:
         tie: Literal["shorter", "longer"] = "shorter",
         check: Callable[[Sequence[Rollout]], None] = lambda rollouts: None,
         scorer: AsyncScorer | None = None,
+        inspect: Callable[[Sequence[Rollout]], None] = lambda rollouts: None,
     ) -> None:
         self.engine = engine
         self.reward_source = reward_source
@@ -76,12 +78,14 @@ class RolloutSampler:
         self.tie = tie
         self.check = check
         self.scorer = scorer
+        self.inspect = inspect
 
     def generate(self, prompts: Sequence[Prompt], step: int) -> list[Rollout]:
         """n responses to each prompt. The same seed and step give the same responses."""
         sampling = replace(self.sampling, seed=seed_of_step(self.sampling.seed, step))
         early = {} if self.scorer is None else {"on_finished": self.scorer.submit}
         rollouts = self.engine.generate(list(prompts), sampling, **early)
+        self.inspect(rollouts)
         if self.greedy_baseline:
             greedy = self.engine.generate(list(prompts), replace(sampling, n=1, temperature=0.0), **early)
             for i, rollout in enumerate(rollouts):

@@ -68,6 +68,7 @@ class VLLMRolloutEngine:
     """
 
     reports_finished = True  # takes generate's on_finished
+    keeps_weights = True  # a copy, which may differ from the actor's
 
     def __init__(
         self,

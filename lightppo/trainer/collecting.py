@@ -18,6 +18,7 @@ from lightppo.experience.dynamic_sampling import CollectedStep, GroupCollector, 
 from lightppo.experience.experience_maker import ExperienceMaker
 from lightppo.experience.filters import GroupFilter
 from lightppo.experience.replay_buffer import ReplayBuffer
+from lightppo.experience.rollout_check import RolloutCheck
 from lightppo.experience.rollout_files import RolloutReplay, write_step
 from lightppo.experience.sampling import RolloutSampler, seed_of_step
 from lightppo.experience.score_shaping import ScoreShaper
@@ -62,6 +63,8 @@ class StepCollector:
         self.buffer = buffer
         self.actor_loss = actor_loss
         self.timer = timer
+        self.engine = engine
+        self.rollout_check = RolloutCheck(maker.actor, engine, strategy, config)
         s, traits = config.sampling, ESTIMATOR_TRAITS[config.algorithm.advantage_estimator]
         self.sampler = RolloutSampler(
             engine,
@@ -74,6 +77,7 @@ class StepCollector:
             tie=s.best_of_n_tie,
             scorer=self._scorer(engine, reward_source) if config.verifier.async_rewards else None,
             check=self._verifier_check(reward_source) if config.verifier.check_verifier_status else lambda _: None,
+            inspect=self.rollout_check.first,
         )
         replay = None
         if s.skip_rollout is not None:
@@ -121,6 +125,7 @@ class StepCollector:
     def collect(self, source: PromptSource, step: int) -> CollectedStep:
         """Sample, score, select, make experience, fill the buffer, normalise advantages. Collective."""
         collected = self.groups.collect(source, step)
+        self.engine.sleep()  # until the next push of weights, or the next rollouts
         if collected.groups > 0:
             with self.timer("experience"):
                 self._fill_buffer(collected, step)

@@ -6,7 +6,6 @@ depends on ranks in :mod:`lightppo.strategy`. This file says in which order.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -28,8 +27,8 @@ from lightppo.experience.experience_maker import ExperienceMaker
 from lightppo.experience.replay_buffer import ReplayBuffer
 from lightppo.rewards.build import build_reward_source
 from lightppo.rewards.source import RewardError, close_source
+from lightppo.rollout.build import build_rollout_engine
 from lightppo.rollout.engine import RolloutEngine
-from lightppo.rollout.hf import HFRolloutEngine
 from lightppo.strategy.zero3 import parameter_count
 from lightppo.trainer import metrics as m
 from lightppo.trainer.checkpointing import RunCheckpointer
@@ -73,7 +72,7 @@ class PPOTrainer:
         reward_fn: combines the scores of several reward models, or is the reward function itself.
         remote_rm_url: reward servers or a Python file.
         reward_source: instead of the three above.
-        rollout_engine: ``None``: Hugging Face generation by the actor itself.
+        rollout_engine: ``None``: that of ``--rollout_engine``.
         evaluator: ``None``: no evaluation.
         **options: the seed's options (``eps_clip``, ``ptx_coef``, …) and generation options (``max_new_tokens``, …).
 
@@ -122,13 +121,7 @@ class PPOTrainer:
         self.update = PPOUpdate(
             strategy, *actor_parts, *critic_parts, initial_model, ema_model, a, o, self.kl_ctl, self.value_norm
         )
-        self.rollout_engine = rollout_engine or HFRolloutEngine(
-            actor,
-            tokenizer,
-            micro_rollout_batch_size=config.rollout.micro_rollout_batch_size,
-            gather_parameters=lambda: strategy.gathered_parameters(self.actor),
-            progress=strategy.is_rank_0() and sys.stderr.isatty(),
-        )
+        self.rollout_engine = rollout_engine or build_rollout_engine(config, strategy, actor, tokenizer)
         check_engine(config, self.rollout_engine)
         self.reward_source = reward_source or build_reward_source(
             remote_rm_url=remote_rm_url,
@@ -210,6 +203,7 @@ class PPOTrainer:
                     with self.timer("step"):
                         collected = self._collect_experience(prompts, step)
                         status = collected.counts | self.ppo_train(step)
+                        self.collector.rollout_check.watch(status, step)
                         self.replay_buffer.clear()
                         self._move_reference(step)
                         with self.timer("sync"):
