@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from lightppo.models.wrapper import PretrainedWrapper
 
 _NAME = "default"  # of the only adapter, as peft calls it
 _BASE = ".base_layer."  # between the name of a layer with an adapter and that of its frozen weight
+_WITHIN = re.compile(r"\.(base_layer|lora_[AB]\..+)$")
 _PEFT_PREFIX = "base_model.model."  # of every name in an adapter's file
 _ALL_LINEAR = "all-linear"
 
@@ -209,49 +211,6 @@ class AdaptersOff:
 # merged weights
 
 
-@dataclass(frozen=True)
-class MergedWeight:
-    """One weight of the checkpoint that the model would be without adapters.
-
-    Attributes:
-        name: in that checkpoint.
-        parameters: what :meth:`value` reads; gather these first where they are ZeRO-3 shards.
-        layer: the layer with an adapter whose weight this is; None: the parameter alone.
-    """
-
-    name: str
-    parameters: tuple[nn.Parameter, ...]
-    layer: Any = None
-
-    @torch.no_grad()
-    def value(self) -> Tensor:
-        """The weight, in the frozen weight's dtype; a new tensor where there is an adapter, else the parameter."""
-        weight = self.parameters[0]
-        if self.layer is None:
-            return weight
-        _, a, b = self.parameters
-        return merge(weight, a, b, self.layer.scaling[_NAME], transposed=self.layer.fan_in_fan_out)
-
-
-def merged_weights(model: nn.Module) -> Iterator[MergedWeight]:
-    """All parameters of a Hugging Face model under the names of its checkpoint, adapters folded in.
-
-    A model without adapters gives its parameters as they are. Tied parameters come under each of their names. The
-    frozen weights are never changed, so that nothing drifts however often this is read.
-    """
-    layers = _layers(model)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if _is_adapter(name):
-            continue
-        owner, _, kind = name.rpartition(_BASE)
-        if owner and kind == "weight" and owner in layers:
-            layer = layers[owner]
-            pair = (layer.lora_A[_NAME].weight, layer.lora_B[_NAME].weight)
-            yield MergedWeight(name.replace(_BASE, "."), (parameter, *pair), layer)
-        else:
-            yield MergedWeight(name.replace(_BASE, "."), (parameter,))
-
-
 def merge(weight: Tensor, a: Tensor, b: Tensor, scaling: float, transposed: bool = False) -> Tensor:
     """W + scaling · B A, summed in float32, in W's dtype.
 
@@ -266,8 +225,18 @@ def merge(weight: Tensor, a: Tensor, b: Tensor, scaling: float, transposed: bool
     return (weight.float() + (change.T if transposed else change)).to(weight.dtype)
 
 
+def layer_of(name: str) -> str:
+    """The layer that a parameter belongs to; an adapter and the frozen weight below it belong to the same.
+
+    ``model.layers.0.q_proj.lora_A.default.weight`` → ``model.layers.0.q_proj``.
+    """
+    return _WITHIN.sub("", name.rpartition(".")[0])
+
+
 class LoraExport:
-    """What saving a model needs to know of its adapters; ``hf_model.lora``.
+    """What saving and sending a model needs to know of its adapters; ``hf_model.lora``.
+
+    The frozen weights are never changed, so that nothing drifts however often they are merged.
 
     Args:
         config: peft's.
@@ -280,7 +249,14 @@ class LoraExport:
         self.transposed = {name for name, layer in layers.items() if layer.fan_in_fan_out}
 
     def merged(self, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The state dict of the model without adapters, from whole weights of the one with adapters."""
+        """Weights by the names of the model's checkpoint, from whole ones of the model with adapters.
+
+        Args:
+            state_dict: of all layers, or of some: all that belongs to a layer (:func:`layer_of`) must be there.
+
+        Returns:
+            New tensors where there is an adapter, the others as they were given.
+        """
         result = {}
         for name, tensor in state_dict.items():
             if _is_adapter(name):

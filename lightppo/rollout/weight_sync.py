@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightppo.strategy.engines import find_engine, find_hf_model, zero_stage_of
+from lightppo.models.lora import layer_of
+from lightppo.strategy.engines import find_adapters, find_engine, find_hf_model, zero_stage_of
 from lightppo.strategy.zero3 import full_shape
 
 BUCKET_NUMEL = 1 << 26
@@ -21,7 +22,7 @@ def full_weights(actor: Any, strategy: Any = None, bucket_numel: int = BUCKET_NU
 
     All ranks must iterate together and to the end: under ZeRO-3 every bucket is gathered by all of them. Tied weights
     come under each of their names. Below ZeRO-3 the tensors are the actor's own, not copies: they change with the next
-    optimizer step.
+    optimizer step. LoRA adapters are merged into new tensors; the frozen weights stay as they are.
 
     Args:
         actor: prepared or plain.
@@ -33,10 +34,10 @@ def full_weights(actor: Any, strategy: Any = None, bucket_numel: int = BUCKET_NU
     """
     model, _ = find_hf_model(actor)
     sharded = zero_stage_of(find_engine(actor)) == 3
-    convert = _checkpoint_names(model)
+    convert, adapters = _checkpoint_names(model), find_adapters(model)
     for bucket in _buckets(model, bucket_numel):
         whole = _gathered_copies(bucket) if sharded else {name: tensor.detach() for name, tensor in bucket.items()}
-        yield from convert(whole).items()
+        yield from convert(whole if adapters is None else adapters.merged(whole)).items()
 
 
 def _buckets(model: nn.Module, bucket_numel: int) -> Iterator[dict[str, Tensor]]:
@@ -45,7 +46,7 @@ def _buckets(model: nn.Module, bucket_numel: int) -> Iterator[dict[str, Tensor]]
     bucket: dict[str, Tensor] = {}
     numel, last_module = 0, None
     for name, tensor in saved.items():
-        module = name.rpartition(".")[0]
+        module = layer_of(name)
         if bucket and module != last_module and numel + full_shape(tensor).numel() > bucket_numel:
             yield bucket
             bucket, numel = {}, 0

@@ -15,7 +15,8 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic
-from lightppo.models.lora import AdaptersOff, LoraOptions, add_adapters, merged_weights
+from lightppo.models.lora import AdaptersOff, LoraOptions, add_adapters
+from lightppo.rollout.weight_sync import full_weights
 from lightppo.strategy.checkpoint import CheckpointError
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 
@@ -37,12 +38,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def saved_model(work_dir: Path, strategy: DeepspeedStrategy, tied: bool = False) -> str:
+    unset_hf_deepspeed_config()
     folder = work_dir / f"base_tied_{tied}"
     strategy.on_rank_0(lambda: causal_lm(tied=tied).save_pretrained(folder), "save the model")
     return str(folder)
 
 
 def saved_critic(work_dir: Path, strategy: DeepspeedStrategy) -> str:
+    unset_hf_deepspeed_config()
     folder = work_dir / "base_critic"
     strategy.on_rank_0(lambda: sequence_classifier().save_pretrained(folder), "save the critic")
     return str(folder)
@@ -270,10 +273,13 @@ def check_export(strategy: DeepspeedStrategy, work_dir: Path) -> None:
             for model, limit in ((merged, tolerance), (adapted, 1e-2 if role.bf16 else 1e-6)):
                 got = Actor(model).score_actions(ids, ACTIONS, mask).log_probs.detach()
                 torch.testing.assert_close(got, expected, atol=limit, rtol=0, msg=lambda m: f"{name} {tied}: {m}")  # noqa: B023
-            with role.gathered_parameters(actor) as module:
-                synced = {w.name: w.value().clone() for w in merged_weights(module)}
+            before = whole(role, actor)
+            for _ in range(3):  # what rollout engines get, in buckets of about one layer each
+                synced = {key: tensor.clone() for key, tensor in full_weights(actor, bucket_numel=1)}
+            assert synced.keys() == merged.state_dict().keys()
             for key, weight in merged.state_dict().items():
                 assert torch.equal(weight, synced[key]), (name, key)
+            assert all(torch.equal(weight, before[key]) for key, weight in whole(role, actor).items())
             role.barrier()
 
 
