@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
+from lightppo.config.address import check_url, is_loopback
 from lightppo.config.engine_section import EngineConfig
 
 if TYPE_CHECKING:
@@ -27,8 +29,16 @@ READ_BY: dict[str, tuple[str, ...]] = {
     "block_size": ("vllm",),
     "enable_prefix_caching": ("vllm",),
     "enforce_eager": ("vllm",),
-    "free_cache_engine": ("vllm",),
-    "sleep_level": ("vllm",),
+    "free_cache_engine": ("vllm", "vllm_server"),
+    "sleep_level": ("vllm", "vllm_server"),
+    "vllm_server_url": ("vllm_server",),
+    "vllm_server_api_key_env": ("vllm_server",),
+    "vllm_server_timeout": ("vllm_server",),
+    "vllm_server_retries": ("vllm_server",),
+    "vllm_server_concurrency": ("vllm_server",),
+    "vllm_server_start_timeout": ("vllm_server",),
+    "vllm_server_sync": ("vllm_server",),
+    "vllm_server_sync_dir": ("vllm_server",),
 }
 
 
@@ -42,7 +52,7 @@ def problems(config: PPOConfig, world_size: int) -> list[str]:
     ]
     if e.rollout_engine == "hf":
         return found
-    return [*found, *_sampling(config), *_in_process(config, world_size)]
+    return [*found, *_sampling(config), *_in_process(config, world_size), *_servers(config)]
 
 
 def _sampling(config: PPOConfig) -> list[str]:
@@ -80,4 +90,32 @@ def _in_process(config: PPOConfig, world_size: int) -> list[str]:
         found.append("--load_format auto reads --pretrain without --override_config: leave it out")
     if config.model.init_from_scratch and e.load_format == "auto":
         found.append("--load_format auto reads weights that --init_from_scratch does not have: leave it out")
+    return found
+
+
+def _servers(config: PPOConfig) -> list[str]:
+    e, found = config.engine, []
+    if e.rollout_engine != "vllm_server":
+        return found
+    if not e.vllm_server_url:
+        return ["--rollout_engine vllm_server needs --vllm_server_url: start a server by examples/serve_vllm.py"]
+    for url in e.vllm_server_url:
+        try:
+            check_url(url, "--vllm_server_url", "--vllm_server_api_key_env")
+        except ValueError as error:
+            found.append(str(error))
+    if found:
+        return found
+    addresses = [url.rstrip("/") for url in e.vllm_server_url]
+    found += [f"--vllm_server_url has {url} twice" for url in sorted(set(addresses)) if addresses.count(url) > 1]
+    remote = [url for url in addresses if not is_loopback(urlsplit(url).hostname or "")]
+    if remote and (e.vllm_server_sync != "disk" or e.vllm_server_sync_dir is None):
+        found.append(
+            f"--vllm_server_url {remote[0]} is on another machine: set --vllm_server_sync disk and "
+            "--vllm_server_sync_dir to a folder that both see under the same path"
+        )
+    if e.vllm_server_sync_dir is not None and e.vllm_server_sync != "disk":
+        found.append("--vllm_server_sync_dir has no effect without --vllm_server_sync disk: leave it out")
+    if not e.free_cache_engine and e.sleep_level != _DEFAULTS.sleep_level:
+        found.append("--sleep_level has no effect with --no_free_cache_engine: leave one of them out")
     return found

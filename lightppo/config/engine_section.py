@@ -81,11 +81,57 @@ class EngineConfig:
     )
     free_cache_engine: bool = option(
         True,
-        "vllm: sleep while the trainer trains, which frees GPU memory; a CPU has nothing to free.",
+        "vllm, vllm_server: sleep while the trainer trains, which frees GPU memory; a CPU has nothing to free.",
         resume_safe=True,
     )
     sleep_level: Literal[1, 2] = option(
         2,
-        "vllm: 1 keeps the sleeping engine's weights in CPU memory, 2 drops them (the next push brings new ones).",
+        "vllm, vllm_server: 1 keeps the sleeping engine's weights in CPU memory, 2 drops them (the next push brings "
+        "new ones).",
+        resume_safe=True,
+    )
+    vllm_server_url: tuple[str, ...] = option(
+        (),
+        "vllm_server: addresses of the servers, started by examples/serve_vllm.py; all serve the model of --pretrain.",
+        resume_safe=True,
+    )
+    vllm_server_api_key_env: str | None = option(
+        None, "vllm_server: environment variable that holds the API key of the servers.", resume_safe=True
+    )
+    vllm_server_timeout: float = option(
+        600.0,
+        "vllm_server: longest wait for one response or one load of weights.",
+        unit="seconds",
+        gt=0,
+        resume_safe=True,
+    )
+    vllm_server_retries: int = option(
+        2,
+        "vllm_server: further tries of a request that failed; then the server is lost, and its requests go to the "
+        "others. It is tried again at the next push of weights.",
+        unit="tries",
+        ge=0,
+        resume_safe=True,
+    )
+    vllm_server_concurrency: int = option(
+        256, "vllm_server: requests in flight.", unit="requests per server and rank", ge=1, resume_safe=True
+    )
+    vllm_server_start_timeout: float = option(
+        300.0,
+        "vllm_server: how long servers that cannot be reached yet are waited for at the start.",
+        unit="seconds",
+        ge=0,
+        resume_safe=True,
+    )
+    vllm_server_sync: Literal["auto", "shm", "disk"] = option(
+        "auto",
+        "vllm_server: how weights get there: by files in shared memory (servers on this machine), or on disk. auto: "
+        "shared memory, or disk where it is too small.",
+        resume_safe=True,
+    )
+    vllm_server_sync_dir: str | None = option(
+        None,
+        "vllm_server: folder for --vllm_server_sync disk; servers on other machines must see it under the same path. "
+        "None: the one for temporary files.",
         resume_safe=True,
     )

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from lightppo.config import ConfigError, PPOConfig
+from lightppo.config.adapter_rules import uses_adapters
 from lightppo.config.address import read_token
 from lightppo.config.reward_rules import reward_plan
 from lightppo.data.loading import check_data_paths
 from lightppo.models.actor import Actor
+from lightppo.models.lora import check_peft
 from lightppo.rewards.build import check_reward_options
 
 
@@ -20,7 +22,10 @@ def check_before_loading(config: PPOConfig) -> None:
     Raises:
         DataError: a data path that is missing or of no known form; names the flag.
         ConfigError: a reward address, file or token that is missing or of no known form; names the flag.
+        ModelLoadError: ``--lora_rank`` without peft.
     """
+    if uses_adapters(config):
+        check_peft()
     d = config.data
     check_data_paths(d.prompt_data, d.prompt_data_probs, flag="--prompt_data")
     if d.eval_data:
@@ -35,6 +40,7 @@ def check_before_loading(config: PPOConfig) -> None:
                 n_reward_models=len(config.model.reward_pretrain),
             )
         read_token(env=config.reward.remote_rm_token_env)
+        read_token(env=config.engine.vllm_server_api_key_env, option="--vllm_server_api_key_env")
     except ValueError as error:
         raise ConfigError(str(error)) from error
 
@@ -67,13 +73,15 @@ def check_router(config: PPOConfig, actor: Actor) -> None:
             raise ConfigError(str(error)) from error
 
 
-def check_disk_space(config: PPOConfig, parameters: dict[str, int]) -> None:
+def check_disk_space(config: PPOConfig, parameters: dict[str, int], exported: int | None = None) -> None:
     """Room for the checkpoints that will be kept, before the first one is lost to a full disk.
 
     Args:
         config: what is saved, and how many are kept.
-        parameters: number of parameters per saved model. Trained ones hold weights, fp32 master weights and two fp32
-            moments, the moving average (``ema``) and a moving ``reference`` fp32 weights.
+        parameters: number of parameters per model that its checkpoints hold (with LoRA those that train). Trained ones
+            have weights, fp32 master weights and two fp32 moments, the moving average (``ema``) and a moving
+            ``reference`` fp32 weights.
+        exported: number of parameters in an export of the actor; ``None``: those of its checkpoint.
 
     Raises:
         ConfigError: naming the folder, what is needed and what is free.
@@ -86,7 +94,7 @@ def check_disk_space(config: PPOConfig, parameters: dict[str, int]) -> None:
     if saves and not c.disable_ds_ckpt:
         state = sum(n * (4 if part in ("ema", "reference") else weight + 12) for part, n in parameters.items())
     if (saves and c.save_hf_ckpt) or exports:
-        export = parameters["actor"] * weight
+        export = (parameters["actor"] if exported is None else exported) * weight
     # One more than are kept: an old checkpoint goes only when the new one is whole.
     needed = min((c.max_ckpt_num + 1) * (state + export), c.max_ckpt_mem * 1e9 + state + export)
     folder = Path(c.ckpt_path)

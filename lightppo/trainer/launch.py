@@ -14,11 +14,14 @@ from lightppo.data.rows import DataError
 from lightppo.data.staging import StagingError
 from lightppo.models.errors import ModelLoadError
 from lightppo.rewards.source import RewardError
+from lightppo.rollout.engine import RolloutError
 from lightppo.strategy.checkpoint import CheckpointError
 from lightppo.strategy.launch import LaunchError
 
 # What the user can mend: told in one line. Everything else keeps its traceback.
-USER_ERRORS = (ConfigError, DataError, StagingError, ModelLoadError, RewardError, CheckpointError, LaunchError)
+USER_ERRORS = (
+    *(ConfigError, DataError, StagingError, ModelLoadError, RewardError, RolloutError, CheckpointError, LaunchError),
+)
 
 
 def run(main: Callable[[], None]) -> None:

@@ -1,0 +1,136 @@
+"""Several vLLM servers: which of them are used, which are lost and why. No collectives: what ranks agree on is the
+engine's matter."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import tenacity
+
+from lightppo.rollout.dispatch import ServerLostError
+from lightppo.rollout.server_client import ServerRefusedError, UnreachableError, VLLMServer
+
+logger = logging.getLogger(__name__)
+
+_START_TRY_SECONDS = 2.0  # between two looks at a server that is still starting
+
+
+class ServerPool:
+    """The servers of ``--vllm_server_url``, known by their place in it.
+
+    Args:
+        servers: all of them.
+        misfit: why a server that describes itself so cannot sample for the actor, or ``None``.
+
+    Attributes:
+        lost: servers that are not used, and why.
+    """
+
+    def __init__(
+        self, servers: Sequence[VLLMServer], misfit: Callable[[VLLMServer, dict[str, Any]], str | None]
+    ) -> None:
+        self.servers = list(servers)
+        self.lost: dict[int, str] = {}
+        self._misfit = misfit
+
+    @property
+    def live(self) -> list[int]:
+        """Servers in use."""
+        return [i for i in range(len(self.servers)) if i not in self.lost]
+
+    def lose(self, reasons: Mapping[int, str]) -> None:
+        """Uses some servers no more."""
+        for i, reason in sorted(reasons.items()):
+            if i not in self.lost:
+                self.lost[i] = reason
+                others = len(self.live)
+                logger.warning("%s; lost until the next push of weights, %d servers are left", reason, others)
+
+    def none_left(self) -> str:
+        """What to tell the user when all are lost."""
+        reasons = "; ".join(self.lost[i] for i in sorted(self.lost))
+        return (
+            f"--vllm_server_url: none of the {len(self.servers)} servers is left: {reasons}; look at their output, "
+            "start them again by examples/serve_vllm.py and resume the run"
+        )
+
+    def wait_for_all(self, seconds: float) -> tuple[list[str], bool]:
+        """Waits until all servers can be reached, and sees that they fit.
+
+        Returns:
+            What is wrong with them, and whether all of them can sleep.
+        """
+
+        def look(server: VLLMServer) -> dict[str, Any] | str:
+            retrying = tenacity.Retrying(
+                stop=tenacity.stop_after_delay(seconds),
+                wait=tenacity.wait_fixed(_START_TRY_SECONDS),
+                retry=tenacity.retry_if_exception_type(UnreachableError),
+                reraise=True,
+            )
+            try:
+                described = retrying(server.describe, tries=1)
+            except UnreachableError as error:
+                return (
+                    f"{error}; waited {seconds:g} s (--vllm_server_start_timeout): start it by examples/serve_vllm.py, "
+                    "and look at its output"
+                )
+            except (ServerLostError, ServerRefusedError) as error:
+                return str(error)
+            return self._misfit(server, described) or described
+
+        found = self._of_all(look)
+        return [x for x in found if isinstance(x, str)], all(isinstance(x, dict) and x["sleep_mode"] for x in found)
+
+    def not_at(self, version: str | None, among: Iterable[int]) -> dict[int, tuple[str, bool]]:
+        """Servers that do not have the weights of that version: why, and whether they answered at all."""
+        found = {}
+        for i in among:
+            try:
+                has = self.servers[i].describe(tries=1)["version"]
+            except (ServerLostError, ServerRefusedError) as error:
+                found[i] = (str(error), False)
+                continue
+            if has != version:
+                found[i] = (f"{self.servers[i].name} has other weights than were pushed: was it started anew?", True)
+        return found
+
+    def push(self, files: Sequence[str], version: str, limits: Sequence[int | None]) -> dict[int, str]:
+        """Has all servers load the files, lost ones too, at the same time; which of them failed, and why."""
+
+        def push(server: VLLMServer) -> str | None:
+            # A look first: what is still away costs one try, not all.
+            is_lost = self.servers.index(server) in self.lost
+            if is_lost and (problem := self._misfit(server, server.describe(tries=1))):
+                return problem
+            server.load_weights(files, version, limits)
+            return None
+
+        return self._failures(push)
+
+    def tell(self, what: Callable[[VLLMServer], None]) -> dict[int, str]:
+        """Calls every live server; which of them failed, and why."""
+        live = set(self.live)
+        return self._failures(lambda server: what(server) if self.servers.index(server) in live else None)
+
+    def close(self) -> None:
+        """Ends the connections; the servers go on."""
+        for server in self.servers:
+            server.close()
+
+    def _failures(self, call: Callable[[VLLMServer], str | None]) -> dict[int, str]:
+        def guarded(server: VLLMServer) -> str | None:
+            try:
+                return call(server)
+            except (ServerLostError, ServerRefusedError) as error:
+                return str(error)
+
+        return {i: reason for i, reason in enumerate(self._of_all(guarded)) if reason is not None}
+
+    def _of_all(self, function: Callable[[VLLMServer], Any]) -> list[Any]:
+        """``function`` of every server, at the same time."""
+        with ThreadPoolExecutor(len(self.servers), thread_name_prefix="vllm-server") as pool:
+            return list(pool.map(function, self.servers))
