@@ -34,9 +34,9 @@ def forget_secondary_shard(param: torch.Tensor) -> None:
         param.ds_secondary_tensor = None
 
 
-def parameter_count(model: nn.Module) -> int:
-    """Parameters of a model, whole also where they are sharded."""
-    return sum(full_shape(param).numel() for param in model.parameters())
+def parameter_count(model: nn.Module, trained_only: bool = False) -> int:
+    """Parameters of a model, or those of them that train; whole also where they are sharded."""
+    return sum(full_shape(p).numel() for p in model.parameters() if p.requires_grad or not trained_only)
 
 
 @contextmanager

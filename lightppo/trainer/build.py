@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from transformers import get_scheduler
 
 from lightppo.config import ConfigError, PPOConfig
+from lightppo.config.adapter_rules import reference_is_actor, uses_adapters
 from lightppo.config.algorithm_rules import advice, moves_reference, needs_critic
 from lightppo.data.loading import blending_datasets
 from lightppo.data.prompt_dataset import PromptDataset
@@ -23,6 +24,7 @@ from lightppo.data.sft_dataset import SFTDataset
 from lightppo.data.staging import stage_to_local
 from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic
+from lightppo.models.lora import AdaptersOff, LoraOptions, add_adapters
 from lightppo.models.reward_model import RewardModel
 from lightppo.models.tokenizer import get_tokenizer, valid_vocab_size
 from lightppo.strategy.deepspeed import DeepspeedStrategy
@@ -40,7 +42,7 @@ TrainerT = TypeVar("TrainerT", bound=PPOTrainer)
 
 @dataclass
 class Models:
-    """The models of a run, not yet in engines."""
+    """The models of a run, not yet in engines. No reference also where the actor itself is it, adapters off."""
 
     actor: Actor
     critic: Critic | None
@@ -76,7 +78,8 @@ def build_trainer(config: PPOConfig, trainer_class: type[TrainerT] = PPOTrainer)
         models.reference.valid_vocab_size = models.actor.valid_vocab_size
     saved = {"actor": models.actor, "critic": models.critic, "ema": models.ema}
     saved |= {"reference": models.reference} if moves_reference(config) else {}
-    check_disk_space(config, {part: parameter_count(model) for part, model in saved.items() if model is not None})
+    sizes = {part: parameter_count(model, uses_adapters(config)) for part, model in saved.items() if model is not None}
+    check_disk_space(config, sizes, exported=parameter_count(models.actor))
 
     prompts = build_prompts(config, tokenizer, strategy, config.data.prompt_data, config.data.prompt_split)
     loader = prompts_dataloader(config, prompts, strategy)
@@ -90,6 +93,8 @@ def build_trainer(config: PPOConfig, trainer_class: type[TrainerT] = PPOTrainer)
     )
     # None stays None; the list keeps prepare's return type the same for any number of reward models
     reference, ema, *reward_models = strategy.prepare(models.reference, models.ema, *models.reward_models)
+    if reference_is_actor(config):
+        reference = AdaptersOff(actor)
 
     trainer = trainer_class(
         strategy,
@@ -175,8 +180,9 @@ def build_models(config: PPOConfig, strategy: DeepspeedStrategy) -> Models:
             init_value_head=True if m.init_critic_from_actor else None,
             **own,
         )
+    add_lora(config, actor, critic)
     reference = None
-    if a.init_kl_coef > 0:
+    if a.init_kl_coef > 0 and not reference_is_actor(config):
         # One that moves is fp32: small steps would vanish in bf16.
         bf16 = m.bf16 and not moves_reference(config)
         frozen = strategy.get_ds_eval_config(s.ref_offload, zero_stage=s.ref_zero_stage, bf16=bf16)
@@ -204,6 +210,16 @@ def build_models(config: PPOConfig, strategy: DeepspeedStrategy) -> Models:
             if model is not None:
                 model.gradient_checkpointing_enable({"use_reentrant": m.gradient_checkpointing_use_reentrant})
     return Models(actor, critic, reference, reward_models, ema)
+
+
+def add_lora(config: PPOConfig, *models: Actor | Critic | None) -> None:
+    """Adapters for actor and critic, where ``--lora_rank`` asks for them; from here on only these train."""
+    a = config.adapter
+    if uses_adapters(config):
+        options = LoraOptions(a.lora_rank, a.lora_alpha, a.lora_dropout, a.target_modules)
+        for model in models:
+            if model is not None:
+                add_adapters(model, options, config.strategy.seed)
 
 
 def build_tokenizer(config: PPOConfig, actor: Actor) -> Any:
