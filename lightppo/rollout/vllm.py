@@ -97,6 +97,7 @@ class VLLMRolloutEngine:
 
         self.llm.collective_rpc(install_sampler, args=vocabulary_limits(tokenizer, actor, self.vocab_size))
         self.sync_weights(actor)
+        self._try_out()
 
     def _build(self) -> Any:
         arguments = engine_arguments(self.config, self.model_config, self.on_gpu)
@@ -120,6 +121,19 @@ class VLLMRolloutEngine:
                     f"--rollout_engine vllm: vLLM is installed but cannot be imported: {error}. On a machine without a "
                     "GPU, pip uninstall -y torchvision torchaudio torchcodec may mend it"
                 ) from error
+
+    def _try_out(self) -> None:
+        """What vLLM lacks for a model (a size of attention heads, say) often shows in the first forward pass only.
+
+        Raises:
+            ConfigError: it lacks something.
+        """
+        request = (Prompt("", [self.tokenizer.eos_token_id or 0]), 0, (0, 0))
+        try:
+            for _ in self._run([request], SamplingParams(max_new_tokens=1, temperature=0), []):
+                pass
+        except (RuntimeError, ValueError, NotImplementedError) as error:
+            raise ConfigError(f"--rollout_engine vllm: vLLM cannot run this model here: {error}") from error
 
     def _dtype(self) -> str:
         name = self.config.engine.vllm_dtype

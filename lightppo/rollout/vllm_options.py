@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import math
 import os
 from collections.abc import Sequence
@@ -51,6 +52,8 @@ def set_environment(in_process: bool = True) -> None:
         os.environ.setdefault(name, value)
     if in_process:
         os.environ.update(_NEEDED)
+    # Some of its modules speak before they have read that level.
+    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
 
 
 def longest_sequence(config: PPOConfig) -> int:
