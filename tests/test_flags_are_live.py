@@ -85,8 +85,8 @@ def live_options() -> set[tuple[str, str]]:
     for path in PACKAGE.rglob("*.py"):
         if path.parent.name != "config":
             found |= reads(path.read_text())
-    decide = ("resolutions", "takes_old_from_training", "reward_plan")
-    for name in ("rules.py", "algorithm_rules.py", "reward_rules.py"):
+    decide = ("resolutions", "takes_old_from_training", "old_log_probs_from", "micro_batch_spec", "reward_plan")
+    for name in ("rules.py", "algorithm_rules.py", "reward_rules.py", "old_log_probs.py", "micro_batches.py"):
         rules = ast.parse((PACKAGE / "config" / name).read_text())
         for node in rules.body:
             if getattr(node, "name", None) in decide:

@@ -32,24 +32,6 @@ def moves_reference(config: PPOConfig) -> bool:
     return config.algorithm.ref_ema_eta is not None or config.algorithm.ref_reset_steps is not None
 
 
-def takes_old_from_training(config: PPOConfig) -> bool:
-    """Whether the training pass itself can give the old log probs: one optimizer step, and nothing else needs them.
-
-    Then the policy of that pass is the one that sampled, and a forward pass is saved.
-    """
-    a, o, r, t = config.algorithm, config.loss, config.rollout, config.training
-    one_step = t.max_epochs == 1 and t.train_batch_size == r.rollout_batch_size * r.n_samples_per_prompt
-    kl_in_reward = a.init_kl_coef > 0 and a.use_kl_in_reward
-    needed_before = (
-        kl_in_reward
-        or config.correction.rollout_correction != "none"
-        or o.high_entropy_token_ratio is not None
-        or POLICY_LOSS_TRAITS[o.policy_loss].selects_tokens
-        or a.freezing_actor_steps > 0
-    )
-    return o.on_policy_shortcut and one_step and not needed_before
-
-
 def resolutions(config: PPOConfig) -> dict[str, Any]:
     """What the "None means …" options of the algorithm stand for. Those that do not act stay None."""
     a, o, c, r = config.algorithm, config.loss, config.correction, config.reward

@@ -102,8 +102,10 @@ class LossConfig:
     early_stop_kl: float | None = option(
         None, "The same for the mean KL from old to new policy.", unit="nats per token", gt=0
     )
-    on_policy_shortcut: bool = option(
-        True, "With one optimizer step per rollout, take the old log probs from the training pass where that is exact."
+    old_log_probs: Literal["auto", "forward", "rollout"] = option(
+        "auto",
+        "Log probs before the update: of a forward pass, or recorded in the rollout. auto: no pass where it would give "
+        "the same, as with one optimizer step per rollout or float32 rollouts by the actor itself.",
     )
     value_clip: float | None = option(0.2, "Clip range of values around the old ones; None: off.", gt=0)
     value_huber_delta: float | None = option(

@@ -9,7 +9,15 @@ import json
 import math
 from typing import TYPE_CHECKING, Any
 
-from lightppo.config import adapter_rules, algorithm_rules, engine_rules, reward_rules, sampling_rules
+from lightppo.config import (
+    adapter_rules,
+    algorithm_rules,
+    engine_rules,
+    micro_batches,
+    old_log_probs,
+    reward_rules,
+    sampling_rules,
+)
 from lightppo.config.algorithm_rules import needs_critic, no_critic
 
 if TYPE_CHECKING:
@@ -50,10 +58,12 @@ def contradictions(config: PPOConfig, world_size: int) -> list[str]:
     return [
         *_missing(config),
         *_batch_sizes(config, world_size),
+        *micro_batches.problems(config, _absent_calls(config)),
         *_stop_texts(config),
         *sampling_rules.problems(config, world_size),
         *engine_rules.problems(config, world_size),
         *algorithm_rules.problems(config),
+        *old_log_probs.problems(config),
         *adapter_rules.problems(config),
         *_critic(config),
         *_models(config),
@@ -72,6 +82,7 @@ def trainer_contradictions(config: PPOConfig, world_size: int = 1) -> list[str]:
         *sampling_rules.problems(config, world_size),
         *engine_rules.problems(config, world_size),
         *algorithm_rules.problems(config),
+        *old_log_probs.problems(config),
     ]
 
 
@@ -82,6 +93,20 @@ def _samples(config: PPOConfig) -> int:
 
 def _or(value: Any, default: Any) -> Any:
     return default if value is None else value
+
+
+def _absent_calls(config: PPOConfig) -> dict[str, str]:
+    """Calls of --micro_batch_specs that the run does not make → why."""
+    absent = {}
+    if not needs_critic(config):
+        absent |= dict.fromkeys(
+            ("critic", "critic_train"), f"--advantage_estimator {config.algorithm.advantage_estimator} has no critic"
+        )
+    if config.algorithm.init_kl_coef == 0:
+        absent["reference"] = "--init_kl_coef 0 needs no reference"
+    if not config.model.reward_pretrain:
+        absent["reward"] = "it needs --reward_pretrain"
+    return absent
 
 
 def _missing(config: PPOConfig) -> list[str]:

@@ -172,6 +172,20 @@ class TrainingConfig:
     micro_train_batch_size: int = option(
         4, "Samples in one forward and backward pass.", unit="samples per rank", ge=1, resume_safe=True
     )
+    max_tokens_per_micro_batch: int | None = option(
+        None,
+        "Tokens in one pass through a model, in training and in scoring, instead of numbers of samples; padding counts "
+        "unless --packing_samples drops it.",
+        unit="tokens per rank",
+        ge=1,
+        resume_safe=True,
+    )
+    micro_batch_specs: tuple[str, ...] = option(
+        (),
+        "Sizes of single calls, CALL=SAMPLES or CALL=TOKENSt such as reference=64 actor_train=4096t. The calls: actor, "
+        "reference, critic, reward (scoring), actor_train, critic_train.",
+        resume_safe=True,
+    )
     max_epochs: int = option(1, "Passes over each rollout.", unit="epochs", ge=1)
     packing_samples: bool = option(
         False, "Forward and backward without padding: sequences in one row.", resume_safe=True

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from lightppo.algorithms.masking import LossNormalizer
+from lightppo.config.micro_batches import MicroBatchSpec
 from lightppo.experience.experience import Experience
+from lightppo.models.micro_batches import micro_batches
 
 
 class Collectives(Protocol):
@@ -33,14 +35,21 @@ class Minibatch:
     """One optimizer step as this rank sees it.
 
     Attributes:
-        micro_batches: forward and backward passes of this rank; as many on every rank.
+        micro_batches: forward and backward passes of the actor on this rank; as many on every rank.
         normalizer: trained tokens and sequences of the step, over all ranks and micro batches.
         rows: the one-row experiences that each micro batch was made of, where they came from the buffer.
+        critic_micro_batches: the same samples for the critic; ``None``: in the actor's micro batches.
     """
 
     micro_batches: list[Experience]
     normalizer: LossNormalizer
     rows: Sequence[Sequence[Experience]] = ()
+    critic_micro_batches: list[Experience] | None = None
+
+    @property
+    def of_critic(self) -> list[Experience]:
+        """Forward and backward passes of the critic on this rank; as many on every rank."""
+        return self.micro_batches if self.critic_micro_batches is None else self.critic_micro_batches
 
     def note_log_probs(self, i: int) -> None:
         """Hand the log probs of micro batch ``i`` to rows that have none yet: those the training pass has set."""
@@ -55,18 +64,48 @@ def plan_minibatch(
     *,
     loss_scale: float = 1.0,
     device: torch.device,
-    rows: Sequence[Sequence[Experience]] = (),
 ) -> Minibatch:
     """Complete this rank's micro batches to the common count and total the loss masks over all ranks."""
-    missing = collectives.same_count(len(micro_batches)) - len(micro_batches)
-    micro_batches = micro_batches + [Experience.placeholder(device) for _ in range(missing)]
+    micro_batches = _completed(micro_batches, collectives, device)
     normalizer = LossNormalizer.from_masks(
         [m.action_mask for m in micro_batches],
         all_reduce_sum=lambda x: collectives.all_reduce(x, "sum"),
         dp_size=collectives.world_size,
         scale=loss_scale,
     )
-    return Minibatch(micro_batches, normalizer, rows)
+    return Minibatch(micro_batches, normalizer)
+
+
+def _completed(micro_batches: list[Experience], collectives: Collectives, device: torch.device) -> list[Experience]:
+    missing = collectives.same_count(len(micro_batches)) - len(micro_batches)
+    return micro_batches + [Experience.placeholder(device) for _ in range(missing)]
+
+
+@dataclass(frozen=True)
+class MicroBatching:
+    """How rows become micro batches, on all ranks alike.
+
+    Attributes:
+        collectives: reductions over ranks.
+        packed: rows go through the models without padding.
+    """
+
+    collectives: Collectives
+    packed: bool = False
+
+    def split(self, lengths: Sequence[tuple[int, int]], spec: MicroBatchSpec) -> list[list[int]]:
+        """Row numbers of each micro batch, see :func:`lightppo.models.micro_batches.micro_batches`. Collective.
+
+        Ranks that can cut their rows into as many parts as the rank with most of them do so.
+        """
+        parts = micro_batches(lengths, spec, packed=self.packed)
+        most = self.collectives.same_count(len(parts))
+        return micro_batches(lengths, spec, packed=self.packed, at_least=most)
+
+    def split_rows(self, rows: Sequence[Experience], spec: MicroBatchSpec) -> list[list[Experience]]:
+        """The same of one-row experiences. Collective."""
+        numbers = self.split([row.row_lengths()[0] for row in rows], spec)
+        return [[rows[i] for i in part] for part in numbers]
 
 
 def minibatches(
@@ -74,7 +113,9 @@ def minibatches(
     collectives: Collectives,
     *,
     train_batch_size: int,
-    micro_batch_size: int,
+    actor: MicroBatchSpec,
+    critic: MicroBatchSpec | None = None,
+    packed: bool = False,
     generator: torch.Generator,
     collate: Callable[[Sequence[Experience]], Experience],
     device: torch.device,
@@ -86,7 +127,9 @@ def minibatches(
         items: one-row experiences of this rank.
         collectives: reductions over ranks.
         train_batch_size: samples per optimizer step over all ranks; where it does not divide, steps are smaller.
-        micro_batch_size: samples per forward and backward pass on this rank.
+        actor: what one forward and backward pass of the actor holds on this rank.
+        critic: the same of the critic; ``None``: as the actor.
+        packed: the passes run without padding.
         generator: shuffles the samples; as seeded on this rank.
         collate: rows → padded batch on the training device.
         device: the training device.
@@ -104,9 +147,13 @@ def minibatches(
     total = int(collectives.all_reduce(count, "sum").item())
     steps = math.ceil(total / train_batch_size)
     order = torch.randperm(len(items), generator=generator)
+    batching = MicroBatching(collectives, packed)
     for part in order.tensor_split(steps) if steps else ():
-        # Rows of like length together: less padding; the sum over micro batches does not depend on it.
-        rows = sorted((items[i] for i in part.tolist()), key=lambda item: int(item.total_lengths))
-        parts = [rows[i : i + micro_batch_size] for i in range(0, len(rows), micro_batch_size)]
-        micro = [collate(part) for part in parts]
-        yield plan_minibatch(micro, collectives, loss_scale=loss_scale, device=device, rows=parts)
+        step = [items[i] for i in part.tolist()]
+        rows = batching.split_rows(step, actor)
+        minibatch = plan_minibatch([collate(r) for r in rows], collectives, loss_scale=loss_scale, device=device)
+        minibatch.rows = rows
+        if critic not in (None, actor):
+            of_critic = [collate(r) for r in batching.split_rows(step, critic)]
+            minibatch.critic_micro_batches = _completed(of_critic, collectives, device)
+        yield minibatch

@@ -87,6 +87,11 @@ class Experience:
         """Real tokens of each row (B,)."""
         return self.attention_mask.sum(-1)
 
+    def row_lengths(self) -> list[tuple[int, int]]:
+        """Prompt and response tokens of each row."""
+        responses = self.response_lengths.tolist()
+        return [(total - r, r) for total, r in zip(self.total_lengths.tolist(), responses)]
+
     @classmethod
     def from_rollouts(cls, rollouts: Sequence[Rollout]) -> Self:
         """Token ids and masks of scored rollouts; ``info`` holds the reward where there is one, and the lengths.

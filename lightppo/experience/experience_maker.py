@@ -18,8 +18,10 @@ from lightppo.algorithms.reward_shaping import compute_token_rewards
 from lightppo.algorithms.selection import top_share
 from lightppo.algorithms.value_norm import ValueNorm
 from lightppo.config import PPOConfig
-from lightppo.config.algorithm_rules import takes_old_from_training
+from lightppo.config.micro_batches import micro_batch_spec
+from lightppo.config.old_log_probs import old_log_probs_from
 from lightppo.data.records import Rollout
+from lightppo.experience.batching import MicroBatching
 from lightppo.experience.experience import Experience
 from lightppo.experience.score_shaping import ScoreShaper
 
@@ -65,6 +67,7 @@ class ExperienceMaker:
         config: resolved; read are algorithm, loss, correction and the micro batch size.
         shaper: scores → what training maximises; ``None``: made from the config.
         value_norm: the critic's values are normalised by it; ``None``: they are as they are.
+        exact_rollout_log_probs: the rollout engine records the very log probs that a forward pass of the actor gives.
         progress: wraps the micro batches in a progress bar.
     """
 
@@ -79,6 +82,7 @@ class ExperienceMaker:
         *,
         shaper: ScoreShaper | None = None,
         value_norm: ValueNorm | None = None,
+        exact_rollout_log_probs: bool = False,
         progress: Callable[[Sequence], Any] = iter,
     ) -> None:
         self.actor = actor
@@ -90,7 +94,9 @@ class ExperienceMaker:
         self.estimator = get_estimator(self.algorithm.advantage_estimator)
         self.mask_too_long = config.reward.mask_too_long
         self.micro_rollout_batch_size = config.rollout.micro_rollout_batch_size
-        self.skips_actor = takes_old_from_training(config)
+        self.micro_batches = {name: micro_batch_spec(config, name) for name in ("actor", "reference", "critic")}
+        self.batching = MicroBatching(strategy, config.training.packing_samples)
+        self.old_log_probs = old_log_probs_from(config, exact_rollout_log_probs)
         self.shaper = shaper or ScoreShaper(
             config.reward, config.rollout.generate_max_len, self._all_reduce_sum, strategy.device
         )
@@ -140,66 +146,92 @@ class ExperienceMaker:
                 f"prompt {small} has {sizes[small]} sample, but --advantage_estimator "
                 f"{self.algorithm.advantage_estimator} needs at least {needed} per prompt: raise --n_samples_per_prompt"
             )
-        if self.correction.rollout_correction != "none" and any(r.log_probs is None for r in rollouts):
+        corrects = self.correction.rollout_correction != "none"
+        if (corrects or self.old_log_probs == "rollout") and any(r.log_probs is None for r in rollouts):
+            flag = f"rollout_correction {self.correction.rollout_correction}" if corrects else "old_log_probs rollout"
             raise ValueError(
-                f"--rollout_correction {self.correction.rollout_correction} needs the log probs of the rollout engine, "
-                "and this engine gives none: set it to none or use another engine"
+                f"--{flag} needs the log probs of the rollout engine, and this engine gives none: set it to "
+                f"{'none' if corrects else 'forward'} or use another engine"
             )
 
     def _run_models(self, batch: Experience) -> Passes:
-        """Fill in log probs, KL and values, micro batch by micro batch."""
+        """Fill in log probs, KL and values: each model goes through all rows, in micro batches of its own."""
         shape, device = batch.action_mask.shape, batch.sequences.device
         zeros = lambda: torch.zeros(shape, dtype=torch.float32, device=device)  # noqa: E731
-        batch.action_log_probs = None if self.skips_actor else zeros()
+        if self.old_log_probs == "rollout":
+            batch.action_log_probs = batch.rollout_log_probs.clone()
+        else:
+            batch.action_log_probs = zeros() if self.old_log_probs == "forward" else None
         batch.base_action_log_probs = zeros() if self.initial_model is not None else None
-        batch.kl = zeros() if self.initial_model is not None and not self.skips_actor else None
         batch.values = zeros() if self.critic is not None else None
+        batch.kl = zeros() if self._has_kl else None
         passes = Passes(torch.zeros(shape[0], device=device), zeros())
         for model in (self.actor, self.critic, self.initial_model):
             if model is not None:
                 model.eval()
 
-        order = batch.total_lengths.argsort(descending=True)  # longest first: memory runs out early or never
-        parts = list(order.split(self.micro_rollout_batch_size))
-        parts += parts[-1:] * (self.strategy.same_count(len(parts)) - len(parts))
-        for rows in self.progress(parts):
-            part = batch.select(rows)
-            self._run_policies(batch, rows, part, passes)
-            if self.critic is not None:
-                a, inputs = part.num_actions, {"attention_mask": part.attention_mask, "include_last": True}
-                values = self.critic(part.sequences, num_actions=a, **inputs).float()  # (b, a + 1)
-                if self.value_norm is not None:
-                    values = self.value_norm.denormalize(values)
-                batch.values[rows, :a] = values[:, :-1]
-                passes.last_values[rows] = values.gather(1, part.response_lengths[:, None]).squeeze(1)
+        lengths = batch.row_lengths()
+        plan = []
+        for name, run in self._calls():
+            parts = self.batching.split(lengths, self.micro_batches[name])
+            # A rank with fewer runs its last one again.
+            parts += parts[-1:] * (self.strategy.same_count(len(parts)) - len(parts))
+            plan += [(run, rows) for rows in parts]
+        for run, rows in self.progress(plan):
+            run(batch, torch.tensor(rows, device=device), batch.select(rows), passes)
+        if batch.kl is not None and not self._full_kl:
+            a = self.algorithm
+            estimator = "k1" if a.kl_estimator == "full" else a.kl_estimator
+            batch.kl = approx_kl(batch.action_log_probs, batch.base_action_log_probs, estimator, a.kl_clip).float()
         return passes
 
-    def _run_policies(self, batch: Experience, rows: Tensor, part: Experience, passes: Passes) -> None:
-        """Log probs of actor and reference and their KL, for some rows."""
-        config, a = self.algorithm, part.num_actions
-        inputs = (part.sequences, a, part.attention_mask)
-        # The whole distributions only where the reward needs them: the KL loss makes its own.
-        over_vocabulary = config.kl_estimator == "full" and self.initial_model is not None and config.use_kl_in_reward
-        actor = reference = None
-        if not self.skips_actor:
-            wants_entropy = self.loss.high_entropy_token_ratio is not None
-            actor = self.actor.score_actions(*inputs, entropy=wants_entropy, logits=over_vocabulary)
-            batch.action_log_probs[rows, :a] = actor.log_probs.float()
-            if wants_entropy:
-                passes.entropy[rows, :a] = actor.entropy
-        if self.initial_model is not None:
-            reference = self.initial_model.score_actions(*inputs, logits=over_vocabulary)
+    @property
+    def _has_kl(self) -> bool:
+        return self.initial_model is not None and self.old_log_probs != "training"
+
+    @property
+    def _full_kl(self) -> bool:
+        """Whole distributions are compared only where the reward needs it: the KL loss makes its own."""
+        return self._has_kl and self.algorithm.kl_estimator == "full" and self.algorithm.use_kl_in_reward
+
+    def _calls(self) -> list[tuple[str, Callable[[Experience, Tensor, Experience, Passes], None]]]:
+        """What goes through which model: name of the micro-batch spec, function of (batch, rows, part, passes)."""
+        calls = []
+        if self.old_log_probs == "forward":
+            calls.append(("actor", self._run_actor))
+        if self.initial_model is not None and not self._full_kl:
+            calls.append(("reference", self._run_reference))
+        if self.critic is not None:
+            calls.append(("critic", self._run_critic))
+        return calls
+
+    def _run_actor(self, batch: Experience, rows: Tensor, part: Experience, passes: Passes) -> None:
+        """Log probs of the actor; with the reference beside it where whole distributions are compared."""
+        a, inputs = part.num_actions, (part.sequences, part.num_actions, part.attention_mask)
+        wants_entropy = self.loss.high_entropy_token_ratio is not None
+        actor = self.actor.score_actions(*inputs, entropy=wants_entropy, logits=self._full_kl)
+        batch.action_log_probs[rows, :a] = actor.log_probs.float()
+        if wants_entropy:
+            passes.entropy[rows, :a] = actor.entropy
+        if self._full_kl:
+            reference = self.initial_model.score_actions(*inputs, logits=True)
             batch.base_action_log_probs[rows, :a] = reference.log_probs.float()
-        if actor is None or reference is None:
-            return
-        if over_vocabulary:
-            kl = torch.zeros_like(actor.log_probs)
+            kl = torch.zeros_like(actor.log_probs)  # (b, a)
             kl[actor.real] = full_kl(actor.logits, reference.logits, self.actor.temperature).to(kl.dtype)
-            kl = kl if config.kl_clip is None else kl.clamp(-config.kl_clip, config.kl_clip)
-        else:
-            estimator = "k1" if config.kl_estimator == "full" else config.kl_estimator
-            kl = approx_kl(actor.log_probs, reference.log_probs, estimator, config.kl_clip)  # (b, a)
-        batch.kl[rows, :a] = kl.float()
+            clip = self.algorithm.kl_clip
+            batch.kl[rows, :a] = (kl if clip is None else kl.clamp(-clip, clip)).float()
+
+    def _run_reference(self, batch: Experience, rows: Tensor, part: Experience, passes: Passes) -> None:
+        reference = self.initial_model.score_actions(part.sequences, part.num_actions, part.attention_mask)
+        batch.base_action_log_probs[rows, : part.num_actions] = reference.log_probs.float()
+
+    def _run_critic(self, batch: Experience, rows: Tensor, part: Experience, passes: Passes) -> None:
+        a, inputs = part.num_actions, {"attention_mask": part.attention_mask, "include_last": True}
+        values = self.critic(part.sequences, num_actions=a, **inputs).float()  # (b, a + 1)
+        if self.value_norm is not None:
+            values = self.value_norm.denormalize(values)
+        batch.values[rows, :a] = values[:, :-1]
+        passes.last_values[rows] = values.gather(1, part.response_lengths[:, None]).squeeze(1)
 
     def _add_advantages(self, batch: Experience, rollouts: Sequence[Rollout], bootstrap_values: Tensor) -> None:
         """Token rewards → advantages, returns; with ``--value_norm`` its statistics take the returns in."""

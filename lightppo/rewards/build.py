@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightppo.config.address import check_url, shown_url
+from lightppo.config.micro_batches import MicroBatchSpec
 from lightppo.rewards.failures import OnFailure
 from lightppo.rewards.function import FunctionReward, load_python_function, load_python_object, split_python_spec
 from lightppo.rewards.source import RewardSource
@@ -69,7 +70,7 @@ def build_reward_source(
     reward_models: Sequence[Callable[..., Any]] = (),
     device: torch.device | str = "cpu",
     pad_token_id: int | None = None,
-    micro_batch_size: int = 8,
+    micro_batch_size: int | MicroBatchSpec = 8,
     same_count: Callable[[int], int] = lambda count: count,
     remote_timeout: float = 60.0,
     remote_retries: int = 3,

@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from lightppo.config.micro_batches import MicroBatchSpec
 from lightppo.data.records import Rollout
+from lightppo.models.micro_batches import micro_batches
 from lightppo.rewards.retemplate import RewardInputs, SameIds, Truncation, check_input_options, fit_lengths
 from lightppo.rewards.source import RewardError, RewardOutput
 
@@ -32,7 +34,7 @@ class RewardModelSource:
         device: where the ids go.
         same_count: maximum of a number over all ranks. ZeRO-3 shards need all ranks in every forward, so a rank
             with fewer batches adds empty ones.
-        micro_batch_size: rows per forward.
+        micro_batch_size: rows per forward, or a budget of tokens.
         pad_token_id: fills rows that have the actor's ids; masked out.
         inputs: what each model reads, see :mod:`lightppo.rewards.retemplate`; one for all models, or one each.
             ``None``: prompt and response ids as they are, as the models share the actor's tokenizer.
@@ -56,7 +58,7 @@ class RewardModelSource:
         *,
         device: torch.device | str,
         pad_token_id: int | None = None,
-        micro_batch_size: int,
+        micro_batch_size: int | MicroBatchSpec,
         same_count: Callable[[int], int] = _same,
         inputs: Sequence[RewardInputs] | None = None,
         reward_max_length: int | None = None,
@@ -67,8 +69,10 @@ class RewardModelSource:
             raise ValueError("RewardModelSource needs at least one model")
         if len(models) > 1 and reward_fn is None:
             raise ValueError(f"{len(models)} reward models need --reward_fn, which makes one score of theirs")
-        if micro_batch_size < 1:
-            raise ValueError(f"micro_batch_size must be at least 1, got {micro_batch_size}")
+        if isinstance(micro_batch_size, int):
+            micro_batch_size = MicroBatchSpec(micro_batch_size)
+        if micro_batch_size.size < 1:
+            raise ValueError(f"micro_batch_size must be at least 1, got {micro_batch_size.size}")
         check_input_options(reward_max_length, reward_truncation)
         if inputs is None:
             if pad_token_id is None:
@@ -80,7 +84,7 @@ class RewardModelSource:
         self.inputs = list(inputs) * (len(models) if len(inputs) == 1 else 1)
         self.reward_fn = reward_fn
         self.device = torch.device(device)
-        self.micro_batch_size = micro_batch_size
+        self.micro_batch = micro_batch_size
         self.same_count = same_count
         self.reward_max_length = reward_max_length
         self.reward_truncation: Truncation = reward_truncation
@@ -95,12 +99,11 @@ class RewardModelSource:
         """
         n = len(rollouts)
         rows_of, truncated = self._rows(rollouts)
-        n_batches = self.same_count(-(-n // self.micro_batch_size))
         scores = []
         for i, model in enumerate(self.models):
             if isinstance(model, nn.Module):
                 model.eval()
-            scores.append(self._score_rows(i, rows_of[i], n_batches))  # (n,)
+            scores.append(self._score_rows(i, rows_of[i]))  # (n,)
         metrics: dict[str, list[float | None]] = {}
         if self.reward_max_length is not None:
             metrics["input_truncated"] = [float(cut) for cut in truncated]
@@ -130,14 +133,13 @@ class RewardModelSource:
             truncated = [a or b for a, b in zip(truncated, cut)]
         return [encoded[id(reads)] for reads in self.inputs], truncated
 
-    def _score_rows(self, model_index: int, rows: list[list[int]], n_batches: int) -> Tensor:
-        """(n,) scores of rows, in their order, by exactly ``n_batches`` forwards."""
-        # longest first: little padding, and a lack of memory shows at once
-        order = sorted(range(len(rows)), key=lambda i: -len(rows[i]))
+    def _score_rows(self, model_index: int, rows: list[list[int]]) -> Tensor:
+        """(n,) scores of rows, in their order, by as many forwards as on any rank."""
+        parts = micro_batches([(len(row), 0) for row in rows], self.micro_batch, packed=False)
+        parts += [[]] * (self.same_count(len(parts)) - len(parts))
         filler = [[self.inputs[model_index].pad_token_id]]
         scores = torch.empty(len(rows))
-        for k in range(n_batches):
-            places = order[k * self.micro_batch_size : (k + 1) * self.micro_batch_size]
+        for places in parts:
             batch = self._forward(model_index, [rows[i] for i in places] or filler)
             if places:
                 scores[places] = batch

@@ -7,6 +7,7 @@ from typing import Any
 
 from lightppo.config import ConfigError, PPOConfig
 from lightppo.config.address import read_token
+from lightppo.config.micro_batches import micro_batch_spec
 from lightppo.config.reward_rules import reward_plan
 from lightppo.data.staging import stage_to_local
 from lightppo.models.reward_model import RewardModel
@@ -38,7 +39,7 @@ def build_reward(
         "reward_models": reward_models,
         "device": strategy.device,
         "pad_token_id": tokenizer.pad_token_id,
-        "micro_batch_size": config.rollout.micro_rollout_batch_size,
+        "micro_batch_size": micro_batch_spec(config, "reward"),
         "same_count": strategy.same_count,
     }
     try:

@@ -19,6 +19,7 @@ from lightppo.algorithms.kl import make_kl_controller
 from lightppo.config import PPOConfig
 from lightppo.config.algorithm_rules import moves_reference
 from lightppo.config.fields import ConfigError
+from lightppo.config.micro_batches import micro_batch_spec
 from lightppo.data.records import Prompt
 from lightppo.experience.batching import Minibatch, minibatches, plan_minibatch
 from lightppo.experience.dynamic_sampling import CollectedStep, OneBatch, PromptSource
@@ -129,12 +130,13 @@ class PPOTrainer:
             reward_models=_as_list(reward_model),
             device=strategy.device,
             pad_token_id=tokenizer.pad_token_id,
-            micro_batch_size=config.rollout.micro_rollout_batch_size,
+            micro_batch_size=micro_batch_spec(config, "reward"),
             same_count=strategy.same_count,
         )
         self.experience_maker = ExperienceMaker(
             *(actor, critic, initial_model, strategy, self.kl_ctl, config),
             value_norm=self.value_norm,
+            exact_rollout_log_probs=getattr(self.rollout_engine, "exact_log_probs", False),
             progress=lambda parts: self._bar(parts, "make experience", leave=False),
         )
         buffer_options = {"device": strategy.device, "pin_memory": config.data.dataloader_pin_memory}
@@ -239,7 +241,9 @@ class PPOTrainer:
                     self.replay_buffer.items,
                     self.strategy,
                     train_batch_size=t.train_batch_size,
-                    micro_batch_size=t.micro_train_batch_size,
+                    actor=micro_batch_spec(self.config, "actor_train"),
+                    critic=micro_batch_spec(self.config, "critic_train"),
+                    packed=t.packing_samples,
                     generator=self._shuffle_generator(global_steps, epoch),
                     collate=self.replay_buffer.collate_fn,
                     **self._plan_options(),

@@ -106,7 +106,7 @@ class PPOUpdate:
         """One optimizer step of the critic. Collective; the same status on every rank."""
         self.critic.train()
         totals = StepMetrics()
-        for experience in minibatch.micro_batches:
+        for experience in minibatch.of_critic:
             loss, metrics = self.critic_loss(experience, minibatch)
             self.strategy.backward(loss, self.critic, self.critic_optim)
             totals.add(metrics)

@@ -6,7 +6,7 @@ import pytest
 
 from lightppo.algorithms.traits import CORRECTION_TRAITS, ESTIMATOR_TRAITS, POLICY_LOSS_TRAITS
 from lightppo.config import ConfigError, PPOConfig
-from lightppo.config.algorithm_rules import takes_old_from_training
+from lightppo.config.old_log_probs import takes_old_from_training
 
 GROUP = {"advantage_estimator": "grpo", "n_samples_per_prompt": 4}
 DAPO = {"overlong_buffer_len": 128}
@@ -199,7 +199,7 @@ SHORTCUT = {"train_batch_size": 512, "init_kl_coef": 0}
         ({**SHORTCUT, "high_entropy_token_ratio": 0.2}, False),
         ({**SHORTCUT, "policy_loss": "kl_cov"}, False),
         ({**SHORTCUT, "freezing_actor_steps": 3}, False),
-        ({**SHORTCUT, "on_policy_shortcut": False}, False),
+        ({**SHORTCUT, "old_log_probs": "forward"}, False),
     ],
 )
 def test_when_the_training_pass_gives_the_old_log_probs(options, expected):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightppo.algorithms.losses import PolicyLoss, ValueLoss
 from lightppo.algorithms.masking import LOSS_AGG_MODES
+from lightppo.config.micro_batches import MicroBatchSpec
 from lightppo.experience.batching import Minibatch, minibatches, plan_minibatch
 from lightppo.experience.experience import Experience
 
@@ -38,7 +39,7 @@ def plan(
             items,
             strategy,
             train_batch_size=train_batch_size,
-            micro_batch_size=micro,
+            actor=MicroBatchSpec(micro),
             generator=torch.Generator().manual_seed(seed),
             collate=Experience.collate,
             device=CPU,
@@ -98,7 +99,7 @@ def test_uneven_ranks_share_steps_and_get_placeholders():
 def test_micro_batches_hold_rows_of_like_length():
     (step,) = plan(FakeStrategy(), samples(7), 100, 2)
     lengths = [length for batch in step.micro_batches for length in batch.total_lengths.tolist()]
-    assert lengths == sorted(lengths)
+    assert lengths == sorted(lengths, reverse=True)
 
 
 def test_order_follows_from_the_generator_alone():

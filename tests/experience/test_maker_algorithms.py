@@ -196,7 +196,7 @@ class TestOnPolicyShortcut:
         assert experience.action_log_probs is None
         assert experience.kl is None
         assert experience.base_action_log_probs.tolist() == [[-1.5, -2.0, -2.5]]
-        recomputed = make_one(maker(**options, on_policy_shortcut=False))
+        recomputed = make_one(maker(**options, old_log_probs="forward"))
         assert recomputed.action_log_probs.tolist() == [[-1, -2, -3]]
         assert torch.equal(experience.advantages, recomputed.advantages)
 

@@ -95,7 +95,7 @@ def test_every_rank_does_the_same_number_of_forwards(rollouts: list[Rollout], n:
 
     alone = source(LastToken()).score(rollouts[:n]).scores if n else []
     output = source(*models, reward_fn=lambda scores: scores[0], same_count=same_count).score(rollouts[:n])
-    assert asked == [(n + 1) // 2]
+    assert asked == [(n + 1) // 2] * 2  # of each model
     assert [len(model.seen) for model in models] == [4, 4]
     assert models[0].seen[-1] == ([[PAD]], [[1]])
     assert output.scores == alone

@@ -138,8 +138,8 @@ def test_the_on_policy_shortcut_changes_nothing_but_the_number_of_passes(trainer
         schedule.step()
     options = {"advantage_estimator": "reinforce", "adv_norm": False} | kl
     found = []
-    for shortcut in (True, False):
-        trainer = trainer_with(**options, **ONE_STEP, micro_train_batch_size=3, on_policy_shortcut=shortcut)
+    for source in ("auto", "forward"):
+        trainer = trainer_with(**options, **ONE_STEP, micro_train_batch_size=3, old_log_probs=source)
         hook = actor.hf_model.register_forward_hook(lambda *_: passes.append(1))
         before = weights_of(actor)
         optimizer.state.clear()  # Adam starts anew

@@ -50,7 +50,7 @@ def plain(script, tiny_model) -> dict[str, dict[str, torch.Tensor]]:
         near = values.clamp(s.values - 0.2, s.values + 0.2)
         errors = torch.maximum((values - s.returns) ** 2, (near - s.returns) ** 2)
         value = value + 0.5 * errors[s.action_mask].sum()
-    texts = script.pretrain_batches(8, 0, 1)[0]
+    texts = script.pretrain_batches(1, 0, 1)[0]
     logits = actor(texts["input_ids"]).logits[:, :-1]
     ptx = torch.nn.functional.cross_entropy(logits.flatten(0, 1), texts["labels"][:, 1:].flatten(), ignore_index=-100)
     losses = {"policy": policy / tokens, "kl": kl / tokens, "ptx": ptx, "value": value / tokens}
@@ -74,7 +74,7 @@ def found(tiny_model, tmp_path_factory) -> dict:
     return cases
 
 
-CASES = [(w, 0, micro, packed) for w in (1, 2) for micro in (1, 2, 4) for packed in (False, True)]
+CASES = [(w, 0, micro, packed) for w in (1, 2) for micro in (1, 2, 4, "40t") for packed in (False, True)]
 CASES += [(w, 2, 2, False) for w in (1, 2)] + [(w, 3, 2, True) for w in (1, 2)]
 
 

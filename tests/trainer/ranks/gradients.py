@@ -12,6 +12,7 @@ import torch
 from lightppo.algorithms.losses import GPTLMLoss
 from lightppo.algorithms.traits import POLICY_LOSS_TRAITS
 from lightppo.config import PPOConfig
+from lightppo.config.micro_batches import MicroBatchSpec
 from lightppo.experience.batching import Minibatch, minibatches
 from lightppo.experience.experience import Experience
 from lightppo.experience.replay_buffer import ReplayBuffer
@@ -48,15 +49,15 @@ def make_samples(vocab: int = 43) -> list[Experience]:
     return samples
 
 
-def pretrain_batches(micro_batch_size: int, rank: int, world_size: int) -> list[dict[str, torch.Tensor]]:
-    """The same eight texts in all cases, this rank's share in batches of the micro size."""
+def pretrain_batches(count: int, rank: int, world_size: int) -> list[dict[str, torch.Tensor]]:
+    """The same eight texts in all cases, this rank's share in so many batches."""
     generator = torch.Generator().manual_seed(4)
     ids = torch.randint(4, 43, (8, 11), generator=generator)
     labels = ids.clone()
     for i in range(8):
         labels[i, 2 + i :] = GPTLMLoss.IGNORE_INDEX
     ids, labels = ids[rank::world_size], labels[rank::world_size]
-    parts = zip(ids.split(micro_batch_size), labels.split(micro_batch_size))
+    parts = zip(ids.tensor_split(count), labels.tensor_split(count))
     return [{"input_ids": i, "attention_mask": torch.ones_like(i), "labels": l} for i, l in parts]  # noqa: E741
 
 
@@ -100,36 +101,43 @@ def gradients(model_path: str, zero_stage: int, cases: list[tuple[int, bool]]) -
     rank, world = strategy.get_rank(), strategy.world_size
     mine = make_samples()[rank::world]
     found = {}
-    for micro_batch_size, packed in cases:
+    for micro, packed in cases:
         actor.packing_samples = packed
         strategy.unwrap_model(critic).packing_samples = packed
-        update.pretrain_batches = iter(pretrain_batches(micro_batch_size, rank, world))
         case = {}
         for name, model, train in (("actor", actor, update.train_actor), ("critic", critic, update.train_critic)):
             for item in mine:
                 item.loss_weights = None
-            change, status = one_step(strategy, model, train, minibatch_of(strategy, mine, micro_batch_size))
+            minibatch = minibatch_of(strategy, mine, micro, packed)
+            update.pretrain_batches = iter(pretrain_batches(len(minibatch.micro_batches), rank, world))
+            change, status = one_step(strategy, model, train, minibatch)
             case |= {name: change, f"{name}_status": status}
-        found[world, zero_stage, micro_batch_size, packed] = case
+        found[world, zero_stage, micro, packed] = case
     if zero_stage == 0:
         for name, options in VARIANTS.items():
             update = build_update(strategy, [*actor_parts, *critic_parts], reference, init_kl_coef=0.1, **options)
             mine = make_samples()[rank::world]
-            for micro_batch_size, packed in ((1, False), (4, False), (2, True)):
+            for micro, packed in ((1, False), (4, False), (2, True)):
                 actor.packing_samples = reference.packing_samples = packed
-                minibatch = minibatch_of(strategy, mine, micro_batch_size)
+                minibatch = minibatch_of(strategy, mine, micro, packed)
                 change, status = one_step(strategy, actor, update.train_actor, minibatch)
-                found[name, world, micro_batch_size, packed] = {"actor": change, "actor_status": status}
+                found[name, world, micro, packed] = {"actor": change, "actor_status": status}
     return found
 
 
-def minibatch_of(strategy, mine: list[Experience], micro_batch_size: int) -> Minibatch:
+def minibatch_of(strategy, mine: list[Experience], micro: int | str, packed: bool) -> Minibatch:
+    """By so many samples; "40t": by so many tokens, and the critic by half of them."""
+    actor = critic = MicroBatchSpec(micro) if isinstance(micro, int) else MicroBatchSpec(int(micro[:-1]), "tokens")
+    if actor.unit == "tokens":
+        critic = MicroBatchSpec(actor.size // 2, "tokens")
     (minibatch,) = minibatches(
         mine,
         strategy,
         train_batch_size=8,
-        micro_batch_size=micro_batch_size,
-        generator=torch.Generator().manual_seed(micro_batch_size),
+        actor=actor,
+        critic=critic,
+        packed=packed,
+        generator=torch.Generator().manual_seed(actor.size),
         collate=ReplayBuffer(1).collate_fn,
         device=strategy.device,
         loss_scale=9.0,
@@ -155,7 +163,7 @@ def one_step(strategy, model, train, minibatch: Minibatch) -> tuple[dict, dict]:
 
 
 def main(model_path: str, out: str) -> None:
-    found = gradients(model_path, 0, [(micro, packed) for micro in (1, 2, 4) for packed in (False, True)])
+    found = gradients(model_path, 0, [(micro, packed) for micro in (1, 2, 4, "40t") for packed in (False, True)])
     for stage in (2, 3):
         found |= gradients(model_path, stage, [(2, stage == 3)])
     if torch.distributed.get_rank() == 0:
