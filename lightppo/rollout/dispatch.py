@@ -57,8 +57,8 @@ def shares(costs: Sequence[float], n_parts: int, first: int = 0) -> list[list[in
 class Dispatch(Generic[Server, Result]):
     """One batch of requests.
 
-    Every server has its own share and asks for ``concurrency`` requests at a time. One that is through takes over what
-    others have not begun, and all of what a lost server leaves.
+    Every server has its own share and is asked ``concurrency`` requests at a time. One with room for more takes over
+    what others have not begun, and what a lost server leaves.
 
     Args:
         ask: asks a server for the answer to a request (by its index). Must return in bounded time. Raises
@@ -99,8 +99,11 @@ class Dispatch(Generic[Server, Result]):
             NoServerLeftError: all servers are lost.
             Exception: what ``ask`` raised.
         """
+        # First requests are given out before any thread runs: the first server would take over from all others else.
         threads = [
-            threading.Thread(target=self._serve, args=(server,), name="rollout", daemon=True)
+            threading.Thread(
+                target=self._serve, args=(server, share.popleft() if share else None), name="rollout", daemon=True
+            )
             for server, share in self._shares.items()
             for _ in range(min(self._concurrency, self._unanswered))
         ]
@@ -124,8 +127,9 @@ class Dispatch(Generic[Server, Result]):
                 if not alive:
                     raise RuntimeError("requests were left without an answer") from None
 
-    def _serve(self, server: Server) -> None:
-        while (index := self._take(server)) is not None:
+    def _serve(self, server: Server, first: int | None) -> None:
+        index = self._take(server) if first is None else first
+        while index is not None:
             try:
                 answer = self._ask(server, index)
             except ServerLostError as error:
@@ -140,6 +144,7 @@ class Dispatch(Generic[Server, Result]):
                 self._unanswered -= 1
                 if self._unanswered == 0:
                     self._changed.notify_all()
+            index = self._take(server)
 
     def _take(self, server: Server) -> int | None:
         """The next request for a server; waits while one may yet come back from another server."""

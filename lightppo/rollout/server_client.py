@@ -9,12 +9,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 import requests
 import tenacity
 import urllib3
 
-from lightppo.config.address import cleaned, secret_texts, shown_url
+from lightppo.config.address import cleaned, is_loopback, secret_texts, shown_url
 from lightppo.rollout.dispatch import ServerLostError
 from lightppo.rollout.server_worker import PROTOCOL
 
@@ -84,6 +85,7 @@ class VLLMServer:
         self.name = f"vLLM server {shown_url(self.url)}"
         self.timeout = timeout
         self.retries = retries
+        self._is_here = is_loopback(urlsplit(url).hostname or "")
         self._auth = _Bearer(key)
         self._secrets = secret_texts([url], key)
         self._sleep = sleep
@@ -213,7 +215,7 @@ class VLLMServer:
             if status == 200:
                 return read(_parsed(content))
             if 300 <= status < 500 and status not in _PASSING_STATUS:
-                raise ServerRefusedError(f"{self.name}: {route}: HTTP {status}: {text}{_advice(status, route)}")
+                raise ServerRefusedError(f"{self.name}: {route}: HTTP {status}{_advice(status, route, text)}")
             failure = f"HTTP {status}: {text}"
         except (requests.RequestException, urllib3.exceptions.HTTPError, TimeoutError) as error:
             failure = f"{type(error).__name__}: {cleaned(str(error), self._secrets)}"
@@ -247,6 +249,7 @@ class VLLMServer:
         """One per thread: connections are kept, and a session is not for several threads."""
         if not hasattr(self._local, "session"):
             self._local.session = requests.Session()
+            self._local.session.trust_env = not self._is_here  # a proxy cannot reach this machine's loopback
         return self._local.session
 
 
@@ -266,14 +269,17 @@ class _NoAnswerError(Exception):
     """HTTP 200 with something else than was asked for."""
 
 
-def _advice(status: int, route: str) -> str:
+def _advice(status: int, route: str, text: str) -> str:
+    """What a client error says, and what to do about it."""
+    if status < 400:
+        return ": redirects are not followed, give its own address"
+    advice = ""
     if status in (401, 403):
-        return "; set --vllm_server_api_key_env to the environment variable that holds the server's key"
-    if status == 404 and route != "/v1/completions":
-        return f"; it has no routes for weights: {_START}"
+        advice = "; set --vllm_server_api_key_env to the environment variable that holds the server's key"
     if status == 404:
-        return f"; this is no vLLM server: {_START}"
-    return "; give its own address: redirects are not followed" if status < 400 else ""
+        what = "this is no vLLM server" if route == "/v1/completions" else "it has no routes for weights"
+        advice = f"; {what}: {_START}"
+    return f": {text}{advice}"
 
 
 def _parsed(content: bytes) -> Any:

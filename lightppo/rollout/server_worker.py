@@ -10,9 +10,10 @@ import hmac
 import json
 import os
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 PROTOCOL = 1
 """Raised whenever trainer and server have to be of the same version of lightppo."""

@@ -1,0 +1,132 @@
+"""How servers are started, and who may ask them."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightppo.rollout.server_worker import KeyGate
+from lightppo.rollout.serving import server_command, server_environment
+
+REPO = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """vLLM is there, whatever is installed."""
+    monkeypatch.setattr("lightppo.rollout.serving.importlib.util.find_spec", lambda name: object())
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    def there(is_there):
+        monkeypatch.setattr("lightppo.rollout.serving._has_gpu", lambda: is_there)
+
+    there(True)
+    return there
+
+
+def test_the_command_has_what_pushes_need(installed, gpu):
+    command = server_command("model", "127.0.0.1", 8000, ["--dtype", "float32"])
+    assert command[:3] == [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    options = dict(zip(command[3::2], command[4::2]))
+    assert options == {
+        "--model": "model",
+        "--host": "127.0.0.1",
+        "--port": "8000",
+        "--worker-extension-cls": "lightppo.rollout.server_worker.WeightReceiver",
+        "--middleware": "lightppo.rollout.server_worker.KeyGate",
+        "--generation-config": "vllm",
+        "--uvicorn-log-level": "warning",
+        "--dtype": "float32",
+    }
+
+
+def test_on_a_cpu_the_cache_has_a_size_unless_the_user_gave_one(installed, gpu):
+    gpu(False)
+    command = server_command("model", "127.0.0.1", 8000, [])
+    assert command[command.index("--kv-cache-memory-bytes") + 1] == str(1 << 30)
+    assert "--enforce-eager" in command
+    command = server_command("model", "127.0.0.1", 8000, ["--kv_cache_memory_bytes=5", "--uvicorn-log-level", "info"])
+    assert "--kv-cache-memory-bytes" not in command
+    assert command.count("--uvicorn-log-level") == 1
+
+
+def test_the_key_is_in_the_environment_alone(installed, gpu, monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", "of something else")
+    environment = server_environment("s3cret")
+    assert environment["VLLM_API_KEY"] == "s3cret"
+    assert environment["VLLM_SERVER_DEV_MODE"] == "1"
+    assert environment["PYTHONPATH"].split(os.pathsep)[0] == str(REPO)
+    assert "VLLM_API_KEY" not in server_environment(None)
+
+
+def test_without_vllm_it_says_so(monkeypatch):
+    monkeypatch.setattr("lightppo.rollout.serving.importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="vLLM is not installed"):
+        server_command("model", "127.0.0.1", 8000, [])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--host", "0.0.0.0"], "--host 0.0.0.0 can be reached from other machines: set --api_key_env NAME"),
+        (["--api-key", "s3cret"], "--api-key is set by this script: name the variable of the key by --api_key_env"),
+        (["--api_key=s3cret"], "--api-key is set by this script"),
+        (["--worker_extension_cls", "mine.Worker"], "--worker-extension-cls is set by this script"),
+        (["--api_key_env", "NO_SUCH_KEY"], "--api_key_env: environment variable NO_SUCH_KEY is not set"),
+    ],
+)
+def test_the_script_refuses(options, message):
+    command = [sys.executable, str(REPO / "examples" / "serve_vllm.py"), "--model", "nowhere", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert "s3cret" not in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def ask(gate, path, authorization=None, kind="http"):
+    """The status that a request gets: 200 from behind the gate."""
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    headers = [] if authorization is None else [(b"authorization", authorization.encode())]
+    asyncio.run(gate({"type": kind, "path": path, "headers": headers}, None, send))
+    return sent
+
+
+async def behind(scope, receive, send):
+    await send({"type": "http.response.start", "status": 200})
+
+
+class TestKeyGate:
+    @pytest.fixture
+    def gate(self, monkeypatch):
+        monkeypatch.setenv("VLLM_API_KEY", "s3cret")
+        return KeyGate(behind)
+
+    @pytest.mark.parametrize("path", ["/collective_rpc", "/v1/completions", "/pause", "/metrics", "/health/x", ""])
+    @pytest.mark.parametrize("authorization", [None, "Bearer wrong", "s3cret", "Basic s3cret", "Bearer s3cret "])
+    def test_every_route_needs_the_key(self, gate, path, authorization):
+        start, body = ask(gate, path, authorization)
+        assert start["status"] == 401
+        assert json.loads(body["body"]) == {"error": "the API key is missing or wrong"}
+
+    def test_the_key_opens_it_and_health_is_for_all(self, gate):
+        assert ask(gate, "/collective_rpc", "Bearer s3cret")[0]["status"] == 200
+        assert ask(gate, "/health")[0]["status"] == 200
+        assert ask(gate, "", kind="lifespan")[0]["status"] == 200
+
+    def test_websockets_need_it_too(self, gate):
+        assert ask(gate, "/v1/realtime", kind="websocket") == [{"type": "websocket.close", "code": 1008}]
+
+    def test_without_a_key_it_is_open(self, monkeypatch):
+        monkeypatch.delenv("VLLM_API_KEY", raising=False)
+        assert ask(KeyGate(behind), "/collective_rpc")[0]["status"] == 200
