@@ -248,6 +248,10 @@ class LoraExport:
         self.scaling = {name: layer.scaling[_NAME] for name, layer in layers.items()}
         self.transposed = {name for name, layer in layers.items() if layer.fan_in_fan_out}
 
+    def __str__(self) -> str:
+        targets = ", ".join(sorted(self.config.target_modules))
+        return f"LoRA adapters of rank {self.config.r}, alpha {self.config.lora_alpha:g}, on {targets}"
+
     def merged(self, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Weights by the names of the model's checkpoint, from whole ones of the model with adapters.
 

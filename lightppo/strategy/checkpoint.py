@@ -94,7 +94,7 @@ def save_checkpoint(
         "zero_stage": zero_stage_of(engine),
         "bf16": bool(engine.bfloat16_enabled()),
         "optimizer": has_optimizer(engine),
-        "adapters": find_adapters(model) is not None,
+        "adapters": _adapters(model),
     }
 
     def commit() -> None:
@@ -128,7 +128,7 @@ def load_checkpoint(
         if tag is None:
             raise CheckpointError(f"{load_dir} holds no checkpoint: there is no file {LATEST!r} in it")
     path = load_dir / tag
-    adapters = find_adapters(model) is not None
+    adapters = _adapters(model)
     _check_fits(engine, path, load_optimizer_states, adapters)
     if not has_optimizer(engine):
         _load_without_optimizer(engine, path)
@@ -216,6 +216,11 @@ def _frozen_left_out(engine: Any) -> Iterator[None]:
         del engine.module_state_dict
 
 
+def _adapters(model: Any) -> str | None:
+    adapters = find_adapters(model)
+    return None if adapters is None else str(adapters)
+
+
 def _frozen_names(module: torch.nn.Module) -> set[str]:
     return {name for name, parameter in module.named_parameters(remove_duplicate=False) if not parameter.requires_grad}
 
@@ -228,7 +233,7 @@ def _load_trained(strict: bool, source: str, src: dict[str, torch.Tensor], dst: 
         raise CheckpointError(f"{source} holds other adapters: {len(odd)} weights differ, first {odd[0]!r}")
 
 
-def _check_fits(engine: Any, path: Path, load_optimizer_states: bool, adapters: bool) -> None:
+def _check_fits(engine: Any, path: Path, load_optimizer_states: bool, adapters: str | None) -> None:
     if not (path / _META).is_file():
         raise CheckpointError(f"{path} is not a checkpoint of lightppo: {_META} is missing")
     meta = json.loads((path / _META).read_text())
@@ -240,9 +245,11 @@ def _check_fits(engine: Any, path: Path, load_optimizer_states: bool, adapters: 
     }
     if meta.get("format") != _FORMAT:
         raise CheckpointError(f"{path} has format {meta.get('format')!r}; this version of lightppo reads {_FORMAT}")
-    if meta.get("adapters", False) != adapters:
-        has, lacks = ("the checkpoint", "the model") if meta.get("adapters", False) else ("the model", "the checkpoint")
-        raise CheckpointError(f"{path}: {has} has LoRA adapters, {lacks} has none: resume with the same --lora_rank")
+    if (saved := meta.get("adapters")) != adapters:
+        raise CheckpointError(
+            f"{path} was saved with {saved or 'no LoRA adapters'}, this model has {adapters or 'none'}: "
+            "resume with the same --lora_rank, --lora_alpha and --target_modules"
+        )
     for key, value in here.items():
         if meta[key] != value:
             raise CheckpointError(

@@ -106,6 +106,7 @@ class DistributedStrategy:
             sampler=sampler,
             drop_last=drop_last,
             collate_fn=collate_fn,
+            generator=torch.Generator(),  # of its own: beginning an epoch draws no number of the global one
             pin_memory=pin_memory and launch.on_cuda(),
         )
 

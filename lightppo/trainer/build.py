@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 import yaml
 from torch.utils.data import DataLoader
 from transformers import get_scheduler
@@ -273,7 +274,9 @@ def prompts_dataloader(config: PPOConfig, prompts: PromptDataset, strategy: Deep
         world_size=strategy.world_size,
         seed=config.strategy.seed,
     )
-    return DataLoader(prompts, batch_sampler=sampler, collate_fn=PromptDataset.collate_fn)
+    # A generator of its own, so that beginning an episode, as a resumed run does, draws no number of the global one.
+    generator = torch.Generator()
+    return DataLoader(prompts, batch_sampler=sampler, collate_fn=PromptDataset.collate_fn, generator=generator)
 
 
 def build_pretrain(config: PPOConfig, tokenizer: Any, strategy: DeepspeedStrategy) -> DataLoader | None:
