@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_LAUNCHER_ENDINGS = ("RANK", "WORLD_SIZE")
+
 
 class VLLMRolloutEngine:
     """A :class:`~lightppo.rollout.engine.RolloutEngine` around ``vllm.LLM`` in this process.
@@ -256,6 +258,8 @@ class VLLMRolloutEngine:
 
         self._wake("weights")
         expected = trainer_fingerprints(full_weights(self.actor, self.strategy))
+        if self.group is not None:
+            return [], list(expected)  # each rank of the engine has a part of every weight
         ((found, packed),) = self.llm.collective_rpc(engine_fingerprints)
         return differing_weights(expected, found, packed, tolerance)
 
@@ -326,7 +330,7 @@ def undisturbed_process() -> Iterator[None]:
         torch.get_num_threads(),
         torch.get_float32_matmul_precision(),
     )
-    dtype, launcher = torch.get_default_dtype(), {n: v for n, v in os.environ.items() if n.endswith(("RANK", "SIZE"))}
+    dtype, launcher = torch.get_default_dtype(), {n: v for n, v in os.environ.items() if n.endswith(_LAUNCHER_ENDINGS)}
     affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
     try:
         with warnings.catch_warnings():
@@ -343,6 +347,8 @@ def undisturbed_process() -> Iterator[None]:
             torch.set_num_threads(threads)
         torch.set_float32_matmul_precision(precision)
         torch.set_default_dtype(dtype)
+        for name in [n for n in os.environ if n.endswith(_LAUNCHER_ENDINGS) and n not in launcher]:
+            del os.environ[name]
         os.environ.update(launcher)
         if affinity is not None:
             os.sched_setaffinity(0, affinity)

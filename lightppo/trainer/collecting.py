@@ -125,7 +125,8 @@ class StepCollector:
     def collect(self, source: PromptSource, step: int) -> CollectedStep:
         """Sample, score, select, make experience, fill the buffer, normalise advantages. Collective."""
         collected = self.groups.collect(source, step)
-        self.engine.sleep()  # until the next push of weights, or the next rollouts
+        if getattr(self.engine, "keeps_weights", False):
+            self.engine.sleep()  # until the next push of weights, or the next rollouts
         if collected.groups > 0:
             with self.timer("experience"):
                 self._fill_buffer(collected, step)

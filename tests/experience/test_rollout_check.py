@@ -1,0 +1,146 @@
+"""The engine's log probs against the trainer's: what is compared, who hears of it, and when."""
+
+import copy
+import logging
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from support.fakes import FakeStrategy, make_rollout, on_ranks
+from support.tiny import tiny_config
+from transformers import LlamaForCausalLM
+
+from lightppo.config import PPOConfig
+from lightppo.experience.rollout_check import RolloutCheck, RolloutMismatchError, default_tolerance
+from lightppo.models.actor import Actor
+
+
+@pytest.fixture(scope="module")
+def actor():
+    torch.manual_seed(0)
+    return Actor(LlamaForCausalLM(tiny_config()), temperature=0.5)
+
+
+class Copy:
+    """An engine with weights of its own."""
+
+    keeps_weights = True
+
+    def __init__(self, differing=(), unknown=()):
+        self.found = list(differing), list(unknown)
+
+    def differing_weights(self):
+        return self.found
+
+
+def config(**options):
+    return PPOConfig.from_flat(rollout_engine="vllm", temperature=0.5, **options)
+
+
+def sampled(actor, shift=0.0, temperature=0.5):
+    """Two rollouts whose log probs are the actor's, moved by ``shift`` on one of five tokens."""
+    rollouts = []
+    for ids, response in (([5, 6], [7, 8, 9]), ([4], [9, 5])):
+        with torch.no_grad():
+            logits = actor.hf_model(torch.tensor([ids + response])).logits[0, len(ids) - 1 : -1] / temperature
+        log_probs = logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0].tolist()
+        rollouts.append(make_rollout(ids, response, log_probs=log_probs))
+    rollouts[0].log_probs[1] += shift
+    return rollouts
+
+
+def test_difference_is_over_the_tokens_of_all_ranks(actor):
+    mean, largest = RolloutCheck(actor, Copy(), FakeStrategy(), config()).difference(sampled(actor, shift=0.5))
+    assert mean == pytest.approx(0.5 / 5, abs=1e-6)
+    assert largest == pytest.approx(0.5, abs=1e-5)
+
+    def rank(strategy):
+        own = copy.deepcopy(actor)
+        rollouts = [] if strategy.rank else sampled(own, shift=-0.5)
+        return RolloutCheck(own, Copy(), strategy, config()).difference(rollouts)
+
+    for mean, largest in on_ranks(2, rank):
+        assert mean == pytest.approx(0.1, abs=1e-6)
+        assert largest == pytest.approx(0.5, abs=1e-5)
+
+
+def test_greedy_rollouts_record_log_probs_at_temperature_1(actor):
+    check = RolloutCheck(actor, Copy(), FakeStrategy(), config(do_sample=False))
+    assert check.difference(sampled(actor, temperature=1.0))[1] < 1e-5
+    assert actor.temperature == 0.5
+
+
+def test_the_actor_keeps_its_mode(actor):
+    actor.train()
+    RolloutCheck(actor, Copy(), FakeStrategy(), config()).first(sampled(actor))
+    assert actor.training
+    actor.eval()
+
+
+def test_a_mismatch_is_an_error_that_names_weights(actor):
+    engine = Copy(differing=[f"layer{i}.weight" for i in range(7)])
+    with pytest.raises(RolloutMismatchError, match=r"layer0\.weight.*layer4\.weight and 2 more") as caught:
+        RolloutCheck(actor, engine, FakeStrategy(), config()).first(sampled(actor, shift=0.5))
+    assert "0.1 nats apart on average, 0.5 at most" in str(caught.value)
+    assert "--logp_diff_tolerance is 0.001" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("engine", "words"),
+    [
+        (Copy(), "All weights are the same"),
+        (Copy(unknown=["a.weight"]), "1 could not be compared, first a.weight"),
+        (type("Silent", (), {"keeps_weights": True})(), "cannot say which weights differ"),
+    ],
+)
+def test_a_mismatch_without_names(actor, engine, words):
+    with pytest.raises(RolloutMismatchError, match=words):
+        RolloutCheck(actor, engine, FakeStrategy(), config()).first(sampled(actor, shift=0.5))
+
+
+def test_log_probs_that_are_no_numbers_are_a_mismatch(actor):
+    with pytest.raises(RolloutMismatchError):
+        RolloutCheck(actor, Copy(), FakeStrategy(), config()).first(sampled(actor, shift=math.nan))
+
+
+def test_a_larger_tolerance_and_warn_and_off(actor, caplog):
+    wrong = sampled(actor, shift=0.5)
+    strategy = FakeStrategy()
+    RolloutCheck(actor, Copy(), strategy, config(logp_diff_tolerance=0.2)).first(wrong)
+    assert "differ by 0.1 on average" in strategy.printed[0]
+    with caplog.at_level(logging.WARNING):
+        RolloutCheck(actor, Copy(), FakeStrategy(), config(rollout_check="warn")).first(wrong)
+    assert "not the trainer's" in caplog.text
+    RolloutCheck(actor, Copy(), FakeStrategy(), config(rollout_check="off")).first(wrong)
+
+
+def test_only_the_first_rollouts_are_compared(actor):
+    check = RolloutCheck(actor, Copy(), FakeStrategy(), config())
+    check.first(sampled(actor))
+    check.first(sampled(actor, shift=0.5))
+
+
+def test_engines_that_sample_with_the_actor_are_not_compared(actor):
+    strategy = FakeStrategy()
+    RolloutCheck(actor, object(), strategy, config()).first(sampled(actor, shift=0.5))
+    assert strategy.collectives == 0
+
+
+def test_drift_is_warned_of_and_again_when_it_has_doubled(actor, caplog):
+    check = RolloutCheck(actor, Copy(), FakeStrategy(), config())
+    warned = []
+    with caplog.at_level(logging.WARNING):
+        for step, mean in enumerate([0.0005, math.nan, 0.002, 0.003, 0.005]):
+            caplog.clear()
+            check.watch({"logp_diff_mean": mean}, step)
+            warned += [step] * ("drift" in caplog.text)
+        check.watch({}, 9)
+    assert warned == [2, 4]
+
+
+def test_tolerance_by_type():
+    assert default_tolerance(config()) == 0.001
+    assert default_tolerance(config(bf16=True)) == 0.1
+    assert default_tolerance(config(vllm_dtype="bfloat16")) == 0.1
+    assert default_tolerance(replace(config(), engine=replace(config().engine, vllm_dtype="float32"))) == 0.001

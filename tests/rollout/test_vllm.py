@@ -1,0 +1,136 @@
+"""The real vLLM in the training processes, against Hugging Face rollouts and the trainer's forward.
+
+Two launches, shared by all tests: one rank at ZeRO 0, two ranks at ZeRO 3; the engines of each are built in turn.
+"""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+from support.ranks import run_ranks
+from support.tiny import save_causal_lm
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+]
+
+WORKER = Path(__file__).with_name("vllm_worker.py")
+# Heads of 32, the smallest that vLLM's attention takes on a CPU; 21 rows of the embedding are no tokens.
+SHAPE = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 64}
+MODELS = {"untied": {}, "tied": {"tie_word_embeddings": True}}
+TOKENS = 43
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    root = tmp_path_factory.mktemp("vllm")
+    for name, changes in MODELS.items():
+        save_causal_lm(root / name, max_position_embeddings=256, **SHAPE, **changes)
+    return root
+
+
+@pytest.fixture(scope="module")
+def one_rank(folder):
+    """[untied, tied]."""
+    cases = [{"model": "untied", "zero_stage": 0, "extras": True}, {"model": "tied", "zero_stage": 0}]
+    run_ranks(WORKER, folder, *map(json.dumps, cases), launcher="python", world_size=1, timeout=300)
+    return json.loads((folder / "rank0of1.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def two_ranks(folder):
+    """[tied, untied with one engine over both ranks] of each rank."""
+    cases = [{"model": "tied", "zero_stage": 3}, {"model": "untied", "zero_stage": 3, "tensor_parallel_size": 2}]
+    run_ranks(WORKER, folder, *map(json.dumps, cases), launcher="torchrun", timeout=400)
+    return [json.loads((folder / f"rank{rank}of2.json").read_text()) for rank in range(2)]
+
+
+@pytest.fixture(scope="module", params=["one rank, untied", "one rank, tied", "ZeRO 3, tied", "ZeRO 3, shared engine"])
+def ranks(request, one_rank, two_ranks):
+    """What each rank of one case saw."""
+    place = request.param.split(", ")[1] in ("tied", "shared engine")
+    if request.param.startswith("one rank"):
+        return [one_rank[int(place)]]
+    return [rank[int(request.param.endswith("shared engine"))] for rank in two_ranks]
+
+
+def test_greedy_tokens_are_those_of_the_trainer_before_and_after_pushes(ranks):
+    for rank in ranks:
+        first, second, third = rank["pushes"]
+        for pushed in (first, second, third):
+            assert pushed["vllm"] == pushed["hf"]
+        for pushed, before in ((second, first), (third, second)):
+            assert pushed["stale"] == before["vllm"]  # until the push the engine has the weights of before
+            assert pushed["vllm"] != before["vllm"]
+
+
+def test_log_probs_are_those_of_the_trainer_at_its_temperature(ranks):
+    for rank in ranks:
+        assert rank["difference"] < 1e-4
+
+
+def test_only_tokens_are_sampled(ranks):
+    for rank in ranks:
+        assert max(max(ids) for _, _, ids, _, _ in rank["sampled"]) < TOKENS
+
+
+def test_a_corrupted_weight_is_found_and_named(ranks, two_ranks):
+    shared = ranks[0] is two_ranks[0][1]  # each rank holds a part of every weight, and only says so
+    for rank in ranks:
+        message, (mean, largest) = rank["corrupted"]["message"], rank["corrupted"]["mended"]
+        assert "--logp_diff_tolerance is 0.001" in message
+        assert 0 < mean < largest < 1e-4
+        named = "Weights that differ: model.layers.1.self_attn.v_proj.weight. "
+        assert ("could not be compared" if shared else named) in message
+
+
+def test_samples_depend_on_neither_batch_nor_ranks(one_rank, two_ranks):
+    """One rank with all prompts, two ranks with every second one, and rank 0 with all and rank 1 with none."""
+    for alone, together in ((one_rank[1], [r[0] for r in two_ranks]), (one_rank[0], [r[1] for r in two_ranks])):
+        # the two-rank runs trained on other rows, so their first rollouts, greedy, are what can be the same
+        first = sorted(alone["pushes"][0]["vllm"])
+        assert sorted(together[0]["pushes"][0]["vllm"] + together[1]["pushes"][0]["vllm"]) == first
+        split = sorted(together[0]["sampled"] + together[1]["sampled"])
+        assert sorted(together[0]["one rank alone"]) == split
+        assert together[1]["one rank alone"] == []
+
+
+def test_the_process_is_left_as_it_was(ranks):
+    assert all(rank["undisturbed"] for rank in ranks)
+
+
+def test_seeds(one_rank):
+    seen = one_rank[0]["sampling"]
+    assert sorted(seen["backwards"]) == sorted(seen["whole"])
+    assert seen["alone"] == seen["whole"][6:8]
+    assert seen["other seed"] != seen["whole"]
+    assert len({tuple(ids) for ids in seen["twice"]}) > 1
+    assert seen["twice"][:2] == [ids for _, _, ids, _, _ in seen["whole"][:2]]
+    assert [row[:2] for row in seen["whole"]] == [[100 + i, n] for i in range(8) for n in range(2)]
+    assert seen["finished"] == 16
+
+
+@pytest.mark.parametrize("how", ["stop ids", "stop strings", "min tokens", "ignore eos", "penalty", "bad words"])
+def test_same_tokens_texts_and_reasons_as_hugging_face(one_rank, how):
+    vllm, hf = one_rank[0]["sampling"]["like hf"][how]
+    assert vllm == hf
+    reasons = {reason for _, _, _, reason, _ in hf}
+    if how in ("stop ids", "stop strings", "min tokens"):
+        assert "stop" in reasons
+    if how == "ignore eos":
+        assert reasons == {"length"}
+
+
+def test_filters_do_not_change_what_log_probs_mean(one_rank):
+    assert one_rank[0]["sampling"]["filtered difference"] < 1e-4
+
+
+def test_what_cannot_be_sampled_is_refused(one_rank):
+    messages = one_rank[0]["sampling"]["refused"]
+    assert "120 tokens" in messages["long"]
+    assert "--max_model_len" in messages["long"]
+    assert "prompt 8 has no tokens" in messages["empty"]
+    assert "999" in messages["stop id"]
+    assert "first_token_temperature" in messages["first token"]

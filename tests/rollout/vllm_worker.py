@@ -1,0 +1,222 @@
+"""One rank of test_vllm.py: builds real engines, one after the other, and writes what it saw as JSON."""
+
+import json
+import os
+import random
+import sys
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from transformers import AutoTokenizer
+
+from lightppo.config import PPOConfig
+from lightppo.data.records import Prompt
+from lightppo.experience.rollout_check import RolloutCheck, RolloutMismatchError
+from lightppo.models.actor import Actor
+from lightppo.rollout import vllm as vllm_engine
+from lightppo.rollout.build import build_rollout_engine
+from lightppo.rollout.engine import SamplingParams
+from lightppo.rollout.hf import HFRolloutEngine
+from lightppo.strategy.deepspeed import DeepspeedStrategy
+
+GREEDY = SamplingParams(max_new_tokens=24, temperature=0.0)
+SAMPLED = SamplingParams(max_new_tokens=16, temperature=0.7, n=2, seed=5)
+
+
+def greedy_variants(case):
+    """All greedy, so that both engines must agree to the token; what ends a response is taken from one."""
+    base = SamplingParams(max_new_tokens=24, temperature=0.0)
+    answers = [r.response_ids for r in case.hf.generate(case.prompts, replace(base, ignore_eos=True))]
+    texts = [case.tokenizer.decode(ids[9:11]) for ids in answers[2:4]]
+    ids = (answers[0][14], answers[1][13])
+    return {
+        "stop ids": replace(base, stop_token_ids=ids),
+        "stop strings": replace(base, do_sample=False, temperature=1.0, stop=tuple(texts)),
+        "min tokens": replace(base, min_new_tokens=12, stop_token_ids=ids, stop=tuple(texts)),
+        "ignore eos": replace(base, ignore_eos=True),
+        "penalty": replace(base, repetition_penalty=1.3),
+        "bad words": replace(base, bad_words=("a", texts[0], "12")),
+    }
+
+
+def make_prompts(tokenizer, count=8):
+    """5 to 90 tokens: up to three blocks of the KV cache."""
+    rng = random.Random(0)
+    texts = ["".join(rng.choice("0123456789abcdefgh+= ") for _ in range(5 + 12 * i)) for i in range(count)]
+    return [Prompt(text, tokenizer.encode(text), index=100 + i) for i, text in enumerate(texts)]
+
+
+class Case:
+    """One actor under one strategy, with an engine of each kind."""
+
+    def __init__(self, folder, options):
+        zero_stage = options.pop("zero_stage")
+        self.strategy = DeepspeedStrategy(zero_stage=zero_stage, micro_train_batch_size=1, train_batch_size=2)
+        self.strategy.setup_distributed()
+        self.rank, self.world = self.strategy.get_rank(), self.strategy.world_size
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        actor = Actor(folder, temperature=0.7, ds_config=self.strategy.get_ds_train_config(is_actor=True))
+        optimizer = self.strategy.create_optimizer(actor, lr=0.02)
+        self.actor, self.optimizer, _ = self.strategy.prepare((actor, optimizer, None))
+        batch = {"rollout_batch_size": 8, "train_batch_size": 8, "micro_rollout_batch_size": 4}
+        lengths = {"prompt_max_len": 100, "generate_max_len": 24, "block_size": 32, "max_num_seqs": 16}
+        self.config = PPOConfig.from_flat(
+            pretrain=folder, rollout_engine="vllm", temperature=0.7, **batch, **lengths, **options
+        ).resolved()
+        self.prompts = make_prompts(self.tokenizer)
+        before = self.process_state()
+        self.engine = build_rollout_engine(self.config, self.strategy, self.actor, self.tokenizer)
+        self.undisturbed = before == self.process_state()
+        self.hf = HFRolloutEngine(
+            self.actor, self.tokenizer, gather_parameters=lambda: self.strategy.gathered_parameters(self.actor)
+        )
+
+    def process_state(self):
+        random_numbers = (random.getstate(), torch.get_rng_state().tolist())
+        threads = (torch.set_num_threads.__name__, torch.get_num_threads(), sorted(os.sched_getaffinity(0)))
+        return random_numbers, threads, os.environ.get("LOCAL_WORLD_SIZE"), torch.get_default_dtype()
+
+    def share(self, prompts=None):
+        """Those of this rank."""
+        return (prompts or self.prompts)[self.rank :: self.world]
+
+    def train(self):
+        ids = torch.tensor([self.prompts[5 + self.rank].token_ids[:40]])
+        log_probs = self.actor(ids, 30)
+        self.strategy.backward(-log_probs.mean(), self.actor, self.optimizer)
+        self.strategy.optimizer_step(self.optimizer, self.actor, None)
+
+    def log_prob_difference(self, rollouts):
+        """Largest, of this rank; every rank runs one forward per rollout."""
+        largest = 0.0
+        for rollout in rollouts:
+            ids = torch.tensor([rollout.prompt.token_ids + rollout.response_ids])
+            with torch.no_grad():
+                expected = self.actor(ids, len(rollout.response_ids))[0]
+            largest = max(largest, (expected - torch.tensor(rollout.log_probs)).abs().max().item())
+        return largest
+
+    def close(self):
+        self.engine.close()
+        self.engine.close()  # once more does nothing
+        self.strategy.barrier()  # the process group is the trainer's
+
+
+def facts(rollouts):
+    return [[r.prompt.index, r.sample_index, r.response_ids, r.finish_reason, r.response_text] for r in rollouts]
+
+
+def pushes(case):
+    """Greedy tokens of both engines with the first weights, and after each of two optimizer steps."""
+    seen = []
+    for step in range(3):
+        if step:
+            case.train()
+            stale = facts(case.engine.generate(case.share(), GREEDY))
+            case.engine.sync_weights(case.actor)
+        else:
+            stale = None
+        mine = case.share()
+        seen.append(
+            {
+                "vllm": facts(case.engine.generate(mine, GREEDY)),
+                "hf": facts(case.hf.generate(mine, GREEDY)),
+                "stale": stale,
+            }
+        )
+    return seen
+
+
+def corrupted(case):
+    """What the check says when one weight in the engine is another one."""
+    right = vllm_engine.full_weights
+
+    def wrong(actor, strategy):
+        for name, tensor in right(actor, strategy):
+            if name == "model.layers.1.self_attn.v_proj.weight":
+                tensor = tensor.clone()
+                tensor[3] += 1.0
+            yield name, tensor
+
+    vllm_engine.full_weights = wrong
+    case.engine.sync_weights(case.actor)
+    vllm_engine.full_weights = right
+    rollouts = case.engine.generate(case.share(), SAMPLED)
+    try:
+        RolloutCheck(case.actor, case.engine, case.strategy, case.config).first(rollouts)
+        message = None
+    except RolloutMismatchError as error:
+        message = str(error)
+    case.engine.sync_weights(case.actor)
+    check = RolloutCheck(case.actor, case.engine, case.strategy, case.config)
+    check.first(case.engine.generate(case.share(), SAMPLED))
+    nothing = case.share() if case.rank == 0 else []
+    return {"message": message, "mended": check.difference(case.engine.generate(nothing, SAMPLED))}
+
+
+def refused(case):
+    """Messages of calls that cannot work."""
+    long = Prompt("x", [5] * 120, index=7)
+    calls = {
+        "long": ([long], GREEDY),
+        "empty": ([Prompt("", [], index=8)], GREEDY),
+        "stop id": (case.prompts, SamplingParams(stop_token_ids=(999,), max_new_tokens=4)),
+        "first token": (case.prompts, SamplingParams(first_token_temperature=2.0, max_new_tokens=4)),
+    }
+    messages = {}
+    for name, (prompts, sampling) in calls.items():
+        try:
+            case.engine.generate(prompts, sampling)
+        except ValueError as error:
+            messages[name] = str(error)
+    return messages
+
+
+def sampling(case):
+    """Seeds, orders, filters; one rank."""
+    generate = case.engine.generate
+    finished = []
+    whole = facts(generate(case.prompts, SAMPLED, on_finished=finished.extend))
+    filtered = SamplingParams(max_new_tokens=16, temperature=1.3, top_p=0.8, top_k=5, repetition_penalty=1.2, seed=2)
+    case.actor.temperature = 1.3
+    filtered_difference = case.log_prob_difference(generate(case.prompts, filtered))
+    case.actor.temperature = 0.7
+    twice = generate([case.prompts[0], case.prompts[0]], SAMPLED)
+    return {
+        "whole": whole,
+        "finished": len(finished),
+        "backwards": facts(generate(case.prompts[::-1], SAMPLED)),
+        "alone": facts(generate(case.prompts[3:4], SAMPLED)),
+        "other seed": facts(generate(case.prompts, SamplingParams(max_new_tokens=16, temperature=0.7, n=2, seed=6))),
+        "twice": [r.response_ids for r in twice],
+        "filtered difference": filtered_difference,
+        "like hf": {
+            name: [facts(generate(case.prompts, how)), facts(case.hf.generate(case.prompts, how))]
+            for name, how in greedy_variants(case).items()
+        },
+        "refused": refused(case),
+    }
+
+
+def main(folder, *cases):
+    results = []
+    for case_options in map(json.loads, cases):
+        extras = case_options.pop("extras", False)
+        case = Case(os.path.join(folder, case_options.pop("model")), case_options)
+        seen = {"undisturbed": case.undisturbed, "pushes": pushes(case), "corrupted": corrupted(case)}
+        sampled = case.engine.generate(case.share(), SAMPLED)
+        seen |= {"sampled": facts(sampled), "difference": case.log_prob_difference(sampled)}
+        nothing = case.prompts if case.rank == 0 else []
+        seen["one rank alone"] = facts(case.engine.generate(nothing, SAMPLED))
+        if extras:
+            seen["sampling"] = sampling(case)
+        case.close()
+        results.append(seen)
+    with open(os.path.join(folder, f"rank{os.environ['RANK']}of{case.world}.json"), "w") as file:
+        json.dump(results, file)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
