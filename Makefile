@@ -8,13 +8,15 @@ INSTALLED := $(VENV)/.installed
 # Processes and ZeRO stage of the quickstart: make quickstart RANKS=2 ZERO_STAGE=3
 RANKS ?= 1
 ZERO_STAGE ?= 1
+# What samples in the quickstart: hf, vllm or vllm_server
+ENGINE ?= hf
 
 .DEFAULT_GOAL := help
 .PHONY: help install quickstart test test-all lint docs bench bench-scaling bench-memory clean
 
 help:
 	@echo "make quickstart   install, then SFT and PPO of a small model on this machine, with a report (about 5 minutes)"
-	@echo "                  RANKS=2 ZERO_STAGE=3 for two processes with ZeRO-3"
+	@echo "                  RANKS=2 ZERO_STAGE=3 for two processes with ZeRO-3; ENGINE=vllm samples with vLLM"
 	@echo "make test         install, then the test suite"
 	@echo "make test-all     the same and more: every algorithm is trained until its reward has risen (minutes)"
 	@echo "make lint         ruff"
@@ -36,7 +38,7 @@ $(INSTALLED): requirements.txt setup.py
 	@echo $$(( $$(date +%s) - $$(cat .install_start) )) > $(INSTALLED); rm -f .install_start
 
 quickstart: $(INSTALLED)
-	$(BIN)/python examples/quickstart/run.py --ranks $(RANKS) --zero_stage $(ZERO_STAGE) --install_seconds $$(cat $(INSTALLED))
+	$(BIN)/python examples/quickstart/run.py --ranks $(RANKS) --zero_stage $(ZERO_STAGE) --rollout_engine $(ENGINE) --install_seconds $$(cat $(INSTALLED))
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)

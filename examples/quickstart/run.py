@@ -2,6 +2,7 @@
 
     make quickstart
     make quickstart RANKS=2 ZERO_STAGE=3
+    make quickstart ENGINE=vllm
 
 Every phase is an ordinary command, printed before it runs; the scripts are those for real models.
 """
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Literal
 
 import tyro
 
@@ -31,6 +33,7 @@ def main(
     install_seconds: float = 0.0,
     seed: int = 1,
     resume: bool = False,
+    rollout_engine: Literal["hf", "vllm", "vllm_server"] = "hf",
 ) -> None:
     """Run the quickstart.
 
@@ -41,6 +44,7 @@ def main(
         install_seconds: what the installation took, for the summary.
         seed: of the initial weights and of all sampling.
         resume: keep an older run's folder and go on where its PPO run was interrupted.
+        rollout_engine: what samples in the PPO run.
     """
     assets, sft, ppo = run_dir / "assets", run_dir / "sft", run_dir / "ppo"
     shared = ["--zero_stage", zero_stage, "--seed", seed]
@@ -58,7 +62,8 @@ def main(
     start = time.monotonic()
     launch(ranks, "train_ppo.py", "--config", HERE / "ppo.yaml", "--pretrain", sft,
            "--prompt_data", assets / "prompts.jsonl", "--eval_data", assets / "eval.jsonl",
-           "--save_path", ppo, "--ckpt_path", run_dir / "checkpoints", *shared)  # fmt: skip
+           "--save_path", ppo, "--ckpt_path", run_dir / "checkpoints", "--rollout_engine", rollout_engine,
+           *shared)  # fmt: skip
     seconds["ppo"] += time.monotonic() - start
     (run_dir / "seconds.json").write_text(json.dumps(seconds))
     run([sys.executable, HERE / "summarize.py", "--run_dir", run_dir])
