@@ -34,6 +34,7 @@ def main(
     seed: int = 1,
     resume: bool = False,
     rollout_engine: Literal["hf", "vllm", "vllm_server"] = "hf",
+    heads: int | None = None,
 ) -> None:
     """Run the quickstart.
 
@@ -45,6 +46,7 @@ def main(
         seed: of the initial weights and of all sampling.
         resume: keep an older run's folder and go on where its PPO run was interrupted.
         rollout_engine: what samples in the PPO run.
+        heads: attention heads of the model. None: 4; with vLLM 2, since its attention on a CPU takes none below 32.
     """
     assets, sft, ppo = run_dir / "assets", run_dir / "sft", run_dir / "ppo"
     shared = ["--zero_stage", zero_stage, "--seed", seed]
@@ -54,7 +56,8 @@ def main(
     else:
         shutil.rmtree(run_dir, ignore_errors=True)
         start = time.monotonic()
-        run([sys.executable, HERE / "make_assets.py", "--output_dir", assets, "--seed", seed])
+        heads = heads or (4 if rollout_engine == "hf" else 2)
+        run([sys.executable, HERE / "make_assets.py", "--output_dir", assets, "--seed", seed, "--heads", heads])
         launch(ranks, "train_sft.py", "--pretrain", assets / "model", "--dataset", assets / "sft.jsonl",
                "--save_path", sft, *sft_options(ranks), *shared)  # fmt: skip
         seconds["sft"] = time.monotonic() - start
