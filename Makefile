@@ -8,7 +8,7 @@ INSTALLED := $(VENV)/.installed
 # Processes and ZeRO stage of the quickstart: make quickstart RANKS=2 ZERO_STAGE=3
 RANKS ?= 1
 ZERO_STAGE ?= 1
-# What samples in the quickstart: hf, vllm or vllm_server
+# What samples in the quickstart: hf or vllm
 ENGINE ?= hf
 
 .DEFAULT_GOAL := help

@@ -33,7 +33,7 @@ def main(
     install_seconds: float = 0.0,
     seed: int = 1,
     resume: bool = False,
-    rollout_engine: Literal["hf", "vllm", "vllm_server"] = "hf",
+    rollout_engine: Literal["hf", "vllm"] = "hf",
     heads: int | None = None,
 ) -> None:
     """Run the quickstart.
