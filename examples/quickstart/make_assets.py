@@ -38,8 +38,8 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, bos_token=BOS, eos_token=EOS)
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast, seed: int, heads: int = 4) -> LlamaForCausalLM:
-    """Llama with 84 thousand random parameters, whatever the number of attention heads."""
+def build_model(tokenizer: PreTrainedTokenizerFast, seed: int, head_dim: int = 16) -> LlamaForCausalLM:
+    """Llama with 84 thousand random parameters, or 117 thousand with heads of 32."""
     from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
     set_seed(seed)
@@ -48,8 +48,9 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int, heads: int = 4) -
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=head_dim,
         max_position_embeddings=64,
         initializer_range=0.06,  # the usual 0.02 is for wide models; at width 64 it learns several times slower
         tie_word_embeddings=False,
@@ -65,13 +66,13 @@ def write_jsonl(path: Path, rows: Iterable[dict[str, str]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def main(output_dir: Path = Path("runs/quickstart/assets"), seed: int = 1, heads: int = 4) -> None:
+def main(output_dir: Path = Path("runs/quickstart/assets"), seed: int = 1, head_dim: int = 16) -> None:
     """Make model, tokenizer and data.
 
     Args:
         output_dir: folder to write to; made if missing.
         seed: of the initial weights and of the errors in the demonstrations.
-        heads: attention heads of the model.
+        head_dim: width of each of the model's four attention heads.
     """
     from transformers.utils.logging import disable_progress_bar
 
@@ -82,7 +83,7 @@ def main(output_dir: Path = Path("runs/quickstart/assets"), seed: int = 1, heads
     write_jsonl(output_dir / "eval.jsonl", task.labelled_prompts(held_out))
 
     tokenizer = build_tokenizer()
-    model = build_model(tokenizer, seed, heads)
+    model = build_model(tokenizer, seed, head_dim)
     disable_progress_bar()
     tokenizer.save_pretrained(output_dir / "model")
     model.save_pretrained(output_dir / "model")

@@ -34,7 +34,7 @@ def main(
     seed: int = 1,
     resume: bool = False,
     rollout_engine: Literal["hf", "vllm"] = "hf",
-    heads: int | None = None,
+    head_dim: int | None = None,
 ) -> None:
     """Run the quickstart.
 
@@ -46,7 +46,7 @@ def main(
         seed: of the initial weights and of all sampling.
         resume: keep an older run's folder and go on where its PPO run was interrupted.
         rollout_engine: what samples in the PPO run.
-        heads: attention heads of the model. None: 4; with vLLM 2, since its attention on a CPU takes none below 32.
+        head_dim: width of the model's attention heads. None: 16; with vLLM 32, the least that it takes on a CPU.
     """
     assets, sft, ppo = run_dir / "assets", run_dir / "sft", run_dir / "ppo"
     shared = ["--zero_stage", zero_stage, "--seed", seed]
@@ -56,8 +56,8 @@ def main(
     else:
         shutil.rmtree(run_dir, ignore_errors=True)
         start = time.monotonic()
-        heads = heads or (4 if rollout_engine == "hf" else 2)
-        run([sys.executable, HERE / "make_assets.py", "--output_dir", assets, "--seed", seed, "--heads", heads])
+        head_dim = head_dim or (16 if rollout_engine == "hf" else 32)
+        run([sys.executable, HERE / "make_assets.py", "--output_dir", assets, "--seed", seed, "--head_dim", head_dim])
         launch(ranks, "train_sft.py", "--pretrain", assets / "model", "--dataset", assets / "sft.jsonl",
                "--save_path", sft, *sft_options(ranks), *shared)  # fmt: skip
         seconds["sft"] = time.monotonic() - start
