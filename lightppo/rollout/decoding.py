@@ -59,8 +59,9 @@ class CachedForward:
         if "past_key_values" not in parameters or not base._supports_default_dynamic_cache():
             raise ValueError(f"HF rollouts need a model that takes a DynamicCache; {name} does not")
         self.model = model
+        self.base = base
         self.config = base.config
-        self._takes_position_ids = "position_ids" in parameters
+        self.takes_position_ids = "position_ids" in parameters
         self._keep = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
 
     def new_cache(self) -> Cache:
@@ -68,7 +69,7 @@ class CachedForward:
 
     def __call__(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, cache: Cache) -> Tensor:
         """Logits (B, V) of the position behind the last of ``input_ids`` (B, L); the mask covers the cache too."""
-        positions = {"position_ids": position_ids} if self._takes_position_ids else {}
+        positions = {"position_ids": position_ids} if self.takes_position_ids else {}
         output = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,

@@ -74,6 +74,7 @@ class HFRolloutEngine:
 
     heats_first_token = True  # takes SamplingParams.first_token_temperature
     reports_finished = True  # takes generate's on_finished
+    exact_log_probs = True  # in float32 those that a forward pass of the actor gives
 
     def __init__(
         self,

@@ -12,10 +12,8 @@ from transformers import Cache
 
 from lightppo.rollout.decoding import CachedForward, left_pad
 
-# A forward takes prompts of at least this share of its longest one's length: shorter ones are cheaper apart.
-SHORTEST_SHARE = 0.6
-# … unless it has fewer tokens than this, where the calls of a forward cost more than its padding.
-SMALL_FORWARD = 256
+# What a forward costs beside its positions, in positions.
+CALL_COST = {"cpu": 64, "other": 2048}
 
 
 @dataclass
@@ -55,6 +53,7 @@ class PromptQueue:
         self._forward = forward
         self._device = device
         self._max_prompts = max_prompts
+        self._call_cost = CALL_COST["cpu" if device.type == "cpu" else "other"]
         same: dict[tuple[int, ...], list[int]] = {}
         for number, ids in enumerate(requests):
             same.setdefault(tuple(ids), []).append(number)
@@ -68,6 +67,12 @@ class PromptQueue:
     def at_hand(self) -> bool:
         """Whether a request waits whose prompt has been through the model."""
         return bool(self._prefilled)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt that waits; 0 where none does."""
+        at_hand = (len(block.prompts[row]) for block in self._prefilled for row, _ in block.waiting)
+        return max((*at_hand, *(len(ids) for ids, _ in self._groups)), default=0)
 
     def take(self, count: int) -> Iterator[tuple[Prefilled, list[int], list[int]]]:
         """The next requests, at most ``count``: with their prompts, as rows of it, and their numbers."""
@@ -89,12 +94,8 @@ class PromptQueue:
         while self._groups and count > 0 and len(groups) < self._max_prompts:
             groups.append(self._groups.popleft())
             count -= len(groups[-1][1])
-        first = 0
-        for end in range(1, len(groups) + 1):
-            longest, tokens = len(groups[first][0]), len(groups[first][0]) * (end - first)
-            if end == len(groups) or (tokens >= SMALL_FORWARD and len(groups[end][0]) < SHORTEST_SHARE * longest):
-                self._prefilled.append(self._through_the_model(groups[first:end]))
-                first = end
+        for first, end in cheapest_parts([len(ids) for ids, _ in groups], self._call_cost):
+            self._prefilled.append(self._through_the_model(groups[first:end]))
 
     def _through_the_model(self, groups: list[tuple[list[int], list[int]]]) -> Prefilled:
         prompts = [ids for ids, _ in groups]
@@ -107,3 +108,28 @@ class PromptQueue:
         self.positions += padded.numel()
         waiting = deque((row, number) for row, (_, numbers) in enumerate(groups) for number in numbers)
         return Prefilled(prompts, cache, logits, waiting)
+
+
+def cheapest_parts(lengths: list[int], call_cost: int) -> list[tuple[int, int]]:
+    """Cuts a list of prompts into forwards so that their positions, padding included, and calls cost least.
+
+    Args:
+        lengths: of the prompts.
+        call_cost: of a forward, in positions.
+
+    Returns:
+        First and end of each part.
+    """
+    least, cut = [0], [0]  # of the first k prompts: their cost, and where the last part begins
+    for end in range(1, len(lengths) + 1):
+        best, longest = (float("inf"), 0), 0
+        for first in range(end - 1, -1, -1):
+            longest = max(longest, lengths[first])
+            best = min(best, (least[first] + call_cost + longest * (end - first), first))
+        least.append(best[0])
+        cut.append(best[1])
+    parts, end = [], len(lengths)
+    while end:
+        parts.append((cut[end], end))
+        end = cut[end]
+    return parts[::-1]

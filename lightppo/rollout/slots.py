@@ -6,6 +6,7 @@ After Orca's iteration-level scheduling (Yu et al. 2022, OSDI '22), with the cac
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -14,12 +15,11 @@ from lightppo.rollout.cache import SlotCache
 from lightppo.rollout.decoding import CachedForward, DecodedBatch, left_pad
 from lightppo.rollout.prefill import Prefilled, PromptQueue
 from lightppo.rollout.sampling import NO_TOKEN, TokenSampler
+from lightppo.rollout.slot_attention import attention_to_slots, can_attend_to_slots
 from lightppo.rollout.stopping import StopCriteria
 
 # Prompts go through the model when this share of the slots is free: together they cost less than one by one.
 REFILL_SHARE = 1 / 8
-# Columns that the cache has at first, beyond the longest prompt.
-FIRST_COLUMNS = 256
 
 
 class Rows:
@@ -112,6 +112,8 @@ class SlotDecoder:
         self.device = device
         self.steps = 0
         self.positions = 0
+        self.text_config = forward.config.get_text_config(decoder=True)
+        self.prepares_masks = forward.takes_position_ids and can_attend_to_slots(forward.base, self.text_config)
 
     @torch.no_grad()
     def run(
@@ -135,7 +137,7 @@ class SlotDecoder:
             elif not len(self.rows):
                 break
             else:
-                self._step()
+                self._step(queue)
             gone = self._ended().nonzero().squeeze(1).tolist()  # the one wait for the device in a step
             if gone:
                 yield self._leave(gone)
@@ -143,20 +145,21 @@ class SlotDecoder:
         self.positions += queue.positions
 
     def _start(self, prompts: list[list[int]]) -> PromptQueue:
-        self.longest = max(map(len, prompts), default=0)
         self.slots = min(self.slots, len(prompts))
-        most = self.longest + self.max_new_tokens
-        # Slots that are filled again never all begin at the same column: some room is left to move in.
-        most += min(most // 2, FIRST_COLUMNS) if len(prompts) > self.slots else 0
-        columns = min(most, self.longest + FIRST_COLUMNS)
-        self.cache = SlotCache(self.forward.config, slots=self.slots, columns=columns, max_columns=most)
-        self.cache.span.first = self.cache.span.end = self.longest
+        longest = max(map(len, prompts), default=0)
+        self.cache = SlotCache(
+            self.forward.config,
+            slots=self.slots,
+            prompt_columns=longest,
+            max_columns=longest + self.max_new_tokens,
+            tight=self.device.type == "cpu",
+        )
         self.rows = Rows(self.slots, self.max_new_tokens, self.device)
-        self.history = None
-        if self.sampler.needs_history:
-            self.history = torch.full((self.slots, most), NO_TOKEN, device=self.device)
-        self._mask: Tensor | None = None
+        self.history = self._blank_history() if self.sampler.needs_history else None
         return PromptQueue(self.forward, prompts, self.slots, self.device)
+
+    def _blank_history(self) -> Tensor:
+        return torch.full((self.slots, self.cache.columns), NO_TOKEN, device=self.device)
 
     def _refills(self, queue: PromptQueue) -> bool:
         free = self.slots - len(self.rows)
@@ -182,32 +185,48 @@ class SlotDecoder:
         self.rows.write(new, tokens, log_probs)
         self._see_starts()
 
-    def _step(self) -> None:
+    def _step(self, queue: PromptQueue) -> None:
         """One more token for every row."""
-        rows, span = self.rows, self.cache.span
-        self._make_room()
+        self._make_room(queue)
+        rows, span, end = self.rows, self.cache.span, self.cache.span.end
         active = slice(0, len(rows))
         ages = rows.ages[active]
         newest = rows.tokens[active].gather(1, ages.unsqueeze(1) - 1)  # (b, 1)
         if self.history is not None:
-            self.history[active, span.end] = newest.squeeze(1)
-        mask = self._mask[active, span.first : span.end + 1]
-        logits = self.forward(newest, mask, rows.positions[active].unsqueeze(1), self.cache)
+            self.history[active, end] = newest.squeeze(1)
+        with attention_to_slots(self.text_config) if self.prepares_masks else nullcontext():
+            logits = self.forward(newest, self._step_mask(), rows.positions[active].unsqueeze(1), self.cache)
         self.cache.advance()
         self.steps += 1
         self.positions += len(rows)
         uniforms = rows.uniforms[active].gather(1, ages.unsqueeze(1)).squeeze(1)
-        history = None if self.history is None else self.history[active, span.first : span.end]
+        history = None if self.history is None else self.history[active, span.first : end + 1]
         rows.write(active, *self.sampler(logits, uniforms, ages, history))
 
-    def _make_room(self) -> None:
-        shift, before = self.cache.make_room(self.longest), self.cache.columns
-        if shift:
-            self.rows.starts = [start - shift for start in self.rows.starts]
-            if self.history is not None:
-                self.history[:, : self.history.shape[1] - shift] = self.history[:, shift:].clone()
-        if shift or self._mask.shape[1] != before:
-            self._see_starts()
+    def _make_room(self, queue: PromptQueue) -> None:
+        span = self.cache.span
+        first, end, columns = span.first, span.end, self.cache.columns
+        slots = min(self.slots, len(self.rows) + queue.waiting)
+        shift = self.cache.make_room(slots, queue.longest) if end == columns else 0
+        if end < columns:
+            return
+        self.rows.starts = [start - shift for start in self.rows.starts]
+        if self.history is not None:
+            before, self.history = self.history, self._blank_history()
+            self.history[:, span.first : span.end] = before[:, first:end]
+        self._see_starts()
+
+    def _step_mask(self) -> Tensor:
+        """The mask of one new token per row, ready for every layer or (b, width) for transformers to build on."""
+        span, columns = self.cache.span, self.cache.columns
+        prepared = self.prepares_masks and (self.cache.window is None or self.cache.window >= columns)
+        span.whole = prepared and self.cache.tight
+        self._added[:, span.end] = 0
+        if not prepared:
+            return (self._added[:, span.first : span.end + 1] == 0).long()
+        if span.whole:
+            return self._added[:, None, None]
+        return self._added[:, None, None, span.first : span.end + 1].contiguous()
 
     def _ended(self) -> Tensor:
         """(b,) bool."""
@@ -234,4 +253,7 @@ class SlotDecoder:
         span, starts = self.cache.span, self.rows.starts
         span.first = min(starts, default=span.end)
         columns = torch.arange(self.cache.columns, device=self.device)
-        self._mask = (columns >= torch.tensor(starts, device=self.device).unsqueeze(1)).long()  # (b, columns)
+        hidden = columns < torch.tensor(starts, device=self.device).unsqueeze(1)
+        hidden |= columns >= span.end
+        added = torch.zeros(hidden.shape, dtype=self.cache.dtype, device=self.device)
+        self._added = added.masked_fill_(hidden, torch.finfo(added.dtype).min)  # (b, columns)

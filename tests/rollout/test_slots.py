@@ -1,0 +1,274 @@
+"""Continuous batching: what goes into a slot, and when, changes no response and no distribution."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from lightppo.data.records import Prompt
+from lightppo.rollout import cache as cache_module
+from lightppo.rollout.cache import SlotCache
+from lightppo.rollout.engine import SamplingParams
+from lightppo.rollout.hf import HFRolloutEngine
+from lightppo.rollout.prefill import cheapest_parts
+
+EOS_ID = 1
+SIZES = {
+    "vocab_size": 30,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "bos_token_id": None,
+    "eos_token_id": EOS_ID,
+    "pad_token_id": 0,
+    "initializer_range": 0.3,
+    "max_position_embeddings": 96,
+}
+BUILD = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=4)),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, num_key_value_heads=2)),
+    "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZES, num_key_value_heads=1, sliding_window=6)),
+    "gemma2": lambda: Gemma2ForCausalLM(
+        Gemma2Config(**SIZES, num_key_value_heads=2, head_dim=8, query_pre_attn_scalar=8, sliding_window=6)
+    ),
+    "gpt_neox": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**SIZES)),
+    "gpt2": lambda: GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=30, n_embd=32, n_layer=2, n_head=4, n_positions=96, bos_token_id=None, eos_token_id=EOS_ID,
+            initializer_range=0.3, tie_word_embeddings=False, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        )
+    ),
+}  # fmt: skip
+
+
+def build(name: str, attention: str = "sdpa"):
+    torch.manual_seed(0)
+    model = BUILD[name]().eval()
+    model.set_attn_implementation(attention)
+    return model
+
+
+@pytest.fixture
+def generate(tokenizer, actor_of):
+    def run(model, prompts, slots: int, on_finished=lambda rollouts: None, **sampling):
+        engine = HFRolloutEngine(actor_of(model), tokenizer, micro_rollout_batch_size=slots)
+        return engine.generate(prompts, SamplingParams(**sampling), on_finished), engine.last_stats
+
+    return run
+
+
+def by_key(rollouts):
+    return {(r.prompt.index, r.sample_index): r.response_ids for r in rollouts}
+
+
+def full_logits(model, ids: list[int]) -> torch.Tensor:
+    """By one forward without padding or cache, (S, V)."""
+    with torch.no_grad():
+        return model(torch.tensor([ids])).logits[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "attention"), [*((name, "sdpa") for name in BUILD), ("llama", "eager"), ("gemma2", "eager")]
+)
+class TestEveryKindOfModel:
+    def test_greedy_equals_generate_with_slots_filled_again(self, name, attention, generate, prompts):
+        model = build(name, attention)
+        rollouts, stats = generate(model, prompts, 3, max_new_tokens=40, temperature=0.0)
+        assert model.config._attn_implementation == attention
+        lengths = [len(r.response_ids) for r in rollouts]
+        assert stats["decode_steps"] < sum(lengths)
+        for rollout in rollouts:
+            ids = torch.tensor([rollout.prompt.token_ids])
+            expected = model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=40, do_sample=False, pad_token_id=0
+            )
+            assert rollout.response_ids == expected[0, ids.shape[1] :].tolist()
+
+    def test_samples_do_not_depend_on_slots_and_have_the_log_probs_of_a_full_forward(
+        self, name, attention, generate, prompts
+    ):
+        model = build(name, attention)
+        prompts, sampling = prompts[:6], {"max_new_tokens": 30, "n": 3, "seed": 4}
+        rollouts, _ = generate(model, prompts, 4, **sampling)
+        assert len({len(r.response_ids) for r in rollouts}) > 2  # rows come and go at different times
+        for slots in (1, 18):
+            assert by_key(generate(model, prompts[::-1], slots, **sampling)[0]) == by_key(rollouts)
+        for rollout in rollouts:
+            prompt, response = rollout.prompt.token_ids, rollout.response_ids
+            log_probs = full_logits(model, prompt + response)[len(prompt) - 1 : -1].log_softmax(-1)
+            expected = log_probs.gather(1, torch.tensor(response).unsqueeze(1)).squeeze(1)
+            torch.testing.assert_close(torch.tensor(rollout.log_probs), expected, atol=1e-4, rtol=0)
+
+
+def test_views_of_wide_buffers_as_on_a_gpu(generate, prompts, monkeypatch):
+    """The other layout: buffers grow by much and attention gets what is in use."""
+    model = build("qwen2")
+    sampling = {"max_new_tokens": 40, "n": 3, "seed": 4}
+    expected, _ = generate(model, prompts, 4, **sampling)
+    made = []
+    init = SlotCache.__init__
+
+    def loose(self, config, **options):
+        init(self, config, **{**options, "tight": False})
+        made.append(self)
+
+    monkeypatch.setattr(SlotCache, "__init__", loose)
+    monkeypatch.setattr(cache_module, "OTHER_COLUMNS", 4)
+    assert by_key(generate(model, prompts, 4, **sampling)[0]) == by_key(expected)
+    assert not made[0].span.whole
+
+
+def test_history_follows_its_row(generate, prompts):
+    """Penalties and bans look at the right ids, whatever row and column they have moved to."""
+    model = build("llama")
+    sampling = {"max_new_tokens": 40, "n": 2, "seed": 4, "repetition_penalty": 1.3, "bad_words": ("ab", "c")}
+    alone, _ = generate(model, prompts, 1, **sampling)
+    for slots in (3, 7):
+        assert by_key(generate(model, prompts, slots, **sampling)[0]) == by_key(alone)
+
+
+def test_minimum_length_and_stop_strings_per_row(generate, prompts):
+    model = build("llama")
+    sampling = {"max_new_tokens": 40, "n": 3, "min_new_tokens": 5, "stop": ("a", "7"), "seed": 2}
+    alone, _ = generate(model, prompts, 1, **sampling)
+    assert min(len(r.response_ids) for r in alone) == 6
+    rollouts, _ = generate(model, prompts, 4, **sampling)
+    assert by_key(rollouts) == by_key(alone)
+    assert [r.response_text for r in rollouts] == [r.response_text for r in alone]
+
+
+def test_first_token_temperature_acts_on_first_tokens_only(generate, prompts):
+    model = build("llama")
+    sampling = {"max_new_tokens": 20, "n": 4, "seed": 2}
+    plain, _ = generate(model, prompts, 5, **sampling)
+    heated, _ = generate(model, prompts, 5, **sampling, first_token_temperature=3.0)
+    same_first = [(p, h) for p, h in zip(plain, heated) if p.response_ids[0] == h.response_ids[0]]
+    assert 0 < len(same_first) < len(plain)
+    assert all(p.response_ids == h.response_ids for p, h in same_first)
+
+
+def chi_square(counts: torch.Tensor, expected: torch.Tensor) -> tuple[float, float]:
+    """Statistic and its 99.9 % bound (Wilson-Hilferty)."""
+    df = len(expected) - 1
+    bound = df * (1 - 2 / (9 * df) + 3.09 * math.sqrt(2 / (9 * df))) ** 3
+    return ((counts - expected) ** 2 / expected).sum().item(), bound
+
+
+def test_distribution_of_whole_responses_with_slots_filled_again(generate, tokenizer):
+    """Every response of up to three tokens over a vocabulary of 4, against its probability by the model."""
+    torch.manual_seed(1)
+    model = LlamaForCausalLM(LlamaConfig(**{**SIZES, "vocab_size": 4, "initializer_range": 0.1})).eval()
+    prompt, n = Prompt("x", [3, 2, 3, 0, 2]), 6000
+    rollouts, stats = generate(model, [prompt], 64, max_new_tokens=3, n=n, seed=9)
+    assert stats["decode_positions"] < 5 + 2 * n  # the prompt once; the last token of a response is not needed
+    probabilities = {}
+    for length in (1, 2, 3):
+        for response in itertools.product(range(4), repeat=length):
+            ended = response[-1] == EOS_ID or length == 3
+            if EOS_ID in response[:-1] or not ended:
+                continue
+            log_probs = full_logits(model, [*prompt.token_ids, *response])[4:-1].log_softmax(-1)
+            probabilities[response] = sum(log_probs[i, token].item() for i, token in enumerate(response))
+    responses = list(probabilities)
+    expected = n * torch.tensor([probabilities[r] for r in responses]).exp()
+    assert expected.sum().item() == pytest.approx(n, rel=1e-4)
+    assert expected.min() > 5
+    counts = torch.zeros(len(responses))
+    for rollout in rollouts:
+        counts[responses.index(tuple(rollout.response_ids))] += 1
+    statistic, bound = chi_square(counts, expected)
+    assert statistic < bound
+    uneven = expected * torch.linspace(0.9, 1.1, len(expected))
+    statistic, bound = chi_square(counts, uneven / uneven.sum() * n)
+    assert statistic > bound  # the test would see probabilities that are off by up to a tenth
+
+
+class TestWork:
+    """What goes through the model, counted."""
+
+    def watch(self, model) -> tuple[list[int], list[int]]:
+        """Positions of each forward over prompts, and of each over new tokens, as they come."""
+        prompts, steps = [], []
+
+        def hook(_, args, kwargs):
+            counted = steps if isinstance(kwargs["past_key_values"], SlotCache) else prompts
+            counted.append(kwargs["input_ids"].numel())
+
+        model.register_forward_pre_hook(hook, with_kwargs=True)
+        return prompts, steps
+
+    def test_little_more_than_the_real_tokens(self, generate, prompts):
+        model = build("llama")
+        in_prompts, in_steps = self.watch(model)
+        rollouts, stats = generate(model, prompts, 8, max_new_tokens=40, n=8)
+        # Each prompt once, and of each response all but the last token, which nothing is predicted from.
+        real = sum(len(p.token_ids) for p in prompts) + sum(len(r.response_ids) - 1 for r in rollouts)
+        assert stats["decode_positions"] == sum(in_prompts) + sum(in_steps)
+        assert stats["decode_steps"] == len(in_prompts) + len(in_steps)
+        assert real <= stats["decode_positions"] <= 1.1 * real
+
+    def test_slots_are_filled_while_prompts_wait(self, generate, prompts):
+        model = build("llama")
+        _, steps = self.watch(model)
+        rollouts, _ = generate(model, prompts, 8, max_new_tokens=40, n=8)
+        tail = 40  # no prompt waits any more in the last steps
+        assert all(rows == 8 for rows in steps[:-tail])
+        assert len(steps) <= sum(len(r.response_ids) for r in rollouts) / 8 + tail
+
+    def test_columns_stay_with_the_longest_row(self, generate, prompts, monkeypatch):
+        widths = []
+        make_room = SlotCache.make_room
+
+        def watched(self, slots, at_least):
+            widths.append(self.columns)
+            return make_room(self, slots, at_least)
+
+        monkeypatch.setattr(SlotCache, "make_room", watched)
+        rollouts, stats = generate(build("llama"), prompts, 4, max_new_tokens=40, n=8)
+        assert stats["decode_steps"] > 3 * max(widths)
+        longest = max(len(r.prompt.token_ids) + len(r.response_ids) for r in rollouts)
+        assert max(widths) <= longest + 2 * cache_module.CPU_COLUMNS
+
+
+def test_rollouts_are_reported_once_and_early(generate, prompts):
+    reported, left = [], []
+
+    def on_finished(rollouts):
+        reported.extend(rollouts)
+        left.append(40 - len(reported))
+
+    rollouts, _ = generate(build("llama"), prompts, 8, on_finished, max_new_tokens=30, n=4)
+    assert {id(r) for r in reported} == {id(r) for r in rollouts}
+    assert len(reported) == 40
+    assert left[0] > 30
+    assert left[-1] == 0
+
+
+@pytest.mark.parametrize(
+    ("lengths", "call_cost", "expected"),
+    [
+        ([9, 9, 9], 5, [(0, 3)]),
+        ([100, 99, 10, 9], 50, [(0, 2), (2, 4)]),
+        ([100, 99, 10, 9], 1000, [(0, 4)]),
+        ([64, 8], 50, [(0, 1), (1, 2)]),
+        ([], 5, []),
+    ],
+)
+def test_prompts_of_like_length_share_a_forward(lengths, call_cost, expected):
+    assert cheapest_parts(lengths, call_cost) == expected
