@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from lightppo.config.address import check_url, is_loopback
+from lightppo.config.address import check_url, is_loopback, shown_url
 from lightppo.config.engine_section import EngineConfig
 
 if TYPE_CHECKING:
@@ -104,6 +104,9 @@ def _servers(config: PPOConfig) -> list[str]:
             check_url(url, "--vllm_server_url", "--vllm_server_api_key_env")
         except ValueError as error:
             found.append(str(error))
+        else:
+            if "?" in url or "#" in url:
+                found.append(f"--vllm_server_url {shown_url(url)}: give http://HOST:PORT, with nothing behind ? or #")
     if found:
         return found
     addresses = [url.rstrip("/") for url in e.vllm_server_url]

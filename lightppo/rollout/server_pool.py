@@ -4,8 +4,8 @@ engine's matter."""
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import tenacity
@@ -85,12 +85,14 @@ class ServerPool:
         found = self._of_all(look)
         return [x for x in found if isinstance(x, str)], all(isinstance(x, dict) and x["sleep_mode"] for x in found)
 
-    def not_at(self, version: str | None, among: Iterable[int]) -> dict[int, tuple[str, bool]]:
+    def not_at(
+        self, version: str | None, among: Iterable[int], tries: int | None = None
+    ) -> dict[int, tuple[str, bool]]:
         """Servers that do not have the weights of that version: why, and whether they answered at all."""
         found = {}
         for i in among:
             try:
-                has = self.servers[i].describe(tries=1)["version"]
+                has = self.servers[i].describe(tries)["version"]
             except (ServerLostError, ServerRefusedError) as error:
                 found[i] = (str(error), False)
                 continue
@@ -132,5 +134,23 @@ class ServerPool:
 
     def _of_all(self, function: Callable[[VLLMServer], Any]) -> list[Any]:
         """``function`` of every server, at the same time."""
-        with ThreadPoolExecutor(len(self.servers), thread_name_prefix="vllm-server") as pool:
-            return list(pool.map(function, self.servers))
+        results: list[Any] = [None] * len(self.servers)
+        failures: list[BaseException] = []
+
+        def call(i: int) -> None:
+            try:
+                results[i] = function(self.servers[i])
+            except BaseException as error:
+                failures.append(error)
+
+        # daemons: a server that is waited for must not keep a process alive that was told to end
+        threads = [
+            threading.Thread(target=call, args=(i,), name="vllm-server", daemon=True) for i in range(len(self.servers))
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if failures:
+            raise failures[0]
+        return results

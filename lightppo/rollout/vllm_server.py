@@ -6,7 +6,8 @@ import logging
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -158,19 +159,21 @@ class VLLMServerRolloutEngine:
             while left:
                 costs = [len(requests[r][0].token_ids) + sampling.max_new_tokens for r in left]
                 answered: dict[int, list[int]] = {}
-                for server, i, completion in self._dispatch(lambda server, i: ask(server, left[i]), costs):  # noqa: B023
-                    r = left[i]
-                    prompt, sample_index = requests[r]
-                    ids, log_probs, reason = completion.token_ids, completion.log_probs, completion.finish_reason
-                    rollouts[r] = reader.rollout(prompt, sample_index, ids, log_probs, reason)
-                    on_finished([rollouts[r]])
-                    answered.setdefault(server, []).append(r)
-                    bar.update()
+                # closing: an error here must end the requests that are under way
+                with closing(self._dispatch(lambda server, i: ask(server, left[i]), costs)) as answers:  # noqa: B023
+                    for server, i, completion in answers:
+                        r = left[i]
+                        prompt, sample_index = requests[r]
+                        ids, log_probs, reason = completion.token_ids, completion.log_probs, completion.finish_reason
+                        rollouts[r] = reader.rollout(prompt, sample_index, ids, log_probs, reason)
+                        on_finished([rollouts[r]])
+                        answered.setdefault(server, []).append(r)
+                        bar.update()
                 left = [r for server in self._started_anew(answered) for r in answered[server]]
                 bar.update(-len(left))
         return rollouts
 
-    def _dispatch(self, ask: Callable[[int, int], Completion], costs: list[int]) -> Iterable[tuple[int, int, Any]]:
+    def _dispatch(self, ask: Callable[[int, int], Completion], costs: list[int]) -> Iterator[tuple[int, int, Any]]:
         """Answers as they come; servers that are lost on the way are noted.
 
         Raises:
@@ -198,7 +201,7 @@ class VLLMServerRolloutEngine:
     def _started_anew(self, servers: Iterable[int]) -> list[int]:
         """Which servers have other weights than those pushed last. One that died meanwhile answered with the right
         ones: starting again takes longer than that."""
-        found = self.pool.not_at(self.version, servers)
+        found = self.pool.not_at(self.version, servers, tries=1)
         odd = {i: reason for i, (reason, answered) in found.items() if answered}
         self.pool.lose(odd)
         return list(odd)

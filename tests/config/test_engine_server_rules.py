@@ -37,6 +37,10 @@ def test_servers_elsewhere_need_a_folder_that_both_see() -> None:
     [
         ({"vllm_server_url": ()}, "--rollout_engine vllm_server needs --vllm_server_url"),
         ({"vllm_server_url": ("127.0.0.1:8000",)}, "--vllm_server_url: '127.0.0.1:8000' is not an http(s) address"),
+        (
+            {"vllm_server_url": ("http://127.0.0.1:1/?key=x",)},
+            "http://127.0.0.1:1/?…: give http://HOST:PORT, with nothing",
+        ),
         ({"vllm_server_url": ("http://a:b@host",)}, "use --vllm_server_api_key_env instead"),
         ({"vllm_server_url": (LOCAL[0], LOCAL[0] + "/")}, "--vllm_server_url has http://127.0.0.1:8000 twice"),
         ({"vllm_server_sync_dir": "/x"}, "--vllm_server_sync_dir has no effect without --vllm_server_sync disk"),

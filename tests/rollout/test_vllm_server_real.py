@@ -1,0 +1,188 @@
+"""Real vLLM servers: under the launcher with ZeRO 3 on two ranks, beside the engine in process, in a whole run.
+
+Servers are started once for the whole file, also where it is shared out over several test processes.
+"""
+
+import importlib.util
+import json
+import os
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+from support.ranks import REPO, run_ranks
+from support.tiny import save_causal_lm, sums, write_jsonl
+from support.vllm_servers import KEY, KEY_VARIABLE, SHARED_MEMORY, Servers
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+]
+
+WORKER = Path(__file__).with_name("vllm_server_worker.py")
+# Heads of 32, the smallest that vLLM's attention takes on a CPU; 21 rows of the embedding are no tokens.
+SHAPE = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 64}
+TOKENS = 43
+REWARD = "def reward_func(queries, prompts, labels):\n    return [float(len(query)) for query in queries]\n"
+
+
+def see_everything(root: Path) -> dict:
+    """Three servers, three launches."""
+    for name, changes in {"untied": {}, "tied": {"tie_word_embeddings": True}}.items():
+        save_causal_lm(root / name, max_position_embeddings=256, **SHAPE, **changes)
+    models = [str(root / name) for name in ("untied", "untied", "tied")]
+    shared_memory = set(SHARED_MEMORY.glob("lightppo*"))
+    servers = Servers(models, root)
+    try:
+        servers.wait()
+        first, second, third = servers.urls
+        pids = [process.pid for process in servers.processes]
+        environment = {KEY_VARIABLE: KEY, "PYTHONPATH": os.pathsep.join([str(REPO), str(REPO / "tests")])}
+
+        def launch(task, model, urls, others, **options):
+            words = map(json.dumps, (urls, others, pids[:2]))
+            run_ranks(WORKER, root, task, model, *words, env=environment, timeout=300, **options)
+
+        seen = {"urls": servers.urls}
+        launch("one_server", "tied", [third], [], launcher="python", world_size=1)
+        seen["run"] = whole_run(root, third, environment)
+        launch("two_servers", "untied", [first, second], [third])
+        seen["two"] = [json.loads((root / f"two_servers-rank{rank}.json").read_text()) for rank in range(2)]
+        seen["one"] = json.loads((root / "one_server-rank0.json").read_text())
+        seen["exit_code"] = servers.terminate(2)
+        seen["leftovers"] = servers.leftovers()
+        seen["logs"] = "".join(log.read_text() for log in servers.logs)
+        seen["shared_memory"] = [path.name for path in set(SHARED_MEMORY.glob("lightppo*")) - shared_memory]
+        return seen
+    finally:
+        servers.close()
+
+
+def whole_run(root: Path, url: str, environment: dict[str, str]) -> dict:
+    """examples/train_ppo.py on two ranks."""
+    (root / "reward.py").write_text(REWARD)
+    options = {
+        "pretrain": root / "tied",
+        "prompt_data": write_jsonl(root / "prompts.jsonl", sums(8)),
+        "reward_fn": root / "reward.py",
+        "save_path": root / "run",
+        "ckpt_path": root / "ckpt",
+        "rollout_engine": "vllm_server",
+        "vllm_server_url": url,
+        "vllm_server_api_key_env": KEY_VARIABLE,
+        "advantage_estimator": "rloo",
+        "n_samples_per_prompt": 2,
+        "rollout_batch_size": 4,
+        "train_batch_size": 8,
+        "micro_train_batch_size": 2,
+        "prompt_max_len": 16,
+        "generate_max_len": 8,
+        "zero_stage": 3,
+        "actor_learning_rate": 1e-2,
+    }
+    words = [f"--{name}={value}" for name, value in options.items()]
+    result = run_ranks(REPO / "examples" / "train_ppo.py", *words, env=environment, timeout=300)
+    rows = [json.loads(line) for line in (root / "run" / "metrics.jsonl").read_text().splitlines()]
+    return {"output": result.output, "steps": [row for row in rows if "rollout/reward" in row]}
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory):
+    """What was seen; the first test process makes it, others wait for it."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return see_everything(tmp_path_factory.mktemp("vllm_server"))
+    shared = tmp_path_factory.getbasetemp().parent
+    with FileLock(str(shared / "vllm_server.lock"), timeout=900):
+        result = shared / "vllm_server.json"
+        if not result.exists():
+            result.write_text(json.dumps(see_everything(tmp_path_factory.mktemp("vllm_server"))))
+        return json.loads(result.read_text())
+
+
+@pytest.fixture(params=["untied, ZeRO 3, rank 0", "untied, ZeRO 3, rank 1", "tied"])
+def rank(request, seen):
+    return seen["one"] if request.param == "tied" else seen["two"][int(request.param[-1])]
+
+
+def test_greedy_tokens_are_those_of_the_trainer_before_and_after_pushes(rank):
+    first, second, third = rank["pushes"]
+    for pushed in (first, second, third):
+        assert pushed["server"] == pushed["hf"]
+    assert first["server"] != second["server"] != third["server"]
+
+
+@pytest.mark.parametrize("case", ["stop", "minimum", "penalty"])
+def test_greedy_tokens_with_options_are_those_of_the_trainer(seen, case):
+    assert seen["one"][case]["server"] == seen["one"][case]["hf"]
+    assert seen["one"][case]["server"] != seen["one"]["greedy"]
+
+
+def test_samples_are_those_of_the_engine_in_process(seen):
+    assert seen["one"]["sampled"] == seen["one"]["in_process"]
+
+
+def test_log_probs_are_those_of_the_trainer_at_its_temperature(seen):
+    for rank in seen["two"]:
+        assert rank["difference"] < 1e-4
+
+
+def test_samples_do_not_depend_on_order_and_servers(seen):
+    for rank in seen["two"]:
+        assert sorted(rank["reversed"]) == sorted(rank["sampled"])
+        assert rank["one_server"] == rank["sampled"]
+        assert max(max(ids) for _, _, ids, _, _ in rank["sampled"]) < TOKENS
+
+
+def test_weights_that_were_not_pushed_are_named(seen):
+    for rank in seen["two"]:
+        differing, unknown = rank["unpushed"]
+        assert "model.layers.1.self_attn.v_proj.weight" in differing
+        assert unknown == []
+        assert rank["pushed"] == [[], []]
+
+
+def test_a_wrong_key_is_an_error_on_every_rank(seen):
+    for rank in seen["two"]:
+        message, _ = rank["wrong_key"]
+        assert "HTTP 401" in message
+        assert "set --vllm_server_api_key_env to the environment variable that holds the server's key" in message
+        assert "barley" not in message
+    assert KEY not in seen["logs"]
+
+
+def test_another_model_is_an_error_on_every_rank(seen):
+    for rank in seen["two"]:
+        message, _ = rank["other_model"]
+        assert "which is not the model of --pretrain" in message
+        assert "tie_word_embeddings True for False" in message
+
+
+def test_a_server_killed_in_mid_rollout_changes_no_sample(seen):
+    for rank in seen["two"]:
+        assert rank["killed_one"] == rank["before"]
+        assert rank["after"] == rank["before"]
+        assert list(rank["lost"]) == ["0"]
+        assert seen["urls"][0] in rank["lost"]["0"]
+
+
+def test_without_any_server_every_rank_ends_with_an_error(seen):
+    for rank in seen["two"]:
+        message, seconds = rank["killed_both"]
+        assert "none of the 2 servers is left" in message
+        assert seen["urls"][0] in message
+        assert seen["urls"][1] in message
+        assert seconds < 60
+        assert "none of the 2 servers is left" in rank["then"][0]
+
+
+def test_a_whole_run(seen):
+    steps = seen["run"]["steps"]
+    assert len(steps) == 2
+    for step in steps:
+        assert step["rollout/logp_diff_max"] < 1e-4
+
+
+def test_nothing_is_left_behind(seen):
+    assert seen["exit_code"] == 0
+    assert seen["leftovers"] == []
+    assert seen["shared_memory"] == []

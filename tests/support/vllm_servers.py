@@ -1,0 +1,124 @@
+"""Real vLLM servers for tests, each in a session of its own; nothing of them outlives the tests."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import psutil
+import pytest
+import requests
+
+from support.ranks import REPO, free_port, kill_marked
+
+KEY_VARIABLE = "LIGHTPPO_TEST_KEY"
+KEY = "open-sesame"
+SHARED_MEMORY = Path("/dev/shm")
+
+
+class Servers:
+    """Servers started by examples/serve_vllm.py, all at the same time.
+
+    Args:
+        models: folder of each.
+        log_folder: for what they print.
+        max_model_len: most tokens of a sequence.
+    """
+
+    def __init__(self, models: list[str], log_folder: Path, max_model_len: int = 128) -> None:
+        self._marker = f"lightppo-test-{uuid.uuid4()}"
+        environment = os.environ | {
+            "LIGHTPPO_TEST_RUN": self._marker,
+            "CUDA_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            KEY_VARIABLE: KEY,
+        }
+        options = {"dtype": "float32", "kv-cache-memory-bytes": 32 << 20, "max-model-len": max_model_len}
+        options |= {"max-num-seqs": 32, "block-size": 32, "api_key_env": KEY_VARIABLE}
+        self.urls, self.logs = [], []
+        self.processes: list[subprocess.Popen] = []
+        for model in models:
+            port = free_port()
+            words = [f"--{name}={value}" for name, value in (options | {"model": model, "port": port}).items()]
+            self.logs.append(log_folder / f"server-{port}.log")
+            with self.logs[-1].open("w") as log:
+                self.processes.append(
+                    subprocess.Popen(
+                        [sys.executable, str(REPO / "examples" / "serve_vllm.py"), *words],
+                        env=environment,
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        start_new_session=True,
+                    )
+                )
+            self.urls.append(f"http://127.0.0.1:{port}")
+
+    def wait(self, seconds: float = 240) -> None:
+        """Until all are up."""
+        deadline = time.monotonic() + seconds
+        for url, process, log in zip(self.urls, self.processes, self.logs):
+            while True:
+                try:
+                    if requests.get(f"{url}/health", timeout=5).ok:
+                        break
+                except requests.RequestException:
+                    pass
+                if process.poll() is not None or time.monotonic() > deadline:
+                    pytest.fail(f"the vLLM server did not start:\n{log.read_text()[-6000:]}")
+                time.sleep(0.5)
+
+    def terminate(self, i: int, seconds: float = 60) -> int:
+        """Ends one as a user would; its exit code."""
+        self.processes[i].send_signal(signal.SIGTERM)
+        return self.processes[i].wait(seconds)
+
+    def leftovers(self) -> list[str]:
+        """Command lines of processes that servers have left."""
+        return [" ".join(process.cmdline()) for process in self._own()]
+
+    def close(self) -> None:
+        """Kills whatever is left, and removes its shared memory: what is killed cannot."""
+        held = {path for process in self._own() for path in shared_memory_of(process)}
+        kill_marked(self._marker)
+        for process in self.processes:
+            process.wait(30)
+        for path in held:
+            path.unlink(missing_ok=True)
+
+    def _own(self) -> list[psutil.Process]:
+        own = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get("LIGHTPPO_TEST_RUN") == self._marker and process.status() != "zombie":
+                    own.append(process)
+            except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+                continue
+        return own
+
+
+def shared_memory_of(process: psutil.Process) -> set[Path]:
+    """Files in shared memory that a process has mapped."""
+    try:
+        lines = [line.split() for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines()]
+    except OSError:  # it has ended
+        return set()
+    # By number: a semaphore is mapped under the name that it had before its own.
+    mapped = {int(words[4]) for words in lines if len(words) > 5 and words[5].startswith(f"{SHARED_MEMORY}/")}
+    return {path for path in SHARED_MEMORY.iterdir() if path.stat().st_ino in mapped}
+
+
+def kill_server(pid: int) -> None:
+    """SIGKILL for a server and all of its processes, as when its machine dies; their shared memory is removed."""
+    family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    held = {path for process in family for path in shared_memory_of(process)}
+    os.killpg(pid, signal.SIGKILL)
+    for path in held:
+        path.unlink(missing_ok=True)
