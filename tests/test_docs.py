@@ -34,6 +34,7 @@ OTHER_FLAGS = {
     "reward_running_norm_minus_mean",  # LightRFT
 }  # fmt: skip
 OWN_OTHER_FLAGS = {"write", "help"}  # python -m lightppo.config.reference --write
+VLLM_FLAGS = {"dtype", "enable_sleep_mode", "ssl_keyfile", "ssl_certfile"}  # of examples/serve_vllm.py, handed on
 
 
 @pytest.fixture(params=PAGES, ids=NAMES)
@@ -74,8 +75,8 @@ def known_flags() -> set[str]:
     sft = ast.parse((REPO / "examples" / "train_sft.py").read_text())
     config = next(node for node in sft.body if isinstance(node, ast.ClassDef) and node.name == "SFTConfig")
     names |= {node.target.id for node in config.body if isinstance(node, ast.AnnAssign)}
-    server = ast.parse((REPO / "examples" / "serve_reward_model.py").read_text())
-    calls = [node for node in ast.walk(server) if isinstance(node, ast.Call)]
+    servers = [ast.parse((REPO / "examples" / f"serve_{kind}.py").read_text()) for kind in ("reward_model", "vllm")]
+    calls = [node for server in servers for node in ast.walk(server) if isinstance(node, ast.Call)]
     added = [call.args[0].value for call in calls if getattr(call.func, "attr", None) == "add_argument"]
     names |= {flag.removeprefix("--") for flag in added}
     quickstart = ast.parse((REPO / "examples" / "quickstart" / "run.py").read_text())
@@ -86,7 +87,9 @@ def known_flags() -> set[str]:
 
 def test_flags_exist(page):
     named = set(re.findall(r"(?<![\w-])--([a-z]\w*)", page.read_text(encoding="utf-8")))
-    others = OTHER_FLAGS if page.name in ("README.md", "migrating.md", "troubleshooting.md") else set()
+    pages = ("README.md", "migrating.md", "troubleshooting.md", "rollouts.md")
+    others = OTHER_FLAGS if page.name in pages else set()
+    others |= VLLM_FLAGS if page.name == "rollouts.md" else set()
     assert named - known_flags() - OWN_OTHER_FLAGS - others == set()
 
 
