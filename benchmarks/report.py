@@ -106,7 +106,41 @@ def memory_block(data: dict[str, Any]) -> str:
     return f"{data['date']}.\n\n" + table(["parameters of a model", *(f"ZeRO {stage}" for stage in stages)], rows)
 
 
-BLOCKS = {"compare": compare_block, "scaling": scaling_block, "memory": memory_block}
+def rollout_engines_block(data: dict[str, Any]) -> str:
+    """Tokens per second of each engine, seconds of a push, and its share of a step."""
+    batches = [key for key in next(iter(data["engines"].values())) if key.isdigit()]
+    speed = [[engine, *(f"{row[batch]:,.0f}" for batch in batches)] for engine, row in data["engines"].items()]
+    push = [
+        [engine, *(f"{models[name]['push_seconds']:.3f} s" for name in models)]
+        for engine, models in data["push"].items()
+    ]
+    step = []
+    for engine, row in data["step"].items():
+        seconds = [row[f"{part}_seconds"] for part in ("step", "rollout", "push")]
+        step.append([engine, *(f"{value:.2f} s" for value in seconds), f"{seconds[2] / seconds[0]:.1%}"])
+    models = next(iter(data["push"].values()), {})
+    sizes = [f"{row['parameters'] / 1e6:.1f}M parameters" for row in models.values()]
+    blocks = [
+        machine_line(data["machine"], data["date"])
+        + _load_line([data["load"]], data["machine"]["cores"])
+        + f" Median of {data['rounds']}.",
+        "Response tokens per second:",
+        table(["engine", *(f"{batch} responses" for batch in batches)], speed),
+    ]
+    if push:
+        blocks += ["A push of weights:", table(["engine", *sizes], push)]
+    if step:
+        head = ["engine", "step", "rollouts", "push", "push / step"]
+        blocks += ["Steps of W1 (64 prompts, up to 128 tokens):", table(head, step)]
+    return "\n\n".join(blocks)
+
+
+BLOCKS = {
+    "compare": compare_block,
+    "scaling": scaling_block,
+    "memory": memory_block,
+    "rollout_engines": rollout_engines_block,
+}
 
 
 def replace_block(page: str, name: str, text: str) -> str:
