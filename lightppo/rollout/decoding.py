@@ -173,6 +173,7 @@ class BatchDecoder:
         self.sampler = sampler
         self.stop = stop
         self.slots = slots
+        self.device = device
         self.steps = 0
         self.positions = 0
 

@@ -49,7 +49,8 @@ def generation_mode(model: nn.Module) -> Iterator[None]:
 class HFRolloutEngine:
     """A :class:`~lightppo.rollout.engine.RolloutEngine` that decodes with ``actor.model`` itself.
 
-    Prompts are sorted by length and decoded in micro batches; finished rows leave the batch. The random numbers of a
+    Requests take ``micro_rollout_batch_size`` slots, the longest prompts first; when a response ends, the next request
+    takes its slot. A prompt goes through the model once for all its samples. The random numbers of a
     response follow from (``sampling.seed``, ``prompt.index``, sample number) alone, so in float32 a response depends
     neither on the micro batch size nor on the other prompts, their order or the number of ranks. Where one call holds
     the same ``prompt.index`` k times, these prompts get the sample numbers 0 … k·n-1: no two responses share random
@@ -69,7 +70,8 @@ class HFRolloutEngine:
 
     Attributes:
         last_stats: of the last ``generate``: ``generated_tokens``, ``prompt_tokens`` (once per sample),
-            ``decode_steps`` (forward passes), ``seconds``.
+            ``decode_steps`` (forward passes), ``decode_positions`` (computed in these; beside padding, the tokens of
+            each different prompt and all but the last of each response), ``seconds``.
     """
 
     heats_first_token = True  # takes SamplingParams.first_token_temperature
@@ -113,7 +115,7 @@ class HFRolloutEngine:
         Args:
             prompts: of this rank.
             sampling: how to sample.
-            on_finished: gets the rollouts of each micro batch when it is done, while others are still to come.
+            on_finished: gets rollouts that have ended, some at a time, while others are still to come; each once.
 
         Raises:
             ValueError: an empty prompt, one that with ``max_new_tokens`` exceeds the model's positions, or a stop id
@@ -131,29 +133,20 @@ class HFRolloutEngine:
         order = sorted(range(len(requests)), key=lambda r: -len(requests[r][0].token_ids))
         rollouts: list[Rollout | None] = [None] * len(requests)
         with self.gather_parameters(), generation_mode(self.model), self._progress_bar(len(order)) as advance:
-            device = next(self.model.parameters()).device  # inside: offloaded parameters are on the device here
-            decoder = (SlotDecoder if can_use_slots(forward.config) else BatchDecoder)(
-                forward,
-                sampler,
-                stop.to(device),
-                slots=self.micro_rollout_batch_size,
-                max_new_tokens=sampling.max_new_tokens,
-                device=device,
-            )
+            decoder = self._decoder(forward, sampler, stop, sampling)
             finished: list[Rollout] = []
             for numbers, decoded in decoder.run(
                 [requests[r][0].token_ids for r in order],
-                lambda numbers: uniform_table([streams[order[i]] for i in numbers], sampling, device),
+                lambda numbers: uniform_table([streams[order[i]] for i in numbers], sampling, decoder.device),
             ):
-                batch = [order[i] for i in numbers]
-                ended = self._to_rollouts([requests[r] for r in batch], decoded, stop)
-                for r, rollout in zip(batch, ended):
-                    rollouts[r] = rollout
+                ended = self._to_rollouts([requests[order[i]] for i in numbers], decoded, stop)
+                for i, rollout in zip(numbers, ended):
+                    rollouts[order[i]] = rollout
                 finished += ended
                 if len(finished) >= REPORT_SHARE * self.micro_rollout_batch_size:
                     on_finished(finished)
                     finished = []
-                advance(len(batch))
+                advance(len(ended))
             if finished:
                 on_finished(finished)
         self.last_stats = {
@@ -177,6 +170,19 @@ class HFRolloutEngine:
 
     def close(self) -> None:
         """Nothing to end."""
+
+    def _decoder(
+        self, forward: CachedForward, sampler: TokenSampler, stop: StopCriteria, sampling: SamplingParams
+    ) -> SlotDecoder | BatchDecoder:
+        device = next(self.model.parameters()).device  # inside gather_parameters: offloaded ones are on it then
+        return (SlotDecoder if can_use_slots(forward.config) else BatchDecoder)(
+            forward,
+            sampler,
+            stop.to(device),
+            slots=self.micro_rollout_batch_size,
+            max_new_tokens=sampling.max_new_tokens,
+            device=device,
+        )
 
     def _criteria(self, sampling: SamplingParams, vocab_size: int) -> tuple[StopCriteria, TokenSampler]:
         eos_ids = end_of_text_ids(self.tokenizer, getattr(self.model, "generation_config", None))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -58,44 +57,43 @@ class PromptQueue:
         for number, ids in enumerate(requests):
             same.setdefault(tuple(ids), []).append(number)
         self._groups = deque((list(ids), numbers) for ids, numbers in same.items())
-        self._prefilled: deque[Prefilled] = deque()
+        self._parts: deque[list[tuple[list[int], list[int]]]] = deque()  # each for one forward
+        self._block: Prefilled | None = None
         self.waiting = len(requests)
         self.forwards = 0
         self.positions = 0
 
     @property
     def at_hand(self) -> bool:
-        """Whether a request waits whose prompt has been through the model."""
-        return bool(self._prefilled)
+        """Whether a request waits whose prompt has been through the model, or was to go with others that have."""
+        return self._block is not None or bool(self._parts)
 
     @property
     def longest(self) -> int:
         """Tokens of the longest prompt that waits; 0 where none does."""
-        at_hand = (len(block.prompts[row]) for block in self._prefilled for row, _ in block.waiting)
-        return max((*at_hand, *(len(ids) for ids, _ in self._groups)), default=0)
+        block = [] if self._block is None else [len(self._block.prompts[row]) for row, _ in self._block.waiting]
+        groups = (len(ids) for part in (*self._parts, self._groups) for ids, _ in part)
+        return max((*block, *groups), default=0)
 
-    def take(self, count: int) -> Iterator[tuple[Prefilled, list[int], list[int]]]:
-        """The next requests, at most ``count``: with their prompts, as rows of it, and their numbers."""
-        if not self._prefilled:
-            self._prefill(count)
-        while count and self._prefilled:
-            block = self._prefilled[0]
-            taken = [block.waiting.popleft() for _ in range(min(count, len(block.waiting)))]
-            count -= len(taken)
-            self.waiting -= len(taken)
-            if not block.waiting:
-                self._prefilled.popleft()
-            rows, numbers = map(list, zip(*taken))
-            yield block, rows, numbers
+    def take(self, count: int) -> tuple[Prefilled, list[int], list[int]]:
+        """The next requests, at least one and at most ``count``: with their prompts, as rows of it, and their
+        numbers."""
+        if not self.at_hand:
+            self._divide(count)
+        block = self._block or self._through_the_model(self._parts.popleft())
+        rows, numbers = map(list, zip(*(block.waiting.popleft() for _ in range(min(count, len(block.waiting))))))
+        self._block = block if block.waiting else None
+        self.waiting -= len(rows)
+        return block, rows, numbers
 
-    def _prefill(self, count: int) -> None:
-        """Sends the prompts of the next ``count`` requests through the model."""
+    def _divide(self, count: int) -> None:
+        """Makes parts of the prompts of the next ``count`` requests."""
         groups: list[tuple[list[int], list[int]]] = []
         while self._groups and count > 0 and len(groups) < self._max_prompts:
             groups.append(self._groups.popleft())
             count -= len(groups[-1][1])
-        for first, end in cheapest_parts([len(ids) for ids, _ in groups], self._call_cost):
-            self._prefilled.append(self._through_the_model(groups[first:end]))
+        parts = cheapest_parts([len(ids) for ids, _ in groups], self._call_cost)
+        self._parts.extend(groups[first:end] for first, end in parts)
 
     def _through_the_model(self, groups: list[tuple[list[int], list[int]]]) -> Prefilled:
         prompts = [ids for ids, _ in groups]

@@ -132,8 +132,7 @@ class SlotDecoder:
         queue = self._start(prompts)
         while True:
             if self._refills(queue):
-                for block, rows, numbers in queue.take(self.slots - len(self.rows)):
-                    self._admit(block, rows, numbers, uniforms(numbers))
+                self._admit(*queue.take(self.slots - len(self.rows)), uniforms)
             elif not len(self.rows):
                 break
             else:
@@ -167,9 +166,11 @@ class SlotDecoder:
             return free > 0
         return queue.waiting > 0 and free >= min(max(1, REFILL_SHARE * self.slots), queue.waiting, self.slots)
 
-    def _admit(self, block: Prefilled, rows: list[int], numbers: list[int], uniforms: Tensor) -> None:
+    def _admit(
+        self, block: Prefilled, rows: list[int], numbers: list[int], uniforms_of: Callable[[list[int]], Tensor]
+    ) -> None:
         """Gives requests a slot and their first token."""
-        span = self.cache.span
+        uniforms, span = uniforms_of(numbers), self.cache.span
         new = slice(len(self.rows), len(self.rows) + len(rows))
         prompts = [block.prompts[row] for row in rows]
         lengths = [len(prompt) for prompt in prompts]
