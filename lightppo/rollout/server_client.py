@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 _PASSING_STATUS = (408, 425, 429)  # client errors that say "later"
 _LONGEST_WAIT = 30.0  # seconds between tries
+_QUIET_SECONDS = 5.0  # between two warnings of failed tries of one server
 _CONNECT_SECONDS = 10.0
 _QUICK_SECONDS = 30.0  # for what needs no computing
 _READ_BYTES = 1 << 16
@@ -89,6 +91,7 @@ class VLLMServer:
         self._auth = _Bearer(key)
         self._secrets = secret_texts([url], key)
         self._sleep = sleep
+        self._warned_at = -math.inf
         self._local = threading.local()
 
     # -- what a server is asked ------------------------------------------------------------------------------------
@@ -194,7 +197,11 @@ class VLLMServer:
         def log_retry(state: tenacity.RetryCallState) -> None:
             reason = state.outcome.exception() if state.outcome else None
             wait = state.next_action.sleep if state.next_action else 0.0
-            logger.warning("%s; next try in %.0f s", reason, wait)
+            now = time.monotonic()
+            # One line for the hundreds of requests that fail together.
+            level = logging.WARNING if now - self._warned_at > _QUIET_SECONDS else logging.DEBUG
+            self._warned_at = now if level == logging.WARNING else self._warned_at
+            logger.log(level, "%s; next try in %.0f s", reason, wait)
 
         retrying = tenacity.Retrying(
             stop=tenacity.stop_after_attempt(tries or self.retries + 1),

@@ -5,14 +5,19 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 from torch import Tensor
 
 from lightppo.rollout.engine import RolloutError
 
 SHARED_MEMORY = Path("/dev/shm")
+_PREFIX = "lightppo-weights-"
+_STALE_SECONDS = 3600.0  # longer than any push; a process that we cannot see may be at it
 FILE_BYTES = 1 << 30
 """Weights of one file; so much is held in memory beside what is written."""
 
@@ -33,12 +38,13 @@ def new_folder(where: str, shared_folder: str | None, needed_bytes: int) -> Path
     if where == "disk" or (where == "auto" and not in_memory):
         root = Path(shared_folder or tempfile.gettempdir())
     try:
+        _remove_stale(root)
         if _free(root) <= needed_bytes:
             raise RolloutError(
                 f"--vllm_server_sync {where}: the weights need {needed_bytes / 1e9:.1f} GB, {root} has "
                 f"{_free(root) / 1e9:.1f} GB free: make room, or set --vllm_server_sync disk and --vllm_server_sync_dir"
             )
-        return Path(tempfile.mkdtemp(prefix=f"lightppo-weights-{os.getpid()}-", dir=root))
+        return Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=root))
     except OSError as error:
         raise RolloutError(f"--vllm_server_sync {where}: {root} cannot be written: {error.strerror}") from error
 
@@ -88,6 +94,16 @@ def remove_folder(folder: Path | None) -> None:
     """Removes what :func:`new_folder` made."""
     if folder is not None:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_stale(root: Path) -> None:
+    """Removes what runs left that were killed in a push: it may be gigabytes of memory."""
+    for folder in root.glob(f"{_PREFIX}*"):
+        pid = folder.name.removeprefix(_PREFIX).partition("-")[0]
+        with suppress(OSError):  # gone meanwhile, or another user's
+            old = time.time() - folder.stat().st_mtime > _STALE_SECONDS
+            if old and pid.isdigit() and not psutil.pid_exists(int(pid)):
+                shutil.rmtree(folder)
 
 
 def _free(folder: Path) -> int:

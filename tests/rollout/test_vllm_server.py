@@ -2,6 +2,8 @@
 
 import json
 import logging
+import os
+import subprocess
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -284,6 +286,19 @@ class TestWeights:
         with pytest.raises(RolloutError, match=f"vLLM server {fakes[0].url}: /collective_rpc: HTTP 500"):
             build()  # the first push must reach all servers
         assert list(tmp_path.iterdir()) == []
+
+    def test_what_a_killed_run_left_is_removed(self, build, tmp_path):
+        ended = subprocess.Popen(["true"])
+        ended.wait()
+        folders = {name: tmp_path / f"lightppo-weights-{pid}-{name}"
+                   for name, pid in {"old": ended.pid, "new": ended.pid, "running": os.getpid()}.items()}  # fmt: skip
+        for folder in folders.values():
+            folder.mkdir()
+            (folder / "weights-00000.safetensors").write_bytes(b"x")
+        for name in ("old", "running"):
+            os.utime(folders[name], (0, 0))
+        build()
+        assert sorted(tmp_path.iterdir()) == sorted([folders["new"], folders["running"]])
 
     def test_weights_that_the_server_cannot_take(self, build, fakes):
         answer = json.dumps({"results": [{"error": "AssertionError: shape"}]}).encode()
