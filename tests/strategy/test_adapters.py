@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from support.tiny import save_tokenizer
 
-def test_adapters_on_two_ranks(run_checks):
-    """Training, exports and a critic; then a checkpoint by one launch, and going on from it by another."""
-    checks = ("check_adapters_train_as_in_plain_peft", "check_export", "check_critic", "check_write")
-    run_checks("adapters.py", *checks, timeout=400)
+
+def test_adapters_on_two_ranks(run_checks, tmp_path):
+    """Training, exports, a critic, rollouts; then a checkpoint by one launch, and going on from it by another."""
+    save_tokenizer(tmp_path / "tokenizer")
+    checks = ("check_adapters_train_as_in_plain_peft", "check_export", "check_critic", "check_rollouts", "check_write")
+    run_checks("adapters.py", *checks, timeout=500)
     run_checks("adapters.py", "check_resume", timeout=200)
 
 

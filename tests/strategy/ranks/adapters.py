@@ -10,12 +10,15 @@ import pytest
 import torch
 from common import EPS, LR, MAX_NORM, VOCAB, causal_lm, halving, make_strategy, run, sequence_classifier
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+from lightppo.data.records import Prompt
 from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic
 from lightppo.models.lora import AdaptersOff, LoraOptions, add_adapters
+from lightppo.rollout.engine import SamplingParams
+from lightppo.rollout.hf import HFRolloutEngine
 from lightppo.rollout.weight_sync import full_weights
 from lightppo.strategy.checkpoint import CheckpointError
 from lightppo.strategy.deepspeed import DeepspeedStrategy
@@ -317,5 +320,27 @@ def check_critic(strategy: DeepspeedStrategy, work_dir: Path) -> None:
         role.barrier()
 
 
+def check_rollouts(strategy: DeepspeedStrategy, work_dir: Path) -> None:
+    """Hugging Face rollouts of a sharded actor: its adapters are on, also after a reference forward and a step."""
+    path = saved_model(work_dir, strategy)
+    tokenizer = AutoTokenizer.from_pretrained(work_dir / "tokenizer")  # made by the test
+    prompts = [Prompt(text, tokenizer.encode(text), index=i) for i, text in enumerate(("1+2=", "abc", "7", "x=33"))]
+    sampling = SamplingParams(max_new_tokens=6, n=2, seed=5)
+    mine = prompts[: 3 if strategy.is_rank_0() else 1]
+    for stage in (0, 3):
+        role = make_strategy(zero_stage=stage)
+        actor, optimizer, scheduler = lora_actor(role, path)
+        engine = HFRolloutEngine(actor, tokenizer, gather_parameters=lambda: role.gathered_parameters(actor))  # noqa: B023
+        seen = []
+        for step in (0, 1):
+            seen.append([r.response_ids for r in engine.generate(mine, sampling)])
+            plain = causal_lm(tied=False)
+            plain.load_state_dict(dict(full_weights(actor)))
+            alone = HFRolloutEngine(Actor(plain), tokenizer)
+            assert seen[-1] == [r.response_ids for r in alone.generate(mine, sampling)], (stage, step)
+            train_step(role, actor, optimizer, scheduler, step)
+        assert seen[0] != seen[1], stage
+
+
 if __name__ == "__main__":
-    run([check_adapters_train_as_in_plain_peft, check_write, check_resume, check_export, check_critic])
+    run([check_adapters_train_as_in_plain_peft, check_write, check_resume, check_export, check_critic, check_rollouts])
