@@ -117,6 +117,17 @@ def _servers(config: PPOConfig) -> list[str]:
             f"--vllm_server_url {remote[0]} is on another machine: set --vllm_server_sync disk and "
             "--vllm_server_sync_dir to a folder that both see under the same path"
         )
+    collective = 60 * config.strategy.dist_timeout
+    waits = {
+        "vllm_server_timeout": 2 * e.vllm_server_timeout + 60,
+        "vllm_server_start_timeout": e.vllm_server_start_timeout,
+    }
+    found += [
+        f"--{flag} {getattr(e, flag):g}: the other ranks wait for the one that asks servers, up to {wait:g} s, but no "
+        f"longer than --dist_timeout {config.strategy.dist_timeout:g} minutes: lower it, or raise --dist_timeout"
+        for flag, wait in waits.items()
+        if wait >= collective
+    ]
     if e.vllm_server_sync_dir is not None and e.vllm_server_sync != "disk":
         found.append("--vllm_server_sync_dir has no effect without --vllm_server_sync disk: leave it out")
     if not e.free_cache_engine and e.sleep_level != _DEFAULTS.sleep_level:

@@ -30,12 +30,17 @@ _QUICK_SECONDS = 30.0  # for what needs no computing
 _READ_BYTES = 1 << 16
 _SHOWN_BYTES = 4096
 _MOST_BYTES = 1 << 28  # of an answer
+_TIME_OUTS = (requests.Timeout, urllib3.exceptions.TimeoutError, TimeoutError)
 _START = "start it by examples/serve_vllm.py"
 _DESCRIBED = {"protocol", "version", "model", "dtype", "max_model_len", "sleep_mode", "architecture"}
 
 
 class UnreachableError(ServerLostError):
     """No connection: the server may still be starting."""
+
+
+class SlowServerError(ServerLostError):
+    """No answer within the limit: too long a wait to begin it again."""
 
 
 class ServerRefusedError(Exception):
@@ -60,8 +65,8 @@ class Completion:
 class VLLMServer:
     """Asks one server. Threads may share it.
 
-    Failures that may pass (no connection, a time-out, HTTP 5xx, an answer that is none) are tried again with waits of
-    1, 2, 4, … up to 30 seconds between; after the last try the server is lost.
+    Failures that may pass (no connection, HTTP 5xx, an answer that is none) are tried again with waits of 1, 2, 4, … up
+    to 30 seconds between; after the last try the server is lost, and so it is at the first time-out.
 
     Args:
         url: its address, ``http://HOST:PORT``.
@@ -206,7 +211,9 @@ class VLLMServer:
         retrying = tenacity.Retrying(
             stop=tenacity.stop_after_attempt(tries or self.retries + 1),
             wait=tenacity.wait_exponential(multiplier=1, max=_LONGEST_WAIT),
-            retry=tenacity.retry_if_exception_type(ServerLostError),
+            retry=tenacity.retry_if_exception(
+                lambda error: isinstance(error, ServerLostError) and not isinstance(error, SlowServerError)
+            ),
             sleep=self._sleep,
             before_sleep=log_retry,
             reraise=True,
@@ -226,6 +233,7 @@ class VLLMServer:
             failure = f"HTTP {status}: {text}"
         except (requests.RequestException, urllib3.exceptions.HTTPError, TimeoutError) as error:
             failure = f"{type(error).__name__}: {cleaned(str(error), self._secrets)}"
+            kind = SlowServerError if isinstance(error, _TIME_OUTS) else kind
             kind = UnreachableError if isinstance(error, requests.ConnectionError) else kind
         except _NoAnswerError as error:
             failure = cleaned(str(error), self._secrets)

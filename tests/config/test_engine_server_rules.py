@@ -48,6 +48,14 @@ def test_servers_elsewhere_need_a_folder_that_both_see() -> None:
         ({"max_num_seqs": 8}, "--max_num_seqs has no effect with --rollout_engine vllm_server"),
         ({"sleep_level": 1, "free_cache_engine": False}, "--sleep_level has no effect with --no_free_cache_engine"),
         ({"vllm_server_timeout": 0.0}, "--vllm_server_timeout 0.0 is out of range"),
+        (
+            {"vllm_server_timeout": 900.0},
+            "--vllm_server_timeout 900: the other ranks wait for the one that asks servers",
+        ),
+        (
+            {"vllm_server_start_timeout": 180.0, "dist_timeout": 2.0, "vllm_server_timeout": 20.0},
+            "raise --dist_timeout",
+        ),
         ({"rollout_engine": "hf"}, "--vllm_server_url has no effect with --rollout_engine hf: it is for vllm_server"),
         (
             {"rollout_engine": "vllm", "vllm_server_url": (), "vllm_server_concurrency": 3},

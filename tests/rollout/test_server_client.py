@@ -152,8 +152,9 @@ def test_a_silent_server_is_left_at_the_limit(fake):
     never = threading.Event()
     fake.replies["/v1/completions"] = lambda body, n: (never.wait(60), None)[1]
     with pytest.raises(ServerLostError, match="timed out"):
-        client(fake, timeout=0.3).complete(ASKED, [4], 30)
+        client(fake, timeout=0.3, retries=3).complete(ASKED, [4], 30)
     never.set()
+    assert len(fake.requests) == 1  # the wait was long enough
 
 
 def test_a_dripping_server_is_left_at_the_limit(fake):
