@@ -11,7 +11,7 @@ import torch
 from lightppo.config import PPOConfig
 from lightppo.data.records import Rollout
 from lightppo.experience.experience import Experience
-from lightppo.rollout.engine import RolloutEngine
+from lightppo.rollout.engine import RolloutEngine, RolloutError
 
 logger = logging.getLogger(__name__)
 
@@ -19,7 +19,7 @@ CHECKED_ROWS = 8
 NAMED_WEIGHTS = 5
 
 
-class RolloutMismatchError(RuntimeError):
+class RolloutMismatchError(RolloutError):
     """The engine samples from other weights than the actor's."""
 
 

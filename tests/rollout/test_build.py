@@ -1,0 +1,30 @@
+"""``--rollout_engine``: the table of engines."""
+
+import importlib.util
+from types import SimpleNamespace
+from typing import get_args
+
+import pytest
+
+from lightppo.config import ConfigError, PPOConfig
+from lightppo.config.engine_section import EngineConfig
+from lightppo.config.values import kind_of
+from lightppo.rollout.build import ENGINES, build_rollout_engine
+from lightppo.rollout.hf import HFRolloutEngine
+
+
+def test_every_value_of_the_option_has_an_entry():
+    assert set(get_args(kind_of(EngineConfig.__dataclass_fields__["rollout_engine"]))) == set(ENGINES)
+
+
+def test_hf(llama, tokenizer, actor_of):
+    strategy = SimpleNamespace(is_rank_0=lambda: False)
+    engine = build_rollout_engine(PPOConfig(), strategy, actor_of(llama), tokenizer)
+    assert isinstance(engine, HFRolloutEngine)
+
+
+def test_vllm_is_asked_for_before_anything_is_done(monkeypatch, llama, tokenizer, actor_of):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    config = PPOConfig.from_flat(rollout_engine="vllm")
+    with pytest.raises(ConfigError, match=r"which is not installed; on this machine with"):
+        build_rollout_engine(config, None, actor_of(llama), tokenizer)
