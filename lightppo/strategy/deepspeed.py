@@ -143,10 +143,10 @@ class DeepspeedStrategy(DistributedStrategy):
         matrices = [p for p in params if len(zero3.full_shape(p)) > 1]
         vectors = [p for p in params if len(zero3.full_shape(p)) <= 1]
         groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-        # Fused: one pass over the flat shards and no temporaries. Needs no compiling, unlike FusedAdam and CPUAdam.
-        fused = launch.on_cuda() or self.adam_offload
+        # Fused: one pass over the flat shards and no temporaries, four times as fast on a CPU too. Needs no compiling,
+        # unlike FusedAdam and CPUAdam.
         groups = [group for group in groups if group["params"]]
-        return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=fused)
+        return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
 
     def prepare(self, *models_or_tuples: Any, is_rlhf: bool = False) -> Any:
         """Puts models into engines. Collective.
