@@ -291,6 +291,11 @@ def _advice(status: int, route: str, text: str) -> str:
     advice = ""
     if status in (401, 403):
         advice = "; set --vllm_server_api_key_env to the environment variable that holds the server's key"
+    if "not JSON compliant" in text:  # how vLLM answers when a log prob is NaN
+        advice = (
+            "; no token can be drawn: the model's logits are NaN or infinite (have its weights diverged?), or "
+            "bad_words and min_new_tokens ban every id"
+        )
     if status == 404:
         what = "this is no vLLM server" if route == "/v1/completions" else "it has no routes for weights"
         advice = f"; {what}: {_START}"

@@ -79,6 +79,13 @@ def test_what_no_retry_mends_says_what_to_do(fake, status, route, advice):
     assert len(fake.requests) == 1
 
 
+def test_what_vllm_says_of_log_probs_that_are_no_numbers(fake):
+    error = {"error": {"message": "Out of range float values are not JSON compliant"}}
+    fake.replies["/v1/completions"] = says(error, 400)
+    with pytest.raises(ServerRefusedError, match=r"no token can be drawn: .*have its weights diverged"):
+        client(fake).complete(ASKED, [4], 30)
+
+
 def test_redirects_are_not_followed(fake):
     fake.replies["/v1/completions"] = says(b"", 307)
     with pytest.raises(ServerRefusedError, match="HTTP 307: redirects are not followed, give its own address"):

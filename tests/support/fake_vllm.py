@@ -71,6 +71,7 @@ class FakeVLLM:
 
         self._http = ThreadingHTTPServer(("127.0.0.1", port), Handler)
         self._http.daemon_threads = True
+        self._http.handle_error = lambda *args: None  # a client that left
         self._http.block_on_close = False  # a test's handler may be waiting for ever
         self.port = self._http.server_port
         self.url = f"http://127.0.0.1:{self.port}"
