@@ -58,7 +58,8 @@ class EngineConfig:
     max_num_seqs: int = option(256, "vllm: sequences decoded at once.", unit="sequences", ge=1, resume_safe=True)
     max_num_batched_tokens: int | None = option(
         None,
-        "vllm: most tokens of one forward pass; longer prompts come in pieces. None: vLLM's choice.",
+        "vllm: most tokens of one forward pass; on a GPU longer prompts come in pieces. None: vLLM's choice; on a CPU "
+        "4096, or the longest sequence if that is more.",
         unit="tokens",
         ge=1,
         resume_safe=True,

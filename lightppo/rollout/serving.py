@@ -44,6 +44,8 @@ def server_command(model: str, host: str, port: int, engine_options: Sequence[st
     if not _has_gpu():
         # Without a size vLLM takes what is free, or refuses to start; nothing is compiled on a CPU.
         defaults |= {"--kv-cache-memory-bytes": str(_CPU_KV_CACHE_BYTES), "--enforce-eager": ""}
+        # Prompts in pieces and seeds together end a server on a CPU: see vllm_options.cpu_arguments.
+        defaults |= {"--no-enable-chunked-prefill": ""}
     given = {text.split("=")[0].replace("_", "-") for text in engine_options if text.startswith("--")}
     options = set_here | {name: value for name, value in defaults.items() if name not in given}
     words = [word for name, value in options.items() for word in (name, value) if word]

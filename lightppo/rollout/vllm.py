@@ -20,7 +20,7 @@ from torch import nn
 from lightppo.config import ConfigError, PPOConfig
 from lightppo.data.records import Prompt, Rollout
 from lightppo.data.staging import stage_to_local
-from lightppo.rollout.engine import SamplingParams
+from lightppo.rollout.engine import RolloutError, SamplingParams
 from lightppo.rollout.hf import request_streams
 from lightppo.rollout.sampling import request_seed
 from lightppo.rollout.vllm_options import (
@@ -221,7 +221,7 @@ class VLLMRolloutEngine:
                     if output.finished:
                         yield running.pop(output.request_id), output.outputs[0]
             if running:
-                raise RuntimeError(f"vLLM ended without an answer to {len(running)} of {len(requests)} requests")
+                raise RolloutError(f"vLLM ended without an answer to {len(running)} of {len(requests)} requests")
         finally:
             if running:
                 engine.abort_request(list(running))
@@ -230,7 +230,7 @@ class VLLMRolloutEngine:
         """Pushes the present weights of ``actor`` and forgets all cached prefixes. Collective.
 
         Raises:
-            RuntimeError: the engine has weights that the push does not reach, or cannot drop its cache.
+            RolloutError: the engine has weights that the push does not reach, or cannot drop its cache.
         """
         from lightppo.rollout.vllm_weights import push_weights
 
@@ -239,13 +239,13 @@ class VLLMRolloutEngine:
         self._wake("weights")
         (missing,) = self.llm.collective_rpc(push_weights, args=(full_weights(actor, self.strategy),))
         if missing:
-            raise RuntimeError(
+            raise RolloutError(
                 f"{len(missing)} weights of the vLLM engine got no value from the actor, first "
                 f"{', '.join(missing[:5])}: "
                 f"vLLM and transformers disagree on {type(self.hf_model).__name__}; use --rollout_engine hf"
             )
         if not self.llm.reset_prefix_cache():
-            raise RuntimeError("vLLM could not drop its prefix cache after new weights: requests are still running")
+            raise RolloutError("vLLM could not drop its prefix cache after new weights: requests are still running")
         self.last_stats["sync_seconds"] = time.perf_counter() - start
 
     def differing_weights(self, tolerance: float = 1e-2) -> tuple[list[str], list[str]]:

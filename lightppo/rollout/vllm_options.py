@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from lightppo.config import ConfigError, PPOConfig
 from lightppo.data.records import Prompt, Rollout
-from lightppo.rollout.engine import SamplingParams
+from lightppo.rollout.engine import RolloutError, SamplingParams
 from lightppo.rollout.stopping import StopCriteria, bad_word_ids, end_of_text_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 CPU_KV_CACHE_LIMIT = 4 << 30  # bytes
+CPU_BATCHED_TOKENS = 4096  # of one forward pass, where the options say nothing
 _CPU_BLOCK = 128  # tokens of a block of the KV cache that vLLM takes on a CPU
 
 # Before vLLM's first import. A user's own setting wins, but for those that the engine cannot do without.
@@ -68,6 +69,9 @@ def engine_arguments(config: PPOConfig, model_config: Any, on_gpu: bool) -> dict
         config: resolved.
         model_config: the Hugging Face config, for the size of the KV cache.
         on_gpu: whether the engine runs on a GPU.
+
+    Raises:
+        ConfigError: a size that cannot work on this kind of machine.
     """
     e = config.engine
     arguments = {
@@ -91,9 +95,30 @@ def engine_arguments(config: PPOConfig, model_config: Any, on_gpu: bool) -> dict
         "kv_cache_memory_bytes": e.kv_cache_memory_bytes,
     }
     arguments |= {name: value for name, value in optional.items() if value is not None}
-    if not on_gpu and e.kv_cache_memory_bytes is None:
-        arguments["kv_cache_memory_bytes"] = cpu_kv_cache_bytes(model_config, e.max_num_seqs, longest_sequence(config))
-    return arguments
+    return arguments if on_gpu else arguments | cpu_arguments(config, model_config)
+
+
+def cpu_arguments(config: PPOConfig, model_config: Any) -> dict[str, Any]:
+    """What is different without a GPU.
+
+    vLLM takes a token back that it drew at the end of a piece of a prompt, and its seed with it; on a CPU it cannot
+    (torch's generator has no position there), and fails. So no prompt comes in pieces.
+
+    Raises:
+        ConfigError: one forward pass cannot hold the longest sequence.
+    """
+    e, longest = config.engine, longest_sequence(config)
+    if e.max_num_batched_tokens is not None and e.max_num_batched_tokens < longest:
+        raise ConfigError(
+            f"--max_num_batched_tokens {e.max_num_batched_tokens} is less than the longest sequence of {longest} "
+            "tokens, and without a GPU vLLM cannot take prompts in pieces: raise it or leave it out"
+        )
+    kv_cache = e.kv_cache_memory_bytes or cpu_kv_cache_bytes(model_config, e.max_num_seqs, longest)
+    return {
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": e.max_num_batched_tokens or max(CPU_BATCHED_TOKENS, longest),
+        "kv_cache_memory_bytes": kv_cache,
+    }
 
 
 def cpu_kv_cache_bytes(model_config: Any, sequences: int, tokens: int) -> int:
@@ -144,13 +169,13 @@ class ResponseReader:
 
         Raises:
             FloatingPointError: a log prob that is not finite.
-            RuntimeError: the request ended without a result.
+            RolloutError: the request ended without a result.
         """
         if finish_reason not in ("stop", "length"):
-            raise RuntimeError(f"vLLM gave up prompt {prompt.index}, sample {sample_index}: {finish_reason}")
+            raise RolloutError(f"vLLM gave up prompt {prompt.index}, sample {sample_index}: {finish_reason}")
         ids = list(token_ids)
         if len(log_probs) != len(ids):
-            raise RuntimeError(f"vLLM gave {len(log_probs)} log probs for {len(ids)} tokens of prompt {prompt.index}")
+            raise RolloutError(f"vLLM gave {len(log_probs)} log probs for {len(ids)} tokens of prompt {prompt.index}")
         bad = next((i for i, value in enumerate(log_probs) if not math.isfinite(value)), None)
         if bad is not None:
             raise FloatingPointError(

@@ -105,6 +105,7 @@ def test_seeds(one_rank):
     seen = one_rank[0]["sampling"]
     assert sorted(seen["backwards"]) == sorted(seen["whole"])
     assert seen["alone"] == seen["whole"][6:8]
+    assert seen["crowd"] == [ids for _, _, ids, _, _ in seen["backwards"]]
     assert seen["other seed"] != seen["whole"]
     assert len({tuple(ids) for ids in seen["twice"]}) > 1
     assert seen["twice"][:2] == [ids for _, _, ids, _, _ in seen["whole"][:2]]

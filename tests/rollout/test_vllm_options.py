@@ -56,6 +56,17 @@ def test_what_none_stands_for():
     assert "block_size" not in gpu
 
 
+def test_prompts_come_whole_on_a_cpu():
+    assert arguments()["enable_chunked_prefill"] is False
+    assert arguments()["max_num_batched_tokens"] == 4096
+    assert arguments(max_model_len=5000)["max_num_batched_tokens"] == 5000
+    assert arguments(max_num_batched_tokens=40)["max_num_batched_tokens"] == 40
+    assert "enable_chunked_prefill" not in arguments(on_gpu=True)
+    with pytest.raises(ConfigError, match="--max_num_batched_tokens 39 is less than the longest sequence of 40"):
+        arguments(max_num_batched_tokens=39)
+    assert arguments(on_gpu=True, max_num_batched_tokens=39)["max_num_batched_tokens"] == 39
+
+
 def test_size_of_the_kv_cache_on_a_cpu():
     # 2 layers × (keys + values) × 2 heads × 8 wide × 4 bytes = 256 bytes a token; 200 tokens need two blocks of 128
     assert cpu_kv_cache_bytes(tiny_config(), 3, 200) == (3 * 2 + 1) * 128 * 256

@@ -61,6 +61,7 @@ class Case:
         self.actor, self.optimizer, _ = self.strategy.prepare((actor, optimizer, None))
         batch = {"rollout_batch_size": 8, "train_batch_size": 8, "micro_rollout_batch_size": 4}
         lengths = {"prompt_max_len": 100, "generate_max_len": 24, "block_size": 32, "max_num_seqs": 16}
+        lengths["max_num_batched_tokens"] = 128
         self.config = PPOConfig.from_flat(
             pretrain=folder, rollout_engine="vllm", temperature=0.7, **batch, **lengths, **options
         ).resolved()
@@ -190,6 +191,8 @@ def sampling(case):
         "alone": facts(generate(case.prompts[3:4], SAMPLED)),
         "other seed": facts(generate(case.prompts, SamplingParams(max_new_tokens=16, temperature=0.7, n=2, seed=6))),
         "twice": [r.response_ids for r in twice],
+        # more tokens than one forward pass takes (128)
+        "crowd": [r.response_ids for r in generate(case.prompts[::-1] * 3, SAMPLED)][:16],
         "filtered difference": filtered_difference,
         "like hf": {
             name: [facts(generate(case.prompts, how)), facts(case.hf.generate(case.prompts, how))]
