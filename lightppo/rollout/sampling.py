@@ -24,6 +24,8 @@ from lightppo.rollout.engine import SamplingParams
 NO_TOKEN = -1
 """Fills left padding in token histories: no filter takes it for a token."""
 
+_BLOCK = 512  # tokens whose probabilities are summed at once where the vocabulary is large
+
 
 def request_uniforms(seed: int, prompt_index: int, sample_index: int, count: int) -> np.ndarray:
     """The uniforms of one request; a longer request begins with the same numbers.
@@ -57,10 +59,31 @@ def inverse_cdf(probs: Tensor, uniforms: Tensor) -> Tensor:
     Returns:
         (B,) token ids, long. A token of probability 0 is never drawn.
     """
+    if probs.shape[-1] > 2 * _BLOCK:
+        return _inverse_cdf_by_blocks(probs, uniforms)
     # In float32 the tail of a large vocabulary would fall below the rounding of the sum.
     cdf = probs.cumsum(dim=-1, dtype=torch.float64)
     tokens = torch.searchsorted(cdf, uniforms.unsqueeze(1) * cdf[:, -1:], right=True).squeeze(1)
     return tokens.clamp_(max=probs.shape[-1] - 1)  # only rows of NaN end beyond the vocabulary
+
+
+def _inverse_cdf_by_blocks(probs: Tensor, uniforms: Tensor) -> Tensor:
+    """The block by the blocks' sums, then the token in it: one pass over ``probs`` and no cumulated copy of it."""
+    vocab_size = probs.shape[-1]
+    whole = vocab_size // _BLOCK * _BLOCK
+    sums = probs[:, :whole].unflatten(1, (-1, _BLOCK)).sum(dim=-1)
+    sums = torch.cat([sums, probs[:, whole:].sum(dim=-1, keepdim=True)], dim=1)  # the last may be empty: 0
+    cdf = sums.cumsum(dim=-1, dtype=torch.float64)
+    targets = uniforms.unsqueeze(1) * cdf[:, -1:]  # (B, 1)
+    blocks = torch.searchsorted(cdf, targets, right=True).clamp_(max=cdf.shape[1] - 1)
+    before = cdf.gather(1, blocks) - sums.gather(1, blocks)
+    tokens = blocks * _BLOCK + torch.arange(_BLOCK, device=probs.device)  # (B, block)
+    inside = probs.gather(1, tokens.clamp(max=vocab_size - 1)).double().masked_fill_(tokens >= vocab_size, 0)
+    inner = inside.cumsum(dim=-1)
+    # The sums above are rounded otherwise: the target must stay inside, else a token of probability 0 could be drawn.
+    within = torch.minimum((targets - before).clamp_(min=0), inner[:, -1:].nextafter(inner.new_zeros(1)))
+    tokens = blocks * _BLOCK + torch.searchsorted(inner, within, right=True)
+    return tokens.squeeze(1).clamp_(max=vocab_size - 1)
 
 
 class TokenSampler:

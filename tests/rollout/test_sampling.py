@@ -57,6 +57,33 @@ class TestInverseCdf:
         u = torch.tensor([1 - 2.0**-10], dtype=torch.float64)
         assert inverse_cdf(probs, u).tolist() == [1 + 2**19]
 
+    @pytest.mark.parametrize("vocab_size", [1025, 1536, 5000])
+    def test_a_large_vocabulary_goes_by_blocks_to_the_same_tokens(self, vocab_size):
+        generator = torch.Generator().manual_seed(0)
+        probs = (torch.randn(4000, vocab_size, generator=generator) * 2).softmax(-1)
+        u = torch.rand(4000, generator=generator, dtype=torch.float64)
+        cdf = probs.cumsum(-1, dtype=torch.float64)
+        expected = torch.searchsorted(cdf, (u * cdf[:, -1]).unsqueeze(1), right=True).squeeze(1)
+        tokens = inverse_cdf(probs, u)
+        assert tokens.unique().numel() > vocab_size / 3
+        # Only a number within float32's rounding of a border may fall on its other side.
+        assert (tokens != expected).float().mean() < 1e-3
+        assert (tokens - expected).abs().max() <= 1
+
+    def test_zero_mass_is_never_drawn_at_the_borders_of_blocks(self):
+        generator = torch.Generator().manual_seed(0)
+        probs = torch.zeros(3000, 2000)
+        places = torch.tensor([3, 511, 512, 1023, 1540, 1990])  # in the first, second and last block; one has none
+        probs[:, places] = torch.rand(3000, 6, generator=generator)
+        cdf = probs[:, places].double().cumsum(-1)
+        borders = (cdf / cdf[:, -1:])[:, :-1].T.flatten()
+        for u in (torch.zeros(3000).double(), torch.full((3000,), 1 - 2.0**-52, dtype=torch.float64)):
+            assert (probs.gather(1, inverse_cdf(probs, u).unsqueeze(1)) > 0).all()
+        for shift in (0.0, 1e-16, -1e-16):
+            u = (borders + shift).clamp(0, 1 - 2.0**-52)
+            drawn = probs.repeat(5, 1).gather(1, inverse_cdf(probs.repeat(5, 1), u).unsqueeze(1))
+            assert (drawn > 0).all()
+
 
 class TestTokenSampler:
     logits = torch.tensor([[1.0, 2.0, 0.5, -1.0]])
@@ -165,3 +192,12 @@ class TestFirstTokenTemperature:
     def test_range(self, value):
         with pytest.raises(ValueError, match="first_token_temperature must be above 0, or None"):
             SamplingParams(first_token_temperature=value)
+
+
+def test_each_row_has_its_own_minimum_length():
+    params = SamplingParams(max_new_tokens=9, min_new_tokens=3)
+    logits = torch.tensor([[0.0, 30.0, 0.0, 0.0]]).expand(4, 4)
+    step = torch.tensor([1, 2, 3, 4])
+    tokens, log_probs = draw(params, logits, [0.5] * 4, step=step, suppressed_ids=[1])
+    assert (tokens == 1).tolist() == [False, False, True, True]
+    assert log_probs[:2].tolist() == pytest.approx([-30.0, -30.0], abs=1e-4)

@@ -64,6 +64,18 @@ def test_stop_string_must_lie_behind_the_minimum(tokenizer):
     assert stop.trim(ids, "ababab") == "abab"
 
 
+def test_rows_of_different_lengths(tokenizer):
+    stop = criteria(tokenizer, stop=("ab",), min_new_tokens=2)
+    texts = ["ccab", "abab", "ab", "cab", "cccc"]
+    responses = torch.tensor([tokenizer.encode(text.ljust(6, "a")) for text in texts])
+    lengths = torch.tensor([4, 4, 2, 3, 4])
+    # "ab" must lie behind the first two tokens as a whole.
+    expected = [True, True, False, False, False]
+    assert stop.ended(responses, torch.arange(5), lengths).tolist() == expected
+    rows = torch.tensor([4, 0])
+    assert stop.ended(responses, rows, lengths[rows]).tolist() == [False, True]
+
+
 def test_unknown_stop_id_is_named(tokenizer):
     with pytest.raises(ValueError, match=r"stop_token_ids \[30\]"):
         criteria(tokenizer, stop_token_ids=(3, 30))
