@@ -15,6 +15,8 @@ from support.ranks import free_port
 
 from lightppo.config import PPOConfig
 from lightppo.data.records import Prompt
+from lightppo.models.actor import Actor
+from lightppo.models.lora import LoraOptions, add_adapters
 from lightppo.rollout.engine import RolloutEngine, RolloutError, SamplingParams
 from lightppo.rollout.sampling import request_seed
 from lightppo.rollout.server_worker import architecture
@@ -265,6 +267,25 @@ class TestWeights:
         assert engine.version == versions[-1]
         assert list(tmp_path.iterdir()) == []
         assert engine.last_stats["sync_seconds"] > 0
+
+    def test_adapters_are_merged(self, build, fakes, llama, tmp_path_factory):
+        pytest.importorskip("peft")
+        folder = str(tmp_path_factory.mktemp("model"))
+        llama.save_pretrained(folder)
+        actor = Actor(folder)
+        add_adapters(actor, LoraOptions(rank=2, alpha=4), seed=0)
+        with torch.no_grad():
+            for name, parameter in actor.hf_model.named_parameters():
+                if "lora_B" in name:
+                    parameter.fill_(0.1)
+        build(actor=actor)
+        pushed = fakes[0].loaded[0]
+        assert pushed.keys() == llama.state_dict().keys()
+        name = "model.layers.0.self_attn.q_proj.weight"
+        lora_a = next(p for n, p in actor.hf_model.named_parameters() if "layers.0.self_attn.q_proj.lora_A" in n)
+        # W + alpha / rank · B A, and all entries of B are 0.1
+        expected = llama.state_dict()[name] + 2 * 0.1 * lora_a.sum(dim=0)
+        assert torch.allclose(pushed[name], expected, atol=1e-6)
 
     def test_weights_in_several_files(self, build, fakes, llama, monkeypatch):
         monkeypatch.setattr("lightppo.rollout.weight_files.FILE_BYTES", 5000)
