@@ -120,9 +120,10 @@ def _tensors(files: list[str]) -> Iterator[tuple[str, Tensor]]:
 
 
 class KeyGate:
-    """ASGI middleware: every route but ``/health`` needs the key.
+    """ASGI middleware: every route but ``/health`` needs the key, and no web page may ask.
 
     vLLM's own check leaves out the routes for development, among them the one that calls any method of a worker.
+    Browsers reach servers on loopback too, for whatever page is open; they name it in ``Origin``.
 
     Args:
         app: what is behind the gate.
@@ -139,12 +140,15 @@ class KeyGate:
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         else:
-            body = json.dumps({"error": "the API key is missing or wrong"}).encode()
+            reason = "the API key is missing or wrong" if self._expected else "web pages may not ask"
             headers = [(b"content-type", b"application/json"), (b"www-authenticate", b"Bearer")]
             await send({"type": "http.response.start", "status": 401, "headers": headers})
-            await send({"type": "http.response.body", "body": body})
+            await send({"type": "http.response.body", "body": json.dumps({"error": reason}).encode()})
 
     def _may_pass(self, scope: Any) -> bool:
-        if self._expected is None or scope["type"] == "lifespan" or scope["path"] == "/health":
+        if scope["type"] == "lifespan" or scope["path"] == "/health":
             return True
-        return hmac.compare_digest(dict(scope["headers"]).get(b"authorization", b""), self._expected)
+        headers = dict(scope["headers"])
+        if self._expected is None:
+            return b"origin" not in headers
+        return hmac.compare_digest(headers.get(b"authorization", b""), self._expected)

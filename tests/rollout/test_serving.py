@@ -90,14 +90,15 @@ def test_the_script_refuses(options, message):
     assert "Traceback" not in done.stderr
 
 
-def ask(gate, path, authorization=None, kind="http"):
+def ask(gate, path, authorization=None, kind="http", **more_headers):
     """The status that a request gets: 200 from behind the gate."""
     sent = []
 
     async def send(message):
         sent.append(message)
 
-    headers = [] if authorization is None else [(b"authorization", authorization.encode())]
+    headers = [(name.encode(), value.encode()) for name, value in more_headers.items()]
+    headers += [] if authorization is None else [(b"authorization", authorization.encode())]
     asyncio.run(gate({"type": kind, "path": path, "headers": headers}, None, send))
     return sent
 
@@ -130,3 +131,9 @@ class TestKeyGate:
     def test_without_a_key_it_is_open(self, monkeypatch):
         monkeypatch.delenv("VLLM_API_KEY", raising=False)
         assert ask(KeyGate(behind), "/collective_rpc")[0]["status"] == 200
+
+    def test_without_a_key_web_pages_may_not_ask(self, monkeypatch):
+        monkeypatch.delenv("VLLM_API_KEY", raising=False)
+        start, body = ask(KeyGate(behind), "/collective_rpc", origin="https://example.com")
+        assert start["status"] == 401
+        assert json.loads(body["body"]) == {"error": "web pages may not ask"}

@@ -21,6 +21,7 @@ from lightppo.rollout.engine import RolloutEngine, RolloutError, SamplingParams
 from lightppo.rollout.sampling import request_seed
 from lightppo.rollout.server_worker import architecture
 from lightppo.rollout.vllm_server import VLLMServerRolloutEngine
+from lightppo.trainer.launch import run
 
 GREEDY = SamplingParams(max_new_tokens=3, do_sample=False)
 
@@ -350,6 +351,15 @@ class TestStart:
         url = f"http://127.0.0.1:{free_port()}"
         with pytest.raises(RolloutError, match=rf"vLLM server {url}: .*waited 0 s \(--vllm_server_start_timeout\)"):
             build(urls=[fakes[0].url, url])
+
+    def test_a_script_ends_with_one_line(self, build, capsys):
+        url = f"http://127.0.0.1:{free_port()}"
+        with pytest.raises(SystemExit) as caught:
+            run(lambda: build(urls=[url]))
+        assert caught.value.code == 1
+        assert (
+            f"error: --vllm_server_url: vLLM server {url}: /collective_rpc: ConnectionError" in capsys.readouterr().err
+        )
 
     def test_a_server_that_is_still_starting_is_waited_for(self, build, fakes, llama):
         port = free_port()
