@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import random
 import shutil
@@ -97,6 +98,9 @@ def save_checkpoint(
         "adapters": _adapters(model),
     }
 
+    if meta["adapters"]:
+        meta["frozen"] = all_gather_object(_frozen_sum(engine.module))
+
     def commit() -> None:
         torch.save(client_state or {}, staging / _CLIENT_STATE)
         (staging / _META).write_text(json.dumps(meta))
@@ -130,6 +134,8 @@ def load_checkpoint(
     path = load_dir / tag
     adapters = _adapters(model)
     _check_fits(engine, path, load_optimizer_states, adapters)
+    if adapters:
+        _check_frozen(engine, path)
     if not has_optimizer(engine):
         _load_without_optimizer(engine, path)
     else:
@@ -223,6 +229,23 @@ def _adapters(model: Any) -> str | None:
 
 def _frozen_names(module: torch.nn.Module) -> set[str]:
     return {name for name, parameter in module.named_parameters(remove_duplicate=False) if not parameter.requires_grad}
+
+
+def _frozen_sum(module: torch.nn.Module) -> float:
+    """Sum of the magnitudes of this rank's frozen weights: tells whether they are those of another model."""
+    frozen = [p for p in module.parameters() if not p.requires_grad]
+    parts = [(p.ds_tensor if is_sharded(p) else p.detach()) for p in frozen]
+    return sum(float(torch.linalg.vector_norm(part, 1, dtype=torch.float64)) for part in parts)
+
+
+def _check_frozen(engine: Any, path: Path) -> None:
+    saved, here = json.loads((path / _META).read_text())["frozen"], all_gather_object(_frozen_sum(engine.module))
+    # Kernels of another machine may sum in another order; another model is far away.
+    if not all(math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-9) for a, b in zip(saved, here, strict=True)):
+        raise CheckpointError(
+            f"{path} holds LoRA adapters of other frozen weights than those that this run has loaded: give the "
+            "--pretrain that they were trained on, unchanged (for a critic, the --critic_pretrain)"
+        )
 
 
 def _load_trained(strict: bool, source: str, src: dict[str, torch.Tensor], dst: torch.nn.Module) -> None:

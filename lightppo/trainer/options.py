@@ -8,10 +8,11 @@ from typing import Any
 
 from lightppo.config import ConfigError, PPOConfig, rules
 from lightppo.config.address import shown_url
-from lightppo.config.algorithm_rules import needs_critic
+from lightppo.config.algorithm_rules import moves_reference, needs_critic
 from lightppo.config.fields import nearest
 from lightppo.config.ppo import all_options
 from lightppo.config.values import alternatives, kind_of
+from lightppo.models.lora import AdaptersOff
 from lightppo.rollout.engine import SamplingParams
 
 # What the constructor means where it is given nothing; the command line has defaults of its own.
@@ -123,7 +124,8 @@ def check_models(config: PPOConfig, critic: Any, initial_model: Any, tokenizer: 
     """Whether a trainer built by hand has what its options need.
 
     Raises:
-        ConfigError: no tokenizer, critic or reference model where one is needed.
+        ConfigError: no tokenizer, critic or reference model where one is needed; a reference that cannot move, to be
+            moved.
     """
     a = config.algorithm
     if tokenizer is None:
@@ -134,6 +136,11 @@ def check_models(config: PPOConfig, critic: Any, initial_model: Any, tokenizer: 
         raise ConfigError(
             f"the KL coefficient {a.init_kl_coef} needs a reference model, but initial_model is None: pass one, or set "
             "init_kl_coef to 0"
+        )
+    if isinstance(initial_model, AdaptersOff) and moves_reference(config):
+        raise ConfigError(
+            "--ref_ema_eta and --ref_reset_steps need a reference with weights of its own, and this one is the actor "
+            "without its adapters: leave them out, or pass another initial_model"
         )
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 from support.tiny import save_tokenizer
+
+pytestmark = pytest.mark.slow
 
 
 def test_adapters_on_two_ranks(run_checks, tmp_path):

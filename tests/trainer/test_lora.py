@@ -23,6 +23,7 @@ from lightppo.strategy.checkpoint import CheckpointError
 from lightppo.strategy.engines import is_engine
 from lightppo.strategy.zero3 import parameter_count
 from lightppo.trainer import build, guards
+from lightppo.trainer.options import check_models
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -162,6 +163,15 @@ def test_errors_before_and_at_loading(make_config, monkeypatch):
     with pytest.raises(ModelLoadError, match="needs peft"):
         guards.check_before_loading(make_config(**LORA))
     guards.check_before_loading(make_config())
+
+
+def test_a_trainer_made_by_hand_cannot_move_the_actor_without_its_adapters(make_config):
+    trainer = PPOTrainer.from_config(make_config(**LORA))
+    config = make_config(ref_ema_eta=0.1).resolved()
+    with pytest.raises(
+        ConfigError, match="--ref_ema_eta and --ref_reset_steps need a reference with weights of its own"
+    ):
+        check_models(config, trainer.critic, trainer.initial_model, trainer.tokenizer)
 
 
 @pytest.mark.slow

@@ -242,6 +242,14 @@ def check_resume(strategy: DeepspeedStrategy, work_dir: Path) -> None:
         losses = [train_step(role, actor, optimizer, scheduler, step)[0] for step in (2, 3)]
         assert losses == expected["losses"], name
         assert digest(role, actor) == expected["weights"], name
+    another = saved_model(work_dir, strategy)  # of the same shape, with another head
+    for name in ("zero2", "zero3"):
+        role = make_strategy(**CKPT[name])
+        actor, *_ = lora_actor(role, another, dropout=0.2)
+        with pytest.raises(
+            CheckpointError, match="adapters of other frozen weights than those that this run has loaded"
+        ):
+            role.load_ckpt(actor, work_dir / name)
     role = make_strategy(zero_stage=2)
     plain = Actor(path, ds_config=role.get_ds_train_config())
     optimizer = role.create_optimizer(plain, lr=LR)
