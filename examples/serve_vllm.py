@@ -31,7 +31,7 @@ def main() -> None:
     try:
         for option in REFUSED:
             if any(text.split("=")[0].replace("_", "-") == option for text in engine_options):
-                raise ValueError(f"{option} is set by this script: {REFUSED[option]}")
+                raise ValueError(f"{option} cannot be given here: {REFUSED[option]}")
         key = read_token(env=args.api_key_env, option="--api_key_env")
         check_bind(args.host, key is not None, "--api_key_env")
         command = server_command(args.model, args.host, args.port, engine_options)

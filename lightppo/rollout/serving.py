@@ -16,8 +16,10 @@ _GATE = "lightppo.rollout.server_worker.KeyGate"
 
 REFUSED = {
     "--api-key": "name the variable of the key by --api_key_env, since command lines are seen by everybody",
-    "--worker-extension-cls": "it takes the trainer's weights",
+    "--worker-extension-cls": "the one that takes the trainer's weights is needed",
     "--generation-config": "what a folder says about sampling would change the trainer's",
+    "--data-parallel-size": "of its engines only the first would tell which weights it has; start several servers",
+    "--speculative-config": "its sampler records other log probs than the trainer's",
 }
 """Options of vLLM that the user may not set, and why."""
 
