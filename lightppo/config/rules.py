@@ -188,6 +188,11 @@ def _models(config: PPOConfig) -> list[str]:
         problems.append(f"--flash_attn contradicts --attn_implementation {m.attn_implementation}: set one of them")
     if m.gradient_checkpointing_use_reentrant and not m.gradient_checkpointing:
         problems.append("--gradient_checkpointing_use_reentrant has no effect without --gradient_checkpointing")
+    stages = (config.strategy.zero_stage, resolutions(config)["ref_zero_stage"], config.strategy.critic_zero_stage)
+    if m.torch_compile and 3 in stages:
+        problems.append("--torch_compile cannot see through ZeRO-3's hooks: use a lower --zero_stage, or leave it out")
+    if m.torch_compile and m.gradient_checkpointing_use_reentrant:
+        problems.append("--torch_compile needs non-reentrant gradient checkpointing: leave one out")
     if m.ref_pretrain is not None and config.algorithm.init_kl_coef == 0:
         problems.append("--ref_pretrain has no effect with --init_kl_coef 0: set a coefficient above 0 or leave it out")
     if m.override_config is not None and not _is_json_object(m.override_config):

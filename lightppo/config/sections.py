@@ -41,6 +41,21 @@ class ModelConfig:
     gradient_checkpointing_use_reentrant: bool = option(
         False, "torch's reentrant form of gradient checkpointing.", resume_safe=True
     )
+    activation_offload: bool = option(
+        False,
+        "On a GPU: activations wait in CPU memory for the backward pass; less memory, more time.",
+        resume_safe=True,
+    )
+    torch_compile: bool = option(
+        False,
+        "Compile the layers of actor, critic and reference: minutes at the start, less time per step on a GPU.",
+        resume_safe=True,
+    )
+    use_liger_kernel: bool = option(
+        False,
+        "On a GPU, with liger-kernel installed: its kernels for norms, rotary embeddings and MLPs.",
+        resume_safe=True,
+    )
 
 
 @section

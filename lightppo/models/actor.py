@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from lightppo.algorithms.logprobs import log_probs_and_entropy, token_log_probs
+from lightppo.models.acceleration import activations_on_cpu
 from lightppo.models.loading import load_causal_lm
 from lightppo.models.packing import (
     action_predictors,
@@ -292,7 +293,8 @@ class Actor(PretrainedWrapper):
             inputs["logits_to_keep"] = places
         if router_logits:
             inputs["output_router_logits"] = True
-        output = self.model(**inputs)
+        with activations_on_cpu(self.activation_offload):
+            output = self.model(**inputs)
         if places is not None and not in_model:
             output.logits = output.logits[:, places]
         return output

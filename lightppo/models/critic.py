@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
+from lightppo.models.acceleration import activations_on_cpu
 from lightppo.models.errors import ModelLoadError
 from lightppo.models.loading import load_sequence_classifier
 from lightppo.models.packing import (
@@ -67,7 +68,8 @@ class SequenceRegressor(PretrainedWrapper):
 
     def _hidden(self, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None) -> ModelOutput:
         base = self.hf_model.base_model
-        return base(**model_inputs(base, input_ids, attention_mask, position_ids))
+        with activations_on_cpu(self.activation_offload):
+            return base(**model_inputs(base, input_ids, attention_mask, position_ids))
 
     def _score(self, hidden: Tensor) -> Tensor:
         """(..., H) -> (...), float32, normalised."""

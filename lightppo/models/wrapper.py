@@ -28,6 +28,7 @@ class PretrainedWrapper(nn.Module):
         model: the Hugging Face model, or the DeepSpeed engine that strategy.prepare put in its place.
         ds_config: the DeepSpeed config it was loaded under, for strategy.prepare; None: the strategy's own.
         packing_samples: forwards drop the padding and run one row.
+        activation_offload: what a forward keeps for its backward pass waits in CPU memory.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class PretrainedWrapper(nn.Module):
             self.model = load(pretrain_or_model, dtype=dtype, ds_config=ds_config, **load_options)
         self.ds_config = ds_config
         self.packing_samples = packing_samples
+        self.activation_offload = False
         self._packing_probed = False
         if packing_samples:
             check_packing_layers(self.hf_model)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from lightppo.data.records import Prompt, Rollout
+from lightppo.models.acceleration import not_compiled
 from lightppo.rollout.cache import can_use_slots
 from lightppo.rollout.decoding import BatchDecoder, CachedForward, DecodedBatch
 from lightppo.rollout.engine import SamplingParams
@@ -29,7 +30,7 @@ REPORT_SHARE = 1 / 8
 
 @contextmanager
 def generation_mode(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients or gradient checkpointing; every module gets its own mode back."""
+    """Evaluation mode without gradients, checkpointing or compiled layers; every module gets its own mode back."""
     training = [module for module in model.modules() if module.training]
     checkpointing = [module for module in model.modules() if vars(module).get("gradient_checkpointing")]
     try:
@@ -37,7 +38,7 @@ def generation_mode(model: nn.Module) -> Iterator[None]:
         for module in checkpointing:
             module.gradient_checkpointing = False
         # Not inference_mode: buffers that a forward makes (rotary caches) must stay usable in training.
-        with torch.no_grad():
+        with torch.no_grad(), not_compiled():
             yield
     finally:
         for module in training:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,39 +15,27 @@ from transformers import get_scheduler
 
 from lightppo.config import ConfigError, PPOConfig
 from lightppo.config.adapter_rules import reference_is_actor, uses_adapters
-from lightppo.config.algorithm_rules import advice, moves_reference, needs_critic
+from lightppo.config.algorithm_rules import advice, moves_reference
 from lightppo.data.loading import blending_datasets
 from lightppo.data.prompt_dataset import PromptDataset
 from lightppo.data.sampler import RolloutBatchSampler
 from lightppo.data.sft_dataset import SFTDataset
 from lightppo.data.staging import stage_to_local
 from lightppo.models.actor import Actor
-from lightppo.models.critic import Critic
-from lightppo.models.lora import AdaptersOff, LoraOptions, add_adapters
-from lightppo.models.reward_model import RewardModel
+from lightppo.models.lora import AdaptersOff
 from lightppo.models.tokenizer import get_tokenizer, valid_vocab_size
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.strategy.zero3 import parameter_count
+from lightppo.trainer.build_models import build_models
 from lightppo.trainer.build_reward import build_reward
 from lightppo.trainer.evaluator import Evaluator
-from lightppo.trainer.guards import check_before_loading, check_disk_space, check_lengths, check_router
+from lightppo.trainer.guards import check_before_loading, check_disk_space
 from lightppo.trainer.options import eval_sampling_params, public_options
 from lightppo.trainer.ppo_trainer import PPOTrainer
 from lightppo.trainer.prompts import endless
 from lightppo.trainer.schedule import steps_per_episode
 
 TrainerT = TypeVar("TrainerT", bound=PPOTrainer)
-
-
-@dataclass
-class Models:
-    """The models of a run, not yet in engines. No reference also where the actor itself is it, adapters off."""
-
-    actor: Actor
-    critic: Critic | None
-    reference: Actor | None
-    reward_models: list[RewardModel]
-    ema: Actor | None
 
 
 def build_trainer(config: PPOConfig, trainer_class: type[TrainerT] = PPOTrainer) -> TrainerT:
@@ -147,80 +133,6 @@ def build_strategy(config: PPOConfig) -> DeepspeedStrategy:
         return DeepspeedStrategy(**options)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-
-
-def build_models(config: PPOConfig, strategy: DeepspeedStrategy) -> Models:
-    """Load all models, each under the ZeRO configuration of its role."""
-    m, s, a = config.model, config.strategy, config.algorithm
-    override = json.loads(m.override_config) if m.override_config else None
-    shared = {
-        "attn_implementation": m.attn_implementation,
-        "trust_remote_code": m.trust_remote_code,
-        "external_lib": m.external_lib,
-        "seed": s.seed,
-    }
-    own = {**shared, "override_config": override, "init_from_scratch": m.init_from_scratch}
-    policy = {"temperature": config.rollout.temperature or 1.0, "packing_samples": config.training.packing_samples}
-
-    actor_ds = strategy.get_ds_train_config(is_actor=True)
-    actor = Actor(stage_to_local(m.pretrain), bf16=m.bf16, ds_config=actor_ds, **policy, **own)
-    check_lengths(config, actor.hf_model.config)
-    check_router(config, actor)
-    critic = None
-    if needs_critic(config):
-        critic = Critic(
-            stage_to_local(m.critic_pretrain),
-            bf16=m.bf16,
-            ds_config=strategy.get_ds_train_config(
-                zero_stage=s.critic_zero_stage,
-                adam_offload=s.critic_adam_offload,
-                param_offload=s.critic_param_offload,
-            ),
-            packing_samples=config.training.packing_samples,
-            value_head_prefix=m.value_head_prefix,
-            init_value_head=True if m.init_critic_from_actor else None,
-            **own,
-        )
-    add_lora(config, actor, critic)
-    reference = None
-    if a.init_kl_coef > 0 and not reference_is_actor(config):
-        # One that moves is fp32: small steps would vanish in bf16.
-        bf16 = m.bf16 and not moves_reference(config)
-        frozen = strategy.get_ds_eval_config(s.ref_offload, zero_stage=s.ref_zero_stage, bf16=bf16)
-        reference = Actor(
-            stage_to_local(m.ref_pretrain), bf16=bf16, ds_config=frozen, flag="--ref_pretrain", **policy, **own
-        )
-    reward_models = [
-        RewardModel(
-            stage_to_local(path),
-            bf16=m.bf16,
-            ds_config=strategy.get_ds_eval_config(s.reward_offload, zero_stage=s.reward_zero_stage),
-            normalize_reward=config.reward.normalize_reward,
-            value_head_prefix=m.value_head_prefix,
-            **shared,
-        )
-        for path in m.reward_pretrain
-    ]
-    ema = None
-    if a.enable_ema:
-        # fp32: at a decay near 1 the steps of the average would vanish in bf16
-        ema_ds = strategy.get_ds_eval_config(s.ref_offload, zero_stage=s.ref_zero_stage, bf16=False)
-        ema = Actor(stage_to_local(m.pretrain), ds_config=ema_ds, **own)
-    if m.gradient_checkpointing:
-        for model in (actor, critic):
-            if model is not None:
-                model.gradient_checkpointing_enable({"use_reentrant": m.gradient_checkpointing_use_reentrant})
-    return Models(actor, critic, reference, reward_models, ema)
-
-
-def add_lora(config: PPOConfig, *models: Actor | Critic | None) -> None:
-    """Adapters for actor and critic, where ``--lora_rank`` asks for them; from here on only these train."""
-    a = config.adapter
-    if uses_adapters(config):
-        options = LoraOptions(a.lora_rank, a.lora_alpha, a.lora_dropout, a.target_modules)
-        for model in models:
-            if model is not None:
-                add_adapters(model, options, config.strategy.seed)
 
 
 def build_tokenizer(config: PPOConfig, actor: Actor) -> Any:

@@ -12,12 +12,12 @@ import torch
 from support.tiny import save_causal_lm, save_reward_model, tiny_config, write_jsonl
 from torch import nn
 
-from lightppo.config import PPOConfig
+from lightppo.config import ConfigError, PPOConfig
 from lightppo.models.errors import ModelLoadError
 from lightppo.models.tokenizer import get_tokenizer
 from lightppo.strategy import launch
 from lightppo.strategy.deepspeed import DeepspeedStrategy
-from lightppo.trainer import build
+from lightppo.trainer import build, build_models
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -32,9 +32,9 @@ def reward_model(tmp_path_factory) -> str:
     return save_reward_model(tmp_path_factory.mktemp("reward_model"))
 
 
-def models_of(config: PPOConfig) -> build.Models:
+def models_of(config: PPOConfig) -> build_models.Models:
     config = config.resolved()
-    return build.build_models(config, build.build_strategy(config))
+    return build_models.build_models(config, build.build_strategy(config))
 
 
 def same_weights(one: nn.Module, other: nn.Module) -> bool:
@@ -89,7 +89,7 @@ class Loaded(nn.Module):
 def zero_of(monkeypatch, make_config, reward_model):
     """``zero_of(**options)``: the ZeRO section of every model's DeepSpeed configuration."""
     for name in ("Actor", "Critic", "RewardModel"):
-        monkeypatch.setattr(build, name, Loaded)
+        monkeypatch.setattr(build_models, name, Loaded)
 
     def roles(**options) -> dict[str, dict]:
         config = make_config(reward_pretrain=[reward_model], reward_fn=None, enable_ema=True, **options)
@@ -514,3 +514,36 @@ def test_a_run_folder_that_cannot_be_written_is_named(make_config, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=rf"--save_path {tmp_path}/file/run: cannot be written"):
         build.save_run_config(make_config(save_path=str(tmp_path / "file" / "run")), DeepspeedStrategy())
+
+
+# -- what makes models faster or smaller -----------------------------------------------------------------------------
+
+
+def test_torch_compile_reaches_actor_critic_and_reference(make_config):
+    models = models_of(make_config(torch_compile=True, packing_samples=True))
+    for model in (models.actor, models.critic, models.reference):
+        assert all(layer._compiled_call_impl is not None for layer in model.hf_model.base_model.layers)
+    models = models_of(make_config())
+    assert models.actor.hf_model.base_model.layers[0]._compiled_call_impl is None
+
+
+@pytest.mark.parametrize("option", ["activation_offload", "use_liger_kernel"])
+@pytest.mark.skipif(torch.cuda.is_available(), reason="refused without a GPU only")
+def test_what_needs_a_gpu_is_refused_without(make_config, option):
+    with pytest.raises(ModelLoadError, match=f"--{option}"):
+        models_of(make_config(**{option: True}))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"zero_stage": 3}, "--torch_compile cannot see through ZeRO-3's hooks"),
+        (
+            {"gradient_checkpointing": True, "gradient_checkpointing_use_reentrant": True},
+            "--torch_compile needs non-reentrant",
+        ),
+    ],
+)
+def test_torch_compile_where_it_cannot_work(make_config, options, message):
+    with pytest.raises(ConfigError, match=message):
+        make_config(torch_compile=True, **options).validate()
