@@ -29,7 +29,8 @@ OTHER_FLAGS = {
     "eps_clip_low_high", "no_advantage_std_norm", "eval_dataset", "eval_n_samples_per_prompt", "deepcompile",
     "use_ds_universal_ckpt", "vllm_", "advantages_norm", "reward_clip", "reference_key", "max_eval_samples",
     "policy_loss_type", "entropy_loss_coef", "stop_properly_penalty_coef", "enable_vllm_is_correction",
-    "vllm_is_correction_type", "vllm_is_truncated_threshold",  # OpenRLHF
+    "vllm_is_correction_type", "vllm_is_truncated_threshold", "vllm_tensor_parallel_size",
+    "vllm_gpu_memory_utilization", "vllm_enable_sleep",  # OpenRLHF
     "use_gspo", "use_cpg_loss", "overlong_buffer", "overlong_buffer_penalty_factor",
     "reward_running_norm_minus_mean",  # LightRFT
 }  # fmt: skip
