@@ -80,9 +80,12 @@ class Servers:
         self.processes[i].send_signal(signal.SIGTERM)
         return self.processes[i].wait(seconds)
 
-    def leftovers(self) -> list[str]:
-        """Command lines of processes that servers have left."""
-        return [" ".join(process.cmdline()) for process in self._own()]
+    def leftovers(self, seconds: float = 60) -> list[str]:
+        """Command lines of processes that servers have left; vLLM's end a little after the first one."""
+        deadline = time.monotonic() + seconds
+        while (own := self._own()) and time.monotonic() < deadline:
+            psutil.wait_procs(own, timeout=1)
+        return [" ".join(process.cmdline()) for process in own]
 
     def close(self) -> None:
         """Kills whatever is left, and removes its shared memory: what is killed cannot."""
