@@ -88,6 +88,10 @@ def _in_process(config: PPOConfig, world_size: int) -> list[str]:
         found.append("--sleep_level has no effect with --no_free_cache_engine: leave one of them out")
     if config.model.override_config is not None and e.load_format == "auto":
         found.append("--load_format auto reads --pretrain without --override_config: leave it out")
+    if config.model.override_config is not None and config.model.trust_remote_code:
+        found.append("--rollout_engine vllm with --trust_remote_code reads --pretrain without --override_config")
+    if config.model.pretrain is None and (e.load_format == "auto" or config.model.trust_remote_code):
+        found.append("--load_format auto and --trust_remote_code read --pretrain, which is not set")
     if config.model.init_from_scratch and e.load_format == "auto":
         found.append("--load_format auto reads weights that --init_from_scratch does not have: leave it out")
     return found

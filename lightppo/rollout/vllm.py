@@ -105,12 +105,12 @@ class VLLMRolloutEngine:
         arguments = engine_arguments(self.config, self.model_config, self.on_gpu)
         arguments["dtype"] = self._dtype()
         with tempfile.TemporaryDirectory(prefix="lightppo-vllm-") as folder, undisturbed_process():
-            if arguments["load_format"] == "dummy":
+            if arguments["load_format"] == "dummy" and not self.config.model.trust_remote_code:
                 # What the actor is, which need not be what --pretrain says (--override_config, new tokens).
                 self.model_config.save_pretrained(folder)
                 self.tokenizer.save_pretrained(folder)
                 arguments["model"] = folder  # read now, and never again
-            else:
+            else:  # with the weights, or the Python code, that come with the checkpoint
                 arguments["model"] = stage_to_local(self.config.model.pretrain)
             try:
                 from vllm import LLM

@@ -8,7 +8,7 @@ from lightppo.config.engine_section import EngineConfig
 
 
 def found(world_size=1, **options):
-    return problems(PPOConfig.from_flat(**options), world_size)
+    return problems(PPOConfig.from_flat({"pretrain": "model", **options}), world_size)
 
 
 @pytest.mark.parametrize(
@@ -30,6 +30,11 @@ def found(world_size=1, **options):
         ),
         ({"rollout_engine": "vllm", "load_format": "auto", "override_config": "{}"}, ["--override_config"]),
         ({"rollout_engine": "vllm", "load_format": "auto", "init_from_scratch": True}, ["--init_from_scratch"]),
+        ({"rollout_engine": "vllm", "load_format": "auto", "pretrain": None}, ["--pretrain, which is not set"]),
+        (
+            {"rollout_engine": "vllm", "trust_remote_code": True, "override_config": "{}"},
+            ["--trust_remote_code reads --pretrain without --override_config"],
+        ),
     ],
 )
 def test_what_cannot_work_is_said(options, words):
