@@ -201,6 +201,9 @@ class TrainingConfig:
         "reference, critic, reward (scoring), actor_train, critic_train.",
         resume_safe=True,
     )
+    balance_ranks: bool = option(
+        True, "Swap groups of samples between ranks so that all train on about as many tokens.", resume_safe=True
+    )
     max_epochs: int = option(1, "Passes over each rollout.", unit="epochs", ge=1)
     packing_samples: bool = option(
         False, "Forward and backward without padding: sequences in one row.", resume_safe=True

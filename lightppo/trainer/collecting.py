@@ -14,6 +14,7 @@ from lightppo.algorithms.losses import PolicyLoss
 from lightppo.algorithms.traits import ESTIMATOR_TRAITS
 from lightppo.config import ConfigError, PPOConfig
 from lightppo.data.records import Rollout
+from lightppo.experience.balancing import balance_ranks
 from lightppo.experience.dynamic_sampling import CollectedStep, GroupCollector, PromptSource
 from lightppo.experience.experience_maker import ExperienceMaker
 from lightppo.experience.filters import GroupFilter
@@ -137,9 +138,12 @@ class StepCollector:
         return collected
 
     def _fill_buffer(self, collected: CollectedStep, step: int) -> None:
-        a, buffer = self.config.algorithm, self.buffer
-        buffer.extend(self.maker.make_experience_list(collected.rollouts))
-        rows = buffer.items[-len(collected.rollouts) :]
+        a, buffer, rollouts = self.config.algorithm, self.buffer, collected.rollouts
+        # Repeated groups are named by their place on this rank.
+        if self.config.training.balance_ranks and not self.strategy.same_count(len(collected.repeated)):
+            rollouts = balance_ranks(rollouts, self.strategy)
+        buffer.extend(self.maker.make_experience_list(rollouts))
+        rows = buffer.items[-len(rollouts) :]
         # Rows, not rollouts: the same advantages once more, not those of a group of twice the size.
         buffer.extend([replace(rows[i]) for i in collected.repeated])
         if a.adv_norm and a.adv_norm_scope == "batch":

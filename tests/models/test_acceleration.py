@@ -93,5 +93,5 @@ def test_what_needs_a_gpu_says_so(causal_lm: MakeModel) -> None:
         check_activation_offload(torch.device("cpu"))
     check_activation_offload(torch.device("cuda"))
     if not torch.cuda.is_available():
-        with pytest.raises(ModelLoadError, match="--use_liger_kernel: .*there is no CUDA device"):
+        with pytest.raises(ModelLoadError, match=r"--use_liger_kernel: .*there is no CUDA device"):
             use_liger_kernels(causal_lm())
