@@ -40,6 +40,7 @@ class RolloutCheck:
         self.actor, self.engine, self.strategy = actor, engine, strategy
         self.mode = e.rollout_check
         self.tolerance = e.logp_diff_tolerance or default_tolerance(config)
+        self.rows = min(CHECKED_ROWS, config.rollout.micro_rollout_batch_size)  # one forward pass that fits
         self.greedy = config.rollout.temperature == 0 or not config.rollout.do_sample
         self.pending = self.mode != "off" and getattr(engine, "keeps_weights", False)
         self._warned_at = self.tolerance
@@ -54,7 +55,7 @@ class RolloutCheck:
         if not self.pending:
             return
         self.pending = False
-        mean, largest = self.difference(rollouts[:CHECKED_ROWS])
+        mean, largest = self.difference(rollouts[: self.rows])
         if mean <= self.tolerance:
             self.strategy.print(f"rollout check: log probs differ by {mean:.2g} on average, {largest:.2g} at most")
             return
@@ -122,5 +123,5 @@ class RolloutCheck:
 
 
 def default_tolerance(config: PPOConfig) -> float:
-    """0.001 where trainer and engine are fp32, 0.1 where one of them is not: about ten times what is normal."""
+    """0.001 where trainer and engine are fp32, 0.1 where one of them is not: well above what rounding makes."""
     return 0.1 if config.model.bf16 or config.engine.vllm_dtype in ("bfloat16", "float16") else 0.001

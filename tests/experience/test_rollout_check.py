@@ -65,6 +65,14 @@ def test_difference_is_over_the_tokens_of_all_ranks(actor):
         assert largest == pytest.approx(0.5, abs=1e-5)
 
 
+def test_the_rows_of_one_forward_pass_are_compared(actor):
+    rollouts = sampled(actor)[::-1]
+    rollouts[1].log_probs[0] += 0.5
+    RolloutCheck(actor, Copy(), FakeStrategy(), config(micro_rollout_batch_size=1)).first(rollouts)
+    with pytest.raises(RolloutMismatchError):
+        RolloutCheck(actor, Copy(), FakeStrategy(), config(micro_rollout_batch_size=2)).first(rollouts)
+
+
 def test_greedy_rollouts_record_log_probs_at_temperature_1(actor):
     check = RolloutCheck(actor, Copy(), FakeStrategy(), config(do_sample=False))
     assert check.difference(sampled(actor, temperature=1.0))[1] < 1e-5
