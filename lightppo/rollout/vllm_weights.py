@@ -30,7 +30,7 @@ def push_weights(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> list[str
     runner = worker.model_runner
     model = runner.get_model()
     expected = {name for name, _ in model.named_parameters()}
-    iterator = iter(weights)
+    iterator = iter(weights if _has_head(runner, model) else (pair for pair in weights if pair[0] != "lm_head.weight"))
     initialize_layerwise_reload(model)
     loaded = model.load_weights(iterator)
     for _ in iterator:  # collective: whatever is left must be gathered by this rank too
@@ -42,17 +42,27 @@ def push_weights(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> list[str
     return [] if loaded is None else sorted(expected - set(loaded))
 
 
+def _has_head(runner: Any, model: Any) -> bool:
+    """False for vLLM's models that only have the embedding where the head is tied to it (Gemma)."""
+    tied = runner.vllm_config.model_config.hf_config.get_text_config().tie_word_embeddings
+    return not tied or any(name.rpartition(".")[2] == "lm_head" for name, _ in model.named_modules())
+
+
 def probe_vector(width: int, device: torch.device | str = "cpu") -> Tensor:
     """A fixed vector (width,) with entries in [-1, 1], the same everywhere."""
     return torch.sin(torch.arange(1, width + 1, dtype=torch.float64) * 12.9898).float().to(device)
 
 
-def trainer_fingerprints(weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """What each pushed weight should act like: W x for a matrix and a fixed x, the weight itself for a vector."""
+def trainer_fingerprints(weights: Iterable[tuple[str, Tensor]]) -> dict[str, tuple[Tensor, ...]]:
+    """What each pushed weight should act like: W x for a matrix and a fixed x, the weight itself for a vector.
+
+    A matrix comes with x W too: some models (GPT-2) have their linear layers the other way round in the checkpoint.
+    """
     prints = {}
     for name, weight in weights:
         weight = weight.detach().float()
-        prints[name] = (weight @ probe_vector(weight.shape[-1], weight.device) if weight.dim() == 2 else weight).cpu()
+        matrices = (weight, weight.T) if weight.dim() == 2 else ()
+        prints[name] = tuple((m @ probe_vector(m.shape[-1], m.device)).cpu() for m in matrices) or (weight.cpu(),)
     return prints
 
 
@@ -84,7 +94,7 @@ def engine_fingerprints(worker: Any) -> tuple[dict[str, Tensor], dict[str, list[
 
 
 def differing_weights(
-    trainer: dict[str, Tensor], engine: dict[str, Tensor], packed: dict[str, list[str]], tolerance: float
+    trainer: dict[str, tuple[Tensor, ...]], engine: dict[str, Tensor], packed: dict[str, list[str]], tolerance: float
 ) -> tuple[list[str], list[str]]:
     """Which of the trainer's weights the engine does not have.
 
@@ -102,19 +112,23 @@ def differing_weights(
         module, _, kind = name.rpartition(".")
         parent, _, leaf = module.rpartition(".")
         names = [f"{parent}.{part}.{kind}" for part in packed.get(leaf, [])]
-        sizes = [trainer[n].shape[0] if n in trainer else -1 for n in names]
+        sizes = [trainer[n][0].shape[0] if n in trainer else -1 for n in names]
         if names and min(sizes) > 0 and sum(sizes) == value.shape[0]:
             parts.update(zip(names, value.split(sizes)))
     differing, unknown = [], []
     for name, expected in trainer.items():
         found = parts.get(name)
-        if found is not None and found.dim() == 1 == expected.dim() and len(found) > len(expected):
-            found = found[: len(expected)]  # a vocabulary that vLLM padded
-        if found is None or found.shape != expected.shape:
+        comparable = [e for e in expected if found is not None and _comparable(found, e)]
+        if not comparable:
             unknown.append(name)
-        elif not _close(found, expected, tolerance):
+        elif not any(_close(found[: len(e)], e, tolerance) for e in comparable):
             differing.append(name)
     return differing, unknown
+
+
+def _comparable(found: Tensor, expected: Tensor) -> bool:
+    """Of the same shape, or of a vocabulary that vLLM padded."""
+    return found.shape[1:] == expected.shape[1:] and len(found) >= len(expected)
 
 
 def _close(found: Tensor, expected: Tensor, tolerance: float) -> bool:

@@ -47,7 +47,7 @@ def test_differing_weights_are_named(make_llama):
     attention = "model.layers.0.self_attn"
     weights[f"{attention}.k_proj.weight"][2, 3] += 1
     weights["model.norm.weight"][0] = float("nan")
-    engine = trainer_fingerprints(weights.items())
+    engine = {name: prints[0] for name, prints in trainer_fingerprints(weights.items()).items()}
     parts = [engine.pop(f"{attention}.{part}_proj.weight") for part in "qkv"]
     engine[f"{attention}.qkv_proj.weight"] = torch.cat(parts)
     engine["lm_head.weight"] = torch.cat([engine["lm_head.weight"], torch.ones(2)])
