@@ -31,6 +31,7 @@ def push_weights(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> list[str
     model = runner.get_model()
     expected = {name for name, _ in model.named_parameters()}
     iterator = iter(weights if _has_head(runner, model) else (pair for pair in weights if pair[0] != "lm_head.weight"))
+    _forget_packed_experts(model)
     initialize_layerwise_reload(model)
     loaded = model.load_weights(iterator)
     for _ in iterator:  # collective: whatever is left must be gathered by this rank too
@@ -40,6 +41,20 @@ def push_weights(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> list[str
         if hasattr(runner, reset):
             getattr(runner, reset)()
     return [] if loaded is None else sorted(expected - set(loaded))
+
+
+def _forget_packed_experts(model: Any) -> None:
+    """vLLM 0.32 packs the experts of a mixture for a CPU at their first loading only, and takes them for packed after.
+
+    On a GPU nothing may be made anew: CUDA graphs hold the addresses.
+    """
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        for module in model.modules():
+            method = getattr(module, "quant_method", None)
+            if getattr(method, "moe_kernel", None) is not None:
+                method.moe_kernel = None
 
 
 def _has_head(runner: Any, model: Any) -> bool:
