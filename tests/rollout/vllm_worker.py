@@ -205,9 +205,16 @@ def sampling(case):
 def main(folder, *cases):
     results = []
     for case_options in map(json.loads, cases):
-        extras = case_options.pop("extras", False)
+        extras, brief = case_options.pop("extras", False), case_options.pop("brief", False)
         case = Case(os.path.join(folder, case_options.pop("model")), case_options)
-        seen = {"undisturbed": case.undisturbed, "pushes": pushes(case), "corrupted": corrupted(case)}
+        seen = {"undisturbed": case.undisturbed, "pushes": pushes(case)}
+        if brief:
+            rollouts = case.engine.generate(case.share(), SAMPLED)
+            seen |= {"difference": case.log_prob_difference(rollouts), "weights": case.engine.differing_weights()}
+            case.close()
+            results.append(seen)
+            continue
+        seen["corrupted"] = corrupted(case)
         sampled = case.engine.generate(case.share(), SAMPLED)
         seen |= {"sampled": facts(sampled), "difference": case.log_prob_difference(sampled)}
         nothing = case.prompts if case.rank == 0 else []
