@@ -28,6 +28,7 @@ class Scale:
         new_tokens: longest response.
         end_probability: of end-of-text, at every token.
         bf16: else float32.
+        micro_batch_tokens: in one pass of lightppo.
     """
 
     hidden: int
@@ -40,6 +41,7 @@ class Scale:
     new_tokens: int
     end_probability: float
     bf16: bool = False
+    micro_batch_tokens: int = 2048
 
     @property
     def body_parameters(self) -> int:
@@ -54,7 +56,7 @@ class Scale:
 
 SCALES = {
     "cpu": Scale(256, 6, 4, 4, 688, 1024, (8, 64), 128, 1 / 46),
-    "gpu": Scale(896, 24, 14, 2, 4864, 151_936, (64, 512), 512, 1 / 184, bf16=True),
+    "gpu": Scale(896, 24, 14, 2, 4864, 151_936, (64, 512), 512, 1 / 184, bf16=True, micro_batch_tokens=16_384),
 }
 
 
@@ -87,7 +89,7 @@ WORKLOADS = {
 }
 
 # What makes lightppo fast and does not change what it computes.
-_SHARED = ["--packing_samples", "--max_tokens_per_micro_batch", "2048", "--zero_stage", "1"]
+_SHARED = ["--packing_samples", "--zero_stage", "1"]
 SPEED_FLAGS: dict[str, list[str]] = {
     "W1": ["--micro_rollout_batch_size", "64", *_SHARED],
     "W2": ["--micro_rollout_batch_size", "128", *_SHARED],
@@ -120,6 +122,7 @@ def lightppo_flags(workload: Workload, scale: Scale, assets: Path, output: Path,
         "n_samples_per_prompt": workload.samples_per_prompt,
         "train_batch_size": workload.minibatch,
         "max_epochs": workload.epochs,
+        "max_tokens_per_micro_batch": scale.micro_batch_tokens,
         "num_episodes": iterations,  # an episode is one iteration: all prompts once
         "init_kl_coef": workload.kl_coef,
         "actor_learning_rate": LEARNING_RATE,
