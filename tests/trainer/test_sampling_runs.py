@@ -210,7 +210,7 @@ def test_best_of_n_trains_on_the_best(config_of):
 def test_a_replayed_run_is_the_run(config_of, tmp_path, monkeypatch):
     options = SELECTION | {"skip_rollout": str(tmp_path / "saved")}
     first = fitted(config_of("first", **options))
-    monkeypatch.setattr("lightppo.rollout.hf.decode", None)  # nothing is sampled now
+    monkeypatch.setattr("lightppo.rollout.hf.HFRolloutEngine.generate", None)  # nothing is sampled now
     again = fitted(config_of("again", **options))
     assert str(rows_of(again.config)) == str(rows_of(first.config))
     ours, theirs = weights(again), weights(first)
