@@ -101,10 +101,11 @@ class WeightReceiver:
         Returns:
             ``{"differing", "unknown"}``: names, the latter of weights that cannot be compared; or ``{"error"}``.
         """
-        from lightppo.rollout.vllm_weights import differing_weights, engine_fingerprints
+        from lightppo.rollout.vllm_weights import differing_weights, engine_fingerprints, fingerprints_from_tensors
 
         try:
-            differing, unknown = differing_weights(dict(_tensors(files)), *engine_fingerprints(self), tolerance)
+            expected = fingerprints_from_tensors(_tensors(files))
+            differing, unknown = differing_weights(expected, *engine_fingerprints(self), tolerance)
         except Exception as error:
             return {"error": f"{type(error).__name__}: {error}"}
         return {"differing": differing, "unknown": unknown}

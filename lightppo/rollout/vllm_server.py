@@ -257,12 +257,12 @@ class VLLMServerRolloutEngine:
         Raises:
             RolloutError: a server could not compare; on every rank.
         """
-        from lightppo.rollout.vllm_weights import trainer_fingerprints
+        from lightppo.rollout.vllm_weights import fingerprints_as_tensors, trainer_fingerprints
 
         e, folder, problem = self.config.engine, None, None
         differing: set[str] = set()
         unknown: set[str] = set()
-        prints = trainer_fingerprints(full_weights(self.actor, self.strategy))
+        prints = fingerprints_as_tensors(trainer_fingerprints(full_weights(self.actor, self.strategy)))
         if self.strategy.is_rank_0():
             try:
                 folder = new_folder(e.vllm_server_sync, e.vllm_server_sync_dir, sum(p.nbytes for p in prints.values()))

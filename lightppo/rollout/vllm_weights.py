@@ -81,6 +81,20 @@ def trainer_fingerprints(weights: Iterable[tuple[str, Tensor]]) -> dict[str, tup
     return prints
 
 
+def fingerprints_as_tensors(prints: dict[str, tuple[Tensor, ...]]) -> dict[str, Tensor]:
+    """Fingerprints under names of their own, as a file of tensors takes them: ``name``, ``name:1``."""
+    return {f"{name}:{i}" if i else name: value for name, values in prints.items() for i, value in enumerate(values)}
+
+
+def fingerprints_from_tensors(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, tuple[Tensor, ...]]:
+    """The inverse of :func:`fingerprints_as_tensors`, in whatever order the tensors come."""
+    values: dict[str, dict[int, Tensor]] = {}
+    for key, value in tensors:
+        name, _, number = key.partition(":")
+        values.setdefault(name, {})[int(number or 0)] = value
+    return {name: tuple(found[i] for i in sorted(found)) for name, found in values.items()}
+
+
 @torch.no_grad()
 def engine_fingerprints(worker: Any) -> tuple[dict[str, Tensor], dict[str, list[str]]]:
     """The same of the engine's weights, by the engine's names, and which pushed names its fused layers are made of.

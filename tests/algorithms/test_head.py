@@ -253,7 +253,7 @@ def test_memory_of_a_process_does_not_grow_with_the_logits(tokens):
     """Two buffers of 32 MiB in chunks of 2^23; the plain form makes three of (T, V): 384 MiB and 1152 MiB."""
     run = [sys.executable, "-c", MEASURE, str(tokens), str(2**15)]
     grown = int(subprocess.run(run, capture_output=True, text=True, check=True).stdout)
-    assert 2**25 < grown < 4 * 2**25
+    assert 2**25 < grown < 5 * 2**25
 
 
 def test_bad_input():

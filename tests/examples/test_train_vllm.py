@@ -38,6 +38,7 @@ def reward_func(queries, prompts, labels):
             json.dump({"pid": os.getpid(), "shared": shared, "children": children}, file)
         if os.environ["END_HOW"] == "raise":
             raise KeyError("no such answer")
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # which a test run in the background lacks
         signal.raise_signal(signal.SIGINT)  # Ctrl-C
     answers = [query[len(prompt):] for query, prompt in zip(queries, prompts)]
     return [sum(c.isdigit() for c in a) / max(1, len(a)) for a in answers]

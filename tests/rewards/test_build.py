@@ -104,7 +104,7 @@ def test_reward_fn_combines_reward_models(module: str, rollouts: list[Rollout], 
     )
     assert isinstance(source, RewardModelSource)
     assert source.score(rollouts).scores == [3.0, 4.0, 5.0, 6.0, 7.0]  # lengths 2…6, plus 1
-    assert asked == [2]  # 5 rows in micro batches of 3
+    assert asked == [2, 2]  # 5 rows in micro batches of 3, for each model
 
 
 def test_one_reward_model_needs_no_reward_fn(rollouts: list[Rollout]) -> None:

@@ -34,8 +34,9 @@ def test_the_run_is_the_same(make_config, tmp_path):
     for trainer in (after, beside):
         trainer.fit()
     assert rows(beside.config) == rows(after.config)
-    # 4 prompts in parts of 2, the greedy answers too: a part is scored as such, not all of them at the end
-    assert order.count("scored") == order.count("generated") == 8
+    # parts are scored as such, while others are still generated, not all of them at the end
+    assert order.count("scored") >= 8
+    assert order.index("scored") < len(order) - 1 - order[::-1].index("generated")
 
 
 def test_an_engine_that_gives_all_at_once_is_refused(trainer_with):

@@ -431,3 +431,41 @@ def test_reward_servers_get_token_retries_and_timeout(make_config, server, parts
     assert score_rollouts(source(remote_rm_retries=2), rollouts).scores == [0.5, 0.5]
     assert len(server.headers) == 3
     assert source(remote_rm_timeout=7.5).timeout == 7.5
+
+
+# -- micro batches, call by call -------------------------------------------------------------------------------------
+
+
+def rows_of_calls(trainer: PPOTrainer) -> dict[str, list[int]]:
+    """How many samples went through each model at once, in one step of 4 samples."""
+    seen: dict[str, list[int]] = {}
+    scoring = True
+    hooks = []
+    models = {"actor": trainer.actor, "reference": trainer.initial_model, "critic": trainer.critic}
+    for name, model in models.items():
+
+        def note(module: Any, args: Any, output: Any, name: str = name) -> None:
+            rows = seen.setdefault(name if scoring else f"{name}_train", [])
+            rows.append(args[0].shape[0])
+
+        hooks.append(model.hf_model.get_input_embeddings().register_forward_hook(note))
+    trainer._collect_experience(PROMPTS, step=1)
+    scoring = False
+    trainer.ppo_train(1)
+    for hook in hooks:
+        hook.remove()
+    return seen
+
+
+def test_micro_batch_specs_and_token_budgets_are_kept(trainer_with):
+    forward = {"old_log_probs": "forward", "micro_rollout_batch_size": 4, "micro_train_batch_size": 4}
+    calls = {"actor", "reference", "critic", "actor_train", "critic_train"}
+    assert rows_of_calls(trainer_with(**forward)) == {call: [4] for call in calls}
+    own = ["actor=1", "reference=3", "critic_train=2"]
+    found = rows_of_calls(trainer_with(**forward, micro_batch_specs=own))
+    assert found["actor"] == [1] * 4
+    assert found["reference"] == [3, 1]
+    assert (found["critic"], found["actor_train"], found["critic_train"]) == ([4], [4], [2, 2])
+    # a budget that no sample fits in: each is alone; and one that holds all of them
+    assert set(map(len, rows_of_calls(trainer_with(**forward, max_tokens_per_micro_batch=1)).values())) == {4}
+    assert set(map(len, rows_of_calls(trainer_with(**forward, max_tokens_per_micro_batch=4096)).values())) == {1}
