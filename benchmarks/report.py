@@ -43,9 +43,20 @@ def _load_line(loads: list[float], cores: int) -> str:
     return text
 
 
+def ratio_per_token(entry: dict[str, Any]) -> float:
+    """TRL's seconds for a token of prompts and responses / lightppo's: each side samples responses of its own."""
+    each = []
+    for side in ("trl", "lightppo"):
+        numbers = entry[side]
+        tokens = numbers["prompt_tokens"] + numbers["generated_tokens"]
+        each.append(sum(numbers["iterations"]) / len(numbers["iterations"]) / tokens)
+    return each[0] / each[1]
+
+
 def compare_block(data: dict[str, Any]) -> str:
     """Both sides of each workload."""
-    head = ["", "iteration", *PHASES, "generated/s", "trained/s", "peak memory", "MFU", "MFU training", "ratio"]
+    head = ["", "iteration", *PHASES, "generated/s", "trained/s", "peak memory", "MFU", "MFU training"]
+    head += ["ratio", "per token"]
     rows, loads = [], []
     for name, entry in data["workloads"].items():
         for side, title in NAMES.items():
@@ -56,7 +67,8 @@ def compare_block(data: dict[str, Any]) -> str:
             cells += [f"{numbers['generated_tokens_per_second']:,.0f}", f"{numbers['trained_tokens_per_second']:,.0f}"]
             cells += [f"{numbers['peak_memory_bytes'] / 2**30:.2f} GiB"]
             cells += [f"{numbers['mfu']:.1%}", f"{numbers['mfu_training']:.1%}"]
-            rows.append([*cells, f"{entry['ratio']:.2f}" if side == "lightppo" else ""])
+            ratios = [f"{entry['ratio']:.2f}", f"{ratio_per_token(entry):.2f}"] if side == "lightppo" else ["", ""]
+            rows.append([*cells, *ratios])
     iterations = [len(entry["trl"]["iterations"]) for entry in data["workloads"].values()]
     count = f" Median of {min(iterations)} iterations after a warm-up." if min(iterations) > 1 else (
         " One iteration after a warm-up: this shows that the benchmark works, no more."

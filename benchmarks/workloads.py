@@ -89,7 +89,7 @@ WORKLOADS = {
 }
 
 # What makes lightppo fast and does not change what it computes.
-_SHARED = ["--packing_samples", "--zero_stage", "1"]
+_SHARED = ["--packing_samples", "--zero_stage", "0"]
 SPEED_FLAGS: dict[str, list[str]] = {
     "W1": ["--micro_rollout_batch_size", "64", *_SHARED],
     "W2": ["--micro_rollout_batch_size", "128", *_SHARED],
