@@ -214,7 +214,8 @@ def test_the_page_has_a_place_for_every_table(benchmark_script):
     lines = report.compare_block(data).split("\n")
     rows = [line for line in lines if line.startswith(("| W1", "| W2"))]
     assert [row.split(" | ")[0] for row in rows] == ["| W1 TRL", "| W1 lightppo", "| W2 TRL", "| W2 lightppo"]
-    assert rows[1].endswith(f"{data['workloads']['W1']['ratio']:.2f} |")
+    ratio = data["workloads"]["W1"]["ratio"]
+    assert rows[1].endswith(f"| {ratio:.2f} | {report.ratio_per_token(data['workloads']['W1']):.2f} |")
 
 
 def test_memory_per_further_parameter(benchmark_script):
