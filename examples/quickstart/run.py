@@ -76,7 +76,7 @@ def sft_options(ranks: int) -> list[str]:
     """How the supervised warm-up is run."""
     return shlex.split(
         f"--output_key output --max_len 16 --train_batch_size 128 --micro_train_batch_size {128 // ranks} "
-        "--max_steps 700 "
+        "--max_steps 1000 "
         "--learning_rate 5e-3 --lr_scheduler cosine --logging_steps 50"
     )
 
