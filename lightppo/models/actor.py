@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -293,7 +294,8 @@ class Actor(PretrainedWrapper):
             inputs["logits_to_keep"] = places
         if router_logits:
             inputs["output_router_logits"] = True
-        with activations_on_cpu(self.activation_offload):
+        partly = position_ids is not None and places is not None and not reads_mask
+        with activations_on_cpu(self.activation_offload), self._reading(places, input_ids) if partly else nullcontext():
             output = self.model(**inputs)
         if places is not None and not in_model:
             output.logits = output.logits[:, places]

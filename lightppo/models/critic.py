@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Literal
 
@@ -139,8 +140,10 @@ class Critic(SequenceRegressor):
         if self.packing_samples:
             self._probe_packing(sequences.device)
             row = pack(sequences, attention_mask)
-            output = self._hidden(row.input_ids, None, row.position_ids)
-            hidden = output.last_hidden_state[0, row.slots[:, columns][mask]]  # (K, H)
+            places = row.slots[:, columns][mask]  # (K,)
+            with nullcontext() if return_output else self._reading(places, row.input_ids):
+                output = self._hidden(row.input_ids, None, row.position_ids)
+            hidden = output.last_hidden_state[0, places]  # (K, H)
             values = scatter(self._score(hidden), mask)
         else:
             output = self._hidden(sequences, attention_mask, None)

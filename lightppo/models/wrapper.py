@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lightppo.models.errors import ModelLoadError
+from lightppo.models.last_layer import only_at, position_wise, reads_alike
 from lightppo.models.loading import disable_dropout
 from lightppo.models.packed_attention import lengths_as_mask, takes_lengths, use_packed_attention
 from lightppo.models.packing import (
@@ -19,6 +21,9 @@ from lightppo.models.packing import (
     position_ids_from_mask,
     probe_packing,
 )
+
+READ_SHARE = 0.9
+"""Where more of a packed row is read, its last layer runs whole: gathering rows costs time too."""
 
 
 class PretrainedWrapper(nn.Module):
@@ -63,6 +68,7 @@ class PretrainedWrapper(nn.Module):
         self.packing_samples = packing_samples
         self.activation_offload = False
         self._packing_probed = False
+        self._last_layer: list[nn.Module] = []  # what of it runs at the read positions alone
         if packing_samples:
             check_packing_layers(self.hf_model)
             use_packed_attention(self.hf_model)
@@ -88,10 +94,22 @@ class PretrainedWrapper(nn.Module):
         self.hf_model.gradient_checkpointing_disable()
 
     def _probe_packing_once(self, run: Callable[[Tensor, Tensor], Tensor], device: torch.device) -> None:
-        if not self._packing_probed:
-            check_packing_layers(self.hf_model)
-            probe_packing(self.hf_model, run, device)
-            self._packing_probed = True
+        if self._packing_probed:
+            return
+        check_packing_layers(self.hf_model)
+        probe_packing(self.hf_model, run, device)
+        modules = position_wise(self.hf_model)
+        if modules and reads_alike(self.hf_model, modules, run, device):
+            self._last_layer = modules
+        self._packing_probed = True
+
+    def _reading(self, places: Tensor, row: Tensor) -> AbstractContextManager:
+        """For a forward of which only some positions of a packed row are read: (K,) of (1, T)."""
+        worth_it = len(places) < READ_SHARE * row.shape[1]
+        # a checkpointed layer runs once more in the backward pass, outside of this
+        if not worth_it or (torch.is_grad_enabled() and getattr(self.hf_model, "is_gradient_checkpointing", False)):
+            return nullcontext()
+        return only_at(self._last_layer, places)
 
 
 def model_inputs(
