@@ -105,7 +105,7 @@ class PretrainedWrapper(nn.Module):
 
     def _reading(self, places: Tensor, row: Tensor) -> AbstractContextManager:
         """For a forward of which only some positions of a packed row are read: (K,) of (1, T)."""
-        worth_it = len(places) < READ_SHARE * row.shape[1]
+        worth_it = 0 < len(places) < READ_SHARE * row.shape[1]
         # a checkpointed layer runs once more in the backward pass, outside of this
         if not worth_it or (torch.is_grad_enabled() and getattr(self.hf_model, "is_gradient_checkpointing", False)):
             return nullcontext()

@@ -9,12 +9,14 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, Gemma2Config, MistralConfig, OPTConfig, PreTrainedModel, Qwen2Config
 
+from lightppo.models import packed_attention as packed_attention_module
 from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic
 from lightppo.models.packed_attention import (
     PACKED_SDPA,
     lengths_as_mask,
     packed_attention,
+    segments_as_mask,
     takes_lengths,
     use_packed_attention,
 )
@@ -47,6 +49,90 @@ def test_outputs_and_gradients_are_those_of_the_definition(kv_heads: int, window
     )
     expected = plain(q, k, v, lengths, window)
     assert weights is None
+    torch.testing.assert_close(out, expected)
+    factor = torch.randn_like(out)
+    got = torch.autograd.grad((out * factor).sum(), (q, k, v))
+    torch.testing.assert_close(got, torch.autograd.grad((expected * factor).sum(), (q, k, v)))
+
+
+def continued(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int], parents: list[int], window: int | None
+) -> torch.Tensor:
+    """The definition: each segment behind the one it continues, by ``plain``. (1, T, H, D)"""
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    outputs = []
+    for i, p in enumerate(parents):
+        own = list(range(starts[i], starts[i] + lengths[i]))
+        before = [] if p < 0 else list(range(starts[p], starts[p] + lengths[p]))
+        whole = plain(*(x[:, :, before + own] for x in (q, k, v)), [len(before) + len(own)], window)
+        outputs.append(whole[:, len(before) :])
+    return torch.cat(outputs, 1)
+
+
+SEGMENTS = [3, 4, 1, 6, 2, 5], [-1, 0, 0, -1, -1, 4]
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("window", [None, 1, 2, 3, 5, 50])
+def test_segments_continue_their_parents(kv_heads: int, window: int | None) -> None:
+    torch.manual_seed(0)
+    lengths, parents = SEGMENTS
+    q, k, v = (torch.randn(1, h, 21, 8, requires_grad=True) for h in (4, kv_heads, kv_heads))
+    mask = segments_as_mask(torch.tensor(lengths), torch.tensor(parents))
+    assert mask.shape == (1, 1, 2, 6)
+    out, _ = packed_attention(nn.Module(), q, k, v, mask, scaling=0.5, sliding_window=window)
+    expected = continued(q, k, v, lengths, parents, window)
+    torch.testing.assert_close(out, expected)
+    factor = torch.randn_like(out)
+    got = torch.autograd.grad((out * factor).sum(), (q, k, v))
+    torch.testing.assert_close(got, torch.autograd.grad((expected * factor).sum(), (q, k, v)))
+
+
+def lower_right_kernel(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_q: torch.Tensor,
+    cu_k: torch.Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float,
+    window_size: tuple[int, int],
+    enable_gqa: bool,
+) -> torch.Tensor:
+    """What torch says of its kernel for packed rows: (T, H, D) and borders; windows end at the lower right."""
+    assert (cu_q.dtype, cu_k.dtype) == (torch.int32, torch.int32)
+    q_lengths, k_lengths = cu_q.diff().tolist(), cu_k.diff().tolist()
+    assert (max(q_lengths), max(k_lengths)) == (max_q, max_k)
+    outputs = []
+    for a, b, c in zip(q.split(q_lengths), k.split(k_lengths), v.split(k_lengths), strict=True):
+        new, total = len(a), len(b)
+        i, j = torch.meshgrid(torch.arange(total - new, total), torch.arange(total), indexing="ij")
+        seen = j <= i + window_size[1]
+        if window_size[0] >= 0:
+            seen &= i - j <= window_size[0]
+        a, b, c = (x.transpose(0, 1) for x in (a, b, c))
+        outputs.append(
+            nn.functional.scaled_dot_product_attention(a, b, c, attn_mask=seen, scale=scale, enable_gqa=enable_gqa)
+        )
+    return torch.cat(outputs, 1).transpose(0, 1)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("segments", [SEGMENTS, ([5, 1, 7], None)], ids=["shared", "alone"])
+def test_what_a_gpu_kernel_is_given(segments: tuple, window: int | None, monkeypatch) -> None:
+    """The call of a kernel with borders for queries and keys, by one that is written out."""
+    torch.manual_seed(0)
+    lengths, parents = segments
+    q, k, v = (torch.randn(1, h, sum(lengths), 8, requires_grad=True) for h in (4, 2, 2))
+    mask = lengths_as_mask(torch.tensor(lengths))
+    if parents is not None:
+        mask = segments_as_mask(torch.tensor(lengths), torch.tensor(parents))
+    expected, _ = packed_attention(nn.Module(), q, k, v, mask, scaling=0.5, sliding_window=window)
+    monkeypatch.setattr(packed_attention_module, "_has_varlen_kernel", lambda query: True)
+    monkeypatch.setattr(packed_attention_module, "_varlen_kernel", lambda: lower_right_kernel)
+    out, _ = packed_attention(nn.Module(), q, k, v, mask, scaling=0.5, sliding_window=window)
     torch.testing.assert_close(out, expected)
     factor = torch.randn_like(out)
     got = torch.autograd.grad((out * factor).sum(), (q, k, v))
