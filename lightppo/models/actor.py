@@ -17,12 +17,12 @@ from lightppo.models.loading import load_causal_lm
 from lightppo.models.packing import (
     action_predictors,
     check_num_actions,
-    pack,
     position_ids_from_lengths,
     real_actions,
     scatter,
 )
 from lightppo.models.scoring_head import HeadQuestion, asked, scoring_head
+from lightppo.models.shared_prompts import distinct_places, read
 from lightppo.models.wrapper import PretrainedWrapper, model_inputs, takes
 
 
@@ -60,6 +60,7 @@ class Actor(PretrainedWrapper):
         pretrain_or_model: folder, hub id, or a built model (its dropout is set to 0 in place).
         temperature: log probs are those of softmax(logits / temperature), as in sampling.
         packing_samples: drop the padding in forwards with num_actions; results are the same.
+        share_prompts: packed, equal prompts of a batch go through the model once; results are the same.
         bf16: weights in bfloat16.
         use_flash_attention_2: the seed's name for ``attn_implementation="flash_attention_2"``.
         ds_config: DeepSpeed config; stage 3 shards the weights while they load.
@@ -81,6 +82,7 @@ class Actor(PretrainedWrapper):
         *,
         temperature: float = 1.0,
         packing_samples: bool = False,
+        share_prompts: bool = True,
         bf16: bool = False,
         use_flash_attention_2: bool = False,
         ds_config: dict[str, Any] | None = None,
@@ -94,6 +96,7 @@ class Actor(PretrainedWrapper):
             use_flash_attention_2=use_flash_attention_2,
             ds_config=ds_config,
             packing_samples=packing_samples,
+            share_prompts=share_prompts,
             load_options=load_options,
         )
         if not temperature > 0:
@@ -173,7 +176,7 @@ class Actor(PretrainedWrapper):
         """
         if router_loss:
             self.check_router()
-        batch = self._batch(sequences, num_actions, attention_mask)
+        batch = self._batch(sequences, num_actions, attention_mask, router_loss)
         predicted = self._predict(
             batch, logits=logits, entropy=entropy, entropy_grad=entropy_grad, router_logits=router_loss
         )
@@ -217,7 +220,9 @@ class Actor(PretrainedWrapper):
             )
         return loss.float()
 
-    def _batch(self, sequences: Tensor, num_actions: int, attention_mask: Tensor | None) -> _Batch:
+    def _batch(
+        self, sequences: Tensor, num_actions: int, attention_mask: Tensor | None, router_loss: bool = False
+    ) -> _Batch:
         """What one forward takes, packed or padded; only positions that predict an action go through the head."""
         if attention_mask is None:
             attention_mask = torch.ones_like(sequences)
@@ -229,9 +234,11 @@ class Actor(PretrainedWrapper):
             places = torch.arange(length - num_actions - 1, length - 1, device=sequences.device)  # (A,)
             return _Batch(sequences, attention_mask, None, places, actions.masked_fill(~real, 0), real, packed=False)
         self._probe_packing(sequences.device)
-        row = pack(sequences, attention_mask)
-        places = row.slots[:, -num_actions - 1 : -1][real]  # (K,)
-        return _Batch(row.input_ids, None, row.position_ids, places, actions[real], real, packed=True)
+        # the load-balancing loss counts every token of every sample
+        whole = router_loss or getattr(self.hf_model.config, "output_router_logits", False)
+        row, segments = self._pack(sequences, attention_mask, None if whole else num_actions)
+        places, reads = distinct_places(row.slots[:, -num_actions - 1 : -1][real])  # (U,), (K,)
+        return _Batch(row.input_ids, segments, row.position_ids, places, actions[real], real, packed=True, reads=reads)
 
     def _predict(
         self,
@@ -248,6 +255,8 @@ class Actor(PretrainedWrapper):
             if predicted is not None:
                 return predicted
         output = self._run(batch.input_ids, batch.attention_mask, batch.position_ids, batch.places, router_logits)
+        if batch.packed:
+            output.logits = read(output.logits[0], batch.reads)[None]  # (1, K, V)
         over = (output.logits[0] if batch.packed else output.logits)[..., : self.valid_vocab_size]
         if not entropy:
             return _Predicted(output, token_log_probs(over, batch.labels, self.temperature), logits=over)
@@ -310,11 +319,12 @@ class _Batch:
     """What one forward takes, and where in it the K real actions are.
 
     Attributes:
-        input_ids, attention_mask, position_ids: (B, S), or one packed row (1, T).
-        places: (A,) or packed (K,), the positions of a row that go through the head.
+        input_ids, attention_mask, position_ids: (B, S), or one packed row (1, T), whose mask may be its segments.
+        places: (A,) or packed (U,), the different positions of a row that go through the head.
         labels: (B, A) or packed (K,), the token after each place; 0 where it is padding.
         real: (B, A) bool, with K True.
         packed: one row, without padding.
+        reads: packed (K,), which of the places predicts each action; None: each its own.
     """
 
     input_ids: Tensor
@@ -324,10 +334,11 @@ class _Batch:
     labels: Tensor
     real: Tensor
     packed: bool
+    reads: Tensor | None = None
 
     def real_hidden(self, at_places: Tensor) -> Tensor:
-        """(B, A, H), or packed (1, K, H), -> (K, H)."""
-        return at_places[0] if self.packed else at_places[self.real]
+        """(B, A, H), or packed (1, U, H), -> (K, H)."""
+        return read(at_places[0], self.reads) if self.packed else at_places[self.real]
 
     def real_labels(self) -> Tensor:
         """(K,)."""

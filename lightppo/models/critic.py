@@ -17,10 +17,10 @@ from lightppo.models.loading import load_sequence_classifier
 from lightppo.models.packing import (
     action_predictors,
     check_num_actions,
-    pack,
     position_ids_from_lengths,
     scatter,
 )
+from lightppo.models.shared_prompts import distinct_places, read
 from lightppo.models.value_head import value_head
 from lightppo.models.wrapper import PretrainedWrapper, model_inputs
 
@@ -41,6 +41,7 @@ class SequenceRegressor(PretrainedWrapper):
         use_flash_attention_2: bool = False,
         ds_config: dict[str, Any] | None = None,
         packing_samples: bool = False,
+        share_prompts: bool = True,
         **load_options: Any,
     ) -> None:
         super().__init__(
@@ -50,6 +51,7 @@ class SequenceRegressor(PretrainedWrapper):
             use_flash_attention_2=use_flash_attention_2,
             ds_config=ds_config,
             packing_samples=packing_samples,
+            share_prompts=share_prompts,
             load_options=load_options,
         )
         _, head = value_head(self.model)
@@ -87,7 +89,7 @@ class Critic(SequenceRegressor):
     Args:
         pretrain_or_model: folder, hub id, or a built one-output sequence classifier.
         normalize_reward: values are (x - mean) / std where the config has the mean and std of a reward model.
-        packing_samples, bf16, use_flash_attention_2, ds_config: as in :class:`Actor`.
+        packing_samples, share_prompts, bf16, use_flash_attention_2, ds_config: as in :class:`Actor`.
         load_options: further arguments of :func:`lightppo.models.loading.load_sequence_classifier`.
     """
 
@@ -139,12 +141,12 @@ class Critic(SequenceRegressor):
         mask = attention_mask.bool()[:, columns]  # (B, A)
         if self.packing_samples:
             self._probe_packing(sequences.device)
-            row = pack(sequences, attention_mask)
-            places = row.slots[:, columns][mask]  # (K,)
+            row, segments = self._pack(sequences, attention_mask, num_actions)
+            places, reads = distinct_places(row.slots[:, columns][mask])  # (U,), (K,)
             with nullcontext() if return_output else self._reading(places, row.input_ids):
-                output = self._hidden(row.input_ids, None, row.position_ids)
-            hidden = output.last_hidden_state[0, places]  # (K, H)
-            values = scatter(self._score(hidden), mask)
+                output = self._hidden(row.input_ids, segments, row.position_ids)
+            scores = self._score(output.last_hidden_state[0, places])  # (U,)
+            values = scatter(read(scores, reads), mask)
         else:
             output = self._hidden(sequences, attention_mask, None)
             values = self._score(output.last_hidden_state[:, columns]).masked_fill(~mask, 0)

@@ -106,7 +106,8 @@ def distinct_places(places: Tensor) -> tuple[Tensor, Tensor | None]:
 def read(at_places: Tensor, reads: Tensor | None) -> Tensor:
     """(U, …) at the different places -> (K, …), for each read; ``reads`` as of :func:`distinct_places`.
 
-    By an embedding, whose backward pass sums in a fixed order on a CPU and on a GPU; indexing does so on a GPU only.
+    By an embedding, whose backward pass adds in one order; of indexing torch promises that in its deterministic mode
+    only.
     """
     if reads is None:
         return at_places

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -14,13 +16,18 @@ from transformers import PreTrainedModel
 from lightppo.models.errors import ModelLoadError
 from lightppo.models.last_layer import only_at, position_wise, reads_alike
 from lightppo.models.loading import disable_dropout
-from lightppo.models.packed_attention import lengths_as_mask, takes_lengths, use_packed_attention
+from lightppo.models.packed_attention import lengths_as_mask, segments_as_mask, takes_lengths, use_packed_attention
 from lightppo.models.packing import (
+    PackedRow,
     check_packing_layers,
     lengths_from_position_ids,
+    pack,
     position_ids_from_mask,
     probe_packing,
 )
+from lightppo.models.shared_prompts import pack_shared
+
+logger = logging.getLogger(__name__)
 
 READ_SHARE = 0.9
 """Where more of a packed row is read, its last layer runs whole: gathering rows costs time too."""
@@ -33,6 +40,8 @@ class PretrainedWrapper(nn.Module):
         model: the Hugging Face model, or the DeepSpeed engine that strategy.prepare put in its place.
         ds_config: the DeepSpeed config it was loaded under, for strategy.prepare; None: the strategy's own.
         packing_samples: forwards drop the padding and run one row.
+        share_prompts: in such a row a prompt of several samples stands once, where the model can do so
+            (:attr:`shares_prompts`).
         activation_offload: what a forward keeps for its backward pass waits in CPU memory.
     """
 
@@ -46,6 +55,7 @@ class PretrainedWrapper(nn.Module):
         ds_config: dict[str, Any] | None,
         packing_samples: bool,
         load_options: dict[str, Any],
+        share_prompts: bool = True,
     ) -> None:
         super().__init__()
         if use_flash_attention_2:
@@ -66,12 +76,24 @@ class PretrainedWrapper(nn.Module):
             self.model = load(pretrain_or_model, dtype=dtype, ds_config=ds_config, **load_options)
         self.ds_config = ds_config
         self.packing_samples = packing_samples
+        self.share_prompts = share_prompts
         self.activation_offload = False
         self._packing_probed = False
         self._last_layer: list[nn.Module] = []  # what of it runs at the read positions alone
         if packing_samples:
             check_packing_layers(self.hf_model)
             use_packed_attention(self.hf_model)
+            if share_prompts and not takes_lengths(self.hf_model):
+                _say_that_nothing_is_shared(self.hf_model.config._attn_implementation)
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether equal prompts of a batch go through the model once.
+
+        That needs packed rows, and an attention that takes segments: sdpa. flash_attention_2 tells sequences by their
+        position ids, which cannot say it.
+        """
+        return self.packing_samples and self.share_prompts and takes_lengths(self.hf_model)
 
     @property
     def hf_model(self) -> PreTrainedModel:
@@ -103,6 +125,21 @@ class PretrainedWrapper(nn.Module):
             self._last_layer = modules
         self._packing_probed = True
 
+    def _pack(
+        self, sequences: Tensor, attention_mask: Tensor, num_actions: int | None
+    ) -> tuple[PackedRow, Tensor | None]:
+        """The packed row of a batch, and what its attention is given; None: it follows from the position ids.
+
+        Args:
+            sequences, attention_mask: (B, S).
+            num_actions: what stands before the last so many columns is a prompt; None: no prompt is shared.
+        """
+        if num_actions is not None and self.shares_prompts:
+            row = pack_shared(sequences, attention_mask, num_actions)
+            if row is not None:
+                return row, segments_as_mask(row.lengths, row.parents)
+        return pack(sequences, attention_mask), None
+
     def _reading(self, places: Tensor, row: Tensor) -> AbstractContextManager:
         """For a forward of which only some positions of a packed row are read: (K,) of (1, T)."""
         worth_it = 0 < len(places) < READ_SHARE * row.shape[1]
@@ -110,6 +147,14 @@ class PretrainedWrapper(nn.Module):
         if not worth_it or (torch.is_grad_enabled() and getattr(self.hf_model, "is_gradient_checkpointing", False)):
             return nullcontext()
         return only_at(self._last_layer, places)
+
+
+@cache
+def _say_that_nothing_is_shared(attention: str) -> None:
+    """Once per process and kind of attention."""
+    logger.warning(
+        "--share_prompts needs --attn_implementation sdpa; with %s every sample brings its prompt along", attention
+    )
 
 
 def model_inputs(
@@ -125,7 +170,7 @@ def model_inputs(
     Args:
         module: the module whose forward takes them; position ids are left out where it has none.
         input_ids: (B, S), or (1, T) packed.
-        attention_mask: (B, S), or None for a packed row.
+        attention_mask: (B, S); of a packed row None, or its segments (:func:`segments_as_mask`).
         position_ids: (1, T) of a packed row; None: counted from the attention mask.
         lengths: a packed row may bring its lengths for the attention; False where the model's forward itself reads the
             mask (the load-balancing loss does): then it makes one of (T, T) from the position ids.
