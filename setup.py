@@ -36,8 +36,9 @@ setup(
         "tyro>=0.9",
     ],
     extras_require={
-        "dev": ["pytest>=8", "pytest-xdist", "pytest-timeout", "peft>=0.17", "ruff"],
+        "dev": ["pytest>=8", "pytest-xdist", "pytest-timeout", "peft>=0.17", "bitsandbytes>=0.48", "ruff"],
         "lora": ["peft>=0.17"],
+        "qlora": ["peft>=0.17", "bitsandbytes>=0.48"],
         "plots": ["matplotlib"],
         "math": ["math-verify>=0.8"],
         "serve": ["fastapi>=0.132", "uvicorn>=0.30", "pydantic>=2"],

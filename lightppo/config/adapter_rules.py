@@ -41,11 +41,17 @@ def problems(config: PPOConfig) -> list[str]:
             "lora_dropout": a.lora_dropout is not None,
             "target_modules": bool(a.target_modules),
         }
-        return [
+        found = [
             f"--{flag} has no effect without adapters: set --lora_rank, or leave it out"
             for flag, is_set in of_lora.items()
             if is_set
         ]
+        if a.load_in_4bit:
+            found.append(
+                "--load_in_4bit holds weights that do not train in 4 bits, and without adapters all train: set "
+                "--lora_rank, or leave it out"
+            )
+        return found
     found = []
     if o.enable_ema:
         found.append("--enable_ema averages all weights, and --lora_rank trains adapters: leave one out")

@@ -12,6 +12,11 @@ class AdapterConfig:
     lora_dropout: float | None = option(
         None, "Dropout before the adapters, in training forwards only. None: 0.", ge=0, lt=1
     )
+    load_in_4bit: bool = option(
+        False,
+        "QLoRA: hold the frozen weights of actor, critic and reference in 4 bits (NF4); needs --lora_rank and "
+        "bitsandbytes.",
+    )
     target_modules: tuple[str, ...] = option(
         (),
         "Linear layers with an adapter, by the end of their names, e.g. q_proj v_proj. None given: all but the head.",

@@ -28,6 +28,7 @@ from transformers.utils import is_flash_attn_2_available
 from transformers.utils import logging as hf_logging
 
 from lightppo.models.errors import ModelLoadError, errors_name, resolve_model_path
+from lightppo.models.quantised import quantise
 from lightppo.models.tokenizer import get_tokenizer, valid_vocab_size
 from lightppo.models.value_head import head_from_checkpoint, set_value_head, value_head
 
@@ -79,6 +80,7 @@ def load_causal_lm(
     external_lib: str | None = None,
     seed: int = 42,
     flag: str = "--pretrain",
+    load_in_4bit: bool = False,
 ) -> PreTrainedModel:
     """Load (or make) a causal LM without dropout, in eval mode.
 
@@ -93,9 +95,12 @@ def load_causal_lm(
         external_lib: comma-separated modules to import first (they may register model classes).
         seed: of the random weights.
         flag: the flag that ``path`` came from, for error messages.
+        load_in_4bit: hold the weights of linear layers in 4 bits (:func:`lightppo.models.quantised.quantise`); every
+            rank loads the whole model for it, and what stays as it was is sharded by ``strategy.prepare``.
 
     Raises:
-        ModelLoadError: path not found, weights missing from the checkpoint, unsupported attention or dtype.
+        ModelLoadError: path not found, weights missing from the checkpoint, unsupported attention or dtype; a model
+            that cannot be held in 4 bits.
     """
     path = resolve_model_path(path, flag)
     import_external_lib(external_lib)
@@ -104,7 +109,11 @@ def load_causal_lm(
         attn_implementation, dtype, MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     )
     kwargs = {"dtype": DTYPES[dtype], "attn_implementation": attention, "trust_remote_code": trust_remote_code}
-    with _zero3_loading(ds_config, dtype) as zero3, _quiet_transformers(), errors_name(path, flag):
+    with (
+        _zero3_loading(None if load_in_4bit else ds_config, dtype) as zero3,
+        _quiet_transformers(),
+        errors_name(path, flag),
+    ):
         if init_from_scratch:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
@@ -112,7 +121,7 @@ def load_causal_lm(
         else:
             model, info = AutoModelForCausalLM.from_pretrained(path, config=config, output_loading_info=True, **kwargs)
             _check_missing(info["missing_keys"], path, flag)
-    return _finish(model, zero3)
+    return _finish(model, zero3, load_in_4bit)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -134,6 +143,7 @@ def load_sequence_classifier(
     external_lib: str | None = None,
     seed: int = 42,
     flag: str | None = None,
+    load_in_4bit: bool = False,
 ) -> PreTrainedModel:
     """Load a model with a one-output head from a classifier, a value-head model or a plain causal LM.
 
@@ -146,7 +156,7 @@ def load_sequence_classifier(
         init_value_head: True: a new head in any case. False: never. None: by ``kind``.
         seed: of the new head and of random weights.
         path, attn_implementation, dtype, ds_config, trust_remote_code, init_from_scratch, override_config,
-            external_lib, flag: as in :func:`load_causal_lm`.
+            external_lib, flag, load_in_4bit: as in :func:`load_causal_lm`.
 
     Raises:
         ModelLoadError: as :func:`load_causal_lm`; also no head where one is needed, a head with a bias or with
@@ -164,7 +174,11 @@ def load_sequence_classifier(
         attn_implementation, dtype, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
     )
     kwargs = {"dtype": DTYPES[dtype], "attn_implementation": attention, "trust_remote_code": trust_remote_code}
-    with _zero3_loading(ds_config, dtype) as zero3, _quiet_transformers(), errors_name(path, flag):
+    with (
+        _zero3_loading(None if load_in_4bit else ds_config, dtype) as zero3,
+        _quiet_transformers(),
+        errors_name(path, flag),
+    ):
         if init_from_scratch:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
@@ -181,7 +195,7 @@ def load_sequence_classifier(
             mismatched = {name for name, *_ in info["mismatched_keys"]}  # only filled while a new head is asked for
             _check_missing({*info["missing_keys"], *mismatched} - {f"{head_name}.weight"}, path, flag)
     set_value_head(model, weight, seed=seed)
-    return _finish(model, zero3)
+    return _finish(model, zero3, load_in_4bit)
 
 
 def get_llm_for_sequence_regression(
@@ -306,8 +320,10 @@ def _check_missing(missing: set[str] | list[str], path: str, flag: str) -> None:
         )
 
 
-def _finish(model: PreTrainedModel, zero3: Zero3LoadConfig | None) -> PreTrainedModel:
+def _finish(model: PreTrainedModel, zero3: Zero3LoadConfig | None, load_in_4bit: bool) -> PreTrainedModel:
     disable_dropout(model)
+    if load_in_4bit:
+        quantise(model)
     model.zero3_load_config = zero3  # keeps transformers' weak reference alive
     return model.eval()
 

@@ -23,7 +23,8 @@ from transformers.pytorch_utils import Conv1D
 
 from lightppo.models.actor import ActionScores, Actor
 from lightppo.models.errors import ModelLoadError
-from lightppo.models.value_head import value_head
+from lightppo.models.quantised import PIECES, packings, quiet_bitsandbytes
+from lightppo.models.value_head import head_names, value_head
 from lightppo.models.wrapper import PretrainedWrapper
 
 _NAME = "default"  # of the only adapter, as peft calls it
@@ -73,7 +74,8 @@ def add_adapters(model: PretrainedWrapper, options: LoraOptions, seed: int = 42)
             or it is a head tied to the embedding, which could not be merged.
     """
     check_peft()
-    from peft import LoraConfig, inject_adapter_in_model
+    with quiet_bitsandbytes():
+        from peft import LoraConfig, inject_adapter_in_model
 
     hf_model = model.hf_model
     if getattr(hf_model, "lora", None) is not None:
@@ -95,7 +97,9 @@ def add_adapters(model: PretrainedWrapper, options: LoraOptions, seed: int = 42)
         name, head = value_head(hf_model)
         head.requires_grad_(True)
         config.modules_to_save = [name]
-    hf_model.lora = LoraExport(config, _layers(hf_model))  # found there by the strategy when it saves
+    if any(packing.transposed for packing in packings(hf_model).values()):
+        config.fan_in_fan_out = True  # as the adapter's file says for the dense model; here those layers are as others
+    hf_model.lora = LoraExport(config, hf_model)  # found there by the strategy when it saves
 
 
 def target_layers(model: PreTrainedModel, wanted: tuple[str, ...] = ()) -> list[str]:
@@ -108,7 +112,7 @@ def target_layers(model: PreTrainedModel, wanted: tuple[str, ...] = ()) -> list[
     Raises:
         ModelLoadError: see :func:`add_adapters`.
     """
-    heads = _heads(model)
+    heads = head_names(model)
     linear = [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))]
     if wanted in ((), (_ALL_LINEAR,)):
         chosen = [name for name in linear if name not in heads]
@@ -136,14 +140,6 @@ def target_layers(model: PreTrainedModel, wanted: tuple[str, ...] = ()) -> list[
     ends = sorted({name.rpartition(".")[2] for name in chosen})
     fitting = [name for name, _ in model.named_modules() if name.rpartition(".")[2] in ends]
     return ends if set(fitting) == set(chosen) else sorted(chosen)
-
-
-def _heads(model: PreTrainedModel) -> set[str]:
-    """Names of the output head, or of the value head."""
-    if not model.can_generate():
-        return {value_head(model)[0]}
-    head = model.get_output_embeddings()
-    return {name for name, module in model.named_modules() if module is head}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -240,17 +236,21 @@ class LoraExport:
 
     Args:
         config: peft's.
-        layers: those with an adapter, by name.
+        model: with adapters.
     """
 
-    def __init__(self, config: Any, layers: Mapping[str, Any]) -> None:
+    def __init__(self, config: Any, model: nn.Module) -> None:
+        layers = _layers(model)
         self.config = config
         self.scaling = {name: layer.scaling[_NAME] for name, layer in layers.items()}
+        self.packings = packings(model)
         self.transposed = {name for name, layer in layers.items() if layer.fan_in_fan_out}
+        self.transposed |= {n.removesuffix(_BASE[:-1]) for n, packing in self.packings.items() if packing.transposed}
 
     def __str__(self) -> str:
         targets = ", ".join(sorted(self.config.target_modules))
-        return f"LoRA adapters of rank {self.config.r}, alpha {self.config.lora_alpha:g}, on {targets}"
+        beside = ", beside weights in 4 bits" if self.packings else ""
+        return f"LoRA adapters of rank {self.config.r}, alpha {self.config.lora_alpha:g}, on {targets}{beside}"
 
     def merged(self, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Weights by the names of the model's checkpoint, from whole ones of the model with adapters.
@@ -259,12 +259,18 @@ class LoraExport:
             state_dict: of all layers, or of some: all that belongs to a layer (:func:`layer_of`) must be there.
 
         Returns:
-            New tensors where there is an adapter, the others as they were given.
+            New tensors where there is an adapter or where weights were held in 4 bits, the others as they were given.
         """
         result = {}
         for name, tensor in state_dict.items():
             if _is_adapter(name):
                 continue
+            layer, _, kind = name.rpartition(".")
+            if layer in self.packings and kind in PIECES:
+                if kind != PIECES[0]:
+                    continue
+                name = f"{layer}.weight"
+                tensor = self.packings[layer].of_checkpoint({p: state_dict[f"{layer}.{p}"] for p in PIECES})
             owner, _, kind = name.rpartition(_BASE)
             if owner and kind == "weight":
                 a, b = (state_dict[f"{owner}.lora_{x}.{_NAME}.weight"] for x in "AB")

@@ -40,6 +40,14 @@ def value_head(model: PreTrainedModel) -> tuple[str, nn.Linear]:
     return heads[0]
 
 
+def head_names(model: PreTrainedModel) -> set[str]:
+    """Names of the output head of a causal LM, or of the value head."""
+    if not model.can_generate():
+        return {value_head(model)[0]}
+    head = model.get_output_embeddings()
+    return {name for name, module in model.named_modules() if module is head}
+
+
 @torch.no_grad()
 def set_value_head(model: PreTrainedModel, weight: Tensor | None, *, seed: int) -> None:
     """Set the head to ``weight`` (1, hidden), or to N(0, 1/(hidden + 1)) when None; a bias is set to 0."""

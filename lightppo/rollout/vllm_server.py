@@ -381,6 +381,8 @@ class VLLMServerRolloutEngine:
 
 def weight_bytes(model: nn.Module) -> int:
     """Size of all weights, whole also where they are sharded; tied ones under each of their names."""
-    return sum(
+    held = sum(
         full_shape(tensor).numel() * tensor.element_size() for tensor in model.state_dict(keep_vars=True).values()
     )
+    # those held in 4 bits are sent unpacked
+    return held + sum(m.packed_weights * m.packing.dtype.itemsize for m in model.modules() if hasattr(m, "packing"))

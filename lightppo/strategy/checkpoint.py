@@ -100,6 +100,7 @@ def save_checkpoint(
 
     if meta["adapters"]:
         meta["frozen"] = all_gather_object(_frozen_sum(engine.module))
+        meta["in_4bit"] = all_gather_object(_packed_sum(engine.module))
 
     def commit() -> None:
         torch.save(client_state or {}, staging / _CLIENT_STATE)
@@ -228,7 +229,17 @@ def _adapters(model: Any) -> str | None:
 
 
 def _frozen_names(module: torch.nn.Module) -> set[str]:
-    return {name for name, parameter in module.named_parameters(remove_duplicate=False) if not parameter.requires_grad}
+    names = {name for name, parameter in module.named_parameters(remove_duplicate=False) if not parameter.requires_grad}
+    return names | _packed(module).keys()
+
+
+def _packed(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Buffers that hold frozen weights in 4 bits."""
+    return {
+        f"{name}.{buffer}": getattr(part, buffer)
+        for name, part in module.named_modules()
+        for buffer in getattr(part, "frozen_buffers", ())
+    }
 
 
 def _frozen_sum(module: torch.nn.Module) -> float:
@@ -238,10 +249,18 @@ def _frozen_sum(module: torch.nn.Module) -> float:
     return sum(float(torch.linalg.vector_norm(part, 1, dtype=torch.float64)) for part in parts)
 
 
+def _packed_sum(module: torch.nn.Module) -> int:
+    """The same of weights in 4 bits, exact; apart from the others, which are too small beside it."""
+    return sum(int(buffer.sum(dtype=torch.int64)) for buffer in _packed(module).values() if buffer.dtype == torch.uint8)
+
+
 def _check_frozen(engine: Any, path: Path) -> None:
-    saved, here = json.loads((path / _META).read_text())["frozen"], all_gather_object(_frozen_sum(engine.module))
+    meta = json.loads((path / _META).read_text())
+    saved, here = meta["frozen"], all_gather_object(_frozen_sum(engine.module))
     # Kernels of another machine may sum in another order; another model is far away.
-    if not all(math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-9) for a, b in zip(saved, here, strict=True)):
+    alike = all(math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-9) for a, b in zip(saved, here, strict=True))
+    in_4bit = all_gather_object(_packed_sum(engine.module))
+    if not alike or meta.get("in_4bit", in_4bit) != in_4bit:
         raise CheckpointError(
             f"{path} holds LoRA adapters of other frozen weights than those that this run has loaded: give the "
             "--pretrain that they were trained on, unchanged (for a critic, the --critic_pretrain)"
@@ -271,7 +290,7 @@ def _check_fits(engine: Any, path: Path, load_optimizer_states: bool, adapters: 
     if (saved := meta.get("adapters")) != adapters:
         raise CheckpointError(
             f"{path} was saved with {saved or 'no LoRA adapters'}, this model has {adapters or 'none'}: "
-            "resume with the same --lora_rank, --lora_alpha and --target_modules"
+            "resume with the same --lora_rank, --lora_alpha, --target_modules and --load_in_4bit"
         )
     for key, value in here.items():
         if meta[key] != value:

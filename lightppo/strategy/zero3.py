@@ -35,8 +35,9 @@ def forget_secondary_shard(param: torch.Tensor) -> None:
 
 
 def parameter_count(model: nn.Module, trained_only: bool = False) -> int:
-    """Parameters of a model, or those of them that train; whole also where they are sharded."""
-    return sum(full_shape(p).numel() for p in model.parameters() if p.requires_grad or not trained_only)
+    """Parameters of a model, or those of them that train; whole also where they are sharded or held in 4 bits."""
+    count = sum(full_shape(p).numel() for p in model.parameters() if p.requires_grad or not trained_only)
+    return count if trained_only else count + sum(getattr(m, "packed_weights", 0) for m in model.modules())
 
 
 @contextmanager

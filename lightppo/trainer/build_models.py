@@ -42,6 +42,8 @@ def build_models(config: PPOConfig, strategy: DeepspeedStrategy) -> Models:
         "seed": s.seed,
     }
     own = {**shared, "override_config": override, "init_from_scratch": m.init_from_scratch}
+    # The reference too, so that it is what the actor without adapters would be; scores of reward models stay exact.
+    own["load_in_4bit"] = config.adapter.load_in_4bit
     policy = {"temperature": config.rollout.temperature or 1.0, "packing_samples": config.training.packing_samples}
 
     actor_ds = strategy.get_ds_train_config(is_actor=True)

@@ -13,6 +13,7 @@ from lightppo.config.reward_rules import reward_plan
 from lightppo.data.loading import check_data_paths
 from lightppo.models.actor import Actor
 from lightppo.models.lora import check_peft
+from lightppo.models.quantised import check_bitsandbytes
 from lightppo.rewards.build import check_reward_options
 
 
@@ -22,10 +23,12 @@ def check_before_loading(config: PPOConfig) -> None:
     Raises:
         DataError: a data path that is missing or of no known form; names the flag.
         ConfigError: a reward address, file or token that is missing or of no known form; names the flag.
-        ModelLoadError: ``--lora_rank`` without peft.
+        ModelLoadError: ``--lora_rank`` without peft, ``--load_in_4bit`` without bitsandbytes.
     """
     if uses_adapters(config):
         check_peft()
+    if config.adapter.load_in_4bit:
+        check_bitsandbytes()
     d = config.data
     check_data_paths(d.prompt_data, d.prompt_data_probs, flag="--prompt_data")
     if d.eval_data:
