@@ -58,6 +58,7 @@ def contradictions(config: PPOConfig, world_size: int) -> list[str]:
     return [
         *_missing(config),
         *_batch_sizes(config, world_size),
+        *_shared_prompts(config),
         *micro_batches.problems(config, _absent_calls(config)),
         *_stop_texts(config),
         *sampling_rules.problems(config, world_size),
@@ -78,6 +79,7 @@ def trainer_contradictions(config: PPOConfig, world_size: int = 1) -> list[str]:
     """Those that concern a trainer whose models and data were made by hand."""
     return [
         *_batch_sizes(config, world_size),
+        *_shared_prompts(config),
         *_stop_texts(config),
         *sampling_rules.problems(config, world_size),
         *engine_rules.problems(config, world_size),
@@ -154,6 +156,18 @@ def _batch_sizes(config: PPOConfig, world_size: int) -> list[str]:
         problems.append(
             f"--buffer_limit {t.buffer_limit} would lose samples: one rollout has {samples // world_size} per rank; "
             "set 0 or at least that"
+        )
+    return problems
+
+
+def _shared_prompts(config: PPOConfig) -> list[str]:
+    t, problems = config.training, []
+    if not t.share_prompts and not t.packing_samples:
+        problems.append("--no_share_prompts has no effect without --packing_samples: no prompt is shared; leave it out")
+    if t.shuffle == "groups" and config.rollout.n_samples_per_prompt == 1:
+        problems.append(
+            "--shuffle groups keeps the samples of a prompt together, and --n_samples_per_prompt 1 has no two: set it "
+            "to at least 2, or leave --shuffle out"
         )
     return problems
 

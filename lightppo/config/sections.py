@@ -208,6 +208,15 @@ class TrainingConfig:
     packing_samples: bool = option(
         False, "Forward and backward without padding: sequences in one row.", resume_safe=True
     )
+    share_prompts: bool = option(
+        True,
+        "With --packing_samples and sdpa: a prompt goes through a model once for all its samples of a micro batch.",
+        resume_safe=True,
+    )
+    shuffle: Literal["samples", "groups"] = option(
+        "samples",
+        "What the steps of an epoch draw: single samples, or all samples of a prompt together, which share it then.",
+    )
     buffer_limit: int = option(
         0, "Samples kept in the replay buffer, oldest out first; 0: all.", unit="samples per rank", ge=0
     )

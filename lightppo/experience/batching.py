@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -88,23 +88,28 @@ class MicroBatching:
     Attributes:
         collectives: reductions over ranks.
         packed: rows go through the models without padding.
+        share_prompts: packed, a prompt goes through them once for all its rows in a micro batch.
     """
 
     collectives: Collectives
     packed: bool = False
+    share_prompts: bool = False
 
-    def split(self, lengths: Sequence[tuple[int, int]], spec: MicroBatchSpec) -> list[list[int]]:
+    def split(
+        self, lengths: Sequence[tuple[int, int]], spec: MicroBatchSpec, prompts: Sequence[bytes]
+    ) -> list[list[int]]:
         """Row numbers of each micro batch, see :func:`lightppo.models.micro_batches.micro_batches`. Collective.
 
         Ranks that can cut their rows into as many parts as the rank with most of them do so.
         """
-        parts = micro_batches(lengths, spec, packed=self.packed)
-        most = self.collectives.same_count(len(parts))
-        return micro_batches(lengths, spec, packed=self.packed, at_least=most)
+        options = {"packed": self.packed, "prompts": prompts if self.share_prompts else None}
+        parts = micro_batches(lengths, spec, **options)
+        return micro_batches(lengths, spec, at_least=self.collectives.same_count(len(parts)), **options)
 
     def split_rows(self, rows: Sequence[Experience], spec: MicroBatchSpec) -> list[list[Experience]]:
         """The same of one-row experiences. Collective."""
-        numbers = self.split([row.row_lengths()[0] for row in rows], spec)
+        lengths, prompts = [row.row_lengths()[0] for row in rows], [row.prompts()[0] for row in rows]
+        numbers = self.split(lengths, spec, prompts)
         return [[rows[i] for i in part] for part in numbers]
 
 
@@ -116,6 +121,8 @@ def minibatches(
     actor: MicroBatchSpec,
     critic: MicroBatchSpec | None = None,
     packed: bool = False,
+    share_prompts: bool = False,
+    shuffle: Literal["samples", "groups"] = "samples",
     generator: torch.Generator,
     collate: Callable[[Sequence[Experience]], Experience],
     device: torch.device,
@@ -130,6 +137,9 @@ def minibatches(
         actor: what one forward and backward pass of the actor holds on this rank.
         critic: the same of the critic; ``None``: as the actor.
         packed: the passes run without padding.
+        share_prompts: packed, actor and critic run a prompt once for all its samples of a micro batch.
+        shuffle: what is drawn: single samples, or all samples of a prompt one after the other, so that only a prompt
+            at the border of two steps is in both.
         generator: shuffles the samples; as seeded on this rank.
         collate: rows → padded batch on the training device.
         device: the training device.
@@ -147,7 +157,9 @@ def minibatches(
     total = int(collectives.all_reduce(count, "sum").item())
     steps = math.ceil(total / train_batch_size)
     order = torch.randperm(len(items), generator=generator)
-    batching = MicroBatching(collectives, packed)
+    if shuffle == "groups":
+        order = _groups_together(order, [item.prompts()[0] for item in items])
+    batching = MicroBatching(collectives, packed, share_prompts)
     for part in order.tensor_split(steps) if steps else ():
         step = [items[i] for i in part.tolist()]
         rows = batching.split_rows(step, actor)
@@ -157,3 +169,11 @@ def minibatches(
             of_critic = [collate(r) for r in batching.split_rows(step, critic)]
             minibatch.critic_micro_batches = _completed(of_critic, collectives, device)
         yield minibatch
+
+
+def _groups_together(order: Tensor, prompts: Sequence[bytes]) -> Tensor:
+    """The same samples, those of one prompt where the first of them was."""
+    place: dict[bytes, int] = {}
+    for i in order.tolist():
+        place.setdefault(prompts[i], len(place))
+    return torch.tensor(sorted(order.tolist(), key=lambda i: place[prompts[i]]), dtype=torch.long)

@@ -92,6 +92,12 @@ class Experience:
         responses = self.response_lengths.tolist()
         return [(total - r, r) for total, r in zip(self.total_lengths.tolist(), responses)]
 
+    def prompts(self) -> list[bytes]:
+        """The prompt of each row: the same bytes for the same token ids."""
+        split = self.sequences.size(1) - self.num_actions
+        ids, real = self.sequences[:, :split].cpu(), self.attention_mask[:, :split].bool().cpu()
+        return [row[mask].numpy().tobytes() for row, mask in zip(ids, real)]
+
     @classmethod
     def from_rollouts(cls, rollouts: Sequence[Rollout]) -> Self:
         """Token ids and masks of scored rollouts; ``info`` holds the reward where there is one, and the lengths.

@@ -24,6 +24,7 @@ from lightppo.data.records import Rollout
 from lightppo.experience.batching import MicroBatching
 from lightppo.experience.experience import Experience
 from lightppo.experience.score_shaping import ScoreShaper
+from lightppo.models.shared_prompts import all_share_prompts
 
 
 class Strategy(Protocol):
@@ -95,7 +96,8 @@ class ExperienceMaker:
         self.mask_too_long = config.reward.mask_too_long
         self.micro_rollout_batch_size = config.rollout.micro_rollout_batch_size
         self.micro_batches = {name: micro_batch_spec(config, name) for name in ("actor", "reference", "critic")}
-        self.batching = MicroBatching(strategy, config.training.packing_samples)
+        shares = config.training.share_prompts and all_share_prompts((actor, critic, initial_model))
+        self.batching = MicroBatching(strategy, config.training.packing_samples, shares)
         self.old_log_probs = old_log_probs_from(config, exact_rollout_log_probs)
         self.shaper = shaper or ScoreShaper(
             config.reward, config.rollout.generate_max_len, self._all_reduce_sum, strategy.device
@@ -170,10 +172,10 @@ class ExperienceMaker:
             if model is not None:
                 model.eval()
 
-        lengths = batch.row_lengths()
+        lengths, prompts = batch.row_lengths(), batch.prompts()
         plan = []
         for name, run in self._calls():
-            parts = self.batching.split(lengths, self.micro_batches[name])
+            parts = self.batching.split(lengths, self.micro_batches[name], prompts)
             # A rank with fewer runs its last one again.
             parts += parts[-1:] * (self.strategy.same_count(len(parts)) - len(parts))
             plan += [(run, rows) for rows in parts]

@@ -235,8 +235,7 @@ class Actor(PretrainedWrapper):
             return _Batch(sequences, attention_mask, None, places, actions.masked_fill(~real, 0), real, packed=False)
         self._probe_packing(sequences.device)
         # the load-balancing loss counts every token of every sample
-        whole = router_loss or getattr(self.hf_model.config, "output_router_logits", False)
-        row, segments = self._pack(sequences, attention_mask, None if whole else num_actions)
+        row, segments = self._pack(sequences, attention_mask, None if router_loss else num_actions)
         places, reads = distinct_places(row.slots[:, -num_actions - 1 : -1][real])  # (U,), (K,)
         return _Batch(row.input_ids, segments, row.position_ids, places, actions[real], real, packed=True, reads=reads)
 

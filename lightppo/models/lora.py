@@ -186,6 +186,10 @@ class AdaptersOff:
     def valid_vocab_size(self) -> int | None:
         return self.actor.valid_vocab_size
 
+    @property
+    def shares_prompts(self) -> bool:
+        return self.actor.shares_prompts
+
     @torch.no_grad()
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As :meth:`Actor.forward`."""

@@ -3,12 +3,14 @@
 The row is a list of segments. A prompt that several rows of the batch share is a segment of its own, and each of their
 responses is one that continues it: its positions go on from the prompt's length, and it attends to the prompt and to
 itself (``packed_attention.segments_as_mask``). All other rows are one segment each, as in ``packing.pack``. Which rows
-share a prompt is told by their tokens alone, so that nobody needs to say. Nothing here knows about actors or critics.
+share a prompt is told by their tokens alone, so that nobody needs to say.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -112,3 +114,8 @@ def read(at_places: Tensor, reads: Tensor | None) -> Tensor:
     if reads is None:
         return at_places
     return embedding(reads, at_places.reshape(len(at_places), -1)).view(len(reads), *at_places.shape[1:])
+
+
+def all_share_prompts(models: Iterable[Any]) -> bool:
+    """Whether each of these models (``None`` aside) says that it ``shares_prompts``."""
+    return all(getattr(model, "shares_prompts", False) for model in models if model is not None)

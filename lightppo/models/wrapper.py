@@ -91,9 +91,11 @@ class PretrainedWrapper(nn.Module):
         """Whether equal prompts of a batch go through the model once.
 
         That needs packed rows, and an attention that takes segments: sdpa. flash_attention_2 tells sequences by their
-        position ids, which cannot say it.
+        position ids, which cannot say it. The load-balancing loss counts every token of every sample; a forward that
+        makes it shares nothing.
         """
-        return self.packing_samples and self.share_prompts and takes_lengths(self.hf_model)
+        balances = getattr(self.hf_model.config, "output_router_logits", False)
+        return self.packing_samples and self.share_prompts and takes_lengths(self.hf_model) and not balances
 
     @property
     def hf_model(self) -> PreTrainedModel:

@@ -44,7 +44,8 @@ def build_models(config: PPOConfig, strategy: DeepspeedStrategy) -> Models:
     own = {**shared, "override_config": override, "init_from_scratch": m.init_from_scratch}
     # The reference too, so that it is what the actor without adapters would be; scores of reward models stay exact.
     own["load_in_4bit"] = config.adapter.load_in_4bit
-    policy = {"temperature": config.rollout.temperature or 1.0, "packing_samples": config.training.packing_samples}
+    rows = {"packing_samples": config.training.packing_samples, "share_prompts": config.training.share_prompts}
+    policy = {"temperature": config.rollout.temperature or 1.0, **rows}
 
     actor_ds = strategy.get_ds_train_config(is_actor=True)
     actor = Actor(stage_to_local(m.pretrain), bf16=m.bf16, ds_config=actor_ds, **policy, **own)
@@ -60,7 +61,7 @@ def build_models(config: PPOConfig, strategy: DeepspeedStrategy) -> Models:
                 adam_offload=s.critic_adam_offload,
                 param_offload=s.critic_param_offload,
             ),
-            packing_samples=config.training.packing_samples,
+            **rows,
             value_head_prefix=m.value_head_prefix,
             init_value_head=True if m.init_critic_from_actor else None,
             **own,

@@ -26,6 +26,7 @@ from lightppo.experience.dynamic_sampling import CollectedStep, OneBatch, Prompt
 from lightppo.experience.experience import Experience
 from lightppo.experience.experience_maker import ExperienceMaker
 from lightppo.experience.replay_buffer import ReplayBuffer
+from lightppo.models.shared_prompts import all_share_prompts
 from lightppo.rewards.build import build_reward_source
 from lightppo.rewards.source import RewardError, close_source
 from lightppo.rollout.build import build_rollout_engine
@@ -244,6 +245,8 @@ class PPOTrainer:
                     actor=micro_batch_spec(self.config, "actor_train"),
                     critic=micro_batch_spec(self.config, "critic_train"),
                     packed=t.packing_samples,
+                    share_prompts=self._shares_prompts,
+                    shuffle=t.shuffle,
                     generator=self._shuffle_generator(global_steps, epoch),
                     collate=self.replay_buffer.collate_fn,
                     **self._plan_options(),
@@ -441,6 +444,13 @@ class PPOTrainer:
         """Another order in each step, epoch and on each rank; the same after a resume."""
         key = (self.config.strategy.seed, step, epoch, self.strategy.get_rank())
         return torch.Generator().manual_seed(hash(key) & 0x7FFF_FFFF_FFFF_FFFF)
+
+    @property
+    def _shares_prompts(self) -> bool:
+        """Whether a prompt counts once for all its samples of a micro batch; with a load-balancing loss it does not."""
+        models = (self.actor, self.critic, self.initial_model)
+        config = self.config
+        return config.training.share_prompts and all_share_prompts(models) and config.loss.aux_loss_coef == 0
 
     def _plan_options(self) -> dict[str, Any]:
         return {"loss_scale": float(self.config.rollout.generate_max_len), "device": self.strategy.device}

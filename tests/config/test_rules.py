@@ -44,6 +44,9 @@ CONTRADICTIONS = [
     ),
     ({"min_new_tokens": 9, "generate_max_len": 8}, "--min_new_tokens 9 exceeds --generate_max_len 8"),
     ({"buffer_limit": 511}, "--buffer_limit 511 would lose samples: one rollout has 512 per rank"),
+    # a prompt once for all its samples
+    ({"share_prompts": False}, "--no_share_prompts has no effect without --packing_samples"),
+    ({"shuffle": "groups"}, "--shuffle groups keeps the samples of a prompt together, and --n_samples_per_prompt 1"),
     # rollouts
     ({"stop": ["\n", ""]}, "--stop has an empty text: leave it out"),
     ({"bad_words": [" "]}, "--bad_words has an empty text: leave it out"),

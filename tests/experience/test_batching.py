@@ -111,6 +111,69 @@ def test_order_follows_from_the_generator_alone():
     assert orders[0] != [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
 
 
+def of_prompts(groups: dict[int, int], response: int = 3) -> list[Experience]:
+    """Samples of prompts of so many tokens (which differ in nothing else), mixed up; id 10·prompt + i."""
+    pairs = [(prompt, i) for prompt, count in groups.items() for i in range(count)]
+    items = []
+    for prompt, i in sorted(pairs, key=lambda pair: (pair[1], pair[0])):
+        item = Experience.from_rollouts([make_rollout(range(1, 1 + prompt), [1] * response)])
+        item.info["id"] = torch.tensor([10.0 * prompt + i])
+        items.append(item)
+    return items
+
+
+def steps_of(items: list[Experience], size: int, seed: int, **options) -> list[Minibatch]:
+    return list(
+        minibatches(
+            items,
+            FakeStrategy(),
+            train_batch_size=size,
+            **{"actor": MicroBatchSpec(64), "packed": True, **options},
+            generator=torch.Generator().manual_seed(seed),
+            collate=Experience.collate,
+            device=CPU,
+        )
+    )
+
+
+def test_groups_are_drawn_whole_in_another_order_each_time():
+    items = of_prompts({1: 4, 2: 4, 3: 4, 4: 4, 5: 4, 6: 4})
+    orders = []
+    for seed in (0, 0, 1):
+        steps = [sorted(ids(step.micro_batches[0])) for step in steps_of(items, 8, seed, shuffle="groups")]
+        assert [len(step) for step in steps] == [8, 8, 8]
+        prompts = [sorted({i // 10 for i in step}) for step in steps]
+        assert sorted(p for step in prompts for p in step) == [1, 2, 3, 4, 5, 6]  # each in one step
+        orders.append(prompts)
+    assert orders[0] == orders[1] != orders[2]
+    drawn = [sorted(ids(step.micro_batches[0])) for step in steps_of(items, 8, 0)]
+    assert any(len({i // 10 for i in step}) > 2 for step in drawn)  # by samples they are mixed
+
+
+def test_a_group_at_the_border_of_two_steps_is_cut():
+    # 3 groups of 4 in steps of 6: one of them is half in each
+    for seed in range(4):
+        steps = [
+            ids(step.micro_batches[0]) for step in steps_of(of_prompts({1: 4, 2: 4, 3: 4}), 6, seed, shuffle="groups")
+        ]
+        assert sorted(i for step in steps for i in step) == [10 * p + i for p in (1, 2, 3) for i in range(4)]
+        held = [Counter(i // 10 for i in step) for step in steps]
+        assert [sorted(counts.values()) for counts in held] == [[2, 4], [2, 4]]
+
+
+def test_a_shared_prompt_counts_once():
+    # 4 samples of 10 + 3 tokens are 22 tokens with one prompt, and 52 with four
+    items = of_prompts({10: 4, 11: 4})
+    budget = {"actor": MicroBatchSpec(26, "tokens")}
+    (shared,) = steps_of(items, 8, 0, share_prompts=True, **budget)
+    assert sorted(sorted(ids(batch)) for batch in shared.micro_batches) == [
+        [100, 101, 102, 103],
+        [110, 111, 112, 113],
+    ]
+    (apart,) = steps_of(items, 8, 0, **budget)
+    assert all(len(batch) <= 2 for batch in apart.micro_batches)
+
+
 def test_no_sample_anywhere_makes_no_step():
     assert on_ranks(2, lambda s: plan(s, [], 4, 2)) == [[], []]
 

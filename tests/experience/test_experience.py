@@ -228,3 +228,12 @@ def test_pinning_pins_every_tensor():
     assert experience.pin_memory() is experience
     tensors = [getattr(experience, f.name) for f in dataclasses.fields(experience) if f.name != "info"]
     assert all(tensor.is_pinned() for tensor in [*tensors, *experience.info.values()])
+
+
+def test_prompts_are_told_by_their_tokens() -> None:
+    """Whatever the padding; a padding id inside a prompt is part of it."""
+    rollouts = [make_rollout(p, [7] * n) for p, n in (([5, 6], 1), ([4, 5, 6], 3), ([5, 6], 2), ([0, 5, 6], 1))]
+    first, second, third, fourth = Experience.from_rollouts(rollouts).prompts()
+    assert first == third
+    assert len({first, second, fourth}) == 3
+    assert Experience.from_rollouts(rollouts[2:3]).prompts() == [first]

@@ -52,3 +52,57 @@ def test_every_row_once_and_within_the_budget(packed: bool, budget: int) -> None
             rows = [lengths[i] for i in part]
             padded = len(rows) * (max(p for p, _ in rows) + max(r for _, r in rows))
             assert len(part) == 1 or (sum(map(sum, rows)) if packed else padded) <= budget
+
+
+def tokens_of(part: list[int], lengths: list[tuple[int, int]], prompts: list[str]) -> int:
+    """Of a packed row in which a prompt stands once."""
+    shared = {prompts[i]: lengths[i][0] for i in part}
+    return sum(shared.values()) + sum(lengths[i][1] for i in part)
+
+
+SHARED = [(3, 2), (4, 9), (3, 1), (4, 4), (2, 8), (3, 5)]
+PROMPTS = ["a", "b", "a", "b", "c", "a"]  # 3 + 8, 4 + 13, 2 + 8 tokens
+
+
+def test_rows_of_a_prompt_stay_together() -> None:
+    # groups by their tokens, and the rows of one by theirs: b 17, a 11, c 10
+    assert micro_batches(SHARED, MicroBatchSpec(9), packed=True, prompts=PROMPTS) == [[1, 3, 5, 0, 2, 4]]
+    assert micro_batches(SHARED, MicroBatchSpec(2), packed=True, prompts=PROMPTS) == [[1, 3], [5, 0], [2, 4]]
+    # 38 tokens, 21 a part: b | a and c
+    budget = MicroBatchSpec(21, "tokens")
+    assert micro_batches(SHARED, budget, packed=True, prompts=PROMPTS) == [[1, 3], [5, 0, 2, 4]]
+    # as many parts as other ranks have, but no group is cut for that
+    assert len(micro_batches(SHARED, budget, packed=True, prompts=PROMPTS, at_least=3)) == 3
+    assert len(micro_batches(SHARED, budget, packed=True, prompts=PROMPTS, at_least=9)) == 3
+
+
+def test_padded_rows_share_nothing() -> None:
+    for spec in (MicroBatchSpec(2), MicroBatchSpec(26, "tokens")):
+        expected = micro_batches(SHARED, spec, packed=False)
+        assert micro_batches(SHARED, spec, packed=False, prompts=PROMPTS) == expected
+
+
+def test_a_group_beyond_the_budget_is_cut_into_parts_with_the_prompt() -> None:
+    # prompt of 5, responses of 6, 3, 3 and 2 within 14: at most 9 of responses; 14 / 9 -> 2 parts: 6 + 2 and 3 + 3
+    lengths = [(5, 6), (5, 3), (5, 3), (5, 2)]
+    parts = micro_batches(lengths, MicroBatchSpec(14, "tokens"), packed=True, prompts=["a"] * 4)
+    assert sorted(map(sorted, parts)) == [[0, 3], [1, 2]]
+    # no room for a prompt and a token of a response: one row each
+    parts = micro_batches(lengths, MicroBatchSpec(4, "tokens"), packed=True, prompts=["a"] * 4)
+    assert sorted(parts) == [[0], [1], [2], [3]]
+
+
+@pytest.mark.parametrize("budget", [1, 40, 97, 300, 10**6])
+def test_shared_rows_once_and_within_the_budget(budget: int) -> None:
+    draw = random.Random(budget)
+    for count in (1, 2, 30, 80):
+        longest = {name: draw.randint(1, 40) for name in "abcdefgh"}
+        prompts = [draw.choice("abcdefgh") for _ in range(count)]
+        lengths = [(longest[name], draw.randint(1, 60)) for name in prompts]
+        parts = micro_batches(lengths, MicroBatchSpec(budget, "tokens"), packed=True, prompts=prompts)
+        assert sorted(i for part in parts for i in part) == list(range(count))
+        assert all(len(part) == 1 or tokens_of(part, lengths, prompts) <= budget for part in parts)
+        for name in set(prompts):  # together wherever all of one prompt fit
+            rows = [i for i in range(count) if prompts[i] == name]
+            if tokens_of(rows, lengths, prompts) <= budget:
+                assert sum(1 for part in parts if set(rows) & set(part)) == 1
