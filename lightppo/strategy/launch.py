@@ -5,11 +5,14 @@ Nothing here compiles, asks for MPI or takes a lock: a run starts in a fraction 
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import socket
+import time
 import warnings
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 
@@ -106,4 +109,52 @@ def init_process_group(timeout: timedelta) -> torch.device:
             f"port {os.environ['MASTER_PORT']} is in use, by another run perhaps: choose one with --master_port, "
             "before the script's name"
         ) from error
+    atexit.unregister(wait_for_torch_threads)  # a process may join a second group
+    atexit.register(wait_for_torch_threads)
     return device
+
+
+# What torch calls the threads that release tensors after a collective and after a backward pass.
+_TORCH_THREADS = ("pt_gloo_runloop", "pt_autograd")
+_TASKS = Path("/proc/self/task")
+
+
+def wait_for_torch_threads(seconds: float = 10.0) -> bool:
+    """Waits until torch's own threads rest: the last thing a process does before Python ends.
+
+    A collective is over for its caller a moment before gloo's thread has let go of its tensors, and for that the
+    thread needs Python's lock. One that waits for the lock while Python ends is thrown out of a C++ destructor, and the
+    process aborts after all its work is done: "terminate called without an active exception". Destroying the group does
+    not help: DeepSpeed's hooks hold it, and its threads with it, to the end.
+
+    Args:
+        seconds: longest wait; a thread that is still busy then is left alone.
+
+    Returns:
+        whether all of them rest. Without /proc nothing is known of threads: they get a moment.
+    """
+    deadline, before = time.monotonic() + seconds, None
+    while True:
+        time.sleep(0.03)  # without the lock; who waits for it asks every 5 ms
+        if not _TASKS.is_dir():
+            return True
+        now = _torch_threads()
+        if now == before and all(state == "S" for state, *_ in now.values()):
+            return True
+        if time.monotonic() > deadline:
+            return False
+        before = now
+
+
+def _torch_threads() -> dict[str, tuple[str, ...]]:
+    """Of each of torch's threads, by its number: its state (R, S, D, …) and how often it was taken off a core."""
+    threads = {}
+    for task in _TASKS.iterdir():
+        try:
+            fields = dict(line.split(":", 1) for line in (task / "status").read_text().splitlines())
+        except OSError:  # it has ended
+            continue
+        if fields["Name"].strip().startswith(_TORCH_THREADS):
+            switches = (fields[f"{kind}_ctxt_switches"].strip() for kind in ("voluntary", "nonvoluntary"))
+            threads[task.name] = (fields["State"].split()[0], *switches)
+    return threads

@@ -27,6 +27,10 @@ USER_ERRORS = (
 def run(main: Callable[[], None]) -> None:
     """Run a script's main function on every rank.
 
+    Its end has an order: ``main`` has closed what it opened; all ranks meet; the process groups go; Python ends once
+    torch's threads rest (:func:`lightppo.strategy.launch.wait_for_torch_threads`). After an error nobody waits for the
+    other ranks, who may not come: the launcher ends them.
+
     Raises:
         SystemExit: code 1 after an error that the user can mend, told on standard error.
     """
@@ -40,4 +44,5 @@ def run(main: Callable[[], None]) -> None:
         print(f"[rank {rank}] {os.path.basename(sys.argv[0])}: error: {error}", file=sys.stderr, flush=True)
         raise SystemExit(1) from error
     if dist.is_initialized():
+        dist.barrier()  # rank 0 may hold the store, and others may still read from it
         dist.destroy_process_group()

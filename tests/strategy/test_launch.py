@@ -1,15 +1,18 @@
-"""What a launcher must have set, and what plain python sets by itself."""
+"""What a launcher must have set, what plain python sets by itself, and how a process ends."""
 
 from __future__ import annotations
 
 import os
+import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from support.ranks import run_ranks
 
 from lightppo.strategy.deepspeed import DeepspeedStrategy, get_strategy
-from lightppo.strategy.launch import ensure_launcher_variables
+from lightppo.strategy.launch import ensure_launcher_variables, wait_for_torch_threads
 
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -81,3 +84,59 @@ def test_seeding_repeats_and_full_determinism_switches_torch(monkeypatch):
         assert torch.are_deterministic_algorithms_enabled()
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+class TestTorchThreads:
+    """A thread of torch that needs Python's lock while Python ends aborts the process."""
+
+    END = """
+import os, sys, time
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+from lightppo.strategy.launch import init_process_group
+
+init_process_group(timedelta(minutes=5))
+
+def busy(future):  # in gloo's thread, which asks for the lock again and again
+    end = time.monotonic() + 1.5
+    while time.monotonic() < end:
+        pass
+    os.write(1, b"done")
+
+kept = dist.group.WORLD  # as DeepSpeed keeps it: gloo's threads outlive destroy_process_group()
+work = dist.all_reduce(torch.ones(1), async_op=True)
+called = work.get_future().then(busy)
+del work
+dist.destroy_process_group()
+"""
+
+    def test_a_process_ends_only_when_they_rest(self, tmp_path):
+        script = tmp_path / "end.py"
+        script.write_text(self.END)
+        result = run_ranks(script, launcher="python", world_size=1)
+        assert result.returncode == 0
+        assert "done" in result.output
+
+    @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are known from /proc")
+    def test_a_busy_one_is_waited_for_and_one_that_sleeps_is_not(self):
+        stop, rest, named = threading.Event(), threading.Event(), threading.Event()
+
+        def run():
+            Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text("pt_gloo_runloop")
+            named.set()
+            while not stop.is_set():
+                pass
+            rest.wait()
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        try:
+            assert named.wait(60)
+            assert not wait_for_torch_threads(seconds=0.5)
+            stop.set()
+            assert wait_for_torch_threads(seconds=60)
+        finally:
+            stop.set()
+            rest.set()
+            thread.join()

@@ -1,0 +1,42 @@
+"""How a script ends: in which order, and with which exit code."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+from lightppo.rollout.engine import RolloutError
+from lightppo.trainer.launch import run
+
+
+@pytest.fixture
+def events(monkeypatch):
+    """What happens to the process group, in order."""
+    events = []
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "barrier", lambda: events.append("all ranks meet"))
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: events.append("groups are destroyed"))
+    return events
+
+
+def test_all_ranks_meet_after_the_work_and_before_the_groups_are_destroyed(events):
+    run(lambda: events.append("main"))
+    assert events == ["main", "all ranks meet", "groups are destroyed"]
+
+
+@pytest.mark.parametrize(("error", "end"), [(RolloutError("no answer"), SystemExit), (KeyError("a bug"), KeyError)])
+def test_after_an_error_nobody_waits_for_the_other_ranks(events, error, end):
+    def main():
+        raise error
+
+    with pytest.raises(end) as caught:
+        run(main)
+    assert events == []
+    if end is SystemExit:
+        assert caught.value.code == 1
+
+
+def test_without_a_process_group_there_is_nothing_to_end(events, monkeypatch):
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    run(lambda: events.append("main"))
+    assert events == ["main"]
