@@ -231,29 +231,42 @@ def test_the_default_chunk_is_bounded_whatever_the_vocabulary(monkeypatch):
 MEASURE = """
 import re, sys, torch
 from lightppo.algorithms.head import linear_log_probs
+from lightppo.algorithms.logprobs import log_probs_and_entropy
 
 def peak():
     return int(re.search(r"VmHWM:\\s*(\\d+) kB", open("/proc/self/status").read())[1]) * 1024
 
-tokens, vocabulary = int(sys.argv[1]), int(sys.argv[2])
+def plain(hidden, weight, labels):
+    return log_probs_and_entropy(hidden @ weight.T, labels)
+
+def chunked(hidden, weight, labels):
+    return linear_log_probs(hidden, weight, labels, chunk_size=2**23 // len(weight), entropy=True)
+
+tokens, vocabulary, form = int(sys.argv[1]), int(sys.argv[2]), {"plain": plain, "chunked": chunked}[sys.argv[3]]
 torch.set_num_threads(1)
 hidden, weight = torch.randn(tokens, 16).requires_grad_(), torch.randn(vocabulary, 16).requires_grad_()
 labels = torch.zeros(tokens, dtype=torch.long)
-linear_log_probs(hidden[:8], weight[:64], labels[:8])[0].sum().backward()  # what a first call loads
+form(hidden[:8], weight[:64], labels[:8])[0].sum().backward()  # what a first call loads
 before = peak()
-log_probs, entropy = linear_log_probs(hidden, weight, labels, chunk_size=2**23 // vocabulary, entropy=True)
-log_probs.sum().backward()
-print(peak() - before)
+form(hidden, weight, labels)[0].sum().backward()
+print("grown by", peak() - before)
 """
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak of a process is read from /proc")
-@pytest.mark.parametrize("tokens", [1024, 3072])
-def test_memory_of_a_process_does_not_grow_with_the_logits(tokens):
-    """Two buffers of 32 MiB in chunks of 2^23; the plain form makes three of (T, V): 384 MiB and 1152 MiB."""
-    run = [sys.executable, "-c", MEASURE, str(tokens), str(2**15)]
-    grown = int(subprocess.run(run, capture_output=True, text=True, check=True).stdout)
-    assert 2**25 < grown < 5 * 2**25
+def test_memory_of_a_process_does_not_grow_with_the_logits():
+    """Two buffers of 32 MiB in chunks of 2^23 numbers; the plain form makes three of (T, V): 1152 MiB.
+
+    The bounds are far from both, for an allocator keeps more than it was asked for: 160 MiB were seen.
+    """
+
+    def grown(form: str) -> int:
+        run = [sys.executable, "-c", MEASURE, "3072", str(2**15), form]
+        output = subprocess.run(run, capture_output=True, text=True, check=True).stdout
+        return int(output.split("grown by ")[1])
+
+    assert grown("chunked") < 12 * 2**25
+    assert grown("plain") > 24 * 2**25  # what is measured is what the logits take
 
 
 def test_bad_input():
