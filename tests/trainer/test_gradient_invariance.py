@@ -1,9 +1,11 @@
-"""The gradient of an optimizer step is that of one plain torch batch: at any micro batch size, padded or packed, on one
-or two ranks, at any ZeRO stage. Actor (policy + KL + PTX losses, temperature 0.7) and critic."""
+"""The gradient of an optimizer step is that of one plain torch batch: at any micro batch size, padded or packed, with
+a prompt once for all its samples or with each, on one or two ranks, at any ZeRO stage. Actor (policy + KL + PTX losses,
+temperature 0.7) and critic."""
 
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import sys
 from pathlib import Path
 
@@ -74,14 +76,13 @@ def found(tiny_model, tmp_path_factory) -> dict:
     return cases
 
 
-CASES = [(w, 0, micro, packed) for w in (1, 2) for micro in (1, 2, 4, "40t") for packed in (False, True)]
-CASES += [(w, 2, 2, False) for w in (1, 2)] + [(w, 3, 2, True) for w in (1, 2)]
+ROWS = {False: "padded", True: "packed", "shared": "shared"}
+CASES = [(w, 0, micro, packed) for w in (1, 2) for micro in (1, 2, 4, "40t") for packed in ROWS]
+CASES += [(w, stage, 2, packed) for w in (1, 2) for stage, packed in ((2, False), (3, True), (3, "shared"))]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "case", CASES, ids=lambda c: f"ranks{c[0]}-zero{c[1]}-micro{c[2]}-{'packed' if c[3] else 'padded'}"
-)
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"ranks{c[0]}-zero{c[1]}-micro{c[2]}-{ROWS[c[3]]}")
 def test_gradient_is_that_of_plain_torch(case, found, plain):
     for name in ("actor", "critic"):
         gradients = found[case][name]
@@ -101,6 +102,13 @@ def test_logged_losses_are_those_of_the_whole_step(case, found, plain):
     assert critic["critic_loss"] == pytest.approx(plain["losses"]["value"], abs=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "stage", "micro"), [(1, 0, 4), (1, 0, 2), (1, 3, 2), (2, 0, 4), (2, 3, 2)])
+def test_fewer_tokens_go_through_the_models_where_prompts_are_shared(world, stage, micro, found):
+    for name in ("actor_tokens", "critic_tokens"):
+        assert found[world, stage, micro, "shared"][name] < found[world, stage, micro, True][name]
+
+
 def test_variants_are_all_losses(script):
     assert {f"loss {name}" for name in POLICY_LOSS_TRAITS} <= script.VARIANTS.keys()
 
@@ -111,7 +119,8 @@ def test_every_loss_has_one_gradient_however_it_is_cut_up(script, found):
     for name in script.VARIANTS:
         whole = found[name, 1, 4, False]
         assert max(g.abs().max() for g in whole["actor"].values()) > 1e-4, name
-        for world, micro, packed in ((1, 1, False), (1, 2, True), (2, 1, False), (2, 4, False), (2, 2, True)):
+        ways = ((1, False), (4, False), (2, True), (4, "shared"))
+        for world, (micro, packed) in itertools.product((1, 2), ways):
             case = found[name, world, micro, packed]
             for parameter, expected in whole["actor"].items():
                 torch.testing.assert_close(

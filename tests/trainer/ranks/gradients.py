@@ -6,6 +6,8 @@ SGD with rate 1 and no clipping: the change of the weights is the gradient.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -23,18 +25,23 @@ from lightppo.strategy.engines import get_engine
 from lightppo.trainer.update import PPOUpdate
 
 PROMPTS, RESPONSES = [2, 9, 5, 12, 3, 1, 7, 4], [1, 20, 3, 2, 14, 6, 1, 9]  # lengths that differ a lot
+SAME_PROMPT = {5: 1, 6: 0, 7: 1}  # row → an earlier row with its prompt; also with the samples shared out to two ranks
+SHARED = "shared"  # packed, a prompt once for all its samples
 TEMPERATURE = 0.7
 
 
 def make_samples(vocab: int = 43) -> list[Experience]:
     """Eight one-row experiences with random old log probs, advantages, values; one has a hole in its mask."""
     generator = torch.Generator().manual_seed(3)
-    samples = []
-    for p, r in zip(PROMPTS, RESPONSES):
+    samples, prompts = [], []
+    for i, (p, r) in enumerate(zip(PROMPTS, RESPONSES)):
+        prompt = torch.randint(4, vocab, (1, p), generator=generator)
+        prompts.append(prompts[SAME_PROMPT[i]] if i in SAME_PROMPT else prompt)
+        sequences = torch.cat([prompts[i], torch.randint(4, vocab, (1, r), generator=generator)], 1)
         normal = lambda: torch.randn(1, r, generator=generator)  # noqa: B023, E731
         sample = Experience(
-            sequences=torch.randint(4, vocab, (1, p + r), generator=generator),
-            attention_mask=torch.ones(1, p + r, dtype=torch.long),
+            sequences=sequences,
+            attention_mask=torch.ones_like(sequences),
             action_mask=torch.ones(1, r, dtype=torch.bool),
             action_log_probs=-3 + 0.3 * normal(),
             base_action_log_probs=-3 + 0.3 * normal(),
@@ -82,18 +89,18 @@ class Coefficient:
     value = 0.1
 
 
-def gradients(model_path: str, zero_stage: int, cases: list[tuple[int, bool]]) -> dict:
+def gradients(model_path: str, zero_stage: int, cases: list[tuple[int, bool | str]]) -> dict:
     strategy = DeepspeedStrategy(max_norm=0.0, zero_stage=zero_stage)
     strategy.setup_distributed()
     torch.manual_seed(0)
     ds_config = strategy.get_ds_train_config() | {"zero_allow_untested_optimizer": True}
-    actor = Actor(model_path, temperature=TEMPERATURE, ds_config=ds_config)
-    critic = Critic(model_path, ds_config=ds_config)
+    actor = Actor(model_path, temperature=TEMPERATURE, ds_config=ds_config, packing_samples=True)
+    critic = Critic(model_path, ds_config=ds_config, packing_samples=True)
     optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in (actor, critic)]
     actor_parts, critic_parts = strategy.prepare((actor, optimizers[0], None), (critic, optimizers[1], None))
     actor, critic = actor_parts[0], critic_parts[0]
     torch.manual_seed(1)
-    reference = Actor(model_path, temperature=TEMPERATURE).requires_grad_(False)
+    reference = Actor(model_path, temperature=TEMPERATURE, packing_samples=True).requires_grad_(False)
     for p in reference.parameters():
         p.add_(0.05 * torch.randn_like(p))
     update = build_update(strategy, [*actor_parts, *critic_parts], reference, **OPTIONS)
@@ -102,30 +109,48 @@ def gradients(model_path: str, zero_stage: int, cases: list[tuple[int, bool]]) -
     mine = make_samples()[rank::world]
     found = {}
     for micro, packed in cases:
-        actor.packing_samples = packed
-        strategy.unwrap_model(critic).packing_samples = packed
+        set_rows((actor, strategy.unwrap_model(critic)), packed)
         case = {}
         for name, model, train in (("actor", actor, update.train_actor), ("critic", critic, update.train_critic)):
             for item in mine:
                 item.loss_weights = None
             minibatch = minibatch_of(strategy, mine, micro, packed)
             update.pretrain_batches = iter(pretrain_batches(len(minibatch.micro_batches), rank, world))
-            change, status = one_step(strategy, model, train, minibatch)
-            case |= {name: change, f"{name}_status": status}
+            with counted_tokens(strategy.unwrap_model(model)) as tokens:
+                change, status = one_step(strategy, model, train, minibatch)
+            case |= {name: change, f"{name}_status": status, f"{name}_tokens": sum(tokens)}
         found[world, zero_stage, micro, packed] = case
     if zero_stage == 0:
         for name, options in VARIANTS.items():
             update = build_update(strategy, [*actor_parts, *critic_parts], reference, init_kl_coef=0.1, **options)
             mine = make_samples()[rank::world]
-            for micro, packed in ((1, False), (4, False), (2, True)):
-                actor.packing_samples = reference.packing_samples = packed
+            for micro, packed in ((1, False), (4, False), (2, True), (4, SHARED)):
+                set_rows((actor, reference), packed)
                 minibatch = minibatch_of(strategy, mine, micro, packed)
                 change, status = one_step(strategy, actor, update.train_actor, minibatch)
                 found[name, world, micro, packed] = {"actor": change, "actor_status": status}
     return found
 
 
-def minibatch_of(strategy, mine: list[Experience], micro: int | str, packed: bool) -> Minibatch:
+@contextmanager
+def counted_tokens(model: torch.nn.Module) -> Iterator[list[int]]:
+    """Of each forward."""
+    tokens: list[int] = []
+    module = model.hf_model if hasattr(model, "hf_model") else model
+    note = lambda module, args, output: tokens.append(args[0].numel())  # noqa: E731
+    hook = module.get_input_embeddings().register_forward_hook(note)
+    try:
+        yield tokens
+    finally:
+        hook.remove()
+
+
+def set_rows(models: tuple, packed: bool | str) -> None:
+    for model in models:
+        model.packing_samples, model.share_prompts = bool(packed), packed == SHARED
+
+
+def minibatch_of(strategy, mine: list[Experience], micro: int | str, packed: bool | str) -> Minibatch:
     """By so many samples; "40t": by so many tokens, and the critic by half of them."""
     actor = critic = MicroBatchSpec(micro) if isinstance(micro, int) else MicroBatchSpec(int(micro[:-1]), "tokens")
     if actor.unit == "tokens":
@@ -136,7 +161,8 @@ def minibatch_of(strategy, mine: list[Experience], micro: int | str, packed: boo
         train_batch_size=8,
         actor=actor,
         critic=critic,
-        packed=packed,
+        packed=bool(packed),
+        share_prompts=packed == SHARED,
         generator=torch.Generator().manual_seed(actor.size),
         collate=ReplayBuffer(1).collate_fn,
         device=strategy.device,
@@ -163,9 +189,10 @@ def one_step(strategy, model, train, minibatch: Minibatch) -> tuple[dict, dict]:
 
 
 def main(model_path: str, out: str) -> None:
-    found = gradients(model_path, 0, [(micro, packed) for micro in (1, 2, 4, "40t") for packed in (False, True)])
-    for stage in (2, 3):
-        found |= gradients(model_path, stage, [(2, stage == 3)])
+    rows = (False, True, SHARED)
+    found = gradients(model_path, 0, [(micro, packed) for micro in (1, 2, 4, "40t") for packed in rows])
+    for stage, packed in ((2, False), (3, True), (3, SHARED)):
+        found |= gradients(model_path, stage, [(2, packed)])
     if torch.distributed.get_rank() == 0:
         torch.save(found, out)
 
