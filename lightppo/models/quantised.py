@@ -8,7 +8,6 @@ blocks; such layers stay as they are.
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import logging
 from collections.abc import Iterator, Mapping
@@ -65,7 +64,8 @@ class Packing:
     @staticmethod
     def pack(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The three pieces of a weight (out, in) whose rows are whole blocks; see :class:`QuantisedLinear`."""
-        functional = _functional()
+        with quiet_bitsandbytes():
+            from bitsandbytes import functional
         packed, state = functional.quantize_4bit(
             weight.contiguous(), blocksize=BLOCK, compress_statistics=True, quant_type="nf4"
         )
@@ -74,7 +74,9 @@ class Packing:
 
     def unpack(self, packed: Tensor, scales: Tensor, scale_bits: Tensor) -> Tensor:
         """The weight (out, in) in ``dtype``, a new tensor; the same numbers at each call."""
-        functional, outer = _functional(), scale_bits.view(torch.float32)
+        from bitsandbytes import functional
+
+        outer = scale_bits.view(torch.float32)
         of_scales = functional.QuantState(
             outer[:-1], code=_scales_table(scales.device), blocksize=_SCALES_BLOCK, dtype=torch.float32
         )
@@ -211,14 +213,13 @@ def _in_features(layer: nn.Linear | Conv1D) -> int:
     return layer.weight.shape[0] if isinstance(layer, Conv1D) else layer.in_features
 
 
-@functools.cache
-def _functional() -> Any:
-    with quiet_bitsandbytes():
-        from bitsandbytes import functional
-    return functional
+_TABLES: dict[str, Tensor] = {}  # not functools.cache, which torch.compile would look through
 
 
-@functools.cache
 def _scales_table(device: torch.device) -> Tensor:
     """(256,): what the bytes of scales stand for."""
-    return _functional().create_dynamic_map().to(device)
+    if str(device) not in _TABLES:
+        from bitsandbytes import functional
+
+        _TABLES[str(device)] = functional.create_dynamic_map().to(device)
+    return _TABLES[str(device)]

@@ -71,6 +71,12 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
 }
 
 
+@pytest.fixture
+def configs() -> dict[str, Callable[[], PretrainedConfig]]:
+    """Family -> its tiny config, a new one at each call."""
+    return CONFIGS
+
+
 @pytest.fixture(params=tuple(CONFIGS))
 def family(request: pytest.FixtureRequest) -> str:
     return request.param
@@ -117,6 +123,13 @@ def ragged() -> tuple[torch.Tensor, torch.Tensor, int]:
         sequences[b, width - p : width + r] = torch.randint(3, VOCAB, (p + r,), generator=generator)
         mask[b, width - p : width + r] = 1
     return sequences, mask, actions
+
+
+@pytest.fixture
+def scored(ragged):
+    """(actor or reference, what else) -> ActionScores of the ragged batch."""
+    sequences, mask, actions = ragged
+    return lambda model, **options: model.score_actions(sequences, actions, mask, **options)
 
 
 @pytest.fixture

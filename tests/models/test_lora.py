@@ -7,6 +7,7 @@ import importlib.util
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from support.adapters import randomize_b
 from torch import nn
 from transformers import GPT2LMHeadModel, PreTrainedModel
 
@@ -18,27 +19,12 @@ from lightppo.models.scoring_head import scoring_head
 from lightppo.rollout.weight_sync import full_weights
 
 
-def randomize_b(model: nn.Module, scale: float = 0.3) -> None:
-    generator = torch.Generator().manual_seed(8)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.copy_(scale * torch.randn(parameter.shape, generator=generator))
-
-
 def adapted(model: PreTrainedModel, **options) -> Actor:
     """An actor with adapters that do something."""
     actor = Actor(model)
     add_adapters(actor, LoraOptions(**{"rank": 4, "alpha": 8.0} | options))
     randomize_b(actor)
     return actor
-
-
-@pytest.fixture
-def scored(ragged):
-    """(actor or reference, what else) -> ActionScores of the ragged batch."""
-    sequences, mask, actions = ragged
-    return lambda model, **options: model.score_actions(sequences, actions, mask, **options)
 
 
 def test_new_adapters_change_nothing_and_the_reference_is_the_model_without_them(family, causal_lm, scored):
