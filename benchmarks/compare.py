@@ -73,7 +73,8 @@ def run_lightppo(
                timeout=options.timeout, **environment(options))  # fmt: skip
     about = {"peak_memory_bytes": done.peak_memory_bytes, "command": done.command, "load": done.load}
     about["version"] = versions()
-    return side_result(lightppo_iterations(output / "metrics.jsonl"), workload, SCALES[scale], peak, **about)
+    iterations = lightppo_iterations(output / "metrics.jsonl")
+    return side_result(iterations, workload, SCALES[scale], peak, shares_prompts=True, **about)
 
 
 def versions() -> str:

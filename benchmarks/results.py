@@ -32,7 +32,13 @@ _SIDE = {
 
 
 def side_result(
-    iterations: list[dict[str, float]], workload: Workload, scale: Scale, peak_flops: float, **about: Any
+    iterations: list[dict[str, float]],
+    workload: Workload,
+    scale: Scale,
+    peak_flops: float,
+    *,
+    shares_prompts: bool = False,
+    **about: Any,
 ) -> dict[str, Any]:
     """One side's entry.
 
@@ -42,6 +48,7 @@ def side_result(
         workload: what was run.
         scale: its sizes.
         peak_flops: matrix peak of the machine, operations per second.
+        shares_prompts: this side runs a prompt once for all its samples: no more is counted as needed for MFU.
         **about: the other fields of ``_SIDE``.
 
     Raises:
@@ -57,8 +64,9 @@ def side_result(
         return sum(row[name] for row in iterations)
 
     prompt, generated = total("prompt_tokens") / len(iterations), total("generated_tokens") / len(iterations)
-    rate = sum(iteration_flops(workload, scale, r["prompt_tokens"], r["generated_tokens"]) for r in iterations)
-    training = sum(training_flops(workload, scale, r["prompt_tokens"], r["generated_tokens"]) for r in iterations)
+    tokens = [(row["prompt_tokens"], row["generated_tokens"]) for row in iterations]
+    rate = sum(iteration_flops(workload, scale, *pair, shared=shares_prompts) for pair in tokens)
+    training = sum(training_flops(workload, scale, *pair, shared=shares_prompts) for pair in tokens)
     return {
         "seconds": median(row["seconds"] for row in iterations),
         "iterations": [row["seconds"] for row in iterations],

@@ -88,11 +88,11 @@ WORKLOADS = {
     "W2": Workload("W2", "GRPO with reference", 16, 8),
 }
 
-# What makes lightppo fast and does not change what it computes.
+# What makes lightppo fast and does not change what it computes; drawing by groups changes which samples share a step.
 _SHARED = ["--packing_samples", "--zero_stage", "0"]
 SPEED_FLAGS: dict[str, list[str]] = {
     "W1": ["--micro_rollout_batch_size", "64", *_SHARED],
-    "W2": ["--micro_rollout_batch_size", "128", *_SHARED],
+    "W2": ["--micro_rollout_batch_size", "128", "--shuffle", "groups", *_SHARED],
 }
 _ALGORITHM_FLAGS = {
     "W1": ["--advantage_estimator", "gae", "--critic_learning_rate", str(LEARNING_RATE)],
@@ -187,29 +187,47 @@ def trl_optimizer_steps(settings: dict[str, Any]) -> int:
     return settings["steps_per_generation"] * settings["num_iterations"] // settings["gradient_accumulation_steps"]
 
 
-def training_flops(workload: Workload, scale: Scale, prompt_tokens: float, generated_tokens: float) -> float:
+def training_flops(
+    workload: Workload, scale: Scale, prompt_tokens: float, generated_tokens: float, *, shared: bool = False
+) -> float:
     """Floating-point operations that the training of one iteration needs on real tokens.
 
     6 per parameter and token (Kaplan et al. 2020, arXiv:2001.08361, section 2.1), for actor and critic, and the
     attention's 6 · layers · hidden · (mean sequence length) per token, half of the full square as it is causal. The
     head counts for response tokens of the actor alone.
+
+    Args:
+        workload: what was run.
+        scale: its sizes.
+        prompt_tokens: per iteration, each sample's.
+        generated_tokens: per iteration.
+        shared: a prompt goes through the models once for all its samples: its tokens count once.
     """
     models = 2 if workload.critic else 1
-    return 3 * workload.epochs * _forward_flops(workload, scale, prompt_tokens, generated_tokens, models, 1)
+    return 3 * workload.epochs * _forward_flops(workload, scale, prompt_tokens, generated_tokens, models, 1, shared)
 
 
-def iteration_flops(workload: Workload, scale: Scale, prompt_tokens: float, generated_tokens: float) -> float:
+def iteration_flops(
+    workload: Workload, scale: Scale, prompt_tokens: float, generated_tokens: float, *, shared: bool = False
+) -> float:
     """The same of a whole iteration: generation, the log probs of actor and reference, values, training."""
     bodies, heads = (4, 3) if workload.critic else (3, 3)
-    forwards = _forward_flops(workload, scale, prompt_tokens, generated_tokens, bodies, heads)
-    return forwards + training_flops(workload, scale, prompt_tokens, generated_tokens)
+    forwards = _forward_flops(workload, scale, prompt_tokens, generated_tokens, bodies, heads, shared)
+    return forwards + training_flops(workload, scale, prompt_tokens, generated_tokens, shared=shared)
 
 
 def _forward_flops(
-    workload: Workload, scale: Scale, prompt_tokens: float, generated_tokens: float, bodies: int, heads: int
+    workload: Workload,
+    scale: Scale,
+    prompt_tokens: float,
+    generated_tokens: float,
+    bodies: int,
+    heads: int,
+    shared: bool,
 ) -> float:
     """Of forward passes over all samples: so many through the layers, so many of them through the head too."""
-    tokens = prompt_tokens + generated_tokens
-    attention = 2 * scale.layers * scale.hidden * tokens / workload.samples
+    sequence = (prompt_tokens + generated_tokens) / workload.samples
+    attention = 2 * scale.layers * scale.hidden * sequence
+    tokens = generated_tokens + prompt_tokens / (workload.samples_per_prompt if shared else 1)
     body = tokens * (2 * scale.body_parameters + attention)
     return bodies * body + heads * 2 * scale.head_parameters * generated_tokens

@@ -132,6 +132,11 @@ def test_flops_by_hand(workloads):
     # Two bodies, one head, two epochs; before that a fourth body, without head, for the values.
     assert workloads.training_flops(critic, scale, 6, 4) == 2 * 3 * (2 * 880 + 80)
     assert workloads.iteration_flops(critic, scale, 6, 4) == 2 * 3 * (2 * 880 + 80) + 4 * 880 + 3 * 80
+    # One prompt of 3 tokens for both samples: 3 + 4 tokens go through the body, 7·(2·34 + 2·1·2·5) = 616
+    group = replace(actor, prompts=1, samples_per_prompt=2)
+    assert workloads.training_flops(group, scale, 6, 4, shared=True) == 3 * (616 + 80)
+    assert workloads.iteration_flops(group, scale, 6, 4, shared=True) == 3 * (616 + 80) + 3 * (616 + 80)
+    assert workloads.training_flops(group, scale, 6, 4) == workloads.training_flops(actor, scale, 6, 4)
 
 
 def iteration(seconds: float, **changes: float) -> dict[str, float]:
@@ -151,6 +156,15 @@ def test_a_side_is_the_median_of_its_iterations(benchmark_script, workloads):
     assert side["trained_tokens_per_second"] == 2 * 3 * 400 / 12
     assert side["mfu"] == pytest.approx(3 * workloads.iteration_flops(w1, scale, 300, 100) / 36 / 1e9)
     assert side["mfu_training"] == pytest.approx(3 * workloads.training_flops(w1, scale, 300, 100) / 12 / 1e9)
+
+
+def test_a_side_that_shares_prompts_needs_less_for_the_same_samples(benchmark_script, workloads):
+    results, w2, scale = benchmark_script("results"), workloads.WORKLOADS["W2"], workloads.SCALES["cpu"]
+    rows = [iteration(7.0, optimizer_steps=16, prompt_tokens=800)]
+    alone, shared = (results.side_result(rows, w2, scale, 1e9, shares_prompts=s, **ABOUT) for s in (False, True))
+    assert shared["mfu"] == pytest.approx(workloads.iteration_flops(w2, scale, 800, 100, shared=True) / 7 / 1e9)
+    assert shared["mfu_training"] < 0.5 * alone["mfu_training"]
+    assert shared["trained_tokens_per_second"] == alone["trained_tokens_per_second"]
 
 
 def test_other_work_is_refused(benchmark_script, workloads):
