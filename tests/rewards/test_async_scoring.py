@@ -137,6 +137,7 @@ def test_a_source_that_hangs_is_a_time_out(rollouts: list[Rollout], closing: Cal
     scorer = closing(source, timeout=0.05)
     scorer.submit(rollouts[:2])
     scorer.submit(rollouts[2:])
+    assert source.began.wait(SECONDS)
     with pytest.raises(RewardError, match=r"^gated: 5 of 5 samples were not scored 0.05 s after the end of generation"):
         scorer.collect()
     assert all(rollout.reward is None for rollout in rollouts)

@@ -236,7 +236,7 @@ def test_a_slow_service(serve, monkeypatch):
 
     monkeypatch.setattr(module, "_WAIT_SECONDS", 0.2)
     release = threading.Event()
-    service = serve(lambda path, request: (release.wait(60), fusion_answer())[1])
+    service = serve(lambda path, request: (release.wait(600), fusion_answer())[1])
     started = time.monotonic()
     try:
         with pytest.raises(RewardError, match=r"Read ?[tT]ime"):
@@ -245,7 +245,7 @@ def test_a_slow_service(serve, monkeypatch):
             )
     finally:
         release.set()
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 300
 
 
 def test_requests_at_a_time(serve):

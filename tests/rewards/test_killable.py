@@ -19,7 +19,7 @@ TARGETS = Path(__file__).with_name("killable_targets.py")
 Behave = Callable[..., list[Any]]
 
 
-def ended(pid: int, within: float = 10.0) -> bool:
+def ended(pid: int, within: float = 60.0) -> bool:
     """True once no such process runs (a zombie does not)."""
     end = time.monotonic() + within
     while time.monotonic() < end:
@@ -56,13 +56,13 @@ def test_values_of_numpy_come_as_pythons(behave: Behave) -> None:
 
 def test_what_exceeds_the_limit_is_killed() -> None:
     hows = ["sleep", "loop", "hold_the_lock", "deaf", "stop"]
-    with KillablePool(f"{TARGETS}:behave", workers=2, timeout=1.5) as pool:
+    with KillablePool(f"{TARGETS}:behave", workers=2, timeout=2.0) as pool:
         pool.run([Call(("ok",))] * 8)
         before = set(pool.worker_pids)
         outcomes = pool.run([Call((how,)) for how in hows] + [Call(("ok", 0.5))])
         assert [outcome.value for outcome in outcomes] == [None] * 5 + [0.5]
         assert all(outcome.timed_out for outcome in outcomes[:5])
-        assert {outcome.error for outcome in outcomes[:5]} == {"no answer within 1.5 s"}
+        assert {outcome.error for outcome in outcomes[:5]} == {"no answer within 2 s"}
         assert not before & set(pool.worker_pids)
         assert all(ended(pid) for pid in before)
         assert pool.run([Call(("pid",))])[0].value in pool.worker_pids  # the dead ones were replaced
@@ -96,7 +96,7 @@ def test_many_bad_calls_do_not_starve_the_others(behave: Behave) -> None:
 
 def test_children_of_a_killed_call_are_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CHILD_PID_FILE", str(tmp_path / "pid"))
-    with KillablePool(f"{TARGETS}:behave", workers=1, timeout=2.0) as pool:
+    with KillablePool(f"{TARGETS}:behave", workers=1, timeout=4.0) as pool:
         assert pool.run([Call(("with_child",))])[0].timed_out
         assert ended(int((tmp_path / "pid").read_text()))
 
@@ -173,7 +173,9 @@ pool = KillablePool(sys.argv[1], workers=2, timeout=300)
 pool.run([Call(("ok",))] * 4)
 calls = threading.Thread(target=pool.run, args=([Call(("loop",)), Call(("loop",))],), daemon=True)
 calls.start()
-time.sleep(0.5)
+while len(pool.worker_pids) < 2:  # both are there, and soon busy
+    time.sleep(0.02)
+time.sleep(0.3)
 if sys.argv[2] == "fork":
     child = os.fork()
     if child == 0:

@@ -263,7 +263,7 @@ def test_an_endless_expression_is_killed_and_counted(make_rollout: Make) -> None
     ]
     start = time.monotonic()
     output = source.score(rollouts)
-    assert time.monotonic() - start < 60
+    assert time.monotonic() - start < 300
     assert output.scores == [None, 1.0, None, 1.0, 0.0]
     assert output.metrics == {
         "answered": [1.0] * 5,

@@ -144,12 +144,17 @@ def test_a_time_out_is_counted_as_one(server: Any, rollouts: list[Rollout]) -> N
 
     def reply(body: Any, n: int) -> Any:
         if n == 1:
-            answered.wait(30)  # longer than the client waits
+            answered.wait(60)  # longer than the client waits
         return server.good(range(5))
 
+    def sleep(seconds: float) -> None:
+        answered.set()
+        source.timeout = 60.0  # the second try is not the matter
+
     server.reply = reply
+    source = RemoteReward([server.url], timeout=0.5, sleep=sleep)
     try:
-        output = RemoteReward([server.url], timeout=1.0, sleep=lambda seconds: answered.set()).score(rollouts)
+        output = source.score(rollouts)
     finally:
         answered.set()
     assert output.scores == [0.0, 1.0, 2.0, 3.0, 4.0]
@@ -242,7 +247,7 @@ def test_silence_is_a_time_out(rollouts: list[Rollout]) -> None:
         silent.bind(("127.0.0.1", 0))
         silent.listen()  # connects, never answers
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/rm"
-        text = str(failing(rollouts, [url], timeout=0.05))
+        text = str(failing(rollouts, [url], timeout=0.3))
     assert f"reward server {url}: ReadTimeout" in text
     assert "(2 of 2 tries)" in text
 

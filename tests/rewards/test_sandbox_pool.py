@@ -41,7 +41,7 @@ def inner(sandbox: Sandbox) -> psutil.Process:
     return psutil.Process(sandbox.pid).children(recursive=True)[-1]
 
 
-def eventually(condition: Callable[[], bool], seconds: float = 30.0) -> bool:
+def eventually(condition: Callable[[], bool], seconds: float = 120.0) -> bool:
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:
