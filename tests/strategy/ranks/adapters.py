@@ -26,6 +26,11 @@ from lightppo.strategy.deepspeed import DeepspeedStrategy
 ACTIONS, KL_COEF, STEPS = 4, 0.5, 4
 OPTIONS = LoraOptions(rank=4, alpha=8.0)
 
+# What quantised.py changes: how models are loaded, and where the dense model of the same numbers is saved.
+LOAD: dict[str, Any] = {}
+DENSE = ""  # after the name of the folder
+APART_BF16 = 1e-2  # largest difference of log probs at bf16, the adapter loaded beside the dense model
+
 VARIANTS: dict[str, dict[str, Any]] = {
     "0": {"zero_stage": 0},
     "1, checkpointing": {"zero_stage": 1, "checkpointing": False},
@@ -83,7 +88,7 @@ def lora_actor(role: DeepspeedStrategy, path: str, *, persist: bool = False, pac
     config = role.get_ds_train_config()
     if role.zero_stage == 3 and not persist:
         config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
-    actor = Actor(path, ds_config=config, bf16=role.bf16, packing_samples=packed)
+    actor = Actor(path, ds_config=config, bf16=role.bf16, packing_samples=packed, **LOAD)
     add_adapters(actor, LoraOptions(OPTIONS.rank, OPTIONS.alpha, dropout), seed=3)
     with_nonzero_b(actor)
     optimizer = role.create_optimizer(actor, lr=LR, eps=EPS)
@@ -159,8 +164,8 @@ def whole(role: DeepspeedStrategy, model: Any) -> dict[str, torch.Tensor]:
 
 def check_adapters_train_as_in_plain_peft(strategy: DeepspeedStrategy, work_dir: Path) -> None:
     path = saved_model(work_dir, strategy)
-    losses, norms, first, last = plain_peft(path)
-    base = AutoModelForCausalLM.from_pretrained(path).state_dict()
+    losses, norms, first, last = plain_peft(path + DENSE)
+    base = AutoModelForCausalLM.from_pretrained(path + DENSE).state_dict()
     for variant, options in VARIANTS.items():
         options = dict(options)
         checkpointing = options.pop("checkpointing", None)
@@ -280,10 +285,10 @@ def check_export(strategy: DeepspeedStrategy, work_dir: Path) -> None:
             merged = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
             assert not any("lora" in key or "base_layer" in key for key in merged.state_dict())
             adapted = PeftModel.from_pretrained(
-                AutoModelForCausalLM.from_pretrained(path, dtype=dtype), folder / "adapter"
+                AutoModelForCausalLM.from_pretrained(path + DENSE, dtype=dtype), folder / "adapter"
             )
             adapted = adapted.to(dtype=getattr(torch, dtype)).get_base_model()
-            for model, limit in ((merged, tolerance), (adapted, 1e-2 if role.bf16 else 1e-6)):
+            for model, limit in ((merged, tolerance), (adapted, APART_BF16 if role.bf16 else 1e-6)):
                 got = Actor(model).score_actions(ids, ACTIONS, mask).log_probs.detach()
                 torch.testing.assert_close(got, expected, atol=limit, rtol=0, msg=lambda m: f"{name} {tied}: {m}")  # noqa: B023
             before = whole(role, actor)
@@ -302,7 +307,7 @@ def check_critic(strategy: DeepspeedStrategy, work_dir: Path) -> None:
     ids, mask = ragged(0)
     for options in CKPT.values():
         role = make_strategy(**options)
-        critic = Critic(path, ds_config=role.get_ds_train_config(), bf16=role.bf16)
+        critic = Critic(path, ds_config=role.get_ds_train_config(), bf16=role.bf16, **LOAD)
         add_adapters(critic, OPTIONS, seed=4)
         before = {n: p.requires_grad for n, p in critic.named_parameters()}
         assert all(trained == ("lora_" in name or "score" in name) for name, trained in before.items())
@@ -320,7 +325,7 @@ def check_critic(strategy: DeepspeedStrategy, work_dir: Path) -> None:
         dtype = "bfloat16" if role.bf16 else "float32"
         unset_hf_deepspeed_config()
         merged = AutoModelForSequenceClassification.from_pretrained(folder, dtype=dtype)
-        base = AutoModelForSequenceClassification.from_pretrained(path, dtype=dtype)
+        base = AutoModelForSequenceClassification.from_pretrained(path + DENSE, dtype=dtype)
         adapted = PeftModel.from_pretrained(base, folder / "adapter").merge_and_unload().to(dtype=getattr(torch, dtype))
         for model in (merged, adapted):
             got = Critic(model)(ids, ACTIONS, mask).detach()

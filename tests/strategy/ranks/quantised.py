@@ -1,0 +1,84 @@
+"""The checks of adapters.py for weights in 4 bits; what peft trains beside is the dense model of the same numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import adapters
+import common
+import torch
+from common import make_strategy, run
+from transformers import LlamaConfig
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+from lightppo.models.actor import Actor
+from lightppo.models.critic import Critic
+from lightppo.models.quantised import PIECES, packings
+from lightppo.strategy.deepspeed import DeepspeedStrategy
+from lightppo.strategy.zero3 import is_sharded, parameter_count
+
+PACKED = 2 * (4 * 64 * 64 + 3 * 64 * 128)  # weights in 4 bits
+
+
+def wide_config(tied: bool) -> LlamaConfig:
+    config = narrow_config(tied)
+    config.hidden_size, config.intermediate_size, config.head_dim = 64, 128, 16
+    return config
+
+
+narrow_config, common.llama_config = common.llama_config, wide_config
+adapters.LOAD, adapters.DENSE = {"load_in_4bit": True}, "_dense"
+adapters.APART_BF16 = 0.05  # the dense model is that of fp32 weights in 4 bits, rounded
+
+
+def with_dense_twin(saved: Any, kind: type[Actor] | type[Critic]) -> Any:
+    """Beside each saved model one with the numbers that its bits stand for, in fp32."""
+
+    def save(work_dir: Path, strategy: DeepspeedStrategy, *args: Any, **kwargs: Any) -> str:
+        path = saved(work_dir, strategy, *args, **kwargs)
+
+        def write() -> None:
+            unset_hf_deepspeed_config()
+            model, dense = kind(path, load_in_4bit=True).hf_model, kind(path).hf_model
+            with torch.no_grad():
+                for name in packings(model):
+                    dense.get_submodule(name).weight.copy_(model.get_submodule(name).weight)
+            dense.save_pretrained(path + adapters.DENSE)
+
+        strategy.on_rank_0(write, "save the dense model")
+        return path
+
+    return save
+
+
+adapters.saved_model = with_dense_twin(adapters.saved_model, Actor)
+adapters.saved_critic = with_dense_twin(adapters.saved_critic, Critic)
+
+
+def check_the_bits_are_nobodys_business(strategy: DeepspeedStrategy, work_dir: Path) -> None:
+    """Every rank holds all of them, and no engine casts, shards, reduces or trains them."""
+    path = adapters.saved_model(work_dir, strategy)
+    for name, options in adapters.CKPT.items():
+        role = make_strategy(**options)
+        alone = Actor(path, bf16=role.bf16, load_in_4bit=True).hf_model
+        bits = {key: b for key, b in alone.state_dict().items() if key.endswith(PIECES)}
+        actor, optimizer, scheduler = adapters.lora_actor(role, path)
+        for step in range(2):
+            adapters.train_step(role, actor, optimizer, scheduler, step)
+        held = {key.replace(".base_layer", ""): b for key, b in actor.hf_model.named_buffers() if key.endswith(PIECES)}
+        assert held.keys() == bits.keys(), name
+        assert all(torch.equal(held[key], b) and held[key].dtype == b.dtype for key, b in bits.items()), name
+        assert len(bits) == 3 * 14
+        dense = [p for p in actor.hf_model.parameters() if not p.requires_grad]
+        assert all(is_sharded(p) for p in dense) == (role.zero_stage == 3), name
+        adapters_of = parameter_count(actor, trained_only=True)
+        assert parameter_count(actor) == PACKED + adapters_of + 2 * 61 * 64 + 5 * 64, name
+        role.barrier()
+
+
+if __name__ == "__main__":
+    run([
+        check_the_bits_are_nobodys_business, adapters.check_adapters_train_as_in_plain_peft, adapters.check_write,
+        adapters.check_resume, adapters.check_export, adapters.check_critic, adapters.check_rollouts,
+    ])  # fmt: skip
