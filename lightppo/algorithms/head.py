@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import linear
 
 from lightppo.algorithms.logprobs import CHUNK_ELEMENTS
 from lightppo.algorithms.masking import at_least_float32
+from lightppo.algorithms.matmul import linear, product
 
 
 def linear_log_probs(
@@ -252,13 +252,10 @@ class _Gradients:
             self.bias[block] = grad.sum(0).to(self.bias.dtype)
         grad = grad.to(weight.dtype)
         if self.weight is not None:
-            torch.mm(grad.t(), hidden, out=self.weight[block])
+            self.weight[block] = product(grad.t(), hidden)
         if self.hidden is None:
             return
-        if self.hidden.dtype == grad.dtype:
-            self.hidden.addmm_(grad, weight[block])
-        else:
-            self.hidden += grad @ weight[block]
+        self.hidden += product(grad, weight[block])
 
     def hidden_as(self, dtype: torch.dtype) -> Tensor | None:
         return None if self.hidden is None else self.hidden.to(dtype)

@@ -14,6 +14,7 @@ from torch import Tensor, nn, stack
 from transformers import PreTrainedModel
 
 from lightppo.algorithms.head import linear_log_probs
+from lightppo.models.cpu_linear import CPULinear
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class HeadAnswer:
 def scoring_head(model: PreTrainedModel) -> nn.Linear | None:
     """The head, if it is a plain linear layer over the vocabulary that nobody has changed; else None."""
     head = model.get_output_embeddings()
-    if type(head) is not nn.Linear or "forward" in vars(head):
+    if type(head) not in (nn.Linear, CPULinear) or "forward" in vars(head):
         return None
     return head if head.out_features == model.config.get_text_config().vocab_size else None
 

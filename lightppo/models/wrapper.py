@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lightppo.models.cpu_linear import use_cpu_linear
 from lightppo.models.errors import ModelLoadError
 from lightppo.models.last_layer import only_at, position_wise, reads_alike
 from lightppo.models.loading import disable_dropout
@@ -74,6 +75,7 @@ class PretrainedWrapper(nn.Module):
         else:
             dtype = "bf16" if bf16 else "fp32"
             self.model = load(pretrain_or_model, dtype=dtype, ds_config=ds_config, **load_options)
+        use_cpu_linear(self.model)
         self.ds_config = ds_config
         self.packing_samples = packing_samples
         self.share_prompts = share_prompts

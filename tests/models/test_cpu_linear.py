@@ -1,0 +1,82 @@
+"""Linear layers by oneDNN: the same model, in place."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lightppo.algorithms import matmul
+from lightppo.models.actor import Actor
+from lightppo.models.cpu_linear import CPULinear, use_cpu_linear
+from lightppo.models.critic import Critic
+
+pytestmark = pytest.mark.skipif(not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="this torch has no oneDNN")
+
+
+@pytest.mark.parametrize("packing_samples", [True, False])
+def test_same_log_probs_and_gradients(
+    family: str,
+    packing_samples: bool,
+    causal_lm: Callable[..., PreTrainedModel],
+    ragged: tuple[Tensor, Tensor, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sequences, mask, actions = ragged
+    results = []
+    for suits in (True, False):
+        monkeypatch.setattr(matmul, "_onednn_suits_machine", lambda suits=suits: suits)
+        actor = Actor(causal_lm(family), packing_samples=packing_samples)
+        swapped = [module for module in actor.modules() if type(module) is CPULinear]
+        assert bool(swapped) is suits
+        log_probs = actor(sequences, actions, mask)
+        log_probs.square().sum().backward()
+        results.append((log_probs.detach(), {name: p.grad for name, p in actor.named_parameters()}))
+    torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-4, atol=1e-4)
+    assert results[0][1].keys() == results[1][1].keys()
+    for name, gradient in results[0][1].items():
+        assert (gradient is None) == (results[1][1][name] is None)
+        if gradient is not None:
+            torch.testing.assert_close(gradient, results[1][1][name], rtol=1e-3, atol=1e-3, msg=name)
+
+
+def test_the_head_still_gives_log_probs_itself(
+    causal_lm: Callable[..., PreTrainedModel], ragged: tuple[Tensor, Tensor, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(matmul, "_onednn_suits_machine", lambda: True)
+    sequences, mask, actions = ragged
+    actor = Actor(causal_lm())
+    assert type(actor.model.get_output_embeddings()) is CPULinear
+    assert actor._ask_head(actor._batch(sequences, actions, mask), False, False, False) is not None
+
+
+def test_copies_and_names(classifier: Callable[..., PreTrainedModel], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matmul, "_onednn_suits_machine", lambda: True)
+    plain = classifier()
+    names = list(plain.state_dict())
+    critic = Critic(plain)
+    assert list(critic.model.state_dict()) == names
+    other = copy.deepcopy(critic.model)
+    with torch.no_grad():
+        other.score.weight.zero_()
+    ids = torch.tensor([[4, 5, 6]])
+    assert other(ids).logits.abs().max() == 0
+    assert critic.model(ids).logits.abs().max() > 0
+
+
+def test_only_plain_layers_and_only_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Scaled(nn.Linear):
+        pass
+
+    model = nn.Sequential(nn.Linear(2, 2), Scaled(2, 2), nn.Linear(2, 2))
+    model[2].forward = lambda x: x
+    monkeypatch.setattr(matmul, "_onednn_suits_machine", lambda: False)
+    use_cpu_linear(model)
+    assert type(model[0]) is nn.Linear
+    monkeypatch.setattr(matmul, "_onednn_suits_machine", lambda: True)
+    use_cpu_linear(model)
+    assert [type(module) for module in model] == [CPULinear, Scaled, nn.Linear]
