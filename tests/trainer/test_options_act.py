@@ -19,6 +19,8 @@ from support.tiny import sums, write_jsonl
 
 from lightppo import PPOTrainer
 from lightppo.config import ConfigError, PPOConfig
+from lightppo.data.records import Prompt
+from lightppo.models.wrapper import PretrainedWrapper
 from lightppo.rewards.source import RewardError, score_rollouts
 from lightppo.rollout.hf import HFRolloutEngine
 from lightppo.trainer import build
@@ -98,6 +100,51 @@ def test_optimizer_steps_per_rollout(trainer_with):
     assert steps(train_batch_size=2) == 2
     assert steps(ppo_n_minibatches=4) == 4
     assert steps(ppo_n_minibatches=2, max_epochs=3) == 6
+
+
+def prompts_of_steps(trainer: PPOTrainer, monkeypatch) -> list[list[int]]:
+    """The first token of each sample, step by step, over 8 epochs of two steps."""
+    steps: list[list[int]] = []
+
+    def note(minibatch: Any, global_steps: int = 0) -> dict[str, float]:
+        steps.append(sorted(i for part in minibatch.micro_batches for i in part.sequences[:, 0].tolist()))
+        return {}
+
+    monkeypatch.setattr(trainer, "train_minibatch", note)
+    trainer._collect_experience([Prompt("a", [5], index=0), Prompt("b", [7], index=1)], step=1)
+    trainer.ppo_train(1)
+    return steps
+
+
+def test_shuffle_draws_samples_or_groups(trainer_with, monkeypatch):
+    """Two prompts with two samples each, two samples per step."""
+    options = {"train_batch_size": 2, "max_epochs": 8}
+    groups = prompts_of_steps(trainer_with(**options, shuffle="groups"), monkeypatch)
+    assert len(groups) == 16
+    assert all(step in ([5, 5], [7, 7]) for step in groups)
+    assert {step[0] for step in groups[::2]} == {5, 7}  # either comes first
+    assert [5, 7] in prompts_of_steps(trainer_with(**options, shuffle="samples"), monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("options", "counted_once"),
+    [({}, True), ({"share_prompts": False}, False), ({"packing_samples": False}, False)],
+    ids=["shared", "apart", "padded"],
+)
+def test_shared_prompts_count_once_in_a_budget(trainer_with, monkeypatch, options, counted_once):
+    """Prompts of 8 tokens, responses of 2: both samples are 12 tokens with one prompt, and 20 with two."""
+    monkeypatch.setattr(PretrainedWrapper, "shares_prompts", True)
+    trainer = trainer_with(**{"packing_samples": True, "max_tokens_per_micro_batch": 12, **options})
+    sizes: list[int] = []
+
+    def note(minibatch: Any, global_steps: int = 0) -> dict[str, float]:
+        sizes.extend(len(part) for part in minibatch.micro_batches)
+        return {}
+
+    monkeypatch.setattr(trainer, "train_minibatch", note)
+    trainer._collect_experience([Prompt("a", [5] * 8, index=0), Prompt("b", [7] * 8, index=1)], step=1)
+    trainer.ppo_train(1)
+    assert sizes == ([2, 2] if counted_once else [1, 1, 1, 1])
 
 
 def test_samples_kept_in_the_buffer(trainer_with):
