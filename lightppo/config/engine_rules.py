@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from lightppo.config.ppo import PPOConfig
 
 _DEFAULTS = EngineConfig()
+_EVERYWHERE = ("", "0.0.0.0", "::")
 _COLDEST = 0.01  # vLLM raises a lower temperature to this without an error
 
 # Engines that read an option; rollout_engine itself is read by all.
@@ -39,6 +40,7 @@ READ_BY: dict[str, tuple[str, ...]] = {
     "vllm_server_start_timeout": ("vllm_server",),
     "vllm_server_sync": ("vllm_server",),
     "vllm_server_sync_dir": ("vllm_server",),
+    "vllm_server_sync_address": ("vllm_server",),
 }
 
 
@@ -115,15 +117,10 @@ def _servers(config: PPOConfig) -> list[str]:
         return found
     addresses = [url.rstrip("/") for url in e.vllm_server_url]
     found += [f"--vllm_server_url has {url} twice" for url in sorted(set(addresses)) if addresses.count(url) > 1]
-    remote = [url for url in addresses if not is_loopback(urlsplit(url).hostname or "")]
-    if remote and (e.vllm_server_sync != "disk" or e.vllm_server_sync_dir is None):
-        found.append(
-            f"--vllm_server_url {remote[0]} is on another machine: set --vllm_server_sync disk and "
-            "--vllm_server_sync_dir to a folder that both see under the same path"
-        )
+    found += _sync(e, addresses)
     collective = 60 * config.strategy.dist_timeout
     waits = {
-        "vllm_server_timeout": 2 * e.vllm_server_timeout + 60,
+        "vllm_server_timeout": 2 * e.vllm_server_timeout + 90,
         "vllm_server_start_timeout": e.vllm_server_start_timeout,
     }
     found += [
@@ -132,8 +129,30 @@ def _servers(config: PPOConfig) -> list[str]:
         for flag, wait in waits.items()
         if wait >= collective
     ]
-    if e.vllm_server_sync_dir is not None and e.vllm_server_sync != "disk":
-        found.append("--vllm_server_sync_dir has no effect without --vllm_server_sync disk: leave it out")
     if not e.free_cache_engine and e.sleep_level != _DEFAULTS.sleep_level:
         found.append("--sleep_level has no effect with --no_free_cache_engine: leave one of them out")
+    return found
+
+
+def _sync(e: EngineConfig, addresses: list[str]) -> list[str]:
+    """How weights get to the servers at these addresses."""
+    found = []
+    remote = [url for url in addresses if not is_loopback(urlsplit(url).hostname or "")]
+    by_files = e.vllm_server_sync == "disk" and e.vllm_server_sync_dir is not None
+    by_broadcast = e.vllm_server_sync == "collective" and not is_loopback(e.vllm_server_sync_address)
+    if remote and not by_files and not by_broadcast:
+        found.append(
+            f"--vllm_server_url {remote[0]} is on another machine: set --vllm_server_sync collective and "
+            "--vllm_server_sync_address to this machine's address there, or --vllm_server_sync disk and "
+            "--vllm_server_sync_dir to a folder that both see under the same path"
+        )
+    if e.vllm_server_sync_address in _EVERYWHERE:
+        found.append(
+            f"--vllm_server_sync_address {e.vllm_server_sync_address!r}: servers cannot connect to that: give one "
+            "address of this machine"
+        )
+    if e.vllm_server_sync_dir is not None and e.vllm_server_sync != "disk":
+        found.append("--vllm_server_sync_dir has no effect without --vllm_server_sync disk: leave it out")
+    if e.vllm_server_sync_address != _DEFAULTS.vllm_server_sync_address and e.vllm_server_sync != "collective":
+        found.append("--vllm_server_sync_address has no effect without --vllm_server_sync collective: leave it out")
     return found

@@ -124,15 +124,21 @@ class EngineConfig:
         ge=0,
         resume_safe=True,
     )
-    vllm_server_sync: Literal["auto", "shm", "disk"] = option(
+    vllm_server_sync: Literal["auto", "shm", "disk", "collective"] = option(
         "auto",
-        "vllm_server: how weights get there: by files in shared memory (servers on this machine), or on disk. auto: "
-        "shared memory, or disk where it is too small.",
+        "vllm_server: how weights get there: by files in shared memory (servers on this machine) or on disk, or by "
+        "torch.distributed (collective: gloo, or NCCL between GPUs). auto: shared memory, or disk where it is too "
+        "small.",
         resume_safe=True,
     )
     vllm_server_sync_dir: str | None = option(
         None,
         "vllm_server: folder for --vllm_server_sync disk; servers on other machines must see it under the same path. "
         "None: the one for temporary files.",
+        resume_safe=True,
+    )
+    vllm_server_sync_address: str = option(
+        "127.0.0.1",
+        "vllm_server: address of the trainer's machine that servers connect to with --vllm_server_sync collective.",
         resume_safe=True,
     )

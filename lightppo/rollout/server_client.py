@@ -103,7 +103,7 @@ class VLLMServer:
 
     def describe(self, tries: int | None = None) -> dict[str, Any]:
         """What it serves: :meth:`~lightppo.rollout.server_worker.WeightReceiver.lightppo_describe` of its workers,
-        which must agree.
+        which must agree, and ``workers``: how many there are.
 
         Raises:
             ServerRefusedError, ServerLostError: as of every call.
@@ -113,7 +113,7 @@ class VLLMServer:
             raise ServerLostError(f"{self.name}: its workers differ: {described}")
         if described[0].get("protocol") != PROTOCOL or not described[0].keys() >= _DESCRIBED:
             raise ServerRefusedError(f"{self.name} runs another version of lightppo: {_START} of this version")
-        return described[0]
+        return described[0] | {"workers": len(described)}
 
     def complete(self, parameters: dict[str, Any], prompt_ids: list[int], vocab_size: int) -> Completion:
         """One response to a prompt of token ids."""
@@ -124,19 +124,24 @@ class VLLMServer:
 
         return self._call("/v1/completions", body, self.timeout, read)
 
-    def load_weights(self, files: Sequence[str], version: str, limits: Sequence[int | None]) -> None:
+    def load_weights(self, source: dict[str, Any], version: str, limits: Sequence[int | None]) -> None:
         """Replaces its weights while it is paused, and empties its prefix cache.
 
         What it still computes then is of nobody who waits for it, and is aborted.
 
+        Args:
+            source: ``{"files": paths}``, or ``{"broadcast": invitation}``, which is for one try alone.
+            version: of these weights.
+            limits: of the vocabulary; see :meth:`~lightppo.rollout.server_worker.WeightReceiver.lightppo_load`.
+
         Raises:
-            ServerRefusedError: the files cannot be read there or do not fit.
+            ServerRefusedError: the weights cannot be read there or do not fit.
             ServerLostError: as of every call.
         """
-        arguments = {"files": list(files), "version": version, "vocabulary_limits": list(limits)}
+        arguments = {**source, "version": version, "vocabulary_limits": list(limits)}
         self._call("/pause?mode=abort", {}, self.timeout, _object)
         try:
-            for answer in self._rpc("lightppo_load", arguments, self.timeout):
+            for answer in self._rpc("lightppo_load", arguments, self.timeout, _tries(source)):
                 if answer.get("version") != version:
                     raise ServerRefusedError(f"{self.name} could not load the weights: {self._reason(answer)}")
             reset = self._call("/reset_prefix_cache", {}, _QUICK_SECONDS, _object)
@@ -145,10 +150,10 @@ class VLLMServer:
         finally:
             self._resume()
 
-    def differing_weights(self, files: Sequence[str], tolerance: float) -> tuple[set[str], set[str]]:
+    def differing_weights(self, source: dict[str, Any], tolerance: float) -> tuple[set[str], set[str]]:
         """Names of weights that are not those of the trainer's fingerprints, and of those that cannot be compared."""
-        arguments = {"files": list(files), "tolerance": tolerance}
-        answers = self._rpc("lightppo_differing", arguments, self.timeout)
+        arguments = {**source, "tolerance": tolerance}
+        answers = self._rpc("lightppo_differing", arguments, self.timeout, _tries(source))
         for answer in answers:
             if "error" in answer:
                 raise ServerRefusedError(f"{self.name} could not compare its weights: {self._reason(answer)}")
@@ -282,6 +287,11 @@ class _Bearer(requests.auth.AuthBase):
 
 class _NoAnswerError(Exception):
     """HTTP 200 with something else than was asked for."""
+
+
+def _tries(source: dict[str, Any]) -> int | None:
+    """A broadcast is not sent again; files can be read again."""
+    return 1 if "broadcast" in source else None
 
 
 def _advice(status: int, route: str, text: str) -> str:

@@ -100,55 +100,80 @@ class ServerPool:
                 found[i] = (f"{self.servers[i].name} has other weights than were pushed: was it started anew?", True)
         return found
 
-    def push(self, files: Sequence[str], version: str, limits: Sequence[int | None]) -> dict[int, str]:
-        """Has all servers load the files, lost ones too, at the same time; which of them failed, and why."""
+    def load(
+        self, server: VLLMServer, source: Callable[[], dict[str, Any]], version: str, limits: Sequence[int | None]
+    ) -> str | None:
+        """Has one server load weights, also a lost one.
 
-        def push(server: VLLMServer) -> str | None:
-            # A look first: what is still away costs one try, not all.
-            is_lost = self.servers.index(server) in self.lost
-            if is_lost and (problem := self._misfit(server, server.describe(tries=1))):
-                return problem
-            server.load_weights(files, version, limits)
-            return None
+        Args:
+            server: which.
+            source: where the weights are; see :meth:`VLLMServer.load_weights`.
+            version: of the weights.
+            limits: of the vocabulary.
 
-        return self._failures(push)
+        Returns:
+            Why it cannot sample for the actor, or ``None``.
+        """
+        # A look first: what is still away costs one try, not all.
+        is_lost = self.servers.index(server) in self.lost
+        if is_lost and (problem := self._misfit(server, server.describe(tries=1))):
+            return problem
+        server.load_weights(source(), version, limits)
+        return None
 
-    def tell(self, what: Callable[[VLLMServer], None]) -> dict[int, str]:
-        """Calls every live server; which of them failed, and why."""
-        live = set(self.live)
-        return self._failures(lambda server: what(server) if self.servers.index(server) in live else None)
+    def each(
+        self,
+        call: Callable[[VLLMServer], str | None],
+        among: Iterable[int],
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> dict[int, str]:
+        """Calls several servers at the same time; which of them failed, and why.
 
-    def close(self) -> None:
-        """Ends the connections; the servers go on."""
-        for server in self.servers:
-            server.close()
+        Args:
+            call: says what is wrong, or raises the client's errors.
+            among: which servers.
+            meanwhile: called here while these calls run.
+        """
 
-    def _failures(self, call: Callable[[VLLMServer], str | None]) -> dict[int, str]:
         def guarded(server: VLLMServer) -> str | None:
             try:
                 return call(server)
             except (ServerLostError, ServerRefusedError) as error:
                 return str(error)
 
-        return {i: reason for i, reason in enumerate(self._of_all(guarded)) if reason is not None}
+        among = list(among)
+        reasons = zip(among, self._of_all(guarded, among, meanwhile))
+        return {i: reason for i, reason in reasons if reason is not None}
 
-    def _of_all(self, function: Callable[[VLLMServer], Any]) -> list[Any]:
-        """``function`` of every server, at the same time."""
-        results: list[Any] = [None] * len(self.servers)
+    def close(self) -> None:
+        """Ends the connections; the servers go on."""
+        for server in self.servers:
+            server.close()
+
+    def _of_all(
+        self,
+        function: Callable[[VLLMServer], Any],
+        among: Iterable[int] | None = None,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> list[Any]:
+        """``function`` of every server, or of some, at the same time."""
+        servers = self.servers if among is None else [self.servers[i] for i in among]
+        results: list[Any] = [None] * len(servers)
         failures: list[BaseException] = []
 
-        def call(i: int) -> None:
+        def call(k: int) -> None:
             try:
-                results[i] = function(self.servers[i])
+                results[k] = function(servers[k])
             except BaseException as error:
                 failures.append(error)
 
         # daemons: a server that is waited for must not keep a process alive that was told to end
         threads = [
-            threading.Thread(target=call, args=(i,), name="vllm-server", daemon=True) for i in range(len(self.servers))
+            threading.Thread(target=call, args=(k,), name="vllm-server", daemon=True) for k in range(len(servers))
         ]
         for thread in threads:
             thread.start()
+        meanwhile()
         for thread in threads:
             thread.join()
         if failures:

@@ -1,4 +1,4 @@
-"""The part of a vLLM server that is ours: it takes weights from files and says what it serves.
+"""The part of a vLLM server that is ours: it takes weights from the trainer and says what it serves.
 
 ``examples/serve_vllm.py`` has vLLM load :class:`WeightReceiver` into its workers and :class:`KeyGate` before its
 routes. Importing it does not import vLLM; the trainer takes :func:`architecture` from here.
@@ -10,12 +10,13 @@ import hmac
 import json
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Raised whenever trainer and server have to be of the same version of lightppo."""
 
 KEY_VARIABLE = "VLLM_API_KEY"
@@ -46,8 +47,8 @@ def architecture(config: Any) -> dict[str, Any]:
 class WeightReceiver:
     """Mixed into vLLM's worker class by ``--worker-extension-cls``; called over ``/collective_rpc``.
 
-    A worker of vLLM has ``vllm_config`` and ``model_runner``. Answers are plain dictionaries, since the route turns
-    everything else into text; errors too, since an exception would lose its message on the way.
+    A worker of vLLM has ``vllm_config``, ``model_runner``, ``rank`` and ``device``. Answers are plain dictionaries,
+    since the route turns everything else into text; errors too, since an exception would lose its message on the way.
     """
 
     def lightppo_describe(self) -> dict[str, Any]:
@@ -65,14 +66,19 @@ class WeightReceiver:
         }
 
     def lightppo_load(
-        self, files: list[str], version: str, vocabulary_limits: tuple[int | None, int | None]
+        self,
+        version: str,
+        vocabulary_limits: tuple[int | None, int | None],
+        files: list[str] | None = None,
+        broadcast: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Replaces the weights by those of some safetensors files, which are as a checkpoint has them.
+        """Replaces the weights by others, which are as a checkpoint has them.
 
         Args:
-            files: paths that this machine can read.
             version: reported from now on. In an error, and while loading, there is none.
             vocabulary_limits: how many ids may be sampled, and how many log probs are over; ``None``: all.
+            files: safetensors files that this machine can read.
+            broadcast: or the trainer's invitation, :meth:`~lightppo.rollout.weight_broadcast.WeightSender.invite`.
 
         Returns:
             ``{"version"}``, or ``{"error"}``.
@@ -82,8 +88,9 @@ class WeightReceiver:
 
         self._lightppo_version = None
         try:
-            install_sampler(self, *vocabulary_limits)
-            missing = push_weights(self, _tensors(files))
+            with self._arriving(files, broadcast) as tensors:
+                install_sampler(self, *vocabulary_limits)
+                missing = push_weights(self, tensors)
         except Exception as error:
             return {"error": f"{type(error).__name__}: {error}"}
         if missing:
@@ -91,12 +98,15 @@ class WeightReceiver:
         self._lightppo_version = version
         return {"version": version}
 
-    def lightppo_differing(self, files: list[str], tolerance: float) -> dict[str, Any]:
+    def lightppo_differing(
+        self, tolerance: float, files: list[str] | None = None, broadcast: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
         """Which weights are not those of the trainer.
 
         Args:
-            files: with the fingerprints of the trainer's, :func:`~lightppo.rollout.vllm_weights.trainer_fingerprints`.
             tolerance: largest relative difference.
+            files: with the fingerprints of the trainer's, :func:`~lightppo.rollout.vllm_weights.trainer_fingerprints`.
+            broadcast: or the trainer's invitation to get them.
 
         Returns:
             ``{"differing", "unknown"}``: names, the latter of weights that cannot be compared; or ``{"error"}``.
@@ -104,11 +114,31 @@ class WeightReceiver:
         from lightppo.rollout.vllm_weights import differing_weights, engine_fingerprints, fingerprints_from_tensors
 
         try:
-            expected = fingerprints_from_tensors(_tensors(files))
+            with self._arriving(files, broadcast) as tensors:
+                expected = fingerprints_from_tensors(tensors)
             differing, unknown = differing_weights(expected, *engine_fingerprints(self), tolerance)
         except Exception as error:
             return {"error": f"{type(error).__name__}: {error}"}
         return {"differing": differing, "unknown": unknown}
+
+    @contextmanager
+    def _arriving(self, files: list[str] | None, broadcast: dict[str, Any] | None) -> Iterator[Any]:
+        """The trainer's tensors. A broadcast is read to its end also after an error, which only this server has."""
+        from lightppo.rollout.weight_broadcast import receive_tensors
+
+        if broadcast is None:
+            yield _tensors(files or [])
+            return
+        tensors = receive_tensors(broadcast, self.rank + 1, self.device)
+        try:
+            yield tensors
+        except Exception:
+            with suppress(Exception):
+                for _ in tensors:
+                    pass
+            raise
+        finally:
+            tensors.close()
 
 
 def _tensors(files: list[str]) -> Iterator[tuple[str, Tensor]]:

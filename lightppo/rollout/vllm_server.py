@@ -16,11 +16,12 @@ from tqdm import tqdm
 from lightppo.config import PPOConfig
 from lightppo.config.address import read_token
 from lightppo.data.records import Prompt, Rollout
-from lightppo.rollout.dispatch import Dispatch, NoServerLeftError, ServerLostError
+from lightppo.rollout.dispatch import Dispatch, NoServerLeftError
 from lightppo.rollout.engine import RolloutError, SamplingParams
 from lightppo.rollout.hf import request_streams
 from lightppo.rollout.sampling import request_seed
 from lightppo.rollout.server_client import Completion, ServerRefusedError, VLLMServer
+from lightppo.rollout.server_delivery import Delivery, Source
 from lightppo.rollout.server_pool import ServerPool
 from lightppo.rollout.server_worker import architecture
 from lightppo.rollout.vllm_options import (
@@ -30,7 +31,6 @@ from lightppo.rollout.vllm_options import (
     vllm_sampling,
     vocabulary_limits,
 )
-from lightppo.rollout.weight_files import new_folder, remove_folder, write_weights
 from lightppo.rollout.weight_sync import full_weights
 from lightppo.strategy.engines import find_hf_model
 from lightppo.strategy.zero3 import full_shape
@@ -85,6 +85,7 @@ class VLLMServerRolloutEngine:
         ]
         self.pool = ServerPool(servers, self._misfit)
         self.hf_model, _ = find_hf_model(actor)
+        self._deliver = Delivery(e, self.pool, next(self.hf_model.parameters()).device)
         self.vocab_size = self.hf_model.config.get_text_config(decoder=True).vocab_size
         self.max_model_len = longest_sequence(config)
         self.version: str | None = None
@@ -214,26 +215,24 @@ class VLLMServerRolloutEngine:
         A server that does not take them is lost; at the first push that is an error.
 
         Raises:
-            RolloutError: no server has them, or the files cannot be written; on every rank.
+            RolloutError: no server has them, or they cannot be brought there; on every rank.
         """
         start = time.perf_counter()
         self.actor = actor
         self._wake()
-        e, folder, problem = self.config.engine, None, None
-        try:
-            if self.strategy.is_rank_0():
-                try:
-                    folder = new_folder(e.vllm_server_sync, e.vllm_server_sync_dir, weight_bytes(self.hf_model))
-                except RolloutError as error:
-                    problem = str(error)
-            files, unwritten = write_weights(full_weights(actor, self.strategy), folder)
-            self._pushes += 1
-            version, lost = f"{self._run}-{self._pushes}", {}
-            if self.strategy.is_rank_0() and (problem := problem or unwritten) is None:
-                limits = vocabulary_limits(self.tokenizer, actor, self.vocab_size)
-                lost = self.pool.push(files, version, limits)
-        finally:
-            remove_folder(folder)
+        self._pushes += 1
+        version, weights = f"{self._run}-{self._pushes}", full_weights(actor, self.strategy)
+        problem, lost = None, {}
+        if self.strategy.is_rank_0():
+            limits = vocabulary_limits(self.tokenizer, actor, self.vocab_size)
+            problem, lost = self._deliver(
+                weights,
+                weight_bytes(self.hf_model),
+                lambda server, source: self.pool.load(server, source, version, limits),
+            )
+        else:
+            for _ in weights:
+                pass
         problem, version, lost = self.strategy.broadcast_object((problem, version, lost))
         if problem is None and lost and self.version is None:
             problem = "; ".join(lost.values())
@@ -259,21 +258,20 @@ class VLLMServerRolloutEngine:
         """
         from lightppo.rollout.vllm_weights import fingerprints_as_tensors, trainer_fingerprints
 
-        e, folder, problem = self.config.engine, None, None
+        problem = None
         differing: set[str] = set()
         unknown: set[str] = set()
+
+        def compare(server: VLLMServer, source: Source) -> None:
+            found = server.differing_weights(source(), tolerance)
+            differing.update(found[0])
+            unknown.update(found[1])
+
         prints = fingerprints_as_tensors(trainer_fingerprints(full_weights(self.actor, self.strategy)))
         if self.strategy.is_rank_0():
-            try:
-                folder = new_folder(e.vllm_server_sync, e.vllm_server_sync_dir, sum(p.nbytes for p in prints.values()))
-                files, problem = write_weights(prints.items(), folder)
-                for i in [] if problem else self.pool.live:
-                    one, other = self.pool.servers[i].differing_weights(files, tolerance)
-                    differing, unknown = differing | one, unknown | other
-            except (RolloutError, ServerLostError, ServerRefusedError) as error:
-                problem = str(error)
-            finally:
-                remove_folder(folder)
+            n_bytes = sum(p.nbytes for p in prints.values())
+            problem, failures = self._deliver(prints.items(), n_bytes, compare, self.pool.live)
+            problem = problem or "; ".join(failures.values()) or None
         problem, differing, unknown = self.strategy.broadcast_object((problem, differing, unknown))
         if problem is not None:
             raise RolloutError(f"--rollout_engine vllm_server: {problem}")
@@ -348,7 +346,8 @@ class VLLMServerRolloutEngine:
 
     def _tell(self, what: Callable[[VLLMServer], None]) -> None:
         """Has rank 0 call every live server; those that fail are lost. Collective."""
-        self.pool.lose(self.strategy.broadcast_object(self.pool.tell(what) if self.strategy.is_rank_0() else {}))
+        failures = self.pool.each(what, self.pool.live) if self.strategy.is_rank_0() else {}
+        self.pool.lose(self.strategy.broadcast_object(failures))
 
     def close(self) -> None:
         """Ends the connections; the servers go on. It may be called again."""

@@ -33,10 +33,15 @@ def push_weights(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> list[str
     iterator = iter(weights if _has_head(runner, model) else (pair for pair in weights if pair[0] != "lm_head.weight"))
     _forget_packed_experts(model)
     initialize_layerwise_reload(model)
-    loaded = model.load_weights(iterator)
-    for _ in iterator:  # collective: whatever is left must be gathered by this rank too
-        pass
-    finalize_layerwise_reload(model, runner.vllm_config.model_config)
+    try:
+        loaded = model.load_weights(iterator)
+        for _ in iterator:  # collective: whatever is left must be gathered by this rank too
+            pass
+    except BaseException:
+        _forget_half_loaded(model)
+        raise
+    finally:
+        finalize_layerwise_reload(model, runner.vllm_config.model_config)
     for reset in ("reset_encoder_cache", "reset_mm_cache"):
         if hasattr(runner, reset):
             getattr(runner, reset)()
@@ -55,6 +60,18 @@ def _forget_packed_experts(model: Any) -> None:
             method = getattr(module, "quant_method", None)
             if getattr(method, "moe_kernel", None) is not None:
                 method.moe_kernel = None
+
+
+def _forget_half_loaded(model: Any) -> None:
+    """After an error: layers get their own tensors back, and forget what has come for them, which vLLM would take for
+    a part of the next push. Which weights they have is not defined until that."""
+    from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
+
+    for layer in model.modules():
+        info = get_layerwise_info(layer)
+        if info.can_load() and info.kernel_tensors is not None:
+            _place_kernel_tensors(layer, info)
+        info.reset()
 
 
 def _has_head(runner: Any, model: Any) -> bool:

@@ -27,6 +27,9 @@ from torch import Tensor, distributed
 from lightppo.rollout.weight_buckets import Bucket, buckets, unpacked
 from lightppo.rollout.weight_group import CONNECT_SECONDS, PushGroup, backend_of, gpu_of
 
+PATIENCE = 0.25
+"""Share of its time for which one server may keep the others waiting, at the start or for some of the tensors."""
+
 _MOST_HEADER_BYTES = 1 << 26
 _POLL_SECONDS = 0.001
 _LOOK_SECONDS = 0.2  # between two looks whether the trainer has given up
@@ -44,7 +47,8 @@ class WeightSender:
 
     Args:
         address: of this machine, where the workers connect to. Nothing listens anywhere else.
-        seconds: from the invitation to the last tensor.
+        seconds: from the invitation to the last tensor, for the workers. A server for which this end has waited
+            ``PATIENCE`` of that has failed: the others still have the rest of the time.
 
     Attributes:
         failure: why this push is over, or ``None``.
@@ -53,6 +57,7 @@ class WeightSender:
     def __init__(self, address: str, seconds: float) -> None:
         self.failure: str | None = None
         self._address, self._seconds = address, seconds
+        self._patience = PATIENCE * seconds
         self._deadline = math.inf
         self._key = secrets.token_hex(16)
         self._ranks = range(0)
@@ -73,7 +78,7 @@ class WeightSender:
             raise BroadcastError(
                 f"--vllm_server_sync_address {self._address}: this machine cannot listen there: {error.strerror}"
             ) from None
-        self._deadline = time.monotonic() + self._seconds
+        self._deadline = time.monotonic() + self._patience
         self._ranks, port = range(1, workers + 1), listener.getsockname()[1]
         self._store = distributed.TCPStore(
             self._address,
@@ -100,13 +105,12 @@ class WeightSender:
             return self.failure is not None
         try:
             if not self._store.check([_place_of(rank) for rank in self._ranks]):
-                if time.monotonic() > self._deadline:
-                    raise BroadcastError(f"its workers did not come within {self._seconds:g} s (--vllm_server_timeout)")
+                self._look_at_the_time("its workers did not come")
                 return False
             backend = backend_of([gpu_of(device), *map(self._gpu, self._ranks)])
             self._store.set("start", json.dumps({"backend": backend, "proof": _proof(self._key, "start", backend)}))
             size = len(self._ranks) + 1
-            self._group = PushGroup(self._store, 0, size, backend, device, self._address, self._deadline)
+            self._group = PushGroup(self._store, 0, size, backend, device, self._address, self._patience)
         except (BroadcastError, RuntimeError) as error:
             self._give_up(error)
         return True
@@ -115,6 +119,7 @@ class WeightSender:
         """Begins to send some tensors, or to say that these were all; :meth:`is_done` says when they are there."""
         if self.failure is not None or self._group is None:
             return
+        self._deadline = time.monotonic() + self._patience
         try:
             if bucket is None:
                 self._group.broadcast(torch.tensor([0, self._count]))
@@ -135,8 +140,7 @@ class WeightSender:
             if self.failure is not None:
                 raise BroadcastError(self.failure)
             if not self._group.is_done():
-                if time.monotonic() > self._deadline:
-                    raise BroadcastError(f"it did not take them within {self._seconds:g} s (--vllm_server_timeout)")
+                self._look_at_the_time("its workers took no more weights")
                 return False
         except (BroadcastError, RuntimeError) as error:
             self._give_up(error)
@@ -147,6 +151,10 @@ class WeightSender:
         if self._group is not None:
             self._group.close()
         self._group, self._store = None, None
+
+    def _look_at_the_time(self, what: str) -> None:
+        if time.monotonic() > self._deadline:
+            raise BroadcastError(f"{what} for {self._patience:g} s ({PATIENCE:g} of --vllm_server_timeout)")
 
     def _give_up(self, error: Exception) -> None:
         """Tells the workers why, who may wait for NCCL, and would not learn it from a closed connection."""
@@ -222,7 +230,7 @@ def receive_tensors(
         store = distributed.TCPStore(address, port, timeout=timedelta(seconds=min(CONNECT_SECONDS, seconds)))
         backend = _meet(store, str(invitation["key"]), rank, device, deadline)
         own = _own_address(address, port)
-        group = PushGroup(store, rank, int(invitation["workers"]) + 1, backend, device, own, deadline)
+        group = PushGroup(store, rank, int(invitation["workers"]) + 1, backend, device, own, seconds)
         count = 0
         while True:
             header_bytes, payload_bytes = receive(2, torch.int64).tolist()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -29,7 +28,7 @@ class PushGroup:
         backend: "gloo" or "nccl".
         device: of this process; with gloo tensors go through CPU memory whatever it is.
         address: of this machine; gloo listens there and nowhere else.
-        deadline: of ``time.monotonic``; no operation lasts longer.
+        seconds: how long each operation may last.
 
     Attributes:
         device: where tensors have to be.
@@ -39,29 +38,29 @@ class PushGroup:
     """
 
     def __init__(
-        self, store: Any, rank: int, size: int, backend: str, device: torch.device, address: str, deadline: float
+        self, store: Any, rank: int, size: int, backend: str, device: torch.device, address: str, seconds: float
     ) -> None:
         self.device = device if backend == "nccl" else torch.device("cpu")
-        self._deadline = deadline
+        self._limit = timedelta(seconds=seconds)
         self._under_way: list[tuple[Any, Tensor]] = []
         place = distributed.PrefixStore("group", store)
         if backend == "nccl":
             options = distributed.ProcessGroupNCCL.Options()
-            options._timeout = timedelta(seconds=self._left() + _GRACE_SECONDS)
+            options._timeout = timedelta(seconds=seconds + _GRACE_SECONDS)
             # NCCL's watchdog would end the trainer when a server dies; here that server is lost, and no more.
             with _variable("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"), self._on_device():
                 self._group: Any = distributed.ProcessGroupNCCL(place, rank, size, options)
         else:
             options = distributed.ProcessGroupGloo._Options()
             options._devices = [distributed.ProcessGroupGloo.create_device(hostname=address)]
-            options._timeout = timedelta(seconds=min(CONNECT_SECONDS, self._left()))
+            options._timeout = timedelta(seconds=min(CONNECT_SECONDS, seconds))
             self._group = distributed.ProcessGroupGloo(place, rank, size, options)
 
     def broadcast(self, tensor: Tensor) -> None:
         """Begins to send it from rank 0, or to fill it elsewhere. An empty one is left out."""
         options = distributed.BroadcastOptions()
         options.rootRank, options.rootTensor, options.asyncOp = 0, 0, True
-        options.timeout = timedelta(seconds=self._left())
+        options.timeout = self._limit
         if tensor.numel():
             tensor = tensor.to(self.device)
             with self._on_device():
@@ -86,9 +85,6 @@ class PushGroup:
         elif is_hanging:
             # gloo's end waits for its operations, which end at their time-outs if the other side hangs
             threading.Thread(target=held.clear, name="weight-group", daemon=True).start()
-
-    def _left(self) -> float:
-        return max(0.001, self._deadline - time.monotonic())
 
     def _on_device(self) -> Any:
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()

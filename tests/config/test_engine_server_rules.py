@@ -21,15 +21,20 @@ def test_servers_of_this_machine() -> None:
     assert problems() == ""
     assert problems(vllm_server_sync="shm", vllm_server_timeout=5.0, vllm_server_retries=0) == ""
     assert problems(vllm_server_sync="disk", vllm_server_sync_dir="/somewhere") == ""
+    assert problems(vllm_server_sync="collective") == ""
+    assert problems(vllm_server_sync="collective", vllm_server_sync_address="localhost") == ""
 
 
-def test_servers_elsewhere_need_a_folder_that_both_see() -> None:
+def test_servers_elsewhere_need_a_folder_that_both_see_or_an_address_of_the_trainer() -> None:
     remote = {"vllm_server_url": ("http://127.0.0.1:8000", "http://192.0.2.1:8000")}
-    assert "--vllm_server_url http://192.0.2.1:8000 is on another machine: set --vllm_server_sync disk" in problems(
-        **remote
-    )
-    assert "is on another machine" in problems(vllm_server_sync="disk", **remote)
+    message = problems(**remote)
+    assert "--vllm_server_url http://192.0.2.1:8000 is on another machine: set --vllm_server_sync collective" in message
+    assert "--vllm_server_sync_address to this machine's address there, or --vllm_server_sync disk" in message
+    assert "--vllm_server_sync_dir to a folder that both see" in message
+    for sync in ("shm", "disk", "collective"):
+        assert "is on another machine" in problems(vllm_server_sync=sync, **remote)
     assert problems(vllm_server_sync="disk", vllm_server_sync_dir="/shared", **remote) == ""
+    assert problems(vllm_server_sync="collective", vllm_server_sync_address="192.0.2.7", **remote) == ""
 
 
 @pytest.mark.parametrize(
@@ -44,6 +49,18 @@ def test_servers_elsewhere_need_a_folder_that_both_see() -> None:
         ({"vllm_server_url": ("http://a:b@host",)}, "use --vllm_server_api_key_env instead"),
         ({"vllm_server_url": (LOCAL[0], LOCAL[0] + "/")}, "--vllm_server_url has http://127.0.0.1:8000 twice"),
         ({"vllm_server_sync_dir": "/x"}, "--vllm_server_sync_dir has no effect without --vllm_server_sync disk"),
+        (
+            {"vllm_server_sync": "collective", "vllm_server_sync_dir": "/x"},
+            "--vllm_server_sync_dir has no effect without --vllm_server_sync disk",
+        ),
+        (
+            {"vllm_server_sync_address": "192.0.2.7"},
+            "--vllm_server_sync_address has no effect without --vllm_server_sync collective",
+        ),
+        (
+            {"vllm_server_sync": "collective", "vllm_server_sync_address": "0.0.0.0"},
+            "--vllm_server_sync_address '0.0.0.0': servers cannot connect to that",
+        ),
         ({"tensor_parallel_size": 2}, "--tensor_parallel_size has no effect with --rollout_engine vllm_server"),
         ({"max_num_seqs": 8}, "--max_num_seqs has no effect with --rollout_engine vllm_server"),
         ({"sleep_level": 1, "free_cache_engine": False}, "--sleep_level has no effect with --no_free_cache_engine"),

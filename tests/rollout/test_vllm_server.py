@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.fake_vllm import FakeVLLM, made_up_ids
+from support.fake_vllm import FakeVLLM, made_up_ids, tensors_of
 from support.ranks import free_port
 
 from lightppo.config import PPOConfig
@@ -297,11 +297,11 @@ class TestWeights:
 
     @pytest.mark.parametrize("where", ["shm", "auto"])
     def test_shared_memory_is_left_as_it_was(self, build, fakes, where):
-        before = set(Path("/dev/shm").iterdir())
         build(vllm_server_sync=where, vllm_server_sync_dir=None)
         (files,) = (b["kwargs"]["files"] for _, b in fakes[0].requests if b.get("method") == "lightppo_load")
-        assert files[0].startswith("/dev/shm/lightppo-weights-")
-        assert not [path for path in set(Path("/dev/shm").iterdir()) - before if path.name.startswith("lightppo")]
+        own = f"lightppo-weights-{os.getpid()}-"  # others may be at a push of theirs
+        assert files[0].startswith(f"/dev/shm/{own}")
+        assert not [path for path in Path("/dev/shm").iterdir() if path.name.startswith(own)]
 
     def test_files_of_a_failed_push_are_removed(self, build, fakes, tmp_path):
         fakes[0].replies["lightppo_load"] = failing()
@@ -344,6 +344,81 @@ class TestWeights:
             content = json.dumps({"results": [answer]}).encode()
             server.replies["lightppo_differing"] = lambda body, n, content=content: (200, content)
         assert engine.differing_weights() == (["a.weight"], ["b"])
+
+
+class TestCollective:
+    @pytest.fixture
+    def collective(self, build):
+        def make(**options):
+            options = {
+                "vllm_server_sync": "collective",
+                "vllm_server_sync_dir": None,
+                "vllm_server_timeout": 60.0,
+            } | options
+            return build(**options)
+
+        return make
+
+    def test_every_push_brings_the_whole_model_to_every_server(self, collective, fakes, llama):
+        engine = collective()
+        with torch.no_grad():
+            llama.lm_head.weight.add_(1.0)
+        engine.sync_weights(llama)
+        for server in fakes:
+            first, second = server.loaded
+            assert first.keys() == second.keys() == llama.state_dict().keys()
+            assert all(torch.equal(second[name], value) for name, value in llama.state_dict().items())
+            assert torch.equal(first["lm_head.weight"] + 1.0, second["lm_head.weight"])
+        assert not torch.distributed.is_initialized()
+
+    def test_a_server_that_fails_is_lost_and_the_others_get_the_weights(self, collective, fakes, llama):
+        engine = collective()
+        fakes[1].replies["lightppo_load"] = failing()
+        engine.sync_weights(llama)
+        assert list(engine.pool.lost) == [1]
+        assert f"{fakes[1].url}: /collective_rpc: HTTP 500: engine is dead" in engine.pool.lost[1]
+        assert fakes[1].count("/collective_rpc") == 3 + 2  # a broadcast has one try
+        assert len(fakes[0].loaded) == 2
+        fakes[1].replies.clear()
+        engine.sync_weights(llama)
+        assert engine.pool.lost == {}
+
+    def test_one_that_is_away_is_not_waited_for(self, collective, fakes, llama):
+        engine = collective()
+        fakes[0].replies["lightppo_describe"] = failing()
+        engine.sync_weights(llama)
+        assert list(engine.pool.lost) == [0]
+        assert len(fakes[1].loaded) == 2
+
+    def test_one_that_says_it_has_what_it_did_not_take_is_lost(self, collective, fakes, llama):
+        engine = collective(vllm_server_timeout=20.0)
+        fakes[0].replies["lightppo_load"] = lambda body, n: (
+            200,
+            json.dumps({"results": [{"version": body["kwargs"]["version"]}]}).encode(),
+        )
+        engine.sync_weights(llama)
+        assert engine.pool.lost == {
+            0: f"vLLM server {fakes[0].url}: its workers did not come for 5 s (0.25 of --vllm_server_timeout)"
+        }
+
+    def test_an_address_of_another_machine(self, collective):
+        message = r"--vllm_server_sync_address 192\.0\.2\.1: this machine cannot listen there"
+        with pytest.raises(RolloutError, match=message):
+            collective(vllm_server_sync_address="192.0.2.1")
+
+    def test_fingerprints_come_this_way_too(self, collective, fakes):
+        engine = collective()
+        seen = []
+
+        def compare(body, n):
+            seen.append(tensors_of(None, body["kwargs"]["broadcast"]))
+            return 200, json.dumps({"results": [{"differing": ["a.weight"], "unknown": []}]}).encode()
+
+        for server in fakes:
+            server.replies["lightppo_differing"] = compare
+        assert engine.differing_weights() == (["a.weight"], [])
+        assert "lm_head.weight:1" in seen[0]
+        assert seen[0].keys() == seen[1].keys()
 
 
 class TestStart:

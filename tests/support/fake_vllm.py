@@ -18,6 +18,17 @@ def made_up_ids(prompt: list[int], seed: int, max_tokens: int, vocab_size: int) 
     return [(sum(prompt) + seed + i) % vocab_size for i in range(max_tokens)]
 
 
+def tensors_of(files: list[str] | None, broadcast: dict[str, Any] | None) -> dict[str, Any]:
+    """What the trainer brings, by files or by a broadcast."""
+    from safetensors.torch import load_file
+
+    from lightppo.rollout.weight_broadcast import receive_tensors
+
+    if broadcast is not None:
+        return dict(receive_tensors(broadcast, 1))
+    return {name: tensor for path in files or () for name, tensor in load_file(path).items()}
+
+
 class FakeVLLM:
     """One server on loopback.
 
@@ -112,10 +123,14 @@ class FakeVLLM:
     def lightppo_describe(self) -> dict[str, Any]:
         return self.described
 
-    def lightppo_load(self, files: list[str], version: str, vocabulary_limits: list[int | None]) -> dict[str, Any]:
-        from safetensors.torch import load_file
-
-        self.loaded.append({name: tensor for path in files for name, tensor in load_file(path).items()})
+    def lightppo_load(
+        self,
+        version: str,
+        vocabulary_limits: list[int | None],
+        files: list[str] | None = None,
+        broadcast: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        self.loaded.append(tensors_of(files, broadcast))
         self.described["version"] = version
         return {"version": version}
 
