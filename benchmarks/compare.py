@@ -1,10 +1,11 @@
 """TRL and lightppo on the same work, one after the other.
 
     make bench                 # or make bench QUICK=1: one measured iteration each
-    python benchmarks/compare.py [--workloads W1 W2] [--iterations 3]
+    python benchmarks/compare.py [--workloads W1 W2] [--iterations 3] [--rounds 2]
 
 Makes model, tokenizer and prompts, installs TRL into environments of its own below the run's folder, runs both sides of
-each workload and writes ``compare.json`` there.
+each workload in turn and writes ``compare.json`` there. A machine shared with others changes its speed within minutes:
+several rounds let both sides see the same of it.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ import json
 import os
 import shutil
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from commands import REPO, run, tail
+from commands import REPO, Finished, run, tail
 from results import check_compare, compared, lightppo_iterations, side_result
 from workloads import SCALES, WORKLOADS, Workload, lightppo_flags
 
@@ -47,7 +49,16 @@ def install_trl(folder: Path, logs: Path, timeout: float) -> None:
     done.write_text(wanted)
 
 
-def run_trl(workload: Workload, scale: str, folder: Path, options: argparse.Namespace, peak: float) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Run:
+    """Attributes: the measured iterations, the command that made them, versions of what ran."""
+
+    iterations: list[dict[str, float]]
+    done: Finished
+    version: str
+
+
+def run_trl(workload: Workload, scale: str, folder: Path, options: argparse.Namespace) -> Run:
     """One run of TRL."""
     output = folder / f"{workload.name}-trl.json"
     command = [folder / "trl" / "bin" / "python", "benchmarks/trl_side.py", "--workload", workload.name,
@@ -57,24 +68,36 @@ def run_trl(workload: Workload, scale: str, folder: Path, options: argparse.Name
     done = run(command, log=folder / "logs" / f"{workload.name}-trl.log", timeout=options.timeout,
                **older, **environment(options))  # fmt: skip
     said = json.loads(output.read_text())
-    about = {"peak_memory_bytes": done.peak_memory_bytes, "version": said["version"]}
-    about |= {"command": done.command, "load": done.load}
-    return side_result(said["iterations"][1:], workload, SCALES[scale], peak, **about)
+    return Run(said["iterations"][1:], done, said["version"])
 
 
-def run_lightppo(
-    workload: Workload, scale: str, folder: Path, options: argparse.Namespace, peak: float
-) -> dict[str, Any]:
+def run_lightppo(workload: Workload, scale: str, folder: Path, options: argparse.Namespace) -> Run:
     """One run of ``examples/train_ppo.py``, in this environment."""
     output = folder / f"{workload.name}-lightppo"
     shutil.rmtree(output, ignore_errors=True)
     flags = lightppo_flags(workload, SCALES[scale], folder / "assets", output, options.iterations + 1)
     done = run([sys.executable, "examples/train_ppo.py", *flags], log=folder / "logs" / f"{workload.name}-lightppo.log",
                timeout=options.timeout, **environment(options))  # fmt: skip
-    about = {"peak_memory_bytes": done.peak_memory_bytes, "command": done.command, "load": done.load}
-    about["version"] = versions()
-    iterations = lightppo_iterations(output / "metrics.jsonl")
-    return side_result(iterations, workload, SCALES[scale], peak, shares_prompts=True, **about)
+    return Run(lightppo_iterations(output / "metrics.jsonl"), done, versions())
+
+
+SIDES = {"trl": run_trl, "lightppo": run_lightppo}
+
+
+def together(runs: list[Run], workload: Workload, scale: str, peak: float, **about: Any) -> dict[str, Any]:
+    """One side's entry, from all its runs."""
+    loads = [run.done.load for run in runs]
+    return side_result(
+        [row for run in runs for row in run.iterations],
+        workload,
+        SCALES[scale],
+        peak,
+        peak_memory_bytes=max(run.done.peak_memory_bytes for run in runs),
+        load=(min(before for before, _ in loads), max(after for _, after in loads)),
+        version=runs[0].version,
+        command=runs[0].done.command,
+        **about,
+    )
 
 
 def versions() -> str:
@@ -105,12 +128,14 @@ def main() -> None:
     parser.add_argument("--sides", nargs="+", choices=("trl", "lightppo"), default=["trl", "lightppo"],
                         help="the other side's numbers are those of the compare.json that is there")  # fmt: skip
     parser.add_argument("--iterations", type=int, default=3, help="measured ones, after one to warm up")
+    parser.add_argument("--rounds", type=int, default=2, help="runs of each side, in turn")
     parser.add_argument("--quick", action="store_true", help="one measured iteration: does it work?")
     parser.add_argument("--scale", choices=SCALES, help="default: gpu where torch sees one, else cpu")
     parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1), help="OMP_NUM_THREADS")
     parser.add_argument("--timeout", type=float, default=3600, help="seconds of one run")
     options = parser.parse_args()
-    options.iterations = 1 if options.quick else options.iterations
+    if options.quick:
+        options.iterations = options.rounds = 1
     folder = options.run_dir.resolve()
     result_file = folder / "compare.json"
     older = json.loads(result_file.read_text()) if result_file.is_file() else {"workloads": {}}
@@ -125,11 +150,15 @@ def main() -> None:
     result = {"workloads": dict(kept), "machine": about, "scale": scale, "date": datetime.date.today().isoformat()}
     for name in options.workloads:
         sides = {side: kept.get(name, {}).get(side) for side in ("trl", "lightppo")}
-        for side, measure in (("trl", run_trl), ("lightppo", run_lightppo)):
-            if side in options.sides:
-                sides[side] = measure(WORKLOADS[name], scale, folder, options, about["peak_flops"])
-            elif sides[side] is None:
-                raise SystemExit(f"{result_file} has no {name} of {side}: run it too")
+        if lacking := [side for side in SIDES if side not in options.sides and sides[side] is None]:
+            raise SystemExit(f"{result_file} has no {name} of {lacking[0]}: run it too")
+        runs: dict[str, list[Run]] = {side: [] for side in SIDES if side in options.sides}
+        for _ in range(options.rounds):
+            for side, of_side in runs.items():
+                of_side.append(SIDES[side](WORKLOADS[name], scale, folder, options))
+        for side, of_side in runs.items():
+            shares = side == "lightppo"  # a prompt goes through its models once for all samples
+            sides[side] = together(of_side, WORKLOADS[name], scale, about["peak_flops"], shares_prompts=shares)
         result["workloads"][name] = compared(sides)
         write(result_file, result)
     for name, entry in result["workloads"].items():

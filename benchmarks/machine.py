@@ -17,8 +17,13 @@ def cpu_name() -> str:
 
 
 def matrix_peak(seconds: float = 5.0, size: int = 2048) -> float:
-    """Operations per second of the fastest square matrix product: float32 on a CPU, bfloat16 on a GPU."""
+    """Operations per second of the fastest square matrix product: float32 on a CPU, bfloat16 on a GPU.
+
+    On a CPU by torch's BLAS and by what lightppo takes instead, whichever is faster.
+    """
     import torch
+
+    from lightppo.algorithms.matmul import product
 
     gpu = torch.cuda.is_available()
     size = 8192 if gpu else size
@@ -26,11 +31,12 @@ def matrix_peak(seconds: float = 5.0, size: int = 2048) -> float:
             for _ in range(2))  # fmt: skip
     best, end = float("inf"), time.perf_counter() + seconds
     while time.perf_counter() < end:
-        start = time.perf_counter()
-        a @ b
-        if gpu:
-            torch.cuda.synchronize()
-        best = min(best, time.perf_counter() - start)
+        for multiply in (torch.matmul, product):
+            start = time.perf_counter()
+            multiply(a, b)
+            if gpu:
+                torch.cuda.synchronize()
+            best = min(best, time.perf_counter() - start)
     return 2 * size**3 / best
 
 
