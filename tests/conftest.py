@@ -1,6 +1,8 @@
-"""Settings of every test: offline, CPU, one thread per process; GPU tests only where there is a GPU."""
+"""Settings of every test: offline, CPU, one thread per process, seeded; GPU tests only where there is a GPU."""
 
 import os
+import random
+import sys
 
 import pytest
 
@@ -18,6 +20,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+@pytest.fixture(autouse=True)
+def _same_numbers_in_any_order() -> None:
+    """Each test draws the same random numbers, whatever ran before it in its process."""
+    random.seed(0)
+    for name, seed in (("numpy", lambda m: m.random.seed(0)), ("torch", lambda m: m.manual_seed(0))):
+        if (module := sys.modules.get(name)) is not None:
+            seed(module)
 
 
 @pytest.fixture(scope="session")

@@ -120,7 +120,7 @@ def test_light_parts_stay_light(module):
     code = f"import json, sys, {module}; print(json.dumps(sorted(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    loaded = {name.split(".")[0] for name in json.loads(done.stdout)}
+    loaded = {name.split(".")[0] for name in json.loads(done.stdout.splitlines()[-1])}
     heavy = {"deepspeed", "transformers", "vllm", "datasets", "accelerate", "peft", "wandb", "matplotlib"}
     if module != "lightppo.algorithms":
         heavy |= {"torch", "numpy"}

@@ -18,7 +18,7 @@ def simulate_ranks() -> Callable[[int, RankFn], list[Any]]:
     """``simulate_ranks(world, fn)`` runs ``fn(rank, all_reduce_sum)`` on every rank and returns the results by rank."""
 
     def run(world: int, fn: RankFn) -> list[Any]:
-        barrier = threading.Barrier(world, timeout=30)
+        barrier = threading.Barrier(world, timeout=120)
         slots: list[Tensor | None] = [None] * world
 
         def all_reduce_sum(rank: int, tensor: Tensor) -> Tensor:

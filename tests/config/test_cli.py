@@ -229,7 +229,7 @@ print(json.dumps([codes, sorted(sys.modules)]))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    codes, modules = json.loads(done.stdout)
+    codes, modules = json.loads(done.stdout.splitlines()[-1])
     assert codes == [2] * len(runs)
     heavy = {"torch", "numpy", "transformers", "deepspeed", "datasets", "accelerate", "vllm", "wandb", "matplotlib"}
     assert not heavy & {name.split(".")[0] for name in modules}

@@ -116,7 +116,7 @@ class Counted(LocalFileSystem):
 
 fsspec.register_implementation("counted", Counted)
 from lightppo.data.staging import stage_to_local
-print(open(stage_to_local("counted://" + sys.argv[1], timeout_s=60)).read())
+print(open(stage_to_local("counted://" + sys.argv[1], timeout_s=250)).read())
 """
 
 
@@ -126,5 +126,5 @@ def test_two_processes_copy_once(tmp_path: Path) -> None:
     command = [sys.executable, "-c", RANK, str(tmp_path / "x.txt"), str(log)]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     ranks = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) for _ in range(2)]
-    assert [rank.communicate(timeout=120)[0].strip() for rank in ranks] == ["whole", "whole"]
+    assert [rank.communicate(timeout=300)[0].strip() for rank in ranks] == ["whole", "whole"]
     assert log.read_text() == "copy\n"

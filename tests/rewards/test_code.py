@@ -238,7 +238,7 @@ def test_programs_run_side_by_side():
         barrier = threading.Barrier(2)
 
         def verify(self, code, tests, *, first_failure_ends):
-            self.barrier.wait(30)
+            self.barrier.wait(120)
             return CodeVerdict([True] * 3)
 
     assert CodeReward(Meeting()).score([make_rollout(fenced(code)) for code in "abcd"]).scores == [1.0] * 4

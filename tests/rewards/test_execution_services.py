@@ -100,7 +100,7 @@ def run_for_real(path: str, request: dict[str, Any]) -> Reply:
         input=request["stdin"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     result = {"return_code": done.returncode, "stdout": done.stdout, "stderr": done.stderr}
     return fusion_answer("Success" if done.returncode == 0 else "Failed", result)
@@ -253,7 +253,7 @@ def test_requests_at_a_time(serve):
     both = threading.Barrier(2)
 
     def reply(path, request):
-        both.wait(30)
+        both.wait(120)
         return fusion_answer()
 
     service = serve(reply)

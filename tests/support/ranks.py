@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -26,9 +27,21 @@ class RanksResult:
 
 
 def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
+    """A port that stays free until a launcher takes it, seconds later.
+
+    The system gives ports from 32768 on to whoever asks for any, and to every connection. So this is one below, and
+    each process of pytest-xdist has a thousand of its own.
+    """
+    first = 15_000 + 1000 * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 16)
+    while True:
+        port = random.SystemRandom().randrange(first, first + 1000)  # SystemRandom: tests seed the other
+        with socket.socket() as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: not one that has just closed
+            try:
+                sock.bind(("", port))
+            except OSError:
+                continue
+            return port
 
 
 def launch_command(launcher: str, world_size: int, script: Path, args: list[str]) -> list[str]:
@@ -50,7 +63,7 @@ def run_ranks(
     *args: str | Path,
     launcher: str = "deepspeed",
     world_size: int = 2,
-    timeout: float = 200,
+    timeout: float = 400,
     check: bool = True,
     env: dict[str, str] | None = None,
 ) -> RanksResult:

@@ -326,7 +326,7 @@ def run_script(*flags: str) -> subprocess.CompletedProcess:
     environment = {name: value for name, value in os.environ.items() if name not in launcher}
     environment |= {"DS_ACCELERATOR": "cpu", "PYTHONPATH": str(REPO), "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, str(REPO / "examples" / "train_ppo.py"), *flags]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
 
 
 def test_a_wrong_flag_ends_the_script_with_2():
@@ -342,7 +342,9 @@ def test_a_missing_model_ends_the_script_with_1_and_one_line(assets, tmp_path):
         "--rollout_batch_size=4", "--train_batch_size=4", f"--save_path={tmp_path}", f"--ckpt_path={tmp_path / 'ckpt'}",
     )  # fmt: skip
     assert ended.returncode == 1
-    assert ended.stderr == (
+    ours = [line for line in ended.stderr.splitlines() if line.startswith("[rank 0] train_ppo.py")]  # libraries may warn
+    assert ours == [
         "[rank 0] train_ppo.py: error: --pretrain ./no/model: no such folder. "
-        "Give a folder with a Hugging Face model, or a hub id\n"
-    )
+        "Give a folder with a Hugging Face model, or a hub id"
+    ]
+    assert "Traceback" not in ended.stderr
