@@ -80,10 +80,10 @@ def init_process_group(timeout: timedelta) -> torch.device:
     Raises:
         LaunchError: there are more ranks on this node than GPUs.
     """
-    ensure_launcher_variables()
     quiet_third_parties()
     import deepspeed
 
+    ensure_launcher_variables()  # a port that is free now: the import above takes seconds
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     if on_cuda():
         local_rank = int(os.environ["LOCAL_RANK"])
