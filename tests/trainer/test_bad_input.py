@@ -342,7 +342,7 @@ def test_a_missing_model_ends_the_script_with_1_and_one_line(assets, tmp_path):
         "--rollout_batch_size=4", "--train_batch_size=4", f"--save_path={tmp_path}", f"--ckpt_path={tmp_path / 'ckpt'}",
     )  # fmt: skip
     assert ended.returncode == 1
-    ours = [line for line in ended.stderr.splitlines() if line.startswith("[rank 0] train_ppo.py")]  # libraries may warn
+    ours = [line for line in ended.stderr.splitlines() if line.startswith("[rank 0] train_ppo.py")]  # others may warn
     assert ours == [
         "[rank 0] train_ppo.py: error: --pretrain ./no/model: no such folder. "
         "Give a folder with a Hugging Face model, or a hub id"
