@@ -51,6 +51,7 @@ class SFTConfig:
     target_modules: tuple[str, ...] = option(
         (), "Linear layers with an adapter, by the end of their names. None given: all but the head."
     )
+    load_in_4bit: bool = option(False, "QLoRA: hold the frozen weights in 4 bits; needs --lora_rank and bitsandbytes.")
 
     zero_stage: Literal[0, 1, 2, 3] = option(2, "DeepSpeed ZeRO stage.")
     bf16: bool = option(False, "bfloat16 weights with float32 masters; else float32.")
@@ -82,6 +83,8 @@ def problems(config: SFTConfig, world_size: int) -> list[str]:
     for flag in ("lora_alpha", "lora_dropout", "target_modules"):
         if config.lora_rank == 0 and getattr(config, flag) not in (None, ()):
             found.append(f"--{flag} has no effect without adapters: set --lora_rank, or leave it out")
+    if config.load_in_4bit and config.lora_rank == 0:
+        found.append("--load_in_4bit holds weights that do not train in 4 bits: set --lora_rank, or leave it out")
     per_forward = config.micro_train_batch_size * world_size
     if config.train_batch_size % per_forward:
         found.append(
@@ -120,6 +123,7 @@ def train(config: SFTConfig) -> None:
         bf16=config.bf16,
         attn_implementation=config.attn_implementation,
         ds_config=strategy.get_ds_train_config(is_actor=True),
+        load_in_4bit=config.load_in_4bit,
     )
     if config.lora_rank > 0:
         alpha, dropout = config.lora_alpha or 16.0, config.lora_dropout or 0.0

@@ -3,10 +3,15 @@
 Public names are resolved on first use, so that ``import lightppo`` loads neither torch nor transformers nor deepspeed.
 """
 
+import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+# Where bitsandbytes is installed, peft imports it, and transformers' schedules import peft: on a CPU each run would
+# begin with its warning of a package of kernels that nothing here uses.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 _PUBLIC = {
     "PPOConfig": "lightppo.config",

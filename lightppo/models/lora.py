@@ -23,7 +23,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lightppo.models.actor import ActionScores, Actor
 from lightppo.models.errors import ModelLoadError
-from lightppo.models.quantised import PIECES, packings, quiet_bitsandbytes
+from lightppo.models.quantised import PIECES, packings
 from lightppo.models.value_head import head_names, value_head
 from lightppo.models.wrapper import PretrainedWrapper
 
@@ -74,8 +74,7 @@ def add_adapters(model: PretrainedWrapper, options: LoraOptions, seed: int = 42)
             or it is a head tied to the embedding, which could not be merged.
     """
     check_peft()
-    with quiet_bitsandbytes():
-        from peft import LoraConfig, inject_adapter_in_model
+    from peft import LoraConfig, inject_adapter_in_model
 
     hf_model = model.hf_model
     if getattr(hf_model, "lora", None) is not None:

@@ -9,9 +9,7 @@ blocks; such layers stay as they are.
 from __future__ import annotations
 
 import importlib.util
-import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,18 +33,6 @@ def check_bitsandbytes() -> None:
         raise ModelLoadError("--load_in_4bit needs bitsandbytes: pip install 'lightppo[qlora]', or bitsandbytes alone")
 
 
-@contextmanager
-def quiet_bitsandbytes() -> Iterator[None]:
-    """Around its first import, which peft's brings about too: on CPUs it warns of missing kernels that nobody uses."""
-    logger = logging.getLogger("bitsandbytes")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-
-
 @dataclass(frozen=True)
 class Packing:
     """How a weight was packed: NF4 in blocks of 64, whose scales are held in 8 bits (double quantisation).
@@ -64,8 +50,8 @@ class Packing:
     @staticmethod
     def pack(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The three pieces of a weight (out, in) whose rows are whole blocks; see :class:`QuantisedLinear`."""
-        with quiet_bitsandbytes():
-            from bitsandbytes import functional
+        from bitsandbytes import functional
+
         packed, state = functional.quantize_4bit(
             weight.contiguous(), blocksize=BLOCK, compress_statistics=True, quant_type="nf4"
         )

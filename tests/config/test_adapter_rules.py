@@ -26,6 +26,14 @@ def test_options_without_a_rank_are_refused(option):
     assert refusal(**option) == f"--{name} has no effect without adapters: set --lora_rank, or leave it out"
 
 
+def test_weights_in_4_bits_need_adapters():
+    assert refusal(load_in_4bit=True) == (
+        "--load_in_4bit holds weights that do not train in 4 bits, and without adapters all train: set --lora_rank, "
+        "or leave it out"
+    )
+    config(load_in_4bit=True, lora_rank=4, torch_compile=True).validate()
+
+
 def test_what_is_not_given_is_resolved():
     plain = config().resolved().adapter
     assert (plain.lora_rank, plain.lora_alpha, plain.lora_dropout, plain.target_modules) == (0, None, None, ())

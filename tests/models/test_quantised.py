@@ -363,14 +363,15 @@ def test_other_refusals(wide, causal_lm, monkeypatch, tmp_path):
 USE = {
     "packing first": "quantise(model)",
     "adapters first": "",  # peft imports bitsandbytes wherever it is installed
+    "schedule first": "from transformers import get_scheduler",  # which imports peft
 }
 
 
 @pytest.mark.parametrize("order", USE)
 def test_nothing_is_printed_at_the_first_use(order):
     script = f"""
-from transformers import LlamaConfig, LlamaForCausalLM
 from lightppo.models.actor import Actor
+from transformers import LlamaConfig, LlamaForCausalLM
 from lightppo.models.lora import LoraOptions, add_adapters
 from lightppo.models.quantised import quantise
 model = LlamaForCausalLM(LlamaConfig(vocab_size=8, hidden_size=64, intermediate_size=64, num_hidden_layers=1,

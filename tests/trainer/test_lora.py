@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from peft import PeftModel
 from support.ranks import REPO, run_ranks
+from support.runs import fitted, rows, whole_weights
 from support.tiny import save_causal_lm
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
@@ -28,26 +27,6 @@ from lightppo.trainer.options import check_models
 pytestmark = pytest.mark.usefixtures("world")
 
 LORA = {"lora_rank": 4, "lora_alpha": 32.0}
-
-
-def rows(folder: Path) -> list[dict[str, Any]]:
-    """Metrics of the training steps, without what a clock measured."""
-    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [
-        {k: v for k, v in row.items() if k == "step" or k.startswith(("train/", "rollout/"))}
-        for row in found
-        if "rollout/reward" in row
-    ]
-
-
-def fitted(config) -> PPOTrainer:
-    trainer = PPOTrainer.from_config(config)
-    trainer.fit()
-    return trainer
-
-
-def weights(model: Any) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
 KL = {
@@ -113,10 +92,7 @@ def test_a_resumed_run_is_the_uninterrupted_run(make_config, tmp_path, zero_stag
     resumed = run("halves", 3)
     assert rows(tmp_path / "halves" / "run") == rows(tmp_path / "whole" / "run")
     for name in ("actor", "critic"):
-        with whole.strategy.gathered_parameters(getattr(whole, name)) as module:
-            expected = weights(module)
-        with whole.strategy.gathered_parameters(getattr(resumed, name)) as module:
-            got = weights(module)
+        expected, got = whole_weights(whole, name), whole_weights(resumed, name)
         assert all(torch.equal(got[key], expected[key]) for key in expected), name
     size = sum(f.stat().st_size for f in (tmp_path / "whole" / "ckpt" / "_actor" / "global_step3").rglob("*"))
     if zero_stage < 3:  # at ZeRO-3 the shards of all weights leave a few hundred bytes each
