@@ -1,11 +1,19 @@
-"""How a vLLM server for rollouts is started: its command line and its environment."""
+"""How a vLLM server for rollouts is started: its command line, its environment, and a folder for its sockets.
+
+Run as a module it is the server: ``python -m lightppo.rollout.serving OPTIONS``, with vLLM's options.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import os
+import runpy
+import shutil
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import lightppo
@@ -24,6 +32,9 @@ REFUSED = {
 """Options of vLLM that the user may not set, and why."""
 
 _CPU_KV_CACHE_BYTES = 1 << 30
+_SOCKETS = "VLLM_RPC_BASE_PATH"  # where vLLM puts its sockets; it never removes them
+_PREFIX = "lightppo-vllm-"
+_LONGEST_FOLDER = 107 - 1 - 36  # a socket's path has at most 107 bytes, its name is a UUID
 
 
 def server_command(model: str, host: str, port: int, engine_options: Sequence[str]) -> list[str]:
@@ -51,8 +62,7 @@ def server_command(model: str, host: str, port: int, engine_options: Sequence[st
     given = {text.split("=")[0].replace("_", "-") for text in engine_options if text.startswith("--")}
     options = set_here | {name: value for name, value in defaults.items() if name not in given}
     words = [word for name, value in options.items() for word in (name, value) if word]
-    # The command `vllm serve` asks for a distribution named vllm, which builds for CPUs are not.
-    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words, *engine_options]
+    return [sys.executable, "-m", "lightppo.rollout.serving", *words, *engine_options]
 
 
 def server_environment(key: str | None) -> dict[str, str]:
@@ -80,3 +90,64 @@ def _has_gpu() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+@contextmanager
+def socket_folder() -> Iterator[Path]:
+    """A folder for the sockets of one server, there for as long as the block lasts.
+
+    It is in the folder for temporary files, or in ``VLLM_RPC_BASE_PATH``. It is locked by this process and by those
+    that are forked from it: what servers left that were killed is not, and is removed now.
+
+    Raises:
+        ValueError: the path is too long for sockets.
+    """
+    root = Path(os.environ.get(_SOCKETS) or tempfile.gettempdir()).resolve()
+    _remove_unlocked(root)
+    # Locked before it has the name that others look for.
+    folder = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=root))
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        folder = folder.rename(folder.with_name(folder.name[1:]))
+        if len(os.fsencode(folder)) > _LONGEST_FOLDER:
+            raise ValueError(
+                f"{folder} is too long for the names of sockets: set {_SOCKETS} to a folder whose path has at most "
+                f"{_LONGEST_FOLDER - len(folder.name) - 1} bytes"
+            )
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def _remove_unlocked(root: Path) -> None:
+    for folder in root.glob(f"{_PREFIX}*"):
+        with suppress(OSError):  # gone meanwhile, another user's, or in use
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                if os.fstat(lock).st_uid == os.getuid():
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(folder)
+            finally:
+                os.close(lock)
+
+
+def serve() -> None:
+    """A server in this process, with the command line's options, until it is told to end."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    with socket_folder() as folder:
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())  # that one is to stay
+        # The second for a file by which workers meet; vLLM leaves that behind as it does its sockets.
+        os.environ |= {_SOCKETS: str(folder), "TMPDIR": str(folder)}
+        tempfile.tempdir = None
+        # The command `vllm serve` asks for a distribution named vllm, which builds for CPUs are not.
+        runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    try:
+        serve()
+    except ValueError as error:
+        sys.exit(str(error))

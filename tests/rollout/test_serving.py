@@ -4,14 +4,17 @@ import asyncio
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
+import tempfile
+import uuid
 from pathlib import Path
 
 import pytest
 
 from lightppo.rollout.server_worker import KeyGate
-from lightppo.rollout.serving import server_command, server_environment
+from lightppo.rollout.serving import server_command, server_environment, socket_folder
 
 REPO = Path(__file__).parents[2]
 
@@ -33,7 +36,7 @@ def gpu(monkeypatch):
 
 def test_the_command_has_what_pushes_need(installed, gpu):
     command = server_command("model", "127.0.0.1", 8000, ["--dtype", "float32"])
-    assert command[:3] == [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    assert command[:3] == [sys.executable, "-m", "lightppo.rollout.serving"]
     options = dict(zip(command[3::2], command[4::2]))
     assert options == {
         "--model": "model",
@@ -90,6 +93,107 @@ def test_the_script_refuses(options, message):
     assert re.search(message, done.stderr)
     assert "s3cret" not in done.stderr
     assert "Traceback" not in done.stderr
+
+
+HOLDS_A_FOLDER = """
+import os, signal, sys
+from lightppo.rollout.serving import socket_folder
+with socket_folder() as folder:
+    print(folder, flush=True)
+    sys.stdin.read()
+"""
+
+
+class TestSocketFolder:
+    @pytest.fixture
+    def root(self, monkeypatch):
+        """Short, as sockets need it."""
+        with tempfile.TemporaryDirectory(prefix="lppo-", dir="/tmp") as name:
+            monkeypatch.setenv("VLLM_RPC_BASE_PATH", name)
+            yield Path(name)
+
+    @pytest.fixture
+    def start(self, root):
+        """Another server's process, and the folder that it has."""
+        started = []
+
+        def make():
+            environment = os.environ | {"PYTHONPATH": str(REPO)}
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+            started.append(subprocess.Popen([sys.executable, "-c", HOLDS_A_FOLDER], env=environment, **pipes))
+            return started[-1], Path(started[-1].stdout.readline().strip())
+
+        yield make
+        for process in started:
+            process.kill()
+            process.wait(30)
+            process.stdin.close()
+            process.stdout.close()
+
+    def test_it_is_there_while_the_server_runs(self, root):
+        with socket_folder() as folder:
+            assert folder.parent == root
+            assert folder.stat().st_mode & 0o777 == 0o700
+            with socket.socket(socket.AF_UNIX) as sock:
+                sock.bind(str(folder / str(uuid.uuid4())))
+        assert list(root.iterdir()) == []
+
+    def test_it_goes_with_an_error_too(self, root):
+        with pytest.raises(SystemExit), socket_folder():
+            sys.exit(1)
+        assert list(root.iterdir()) == []
+
+    def test_what_a_killed_server_left_is_removed_and_what_a_running_one_has_is_not(self, root, start):
+        killed, left = start()
+        running, used = start()
+        (left / "socket").touch()
+        (root / "of-somebody-else").mkdir()
+        killed.kill()
+        killed.wait(30)
+        assert left.exists()
+        with socket_folder() as folder:
+            assert {path.name for path in root.iterdir()} == {folder.name, used.name, "of-somebody-else"}
+        running.stdin.close()
+        assert running.wait(60) == 0
+        assert [path.name for path in root.iterdir()] == ["of-somebody-else"]
+
+    def test_links_are_not_followed(self, root, tmp_path):
+        (tmp_path / "file").touch()
+        (root / "lightppo-vllm-link").symlink_to(tmp_path)
+        with socket_folder():
+            pass
+        assert (tmp_path / "file").exists()
+
+    def test_a_path_that_is_too_long_for_sockets(self, root, monkeypatch):
+        long = root / ("x" * 60)
+        long.mkdir()
+        monkeypatch.setenv("VLLM_RPC_BASE_PATH", str(long))
+        message = "set VLLM_RPC_BASE_PATH to a folder whose path has at most 47 bytes"
+        with pytest.raises(ValueError, match=message), socket_folder():
+            pass
+        assert list(long.iterdir()) == []
+
+    def test_vllm_gets_it_and_its_compiled_code_stays_outside(self, root, monkeypatch):
+        """In a process of its own: the module sets variables for good."""
+        (root / "vllm/entrypoints/openai").mkdir(parents=True)
+        for name in ("vllm", "vllm/entrypoints", "vllm/entrypoints/openai"):
+            (root / name / "__init__.py").touch()
+        (root / "vllm/entrypoints/openai/api_server.py").write_text(
+            "import os, sys, tempfile\n"
+            "print(*sys.argv[1:], *(os.environ[k] for k in ('VLLM_RPC_BASE_PATH', 'TORCHINDUCTOR_CACHE_DIR')),"
+            " tempfile.gettempdir(), __name__)\n"
+        )
+        environment = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
+        environment |= {"PYTHONPATH": os.pathsep.join([str(root), str(REPO)])}
+        command = [sys.executable, "-m", "lightppo.rollout.serving", "--port", "1"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+        assert done.returncode == 0, done.stderr
+        option, port, sockets, compiled, temporary, name = done.stdout.split()
+        assert (option, port, name) == ("--port", "1", "__main__")
+        assert sockets == temporary
+        assert Path(sockets).parent == root
+        assert not Path(compiled).is_relative_to(root)
+        assert not Path(sockets).exists()
 
 
 def ask(gate, path, authorization=None, kind="http", **more_headers):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from pathlib import Path
@@ -28,9 +30,20 @@ class Servers:
         models: folder of each.
         log_folder: for what they print.
         max_model_len: most tokens of a sequence.
+        more: further options of each.
+
+    Attributes:
+        sockets: the folder that holds the folders of their sockets.
     """
 
-    def __init__(self, models: list[str], log_folder: Path, max_model_len: int = 128) -> None:
+    def __init__(
+        self,
+        models: list[str],
+        log_folder: Path,
+        max_model_len: int = 128,
+        more: list[dict[str, object]] | None = None,
+    ) -> None:
+        self.sockets = Path(tempfile.mkdtemp(prefix="lppo-", dir="/tmp"))  # pytest's folders are too long for sockets
         self._marker = f"lightppo-test-{uuid.uuid4()}"
         environment = os.environ | {
             "LIGHTPPO_TEST_RUN": self._marker,
@@ -38,15 +51,16 @@ class Servers:
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_RPC_BASE_PATH": str(self.sockets),
             KEY_VARIABLE: KEY,
         }
         options = {"dtype": "float32", "kv-cache-memory-bytes": 32 << 20, "max-model-len": max_model_len}
         options |= {"max-num-seqs": 32, "block-size": 32, "api_key_env": KEY_VARIABLE}
         self.urls, self.logs = [], []
         self.processes: list[subprocess.Popen] = []
-        for model in models:
+        for model, own in zip(models, more or [{}] * len(models)):
             port = free_port()
-            words = [f"--{name}={value}" for name, value in (options | {"model": model, "port": port}).items()]
+            words = [f"--{name}={value}" for name, value in (options | {"model": model, "port": port} | own).items()]
             self.logs.append(log_folder / f"server-{port}.log")
             with self.logs[-1].open("w") as log:
                 self.processes.append(
@@ -61,7 +75,7 @@ class Servers:
                 )
             self.urls.append(f"http://127.0.0.1:{port}")
 
-    def wait(self, seconds: float = 240) -> None:
+    def wait(self, seconds: float = 480) -> None:
         """Until all are up."""
         deadline = time.monotonic() + seconds
         for url, process, log in zip(self.urls, self.processes, self.logs):
@@ -75,12 +89,12 @@ class Servers:
                     pytest.fail(f"the vLLM server did not start:\n{log.read_text()[-6000:]}")
                 time.sleep(0.5)
 
-    def terminate(self, i: int, seconds: float = 60) -> int:
+    def terminate(self, i: int, seconds: float = 180) -> int:
         """Ends one as a user would; its exit code."""
         self.processes[i].send_signal(signal.SIGTERM)
         return self.processes[i].wait(seconds)
 
-    def leftovers(self, seconds: float = 60) -> list[str]:
+    def leftovers(self, seconds: float = 120) -> list[str]:
         """Command lines of processes that servers have left; vLLM's end a little after the first one."""
         deadline = time.monotonic() + seconds
         while (own := self._own()) and time.monotonic() < deadline:
@@ -88,13 +102,14 @@ class Servers:
         return [" ".join(process.cmdline()) for process in own]
 
     def close(self) -> None:
-        """Kills whatever is left, and removes its shared memory: what is killed cannot."""
+        """Kills whatever is left, and removes its shared memory and sockets: what is killed cannot."""
         held = {path for process in self._own() for path in shared_memory_of(process)}
         kill_marked(self._marker)
         for process in self.processes:
             process.wait(30)
         for path in held:
             path.unlink(missing_ok=True)
+        shutil.rmtree(self.sockets, ignore_errors=True)
 
     def _own(self) -> list[psutil.Process]:
         own = []
