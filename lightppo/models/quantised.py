@@ -15,9 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from lightppo.algorithms.matmul import linear, product
+from lightppo.models.cpu_linear import CPULinear
 from lightppo.models.errors import ModelLoadError
 from lightppo.models.value_head import head_names
 
@@ -133,13 +136,14 @@ class _FrozenLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, layer: QuantisedLinear) -> Tensor:
         ctx.layer = layer
-        return nn.functional.linear(x, layer.weight, bias)
+        return linear(x, layer.weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        of_x = grad @ ctx.layer.weight if ctx.needs_input_grad[0] else None
-        of_bias = grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
-        return of_x, of_bias, None
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        rows = gradient.reshape(-1, gradient.shape[-1])  # (T, out)
+        to_x = product(rows, ctx.layer.weight).view(*gradient.shape[:-1], -1) if ctx.needs_input_grad[0] else None
+        return to_x, rows.sum(0) if ctx.needs_input_grad[1] else None, None
 
 
 def quantise(model: PreTrainedModel) -> None:
@@ -178,7 +182,7 @@ def _fitting_layers(model: PreTrainedModel) -> list[str]:
         ModelLoadError: they are less than half of the body.
     """
     modules, heads = dict(model.named_modules()), head_names(model)
-    plain = {name: module for name, module in modules.items() if type(module) in (nn.Linear, Conv1D)}
+    plain = {name: module for name, module in modules.items() if type(module) in (nn.Linear, CPULinear, Conv1D)}
     fitting = [name for name, module in plain.items() if name not in heads and _in_features(module) % BLOCK == 0]
     outside = {f"{n}.weight" for n, m in modules.items() if n in heads or isinstance(m, nn.Embedding)}
     body = {name: p.numel() for name, p in model.named_parameters() if name not in outside}

@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -10,6 +11,7 @@ import vllm_worker
 
 from lightppo.models.actor import Actor
 from lightppo.models.lora import LoraOptions, add_adapters
+from lightppo.models.quantised import packings
 
 
 def adapted_actor(*args, **options):
@@ -25,11 +27,12 @@ def adapted_actor(*args, **options):
 
 
 def main(folder, *cases):
-    vllm_worker.Actor = adapted_actor  # what Case makes its actor of
     results = []
     for options in map(json.loads, cases):
+        # What Case makes its actor of.
+        vllm_worker.Actor = partial(adapted_actor, load_in_4bit=options.pop("load_in_4bit", False))
         case = vllm_worker.Case(os.path.join(folder, options.pop("model")), options)
-        seen = {"pushes": vllm_worker.pushes(case)}
+        seen = {"pushes": vllm_worker.pushes(case), "in_4bit": len(packings(case.actor))}
         seen["difference"] = case.log_prob_difference(case.engine.generate(case.share(), vllm_worker.SAMPLED))
         case.close()
         results.append(seen)
