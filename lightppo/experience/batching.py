@@ -108,8 +108,8 @@ class MicroBatching:
 
     def split_rows(self, rows: Sequence[Experience], spec: MicroBatchSpec) -> list[list[Experience]]:
         """The same of one-row experiences. Collective."""
-        lengths, prompts = [row.row_lengths()[0] for row in rows], [row.prompts()[0] for row in rows]
-        numbers = self.split(lengths, spec, prompts)
+        prompts = [row.prompts()[0] for row in rows] if self.share_prompts else ()
+        numbers = self.split([row.row_lengths()[0] for row in rows], spec, prompts)
         return [[rows[i] for i in part] for part in numbers]
 
 

@@ -44,7 +44,11 @@ def build_models(config: PPOConfig, strategy: DeepspeedStrategy) -> Models:
     own = {**shared, "override_config": override, "init_from_scratch": m.init_from_scratch}
     # The reference too, so that it is what the actor without adapters would be; scores of reward models stay exact.
     own["load_in_4bit"] = config.adapter.load_in_4bit
-    rows = {"packing_samples": config.training.packing_samples, "share_prompts": config.training.share_prompts}
+    several = config.rollout.n_samples_per_prompt > 1
+    rows = {
+        "packing_samples": config.training.packing_samples,
+        "share_prompts": config.training.share_prompts and several,
+    }
     policy = {"temperature": config.rollout.temperature or 1.0, **rows}
 
     actor_ds = strategy.get_ds_train_config(is_actor=True)

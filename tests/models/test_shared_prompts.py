@@ -15,6 +15,7 @@ from lightppo.models.critic import Critic
 from lightppo.models.lora import LoraOptions, add_adapters
 from lightppo.models.packing import pack
 from lightppo.models.shared_prompts import distinct_places, pack_shared, read
+from lightppo.models.wrapper import _say_that_nothing_is_shared
 
 MakeModel = Callable[..., PreTrainedModel]
 Batch = tuple[torch.Tensor, torch.Tensor, int]
@@ -254,6 +255,20 @@ def test_rows_are_shared_only_where_asked_and_possible(causal_lm: MakeModel, gro
             actor(sequences, num_actions, mask)
         assert tokens == [SHARED_TOKENS if shares else real if actor.packing_samples else sequences.numel()]
     assert real > SHARED_TOKENS
+
+
+def test_an_attention_that_cannot_share_says_so_once(causal_lm: MakeModel, caplog: pytest.LogCaptureFixture) -> None:
+    _say_that_nothing_is_shared.cache_clear()
+    for _ in range(2):
+        Actor(causal_lm(attention="eager"), packing_samples=True)
+    assert [record.getMessage() for record in caplog.records if "share_prompts" in record.getMessage()] == [
+        "--share_prompts needs --attn_implementation sdpa; with eager every sample brings its prompt along"
+    ]
+    caplog.clear()
+    _say_that_nothing_is_shared.cache_clear()
+    Actor(causal_lm(attention="eager"), packing_samples=True, share_prompts=False)
+    Actor(causal_lm(attention="eager"))
+    assert not caplog.records
 
 
 def test_the_load_balancing_loss_counts_every_sample(causal_lm: MakeModel, groups: Batch) -> None:

@@ -215,13 +215,14 @@ def test_normalized_rewards(make_config, tmp_path):
 
 
 def test_temperature_and_packing_reach_the_models(make_config):
-    models = models_of(make_config(temperature=0.5, packing_samples=True))
+    models = models_of(make_config(temperature=0.5, packing_samples=True, n_samples_per_prompt=2))
     assert (models.actor.temperature, models.reference.temperature) == (0.5, 0.5)
     assert models.actor.packing_samples
     assert models.critic.packing_samples
     assert models.actor.shares_prompts
-    apart = models_of(make_config(packing_samples=True, share_prompts=False))
-    assert not any(model.shares_prompts for model in (apart.actor, apart.critic, apart.reference))
+    for options in ({"share_prompts": False, "n_samples_per_prompt": 2}, {"n_samples_per_prompt": 1}):
+        apart = models_of(make_config(packing_samples=True, **options))
+        assert not any(model.shares_prompts for model in (apart.actor, apart.critic, apart.reference))
     # greedy sampling divides by nothing: the loss is that of temperature 1
     assert models_of(make_config(temperature=0)).actor.temperature == 1
 
