@@ -87,7 +87,7 @@ def steps(out: Path) -> dict[int, dict[str, float]]:
 def test_a_run_and_its_resume(flags, tmp_path):
     def launch(out, **options):
         arguments = flags(out, zero_stage=3, save_steps=2, **options)
-        return run_ranks(SCRIPT, *arguments, launcher="deepspeed", timeout=300).output
+        return run_ranks(SCRIPT, *arguments, launcher="deepspeed", timeout=500).output
 
     whole, halves = tmp_path / "whole", tmp_path / "halves"
     assert "rollout check: log probs differ by" in launch(whole)
@@ -117,7 +117,7 @@ def test_a_run_that_is_broken_off_leaves_nothing(flags, tmp_path, how, code):
         launcher="python",
         world_size=1,
         check=False,
-        timeout=300,
+        timeout=500,
         env={"END_AT": "2", "END_HOW": how, "NOTES": str(notes), "TMPDIR": str(tmp_path)},
     )
     assert ended.returncode == code, ended.output[-3000:]

@@ -8,6 +8,7 @@ import json
 import os
 from pathlib import Path
 
+import psutil
 import pytest
 from filelock import FileLock
 from support.ranks import REPO, run_ranks
@@ -42,7 +43,7 @@ def see_everything(root: Path) -> dict:
 
         def launch(task, model, urls, others, **options):
             words = map(json.dumps, (urls, others, pids[:2]))
-            run_ranks(WORKER, root, task, model, *words, env=environment, timeout=300, **options)
+            run_ranks(WORKER, root, task, model, *words, env=environment, timeout=500, **options)
 
         seen = {"urls": servers.urls}
         launch("one_server", "tied", [third], [], launcher="python", world_size=1)
@@ -53,10 +54,17 @@ def see_everything(root: Path) -> dict:
         seen["exit_code"] = servers.terminate(2)
         seen["leftovers"] = servers.leftovers()
         seen["logs"] = "".join(log.read_text() for log in servers.logs)
-        seen["shared_memory"] = [path.name for path in set(SHARED_MEMORY.glob("lightppo*")) - shared_memory]
+        left = set(SHARED_MEMORY.glob("lightppo*")) - shared_memory
+        seen["shared_memory"] = [path.name for path in left if not of_a_running_process(path)]
         return seen
     finally:
         servers.close()
+
+
+def of_a_running_process(path: Path) -> bool:
+    """Of a test beside this one, that is: all trainers of this one have ended."""
+    number = path.name.removeprefix("lightppo-weights-").partition("-")[0]
+    return number.isdigit() and psutil.pid_exists(int(number))
 
 
 def whole_run(root: Path, url: str, environment: dict[str, str]) -> dict:
@@ -82,7 +90,7 @@ def whole_run(root: Path, url: str, environment: dict[str, str]) -> dict:
         "actor_learning_rate": 1e-2,
     }
     words = [f"--{name}={value}" for name, value in options.items()]
-    result = run_ranks(REPO / "examples" / "train_ppo.py", *words, world_size=1, env=environment, timeout=300)
+    result = run_ranks(REPO / "examples" / "train_ppo.py", *words, world_size=1, env=environment, timeout=500)
     rows = [json.loads(line) for line in (root / "run" / "metrics.jsonl").read_text().splitlines()]
     return {"output": result.output, "steps": [row for row in rows if "rollout/reward" in row]}
 
@@ -93,7 +101,7 @@ def seen(tmp_path_factory):
     if "PYTEST_XDIST_WORKER" not in os.environ:
         return see_everything(tmp_path_factory.mktemp("vllm_server"))
     shared = tmp_path_factory.getbasetemp().parent
-    with FileLock(str(shared / "vllm_server.lock"), timeout=900):
+    with FileLock(str(shared / "vllm_server.lock"), timeout=1100):
         result = shared / "vllm_server.json"
         if not result.exists():
             result.write_text(json.dumps(see_everything(tmp_path_factory.mktemp("vllm_server"))))
@@ -172,7 +180,7 @@ def test_without_any_server_every_rank_ends_with_an_error(seen):
         assert "none of the 2 servers is left" in message
         assert seen["urls"][0] in message
         assert seen["urls"][1] in message
-        assert seconds < 60
+        assert seconds < 120  # not --vllm_server_timeout
         assert "none of the 2 servers is left" in rank["then"][0]
 
 

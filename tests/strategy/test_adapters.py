@@ -13,10 +13,10 @@ def test_adapters_on_two_ranks(run_checks, tmp_path):
     save_tokenizer(tmp_path / "tokenizer")
     checks = ("check_adapters_train_as_in_plain_peft", "check_export", "check_critic", "check_rollouts", "check_write")
     run_checks("adapters.py", *checks, timeout=500)
-    run_checks("adapters.py", "check_resume", timeout=200)
+    run_checks("adapters.py", "check_resume", timeout=400)
 
 
 def test_adapters_in_one_process(run_checks):
     checks = ("check_adapters_train_as_in_plain_peft", "check_critic", "check_write")
     run_checks("adapters.py", *checks, launcher="python", world_size=1, timeout=300)
-    run_checks("adapters.py", "check_resume", launcher="python", world_size=1, timeout=200)
+    run_checks("adapters.py", "check_resume", launcher="python", world_size=1, timeout=400)
