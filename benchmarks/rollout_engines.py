@@ -3,8 +3,8 @@
     python benchmarks/rollout_engines.py [--quick]
 
 All engines sample the same prompts with the model of W1 in batches of 32, 64 and 128 responses, whose lengths spread
-from one token to 128. Then weights are pushed: into engines of models of 5 and 100 million parameters, and in whole
-steps of W1 (64 prompts). Writes ``runs/bench/rollout_engines.json``.
+from one token to 128. Then weights are pushed: into engines of models of 5 and 100 million parameters, to servers by
+files and by torch.distributed, and in whole steps of W1 (64 prompts). Writes ``runs/bench/rollout_engines.json``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,12 @@ MODELS = {
     "5M": {},
     "100M": {"hidden": 768, "layers": 12, "heads": 12, "kv_heads": 12, "intermediate": 2048, "vocabulary": 8192},
 }
-PUSHES = 4
+# Each way of pushing weights: engine and --vllm_server_sync.
+PUSHES = {
+    "vllm": ("vllm", "auto"),
+    "vllm_server, by files": ("vllm_server", "auto"),
+    "vllm_server, collective": ("vllm_server", "collective"),
+}
 
 
 def engine_and_prompts(options: argparse.Namespace) -> tuple[Any, Any, list[Any], dict[str, float]]:
@@ -53,7 +58,9 @@ def engine_and_prompts(options: argparse.Namespace) -> tuple[Any, Any, list[Any]
     scale = replace(SCALES["cpu"], **MODELS[options.model])
     folder = str(options.assets / options.model / "model")
     count = max(options.batches)
-    given = {"vllm_server_url": tuple(options.url)} if options.engine == "vllm_server" else {}
+    given: dict[str, Any] = {}
+    if options.engine == "vllm_server":
+        given = {"vllm_server_url": tuple(options.url), "vllm_server_sync": options.sync}
     given |= {"max_num_seqs": count} if options.engine == "vllm" else {}
     config = PPOConfig.from_flat(
         pretrain=folder,
@@ -133,7 +140,7 @@ def server(model: Path, folder: Path, threads: int) -> Iterator[str]:
 
 def measure(engine: str, model: str, folder: Path, options: argparse.Namespace, **more: Any) -> dict[str, Any]:
     """One child, with a server beside it where the engine needs one."""
-    name = f"rollout-{engine}-{model}" + ("-push" if more.get("pushes") else "")
+    name = f"rollout-{engine}-{model}" + (f"-push-{more['sync']}" if more.get("pushes") else "")
     words = [sys.executable, Path(__file__), "--engine", engine, "--model", model, "--rounds", options.rounds]
     words += ["--assets", folder / "rollout-assets", "--batches", *options.batches]
     words += [word for key, value in more.items() for word in (f"--{key}", value)]
@@ -183,8 +190,10 @@ def parent(options: argparse.Namespace) -> None:
     for engine in engines:
         result["engines"][engine] = measure(engine, "5M", folder, options)
         print(f"{engine}: " + ", ".join(f"{b}: {result['engines'][engine][str(b)]:,.0f}/s" for b in options.batches))
-    for engine in (e for e in engines if e != "hf"):
-        result["push"][engine] = {m: measure(engine, m, folder, options, pushes=options.rounds) for m in MODELS}
+    for way, (engine, sync) in PUSHES.items():
+        if engine in engines:
+            row = {m: measure(engine, m, folder, options, pushes=options.rounds, sync=sync) for m in MODELS}
+            result["push"][way] = row
     for engine in (e for e in engines if e != "vllm_server"):
         result["step"][engine] = step_share(engine, folder, options)
     shutil.rmtree(folder / "rollout-assets")
@@ -205,6 +214,7 @@ def main() -> None:
     own.add_argument("--model", choices=MODELS, default="5M")
     own.add_argument("--assets", type=Path)
     own.add_argument("--pushes", type=int, default=0, help="push weights so often instead of sampling")
+    own.add_argument("--sync", choices=("auto", "collective"), default="auto", help="how servers get weights")
     own.add_argument("--url", nargs="+", default=[])
     options = parser.parse_args()
     if options.quick:
