@@ -121,6 +121,7 @@ def test_torchrun_bf16_zero3_reward_model_packed_grpo(assets, tmp_path):
         packing_samples=True,
         advantage_estimator="grpo",
         n_samples_per_prompt=3,
+        shuffle="groups",
         use_kl_loss=True,
         kl_estimator="k3",
         loss_agg_mode="seq-mean-token-mean",
