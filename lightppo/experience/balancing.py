@@ -30,7 +30,7 @@ class Group(NamedTuple):
     index: int
 
 
-def balance_ranks(rollouts: Sequence[Rollout], strategy: Gatherer) -> list[Rollout]:
+def balance_ranks(rollouts: Sequence[Rollout], strategy: Gatherer, *, prompt_once: bool = False) -> list[Rollout]:
     """Swap whole groups between ranks until all hold about as many tokens. Collective.
 
     Groups are swapped for groups of as many samples, so that every rank keeps its number of samples, and with it every
@@ -39,6 +39,7 @@ def balance_ranks(rollouts: Sequence[Rollout], strategy: Gatherer) -> list[Rollo
     Args:
         rollouts: of this rank.
         strategy: gathers over ranks.
+        prompt_once: a prompt goes through the models once for all its samples, and counts once.
 
     Returns:
         this rank's rollouts: those that stay in their order, then those that came.
@@ -48,7 +49,7 @@ def balance_ranks(rollouts: Sequence[Rollout], strategy: Gatherer) -> list[Rollo
     mine: dict[int, list[Rollout]] = defaultdict(list)
     for rollout in rollouts:
         mine[rollout.prompt.index].append(rollout)
-    groups = [Group(sum(_tokens(r) for r in group), len(group), index) for index, group in mine.items()]
+    groups = [Group(_tokens(group, prompt_once), len(group), index) for index, group in mine.items()]
     before: list[list[Group]] = strategy.all_gather_object(groups)
     after = swapped(before)
     if after == before:
@@ -104,5 +105,6 @@ def _best_swap(heavy: list[Group], light: list[Group], gap: int, shared: set[int
     return None if best is None else best[1:]
 
 
-def _tokens(rollout: Rollout) -> int:
-    return len(rollout.prompt.token_ids) + len(rollout.response_ids)
+def _tokens(group: Sequence[Rollout], prompt_once: bool) -> int:
+    prompts = len(group[0].prompt.token_ids) * (1 if prompt_once else len(group))
+    return prompts + sum(len(rollout.response_ids) for rollout in group)

@@ -138,10 +138,11 @@ class StepCollector:
         return collected
 
     def _fill_buffer(self, collected: CollectedStep, step: int) -> None:
-        a, buffer, rollouts = self.config.algorithm, self.buffer, collected.rollouts
+        a, t, buffer, rollouts = self.config.algorithm, self.config.training, self.buffer, collected.rollouts
         # Repeated groups are named by their place on this rank.
-        if self.config.training.balance_ranks and not self.strategy.same_count(len(collected.repeated)):
-            rollouts = balance_ranks(rollouts, self.strategy)
+        if t.balance_ranks and not self.strategy.same_count(len(collected.repeated)):
+            prompt_once = t.packing_samples and t.share_prompts and t.shuffle == "groups"
+            rollouts = balance_ranks(rollouts, self.strategy, prompt_once=prompt_once)
         buffer.extend(self.maker.make_experience_list(rollouts))
         rows = buffer.items[-len(rollouts) :]
         # Rows, not rollouts: the same advantages once more, not those of a group of twice the size.

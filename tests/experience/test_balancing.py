@@ -75,3 +75,24 @@ def test_nothing_moves_on_one_rank_or_where_ranks_are_even() -> None:
 def test_a_rank_without_samples_goes_along() -> None:
     before = rollouts_of(0)
     assert on_ranks(2, lambda s: balance_ranks(before if s.get_rank() == 0 else [], s)) == [before, []]
+
+
+def test_a_shared_prompt_counts_once() -> None:
+    # Two samples of each prompt. All tokens: 22 and 14, 20 and 18, 36 against 38: the swap of 22 for 20 would leave 34
+    # and 40. With each prompt once: 12 and 8, 18 and 17, 20 against 35: 12 for 18 leaves 26 and 29, 8 for 17 leaves 29
+    # and 26, the others 30 and 25; the first of the two best by size is 8 for 17.
+    lengths = ([(10, 1), (6, 1)], [(2, 8), (1, 8)])
+
+    def rollouts(rank: int) -> list[Rollout]:
+        return [
+            Rollout(Prompt("p", [1] * p, index=10 * rank + g), sample, [5] * r, "r", "stop", [-1.0] * r, reward=0.0)
+            for g, (p, r) in enumerate(lengths[rank])
+            for sample in range(2)
+        ]
+
+    def held(once: bool) -> list[set[int]]:
+        after = on_ranks(2, lambda s: balance_ranks(rollouts(s.get_rank()), s, prompt_once=once))
+        return [{r.prompt.index for r in part} for part in after]
+
+    assert held(once=False) == [{0, 1}, {10, 11}]
+    assert held(once=True) == [{0, 11}, {10, 1}]
