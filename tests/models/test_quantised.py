@@ -311,6 +311,8 @@ def test_loading_by_path_is_quantising_what_was_loaded(wide, tmp_path, scored):
     wide().save_pretrained(tmp_path)
     ours, theirs = Actor(str(tmp_path), load_in_4bit=True), Actor(in_4bit(load_causal_lm(str(tmp_path))))
     assert len(packings(ours.hf_model)) == 14
+    wrapped = Actor(wide())  # whose layers may be of another class by then
+    assert len(packings(in_4bit(wrapped.hf_model))) == 14
     assert all(torch.equal(a, b) for a, b in zip(ours.state_dict().values(), theirs.state_dict().values(), strict=True))
     half = Actor(str(tmp_path), load_in_4bit=True, bf16=True)
     assert half.hf_model.model.layers[0].mlp.up_proj.weight.dtype == torch.bfloat16

@@ -3,8 +3,10 @@
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import MixtralConfig, MixtralForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
+from lightppo.models.quantised import quantise
+from lightppo.rollout.vllm_server import weight_bytes
 from lightppo.rollout.vllm_weights import differing_weights, trainer_fingerprints
 from lightppo.rollout.weight_sync import full_weights
 
@@ -32,6 +34,16 @@ def test_as_the_checkpoint_on_disk(tmp_path, make_llama, family, bucket_numel):
 def test_tied_weights_come_under_both_names(make_llama):
     pushed = dict(full_weights(make_llama(tie_word_embeddings=True)))
     assert torch.equal(pushed["lm_head.weight"], pushed["model.embed_tokens.weight"])
+
+
+@pytest.mark.parametrize("in_4bit", [False, True])
+def test_room_for_what_is_pushed(in_4bit):
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=20, **sizes))
+    needed = sum(tensor.nbytes for _, tensor in full_weights(model))
+    if in_4bit:
+        quantise(model)
+    assert needed <= weight_bytes(model) <= 1.2 * needed
 
 
 def test_order_is_that_of_the_modules(make_llama):
