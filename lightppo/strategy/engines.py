@@ -82,10 +82,19 @@ def find_adapters(model: Any) -> Any | None:
     """What knows the LoRA adapters of the Hugging Face model inside (``lightppo.models.lora.LoraExport``), or None.
 
     A model with adapters trains these alone; its other weights are those it was loaded with.
+
+    Raises:
+        ValueError: the model holds weights in 4 bits and has no adapters, so that nothing knows how to save or send it.
     """
     module = unwrap_model(model)
     parts = [module] if _is_hf_model(module) else [part for part in module.children() if _is_hf_model(part)]
-    return getattr(parts[0], "lora", None) if len(parts) == 1 else None
+    adapters = getattr(parts[0], "lora", None) if len(parts) == 1 else None
+    if adapters is None and any(hasattr(part, "frozen_buffers") for part in module.modules()):
+        raise ValueError(
+            f"{type(module).__name__} holds weights in 4 bits and has no adapters, so it cannot be saved or sent: call "
+            "add_adapters after loading it, or load it without load_in_4bit"
+        )
+    return adapters
 
 
 def _is_hf_model(module: nn.Module) -> bool:

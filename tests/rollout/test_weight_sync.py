@@ -43,6 +43,8 @@ def test_room_for_what_is_pushed(in_4bit):
     needed = sum(tensor.nbytes for _, tensor in full_weights(model))
     if in_4bit:
         quantise(model)
+        with pytest.raises(ValueError, match="LlamaForCausalLM holds weights in 4 bits and has no adapters"):
+            list(full_weights(model))
     assert needed <= weight_bytes(model) <= 1.2 * needed
 
 

@@ -79,6 +79,7 @@ def test_the_reference_gives_the_numbers_of_a_separate_one_in_4_bits(config_of, 
     assert isinstance(shared.initial_model, AdaptersOff)
 
     copy = shutil.copytree(wide_model, tmp_path / "copy")
+    options["ref_offload"] = zero_stage == 3  # of what is not in 4 bits
     separate = fitted(config_of(save_path=str(tmp_path / "separate"), ref_pretrain=str(copy), **options))
     assert len(packings(separate.strategy.unwrap_model(separate.initial_model))) == 14
     ours, theirs = rows(tmp_path / "shared"), rows(tmp_path / "separate")
