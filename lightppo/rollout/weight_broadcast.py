@@ -74,20 +74,22 @@ class WeightSender:
         try:
             family, _, _, _, place = socket.getaddrinfo(self._address, 0, type=socket.SOCK_STREAM)[0]
             listener = socket.create_server(place[:2], family=family)
-        except OSError as error:
+            port = listener.getsockname()[1]
+            store = distributed.TCPStore(
+                self._address,
+                port,
+                is_master=True,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=self._seconds),
+                master_listen_fd=listener.detach(),  # by its number alone it would listen on every address
+            )
+        except (OSError, RuntimeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else _line(error)
             raise BroadcastError(
-                f"--vllm_server_sync_address {self._address}: this machine cannot listen there: {error.strerror}"
+                f"--vllm_server_sync_address {self._address}: this machine cannot listen there: {reason}"
             ) from None
         self._deadline = time.monotonic() + self._patience
-        self._ranks, port = range(1, workers + 1), listener.getsockname()[1]
-        self._store = distributed.TCPStore(
-            self._address,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=self._seconds),
-            master_listen_fd=listener.detach(),  # by its number alone it would listen on every address
-        )
+        self._ranks, self._store = range(1, workers + 1), store
         invitation = {"address": self._address, "port": port, "key": self._key}
         return invitation | {"workers": workers, "seconds": self._seconds}
 
