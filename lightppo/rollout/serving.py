@@ -13,7 +13,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import lightppo
@@ -137,7 +137,11 @@ def serve() -> None:
     """A server in this process, with the command line's options, until it is told to end."""
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-    with socket_folder() as folder:
+    with ExitStack() as stack:
+        try:
+            folder = stack.enter_context(socket_folder())
+        except (ValueError, OSError) as error:
+            sys.exit(str(error))
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())  # that one is to stay
         # The second for a file by which workers meet; vLLM leaves that behind as it does its sockets.
         os.environ |= {_SOCKETS: str(folder), "TMPDIR": str(folder)}
@@ -147,7 +151,4 @@ def serve() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        serve()
-    except ValueError as error:
-        sys.exit(str(error))
+    serve()

@@ -71,6 +71,8 @@ class PushGroup:
         if not all(work.is_completed() for work, _ in self._under_way):
             return False
         for work, _ in self._under_way:
+            if self.device.type == "cuda" and not work.is_success():  # NCCL's wait would not say so
+                raise RuntimeError("NCCL failed; NCCL_DEBUG=WARN in the environment of both sides says more")
             work.wait()
         self._under_way.clear()
         return True

@@ -173,6 +173,18 @@ class TestSocketFolder:
             pass
         assert list(long.iterdir()) == []
 
+    @pytest.mark.parametrize(("name", "message"), [("x" * 60, "is too long for the names of sockets"), ("", "No such")])
+    def test_a_folder_that_cannot_be_used_is_one_line(self, root, name, message):
+        folder = root / (name or "nowhere")
+        if name:
+            folder.mkdir()
+        environment = os.environ | {"PYTHONPATH": str(REPO), "VLLM_RPC_BASE_PATH": str(folder)}
+        command = [sys.executable, "-m", "lightppo.rollout.serving", "--port", "1"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+        assert done.returncode == 1
+        assert message in done.stderr
+        assert "Traceback" not in done.stderr
+
     def test_vllm_gets_it_and_its_compiled_code_stays_outside(self, root, monkeypatch):
         """In a process of its own: the module sets variables for good."""
         (root / "vllm/entrypoints/openai").mkdir(parents=True)
