@@ -18,6 +18,7 @@ from pathlib import Path
 
 import lightppo
 from lightppo.rollout.server_worker import KEY_VARIABLE
+from lightppo.rollout.weight_files import SHARED_MEMORY
 
 _WORKER = "lightppo.rollout.server_worker.WeightReceiver"
 _GATE = "lightppo.rollout.server_worker.KeyGate"
@@ -117,7 +118,8 @@ def socket_folder() -> Iterator[Path]:
             )
         yield folder
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        with suppress(OSError):
+            _remove(folder)
         os.close(lock)
 
 
@@ -128,9 +130,18 @@ def _remove_unlocked(root: Path) -> None:
             try:
                 if os.fstat(lock).st_uid == os.getuid():
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    shutil.rmtree(folder)
+                    _remove(folder)
             finally:
                 os.close(lock)
+
+
+def _remove(folder: Path) -> None:
+    """Removes a folder, and what workers on a CPU that share a model have left in shared memory: it is named after the
+    file by which they met."""
+    for path in folder.glob("vllm_dist_*"):
+        for left in SHARED_MEMORY.glob(f"{path.name}-*"):
+            left.unlink(missing_ok=True)
+    shutil.rmtree(folder)
 
 
 def serve() -> None:

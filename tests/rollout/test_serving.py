@@ -157,6 +157,14 @@ class TestSocketFolder:
         assert running.wait(60) == 0
         assert [path.name for path in root.iterdir()] == ["of-somebody-else"]
 
+    def test_shared_memory_of_its_workers_goes_too(self, root, tmp_path, monkeypatch):
+        monkeypatch.setattr("lightppo.rollout.serving.SHARED_MEMORY", tmp_path)
+        for name in ("vllm_dist_1-tp:0", "vllm_dist_2-tp:0", "psm_1"):
+            (tmp_path / name).touch()
+        with socket_folder() as folder:
+            (folder / "vllm_dist_1").touch()
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["psm_1", "vllm_dist_2-tp:0"]
+
     def test_links_are_not_followed(self, root, tmp_path):
         (tmp_path / "file").touch()
         (root / "lightppo-vllm-link").symlink_to(tmp_path)

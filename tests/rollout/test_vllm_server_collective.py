@@ -29,7 +29,7 @@ SHAPE = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, 
 def see_everything(root: Path) -> dict:
     """Two servers, two launches."""
     save_causal_lm(root / "untied", max_position_embeddings=256, **SHAPE)
-    files = set(SHARED_MEMORY.glob("lightppo*"))
+    files = shared_files()
     servers = Servers([str(root / "untied")] * 2, root, more=[{}, {"tensor-parallel-size": 2}])
     try:
         servers.wait()
@@ -48,10 +48,15 @@ def see_everything(root: Path) -> dict:
         seen["leftovers"] = servers.leftovers()
         seen["sockets"] = len(list(servers.sockets.iterdir()))
         seen["logs"] = "".join(log.read_text() for log in servers.logs)
-        seen["files"] = [path.name for path in set(SHARED_MEMORY.glob("lightppo*")) - files]
+        seen["files"] = [path.name for path in shared_files() - files]
         return seen
     finally:
         servers.close()
+
+
+def shared_files() -> set[Path]:
+    """Of trainers, and of workers that share a model."""
+    return {*SHARED_MEMORY.glob("lightppo*"), *SHARED_MEMORY.glob("vllm_dist*")}
 
 
 @pytest.fixture(scope="module")

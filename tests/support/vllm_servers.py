@@ -9,14 +9,14 @@ import subprocess
 import sys
 import tempfile
 import time
-import uuid
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
 import requests
 
-from support.ranks import REPO, free_port, kill_marked
+from support.ranks import REPO, free_port
 
 KEY_VARIABLE = "LIGHTPPO_TEST_KEY"
 KEY = "open-sesame"
@@ -44,9 +44,7 @@ class Servers:
         more: list[dict[str, object]] | None = None,
     ) -> None:
         self.sockets = Path(tempfile.mkdtemp(prefix="lppo-", dir="/tmp"))  # pytest's folders are too long for sockets
-        self._marker = f"lightppo-test-{uuid.uuid4()}"
         environment = os.environ | {
-            "LIGHTPPO_TEST_RUN": self._marker,
             "CUDA_VISIBLE_DEVICES": "",
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
@@ -103,8 +101,11 @@ class Servers:
 
     def close(self) -> None:
         """Kills whatever is left, and removes its shared memory and sockets: what is killed cannot."""
-        held = {path for process in self._own() for path in shared_memory_of(process)}
-        kill_marked(self._marker)
+        own = self._own()
+        held = {path for process in own for path in shared_memory_of(process)}
+        for process in own:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
         for process in self.processes:
             process.wait(30)
         for path in held:
@@ -112,13 +113,12 @@ class Servers:
         shutil.rmtree(self.sockets, ignore_errors=True)
 
     def _own(self) -> list[psutil.Process]:
-        own = []
+        """By their sessions: vLLM's processes write their names over what they have of the environment."""
+        sessions, own = {process.pid for process in self.processes}, []
         for process in psutil.process_iter():
-            try:
-                if process.environ().get("LIGHTPPO_TEST_RUN") == self._marker and process.status() != "zombie":
+            with suppress(ProcessLookupError, psutil.NoSuchProcess):
+                if os.getsid(process.pid) in sessions and process.status() != psutil.STATUS_ZOMBIE:
                     own.append(process)
-            except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
-                continue
         return own
 
 
