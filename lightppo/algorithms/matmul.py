@@ -7,6 +7,7 @@ fast. The precision is the same, float32 all the way; sums are rounded in anothe
 
 from __future__ import annotations
 
+import os
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+# oneDNN compiles a kernel of about 1 MB for every shape, and torch would keep 1024 of them twice: nearly every micro
+# batch has another shape. So many are those of one pass through a model.
+_KEPT_KERNELS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": 32, "LRU_CACHE_CAPACITY": 1}
+_PACKED_FOR_ROWS = 64
+_ROWS_STEP = 8  # of a batch that shrinks row by row, every size would be a kernel to compile
+
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``torch.nn.functional.linear``: (..., K), (N, K), (N,) -> (..., N). Once differentiable."""
-    if not by_onednn(x, weight, bias):
+    if not by_onednn(x, weight):
         return functional.linear(x, weight, bias)
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         return _Linear.apply(x, weight, bias)
@@ -31,10 +38,35 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     return _onednn(a, b.t()) if by_onednn(a, b) else a @ b
 
 
-def by_onednn(*operands: Tensor | None) -> bool:
+def packed(weight: Tensor) -> Tensor:
+    """A copy of a weight (N, K) as oneDNN likes it best, for :func:`linear_packed`; of few rows it makes more."""
+    return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _PACKED_FOR_ROWS)
+
+
+def linear_packed(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """:func:`linear` without a graph, for few rows whose number changes from call to call.
+
+    Args:
+        x: (..., K), such that it goes :func:`by_onednn`.
+        weight: as of :func:`packed`.
+        bias: (N,).
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    missing = -len(rows) % _ROWS_STEP
+    if missing:
+        rows = functional.pad(rows, (0, 0, 0, missing))
+    return _onednn(rows, weight, bias)[: len(rows) - missing].view(*x.shape[:-1], -1)
+
+
+def by_onednn(x: Tensor, weight: Tensor) -> bool:
     """Whether these are multiplied by oneDNN."""
-    return onednn_is_faster() and all(
-        x is None or (x.dtype == torch.float32 and x.device.type == "cpu" and x.numel() > 0) for x in operands
+    return (
+        x.dtype is weight.dtype is torch.float32
+        and x.is_cpu
+        and weight.is_cpu
+        and x.numel() > 0
+        and weight.numel() > 0
+        and onednn_is_faster()
     )
 
 
@@ -47,7 +79,7 @@ def onednn_is_faster() -> bool:
 def _onednn_suits_machine() -> bool:
     """By processor and build, not by measuring: a run that is resumed must round as before."""
     cpuinfo = Path("/proc/cpuinfo")
-    return (
+    suits = (
         torch.backends.mkl.is_available()
         and torch.backends.mkldnn.is_available()
         and torch.backends.cpu.get_cpu_capability() == "AVX512"
@@ -55,6 +87,10 @@ def _onednn_suits_machine() -> bool:
         and cpuinfo.is_file()
         and "AuthenticAMD" in cpuinfo.read_text()
     )
+    if suits:
+        for variable, kernels in _KEPT_KERNELS.items():
+            os.environ.setdefault(variable, str(kernels))  # read at the first product
+    return suits
 
 
 def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
 from torch import Tensor, nn
 
-from lightppo.algorithms.matmul import linear, onednn_is_faster
+from lightppo.algorithms.matmul import by_onednn, linear, linear_packed, onednn_is_faster, packed
+
+PACKED_BYTES = 1 << 30
+"""Larger models are not copied for decoding."""
 
 
 class CPULinear(nn.Linear):
     """``nn.Linear``, by :func:`lightppo.algorithms.matmul.linear`."""
 
+    packed_weight: Tensor | None = None
+
     def forward(self, input: Tensor) -> Tensor:
+        if self.packed_weight is not None and by_onednn(input, self.weight):
+            return linear_packed(input, self.packed_weight, self.bias)
         return linear(input, self.weight, self.bias)
 
 
@@ -21,3 +32,19 @@ def use_cpu_linear(model: nn.Module) -> None:
     for module in model.modules():
         if type(module) is nn.Linear and "forward" not in vars(module):
             module.__class__ = CPULinear
+
+
+@contextmanager
+def packed_weights(model: nn.Module) -> Iterator[None]:
+    """For many forwards of few rows without gradients: meanwhile :class:`CPULinear` layers hold a copy that suits."""
+    layers = [module for module in model.modules() if type(module) is CPULinear]
+    fitting = [layer for layer in layers if by_onednn(layer.weight, layer.weight)]
+    if sum(layer.weight.nbytes for layer in fitting) > PACKED_BYTES or torch.is_grad_enabled():
+        fitting = []
+    for layer in fitting:
+        layer.packed_weight = packed(layer.weight)
+    try:
+        yield
+    finally:
+        for layer in fitting:
+            del layer.packed_weight

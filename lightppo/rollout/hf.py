@@ -14,6 +14,7 @@ from torch import nn
 
 from lightppo.data.records import Prompt, Rollout
 from lightppo.models.acceleration import not_compiled
+from lightppo.models.cpu_linear import packed_weights
 from lightppo.rollout.cache import can_use_slots
 from lightppo.rollout.decoding import BatchDecoder, CachedForward, DecodedBatch
 from lightppo.rollout.engine import SamplingParams
@@ -38,7 +39,7 @@ def generation_mode(model: nn.Module) -> Iterator[None]:
         for module in checkpointing:
             module.gradient_checkpointing = False
         # Not inference_mode: buffers that a forward makes (rotary caches) must stay usable in training.
-        with torch.no_grad(), not_compiled():
+        with torch.no_grad(), not_compiled(), packed_weights(model):
             yield
     finally:
         for module in training:

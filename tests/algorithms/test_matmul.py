@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -59,6 +60,25 @@ def test_only_the_gradients_that_are_needed(library: list[int]) -> None:
     frozen = numbers(5, 16).requires_grad_()
     matmul.linear(frozen, weight.detach()).sum().backward()
     torch.testing.assert_close(frozen.grad, weight.detach().sum(0).expand(5, 16), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 16), (8, 1, 16), (11, 1, 16), (3, 5, 16), (64, 16)])
+def test_packed_weights(shape: tuple[int, ...]) -> None:
+    if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        pytest.skip("this torch has no oneDNN")
+    x, weight, bias = numbers(*shape), numbers(12, 16), numbers(12)
+    for b in (None, bias):
+        ours = matmul.linear_packed(x, matmul.packed(weight), b)
+        assert ours.shape == (*shape[:-1], 12)
+        torch.testing.assert_close(ours, functional.linear(x, weight, b), rtol=1e-5, atol=1e-5)
+
+
+def test_few_kernels_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LRU_CACHE_CAPACITY", "7")  # the user's own
+    monkeypatch.delenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", raising=False)
+    suits = matmul._onednn_suits_machine.__wrapped__()
+    assert os.environ["LRU_CACHE_CAPACITY"] == "7"
+    assert os.environ.get("ONEDNN_PRIMITIVE_CACHE_CAPACITY") == ("32" if suits else None)
 
 
 def test_the_head_goes_through_it(library: list[int]) -> None:

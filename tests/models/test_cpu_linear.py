@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lightppo.algorithms import matmul
+from lightppo.models import cpu_linear
 from lightppo.models.actor import Actor
-from lightppo.models.cpu_linear import CPULinear, use_cpu_linear
+from lightppo.models.cpu_linear import CPULinear, packed_weights, use_cpu_linear
 from lightppo.models.critic import Critic
 
 pytestmark = pytest.mark.skipif(not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="this torch has no oneDNN")
@@ -80,3 +81,28 @@ def test_only_plain_layers_and_only_where_it_is_faster(monkeypatch: pytest.Monke
     monkeypatch.setattr(matmul, "_onednn_suits_machine", lambda: True)
     use_cpu_linear(model)
     assert [type(module) for module in model] == [CPULinear, Scaled, nn.Linear]
+
+
+def test_weights_are_packed_for_decoding_only(
+    causal_lm: Callable[..., PreTrainedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(matmul, "_onednn_suits_machine", lambda: True)
+    model = Actor(causal_lm("qwen2")).model  # its head is tied to the embedding, its layers have biases
+    ids = torch.tensor([[4, 5, 6], [7, 8, 9]])
+    layers = [module for module in model.modules() if type(module) is CPULinear]
+
+    def are_packed() -> set[bool]:
+        return {layer.packed_weight is not None for layer in layers}
+
+    expected = model(ids).logits
+    names = list(model.state_dict())
+    with torch.no_grad(), packed_weights(model):
+        assert are_packed() == {True}
+        torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-4)
+        assert list(model.state_dict()) == names
+    assert are_packed() == {False}
+    with packed_weights(model):  # gradients would not reach the weights
+        assert are_packed() == {False}
+    monkeypatch.setattr(cpu_linear, "PACKED_BYTES", 1000)
+    with torch.no_grad(), packed_weights(model):
+        assert are_packed() == {False}
