@@ -182,10 +182,22 @@ class ExperienceMaker:
         for run, rows in self.progress(plan):
             run(batch, torch.tensor(rows, device=device), batch.select(rows), passes)
         if batch.kl is not None and not self._full_kl:
-            a = self.algorithm
-            estimator = "k1" if a.kl_estimator == "full" else a.kl_estimator
-            batch.kl = approx_kl(batch.action_log_probs, batch.base_action_log_probs, estimator, a.kl_clip).float()
+            batch.kl = self.sampled_kl(batch.action_log_probs, batch.base_action_log_probs)
         return passes
+
+    def sampled_kl(self, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+        """``--kl_estimator`` of each sampled token, as ``rollout/kl`` shows it: k1 for ``full``, which needs logits.
+
+        Args:
+            log_probs: of the actor, any shape.
+            ref_log_probs: of the reference, the same shape.
+
+        Returns:
+            that shape, float32, in nats, without gradient.
+        """
+        a = self.algorithm
+        estimator = "k1" if a.kl_estimator == "full" else a.kl_estimator
+        return approx_kl(log_probs.detach(), ref_log_probs, estimator, a.kl_clip).float()
 
     @property
     def _has_kl(self) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +30,7 @@ METRICS: dict[str, str] = {
     "rollout/response_length_min": "shortest response, tokens",
     "rollout/response_clip_ratio": "share of responses cut by --generate_max_len",
     "rollout/total_length": "mean tokens of prompt and response",
-    "rollout/kl": "mean of --kl_estimator per trained token; k1 for full in the loss and with the shortcut (nats)",
+    "rollout/kl": "mean of --kl_estimator per trained token; k1 where full is in the loss only (nats)",
     "rollout/policy_kl": "mean log prob - reference log prob of a token: KL without bias, for --kl_target (nats)",
     "rollout/return": "mean sum of token rewards of a sample, KL included where it is in the reward",
     "rollout/advantage_mean": "mean advantage of a trained token, as trained on",
@@ -176,8 +176,15 @@ class Summary:
         return max(0.0, self.squares / self.count - self.mean**2) if self.count else math.nan
 
 
-def rollout_summaries(items: Sequence[Experience]) -> dict[str, Summary]:
-    """Summaries of this rank's samples: per sample for ``info``, per trained token for the rest."""
+def rollout_summaries(
+    items: Sequence[Experience], sampled_kl: Callable[[Tensor, Tensor], Tensor] = torch.sub
+) -> dict[str, Summary]:
+    """Summaries of this rank's samples: per sample for ``info``, per trained token for the rest.
+
+    Args:
+        items: samples, one each.
+        sampled_kl: (N,) log probs of actor and reference → KL, for samples whose log probs came with the training pass.
+    """
     if not items:
         return {}
     mask = torch.cat([item.action_mask[0] for item in items])  # (ΣA,)
@@ -195,8 +202,8 @@ def rollout_summaries(items: Sequence[Experience]) -> dict[str, Summary]:
         per_token["residual"] = returns - values
     if reference is not None and old is not None:
         per_token["policy_kl"] = old - reference
-        if per_token["kl"] is None:  # the log probs came with the training pass
-            per_token["kl"] = per_token["policy_kl"]
+        if per_token["kl"] is None:
+            per_token["kl"] = sampled_kl(old, reference)
     if (weights := tokens("loss_weights")) is not None:
         per_token |= {"loss_weight": weights, "loss_weight_zero": weights == 0}
     if engine is not None and old is not None:

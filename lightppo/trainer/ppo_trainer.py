@@ -253,7 +253,8 @@ class PPOTrainer:
                 )
                 for minibatch in self._bar(plan, f"Train epoch [{epoch + 1}/{t.max_epochs}]", leave=False):
                     statuses.append(self.train_minibatch(minibatch, global_steps))
-        local = m.rollout_summaries(self.replay_buffer.items)  # now that all rows have the log probs of before
+        # now that all rows have the log probs of before
+        local = m.rollout_summaries(self.replay_buffer.items, self.experience_maker.sampled_kl)
         status = m.mean_status(statuses) | m.rollout_status(m.merge_summaries(self.strategy.all_gather_object(local)))
         return {"samples": 0.0} | status | {"kl_coef": self.kl_ctl.value, "optimizer_steps": float(len(statuses))}
 

@@ -138,6 +138,9 @@ def test_log_probs_that_came_with_the_training_pass_give_the_kl():
     for item in items:
         item.kl = None
     assert status_of(items)["kl"] == status_of(items)["policy_kl"] == pytest.approx(0.3)
+    squared = m.rollout_summaries(items, sampled_kl=lambda log_probs, reference: (log_probs - reference).square() / 2)
+    assert squared["kl"].mean == pytest.approx((0.3**2 + 0.1**2 + 0.5**2) / 6)
+    assert squared["policy_kl"].mean == pytest.approx(0.3)
 
 
 def test_explained_variance_of_equal_returns_is_undefined():
