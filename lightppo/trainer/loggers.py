@@ -69,6 +69,7 @@ class TensorBoardSink:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
             self.writer.add_scalar(name, value, step)
+        self.writer.flush()  # its own thread writes every two minutes, and what it holds dies with the process
 
     def close(self) -> None:
         self.writer.close()

@@ -113,6 +113,13 @@ def test_tensorboard_reads_what_was_logged(tmp_path):
     assert len(rows(tmp_path / "my_run" / "metrics.jsonl")) == 2  # both at once
 
 
+def test_tensorboard_has_every_step_of_a_run_that_dies(tmp_path):
+    logger = logger_of(tmp_path / "my_run", use_tensorboard=str(tmp_path / "tb"))
+    logger.log(1, {"train/loss": 2.0})
+    assert points(tmp_path / "tb" / "my_run")["train/loss"] == [(1, 2.0)]  # before anything is closed
+    logger.close()
+
+
 def test_tensorboard_drops_points_of_steps_done_again(tmp_path):
     for start, steps, value in ((0, (1, 2, 3, 4), 0.0), (2, (3, 4), 1.0)):
         logger = logger_of(
