@@ -72,7 +72,7 @@ class CollectedStep:
         rollouts: of this rank, whole groups.
         groups: trained on by all ranks, repeated ones included.
         repeated: positions in ``rollouts`` that are trained on once more (``--on_exhausted reuse``).
-        counts: over all ranks, by the names of ``trainer.metrics.METRICS`` without ``rollout/``.
+        counts: over all ranks, by the names of ``trainer.metric_names.METRICS`` without ``rollout/``.
         prompt_scores: mean score of each prompt that this rank sampled in this step.
         surplus: accepted groups that wait for the next step, all ranks.
     """

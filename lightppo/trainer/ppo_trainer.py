@@ -226,8 +226,8 @@ class PPOTrainer:
             global_steps: number of this PPO step, from 1; seeds the shuffling.
 
         Returns:
-            means over the optimizer steps, and statistics of the rollout, by the names of ``trainer.metrics.METRICS``
-            without their namespace; the same on every rank.
+            means over the optimizer steps, and statistics of the rollout, by the names of
+            ``trainer.metric_names.METRICS`` without their namespace; the same on every rank.
 
         Raises:
             RewardError: there is nothing to train on, although no group was rejected.

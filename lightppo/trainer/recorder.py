@@ -12,7 +12,7 @@ from lightppo.trainer.cadence import Cadence
 from lightppo.trainer.checkpointing import RunCheckpointer
 from lightppo.trainer.evaluator import Evaluator
 from lightppo.trainer.loggers import MetricLogger
-from lightppo.trainer.metrics import with_namespace
+from lightppo.trainer.metric_names import with_namespace
 from lightppo.trainer.options import public_options
 
 logger = logging.getLogger(__name__)

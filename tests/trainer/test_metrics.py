@@ -10,7 +10,8 @@ from support.fakes import FakeStrategy, make_rollout, on_ranks
 
 from lightppo.experience.experience import Experience
 from lightppo.trainer import metrics as m
-from lightppo.trainer.metrics import METRICS, PhaseTimer, StepMetrics, Summary, perf_metrics
+from lightppo.trainer.metric_names import METRICS, with_namespace
+from lightppo.trainer.metrics import PhaseTimer, StepMetrics, Summary, perf_metrics
 
 NAN = math.nan
 
@@ -166,28 +167,10 @@ def test_no_sample_anywhere_gives_no_status():
 
 
 def test_every_name_of_a_rollout_is_documented_and_every_documented_name_exists():
-    logged = m.with_namespace(status_of(rows()))
+    logged = with_namespace(status_of(rows()))
     names = [name for name in METRICS if name.startswith("rollout/")]
     before = names.index("rollout/unscored")  # the rest is counted before there is a buffer
     assert set(logged) - {"reward/format"} == set(names[:before])
-
-
-def test_short_names_belong_to_rollout_train_or_perf_never_to_eval():
-    assert m.with_namespace({"reward": 1.0, "response_length": 2.0, "policy_loss": 3.0, "time_step": 4.0}) == {
-        "rollout/reward": 1.0,
-        "rollout/response_length": 2.0,
-        "train/policy_loss": 3.0,
-        "perf/time_step": 4.0,
-    }
-    short = [name.split("/")[1] for name in METRICS if not name.startswith("eval/")]
-    assert len(set(short)) == len(short)
-
-
-def test_names_with_a_namespace_stay():
-    assert m.with_namespace({"reward/accuracy": 1.0, "eval/reward": 2.0}) == {
-        "reward/accuracy": 1.0,
-        "eval/reward": 2.0,
-    }
 
 
 def test_shares_of_micro_batches_add_up_and_average_over_ranks():
@@ -259,7 +242,7 @@ def test_speed_by_hand():
             "mfu": 0.1,
         }
     )
-    assert m.with_namespace(perf).keys() <= METRICS.keys()
+    assert with_namespace(perf).keys() <= METRICS.keys()
 
 
 def test_speed_of_a_step_without_samples_or_peak():
