@@ -76,6 +76,8 @@ def main(output_dir: Path = Path("runs/quickstart/assets"), seed: int = 1, head_
     """
     from transformers.utils.logging import disable_progress_bar
 
+    import lightppo  # noqa: F401  it quiets what others print when they are imported
+
     train, held_out = task.split_pairs()
     output_dir.mkdir(parents=True, exist_ok=True)
     write_jsonl(output_dir / "sft.jsonl", task.demonstrations(seed))

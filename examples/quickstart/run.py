@@ -76,8 +76,8 @@ def sft_options(ranks: int) -> list[str]:
     """How the supervised warm-up is run."""
     return shlex.split(
         f"--output_key output --max_len 16 --train_batch_size 128 --micro_train_batch_size {128 // ranks} "
-        "--max_steps 1000 "
-        "--learning_rate 5e-3 --lr_scheduler cosine --logging_steps 50"
+        "--max_steps 1000 --learning_rate 5e-3 --lr_warmup_ratio 0.1 --adam_betas 0.9 0.99 --lr_scheduler cosine "
+        "--logging_steps 50"
     )
 
 
