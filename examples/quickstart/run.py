@@ -88,9 +88,8 @@ def launch(ranks: int, script: str, *arguments: object) -> None:
         port = probe.getsockname()[1]
     deepspeed = Path(sys.executable).with_name("deepspeed")
     launcher = [deepspeed, "--num_gpus", ranks, "--master_port", port, "--log_level", "warning"]
-    # Two threads at most: with matrices this small more of them only wait for each other.
-    threads = max(1, min(2, (os.cpu_count() or 1) // ranks))
-    run([*launcher, EXAMPLES / script, *arguments], OMP_NUM_THREADS=str(threads), OMP_WAIT_POLICY="passive")
+    # One thread: with matrices this small a second one takes longer to wake than to help.
+    run([*launcher, EXAMPLES / script, *arguments], OMP_NUM_THREADS="1")
 
 
 def run(command: list[object], **variables: str) -> None:
