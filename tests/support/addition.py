@@ -34,7 +34,7 @@ def quickstart(name: str) -> ModuleType:
             sys.modules.pop(module, None)
 
 
-def warm_start(folder: Path, seed: int = 1) -> None:
+def warm_start(folder: Path, seed: int = 1, head_dim: int = 16) -> None:
     """Write model and prompts into ``folder``. The greedy answer is mostly right, a sampled one one time in three.
 
     The labels are smoothed, so that the model knows the sums but is not sure of them: each of the four tokens comes out
@@ -45,7 +45,7 @@ def warm_start(folder: Path, seed: int = 1) -> None:
     tokenizer = make_assets.build_tokenizer()
     texts = [tokenizer(row["input"] + row["label"])["input_ids"] + [tokenizer.eos_token_id] for row in rows]
     with torch.random.fork_rng():
-        model = make_assets.build_model(tokenizer, seed)
+        model = make_assets.build_model(tokenizer, seed, head_dim)
         _teach(model, torch.tensor(texts), torch.Generator().manual_seed(seed))
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
@@ -77,25 +77,14 @@ def _teach(model: Any, texts: torch.Tensor, generator: torch.Generator) -> None:
     raise AssertionError(f"the warm-up did not learn the sums: {right:.0%} right after 1500 steps")
 
 
-def train(
-    assets: Path, run: Path, engine: Callable[[Any], Any] | None = None, **options: Any
-) -> list[dict[str, float]]:
-    """A run of the real trainer from the warm start, in this process.
+def short_run(assets: Path, run: Path) -> dict[str, Any]:
+    """Options of a run from the warm start in ``assets``, into the folder ``run``.
 
-    Args:
-        assets: folder of :func:`warm_start`.
-        run: folder of the run.
-        engine: makes of the trainer's rollout engine the one that samples.
-        **options: laid over those of a short run. It takes four optimizer steps per rollout: three of them are
-            off-policy, so that clipping, ratios and token selections have something to do.
-
-    Returns:
-        the metrics of each step.
+    It takes four optimizer steps per rollout: three of them are off-policy, so that clipping, ratios and token
+    selections have something to do.
     """
-    from lightppo import PPOConfig, PPOTrainer
-
     samples = PROMPTS * SAMPLES
-    short = {
+    return {
         "pretrain": str(assets / "model"),
         "prompt_data": str(assets / "prompts.jsonl"),
         "reward_fn": str(QUICKSTART / "reward.py"),
@@ -116,16 +105,45 @@ def train(
         "save_path": str(run),
         "ckpt_path": str(run / "ckpt"),
     }
-    trainer = PPOTrainer.from_config(PPOConfig.from_flat(short | options))
+
+
+def train(
+    assets: Path, run: Path, engine: Callable[[Any], Any] | None = None, **options: Any
+) -> list[dict[str, float]]:
+    """A run of the real trainer from the warm start, in this process.
+
+    Args:
+        assets: folder of :func:`warm_start`.
+        run: folder of the run.
+        engine: makes of the trainer's rollout engine the one that samples.
+        **options: laid over :func:`short_run`.
+
+    Returns:
+        the metrics of each step.
+    """
+    from lightppo import PPOConfig, PPOTrainer
+
+    trainer = PPOTrainer.from_config(PPOConfig.from_flat(short_run(assets, run) | options))
     trainer.saves_at_end = False
     if engine is not None:
         trainer.sampler.engine = engine(trainer.rollout_engine)
     trainer.fit()
+    return steps_of(run)
+
+
+def steps_of(run: Path) -> list[dict[str, float]]:
+    """Metrics of each step of a run."""
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def rise(rows: list[dict[str, float]]) -> float:
     """Mean reward of the last quarter of the steps minus that of the first."""
+    first, last = ends(rows)
+    return last - first
+
+
+def ends(rows: list[dict[str, float]]) -> tuple[float, float]:
+    """Mean reward of the first quarter of the steps, and of the last."""
     rewards = [row["rollout/reward"] for row in rows]
     quarter = len(rewards) // 4
-    return (sum(rewards[-quarter:]) - sum(rewards[:quarter])) / quarter
+    return sum(rewards[:quarter]) / quarter, sum(rewards[-quarter:]) / quarter
