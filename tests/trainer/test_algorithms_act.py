@@ -19,8 +19,8 @@ from lightppo.experience.sampling import RolloutSampler
 from lightppo.experience.token_selection import select_tokens
 from lightppo.rewards.source import RewardError, RewardOutput
 from lightppo.rollout.engine import SamplingParams
-from lightppo.trainer import metrics as m
 from lightppo.trainer.guards import check_router
+from lightppo.trainer.metric_names import with_namespace
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -237,7 +237,7 @@ def test_every_loss_trains_and_its_metrics_are_documented(trainer_with, name):
     trainer._collect_experience(PROMPTS, step=1)
     assert (trainer.replay_buffer[0].selected is not None) == POLICY_LOSS_TRAITS[name].selects_tokens
     status = trainer.ppo_train(1)
-    m.with_namespace(status)  # KeyError for a name that is not in METRICS
+    with_namespace(status)  # KeyError for a name that is not in METRICS
     assert status["actor_grad_norm"] > 0
 
 
