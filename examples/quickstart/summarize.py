@@ -13,7 +13,8 @@ from pathlib import Path
 
 import tyro
 
-from lightppo.trainer.report import ReportError, Row, evaluations, plot_training, read_jsonl, read_metrics
+from lightppo.errors import ReportError
+from lightppo.trainer.report import Row, evaluations, plot_training, read_jsonl, read_metrics
 
 PHASES = ("install", "sft", "ppo")
 TABLE = (  # metric of an evaluation, its name in the table and in summary.json

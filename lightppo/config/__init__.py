@@ -8,7 +8,6 @@ from lightppo.config.adapter_section import AdapterConfig
 from lightppo.config.algorithm_sections import AlgorithmConfig, CorrectionConfig, LossConfig
 from lightppo.config.cli import parse_args
 from lightppo.config.engine_section import EngineConfig
-from lightppo.config.fields import ConfigError
 from lightppo.config.ppo import PPOConfig
 from lightppo.config.sampling_section import SamplingConfig
 from lightppo.config.sections import (
@@ -23,6 +22,7 @@ from lightppo.config.sections import (
     TrainingConfig,
 )
 from lightppo.config.verifier_section import VerifierConfig
+from lightppo.errors import ConfigError
 
 __all__ = [
     "AdapterConfig",

@@ -10,9 +10,9 @@ from typing import Any
 import tyro
 import yaml
 
-from lightppo.config.fields import ConfigError
 from lightppo.config.ppo import PPOConfig, all_options
 from lightppo.config.values import alternatives, kind_of
+from lightppo.errors import ConfigError
 
 _DESCRIPTION = (
     "Train a causal language model with PPO. One process per GPU (or CPU rank): deepspeed, torchrun or python."

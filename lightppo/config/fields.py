@@ -29,10 +29,6 @@ _BOUNDS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
 }
 
 
-class ConfigError(ValueError):
-    """An option, or a combination of options, that cannot work. The message says which and what to set."""
-
-
 def option(
     default: Any,
     help: str,

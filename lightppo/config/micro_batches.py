@@ -6,7 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from lightppo.config.fields import ConfigError, nearest
+from lightppo.config.fields import nearest
+from lightppo.errors import ConfigError
 
 if TYPE_CHECKING:
     from lightppo.config.ppo import PPOConfig

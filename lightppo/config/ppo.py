@@ -9,7 +9,7 @@ from lightppo.config import rules
 from lightppo.config.adapter_section import AdapterConfig
 from lightppo.config.algorithm_sections import AlgorithmConfig, CorrectionConfig, LossConfig
 from lightppo.config.engine_section import EngineConfig
-from lightppo.config.fields import ConfigError, nearest, option, out_of_range, section
+from lightppo.config.fields import nearest, option, out_of_range, section
 from lightppo.config.sampling_section import SamplingConfig
 from lightppo.config.sections import (
     CheckpointConfig,
@@ -24,6 +24,7 @@ from lightppo.config.sections import (
 )
 from lightppo.config.values import conform, kind_of
 from lightppo.config.verifier_section import VerifierConfig
+from lightppo.errors import ConfigError
 
 
 @section

@@ -7,7 +7,8 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightppo.config.fields import ConfigError, nearest
+from lightppo.config.fields import nearest
+from lightppo.errors import ConfigError
 
 if TYPE_CHECKING:
     from lightppo.config.ppo import PPOConfig

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from lightppo.data.readers import COMPRESSED, FORMATS, file_format, json_texts, read_file, with_origins
-from lightppo.data.rows import DataError
-from lightppo.data.staging import StagingError, check_scheme, is_url, stage_to_local
+from lightppo.data.staging import check_scheme, is_url, stage_to_local
+from lightppo.errors import DataError, StagingError
 
 if TYPE_CHECKING:
     from datasets import Dataset

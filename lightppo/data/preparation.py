@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from lightppo.data.rows import ORIGIN_COLUMN, BadRowError, DataError
+from lightppo.data.rows import ORIGIN_COLUMN
+from lightppo.errors import BadRowError, DataError
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -20,8 +20,9 @@ from lightppo.data.preparation import (
     setting,
 )
 from lightppo.data.records import Prompt
-from lightppo.data.rows import ORIGIN_COLUMN, BadRowError, DataError, read_label, read_prompt, resolve_fields
+from lightppo.data.rows import ORIGIN_COLUMN, read_label, read_prompt, resolve_fields
 from lightppo.data.templates import PromptTemplate, Rendered
+from lightppo.errors import BadRowError, DataError
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -14,7 +14,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from lightppo.data.rows import ORIGIN_COLUMN, DataError
+from lightppo.data.rows import ORIGIN_COLUMN
+from lightppo.errors import DataError
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lightppo.errors import BadRowError, DataError
+
 logger = logging.getLogger(__name__)
 
 ORIGIN_COLUMN = "__origin__"  # hidden column: the file and line a row came from
@@ -24,26 +26,6 @@ PREFERENCE_KEYS = ("chosen", "rejected")
 
 Chat = list[dict[str, Any]]
 _MISSING = object()
-
-
-class DataError(ValueError):
-    """Data that cannot be used; the message names the file, row or column and what to do."""
-
-
-class BadRowError(DataError):
-    """One row that cannot be used.
-
-    Attributes:
-        reason: short name that the reports count by: missing, wrong_type, empty, overlong, template.
-    """
-
-    def __init__(self, reason: str, message: str) -> None:
-        super().__init__(reason, message)  # both, so that it pickles between processes
-        self.reason = reason
-        self.message = message
-
-    def __str__(self) -> str:
-        return self.message
 
 
 def lookup(row: Mapping[str, Any], key: str) -> Any:

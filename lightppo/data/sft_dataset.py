@@ -19,8 +19,9 @@ from lightppo.data.preparation import (
     prepare_rows,
     setting,
 )
-from lightppo.data.rows import BadRowError, Chat, DataError, read_example, resolve_fields
+from lightppo.data.rows import Chat, read_example, resolve_fields
 from lightppo.data.templates import PromptTemplate, Rendered
+from lightppo.errors import BadRowError, DataError
 
 if TYPE_CHECKING:
     from datasets import Dataset

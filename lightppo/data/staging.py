@@ -14,6 +14,8 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lightppo.errors import StagingError
+
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
@@ -21,10 +23,6 @@ logger = logging.getLogger(__name__)
 
 CACHE_VARIABLE = "LIGHTPPO_CACHE"
 DEFAULT_TIMEOUT_S = 3600.0
-
-
-class StagingError(OSError):
-    """A URL that cannot be read or copied; the message names it."""
 
 
 def is_url(path: str) -> bool:

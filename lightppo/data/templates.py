@@ -6,7 +6,8 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lightppo.data.rows import BadRowError, Chat, DataError
+from lightppo.data.rows import Chat
+from lightppo.errors import BadRowError, DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

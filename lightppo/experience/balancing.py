@@ -5,21 +5,12 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 from lightppo.data.records import Rollout
+from lightppo.ranks import Ranks
 
 TOLERANCE = 0.02  # of the mean: what is left of the difference is not worth another exchange
-
-
-class Gatherer(Protocol):
-    """The part of a strategy that balancing needs."""
-
-    world_size: int
-
-    def get_rank(self) -> int: ...
-
-    def all_gather_object(self, value: Any) -> list[Any]: ...
 
 
 class Group(NamedTuple):
@@ -30,7 +21,7 @@ class Group(NamedTuple):
     index: int
 
 
-def balance_ranks(rollouts: Sequence[Rollout], strategy: Gatherer, *, prompt_once: bool = False) -> list[Rollout]:
+def balance_ranks(rollouts: Sequence[Rollout], strategy: Ranks, *, prompt_once: bool = False) -> list[Rollout]:
     """Swap whole groups between ranks until all hold about as many tokens. Collective.
 
     Groups are swapped for groups of as many samples, so that every rank keeps its number of samples, and with it every

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -18,16 +18,7 @@ from lightppo.algorithms.masking import LossNormalizer
 from lightppo.config.micro_batches import MicroBatchSpec
 from lightppo.experience.experience import Experience
 from lightppo.models.micro_batches import micro_batches
-
-
-class Collectives(Protocol):
-    """The part of a strategy that planning needs."""
-
-    world_size: int
-
-    def all_reduce(self, data: Tensor, op: str = "mean") -> Tensor: ...
-
-    def same_count(self, count: int) -> int: ...
+from lightppo.ranks import Ranks
 
 
 @dataclass
@@ -60,7 +51,7 @@ class Minibatch:
 
 def plan_minibatch(
     micro_batches: list[Experience],
-    collectives: Collectives,
+    collectives: Ranks,
     *,
     loss_scale: float = 1.0,
     device: torch.device,
@@ -76,7 +67,7 @@ def plan_minibatch(
     return Minibatch(micro_batches, normalizer)
 
 
-def _completed(micro_batches: list[Experience], collectives: Collectives, device: torch.device) -> list[Experience]:
+def _completed(micro_batches: list[Experience], collectives: Ranks, device: torch.device) -> list[Experience]:
     missing = collectives.same_count(len(micro_batches)) - len(micro_batches)
     return micro_batches + [Experience.placeholder(device) for _ in range(missing)]
 
@@ -91,7 +82,7 @@ class MicroBatching:
         share_prompts: packed, a prompt goes through them once for all its rows in a micro batch.
     """
 
-    collectives: Collectives
+    collectives: Ranks
     packed: bool = False
     share_prompts: bool = False
 
@@ -115,7 +106,7 @@ class MicroBatching:
 
 def minibatches(
     items: Sequence[Experience],
-    collectives: Collectives,
+    collectives: Ranks,
     *,
     train_batch_size: int,
     actor: MicroBatchSpec,

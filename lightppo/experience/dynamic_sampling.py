@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from lightppo.data.records import Prompt, Rollout
+from lightppo.errors import RewardError
 from lightppo.experience.filters import REASONS, UNMEASURED, GroupFilter, group_by_prompt
 from lightppo.experience.rollout_files import RolloutReplay
 from lightppo.experience.rollout_records import from_plain, to_plain
 from lightppo.experience.sampling import FAILURE_COUNTS, RolloutSampler
-from lightppo.rewards.source import RewardError
+from lightppo.ranks import Ranks
 
 
 class PromptSource(Protocol):
@@ -42,18 +43,6 @@ class OneBatch:
     def take(self) -> list[Prompt]:
         self.exhausted = True
         return self.prompts
-
-
-class Collectives(Protocol):
-    """The part of a strategy that collecting needs."""
-
-    def get_rank(self) -> int: ...
-
-    def all_gather_object(self, obj: Any) -> list[Any]: ...
-
-    def all_reduce(self, data: dict[str, float], op: str = "mean") -> dict[str, float]: ...
-
-    def print(self, *parts: Any) -> None: ...
 
 
 @dataclass(slots=True)
@@ -146,7 +135,7 @@ class GroupCollector:
     def __init__(
         self,
         sampler: RolloutSampler,
-        strategy: Collectives,
+        strategy: Ranks,
         *,
         groups_per_step: int | None = None,
         group_filter: GroupFilter | None = None,

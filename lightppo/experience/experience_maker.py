@@ -25,18 +25,7 @@ from lightppo.experience.batching import MicroBatching
 from lightppo.experience.experience import Experience
 from lightppo.experience.score_shaping import ScoreShaper
 from lightppo.models.shared_prompts import all_share_prompts
-
-
-class Strategy(Protocol):
-    """The part of a strategy that making experience needs."""
-
-    device: torch.device
-
-    def same_count(self, count: int) -> int: ...
-
-    def all_reduce(self, data: Tensor, op: str = "mean") -> Tensor: ...
-
-    def all_gather(self, data: Tensor) -> Tensor: ...
+from lightppo.ranks import Ranks
 
 
 class KLController(Protocol):
@@ -77,7 +66,7 @@ class ExperienceMaker:
         actor: nn.Module,
         critic: nn.Module | None,
         initial_model: nn.Module | None,
-        strategy: Strategy,
+        strategy: Ranks,
         kl_ctl: KLController,
         config: PPOConfig,
         *,

@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from lightppo.algorithms.masking import whiten
 from lightppo.experience.experience import Experience
-
-
-class Reducer(Protocol):
-    """The part of a strategy that whitening needs."""
-
-    def all_reduce(self, data: Tensor, op: str = "mean") -> Tensor: ...
+from lightppo.ranks import Ranks
 
 
 class ReplayBuffer:
@@ -83,7 +77,7 @@ class ReplayBuffer:
         batch = Experience.collate(items)
         return (batch.pin_memory() if self.pin_memory and self.cpu_offload else batch).to_device(self.device)
 
-    def normalize(self, attribute: str, strategy: Reducer, divide_std: bool = True, **options: Any) -> None:
+    def normalize(self, attribute: str, strategy: Ranks, divide_std: bool = True, **options: Any) -> None:
         """Whiten a per-action tensor over the trained tokens of all rows on all ranks.
 
         Args:

@@ -10,17 +10,14 @@ import torch
 
 from lightppo.config import PPOConfig
 from lightppo.data.records import Rollout
+from lightppo.errors import RolloutMismatchError
 from lightppo.experience.experience import Experience
-from lightppo.rollout.engine import RolloutEngine, RolloutError
+from lightppo.rollout.engine import RolloutEngine
 
 logger = logging.getLogger(__name__)
 
 CHECKED_ROWS = 8
 NAMED_WEIGHTS = 5
-
-
-class RolloutMismatchError(RolloutError):
-    """The engine samples from other weights than the actor's."""
 
 
 class RolloutCheck:

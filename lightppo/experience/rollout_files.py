@@ -6,29 +6,16 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from lightppo.config import ConfigError
 from lightppo.data.records import Prompt, Rollout
+from lightppo.errors import ConfigError
 from lightppo.experience.filters import group_by_prompt
 from lightppo.experience.rollout_records import from_plain, to_plain
+from lightppo.ranks import Ranks
 
 
-class Collectives(Protocol):
-    """The part of a strategy that files need."""
-
-    world_size: int
-
-    def get_rank(self) -> int: ...
-
-    def all_gather_object(self, obj: Any) -> list[Any]: ...
-
-    def all_reduce(self, data: int, op: str = "mean") -> int: ...
-
-    def on_rank_0(self, action: Callable[[], Any], what: str) -> None: ...
-
-
-def write_step(folder: str | Path, step: int, rollouts: Sequence[Rollout], strategy: Collectives) -> None:
+def write_step(folder: str | Path, step: int, rollouts: Sequence[Rollout], strategy: Ranks) -> None:
     """Write ``stepN.jsonl``: one line per sample of all ranks, by prompt and sample number. Collective.
 
     Args:
@@ -71,7 +58,7 @@ class RolloutReplay:
         reuse: the first batch that was saved is that of every step, whatever the prompts are.
     """
 
-    def __init__(self, folder: str | Path, strategy: Collectives, *, reuse: bool = False) -> None:
+    def __init__(self, folder: str | Path, strategy: Ranks, *, reuse: bool = False) -> None:
         self.folder = Path(folder)
         self.strategy = strategy
         self.reuse = reuse

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from lightppo.data.records import Prompt, Rollout
+from lightppo.errors import RewardError
 from lightppo.experience.filters import best_of_n, group_by_prompt
 from lightppo.rewards.async_scoring import AsyncScorer
-from lightppo.rewards.source import RewardError, RewardSource, describe_sample, score_rollouts
+from lightppo.rewards.source import RewardSource, describe_sample, score_rollouts
 from lightppo.rollout.engine import RolloutEngine, SamplingParams
 
 FAILURE_COUNTS = ("failures", "timeouts")  # what reward sources count of their own tries

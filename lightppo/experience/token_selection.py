@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,17 +11,10 @@ from torch import Tensor
 from lightppo.algorithms.losses import PolicyLoss
 from lightppo.algorithms.selection import SELECTIONS
 from lightppo.experience.experience import Experience
+from lightppo.ranks import Ranks
 
 
-class Collectives(Protocol):
-    """The part of a strategy that choosing needs."""
-
-    def all_reduce(self, data: Tensor, op: str = "mean") -> Tensor: ...
-
-    def all_gather(self, data: Tensor) -> Tensor: ...
-
-
-def select_tokens(items: Sequence[Experience], loss: PolicyLoss, collectives: Collectives, seed: int) -> None:
+def select_tokens(items: Sequence[Experience], loss: PolicyLoss, collectives: Ranks, seed: int) -> None:
     """Set ``selected`` of all rows, where the loss selects tokens at all. Collective then.
 
     Args:

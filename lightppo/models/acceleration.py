@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from lightppo.models.errors import ModelLoadError
+from lightppo.errors import ModelLoadError
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:

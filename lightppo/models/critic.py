@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
+from lightppo.errors import ModelLoadError
 from lightppo.models.acceleration import activations_on_cpu
-from lightppo.models.errors import ModelLoadError
 from lightppo.models.loading import load_sequence_classifier
 from lightppo.models.packing import (
     action_predictors,

@@ -7,11 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from lightppo.errors import ModelLoadError
+
 _REASON_CHARS = 1000
-
-
-class ModelLoadError(ValueError):
-    """A model or tokenizer that cannot be loaded as asked; the message says what to set."""
 
 
 def resolve_model_path(path: str, flag: str, needed_file: str | None = "config.json") -> str:

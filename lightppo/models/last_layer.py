@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lightppo.errors import ModelLoadError
 from lightppo.models.acceleration import decoder_layers
-from lightppo.models.errors import ModelLoadError
 
 _QUERY, _OUTPUT = {"q_proj"}, {"o_proj", "out_proj", "dense", "c_proj"}  # an attention's layers, as families name them
 _ATTENTION = ("self_attn", "attention", "attn")

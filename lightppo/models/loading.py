@@ -27,7 +27,8 @@ from transformers.integrations import deepspeed as hf_deepspeed
 from transformers.utils import is_flash_attn_2_available
 from transformers.utils import logging as hf_logging
 
-from lightppo.models.errors import ModelLoadError, errors_name, resolve_model_path
+from lightppo.errors import ModelLoadError
+from lightppo.models.errors import errors_name, resolve_model_path
 from lightppo.models.quantised import quantise
 from lightppo.models.tokenizer import get_tokenizer, valid_vocab_size
 from lightppo.models.value_head import head_from_checkpoint, set_value_head, value_head

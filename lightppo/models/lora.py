@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from lightppo.errors import ModelLoadError
 from lightppo.models.actor import ActionScores, Actor
-from lightppo.models.errors import ModelLoadError
 from lightppo.models.quantised import PIECES, packings
 from lightppo.models.value_head import head_names, value_head
 from lightppo.models.wrapper import PretrainedWrapper

@@ -15,13 +15,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from lightppo.errors import PackingNotSupportedError
+
 # Layers that attend inside the packed row by position ids. Recurrent and linear-attention layers carry state across
 # sequence borders; chunked attention cuts at multiples of the row index, not of the position.
 _PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
-
-
-class PackingNotSupportedError(ValueError):
-    """The model gives other results for a packed row than for its sequences alone."""
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from lightppo.algorithms.matmul import linear, product
+from lightppo.errors import ModelLoadError
 from lightppo.models.cpu_linear import CPULinear
-from lightppo.models.errors import ModelLoadError
 from lightppo.models.value_head import head_names
 
 BLOCK = 64  # weights of a row that share a scale

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from lightppo.errors import ModelLoadError
 from lightppo.models.critic import SequenceRegressor
-from lightppo.models.errors import ModelLoadError
 
 
 class RewardModel(SequenceRegressor):

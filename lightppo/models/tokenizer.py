@@ -8,7 +8,8 @@ from typing import Any, Literal
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from lightppo.models.errors import ModelLoadError, errors_name, resolve_model_path
+from lightppo.errors import ModelLoadError
+from lightppo.models.errors import errors_name, resolve_model_path
 
 logger = logging.getLogger(__name__)
 

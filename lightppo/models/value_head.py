@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lightppo.errors import ModelLoadError
 from lightppo.models.checkpoint_index import checkpoint_files, read_tensor
-from lightppo.models.errors import ModelLoadError
 
 logger = logging.getLogger(__name__)
 

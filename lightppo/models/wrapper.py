@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lightppo.errors import ModelLoadError
 from lightppo.models.cpu_linear import use_cpu_linear
-from lightppo.models.errors import ModelLoadError
 from lightppo.models.last_layer import only_at, position_wise, reads_alike
 from lightppo.models.loading import disable_dropout
 from lightppo.models.packed_attention import lengths_as_mask, segments_as_mask, takes_lengths, use_packed_attention

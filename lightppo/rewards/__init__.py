@@ -7,7 +7,7 @@ _PUBLIC = {
     "AsyncScorer": "lightppo.rewards.async_scoring",
     "CombinedReward": "lightppo.rewards.weights",
     "RoutedReward": "lightppo.rewards.weights",
-    "RewardError": "lightppo.rewards.source",
+    "RewardError": "lightppo.errors",
     "RewardOutput": "lightppo.rewards.source",
     "RewardSource": "lightppo.rewards.source",
     "check_output": "lightppo.rewards.source",
@@ -34,6 +34,7 @@ def __getattr__(name: str) -> Any:
 
 if TYPE_CHECKING:
     from lightppo.config.address import read_token as read_token
+    from lightppo.errors import RewardError as RewardError
     from lightppo.rewards.async_scoring import AsyncScorer as AsyncScorer
     from lightppo.rewards.build import build_reward_source as build_reward_source
     from lightppo.rewards.build import check_reward_options as check_reward_options
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from lightppo.rewards.function import load_python_function as load_python_function
     from lightppo.rewards.model import RewardModelSource as RewardModelSource
     from lightppo.rewards.remote import RemoteReward as RemoteReward
-    from lightppo.rewards.source import RewardError as RewardError
     from lightppo.rewards.source import RewardOutput as RewardOutput
     from lightppo.rewards.source import RewardSource as RewardSource
     from lightppo.rewards.source import check_output as check_output

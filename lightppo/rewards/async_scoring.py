@@ -8,7 +8,8 @@ import time
 from dataclasses import dataclass, field
 
 from lightppo.data.records import Rollout
-from lightppo.rewards.source import RewardError, RewardOutput, RewardSource, check_output, join_outputs, write_output
+from lightppo.errors import RewardError
+from lightppo.rewards.source import RewardOutput, RewardSource, check_output, join_outputs, write_output
 
 
 @dataclass

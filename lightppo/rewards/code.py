@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from lightppo.data.records import Rollout
+from lightppo.errors import RewardError
 from lightppo.rewards.code_tests import (
     COMPARISONS,
     BadTestsError,
@@ -26,7 +27,7 @@ from lightppo.rewards.code_tests import (
 )
 from lightppo.rewards.failures import OnFailure, check_failure_options
 from lightppo.rewards.sandbox import ProgramRun, SandboxPool
-from lightppo.rewards.source import RewardError, RewardOutput, describe_sample
+from lightppo.rewards.source import RewardOutput, describe_sample
 
 logger = logging.getLogger(__name__)
 

@@ -20,10 +20,10 @@ import tenacity
 import urllib3
 
 from lightppo.config.address import cleaned, secret_texts, shown_url
+from lightppo.errors import RewardError
 from lightppo.rewards.code import CodeVerdict, Comparison
 from lightppo.rewards.code_tests import CodeCase, CodeTests
 from lightppo.rewards.sandbox_worker.program import PRELUDE_MODULES
-from lightppo.rewards.source import RewardError
 
 logger = logging.getLogger(__name__)
 

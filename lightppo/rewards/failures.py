@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from lightppo.data.records import Rollout
-from lightppo.rewards.source import RewardError, describe_sample
+from lightppo.errors import RewardError
+from lightppo.rewards.source import describe_sample
 
 OnFailure = Literal["error", "unscored"]
 

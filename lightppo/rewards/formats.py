@@ -6,7 +6,8 @@ import re
 from collections.abc import Callable
 
 from lightppo.data.records import Rollout
-from lightppo.rewards.source import RewardError, RewardOutput, RewardSource, check_output, close_source
+from lightppo.errors import RewardError
+from lightppo.rewards.source import RewardOutput, RewardSource, check_output, close_source
 
 _TAG = re.compile(r"</?(?:think|answer)>")
 _THINK = ("<think>", "</think>")

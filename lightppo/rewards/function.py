@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from lightppo.data.records import Rollout
+from lightppo.errors import RewardError
 from lightppo.rewards.failures import OnFailure, Settled, check_failure_options, finite, settle, shown
 from lightppo.rewards.managers import ManagerName, build_runner
 from lightppo.rewards.signatures import BoundFunction, RewardFunction
-from lightppo.rewards.source import RewardError, RewardOutput, check_output, describe_sample, output_from_result
+from lightppo.rewards.source import RewardOutput, check_output, describe_sample, output_from_result
 
 
 class FunctionReward:

@@ -27,9 +27,9 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+from lightppo.errors import RewardError, WorkerStartError
 from lightppo.rewards.failures import Call, Outcome
 from lightppo.rewards.killable_worker import HEADER
-from lightppo.rewards.source import RewardError
 
 logger = logging.getLogger(__name__)
 
@@ -48,10 +48,6 @@ def default_processes() -> int:
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(max(cores // ranks, 1), 16)
-
-
-class WorkerStartError(RewardError):
-    """No worker can load the target; nothing that depends on the samples."""
 
 
 class KillablePool:

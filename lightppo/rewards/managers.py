@@ -18,11 +18,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
+from lightppo.errors import RewardError
 from lightppo.rewards.failures import Call, Outcome, Runner
 from lightppo.rewards.killable import KillablePool, default_processes
 from lightppo.rewards.killable_worker import awaited
 from lightppo.rewards.signatures import BoundFunction
-from lightppo.rewards.source import RewardError
 
 ManagerName = Literal["auto", "naive", "batch", "prime"]
 

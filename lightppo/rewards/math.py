@@ -11,10 +11,11 @@ import logging
 from typing import Any
 
 from lightppo.data.records import Rollout
+from lightppo.errors import RewardError
 from lightppo.rewards.answers import compare, find_answer, gold_answers, tidy
 from lightppo.rewards.failures import Call, OnFailure, Settled, check_failure_options, settle
 from lightppo.rewards.killable import KillablePool, default_processes
-from lightppo.rewards.source import RewardError, RewardOutput, describe_sample
+from lightppo.rewards.source import RewardOutput, describe_sample
 
 _LIBRARY = "math_verify"
 _MEMORY_MB = 2048

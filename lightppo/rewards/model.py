@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 from lightppo.config.micro_batches import MicroBatchSpec
 from lightppo.data.records import Rollout
+from lightppo.errors import RewardError
 from lightppo.models.micro_batches import micro_batches
 from lightppo.rewards.retemplate import RewardInputs, SameIds, Truncation, check_input_options, fit_lengths
-from lightppo.rewards.source import RewardError, RewardOutput
+from lightppo.rewards.source import RewardOutput
 
 ScoreModel = Callable[[Tensor, Tensor], Tensor]
 

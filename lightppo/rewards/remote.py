@@ -21,8 +21,9 @@ import urllib3
 
 from lightppo.config.address import check_token, check_url, cleaned, secret_texts, shown_url
 from lightppo.data.records import Rollout
+from lightppo.errors import RewardError
 from lightppo.rewards.failures import OnFailure, check_failure_options
-from lightppo.rewards.source import RewardError, RewardOutput, check_output, join_outputs, output_from_result
+from lightppo.rewards.source import RewardOutput, check_output, join_outputs, output_from_result
 
 logger = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 from lightppo.data.records import Rollout
-from lightppo.data.rows import BadRowError, DataError
 from lightppo.data.templates import PromptTemplate, Rendered
-from lightppo.rewards.source import RewardError, describe_sample
+from lightppo.errors import BadRowError, DataError, RewardError
+from lightppo.rewards.source import describe_sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -14,15 +14,10 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+from lightppo.errors import SandboxError, SandboxRefusedError
 from lightppo.rewards.killable import default_processes
 from lightppo.rewards.sandbox_probe import PROTECTIONS
-from lightppo.rewards.sandbox_process import (
-    ProgramRun,
-    Sandbox,
-    SandboxError,
-    SandboxLimits,
-    SandboxRefusedError,
-)
+from lightppo.rewards.sandbox_process import ProgramRun, Sandbox, SandboxLimits
 
 __all__ = ["ISOLATIONS", "ProgramRun", "SandboxError", "SandboxLimits", "SandboxPool", "SandboxRefusedError"]
 

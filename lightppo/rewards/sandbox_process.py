@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lightppo.errors import SandboxError
 from lightppo.rewards.sandbox_probe import probe
-from lightppo.rewards.source import RewardError
 
 _ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",
@@ -43,14 +43,6 @@ _ATTACK_SECONDS = 30.0
 _GRACE_SECONDS = 30.0  # beyond a program's own limit: for a busy machine, and for killing
 _MEBIBYTE = 1 << 20
 _SHOWN_CHARS = 500
-
-
-class SandboxError(RewardError):
-    """The sandbox failed, not the program in it."""
-
-
-class SandboxRefusedError(SandboxError, ValueError):
-    """No sandbox can be had here, and running without one is not allowed."""
 
 
 @dataclass(frozen=True)

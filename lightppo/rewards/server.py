@@ -26,7 +26,8 @@ from starlette.exceptions import HTTPException
 
 from lightppo.config.address import check_bind, check_token, cleaned, secret_texts
 from lightppo.data.records import Prompt, Rollout
-from lightppo.rewards.source import RewardError, RewardOutput, RewardSource, check_output
+from lightppo.errors import RewardError
+from lightppo.rewards.source import RewardOutput, RewardSource, check_output
 
 logger = logging.getLogger(__name__)
 

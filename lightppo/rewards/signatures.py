@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightppo.data.records import Rollout
+from lightppo.errors import RewardError
 from lightppo.rewards.failures import Call
-from lightppo.rewards.source import RewardError
 
 RewardFunction = Callable[..., Any]
 Values = dict[str, Any]

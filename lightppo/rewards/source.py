@@ -17,12 +17,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from lightppo.data.records import Rollout
+from lightppo.errors import RewardError
 
 _SNIPPET_CHARS = 80
-
-
-class RewardError(RuntimeError):
-    """A reward source failed or gave an answer that cannot be used. Never replaced by a score."""
 
 
 @dataclass(slots=True)

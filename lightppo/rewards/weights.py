@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, get_args
 
 from lightppo.data.records import Rollout
+from lightppo.errors import RewardError
 from lightppo.rewards.failures import shown
-from lightppo.rewards.source import RewardError, RewardOutput, RewardSource, check_output, close_source, describe_sample
+from lightppo.rewards.source import RewardOutput, RewardSource, check_output, close_source, describe_sample
 
 RouteBy = Literal["data_source", "label"]
 Routes = Mapping[str, Sequence[tuple[RewardSource, float]]]

@@ -15,10 +15,6 @@ if TYPE_CHECKING:
     from lightppo.data.records import Prompt, Rollout
 
 
-class RolloutError(RuntimeError):
-    """An engine cannot sample, and the message says what the user can do about it."""
-
-
 @dataclass(frozen=True)
 class SamplingParams:
     """How to sample; the same meaning in every engine.

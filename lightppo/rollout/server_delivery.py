@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightppo.config.engine_section import EngineConfig
-from lightppo.rollout.engine import RolloutError
+from lightppo.errors import RolloutError
 from lightppo.rollout.server_client import VLLMServer
 from lightppo.rollout.server_pool import ServerPool
 from lightppo.rollout.weight_broadcast import BroadcastError, WeightSender, send_tensors

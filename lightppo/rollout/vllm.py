@@ -17,10 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightppo.config import ConfigError, PPOConfig
+from lightppo.config import PPOConfig
 from lightppo.data.records import Prompt, Rollout
 from lightppo.data.staging import stage_to_local
-from lightppo.rollout.engine import RolloutError, SamplingParams
+from lightppo.errors import ConfigError, RolloutError
+from lightppo.rollout.engine import SamplingParams
 from lightppo.rollout.hf import request_streams
 from lightppo.rollout.sampling import request_seed
 from lightppo.rollout.vllm_options import (

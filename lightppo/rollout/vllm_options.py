@@ -9,9 +9,10 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from lightppo.config import ConfigError, PPOConfig
+from lightppo.config import PPOConfig
 from lightppo.data.records import Prompt, Rollout
-from lightppo.rollout.engine import RolloutError, SamplingParams
+from lightppo.errors import ConfigError, RolloutError
+from lightppo.rollout.engine import SamplingParams
 from lightppo.rollout.stopping import StopCriteria, bad_word_ids, end_of_text_ids
 
 if TYPE_CHECKING:

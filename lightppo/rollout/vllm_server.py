@@ -16,8 +16,9 @@ from tqdm import tqdm
 from lightppo.config import PPOConfig
 from lightppo.config.address import read_token
 from lightppo.data.records import Prompt, Rollout
+from lightppo.errors import RolloutError
 from lightppo.rollout.dispatch import Dispatch, NoServerLeftError
-from lightppo.rollout.engine import RolloutError, SamplingParams
+from lightppo.rollout.engine import SamplingParams
 from lightppo.rollout.hf import request_streams
 from lightppo.rollout.sampling import request_seed
 from lightppo.rollout.server_client import Completion, ServerRefusedError, VLLMServer

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 from torch import Tensor
 
-from lightppo.rollout.engine import RolloutError
+from lightppo.errors import RolloutError
 
 SHARED_MEMORY = Path("/dev/shm")
 _PREFIX = "lightppo-weights-"

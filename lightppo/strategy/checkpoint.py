@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightppo.errors import CheckpointError
 from lightppo.strategy.collectives import all_gather_object, broadcast_object
 from lightppo.strategy.engines import find_adapters, get_engine, has_optimizer, unwrap_model, zero_stage_of
 from lightppo.strategy.zero3 import forget_secondary_shard, is_sharded
@@ -38,10 +39,6 @@ _META = "lightppo_checkpoint.json"
 _CLIENT_STATE = "client_state.pt"
 _INCOMPLETE = ".incomplete"
 _FORMAT = 1
-
-
-class CheckpointError(ValueError):
-    """A directory is not a checkpoint, or not one of this run's shape."""
 
 
 def on_rank_0(action: Callable[[], Any], what: str) -> None:

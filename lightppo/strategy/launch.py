@@ -16,11 +16,9 @@ from pathlib import Path
 
 import torch
 
+from lightppo.errors import LaunchError
+
 logger = logging.getLogger(__name__)
-
-
-class LaunchError(RuntimeError):
-    """This process cannot become a rank: the environment, the port or the GPUs are not as they must be."""
 
 
 _LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

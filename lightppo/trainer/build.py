@@ -13,7 +13,7 @@ import yaml
 from torch.utils.data import DataLoader
 from transformers import get_scheduler
 
-from lightppo.config import ConfigError, PPOConfig
+from lightppo.config import PPOConfig
 from lightppo.config.adapter_rules import reference_is_actor, uses_adapters
 from lightppo.config.algorithm_rules import advice, moves_reference
 from lightppo.data.loading import blending_datasets
@@ -21,6 +21,7 @@ from lightppo.data.prompt_dataset import PromptDataset
 from lightppo.data.sampler import RolloutBatchSampler
 from lightppo.data.sft_dataset import SFTDataset
 from lightppo.data.staging import stage_to_local
+from lightppo.errors import ConfigError
 from lightppo.models.actor import Actor
 from lightppo.models.lora import AdaptersOff
 from lightppo.models.tokenizer import get_tokenizer, valid_vocab_size

@@ -19,10 +19,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lightppo.config import ConfigError
 from lightppo.config.ppo import unsafe_changes
 from lightppo.config.sections import CheckpointConfig
-from lightppo.strategy.checkpoint import CheckpointError, list_tags, restore_rng_state, rng_state
+from lightppo.errors import CheckpointError, ConfigError
+from lightppo.strategy.checkpoint import list_tags, restore_rng_state, rng_state
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 
 logger = logging.getLogger(__name__)

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from lightppo.algorithms.losses import PolicyLoss
 from lightppo.algorithms.traits import ESTIMATOR_TRAITS
-from lightppo.config import ConfigError, PPOConfig
+from lightppo.config import PPOConfig
 from lightppo.data.records import Rollout
+from lightppo.errors import ConfigError
 from lightppo.experience.balancing import balance_ranks
 from lightppo.experience.dynamic_sampling import CollectedStep, GroupCollector, PromptSource
 from lightppo.experience.experience_maker import ExperienceMaker

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lightppo.data.records import Prompt, Rollout
-from lightppo.rewards.source import RewardError, RewardSource, score_rollouts
+from lightppo.errors import RewardError
+from lightppo.rewards.source import RewardSource, score_rollouts
 from lightppo.rollout.engine import RolloutEngine, SamplingParams
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 

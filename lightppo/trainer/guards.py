@@ -6,11 +6,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from lightppo.config import ConfigError, PPOConfig
+from lightppo.config import PPOConfig
 from lightppo.config.adapter_rules import uses_adapters
 from lightppo.config.address import read_token
 from lightppo.config.reward_rules import reward_plan
 from lightppo.data.loading import check_data_paths
+from lightppo.errors import ConfigError
 from lightppo.models.actor import Actor
 from lightppo.models.lora import check_peft
 from lightppo.models.quantised import check_bitsandbytes

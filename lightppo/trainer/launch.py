@@ -9,19 +9,7 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from lightppo.config import ConfigError
-from lightppo.data.rows import DataError
-from lightppo.data.staging import StagingError
-from lightppo.models.errors import ModelLoadError
-from lightppo.rewards.source import RewardError
-from lightppo.rollout.engine import RolloutError
-from lightppo.strategy.checkpoint import CheckpointError
-from lightppo.strategy.launch import LaunchError
-
-# What the user can mend: told in one line. Everything else keeps its traceback.
-USER_ERRORS = (
-    *(ConfigError, DataError, StagingError, ModelLoadError, RewardError, RolloutError, CheckpointError, LaunchError),
-)
+from lightppo.errors import UserError
 
 
 def run(main: Callable[[], None]) -> None:
@@ -40,7 +28,7 @@ def run(main: Callable[[], None]) -> None:
     logging.getLogger("lightppo").setLevel(level)
     try:
         main()
-    except USER_ERRORS as error:
+    except UserError as error:
         print(f"[rank {rank}] {os.path.basename(sys.argv[0])}: error: {error}", file=sys.stderr, flush=True)
         raise SystemExit(1) from error
     if dist.is_initialized():

@@ -18,9 +18,9 @@ from tqdm import tqdm
 from lightppo.algorithms.kl import make_kl_controller
 from lightppo.config import PPOConfig
 from lightppo.config.algorithm_rules import moves_reference
-from lightppo.config.fields import ConfigError
 from lightppo.config.micro_batches import micro_batch_spec
 from lightppo.data.records import Prompt
+from lightppo.errors import ConfigError, RewardError
 from lightppo.experience.batching import Minibatch, minibatches, plan_minibatch
 from lightppo.experience.dynamic_sampling import CollectedStep, OneBatch, PromptSource
 from lightppo.experience.experience import Experience
@@ -28,7 +28,7 @@ from lightppo.experience.experience_maker import ExperienceMaker
 from lightppo.experience.replay_buffer import ReplayBuffer
 from lightppo.models.shared_prompts import all_share_prompts
 from lightppo.rewards.build import build_reward_source
-from lightppo.rewards.source import RewardError, close_source
+from lightppo.rewards.source import close_source
 from lightppo.rollout.build import build_rollout_engine
 from lightppo.rollout.engine import RolloutEngine
 from lightppo.strategy.zero3 import parameter_count

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from lightppo.config import ConfigError
+from lightppo.errors import ConfigError
 from lightppo.trainer.state import TrainerState
 
 

@@ -6,7 +6,8 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from lightppo.config import ConfigError, PPOConfig
+from lightppo.config import PPOConfig
+from lightppo.errors import ConfigError
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.trainer.cadence import Cadence
 from lightppo.trainer.checkpointing import RunCheckpointer

@@ -8,15 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lightppo.errors import ReportError
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 Row = Mapping[str, Any]
-
-
-class ReportError(ValueError):
-    """A file of a run is missing, damaged, or lacks what a report needs. The message names it."""
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from lightppo.config import ConfigError, PPOConfig
+from lightppo.config import PPOConfig
 from lightppo.config.adapter_rules import reference_is_actor
+from lightppo.errors import ConfigError
 
 REQUIRED = {"pretrain": "model", "prompt_data": "prompts.jsonl", "reward_fn": "reward.py"}
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from lightppo.algorithms.traits import CORRECTION_TRAITS, ESTIMATOR_TRAITS, POLICY_LOSS_TRAITS
-from lightppo.config import ConfigError, PPOConfig
+from lightppo.config import PPOConfig
 from lightppo.config.old_log_probs import takes_old_from_training
+from lightppo.errors import ConfigError
 
 GROUP = {"advantage_estimator": "grpo", "n_samples_per_prompt": 4}
 DAPO = {"overlong_buffer_len": 128}

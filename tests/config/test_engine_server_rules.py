@@ -2,7 +2,8 @@
 
 import pytest
 
-from lightppo.config import ConfigError, PPOConfig
+from lightppo.config import PPOConfig
+from lightppo.errors import ConfigError
 
 LOCAL = ("http://127.0.0.1:8000", "http://localhost:8001")
 

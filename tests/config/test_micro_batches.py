@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from lightppo.config import ConfigError, PPOConfig
+from lightppo.config import PPOConfig
 from lightppo.config.micro_batches import MicroBatchSpec, micro_batch_spec, parse_specs, problems
+from lightppo.errors import ConfigError
 
 
 def spec(call: str, **options: object) -> MicroBatchSpec:

@@ -6,8 +6,9 @@ import json
 
 import pytest
 
-from lightppo.config import ConfigError, PPOConfig
+from lightppo.config import PPOConfig
 from lightppo.config.reward_rules import BUILT_IN, reward_plan, sources_of
+from lightppo.errors import ConfigError
 from lightppo.rewards.named import BUILT_IN_SOURCES
 
 SERVER = {"remote_rm_url": ["http://127.0.0.1:1/score"]}

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from lightppo.config import ConfigError, PPOConfig
+from lightppo.config import PPOConfig
 from lightppo.config.rules import trainer_contradictions
+from lightppo.errors import ConfigError
 
 GROUP = {"advantage_estimator": "rloo", "n_samples_per_prompt": 2}
 SERVER = {"reward_fn": None, "remote_rm_url": ["http://host/score"]}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lightppo.config import ConfigError, PPOConfig
+from lightppo.config import PPOConfig
+from lightppo.errors import ConfigError
 
 SMALL = {"pretrain": "m", "prompt_data": "d", "reward_fn": "r.py", "rollout_batch_size": 8, "train_batch_size": 8}
 GROUPS = {**SMALL, "n_samples_per_prompt": 4, "train_batch_size": 32}

@@ -8,10 +8,11 @@ from typing import Literal
 
 import pytest
 
-from lightppo.config import AlgorithmConfig, ConfigError, PPOConfig
+from lightppo.config import AlgorithmConfig, PPOConfig
 from lightppo.config.fields import option, range_text
 from lightppo.config.ppo import all_options
 from lightppo.config.values import conform, in_words
+from lightppo.errors import ConfigError
 
 Stage = Literal[0, 3]
 

@@ -13,7 +13,8 @@ from datasets import Dataset, DatasetDict
 
 from lightppo.data.loading import blending_datasets, check_data_paths, interleave_indices, parse_probs
 from lightppo.data.prompt_dataset import PromptDataset
-from lightppo.data.rows import ORIGIN_COLUMN, DataError
+from lightppo.data.rows import ORIGIN_COLUMN
+from lightppo.errors import DataError
 
 REPO = Path(__file__).parents[2]
 GSM8K = REPO.parent / "shared" / "data" / "gsm8k"

@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader
 
 from lightppo.data.loading import blending_datasets
 from lightppo.data.prompt_dataset import PromptDataset, truncate_ids
-from lightppo.data.rows import DataError
 from lightppo.data.sampler import RolloutBatchSampler
+from lightppo.errors import DataError
 
 USER = {"role": "user", "content": "2+2?"}
 

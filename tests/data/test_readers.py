@@ -10,7 +10,8 @@ import pytest
 from datasets import Dataset
 
 from lightppo.data.readers import file_format, read_file
-from lightppo.data.rows import ORIGIN_COLUMN, DataError
+from lightppo.data.rows import ORIGIN_COLUMN
+from lightppo.errors import DataError
 
 ROWS = [{"input": "a", "label": 1}, {"input": "b\n", "label": 2}]
 

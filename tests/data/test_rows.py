@@ -4,15 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lightppo.data.rows import (
-    BadRowError,
-    DataError,
-    lookup,
-    read_example,
-    read_label,
-    read_prompt,
-    resolve_fields,
-)
+from lightppo.data.rows import lookup, read_example, read_label, read_prompt, resolve_fields
+from lightppo.errors import BadRowError, DataError
 
 USER = {"role": "user", "content": "2+2?"}
 ANSWER = {"role": "assistant", "content": "4"}

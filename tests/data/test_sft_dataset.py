@@ -9,8 +9,8 @@ from datasets import Dataset
 
 from lightppo.data.loading import blending_datasets
 from lightppo.data.prompt_dataset import PromptDataset
-from lightppo.data.rows import DataError
 from lightppo.data.sft_dataset import IGNORE_INDEX, SFTDataset
+from lightppo.errors import DataError
 
 USER = {"role": "user", "content": "hi"}
 ANSWER = {"role": "assistant", "content": "yo"}

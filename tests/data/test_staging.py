@@ -11,8 +11,9 @@ import fsspec
 import pytest
 
 from lightppo.data.loading import blending_datasets
-from lightppo.data.rows import ORIGIN_COLUMN, DataError
-from lightppo.data.staging import StagingError, check_scheme, stage_to_local
+from lightppo.data.rows import ORIGIN_COLUMN
+from lightppo.data.staging import check_scheme, stage_to_local
+from lightppo.errors import DataError, StagingError
 
 
 @pytest.fixture

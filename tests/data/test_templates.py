@@ -6,8 +6,8 @@ import logging
 
 import pytest
 
-from lightppo.data.rows import BadRowError, DataError
 from lightppo.data.templates import PromptTemplate
+from lightppo.errors import BadRowError, DataError
 
 USER = {"role": "user", "content": "hi"}
 

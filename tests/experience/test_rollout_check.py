@@ -12,7 +12,8 @@ from support.tiny import tiny_config
 from transformers import LlamaForCausalLM
 
 from lightppo.config import PPOConfig
-from lightppo.experience.rollout_check import RolloutCheck, RolloutMismatchError, default_tolerance
+from lightppo.errors import RolloutMismatchError
+from lightppo.experience.rollout_check import RolloutCheck, default_tolerance
 from lightppo.models.actor import Actor
 
 

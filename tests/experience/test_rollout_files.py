@@ -7,8 +7,8 @@ import json
 import pytest
 from support.fakes import FakeEngine, FakeStrategy, make_rollout, on_ranks
 
-from lightppo.config import ConfigError
 from lightppo.data.records import Prompt
+from lightppo.errors import ConfigError
 from lightppo.experience.rollout_files import RolloutReplay, write_step
 from lightppo.rollout.engine import SamplingParams
 

@@ -8,6 +8,7 @@ import pytest
 from support.fakes import FakeEngine, FakeReward, FakeStrategy, on_ranks
 
 from lightppo.data.records import Prompt
+from lightppo.errors import RewardError
 from lightppo.experience.dynamic_sampling import (
     CollectedStep,
     GroupCollector,
@@ -17,7 +18,6 @@ from lightppo.experience.dynamic_sampling import (
 )
 from lightppo.experience.filters import GroupFilter
 from lightppo.experience.sampling import RolloutSampler
-from lightppo.rewards.source import RewardError
 from lightppo.rollout.engine import SamplingParams
 
 HARD, MIXED, EASY = 0, 1, 2  # all wrong, one of two right, all right

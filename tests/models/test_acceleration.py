@@ -9,6 +9,7 @@ import torch
 from torch._dynamo.testing import CompileCounter
 from transformers import PreTrainedModel
 
+from lightppo.errors import ModelLoadError
 from lightppo.models.acceleration import (
     activations_on_cpu,
     check_activation_offload,
@@ -19,7 +20,6 @@ from lightppo.models.acceleration import (
 )
 from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic
-from lightppo.models.errors import ModelLoadError
 
 MakeModel = Callable[..., PreTrainedModel]
 Batch = tuple[torch.Tensor, torch.Tensor, int]

@@ -15,9 +15,8 @@ from transformers import (
     RecurrentGemmaConfig,
 )
 
+from lightppo.errors import ModelLoadError, PackingNotSupportedError
 from lightppo.models.actor import Actor
-from lightppo.models.errors import ModelLoadError
-from lightppo.models.packing import PackingNotSupportedError
 
 Batch = tuple[Tensor, Tensor, int]
 MakeModel = Callable[..., PreTrainedModel]

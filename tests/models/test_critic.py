@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
+from lightppo.errors import ModelLoadError
 from lightppo.models.critic import Critic
-from lightppo.models.errors import ModelLoadError
 
 Batch = tuple[Tensor, Tensor, int]
 MakeModel = Callable[..., PreTrainedModel]

@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import BertConfig, LlamaForCausalLM, PreTrainedModel
 
+from lightppo.errors import ModelLoadError
 from lightppo.models import loading
 from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic
-from lightppo.models.errors import ModelLoadError
 from lightppo.models.loading import (
     get_llm_for_sequence_regression,
     load_causal_lm,

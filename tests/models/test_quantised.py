@@ -15,11 +15,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM, OPTConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from lightppo.errors import ModelLoadError
 from lightppo.models import quantised
 from lightppo.models.acceleration import compile_layers
 from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic
-from lightppo.models.errors import ModelLoadError
 from lightppo.models.loading import load_causal_lm
 from lightppo.models.lora import AdaptersOff, LoraOptions, add_adapters, merge
 from lightppo.models.quantised import BLOCK, PIECES, Packing, QuantisedLinear, packings, quantise

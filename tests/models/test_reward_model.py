@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lightppo.models.errors import ModelLoadError
+from lightppo.errors import ModelLoadError
 from lightppo.models.reward_model import RewardModel
 
 Batch = tuple[Tensor, Tensor, int]

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from lightppo.errors import ModelLoadError
 from lightppo.models.actor import Actor
-from lightppo.models.errors import ModelLoadError
 from lightppo.models.loading import get_tokenizer, valid_vocab_size
 
 Save = Callable[..., str]

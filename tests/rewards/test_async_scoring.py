@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from lightppo.data.records import Rollout
-from lightppo.rewards import AsyncScorer, CombinedReward, RewardError, RewardModelSource, RewardOutput, score_rollouts
+from lightppo.errors import RewardError
+from lightppo.rewards import AsyncScorer, CombinedReward, RewardModelSource, RewardOutput, score_rollouts
 
 SECONDS = 60  # until an event that never comes fails a test
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from lightppo.data.records import Rollout
-from lightppo.rewards import RewardError, build_reward_source
+from lightppo.errors import RewardError
+from lightppo.rewards import build_reward_source
 
 ROOT = Path(__file__).parents[2]
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k" / "test.jsonl"

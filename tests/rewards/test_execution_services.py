@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from lightppo.data.records import Prompt, Rollout
+from lightppo.errors import RewardError
 from lightppo.rewards.code import CodeReward
 from lightppo.rewards.code_tests import CodeTests, find_tests
 from lightppo.rewards.execution_services import FunctionCallVerifier, SandboxFusionVerifier
-from lightppo.rewards.source import RewardError
 
 ADD = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
 ADD_CALLS = {"fn_name": "add", "inputs": ["1\n2", "3\n4"], "outputs": ["3", "7"]}

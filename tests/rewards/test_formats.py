@@ -4,8 +4,9 @@ from typing import Any
 import pytest
 
 from lightppo.data.records import Rollout
+from lightppo.errors import RewardError
 from lightppo.rewards.formats import FORMATS, FormatReward, XmlFormatCheck
-from lightppo.rewards.source import RewardError, RewardOutput, RewardSource, score_rollouts
+from lightppo.rewards.source import RewardOutput, RewardSource, score_rollouts
 from lightppo.rewards.weights import CombinedReward
 
 Make = Callable[..., Rollout]

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from lightppo.data.records import Rollout
-from lightppo.rewards import FunctionReward, RewardError, RewardSource, load_python_function, score_rollouts
+from lightppo.errors import RewardError
+from lightppo.rewards import FunctionReward, RewardSource, load_python_function, score_rollouts
 
 
 def test_gets_queries_prompts_labels(rollouts: list[Rollout]) -> None:

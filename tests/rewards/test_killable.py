@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from lightppo.errors import RewardError, WorkerStartError
 from lightppo.rewards.failures import Call
-from lightppo.rewards.killable import KillablePool, WorkerStartError, default_processes
-from lightppo.rewards.source import RewardError
+from lightppo.rewards.killable import KillablePool, default_processes
 
 TARGETS = Path(__file__).with_name("killable_targets.py")
 Behave = Callable[..., list[Any]]

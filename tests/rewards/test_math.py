@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from lightppo.data.records import Rollout
+from lightppo.errors import RewardError
 from lightppo.rewards.answers import as_number, compare, find_answer, gold_answers
-from lightppo.rewards.source import RewardError, RewardSource, score_rollouts
+from lightppo.rewards.source import RewardSource, score_rollouts
 
 GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"
 Make = Callable[..., Rollout]

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from lightppo.data.records import Rollout
-from lightppo.rewards import RewardError, RewardModelSource, score_rollouts
+from lightppo.errors import RewardError
+from lightppo.rewards import RewardModelSource, score_rollouts
 from lightppo.rewards.retemplate import SameIds
 
 PAD = 99

@@ -9,10 +9,11 @@ from support.fakes import make_rollout
 
 from lightppo.config import PPOConfig
 from lightppo.config.reward_rules import reward_plan
+from lightppo.errors import RewardError
 from lightppo.rewards import named
 from lightppo.rewards.execution_services import FunctionCallVerifier, SandboxFusionVerifier
 from lightppo.rewards.formats import has_think
-from lightppo.rewards.source import RewardError, RewardOutput, RewardSource
+from lightppo.rewards.source import RewardOutput, RewardSource
 
 GOOD = "<think>2 + 2</think><answer>4</answer>"
 

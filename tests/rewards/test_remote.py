@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from lightppo.data.records import Rollout
-from lightppo.rewards import RemoteReward, RewardError, read_token
+from lightppo.errors import RewardError
+from lightppo.rewards import RemoteReward, read_token
 
 TOKEN = "s3cret-Token/+=="
 NO_FAILURES = {"failures": [0.0] * 5, "timeouts": [0.0] * 5}

@@ -15,8 +15,9 @@ from support.tiny import CHARACTERS, save_reward_model, save_tokenizer, tiny_con
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaForSequenceClassification
 
 from lightppo.data.records import Rollout
+from lightppo.errors import RewardError
 from lightppo.models.reward_model import RewardModel
-from lightppo.rewards import RewardError, RewardModelSource
+from lightppo.rewards import RewardModelSource
 from lightppo.rewards.retemplate import PlainText, Retemplated, check_same_ids
 
 TEMPLATE = (

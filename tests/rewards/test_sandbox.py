@@ -18,7 +18,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lightppo.rewards.sandbox import ISOLATIONS, SandboxLimits, SandboxPool, SandboxRefusedError
+from lightppo.errors import SandboxRefusedError
+from lightppo.rewards.sandbox import ISOLATIONS, SandboxLimits, SandboxPool
 from lightppo.rewards.sandbox_probe import PROTECTIONS
 from lightppo.rewards.sandbox_process import Sandbox
 

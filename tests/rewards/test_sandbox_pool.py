@@ -12,8 +12,9 @@ from collections.abc import Callable
 import psutil
 import pytest
 
+from lightppo.errors import SandboxError, SandboxRefusedError
 from lightppo.rewards import sandbox_process
-from lightppo.rewards.sandbox import SandboxError, SandboxLimits, SandboxPool, SandboxRefusedError
+from lightppo.rewards.sandbox import SandboxLimits, SandboxPool
 from lightppo.rewards.sandbox_probe import PROTECTIONS, probe
 from lightppo.rewards.sandbox_process import Sandbox
 

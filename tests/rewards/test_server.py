@@ -20,7 +20,8 @@ from support.tiny import save_reward_model
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from lightppo.data.records import Rollout
-from lightppo.rewards import RemoteReward, RewardError, RewardOutput
+from lightppo.errors import RewardError
+from lightppo.rewards import RemoteReward, RewardOutput
 
 pytest.importorskip("fastapi", reason="lightppo[serve] is not installed")
 

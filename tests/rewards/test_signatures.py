@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from lightppo.data.records import Rollout
+from lightppo.errors import RewardError
 from lightppo.rewards.function import FunctionReward
 from lightppo.rewards.signatures import STYLES, BoundFunction, recognise
-from lightppo.rewards.source import RewardError, score_rollouts
+from lightppo.rewards.source import score_rollouts
 
 Make = Callable[..., Rollout]
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from lightppo.data.records import Rollout
-from lightppo.rewards import CombinedReward, RewardError, RewardOutput, RewardSource, check_output, score_rollouts
+from lightppo.errors import RewardError
+from lightppo.rewards import CombinedReward, RewardOutput, RewardSource, check_output, score_rollouts
 
 
 class Fixed:

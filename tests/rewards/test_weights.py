@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from lightppo.data.records import Rollout
-from lightppo.rewards import CombinedReward, RewardError, RewardOutput, RewardSource, RoutedReward, score_rollouts
+from lightppo.errors import RewardError
+from lightppo.rewards import CombinedReward, RewardOutput, RewardSource, RoutedReward, score_rollouts
 
 
 class Length:

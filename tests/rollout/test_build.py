@@ -6,9 +6,10 @@ from typing import get_args
 
 import pytest
 
-from lightppo.config import ConfigError, PPOConfig
+from lightppo.config import PPOConfig
 from lightppo.config.engine_section import EngineConfig
 from lightppo.config.values import kind_of
+from lightppo.errors import ConfigError
 from lightppo.rollout.build import ENGINES, build_rollout_engine
 from lightppo.rollout.hf import HFRolloutEngine
 

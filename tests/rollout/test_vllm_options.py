@@ -6,8 +6,9 @@ import math
 import pytest
 from support.tiny import tiny_config
 
-from lightppo.config import ConfigError, PPOConfig
+from lightppo.config import PPOConfig
 from lightppo.data.records import Prompt
+from lightppo.errors import ConfigError
 from lightppo.rollout import vllm_options
 from lightppo.rollout.engine import SamplingParams
 from lightppo.rollout.sampling import request_seed

@@ -15,9 +15,10 @@ from support.ranks import free_port
 
 from lightppo.config import PPOConfig
 from lightppo.data.records import Prompt
+from lightppo.errors import RolloutError
 from lightppo.models.actor import Actor
 from lightppo.models.lora import LoraOptions, add_adapters
-from lightppo.rollout.engine import RolloutEngine, RolloutError, SamplingParams
+from lightppo.rollout.engine import RolloutEngine, SamplingParams
 from lightppo.rollout.sampling import request_seed
 from lightppo.rollout.server_worker import architecture
 from lightppo.rollout.vllm_server import VLLMServerRolloutEngine

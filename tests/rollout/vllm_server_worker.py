@@ -13,9 +13,10 @@ from transformers import AutoTokenizer
 
 from lightppo.config import PPOConfig
 from lightppo.data.records import Prompt
+from lightppo.errors import RolloutError
 from lightppo.models.actor import Actor
 from lightppo.rollout.build import build_rollout_engine
-from lightppo.rollout.engine import RolloutError, SamplingParams
+from lightppo.rollout.engine import SamplingParams
 from lightppo.rollout.hf import HFRolloutEngine
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 

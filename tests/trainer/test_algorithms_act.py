@@ -12,12 +12,13 @@ from support.tiny import tiny_config
 
 from lightppo.algorithms.losses import PolicyLoss
 from lightppo.algorithms.traits import POLICY_LOSS_TRAITS
-from lightppo.config import ConfigError, PPOConfig
+from lightppo.config import PPOConfig
 from lightppo.data.records import Prompt, Rollout
+from lightppo.errors import ConfigError, RewardError
 from lightppo.experience.experience import Experience
 from lightppo.experience.sampling import RolloutSampler
 from lightppo.experience.token_selection import select_tokens
-from lightppo.rewards.source import RewardError, RewardOutput
+from lightppo.rewards.source import RewardOutput
 from lightppo.rollout.engine import SamplingParams
 from lightppo.trainer.guards import check_router
 from lightppo.trainer.metric_names import with_namespace

@@ -9,7 +9,7 @@ import pytest
 from support.fakes import FakeEngine
 
 from lightppo import PPOTrainer
-from lightppo.config import ConfigError
+from lightppo.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("world")
 

@@ -16,7 +16,8 @@ from support.fakes import FakeEngine, FakeReward
 from support.tiny import save_causal_lm, write_jsonl
 
 from lightppo import PPOTrainer
-from lightppo.config import ConfigError, parse_args
+from lightppo.config import parse_args
+from lightppo.errors import ConfigError
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.trainer.launch import USER_ERRORS
 

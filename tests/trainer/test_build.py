@@ -12,8 +12,8 @@ import torch
 from support.tiny import save_causal_lm, save_reward_model, tiny_config, write_jsonl
 from torch import nn
 
-from lightppo.config import ConfigError, PPOConfig
-from lightppo.models.errors import ModelLoadError
+from lightppo.config import PPOConfig
+from lightppo.errors import ConfigError, ModelLoadError
 from lightppo.models.tokenizer import get_tokenizer
 from lightppo.strategy import launch
 from lightppo.strategy.deepspeed import DeepspeedStrategy
@@ -513,7 +513,7 @@ def test_all_options_are_described(make_config):
 
 
 def test_a_run_folder_that_cannot_be_written_is_named(make_config, tmp_path):
-    from lightppo.config import ConfigError
+    from lightppo.errors import ConfigError
 
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=rf"--save_path {tmp_path}/file/run: cannot be written"):

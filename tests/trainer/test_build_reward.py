@@ -12,7 +12,7 @@ import torch
 from support.fakes import FakeStrategy, make_rollout
 from support.tiny import save_reward_model
 
-from lightppo.config import ConfigError
+from lightppo.errors import ConfigError
 from lightppo.rewards.remote import RemoteReward
 from lightppo.rewards.retemplate import Retemplated, SameIds
 from lightppo.trainer.build_reward import build_reward

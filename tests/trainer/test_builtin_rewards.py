@@ -10,7 +10,7 @@ import pytest
 from support.tiny import write_jsonl
 
 from lightppo import PPOTrainer
-from lightppo.config import ConfigError
+from lightppo.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("world")
 

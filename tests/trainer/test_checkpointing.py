@@ -15,7 +15,8 @@ import torch
 from support.fakes import FakeStrategy, on_ranks
 
 from lightppo.config import CheckpointConfig
-from lightppo.strategy.checkpoint import CheckpointError, list_tags
+from lightppo.errors import CheckpointError
+from lightppo.strategy.checkpoint import list_tags
 from lightppo.trainer.checkpointing import RunCheckpointer, resume_root
 
 ages = itertools.count(1)

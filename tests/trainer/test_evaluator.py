@@ -9,8 +9,8 @@ import pytest
 from support.fakes import FakeEngine, FakeReward, FakeStrategy, make_rollout, on_ranks
 
 from lightppo.data.records import Prompt
+from lightppo.errors import RewardError
 from lightppo.experience.sampling import seed_of_step
-from lightppo.rewards.source import RewardError
 from lightppo.rollout.engine import SamplingParams
 from lightppo.trainer.evaluator import EvalSample, Evaluator, eval_metrics, pass_at_k
 

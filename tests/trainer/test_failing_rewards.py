@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from lightppo import PPOTrainer
-from lightppo.config import ConfigError
-from lightppo.rewards.source import RewardError
+from lightppo.errors import ConfigError, RewardError
 
 pytestmark = pytest.mark.usefixtures("world")
 

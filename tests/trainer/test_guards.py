@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from lightppo.config import ConfigError, PPOConfig
-from lightppo.data.rows import DataError
+from lightppo.config import PPOConfig
+from lightppo.errors import ConfigError, DataError
 from lightppo.trainer.guards import check_before_loading, check_disk_space, check_lengths
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from lightppo.rollout.engine import RolloutError
+from lightppo.errors import RolloutError
 from lightppo.trainer.launch import run
 
 

@@ -15,10 +15,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from lightppo import PPOTrainer
-from lightppo.config import ConfigError
-from lightppo.models.errors import ModelLoadError
+from lightppo.errors import CheckpointError, ConfigError, ModelLoadError
 from lightppo.models.lora import AdaptersOff
-from lightppo.strategy.checkpoint import CheckpointError
 from lightppo.strategy.engines import is_engine
 from lightppo.strategy.zero3 import parameter_count
 from lightppo.trainer import build, build_models, guards

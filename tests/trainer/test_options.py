@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from lightppo.config import ConfigError, PPOConfig
+from lightppo.config import PPOConfig
+from lightppo.errors import ConfigError
 from lightppo.trainer.options import (
     checked_config,
     config_from_options,

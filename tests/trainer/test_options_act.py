@@ -18,10 +18,11 @@ from support.sampled import PROMPTS, collected
 from support.tiny import sums, write_jsonl
 
 from lightppo import PPOTrainer
-from lightppo.config import ConfigError, PPOConfig
+from lightppo.config import PPOConfig
 from lightppo.data.records import Prompt
+from lightppo.errors import ConfigError, RewardError
 from lightppo.models.wrapper import PretrainedWrapper
-from lightppo.rewards.source import RewardError, score_rollouts
+from lightppo.rewards.source import score_rollouts
 from lightppo.rollout.hf import HFRolloutEngine
 from lightppo.trainer import build
 from lightppo.trainer.recorder import Recorder

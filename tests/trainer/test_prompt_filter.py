@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 from support.fakes import FakeStrategy, on_ranks
 
-from lightppo.config import ConfigError
 from lightppo.data.sampler import RolloutBatchSampler
+from lightppo.errors import ConfigError
 from lightppo.trainer.prompt_filter import PromptFilter, too_well_solved
 from lightppo.trainer.state import TrainerState
 

@@ -17,12 +17,11 @@ from transformers import AutoModelForCausalLM, LlamaForSequenceClassification
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from lightppo import PPOTrainer
+from lightppo.errors import CheckpointError, ModelLoadError
 from lightppo.models.actor import Actor
-from lightppo.models.errors import ModelLoadError
 from lightppo.models.lora import AdaptersOff
 from lightppo.models.quantised import packings
 from lightppo.rollout.weight_sync import full_weights
-from lightppo.strategy.checkpoint import CheckpointError
 from lightppo.trainer import build, build_models
 
 pytestmark = pytest.mark.usefixtures("world")

@@ -9,16 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from lightppo.trainer.report import (
-    PANELS,
-    ReportError,
-    draw_training,
-    evaluations,
-    plot_training,
-    read_jsonl,
-    read_metrics,
-    series,
-)
+from lightppo.errors import ReportError
+from lightppo.trainer.report import PANELS, draw_training, evaluations, plot_training, read_jsonl, read_metrics, series
 
 ROWS = [
     {"step": 0, "time": 0.0, "eval/accuracy": 0.5, "eval/reward": 0.4},

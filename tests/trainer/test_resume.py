@@ -11,7 +11,8 @@ import torch
 from support.tiny import write_jsonl
 
 from lightppo import PPOTrainer
-from lightppo.config import ConfigError, PPOConfig
+from lightppo.config import PPOConfig
+from lightppo.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("world")
 

@@ -11,8 +11,8 @@ import torch
 from support.tiny import sums, write_jsonl
 
 from lightppo import PPOTrainer
-from lightppo.config import ConfigError, PPOConfig
-from lightppo.rewards.source import RewardError
+from lightppo.config import PPOConfig
+from lightppo.errors import ConfigError, RewardError
 from lightppo.trainer.metric_names import METRICS
 from lightppo.trainer.options import eval_sampling_params, sampling_params
 

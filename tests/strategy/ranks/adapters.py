@@ -14,13 +14,13 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from lightppo.data.records import Prompt
+from lightppo.errors import CheckpointError
 from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic
 from lightppo.models.lora import AdaptersOff, LoraOptions, add_adapters
 from lightppo.rollout.engine import SamplingParams
 from lightppo.rollout.hf import HFRolloutEngine
 from lightppo.rollout.weight_sync import full_weights
-from lightppo.strategy.checkpoint import CheckpointError
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 
 ACTIONS, KL_COEF, STEPS = 4, 0.5, 4

@@ -30,7 +30,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from lightppo.strategy.checkpoint import CheckpointError, latest_tag, list_tags, restore_rng_state, rng_state
+from lightppo.errors import CheckpointError
+from lightppo.strategy.checkpoint import latest_tag, list_tags, restore_rng_state, rng_state
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 
 VARIANTS = {

@@ -1,0 +1,82 @@
+"""Every error that a user sees and can mend: told in one line, with exit code 1. Anything else keeps its traceback.
+
+A message names the flag, file, line or rank, and says what to do.
+"""
+
+from __future__ import annotations
+
+
+class UserError(Exception):
+    """Something that the user can mend."""
+
+
+class ConfigError(UserError, ValueError):
+    """An option, or a combination of options, that cannot work."""
+
+
+class DataError(UserError, ValueError):
+    """Data that cannot be used; names the file, row or column."""
+
+
+class BadRowError(DataError):
+    """One row that cannot be used.
+
+    Attributes:
+        reason: short name that the reports count by: missing, wrong_type, empty, overlong, template.
+    """
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(reason, message)  # both, so that it pickles between processes
+        self.reason = reason
+        self.message = message
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class StagingError(UserError, OSError):
+    """A URL that cannot be read or copied."""
+
+
+class ModelLoadError(UserError, ValueError):
+    """A model or tokenizer that cannot be loaded as asked."""
+
+
+class PackingNotSupportedError(UserError, ValueError):
+    """The model gives other results for a packed row than for its sequences alone."""
+
+
+class RewardError(UserError, RuntimeError):
+    """A reward source failed, or gave an answer that cannot be used. Never replaced by a score."""
+
+
+class WorkerStartError(RewardError):
+    """No worker process can load the function it should call."""
+
+
+class SandboxError(RewardError):
+    """The sandbox failed, not the program in it."""
+
+
+class SandboxRefusedError(SandboxError, ValueError):
+    """No sandbox can be had here, and running without one is not allowed."""
+
+
+class RolloutError(UserError, RuntimeError):
+    """A rollout engine cannot sample."""
+
+
+class RolloutMismatchError(RolloutError):
+    """The engine samples from other weights than the actor's."""
+
+
+class CheckpointError(UserError, ValueError):
+    """A directory is not a checkpoint, or not one of this run's shape."""
+
+
+class LaunchError(UserError, RuntimeError):
+    """This process cannot become a rank: the environment, the port or the GPUs are not as they must be."""
+
+
+class ReportError(UserError, ValueError):
+    """A file of a run is missing, damaged, or lacks what a report needs."""

@@ -1,0 +1,85 @@
+"""What a part needs of the ranks: one protocol, and the one that stands for a process alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
+
+
+@runtime_checkable
+class Ranks(Protocol):
+    """One rank among others. Every method but ``get_rank``, ``is_rank_0`` and ``print`` is collective.
+
+    :class:`lightppo.strategy.distributed.DistributedStrategy` is one; so is :class:`Alone`.
+    """
+
+    device: Any  # where the tensors of this rank live
+
+    @property
+    def world_size(self) -> int: ...
+
+    def get_rank(self) -> int: ...
+
+    def is_rank_0(self) -> bool: ...
+
+    def all_reduce(self, data: Any, op: str = "mean") -> Any:
+        """Reduces a tensor, a number or a dictionary of them; ``op`` is mean, sum, max or min."""
+
+    def all_gather(self, data: Any) -> Any:
+        """Concatenates tensors along their first dimension, which may differ, in rank order."""
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        """Any picklable object of every rank, in rank order."""
+
+    def broadcast_object(self, obj: Any, src: int = 0) -> Any:
+        """Rank ``src``'s object on every rank."""
+
+    def same_count(self, count: int) -> int:
+        """The largest ``count`` of all ranks: how often everybody has to run a collective."""
+
+    def on_rank_0(self, action: Callable[[], Any], what: str) -> None:
+        """Runs ``action`` on rank 0; its failure is raised on every rank."""
+
+    def barrier(self) -> None: ...
+
+    def print(self, *parts: Any) -> None:
+        """Prints on rank 0."""
+
+
+class Alone:
+    """The ranks of a process without others: every collective returns what it was given."""
+
+    world_size = 1
+
+    def __init__(self, device: Any = "cpu") -> None:
+        self.device = device
+
+    def get_rank(self) -> int:
+        return 0
+
+    def is_rank_0(self) -> bool:
+        return True
+
+    def all_reduce(self, data: Any, op: str = "mean") -> Any:
+        return data
+
+    def all_gather(self, data: Any) -> Any:
+        return data
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        return [obj]
+
+    def broadcast_object(self, obj: Any, src: int = 0) -> Any:
+        return obj
+
+    def same_count(self, count: int) -> int:
+        return count
+
+    def on_rank_0(self, action: Callable[[], Any], what: str) -> None:
+        action()
+
+    def barrier(self) -> None:
+        pass
+
+    def print(self, *parts: Any) -> None:
+        print(*parts, flush=True)
