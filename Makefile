@@ -58,7 +58,7 @@ lint: $(INSTALLED)
 
 docs: $(INSTALLED)
 	$(BIN)/python -m lightppo.config.reference --write
-	$(BIN)/python -m lightppo.trainer.metric_names --write
+	$(BIN)/python -m lightppo.trainer.metrics --write
 
 # Longer than the tests and only on an idle machine: QUICK=1 shows whether it works, not how fast anything is.
 bench: $(INSTALLED)

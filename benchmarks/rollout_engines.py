@@ -51,7 +51,7 @@ def engine_and_prompts(options: argparse.Namespace) -> tuple[Any, Any, list[Any]
     from lightppo.config import PPOConfig
     from lightppo.data.records import Prompt
     from lightppo.models.actor import Actor
-    from lightppo.models.tokenizer import valid_vocab_size
+    from lightppo.models.loading import valid_vocab_size
     from lightppo.rollout.build import build_rollout_engine
     from lightppo.strategy.deepspeed import DeepspeedStrategy
 

@@ -54,8 +54,8 @@ def reward_model(args: argparse.Namespace) -> Any:
     """A reward model that reads the texts of requests in its own tokenizer's ids."""
     import torch
 
-    from lightppo.models.reward_model import RewardModel
-    from lightppo.models.tokenizer import get_tokenizer
+    from lightppo.models.critic import RewardModel
+    from lightppo.models.loading import get_tokenizer
     from lightppo.rewards import RewardModelSource
     from lightppo.rewards.retemplate import PlainText, Retemplated
 

@@ -110,9 +110,9 @@ def train(config: SFTConfig) -> None:
     from transformers import get_scheduler
 
     from lightppo import Actor, SFTDataset, SFTTrainer, blending_datasets, get_strategy, get_tokenizer
-    from lightppo.data.staging import stage_to_local
+    from lightppo.data.readers import stage_to_local
     from lightppo.models.lora import LoraOptions, add_adapters
-    from lightppo.trainer.sft_trainer import total_steps
+    from lightppo.trainer.supervised import total_steps
 
     strategy = get_strategy(config)
     strategy.setup_distributed()

@@ -18,7 +18,7 @@ from support.tiny import save_causal_lm, sums, write_jsonl
 from lightppo.algorithms.traits import CORRECTION_TRAITS, ESTIMATOR_TRAITS, KL_ESTIMATOR_NAMES, POLICY_LOSS_TRAITS
 from lightppo.config import parse_args
 from lightppo.config.ppo import all_options
-from lightppo.trainer.metric_names import METRICS
+from lightppo.trainer.metrics import METRICS
 
 PAGES = sorted([REPO / "README.md", *(REPO / "docs").glob("*.md")])
 NAMES = [page.name for page in PAGES]

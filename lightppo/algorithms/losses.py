@@ -6,18 +6,480 @@ Each returns one micro batch's share of the loss of the whole optimizer step; se
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from lightppo.algorithms.kl import LOG_RATIO_LIMIT
 from lightppo.algorithms.logprobs import token_log_probs
-from lightppo.algorithms.masking import LOSS_AGG_MODES, LossNormalizer, aggregate_loss, require_same_shape
-from lightppo.algorithms.policy_losses import POLICY_LOSSES as POLICY_LOSSES
-from lightppo.algorithms.policy_losses import PolicyLoss as PolicyLoss
-from lightppo.algorithms.policy_losses import token_means, zero_where_masked
+from lightppo.algorithms.masking import (
+    LOSS_AGG_MODES,
+    LossNormalizer,
+    aggregate_loss,
+    at_least_float32,
+    require_same_shape,
+)
 from lightppo.algorithms.tables import lookup
-from lightppo.algorithms.token_losses import Metrics
+from lightppo.algorithms.traits import POLICY_LOSS_TRAITS
+
+Metrics = dict[str, Tensor]
+DRIFT_SLOPE_LIMIT = 2.0  # cpgd: the drift pulls a token back with at most this times its coefficient
+
+
+class PolicyLossFn(Protocol):
+    """The signature of all policy losses. A function names what it uses and takes the rest as ``**_``."""
+
+    def __call__(
+        self,
+        log_probs: Tensor,
+        old_log_probs: Tensor,
+        advantages: Tensor,
+        *,
+        action_mask: Tensor,
+        clip_eps_low: float | None,
+        clip_eps_high: float | None,
+        selected: Tensor | None,
+        **options: float | None,
+    ) -> tuple[Tensor, Metrics]:
+        """Loss of each token. A token's gradient comes from its own loss alone.
+
+        Args:
+            log_probs: (B, A), current policy, with gradient. All inputs are 0 at masked positions.
+            old_log_probs: (B, A), the policy the ratio is taken to, no gradient.
+            advantages: (B, A), no gradient.
+            action_mask: (B, A) bool, for losses that look at whole sequences.
+            clip_eps_low: how far below 1 the ratio may fall; ``None`` for losses that clip nothing.
+            clip_eps_high: how far above 1 the ratio may rise; likewise.
+            selected: (B, A) bool, for losses that treat some tokens differently.
+            options: those of ``traits.POLICY_LOSS_TRAITS``.
+
+        Returns:
+            token loss (B, A) and metrics (B, A) each: at least ``clip_ratio`` (1 where clipping took away the
+            gradient through the ratio), ``ratio`` (before clipping; that of the row for losses that take one ratio per
+            row), ``approx_kl`` (k3 of old to new, nats).
+        """
+        ...
+
+
+def ppo_policy_loss(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    *,
+    clip_eps_low: float,
+    clip_eps_high: float,
+    dual_clip: float | None = None,
+    **_: object,
+) -> tuple[Tensor, Metrics]:
+    """-min(ρA, clip(ρ, 1 - ε_low, 1 + ε_high)·A); with ``dual_clip`` c, where A < 0, at most -cA.
+
+    Where A < 0, nothing else bounds the loss of a token that has become far more probable; dual clip lets such a token
+    go (no gradient above ρ = c) instead of letting it rule the step.
+
+    Sources: Schulman et al. 2017 (arXiv:1707.06347), eq. 7; two epsilons ("clip-higher"): DAPO (arXiv:2503.14476),
+    eq. 10; dual clip: Ye et al. 2020 (arXiv:1912.09729). Arguments: :class:`PolicyLossFn`.
+    """
+    log_ratio = log_probs - old_log_probs
+    loss, lost = _clipped_surrogate(_ratio(log_ratio), advantages, clip_eps_low, clip_eps_high)
+    lost = lost | (_beyond_limit(log_ratio) & (advantages != 0))
+    if dual_clip is None:
+        return loss, _metrics(log_ratio, lost)
+    bound = -dual_clip * advantages
+    dual_clipped = (advantages < 0) & (loss > bound)
+    loss = torch.where(dual_clipped, bound, loss)
+    return loss, _metrics(log_ratio, lost | dual_clipped, dual_clip_ratio=dual_clipped)
+
+
+def gspo_policy_loss(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    *,
+    action_mask: Tensor,
+    clip_eps_low: float,
+    clip_eps_high: float,
+    **_: object,
+) -> tuple[Tensor, Metrics]:
+    """PPO's loss with the ratio of the row, s = exp(mean log-ratio of its trained tokens), so whole rows are clipped.
+
+    Each token gets sg(s)·exp(log_probs - sg(log_probs)): the value s, and the gradient -sA to its own log prob. With
+    one advantage per row and ``seq-mean-token-mean`` that is the gradient of -min(sA, clip(s)·A) itself, spread over
+    the row's tokens; with ``token-mean`` long rows weigh more.
+
+    Source: Zheng et al. 2025 (arXiv:2507.18071), §4.1 and the token form of §4.3. Arguments: :class:`PolicyLossFn`.
+    """
+    log_ratio = log_probs - old_log_probs
+    log_row_ratio = _row_mean(log_ratio.detach(), action_mask)  # (B, 1)
+    ratio = _ratio(log_row_ratio + (log_probs - log_probs.detach()))  # (B, A)
+    loss, lost = _clipped_surrogate(ratio, advantages, clip_eps_low, clip_eps_high)
+    lost = lost | (_beyond_limit(log_row_ratio) & (advantages != 0))
+    return loss, _metrics(log_ratio, lost, ratio=ratio)
+
+
+def cispo_policy_loss(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    *,
+    clip_eps_low: float,
+    clip_eps_high: float,
+    **_: object,
+) -> tuple[Tensor, Metrics]:
+    """-sg(clip(ρ, 1 - ε_low, 1 + ε_high))·A·log_probs: REINFORCE with a bounded weight, so no token loses its gradient.
+
+    ``clip_ratio`` is 0, therefore; ``weight_clip_ratio`` counts the tokens whose weight was cut.
+
+    Sources: MiniMax-M1 (arXiv:2506.13585), eq. 4 and 5; ScaleRL (arXiv:2510.13786) bounds the weight above only
+    (ε_low 1). Arguments: :class:`PolicyLossFn`.
+    """
+    log_ratio = log_probs - old_log_probs
+    ratio = _ratio(log_ratio.detach())
+    weight = ratio.clamp(1.0 - clip_eps_low, 1.0 + clip_eps_high)
+    nothing_lost = torch.zeros_like(weight, dtype=torch.bool)
+    return -weight * advantages * log_probs, _metrics(log_ratio, nothing_lost, weight_clip_ratio=weight != ratio)
+
+
+def gmpo_policy_loss(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    *,
+    action_mask: Tensor,
+    clip_eps_low: float,
+    clip_eps_high: float,
+    **_: object,
+) -> tuple[Tensor, Metrics]:
+    """-A·(geometric mean of the row's clipped ratios); unlike gspo, the clip acts on each token.
+
+    A log-ratio d becomes min(d, ε_high) where A > 0 and max(d, -ε_low) where A < 0: the epsilons bound log-ratios, not
+    ratios. With c the result, each token gets sg(exp(mean c))·exp(c - sg(c)): the value of the row, and a gradient to
+    its own log prob alone. With one advantage per row and ``seq-mean-token-mean`` that is the gradient of the paper's
+    loss.
+
+    Source: Zhao et al. 2025 (arXiv:2507.20673). Arguments: :class:`PolicyLossFn`.
+    """
+    log_ratio = log_probs - old_log_probs
+    limited = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    sign = advantages.sign()
+    clipped = sign * torch.minimum(sign * limited, sign * limited.clamp(-clip_eps_low, clip_eps_high))  # (B, A)
+    row = _row_mean(clipped.detach(), action_mask)  # (B, 1)
+    loss = -(row + (clipped - clipped.detach())).exp() * advantages
+    lost = (clipped != log_ratio) & (advantages != 0)
+    return loss, _metrics(log_ratio, lost, ratio=_ratio(_row_mean(log_ratio, action_mask)).expand_as(loss))
+
+
+def sapo_policy_loss(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    *,
+    sapo_tau_pos: float,
+    sapo_tau_neg: float,
+    **_: object,
+) -> tuple[Tensor, Metrics]:
+    """-A·(4/τ)·σ(τ(ρ - 1)), τ by the sign of A: a smooth gate in place of the clip.
+
+    Its slope in ρ, 4σ(1 - σ), is 1 at ρ = 1 and falls to 0 on both sides, faster with larger τ; ``sapo_gate`` logs it.
+
+    Source: Gao et al. 2025 (arXiv:2511.20347). Arguments: :class:`PolicyLossFn`.
+    """
+    log_ratio = log_probs - old_log_probs
+    tau = torch.full_like(log_ratio, sapo_tau_neg).masked_fill(advantages > 0, sapo_tau_pos)  # (B, A)
+    gate = torch.sigmoid(tau * (_ratio(log_ratio) - 1.0))
+    lost = _beyond_limit(log_ratio) & (advantages != 0)
+    return -(4.0 / tau) * gate * advantages, _metrics(log_ratio, lost, sapo_gate=4.0 * gate * (1.0 - gate))
+
+
+def clip_cov_policy_loss(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    *,
+    clip_eps_low: float,
+    clip_eps_high: float,
+    selected: Tensor,
+    **_: object,
+) -> tuple[Tensor, Metrics]:
+    """PPO's loss; ``selected`` tokens have loss 0 and no gradient.
+
+    They are few, drawn among those of high covariance between log prob and advantage, which are the ones that make the
+    entropy fall: see :func:`lightppo.algorithms.selection.select_clip_cov`.
+
+    Source: Cui et al. 2025 (arXiv:2505.22617), Clip-Cov. Arguments: :class:`PolicyLossFn`.
+    """
+    log_ratio = log_probs - old_log_probs
+    loss, lost = _clipped_surrogate(_ratio(log_ratio), advantages, clip_eps_low, clip_eps_high)
+    lost = lost | ((selected | _beyond_limit(log_ratio)) & (advantages != 0))
+    return loss.masked_fill(selected, 0.0), _metrics(log_ratio, lost, selected_ratio=selected)
+
+
+def kl_cov_policy_loss(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    *,
+    selected: Tensor,
+    kl_cov_coef: float,
+    **_: object,
+) -> tuple[Tensor, Metrics]:
+    """-ρA, without a clip; ``selected`` tokens also pay coef·|log_probs - old_log_probs|, which holds them in place.
+
+    The slope of |x| at 0 is 0, so the term acts from the second optimizer step on a rollout on.
+
+    Source: Cui et al. 2025 (arXiv:2505.22617), KL-Cov. Arguments: :class:`PolicyLossFn`.
+    """
+    log_ratio = log_probs - old_log_probs
+    penalty = (kl_cov_coef * log_ratio.abs()).masked_fill(~selected, 0.0)
+    lost = _beyond_limit(log_ratio) & (advantages != 0)
+    return -_ratio(log_ratio) * advantages + penalty, _metrics(log_ratio, lost, selected_ratio=selected)
+
+
+def gpg_policy_loss(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, **_: object
+) -> tuple[Tensor, Metrics]:
+    """-A·log_probs: the policy gradient, without ratio or clip. The old log probs serve the metrics alone.
+
+    Source: Chu et al. 2025 (arXiv:2504.02546). Arguments: :class:`PolicyLossFn`.
+    """
+    log_ratio = log_probs - old_log_probs
+    return -advantages * log_probs, _metrics(log_ratio, torch.zeros_like(log_ratio, dtype=torch.bool))
+
+
+def cpgd_policy_loss(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    *,
+    clip_eps_low: float,
+    clip_eps_high: float,
+    cpgd_drift_coef: float,
+    **_: object,
+) -> tuple[Tensor, Metrics]:
+    """-min(d·A, clip(d, ln(1 - ε_low), ln(1 + ε_high))·A) + coef·min(sg(ρ) - 1, 2)·d,  d = ln ρ.
+
+    PPO's clip around the gradient of REINFORCE: inside it each token's gradient is -A, not -ρA. The second term is the
+    paper's policy drift, the KL from the old to the current policy: its gradient is that of the k3 estimator, ρ - 1,
+    cut at 2, so it also pulls back tokens beyond the clip. (The paper multiplies by ln π instead of d: another value,
+    the same gradient; with d it is never negative.) Nothing that has a gradient is exponentiated, so d has no limit.
+
+    Source: Liu et al. 2025 (arXiv:2505.12504), §4.3, eq. 2. Arguments: :class:`PolicyLossFn`.
+    """
+    log_ratio = log_probs - old_log_probs
+    lowest = math.log1p(-clip_eps_low) if clip_eps_low < 1 else -math.inf
+    loss = -log_ratio * advantages
+    clipped_loss = -log_ratio.clamp(lowest, math.log1p(clip_eps_high)) * advantages
+    drift = (_ratio(log_ratio.detach()) - 1.0).clamp(max=DRIFT_SLOPE_LIMIT) * log_ratio
+    metrics = _metrics(log_ratio, clipped_loss > loss, cpgd_drift=drift)
+    return torch.maximum(loss, clipped_loss) + cpgd_drift_coef * drift, metrics
+
+
+POLICY_LOSSES: dict[str, PolicyLossFn] = {
+    "ppo": ppo_policy_loss,
+    "gspo": gspo_policy_loss,
+    "cispo": cispo_policy_loss,
+    "gmpo": gmpo_policy_loss,
+    "sapo": sapo_policy_loss,
+    "clip_cov": clip_cov_policy_loss,
+    "kl_cov": kl_cov_policy_loss,
+    "gpg": gpg_policy_loss,
+    "cpgd": cpgd_policy_loss,
+}
+
+
+def _ratio(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+
+
+def _beyond_limit(log_ratio: Tensor) -> Tensor:
+    return log_ratio.detach().abs() > LOG_RATIO_LIMIT
+
+
+def _row_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """(B, 1), mean of each row over its trained tokens; ``values`` are 0 elsewhere."""
+    return values.sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1)
+
+
+def _clipped_surrogate(ratio: Tensor, advantages: Tensor, eps_low: float, eps_high: float) -> tuple[Tensor, Tensor]:
+    """-min(ρA, clip(ρ)·A), and where the clip took the gradient away."""
+    loss = -ratio * advantages
+    clipped_loss = -ratio.clamp(1.0 - eps_low, 1.0 + eps_high) * advantages
+    return torch.maximum(loss, clipped_loss), clipped_loss > loss
+
+
+def _metrics(log_ratio: Tensor, lost: Tensor, *, ratio: Tensor | None = None, **own: Tensor) -> Metrics:
+    """What every loss reports, and its own; (B, A) each, without gradient, as floats."""
+    limited = log_ratio.detach().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    metrics = {
+        "clip_ratio": lost,
+        "ratio": limited.exp() if ratio is None else ratio.detach(),
+        "approx_kl": limited.expm1() - limited,
+    } | own
+    return {name: x.detach().to(log_ratio.dtype) for name, x in metrics.items()}
+
+
+# What the value of an option must be, and how to say it.
+OPTION_RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
+    "dual_clip": (lambda x: x > 1, "above 1"),
+    "sapo_tau_pos": (lambda x: x > 0, "above 0"),
+    "sapo_tau_neg": (lambda x: x > 0, "above 0"),
+    "clip_cov_ratio": (lambda x: 0 < x <= 1, "above 0 and at most 1"),
+    "clip_cov_low": (lambda x: not math.isnan(x), "a number"),
+    "clip_cov_high": (lambda x: not math.isnan(x), "a number"),
+    "kl_cov_ratio": (lambda x: 0 < x <= 1, "above 0 and at most 1"),
+    "kl_cov_coef": (lambda x: x >= 0, "at least 0"),
+    "cpgd_drift_coef": (lambda x: x >= 0, "at least 0"),
+}
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """The policy loss of one micro batch.
+
+    Attributes:
+        clip_eps_low: ε below, above 0 and at most 1, which is no lower bound (``--eps_clip``, ``--eps_clip_low``);
+            ``None`` = that of the loss in ``traits.POLICY_LOSS_TRAITS``, 0.2 for ppo.
+        clip_eps_high: ε above, above 0 (``--eps_clip``, ``--eps_clip_high``); ``None`` likewise.
+        policy_loss: one of ``POLICY_LOSSES`` (``--policy_loss``).
+        loss_agg_mode: one of ``LOSS_AGG_MODES``. That of the loss's paper is in ``traits.POLICY_LOSS_TRAITS``.
+        options: the loss's own options by flag name; those left out, or ``None``, have the default of the traits.
+
+    Raises:
+        ValueError: an unknown name, an option that the loss does not have, a value out of range, or an epsilon for a
+            loss that clips nothing.
+    """
+
+    clip_eps_low: float | None = None
+    clip_eps_high: float | None = None
+    policy_loss: str = "ppo"
+    loss_agg_mode: str = "token-mean"
+    options: Mapping[str, float | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        lookup(POLICY_LOSSES, self.policy_loss, "--policy_loss")
+        lookup(LOSS_AGG_MODES, self.loss_agg_mode, "--loss_agg_mode")
+        low, high = _checked_epsilons(self.policy_loss, self.clip_eps_low, self.clip_eps_high)
+        object.__setattr__(self, "clip_eps_low", low)
+        object.__setattr__(self, "clip_eps_high", high)
+        object.__setattr__(self, "options", _checked_options(self.policy_loss, self.options))
+
+    def __call__(
+        self,
+        log_probs: Tensor,
+        old_log_probs: Tensor,
+        advantages: Tensor,
+        action_mask: Tensor,
+        normalizer: LossNormalizer | None = None,
+        *,
+        weights: Tensor | None = None,
+        selected: Tensor | None = None,
+    ) -> tuple[Tensor, Metrics]:
+        """Loss and metrics.
+
+        All but ``log_probs`` are constants: gradients into them are cut, so ``old_log_probs`` may be ``log_probs``
+        itself in the first step on a rollout.
+
+        Args:
+            log_probs: (B, A), current policy.
+            old_log_probs: (B, A), the policy the ratio is taken to.
+            advantages: (B, A).
+            action_mask: (B, A), True = trained token.
+            normalizer: counts of the whole optimizer step; ``None`` = this micro batch is the step.
+            weights: (B, A), a factor on each token's loss (off-policy correction, high-entropy mask). A weight of 0
+                leaves a token without gradient; it still counts in the normalizer, in the metrics and in the ratio of
+                its row. ``None`` = all 1.
+            selected: (B, A), the tokens that clip_cov and kl_cov single out; ``None`` for all other losses.
+
+        Returns:
+            scalar loss, and detached scalars, at least ``clip_ratio``, ``ratio``, ``approx_kl``: token means of the
+            step, to be summed over micro batches and averaged over ranks like the loss.
+
+        Raises:
+            ValueError: shapes differ; ``selected`` is missing, or given to a loss that selects nothing.
+        """
+        require_same_shape(
+            log_probs=log_probs,
+            old_log_probs=old_log_probs,
+            advantages=advantages,
+            action_mask=action_mask,
+            weights=weights,
+            selected=selected,
+        )
+        self._check_selected(selected)
+        mask = action_mask.bool()
+        normalizer = normalizer or LossNormalizer.from_masks([mask])
+        token_loss, token_metrics = POLICY_LOSSES[self.policy_loss](
+            zero_where_masked(log_probs, mask),
+            zero_where_masked(old_log_probs.detach(), mask),
+            zero_where_masked(advantages.detach(), mask),
+            action_mask=mask,
+            clip_eps_low=self.clip_eps_low,
+            clip_eps_high=self.clip_eps_high,
+            selected=None if selected is None else selected.bool() & mask,
+            **self.options,
+        )
+        if weights is not None:
+            weights = zero_where_masked(weights.detach(), mask)
+            token_loss = (token_loss * weights).masked_fill(weights == 0, 0.0)  # also where the loss is not finite
+        loss = aggregate_loss(token_loss, mask, self.loss_agg_mode, normalizer)
+        return loss, token_means(token_metrics, mask, normalizer)
+
+    def _check_selected(self, selected: Tensor | None) -> None:
+        name, selects = self.policy_loss, POLICY_LOSS_TRAITS[self.policy_loss].selects_tokens
+        if selects and selected is None:
+            raise ValueError(
+                f"policy_loss {name!r} needs the argument selected: make it with selection.SELECTIONS[{name!r}]"
+            )
+        if not selects and selected is not None:
+            raise ValueError(f"policy_loss {name!r} singles out no tokens: leave the argument selected out")
+
+
+def _checked_epsilons(name: str, low: float | None, high: float | None) -> tuple[float | None, float | None]:
+    """The epsilons of a loss, completed; see :class:`PolicyLoss`."""
+    default = POLICY_LOSS_TRAITS[name].eps_clip
+    if default is None:
+        if low is not None or high is not None:
+            raise ValueError(f"--eps_clip: policy_loss {name!r} clips nothing; leave the epsilons out")
+        return None, None
+    low, high = (given if given is not None else own for given, own in zip((low, high), default))
+    if not 0 < low <= 1:
+        raise ValueError(f"--eps_clip_low must be above 0 and at most 1 (no lower bound), got {low}")
+    if not high > 0:
+        raise ValueError(f"--eps_clip_high must be above 0, got {high}")
+    return low, high
+
+
+def _checked_options(name: str, given: Mapping[str, float | None]) -> dict[str, float | None]:
+    """The options of a loss, completed; see :class:`PolicyLoss`."""
+    defaults = POLICY_LOSS_TRAITS[name].options
+    for option in given:
+        if option not in defaults:
+            known = ", ".join(defaults) or "none"
+            raise ValueError(f"--{option} is no option of policy_loss {name!r}; it has: {known}")
+    options = {**defaults, **{option: value for option, value in given.items() if value is not None}}
+    for option, value in options.items():
+        is_valid, range_text = OPTION_RANGES[option]
+        if value is not None and not is_valid(value):
+            raise ValueError(f"--{option} must be {range_text}, got {value}")
+    if "clip_cov_low" in options and not options["clip_cov_low"] < options["clip_cov_high"]:
+        raise ValueError(
+            f"--clip_cov_low {options['clip_cov_low']} must be below --clip_cov_high {options['clip_cov_high']}"
+        )
+    return options
+
+
+def zero_where_masked(tensor: Tensor, mask: Tensor) -> Tensor:
+    """float32 or more, 0 at masked positions: what lies there (NaN, -inf) must not reach a gradient as 0 * NaN."""
+    return at_least_float32(tensor).masked_fill(~mask, 0.0)
+
+
+def token_means(token_metrics: Metrics, mask: Tensor, normalizer: LossNormalizer) -> Metrics:
+    """This micro batch's share of the token means of the step, without gradient."""
+    return {name: aggregate_loss(x.detach(), mask, "token-mean", normalizer) for name, x in token_metrics.items()}
+
 
 IGNORE_INDEX = -100
 

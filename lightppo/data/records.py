@@ -1,9 +1,9 @@
-"""The two records that engines, rewards and samplers exchange: plain Python, no tensors.
+"""Groups of rollouts as plain values, for checkpoints and files, and back."""
 
-A ``Prompt`` is one row of the data, rendered and tokenised. A ``Rollout`` is one sampled response to it. Training
-never sees these; it sees :class:`lightppo.experience.experience.Experience`, made from them in one place.
-"""
+from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -59,9 +59,49 @@ class Rollout:
     reward: float | None = None
     token_rewards: list[float] | None = None
     extras: dict[str, float] = field(default_factory=dict)
-    baseline: "Rollout | None" = None
+    baseline: Rollout | None = None
 
     @property
     def truncated(self) -> bool:
         """True where the token limit cut the response."""
         return self.finish_reason == "length"
+
+
+_OWN = [f.name for f in dataclasses.fields(Rollout) if f.name not in ("prompt", "baseline")]
+
+
+def to_plain(group: Sequence[Rollout]) -> dict[str, Any]:
+    """Samples of one prompt, which is kept once, as is their greedy baseline."""
+    baseline = group[0].baseline
+    return {
+        "prompt": {f.name: getattr(group[0].prompt, f.name) for f in dataclasses.fields(Prompt)},
+        "baseline": _sample(baseline) if baseline is not None else None,
+        "samples": [_sample(rollout) for rollout in group],
+    }
+
+
+def from_plain(values: Mapping[str, Any]) -> list[Rollout]:
+    """From :func:`to_plain`."""
+    prompt = Prompt(**values["prompt"])
+    baseline = Rollout(prompt, **values["baseline"]) if values["baseline"] is not None else None
+    return [Rollout(prompt, **sample, baseline=baseline) for sample in values["samples"]]
+
+
+def _sample(rollout: Rollout) -> dict[str, Any]:
+    return {name: getattr(rollout, name) for name in _OWN}
+
+
+def group_by_prompt(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
+    """The samples of each prompt.
+
+    Args:
+        rollouts: as engines give them: those of a prompt one behind the other, ``sample_index`` rising.
+    """
+    groups: list[list[Rollout]] = []
+    for rollout in rollouts:
+        last = groups[-1][-1] if groups else None
+        if last and last.prompt.index == rollout.prompt.index and last.sample_index < rollout.sample_index:
+            groups[-1].append(rollout)
+        else:
+            groups.append([rollout])
+    return groups

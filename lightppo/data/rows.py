@@ -1,19 +1,25 @@
-"""What a row of a public dataset means: which part is the prompt, the completion, the label.
-
-Explicit keys win. Without them the forms of verl, TRL and AReaL are recognised, row by row, so that sources of
-different forms can be blended. ``docs/data.md`` holds the rules for users. Nothing here tokenises or reads files.
-"""
+"""Checking and tokenising every row of a dataset once, before training: bad rows by policy, counts, compact ids."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import numpy as np
 
 from lightppo.errors import BadRowError, DataError
 
 logger = logging.getLogger(__name__)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 ORIGIN_COLUMN = "__origin__"  # hidden column: the file and line a row came from
 
@@ -283,3 +289,338 @@ def read_example(row: Mapping[str, Any], fields: RowFields) -> tuple[str | Chat,
             completion = completion[len(chat) :]
         return chat, completion
     return prompt, completion
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A prompt as text.
+
+    Attributes:
+        text: what the model reads.
+        is_chat: made by a chat template, which has put all special tokens in place.
+        messages: the chat behind it, without the added system prompt; None for plain text.
+    """
+
+    text: str
+    is_chat: bool
+    messages: Chat | None
+
+
+@dataclass(frozen=True)
+class PromptTemplate:
+    """How prompts become text, and text becomes ids; the same for rollouts and for supervised training.
+
+    A chat goes through the tokenizer's chat template always: it has no other form as text. Plain text does so with
+    ``apply_chat_template`` (as one user message), else through ``input_template``, else it stays as it is.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer.
+        apply_chat_template: render plain text as a user message too.
+        input_template: text with one ``{}`` where the prompt goes.
+        system_prompt: system message put before chats that have none of their own.
+
+    Raises:
+        DataError: options that contradict each other, or a tokenizer without a chat template.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    apply_chat_template: bool = False
+    input_template: str | None = None
+    system_prompt: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.input_template is not None:
+            if self.apply_chat_template:
+                raise DataError("--input_template and --apply_chat_template both render the prompt: set one")
+            if self.input_template.count("{}") != 1:
+                raise DataError(f"--input_template {self.input_template!r} needs exactly one {{}} for the prompt")
+            if "\\n" in self.input_template:
+                logger.warning(
+                    "--input_template has a backslash and an n, not a line break; in bash write $'...\\n...'"
+                )
+        if self.apply_chat_template and not self._has_template:
+            raise DataError(f"--apply_chat_template: {self._name} has no chat template; use --input_template instead")
+
+    @property
+    def _has_template(self) -> bool:
+        return bool(getattr(self.tokenizer, "chat_template", None))
+
+    @property
+    def _name(self) -> str:
+        return f"the tokenizer {getattr(self.tokenizer, 'name_or_path', '') or type(self.tokenizer).__name__}"
+
+    def render(self, prompt: str | Chat) -> Rendered:
+        """Text of one prompt.
+
+        Raises:
+            BadRowError: the chat template refuses the messages.
+            DataError: the options do not fit the data (not a matter of one row).
+        """
+        if isinstance(prompt, str) and not self.apply_chat_template:
+            if self.system_prompt is not None:
+                raise DataError("--system_prompt needs chat rows or --apply_chat_template; the prompts are plain text")
+            # replace, not str.format: other braces in the template are text
+            text = prompt if self.input_template is None else self.input_template.replace("{}", prompt)
+            return Rendered(text, is_chat=False, messages=None)
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        # A prompt that ends in the assistant's words is to be continued, not answered.
+        continued = messages[-1]["role"] == "assistant"
+        return Rendered(self.chat_text(messages, add_generation_prompt=not continued), True, messages)
+
+    def chat_text(self, messages: Chat, *, add_generation_prompt: bool) -> str:
+        """Messages through the chat template, system prompt added; without a generation prompt they are continued."""
+        self._check_chat()
+        options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": add_generation_prompt}
+        if not add_generation_prompt:
+            options["continue_final_message"] = True
+        return self._apply(self._with_system(messages), options)
+
+    def finished_chat_text(self, messages: Chat) -> str:
+        """A whole conversation through the chat template, its last turn closed."""
+        self._check_chat()
+        return self._apply(self._with_system(messages), {"tokenize": False, "add_generation_prompt": False})
+
+    def _check_chat(self) -> None:
+        if self.input_template is not None:
+            raise DataError("--input_template is for plain text, but the rows are chats; leave it out")
+        if not self._has_template:
+            raise DataError(f"the rows are chats, but {self._name} has no chat template; set one, or give text prompts")
+
+    def _with_system(self, messages: Chat) -> Chat:
+        if self.system_prompt is None or messages[0]["role"] == "system":
+            return messages
+        return [{"role": "system", "content": self.system_prompt}, *messages]
+
+    def _apply(self, messages: Chat, options: dict[str, Any]) -> str:
+        from jinja2 import TemplateError
+
+        try:
+            return self.tokenizer.apply_chat_template(messages, **options)
+        except (TemplateError, ValueError, TypeError, KeyError) as error:
+            raise BadRowError("template", f"the chat template refuses it: {type(error).__name__}: {error}") from error
+
+    def encode(self, texts: list[str], *, special_tokens: bool) -> list[list[int]]:
+        """Token ids of texts.
+
+        Args:
+            texts: rendered texts.
+            special_tokens: let the tokenizer put its begin-of-text in front (plain text). Never for chats, whose
+                template did it. An end-of-text that the tokenizer appends is taken off: a prompt goes on.
+        """
+        if not texts:
+            return []
+        ids = self.tokenizer(texts, add_special_tokens=special_tokens, verbose=False)["input_ids"]
+        eos_id = self.tokenizer.eos_token_id
+        if special_tokens and eos_id is not None and self.tokenizer("a")["input_ids"][-1] == eos_id:
+            ids = [row[:-1] for row in ids]
+        return [list(row) for row in ids]
+
+    def encode_rendered(self, rendered: list[Rendered]) -> list[list[int]]:
+        """Token ids of rendered prompts, in their order."""
+        bos = self.tokenizer.bos_token
+        plain = [i for i, r in enumerate(rendered) if not r.is_chat and not (bos and r.text.startswith(bos))]
+        chosen = set(plain)
+        whole = [i for i in range(len(rendered)) if i not in chosen]  # their begin-of-text, if any, is in the text
+        ids: list[list[int]] = [[] for _ in rendered]
+        for group, special_tokens in ((plain, True), (whole, False)):
+            encoded = self.encode([rendered[i].text for i in group], special_tokens=special_tokens)
+            for i, row in zip(group, encoded):
+                ids[i] = row
+        return ids
+
+
+BadRowPolicy = Literal["error", "skip"]
+CHUNK_ROWS = 1000  # rows tokenised in one call
+NAMED_ROWS = 5  # skipped rows that the log names
+
+
+class Encoded(NamedTuple):
+    """One usable row: its ids, how many of them are the prompt, and whether it was cut."""
+
+    token_ids: list[int]
+    prompt_length: int
+    truncated: bool
+
+
+class Dropped(NamedTuple):
+    """One row left out by an option that asks for it (``--truncation drop``)."""
+
+    reason: str
+
+
+Outcome = Encoded | Dropped | BadRowError
+EncodeChunk = Callable[[list[dict[str, Any]]], list[Outcome]]
+
+
+@dataclass
+class DatasetReport:
+    """What became of the rows.
+
+    Attributes:
+        rows: rows in the data.
+        kept: rows that are used.
+        truncated: rows among them that were cut.
+        dropped: rows left out, by reason: missing, wrong_type, empty, overlong, template.
+    """
+
+    rows: int = 0
+    kept: int = 0
+    truncated: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        dropped = ", ".join(f"{n} {reason}" for reason, n in sorted(self.dropped.items())) or "0"
+        return f"{self.rows} rows: {self.kept} kept, {self.truncated} of them truncated; dropped: {dropped}"
+
+
+@dataclass(frozen=True)
+class PreparedRows:
+    """Kept rows: ids in one flat array, so that a million prompts do not become a billion Python objects.
+
+    Attributes:
+        row_numbers: (N,) number of each kept row in the dataset.
+        prompt_lengths: (N,) how many of its ids are the prompt.
+        truncated: (N,) whether it was cut.
+        offsets: (N + 1,) where its ids begin in ``flat_ids``.
+        flat_ids: (total,) ids of all rows.
+        report: the counts.
+    """
+
+    row_numbers: np.ndarray
+    prompt_lengths: np.ndarray
+    truncated: np.ndarray
+    offsets: np.ndarray
+    flat_ids: np.ndarray
+    report: DatasetReport
+
+    def __len__(self) -> int:
+        return len(self.row_numbers)
+
+    def token_ids(self, position: int) -> list[int]:
+        """Ids of the kept row at this position."""
+        return self.flat_ids[self.offsets[position] : self.offsets[position + 1]].tolist()
+
+
+def origin_of(row: Mapping[str, Any], number: int) -> str:
+    """Where a row came from: file and line where the loader kept them, else its number in the dataset, from 1."""
+    return row.get(ORIGIN_COLUMN) or f"row {number + 1}"
+
+
+def setting(given: Any, strategy: Any, name: str, default: Any) -> Any:
+    """A keyword where given, else ``strategy.args.<name>`` (scripts in the seed's style), else the default."""
+    if given is not None:
+        return given
+    value = getattr(getattr(strategy, "args", None), name, None)
+    return default if value is None else value
+
+
+def check_dataset(dataset: Any) -> None:
+    """Refuse what is not a non-empty map-style dataset.
+
+    Raises:
+        DataError: no rows.
+        TypeError: not a ``datasets.Dataset``.
+    """
+    if not hasattr(dataset, "column_names") or not hasattr(dataset, "__len__"):
+        raise TypeError(f"a datasets.Dataset is needed (see blending_datasets), not {type(dataset).__name__}")
+    if len(dataset) == 0:
+        raise DataError("the dataset is empty: no rows in --prompt_data / --eval_data / --pretrain_data")
+
+
+def prepare_rows(
+    dataset: Dataset,
+    columns: list[str],
+    encode_chunk: EncodeChunk,
+    *,
+    on_bad_row: BadRowPolicy = "error",
+    num_workers: int = 0,
+) -> PreparedRows:
+    """Encode all rows in order.
+
+    Args:
+        dataset: the rows.
+        columns: the columns that ``encode_chunk`` reads.
+        encode_chunk: rows -> one outcome each.
+        on_bad_row: ``error`` raises at the first bad row; ``skip`` leaves bad rows out, counted and logged.
+        num_workers: processes that encode; 0 or 1 for this one.
+
+    Raises:
+        DataError: a bad row (under ``error``), named by file and line; or no row left.
+    """
+    if on_bad_row not in ("error", "skip"):
+        raise DataError(f"--on_bad_row is {on_bad_row!r}; error or skip")
+    check_dataset(dataset)
+    report = DatasetReport(rows=len(dataset))
+    dropped: Counter[str] = Counter()
+    skipped: list[str] = []
+    numbers, lengths, prompt_lengths, truncated = [], [], [], []
+    flat: list[np.ndarray] = []
+    for number, outcome in enumerate(_outcomes(dataset.select_columns(columns), encode_chunk, num_workers)):
+        if isinstance(outcome, Encoded):
+            numbers.append(number)
+            lengths.append(len(outcome.token_ids))
+            prompt_lengths.append(outcome.prompt_length)
+            truncated.append(outcome.truncated)
+            flat.append(np.asarray(outcome.token_ids, dtype=np.int32))
+            continue
+        dropped[outcome.reason] += 1
+        if isinstance(outcome, BadRowError):
+            message = f"{origin_of(dataset[number], number)}: {outcome}"
+            if on_bad_row == "error":
+                raise DataError(f"{message} (mend the row, or leave such rows out with --on_bad_row skip)") from outcome
+            if len(skipped) < NAMED_ROWS:
+                skipped.append(message)
+    report.kept, report.truncated, report.dropped = len(numbers), sum(truncated), dict(dropped)
+    if not numbers:
+        raise DataError(f"no row is left to train on. {report}" + "".join(f"\n  {m}" for m in skipped))
+    if skipped:
+        logger.warning("bad rows skipped, the first of them:\n  %s", "\n  ".join(skipped))
+    if report.kept < report.rows or report.truncated:
+        logger.warning("%s", report)
+    return PreparedRows(
+        row_numbers=np.asarray(numbers, dtype=np.int64),
+        prompt_lengths=np.asarray(prompt_lengths, dtype=np.int64),
+        truncated=np.asarray(truncated, dtype=bool),
+        offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+        flat_ids=np.concatenate(flat),
+        report=report,
+    )
+
+
+def _outcomes(dataset: Dataset, encode_chunk: EncodeChunk, num_workers: int) -> Iterator[Outcome]:
+    starts = range(0, len(dataset), CHUNK_ROWS)
+    if num_workers <= 1:
+        for start in starts:
+            yield from _encode_from(start, dataset, encode_chunk)
+        return
+    from concurrent.futures import ProcessPoolExecutor
+    from multiprocessing import get_context
+
+    # fork: the dataset and the tokenizer are inherited, not pickled; the executor notices a killed worker.
+    context = get_context("fork")
+    with ProcessPoolExecutor(
+        num_workers, mp_context=context, initializer=_start_worker, initargs=(dataset, encode_chunk)
+    ) as pool:
+        for outcomes in pool.map(_work, starts):
+            yield from outcomes
+
+
+def _encode_from(start: int, dataset: Dataset, encode_chunk: EncodeChunk) -> list[Outcome]:
+    columns = dataset[start : start + CHUNK_ROWS]
+    size = min(CHUNK_ROWS, len(dataset) - start)
+    return encode_chunk([{name: values[i] for name, values in columns.items()} for i in range(size)])
+
+
+_worker_job: tuple[Dataset, EncodeChunk] | None = None
+
+
+def _start_worker(dataset: Dataset, encode_chunk: EncodeChunk) -> None:
+    global _worker_job
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads inside forked workers would only compete
+    _worker_job = (dataset, encode_chunk)
+
+
+def _work(start: int) -> list[Outcome]:
+    if _worker_job is None:
+        raise RuntimeError("the worker process was not initialised")
+    return _encode_from(start, *_worker_job)

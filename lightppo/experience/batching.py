@@ -7,18 +7,246 @@ rank with fewer micro batches runs fully masked ones, so that ZeRO-3's collectiv
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+import random
+import zlib
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightppo.algorithms.masking import LossNormalizer
+from lightppo.algorithms.losses import PolicyLoss
+from lightppo.algorithms.masking import LossNormalizer, whiten
+from lightppo.algorithms.selection import SELECTIONS
 from lightppo.config.micro_batches import MicroBatchSpec
+from lightppo.data.records import Rollout
 from lightppo.experience.experience import Experience
-from lightppo.models.micro_batches import micro_batches
+from lightppo.models.packing import micro_batches
 from lightppo.ranks import Ranks
+
+TOLERANCE = 0.02  # of the mean: what is left of the difference is not worth another exchange
+
+
+class Group(NamedTuple):
+    """The samples of one prompt on one rank: their tokens and number, and the prompt's index."""
+
+    tokens: int
+    samples: int
+    index: int
+
+
+def balance_ranks(rollouts: Sequence[Rollout], strategy: Ranks, *, prompt_once: bool = False) -> list[Rollout]:
+    """Swap whole groups between ranks until all hold about as many tokens. Collective.
+
+    Groups are swapped for groups of as many samples, so that every rank keeps its number of samples, and with it every
+    optimizer step its batch size. Which groups are swapped follows from their lengths alone.
+
+    Args:
+        rollouts: of this rank.
+        strategy: gathers over ranks.
+        prompt_once: a prompt goes through the models once for all its samples, and counts once.
+
+    Returns:
+        this rank's rollouts: those that stay in their order, then those that came.
+    """
+    if strategy.world_size == 1:
+        return list(rollouts)
+    mine: dict[int, list[Rollout]] = defaultdict(list)
+    for rollout in rollouts:
+        mine[rollout.prompt.index].append(rollout)
+    groups = [Group(_tokens(group, prompt_once), len(group), index) for index, group in mine.items()]
+    before: list[list[Group]] = strategy.all_gather_object(groups)
+    after = swapped(before)
+    if after == before:
+        return list(rollouts)
+    rank = strategy.get_rank()
+    leaving = {group.index for group in before[rank]} - {group.index for group in after[rank]}
+    arriving = {group.index for group in after[rank]} - {group.index for group in before[rank]}
+    sent = strategy.all_gather_object([r for r in rollouts if r.prompt.index in leaving])
+    stay = [r for r in rollouts if r.prompt.index not in leaving]
+    return stay + [r for part in sent for r in part if r.prompt.index in arriving]
+
+
+def swapped(ranks: Sequence[Sequence[Group]], tolerance: float = TOLERANCE) -> list[list[Group]]:
+    """The groups of each rank after swaps between the heaviest and the lightest rank.
+
+    Args:
+        ranks: groups of each rank. One whose prompt is on several ranks stays where it is: on one rank the two would be
+            one group.
+        tolerance: no more swaps where the heaviest rank is above the mean by at most this share.
+    """
+    result = [list(groups) for groups in ranks]
+    indices = [group.index for groups in ranks for group in groups]
+    shared = {index for index in indices if indices.count(index) > 1} if len(set(indices)) < len(indices) else set()
+    loads = [sum(group.tokens for group in groups) for groups in result]
+    mean = sum(loads) / len(loads)
+    while max(loads) > mean * (1 + tolerance):
+        heavy, light = loads.index(max(loads)), loads.index(min(loads))
+        pair = _best_swap(result[heavy], result[light], loads[heavy] - loads[light], shared)
+        if pair is None:
+            break
+        given, taken = pair
+        result[heavy][result[heavy].index(given)] = taken
+        result[light][result[light].index(taken)] = given
+        loads[heavy] -= given.tokens - taken.tokens
+        loads[light] += given.tokens - taken.tokens
+    return result
+
+
+def _best_swap(heavy: list[Group], light: list[Group], gap: int, shared: set[int]) -> tuple[Group, Group] | None:
+    """A group of each whose swap brings the loads nearest to each other; ``None``: none brings them nearer."""
+    best: tuple[float, Group, Group] | None = None
+    partners: dict[int, list[Group]] = defaultdict(list)
+    for group in sorted(light):
+        if group.index not in shared:
+            partners[group.samples].append(group)
+    for given in sorted(heavy):
+        candidates = partners.get(given.samples, []) if given.index not in shared else []
+        place = bisect_left(candidates, given.tokens - gap / 2, key=lambda group: group.tokens)
+        for taken in candidates[max(place - 1, 0) : place + 1]:
+            left = abs(gap - 2 * (given.tokens - taken.tokens))
+            if left < (gap if best is None else best[0]):
+                best = (left, given, taken)
+    return None if best is None else best[1:]
+
+
+def _tokens(group: Sequence[Rollout], prompt_once: bool) -> int:
+    prompts = len(group[0].prompt.token_ids) * (1 if prompt_once else len(group))
+    return prompts + sum(len(rollout.response_ids) for rollout in group)
+
+
+def select_tokens(items: Sequence[Experience], loss: PolicyLoss, collectives: Ranks, seed: int) -> None:
+    """Set ``selected`` of all rows, where the loss selects tokens at all. Collective then.
+
+    Args:
+        items: one-row experiences of this rank, with log probs and final advantages; may be none.
+        loss: names the selection and its options.
+        collectives: reductions over ranks.
+        seed: of this rollout; a token's random number follows from it, its row's token ids and its place.
+    """
+    select = SELECTIONS.get(loss.policy_loss)
+    if select is None:
+        return
+    masks = [item.action_mask[0] for item in items]  # (A,) each
+    chosen = select(
+        _trained([item.action_log_probs[0] for item in items], masks),
+        _trained([item.advantages[0] for item in items], masks),
+        _trained([_uniforms(item, seed) for item in items], masks),
+        options=loss.options,
+        all_reduce_sum=lambda x: collectives.all_reduce(x, "sum"),
+        all_gather=collectives.all_gather,
+    )  # (N,)
+    for item, mask, part in zip(items, masks, chosen.split([int(mask.sum()) for mask in masks])):
+        item.selected = torch.zeros_like(item.action_mask)
+        item.selected[0, mask] = part
+
+
+def _trained(rows: Sequence[Tensor], masks: Sequence[Tensor]) -> Tensor:
+    """The trained tokens of all rows, one after the other (N,)."""
+    return torch.cat([row[mask] for row, mask in zip(rows, masks)]) if rows else torch.zeros(0)
+
+
+def _uniforms(item: Experience, seed: int) -> Tensor:
+    """Random numbers of a row (A,), the same on whatever rank and in whatever order the row comes."""
+    key = zlib.crc32(item.sequences.cpu().numpy().tobytes(), seed & 0xFFFF_FFFF)
+    generator = torch.Generator().manual_seed(key)
+    return torch.rand(item.num_actions, generator=generator).to(item.sequences.device)
+
+
+class ReplayBuffer:
+    """A list of one-row experiences.
+
+    Args:
+        sample_batch_size: rows that :meth:`sample` returns.
+        limit: most rows kept, oldest out first; 0 keeps all.
+        cpu_offload: keep every tensor on the CPU.
+        device: where :meth:`sample` and :meth:`collate_fn` put their batches.
+        pin_memory: batches go to a GPU through page-locked memory.
+    """
+
+    def __init__(
+        self,
+        sample_batch_size: int,
+        limit: int = 0,
+        cpu_offload: bool = True,
+        device: torch.device | str = "cpu",
+        pin_memory: bool = False,
+    ) -> None:
+        self.sample_batch_size = sample_batch_size
+        self.limit = limit
+        self.cpu_offload = cpu_offload
+        self.device = torch.device(device)
+        self.pin_memory = pin_memory and self.device.type == "cuda"
+        self.items: list[Experience] = []
+
+    def append(self, experience: Experience) -> None:
+        """Add all rows of a batch."""
+        if self.cpu_offload:
+            experience = experience.to_device("cpu")
+        self.items += experience.split()
+        if self.limit > 0:
+            self.items = self.items[-self.limit :]
+
+    def extend(self, experiences: Iterable[Experience]) -> None:
+        """Add several batches."""
+        for experience in experiences:
+            self.append(experience)
+
+    def clear(self) -> None:
+        """Forget all rows."""
+        self.items.clear()
+
+    def sample(self) -> Experience:
+        """``sample_batch_size`` different rows as one batch.
+
+        Raises:
+            ValueError: if the buffer holds fewer.
+        """
+        if len(self) < self.sample_batch_size:
+            raise ValueError(f"the replay buffer holds {len(self)} samples, fewer than {self.sample_batch_size}")
+        return self.collate_fn(random.sample(self.items, self.sample_batch_size))
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: int) -> Experience:
+        return self.items[index]
+
+    def collate_fn(self, items: Sequence[Experience]) -> Experience:
+        """Rows → one padded batch on the training device."""
+        batch = Experience.collate(items)
+        return (batch.pin_memory() if self.pin_memory and self.cpu_offload else batch).to_device(self.device)
+
+    def normalize(self, attribute: str, strategy: Ranks, divide_std: bool = True, **options: Any) -> None:
+        """Whiten a per-action tensor over the trained tokens of all rows on all ranks.
+
+        Args:
+            attribute: only ``"advantages"``.
+            strategy: its ``all_reduce`` sums over ranks.
+            divide_std: ``False`` only subtracts the mean.
+            options: further ones of :func:`lightppo.algorithms.masking.whiten`.
+
+        Raises:
+            ValueError: on another attribute.
+        """
+        if attribute != "advantages":
+            raise ValueError(f"only 'advantages' can be normalised, not {attribute!r}")
+        # A rank without samples still takes part in the reduction, with nothing.
+        lengths = [item.num_actions for item in self.items]
+        values = torch.cat([item.advantages[0] for item in self.items]) if lengths else torch.zeros(0)  # (ΣA,)
+        mask = torch.cat([item.action_mask[0] for item in self.items]) if lengths else torch.zeros(0, dtype=torch.bool)
+        whitened = whiten(
+            values[None],
+            mask[None],
+            all_reduce_sum=lambda x: strategy.all_reduce(x, "sum"),
+            divide_std=divide_std,
+            **options,
+        )  # (1, ΣA)
+        for item, row in zip(self.items, whitened.split(lengths, dim=1)):
+            item.advantages = row
 
 
 @dataclass
@@ -89,7 +317,7 @@ class MicroBatching:
     def split(
         self, lengths: Sequence[tuple[int, int]], spec: MicroBatchSpec, prompts: Sequence[bytes]
     ) -> list[list[int]]:
-        """Row numbers of each micro batch, see :func:`lightppo.models.micro_batches.micro_batches`. Collective.
+        """Row numbers of each micro batch, see :func:`lightppo.models.packing.micro_batches`. Collective.
 
         Ranks that can cut their rows into as many parts as the rank with most of them do so.
         """

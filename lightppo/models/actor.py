@@ -2,28 +2,113 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn, stack
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from lightppo.algorithms.logprobs import log_probs_and_entropy, token_log_probs
+from lightppo.algorithms.logprobs import linear_log_probs, log_probs_and_entropy, token_log_probs
 from lightppo.models.acceleration import activations_on_cpu
+from lightppo.models.cpu import CPULinear
 from lightppo.models.loading import load_causal_lm
 from lightppo.models.packing import (
     action_predictors,
     check_num_actions,
+    distinct_places,
     position_ids_from_lengths,
+    read,
     real_actions,
     scatter,
 )
-from lightppo.models.scoring_head import HeadQuestion, asked, scoring_head
-from lightppo.models.shared_prompts import distinct_places, read
 from lightppo.models.wrapper import PretrainedWrapper, model_inputs, takes
+
+
+@dataclass(frozen=True)
+class HeadQuestion:
+    """What the head is asked.
+
+    Attributes:
+        select: takes the K positions to score out of what the head is given, (B, S, H) -> (K, H).
+        labels: (K,), the token to score at each.
+        temperature: log probs are those of softmax(logits / temperature).
+        valid_vocab_size: over the first so many tokens only; None: all.
+        entropy: the entropy too.
+        entropy_grad: with a gradient.
+    """
+
+    select: Callable[[Tensor], Tensor]
+    labels: Tensor
+    temperature: float
+    valid_vocab_size: int | None = None
+    entropy: bool = False
+    entropy_grad: bool = False
+
+
+class HeadAnswer:
+    """What the head returned while it was asked."""
+
+    def __init__(self) -> None:
+        self._returned: list[Tensor] = []
+
+    def record(self, scores: Tensor) -> Tensor:
+        self._returned.append(scores)
+        return scores
+
+    def is_untouched(self, logits: Tensor) -> bool:
+        """Whether the model called its head once and gave out, as ``logits``, what came from it, unchanged.
+
+        Told by the storage and the count of writes into it, so that it is the same on all ranks, whatever the values;
+        views that hooks make of the tensor share both.
+        """
+        if len(self._returned) != 1 or not isinstance(logits, Tensor):
+            return False
+        (scores,) = self._returned
+        same_place = scores.untyped_storage()._cdata == logits.untyped_storage()._cdata
+        return same_place and logits.shape == scores.shape and logits._version == scores._version == 0
+
+
+def scoring_head(model: PreTrainedModel) -> nn.Linear | None:
+    """The head, if it is a plain linear layer over the vocabulary that nobody has changed; else None."""
+    head = model.get_output_embeddings()
+    if type(head) not in (nn.Linear, CPULinear) or "forward" in vars(head):
+        return None
+    return head if head.out_features == model.config.get_text_config().vocab_size else None
+
+
+@contextmanager
+def asked(head: nn.Linear, question: HeadQuestion) -> Iterator[HeadAnswer]:
+    """Meanwhile the head returns (1, K, 1) log probs, or (1, K, 2) with the entropy; float32.
+
+    Args:
+        head: from :func:`scoring_head`.
+        question: what to return.
+    """
+    answer = HeadAnswer()
+
+    def forward(hidden: Tensor) -> Tensor:
+        log_probs, entropy = linear_log_probs(
+            question.select(hidden),
+            head.weight,
+            question.labels,
+            head.bias,
+            question.temperature,
+            entropy=question.entropy,
+            entropy_grad=question.entropy_grad,
+            valid_vocab_size=question.valid_vocab_size,
+        )
+        scores = log_probs.unsqueeze(-1) if entropy is None else stack([log_probs, entropy], dim=-1)
+        return answer.record(scores.unsqueeze(0))
+
+    head.forward = forward  # on the instance: module calls, and hooks around them, find it there
+    try:
+        yield answer
+    finally:
+        del head.forward
 
 
 @dataclass(frozen=True)
@@ -51,7 +136,7 @@ class Actor(PretrainedWrapper):
     """A causal LM that gives the log probs of the last A tokens of each sequence.
 
     Where no logits are asked for, none of more than one chunk of tokens are made: the head itself returns log probs
-    (:func:`lightppo.algorithms.head.linear_log_probs`), so that memory does not grow with tokens × vocabulary. That
+    (:func:`lightppo.algorithms.logprobs.linear_log_probs`), so that memory does not grow with tokens × vocabulary. That
     needs a head that is a plain linear layer with nothing after it. Models that change the logits (Gemma 2's soft
     capping, the scaling of Cohere and Granite) or have another kind of head (adapters, quantised) are found out at the
     first forward, which is then run again, and go through all logits of the actions from there on.

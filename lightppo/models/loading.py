@@ -8,45 +8,279 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from collections.abc import Callable, Iterator
+import json
+import logging
+import math
+import re
+import textwrap
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    AutoTokenizer,
     PretrainedConfig,
     PreTrainedModel,
+    PreTrainedTokenizerBase,
 )
 from transformers.integrations import deepspeed as hf_deepspeed
 from transformers.utils import is_flash_attn_2_available
 from transformers.utils import logging as hf_logging
 
 from lightppo.errors import ModelLoadError
-from lightppo.models.errors import errors_name, resolve_model_path
 from lightppo.models.quantised import quantise
-from lightppo.models.tokenizer import get_tokenizer, valid_vocab_size
-from lightppo.models.value_head import head_from_checkpoint, set_value_head, value_head
 
-if TYPE_CHECKING:
-    from lightppo.models.critic import Critic
-    from lightppo.models.reward_model import RewardModel
+logger = logging.getLogger(__name__)
 
-__all__ = [
-    "ATTN_IMPLEMENTATIONS",
-    "DTYPES",
-    "ModelLoadError",
-    "get_llm_for_sequence_regression",
-    "get_tokenizer",
-    "load_causal_lm",
-    "load_sequence_classifier",
-    "valid_vocab_size",
-]
+_REASON_CHARS = 1000
+
+
+def resolve_model_path(path: str, flag: str, needed_file: str | None = "config.json") -> str:
+    """The path as transformers takes it (``~`` expanded); hub ids are left to the hub.
+
+    Raises:
+        ModelLoadError: plainly a path on disk (or a URL), but not there, or the folder lacks ``needed_file``.
+    """
+    if not path:
+        raise ModelLoadError(f"{flag} is empty: give a folder with a Hugging Face model, or a hub id")
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        if needed_file is not None and not (folder / needed_file).is_file():
+            raise ModelLoadError(f"{flag} {path}: the folder has no {needed_file}, so it is not a Hugging Face model")
+        return str(folder)
+    if path.startswith(("/", "./", "../", "~")) or path.count("/") > 1 or folder.exists():
+        raise ModelLoadError(f"{flag} {path}: no such folder. Give a folder with a Hugging Face model, or a hub id")
+    return path
+
+
+@contextmanager
+def errors_name(path: str, flag: str) -> Iterator[None]:
+    """Put the flag and the path in front of what transformers says."""
+    try:
+        yield
+    except ModelLoadError:
+        raise
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        # One line, and not all of the pages of class names that transformers may list.
+        reason = textwrap.shorten(str(error), _REASON_CHARS, placeholder=" …")
+        raise ModelLoadError(f"{flag} {path} could not be loaded: {reason}") from error
+
+
+_SAFETENSORS, _TORCH = "model.safetensors", "pytorch_model.bin"
+
+
+def checkpoint_files(path: str) -> dict[str, str]:
+    """Which file holds which tensor, {name: file}, for a local folder or a hub id.
+
+    Raises:
+        FileNotFoundError: neither safetensors nor pytorch_model.bin weights are there.
+    """
+    for filename in (_SAFETENSORS, _TORCH):
+        index = _find(path, f"{filename}.index.json")
+        if index is not None:
+            with open(index, encoding="utf-8") as handle:
+                weight_map: Mapping[str, str] = json.load(handle)["weight_map"]
+            shards = {shard: _find(path, shard) for shard in set(weight_map.values())}
+            missing = sorted(shard for shard, file in shards.items() if file is None)
+            if missing:
+                raise FileNotFoundError(f"{path}: the index names {', '.join(missing)}, which is not there")
+            return {name: str(shards[shard]) for name, shard in weight_map.items()}
+        file = _find(path, filename)
+        if file is not None:
+            return dict.fromkeys(_names(file), file)
+    raise FileNotFoundError(f"{path} has neither {_SAFETENSORS} nor {_TORCH} (nor their .index.json)")
+
+
+def read_tensor(file: str, name: str) -> Tensor:
+    """One tensor of one checkpoint file, on CPU."""
+    if file.endswith(".safetensors"):
+        from safetensors import safe_open
+
+        with safe_open(file, framework="pt") as handle:
+            return handle.get_tensor(name)
+    return _torch_weights(file)[name]
+
+
+def _find(path: str, filename: str) -> str | None:
+    from transformers.utils import cached_file
+
+    return cached_file(path, filename, _raise_exceptions_for_missing_entries=False)
+
+
+def _names(file: str) -> list[str]:
+    if file.endswith(".safetensors"):
+        from safetensors import safe_open
+
+        with safe_open(file, framework="pt") as handle:
+            return list(handle.keys())
+    return list(_torch_weights(file))
+
+
+def _torch_weights(file: str) -> dict[str, Any]:
+    return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+
+
+def get_tokenizer(
+    path: str,
+    model: nn.Module | None = None,
+    padding_side: Literal["left", "right"] = "left",
+    use_fast: bool = True,
+    trust_remote_code: bool = False,
+    flag: str = "--pretrain",
+) -> PreTrainedTokenizerBase:
+    """Load a tokenizer that has EOS and a pad token and fits the model.
+
+    Without a pad token EOS pads (masks come from lengths, never from comparing with the pad id). A model with more
+    embedding rows than the tokenizer has entries is fine: sample with :func:`valid_vocab_size`. A missing BOS is fine.
+
+    Args:
+        path: folder or hub id.
+        model: HF model, Actor, Critic or RewardModel; checked, and its config gets the pad token.
+        use_fast: False: a tokenizer in Python, an error where transformers has none (for most families since 5.0).
+        flag: the flag that ``path`` came from, for error messages.
+
+    Raises:
+        ModelLoadError: no tokenizer there, no EOS, or ids beyond the model's embedding.
+    """
+    path = resolve_model_path(path, flag, needed_file=None)
+    with errors_name(path, flag):
+        tokenizer = AutoTokenizer.from_pretrained(path, use_fast=use_fast, trust_remote_code=trust_remote_code)
+    if not use_fast and tokenizer.is_fast:  # transformers 5 does not look at use_fast
+        raise ModelLoadError(
+            f"{flag} {path}: transformers has no Python tokenizer for it, only {type(tokenizer).__name__}: "
+            "leave --disable_fast_tokenizer out"
+        )
+    tokenizer.padding_side = padding_side
+    if tokenizer.eos_token_id is None:
+        raise ModelLoadError(
+            f"{flag} {path}: the tokenizer has no EOS token, so an answer could never end. "
+            'Set "eos_token" in its tokenizer_config.json'
+        )
+    if tokenizer.pad_token_id is None:
+        logger.info("the tokenizer of %s has no pad token; EOS %r pads", path, tokenizer.eos_token)
+        tokenizer.pad_token = tokenizer.eos_token
+    if model is not None:
+        _fit_to_model(tokenizer, model, path, flag)
+    return tokenizer
+
+
+def valid_vocab_size(tokenizer: PreTrainedTokenizerBase) -> int:
+    """One more than the largest id of the tokenizer; logits from there on belong to padding rows of the embedding."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
+def embedding_rows(model: PreTrainedModel) -> int:
+    """Rows of the input embedding, also where it is sharded."""
+    return model.get_input_embeddings().num_embeddings
+
+
+def _fit_to_model(tokenizer: PreTrainedTokenizerBase, model: nn.Module, path: str, flag: str) -> None:
+    hf_model: Any = model
+    while not isinstance(hf_model, PreTrainedModel):  # Actor, Critic, RewardModel, engines around them
+        hf_model = getattr(hf_model, "module", None) or getattr(hf_model, "model", None)
+        if hf_model is None:
+            raise TypeError(f"get_tokenizer needs a Hugging Face model or a wrapper of one, not {type(model).__name__}")
+    rows, needed = embedding_rows(hf_model), valid_vocab_size(tokenizer)
+    if needed > rows:
+        raise ModelLoadError(
+            f"{flag} {path}: the tokenizer's largest id is {needed - 1}, but the model has only {rows} embedding rows. "
+            "They do not belong together, or tokens were added without resizing: "
+            "call model.resize_token_embeddings(len(tokenizer)) and save both"
+        )
+    hf_model.config.pad_token_id = tokenizer.pad_token_id
+    if getattr(hf_model, "generation_config", None) is not None:
+        hf_model.generation_config.pad_token_id = tokenizer.pad_token_id
+
+
+# Names of other people's heads, to tell "no head yet" from "a head under a name you did not give".
+_HEAD_LIKE = re.compile(r"(^|[._])(v_head|value_head|score|reward_head|regression_head|classifier|summary)[._]")
+
+
+def value_head(model: PreTrainedModel) -> tuple[str, nn.Linear]:
+    """Name and module of the linear layer that makes the score.
+
+    Raises:
+        ModelLoadError: not exactly one linear layer beside the base model.
+    """
+    heads = [
+        (name, child)
+        for name, child in model.named_children()
+        if name != model.base_model_prefix and isinstance(child, nn.Linear)
+    ]
+    if len(heads) != 1:
+        raise ModelLoadError(
+            f"{type(model).__name__} has {len(heads)} linear layers beside its base model; a critic or reward model "
+            "needs exactly one (as in Llama, Qwen2, GPT-2)"
+        )
+    return heads[0]
+
+
+def head_names(model: PreTrainedModel) -> set[str]:
+    """Names of the output head of a causal LM, or of the value head."""
+    if not model.can_generate():
+        return {value_head(model)[0]}
+    head = model.get_output_embeddings()
+    return {name for name, module in model.named_modules() if module is head}
+
+
+@torch.no_grad()
+def set_value_head(model: PreTrainedModel, weight: Tensor | None, *, seed: int) -> None:
+    """Set the head to ``weight`` (1, hidden), or to N(0, 1/(hidden + 1)) when None; a bias is set to 0."""
+    _, head = value_head(model)
+    if weight is None:
+        generator = torch.Generator().manual_seed(seed)
+        weight = torch.randn(1, head.in_features, generator=generator) / math.sqrt(head.in_features + 1)
+    with gathered(list(head.parameters())):
+        head.weight.copy_(weight)
+        if head.bias is not None:
+            head.bias.zero_()
+
+
+def head_from_checkpoint(path: str, prefix: str, kind: str, flag: str) -> Tensor | None:
+    """The head's weight (1, hidden); None for a critic whose checkpoint has none."""
+    files = checkpoint_files(path)
+    ends_with = re.compile(rf"(^|\.){re.escape(prefix)}\.(weight|bias)$")
+    found = {name: match[2] for name in files if (match := ends_with.search(name))}
+    if "bias" in found.values():
+        raise ModelLoadError(f"{flag} {path}: the head {prefix} has a bias, which value heads here do not have")
+    if not found:
+        others = sorted(name for name in files if _HEAD_LIKE.search(name))
+        hint = f" It has {', '.join(others[:3])}: set --value_head_prefix." if others else ""
+        if kind == "reward":
+            hint = hint or " Train it as a reward model first."
+            raise ModelLoadError(f"{flag} {path} has no {prefix}.weight, so it is not a reward model.{hint}")
+        if others:
+            raise ModelLoadError(f"{flag} {path} has no {prefix}.weight.{hint} Or pass init_value_head=True.")
+        logger.info("%s has no %s.weight; the critic's value head is new", path, prefix)
+        return None
+    if len(found) > 1:
+        raise ModelLoadError(f"{flag} {path}: --value_head_prefix {prefix} fits several weights: {sorted(found)}")
+    name = next(iter(found))
+    weight = read_tensor(files[name], name)
+    if weight.dim() != 2 or weight.shape[0] != 1:
+        raise ModelLoadError(f"{flag} {path}: {name} has shape {tuple(weight.shape)}; one output (1, hidden) is needed")
+    return weight
+
+
+@contextmanager
+def gathered(params: list[nn.Parameter]) -> Iterator[None]:
+    """Full parameters inside the block, changes of rank 0 kept; nothing to do where they are not ZeRO-3 shards."""
+    if not any(hasattr(param, "ds_id") for param in params):
+        yield
+        return
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(params, modifier_rank=0):
+        yield
+
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ATTN_IMPLEMENTATIONS = ("auto", "eager", "sdpa", "flash_attention_2")
@@ -199,23 +433,6 @@ def load_sequence_classifier(
     return _finish(model, zero3, load_in_4bit)
 
 
-def get_llm_for_sequence_regression(
-    path: str, model_type: Literal["critic", "reward"], **options: Any
-) -> Critic | RewardModel:
-    """The seed's constructor: a :class:`Critic` or a :class:`RewardModel` with the given options.
-
-    Raises:
-        ValueError: another model_type.
-    """
-    from lightppo.models.critic import Critic
-    from lightppo.models.reward_model import RewardModel
-
-    classes: dict[str, Callable[..., Critic | RewardModel]] = {"critic": Critic, "reward": RewardModel}
-    if model_type not in classes:
-        raise ValueError(f"model_type must be 'critic' or 'reward', not {model_type!r}")
-    return classes[model_type](path, **options)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # pieces
 
@@ -324,7 +541,7 @@ def _check_missing(missing: set[str] | list[str], path: str, flag: str) -> None:
 def _finish(model: PreTrainedModel, zero3: Zero3LoadConfig | None, load_in_4bit: bool) -> PreTrainedModel:
     disable_dropout(model)
     if load_in_4bit:
-        quantise(model)
+        quantise(model, head_names(model))
     model.zero3_load_config = zero3  # keeps transformers' weak reference alive
     return model.eval()
 

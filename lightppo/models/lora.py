@@ -23,8 +23,8 @@ from transformers.pytorch_utils import Conv1D
 
 from lightppo.errors import ModelLoadError
 from lightppo.models.actor import ActionScores, Actor
+from lightppo.models.loading import head_names, value_head
 from lightppo.models.quantised import PIECES, packings
-from lightppo.models.value_head import head_names, value_head
 from lightppo.models.wrapper import PretrainedWrapper
 
 _NAME = "default"  # of the only adapter, as peft calls it

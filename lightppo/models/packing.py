@@ -1,20 +1,23 @@
-"""Index arithmetic between padded batches (B, S) and one packed row (1, T), and the check that a model can be packed.
-
-A packed row is the real tokens of all sequences, one after the other, without padding. The model gets it with an
-attention mask of None and position ids that start again at 0 for each sequence, from which flash attention takes
-lengths for its varlen kernels; where the model attends by sdpa, ``packed_attention`` gets lengths and attends inside
-each sequence. Nothing here knows about actors, critics or rewards.
-"""
+"""Which rows go through a model together: little padding, at most so many samples or tokens, even loads."""
 
 from __future__ import annotations
 
+import heapq
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import embedding, scaled_dot_product_attention
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from lightppo.config.micro_batches import MicroBatchSpec
 from lightppo.errors import PackingNotSupportedError
 
 # Layers that attend inside the packed row by position ids. Recurrent and linear-attention layers carry state across
@@ -179,3 +182,346 @@ def _not_supported(model_type: str, reason: str) -> PackingNotSupportedError:
     return PackingNotSupportedError(
         f"--packing_samples does not work with model type {model_type!r}: {reason}. Leave --packing_samples out."
     )
+
+
+PACKED_SDPA = "packed_sdpa"
+
+
+def use_packed_attention(model: PreTrainedModel) -> None:
+    """Let a model that attends by ``sdpa`` take :func:`lengths_as_mask`; all else it does as before.
+
+    Models with another attention (flash_attention_2 has kernels for packed rows, eager has none) stay as they are.
+    """
+    if model.config._attn_implementation == "sdpa":
+        AttentionInterface.register(PACKED_SDPA, packed_attention)
+        AttentionMaskInterface.register(PACKED_SDPA, sdpa_mask)
+        model.set_attn_implementation(PACKED_SDPA)
+
+
+def takes_lengths(model: PreTrainedModel) -> bool:
+    """Whether a packed row may bring its lengths instead of a mask."""
+    return model.config._attn_implementation == PACKED_SDPA
+
+
+def lengths_as_mask(lengths: Tensor) -> Tensor:
+    """(N,) lengths of the sequences of a packed row -> (1, 1, 1, N) int64, in the place of its attention mask."""
+    return lengths.long()[None, None, None]
+
+
+def segments_as_mask(lengths: Tensor, parents: Tensor) -> Tensor:
+    """Segments of a packed row in the place of its attention mask, (1, 1, 2, N) int64.
+
+    Args:
+        lengths: (N,).
+        parents: (N,), the earlier segment that a segment continues: it attends to all of that, and causally to itself.
+            -1: a prompt or a whole sequence, which attends to itself alone; only such a segment is continued.
+    """
+    return torch.stack([lengths.long(), parents.long()])[None, None]
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' ``sdpa``, but for a packed row with :func:`lengths_as_mask` or :func:`segments_as_mask`.
+
+    Args:
+        module: the attention layer.
+        query: (1, H, T, D).
+        key, value: (1, H_kv, T, D).
+        attention_mask: of :func:`lengths_as_mask` or :func:`segments_as_mask`, or what ``sdpa`` takes.
+        dropout, scaling: as ``sdpa`` takes them.
+        kwargs: read is ``sliding_window``: tokens that a position sees, itself included.
+
+    Returns:
+        (1, T, H, D), and no weights.
+    """
+    if attention_mask is None or attention_mask.dtype != torch.int64:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    lengths, parents = _segments(attention_mask)
+    if query.shape[2] != sum(lengths):
+        raise ValueError(f"a packed row of {query.shape[2]} tokens cannot hold sequences of {sum(lengths)}")
+    window = _window(module, kwargs)
+    if _has_varlen_kernel(query) and dropout == 0:
+        return _varlen(query, key, value, lengths, parents, scaling, window), None
+    options = {"dropout_p": dropout, "scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
+    outputs = []
+    # split, not slices: the backward pass of a slice writes a whole row of zeros for each sequence
+    keys, values = (_continued(x.split(lengths, 2), parents, 2) for x in (key, value))
+    for q, k, v in zip(query.split(lengths, 2), keys, values):
+        new, total = q.shape[2], k.shape[2]
+        if new == total and (window is None or total <= window):
+            outputs.append(scaled_dot_product_attention(q, k, v, is_causal=True, **options))
+        else:
+            near = torch.ones(new, total, dtype=torch.bool, device=q.device).tril_(total - new)
+            if window is not None:
+                near.triu_(total - new + 1 - window)
+            outputs.append(scaled_dot_product_attention(q, k, v, attn_mask=near, **options))
+    return torch.cat(outputs, 2).transpose(1, 2), None
+
+
+def _segments(mask: Tensor) -> tuple[list[int], list[int]]:
+    """Lengths and parents, of either kind of mask."""
+    rows = mask.flatten(0, 2).tolist()
+    return rows[0], rows[1] if len(rows) == 2 else [-1] * len(rows[0])
+
+
+def _continued(segments: Sequence[Tensor], parents: list[int], dim: int) -> list[Tensor]:
+    """Each segment behind the one it continues. The backward pass adds up what a prompt gets from all of them."""
+    return [x if p < 0 else torch.cat([segments[p], x], dim) for x, p in zip(segments, parents)]
+
+
+def _window(module: nn.Module, kwargs: dict[str, Any]) -> int | None:
+    if "sliding_window" in kwargs:
+        return kwargs["sliding_window"]
+    if "sliding_attention" in (getattr(module.config, "layer_types", None) or ()):
+        raise NotImplementedError(
+            f"--packing_samples: {type(module).__name__} has a sliding window and does not tell the attention of it: "
+            "leave --packing_samples out, or set --attn_implementation flash_attention_2"
+        )
+    return None
+
+
+def _has_varlen_kernel(query: Tensor) -> bool:
+    return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and _varlen_kernel() is not None
+
+
+@cache
+def _varlen_kernel() -> Any:
+    """torch's own kernel for packed rows, where this torch has one that takes a scale and a window; else None."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    wanted = {"scale", "window_size", "enable_gqa"}
+    return varlen_attn if wanted <= inspect.signature(varlen_attn).parameters.keys() else None
+
+
+def _varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: list[int],
+    parents: list[int],
+    scaling: float | None,
+    window: int | None,
+) -> Tensor:
+    """(1, H, T, D) three times -> (1, T, H, D) on a GPU.
+
+    The kernel's causal window ends at the lower right: the last query sees the last key, so that a response sees all
+    of the prompt before it.
+    """
+    q, k, v = (x[0].transpose(0, 1).contiguous() for x in (q, k, v))  # (T, H, D)
+    seen = [n if p < 0 else lengths[p] + n for n, p in zip(lengths, parents)]
+    if seen != lengths:
+        k, v = (torch.cat(_continued(x.split(lengths), parents, 0)) for x in (k, v))
+    borders = [torch.tensor([0, *accumulate(n)], dtype=torch.int32, device=q.device) for n in (lengths, seen)]
+    back = -1 if window is None else window - 1
+    options = {"scale": scaling, "window_size": (back, 0), "enable_gqa": q.shape[1] != k.shape[1]}
+    return _varlen_kernel()(q, k, v, *borders, max(lengths), max(seen), **options)[None]
+
+
+@dataclass(frozen=True)
+class SharedRow(PackedRow):
+    """A packed row of segments; ``slots`` of several rows name the same places where their prompt is one.
+
+    Attributes:
+        lengths: (N,), tokens of each segment.
+        parents: (N,), the segment that it continues; -1: none.
+    """
+
+    lengths: Tensor
+    parents: Tensor
+
+
+def pack_shared(sequences: Tensor, attention_mask: Tensor, num_actions: int) -> SharedRow | None:
+    """Drop the padding, and of equal prompts all but one: (B, S) -> (1, T).
+
+    A prompt is the real tokens before the last A columns; equal are those with equal ids in the same columns.
+
+    Args:
+        sequences: (B, S) token ids.
+        attention_mask: (B, S), 1 for real tokens; padding may be on both sides.
+        num_actions: A.
+
+    Returns:
+        None where no two rows have the same prompt.
+    """
+    real = attention_mask.bool()
+    split = sequences.shape[1] - num_actions
+    prompts = sequences[:, :split].masked_fill(~real[:, :split], -1)  # (B, S - A)
+    if len(sequences) < 2 or split < 1:
+        return None
+    group = torch.unique(prompts, dim=0, return_inverse=True)[1]  # (B,)
+    of_prompt, of_response = real[:, :split].sum(1), real[:, split:].sum(1)  # (B,)
+    shared = (group.bincount()[group] > 1) & (of_prompt > 0)  # (B,)
+    if not bool(shared.any()):
+        return None
+    order = group.argsort(stable=True)  # rows of one prompt one after the other
+    in_order = group[order]
+    first = torch.ones_like(in_order, dtype=torch.bool)
+    first[1:] = in_order[1:] != in_order[:-1]
+    leads = torch.zeros_like(shared).index_put((order,), first)  # (B,), the row that brings the prompt
+    kept = real.clone()
+    kept[:, :split] &= (leads | ~shared)[:, None]
+    places = (kept[order].flatten().long().cumsum(0) - 1).view_as(sequences)
+    slots = torch.empty_like(places).index_put((order,), places)  # (B, S)
+    leader = order[first][group]  # (B,)
+    slots[:, :split] = torch.where(shared[:, None], slots[leader, :split], slots[:, :split])
+    lengths, parents = _shared_segments(*(x[order].tolist() for x in (of_prompt, of_response, shared, leads)))
+    return SharedRow(
+        input_ids=sequences[order][kept[order]].unsqueeze(0),  # (1, T)
+        position_ids=position_ids_from_mask(attention_mask)[order][kept[order]].unsqueeze(0),  # (1, T)
+        slots=slots,
+        lengths=torch.tensor(lengths, device=sequences.device),
+        parents=torch.tensor(parents, device=sequences.device),
+    )
+
+
+def _shared_segments(
+    prompts: list[int], responses: list[int], shared: list[bool], leads: list[bool]
+) -> tuple[list[int], list[int]]:
+    """Lengths and parents; rows of one prompt follow each other. No segment is empty."""
+    lengths: list[int] = []
+    parents: list[int] = []
+    parent = -1
+    for prompt, response, is_shared, is_first in zip(prompts, responses, shared, leads):
+        if is_shared and is_first:
+            parent = len(lengths)
+            lengths.append(prompt)
+            parents.append(-1)
+        new = response if is_shared else prompt + response
+        if new:
+            lengths.append(new)
+            parents.append(parent if is_shared else -1)
+    return lengths, parents
+
+
+def distinct_places(places: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Places (K,) that are read -> the different ones (U,) in ascending order, and which of them each read takes (K,).
+
+    The last token of a shared prompt predicts the first action of several rows. None: no place is read twice, and they
+    stay as they are.
+    """
+    different, reads = torch.unique(places, return_inverse=True)
+    return (places, None) if len(different) == len(places) else (different, reads)
+
+
+def read(at_places: Tensor, reads: Tensor | None) -> Tensor:
+    """(U, …) at the different places -> (K, …), for each read; ``reads`` as of :func:`distinct_places`.
+
+    By an embedding, whose backward pass adds in one order; of indexing torch promises that in its deterministic mode
+    only.
+    """
+    if reads is None:
+        return at_places
+    return embedding(reads, at_places.reshape(len(at_places), -1)).view(len(reads), *at_places.shape[1:])
+
+
+def all_share_prompts(models: Iterable[Any]) -> bool:
+    """Whether each of these models (``None`` aside) says that it ``shares_prompts``."""
+    return all(getattr(model, "shares_prompts", False) for model in models if model is not None)
+
+
+def micro_batches(
+    lengths: Sequence[tuple[int, int]],
+    spec: MicroBatchSpec,
+    *,
+    packed: bool,
+    at_least: int = 0,
+    prompts: Sequence[Hashable] | None = None,
+) -> list[list[int]]:
+    """Split rows into micro batches; every row is in exactly one.
+
+    By samples: rows of like lengths together, longest first (a lack of memory shows at once). By tokens: a packed
+    micro batch holds at most so many real tokens, and all hold about the same number; a padded one at most so many
+    with its padding. A row of more tokens than the budget is a micro batch of its own.
+
+    Rows that share a prompt stay together, and its tokens count once. Only a group of more tokens than the budget is
+    cut, into parts that each hold the prompt; by samples, also one at the border of a micro batch.
+
+    Args:
+        lengths: prompt and response tokens of each row.
+        spec: the most that one micro batch holds.
+        packed: rows take their real tokens only; else all of a micro batch are padded to its longest prompt and
+            longest response.
+        at_least: so many micro batches where there are as many rows (or groups of a prompt) and the split is by tokens
+            of packed rows: what other ranks need anyway.
+        prompts: of packed rows; those with the same one share it. None: no row shares its prompt.
+
+    Returns:
+        numbers of the rows of each micro batch; none for no rows.
+    """
+    total = [prompt + response for prompt, response in lengths]
+    if spec.unit == "tokens" and not packed:
+        return _padded(sorted(range(len(lengths)), key=lambda i: (-total[i], i)), lengths, spec.size)
+    groups = _groups(lengths, prompts if packed and prompts is not None else range(len(lengths)))
+    if spec.unit == "samples":
+        order = [i for group in groups for i in group]
+        return [order[i : i + spec.size] for i in range(0, len(order), spec.size)]
+    units = [unit for group in groups for unit in _cut(group, lengths, spec.size)]
+    parts = _fitting([_tokens(unit, lengths) for unit in units], spec.size, at_least)
+    return [[i for unit in part for i in units[unit]] for part in parts]
+
+
+def _groups(lengths: Sequence[tuple[int, int]], prompts: Sequence[Hashable]) -> list[list[int]]:
+    """Rows of each prompt, most tokens first; so are the rows of one."""
+    found: dict[Hashable, list[int]] = {}
+    for i in sorted(range(len(lengths)), key=lambda i: (-sum(lengths[i]), i)):
+        found.setdefault(prompts[i], []).append(i)
+    return sorted(found.values(), key=lambda group: -_tokens(group, lengths))
+
+
+def _tokens(group: Sequence[int], lengths: Sequence[tuple[int, int]]) -> int:
+    """Of rows with one prompt, which counts once."""
+    return lengths[group[0]][0] + sum(lengths[i][1] for i in group)
+
+
+def _cut(group: list[int], lengths: Sequence[tuple[int, int]], budget: int) -> list[list[int]]:
+    """Rows of one prompt in as few parts as fit the budget, each with the prompt."""
+    parts = _fitting([lengths[i][1] for i in group], max(1, budget - lengths[group[0]][0]))
+    return [[group[i] for i in part] for part in parts]
+
+
+def _fitting(tokens: Sequence[int], budget: int, at_least: int = 0) -> list[list[int]]:
+    """Few parts of about equal sums within the budget; what is above it is a part of its own."""
+    if not tokens:
+        return []
+    count = max(1, -(-sum(tokens) // budget), min(at_least, len(tokens)))
+    while True:  # ends: at as many parts as there are to share out, every part is one
+        parts = _even(tokens, count)
+        if all(len(part) == 1 or sum(tokens[i] for i in part) <= budget for part in parts):
+            return parts
+        count += 1
+
+
+def _padded(order: list[int], lengths: Sequence[tuple[int, int]], budget: int) -> list[list[int]]:
+    """Rows one after the other, as long as rows × (longest prompt + longest response) stays within the budget."""
+    parts: list[list[int]] = []
+    width = (0, 0)
+    for i in order:
+        wider = (max(width[0], lengths[i][0]), max(width[1], lengths[i][1]))
+        if parts and (len(parts[-1]) + 1) * sum(wider) <= budget:
+            parts[-1].append(i)
+            width = wider
+        else:
+            parts.append([i])
+            width = lengths[i]
+    return parts
+
+
+def _even(tokens: Sequence[int], count: int) -> list[list[int]]:
+    """So many parts of about equal sums: the most that is left goes to the lightest part (Graham 1969, LPT)."""
+    parts: list[list[int]] = [[] for _ in range(count)]
+    loads = [(0, part) for part in range(count)]
+    for i in sorted(range(len(tokens)), key=lambda i: (-tokens[i], i)):
+        load, part = heapq.heappop(loads)
+        parts[part].append(i)
+        heapq.heappush(loads, (load + tokens[i], part))
+    return [part for part in parts if part]

@@ -21,8 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lightppo.algorithms.matmul import linear, product
 from lightppo.errors import ModelLoadError
-from lightppo.models.cpu_linear import CPULinear
-from lightppo.models.value_head import head_names
+from lightppo.models.cpu import CPULinear
 
 BLOCK = 64  # weights of a row that share a scale
 _SCALES_BLOCK = 256  # scales that share a scale
@@ -146,12 +145,16 @@ class _FrozenLinear(torch.autograd.Function):
         return to_x, rows.sum(0) if ctx.needs_input_grad[1] else None, None
 
 
-def quantise(model: PreTrainedModel) -> None:
+def quantise(model: PreTrainedModel, heads: set[str]) -> None:
     """Hold the weights of the body's linear layers in 4 bits, in place, and freeze the model.
 
     Heads, embeddings, norms, biases and layers whose rows are no whole number of blocks stay as they are. To be called
     before adapters are added, on a model that is not sharded: every rank holds all of the 4-bit weights, whatever the
     ZeRO stage.
+
+    Args:
+        model: loaded.
+        heads: names of its output head's modules.
 
     Raises:
         ModelLoadError: bitsandbytes is not installed or does not work on this device; the model is sharded, or less
@@ -160,7 +163,7 @@ def quantise(model: PreTrainedModel) -> None:
     check_bitsandbytes()
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         raise ModelLoadError("--load_in_4bit: the model is sharded already; load it with load_in_4bit=True")
-    layers = _fitting_layers(model)
+    layers = _fitting_layers(model, heads)
     model.requires_grad_(False)
     for name in layers:
         try:
@@ -175,13 +178,13 @@ def packings(model: nn.Module) -> dict[str, Packing]:
     return {name: module.packing for name, module in model.named_modules() if isinstance(module, QuantisedLinear)}
 
 
-def _fitting_layers(model: PreTrainedModel) -> list[str]:
+def _fitting_layers(model: PreTrainedModel, heads: set[str]) -> list[str]:
     """Names of the layers that can be held in 4 bits.
 
     Raises:
         ModelLoadError: they are less than half of the body.
     """
-    modules, heads = dict(model.named_modules()), head_names(model)
+    modules = dict(model.named_modules())
     plain = {name: module for name, module in modules.items() if type(module) in (nn.Linear, CPULinear, Conv1D)}
     fitting = [name for name, module in plain.items() if name not in heads and _in_features(module) % BLOCK == 0]
     outside = {f"{n}.weight" for n, m in modules.items() if n in heads or isinstance(m, nn.Embedding)}

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lightppo.config.micro_batches import MicroBatchSpec
 from lightppo.data.records import Rollout
 from lightppo.errors import RewardError
-from lightppo.models.micro_batches import micro_batches
+from lightppo.models.packing import micro_batches
 from lightppo.rewards.retemplate import RewardInputs, SameIds, Truncation, check_input_options, fit_lengths
 from lightppo.rewards.source import RewardOutput
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 from lightppo.data.records import Rollout
-from lightppo.data.templates import PromptTemplate, Rendered
+from lightppo.data.rows import PromptTemplate, Rendered
 from lightppo.errors import BadRowError, DataError, RewardError
 from lightppo.rewards.source import describe_sample
 

@@ -14,13 +14,10 @@ from torch import nn
 
 from lightppo.data.records import Prompt, Rollout
 from lightppo.models.acceleration import not_compiled
-from lightppo.models.cpu_linear import packed_weights
-from lightppo.rollout.cache import can_use_slots
-from lightppo.rollout.decoding import BatchDecoder, CachedForward, DecodedBatch
+from lightppo.models.cpu import packed_weights
+from lightppo.rollout.decode import BatchDecoder, CachedForward, DecodedBatch, SlotDecoder, can_use_slots
 from lightppo.rollout.engine import SamplingParams
-from lightppo.rollout.sampling import TokenSampler, request_uniforms
-from lightppo.rollout.slots import SlotDecoder
-from lightppo.rollout.stopping import StopCriteria, bad_word_ids, end_of_text_ids
+from lightppo.rollout.sampling import StopCriteria, TokenSampler, bad_word_ids, end_of_text_ids, request_uniforms
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import nn
 
 from lightppo.config import PPOConfig
+from lightppo.data.readers import stage_to_local
 from lightppo.data.records import Prompt, Rollout
-from lightppo.data.staging import stage_to_local
 from lightppo.errors import ConfigError, RolloutError
 from lightppo.rollout.engine import SamplingParams
 from lightppo.rollout.hf import request_streams
@@ -35,8 +35,8 @@ from lightppo.rollout.vllm_options import (
     vocabulary_limits,
 )
 from lightppo.rollout.weight_sync import full_weights
+from lightppo.strategy.distributed import on_cuda
 from lightppo.strategy.engines import find_hf_model
-from lightppo.strategy.launch import on_cuda
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -13,7 +13,7 @@ from lightppo.config import PPOConfig
 from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import ConfigError, RolloutError
 from lightppo.rollout.engine import SamplingParams
-from lightppo.rollout.stopping import StopCriteria, bad_word_ids, end_of_text_ids
+from lightppo.rollout.sampling import StopCriteria, bad_word_ids, end_of_text_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -21,10 +21,236 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightppo.strategy import checkpoint, ds_config, engines, export, launch, steps, zero3
-from lightppo.strategy.distributed import DistributedStrategy
+from lightppo.strategy import checkpoint, engines, zero3
+from lightppo.strategy.distributed import DistributedStrategy, on_cuda
 
 logger = logging.getLogger(__name__)
+
+ZERO_STAGES = (0, 1, 2, 3)
+_GRAD_ACCUM_DTYPES = ("fp32", "bf16")
+# Small on CPU, where a bucket is a copy in main memory. On GPU DeepSpeed's own sizes stand.
+_CPU_BUCKET_ELEMENTS = 1_000_000
+
+
+def train_config(
+    *,
+    zero_stage: int,
+    bf16: bool = False,
+    max_norm: float = 1.0,
+    micro_batch_size: int = 1,
+    adam_offload: bool = False,
+    param_offload: bool = False,
+    zpg: int = 1,
+    grad_accum_dtype: str | None = None,
+    overlap_comm: bool = False,
+    on_cpu: bool = False,
+    persistence_threshold: int | None = None,
+) -> dict[str, Any]:
+    """Configuration of an engine that trains.
+
+    Any number of ``backward`` calls make one step (``managed_gradient_accumulation: false``): the caller scales the
+    loss, and DeepSpeed averages gradients over ranks.
+
+    Args:
+        zero_stage: 0 replicates everything, 1 shards optimizer states, 2 gradients too, 3 parameters too.
+        bf16: bf16 parameters with fp32 master weights; False is fp32 throughout.
+        max_norm: largest L2 norm of the gradient over all parameters; 0 does not clip.
+        micro_batch_size: samples per rank and forward; DeepSpeed only keeps count of samples with it.
+        adam_offload: optimizer states and step on the CPU (stages 1 to 3).
+        param_offload: parameters on the CPU until a layer needs them (stage 3).
+        zpg: ranks over which stage 3 keeps its secondary parameter shards (ZeRO++ hpZ); 1 has none.
+        grad_accum_dtype: "fp32" or "bf16", in which gradients add up over micro batches; None is fp32.
+        overlap_comm: reduces gradients while the backward pass still runs (stages 2 and 3).
+        on_cpu: the engine runs on CPU: small buckets, no pinned memory.
+        persistence_threshold: stage 3 leaves parameters of at most so many elements unsharded; None is DeepSpeed's.
+
+    Raises:
+        ValueError: a value out of range, or two options that exclude each other; the message names the flags.
+    """
+    _check_stage(zero_stage)
+    if max_norm < 0:
+        raise ValueError(f"--max_norm must be >= 0 (0 does not clip), got {max_norm}")
+    if adam_offload and zero_stage == 0:
+        raise ValueError("--adam_offload needs sharded optimizer states: set --zero_stage 1, 2 or 3")
+    if param_offload and zero_stage != 3:
+        raise ValueError(f"--param_offload needs --zero_stage 3, got {zero_stage}")
+    if zpg != 1 and zero_stage != 3:
+        raise ValueError(f"--zpg {zpg} needs --zero_stage 3, got {zero_stage}")
+    if overlap_comm and zero_stage < 2:
+        raise ValueError(f"--overlap_comm needs --zero_stage 2 or 3, got {zero_stage}")
+    if bf16 and zero_stage == 0:
+        raise ValueError("--bf16 training needs fp32 master weights, which ZeRO keeps from stage 1: set --zero_stage 1")
+    if grad_accum_dtype is not None and grad_accum_dtype not in _GRAD_ACCUM_DTYPES:
+        raise ValueError(f"--grad_accum_dtype must be one of {', '.join(_GRAD_ACCUM_DTYPES)}, got {grad_accum_dtype!r}")
+    if grad_accum_dtype == "bf16" and not bf16:
+        raise ValueError("--grad_accum_dtype bf16 needs --bf16")
+
+    zero: dict[str, Any] = {"stage": zero_stage, "overlap_comm": overlap_comm}
+    if on_cpu:
+        zero |= {"reduce_bucket_size": _CPU_BUCKET_ELEMENTS, "allgather_bucket_size": _CPU_BUCKET_ELEMENTS}
+    if adam_offload:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": not on_cpu}
+    if zero_stage == 3:
+        zero |= _stage3_fields(param_offload, on_cpu, persistence_threshold)
+        if zpg != 1:
+            zero["zero_hpz_partition_size"] = zpg
+    return {
+        **_common_fields(micro_batch_size, bf16),
+        "managed_gradient_accumulation": False,
+        # At stage 0 the strategy clips in a hook of the optimizer: the engine there does not report the norm.
+        "gradient_clipping": 0.0 if zero_stage == 0 else max_norm,
+        "zero_optimization": zero,
+        "data_types": {"grad_accum_dtype": grad_accum_dtype or "fp32"},
+        # torch's AdamW also does the offloaded step: DeepSpeed's own is compiled at the first start.
+        "zero_force_ds_cpu_optimizer": False,
+    }
+
+
+def eval_config(
+    *,
+    zero_stage: int,
+    bf16: bool = False,
+    offload: bool = False,
+    micro_batch_size: int = 1,
+    on_cpu: bool = False,
+) -> dict[str, Any]:
+    """Configuration of an engine without optimizer: reference, reward model, EMA.
+
+    Without an optimizer there is nothing but parameters to shard, so stages 1 and 2 are stage 0.
+
+    Args:
+        zero_stage: 3 shards the parameters; 0, 1 and 2 replicate them.
+        bf16: parameters in bf16, else fp32.
+        offload: parameters live on the CPU and visit the device layer by layer; this is stage 3 at any ``zero_stage``.
+        micro_batch_size: samples per rank and forward.
+        on_cpu: the engine runs on CPU.
+
+    Raises:
+        ValueError: zero_stage is not 0, 1, 2 or 3.
+    """
+    _check_stage(zero_stage)
+    zero: dict[str, Any] = {"stage": 0}
+    if zero_stage == 3 or offload:
+        # Threshold 0: the EMA is written into the shards, and a parameter kept unsharded would not notice.
+        zero = {"stage": 3, **_stage3_fields(offload, on_cpu, persistence_threshold=0)}
+    return {**_common_fields(micro_batch_size, bf16), "zero_optimization": zero}
+
+
+def _common_fields(micro_batch_size: int, bf16: bool) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": micro_batch_size,
+        "gradient_accumulation_steps": 1,
+        "steps_per_print": None,
+        "bf16": {"enabled": bf16, "check_grad_overflow": True},
+    }
+
+
+def _stage3_fields(param_offload: bool, on_cpu: bool, persistence_threshold: int | None) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    if param_offload:
+        fields["offload_param"] = {"device": "cpu", "pin_memory": not on_cpu}
+    if persistence_threshold is not None:
+        fields["stage3_param_persistence_threshold"] = persistence_threshold
+    if on_cpu:
+        fields["stage3_prefetch_bucket_size"] = _CPU_BUCKET_ELEMENTS
+    return fields
+
+
+def _check_stage(zero_stage: int) -> None:
+    if zero_stage not in ZERO_STAGES:
+        raise ValueError(f"--zero_stage must be one of 0, 1, 2, 3, got {zero_stage!r}")
+
+
+def clip_and_check(max_norm: float) -> Callable[[torch.optim.Optimizer, Any, Any], None]:
+    """A pre-step hook for a plain optimizer at stage 0: clips the averaged gradient, or takes a non-finite one away.
+
+    ZeRO does this inside its own optimizers. At stage 0 the engine steps the plain one, and reads the two attributes
+    set here to report the norm and to decide whether the scheduler moves on. The gradient is the same on all ranks,
+    so is the decision.
+
+    Args:
+        max_norm: largest L2 norm of the gradient over all parameters; 0 does not clip.
+    """
+
+    def hook(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm([p.grad for p in params])
+        optimizer.overflow = not bool(torch.isfinite(norm))
+        optimizer._global_grad_norm = math.inf if optimizer.overflow else float(norm)
+        if optimizer.overflow:
+            for param in params:
+                param.grad = None  # AdamW passes over parameters without gradient
+        elif max_norm > 0:
+            torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm)
+
+    return hook
+
+
+def drop_gradients(engine: Any) -> None:
+    """Leaves no trace of the backward passes since the last step: the next one starts from gradients of zero.
+
+    Communicates nothing. DeepSpeed 0.19.8 itself leaves traces, also after a step that it takes: ZeRO-3 and the
+    offloaded ZeRO-2 and ZeRO-1 keep the gradient of a parameter until the first backward pass of the next step
+    overwrites it. A parameter that gets its gradient only from a later pass would have it added to the old one, and
+    one that gets none would be stepped on with the old one.
+
+    Raises:
+        TypeError: an optimizer of DeepSpeed that this version of lightppo does not know.
+    """
+    optimizer = engine.optimizer
+    engine.zero_grad()
+    engine._unmanaged_backward_count = 0  # by which the next step would count samples
+    if isinstance(optimizer, torch.optim.Optimizer):  # stage 0: all there is are the gradients of the parameters
+        return
+    kind = type(optimizer).__name__
+    if kind not in _DROP:
+        raise TypeError(f"no way known to drop the gradients of DeepSpeed's {kind}: use deepspeed 0.19")
+    _DROP[kind](optimizer)
+
+
+def _drop_bf16(optimizer: Any) -> None:
+    """bf16 at stage 1: fp32 gradients of the whole model."""
+    optimizer.zero_grad()
+
+
+def _drop_zero12(optimizer: Any) -> None:
+    """Stages 1 and 2: sums of shards, on the device or, offloaded, in main memory."""
+    from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID
+
+    optimizer.zero_grad()
+    for sums in (optimizer.averaged_gradients, optimizer.all_grad_tensors):
+        for group in sums:  # not cleared: views of the gradients hold on to the dictionary and look for its keys
+            sums[group] = None
+    optimizer._release_ipg_buffers()
+    optimizer.micro_step_id = INITIAL_MICRO_STEP_ID
+    if not optimizer.cpu_offload:
+        return
+    optimizer.reset_cpu_buffers()
+    optimizer._offload_accumulated_param_ids.clear()
+    for gradient in optimizer.accumulated_grads_in_cpu.values():
+        gradient.zero_()
+    for shard in optimizer.single_partition_of_fp32_groups:
+        shard.grad.zero_()
+
+
+def _drop_zero3(optimizer: Any) -> None:
+    """Stage 3: sums of shards in one flat buffer, of which a step, offloaded, takes a copy in fp32."""
+    optimizer.zero_grad()
+    optimizer.averaged_gradients = {}
+    optimizer._offload_boundary_param_ids.clear()
+    optimizer.grad_partitions_flat_buffer.zero_()
+    if not optimizer.offload_optimizer:
+        return
+    optimizer.reset_cpu_buffers()
+    for shard in optimizer.fp32_partitioned_groups_flat:
+        shard.grad.zero_()
+
+
+_DROP = {
+    "BF16_Optimizer": _drop_bf16,
+    "DeepSpeedZeroOptimizer": _drop_zero12,
+    "DeepSpeedZeroOptimizer_Stage3": _drop_zero3,
+}
 
 
 @dataclass(frozen=True)
@@ -60,7 +286,7 @@ class DeepspeedStrategy(DistributedStrategy):
         timeout_minutes: a collective that takes longer ends the job.
 
     Raises:
-        ValueError: options that exclude each other; see ``ds_config.train_config``.
+        ValueError: options that exclude each other; see ``train_config``.
     """
 
     def __init__(
@@ -208,7 +434,7 @@ class DeepspeedStrategy(DistributedStrategy):
         if optimizer is None:
             engine.eval()
         elif engines.zero_stage_of(engine) == 0:
-            optimizer.register_step_pre_hook(steps.clip_and_check(self.max_norm))
+            optimizer.register_step_pre_hook(clip_and_check(self.max_norm))
         attribute = engines.engine_attribute(model)
         if attribute is None:
             return engine
@@ -234,7 +460,7 @@ class DeepspeedStrategy(DistributedStrategy):
             zero_stage: of this role; None is the strategy's. So for ``adam_offload`` and ``param_offload``.
         """
         zero_stage = self.zero_stage if zero_stage is None else zero_stage
-        return ds_config.train_config(
+        return train_config(
             zero_stage=zero_stage,
             bf16=self.bf16,
             max_norm=self.max_norm,
@@ -244,7 +470,7 @@ class DeepspeedStrategy(DistributedStrategy):
             zpg=self.zpg if zero_stage == 3 else 1,
             grad_accum_dtype=self.grad_accum_dtype,
             overlap_comm=self.overlap_comm and zero_stage > 1,
-            on_cpu=not launch.on_cuda(),
+            on_cpu=not on_cuda(),
         )
 
     def get_ds_eval_config(
@@ -257,12 +483,12 @@ class DeepspeedStrategy(DistributedStrategy):
             zero_stage: of this role; None is the strategy's.
             bf16: of this role; None is the strategy's. An EMA wants False.
         """
-        return ds_config.eval_config(
+        return eval_config(
             zero_stage=self.zero_stage if zero_stage is None else zero_stage,
             bf16=self.bf16 if bf16 is None else bf16,
             offload=offload,
             micro_batch_size=self.micro_train_batch_size,
-            on_cpu=not launch.on_cuda(),
+            on_cpu=not on_cuda(),
         )
 
     # -- steps ---------------------------------------------------------------------------------------------------
@@ -297,7 +523,7 @@ class DeepspeedStrategy(DistributedStrategy):
         engine.step()  # moves the engine's own scheduler
         skipped = not engine.was_step_applied()
         grad_norm = float(engine.get_global_grad_norm())
-        steps.drop_gradients(engine)
+        drop_gradients(engine)
         if skipped:
             if self.is_rank_0():
                 logger.warning("step %d of %s skipped: gradient not finite", engine.global_steps, name)
@@ -321,7 +547,7 @@ class DeepspeedStrategy(DistributedStrategy):
         engine = engines.get_engine(model, "skip_step")
         if not engines.has_optimizer(engine):
             raise ValueError(f"skip_step: {name} was prepared without an optimizer, so it has no gradient")
-        steps.drop_gradients(engine)
+        drop_gradients(engine)
         if self.is_rank_0():
             logger.info("a step of %s is not taken: its gradient is thrown away", name)
 
@@ -435,7 +661,7 @@ class DeepspeedStrategy(DistributedStrategy):
             RuntimeError: writing failed; the message has rank 0's reason.
             ValueError: there is no Hugging Face model inside.
         """
-        export.save_model(model, tokenizer, output_dir)
+        checkpoint.save_model(model, tokenizer, output_dir)
 
     def load_model(self, model: Any, path: str | os.PathLike[str], strict: bool = True) -> None:
         """Loads weights into a model, also into the optimizer's fp32 masters of a prepared one. Collective then.
@@ -449,7 +675,7 @@ class DeepspeedStrategy(DistributedStrategy):
             FileNotFoundError: no weights there.
             ValueError: names or shapes do not fit.
         """
-        export.load_model(model, path, strict=strict)
+        checkpoint.load_model(model, path, strict=strict)
 
 
 _STRATEGY_OPTIONS = (

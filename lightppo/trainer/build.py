@@ -16,15 +16,12 @@ from transformers import get_scheduler
 from lightppo.config import PPOConfig
 from lightppo.config.adapter_rules import reference_is_actor, uses_adapters
 from lightppo.config.algorithm_rules import advice, moves_reference
-from lightppo.data.loading import blending_datasets
-from lightppo.data.prompt_dataset import PromptDataset
-from lightppo.data.sampler import RolloutBatchSampler
-from lightppo.data.sft_dataset import SFTDataset
-from lightppo.data.staging import stage_to_local
+from lightppo.data.datasets import PromptDataset, RolloutBatchSampler, SFTDataset
+from lightppo.data.readers import blending_datasets, stage_to_local
 from lightppo.errors import ConfigError
 from lightppo.models.actor import Actor
+from lightppo.models.loading import get_tokenizer, valid_vocab_size
 from lightppo.models.lora import AdaptersOff
-from lightppo.models.tokenizer import get_tokenizer, valid_vocab_size
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.strategy.zero3 import parameter_count
 from lightppo.trainer.build_models import build_models

@@ -10,12 +10,11 @@ import torch
 from lightppo.config import PPOConfig
 from lightppo.config.adapter_rules import reference_is_actor, uses_adapters
 from lightppo.config.algorithm_rules import moves_reference, needs_critic
-from lightppo.data.staging import stage_to_local
+from lightppo.data.readers import stage_to_local
 from lightppo.models.acceleration import check_activation_offload, compile_layers, use_liger_kernels
 from lightppo.models.actor import Actor
-from lightppo.models.critic import Critic
+from lightppo.models.critic import Critic, RewardModel
 from lightppo.models.lora import LoraOptions, add_adapters
-from lightppo.models.reward_model import RewardModel
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.trainer.guards import check_lengths, check_router
 

@@ -16,16 +16,115 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+from lightppo.algorithms.shaping import ValueNorm
 from lightppo.config.ppo import unsafe_changes
 from lightppo.config.sections import CheckpointConfig
 from lightppo.errors import CheckpointError, ConfigError
+from lightppo.experience.maker import ScoreShaper
+from lightppo.experience.sampler import GroupCollector
 from lightppo.strategy.checkpoint import list_tags, restore_rng_state, rng_state
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass
+class TrainerState:
+    """Where a run stands, after a finished step.
+
+    Attributes:
+        global_step: PPO steps done.
+        episode: current pass over the prompts, from 0.
+        consumed_prompts: prompts taken from this episode, over all ranks.
+        pretrain_batches: batches taken from the pretraining data on each rank.
+        skipped_optimizer_steps: optimizer steps skipped for a non-finite gradient, actor and critic.
+        stopped_optimizer_steps: optimizer steps of the actor skipped by an early stop.
+        run_id: of the Weights & Biases run.
+        episode_scores: mean score of the prompts sampled in this episode, by ``Prompt.index``; only where
+            ``--dataset_filter_threshold`` looks at them.
+        left_out_prompts: ``Prompt.index`` of those that it has left out of the further episodes.
+    """
+
+    global_step: int = 0
+    episode: int = 0
+    consumed_prompts: int = 0
+    pretrain_batches: int = 0
+    skipped_optimizer_steps: int = 0
+    stopped_optimizer_steps: int = 0
+    run_id: str | None = None
+    episode_scores: dict[int, float] = field(default_factory=dict)
+    left_out_prompts: list[int] = field(default_factory=list)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """From ``state_dict``."""
+        return cls(**values)
+
+    def finish_step(self, prompts: int, last_of_episode: bool) -> None:
+        """Count one PPO step that used ``prompts`` prompts over all ranks."""
+        self.global_step += 1
+        self.consumed_prompts += prompts
+        if last_of_episode:
+            self.episode += 1
+            self.consumed_prompts = 0
+            self.episode_scores = {}
+
+
+def state_from_consumed(consumed_samples: int, steps_per_episode: int, rollout_batch_size: int) -> TrainerState:
+    """Where a run stands after ``consumed_samples`` prompts, counted as the seed does: steps × rollout_batch_size."""
+    step = consumed_samples // rollout_batch_size
+    episode, step_in_episode = divmod(step, steps_per_episode)
+    return TrainerState(global_step=step, episode=episode, consumed_prompts=step_in_episode * rollout_batch_size)
+
+
+@dataclass
+class RunState:
+    """The parts of a trainer that remember something.
+
+    Attributes:
+        kl_ctl: the KL coefficient.
+        shaper: running statistics of scores.
+        value_norm: running statistics of returns, or ``None``.
+        groups: accepted groups that wait for training; other ones on each rank.
+        strategy: gathers these.
+    """
+
+    kl_ctl: Any
+    shaper: ScoreShaper
+    value_norm: ValueNorm | None
+    groups: GroupCollector
+    strategy: Any
+
+    def of_all_ranks(self, state: TrainerState) -> dict[str, Any]:
+        """What is the same on every rank."""
+        return {
+            "trainer": state.state_dict(),
+            "kl_ctl": self.kl_ctl.state_dict(),
+            "score_statistics": self.shaper.state_dict(),
+            "value_statistics": self.value_norm.state_dict() if self.value_norm is not None else None,
+        }
+
+    def with_ranks(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The values with what is of each rank. Collective."""
+        return {**values, "surplus": self.strategy.all_gather_object(self.groups.state_dict())}
+
+    def restore(self, saved: Mapping[str, Any]) -> TrainerState:
+        """Take over what was saved; the trainer's own part is returned."""
+        self.kl_ctl.load_state_dict(saved["kl_ctl"])
+        self.shaper.load_state_dict(saved["score_statistics"])
+        if self.value_norm is not None:
+            self.value_norm.load_state_dict(saved["value_statistics"])
+        self.groups.load_state_dict(saved["surplus"][self.strategy.get_rank()])
+        return TrainerState.from_dict(saved["trainer"])
+
 
 _LATEST = "latest"
 _BEST = "best.json"

@@ -15,16 +15,17 @@ from lightppo.algorithms.traits import ESTIMATOR_TRAITS
 from lightppo.config import PPOConfig
 from lightppo.data.records import Rollout
 from lightppo.errors import ConfigError
-from lightppo.experience.balancing import balance_ranks
-from lightppo.experience.dynamic_sampling import CollectedStep, GroupCollector, PromptSource
-from lightppo.experience.experience_maker import ExperienceMaker
-from lightppo.experience.filters import GroupFilter
-from lightppo.experience.replay_buffer import ReplayBuffer
-from lightppo.experience.rollout_check import RolloutCheck
-from lightppo.experience.rollout_files import RolloutReplay, write_step
-from lightppo.experience.sampling import RolloutSampler, seed_of_step
-from lightppo.experience.score_shaping import ScoreShaper
-from lightppo.experience.token_selection import select_tokens
+from lightppo.experience.batching import ReplayBuffer, balance_ranks, select_tokens
+from lightppo.experience.checks import RolloutCheck, RolloutReplay, write_step
+from lightppo.experience.maker import ExperienceMaker, ScoreShaper
+from lightppo.experience.sampler import (
+    CollectedStep,
+    GroupCollector,
+    GroupFilter,
+    PromptSource,
+    RolloutSampler,
+    seed_of_step,
+)
 from lightppo.rewards.async_scoring import AsyncScorer
 from lightppo.rewards.failures import check_verifier_status
 from lightppo.rewards.source import RewardSource

@@ -10,7 +10,7 @@ from lightppo.config import PPOConfig
 from lightppo.config.adapter_rules import uses_adapters
 from lightppo.config.address import read_token
 from lightppo.config.reward_rules import reward_plan
-from lightppo.data.loading import check_data_paths
+from lightppo.data.readers import check_data_paths
 from lightppo.errors import ConfigError
 from lightppo.models.actor import Actor
 from lightppo.models.lora import check_peft

@@ -16,7 +16,7 @@ def run(main: Callable[[], None]) -> None:
     """Run a script's main function on every rank.
 
     Its end has an order: ``main`` has closed what it opened; all ranks meet; the process groups go; Python ends once
-    torch's threads rest (:func:`lightppo.strategy.launch.wait_for_torch_threads`). After an error nobody waits for the
+    torch's threads rest (``wait_for_torch_threads``). After an error nobody waits for the
     other ranks, who may not come: the launcher ends them.
 
     Raises:

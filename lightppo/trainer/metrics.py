@@ -3,16 +3,177 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from lightppo.algorithms.correction import mismatch_metrics, mismatch_terms
 from lightppo.experience.experience import Experience
+
+# Name in the logs → meaning. The part before the first "/" is the namespace; <…> stands for any text.
+METRICS: dict[str, str] = {
+    "rollout/reward": "mean score of a sample, before clipping",
+    "rollout/reward_max": "highest score",
+    "rollout/reward_min": "lowest score",
+    "rollout/reward_std": "standard deviation of the scores",
+    "rollout/response_length": "mean tokens of a response",
+    "rollout/response_length_max": "longest response, tokens",
+    "rollout/response_length_min": "shortest response, tokens",
+    "rollout/response_clip_ratio": "share of responses cut by --generate_max_len",
+    "rollout/total_length": "mean tokens of prompt and response",
+    "rollout/kl": "mean of --kl_estimator per trained token; k1 where full is in the loss only (nats)",
+    "rollout/policy_kl": "mean log prob - reference log prob of a token: KL without bias, for --kl_target (nats)",
+    "rollout/return": "mean sum of token rewards of a sample, KL included where it is in the reward",
+    "rollout/advantage_mean": "mean advantage of a trained token, as trained on",
+    "rollout/advantage_max": "largest advantage",
+    "rollout/advantage_min": "smallest advantage",
+    "rollout/return_token_mean": "mean critic target of a trained token",
+    "rollout/return_token_max": "largest critic target",
+    "rollout/return_token_min": "smallest critic target",
+    "rollout/value_mean": "mean value of a trained token, at rollout time",
+    "rollout/value_max": "largest value",
+    "rollout/value_min": "smallest value",
+    "rollout/vf_explained_var": "1 - Var(returns - values) / Var(returns); 1 is a perfect critic, 0 a constant one",
+    "rollout/logp_diff_mean": "mean |log prob of the engine - log prob of the trainer| of a trained token",
+    "rollout/logp_diff_max": "largest such difference",
+    "rollout/mismatch_kl": "KL from engine to trainer per trained token, k1: may be negative (nats)",
+    "rollout/mismatch_k3_kl": "the same, k3: never negative",
+    "rollout/mismatch_ppl_ratio": "mean over samples of trainer's perplexity / engine's perplexity",
+    "rollout/mismatch_chi2_token": "χ² of trainer and engine from the ratios of tokens",
+    "rollout/mismatch_chi2_seq": "the same from the ratios of whole samples",
+    "rollout/mismatch_ess_token": "effective sample size by the ratios of tokens, as a share: 1 is no mismatch",
+    "rollout/mismatch_ess_seq": "the same by the ratios of whole samples",
+    "rollout/loss_weight": "mean factor on a token's policy loss: --rollout_correction, --high_entropy_token_ratio",
+    "rollout/loss_weight_zero": "share of trained tokens without policy loss for these",
+    "rollout/samples": "samples trained on, all ranks",
+    "rollout/unscored": "samples that the reward source left unscored, all ranks",
+    "rollout/small_group": "samples left out because too little of their group was scored, all ranks",
+    "rollout/not_best": "samples left out by best of n (--generation_size), all ranks",
+    "rollout/generated_samples": "samples generated in this step, all ranks",
+    "rollout/generated_tokens": "their response tokens",
+    "rollout/num_gen_batches": "generation batches of this step (--dynamic_sampling, --gen_batch_size, also below)",
+    "rollout/trained_groups": "groups (prompts) trained on, all ranks",
+    "rollout/reused_groups": "of these, groups trained on once more (--on_exhausted reuse)",
+    "rollout/stale_groups": "groups trained on that an earlier step generated, all ranks",
+    "rollout/staleness": "mean PPO steps from generating a group to training on it",
+    "rollout/surplus_groups": "accepted groups that wait for the next step, all ranks",
+    "rollout/kept_share": "share of this step's groups that --dynamic_sampling accepted",
+    "rollout/rejected_equal": "groups rejected because all samples have the same --filter_metric, all ranks",
+    "rollout/rejected_low": "groups rejected because their mean is at the lower end of --filter_range or below",
+    "rollout/rejected_high": "groups rejected because their mean is at the upper end or above",
+    "rollout/rejected_unmeasured": "groups rejected because a sample has no such metric",
+    "rollout/left_out_prompts": "prompts that --dataset_filter_threshold has left out so far",
+    "train/policy_loss": "policy loss",
+    "train/kl_loss": "KL term of the loss, before its coefficient (--use_kl_loss)",
+    "train/ptx_loss": "language-model loss on --pretrain_data",
+    "train/clip_ratio": "share of trained tokens whose gradient the clip took away",
+    "train/ratio": "mean probability ratio of new to old policy",
+    "train/approx_kl": "mean KL estimate of old to new policy per trained token (nats)",
+    "train/entropy": "mean entropy of the policy at a trained token (nats)",
+    "train/dual_clip_ratio": "share of trained tokens where --dual_clip bounds the loss",
+    "train/weight_clip_ratio": "share of trained tokens whose importance weight cispo cuts",
+    "train/selected_ratio": "share of trained tokens that clip_cov or kl_cov treat differently",
+    "train/sapo_gate": "mean share of the gradient that sapo's gate lets through",
+    "train/cpgd_drift": "policy drift of cpgd, before its coefficient",
+    "train/aux_loss": "load-balancing loss of a mixture of experts (--aux_loss_coef)",
+    "train/actor_stopped": "share of the actor's optimizer steps skipped by --early_stop_imp_ratio or --early_stop_kl",
+    "train/actor_lr": "learning rate of the actor",
+    "train/actor_grad_norm": "gradient norm of the actor before clipping",
+    "train/actor_skipped": "share of the actor's optimizer steps skipped for a non-finite gradient",
+    "train/critic_loss": "value loss",
+    "train/values": "mean value of a trained token during training",
+    "train/value_clip_ratio": "share of trained tokens whose clipped value error is the larger one",
+    "train/critic_lr": "learning rate of the critic",
+    "train/critic_grad_norm": "gradient norm of the critic before clipping",
+    "train/critic_skipped": "share of the critic's optimizer steps skipped for a non-finite gradient",
+    "train/kl_coef": "KL coefficient in this step",
+    "train/optimizer_steps": "optimizer steps taken in this PPO step",
+    "perf/time_rollout": "seconds of generation",
+    "perf/time_reward": "seconds of scoring",
+    "perf/time_experience": "seconds of forward passes and advantages",
+    "perf/time_train": "seconds of training",
+    "perf/time_sync": "seconds of handing weights to the rollout engine",
+    "perf/time_step": "seconds of the whole step",
+    "perf/rollout_tokens_per_second": "generated tokens per second of generation, all ranks",
+    "perf/train_tokens_per_second": "prompt and response tokens trained per second of training, all ranks and epochs",
+    "perf/train_ms_per_token": "milliseconds of training per prompt and response token",
+    "perf/train_tflops": "model TFLOP/s of training per rank: 6 · parameters · tokens (Kaplan et al. 2020)",
+    "perf/mfu": "the same as a share of --peak_tflops",
+    "eval/accuracy": "share of scored samples with a score of at least --eval_correct_threshold",
+    "eval/reward": "mean score",
+    "eval/response_length": "mean tokens of a response",
+    "eval/truncated": "share of responses cut by --generate_max_len",
+    "eval/samples": "samples drawn",
+    "eval/unscored": "samples that the reward source left unscored; only where there are such",
+    "eval/mean@<n>": "mean over prompts of the mean score of their n samples (--eval_n_samples)",
+    "eval/pass@<k>": "chance that at least one of k samples is correct, k = 1, 2, 4, … ≤ n (Chen et al. 2021, eq. 1)",
+    "eval/best@<n>": "mean over prompts of the best score of their n samples",
+    "eval/<source>/<metric>": "any of the above for one data source, where the evaluation data has several",
+    "reward/failures": "tries of the reward source that failed, all ranks; no failure is ever a score",
+    "reward/timeouts": "tries that ran into a limit of time; for code the tests that did",
+    "reward/<name>": "mean of a number that the reward source gives beside its score",
+}
+
+# Evaluation always says its namespace: eval/reward is not the rollout's reward.
+_BY_SHORT_NAME = {name.split("/", 1)[1]: name for name in METRICS if not name.startswith(("eval/", "reward/"))}
+
+
+def with_namespace(status: Mapping[str, float]) -> dict[str, float]:
+    """Short names of a status → names in the logs; a name with a namespace of its own stays."""
+    return {name if "/" in name else _BY_SHORT_NAME[name]: value for name, value in status.items()}
+
+
+# -- docs/metrics.md -------------------------------------------------------------------------------------------------
+
+PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
+
+_HEAD = """\
+# Metrics
+
+<!-- Generated by `make docs` from lightppo/trainer/metrics.py: edit that, not this. -->
+
+Every PPO step writes one row to `SAVE_PATH/metrics.jsonl` (every `--logging_steps` steps), and the same numbers to
+TensorBoard and Weights & Biases where these are on. An evaluation writes a row of its own. A row has `step`, `time`
+(Unix seconds) and the names below; `<…>` stands for any text. A number that is not defined is `null`. A name is missing
+where its part is: no `rollout/kl` without a reference model, no `train/critic_loss` without a critic.
+
+All numbers are over all ranks. `PPOTrainer.ppo_train` returns those of `rollout/` and `train/` without the namespace.
+"""
+
+_NAMESPACES = {
+    "rollout": "the samples of this step, before they were trained on",
+    "reward": "what the reward source says beside the score, over the samples of this step that have it",
+    "train": "means over the optimizer steps of this PPO step",
+    "perf": "times of rank 0, and speeds of all ranks from them",
+    "eval": "held-out prompts of `--eval_data`",
+}
+
+
+def metrics_page() -> str:
+    """The page: one table per namespace."""
+    parts = [_HEAD]
+    for namespace, meaning in _NAMESPACES.items():
+        rows = [(f"`{name}`", text) for name, text in METRICS.items() if name.startswith(f"{namespace}/")]
+        table = [("Name", "Meaning"), ("---", "---"), *((name, text.replace("|", "\\|")) for name, text in rows)]
+        lines = "\n".join("| " + " | ".join(cells) + " |" for cells in table)
+        parts.append(f"## {namespace}/: {meaning}\n\n{lines}\n")
+    return "\n".join(parts)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Write the page to docs/metrics.md with ``--write``, else to standard output."""
+    if list(arguments) == ["--write"]:
+        PAGE.write_text(metrics_page(), encoding="utf-8")
+    elif arguments:
+        raise SystemExit(f"usage: python -m lightppo.trainer.metrics [--write], not {' '.join(arguments)}")
+    else:
+        sys.stdout.write(metrics_page())
 
 
 @dataclass
@@ -235,3 +396,7 @@ def perf_metrics(
         if peak_tflops is not None:
             perf["mfu"] = perf["train_tflops"] / peak_tflops
     return perf
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

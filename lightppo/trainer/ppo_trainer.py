@@ -21,19 +21,18 @@ from lightppo.config.algorithm_rules import moves_reference
 from lightppo.config.micro_batches import micro_batch_spec
 from lightppo.data.records import Prompt
 from lightppo.errors import ConfigError, RewardError
-from lightppo.experience.batching import Minibatch, minibatches, plan_minibatch
-from lightppo.experience.dynamic_sampling import CollectedStep, OneBatch, PromptSource
+from lightppo.experience.batching import Minibatch, ReplayBuffer, minibatches, plan_minibatch
 from lightppo.experience.experience import Experience
-from lightppo.experience.experience_maker import ExperienceMaker
-from lightppo.experience.replay_buffer import ReplayBuffer
-from lightppo.models.shared_prompts import all_share_prompts
+from lightppo.experience.maker import ExperienceMaker
+from lightppo.experience.sampler import CollectedStep, OneBatch, PromptSource
+from lightppo.models.packing import all_share_prompts
 from lightppo.rewards.build import build_reward_source
 from lightppo.rewards.source import close_source
 from lightppo.rollout.build import build_rollout_engine
 from lightppo.rollout.engine import RolloutEngine
 from lightppo.strategy.zero3 import parameter_count
 from lightppo.trainer import metrics as m
-from lightppo.trainer.checkpointing import RunCheckpointer
+from lightppo.trainer.checkpointing import RunCheckpointer, RunState, TrainerState, state_from_consumed
 from lightppo.trainer.collecting import StepCollector
 from lightppo.trainer.evaluator import Evaluator
 from lightppo.trainer.options import (
@@ -43,12 +42,9 @@ from lightppo.trainer.options import (
     overlay_args,
     public_options,
 )
-from lightppo.trainer.prompt_filter import PromptFilter
-from lightppo.trainer.prompts import EpisodePrompts, as_prompts, endless
+from lightppo.trainer.prompts import EpisodePrompts, PromptFilter, as_prompts, endless
 from lightppo.trainer.recorder import Recorder
-from lightppo.trainer.run_state import RunState
 from lightppo.trainer.schedule import reached_limits, steps_per_episode
-from lightppo.trainer.state import TrainerState, state_from_consumed
 from lightppo.trainer.update import PPOUpdate, build_value_norm
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 
 from lightppo.config import PPOConfig
-from lightppo.trainer.state import TrainerState
+from lightppo.trainer.checkpointing import TrainerState
 
 
 def steps_per_episode(config: PPOConfig, dataloader: Iterable, update_steps: int = 0) -> int:

@@ -12,12 +12,12 @@ from torch import Tensor
 from lightppo.algorithms.kl import approx_kl, full_kl
 from lightppo.algorithms.losses import GPTLMLoss, PolicyLoss, ValueLoss
 from lightppo.algorithms.masking import aggregate_loss
+from lightppo.algorithms.shaping import ValueNorm
 from lightppo.algorithms.traits import POLICY_LOSS_TRAITS
-from lightppo.algorithms.value_norm import ValueNorm
 from lightppo.config import AlgorithmConfig, LossConfig
 from lightppo.experience.batching import Minibatch
 from lightppo.experience.experience import Experience
-from lightppo.experience.experience_maker import KLController
+from lightppo.experience.maker import KLController
 from lightppo.models.actor import ActionScores
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.trainer.metrics import StepMetrics

@@ -29,11 +29,11 @@ from support.conformance import (
 )
 from torch import Tensor
 
-from lightppo.algorithms.advantages import get_estimator
-from lightppo.algorithms.group_baselines import group_normalize
+from lightppo.algorithms.advantages import get_estimator, group_normalize
 from lightppo.algorithms.kl import AdaptiveKLController, approx_kl
 from lightppo.algorithms.masking import whiten
-from lightppo.algorithms.reward_shaping import (
+from lightppo.algorithms.shaping import (
+    ValueNorm,
     clip_scores,
     compute_token_rewards,
     dense_rewards,
@@ -42,7 +42,6 @@ from lightppo.algorithms.reward_shaping import (
     stop_properly,
     zero_truncated,
 )
-from lightppo.algorithms.value_norm import ValueNorm
 
 
 def estimate(name: str, rewards: Tensor = OUTCOME, **given: object) -> tuple[Tensor, Tensor]:

@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightppo.algorithms.advantages import ADVANTAGE_ESTIMATORS, OnEveryToken, get_estimator
-from lightppo.algorithms.group_baselines import group_normalize
+from lightppo.algorithms.advantages import ADVANTAGE_ESTIMATORS, OnEveryToken, get_estimator, group_normalize
 
 NAN = float("nan")
 BY_SCORES = [name for name, entry in ADVANTAGE_ESTIMATORS.items() if isinstance(entry.fn, OnEveryToken)]

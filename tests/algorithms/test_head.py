@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightppo.algorithms import head as head_module
-from lightppo.algorithms.head import linear_log_probs
-from lightppo.algorithms.logprobs import log_probs_and_entropy
+from lightppo.algorithms import logprobs as head_module
+from lightppo.algorithms.logprobs import linear_log_probs, log_probs_and_entropy
 
 
 def inputs(tokens=7, hidden=5, vocabulary=11, dtype=torch.float64, scale=1.0):
@@ -230,7 +229,7 @@ def test_the_default_chunk_is_bounded_whatever_the_vocabulary(monkeypatch):
 
 MEASURE = """
 import re, sys, torch
-from lightppo.algorithms.head import linear_log_probs
+from lightppo.algorithms.logprobs import linear_log_probs
 from lightppo.algorithms.logprobs import log_probs_and_entropy
 
 def peak():

@@ -5,9 +5,8 @@ import math
 import pytest
 import torch
 
-from lightppo.algorithms.losses import POLICY_LOSSES, GPTLMLoss, PolicyLoss, ValueLoss
+from lightppo.algorithms.losses import OPTION_RANGES, POLICY_LOSSES, GPTLMLoss, PolicyLoss, ValueLoss
 from lightppo.algorithms.masking import LOSS_AGG_MODES, LossNormalizer
-from lightppo.algorithms.policy_losses import OPTION_RANGES
 from lightppo.algorithms.traits import POLICY_LOSS_TRAITS
 
 NAN = float("nan")

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lightppo.algorithms import matmul
-from lightppo.algorithms.head import linear_log_probs
+from lightppo.algorithms.logprobs import linear_log_probs
 
 
 @pytest.fixture(params=[True, False], ids=["onednn", "blas"])

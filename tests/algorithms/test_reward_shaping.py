@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightppo.algorithms.reward_shaping import (
+from lightppo.algorithms.shaping import (
     clip_scores,
     compute_token_rewards,
     dense_rewards,

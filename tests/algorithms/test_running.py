@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from lightppo.algorithms.running import Moments, RunningMeanStd, batch_moments
+from lightppo.algorithms.shaping import Moments, RunningMeanStd, batch_moments
 
 NAN, INF = float("nan"), float("inf")
 

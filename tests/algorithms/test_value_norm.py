@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from lightppo.algorithms.value_norm import VALUE_NORM_KINDS, ValueNorm
+from lightppo.algorithms.shaping import VALUE_NORM_KINDS, ValueNorm
 
 NAN, INF = float("nan"), float("inf")
 KINDS = list(VALUE_NORM_KINDS)

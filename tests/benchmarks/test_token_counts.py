@@ -18,13 +18,12 @@ from lightppo.algorithms.kl import FixedKLController
 from lightppo.config import parse_args
 from lightppo.config.micro_batches import micro_batch_spec
 from lightppo.data.records import Prompt, Rollout
-from lightppo.experience.batching import minibatches
+from lightppo.experience.batching import ReplayBuffer, minibatches
 from lightppo.experience.experience import Experience
-from lightppo.experience.experience_maker import ExperienceMaker
-from lightppo.experience.replay_buffer import ReplayBuffer
+from lightppo.experience.maker import ExperienceMaker
 from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic
-from lightppo.models.shared_prompts import all_share_prompts
+from lightppo.models.packing import all_share_prompts
 
 
 def rollouts_of(workload: Any, workloads: ModuleType) -> list[Rollout]:

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 from datasets import Dataset, DatasetDict
 
-from lightppo.data.loading import blending_datasets, check_data_paths, interleave_indices, parse_probs
-from lightppo.data.prompt_dataset import PromptDataset
+from lightppo.data.datasets import PromptDataset
+from lightppo.data.readers import blending_datasets, check_data_paths, interleave_indices, parse_probs
 from lightppo.data.rows import ORIGIN_COLUMN
 from lightppo.errors import DataError
 
@@ -71,7 +71,7 @@ def test_first_exhausted_says_what_is_not_used(write_jsonl, caplog: pytest.LogCa
 
 
 def test_only_rank_0_logs(write_jsonl, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="lightppo.data.loading"):
+    with caplog.at_level(logging.INFO, logger="lightppo.data.readers"):
         blending_datasets(numbered(write_jsonl, "a", 3), None, SimpleNamespace(is_rank_0=lambda: False))
     assert not caplog.records
 

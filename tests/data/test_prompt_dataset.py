@@ -9,9 +9,8 @@ import pytest
 from datasets import Dataset
 from torch.utils.data import DataLoader
 
-from lightppo.data.loading import blending_datasets
-from lightppo.data.prompt_dataset import PromptDataset, truncate_ids
-from lightppo.data.sampler import RolloutBatchSampler
+from lightppo.data.datasets import PromptDataset, RolloutBatchSampler, truncate_ids
+from lightppo.data.readers import blending_datasets
 from lightppo.errors import DataError
 
 USER = {"role": "user", "content": "2+2?"}
@@ -134,7 +133,7 @@ def test_each_bad_row_is_named_by_file_and_line(tokenizer, write_jsonl, bad: int
 def test_skip_counts_by_reason_and_names_rows(
     tokenizer, write_jsonl, caplog: pytest.LogCaptureFixture, num_workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lightppo.data.preparation.CHUNK_ROWS", 2)  # several chunks, so that workers share them
+    monkeypatch.setattr("lightppo.data.rows.CHUNK_ROWS", 2)  # several chunks, so that workers share them
     path = write_jsonl(ROWS)
     with caplog.at_level(logging.WARNING):
         dataset = PromptDataset(
@@ -149,7 +148,7 @@ def test_skip_counts_by_reason_and_names_rows(
 
 
 def test_workers_give_the_same_and_carry_the_error(tokenizer, write_jsonl, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightppo.data.preparation.CHUNK_ROWS", 3)
+    monkeypatch.setattr("lightppo.data.rows.CHUNK_ROWS", 3)
     path = write_jsonl([{"input": "x" * (i % 7 + 1)} for i in range(20)])
     data = blending_datasets(path)
     assert list(PromptDataset(data, tokenizer, num_workers=3)) == list(PromptDataset(data, tokenizer))

@@ -7,9 +7,8 @@ from types import SimpleNamespace
 import pytest
 from datasets import Dataset
 
-from lightppo.data.loading import blending_datasets
-from lightppo.data.prompt_dataset import PromptDataset
-from lightppo.data.sft_dataset import IGNORE_INDEX, SFTDataset
+from lightppo.data.datasets import IGNORE_INDEX, PromptDataset, SFTDataset
+from lightppo.data.readers import blending_datasets
 from lightppo.errors import DataError
 
 USER = {"role": "user", "content": "hi"}

@@ -10,9 +10,8 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from lightppo.data.loading import blending_datasets
+from lightppo.data.readers import blending_datasets, check_scheme, stage_to_local
 from lightppo.data.rows import ORIGIN_COLUMN
-from lightppo.data.staging import check_scheme, stage_to_local
 from lightppo.errors import DataError, StagingError
 
 
@@ -116,7 +115,7 @@ class Counted(LocalFileSystem):
         return super()._strip_protocol(path.removeprefix("counted://"))
 
 fsspec.register_implementation("counted", Counted)
-from lightppo.data.staging import stage_to_local
+from lightppo.data.readers import stage_to_local
 print(open(stage_to_local("counted://" + sys.argv[1], timeout_s=250)).read())
 """
 

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from lightppo.data.templates import PromptTemplate
+from lightppo.data.rows import PromptTemplate
 from lightppo.errors import BadRowError, DataError
 
 USER = {"role": "user", "content": "hi"}

@@ -7,7 +7,7 @@ import random
 from support.fakes import FakeStrategy, on_ranks
 
 from lightppo.data.records import Prompt, Rollout
-from lightppo.experience.balancing import Group, balance_ranks, swapped
+from lightppo.experience.batching import Group, balance_ranks, swapped
 
 
 def loads(ranks: list[list[Group]]) -> list[int]:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from support.fakes import make_rollout
 
-from lightppo.data.records import Rollout
-from lightppo.experience.filters import FILTER_METRICS, GroupFilter, best_of_n, group_by_prompt
+from lightppo.data.records import Rollout, group_by_prompt
+from lightppo.experience.sampler import FILTER_METRICS, GroupFilter, best_of_n
 
 
 def group(*samples: tuple[float, int], **fields) -> list[Rollout]:

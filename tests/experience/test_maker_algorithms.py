@@ -10,8 +10,8 @@ from support.fakes import FakeStrategy, make_rollout, on_ranks
 from support.tables import answer, approx, make_one, maker
 from torch import Tensor
 
+from lightppo.algorithms.shaping import ValueNorm
 from lightppo.algorithms.traits import CORRECTION_TRAITS, ESTIMATOR_TRAITS
-from lightppo.algorithms.value_norm import ValueNorm
 from lightppo.data.records import Rollout
 from lightppo.experience.experience import Experience
 from lightppo.models.actor import ActionScores

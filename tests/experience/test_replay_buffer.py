@@ -8,8 +8,8 @@ import pytest
 import torch
 from support.fakes import FakeStrategy, make_rollout, on_ranks
 
+from lightppo.experience.batching import ReplayBuffer
 from lightppo.experience.experience import Experience
-from lightppo.experience.replay_buffer import ReplayBuffer
 
 
 def batch(*first_ids: int, length: int = 2) -> Experience:

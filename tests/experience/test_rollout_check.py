@@ -13,7 +13,7 @@ from transformers import LlamaForCausalLM
 
 from lightppo.config import PPOConfig
 from lightppo.errors import RolloutMismatchError
-from lightppo.experience.rollout_check import RolloutCheck, default_tolerance
+from lightppo.experience.checks import RolloutCheck, default_tolerance
 from lightppo.models.actor import Actor
 
 

@@ -9,7 +9,7 @@ from support.fakes import FakeEngine, FakeStrategy, make_rollout, on_ranks
 
 from lightppo.data.records import Prompt
 from lightppo.errors import ConfigError
-from lightppo.experience.rollout_files import RolloutReplay, write_step
+from lightppo.experience.checks import RolloutReplay, write_step
 from lightppo.rollout.engine import SamplingParams
 
 PROMPTS = [Prompt("a", [1], label={"answer": 3}, index=0, extra={"level": 2}), Prompt("b", [2, 3], index=1)]

@@ -7,7 +7,7 @@ from support.fakes import FakeEngine, FakeReward
 
 from lightppo.data.records import Prompt
 from lightppo.errors import RewardError
-from lightppo.experience.sampling import RolloutSampler, seed_of_step
+from lightppo.experience.sampler import RolloutSampler, seed_of_step
 from lightppo.rollout.engine import SamplingParams
 
 PROMPTS = [Prompt(f"prompt {i}", [i + 1], index=i) for i in range(3)]

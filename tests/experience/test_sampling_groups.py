@@ -9,15 +9,15 @@ from support.fakes import FakeEngine, FakeReward, FakeStrategy, on_ranks
 
 from lightppo.data.records import Prompt
 from lightppo.errors import RewardError
-from lightppo.experience.dynamic_sampling import (
+from lightppo.experience.sampler import (
     CollectedStep,
     GroupCollector,
+    GroupFilter,
     OneBatch,
+    RolloutSampler,
     balanced_shares,
     repeated_shares,
 )
-from lightppo.experience.filters import GroupFilter
-from lightppo.experience.sampling import RolloutSampler
 from lightppo.rollout.engine import SamplingParams
 
 HARD, MIXED, EASY = 0, 1, 2  # all wrong, one of two right, all right

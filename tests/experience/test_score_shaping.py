@@ -9,7 +9,7 @@ import torch
 from support.fakes import FakeStrategy, make_rollout, on_ranks
 
 from lightppo.config import PPOConfig
-from lightppo.experience.score_shaping import ScoreShaper
+from lightppo.experience.maker import ScoreShaper
 
 MAX_LEN = 10
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lightppo.algorithms import matmul
-from lightppo.models import cpu_linear
+from lightppo.models import cpu
 from lightppo.models.actor import Actor
-from lightppo.models.cpu_linear import CPULinear, packed_weights, use_cpu_linear
+from lightppo.models.cpu import CPULinear, packed_weights, use_cpu_linear
 from lightppo.models.critic import Critic
 
 pytestmark = pytest.mark.skipif(not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="this torch has no oneDNN")
@@ -103,6 +103,6 @@ def test_weights_are_packed_for_decoding_only(
     assert are_packed() == {False}
     with packed_weights(model):  # gradients would not reach the weights
         assert are_packed() == {False}
-    monkeypatch.setattr(cpu_linear, "PACKED_BYTES", 1000)
+    monkeypatch.setattr(cpu, "PACKED_BYTES", 1000)
     with torch.no_grad(), packed_weights(model):
         assert are_packed() == {False}

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, OPTConfig, PreTrainedModel
 from lightppo.models import wrapper
 from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic
-from lightppo.models.last_layer import _Rows, _Spread, only_at, position_wise, reads_alike
+from lightppo.models.wrapper import _Rows, _Spread, only_at, position_wise, reads_alike
 
 PARTS = {
     "llama": ["self_attn.q_proj", "self_attn.o_proj", "mlp"],

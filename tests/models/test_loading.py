@@ -14,14 +14,12 @@ from transformers import BertConfig, LlamaForCausalLM, PreTrainedModel
 from lightppo.errors import ModelLoadError
 from lightppo.models import loading
 from lightppo.models.actor import Actor
-from lightppo.models.critic import Critic
+from lightppo.models.critic import Critic, RewardModel, get_llm_for_sequence_regression
 from lightppo.models.loading import (
-    get_llm_for_sequence_regression,
     load_causal_lm,
     load_sequence_classifier,
     resolve_attn_implementation,
 )
-from lightppo.models.reward_model import RewardModel
 
 MakeModel = Callable[..., PreTrainedModel]
 

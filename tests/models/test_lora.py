@@ -12,10 +12,9 @@ from torch import nn
 from transformers import GPT2LMHeadModel, PreTrainedModel
 
 from lightppo.errors import ModelLoadError
-from lightppo.models.actor import Actor
+from lightppo.models.actor import Actor, scoring_head
 from lightppo.models.critic import Critic
 from lightppo.models.lora import AdaptersOff, LoraOptions, adapters_off, add_adapters, layer_of, merge, target_layers
-from lightppo.models.scoring_head import scoring_head
 from lightppo.rollout.weight_sync import full_weights
 
 

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from lightppo.config.micro_batches import MicroBatchSpec
-from lightppo.models.micro_batches import micro_batches
+from lightppo.models.packing import micro_batches
 
 LENGTHS = [(3, 2), (4, 9), (1, 1), (4, 4), (2, 8)]  # 5, 13, 2, 8, 10 tokens
 

@@ -9,18 +9,18 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, Gemma2Config, MistralConfig, OPTConfig, PreTrainedModel, Qwen2Config
 
-from lightppo.models import packed_attention as packed_attention_module
+from lightppo.models import packing as packed_attention_module
 from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic
-from lightppo.models.packed_attention import (
+from lightppo.models.packing import (
     PACKED_SDPA,
     lengths_as_mask,
+    lengths_from_position_ids,
     packed_attention,
     segments_as_mask,
     takes_lengths,
     use_packed_attention,
 )
-from lightppo.models.packing import lengths_from_position_ids
 from tests.models.conftest import _COMMON, _KV
 
 MakeModel = Callable[..., PreTrainedModel]

@@ -20,7 +20,7 @@ from lightppo.models import quantised
 from lightppo.models.acceleration import compile_layers
 from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic
-from lightppo.models.loading import load_causal_lm
+from lightppo.models.loading import head_names, load_causal_lm
 from lightppo.models.lora import AdaptersOff, LoraOptions, add_adapters, merge
 from lightppo.models.quantised import BLOCK, PIECES, Packing, QuantisedLinear, packings, quantise
 from lightppo.rollout.weight_sync import full_weights
@@ -37,6 +37,10 @@ NF4 = torch.tensor([
 ])  # fmt: skip
 
 Make = Callable[..., PreTrainedModel]
+
+
+def with_heads(model):
+    return model, head_names(model)
 
 
 @pytest.fixture
@@ -63,7 +67,7 @@ def wide(configs) -> Make:
 
 
 def in_4bit(model: PreTrainedModel) -> PreTrainedModel:
-    quantise(model)
+    quantise(model, head_names(model))
     return model
 
 
@@ -331,16 +335,16 @@ def test_fused_experts_are_refused(family, largest, wide):
     with pytest.raises(
         ModelLoadError, match=rf"--load_in_4bit: only \d+% of the weights .* \(the largest that is not: .*{largest}"
     ):
-        quantise(wide(family))
+        quantise(*with_heads(wide(family)))
 
 
 def test_other_refusals(wide, causal_lm, monkeypatch, tmp_path):
     with pytest.raises(ModelLoadError, match=r"only 0% of the weights .* multiple of 64 .* leave --load_in_4bit out"):
-        quantise(causal_lm())  # hidden size 32
+        quantise(*with_heads(causal_lm()))  # hidden size 32
     sharded = wide()
     sharded.lm_head.weight.ds_id = 3
     with pytest.raises(ModelLoadError, match="sharded already; load it with load_in_4bit=True"):
-        quantise(sharded)
+        quantise(*with_heads(sharded))
     with pytest.raises(ModelLoadError, match="load_in_4bit: only for loading by path"):
         Actor(wide(), load_in_4bit=True)
 
@@ -350,11 +354,11 @@ def test_other_refusals(wide, causal_lm, monkeypatch, tmp_path):
     with monkeypatch.context() as patch:
         patch.setattr(Packing, "pack", staticmethod(broken))
         with pytest.raises(ModelLoadError, match=r"bitsandbytes cannot pack model\..*q_proj: no kernel for this"):
-            quantise(wide())
+            quantise(*with_heads(wide()))
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "bitsandbytes" else find_spec(name))
     with pytest.raises(ModelLoadError) as error:
-        quantise(wide())
+        quantise(*with_heads(wide()))
     assert str(error.value) == (
         "--load_in_4bit needs bitsandbytes: pip install 'lightppo[qlora]', or bitsandbytes alone"
     )
@@ -363,7 +367,7 @@ def test_other_refusals(wide, causal_lm, monkeypatch, tmp_path):
 # -- what bitsandbytes says ------------------------------------------------------------------------------------------
 
 USE = {
-    "packing first": "quantise(model)",
+    "packing first": "quantise(model, head_names(model))",
     "adapters first": "",  # peft imports bitsandbytes wherever it is installed
     "schedule first": "from transformers import get_scheduler",  # which imports peft
 }
@@ -375,6 +379,7 @@ def test_nothing_is_printed_at_the_first_use(order):
 from lightppo.models.actor import Actor
 from transformers import LlamaConfig, LlamaForCausalLM
 from lightppo.models.lora import LoraOptions, add_adapters
+from lightppo.models.loading import head_names
 from lightppo.models.quantised import quantise
 model = LlamaForCausalLM(LlamaConfig(vocab_size=8, hidden_size=64, intermediate_size=64, num_hidden_layers=1,
                                      num_attention_heads=2))

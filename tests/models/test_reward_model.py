@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lightppo.errors import ModelLoadError
-from lightppo.models.reward_model import RewardModel
+from lightppo.models.critic import RewardModel
 
 Batch = tuple[Tensor, Tensor, int]
 MakeModel = Callable[..., PreTrainedModel]

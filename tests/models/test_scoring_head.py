@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, CohereConfig, GraniteConfig, PhiConfig, PreTrainedModel
 
-from lightppo.algorithms import head as head_module
+from lightppo.algorithms import logprobs as head_module
 from lightppo.models import actor as actor_module
-from lightppo.models.actor import Actor
-from lightppo.models.scoring_head import HeadQuestion, asked, scoring_head
+from lightppo.models.actor import Actor, HeadQuestion, asked, scoring_head
 
 Batch = tuple[Tensor, Tensor, int]
 MakeModel = Callable[..., PreTrainedModel]

@@ -13,8 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic
 from lightppo.models.lora import LoraOptions, add_adapters
-from lightppo.models.packing import pack
-from lightppo.models.shared_prompts import distinct_places, pack_shared, read
+from lightppo.models.packing import distinct_places, pack, pack_shared, read
 from lightppo.models.wrapper import _say_that_nothing_is_shared
 
 MakeModel = Callable[..., PreTrainedModel]

@@ -30,7 +30,7 @@ def test_padding_side_and_ids(save_tokenizer: Save) -> None:
 
 
 def test_eos_pads_where_there_is_no_pad_token(save_tokenizer: Save, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="lightppo.models.tokenizer"):
+    with caplog.at_level(logging.INFO, logger="lightppo.models.loading"):
         tokenizer = get_tokenizer(save_tokenizer(eos_token="</s>"))
     assert tokenizer.pad_token_id == tokenizer.eos_token_id == 2
     assert "has no pad token; EOS '</s>' pads" in caplog.text

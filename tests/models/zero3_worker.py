@@ -12,8 +12,7 @@ from torch import nn
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from lightppo.models.actor import Actor
-from lightppo.models.critic import Critic
-from lightppo.models.reward_model import RewardModel
+from lightppo.models.critic import Critic, RewardModel
 
 DS_CONFIG = {
     "train_micro_batch_size_per_gpu": 1,

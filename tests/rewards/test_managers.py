@@ -15,7 +15,7 @@ from support.fakes import FakeStrategy, on_ranks
 
 from lightppo.data.records import Rollout
 from lightppo.errors import RewardError
-from lightppo.experience.sampling import RolloutSampler
+from lightppo.experience.sampler import RolloutSampler
 from lightppo.rewards.failures import Call, Outcome, check_verifier_status, settle
 from lightppo.rewards.function import FunctionReward, load_python_function
 from lightppo.rewards.managers import LoopRunner, ThreadRunner, function_spec

@@ -16,7 +16,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Llam
 
 from lightppo.data.records import Rollout
 from lightppo.errors import RewardError
-from lightppo.models.reward_model import RewardModel
+from lightppo.models.critic import RewardModel
 from lightppo.rewards import RewardModelSource
 from lightppo.rewards.retemplate import PlainText, Retemplated, check_same_ids
 

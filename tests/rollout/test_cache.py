@@ -2,7 +2,7 @@ import pytest
 import torch
 from transformers import DynamicCache, Lfm2Config, LlamaConfig, MistralConfig, Qwen2Config
 
-from lightppo.rollout.cache import CPU_COLUMNS, OTHER_COLUMNS, SlotCache, can_use_slots
+from lightppo.rollout.decode import CPU_COLUMNS, OTHER_COLUMNS, SlotCache, can_use_slots
 
 HEADS, WIDTH = 2, 3
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from lightppo.rollout.slot_attention import attention_to_slots, can_attend_to_slots, slot_attention
+from lightppo.rollout.decode import attention_to_slots, can_attend_to_slots, slot_attention
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])  # CPU matrices; the kernels

@@ -21,11 +21,10 @@ from transformers import (
 )
 
 from lightppo.data.records import Prompt
-from lightppo.rollout import cache as cache_module
-from lightppo.rollout.cache import SlotCache
+from lightppo.rollout import decode as cache_module
+from lightppo.rollout.decode import SlotCache, cheapest_parts
 from lightppo.rollout.engine import SamplingParams
 from lightppo.rollout.hf import HFRolloutEngine
-from lightppo.rollout.prefill import cheapest_parts
 
 EOS_ID = 1
 SIZES = {

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightppo.rollout.engine import SamplingParams
-from lightppo.rollout.stopping import StopCriteria, bad_word_ids, end_of_text_ids
+from lightppo.rollout.sampling import StopCriteria, bad_word_ids, end_of_text_ids
 
 
 def criteria(tokenizer, **params) -> StopCriteria:

@@ -5,6 +5,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
+from lightppo.models.loading import head_names
 from lightppo.models.quantised import quantise
 from lightppo.rollout.vllm_server import weight_bytes
 from lightppo.rollout.vllm_weights import differing_weights, trainer_fingerprints
@@ -42,7 +43,7 @@ def test_room_for_what_is_pushed(in_4bit):
     model = LlamaForCausalLM(LlamaConfig(vocab_size=20, **sizes))
     needed = sum(tensor.nbytes for _, tensor in full_weights(model))
     if in_4bit:
-        quantise(model)
+        quantise(model, head_names(model))
         with pytest.raises(ValueError, match="LlamaForCausalLM holds weights in 4 bits and has no adapters"):
             list(full_weights(model))
     assert needed <= weight_bytes(model) <= 1.2 * needed

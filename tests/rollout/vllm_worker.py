@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from lightppo.config import PPOConfig
 from lightppo.data.records import Prompt
 from lightppo.errors import RolloutMismatchError
-from lightppo.experience.rollout_check import RolloutCheck
+from lightppo.experience.checks import RolloutCheck
 from lightppo.models.actor import Actor
 from lightppo.rollout import vllm as vllm_engine
 from lightppo.rollout.build import build_rollout_engine

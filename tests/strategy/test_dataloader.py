@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightppo.strategy.dataloader import RankSampler
+from lightppo.strategy.distributed import RankSampler
 
 
 def samplers(size: int, ranks: int, **options) -> list[RankSampler]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightppo.strategy.ds_config import eval_config, train_config
+from lightppo.strategy.deepspeed import eval_config, train_config
 
 
 def test_training_leaves_accumulation_to_the_caller_and_nothing_to_auto():

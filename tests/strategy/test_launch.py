@@ -12,7 +12,7 @@ import torch
 from support.ranks import run_ranks
 
 from lightppo.strategy.deepspeed import DeepspeedStrategy, get_strategy
-from lightppo.strategy.launch import ensure_launcher_variables, wait_for_torch_threads
+from lightppo.strategy.distributed import ensure_launcher_variables, wait_for_torch_threads
 
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -94,7 +94,7 @@ import os, sys, time
 from datetime import timedelta
 import torch
 import torch.distributed as dist
-from lightppo.strategy.launch import init_process_group
+from lightppo.strategy.distributed import init_process_group
 
 init_process_group(timedelta(minutes=5))
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightppo.algorithms.kl import approx_kl
-from lightppo.algorithms.reward_shaping import compute_token_rewards
+from lightppo.algorithms.shaping import compute_token_rewards
 
 FLOAT32 = 1e-6
 LENGTHS = [5, 3, 4, 2, 5, 1]  # two prompts, three samples each, no holes

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightppo.config import PPOConfig
 from lightppo.experience.experience import Experience
-from lightppo.experience.experience_maker import ExperienceMaker
+from lightppo.experience.maker import ExperienceMaker
 from lightppo.models.actor import ActionScores
 from support.fakes import FakeStrategy, make_rollout
 

@@ -15,13 +15,13 @@ from lightppo.algorithms.traits import POLICY_LOSS_TRAITS
 from lightppo.config import PPOConfig
 from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import ConfigError, RewardError
+from lightppo.experience.batching import select_tokens
 from lightppo.experience.experience import Experience
-from lightppo.experience.sampling import RolloutSampler
-from lightppo.experience.token_selection import select_tokens
+from lightppo.experience.sampler import RolloutSampler
 from lightppo.rewards.source import RewardOutput
 from lightppo.rollout.engine import SamplingParams
 from lightppo.trainer.guards import check_router
-from lightppo.trainer.metric_names import with_namespace
+from lightppo.trainer.metrics import with_namespace
 
 pytestmark = pytest.mark.usefixtures("world")
 

@@ -17,9 +17,8 @@ from support.tiny import save_causal_lm, write_jsonl
 
 from lightppo import PPOTrainer
 from lightppo.config import parse_args
-from lightppo.errors import ConfigError
+from lightppo.errors import ConfigError, UserError
 from lightppo.strategy.deepspeed import DeepspeedStrategy
-from lightppo.trainer.launch import USER_ERRORS
 
 REPO = Path(__file__).parents[2]
 
@@ -31,7 +30,7 @@ def refused(make_config):
     """``refused(**options)``: what the start of such a run says."""
 
     def message(**options: Any) -> str:
-        with pytest.raises(USER_ERRORS) as error:
+        with pytest.raises(UserError) as error:
             PPOTrainer.from_config(make_config(**options))
         return str(error.value)
 
@@ -196,7 +195,7 @@ def reward_file(tmp_path: Path, body: str) -> str:
 )
 def test_a_reward_function_that_gives_no_usable_scores(make_config, tmp_path, body, why):
     trainer = PPOTrainer.from_config(make_config(reward_fn=reward_file(tmp_path, body)))
-    with pytest.raises(USER_ERRORS, match=why):
+    with pytest.raises(UserError, match=why):
         trainer.fit()
     assert trainer.state.global_step == 0
 
@@ -222,7 +221,7 @@ def test_a_reward_server_that_cannot_be_reached(make_config):
         closed.bind(("127.0.0.1", 0))  # bound, but nobody listens
         url = f"http://127.0.0.1:{closed.getsockname()[1]}/score"
         trainer = PPOTrainer.from_config(make_config(reward_fn=None, remote_rm_url=url, remote_rm_retries=0))
-        with pytest.raises(USER_ERRORS, match=rf"reward server {url}: ConnectionError: .*\(1 of 1 tries\)"):
+        with pytest.raises(UserError, match=rf"reward server {url}: ConnectionError: .*\(1 of 1 tries\)"):
             trainer.fit()
 
 
@@ -244,9 +243,9 @@ def test_a_checkpoint_directory_that_is_not_one(refused, tmp_path):
 def test_checkpoints_of_a_run_with_other_models_or_another_stage(make_config, tmp_path):
     config = make_config(save_steps=1, benchmark_steps=1)
     PPOTrainer.from_config(config).fit()
-    with pytest.raises(USER_ERRORS, match=r"have no part _ema: .* set another --ckpt_path or --resume never"):
+    with pytest.raises(UserError, match=r"have no part _ema: .* set another --ckpt_path or --resume never"):
         PPOTrainer.from_config(config.with_options(enable_ema=True))
-    with pytest.raises(USER_ERRORS, match=r"zero_stage=0, this run has zero_stage=1: resume with the same"):
+    with pytest.raises(UserError, match=r"zero_stage=0, this run has zero_stage=1: resume with the same"):
         PPOTrainer.from_config(config.with_options(zero_stage=1))
 
 

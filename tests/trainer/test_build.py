@@ -14,8 +14,8 @@ from torch import nn
 
 from lightppo.config import PPOConfig
 from lightppo.errors import ConfigError, ModelLoadError
-from lightppo.models.tokenizer import get_tokenizer
-from lightppo.strategy import launch
+from lightppo.models.loading import get_tokenizer
+from lightppo.strategy import distributed
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.trainer import build, build_models
 
@@ -404,7 +404,7 @@ def test_batches_are_pinned_only_where_there_is_a_gpu(make_config, tokenizer, sp
         ).pin_memory
 
     assert not pins()
-    monkeypatch.setattr(launch, "on_cuda", lambda: True)
+    monkeypatch.setattr(distributed, "on_cuda", lambda: True)
     assert pins()
     assert not pins(dataloader_pin_memory=False)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lightppo.config import LoggingConfig
-from lightppo.trainer.loggers import JsonlSink, MetricLogger
+from lightppo.trainer.recorder import JsonlSink, MetricLogger
 
 
 def rows(path: Path) -> list[dict]:

@@ -9,7 +9,7 @@ import pytest
 from support.ranks import REPO, run_ranks
 from support.tiny import sums, write_jsonl
 
-from lightppo.trainer import metric_names
+from lightppo.trainer import metrics
 
 REWARD = """
 def reward_func(queries, prompts, labels, responses):
@@ -38,39 +38,37 @@ OF_SELECTION = {
 
 def known_as(name: str) -> str | None:
     """The entry of ``METRICS`` that a name in the logs belongs to."""
-    if name in metric_names.METRICS:
+    if name in metrics.METRICS:
         return name
     if match := re.fullmatch(r"eval/[^/]+/(.+)", name):
         return "eval/<source>/<metric>" if known_as(f"eval/{match[1]}") else None
-    patterns = {known: re.sub(r"<\w+>", ".+", known) for known in metric_names.METRICS if "<" in known}
+    patterns = {known: re.sub(r"<\w+>", ".+", known) for known in metrics.METRICS if "<" in known}
     return next((known for known, pattern in patterns.items() if re.fullmatch(pattern, name)), None)
 
 
 def test_the_page_is_up_to_date():
-    assert metric_names.PAGE.read_text(encoding="utf-8") == metric_names.metrics_page(), "run `make docs`"
+    assert metrics.PAGE.read_text(encoding="utf-8") == metrics.metrics_page(), "run `make docs`"
 
 
 def test_every_metric_has_its_row():
-    rows = [line for line in metric_names.metrics_page().split("\n") if line.startswith("| `")]
-    assert sorted(row.split("`")[1] for row in rows) == sorted(metric_names.METRICS)
+    rows = [line for line in metrics.metrics_page().split("\n") if line.startswith("| `")]
+    assert sorted(row.split("`")[1] for row in rows) == sorted(metrics.METRICS)
     assert {row.replace("\\|", "").count("|") for row in rows} == {3}
 
 
 def test_short_names_belong_to_rollout_train_or_perf_never_to_eval():
-    assert metric_names.with_namespace(
-        {"reward": 1.0, "response_length": 2.0, "policy_loss": 3.0, "time_step": 4.0}
-    ) == {
+    assert metrics.with_namespace({"reward": 1.0, "response_length": 2.0, "policy_loss": 3.0, "time_step": 4.0}) == {
         "rollout/reward": 1.0,
         "rollout/response_length": 2.0,
         "train/policy_loss": 3.0,
         "perf/time_step": 4.0,
     }
-    short = [name.split("/")[1] for name in metric_names.METRICS if not name.startswith("eval/")]
+    short = [name.split("/")[1] for name in metrics.METRICS if not name.startswith("eval/")]
     assert len(set(short)) == len(short)
 
 
 def test_names_with_a_namespace_stay():
-    assert metric_names.with_namespace({"reward/accuracy": 1.0, "eval/reward": 2.0}) == {
+    assert metrics.with_namespace({"reward/accuracy": 1.0, "eval/reward": 2.0}) == {
         "reward/accuracy": 1.0,
         "eval/reward": 2.0,
     }
@@ -95,14 +93,14 @@ def test_a_run_logs_what_is_documented_and_nothing_else(tiny_model, tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     logged = {name for row in rows for name in row} - {"step", "time"}
     assert {name for name in logged if known_as(name) is None} == set()
-    assert {known_as(name) for name in logged} == set(metric_names.METRICS) - OF_OTHER_LOSSES - OF_SELECTION
+    assert {known_as(name) for name in logged} == set(metrics.METRICS) - OF_OTHER_LOSSES - OF_SELECTION
 
 
 def test_printed_or_written(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(metric_names, "PAGE", tmp_path / "metrics.md")
-    metric_names.main([])
-    assert capsys.readouterr().out == metric_names.metrics_page()
-    metric_names.main(["--write"])
-    assert (tmp_path / "metrics.md").read_text(encoding="utf-8") == metric_names.metrics_page()
+    monkeypatch.setattr(metrics, "PAGE", tmp_path / "metrics.md")
+    metrics.main([])
+    assert capsys.readouterr().out == metrics.metrics_page()
+    metrics.main(["--write"])
+    assert (tmp_path / "metrics.md").read_text(encoding="utf-8") == metrics.metrics_page()
     with pytest.raises(SystemExit, match="usage"):
-        metric_names.main(["--wirte"])
+        metrics.main(["--wirte"])

@@ -10,8 +10,7 @@ from support.fakes import FakeStrategy, make_rollout, on_ranks
 
 from lightppo.experience.experience import Experience
 from lightppo.trainer import metrics as m
-from lightppo.trainer.metric_names import METRICS, with_namespace
-from lightppo.trainer.metrics import PhaseTimer, StepMetrics, Summary, perf_metrics
+from lightppo.trainer.metrics import METRICS, PhaseTimer, StepMetrics, Summary, perf_metrics, with_namespace
 
 NAN = math.nan
 

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 from support.fakes import FakeStrategy, on_ranks
 
-from lightppo.data.sampler import RolloutBatchSampler
+from lightppo.data.datasets import RolloutBatchSampler
 from lightppo.errors import ConfigError
-from lightppo.trainer.prompt_filter import PromptFilter, too_well_solved
-from lightppo.trainer.state import TrainerState
+from lightppo.trainer.checkpointing import TrainerState
+from lightppo.trainer.prompts import PromptFilter, too_well_solved
 
 
 def loader(rows: list[int]) -> SimpleNamespace:

@@ -9,9 +9,9 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightppo.algorithms.losses import IGNORE_INDEX
+from lightppo.data.datasets import RolloutBatchSampler
 from lightppo.data.records import Prompt
-from lightppo.data.sampler import RolloutBatchSampler
-from lightppo.strategy.dataloader import RankSampler
+from lightppo.strategy.distributed import RankSampler
 from lightppo.trainer.prompts import as_lm_batch, as_prompts, endless, start_episode
 
 CPU = torch.device("cpu")

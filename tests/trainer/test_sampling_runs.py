@@ -13,7 +13,7 @@ from support.tiny import sums, write_jsonl
 from lightppo import PPOTrainer
 from lightppo.config import PPOConfig
 from lightppo.errors import ConfigError, RewardError
-from lightppo.trainer.metric_names import METRICS
+from lightppo.trainer.metrics import METRICS
 from lightppo.trainer.options import eval_sampling_params, sampling_params
 
 pytestmark = pytest.mark.usefixtures("world")

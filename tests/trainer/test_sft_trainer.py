@@ -186,7 +186,7 @@ class TestBadInput:
 
 class TestArguments:
     def test_no_steps_is_an_error(self):
-        from lightppo.trainer.sft_trainer import SFTTrainer
+        from lightppo.trainer.supervised import SFTTrainer
 
         with pytest.raises(ValueError, match=r"max_steps \(0\)"):
             SFTTrainer(None, None, None, None, None, max_steps=0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightppo.trainer.state import TrainerState, state_from_consumed
+from lightppo.trainer.checkpointing import TrainerState, state_from_consumed
 
 
 def test_steps_and_episodes_are_counted():

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoTokenizer
 
 from lightppo.data.records import Prompt, Rollout
-from lightppo.models.reward_model import RewardModel
+from lightppo.models.critic import RewardModel
 from lightppo.rewards import RewardModelSource
 from lightppo.rewards.retemplate import Retemplated, SameIds
 from lightppo.strategy.deepspeed import DeepspeedStrategy

@@ -16,14 +16,12 @@ from torch import Tensor, nn
 
 from lightppo.algorithms.kl import AdaptiveKLController
 from lightppo.algorithms.losses import PolicyLoss
-from lightppo.algorithms.value_norm import ValueNorm
+from lightppo.algorithms.shaping import ValueNorm
 from lightppo.config import PPOConfig
 from lightppo.data.records import Prompt, Rollout
-from lightppo.experience.batching import plan_minibatch
+from lightppo.experience.batching import ReplayBuffer, plan_minibatch, select_tokens
 from lightppo.experience.experience import Experience
-from lightppo.experience.experience_maker import ExperienceMaker
-from lightppo.experience.replay_buffer import ReplayBuffer
-from lightppo.experience.token_selection import select_tokens
+from lightppo.experience.maker import ExperienceMaker
 from lightppo.models.actor import ActionScores, Actor
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.trainer import metrics as m

@@ -15,9 +15,8 @@ from lightppo.algorithms.losses import GPTLMLoss
 from lightppo.algorithms.traits import POLICY_LOSS_TRAITS
 from lightppo.config import PPOConfig
 from lightppo.config.micro_batches import MicroBatchSpec
-from lightppo.experience.batching import Minibatch, minibatches
+from lightppo.experience.batching import Minibatch, ReplayBuffer, minibatches
 from lightppo.experience.experience import Experience
-from lightppo.experience.replay_buffer import ReplayBuffer
 from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic
 from lightppo.strategy.deepspeed import DeepspeedStrategy

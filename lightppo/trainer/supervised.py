@@ -15,7 +15,7 @@ from tqdm import tqdm
 from lightppo.algorithms.losses import GPTLMLoss
 from lightppo.models.actor import Actor
 from lightppo.strategy.deepspeed import DeepspeedStrategy
-from lightppo.trainer.loggers import JsonlSink
+from lightppo.trainer.recorder import JsonlSink
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,448 @@
+"""A critic that works in normalised returns: the statistics, and the way there and back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightppo.algorithms.masking import AllReduceSum, at_least_float32, identity, require_same_shape
+from lightppo.algorithms.tables import lookup
+
+
+def clip_scores(scores: Tensor, clip_range: tuple[float, float] | None) -> Tensor:
+    """Scores clipped to ``--reward_clip_range``.
+
+    Args:
+        scores: (B,).
+        clip_range: (low, high); ``None`` leaves the scores as they are.
+
+    Raises:
+        ValueError: low is not below high.
+    """
+    if clip_range is None:
+        return scores
+    low, high = clip_range
+    if not low < high:
+        raise ValueError(f"--reward_clip_range: the first number must be below the second, got {low} {high}")
+    return scores.clamp(low, high)
+
+
+def scale_scores(scores: Tensor, bias: float = 0.0, scaling: float = 1.0, max_clip: float | None = None) -> Tensor:
+    """clip((score - bias) · scaling, ±max_clip).
+
+    Args:
+        scores: (B,).
+        bias: ``--reward_bias``, in units of the score.
+        scaling: ``--reward_scaling``, not 0; a negative one turns costs into rewards.
+        max_clip: ``--max_reward_clip``, in units of the result; ``None``: no limit.
+
+    Returns:
+        (B,), float32 or float64.
+
+    Raises:
+        ValueError: bias or scaling not finite, scaling 0, or max_clip not above 0.
+    """
+    if not (math.isfinite(bias) and math.isfinite(scaling) and scaling != 0):
+        raise ValueError(f"--reward_bias ({bias}) must be finite, --reward_scaling ({scaling}) finite and not 0")
+    if max_clip is not None and not max_clip > 0:
+        raise ValueError(f"--max_reward_clip must be above 0, got {max_clip}; leave it out for no limit")
+    scores = (at_least_float32(scores) - bias) * scaling
+    return scores if max_clip is None else scores.clamp(-max_clip, max_clip)
+
+
+def zero_truncated(scores: Tensor, truncated: Tensor) -> Tensor:
+    """The outcome of a truncated answer is 0 (``--mask_no_eos_with_zero``). It stays in the batch, with its KL.
+
+    Args:
+        scores: (B,); those of truncated answers may be anything.
+        truncated: (B,), True = cut by the length limit.
+
+    Returns:
+        (B,), float32 or float64.
+
+    Raises:
+        ValueError: shapes differ.
+    """
+    require_same_shape(scores=scores, truncated=truncated)
+    return at_least_float32(scores).masked_fill(truncated.bool(), 0.0)
+
+
+def stop_properly(scores: Tensor, truncated: Tensor, coef: float) -> Tensor:
+    """Truncated answers score less: min(score, coef · score) for coef in [0, 1], min(score, coef) below 0.
+
+    The minimum is there so that no answer gains by not ending: half of a negative score would be a higher score.
+
+    Source: the recipe of ProRL v2 (NVIDIA 2025), which multiplies every truncated score.
+
+    Args:
+        scores: (B,).
+        truncated: (B,), True = cut by the length limit.
+        coef: ``--stop_properly_penalty``: at most 1; 1 changes nothing, 0 takes every positive score away.
+
+    Returns:
+        (B,), float32 or float64.
+
+    Raises:
+        ValueError: shapes differ, or coef is above 1 or not finite.
+    """
+    require_same_shape(scores=scores, truncated=truncated)
+    if not (math.isfinite(coef) and coef <= 1):
+        raise ValueError(
+            "--stop_properly_penalty must be in [0, 1] (a factor) or below 0 (the score of a truncated answer), "
+            f"got {coef}"
+        )
+    scores = at_least_float32(scores)
+    penalised = scores * coef if coef >= 0 else torch.full_like(scores, coef)
+    return torch.where(truncated.bool(), torch.minimum(scores, penalised), scores)
+
+
+def overlong_penalty(lengths: Tensor, max_len: int, buffer_len: int, factor: float) -> Tensor:
+    """min(-(L - (max_len - buffer_len)) / buffer_len · factor, 0), at least -factor: what to add to the scores.
+
+    Source: DAPO (arXiv:2503.14476), eq. 13, soft overlong punishment, with a factor.
+
+    Args:
+        lengths: (B,), response lengths L in tokens.
+        max_len: ``--generate_max_len``, tokens.
+        buffer_len: ``--overlong_buffer_len``: the last tokens before max_len, over which the penalty grows.
+        factor: ``--overlong_penalty_factor``, the largest penalty, in units of the score, at least 0.
+
+    Returns:
+        (B,), float32, between -factor and 0.
+
+    Raises:
+        ValueError: buffer_len not in (0, max_len], or factor negative or not finite.
+    """
+    if not 0 < buffer_len <= max_len:
+        raise ValueError(
+            f"--overlong_buffer_len ({buffer_len}) must be above 0 and at most --generate_max_len ({max_len})"
+        )
+    if not (math.isfinite(factor) and factor >= 0):
+        raise ValueError(f"--overlong_penalty_factor must be finite and at least 0, got {factor}")
+    beyond = (lengths - (max_len - buffer_len)).clamp(0, buffer_len)  # (B,)
+    return -(beyond.float() / buffer_len) * factor
+
+
+@torch.no_grad()
+def dense_rewards(token_scores: Tensor, action_mask: Tensor, delta: bool) -> Tensor:
+    """Rewards of the trained tokens from scores of the reward source.
+
+    Args:
+        token_scores: (B, A), one score per token; untrained tokens may hold anything.
+        action_mask: (B, A), True = trained token.
+        delta: ``--reward_delta``: a score judges the answer up to its token, and the reward is its difference to the
+            score of the trained token before (the first: its own score), so that a row sums to its last score. False:
+            a score judges its own token and is its reward.
+
+    Returns:
+        (B, A), float32 or float64; untrained positions are 0.
+
+    Raises:
+        ValueError: shapes differ.
+    """
+    require_same_shape(token_scores=token_scores, action_mask=action_mask)
+    mask = action_mask.bool()
+    scores = at_least_float32(token_scores).masked_fill(~mask, 0.0)  # (B, A)
+    if not delta or mask.shape[1] == 0:
+        return scores
+    positions = torch.arange(mask.shape[1], device=mask.device)
+    latest = torch.where(mask, positions, -1).cummax(dim=1).values  # (B, A), the last trained one up to here, or -1
+    before = torch.nn.functional.pad(latest[:, :-1], (1, 0), value=-1)  # (B, A), the last trained one before
+    previous = scores.gather(1, before.clamp(min=0)).masked_fill(before < 0, 0.0)
+    return (scores - previous).masked_fill(~mask, 0.0)
+
+
+@torch.no_grad()
+def compute_token_rewards(
+    scores: Tensor,
+    action_mask: Tensor,
+    *,
+    kl: Tensor | None = None,
+    kl_coef: float = 0.0,
+    token_scores: Tensor | None = None,
+) -> Tensor:
+    """r_t = -kl_coef·kl_t + token_scores_t on trained tokens, plus the score at the last trained token.
+
+    Source: the KL-in-reward form of RLHF, Ouyang et al. 2022 (arXiv:2203.02155), eq. 2, spread over the tokens.
+
+    Args:
+        scores: (B,), one per response.
+        action_mask: (B, A), True = trained token.
+        kl: (B, A), see :func:`lightppo.algorithms.kl.approx_kl`.
+        kl_coef: its coefficient; 0 where the KL is a loss term instead (``--use_kl_loss``).
+        token_scores: (B, A), dense rewards, or ``None``.
+
+    Returns:
+        (B, A), float32 or float64; untrained positions and rows without a trained token are 0.
+
+    Raises:
+        ValueError: shapes differ, a coefficient without a KL, or a dense reward on an untrained token.
+    """
+    require_same_shape(action_mask=action_mask, kl=kl, token_scores=token_scores)
+    if scores.shape != action_mask.shape[:1]:
+        raise ValueError(f"scores {tuple(scores.shape)} do not fit action_mask {tuple(action_mask.shape)}")
+    if kl is None and kl_coef != 0.0:
+        raise ValueError(f"kl_coef is {kl_coef} but there is no KL: give the reference log probs or set it to 0")
+    mask = action_mask.bool()
+    scores = at_least_float32(scores)
+    rewards = scores.new_zeros(mask.shape)  # (B, A)
+    if kl is not None:
+        rewards = rewards - kl_coef * at_least_float32(kl)
+    if token_scores is not None:
+        lost = (token_scores.masked_fill(mask, 0.0) != 0).any(dim=1)
+        if lost.any():
+            raise ValueError(
+                f"token_scores on untrained tokens would be lost, in rows {lost.nonzero().flatten().tolist()}"
+            )
+        rewards = rewards + at_least_float32(token_scores)
+    positions = torch.arange(mask.shape[1], device=mask.device)
+    last = mask & (positions == torch.where(mask, positions, -1).amax(dim=1, keepdim=True))  # (B, A), one True a row
+    return (rewards + torch.where(last, scores.unsqueeze(1), 0.0)).masked_fill(~mask, 0.0)
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Mean and variance of weighted numbers.
+
+    Attributes:
+        weight: the sum of the weights; of numbers that all weigh 1, how many there are.
+        mean: 0 where there are none.
+        variance: divided by the weight (n, not n - 1); 0 where there are none.
+    """
+
+    weight: float = 0.0
+    mean: float = 0.0
+    variance: float = 0.0
+
+    def mixed_with(self, batch: Moments, share: float, weight: float) -> Moments:
+        """The moments of 1 - share of these numbers and share of the batch's, under a new total weight.
+
+        With share = n_batch / n this is the merge of Chan, Golub and LeVeque 1979. Unlike E[x²] - E[x]² it loses
+        nothing where the mean is large against the deviation.
+        """
+        step = batch.mean - self.mean
+        variance = (1.0 - share) * self.variance + share * batch.variance + share * (1.0 - share) * step * step
+        return Moments(weight, self.mean + share * step, variance)
+
+
+@torch.no_grad()
+def batch_moments(
+    values: Tensor, mask: Tensor | None = None, all_reduce_sum: AllReduceSum = identity, name: str = "values"
+) -> Moments:
+    """Moments of the unmasked values of all ranks: float64, in two passes (the mean is reduced first).
+
+    Every rank must call it, also one without values; all get the same numbers.
+
+    Args:
+        values: any shape, any float type.
+        mask: same shape, nonzero = counts; ``None``: all do.
+        all_reduce_sum: sums a small tensor over all ranks.
+        name: of the values, for the message.
+
+    Raises:
+        ValueError: shapes differ, or an unmasked value on any rank is NaN or infinite (on every rank).
+    """
+    require_same_shape(values=values, mask=mask)
+    exact = values.double()
+    kept = torch.ones_like(exact, dtype=torch.bool) if mask is None else mask.bool()
+    exact = exact.masked_fill(~kept, 0.0)
+    total, count = all_reduce_sum(torch.stack([exact.sum(), kept.sum().double()])).tolist()
+    if not math.isfinite(total):
+        raise ValueError(f"the {name} of this rollout hold NaN or infinite numbers: no mean of them can be taken")
+    if count == 0:  # the same on every rank, so all leave here together
+        return Moments()
+    mean = total / count
+    squares = (exact - mean).masked_fill(~kept, 0.0).square().sum()
+    return Moments(count, mean, all_reduce_sum(squares).item() / count)
+
+
+class RunningMeanStd:
+    """Normalises scores by the mean and standard deviation of all scores ever seen (``--reward_running_norm``).
+
+    The result depends neither on how the scores lie on the ranks nor on the order of the batches (but for the last
+    bits of float64).
+
+    Args:
+        eps: added to the standard deviation, in units of the score; scores that differ by less count as equal.
+    """
+
+    def __init__(self, eps: float = 1e-6) -> None:
+        if not eps > 0:
+            raise ValueError(f"RunningMeanStd: eps must be above 0, got {eps}")
+        self.eps = eps
+        self._moments = Moments()
+
+    @property
+    def count(self) -> float:
+        """Numbers seen."""
+        return self._moments.weight
+
+    @property
+    def mean(self) -> float:
+        return self._moments.mean
+
+    @property
+    def std(self) -> float:
+        """Divided by n, not n - 1."""
+        return math.sqrt(self._moments.variance)
+
+    def update(self, values: Tensor, mask: Tensor | None = None, all_reduce_sum: AllReduceSum = identity) -> None:
+        """Once per rollout batch and before :meth:`normalize`, on every rank, also one without values.
+
+        Args:
+            values: this rank's, any shape.
+            mask: same shape, nonzero = counts; ``None``: all do.
+            all_reduce_sum: sums a small tensor over all ranks.
+
+        Raises:
+            ValueError: see :func:`batch_moments`; nothing is changed then.
+        """
+        batch = batch_moments(values, mask, all_reduce_sum, name="scores")
+        count = self.count + batch.weight
+        if batch.weight:
+            self._moments = self._moments.mixed_with(batch, batch.weight / count, count)
+
+    @torch.no_grad()
+    def normalize(self, values: Tensor) -> Tensor:
+        """(x - mean) / (std + eps); unchanged while fewer than two numbers have been seen.
+
+        Args:
+            values: any shape.
+
+        Returns:
+            The same shape, float32 or float64.
+        """
+        values = at_least_float32(values)
+        if self.count < 2:
+            return values
+        return ((values.double() - self.mean) / (self.std + self.eps)).to(values.dtype)
+
+    def state_dict(self) -> dict[str, float]:
+        return {"count": self._moments.weight, "mean": self._moments.mean, "variance": self._moments.variance}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._moments = Moments(float(state["count"]), float(state["mean"]), float(state["variance"]))
+
+
+def _exponential(weight: float, count: float, beta: float) -> tuple[float, float]:
+    """A rollout fades by beta with each one after it; dividing by the sum of the weights is the debiasing."""
+    weight = beta * weight + (1.0 - beta)
+    return weight, (1.0 - beta) / weight
+
+
+def _moving_average(weight: float, count: float, beta: float) -> tuple[float, float]:
+    """All returns ever, each the same."""
+    return weight + count, count / (weight + count)
+
+
+# (weight so far, returns in the batch, beta) → (weight with the batch, share of the batch in the new statistics)
+VALUE_NORM_KINDS: dict[str, Callable[[float, float, float], tuple[float, float]]] = {
+    "exp": _exponential,
+    "ma": _moving_average,
+}
+
+
+class ValueNorm:
+    """Statistics of the returns, so that the critic's outputs stay near mean 0 and variance 1 whatever the rewards.
+
+    Per rollout: ``denormalize`` the critic's outputs to values and compute advantages and returns from them; then
+    ``update`` with the returns; then ``normalize`` the returns as the critic's targets, and ``normalize_old`` the
+    values as what the value clip compares with. Before the first update the mean is 0 and the standard deviation 1.
+    All three are elementwise: what lies at masked positions is mapped like the rest.
+
+    The critic's last layer is not rescaled when the statistics move. Source: the value normalisation of MAPPO, Yu et
+    al. 2022 (arXiv:2103.01955), after van Hasselt et al. 2016 (arXiv:1602.07714), without the latter's rescaling.
+
+    Args:
+        kind: ``--value_norm``, one of ``VALUE_NORM_KINDS``.
+        beta: ``--value_norm_beta``: what a rollout's weight is multiplied by per later rollout; of ``exp`` only.
+        eps: ``--value_norm_eps``: the variance is never taken to be less, in units of the return squared.
+
+    Raises:
+        ValueError: unknown kind, beta not in [0, 1), or eps not above 0.
+    """
+
+    def __init__(self, kind: str = "exp", beta: float = 0.99995, eps: float = 1e-5) -> None:
+        self._add = lookup(VALUE_NORM_KINDS, kind, "--value_norm")
+        if not 0 <= beta < 1:
+            raise ValueError(f"--value_norm_beta must be at least 0 and below 1, got {beta}")
+        if not eps > 0:
+            raise ValueError(f"--value_norm_eps must be above 0, got {eps}")
+        self.kind, self.beta, self.eps = kind, beta, eps
+        self._moments = Moments()
+        self._old = (0.0, 1.0)  # mean and std before the last update
+
+    @property
+    def mean(self) -> float:
+        """Mean of the returns, 0 before the first."""
+        return self._moments.mean
+
+    @property
+    def std(self) -> float:
+        """Standard deviation of the returns, at least sqrt(eps); 1 before the first."""
+        return math.sqrt(max(self._moments.variance, self.eps)) if self._moments.weight else 1.0
+
+    def update(self, returns: Tensor, mask: Tensor | None = None, all_reduce_sum: AllReduceSum = identity) -> None:
+        """Once per rollout batch, on every rank, also one without returns.
+
+        Args:
+            returns: (B, A), not normalised.
+            mask: (B, A), True = trained token; ``None``: all are.
+            all_reduce_sum: sums a small tensor over all ranks.
+
+        Raises:
+            ValueError: shapes differ, or a return on any rank is NaN or infinite; nothing is changed then.
+        """
+        batch = batch_moments(returns, mask, all_reduce_sum, name="returns")
+        self._old = (self.mean, self.std)
+        if batch.weight:
+            weight, share = self._add(self._moments.weight, batch.weight, self.beta)
+            self._moments = self._moments.mixed_with(batch, share, weight)
+
+    def denormalize(self, values: Tensor) -> Tensor:
+        """The critic's outputs as returns: x · std + mean, with the statistics as they are now. Any shape."""
+        return _affine(values, self.std, self.mean)
+
+    def normalize(self, returns: Tensor) -> Tensor:
+        """(x - mean) / std with the statistics as they are now. Any shape; nothing is clipped."""
+        return _affine(returns, 1.0 / self.std, -self.mean / self.std)
+
+    def normalize_old(self, values: Tensor) -> Tensor:
+        """The same with the statistics before the last update: what ``denormalize`` was given before it."""
+        mean, std = self._old
+        return _affine(values, 1.0 / std, -mean / std)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "kind": self.kind,
+            "weight": self._moments.weight,
+            "mean": self._moments.mean,
+            "variance": self._moments.variance,
+            "old_mean": self._old[0],
+            "old_std": self._old[1],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes the statistics on; beta and eps are flags.
+
+        Raises:
+            ValueError: the state is of another kind.
+        """
+        if state["kind"] != self.kind:
+            raise ValueError(
+                f"the value statistics of the checkpoint are of kind {state['kind']}, those of this run {self.kind}: "
+                "set --value_norm as it was, or start a new run"
+            )
+        self._moments = Moments(float(state["weight"]), float(state["mean"]), float(state["variance"]))
+        self._old = (float(state["old_mean"]), float(state["old_std"]))
+
+
+def _affine(values: Tensor, scale: float, shift: float) -> Tensor:
+    """values · scale + shift, in float64 because shift may be large against the values' differences."""
+    values = at_least_float32(values)
+    return (values.double() * scale + shift).to(values.dtype)

@@ -1,0 +1,817 @@
+"""Continuous batching: finished responses leave at once, waiting prompts take their slots.
+
+After Orca's iteration-level scheduling (Yu et al. 2022, OSDI '22), with the cache of :mod:`lightppo.rollout.decode`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, Cache, DynamicCache, PretrainedConfig
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from lightppo.models.packing import PACKED_SDPA
+from lightppo.rollout.sampling import NO_TOKEN, StopCriteria, TokenSampler
+
+SLOT_SDPA = "slot_sdpa"
+
+
+def can_attend_to_slots(model: nn.Module, config: PretrainedConfig) -> bool:
+    """Whether :func:`slot_attention` can stand in for the model's own: scaled dot products and nothing else."""
+    return (
+        config._attn_implementation in ("sdpa", PACKED_SDPA)
+        and getattr(model, "_supports_attention_backend", False)
+        and not getattr(config, "alibi", False)
+    )
+
+
+@contextmanager
+def attention_to_slots(config: PretrainedConfig) -> Iterator[None]:
+    """The model attends by :func:`slot_attention` inside; ``config`` is that of its text layers."""
+    before = config._attn_implementation
+    config._attn_implementation = SLOT_SDPA
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
+
+
+def slot_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' ``sdpa``, but for one new token with an additive mask.
+
+    Args:
+        module: the attention layer.
+        query: (B, H, L, D).
+        key, value: (B, H_kv, S, D).
+        attention_mask: (B, 1, 1, S), added to the scores; or what ``sdpa`` takes.
+        dropout, scaling, kwargs: as ``sdpa`` takes them.
+
+    Returns:
+        (B, L, H, D), and no weights.
+    """
+    added = attention_mask is not None and attention_mask.is_floating_point()
+    if query.shape[2] != 1 or not added or dropout or kwargs.get("position_bias") is not None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    rows, heads, _, width = query.shape
+    scaling = width**-0.5 if scaling is None else scaling
+    grouped = query.reshape(rows, key.shape[1], heads // key.shape[1], width)
+    if query.is_cpu and query.dtype == torch.float32:
+        # Faster than the CPU's flash kernel for a single query, by 2 over contiguous keys and values.
+        scores = torch.matmul(grouped * scaling, key.transpose(2, 3)).add_(attention_mask)  # (B, H_kv, H/H_kv, S)
+        output = torch.matmul(scores.softmax(-1), value)
+    else:
+        output = scaled_dot_product_attention(grouped, key, value, attn_mask=attention_mask, scale=scaling)
+    return output.reshape(rows, 1, heads, value.shape[3]), None
+
+
+AttentionInterface.register(SLOT_SDPA, slot_attention)
+AttentionMaskInterface.register(SLOT_SDPA, sdpa_mask)
+
+
+# Columns added at a time on CPU, where attention over a whole buffer is faster than over a part of it.
+CPU_COLUMNS = 16
+# Elsewhere: at least so many, and by half of what is in use.
+OTHER_COLUMNS = 128
+
+
+class Span:
+    """Which part of the buffers is in use: rows ``0 … rows-1``, columns ``first … end-1``.
+
+    Attributes:
+        whole: attention gets the whole width of the buffers and masks what is not in use; else only what is in use.
+    """
+
+    def __init__(self) -> None:
+        self.rows = 0
+        self.first = 0
+        self.end = 0
+        self.whole = False
+
+
+class SlotLayer(DynamicLayer):
+    """Keys and values of one layer, (slots, heads, columns, head width).
+
+    What is not in use is finite in every row that is: a masked column has weight 0, and 0 times NaN is NaN.
+
+    Args:
+        span: what is in use, the same object in all layers.
+        sliding_window: tokens that a token sees, itself included; None is all.
+    """
+
+    is_croppable = False
+
+    def __init__(self, span: Span, sliding_window: int | None = None) -> None:
+        super().__init__()
+        self.span = span
+        self.is_sliding = sliding_window is not None
+        self.sliding_window = sliding_window
+        self.buffers: list[Tensor] = []  # keys, values
+
+    def append(self, source: DynamicLayer, rows: list[int], width: int, shape: tuple[int, int]) -> None:
+        """New rows from a layer of a prompts' cache; see :meth:`SlotCache.append`. ``shape``: slots, columns."""
+        span, states = self.span, (source.keys, source.values)
+        if not self.buffers:
+            self.buffers = [x.new_empty(shape[0], x.shape[1], shape[1], x.shape[3]) for x in states]
+            self.dtype, self.device, self.is_initialized = source.keys.dtype, source.keys.device, True
+        kept = min(width, source.keys.shape[2])  # a sliding layer keeps its window only
+        index = torch.tensor(rows, device=self.device)
+        for buffer, x in zip(self.buffers, states):
+            target = buffer[span.rows : span.rows + len(rows)]
+            target[:, :, : span.end - kept] = 0
+            target[:, :, span.end - kept : span.end] = x[:, :, x.shape[2] - kept :].index_select(0, index)
+            target[:, :, span.end :] = 0
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """Writes one new column; gives what attention looks at, as views (rows, heads, width, head width)."""
+        span = self.span
+        for buffer, states in zip(self.buffers, (key_states, value_states)):
+            buffer[: span.rows, :, span.end : span.end + 1] = states
+        looked_at = slice(None) if span.whole else slice(self._first(span.end + 1), span.end + 1)
+        self.keys, self.values = (buffer[: span.rows, :, looked_at] for buffer in self.buffers)
+        return self.keys, self.values
+
+    def get_seq_length(self) -> int:
+        """Columns in use."""
+        return self.span.end - self.span.first
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Width of what :meth:`update` gives where not ``whole``, and its distance from the first column in use."""
+        end = self.span.end + query_length
+        return end - self._first(end), self._first(end) - self.span.first
+
+    def move_rows(self, sources: list[int], targets: list[int]) -> None:
+        """Copies some rows over others."""
+        index = torch.tensor([sources, targets], device=self.device)
+        columns = slice(self._first(self.span.end), self.span.end)
+        for buffer in self.buffers:
+            buffer[index[1], :, columns] = buffer[index[0], :, columns]
+
+    def lay_out(self, slots: int, columns: int, end: int) -> None:
+        """Moves what is in use into new buffers, so that it ends before column ``end``."""
+        span = self.span
+        first = end - (span.end - span.first)
+        for i, old in enumerate(self.buffers):  # one after the other: little memory is held twice
+            new = old.new_empty(slots, old.shape[1], columns, old.shape[3])
+            new[: span.rows, :, :first] = 0
+            new[: span.rows, :, first:end] = old[: span.rows, :, span.first : span.end]
+            new[: span.rows, :, end:] = 0
+            self.buffers[i] = new
+
+    def _first(self, end: int) -> int:
+        """First column that is looked at from column ``end - 1``."""
+        return self.span.first if self.sliding_window is None else max(self.span.first, end - self.sliding_window)
+
+
+class SlotCache(DynamicCache):
+    """The layers' buffers with one common :class:`Span`. One column per forward; call :meth:`advance` behind each.
+
+    Args:
+        config: of the model; see :func:`can_use_slots`.
+        slots: most rows at a time.
+        prompt_columns: of the longest prompt; the first rows end there.
+        max_columns: most that one row can have.
+        tight: add few columns at a time.
+    """
+
+    def __init__(self, config, *, slots: int, prompt_columns: int, max_columns: int, tight: bool) -> None:
+        self.span = Span()
+        self.span.first = self.span.end = prompt_columns
+        layers = [SlotLayer(self.span, getattr(layer, "sliding_window", None)) for layer in plain_layers(config)]
+        Cache.__init__(self, layers=layers)
+        self.slots = slots
+        self.max_columns = max_columns
+        self.tight = tight
+        self.columns = prompt_columns + self._more(prompt_columns)
+
+    @property
+    def window(self) -> int | None:
+        """The smallest sliding window; None where every token sees all."""
+        return min((layer.sliding_window for layer in self.layers if layer.is_sliding), default=None)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of keys and values."""
+        return self.layers[0].dtype
+
+    def advance(self) -> None:
+        """The column that the forward has written is in use from now on."""
+        self.span.end += 1
+
+    def append(self, prompts: Cache, rows: list[int], width: int) -> None:
+        """Puts prompts behind the last row, their last token in the last column.
+
+        Args:
+            prompts: filled by a forward over left-padded prompts.
+            rows: of it; one may come several times.
+            width: tokens of the longest of them.
+        """
+        for layer, source in zip(self.layers, prompts.layers):
+            layer.append(source, rows, width, (self.slots, self.columns))
+        self.span.rows += len(rows)
+
+    def move_rows(self, sources: list[int], targets: list[int], rows: int) -> None:
+        """Copies some rows over others; ``rows`` of them are in use then."""
+        if sources:
+            for layer in self.layers:
+                layer.move_rows(sources, targets)
+        self.span.rows = rows
+
+    def make_room(self, slots: int, at_least: int) -> int:
+        """Makes sure that there is a free column. Where there is none, all moves into new buffers.
+
+        Args:
+            slots: rows of new buffers.
+            at_least: columns that must lie before the first free one then, for prompts still to come.
+
+        Returns:
+            By how many columns everything has moved to the left (negative: to the right).
+        """
+        span = self.span
+        if span.end < self.columns:
+            return 0
+        end = max(span.end - span.first, at_least)
+        self.slots, self.columns = slots, end + self._more(end)
+        for layer in self.layers:
+            layer.lay_out(slots, self.columns, end)
+        shift = span.end - end
+        span.first, span.end = span.first - shift, end
+        return shift
+
+    def _more(self, columns: int) -> int:
+        if self.tight:
+            return CPU_COLUMNS
+        # Rows end at different columns: without room beyond the longest row's, all would move at every step.
+        return max(OTHER_COLUMNS, min(columns // 2, self.max_columns - columns))
+
+
+def plain_layers(config) -> list:
+    """The layers that a ``DynamicCache`` has for this model."""
+    return DynamicCache(config=config).layers
+
+
+def can_use_slots(config) -> bool:
+    """Whether a :class:`SlotCache` can stand in for the model's own: all layers attend to everything or to a sliding
+    window. Recurrent states, chunked attention and indexed layers cannot."""
+    text_config = config.get_text_config(decoder=True)
+    chunked = getattr(text_config, "attention_chunk_size", None) is not None
+    chunked |= "chunked_attention" in (getattr(text_config, "layer_types", None) or [])
+    layers = plain_layers(config)
+    return (
+        bool(layers) and not chunked and {type(layer) for layer in layers} <= {DynamicLayer, DynamicSlidingWindowLayer}
+    )
+
+
+# Finished rows leave the batch when at most this share of it still runs: copying the cache is then worth it.
+COMPACT_BELOW = 0.75
+
+
+@dataclass
+class DecodedBatch:
+    """Responses of one micro batch, in the order of its prompts.
+
+    Attributes:
+        tokens: (B, max_new_tokens) long; behind ``lengths`` they mean nothing.
+        log_probs: (B, max_new_tokens) float32, same.
+        lengths: (B,) tokens of each response, the stop id included.
+        stopped: (B,) bool: ended by a stop id or string, not by the token limit.
+        steps: forward passes made.
+        positions: positions computed in them.
+    """
+
+    tokens: Tensor
+    log_probs: Tensor
+    lengths: Tensor
+    stopped: Tensor
+    steps: int = 0
+    positions: int = 0
+
+
+class CachedForward:
+    """The model's forward, one step at a time: last-position logits from new ids and a growing cache.
+
+    Args:
+        model: the Hugging Face model (PEFT-wrapped or not), on its device.
+
+    Raises:
+        ValueError: the model cannot decode with a ``DynamicCache``.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model  # peft hides the signature
+        name, parameters = type(base).__name__, inspect.signature(base.forward).parameters
+        if getattr(base.config, "is_encoder_decoder", False):
+            raise ValueError(f"HF rollouts need a decoder-only model; {name} is an encoder-decoder")
+        if "past_key_values" not in parameters or not base._supports_default_dynamic_cache():
+            raise ValueError(f"HF rollouts need a model that takes a DynamicCache; {name} does not")
+        self.model = model
+        self.base = base
+        self.config = base.config
+        self.takes_position_ids = "position_ids" in parameters
+        self._keep = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+
+    def new_cache(self) -> Cache:
+        return DynamicCache(config=self.config)
+
+    def __call__(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, cache: Cache) -> Tensor:
+        """Logits (B, V) of the position behind the last of ``input_ids`` (B, L); the mask covers the cache too."""
+        positions = {"position_ids": position_ids} if self.takes_position_ids else {}
+        output = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            past_key_values=cache,
+            use_cache=True,
+            return_dict=True,
+            **positions,
+            **self._keep,
+        )
+        return output.logits[:, -1]
+
+
+def left_pad(prompts: list[list[int]], device: torch.device) -> Tensor:
+    """Token ids (B, P) with ``NO_TOKEN`` on the left of shorter prompts."""
+    width = max(len(prompt) for prompt in prompts)
+    return torch.tensor([[NO_TOKEN] * (width - len(prompt)) + prompt for prompt in prompts], device=device)
+
+
+def can_drop_rows(cache: Cache) -> bool:
+    """Whether rows can be taken out of the cache: not where layers hold recurrent states, which would stay behind."""
+    recurrent = any(hasattr(layer, "update_recurrent_state") for layer in cache.layers)
+    return not recurrent and all(hasattr(layer, "batch_select_indices") for layer in cache.layers)
+
+
+@torch.no_grad()
+def decode(
+    forward: CachedForward,
+    prompts: list[list[int]],
+    uniforms: Tensor,
+    sampler: TokenSampler,
+    stop: StopCriteria,
+) -> DecodedBatch:
+    """Decodes one micro batch until every row has ended or has ``max_new_tokens``.
+
+    Args:
+        forward: the model.
+        prompts: B non-empty lists of token ids.
+        uniforms: (B, max_new_tokens) float64 on the model's device, row b for prompt b.
+        sampler: draws the tokens.
+        stop: tells which rows have ended.
+    """
+    device, (batch_size, max_new_tokens) = uniforms.device, uniforms.shape
+    prompt_ids = left_pad(prompts, device)  # (B, P)
+    prompt_width = prompt_ids.shape[1]
+    ids = torch.cat([prompt_ids, prompt_ids.new_zeros(batch_size, max_new_tokens)], dim=1)  # (B, P + max_new)
+    responses = ids[:, prompt_width:]  # a view: what is written here is seen in ids
+    log_probs = torch.zeros(batch_size, max_new_tokens, device=device)
+    lengths = torch.full((batch_size,), max_new_tokens, device=device)
+    stopped = torch.zeros(batch_size, dtype=torch.bool, device=device)
+
+    # What follows has b rows: those still in the batch, of which `done` have ended but have not left it yet.
+    rows = torch.arange(batch_size, device=device)
+    done = stopped.clone()
+    mask = (ids != NO_TOKEN).long()  # (b, P + max_new)
+    inputs = prompt_ids.clamp(min=0)  # (b, P), later (b, 1)
+    positions = (mask[:, :prompt_width].cumsum(dim=1) - 1).clamp_(min=0)
+    cache = forward.new_cache()
+    step = computed = 0
+    for step in range(max_new_tokens):
+        width = prompt_width + step
+        logits = forward(inputs, mask[:, :width], positions, cache)  # (b, V)
+        computed += inputs.numel()
+        history = ids[rows, :width] if sampler.needs_history else None
+        tokens, token_log_probs = sampler(logits, uniforms[:, step], step, history)
+        responses[rows, step] = tokens
+        log_probs[rows, step] = token_log_probs
+
+        ended = stop.ended(responses, rows, step + 1) & ~done
+        lengths[rows] = torch.where(ended, step + 1, lengths[rows])
+        stopped[rows] |= ended
+        done |= ended
+        running = len(rows) - int(done.sum())
+        if running == 0:
+            break
+        inputs, positions = tokens.unsqueeze(1), positions[:, -1:] + 1
+        if running <= COMPACT_BELOW * len(rows) and can_drop_rows(cache):
+            kept = (~done).nonzero().squeeze(1)
+            cache.batch_select_indices(kept)
+            rows, mask, inputs, positions, uniforms = (x[kept] for x in (rows, mask, inputs, positions, uniforms))
+            done = done.new_zeros(running)
+    return DecodedBatch(responses, log_probs, lengths, stopped, steps=step + 1, positions=computed)
+
+
+class BatchDecoder:
+    """:func:`decode`, one micro batch after the other: for models whose cache has more than keys and values.
+
+    Arguments, attributes and :meth:`run` as of :class:`~lightppo.rollout.decode.SlotDecoder`.
+    """
+
+    def __init__(
+        self,
+        forward: CachedForward,
+        sampler: TokenSampler,
+        stop: StopCriteria,
+        *,
+        slots: int,
+        max_new_tokens: int,
+        device: torch.device,
+    ) -> None:
+        self.forward = forward
+        self.sampler = sampler
+        self.stop = stop
+        self.slots = slots
+        self.device = device
+        self.steps = 0
+        self.positions = 0
+
+    def run(
+        self, prompts: list[list[int]], uniforms: Callable[[list[int]], Tensor]
+    ) -> Iterator[tuple[list[int], DecodedBatch]]:
+        """Decodes all requests; see ``SlotDecoder.run``."""
+        for first in range(0, len(prompts), self.slots):
+            numbers = list(range(first, min(first + self.slots, len(prompts))))
+            batch = decode(self.forward, [prompts[i] for i in numbers], uniforms(numbers), self.sampler, self.stop)
+            self.steps += batch.steps
+            self.positions += batch.positions
+            yield numbers, batch
+
+
+# What a forward costs beside its positions, in positions.
+CALL_COST = {"cpu": 64, "other": 2048}
+
+
+@dataclass
+class Prefilled:
+    """Some prompts after their forward.
+
+    Attributes:
+        prompts: the token ids.
+        cache: keys and values of the left-padded prompts.
+        logits: (P, V) behind the last token of each.
+        waiting: (row of the prompt, number of the request) of samples without a slot yet.
+    """
+
+    prompts: list[list[int]]
+    cache: Cache
+    logits: Tensor
+    waiting: deque[tuple[int, int]]
+
+
+class PromptQueue:
+    """The requests of one call in their order, requests with equal prompts together.
+
+    Args:
+        forward: the model.
+        requests: token ids of each request.
+        max_prompts: in one forward.
+        device: of the model.
+
+    Attributes:
+        waiting: requests without a slot.
+        forwards, positions: forward passes made and positions computed in them, padding included.
+    """
+
+    def __init__(
+        self, forward: CachedForward, requests: list[list[int]], max_prompts: int, device: torch.device
+    ) -> None:
+        self._forward = forward
+        self._device = device
+        self._max_prompts = max_prompts
+        self._call_cost = CALL_COST["cpu" if device.type == "cpu" else "other"]
+        same: dict[tuple[int, ...], list[int]] = {}
+        for number, ids in enumerate(requests):
+            same.setdefault(tuple(ids), []).append(number)
+        self._groups = deque((list(ids), numbers) for ids, numbers in same.items())
+        self._parts: deque[list[tuple[list[int], list[int]]]] = deque()  # each for one forward
+        self._block: Prefilled | None = None
+        self.waiting = len(requests)
+        self.forwards = 0
+        self.positions = 0
+
+    @property
+    def at_hand(self) -> bool:
+        """Whether a request waits whose prompt has been through the model, or was to go with others that have."""
+        return self._block is not None or bool(self._parts)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt that waits; 0 where none does."""
+        block = [] if self._block is None else [len(self._block.prompts[row]) for row, _ in self._block.waiting]
+        groups = (len(ids) for part in (*self._parts, self._groups) for ids, _ in part)
+        return max((*block, *groups), default=0)
+
+    def take(self, count: int) -> tuple[Prefilled, list[int], list[int]]:
+        """The next requests, at least one and at most ``count``: with their prompts, as rows of it, and their
+        numbers."""
+        if not self.at_hand:
+            self._divide(count)
+        block = self._block or self._through_the_model(self._parts.popleft())
+        rows, numbers = map(list, zip(*(block.waiting.popleft() for _ in range(min(count, len(block.waiting))))))
+        self._block = block if block.waiting else None
+        self.waiting -= len(rows)
+        return block, rows, numbers
+
+    def _divide(self, count: int) -> None:
+        """Makes parts of the prompts of the next ``count`` requests."""
+        groups: list[tuple[list[int], list[int]]] = []
+        while self._groups and count > 0 and len(groups) < self._max_prompts:
+            groups.append(self._groups.popleft())
+            count -= len(groups[-1][1])
+        parts = cheapest_parts([len(ids) for ids, _ in groups], self._call_cost)
+        self._parts.extend(groups[first:end] for first, end in parts)
+
+    def _through_the_model(self, groups: list[tuple[list[int], list[int]]]) -> Prefilled:
+        prompts = [ids for ids, _ in groups]
+        padded = left_pad(prompts, self._device)  # (P, L)
+        mask = (padded >= 0).long()
+        positions = (mask.cumsum(dim=1) - 1).clamp_(min=0)
+        cache = self._forward.new_cache()
+        logits = self._forward(padded.clamp(min=0), mask, positions, cache)
+        self.forwards += 1
+        self.positions += padded.numel()
+        waiting = deque((row, number) for row, (_, numbers) in enumerate(groups) for number in numbers)
+        return Prefilled(prompts, cache, logits, waiting)
+
+
+def cheapest_parts(lengths: list[int], call_cost: int) -> list[tuple[int, int]]:
+    """Cuts a list of prompts into forwards so that their positions, padding included, and calls cost least.
+
+    Args:
+        lengths: of the prompts.
+        call_cost: of a forward, in positions.
+
+    Returns:
+        First and end of each part.
+    """
+    least, cut = [0], [0]  # of the first k prompts: their cost, and where the last part begins
+    for end in range(1, len(lengths) + 1):
+        best, longest = (float("inf"), 0), 0
+        for first in range(end - 1, -1, -1):
+            longest = max(longest, lengths[first])
+            best = min(best, (least[first] + call_cost + longest * (end - first), first))
+        least.append(best[0])
+        cut.append(best[1])
+    parts, end = [], len(lengths)
+    while end:
+        parts.append((cut[end], end))
+        end = cut[end]
+    return parts[::-1]
+
+
+# Prompts go through the model when this share of the slots is free: together they cost less than one by one.
+REFILL_SHARE = 1 / 8
+
+
+class Rows:
+    """What is known of each response in a slot; row r of every tensor, as in the cache.
+
+    Attributes:
+        numbers: of the requests.
+        starts: first column of each row.
+        tokens, log_probs: (slots, max_new_tokens) so far.
+        uniforms: (slots, max_new_tokens).
+        ages: (slots,) tokens so far.
+        positions: (slots,) of the newest token, from 0 at the prompt's first.
+    """
+
+    def __init__(self, slots: int, max_new_tokens: int, device: torch.device) -> None:
+        self.numbers: list[int] = []
+        self.starts: list[int] = []
+        self.tokens = torch.zeros(slots, max_new_tokens, dtype=torch.long, device=device)
+        self.log_probs = torch.zeros(slots, max_new_tokens, device=device)
+        self.uniforms = torch.zeros(slots, max_new_tokens, dtype=torch.float64, device=device)
+        self.ages = torch.zeros(slots, dtype=torch.long, device=device)
+        self.positions = torch.zeros(slots, dtype=torch.long, device=device)
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def append(self, numbers: list[int], starts: list[int], positions: Tensor, uniforms: Tensor) -> None:
+        """New rows, without a token yet."""
+        new = slice(len(self), len(self) + len(numbers))
+        self.numbers += numbers
+        self.starts += starts
+        self.uniforms[new] = uniforms
+        self.ages[new] = 0
+        self.positions[new] = positions
+
+    def write(self, new: slice, tokens: Tensor, log_probs: Tensor) -> None:
+        """The newest token of some rows."""
+        ages = self.ages[new].unsqueeze(1)
+        self.tokens[new].scatter_(1, ages, tokens.unsqueeze(1))
+        self.log_probs[new].scatter_(1, ages, log_probs.unsqueeze(1))
+        self.ages[new] += 1
+        self.positions[new] += 1
+
+    def remove(self, gone: list[int]) -> tuple[list[int], list[int]]:
+        """Takes rows out: the last ones move into the holes. Gives their old and new places."""
+        left = len(self) - len(gone)
+        holes = [row for row in gone if row < left]
+        movers = sorted(set(range(left, len(self))) - set(gone))
+        for mover, hole in zip(movers, holes):
+            self.numbers[hole], self.starts[hole] = self.numbers[mover], self.starts[mover]
+        del self.numbers[left:], self.starts[left:]
+        if holes:
+            index = torch.tensor([movers, holes], device=self.ages.device)
+            for x in (self.tokens, self.log_probs, self.uniforms, self.ages, self.positions):
+                x[index[1]] = x[index[0]]
+        return movers, holes
+
+
+class SlotDecoder:
+    """Decodes many requests in a fixed number of slots.
+
+    Args:
+        forward: the model; ``can_use_slots`` holds for it.
+        sampler: draws the tokens.
+        stop: tells which rows have ended.
+        slots: most rows at a time.
+        max_new_tokens: of a response.
+        device: of the model.
+
+    Attributes:
+        steps: forward passes made.
+        positions: positions computed in them: padding of prompts included, else only tokens.
+    """
+
+    def __init__(
+        self,
+        forward: CachedForward,
+        sampler: TokenSampler,
+        stop: StopCriteria,
+        *,
+        slots: int,
+        max_new_tokens: int,
+        device: torch.device,
+    ) -> None:
+        self.forward = forward
+        self.sampler = sampler
+        self.stop = stop
+        self.slots = slots
+        self.max_new_tokens = max_new_tokens
+        self.device = device
+        self.steps = 0
+        self.positions = 0
+        self.text_config = forward.config.get_text_config(decoder=True)
+        self.prepares_masks = forward.takes_position_ids and can_attend_to_slots(forward.base, self.text_config)
+
+    @torch.no_grad()
+    def run(
+        self, prompts: list[list[int]], uniforms: Callable[[list[int]], Tensor]
+    ) -> Iterator[tuple[list[int], DecodedBatch]]:
+        """Decodes all requests, the longest prompts best first.
+
+        Args:
+            prompts: non-empty lists of token ids.
+            uniforms: gives those of some requests by their numbers (places in ``prompts``), (k, max_new_tokens)
+                float64 on the device.
+
+        Yields:
+            Numbers of requests that have ended, and their responses.
+        """
+        queue = self._start(prompts)
+        while True:
+            if self._refills(queue):
+                self._admit(*queue.take(self.slots - len(self.rows)), uniforms)
+            elif not len(self.rows):
+                break
+            else:
+                self._step(queue)
+            gone = self._ended().nonzero().squeeze(1).tolist()  # the one wait for the device in a step
+            if gone:
+                yield self._leave(gone)
+        self.steps += queue.forwards
+        self.positions += queue.positions
+
+    def _start(self, prompts: list[list[int]]) -> PromptQueue:
+        self.slots = min(self.slots, len(prompts))
+        longest = max(map(len, prompts), default=0)
+        self.cache = SlotCache(
+            self.forward.config,
+            slots=self.slots,
+            prompt_columns=longest,
+            max_columns=longest + self.max_new_tokens,
+            tight=self.device.type == "cpu",
+        )
+        self.rows = Rows(self.slots, self.max_new_tokens, self.device)
+        self.history = self._blank_history() if self.sampler.needs_history else None
+        return PromptQueue(self.forward, prompts, self.slots, self.device)
+
+    def _blank_history(self) -> Tensor:
+        return torch.full((self.slots, self.cache.columns), NO_TOKEN, device=self.device)
+
+    def _refills(self, queue: PromptQueue) -> bool:
+        free = self.slots - len(self.rows)
+        if queue.at_hand:
+            return free > 0
+        return queue.waiting > 0 and free >= min(max(1, REFILL_SHARE * self.slots), queue.waiting, self.slots)
+
+    def _admit(
+        self, block: Prefilled, rows: list[int], numbers: list[int], uniforms_of: Callable[[list[int]], Tensor]
+    ) -> None:
+        """Gives requests a slot and their first token."""
+        uniforms, span = uniforms_of(numbers), self.cache.span
+        new = slice(len(self.rows), len(self.rows) + len(rows))
+        prompts = [block.prompts[row] for row in rows]
+        lengths = [len(prompt) for prompt in prompts]
+        history = None
+        if self.history is not None:
+            history = left_pad(prompts, self.device)
+            self.history[new] = NO_TOKEN
+            self.history[new, span.end - history.shape[1] : span.end] = history
+        index = torch.tensor([rows, lengths], device=self.device)
+        tokens, log_probs = self.sampler(block.logits[index[0]], uniforms[:, 0], 0, history)
+        self.cache.append(block.cache, rows, max(lengths))
+        self.rows.append(numbers, [span.end - length for length in lengths], index[1] - 1, uniforms)
+        self.rows.write(new, tokens, log_probs)
+        self._see_starts()
+
+    def _step(self, queue: PromptQueue) -> None:
+        """One more token for every row."""
+        self._make_room(queue)
+        rows, span, end = self.rows, self.cache.span, self.cache.span.end
+        active = slice(0, len(rows))
+        ages = rows.ages[active]
+        newest = rows.tokens[active].gather(1, ages.unsqueeze(1) - 1)  # (b, 1)
+        if self.history is not None:
+            self.history[active, end] = newest.squeeze(1)
+        with attention_to_slots(self.text_config) if self.prepares_masks else nullcontext():
+            logits = self.forward(newest, self._step_mask(), rows.positions[active].unsqueeze(1), self.cache)
+        self.cache.advance()
+        self.steps += 1
+        self.positions += len(rows)
+        uniforms = rows.uniforms[active].gather(1, ages.unsqueeze(1)).squeeze(1)
+        history = None if self.history is None else self.history[active, span.first : end + 1]
+        rows.write(active, *self.sampler(logits, uniforms, ages, history))
+
+    def _make_room(self, queue: PromptQueue) -> None:
+        span = self.cache.span
+        first, end, columns = span.first, span.end, self.cache.columns
+        slots = min(self.slots, len(self.rows) + queue.waiting)
+        shift = self.cache.make_room(slots, queue.longest) if end == columns else 0
+        if end < columns:
+            return
+        self.rows.starts = [start - shift for start in self.rows.starts]
+        if self.history is not None:
+            before, self.history = self.history, self._blank_history()
+            self.history[:, span.first : span.end] = before[:, first:end]
+        self._see_starts()
+
+    def _step_mask(self) -> Tensor:
+        """The mask of one new token per row, ready for every layer or (b, width) for transformers to build on."""
+        span, columns = self.cache.span, self.cache.columns
+        prepared = self.prepares_masks and (self.cache.window is None or self.cache.window >= columns)
+        span.whole = prepared and self.cache.tight
+        self._added[:, span.end] = 0
+        if not prepared:
+            return (self._added[:, span.first : span.end + 1] == 0).long()
+        if span.whole:
+            return self._added[:, None, None]
+        return self._added[:, None, None, span.first : span.end + 1].contiguous()
+
+    def _ended(self) -> Tensor:
+        """(b,) bool."""
+        rows = torch.arange(len(self.rows), device=self.device)
+        ages = self.rows.ages[: len(self.rows)]
+        self._stopped = self.stop.ended(self.rows.tokens, rows, ages)
+        return self._stopped | (ages == self.max_new_tokens)
+
+    def _leave(self, gone: list[int]) -> tuple[list[int], DecodedBatch]:
+        """Takes finished rows out of the batch."""
+        rows = self.rows
+        numbers = [rows.numbers[row] for row in gone]
+        index = torch.tensor(gone, device=self.device)
+        ended = DecodedBatch(rows.tokens[index], rows.log_probs[index], rows.ages[index], self._stopped[index])
+        movers, holes = rows.remove(gone)
+        self.cache.move_rows(movers, holes, len(rows))
+        if self.history is not None and holes:
+            self.history[holes] = self.history[movers]
+        self._see_starts()
+        return numbers, ended
+
+    def _see_starts(self) -> None:
+        """What follows from the rows' first columns: the columns in use and the mask."""
+        span, starts = self.cache.span, self.rows.starts
+        span.first = min(starts, default=span.end)
+        columns = torch.arange(self.cache.columns, device=self.device)
+        hidden = columns < torch.tensor(starts, device=self.device).unsqueeze(1)
+        hidden |= columns >= span.end
+        added = torch.zeros(hidden.shape, dtype=self.cache.dtype, device=self.device)
+        self._added = added.masked_fill_(hidden, torch.finfo(added.dtype).min)  # (b, columns)
