@@ -12,7 +12,7 @@ ZERO_STAGE ?= 1
 ENGINE ?= hf
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-all lint docs bench bench-scaling bench-memory bench-rollouts clean
+.PHONY: help install quickstart test test-all lint docs bench bench-scaling bench-memory bench-rollouts house clean
 
 help:
 	@echo "make quickstart   install, then SFT and PPO of a small model on this machine, with a report (about 5 minutes)"
@@ -24,6 +24,7 @@ help:
 	@echo "make bench        TRL and lightppo on the same work, into runs/bench and docs/performance.md; QUICK=1 for a try"
 	@echo "make bench-scaling, make bench-memory   time per real token, memory at ZeRO 0 to 3; QUICK=1 too"
 	@echo "make bench-rollouts   tokens per second of each rollout engine, and what pushing weights costs; QUICK=1 too"
+	@echo "make house        files, lines, imports, and what one PPO step runs through; TREE=DIR for another checkout"
 
 install: $(INSTALLED)
 
@@ -72,6 +73,9 @@ bench-scaling bench-memory: bench-%: $(INSTALLED)
 bench-rollouts: $(INSTALLED)
 	$(BIN)/python benchmarks/rollout_engines.py $(if $(QUICK),--quick) $(BENCH_ARGS)
 	$(BIN)/python benchmarks/report.py --write
+
+house: $(INSTALLED)
+	$(BIN)/python benchmarks/house.py $(if $(TREE),--tree $(TREE)) $(HOUSE_ARGS)
 
 clean:
 	rm -rf $(VENV) runs

@@ -1,0 +1,251 @@
+"""The size of the house: files, lines, imports, and how much of it one PPO step runs through.
+
+    python benchmarks/house.py [--tree DIR] [--json FILE] [--before FILE.json] [--no_run]
+
+- Lines of code: without blank lines, comments and docstrings.
+- Importers of a file: at any depth, for type checkers too, or by a name that ``lightppo/__init__.py`` resolves.
+- One PPO step: ``examples/train_ppo.py`` in one process with default options but for the sizes: a random Llama, eight
+  prompts. A line counts once. "From the trainer on" leaves out what ran before the module of ``PPOTrainer`` was
+  imported: the command line, and nearly all imports.
+- Prompts to advantages: what is entered from the first statement of a step of ``fit`` to the call of ``ppo_train``.
+  Lambdas, comprehensions and generator expressions are code objects, not functions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+import json
+import os
+import re
+import runpy
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+import tokenize
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+MODULE, FUNCTION, TYPES = range(3)  # how deep an import is: at module level, in a function, for type checkers only
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+_SCALE = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": 64, "prompt_tokens": (4, 8)}
+_REWARD = "def reward_func(queries, prompts, labels):\n    return [len(set(query)) / len(query) for query in queries]\n"
+_SIZES = {"rollout_batch_size": 8, "train_batch_size": 8, "micro_train_batch_size": 4, "micro_rollout_batch_size": 4,
+          "prompt_max_len": 16, "generate_max_len": 8, "num_episodes": 1}  # fmt: skip
+
+
+def code_lines(source: str) -> int:
+    """Lines that are not blank, not a comment and not part of a docstring."""
+    tokens = tokenize.generate_tokens(iter(source.splitlines(keepends=True)).__next__)
+    code = (t for t in tokens if t.type != tokenize.COMMENT and t.string.strip())
+    lines = {n for token in code for n in range(token.start[0], token.end[0] + 1)}
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.Module, ast.ClassDef, *_FUNCTIONS)) and ast.get_docstring(node) is not None:
+            lines -= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    return sum(bool(text.strip()) for n, text in enumerate(source.splitlines(), 1) if n in lines)
+
+
+class Imports:
+    """Who imports whom in a package: ``depth[importer, imported]`` is the least depth of such an import."""
+
+    def __init__(self, package: Path) -> None:
+        self.name = package.name
+        relative = {path: path.relative_to(package.parent).with_suffix("") for path in sorted(package.rglob("*.py"))}
+        self.files = {".".join(short.parts).removesuffix(".__init__"): path for path, short in relative.items()}
+        self.packages = {module for module, path in self.files.items() if path.name == "__init__.py"}
+        trees = {module: ast.parse(path.read_text()) for module, path in self.files.items()}
+        table = next((n.value for n in trees[self.name].body if ast.unparse(n).startswith("_PUBLIC")), None)
+        self.public: dict[str, str] = ast.literal_eval(table) if table else {}
+        self.depth: dict[tuple[str, str], int] = {(self.name, target): FUNCTION for target in self.public.values()}
+        for module, tree in trees.items():
+            for target, depth in self._imports(tree, module, MODULE):
+                self.depth[module, target] = min(depth, self.depth.get((module, target), depth))
+
+    def circles(self, deepest: int) -> list[str]:
+        """Groups of files that reach each other by imports not deeper than this."""
+        pairs = [pair for pair, depth in self.depth.items() if depth <= deepest]
+        reach = {module: {b for a, b in pairs if a == module} for module in self.files}
+        for middle in reach:
+            for targets in reach.values():
+                if middle in targets:
+                    targets |= reach[middle]
+        groups = {tuple(sorted({a} | {b for b in reach[a] if a in reach[b]})) for a in reach}
+        return [" ⇄ ".join(group) for group in sorted(groups) if len(group) > 1]
+
+    def single(self) -> list[str]:
+        """Files with one importer, which is in their own room."""
+        users = {m: [a for a, b in self.depth if b == m != a] for m in self.files if m not in self.packages}
+        alone = {module: found[0] for module, found in users.items() if len(found) == 1}
+        return [f"{m} ← {user}" for m, user in alone.items() if m.split(".")[1:2] == user.split(".")[1:2]]
+
+    def _imports(self, node: ast.AST, module: str, depth: int) -> Iterator[tuple[str, int]]:
+        for child in ast.iter_child_nodes(node):
+            inner, dotted = depth, []
+            if isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING"):
+                inner = TYPES
+            elif isinstance(child, _FUNCTIONS):
+                inner = max(depth, FUNCTION)
+            elif isinstance(child, ast.Import):
+                dotted = [alias.name for alias in child.names]
+            elif isinstance(child, ast.ImportFrom):
+                here = module.split(".")[: -child.level + (module in self.packages) or None] if child.level else []
+                base = ".".join([*here, *filter(None, [child.module])])
+                dotted = [f"{base}.{alias.name}" for alias in child.names]
+            yield from ((target, depth) for name in dotted if (target := self._file_of(name)))
+            yield from self._imports(child, module, inner)
+
+    def _file_of(self, dotted: str) -> str | None:
+        above, _, last = dotted.rpartition(".")
+        if above == self.name and last in self.public:
+            return self.public[last]
+        return dotted if dotted in self.files else above if above in self.files else None
+
+
+def count_files(tree: Path) -> dict[str, Any]:
+    """What can be read without running anything."""
+    package = tree / "lightppo"
+    texts = {path.relative_to(package).as_posix(): path.read_text() for path in sorted(package.rglob("*.py"))}
+    imports = Imports(package)
+    functions = [(node.end_lineno - node.lineno + 1, f"{path} {node.name}") for path in texts
+                 for node in ast.walk(ast.parse(texts[path])) if isinstance(node, _FUNCTIONS)]  # fmt: skip
+    folders = defaultdict(list)
+    for path in (Path(p) for p in texts if "__init__" not in p):
+        folders[path.name].append(path.parent.as_posix())
+    words = [set(re.findall(r"\w+", text)) for text in texts.values()]
+    return {
+        "files": len(texts),
+        "lines": sum(len(text.splitlines()) for text in texts.values()),
+        "lines of code": sum(map(code_lines, texts.values())),
+        **{f"files that mention {w}": sum(w in found for found in words) for w in ("kl_estimator", "advantages")},
+        "files of config/": sum(path.startswith("config/") for path in texts),
+        "files with one importer, in their own room": imports.single(),
+        "circles of imports at module level": imports.circles(MODULE),
+        "circles of imports, with those inside functions": imports.circles(FUNCTION),
+        "circles of imports, with those for type checkers": imports.circles(TYPES),
+        "names of files in several rooms": [f"{n}: {', '.join(found)}" for n, found in folders.items() if found[1:]],
+        "functions of more than 60 lines": [f"{n} {name}" for n, name in sorted(functions, reverse=True) if n > 60],
+        "lines of tests/": sum(len(path.read_text().splitlines()) for path in tree.glob("tests/**/*.py")),
+        "words of docs/": sum(len(path.read_text().split()) for path in tree.glob("docs/**/*.md")),
+    }
+
+
+class Trace:
+    """Follows the code of a package: which lines run, and what is entered from the prompts to the advantages."""
+
+    def __init__(self, package: Path) -> None:
+        self.prefix = f"{package}{os.sep}"
+        self.lines: set[tuple[str, int, bool, bool]] = set()  # file, line, trainer is loaded, inside a function
+        self.entered: set[CodeType] = set()
+        self.loaded = self.collecting = False
+
+    def __call__(self, frame: Any, event: str, _: Any) -> Any:
+        code = frame.f_code
+        if not code.co_filename.startswith(self.prefix):
+            return None
+        self.collecting &= code.co_name != "ppo_train"
+        if self.collecting:
+            self.entered.add(code)
+        in_function = bool(code.co_flags & inspect.CO_OPTIMIZED)
+        step_at = first_line_of_step(code) if code.co_qualname == "PPOTrainer.fit" else sys.maxsize
+
+        def local(frame: Any, event: str, _: Any) -> Any:
+            if event == "line":
+                self.lines.add((code.co_filename, frame.f_lineno, self.loaded, in_function))
+                self.collecting |= frame.f_lineno == step_at
+            elif event == "return" and code.co_name == "<module>":
+                defined_in = getattr(frame.f_globals.get("PPOTrainer"), "__module__", None)
+                self.loaded |= defined_in == frame.f_globals["__name__"]
+            return local
+
+        return local
+
+    def numbers(self) -> dict[str, int]:
+        later, rows = {line for line in self.lines if line[2]}, {}
+        inside = {line for line in later if line[3]}
+        parts = {"": self.lines, " from the trainer on": later, " from the trainer on, inside functions": inside}
+        for part, lines in parts.items():
+            rows[f"one PPO step: lines executed{part}"] = len({line[:2] for line in lines})
+            rows[f"one PPO step: files{part}"] = len({line[0] for line in lines})
+        return rows | {
+            "prompts to advantages: files": len({code.co_filename for code in self.entered}),
+            "prompts to advantages: functions": sum(not code.co_name.startswith("<") for code in self.entered),
+            "prompts to advantages: code objects": len(self.entered),
+        }
+
+
+def first_line_of_step(code: CodeType) -> int:
+    """Line of the first statement in the innermost loop that calls ``ppo_train``."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
+    loops = [n for n in ast.walk(tree) if isinstance(n, (ast.For, ast.While)) and "ppo_train(" in ast.unparse(n)]
+    return code.co_firstlineno - 1 + max(loop.body[0].lineno for loop in loops)
+
+
+def traced_script(tree: Path, out: Path, words: list[str]) -> None:
+    """Run the tree's ``examples/train_ppo.py`` in this process and write the numbers."""
+    trace, script = Trace(tree / "lightppo"), str(tree / "examples" / "train_ppo.py")
+    sys.argv = [script, *words]
+    threading.settrace(trace)
+    sys.settrace(trace)
+    runpy.run_path(script, run_name="__main__")
+    sys.settrace(None)
+    out.write_text(json.dumps(trace.numbers()))
+
+
+def count_one_step(tree: Path) -> dict[str, int]:
+    """What one PPO step of a tiny Llama runs through, in a process of its own."""
+    environment = os.environ | {"PYTHONPATH": str(tree), "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+
+        def python(script: Path, *words: object) -> None:
+            command = [sys.executable, *map(str, (script, *words))]
+            subprocess.run(command, env=environment, cwd=folder, stdout=sys.stderr, check=True)
+
+        make_assets = Path(__file__).with_name("make_assets.py")
+        python(make_assets, "--output_dir", folder, "--prompts", 8, "--changes", json.dumps(_SCALE))
+        (folder / "reward.py").write_text(_REWARD)
+        inputs = {"pretrain": "model", "prompt_data": min(folder.glob("*.jsonl")), "reward_fn": "reward.py"}
+        options = inputs | {"save_path": "run", "ckpt_path": "ckpt"} | _SIZES
+        python(Path(__file__), "traced", tree, folder / "step.json", *(f"--{k}={v}" for k, v in options.items()))
+        return json.loads((folder / "step.json").read_text())
+
+
+def markdown(numbers: dict[str, Any], before: dict[str, Any] | None = None) -> str:
+    """A line for each number, beside that of before; lists are counted, and follow in full."""
+
+    def cell(value: Any) -> str:
+        return "" if value is None else f"{len(value) if isinstance(value, list) else value:,}"
+
+    columns = ({"before": before} if before else {}) | {"now": numbers}
+    rows = [f"| {name} | " + " | ".join(cell(c.get(name)) for c in columns.values()) + " |" for name in numbers]
+    lists = [f"\n{name}:\n\n" + "\n".join(f"- {entry}" for entry in value)
+             for name, value in numbers.items() if isinstance(value, list) and value]  # fmt: skip
+    return "\n".join([f"| | {' | '.join(columns)} |", f"|---{'|---:' * len(columns)}|", *rows, *lists])
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["traced"]:
+        return traced_script(Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--tree", type=Path, default=Path(__file__).parents[1], help="checkout to measure; default: this one"
+    )
+    parser.add_argument("--json", type=Path, help="write the numbers to this file, too")
+    parser.add_argument("--before", type=Path, help="such a file: its numbers beside those of now")
+    parser.add_argument("--no_run", action="store_true", help="only what can be read: a few seconds")
+    options = parser.parse_args()
+    tree = options.tree.resolve()
+    numbers = count_files(tree) | ({} if options.no_run else count_one_step(tree))
+    if options.json:
+        options.json.write_text(json.dumps(numbers, indent=1, ensure_ascii=False) + "\n")
+    print(markdown(numbers, json.loads(options.before.read_text()) if options.before else None))
+
+
+if __name__ == "__main__":
+    main()

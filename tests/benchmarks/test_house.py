@@ -1,0 +1,136 @@
+"""What benchmarks/house.py counts, on a package of a few lines."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+FILES = {
+    "lightppo/__init__.py": '_PUBLIC = {"A": "lightppo.low.a"}\n',
+    "lightppo/errors.py": "class E(Exception):\n    pass\n",
+    "lightppo/low/__init__.py": "",
+    "lightppo/low/a.py": "from lightppo.low import b, same\n",
+    "lightppo/low/b.py": "from . import c\nfrom lightppo.errors import E\n",
+    "lightppo/low/c.py": "def f():\n    from lightppo.low.b import x\n",
+    "lightppo/low/same.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from lightppo import A\n",
+    "lightppo/config/__init__.py": "",
+    "lightppo/config/same.py": "import lightppo.low.same\nkl_estimator = 1\n# my_advantages\n",
+    "tests/test_a.py": "1\n2\n",
+    "docs/a.md": "four words are here\n",
+}
+
+LOOP = """
+class PPOTrainer:
+    def fit(self):
+        before()
+        for step in range(2):
+            with open("/dev/null"):
+                prompts()
+            self.ppo_train(step)
+            after()
+
+    def ppo_train(self, step):
+        after()
+
+
+def before():
+    pass
+
+
+def prompts():
+    return [x for x in
+            "ab"]
+
+
+def after():
+    pass
+"""
+
+
+@pytest.fixture
+def house(benchmark_script) -> ModuleType:
+    return benchmark_script("house")
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("source", "lines"),
+    [
+        ("", 0),
+        ('"""Doc."""\n\n# comment\nx = 1  # why\n', 1),
+        ('def f():\n    """One.\n\n    Two.\n    """\n    return (\n        1,\n        # no\n    )\n', 4),
+        ('class A:\n    """Doc."""\n\n    x = """a\n\nb"""\n', 3),
+    ],
+)
+def test_lines_of_code(house, source, lines):
+    assert house.code_lines(source) == lines
+
+
+def test_what_can_be_read(house, tree):
+    numbers = house.count_files(tree)
+    assert numbers["files"] == 9
+    assert numbers["lines"] == sum(text.count("\n") for name, text in FILES.items() if name.startswith("lightppo"))
+    assert numbers["files that mention kl_estimator"] == 1
+    assert numbers["files that mention advantages"] == 0
+    assert numbers["files of config/"] == 2
+    assert numbers["names of files in several rooms"] == ["same.py: config, low"]
+    assert numbers["lines of tests/"] == 2
+    assert numbers["words of docs/"] == 4
+
+
+def test_one_importer_in_the_own_room(house, tree):
+    """errors has one in another room, a has none but the public name and a type checker, b and same have two."""
+    assert house.Imports(tree / "lightppo").single() == ["lightppo.low.c ← lightppo.low.b"]
+
+
+def test_circles(house, tree):
+    imports = house.Imports(tree / "lightppo")
+    in_functions = "lightppo.low.b ⇄ lightppo.low.c"
+    assert imports.circles(house.MODULE) == []
+    assert imports.circles(house.FUNCTION) == [in_functions]
+    assert imports.circles(house.TYPES) == ["lightppo.low.a ⇄ lightppo.low.same", in_functions]
+
+
+def test_what_runs(house, tmp_path, monkeypatch):
+    package = tmp_path / "followed"
+    package.mkdir()
+    (package / "__init__.py").write_text("x = 1\n")
+    (package / "loop.py").write_text(LOOP)
+    (package / "late.py").write_text("x = 1\ny = 2\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    trace, before = house.Trace(package), sys.gettrace()
+    sys.settrace(trace)
+    try:
+        importlib.import_module("followed.loop").PPOTrainer().fit()
+        importlib.import_module("followed.late")
+    finally:
+        sys.settrace(before)
+        for name in ("followed", "followed.loop", "followed.late"):
+            sys.modules.pop(name, None)
+    numbers = trace.numbers()
+    assert numbers["prompts to advantages: functions"] == 1
+    assert numbers["prompts to advantages: code objects"] == 1 + (sys.version_info < (3, 12))  # the comprehension
+    assert numbers["one PPO step: files"] == 3
+    assert numbers["one PPO step: files from the trainer on, inside functions"] == 1
+    # before, two lines of prompts, after; fit's before, for, with, prompts, ppo_train, after; ppo_train's after
+    assert numbers["one PPO step: lines executed from the trainer on, inside functions"] == 11
+    assert numbers["one PPO step: lines executed from the trainer on"] == 11 + 2
+
+
+def test_table(house):
+    text = house.markdown({"lines": 1200, "circles": ["a ⇄ b"]}, {"lines": 3400, "circles": []})
+    assert "| | before | now |" in text
+    assert "| lines | 3,400 | 1,200 |" in text
+    assert "| circles | 0 | 1 |" in text
+    assert text.endswith("circles:\n\n- a ⇄ b")
