@@ -97,7 +97,7 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGINT):  # raised again once the server has shut down
         signal.signal(number, lambda *_: sys.exit(0))
 
-    from lightppo.config.address import check_bind, read_token
+    from lightppo.http import check_bind, read_token
     from lightppo.rewards.server import RewardApp, serve
 
     try:

@@ -15,7 +15,7 @@ import argparse
 import os
 import sys
 
-from lightppo.config.address import check_bind, read_token
+from lightppo.http import check_bind, read_token
 from lightppo.rollout.serving import REFUSED, server_command, server_environment
 
 

@@ -46,6 +46,32 @@ class PackingNotSupportedError(UserError, ValueError):
     """The model gives other results for a packed row than for its sequences alone."""
 
 
+class RequestError(UserError, RuntimeError):
+    """A server gave no usable answer. Another try may help, but for the subclass :class:`RefusedError`.
+
+    Attributes:
+        status: HTTP status of its answer, if there was one.
+        timed_out: there was no whole answer, or no connection, within the limit.
+    """
+
+    def __init__(self, message: str, *, status: int | None = None, timed_out: bool = False) -> None:
+        super().__init__(message)
+        self.status = status
+        self.timed_out = timed_out
+
+
+class UnreachableError(RequestError):
+    """No connection: the server may still be starting."""
+
+
+class SlowServerError(RequestError):
+    """No whole answer within the limit."""
+
+
+class RefusedError(RequestError):
+    """An answer that no retry mends: a redirect, or a client error."""
+
+
 class RewardError(UserError, RuntimeError):
     """A reward source failed, or gave an answer that cannot be used. Never replaced by a score."""
 

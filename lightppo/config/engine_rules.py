@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from lightppo.config.address import check_url, is_loopback, shown_url
 from lightppo.config.engine_section import EngineConfig
+from lightppo.http import check_url, is_loopback, shown_url
 
 if TYPE_CHECKING:
     from lightppo.config.ppo import PPOConfig

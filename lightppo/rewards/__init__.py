@@ -15,7 +15,7 @@ _PUBLIC = {
     "FunctionReward": "lightppo.rewards.function",
     "load_python_function": "lightppo.rewards.function",
     "RemoteReward": "lightppo.rewards.remote",
-    "read_token": "lightppo.config.address",
+    "read_token": "lightppo.http",
     "RewardModelSource": "lightppo.rewards.model",
     "build_reward_source": "lightppo.rewards.build",
     "check_reward_options": "lightppo.rewards.build",
@@ -33,8 +33,8 @@ def __getattr__(name: str) -> Any:
 
 
 if TYPE_CHECKING:
-    from lightppo.config.address import read_token as read_token
     from lightppo.errors import RewardError as RewardError
+    from lightppo.http import read_token as read_token
     from lightppo.rewards.async_scoring import AsyncScorer as AsyncScorer
     from lightppo.rewards.build import build_reward_source as build_reward_source
     from lightppo.rewards.build import check_reward_options as check_reward_options

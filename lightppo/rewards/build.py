@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from lightppo.config.address import check_url, shown_url
 from lightppo.config.micro_batches import MicroBatchSpec
+from lightppo.http import check_url, shown_url
 from lightppo.rewards.failures import OnFailure
 from lightppo.rewards.function import FunctionReward, load_python_function, load_python_object, split_python_spec
 from lightppo.rewards.source import RewardSource

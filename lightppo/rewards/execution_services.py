@@ -6,160 +6,48 @@ becomes a failed test.
 
 from __future__ import annotations
 
-import json
-import logging
 import secrets
-import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
-import requests
-import tenacity
-import urllib3
-
-from lightppo.config.address import cleaned, secret_texts, shown_url
-from lightppo.errors import RewardError
+from lightppo.errors import RequestError, RewardError
+from lightppo.http import HTTPClient, check_url
 from lightppo.rewards.code import CodeVerdict, Comparison
 from lightppo.rewards.code_tests import CodeCase, CodeTests
 from lightppo.rewards.sandbox_worker.program import PRELUDE_MODULES
 
-logger = logging.getLogger(__name__)
-
-_PASSING_STATUS = (408, 425, 429)  # client errors that say "later"
-_LONGEST_WAIT = 30.0  # seconds
-_READ_BYTES = 1 << 16
 _MOST_BYTES = 64 << 20
-_SHOWN_BYTES = 4096
 _WAIT_SECONDS = 30.0  # beyond a program's own limits: the service's queue and the network
 _FUNCTION_CALL_PATH = "/apis/functioncalls"
 
 
-class _Failure(Exception):
-    """A failed try; ``passing``: another one may help. Its text holds no secret."""
-
-    def __init__(self, reason: str, passing: bool = True) -> None:
-        super().__init__(reason)
-        self.passing = passing
-
-
-class JsonService:
-    """POSTs JSON objects to one address and gets JSON objects, with retries.
-
-    Args:
-        url: the address.
-        flag: the flag that errors name.
-        max_concurrent: requests under way at a time, over all threads.
-        timeout: seconds of one request, also where the service drips bytes.
-        retries: further tries after a failed one; waits of 1, 2, 4, … up to 30 seconds lie between.
-        sleep: waits that many seconds between tries.
-
-    Raises:
-        ValueError: no http(s) address, one with a password in it, or a limit out of range.
-    """
-
-    def __init__(
-        self,
-        url: str,
-        flag: str,
-        *,
-        max_concurrent: int,
-        timeout: float,
-        retries: int,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc:
-            raise ValueError(f"--{flag}: {shown_url(url)!r} is not an http(s) address without user and password")
-        if max_concurrent < 1 or not timeout > 0 or retries < 0:
-            raise ValueError(f"--{flag}: needs max_concurrent ≥ 1, timeout > 0 and retries ≥ 0, "
-                             f"got {max_concurrent}, {timeout} and {retries}")  # fmt: skip
-        self._url = url
-        self._timeout = timeout
-        self._retries = retries
-        self._sleep = sleep
-        self._places = threading.BoundedSemaphore(max_concurrent)
-        self._secrets = secret_texts([url], None)
-        self._name = f"code service {shown_url(url)}"
-
-    def ask(self, payload: Mapping[str, Any], read: Callable[[dict[str, Any]], Any]) -> Any:
-        """Sends a request until ``read`` makes something of the answer.
-
-        Args:
-            payload: the request.
-            read: takes what is needed out of the answer; raises ``ValueError``, ``TypeError`` or ``LookupError`` for
-                one that cannot be used.
-
-        Raises:
-            RewardError: naming the service and why its last answer cannot be used.
-        """
-        retrying = tenacity.Retrying(
-            stop=tenacity.stop_after_attempt(self._retries + 1),
-            wait=tenacity.wait_exponential(multiplier=1, max=_LONGEST_WAIT),
-            retry=tenacity.retry_if_exception(lambda error: isinstance(error, _Failure) and error.passing),
-            sleep=self._sleep,
-            before_sleep=lambda state: logger.warning("%s", state.outcome.exception()),
-            reraise=True,
-        )
-        body = json.dumps(payload).encode()
-        failure = ""
-        try:
-            return retrying(self._try, body, read)
-        except _Failure as error:
-            failure = f"{error} ({retrying.statistics['attempt_number']} of {self._retries + 1} tries)"
-        raise RewardError(failure)
-
-    def _try(self, body: bytes, read: Callable[[dict[str, Any]], Any]) -> Any:
-        """One request; failures are raised outside ``except``, as a chained error would show what is cleaned here."""
-        try:
-            with self._places:
-                status, answer = self._post(body)
-            if status == 200:
-                return read(_object(answer))
-            text = cleaned(answer[:_SHOWN_BYTES].decode(errors="replace"), self._secrets)
-            failure = _Failure(f"{self._name}: HTTP {status}: {text}", status >= 500 or status in _PASSING_STATUS)
-        except (requests.RequestException, urllib3.exceptions.HTTPError, TimeoutError) as error:
-            failure = _Failure(f"{self._name}: {type(error).__name__}: {cleaned(str(error), self._secrets)}")
-        except (ValueError, TypeError, LookupError, RecursionError) as error:
-            failure = _Failure(f"{self._name}: its answer cannot be used: {cleaned(str(error), self._secrets)}")
-        raise failure
-
-    def _post(self, body: bytes) -> tuple[int, bytes]:
-        deadline = time.monotonic() + self._timeout
-        headers = {"Content-Type": "application/json", "Accept": "application/json"}
-        with requests.post(
-            self._url,
-            data=body,
-            headers=headers,
-            auth=_no_auth,
-            timeout=self._timeout,
-            allow_redirects=False,
-            stream=True,
-        ) as response:
-            answer = bytearray()
-            while chunk := response.raw.read1(_READ_BYTES, decode_content=True):
-                answer += chunk
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"the answer was not complete after {self._timeout:g} s")
-                if len(answer) > _MOST_BYTES:
-                    raise ValueError(f"more than {_MOST_BYTES} bytes")
-            return response.status_code, bytes(answer)
+def _service(
+    url: str, path: str, flag: str, max_concurrent: int, timeout: float, retries: int, sleep: Any
+) -> HTTPClient:
+    """A client of the address; ``path`` is added where the address has none."""
+    check_url(url, f"--{flag}", None)
+    if max_concurrent < 1 or not timeout > 0 or retries < 0:
+        raise ValueError(f"--{flag}: needs max_concurrent ≥ 1, timeout > 0 and retries ≥ 0, "
+                         f"got {max_concurrent}, {timeout} and {retries}")  # fmt: skip
+    parts = urlsplit(url)
+    return HTTPClient(
+        url if parts.path not in ("", "/") else parts._replace(path=path).geturl(),
+        "code service",
+        timeout=timeout + _WAIT_SECONDS,
+        retries=retries,
+        max_concurrent=max_concurrent,
+        max_bytes=_MOST_BYTES,
+        sleep=sleep,
+    )
 
 
-def _no_auth(request: requests.PreparedRequest) -> requests.PreparedRequest:
-    """Given to every request, so that ``~/.netrc`` is not read and sent."""
-    return request
-
-
-def _object(body: bytes) -> dict[str, Any]:
+def _ask(service: HTTPClient, request: dict[str, Any], read: Callable[[dict[str, Any]], Any]) -> Any:
     try:
-        answer = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"it is not JSON ({error}): {body[:_SHOWN_BYTES].decode(errors='replace')}") from None
-    if not isinstance(answer, dict):
-        raise TypeError(f"it is of type {type(answer).__name__}, not an object")
-    return answer
+        return service.post("", request, read)
+    except RequestError as error:
+        raise RewardError(str(error)) from None
 
 
 _MARK = "SANDBOX_FUSION_MARK"
@@ -223,13 +111,14 @@ class SandboxFusionVerifier:
         self._memory = sandbox_fusion_memory_limit_mb
         self._language = sandbox_fusion_language
         self._timeout = code_timeout
-        self._service = JsonService(
-            _with_path(sandbox_fusion_url, "/run_code"),
+        self._service = _service(
+            sandbox_fusion_url,
+            "/run_code",
             "sandbox_fusion_url",
-            max_concurrent=sandbox_fusion_max_concurrent,
-            timeout=2 * code_timeout + _WAIT_SECONDS,
-            retries=sandbox_fusion_retries,
-            sleep=sleep,
+            sandbox_fusion_max_concurrent,
+            2 * code_timeout,
+            sandbox_fusion_retries,
+            sleep,
         )
 
     def verify(self, code: str, tests: CodeTests, *, first_failure_ends: bool) -> CodeVerdict:
@@ -253,7 +142,8 @@ class SandboxFusionVerifier:
     def _judge(self, code: str, function: str | None, case: CodeCase, verdict: CodeVerdict) -> None:
         mark = f"{_MARK}{secrets.token_hex(8)}:"
         source = code if function is None else _calling(code, function, mark)
-        run = self._service.ask(
+        run = _ask(
+            self._service,
             {
                 "code": source,
                 "stdin": case.given,
@@ -304,11 +194,6 @@ def _read_run(answer: dict[str, Any]) -> dict[str, Any]:
     return {"good": not timeout and not failed, "timeout": timeout, "compile_error": no_python, "stdout": stdout}
 
 
-def _with_path(url: str, path: str) -> str:
-    parts = urlsplit(url)
-    return url if parts.path not in ("", "/") else parts._replace(path=path).geturl()
-
-
 class FunctionCallVerifier:
     """Has programs run and compared by AReaL's function-call service.
 
@@ -339,13 +224,14 @@ class FunctionCallVerifier:
         self._batch = function_call_batch_size
         self._memory = -(-function_call_memory_limit_mb // 256) * 256
         self._timeout = code_timeout
-        self._service = JsonService(
-            _with_path(function_call_url, _FUNCTION_CALL_PATH),
+        self._service = _service(
+            function_call_url,
+            _FUNCTION_CALL_PATH,
             "function_call_url",
-            max_concurrent=function_call_max_concurrent,
-            timeout=function_call_batch_size * code_timeout + _WAIT_SECONDS,
-            retries=function_call_retries,
-            sleep=sleep,
+            function_call_max_concurrent,
+            function_call_batch_size * code_timeout,
+            function_call_retries,
+            sleep,
         )
 
     def verify(self, code: str, tests: CodeTests, *, first_failure_ends: bool) -> CodeVerdict:
@@ -358,7 +244,7 @@ class FunctionCallVerifier:
         size = self._batch if first_failure_ends else 1
         for start in range(0, len(tests.cases), size):
             cases = tests.cases[start : start + size]
-            passed, timed_out = self._service.ask(self._request(code, tests.function, cases, start), _read_verdict)
+            passed, timed_out = _ask(self._service, self._request(code, tests.function, cases, start), _read_verdict)
             verdict.passed += [passed] * len(cases)
             verdict.timeouts += timed_out
             if first_failure_ends and not passed:

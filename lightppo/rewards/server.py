@@ -24,9 +24,9 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, JsonValue, model_validator
 from starlette.exceptions import HTTPException
 
-from lightppo.config.address import check_bind, check_token, cleaned, secret_texts
 from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import RewardError
+from lightppo.http import check_bind, check_token, cleaned, secret_texts
 from lightppo.rewards.source import RewardOutput, RewardSource, check_output
 
 logger = logging.getLogger(__name__)

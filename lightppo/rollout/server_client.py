@@ -16,7 +16,7 @@ import requests
 import tenacity
 import urllib3
 
-from lightppo.config.address import cleaned, is_loopback, secret_texts, shown_url
+from lightppo.http import cleaned, is_loopback, secret_texts, shown_url
 from lightppo.rollout.dispatch import ServerLostError
 from lightppo.rollout.server_worker import PROTOCOL
 

@@ -14,9 +14,9 @@ from torch import nn
 from tqdm import tqdm
 
 from lightppo.config import PPOConfig
-from lightppo.config.address import read_token
 from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import RolloutError
+from lightppo.http import read_token
 from lightppo.rollout.dispatch import Dispatch, NoServerLeftError
 from lightppo.rollout.engine import SamplingParams
 from lightppo.rollout.hf import request_streams

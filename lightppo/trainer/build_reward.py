@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from lightppo.config import PPOConfig
-from lightppo.config.address import read_token
 from lightppo.config.micro_batches import micro_batch_spec
 from lightppo.config.reward_rules import reward_plan
 from lightppo.data.readers import stage_to_local
 from lightppo.errors import ConfigError
+from lightppo.http import read_token
 from lightppo.models.critic import RewardModel
 from lightppo.rewards.build import build_reward_source
 from lightppo.rewards.named import function_options, planned_source, with_format_check

@@ -8,10 +8,10 @@ from typing import Any
 
 from lightppo.config import PPOConfig
 from lightppo.config.adapter_rules import uses_adapters
-from lightppo.config.address import read_token
 from lightppo.config.reward_rules import reward_plan
 from lightppo.data.readers import check_data_paths
 from lightppo.errors import ConfigError
+from lightppo.http import read_token
 from lightppo.models.actor import Actor
 from lightppo.models.lora import check_peft
 from lightppo.models.quantised import check_bitsandbytes

@@ -7,12 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 from lightppo.config import PPOConfig, rules
-from lightppo.config.address import shown_url
 from lightppo.config.algorithm_rules import moves_reference, needs_critic
 from lightppo.config.fields import nearest
 from lightppo.config.ppo import all_options
 from lightppo.config.values import alternatives, kind_of
 from lightppo.errors import ConfigError
+from lightppo.http import shown_url
 from lightppo.models.lora import AdaptersOff
 from lightppo.rollout.engine import SamplingParams
 

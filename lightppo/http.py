@@ -1,0 +1,394 @@
+"""Servers that are asked over HTTP: the one client, and how their addresses and tokens are checked and kept secret."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import logging
+import os
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
+from http.cookiejar import DefaultCookiePolicy
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import quote, unquote, urlsplit, urlunsplit
+
+from lightppo.errors import RefusedError, RequestError, SlowServerError, UnreachableError, UserError
+
+if TYPE_CHECKING:
+    import requests
+    import tenacity
+
+logger = logging.getLogger(__name__)
+
+_PASSING_STATUS = (408, 425, 429)  # client errors that say "later"; every other one stays however often it is asked
+_LONGEST_WAIT = 30.0  # seconds between tries
+_QUIET_SECONDS = 5.0  # between two warnings that say the same
+_READ_BYTES = 1 << 16
+_SNIPPET_CHARS = 300
+
+T = TypeVar("T")
+Read = Callable[[dict[str, Any]], T]
+
+
+class HTTPClient:
+    """Asks one server for JSON objects. Threads may share it.
+
+    A failure that may pass is tried again, with waits of 1, 2, 4, … up to 30 seconds between the tries: no connection,
+    a time-out, HTTP 5xx, 408, 425 or 429, an answer that cannot be used. A redirect or another client error is final.
+    Proxies are not used for this machine's own addresses; cookies and ``~/.netrc`` never.
+
+    Args:
+        url: http(s) address; a request's path is added to it.
+        what: what logs and errors call the server, in front of its address.
+        timeout: limit of one try, in seconds: of any silence, and of the whole answer (looked at when bytes arrive, so
+            that a server that drips is left after at most twice this).
+        connect_timeout: limit of connecting, where it is shorter.
+        retries: further tries after a failure that may pass.
+        retry_timeouts: whether a time-out is a failure that may pass.
+        token: sent as ``Authorization: Bearer …``; see :func:`read_token`. Never in logs and errors.
+        max_concurrent: requests under way at a time; others wait. ``None``: no limit.
+        max_bytes: the longest answer.
+        keep_alive: use a connection for several requests. The server must not close one that rests for a while, as a
+            request that comes at that moment fails.
+        sleep: waits that many seconds between tries.
+
+    Attributes:
+        name: what logs and errors call it: ``what`` and the address without its secrets.
+
+    Raises:
+        ValueError: an address that is not http(s) or has a password in it, a token that no header can carry, or a limit
+            out of range.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        what: str = "server",
+        *,
+        timeout: float = 60.0,
+        connect_timeout: float = float("inf"),
+        retries: int = 0,
+        retry_timeouts: bool = True,
+        token: str | None = None,
+        max_concurrent: int | None = None,
+        max_bytes: int = 1 << 28,
+        keep_alive: bool = False,
+        sleep: Callable[[float], Any] | None = None,
+    ) -> None:
+        check_url(url, what, None)
+        if token is not None:
+            check_token(token, what)
+        self.url = url
+        self.name = f"{what} {shown_url(url)}"
+        if not timeout > 0 or retries < 0 or (max_concurrent is not None and max_concurrent < 1):
+            raise ValueError(f"{self.name}: needs a timeout > 0, retries ≥ 0 and at least one request at a time, got "
+                             f"{timeout}, {retries} and {max_concurrent}")  # fmt: skip
+        self.timeout = timeout
+        self.retries = retries
+        self._connect_timeout = connect_timeout
+        self._retry_timeouts = retry_timeouts
+        self._token = token
+        self._secrets = secret_texts([url], token)
+        self._places = nullcontext() if max_concurrent is None else threading.BoundedSemaphore(max_concurrent)
+        self._max_concurrent = max_concurrent
+        self._max_bytes = max_bytes
+        self._keep_alive = keep_alive
+        self._closed = threading.Event()
+        self._sleep = self._wait if sleep is None else sleep
+        self._warned_at: dict[tuple[Any, ...], float] = {}
+
+    def get(self, path: str = "", read: Read[T] = dict, **options: Any) -> T:
+        """GET; otherwise as :meth:`post`."""
+        return self._ask("GET", path, None, read, **options)
+
+    def post(self, path: str, body: Mapping[str, Any] | bytes, read: Read[T] = dict, **options: Any) -> T:
+        """Sends a JSON object, and again until ``read`` makes something of the answer.
+
+        Args:
+            path: added to the address; errors show it without its query.
+            body: the object, or its bytes.
+            read: takes what is needed out of the answer, ``{}`` where that is empty. Raises ``ValueError``,
+                ``TypeError``, ``LookupError`` or a ``UserError`` for an answer that cannot be used.
+            timeout: of each try, in place of the client's.
+            tries: in place of ``retries + 1``.
+            on_failure: called with the error of every try that fails, before the next one.
+
+        Raises:
+            RequestError: the last try's failure, which names the server. Its class says more: :class:`RefusedError`
+                (final), :class:`UnreachableError` (no connection), :class:`SlowServerError` (a time-out).
+        """
+        if not isinstance(body, bytes):
+            try:
+                body = json.dumps(body, allow_nan=False).encode()
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"{self.name}: a request that cannot be sent as JSON: {error}") from None
+        return self._ask("POST", path, body, read, **options)
+
+    def clean(self, text: str) -> str:
+        """One line without this server's secrets."""
+        return cleaned(text, self._secrets)
+
+    def close(self) -> None:
+        """Ends connections that rest, and waits between tries: what failed is not tried again."""
+        self._closed.set()
+        if "_kept" in vars(self):
+            self._kept.close()
+
+    def _ask(
+        self,
+        method: str,
+        path: str,
+        content: bytes | None,
+        read: Read[T],
+        *,
+        timeout: float | None = None,
+        tries: int | None = None,
+        on_failure: Callable[[RequestError], None] = lambda error: None,
+    ) -> T:
+        import tenacity
+
+        def may_pass(error: BaseException) -> bool:
+            final = RefusedError if self._retry_timeouts else (RefusedError, SlowServerError)
+            return isinstance(error, RequestError) and not isinstance(error, final)
+
+        def after(state: tenacity.RetryCallState) -> None:
+            error = state.outcome.exception()
+            if isinstance(error, RequestError):
+                on_failure(error)
+
+        tries = tries or self.retries + 1
+        retrying = tenacity.Retrying(
+            stop=tenacity.stop_after_attempt(tries),
+            wait=tenacity.wait_exponential(multiplier=1, max=_LONGEST_WAIT),
+            retry=tenacity.retry_if_exception(may_pass),
+            sleep=self._sleep,
+            after=after,
+            before_sleep=self._log_retry,
+            reraise=True,
+        )
+        try:
+            return retrying(self._try, method, path, content, read, timeout or self.timeout)
+        except RequestError as error:
+            if tries > 1:
+                error.args = (f"{error} ({retrying.statistics['attempt_number']} of {tries} tries)",)
+            raise
+
+    def _try(self, method: str, path: str, content: bytes | None, read: Read[T], timeout: float) -> T:
+        """One request. Failures are raised outside ``except``: a chained error would show what is cleaned here."""
+        import requests
+        import urllib3
+
+        time_outs = (requests.Timeout, urllib3.exceptions.TimeoutError, TimeoutError)
+        kind, status, timed_out = RequestError, None, False
+        try:
+            with self._places:
+                status, answer = self._send(method, path, content, timeout)
+            if status == 200:
+                return read(_parsed(answer))
+            reason = f"HTTP {status}: {answer.decode(errors='replace')}"
+            if 300 <= status < 400:
+                reason = f"HTTP {status}: redirects are not followed, give the final URL"
+            if 300 <= status < 500 and status not in _PASSING_STATUS:
+                kind = RefusedError
+        except (requests.RequestException, urllib3.exceptions.HTTPError, TimeoutError) as error:
+            reason = f"{type(error).__name__}: {error}"
+            timed_out = isinstance(error, time_outs)
+            kind = SlowServerError if timed_out else kind
+            kind = UnreachableError if isinstance(error, requests.ConnectionError) else kind
+        except KeyError as error:
+            reason = f"its answer cannot be used: it lacks {error}"
+        except (UserError, ValueError, TypeError, LookupError, RecursionError) as error:
+            reason = f"its answer cannot be used: {error}"
+        route = f"{path.partition('?')[0]}: " if path else ""
+        raise kind(f"{self.name}: {route}{self.clean(reason)}", status=status, timed_out=timed_out)
+
+    def _send(self, method: str, path: str, content: bytes | None, timeout: float) -> tuple[int, bytes]:
+        """Status and answer; the time-out of requests is between two bytes, the deadline is for a server that drips."""
+        import requests
+
+        deadline = time.monotonic() + timeout
+        with (
+            self._session() as session,
+            session.request(
+                method,
+                self.url + path,
+                data=content,
+                headers={"Content-Type": "application/json", "Accept": "application/json"},
+                auth=self._authorise,
+                timeout=(min(self._connect_timeout, timeout), timeout),
+                allow_redirects=False,
+                proxies=self._proxies,
+                stream=True,
+            ) as response,
+        ):
+            answer = bytearray()
+            while chunk := response.raw.read1(_READ_BYTES, decode_content=True):
+                answer += chunk
+                if len(answer) > self._max_bytes:
+                    raise requests.RequestException(f"the answer is longer than {self._max_bytes} bytes")
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"the answer was not complete after {timeout:g} s")
+            return response.status_code, bytes(answer)
+
+    def _session(self) -> AbstractContextManager[requests.Session]:
+        import requests
+
+        return nullcontext(self._kept) if self._keep_alive else requests.Session()
+
+    @cached_property
+    def _kept(self) -> requests.Session:
+        import requests
+
+        session = requests.Session()
+        session.cookies.set_policy(DefaultCookiePolicy(allowed_domains=[]))  # with none, threads can share the session
+        adapter = requests.adapters.HTTPAdapter(pool_connections=1, pool_maxsize=self._max_concurrent or 1024)
+        session.mount("http://", adapter)
+        session.mount("https://", adapter)
+        return session
+
+    def _wait(self, seconds: float) -> None:
+        if self._closed.wait(seconds):
+            raise RequestError(f"{self.name}: the client was closed before its next try")
+
+    @cached_property
+    def _proxies(self) -> dict[str, str] | None:
+        host = urlsplit(self.url).hostname or ""
+        return {"no_proxy": host} if is_loopback(host) else None  # a proxy cannot reach this machine's loopback
+
+    def _authorise(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
+        """The token or nothing; given to every request, so that ``~/.netrc`` is never read and sent instead."""
+        if self._token is not None:
+            request.headers["Authorization"] = f"Bearer {self._token}"
+        return request
+
+    def _log_retry(self, state: tenacity.RetryCallState) -> None:
+        """One warning for the hundreds of requests that fail together."""
+        error, wait, now = state.outcome.exception(), state.next_action.sleep, time.monotonic()
+        says = (type(error), getattr(error, "status", None), wait)
+        quiet = now - self._warned_at.get(says, float("-inf")) < _QUIET_SECONDS
+        if not quiet:
+            self._warned_at[says] = now
+        logger.log(logging.DEBUG if quiet else logging.WARNING, "%s; next try in %.0f s", error, wait)
+
+
+def _parsed(answer: bytes) -> dict[str, Any]:
+    if not answer:
+        return {}  # some routes of vLLM answer with nothing
+    try:
+        parsed = json.loads(answer)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"it is not JSON ({error}): {answer.decode(errors='replace')}") from None
+    if not isinstance(parsed, dict):
+        raise TypeError(f"it must be a JSON object, got {type(parsed).__name__}")
+    return parsed
+
+
+def read_token(*, env: str | None = None, file: str | None = None, option: str = "--remote_rm_token_env") -> str | None:
+    """Reads a bearer token from an environment variable or from a file; ``None`` where neither is given.
+
+    Args:
+        option: the flag that named the variable, for errors.
+
+    Raises:
+        ValueError: both given, variable unset, file missing, or a token with characters no header can carry.
+    """
+    if env is not None and file is not None:
+        raise ValueError("the token of a server comes from a variable or from a file, not from both")
+    if env is not None:
+        if env not in os.environ:
+            raise ValueError(f"{option}: environment variable {env} is not set")
+        return check_token(os.environ[env].strip(), f"environment variable {env}")
+    if file is not None:
+        path = Path(file).expanduser()
+        if not path.is_file():
+            raise ValueError(f"token file {path} does not exist")
+        return check_token(path.read_text(encoding="utf-8", errors="replace").strip(), f"token file {path}")
+    return None
+
+
+def check_token(token: str, where: str) -> str:
+    """Returns the token. Refuses one that is empty or not printable ASCII, without showing it."""
+    if not re.fullmatch(r"[!-~]+", token):
+        raise ValueError(f"{where}: the token is empty or has spaces, line ends or non-ASCII characters")
+    return token
+
+
+def check_url(url: str, option: str = "--remote_rm_url", token_option: str | None = "--remote_rm_token_env") -> None:
+    """Refuses what is not an http(s) address with a host, or has a user or password in it.
+
+    Args:
+        option: the flag that the address comes from, for errors.
+        token_option: the flag that takes a token instead, if there is one.
+
+    Raises:
+        ValueError: naming the flag.
+    """
+    try:
+        parts = urlsplit(url)
+        host, port_ok = parts.hostname, parts.port != 0
+    except ValueError:  # e.g. a port that is no number; its text may quote a password
+        host, port_ok = None, False
+    if host and parts.username is None and parts.password is None and parts.scheme in ("http", "https") and port_ok:
+        return
+    if "@" in url:
+        advice = f"use {token_option} instead" if token_option else "leave it out"
+        raise ValueError(f"{option}: a URL has a user or password in it; {advice}")
+    raise ValueError(f"{option}: {shown_url(url)!r} is not an http(s) address")
+
+
+def shown_url(url: str) -> str:
+    """The address without user, password, query and fragment, for logs and errors."""
+    try:
+        parts = urlsplit(url)
+        return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "…" if parts.query else "", ""))
+    except ValueError:
+        return url.partition("?")[0].rpartition("@")[2]
+
+
+def secret_texts(urls: Sequence[str], token: str | None) -> list[str]:
+    """Whatever must not be shown, in the forms in which an error text may hold it; longest first."""
+    secrets = {token, quote(token, safe=""), json.dumps(token)[1:-1]} if token else set()
+    for url in urls:
+        query = urlsplit(url).query
+        values = [part.partition("=")[2] or part for part in query.split("&")]
+        # one or two characters are no secret, and would blank half the text
+        secrets |= {text for text in [query, *values, *map(unquote, values)] if len(text) > 2}
+    return sorted(secrets, key=len, reverse=True)
+
+
+def cleaned(text: str, secrets: Sequence[str]) -> str:
+    """One line of at most 300 characters without the secrets."""
+    for secret in secrets:  # before cutting, which could leave half of one
+        text = text.replace(secret, "***")
+    text = " ".join(text.split())
+    return text if len(text) <= _SNIPPET_CHARS else text[:_SNIPPET_CHARS] + "…"
+
+
+def check_bind(host: str, has_token: bool, token_option: str = "--token_env") -> None:
+    """Refuses an address to listen on that other machines can reach, unless a token keeps strangers out.
+
+    Raises:
+        ValueError: naming the flags.
+    """
+    if not has_token and not is_loopback(host):
+        raise ValueError(
+            f"--host {host} can be reached from other machines: set {token_option} NAME, the environment variable of "
+            "a bearer token, or listen on 127.0.0.1"
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether every address of a host name or IP address is of this machine alone; an unknown name is not."""
+    if not host:
+        return False  # all interfaces
+    try:
+        addresses = {info[4][0] for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    except OSError:
+        return False
+    return all(ipaddress.ip_address(str(address).partition("%")[0]).is_loopback for address in addresses)
