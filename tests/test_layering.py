@@ -23,6 +23,7 @@ FLOORS = {
     "models": 2,
     "strategy": 2,
     "data": 2,
+    "sandbox": 2,
     "rollout": 3,
     "rewards": 3,
     "experience": 4,

@@ -26,8 +26,8 @@ from lightppo.rewards.code_tests import (
     returned_right,
 )
 from lightppo.rewards.failures import OnFailure, check_failure_options
-from lightppo.rewards.sandbox import ProgramRun, SandboxPool
 from lightppo.rewards.source import RewardOutput, describe_sample
+from lightppo.sandbox import ProgramRun, SandboxPool
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from lightppo.errors import RequestError, RewardError
 from lightppo.http import HTTPClient, check_url
 from lightppo.rewards.code import CodeVerdict, Comparison
 from lightppo.rewards.code_tests import CodeCase, CodeTests
-from lightppo.rewards.sandbox_worker.program import PRELUDE_MODULES
+from lightppo.sandbox.supervisor import PRELUDE_MODULES
 
 _MOST_BYTES = 64 << 20
 _WAIT_SECONDS = 30.0  # beyond a program's own limits: the service's queue and the network

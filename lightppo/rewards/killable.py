@@ -30,6 +30,7 @@ from typing import Any
 from lightppo.errors import RewardError, WorkerStartError
 from lightppo.rewards.failures import Call, Outcome
 from lightppo.rewards.killable_worker import HEADER
+from lightppo.sandbox import default_processes as default_processes
 
 logger = logging.getLogger(__name__)
 
@@ -41,13 +42,6 @@ _MAX_ANSWER = 16 << 20  # bytes
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from lightppo.rewards.killable_worker import work; work()"
 )
-
-
-def default_processes() -> int:
-    """How many worker processes suit this rank: its share of the cores it may use, at least one and at most 16."""
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(max(cores // ranks, 1), 16)
 
 
 class KillablePool:

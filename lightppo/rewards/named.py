@@ -47,7 +47,7 @@ def code_source(config: VerifierConfig) -> CodeReward:
 def _verifier(config: VerifierConfig) -> CodeVerifier:
     """Who runs the programs: a service, or this machine's sandboxes."""
     from lightppo.rewards.execution_services import FunctionCallVerifier, SandboxFusionVerifier
-    from lightppo.rewards.sandbox import SandboxLimits, SandboxPool
+    from lightppo.sandbox import SandboxLimits, SandboxPool
 
     comparison = Comparison(config.code_compare, config.code_float_tolerance)
     if config.sandbox_fusion_url is not None:

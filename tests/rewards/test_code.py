@@ -13,8 +13,8 @@ from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import RewardError, SandboxError, SandboxRefusedError
 from lightppo.rewards.code import CodeReward, CodeVerdict, Comparison, SandboxVerifier
 from lightppo.rewards.code_tests import CodeTests, find_tests
-from lightppo.rewards.sandbox import SandboxLimits, SandboxPool
 from lightppo.rewards.source import check_output
+from lightppo.sandbox import SandboxLimits, SandboxPool
 
 ADD = {"inputs": ["1 2\n", "3 4\n", "-1 1\n"], "outputs": ["3\n", "7\n", "0\n"]}
 ADD_CALLS = {"fn_name": "add", "inputs": ["1\n2", "3\n4", "-1\n1"], "outputs": ["3", "7", "0"]}

@@ -107,7 +107,7 @@ def test_options_of_the_sandbox(monkeypatch):
             made.update(vars(limits) if hasattr(limits, "__dict__") else {n: getattr(limits, n) for n in LIMITS})
             made.update(options)
 
-    monkeypatch.setattr("lightppo.rewards.sandbox.SandboxPool", Pool)
+    monkeypatch.setattr("lightppo.sandbox.SandboxPool", Pool)
     code = source(
         reward_source=["code"],
         code_score="share",

@@ -52,4 +52,4 @@ def test_verifiers_by_data_source(make_config, tmp_path):
     assert (row["reward/failures"], row["reward/timeouts"]) == (0, 0)
     assert row["reward/code/pass_share"] == 1
     names = [" ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)]
-    assert not [name for name in names if "sandbox_worker" in name]
+    assert not [name for name in names if "supervisor" in name]

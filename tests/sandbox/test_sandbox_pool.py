@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import json
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 import pytest
 
 from lightppo.errors import SandboxError, SandboxRefusedError
-from lightppo.rewards import sandbox_process
-from lightppo.rewards.sandbox import SandboxLimits, SandboxPool
-from lightppo.rewards.sandbox_probe import PROTECTIONS, probe
-from lightppo.rewards.sandbox_process import Sandbox
+from lightppo.sandbox import PROTECTIONS, SandboxLimits, SandboxPool
+from lightppo.sandbox.pool import Sandbox
+from lightppo.sandbox.probe import probe
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="sandboxes need Linux")
 
@@ -24,7 +26,7 @@ LIMITS = SandboxLimits(code_timeout=60.0, code_memory_limit_mb=256)
 
 
 def only(pool: SandboxPool) -> Sandbox:
-    return pool._sandboxes[0]
+    return pool.sandboxes[0]
 
 
 def family(sandbox: Sandbox) -> set[int]:
@@ -62,7 +64,7 @@ def test_killed_sandbox_is_replaced():
 
 def test_silent_sandbox_is_replaced(monkeypatch):
     with make_pool() as pool:
-        monkeypatch.setattr(sandbox_process, "_GRACE_SECONDS", 1.0)
+        monkeypatch.setattr(Sandbox, "GRACE_SECONDS", 1.0)
         first = family(only(pool))
         inner(only(pool)).suspend()
         with pytest.raises(SandboxError, match="did not answer in time"):
@@ -87,7 +89,7 @@ def test_a_short_limit_does_not_disturb_the_attacks():
 
 def test_two_failures_are_an_error(monkeypatch):
     with make_pool() as pool:
-        monkeypatch.setattr(sandbox_process, "_STARTER", "raise SystemExit('no such day')")
+        monkeypatch.setattr(Sandbox, "STARTER", "raise SystemExit('no such day')")
         inner(only(pool)).kill()
         with pytest.raises(SandboxError, match=r"failed twice: .*no such day"):
             pool.run("print(1)")
@@ -98,22 +100,22 @@ def test_two_failures_are_an_error(monkeypatch):
 @pytest.mark.parametrize(
     ("reply", "problem"),
     [
-        ("struct.pack('>I', 5) + b'hello'", "no JSON"),
+        ("struct.pack('>I', 5) + b'hello'", "no report"),
         ("struct.pack('>I', 0xFFFFFFFF)", "announced a report of 4294967295 bytes"),
         ("b'ab'", "ended"),
         ("b''", "ended"),
     ],
 )
 def test_nonsense_from_the_process(monkeypatch, reply, problem):
-    monkeypatch.setattr(sandbox_process, "_STARTER", f"import os, struct; os.write(1, {reply})")
+    monkeypatch.setattr(Sandbox, "STARTER", f"import os, struct; os.write(0, {reply})")
     with pytest.raises(SandboxError, match=problem):
         Sandbox("namespaces", LIMITS)
 
 
 def test_sandboxes_end_with_a_killed_trainer():
     trainer_code = (
-        "from lightppo.rewards.sandbox import SandboxPool\n"
-        "pool = SandboxPool(code_processes=1)\nprint(pool._sandboxes[0].pid, flush=True)\n"
+        "from lightppo.sandbox import SandboxPool\n"
+        "pool = SandboxPool(code_processes=1)\nprint(pool.sandboxes[0].pid, flush=True)\n"
         "pool.run('while True: pass', total_seconds=1000)"
     )
     trainer = subprocess.Popen([sys.executable, "-c", trainer_code], stdout=subprocess.PIPE, text=True)
@@ -133,7 +135,7 @@ def test_sandboxes_end_with_a_killed_trainer():
 
 def test_closing_ends_all_processes():
     pool = make_pool(code_processes=2)
-    processes = set().union(*map(family, pool._sandboxes))
+    processes = set().union(*map(family, pool.sandboxes))
     assert len(processes) >= 4
     pool.close()
     pool.close()
@@ -249,3 +251,14 @@ def test_limits_out_of_range(options, flag):
 def test_pool_size_out_of_range():
     with pytest.raises(ValueError, match="--code_processes"):
         SandboxPool(LIMITS, code_processes=0)
+
+
+@pytest.mark.parametrize("name", ["supervisor", "walls"])
+def test_the_inner_half_needs_the_standard_library_only(name):
+    """It is started without site-packages, and without this package."""
+    tree = ast.parse(Path(importlib.util.find_spec(f"lightppo.sandbox.{name}").origin).read_text())
+    modules = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+    froms = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    modules += [node.module for node in froms if not node.level]
+    assert {module.split(".")[0] for module in modules} <= sys.stdlib_module_names
+    assert {alias.name for node in froms if node.level for alias in node.names} <= {"walls"}

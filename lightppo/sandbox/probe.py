@@ -88,7 +88,7 @@ Run = Callable[[str, str, list[Any]], tuple[str, list[str]]]
 
 
 def probe(run: Run, *, memory_mb: int, max_processes: int, environment: set[str], own_processes: bool) -> set[str]:
-    """Attacks a sandbox.
+    """Attacks a sandbox; returns those of :data:`PROTECTIONS` that hold.
 
     Args:
         run: runs code and calls a function of it with arguments; returns how it ended and the lines of its answers.
@@ -96,9 +96,6 @@ def probe(run: Run, *, memory_mb: int, max_processes: int, environment: set[str]
         max_processes: the limit of a program's processes.
         environment: the names of variables that a program may see.
         own_processes: the sandbox is known to have process numbers of its own, so that ours mean nothing there.
-
-    Returns:
-        Those of :data:`PROTECTIONS` that hold.
     """
     with _targets() as facts:
         _, lines = run(_ATTACKS, "attack", [facts | {"trainer": os.getpid(), "memory_mb": memory_mb}])

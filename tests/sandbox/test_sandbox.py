@@ -19,9 +19,8 @@ import psutil
 import pytest
 
 from lightppo.errors import SandboxRefusedError
-from lightppo.rewards.sandbox import ISOLATIONS, SandboxLimits, SandboxPool
-from lightppo.rewards.sandbox_probe import PROTECTIONS
-from lightppo.rewards.sandbox_process import Sandbox
+from lightppo.sandbox import ISOLATIONS, PROTECTIONS, SandboxLimits, SandboxPool
+from lightppo.sandbox.pool import Sandbox
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="sandboxes need Linux")
 
@@ -73,7 +72,7 @@ def family(sandbox: Sandbox) -> set[int]:
 
 
 def only(pool: SandboxPool) -> Sandbox:
-    return pool._sandboxes[0]
+    return pool.sandboxes[0]
 
 
 @contextlib.contextmanager

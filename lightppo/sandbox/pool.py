@@ -1,0 +1,376 @@
+"""Sandboxes seen from outside: started, attacked, handed programs, replaced where they break."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import os
+import queue
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lightppo.errors import SandboxError, SandboxRefusedError
+from lightppo.sandbox.probe import PROTECTIONS, probe
+
+logger = logging.getLogger(__name__)
+
+ISOLATIONS = ("namespaces", "bubblewrap", "landlock")  # tried in this order; "none" only where it is allowed
+_ENVIRONMENT = {
+    **{"PATH": "/usr/bin:/bin", "HOME": "/tmp", "TMPDIR": "/tmp", "LANG": "C.UTF-8"},
+    **{"PYTHONUTF8": "1", "PYTHONHASHSEED": "0", "MALLOC_ARENA_MAX": "2"},
+    **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
+}
+_START_SECONDS = 60.0
+_ATTACK_SECONDS = 30.0
+_IDLE_SECONDS = 3600.0  # each program has its own, shorter limits
+_MEBIBYTE = 1 << 20
+_SHOWN_CHARS = 500
+
+
+@dataclass(frozen=True)
+class SandboxLimits:
+    """What one program may use.
+
+    Attributes:
+        code_timeout: seconds by the wall clock of one run, or of one call of a function.
+        code_memory_limit_mb: address space of each process, and resident memory of all of a program's processes.
+        code_file_limit_mb: of each file, and of all files of a program together.
+        code_output_limit_mb: of what it prints, and of what its function returns.
+        code_max_processes: processes and threads of a program.
+    """
+
+    code_timeout: float = 6.0
+    code_memory_limit_mb: int = 1024
+    code_file_limit_mb: int = 16
+    code_output_limit_mb: int = 16
+    code_max_processes: int = 16
+
+    def __post_init__(self) -> None:
+        for name in self.__dataclass_fields__:
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"--{name} must be a number > 0, got {getattr(self, name)}")
+        if self.code_memory_limit_mb < 128:
+            raise ValueError(f"--code_memory_limit_mb {self.code_memory_limit_mb}: Python itself needs 128")
+
+
+@dataclass
+class ProgramRun:
+    """How a program ended. All text is the program's own: to be compared, never to be believed.
+
+    Attributes:
+        ended: ``exit`` | ``signal`` | ``timeout`` | ``output`` | ``memory`` | ``processes``; the last four name the
+            limit that it was killed for.
+        code: exit code, or the signal's number with a minus sign.
+        stdout: what it printed.
+        stderr: the beginning of its error output.
+        answers: where a function was called: one line of JSON for the loading, then one per finished call.
+        seconds: by the wall clock.
+    """
+
+    ended: str
+    code: int
+    stdout: str
+    stderr: str
+    answers: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+class Sandbox:
+    """One process that runs one program at a time. Used by one thread at a time.
+
+    Raises:
+        SandboxError: this isolation is not to be had here; the text says why.
+    """
+
+    # The package without its __init__.py: what runs inside needs nothing of this half.
+    STARTER = (
+        "import sys, types; room = sys.modules['room'] = types.ModuleType('room'); room.__path__ = [sys.argv.pop(1)]; "
+        "from room import supervisor; supervisor.main()"
+    )
+    GRACE_SECONDS = 30.0  # beyond a program's own limit: for a busy machine, and for killing
+
+    def __init__(self, isolation: str, limits: SandboxLimits) -> None:
+        self.isolation = isolation
+        self.layers: list[str] = []
+        self.pid = 0
+        self._limits = limits
+        self._process: subprocess.Popen[bytes] | None = None
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - as long as this object
+        self._inner_pid = 0
+        self.start()
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None
+
+    def start(self) -> None:
+        """Starts the process."""
+        orders = {
+            "isolation": self.isolation,
+            "site_packages": sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}),
+            "bubblewrap": shutil.which("bwrap"),
+        }
+        if self.isolation == "bubblewrap" and not orders["bubblewrap"]:
+            raise SandboxError("bubblewrap is not installed")
+        options = ["-P", "-s", "-S", "-B", "-c"]  # nothing from the working folder, the user's home, site-packages
+        folder = os.path.realpath(Path(__file__).parent)
+        self._socket, theirs = socket.socketpair()
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, *options, self.STARTER, folder, json.dumps(orders)],
+                stdin=theirs,
+                stdout=subprocess.DEVNULL,
+                stderr=self._errors,
+                env=_environment(),
+                cwd="/",
+                start_new_session=True,
+            )
+        except OSError as error:
+            self._socket.close()
+            raise SandboxError(f"no process could be started: {error}") from None
+        finally:
+            theirs.close()
+        self.pid = self._process.pid
+        answer = self._exchange(None, _START_SECONDS)
+        self.layers, self._inner_pid = answer["layers"], answer["pid"]
+
+    def run(
+        self,
+        code: str,
+        *,
+        stdin: str = "",
+        function: str | None = None,
+        calls: Sequence[str] = (),
+        seconds: float | None = None,
+        total_seconds: float | None = None,
+    ) -> ProgramRun:
+        """Runs a program as a script, or loads it and calls a function of it.
+
+        Args:
+            code: Python source.
+            stdin: standard input of a script.
+            function: name of the function, or of the method of a class ``Solution``.
+            calls: arguments of each call: a JSON list.
+            seconds: time limit of the run, or of each call and of the loading; by default ``code_timeout``.
+            total_seconds: for all calls together; by default no less than each may take.
+
+        Raises:
+            SandboxError: nothing is known about the program; the process was killed.
+        """
+        limits = self._limits
+        seconds = limits.code_timeout if seconds is None else seconds
+        total = seconds * (1 + len(calls)) if total_seconds is None else total_seconds
+        request = {
+            "code": code,
+            "stdin": stdin,
+            "function": function,
+            "calls": list(calls),
+            "seconds": seconds,
+            "total_seconds": total,
+            "limits": asdict(limits),
+        }
+        report = self._exchange(request, total + self.GRACE_SECONDS)
+        report["answers"] = report["answers"].split("\n")[:-1]  # the last one is empty, or was cut
+        return ProgramRun(**report)
+
+    def attack(self) -> set[str]:
+        """Which of :data:`~lightppo.sandbox.probe.PROTECTIONS` hold, by trying."""
+
+        def run(code: str, function: str, arguments: list[Any]) -> tuple[str, list[str]]:
+            done = self.run(code, function=function, calls=[json.dumps(arguments)], seconds=_ATTACK_SECONDS)
+            return done.ended, done.answers
+
+        return probe(
+            run,
+            memory_mb=self._limits.code_memory_limit_mb,
+            max_processes=self._limits.code_max_processes,
+            environment={*_environment(), "LC_CTYPE", "PWD"},
+            own_processes=self._inner_pid == 1,
+        )
+
+    def close(self) -> None:
+        """Ends the process and everything in it."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        with contextlib.suppress(OSError):  # it has ended
+            self._socket.shutdown(socket.SHUT_RDWR)  # tells it that we are gone
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=2)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in the kernel; it dies when that lets go
+            process.wait(timeout=self.GRACE_SECONDS)
+        self._socket.close()
+
+    def _exchange(self, request: dict[str, Any] | None, seconds: float) -> dict[str, Any]:
+        """Sends a request, where there is one, and takes the report. Any failure ends the process."""
+        if self._process is None:
+            raise SandboxError("the sandbox is closed")
+        deadline = time.monotonic() + seconds
+        try:
+            if request is not None:
+                body = json.dumps(request).encode()
+                self._socket.settimeout(seconds)
+                self._socket.sendall(struct.pack(">I", len(body)) + body)
+            size = struct.unpack(">I", self._read(4, deadline))[0]
+            # printed bytes grow at most sixfold as JSON
+            if size > 6 * 2 * self._limits.code_output_limit_mb * _MEBIBYTE + _MEBIBYTE:
+                raise ValueError(f"it announced a report of {size} bytes")
+            report = json.loads(self._read(size, deadline))
+            problem = report.get("reason")
+        except TimeoutError:
+            problem = "the sandbox process did not answer in time"
+        except OSError as error:
+            problem = f"the sandbox process has ended ({error}){self._last_words()}"
+        except ValueError as error:
+            problem = f"the sandbox process sent no report: {error}"
+        if problem:
+            self.close()
+            raise SandboxError(problem)
+        return report
+
+    def _read(self, count: int, deadline: float) -> bytes:
+        data = bytearray()
+        while len(data) < count:
+            self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
+            part = self._socket.recv(min(count - len(data), _MEBIBYTE))
+            if not part:
+                raise ConnectionError("no answer")
+            data += part
+        return bytes(data)
+
+    def _last_words(self) -> str:
+        size = self._errors.seek(0, os.SEEK_END)
+        self._errors.seek(max(0, size - _SHOWN_CHARS))
+        text = " ".join(self._errors.read().decode(errors="replace").split())
+        return f": {text}" if text else ""
+
+
+def _environment() -> dict[str, str]:
+    libraries = os.environ.get("LD_LIBRARY_PATH")  # the interpreter may not start without
+    return _ENVIRONMENT | ({"LD_LIBRARY_PATH": libraries} if libraries else {})
+
+
+class SandboxPool:
+    """Sandboxes for the threads of one rank, with the strongest isolation that this machine allows.
+
+    Args:
+        limits: of each program.
+        code_processes: how many programs run at a time; ``None``: :func:`default_processes`.
+        allow_unsafe_code_execution: where no isolation is to be had, run programs all the same, with limits on time and
+            memory only. They can then read, change and send away whatever this user can.
+        isolations: what is tried, best first.
+
+    Raises:
+        SandboxRefusedError: no isolation keeps out everything of :data:`PROTECTIONS`; the text says which and why.
+    """
+
+    def __init__(
+        self,
+        limits: SandboxLimits | None = None,
+        *,
+        code_processes: int | None = None,
+        allow_unsafe_code_execution: bool = False,
+        isolations: Sequence[str] = ISOLATIONS,
+    ) -> None:
+        code_processes = default_processes() if code_processes is None else code_processes
+        if code_processes < 1:
+            raise ValueError(f"--code_processes must be at least 1, got {code_processes}")
+        if sys.platform != "linux":
+            raise SandboxRefusedError("code can be run on Linux only; use --sandbox_fusion_url")
+        self.limits = limits or SandboxLimits()
+        self.size = code_processes
+        first, self.protections = self._first(isolations, allow_unsafe_code_execution)
+        self.isolation, self.layers = first.isolation, first.layers
+        self.sandboxes = [first]
+        self._close = weakref.finalize(self, _close_all, self.sandboxes, os.getpid())
+        while len(self.sandboxes) < code_processes:
+            self.sandboxes.append(Sandbox(self.isolation, self.limits))
+        self._idle: queue.SimpleQueue[Sandbox] = queue.SimpleQueue()
+        for sandbox in self.sandboxes:
+            self._idle.put(sandbox)
+        missing = [name for name in PROTECTIONS if name not in self.protections]
+        level = logging.WARNING if missing else logging.INFO
+        logger.log(level, "code sandbox: %s; not kept out: %s", ", ".join(self.layers) or "none", missing or "nothing")
+
+    def _first(self, isolations: Sequence[str], allow_unsafe: bool) -> tuple[Sandbox, set[str]]:
+        reasons = []
+        for isolation in [*isolations, *["none"] * allow_unsafe]:
+            try:
+                sandbox = Sandbox(isolation, self.limits)
+                held = sandbox.attack()
+            except SandboxError as error:
+                reasons.append(f"{isolation}: {error}")
+                continue
+            missing = [f"{name} ({text})" for name, text in PROTECTIONS.items() if name not in held]
+            if not missing or isolation == "none":
+                return sandbox, held
+            sandbox.close()
+            reasons.append(f"{isolation}: does not give {', '.join(missing)}")
+        raise SandboxRefusedError(
+            f"no sandbox for code on this machine: {'; '.join(reasons)}. See docs/verifiers.md for what it needs, use "
+            "--sandbox_fusion_url, or set --allow_unsafe_code_execution in a throw-away container"
+        )
+
+    def run(self, code: str, **options: Any) -> ProgramRun:
+        """:meth:`Sandbox.run` in the next idle sandbox; a sandbox that fails is replaced, and the program run again.
+
+        Raises:
+            SandboxError: two sandboxes failed with it.
+        """
+        if not self._close.alive:
+            raise SandboxError("the sandbox is closed")
+        failure = None
+        for _ in range(2):
+            try:
+                sandbox = self._idle.get(timeout=_IDLE_SECONDS)
+            except queue.Empty:
+                raise SandboxError(f"no sandbox was idle for {_IDLE_SECONDS:g} s") from None
+            try:
+                if not sandbox.running:
+                    sandbox.start()
+                return sandbox.run(code, **options)
+            except SandboxError as error:
+                failure = error
+                logger.warning("code sandbox: %s; replaced", error)
+            finally:
+                self._idle.put(sandbox)
+        raise SandboxError(f"the sandbox failed twice: {failure}")
+
+    def close(self) -> None:
+        """Ends all sandboxes."""
+        self._close()
+
+    def __enter__(self) -> SandboxPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _close_all(sandboxes: list[Sandbox], owner: int) -> None:
+    if os.getpid() == owner:  # a fork of the trainer must not end what it does not own
+        for sandbox in sandboxes:
+            sandbox.close()
+
+
+def default_processes() -> int:
+    """How many worker processes suit this rank: its share of the cores it may use, at least one and at most 16."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(max(cores // ranks, 1), 16)

@@ -1,0 +1,499 @@
+"""The process that untrusted programs run in: it comes up behind its walls, forks for every program, watches and kills.
+
+Standard library only: it is started without site-packages. No expected output ever comes here: verdicts are made
+outside.
+"""
+
+from __future__ import annotations
+
+import atexit
+import collections
+import contextlib
+import fcntl
+import gc
+import importlib
+import json
+import os
+import random
+import resource
+import select
+import signal
+import site
+import struct
+import sys
+import threading
+import time
+import traceback
+import types
+from collections.abc import Callable, Sequence
+from typing import IO, Any
+
+from . import walls
+
+_TRAINER = 0  # the socket that brings requests and takes reports
+_MEBIBYTE = 1 << 20
+
+# Start
+
+_SYSTEM = (
+    "/lib", "/lib32", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/etc/ld.so.cache", "/etc/alternatives",
+    "/etc/localtime", "/usr/share/zoneinfo",
+)  # fmt: skip
+_LOOK_SECONDS = 1.0
+_LEAST_LANDLOCK = 3  # before, files that may be read could be emptied
+
+
+def main() -> None:
+    """Its orders are the first argument, as JSON: ``isolation``, ``site_packages``, ``bubblewrap``, ``inside``."""
+    orders = json.loads(sys.argv[1])
+    os.umask(0o022)
+    os.closerange(3, 1 << 16)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a namespace's first process is deaf only without handlers
+    try:
+        readable, links = _readable(orders["site_packages"])
+        if orders.get("inside"):
+            _serve(orders, readable, links)
+        parent = os.getppid()
+        orders["from_root"] = os.geteuid() == 0
+        with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
+            file.write("1000")  # where memory is short, the kernel takes this process and not the trainer
+        watched = _start(orders, readable, links)
+    except OSError as error:
+        _refuse(error)
+    _guard(watched, parent)
+
+
+def _refuse(error: BaseException) -> None:
+    _send({"reason": f"{error}" or type(error).__name__})
+    os._exit(71)
+
+
+def _guard(watched: int, parent: int) -> None:
+    """Waits for the end of the process, or of the trainer, which takes the process with it."""
+    poller = select.poll()
+    poller.register(os.pidfd_open(watched), select.POLLIN)
+    poller.register(_TRAINER, 0)  # a hang-up is told all the same
+    while not poller.poll(1000 * _LOOK_SECONDS) and os.getppid() == parent:
+        pass
+    os.kill(watched, signal.SIGKILL)
+    os.waitpid(watched, 0)
+    os._exit(0)
+
+
+def _start(orders: dict[str, Any], readable: Sequence[str], links: dict[str, str]) -> int:
+    """Starts the process that serves; returns the one to watch, which ends with it."""
+    if orders["isolation"] == "namespaces":
+        return walls.fork_inside(lambda: _serve(orders, readable, links))
+    if orders["isolation"] == "landlock":
+        if walls.landlock_version() < _LEAST_LANDLOCK:
+            raise OSError(f"Landlock is of version {walls.landlock_version()}, needs {_LEAST_LANDLOCK} (Linux 6.2)")
+        if not walls.seccomp_available():
+            raise OSError("the kernel filters no system calls, or they are unknown on this machine")
+    process = os.fork()
+    if process == 0:
+        try:
+            walls.die_with_parent()
+            if orders["isolation"] == "bubblewrap":
+                os.execv(orders["bubblewrap"], _bubblewrap_command(orders, readable, links))
+            _serve(orders, readable, links)
+        except BaseException as error:
+            _refuse(error)
+    return process
+
+
+def _bubblewrap_command(orders: dict[str, Any], readable: Sequence[str], links: dict[str, str]) -> list[str]:
+    command = [orders["bubblewrap"], "--unshare-all", "--unshare-user", "--die-with-parent", "--as-pid-1",
+               "--uid", str(walls.INNER_ID), "--gid", str(walls.INNER_ID), "--proc", "/proc"]  # fmt: skip
+    interpreter = os.path.realpath(sys.executable)
+    for path in [*readable, interpreter, os.path.dirname(os.path.realpath(__file__))]:
+        command += ["--ro-bind", path, path]
+    for device in filter(os.path.exists, walls.DEVICES):
+        command += ["--dev-bind", device, device]
+    for place, target in links.items():
+        command += ["--symlink", target, place]
+    again = [interpreter, *sys.orig_argv[1:-1], json.dumps(orders | {"inside": True})]
+    return [*command, "--remount-ro", "/", "--chdir", "/", "--", *again]
+
+
+def _readable(site_packages: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """What programs may read: the interpreter's modules and shared libraries.
+
+    Returns:
+        real paths, none below another; symbolic links that lead to them, place → target.
+    """
+    with open("/proc/self/maps", encoding="utf-8", errors="replace") as file:
+        mapped = {line.split(maxsplit=5)[-1].strip() for line in file}
+    loaded = {os.path.dirname(path) for path in mapped if path.startswith("/") and ".so" in path}
+    wanted = [*_SYSTEM, *sys.path, *site_packages, os.path.join(sys.base_prefix, "lib"), *loaded]
+    there = [os.path.abspath(path) for path in wanted if os.path.exists(path)]
+    real = {os.path.realpath(path) for path in there}
+    readable = sorted(path for path in real if not any(path.startswith(other + "/") for other in real))
+    links = {path: os.readlink(path) for path in there if os.path.islink(path)}
+    return readable, {place: links[place] for place in links if not place.startswith(tuple(f"{p}/" for p in readable))}
+
+
+# Serve
+
+
+def _serve(orders: dict[str, Any], readable: Sequence[str], links: dict[str, str]) -> None:
+    """Reads requests and answers them until the trainer hangs up."""
+    try:
+        if orders["isolation"] == "namespaces":
+            has_proc = walls.build_root(readable, links)
+        else:
+            has_proc = os.path.exists("/proc/self/status")
+        walls.become_supervisor()
+        shares_root = orders["from_root"] and os.getuid() == walls.INNER_ID
+        wall = walls.Walls(orders["isolation"], readable, has_proc, shares_root)
+        os.chdir("/")
+        sys.path[:] = [os.path.realpath(path) for path in [*sys.path, *orders["site_packages"]] if os.path.exists(path)]
+        prelude = _make_prelude()
+        gc.collect()
+        gc.freeze()  # so that forks do not copy pages for the collector
+        _send({"pid": os.getpid(), "layers": wall.layers})
+        while (request := _receive()) is not None:
+            _send(_Watch(request, wall, prelude).report())
+    except BaseException as error:
+        _refuse(error)
+    os._exit(0)
+
+
+def _receive() -> dict[str, Any] | None:
+    header = _read_exactly(4)
+    return None if header is None else json.loads(_read_exactly(struct.unpack(">I", header)[0]) or b"null")
+
+
+def _read_exactly(count: int) -> bytes | None:
+    data = bytearray()
+    while len(data) < count:
+        part = os.read(_TRAINER, count - len(data))
+        if not part:
+            return None
+        data += part
+    return bytes(data)
+
+
+def _send(message: dict[str, Any]) -> None:
+    body = json.dumps(message).encode()
+    _write_all(_TRAINER, struct.pack(">I", len(body)) + body)
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[os.write(descriptor, left) :]
+
+
+# Watch
+
+_TICK = 0.05  # seconds between looks at memory and number of processes
+_BEGIN_SECONDS = 20.0
+_REAP_SECONDS = 10.0
+_READ_BYTES = 1 << 16
+_SHOWN_BYTES = 4096  # of standard error
+
+
+class _Watch:
+    """One program from its fork to its end."""
+
+    def __init__(self, request: dict[str, Any], wall: walls.Walls, prelude: dict[str, Any]) -> None:
+        self._request = request
+        self._walls = wall
+        self._limits = request["limits"]
+        self._output = {name: bytearray() for name in ("stdout", "stderr", "answers", "ready")}
+        self._ended = ""
+        self._answered = 0
+        wall.prepare(self._limits)
+        self._start = time.monotonic()
+        self._readers, self._process = self._fork(prelude)
+
+    def _fork(self, prelude: dict[str, Any]) -> tuple[dict[int, str], int]:
+        """Returns the pipes to read from, by descriptor, and the process."""
+        pipes = {name: os.pipe() for name in self._output}
+        stdin = _as_file(self._request.get("stdin") or "")
+        process = os.fork()
+        if process == 0:
+            leave, status = os._exit, 1  # the program may have patched the module's
+            try:
+                calls = self._request.get("function") is not None
+                stdout = os.open("/dev/null", os.O_WRONLY) if calls else pipes["stdout"][1]
+                _place_descriptors([stdin, stdout, pipes["stderr"][1], pipes["answers"][1], pipes["ready"][1]])
+                status = _run_program(self._request, prelude, self._walls)
+            except BaseException as error:
+                with contextlib.suppress(OSError):  # the program had begun, and the pipe is closed
+                    os.write(_READY, f"{type(error).__name__}: {error}"[:500].encode())
+            finally:
+                leave(status)
+        os.close(stdin)
+        for reader, writer in pipes.values():
+            os.close(writer)
+            os.set_blocking(reader, False)
+        return {reader: name for name, (reader, _) in pipes.items()}, process
+
+    def report(self) -> dict[str, Any]:
+        """Waits for the end, in one way or another, and clears up."""
+        process = os.pidfd_open(self._process)
+        try:
+            self._watch(process)
+        finally:
+            os.close(process)
+        seconds = time.monotonic() - self._start
+        code = os.waitstatus_to_exitcode(self._clear_up())
+        text = {name: data.decode(errors="replace") for name, data in self._output.items()}
+        if text.pop("ready") != "+":
+            why = self._output["ready"].decode(errors="replace") or "its process ended before it began"
+            return {"reason": f"the sandbox could not start the program: {why}"}
+        return {"ended": self._ended or ("exit" if code >= 0 else "signal"), "code": code, "seconds": seconds} | text
+
+    def _watch(self, process: int) -> None:
+        poller = select.poll()
+        poller.register(process, select.POLLIN)
+        poller.register(_TRAINER, 0)  # a hang-up is told all the same
+        for reader in self._readers:
+            poller.register(reader, select.POLLIN)
+        answered, begun, since, looked = 0, False, self._start, self._start
+        while not self._ended:
+            now = time.monotonic()
+            if not begun and self._output["ready"]:  # locking itself in is not the program's time
+                begun, since, self._start = True, now, now
+            end = min(since + self._request["seconds"], self._start + self._request["total_seconds"])
+            if now >= (end if begun else self._start + _BEGIN_SECONDS):
+                self._ended = "timeout"
+                return
+            for descriptor, event in poller.poll(1000 * min(_TICK, max(end - now, 0.001))):
+                if descriptor == process:
+                    return
+                if descriptor == _TRAINER and event & select.POLLHUP:
+                    self._walls.kill(self._process, _REAP_SECONDS)
+                    os._exit(0)  # the trainer is gone
+                if descriptor in self._readers and not self._read(descriptor):
+                    poller.unregister(descriptor)
+            if self._answered > answered:  # the next call has its own time
+                answered, since = self._answered, time.monotonic()
+            if now - looked >= _TICK:
+                looked = now
+                self._ended = self._ended or self._walls.excess(self._process, self._limits)
+
+    def _read(self, reader: int) -> bool:
+        """Takes what is there; False at the end of the pipe."""
+        try:
+            data = os.read(reader, _READ_BYTES)
+        except BlockingIOError:
+            return True
+        name = self._readers[reader]
+        kept = self._output[name]
+        most = _SHOWN_BYTES if name == "stderr" else self._limits["code_output_limit_mb"] * _MEBIBYTE
+        if len(kept) + len(data) > most and name != "stderr":
+            self._ended = "output"
+        kept += data[: most - len(kept)]
+        self._answered += data.count(b"\n") if name == "answers" else 0
+        return bool(data)
+
+    def _clear_up(self) -> int:
+        """Kills whatever is left and takes what it had written; returns the program's status."""
+        status = self._walls.kill(self._process, _REAP_SECONDS)
+        for reader in self._readers:
+            left = self._limits["code_output_limit_mb"] * _MEBIBYTE // _READ_BYTES + 2
+            while left and self._read(reader) and select.select([reader], [], [], 0)[0]:
+                left -= 1
+            os.close(reader)
+        return status
+
+
+def _as_file(text: str) -> int:
+    """Standard input as an unlinked file in memory, to be read only."""
+    descriptor = os.memfd_create("stdin", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
+    _write_all(descriptor, text.encode("utf-8", "surrogatepass"))
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+    return descriptor
+
+
+def _place_descriptors(descriptors: list[int]) -> None:
+    """Makes these 0, 1, 2, … and closes all others."""
+    high = [os.dup2(descriptor, 100 + i) for i, descriptor in enumerate(descriptors)]
+    for i, descriptor in enumerate(high):
+        os.dup2(descriptor, i)
+    os.closerange(len(high), 1 << 16)
+
+
+# The program: a fork gives up what it must not have, runs the code, and ends. Nothing it says is believed.
+
+# What solutions of public datasets take for granted: names from these modules, and the modules.
+PRELUDE_MODULES = (
+    "string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics",
+    "itertools", "functools", "operator", "io", "sys", "json", "builtins", "typing",
+)  # fmt: skip
+_RECURSION_LIMIT = 200_000
+_STACK_BYTES = 64 << 20
+_SEED = 0  # the same program gets the same verdict
+_TRACEBACK_CHARS = 4000
+_STDIN, _STDOUT, _STDERR, _ANSWERS, _READY = range(5)
+
+
+def _make_prelude() -> dict[str, Any]:
+    """The names that every program starts with."""
+    site.setquit()  # exit() and quit(), which the interpreter has only with site-packages
+    names: dict[str, Any] = {}
+    for name in PRELUDE_MODULES:
+        module = importlib.import_module(name)
+        public = getattr(module, "__all__", None) or [key for key in vars(module) if not key.startswith("_")]
+        names.update({key: getattr(module, key) for key in public})
+    return names | {name: sys.modules[name] for name in PRELUDE_MODULES if name not in ("builtins", "typing")}
+
+
+def _run_program(request: dict[str, Any], prelude: dict[str, Any], wall: walls.Walls) -> int:
+    """Runs one program in this process, which has only the descriptors above; returns the exit code."""
+    os.setsid()
+    _set_limits(request["limits"], request["total_seconds"])
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # the interpreter's own streams still belong to the process this one was forked from
+    sys.stdin = sys.__stdin__ = _stream(_STDIN, "r", "surrogateescape")
+    sys.stdout = sys.__stdout__ = _stream(_STDOUT, "w", "surrogateescape")
+    sys.stderr = sys.__stderr__ = _stream(_STDERR, "w", "backslashreplace", buffering=1)
+    sys.argv = ["program"]
+    atexit._clear()
+    gc.enable()
+    random.seed(_SEED)
+    sys.setrecursionlimit(_RECURSION_LIMIT)
+    wall.close()
+    # its closing tells that all of the above was done; from here on the code is in control
+    os.write(_READY, b"+")
+    os.close(_READY)
+    if request.get("function") is None:
+        return _run_script(request["code"], prelude)
+    return _run_calls(request["code"], request["function"], request["calls"], prelude)
+
+
+def _set_limits(limits: dict[str, Any], seconds: float) -> None:
+    memory, files = limits["code_memory_limit_mb"] * _MEBIBYTE, limits["code_file_limit_mb"] * _MEBIBYTE
+    cpu = int(seconds) + 2  # the wall clock comes first, unless several threads run
+    values = {
+        resource.RLIMIT_CPU: (cpu, cpu + 1),
+        resource.RLIMIT_FSIZE: (files, files),
+        resource.RLIMIT_NOFILE: (64, 64),
+        resource.RLIMIT_CORE: (0, 0),
+        resource.RLIMIT_MEMLOCK: (0, 0),
+        resource.RLIMIT_MSGQUEUE: (0, 0),
+        resource.RLIMIT_NPROC: (limits["processes"], limits["processes"]),
+        resource.RLIMIT_STACK: (_STACK_BYTES, _STACK_BYTES),
+        resource.RLIMIT_AS: (memory, memory),
+    }
+    for kind, value in values.items():
+        _, most = resource.getrlimit(kind)
+        if most != resource.RLIM_INFINITY:  # an outer limit may be lower
+            value = (min(value[0], most), min(value[1], most))
+        resource.setrlimit(kind, value)
+
+
+def _stream(descriptor: int, mode: str, errors: str, buffering: int = -1) -> IO[str]:
+    return open(descriptor, mode, buffering, encoding="utf-8", errors=errors, closefd=False)
+
+
+def _namespace(name: str, prelude: dict[str, Any]) -> dict[str, Any]:
+    module = sys.modules[name] = types.ModuleType(name)
+    streams = {"stdin": sys.stdin, "stdout": sys.stdout, "stderr": sys.stderr, "argv": sys.argv}
+    module.__dict__.update(prelude | streams | {"__name__": name, "__file__": "program.py"})
+    return module.__dict__
+
+
+def _compiled(code: str) -> types.CodeType | None:
+    try:
+        return compile(code, "<program>", "exec", dont_inherit=True)
+    except BaseException as error:  # beside SyntaxError: null bytes, surrogates, too deep, too large
+        _answer({"compile_error": f"{type(error).__name__}: {error}"[:500]})
+        return None
+
+
+def _run_script(code: str, prelude: dict[str, Any]) -> int:
+    """As ``python program.py`` would."""
+    compiled = _compiled(code)
+    if compiled is None:
+        return 1
+    status = 0
+    try:
+        exec(compiled, _namespace("__main__", prelude))
+    except SystemExit as end:
+        status = end.code & 0xFF if isinstance(end.code, int) else int(end.code is not None)
+        if status and not isinstance(end.code, int):
+            print(end.code, file=sys.stderr)
+    except BaseException:
+        _show_traceback()
+        status = 1
+    for finish in (threading._shutdown, atexit._run_exitfuncs, lambda: sys.stdout and sys.stdout.flush()):
+        try:
+            finish()
+        except BaseException:  # e.g. standard output was closed
+            _show_traceback()
+    return status
+
+
+def _show_traceback() -> None:
+    with contextlib.suppress(BaseException):  # the program broke its own streams; its exit code tells
+        sys.stderr.write(traceback.format_exc(limit=20)[-_TRACEBACK_CHARS:])
+
+
+def _run_calls(code: str, function: str, calls: list[str], prelude: dict[str, Any]) -> int:
+    """Loads the code once and answers every call with one line, after one line for the loading."""
+    compiled = _compiled(code)
+    if compiled is None:
+        return 1
+    names = _namespace("solution", prelude)
+    try:
+        exec(compiled, names)
+        _find(names, function, prelude)
+    except BaseException as error:
+        _answer({"load_error": _described(error)})
+        return 1
+    _answer({"loaded": True})
+    for arguments in calls:
+        try:
+            value = _find(names, function, prelude)(*map(_with_int_keys, json.loads(arguments)))
+            _answer({"value": value})
+        except BaseException as error:
+            _answer({"error": _described(error)})
+    return 0
+
+
+def _find(names: dict[str, Any], function: str, prelude: dict[str, Any]) -> Callable[..., Any]:
+    """The method of a fresh ``Solution``, or the function."""
+    solution = names.get("Solution")
+    if isinstance(solution, type) and hasattr(solution, function):
+        return getattr(solution(), function)
+    if function in names and names[function] is not prelude.get(function):
+        return names[function]
+    raise NameError(f"the program defines no {function}")
+
+
+def _with_int_keys(argument: Any) -> Any:
+    """JSON has only strings as keys: back to numbers where all of them are."""
+    if isinstance(argument, dict) and all(key.removeprefix("-").isdecimal() for key in argument):
+        return {int(key): value for key, value in argument.items()}
+    return argument
+
+
+def _described(error: BaseException) -> str:
+    try:
+        return f"{type(error).__name__}: {error}"[:500]
+    except BaseException:  # its text is the program's code
+        return "an exception without a text"
+
+
+def _answer(content: dict[str, Any]) -> None:
+    sys.set_int_max_str_digits(0)
+    _write_all(_ANSWERS, json.dumps(content, default=_plain, separators=(",", ":")).encode() + b"\n")
+
+
+def _plain(value: Any) -> Any:
+    """What JSON lacks, as lists: sets in order, queues and views, arrays."""
+    if isinstance(value, (set, frozenset)):
+        try:
+            return sorted(value)
+        except TypeError:
+            return list(value)
+    if isinstance(value, (collections.deque, range, type({}.keys()), type({}.values()), type({}.items()))):
+        return list(value)
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"a value of type {type(value).__name__} cannot be compared")
