@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -323,6 +324,8 @@ class DeepspeedStrategy(DistributedStrategy):
             raise ValueError(f"--zpg {zpg} needs --zero_stage 3, got {zero_stage}")
         if overlap_comm and zero_stage < 2:
             raise ValueError(f"--overlap_comm needs --zero_stage 2 or 3, got {zero_stage}")
+        # engine → [calls of optimizer_step since the last step, calls that make a step]
+        self._accumulation: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()
         self.get_ds_train_config()  # an impossible combination fails here, before any process group
 
     @property
@@ -378,7 +381,8 @@ class DeepspeedStrategy(DistributedStrategy):
         """Puts models into engines. Collective.
 
         The configuration is the model's own ``ds_config`` where it carries one, else this strategy's: for training
-        in a tuple with an optimizer, for evaluation (offloaded if the model says ``_offload = True``) alone.
+        in a tuple with an optimizer, for evaluation (offloaded if the model says ``_offload = True``) alone, also where
+        the model carries one for training.
 
         Args:
             *models_or_tuples: modules, ``(model, optimizer, scheduler)`` with the scheduler possibly None, or None.
@@ -401,9 +405,10 @@ class DeepspeedStrategy(DistributedStrategy):
         if item is None:
             return None
         if not isinstance(item, tuple):
-            config = getattr(item, "ds_config", None) or self.get_ds_eval_config(
-                offload=getattr(item, "_offload", False)
-            )
+            config = getattr(item, "ds_config", None)
+            if config is None or not config.get("managed_gradient_accumulation", True):
+                # none, or one for training, which DeepSpeed refuses without an optimizer
+                config = self.get_ds_eval_config(offload=getattr(item, "_offload", False))
             return self._attach_engine(item, None, None, config)
         if len(item) != 3:
             raise ValueError(f"prepare takes a model or (model, optimizer, scheduler), got a tuple of {len(item)}")
@@ -505,9 +510,13 @@ class DeepspeedStrategy(DistributedStrategy):
         """
         engines.get_engine(model, "backward").backward(loss)
 
+    def accumulate(self, model: Any, micro_batches: int) -> None:
+        """From now on every ``micro_batches``-th call of :meth:`optimizer_step` takes the step, the others count."""
+        self._accumulation[engines.get_engine(model, "accumulate")] = [0, micro_batches]
+
     def optimizer_step(
         self, optim: Any, model: Any, scheduler: LRScheduler | None = None, name: str = "model"
-    ) -> StepOutcome:
+    ) -> StepOutcome | None:
         """Clips and takes one optimizer step with what ``backward`` gathered, then moves the scheduler. Collective.
 
         A gradient that is not finite on any rank makes all ranks skip the step: weights, optimizer and scheduler
@@ -518,8 +527,15 @@ class DeepspeedStrategy(DistributedStrategy):
             model: the prepared model.
             scheduler: the one given to ``prepare``, or another to move along; None moves that of ``prepare`` too.
             name: of the model, for the warning about a skipped step.
+
+        Returns:
+            what came of it; ``None`` before the last micro batch of a step (:meth:`accumulate`).
         """
         engine = engines.get_engine(model, "optimizer_step")
+        if (progress := self._accumulation.get(engine)) is not None:
+            progress[0] = (progress[0] + 1) % progress[1]
+            if progress[0]:
+                return None
         engine.step()  # moves the engine's own scheduler
         skipped = not engine.was_step_applied()
         grad_norm = float(engine.get_global_grad_norm())
@@ -548,6 +564,8 @@ class DeepspeedStrategy(DistributedStrategy):
         if not engines.has_optimizer(engine):
             raise ValueError(f"skip_step: {name} was prepared without an optimizer, so it has no gradient")
         drop_gradients(engine)
+        if engine in self._accumulation:
+            self._accumulation[engine][0] = 0
         if self.is_rank_0():
             logger.info("a step of %s is not taken: its gradient is thrown away", name)
 
@@ -556,8 +574,12 @@ class DeepspeedStrategy(DistributedStrategy):
     ) -> None:
         """ema ← beta · ema + (1 − beta) · model; beta 0 copies. See ``zero3.moving_average``.
 
-        Collective where a sharded model goes into a whole average.
+        Between the micro batches of an optimizer step (:meth:`accumulate`) it does nothing. Collective where a sharded
+        model goes into a whole average.
         """
+        engine = engines.find_engine(model)
+        if engine is not None and self._accumulation.get(engine, (0,))[0]:
+            return
         zero3.moving_average(model, ema_model, beta, device)
 
     def gathered_parameters(self, model: Any) -> AbstractContextManager[nn.Module]:

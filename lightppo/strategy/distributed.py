@@ -404,7 +404,7 @@ class DistributedStrategy:
             batch_size: samples per rank and batch.
             pin_memory: page-locked batches; without a GPU there is nothing to lock for.
             shuffle: seeded, differently every epoch (``dataloader.sampler.set_epoch``).
-            collate_fn: list of samples → batch.
+            collate_fn: list of samples → batch; ``None``: the ``collate_fn`` of the dataset, where it has one.
             drop_last: leave out what does not fill every rank's batch; else the last batch is smaller.
             sampler: in place of the built-in ``RankSampler``; then ``shuffle`` and ``consumed_samples`` are its own.
             consumed_samples: samples that all ranks together have taken already.
@@ -424,7 +424,7 @@ class DistributedStrategy:
             batch_size=batch_size,
             sampler=sampler,
             drop_last=drop_last,
-            collate_fn=collate_fn,
+            collate_fn=collate_fn or getattr(dataset, "collate_fn", None),
             generator=torch.Generator(),  # of its own: beginning an epoch draws no number of the global one
             pin_memory=pin_memory and on_cuda(),
         )
