@@ -15,7 +15,7 @@ import pytest
 from support.ranks import REPO, run_ranks
 from support.tiny import save_causal_lm, sums, write_jsonl
 
-from lightppo.algorithms.traits import CORRECTION_TRAITS, ESTIMATOR_TRAITS, KL_ESTIMATOR_NAMES, POLICY_LOSS_TRAITS
+from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS, CORRECTIONS, KL_ESTIMATORS, POLICY_LOSSES
 from lightppo.config import parse_args
 from lightppo.config.ppo import all_options
 from lightppo.trainer.metrics import METRICS
@@ -108,8 +108,8 @@ def test_every_algorithm_has_its_section_or_line():
     lines = {name for page in pages for line in re.findall(r"^\| (`.+)$", page, re.MULTILINE)
              for name in re.findall(r"`([^`]+)`", line.split(" | ")[0])}  # fmt: skip
     lines |= {name for page in pages for name in re.findall(r"^\| \[`([^`]+)`\]", page, re.MULTILINE)}
-    assert sorted({*ESTIMATOR_TRAITS, *POLICY_LOSS_TRAITS} - headings) == []
-    assert sorted({*KL_ESTIMATOR_NAMES, *CORRECTION_TRAITS} - lines) == []
+    assert sorted({*ADVANTAGE_ESTIMATORS, *POLICY_LOSSES} - headings) == []
+    assert sorted({*KL_ESTIMATORS, *CORRECTIONS} - lines) == []
 
 
 def test_imports_resolve(page):

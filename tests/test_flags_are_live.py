@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lightppo.algorithms.traits import POLICY_LOSS_TRAITS
+from lightppo.algorithms.entries import POLICY_LOSSES
 from lightppo.config.ppo import PPOConfig, all_options
 
 ROOT = Path(__file__).parents[1]
@@ -92,7 +92,7 @@ def live_options() -> set[tuple[str, str]]:
             if getattr(node, "name", None) in decide:
                 found |= reads(node)
     # an option of one policy loss is read by its name in the loss's traits (trainer/update.py)
-    return found | {("loss", name) for traits in POLICY_LOSS_TRAITS.values() for name in traits.options}
+    return found | {("loss", name) for traits in POLICY_LOSSES.values() for name in traits.defaults}
 
 
 def test_every_option_is_read():

@@ -1,9 +1,7 @@
-"""Advantage estimators: pure functions with one keyword-only signature, in one explicit table.
+"""Advantage estimators: pure functions with one keyword-only signature.
 
-To add one: write the function, name it in ``ADVANTAGE_ESTIMATORS`` and say what it needs in traits.py (which is free of
-torch, for the command line), a test with numbers worked out by hand, and a section in docs/algorithms.md. Nothing else
-in the library names an estimator. Those that compare the samples of one prompt by their scores are in
-py.
+To add one: write the function, add its entry to ``entries.ADVANTAGE_ESTIMATORS``, a test with numbers worked out by
+hand, and a section in docs/algorithms.md. Nothing else in the library names an estimator.
 
 Notation: B sequences, A action positions, G samples of one prompt, m the action mask, r token rewards, V values,
 s = Σ_t r_t of a sequence.
@@ -11,15 +9,13 @@ s = Σ_t r_t of a sequence.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from lightppo.algorithms.masking import AllReduceSum, at_least_float32, identity, require_same_shape
-from lightppo.algorithms.tables import lookup
-from lightppo.algorithms.traits import ESTIMATOR_TRAITS, EstimatorTraits
 
 
 @dataclass(frozen=True)
@@ -300,13 +296,6 @@ class AdvantageFn(Protocol):
         ...
 
 
-@dataclass(frozen=True, kw_only=True)
-class AdvantageEstimator(EstimatorTraits):
-    """One line of the table: the function and what it asks of a run."""
-
-    fn: AdvantageFn
-
-
 @torch.no_grad()
 def gae(
     *,
@@ -446,37 +435,6 @@ class OnEveryToken:
         mask = action_mask.bool()
         per_row = returns.new_zeros(len(mask)).masked_scatter(mask.any(dim=1), of_samples.to(returns.dtype))  # (B,)
         return torch.where(mask, per_row.unsqueeze(1), 0.0), returns
-
-
-def _entry(name: str, fn: AdvantageFn) -> AdvantageEstimator:
-    return AdvantageEstimator(**asdict(ESTIMATOR_TRAITS[name]), fn=fn)
-
-
-ADVANTAGE_ESTIMATORS: dict[str, AdvantageEstimator] = {
-    "gae": _entry("gae", gae),
-    "reinforce": _entry("reinforce", reinforce),
-    "reinforce++": _entry("reinforce++", reinforce),
-    "reinforce++_baseline": _entry("reinforce++_baseline", OnEveryToken(reinforce_baseline)),
-    "rloo": _entry("rloo", OnEveryToken(rloo)),
-    "grpo": _entry("grpo", OnEveryToken(group_norm)),
-    "group_norm": _entry("group_norm", OnEveryToken(group_norm)),
-    "dr_grpo": _entry("dr_grpo", OnEveryToken(dr_grpo)),
-    "remax": _entry("remax", remax),
-    "opo": _entry("opo", OnEveryToken(opo)),
-    "gpg": _entry("gpg", OnEveryToken(gpg)),
-    "grpo_passk": _entry("grpo_passk", OnEveryToken(grpo_passk)),
-    "cpgd": _entry("cpgd", OnEveryToken(cpgd)),
-    "group_adv_norm": _entry("group_adv_norm", group_adv_norm),
-}
-
-
-def get_estimator(name: str) -> AdvantageEstimator:
-    """The table's entry.
-
-    Raises:
-        ValueError: unknown name; the message gives the nearest and all names.
-    """
-    return lookup(ADVANTAGE_ESTIMATORS, name, "--advantage_estimator")
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ token's loss, ρ = π_old / π_rollout, takes the expectation back to π_old (im
 too far away to be corrected. The ratio of the policy loss is still taken to π_old, so that the three policies
 (behaviour, proximal, current) stay apart: weight × clipped loss.
 
-To add one: write the function, add its lines to ``CORRECTIONS`` and to ``traits.CORRECTION_TRAITS``, a test with
+To add one: write the function, add its entry to ``entries.CORRECTIONS``, a test with
 numbers worked out by hand, and a section in docs/algorithms.md. The tests over the whole table find it.
 
 Notation: d = log ρ = log_probs - rollout_log_probs of a token. Wherever a ratio is formed, of a token or of a row, its
@@ -17,16 +17,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from lightppo.algorithms.entries import CORRECTIONS, CorrectionEntry
 from lightppo.algorithms.kl import LOG_RATIO_LIMIT, k3
 from lightppo.algorithms.masking import AllReduceSum, at_least_float32, identity, masked_mean, require_same_shape
-from lightppo.algorithms.tables import lookup
-from lightppo.algorithms.traits import CORRECTION_TRAITS, CorrectionTraits
 
 
 class CorrectionFn(Protocol):
@@ -45,13 +43,6 @@ class CorrectionFn(Protocol):
             (B, A), or (B, 1) where the tokens of a row share theirs; masked positions may hold anything.
         """
         ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class Correction(CorrectionTraits):
-    """One line of the table: the function and the bounds it has."""
-
-    fn: CorrectionFn
 
 
 def none(log_ratio: Tensor, **_: object) -> Tensor:
@@ -114,21 +105,6 @@ def decoupled(log_ratio: Tensor, *, high: float, **_: object) -> Tensor:
     return torch.where(ratio <= high, ratio, 0.0)
 
 
-def _entry(name: str, fn: CorrectionFn) -> Correction:
-    return Correction(**vars(CORRECTION_TRAITS[name]), fn=fn)
-
-
-CORRECTIONS: dict[str, Correction] = {
-    "none": _entry("none", none),
-    "tis": _entry("tis", tis),
-    "seq_tis": _entry("seq_tis", seq_tis),
-    "icepop": _entry("icepop", icepop),
-    "seq_mask": _entry("seq_mask", seq_mask),
-    "seq_mask_tis": _entry("seq_mask_tis", seq_mask_tis),
-    "decoupled": _entry("decoupled", decoupled),
-}
-
-
 @torch.no_grad()
 def correction_weights(
     name: str,
@@ -143,12 +119,12 @@ def correction_weights(
     """The constant factor on each token's loss. The loss is divided by all trained tokens, also those of weight 0.
 
     Args:
-        name: one of ``CORRECTIONS``.
+        name: one of ``entries.CORRECTIONS``.
         log_probs: (B, A), log probs of the sampled tokens under the trainer's policy before its first update: what the
             policy loss takes as old log probs (decoupled PPO: the proximal policy).
         rollout_log_probs: (B, A), under the policy that sampled, as the engine gave them (the behaviour policy).
         action_mask: (B, A), True = trained token.
-        low: lower bound of the ratio; ``None``: that of ``traits.CORRECTION_TRAITS``.
+        low: lower bound of the ratio; ``None``: the one of its entry.
         high: upper bound, likewise.
         veto: rows with a token of ρ < veto get weight 0: a token that the trainer finds impossible says that the rest
             of the row, too, comes from elsewhere. ``None``: no veto.
@@ -160,7 +136,7 @@ def correction_weights(
         ValueError: unknown name, a bound or veto that the correction has not, bounds that make no sense, shapes differ,
             or NaN among the log probs of trained tokens.
     """
-    correction = lookup(CORRECTIONS, name, "--rollout_correction")
+    correction = CORRECTIONS.find(name)
     low, high = _checked_bounds(name, correction, low, high)
     if veto is not None and (name == "none" or not 0 < veto < 1):
         problem = "needs a --rollout_correction" if name == "none" else "must be above 0 and below 1"
@@ -297,7 +273,7 @@ def mismatch_metrics(moments: Mapping[str, Moments]) -> dict[str, float]:
 
 
 def _checked_bounds(
-    name: str, correction: Correction, low: float | None, high: float | None
+    name: str, correction: CorrectionEntry, low: float | None, high: float | None
 ) -> tuple[float | None, float | None]:
     """The bounds, completed with the correction's own."""
     for side, given, own in (("low", low, correction.low), ("high", high, correction.high)):

@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lightppo.algorithms.entries import KL_ESTIMATORS, load
 from lightppo.algorithms.logprobs import CHUNK_ELEMENTS
 from lightppo.algorithms.masking import at_least_float32, require_same_shape
-from lightppo.algorithms.tables import lookup
 
 logger = logging.getLogger(__name__)
 
@@ -115,32 +114,6 @@ def _probs_and_log_ratio(logits: Tensor, ref_logits: Tensor, temperature: float)
     return p, (log_p - log_q).masked_fill(p == 0, 0.0)
 
 
-@dataclass(frozen=True)
-class KLEstimator:
-    """One name of ``--kl_estimator``.
-
-    Attributes:
-        fn: of d at the sampled tokens, or where ``over_vocabulary`` of two sets of logits, see :func:`full_kl`.
-        gradient_of: straight-through: the value is that of ``fn``, the gradient that of this function of d.
-        over_vocabulary: needs both distributions; :func:`approx_kl` cannot compute it.
-    """
-
-    fn: Callable[..., Tensor]
-    gradient_of: Callable[[Tensor], Tensor] | None = None
-    over_vocabulary: bool = False
-
-
-KL_ESTIMATORS: dict[str, KLEstimator] = {
-    "k1": KLEstimator(k1),
-    "abs": KLEstimator(absolute),
-    "k2": KLEstimator(k2),
-    "k3": KLEstimator(k3),
-    "full": KLEstimator(full_kl, over_vocabulary=True),
-    "k1+": KLEstimator(k1, gradient_of=k2),
-    "k3+": KLEstimator(k3, gradient_of=k2),
-}
-
-
 def approx_kl(
     log_probs: Tensor,
     ref_log_probs: Tensor,
@@ -158,7 +131,7 @@ def approx_kl(
     Args:
         log_probs: (B, A), log probs of the sampled tokens under the policy; has a gradient where they have one.
         ref_log_probs: (B, A), under the reference.
-        estimator: one of ``KL_ESTIMATORS`` that is not over the vocabulary.
+        estimator: one of ``entries.KL_ESTIMATORS`` that is not over the vocabulary.
         clip: ``--kl_clip``: limits the value to ±clip; beyond it the gradient is 0, except that of a straight-through
             estimator, which stays that of k2. ``None``: no limit.
         action_mask: (B, A), True = trained token; others come out 0 and without gradient, whatever lies there.
@@ -169,7 +142,7 @@ def approx_kl(
     Raises:
         ValueError: unknown estimator, one over the vocabulary, shapes differ, or clip not above 0.
     """
-    entry = lookup(KL_ESTIMATORS, estimator, "--kl_estimator")
+    entry = KL_ESTIMATORS.find(estimator)
     if entry.over_vocabulary:
         raise ValueError(
             f"--kl_estimator {estimator} is computed from the logits of policy and reference, not from log probs of "
@@ -185,7 +158,7 @@ def approx_kl(
     if clip is not None:
         kl = kl.clamp(-clip, clip)
     if entry.gradient_of is not None:
-        carrier = entry.gradient_of(log_ratio)
+        carrier = load(entry.gradient_of)(log_ratio)
         kl = kl.detach() + (carrier - carrier.detach())  # the bracket is an exact 0
     return kl
 

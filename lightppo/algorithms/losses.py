@@ -1,30 +1,26 @@
-"""Losses: policy (from policy_losses.py), value, and language modelling.
+"""Losses: policy, value, and language modelling.
 
-Each returns one micro batch's share of the loss of the whole optimizer step; see
+To add a policy loss: write the function, add its entry to ``entries.POLICY_LOSSES``, a test with numbers worked out by
+hand, and a section in docs/algorithms.md. The tests over the whole table find it.
+
+Each loss returns one micro batch's share of the loss of the whole optimizer step; see
 :func:`lightppo.algorithms.masking.aggregate_loss` for what that means and why it does not depend on the micro batches.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from lightppo.algorithms.entries import LOSS_AGG_MODES, POLICY_LOSSES
 from lightppo.algorithms.kl import LOG_RATIO_LIMIT
 from lightppo.algorithms.logprobs import token_log_probs
-from lightppo.algorithms.masking import (
-    LOSS_AGG_MODES,
-    LossNormalizer,
-    aggregate_loss,
-    at_least_float32,
-    require_same_shape,
-)
-from lightppo.algorithms.tables import lookup
-from lightppo.algorithms.traits import POLICY_LOSS_TRAITS
+from lightppo.algorithms.masking import LossNormalizer, aggregate_loss, at_least_float32, require_same_shape
 
 Metrics = dict[str, Tensor]
 DRIFT_SLOPE_LIMIT = 2.0  # cpgd: the drift pulls a token back with at most this times its coefficient
@@ -55,7 +51,7 @@ class PolicyLossFn(Protocol):
             clip_eps_low: how far below 1 the ratio may fall; ``None`` for losses that clip nothing.
             clip_eps_high: how far above 1 the ratio may rise; likewise.
             selected: (B, A) bool, for losses that treat some tokens differently.
-            options: those of ``traits.POLICY_LOSS_TRAITS``.
+            options: those of its entry.
 
         Returns:
             token loss (B, A) and metrics (B, A) each: at least ``clip_ratio`` (1 where clipping took away the
@@ -277,19 +273,6 @@ def cpgd_policy_loss(
     return torch.maximum(loss, clipped_loss) + cpgd_drift_coef * drift, metrics
 
 
-POLICY_LOSSES: dict[str, PolicyLossFn] = {
-    "ppo": ppo_policy_loss,
-    "gspo": gspo_policy_loss,
-    "cispo": cispo_policy_loss,
-    "gmpo": gmpo_policy_loss,
-    "sapo": sapo_policy_loss,
-    "clip_cov": clip_cov_policy_loss,
-    "kl_cov": kl_cov_policy_loss,
-    "gpg": gpg_policy_loss,
-    "cpgd": cpgd_policy_loss,
-}
-
-
 def _ratio(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
@@ -321,31 +304,17 @@ def _metrics(log_ratio: Tensor, lost: Tensor, *, ratio: Tensor | None = None, **
     return {name: x.detach().to(log_ratio.dtype) for name, x in metrics.items()}
 
 
-# What the value of an option must be, and how to say it.
-OPTION_RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
-    "dual_clip": (lambda x: x > 1, "above 1"),
-    "sapo_tau_pos": (lambda x: x > 0, "above 0"),
-    "sapo_tau_neg": (lambda x: x > 0, "above 0"),
-    "clip_cov_ratio": (lambda x: 0 < x <= 1, "above 0 and at most 1"),
-    "clip_cov_low": (lambda x: not math.isnan(x), "a number"),
-    "clip_cov_high": (lambda x: not math.isnan(x), "a number"),
-    "kl_cov_ratio": (lambda x: 0 < x <= 1, "above 0 and at most 1"),
-    "kl_cov_coef": (lambda x: x >= 0, "at least 0"),
-    "cpgd_drift_coef": (lambda x: x >= 0, "at least 0"),
-}
-
-
 @dataclass(frozen=True)
 class PolicyLoss:
     """The policy loss of one micro batch.
 
     Attributes:
         clip_eps_low: ε below, above 0 and at most 1, which is no lower bound (``--eps_clip``, ``--eps_clip_low``);
-            ``None`` = that of the loss in ``traits.POLICY_LOSS_TRAITS``, 0.2 for ppo.
+            ``None`` = what the loss is defined with, 0.2 for ppo.
         clip_eps_high: ε above, above 0 (``--eps_clip``, ``--eps_clip_high``); ``None`` likewise.
-        policy_loss: one of ``POLICY_LOSSES`` (``--policy_loss``).
-        loss_agg_mode: one of ``LOSS_AGG_MODES``. That of the loss's paper is in ``traits.POLICY_LOSS_TRAITS``.
-        options: the loss's own options by flag name; those left out, or ``None``, have the default of the traits.
+        policy_loss: one of ``entries.POLICY_LOSSES`` or ``path.py:name`` (``--policy_loss``).
+        loss_agg_mode: one of ``entries.LOSS_AGG_MODES``. The entry of a loss has its paper's.
+        options: the loss's own options by flag name; those left out, or ``None``, have the default of the entry.
 
     Raises:
         ValueError: an unknown name, an option that the loss does not have, a value out of range, or an epsilon for a
@@ -359,12 +328,12 @@ class PolicyLoss:
     options: Mapping[str, float | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        lookup(POLICY_LOSSES, self.policy_loss, "--policy_loss")
-        lookup(LOSS_AGG_MODES, self.loss_agg_mode, "--loss_agg_mode")
+        entry = POLICY_LOSSES.find(self.policy_loss)
+        LOSS_AGG_MODES.find(self.loss_agg_mode)
         low, high = _checked_epsilons(self.policy_loss, self.clip_eps_low, self.clip_eps_high)
         object.__setattr__(self, "clip_eps_low", low)
         object.__setattr__(self, "clip_eps_high", high)
-        object.__setattr__(self, "options", _checked_options(self.policy_loss, self.options))
+        object.__setattr__(self, "options", entry.completed(self.options, f"--policy_loss {self.policy_loss}"))
 
     def __call__(
         self,
@@ -411,7 +380,7 @@ class PolicyLoss:
         self._check_selected(selected)
         mask = action_mask.bool()
         normalizer = normalizer or LossNormalizer.from_masks([mask])
-        token_loss, token_metrics = POLICY_LOSSES[self.policy_loss](
+        token_loss, token_metrics = POLICY_LOSSES.find(self.policy_loss).fn(
             zero_where_masked(log_probs, mask),
             zero_where_masked(old_log_probs.detach(), mask),
             zero_where_masked(advantages.detach(), mask),
@@ -428,10 +397,10 @@ class PolicyLoss:
         return loss, token_means(token_metrics, mask, normalizer)
 
     def _check_selected(self, selected: Tensor | None) -> None:
-        name, selects = self.policy_loss, POLICY_LOSS_TRAITS[self.policy_loss].selects_tokens
+        name, selects = self.policy_loss, POLICY_LOSSES.find(self.policy_loss).selection is not None
         if selects and selected is None:
             raise ValueError(
-                f"policy_loss {name!r} needs the argument selected: make it with selection.SELECTIONS[{name!r}]"
+                f"policy_loss {name!r} needs the argument selected: make it with the selection of its entry"
             )
         if not selects and selected is not None:
             raise ValueError(f"policy_loss {name!r} singles out no tokens: leave the argument selected out")
@@ -439,7 +408,7 @@ class PolicyLoss:
 
 def _checked_epsilons(name: str, low: float | None, high: float | None) -> tuple[float | None, float | None]:
     """The epsilons of a loss, completed; see :class:`PolicyLoss`."""
-    default = POLICY_LOSS_TRAITS[name].eps_clip
+    default = POLICY_LOSSES.find(name).eps_clip
     if default is None:
         if low is not None or high is not None:
             raise ValueError(f"--eps_clip: policy_loss {name!r} clips nothing; leave the epsilons out")
@@ -450,25 +419,6 @@ def _checked_epsilons(name: str, low: float | None, high: float | None) -> tuple
     if not high > 0:
         raise ValueError(f"--eps_clip_high must be above 0, got {high}")
     return low, high
-
-
-def _checked_options(name: str, given: Mapping[str, float | None]) -> dict[str, float | None]:
-    """The options of a loss, completed; see :class:`PolicyLoss`."""
-    defaults = POLICY_LOSS_TRAITS[name].options
-    for option in given:
-        if option not in defaults:
-            known = ", ".join(defaults) or "none"
-            raise ValueError(f"--{option} is no option of policy_loss {name!r}; it has: {known}")
-    options = {**defaults, **{option: value for option, value in given.items() if value is not None}}
-    for option, value in options.items():
-        is_valid, range_text = OPTION_RANGES[option]
-        if value is not None and not is_valid(value):
-            raise ValueError(f"--{option} must be {range_text}, got {value}")
-    if "clip_cov_low" in options and not options["clip_cov_low"] < options["clip_cov_high"]:
-        raise ValueError(
-            f"--clip_cov_low {options['clip_cov_low']} must be below --clip_cov_high {options['clip_cov_high']}"
-        )
-    return options
 
 
 def zero_where_masked(tensor: Tensor, mask: Tensor) -> Tensor:
@@ -494,7 +444,7 @@ class ValueLoss:
         value_clip: c, in units of the value, above 0; ``None`` = no clipping, ½(V - R)² (``--value_clip``).
         huber_delta: δ above 0: an error e counts δ(|e| - δ/2) instead of ½e² where |e| > δ (Huber 1964); ``None`` = ½e²
             everywhere (``--value_huber_delta``).
-        loss_agg_mode: one of ``LOSS_AGG_MODES``.
+        loss_agg_mode: one of ``entries.LOSS_AGG_MODES``.
     """
 
     value_clip: float | None = 0.2
@@ -502,7 +452,7 @@ class ValueLoss:
     huber_delta: float | None = None
 
     def __post_init__(self) -> None:
-        lookup(LOSS_AGG_MODES, self.loss_agg_mode, "--loss_agg_mode")
+        LOSS_AGG_MODES.find(self.loss_agg_mode)
         if self.value_clip is not None and not self.value_clip > 0:
             raise ValueError(f"--value_clip must be above 0, or none for no clipping, got {self.value_clip}")
         if self.huber_delta is not None and not self.huber_delta > 0:

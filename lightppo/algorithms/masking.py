@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightppo.algorithms.tables import lookup
+from lightppo.algorithms.entries import LOSS_AGG_MODES
 
 AllReduceSum = Callable[[Tensor], Tensor]
 
@@ -180,13 +180,16 @@ class LossNormalizer:
         return cls(tokens=tokens, sequences=sequences, dp_size=dp_size, scale=scale)
 
 
-# What each mode divides the sum over the rows by. seq-mean-token-mean has also divided each row by its own tokens.
-LOSS_AGG_MODES: dict[str, Callable[[LossNormalizer], float]] = {
-    "token-mean": lambda n: n.tokens,
-    "seq-mean-token-sum": lambda n: n.sequences,
-    "seq-mean-token-mean": lambda n: n.sequences,
-    "seq-mean-token-sum-norm": lambda n: n.sequences * n.scale,
-}
+def all_tokens(n: LossNormalizer) -> float:
+    return n.tokens
+
+
+def all_sequences(n: LossNormalizer) -> float:
+    return n.sequences
+
+
+def scaled_sequences(n: LossNormalizer) -> float:
+    return n.sequences * n.scale
 
 
 def aggregate_loss(token_loss: Tensor, mask: Tensor, mode: str, normalizer: LossNormalizer | None = None) -> Tensor:
@@ -212,7 +215,7 @@ def aggregate_loss(token_loss: Tensor, mask: Tensor, mode: str, normalizer: Loss
     Args:
         token_loss: (B, A).
         mask: (B, A), nonzero = trained token.
-        mode: one of ``LOSS_AGG_MODES``.
+        mode: one of ``entries.LOSS_AGG_MODES``.
         normalizer: counts of the whole step; ``None`` = this micro batch is the step, on one rank, with scale 1.
 
     Returns:
@@ -225,14 +228,14 @@ def aggregate_loss(token_loss: Tensor, mask: Tensor, mode: str, normalizer: Loss
     Sources: token-mean DAPO (arXiv:2503.14476); seq-mean-token-mean GRPO (arXiv:2402.03300); constant scale Dr. GRPO
     (arXiv:2503.20783).
     """
-    divisor = lookup(LOSS_AGG_MODES, mode, "--loss_agg_mode")
+    entry = LOSS_AGG_MODES.find(mode)
     require_same_shape(token_loss=token_loss, mask=mask)
     mask = mask.bool()
     normalizer = normalizer or LossNormalizer.from_masks([mask])
     kept = at_least_float32(token_loss).masked_fill(~mask, 0.0)  # (B, A)
-    if mode == "seq-mean-token-mean":
+    if entry.mean_of_rows:
         kept = kept / mask.sum(dim=1, keepdim=True).clamp(min=1)
-    count = divisor(normalizer)
+    count = entry.fn(normalizer)
     if count == 0:
         if mask.any():
             raise ValueError(f"the mask has {int(mask.sum())} tokens but the normalizer counts none: {normalizer}")

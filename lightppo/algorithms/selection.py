@@ -75,7 +75,7 @@ def covariance(log_probs: Tensor, advantages: Tensor, all_reduce_sum: AllReduceS
 
 
 class Selection(Protocol):
-    """The signature of the entries of ``SELECTIONS``."""
+    """The signature of ``PolicyLossEntry.selection``."""
 
     def __call__(
         self,
@@ -145,9 +145,6 @@ def select_kl_cov(
     covariances = covariance(log_probs, advantages, all_reduce_sum)
     count = _floor_share(options["kl_cov_ratio"], _total(log_probs, all_reduce_sum))
     return _first(covariances, -uniforms, count, all_gather)
-
-
-SELECTIONS: dict[str, Selection] = {"clip_cov": select_clip_cov, "kl_cov": select_kl_cov}
 
 
 def _check(ratio: float = 1.0, **tensors: Tensor) -> None:

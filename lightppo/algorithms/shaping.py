@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightppo.algorithms.entries import lookup
 from lightppo.algorithms.masking import AllReduceSum, at_least_float32, identity, require_same_shape
-from lightppo.algorithms.tables import lookup
 
 
 def clip_scores(scores: Tensor, clip_range: tuple[float, float] | None) -> Tensor:

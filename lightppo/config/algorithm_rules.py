@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lightppo.algorithms.traits import CORRECTION_TRAITS, ESTIMATOR_TRAITS, POLICY_LOSS_TRAITS, EstimatorTraits
+from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS, CORRECTIONS, POLICY_LOSSES, EstimatorEntry
 
 if TYPE_CHECKING:
     from lightppo.config.ppo import PPOConfig
@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 _EPS_FLAGS = ("eps_clip", "eps_clip_low", "eps_clip_high")
 
 
-def estimator_traits(config: PPOConfig) -> EstimatorTraits:
+def estimator_traits(config: PPOConfig) -> EstimatorEntry:
     """What the advantage estimator of this run asks for."""
-    return ESTIMATOR_TRAITS[config.algorithm.advantage_estimator]
+    return ADVANTAGE_ESTIMATORS[config.algorithm.advantage_estimator]
 
 
 def needs_critic(config: PPOConfig) -> bool:
@@ -37,14 +37,14 @@ def resolutions(config: PPOConfig) -> dict[str, Any]:
     a, o, c, r = config.algorithm, config.loss, config.correction, config.reward
     traits = estimator_traits(config)
     name = _or(o.policy_loss, traits.policy_loss)
-    loss = POLICY_LOSS_TRAITS[name]
+    loss = POLICY_LOSSES[name]
     resolved = {
         "adv_norm": whitens(config),
         "use_kl_in_reward": _or(a.use_kl_in_reward, not a.use_kl_loss),
         "kl_estimator": _or(a.kl_estimator, "k2" if a.use_kl_loss else "k1"),
         "policy_loss": name,
         "loss_agg_mode": _or(o.loss_agg_mode, _or(traits.loss_agg_mode, loss.loss_agg_mode)),
-        **{option: _or(getattr(o, option), default) for option, default in loss.options.items()},
+        **{option: _or(getattr(o, option), default) for option, default in loss.defaults.items()},
     }
     if traits.divides_by_std and a.group_std_norm:
         resolved["grpo_std_eps"] = _or(a.grpo_std_eps, 1e-6)
@@ -57,7 +57,7 @@ def resolutions(config: PPOConfig) -> dict[str, Any]:
         resolved["value_norm_eps"] = _or(o.value_norm_eps, 1e-5)
         if o.value_norm == "exp":
             resolved["value_norm_beta"] = _or(o.value_norm_beta, 0.99995)
-    correction = CORRECTION_TRAITS[c.rollout_correction]
+    correction = CORRECTIONS[c.rollout_correction]
     resolved |= {
         "correction_low": _or(c.correction_low, correction.low),
         "correction_high": _or(c.correction_high, correction.high),
@@ -208,15 +208,15 @@ def _kl(config: PPOConfig) -> list[str]:
 def _policy_loss(config: PPOConfig) -> list[str]:
     o = config.loss
     name = _or(o.policy_loss, estimator_traits(config).policy_loss)
-    loss = POLICY_LOSS_TRAITS[name]
-    owners = {option: owner for owner, traits in POLICY_LOSS_TRAITS.items() for option in traits.options}
+    loss = POLICY_LOSSES[name]
+    owners = {option: owner for owner, traits in POLICY_LOSSES.items() for option in traits.defaults}
     reentrant = config.model.gradient_checkpointing_use_reentrant
     found = ["--aux_loss_coef has no gradient with --gradient_checkpointing_use_reentrant: leave one out"]
     found = found if o.aux_loss_coef > 0 and reentrant else []
     found += [
         f"--{option} belongs to --policy_loss {owner}, and this run's is {name}: leave it out"
         for option, owner in owners.items()
-        if getattr(o, option) is not None and option not in loss.options
+        if getattr(o, option) is not None and option not in loss.defaults
     ]
     if loss.eps_clip is None:
         found += [
@@ -226,7 +226,7 @@ def _policy_loss(config: PPOConfig) -> list[str]:
         ]
     elif None not in (o.eps_clip_low, o.eps_clip_high) and o.eps_clip not in (None, o.eps_clip_low, o.eps_clip_high):
         found.append("--eps_clip has no effect beside --eps_clip_low and --eps_clip_high: leave it out")
-    low, high = (_or(getattr(o, f"clip_cov_{side}"), loss.options.get(f"clip_cov_{side}")) for side in ("low", "high"))
+    low, high = (_or(getattr(o, f"clip_cov_{side}"), loss.defaults.get(f"clip_cov_{side}")) for side in ("low", "high"))
     if low is not None and high is not None and low >= high:
         found.append(f"--clip_cov_low {low:g} must be below --clip_cov_high {high:g}")
     return found
@@ -247,7 +247,7 @@ def _value_loss(config: PPOConfig) -> list[str]:
 
 def _correction(config: PPOConfig) -> list[str]:
     c = config.correction
-    traits = CORRECTION_TRAITS[c.rollout_correction]
+    traits = CORRECTIONS[c.rollout_correction]
     if c.rollout_correction == "none":
         is_set = {
             "correction_low": c.correction_low is not None,

@@ -2,11 +2,11 @@
 
 from typing import Literal
 
-from lightppo.algorithms.traits import (
-    CORRECTION_TRAITS,
-    ESTIMATOR_TRAITS,
-    KL_ESTIMATOR_NAMES,
-    POLICY_LOSS_TRAITS,
+from lightppo.algorithms.entries import (
+    ADVANTAGE_ESTIMATORS,
+    CORRECTIONS,
+    KL_ESTIMATORS,
+    POLICY_LOSSES,
 )
 from lightppo.config.fields import option, section
 
@@ -15,7 +15,7 @@ from lightppo.config.fields import option, section
 class AlgorithmConfig:
     """Algorithm: advantages, KL, reference."""
 
-    advantage_estimator: Literal[*ESTIMATOR_TRAITS] = option(
+    advantage_estimator: Literal[*ADVANTAGE_ESTIMATORS] = option(
         "gae", "gae needs a critic; those that compare the samples of a prompt need --n_samples_per_prompt ≥ 2."
     )
     gamma: float = option(1.0, "Discount per token: gae, reinforce, reinforce++, remax, group_adv_norm.", ge=0, le=1)
@@ -39,7 +39,7 @@ class AlgorithmConfig:
     init_kl_coef: float = option(0.01, "KL coefficient; 0: no reference model is loaded.", ge=0)
     kl_target: float | None = option(None, "Adapt the coefficient towards this KL. None: it stays.", gt=0)
     kl_horizon: int = option(10_000, "Horizon of the adaptive coefficient.", unit="samples over all ranks", ge=1)
-    kl_estimator: Literal[*KL_ESTIMATOR_NAMES] | None = option(
+    kl_estimator: Literal[*KL_ESTIMATORS] | None = option(
         None, "KL per token (joschu.net/blog/kl-approx). None: k1 in the reward, k2 in the loss."
     )
     kl_clip: float | None = option(None, "KL estimates are clipped to ± this.", unit="nats", gt=0)
@@ -63,9 +63,7 @@ class AlgorithmConfig:
 class LossConfig:
     """Losses: policy, entropy, value; early stop."""
 
-    policy_loss: Literal[*POLICY_LOSS_TRAITS] | None = option(
-        None, "None: what belongs to the estimator, ppo for most."
-    )
+    policy_loss: Literal[*POLICY_LOSSES] | None = option(None, "None: what belongs to the estimator, ppo for most.")
     loss_agg_mode: (
         Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] | None
     ) = option(
@@ -122,7 +120,7 @@ class LossConfig:
 class CorrectionConfig:
     """Correction: rollout engine against trainer."""
 
-    rollout_correction: Literal[*CORRECTION_TRAITS] = option(
+    rollout_correction: Literal[*CORRECTIONS] = option(
         "none", "Weighs tokens by π_old / π_rollout, where the engine's probabilities differ from the trainer's."
     )
     correction_low: float | None = option(None, "Lower bound of the weight. None: as the correction is defined.", gt=0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from lightppo.algorithms.traits import POLICY_LOSS_TRAITS
+from lightppo.algorithms.entries import POLICY_LOSSES
 
 if TYPE_CHECKING:
     from lightppo.config.ppo import PPOConfig
@@ -44,7 +44,7 @@ def takes_old_from_training(config: PPOConfig) -> bool:
         kl_in_reward
         or config.correction.rollout_correction != "none"
         or o.high_entropy_token_ratio is not None
-        or POLICY_LOSS_TRAITS[o.policy_loss].selects_tokens
+        or POLICY_LOSSES[o.policy_loss].selection
         or a.freezing_actor_steps > 0
     )
     return o.old_log_probs == "auto" and one_step and not needed_before

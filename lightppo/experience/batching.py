@@ -18,9 +18,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from lightppo.algorithms.entries import POLICY_LOSSES, load
 from lightppo.algorithms.losses import PolicyLoss
 from lightppo.algorithms.masking import LossNormalizer, whiten
-from lightppo.algorithms.selection import SELECTIONS
 from lightppo.config.micro_batches import MicroBatchSpec
 from lightppo.data.records import Rollout
 from lightppo.experience.experience import Experience
@@ -127,11 +127,11 @@ def select_tokens(items: Sequence[Experience], loss: PolicyLoss, collectives: Ra
         collectives: reductions over ranks.
         seed: of this rollout; a token's random number follows from it, its row's token ids and its place.
     """
-    select = SELECTIONS.get(loss.policy_loss)
-    if select is None:
+    entry = POLICY_LOSSES.find(loss.policy_loss)
+    if entry.selection is None:
         return
     masks = [item.action_mask[0] for item in items]  # (A,) each
-    chosen = select(
+    chosen = load(entry.selection)(
         _trained([item.action_log_probs[0] for item in items], masks),
         _trained([item.advantages[0] for item in items], masks),
         _trained([_uniforms(item, seed) for item in items], masks),

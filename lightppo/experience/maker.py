@@ -9,8 +9,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from lightppo.algorithms.advantages import get_estimator, group_normalize
+from lightppo.algorithms.advantages import group_normalize
 from lightppo.algorithms.correction import correction_weights, normalize_weights
+from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS
 from lightppo.algorithms.kl import approx_kl, full_kl
 from lightppo.algorithms.masking import AllReduceSum, masked_mean
 from lightppo.algorithms.selection import top_share
@@ -164,7 +165,7 @@ class ExperienceMaker:
         self.strategy = strategy
         self.kl_ctl = kl_ctl
         self.algorithm, self.loss, self.correction = config.algorithm, config.loss, config.correction
-        self.estimator = get_estimator(self.algorithm.advantage_estimator)
+        self.estimator = ADVANTAGE_ESTIMATORS.find(self.algorithm.advantage_estimator)
         self.mask_too_long = config.reward.mask_too_long
         self.micro_rollout_batch_size = config.rollout.micro_rollout_batch_size
         self.micro_batches = {name: micro_batch_spec(config, name) for name in ("actor", "reference", "critic")}
@@ -346,6 +347,7 @@ class ExperienceMaker:
             std_eps=config.grpo_std_eps or 0.0,
             divide_std=config.group_std_norm,
             all_reduce_sum=self._all_reduce_sum,
+            **{name: getattr(config, name) for name in self.estimator.defaults},
         )
         if config.adv_norm and config.adv_norm_scope == "group":
             batch.advantages = group_normalize(batch.advantages, mask, groups, config.adv_norm_eps)

@@ -10,8 +10,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS
 from lightppo.algorithms.losses import PolicyLoss
-from lightppo.algorithms.traits import ESTIMATOR_TRAITS
 from lightppo.config import PPOConfig
 from lightppo.data.records import Rollout
 from lightppo.errors import ConfigError
@@ -68,7 +68,7 @@ class StepCollector:
         self.timer = timer
         self.engine = engine
         self.rollout_check = RolloutCheck(maker.actor, engine, strategy, config)
-        s, traits = config.sampling, ESTIMATOR_TRAITS[config.algorithm.advantage_estimator]
+        s, traits = config.sampling, ADVANTAGE_ESTIMATORS.find(config.algorithm.advantage_estimator)
         self.sampler = RolloutSampler(
             engine,
             reward_source,

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lightppo.algorithms import entries
 from lightppo.algorithms.correction import mismatch_metrics, mismatch_terms
 from lightppo.experience.experience import Experience
 
@@ -76,11 +77,7 @@ METRICS: dict[str, str] = {
     "train/ratio": "mean probability ratio of new to old policy",
     "train/approx_kl": "mean KL estimate of old to new policy per trained token (nats)",
     "train/entropy": "mean entropy of the policy at a trained token (nats)",
-    "train/dual_clip_ratio": "share of trained tokens where --dual_clip bounds the loss",
-    "train/weight_clip_ratio": "share of trained tokens whose importance weight cispo cuts",
-    "train/selected_ratio": "share of trained tokens that clip_cov or kl_cov treat differently",
-    "train/sapo_gate": "mean share of the gradient that sapo's gate lets through",
-    "train/cpgd_drift": "policy drift of cpgd, before its coefficient",
+    **{f"train/{name}": meaning for name, meaning in entries.metric_names().items()},
     "train/aux_loss": "load-balancing loss of a mixture of experts (--aux_loss_coef)",
     "train/actor_stopped": "share of the actor's optimizer steps skipped by --early_stop_imp_ratio or --early_stop_kl",
     "train/actor_lr": "learning rate of the actor",

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightppo.algorithms.entries import POLICY_LOSSES
 from lightppo.algorithms.kl import approx_kl, full_kl
 from lightppo.algorithms.losses import GPTLMLoss, PolicyLoss, ValueLoss
 from lightppo.algorithms.masking import aggregate_loss
 from lightppo.algorithms.shaping import ValueNorm
-from lightppo.algorithms.traits import POLICY_LOSS_TRAITS
 from lightppo.config import AlgorithmConfig, LossConfig
 from lightppo.experience.batching import Minibatch
 from lightppo.experience.experience import Experience
@@ -137,7 +137,7 @@ class PPOUpdate:
             mask,
             normalizer,
             weights=experience.loss_weights,
-            selected=experience.selected if POLICY_LOSS_TRAITS[o.policy_loss].selects_tokens else None,
+            selected=experience.selected if POLICY_LOSSES.find(o.policy_loss).selection else None,
         )
         metrics |= {
             "policy_loss": loss.detach(),
@@ -223,7 +223,7 @@ def build_policy_loss(loss: LossConfig) -> PolicyLoss:
         loss.eps_clip_high,
         policy_loss=loss.policy_loss,
         loss_agg_mode=loss.loss_agg_mode,
-        options={name: getattr(loss, name) for name in POLICY_LOSS_TRAITS[loss.policy_loss].options},
+        options={name: getattr(loss, name) for name in POLICY_LOSSES.find(loss.policy_loss).defaults},
     )
 
 

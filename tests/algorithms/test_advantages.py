@@ -1,17 +1,15 @@
 from __future__ import annotations
 
-from dataclasses import asdict
-
 import pytest
 import torch
 from torch import Tensor
 
-from lightppo.algorithms.advantages import ADVANTAGE_ESTIMATORS, get_estimator, reward_to_go
-from lightppo.algorithms.masking import LOSS_AGG_MODES, identity, whiten
-from lightppo.algorithms.traits import ESTIMATOR_TRAITS, POLICY_LOSS_TRAITS
+from lightppo.algorithms.advantages import reward_to_go
+from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS
+from lightppo.algorithms.masking import identity, whiten
 
 NAN = float("nan")
-CRITIC_FREE = [name for name, traits in ESTIMATOR_TRAITS.items() if not traits.needs_critic]
+CRITIC_FREE = [name for name, traits in ADVANTAGE_ESTIMATORS.items() if not traits.needs_critic]
 
 
 def estimate(
@@ -32,7 +30,7 @@ def estimate(
     } | given
     if scores is None:
         scores = (rewards * mask).sum(1)
-    return get_estimator(name).fn(token_rewards=rewards, action_mask=mask, scores=scores, **arguments)
+    return ADVANTAGE_ESTIMATORS[name].fn(token_rewards=rewards, action_mask=mask, scores=scores, **arguments)
 
 
 def random_batch() -> dict[str, Tensor]:
@@ -54,45 +52,9 @@ def random_batch() -> dict[str, Tensor]:
 
 
 class TestTable:
-    def test_every_estimator_has_its_traits_and_the_other_way_round(self):
-        assert ADVANTAGE_ESTIMATORS.keys() == ESTIMATOR_TRAITS.keys()
-        for name, entry in ADVANTAGE_ESTIMATORS.items():
-            traits = asdict(ESTIMATOR_TRAITS[name])
-            assert traits == {field: getattr(entry, field) for field in traits}
-            assert callable(entry.fn)
-
-    def test_what_belongs_to_an_estimator_exists(self):
-        for traits in ESTIMATOR_TRAITS.values():
-            assert traits.policy_loss in POLICY_LOSS_TRAITS
-            assert traits.loss_agg_mode is None or traits.loss_agg_mode in LOSS_AGG_MODES
-
-    def test_what_each_declares(self):
-        rows = {name: (e.needs_critic, e.min_group_size, e.whiten) for name, e in ADVANTAGE_ESTIMATORS.items()}
-        assert rows == {
-            "gae": (True, 1, True),
-            "reinforce": (False, 1, True),
-            "reinforce++": (False, 1, True),
-            "reinforce++_baseline": (False, 2, True),
-            "rloo": (False, 2, False),
-            "grpo": (False, 2, False),
-            "group_norm": (False, 2, False),
-            "dr_grpo": (False, 2, False),
-            "remax": (False, 1, False),
-            "opo": (False, 2, False),
-            "gpg": (False, 2, False),
-            "grpo_passk": (False, 2, False),
-            "cpgd": (False, 2, False),
-            "group_adv_norm": (False, 2, False),
-        }
-        assert [name for name, e in ADVANTAGE_ESTIMATORS.items() if e.needs_greedy_baseline] == ["remax"]
-
     @pytest.mark.parametrize(("name", "other"), [("reinforce", "reinforce++"), ("grpo", "group_norm")])
     def test_two_names_of_one_estimator(self, name, other):
-        assert get_estimator(name) == get_estimator(other)
-
-    def test_unknown_name(self):
-        with pytest.raises(ValueError, match=r"--advantage_estimator: unknown name 'gea'. Did you mean 'gae'.*rloo"):
-            get_estimator("gea")
+        assert ADVANTAGE_ESTIMATORS[name] == ADVANTAGE_ESTIMATORS[other]
 
     @pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
     def test_every_estimator_is_invariant(self, name):

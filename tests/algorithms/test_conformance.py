@@ -29,7 +29,8 @@ from support.conformance import (
 )
 from torch import Tensor
 
-from lightppo.algorithms.advantages import get_estimator, group_normalize
+from lightppo.algorithms.advantages import group_normalize
+from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS
 from lightppo.algorithms.kl import AdaptiveKLController, approx_kl
 from lightppo.algorithms.masking import whiten
 from lightppo.algorithms.shaping import (
@@ -46,7 +47,7 @@ from lightppo.algorithms.shaping import (
 
 def estimate(name: str, rewards: Tensor = OUTCOME, **given: object) -> tuple[Tensor, Tensor]:
     arguments = {"values": VALUES, "group_ids": GROUPS, "baseline_scores": GREEDY, "gamma": 0.9, "lambd": 0.8} | given
-    return get_estimator(name).fn(token_rewards=rewards, action_mask=MASK, scores=rewards.sum(1), **arguments)
+    return ADVANTAGE_ESTIMATORS[name].fn(token_rewards=rewards, action_mask=MASK, scores=rewards.sum(1), **arguments)
 
 
 def bessel(advantages: Tensor) -> Tensor:
@@ -90,7 +91,8 @@ class TestAdvantages:
     def test_gae_over_a_hole(self):
         mask = torch.tensor([[True, False, True, True]])
         rewards, values = numbers(".1 0 -.2 1")[None], numbers(".5 9 .3 -.4")[None]
-        ours = get_estimator("gae").fn(token_rewards=rewards, action_mask=mask, values=values, gamma=0.9, lambd=0.8)[0]
+        gae = ADVANTAGE_ESTIMATORS["gae"].fn
+        ours = gae(token_rewards=rewards, action_mask=mask, values=values, gamma=0.9, lambd=0.8)[0]
         close(ours, numbers("-.02344 0 .148 1.4")[None])  # verl compute_gae_advantage_return
         # OpenRLHF get_advantages_and_returns: the hole is a step with value 0, so the next token's value is lost
         differs(ours, numbers("-.1288768 0 .148 1.4")[None], by=0.1)
@@ -153,13 +155,13 @@ class TestAdvantages:
     def test_equal_scores_are_an_exact_0(self):
         """A float32 mean of seven times 0.1 is not 0.1: -0.0074 in verl and slime, -0.82 in OpenRLHF's group_norm."""
         scores, ones = torch.full((7,), 0.1), torch.ones(7, 1)
-        estimator = get_estimator("grpo").fn
+        estimator = ADVANTAGE_ESTIMATORS["grpo"].fn
         got = estimator(token_rewards=scores[:, None], action_mask=ones, scores=scores, group_ids=torch.zeros(7))[0]
         assert (got == 0).all()
 
     def test_groups_of_different_sizes(self):
         """slime _post_process_rewards compares all samples of the batch with each other if one is missing."""
-        estimator = get_estimator("grpo").fn
+        estimator = ADVANTAGE_ESTIMATORS["grpo"].fn
         five = estimator(token_rewards=OUTCOME[:5], action_mask=MASK[:5], scores=SCORES[:5], group_ids=GROUPS[:5])[0]
         close(five[:, 0], numbers(".999998 -.999998 0 -.70710635 .70710635"))  # (s - mean) / (std + 1e-6) by hand
         differs(five[:, 0], numbers(".39682782 -.70547163 -.15432191 -1.03616154 1.49912727"), by=0.5)

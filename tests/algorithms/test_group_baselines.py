@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightppo.algorithms.advantages import ADVANTAGE_ESTIMATORS, OnEveryToken, get_estimator, group_normalize
+from lightppo.algorithms.advantages import OnEveryToken, group_normalize
+from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS
 
 NAN = float("nan")
 BY_SCORES = [name for name, entry in ADVANTAGE_ESTIMATORS.items() if isinstance(entry.fn, OnEveryToken)]
@@ -23,7 +24,7 @@ def advantages_of(
     rewards = torch.zeros(mask.shape, dtype=scores.dtype)
     rewards[torch.arange(len(scores)), (lengths - 1).clamp(min=0)] = scores
     ids = torch.zeros(len(scores)).long() if groups is None else torch.tensor(groups)
-    advantages, _ = get_estimator(name).fn(
+    advantages, _ = ADVANTAGE_ESTIMATORS[name].fn(
         token_rewards=rewards,
         action_mask=mask,
         scores=scores,
@@ -91,7 +92,7 @@ class TestByHand:
     def test_opo_counts_trained_tokens_only(self):
         mask = torch.tensor([[True, False, False, True], [True, False, True, False], [False, True, False, False]])
         rewards = torch.tensor([[0.0, 9.0, 9.0, 1.0], [3.0, 9.0, 2.0, 9.0], [9.0, 0.0, 9.0, 9.0]])
-        advantages, _ = get_estimator("opo").fn(
+        advantages, _ = ADVANTAGE_ESTIMATORS["opo"].fn(
             token_rewards=rewards, action_mask=mask, scores=(rewards * mask).sum(1), group_ids=torch.zeros(3).long()
         )
         # b = (2·1 + 2·5 + 1·0) / 5 = 2.4; 1 - 2.4, 5 - 2.4, 0 - 2.4
@@ -143,7 +144,7 @@ class TestByHand:
     def test_the_kl_in_the_reward_counts(self):
         # scores 1 - 0.4 and 1 - 0: RLOO gives ∓0.4
         rewards = torch.tensor([[-0.1, 0.7], [0.0, 1.0]])
-        advantages, _ = get_estimator("rloo").fn(
+        advantages, _ = ADVANTAGE_ESTIMATORS["rloo"].fn(
             token_rewards=rewards,
             action_mask=torch.ones(2, 2).bool(),
             scores=rewards.sum(1),
@@ -224,7 +225,7 @@ class TestEveryOne:
             advantages_of(name, [0.0, 1.0, 2.0], [4, 9, 4])
 
     def test_bad_input(self, name):
-        run = get_estimator(name).fn
+        run = ADVANTAGE_ESTIMATORS[name].fn
         given = {"token_rewards": torch.zeros(2, 1), "action_mask": torch.ones(2, 1).bool(), "scores": torch.zeros(2)}
         with pytest.raises(ValueError, match="group_ids must be given"):
             run(**given, group_ids=None)

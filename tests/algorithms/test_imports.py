@@ -13,6 +13,7 @@ import pytest
 import lightppo.algorithms
 
 ROOM = Path(lightppo.algorithms.__file__).parent
+HOME = ("lightppo.algorithms.", "lightppo.errors.", "lightppo.option.")
 MODULES = sorted(ROOM.glob("*.py"))
 
 
@@ -37,9 +38,9 @@ def test_importing_the_room_loads_nothing_heavy():
     assert not loaded & heavy
 
 
-def test_traits_and_tables_need_no_torch():
-    """The command line reads the traits before anything heavy is loaded."""
-    code = "import sys, lightppo.algorithms.traits, lightppo.algorithms.tables; print('torch' in sys.modules)"
+def test_the_tables_need_no_torch():
+    """The command line reads the entries before anything heavy is loaded."""
+    code = "import sys, lightppo.algorithms.entries; print('torch' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, cwd=ROOM.parent.parent
     )
@@ -60,5 +61,5 @@ def test_source_uses_torch_and_itself_only(path: Path):
             assert node.attr not in {"distributed", "cuda"}, f"{path.name}:{node.lineno}: .{node.attr}"
     for name in imported:
         top = name.split(".")[0]
-        assert top in sys.stdlib_module_names | {"torch"} or name.startswith("lightppo.algorithms."), name
+        assert top in sys.stdlib_module_names | {"torch"} or name.startswith(HOME), name
         assert not name.startswith(("torch.distributed", "torch.cuda")), name

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightppo.algorithms.entries import LOSS_AGG_MODES, POLICY_LOSSES
 from lightppo.algorithms.kl import approx_kl
-from lightppo.algorithms.losses import POLICY_LOSSES, GPTLMLoss, PolicyLoss, ValueLoss
-from lightppo.algorithms.masking import LOSS_AGG_MODES, LossNormalizer, aggregate_loss
-from lightppo.algorithms.traits import POLICY_LOSS_TRAITS
+from lightppo.algorithms.losses import GPTLMLoss, PolicyLoss, ValueLoss
+from lightppo.algorithms.masking import LossNormalizer, aggregate_loss
 
 LENGTHS = [1, 40, 3, 0, 17, 2, 40, 5]  # very different, one row without a trained token
 B, A = len(LENGTHS), max(LENGTHS)
@@ -27,12 +27,12 @@ def mask_and_constants() -> tuple[Tensor, Tensor]:
 
 def policy_and_metrics(kind: str, mode: str) -> Callable[[Tensor, Tensor, Tensor, LossNormalizer], tuple]:
     """A policy loss with weights, with selected tokens where it takes them, and clips that some tokens reach."""
-    traits = POLICY_LOSS_TRAITS[kind]
+    traits = POLICY_LOSSES[kind]
     clips = {} if traits.eps_clip is None else {"clip_eps_low": 0.1, "clip_eps_high": 0.2}
     loss_fn = PolicyLoss(policy_loss=kind, loss_agg_mode=mode, **clips)
 
     def both(x: Tensor, c: Tensor, m: Tensor, n: LossNormalizer) -> tuple:
-        selected = c[2] > 1 if traits.selects_tokens else None
+        selected = c[2] > 1 if traits.selection else None
         return loss_fn(c[0] + 0.3 * x, c[0], c[1], m, n, weights=c[3].abs(), selected=selected)
 
     return both

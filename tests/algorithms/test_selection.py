@@ -10,11 +10,11 @@ from torch import Tensor
 
 from lightppo.algorithms.losses import PolicyLoss
 from lightppo.algorithms.masking import LossNormalizer
-from lightppo.algorithms.selection import SELECTIONS, covariance, top_share
-from lightppo.algorithms.traits import POLICY_LOSS_TRAITS
+from lightppo.algorithms.selection import covariance, select_clip_cov, select_kl_cov, top_share
 from tests.support.fakes import FakeStrategy, on_ranks
 
 NAN = float("nan")
+SELECTIONS = {"clip_cov": select_clip_cov, "kl_cov": select_kl_cov}
 KINDS = sorted(SELECTIONS)
 
 
@@ -271,7 +271,3 @@ class TestEverySelection:
         log_probs = (old + 0.1).requires_grad_()
         unselected(log_probs, old, advantages, mask)[0].backward()
         assert ((whole - log_probs.grad).abs() > 1e-6).sum() == 2  # floor(0.1 · 25) tokens are treated differently
-
-
-def test_the_tables_agree():
-    assert SELECTIONS.keys() == {name for name, traits in POLICY_LOSS_TRAITS.items() if traits.selects_tokens}

@@ -228,7 +228,7 @@ def test_another_kind_of_state_is_refused():
 
 
 def test_bad_constants():
-    with pytest.raises(ValueError, match=r"--value_norm: unknown name 'ema'.*Known names: exp, ma"):
+    with pytest.raises(ValueError, match=r"--value_norm: unknown name 'ema'.*known names: exp, ma"):
         ValueNorm("ema")
     for beta in (1.0, -0.1, NAN):
         with pytest.raises(ValueError, match="--value_norm_beta"):

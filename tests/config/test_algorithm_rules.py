@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightppo.algorithms.traits import CORRECTION_TRAITS, ESTIMATOR_TRAITS, POLICY_LOSS_TRAITS
+from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS, CORRECTIONS, POLICY_LOSSES
 from lightppo.config import PPOConfig
 from lightppo.config.old_log_probs import takes_old_from_training
 from lightppo.errors import ConfigError
@@ -130,29 +130,31 @@ def test_unknown_names_and_numbers_out_of_range(options, fragment):
     assert fragment in str(error.value)
 
 
-@pytest.mark.parametrize("name", ESTIMATOR_TRAITS)
+@pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
 def test_every_estimator_is_accepted_with_what_it_needs(name):
-    resolved = config(advantage_estimator=name, n_samples_per_prompt=ESTIMATOR_TRAITS[name].min_group_size).resolved()
+    resolved = config(
+        advantage_estimator=name, n_samples_per_prompt=ADVANTAGE_ESTIMATORS[name].min_group_size
+    ).resolved()
     resolved.validate()
-    assert resolved.loss.policy_loss == ESTIMATOR_TRAITS[name].policy_loss
-    assert resolved.algorithm.adv_norm == ESTIMATOR_TRAITS[name].whiten
+    assert resolved.loss.policy_loss == ADVANTAGE_ESTIMATORS[name].policy_loss
+    assert resolved.algorithm.adv_norm == ADVANTAGE_ESTIMATORS[name].whiten
 
 
-@pytest.mark.parametrize("name", POLICY_LOSS_TRAITS)
+@pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_every_policy_loss_brings_its_own_numbers(name):
-    traits = POLICY_LOSS_TRAITS[name]
+    traits = POLICY_LOSSES[name]
     loss = config(policy_loss=name).resolved().loss
     assert (loss.eps_clip_low, loss.eps_clip_high) == (traits.eps_clip or (None, None))
     assert loss.loss_agg_mode == traits.loss_agg_mode
-    others = {option for other in POLICY_LOSS_TRAITS.values() for option in other.options} - traits.options.keys()
-    assert {option: getattr(loss, option) for option in traits.options} == dict(traits.options)
+    others = {option for other in POLICY_LOSSES.values() for option in other.defaults} - traits.defaults.keys()
+    assert {option: getattr(loss, option) for option in traits.defaults} == traits.defaults
     assert all(getattr(loss, option) is None for option in others)
 
 
-@pytest.mark.parametrize("name", CORRECTION_TRAITS)
+@pytest.mark.parametrize("name", CORRECTIONS)
 def test_every_correction_brings_its_own_bounds(name):
     correction = config(rollout_correction=name).resolved().correction
-    traits = CORRECTION_TRAITS[name]
+    traits = CORRECTIONS[name]
     assert (correction.correction_low, correction.correction_high) == (traits.low, traits.high)
 
 

@@ -10,8 +10,8 @@ import torch
 from support.fakes import FakeStrategy, make_rollout, on_ranks
 from torch import Tensor
 
+from lightppo.algorithms.entries import LOSS_AGG_MODES
 from lightppo.algorithms.losses import PolicyLoss, ValueLoss
-from lightppo.algorithms.masking import LOSS_AGG_MODES
 from lightppo.config.micro_batches import MicroBatchSpec
 from lightppo.experience.batching import Minibatch, minibatches, plan_minibatch
 from lightppo.experience.experience import Experience

@@ -10,8 +10,8 @@ from support.fakes import FakeStrategy, make_rollout, on_ranks
 from support.tables import answer, approx, make_one, maker
 from torch import Tensor
 
+from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS, CORRECTIONS
 from lightppo.algorithms.shaping import ValueNorm
-from lightppo.algorithms.traits import CORRECTION_TRAITS, ESTIMATOR_TRAITS
 from lightppo.data.records import Rollout
 from lightppo.experience.experience import Experience
 from lightppo.models.actor import ActionScores
@@ -201,16 +201,16 @@ class TestOnPolicyShortcut:
         assert torch.equal(experience.advantages, recomputed.advantages)
 
 
-@pytest.mark.parametrize("name", ESTIMATOR_TRAITS)
+@pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
 def test_a_rank_without_samples_goes_along_with_every_estimator(name):
     """Two ranks, one without samples: no hang, and the other has what it would have alone."""
     options = {"advantage_estimator": name, "n_samples_per_prompt": 2, "coef": 0.1}
     options |= {"reward_running_norm": True, "rollout_correction": "tis", "correction_batch_norm": True}
-    options |= {"critic": False} if not ESTIMATOR_TRAITS[name].needs_critic else {"value_norm": "exp"}
+    options |= {"critic": False} if not ADVANTAGE_ESTIMATORS[name].needs_critic else {"value_norm": "exp"}
 
     def rollouts() -> list[Rollout]:
         both = group(0.0, 3.0, log_probs=ENGINE)
-        if ESTIMATOR_TRAITS[name].needs_greedy_baseline:
+        if ADVANTAGE_ESTIMATORS[name].needs_greedy_baseline:
             for rollout in both:
                 rollout.baseline = answer(1.0)
         return both
@@ -226,7 +226,7 @@ def test_a_rank_without_samples_goes_along_with_every_estimator(name):
     assert got.advantages.abs().sum() > 0
 
 
-@pytest.mark.parametrize("name", CORRECTION_TRAITS)
+@pytest.mark.parametrize("name", CORRECTIONS)
 def test_every_correction_runs(name):
     experience = make_one(maker(rollout_correction=name), answer(log_probs=ENGINE))
     assert (experience.loss_weights is None) == (name == "none")

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 from support.addition import rise, train
 
-from lightppo.algorithms.advantages import ADVANTAGE_ESTIMATORS
-from lightppo.algorithms.traits import POLICY_LOSS_TRAITS
+from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 
 GAE: dict[str, Any] = {"advantage_estimator": "gae"}
 GRPO: dict[str, Any] = {"advantage_estimator": "grpo"}
@@ -24,7 +23,7 @@ ESTIMATORS = list({entry.fn: name for name, entry in reversed(ADVANTAGE_ESTIMATO
 
 CASES: dict[str, dict[str, Any]] = {
     **{name: {"advantage_estimator": name} for name in ESTIMATORS},
-    **{f"loss-{name}": GRPO | {"policy_loss": name} for name in POLICY_LOSS_TRAITS if name != "ppo"},  # ppo: grpo's own
+    **{f"loss-{name}": GRPO | {"policy_loss": name} for name in POLICY_LOSSES if name != "ppo"},  # ppo: grpo's own
     "kl_in_reward": GAE | {"init_kl_coef": 0.01},
     "kl_loss-k2": KL_LOSS,
     "kl_loss-k3": KL_LOSS | {"kl_estimator": "k3"},

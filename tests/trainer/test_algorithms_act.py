@@ -10,8 +10,8 @@ from support.fakes import FakeEngine, FakeStrategy, on_ranks
 from support.sampled import PROMPTS, SCORES, collected
 from support.tiny import tiny_config
 
+from lightppo.algorithms.entries import POLICY_LOSSES
 from lightppo.algorithms.losses import PolicyLoss
-from lightppo.algorithms.traits import POLICY_LOSS_TRAITS
 from lightppo.config import PPOConfig
 from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import ConfigError, RewardError
@@ -232,11 +232,11 @@ def test_the_adaptive_coefficient_gets_the_true_kl(trainer_with, parts, estimato
 
 
 @pytest.mark.usefixtures("kept")
-@pytest.mark.parametrize("name", POLICY_LOSS_TRAITS)
+@pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_every_loss_trains_and_its_metrics_are_documented(trainer_with, name):
     trainer = trainer_with(policy_loss=name)
     trainer._collect_experience(PROMPTS, step=1)
-    assert (trainer.replay_buffer[0].selected is not None) == POLICY_LOSS_TRAITS[name].selects_tokens
+    assert (trainer.replay_buffer[0].selected is not None) == (POLICY_LOSSES[name].selection is not None)
     status = trainer.ppo_train(1)
     with_namespace(status)  # KeyError for a name that is not in METRICS
     assert status["actor_grad_norm"] > 0

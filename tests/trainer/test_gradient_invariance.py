@@ -13,7 +13,7 @@ import pytest
 import torch
 from support.ranks import run_ranks
 
-from lightppo.algorithms.traits import POLICY_LOSS_TRAITS
+from lightppo.algorithms.entries import POLICY_LOSSES
 
 SCRIPT = Path(__file__).parent / "ranks" / "gradients.py"
 
@@ -110,7 +110,7 @@ def test_fewer_tokens_go_through_the_models_where_prompts_are_shared(world, stag
 
 
 def test_variants_are_all_losses(script):
-    assert {f"loss {name}" for name in POLICY_LOSS_TRAITS} <= script.VARIANTS.keys()
+    assert {f"loss {name}" for name in POLICY_LOSSES} <= script.VARIANTS.keys()
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import pytest
 from support.ranks import REPO, run_ranks
 from support.tiny import sums, write_jsonl
 
+from lightppo.algorithms import entries
 from lightppo.trainer import metrics
 
 REWARD = """
@@ -22,9 +23,8 @@ def reward_func(queries, prompts, labels, responses):
 
 
 # Of policy losses and models that this run has not; tests/trainer/test_algorithms_act.py has them.
-OF_OTHER_LOSSES = {
-    f"train/{name}" for name in ("weight_clip_ratio", "selected_ratio", "sapo_gate", "cpgd_drift", "aux_loss")
-}
+OF_PPO = entries.POLICY_LOSSES["ppo"].metrics
+OF_OTHERS = {f"train/{name}" for name in {"aux_loss", *entries.metric_names()} - OF_PPO.keys()}
 # Of selection, which this run has not; tests/trainer/test_sampling_runs.py has it.
 OF_SELECTION = {
     f"rollout/{name}"
@@ -93,7 +93,7 @@ def test_a_run_logs_what_is_documented_and_nothing_else(tiny_model, tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     logged = {name for row in rows for name in row} - {"step", "time"}
     assert {name for name in logged if known_as(name) is None} == set()
-    assert {known_as(name) for name in logged} == set(metrics.METRICS) - OF_OTHER_LOSSES - OF_SELECTION
+    assert {known_as(name) for name in logged} == set(metrics.METRICS) - OF_OTHERS - OF_SELECTION
 
 
 def test_printed_or_written(tmp_path, monkeypatch, capsys):

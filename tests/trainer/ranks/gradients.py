@@ -11,8 +11,8 @@ from contextlib import contextmanager
 
 import torch
 
+from lightppo.algorithms.entries import POLICY_LOSSES
 from lightppo.algorithms.losses import GPTLMLoss
-from lightppo.algorithms.traits import POLICY_LOSS_TRAITS
 from lightppo.config import PPOConfig
 from lightppo.config.micro_batches import MicroBatchSpec
 from lightppo.experience.batching import Minibatch, ReplayBuffer, minibatches
@@ -71,7 +71,7 @@ OPTIONS = {"use_kl_loss": True, "kl_estimator": "k3", "init_kl_coef": 0.1, "ptx_
 WIDE = {"eps_clip_low": 0.6, "eps_clip_high": 0.9}  # so that only some tokens are clipped
 # Further ways to train, each cut up in three ways on one rank and on two.
 VARIANTS: dict[str, dict] = {
-    **{f"loss {name}": {"policy_loss": name} for name in POLICY_LOSS_TRAITS},
+    **{f"loss {name}": {"policy_loss": name} for name in POLICY_LOSSES},
     **{f"loss {name}": {"policy_loss": name, **WIDE} for name in ("gspo", "gmpo", "cispo", "cpgd")},
     **{f"kl {name}": {"use_kl_loss": True, "kl_estimator": name} for name in ("k2", "full", "k1+", "k3+")},
     "entropy": {"entropy_coef": 0.3, "loss_agg_mode": "seq-mean-token-mean"},

@@ -1,0 +1,426 @@
+"""Every algorithm by name: its function, its defaults and options, its metrics, and what it asks of a run.
+
+Free of torch: the command line reads these tables, and a function is imported when it is first used. An algorithm is
+its function, one entry here, one test with numbers worked out by hand, and one section in docs/algorithms.md; flags,
+``--help``, docs/flags.md, docs/metrics.md and the tests over whole tables follow from the entry. From Python an entry
+is added by ``ADVANTAGE_ESTIMATORS["mine"] = EstimatorEntry(mine)``, before the command line is read; from a file by
+``--advantage_estimator path.py:name`` (see :func:`estimator`).
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from lightppo.errors import ConfigError
+from lightppo.option import Option, nearest
+
+E = TypeVar("E")
+F = TypeVar("F", bound=Callable)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What all entries have.
+
+    Attributes:
+        function: ``"module:name"`` or ``"path.py:name"``, or the function itself.
+        options: its own. Their flags exist in every run; beside another entry they would do nothing, and are refused.
+        metrics: names that it adds to ``train/`` → meaning.
+    """
+
+    function: str | Callable
+    options: tuple[Option, ...] = ()
+    metrics: Mapping[str, str] = field(default_factory=dict)
+
+    @functools.cached_property
+    def fn(self) -> Callable:
+        """The function, imported on first use."""
+        return load(self.function)
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """Its own options by name, with what they are where the flag says nothing; ``None``: off."""
+        return {option.name: option.default for option in self.options}
+
+    def completed(self, given: Mapping[str, Any], name: str) -> dict[str, Any]:
+        """Its own options: those given, and the defaults of those left out or ``None``; ``name`` is for errors.
+
+        Raises:
+            ValueError: an option that it does not have, or a value out of range.
+        """
+        if unknown := given.keys() - self.defaults.keys():
+            known = ", ".join(self.defaults) or "none"
+            raise ValueError(f"--{min(unknown)} is no option of {name}; it has: {known}")
+        values = self.defaults | {name: value for name, value in given.items() if value is not None}
+        values = {option.name: option.conform(values[option.name]) for option in self.options}
+        for option in self.options:
+            if option.below is not None and not values[option.name] < values[option.below]:
+                low, high = values[option.name], values[option.below]
+                raise ValueError(f"--{option.name} {low:g} must be below --{option.below} {high:g}")
+        return values
+
+
+@dataclass(frozen=True)
+class EstimatorEntry(Entry):
+    """An advantage estimator; the function is an :class:`lightppo.algorithms.advantages.AdvantageFn`.
+
+    Attributes:
+        per_sample: the function gives each sample one number, from the scores of its group; see
+            :class:`lightppo.algorithms.advantages.OnEveryToken`.
+        needs_critic: it reads values, so a critic must be trained.
+        min_group_size: smallest number of samples per prompt it is defined for.
+        whiten: its advantages are whitened over all ranks unless ``--adv_norm`` says otherwise.
+        needs_greedy_baseline: it compares with the greedy answer to the same prompt, which must be sampled and scored.
+        discounted: ``--gamma`` acts on its advantages.
+        divides_by_std: it divides by the standard deviation of the group (``--no_group_std_norm``, ``--grpo_std_eps``).
+        policy_loss: the loss that belongs to it, where ``--policy_loss`` says nothing.
+        loss_agg_mode: the aggregation that belongs to it; ``None``: that of the loss.
+    """
+
+    per_sample: bool = False
+    needs_critic: bool = False
+    min_group_size: int = 1
+    whiten: bool = False
+    needs_greedy_baseline: bool = False
+    discounted: bool = False
+    divides_by_std: bool = False
+    policy_loss: str = "ppo"
+    loss_agg_mode: str | None = None
+
+    @functools.cached_property
+    def fn(self) -> Callable:
+        fn = load(self.function)
+        return load("lightppo.algorithms.advantages:OnEveryToken")(fn) if self.per_sample else fn
+
+
+@dataclass(frozen=True)
+class PolicyLossEntry(Entry):
+    """A policy loss; the function is a :class:`lightppo.algorithms.losses.PolicyLossFn`.
+
+    Attributes:
+        eps_clip: (low, high) where ``--eps_clip`` and its two sides say nothing; ``None``: the loss clips nothing.
+        loss_agg_mode: the aggregation it is defined with.
+        selection: ``"module:name"`` of the function that singles out tokens of the rollout, a
+            :class:`lightppo.algorithms.selection.Selection`; ``None``: it treats all alike.
+    """
+
+    eps_clip: tuple[float, float] | None = (0.2, 0.2)
+    loss_agg_mode: str = "token-mean"
+    selection: str | Callable | None = None
+
+
+@dataclass(frozen=True)
+class KLEntry(Entry):
+    """A KL estimator; the function is one of d at the sampled tokens, or of two sets of logits.
+
+    Attributes:
+        gradient_of: straight-through: the value is that of the function, the gradient that of this function of d.
+        over_vocabulary: needs both distributions, see :func:`lightppo.algorithms.kl.full_kl`.
+    """
+
+    gradient_of: str | None = None
+    over_vocabulary: bool = False
+
+
+@dataclass(frozen=True)
+class CorrectionEntry(Entry):
+    """An off-policy correction; the function is a :class:`lightppo.algorithms.correction.CorrectionFn`.
+
+    Attributes:
+        low: lower bound of the importance weight where ``--correction_low`` says nothing; ``None``: it has none.
+        high: upper bound where ``--correction_high`` says nothing; ``None``: it has none.
+    """
+
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True)
+class AggregationEntry(Entry):
+    """How token losses become one number: their sum, divided by the function of the step's ``LossNormalizer``.
+
+    Attributes:
+        mean_of_rows: each row is divided by its own number of trained tokens first.
+    """
+
+    mean_of_rows: bool = False
+
+
+class Table(dict[str, E]):
+    """The names that one flag takes; a dictionary of entries to which one can be added.
+
+    Args:
+        flag: such as ``--policy_loss``.
+        entries: name → entry.
+        decorator: name of the decorator of functions in files of the user's own; ``None``: it takes no file.
+    """
+
+    def __init__(self, flag: str, entries: Mapping[str, E], decorator: str | None = None) -> None:
+        super().__init__(entries)
+        self.flag, self.decorator = flag, decorator
+
+    def find(self, name: str) -> E:
+        """The entry of a name, or of ``path.py:name``.
+
+        Raises:
+            ConfigError: unknown name (the nearest and all are given), or a file without such a function.
+        """
+        if name not in self and self.decorator is not None and ".py" in name:
+            return _entry_of_file(name, self.flag, self.decorator)
+        return lookup(self, name, self.flag)
+
+    def flag_options(self) -> dict[str, Option]:
+        """The own options of all entries as flags: None means what the entry says."""
+        found: dict[str, Option] = {}
+        for name, entry in self.items():
+            for option in entry.options:
+                owners = (*(found[option.name].only_with if option.name in found else ()), name)
+                default = "" if option.default is None else f" None: {option.default}."
+                text = f"{', '.join(owners)}: {option.help}{default}"
+                found[option.name] = replace(option, type=option.type | None, default=None, help=text, only_with=owners)
+        return {
+            name: replace(option, only_with=(f"{self.flag[2:]}={'|'.join(option.only_with)}",))
+            for name, option in found.items()
+        }
+
+
+def lookup(table: Mapping[str, E], name: str, flag: str) -> E:
+    """The entry called ``name``.
+
+    Raises:
+        ConfigError: unknown name; the message gives the flag, the nearest name and all names.
+    """
+    if name in table:
+        return table[name]
+    raise ConfigError(f"{flag}: unknown name {name!r}{nearest(str(name), table)}; known names: {', '.join(table)}")
+
+
+def load(function: str | Callable) -> Callable:
+    """The function of ``"module:name"`` or ``"path.py:name"``; a function is itself."""
+    if not isinstance(function, str):
+        return function
+    where, _, name = function.rpartition(":")
+    return getattr(_run_file(where) if where.endswith(".py") else importlib.import_module(where), name)
+
+
+def metric_names() -> dict[str, str]:
+    """Names under ``train/`` that single algorithms add → meaning."""
+    return {name: meaning for table in TABLES for entry in table.values() for name, meaning in entry.metrics.items()}
+
+
+# -- files of the user's own -----------------------------------------------------------------------------------------
+
+
+def estimator(**traits: Any) -> Callable[[F], F]:
+    """Says what an estimator in a file of your own asks of a run, for ``--advantage_estimator path.py:name``.
+
+    Args:
+        **traits: attributes of :class:`EstimatorEntry` except ``function`` and ``options``, as literals: the command
+            line reads them without running the file.
+    """
+    EstimatorEntry("", **traits)  # a misspelt one is an error here
+    return lambda fn: fn
+
+
+def policy_loss(**traits: Any) -> Callable[[F], F]:
+    """The same for ``--policy_loss path.py:name`` and :class:`PolicyLossEntry`."""
+    PolicyLossEntry("", **traits)
+    return lambda fn: fn
+
+
+@functools.cache
+def _entry_of_file(spec: str, flag: str, decorator: str) -> Any:
+    """The entry of a function in a file, which is read but not run."""
+    path, _, name = spec.rpartition(":")
+    try:
+        tree = ast.parse(Path(path).expanduser().read_bytes())
+    except OSError as error:
+        raise ConfigError(f"{flag} {spec}: cannot be read ({error.strerror}); write path.py:name") from None
+    except (SyntaxError, ValueError) as error:
+        raise ConfigError(f"{flag} {spec}: {path} is not Python: {error}") from None
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    if name not in functions:
+        raise ConfigError(
+            f"{flag} {spec}: {path} has no function {name!r}{nearest(name, functions)}, only: {', '.join(functions)}"
+        )
+    kind = {"estimator": EstimatorEntry, "policy_loss": PolicyLossEntry}[decorator]
+    traits: dict[str, Any] = {}
+    for node in functions[name].decorator_list:
+        if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == decorator:
+            try:
+                traits = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in node.keywords}
+                kind("", **traits)
+            except (ValueError, TypeError) as error:
+                raise ConfigError(f"{flag} {spec}: {path}:{node.lineno}: @{decorator}: {error}") from None
+    return kind(f"{path}:{name}", **traits)
+
+
+@functools.cache
+def _run_file(path: str) -> Any:
+    """The module of a file, run once."""
+    file = Path(path).expanduser().absolute()
+    # a name of its own, so that a file called math.py hides nothing; in sys.modules, for dataclasses and pickle
+    name = f"lightppo_file_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+# -- the tables ------------------------------------------------------------------------------------------------------
+
+_ADVANTAGES = "lightppo.algorithms.advantages"
+_KL = "lightppo.algorithms.kl"
+_CORRECTION = "lightppo.algorithms.correction"
+_LOSSES = "lightppo.algorithms.losses"
+_MASKING = "lightppo.algorithms.masking"
+_SELECTION = "lightppo.algorithms.selection"
+
+_REINFORCE = EstimatorEntry(f"{_ADVANTAGES}:reinforce", whiten=True, discounted=True)
+_GROUP_NORM = EstimatorEntry(f"{_ADVANTAGES}:group_norm", per_sample=True, min_group_size=2, divides_by_std=True)
+
+ADVANTAGE_ESTIMATORS: Table[EstimatorEntry] = Table(
+    "--advantage_estimator",
+    {
+        "gae": EstimatorEntry(f"{_ADVANTAGES}:gae", needs_critic=True, whiten=True, discounted=True),
+        "reinforce": _REINFORCE,
+        "reinforce++": _REINFORCE,
+        "reinforce++_baseline": EstimatorEntry(
+            f"{_ADVANTAGES}:reinforce_baseline", per_sample=True, min_group_size=2, whiten=True
+        ),
+        "rloo": EstimatorEntry(f"{_ADVANTAGES}:rloo", per_sample=True, min_group_size=2),
+        "grpo": _GROUP_NORM,
+        "group_norm": _GROUP_NORM,
+        "dr_grpo": EstimatorEntry(
+            f"{_ADVANTAGES}:dr_grpo", per_sample=True, min_group_size=2, loss_agg_mode="seq-mean-token-sum-norm"
+        ),
+        "remax": EstimatorEntry(f"{_ADVANTAGES}:remax", needs_greedy_baseline=True, discounted=True),
+        "opo": EstimatorEntry(f"{_ADVANTAGES}:opo", per_sample=True, min_group_size=2),
+        "gpg": EstimatorEntry(f"{_ADVANTAGES}:gpg", per_sample=True, min_group_size=2, policy_loss="gpg"),
+        "grpo_passk": EstimatorEntry(
+            f"{_ADVANTAGES}:grpo_passk", per_sample=True, min_group_size=2, divides_by_std=True
+        ),
+        "cpgd": EstimatorEntry(
+            f"{_ADVANTAGES}:cpgd", per_sample=True, min_group_size=2, divides_by_std=True, policy_loss="cpgd"
+        ),
+        "group_adv_norm": EstimatorEntry(f"{_ADVANTAGES}:group_adv_norm", min_group_size=2, discounted=True),
+    },
+    decorator="estimator",
+)
+
+_SELECTED = {"selected_ratio": "share of trained tokens that clip_cov or kl_cov treat differently"}
+
+POLICY_LOSSES: Table[PolicyLossEntry] = Table(
+    "--policy_loss",
+    {
+        "ppo": PolicyLossEntry(
+            f"{_LOSSES}:ppo_policy_loss",
+            options=(
+                Option(
+                    "dual_clip", float | None, None, "where A < 0, the loss is at most -this·A. None: off; 3 is usual.",
+                    gt=1,
+                ),
+            ),
+            metrics={"dual_clip_ratio": "share of trained tokens where --dual_clip bounds the loss"},
+        ),
+        "gspo": PolicyLossEntry(
+            f"{_LOSSES}:gspo_policy_loss", eps_clip=(3e-4, 4e-4), loss_agg_mode="seq-mean-token-mean"
+        ),
+        "cispo": PolicyLossEntry(
+            f"{_LOSSES}:cispo_policy_loss",
+            eps_clip=(1.0, 4.0),
+            metrics={"weight_clip_ratio": "share of trained tokens whose importance weight cispo cuts"},
+        ),
+        "gmpo": PolicyLossEntry(
+            f"{_LOSSES}:gmpo_policy_loss", eps_clip=(0.4, 0.4), loss_agg_mode="seq-mean-token-mean"
+        ),
+        "sapo": PolicyLossEntry(
+            f"{_LOSSES}:sapo_policy_loss",
+            eps_clip=None,
+            loss_agg_mode="seq-mean-token-mean",
+            options=(
+                Option("sapo_tau_pos", float, 1.0, "temperature where A > 0.", gt=0),
+                Option("sapo_tau_neg", float, 1.05, "temperature elsewhere.", gt=0),
+            ),
+            metrics={"sapo_gate": "mean share of the gradient that sapo's gate lets through"},
+        ),
+        "clip_cov": PolicyLossEntry(
+            f"{_LOSSES}:clip_cov_policy_loss",
+            eps_clip=(1.0, 1.0),
+            options=(
+                Option("clip_cov_ratio", float, 2e-4, "share of tokens without gradient.", gt=0, le=1),
+                Option("clip_cov_low", float, 1.0, "only tokens of a covariance above this.", below="clip_cov_high"),
+                Option("clip_cov_high", float, 5.0, "only tokens of a covariance below this."),
+            ),
+            selection=f"{_SELECTION}:select_clip_cov",
+            metrics=_SELECTED,
+        ),
+        "kl_cov": PolicyLossEntry(
+            f"{_LOSSES}:kl_cov_policy_loss",
+            eps_clip=None,
+            options=(
+                Option(
+                    "kl_cov_ratio", float, 2e-3, "share of tokens, highest covariance first, with a KL penalty.",
+                    gt=0, le=1,
+                ),
+                Option("kl_cov_coef", float, 1.0, "weight of that penalty.", ge=0),
+            ),
+            selection=f"{_SELECTION}:select_kl_cov",
+            metrics=_SELECTED,
+        ),
+        "gpg": PolicyLossEntry(f"{_LOSSES}:gpg_policy_loss", eps_clip=None),
+        "cpgd": PolicyLossEntry(
+            f"{_LOSSES}:cpgd_policy_loss",
+            options=(Option("cpgd_drift_coef", float, 0.01, "weight of the policy drift.", ge=0),),
+            metrics={"cpgd_drift": "policy drift of cpgd, before its coefficient"},
+        ),
+    },
+    decorator="policy_loss",
+)  # fmt: skip
+
+KL_ESTIMATORS: Table[KLEntry] = Table(
+    "--kl_estimator",
+    {
+        "k1": KLEntry(f"{_KL}:k1"),
+        "abs": KLEntry(f"{_KL}:absolute"),
+        "k2": KLEntry(f"{_KL}:k2"),
+        "k3": KLEntry(f"{_KL}:k3"),
+        "full": KLEntry(f"{_KL}:full_kl", over_vocabulary=True),
+        "k1+": KLEntry(f"{_KL}:k1", gradient_of=f"{_KL}:k2"),
+        "k3+": KLEntry(f"{_KL}:k3", gradient_of=f"{_KL}:k2"),
+    },
+)
+
+CORRECTIONS: Table[CorrectionEntry] = Table(
+    "--rollout_correction",
+    {
+        "none": CorrectionEntry(f"{_CORRECTION}:none"),
+        "tis": CorrectionEntry(f"{_CORRECTION}:tis", high=2.0),
+        "seq_tis": CorrectionEntry(f"{_CORRECTION}:seq_tis", high=2.0),
+        "icepop": CorrectionEntry(f"{_CORRECTION}:icepop", low=0.5, high=5.0),
+        "seq_mask": CorrectionEntry(f"{_CORRECTION}:seq_mask", low=0.999, high=1.001),
+        "seq_mask_tis": CorrectionEntry(f"{_CORRECTION}:seq_mask_tis", low=0.5, high=5.0),
+        "decoupled": CorrectionEntry(f"{_CORRECTION}:decoupled", high=5.0),
+    },
+)
+
+LOSS_AGG_MODES: Table[AggregationEntry] = Table(
+    "--loss_agg_mode",
+    {
+        "token-mean": AggregationEntry(f"{_MASKING}:all_tokens"),
+        "seq-mean-token-sum": AggregationEntry(f"{_MASKING}:all_sequences"),
+        "seq-mean-token-mean": AggregationEntry(f"{_MASKING}:all_sequences", mean_of_rows=True),
+        "seq-mean-token-sum-norm": AggregationEntry(f"{_MASKING}:scaled_sequences"),
+    },
+)
+
+TABLES = (ADVANTAGE_ESTIMATORS, POLICY_LOSSES, KL_ESTIMATORS, CORRECTIONS, LOSS_AGG_MODES)
