@@ -19,8 +19,7 @@ from lightppo.data.records import Prompt, Rollout, from_plain, group_by_prompt, 
 from lightppo.errors import RewardError
 from lightppo.experience.checks import RolloutReplay
 from lightppo.ranks import Ranks
-from lightppo.rewards.async_scoring import AsyncScorer
-from lightppo.rewards.source import RewardSource, describe_sample, score_rollouts
+from lightppo.rewards.source import AsyncScorer, RewardSource, describe_sample, score_rollouts
 from lightppo.rollout.engine import RolloutEngine, SamplingParams
 
 logger = logging.getLogger(__name__)

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lightppo.config.micro_batches import MicroBatchSpec
 from lightppo.http import check_url, shown_url
-from lightppo.rewards.failures import OnFailure
-from lightppo.rewards.function import FunctionReward, load_python_function, load_python_object, split_python_spec
-from lightppo.rewards.source import RewardSource
+from lightppo.rewards.function import FunctionReward
+from lightppo.rewards.source import OnFailure, RewardSource
+from lightppo.user_code import load_python_function, load_python_object, split_python_spec
 
 if TYPE_CHECKING:
     import torch

@@ -1,6 +1,6 @@
 """Rewards for programs: the last fenced block of a response is run on test cases.
 
-Who runs it is a verifier: the sandbox on this machine, or a service (:mod:`lightppo.rewards.execution_services`). What
+Who runs it is a verifier: the sandbox on this machine, or a service (:mod:`lightppo.rewards.services`). What
 a program prints or returns is compared here, outside: no program sees what is expected of it.
 """
 
@@ -25,8 +25,7 @@ from lightppo.rewards.code_tests import (
     printed_right,
     returned_right,
 )
-from lightppo.rewards.failures import OnFailure, check_failure_options
-from lightppo.rewards.source import RewardOutput, describe_sample
+from lightppo.rewards.source import OnFailure, RewardOutput, check_failure_options, describe_sample
 from lightppo.sandbox import ProgramRun, SandboxPool
 
 logger = logging.getLogger(__name__)

@@ -1,21 +1,364 @@
-"""Rewards written as a Python function, in the script or in a file of their own."""
+"""Rewards written as a Python function: our own convention, and those of OpenRLHF, verl, TRL and AReaL.
+
+A function is recognised by the names of its parameters. One that fits no convention, or more than one, is refused with
+a text that says how to name its convention; nothing is guessed.
+"""
 
 from __future__ import annotations
 
-import hashlib
-import importlib.util
-import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from lightppo.data.records import Rollout
 from lightppo.errors import RewardError
-from lightppo.rewards.failures import OnFailure, Settled, check_failure_options, finite, settle, shown
 from lightppo.rewards.managers import ManagerName, build_runner
-from lightppo.rewards.signatures import BoundFunction, RewardFunction
-from lightppo.rewards.source import RewardOutput, check_output, describe_sample, output_from_result
+from lightppo.rewards.source import (
+    Call,
+    OnFailure,
+    RewardOutput,
+    Settled,
+    check_failure_options,
+    check_output,
+    describe_sample,
+    finite,
+    join_outputs,
+    output_from_result,
+    settle,
+    shown,
+)
+
+RewardFunction = Callable[..., Any]
+Values = dict[str, Any]
+
+_KINDS = inspect.Parameter
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What was read from one call, and which of its scores could not be used."""
+
+    output: RewardOutput
+    bad: list[bool]
+
+
+_Reading = tuple[_Answer | None, str | None]  # why it is no full answer
+
+
+def _read_list(value: Any, part: list[Rollout], label: str) -> _Reading:
+    """A list or tensor of scores, or ``dict(rewards, scores, extra_logs)``; what can be used of it if not all can."""
+    try:
+        output = output_from_result(value, len(part), label)
+    except RewardError as error:
+        return None, str(error)
+    try:
+        return _Answer(check_output(output, part, label), [False] * len(part)), None
+    except RewardError as error:
+        if any(len(values) != len(part) for values in (output.scores, *output.metrics.values())):
+            return None, str(error)
+        scores = [finite(score) for score in output.scores]
+        metrics = {str(name): [finite(item) for item in values] for name, values in output.metrics.items()}
+        bad = [number is None and score is not None for number, score in zip(scores, output.scores)]
+        return _Answer(RewardOutput(scores, metrics), bad), str(error)
+
+
+def _read_sample(value: Any, part: list[Rollout], label: str) -> _Reading:
+    """A score, a dict with ``score``, a tuple that begins with it, or ``None``."""
+    score, metrics = value, {}
+    if isinstance(value, Mapping):
+        if "score" not in value:
+            return None, f"it returned a dict without 'score': {shown(value)}"
+        score = value["score"]
+        numbers = {str(name): finite(item) for name, item in value.items() if name != "score"}
+        metrics = {name: [number] for name, number in numbers.items() if number is not None}
+    elif isinstance(value, (list, tuple)) and value:
+        score = value[0]
+    number = finite(score)
+    if number is None and score is not None:
+        return None, f"it returned {shown(value)}; a score must be a finite number, or None for an unscored sample"
+    return _Answer(RewardOutput([number], metrics), [False]), None
+
+
+def _read_samples(value: Any, part: list[Rollout], label: str) -> _Reading:
+    """A list with one entry per sample, each as :func:`_read_sample` reads it."""
+    values = value.tolist() if hasattr(value, "tolist") else value
+    if not isinstance(values, (list, tuple)) or len(values) != len(part):
+        return None, f"it returned {shown(value)}; a list with one entry for each of {len(part)} samples is needed"
+    readings = [_read_sample(item, part[i : i + 1], label) for i, item in enumerate(values)]
+    problem = next((f"{describe_sample(part, i)}: {text}" for i, (_, text) in enumerate(readings) if text), None)
+    outputs = [RewardOutput([None]) if answer is None else answer.output for answer, _ in readings]
+    return _Answer(join_outputs(outputs), [answer is None for answer, _ in readings]), problem
+
+
+@dataclass(frozen=True, slots=True)
+class Style:
+    """One convention.
+
+    Attributes:
+        shape: how a function of it looks, for error texts.
+        needs: parameter names that tell it from the others.
+        per_sample: called once per sample; otherwise once with lists that have one entry per sample.
+        positional: what is given by position.
+        named: what is given by keyword, of one sample. Names here win over columns of the data of the same name.
+        columns: further columns of the data, of one sample, also by keyword.
+        open_ended: only functions with ``**kwargs`` are recognised.
+        always: given by keyword as they are, whatever the samples.
+        read: (returned value, samples of the call, name for errors) → what it says about them.
+    """
+
+    shape: str
+    needs: frozenset[str]
+    per_sample: bool
+    positional: tuple[str, ...]
+    named: Callable[[Rollout], Values]
+    columns: Callable[[Rollout], Values]
+    open_ended: bool = False
+    always: Values = field(default_factory=dict)
+    read: Callable[[Any, list[Rollout], str], _Reading] = _read_list
+
+
+def _ours(rollout: Rollout) -> Values:
+    return {
+        "queries": rollout.prompt.text + rollout.response_text,
+        "prompts": rollout.prompt.text,
+        "labels": rollout.prompt.label,
+        "responses": rollout.response_text,
+        "prompt_ids": rollout.prompt.token_ids,
+        "response_ids": rollout.response_ids,
+        "finish_reasons": rollout.finish_reason,
+        "data_sources": rollout.prompt.data_source,
+        "extras": rollout.prompt.extra,
+    }
+
+
+def _verl(rollout: Rollout) -> Values:
+    info = rollout.prompt.extra.get("extra_info")
+    info = info if isinstance(info, dict) else rollout.prompt.extra
+    return {
+        "data_source": rollout.prompt.data_source,
+        "solution_str": rollout.response_text,
+        "ground_truth": rollout.prompt.label,
+        # a copy, as functions write into it; the two keys are always there in verl
+        "extra_info": {"num_turns": None, "rollout_reward_scores": {}} | info,
+    }
+
+
+def _verl_batch(rollout: Rollout) -> Values:
+    values = _verl(rollout)
+    names = {"data_source": "data_sources", "solution_str": "solution_strs"}
+    names |= {"ground_truth": "ground_truths", "extra_info": "extra_infos"}
+    return {names[name]: value for name, value in values.items()}
+
+
+def _trl(rollout: Rollout) -> Values:
+    """With a chat as prompt, the completion is a chat too: one message of the assistant."""
+    chat = rollout.prompt.messages
+    text = rollout.response_text
+    return {
+        "prompts": rollout.prompt.text if chat is None else chat,
+        "completions": text if chat is None else [{"role": "assistant", "content": text}],
+        "completion_ids": rollout.response_ids,
+    }
+
+
+def _areal(rollout: Rollout) -> Values:
+    return {
+        "prompt": rollout.prompt.text,
+        "completions": rollout.response_text,
+        "prompt_ids": rollout.prompt.token_ids,
+        "completion_ids": rollout.response_ids,
+    }
+
+
+def _row(rollout: Rollout) -> Values:
+    return rollout.prompt.extra
+
+
+def _row_and_chat(rollout: Rollout) -> Values:
+    chat = rollout.prompt.messages
+    return rollout.prompt.extra if chat is None else {"messages": chat} | rollout.prompt.extra
+
+
+def _none(rollout: Rollout) -> Values:
+    return {}
+
+
+def discard(*args: Any) -> None:
+    """TRL's ``log_extra(column, values)`` and ``log_metric(name, value)``: accepted, kept nowhere."""
+
+
+STYLES: dict[str, Style] = {
+    "queries": Style(
+        shape="f(queries, prompts, labels, **extra)",
+        needs=frozenset({"queries"}),
+        per_sample=False,
+        positional=("queries", "prompts", "labels"),
+        named=_ours,
+        columns=_row,
+    ),
+    "verl": Style(
+        shape="f(data_source, solution_str, ground_truth, extra_info)",
+        needs=frozenset({"solution_str", "ground_truth"}),
+        per_sample=True,
+        positional=(),
+        named=_verl,
+        columns=_none,
+        read=_read_sample,
+    ),
+    "verl_batch": Style(
+        shape="f(data_sources, solution_strs, ground_truths, extra_infos)",
+        needs=frozenset({"solution_strs", "ground_truths"}),
+        per_sample=False,
+        positional=(),
+        named=_verl_batch,
+        columns=_none,
+        read=_read_samples,
+    ),
+    "trl": Style(
+        shape="f(prompts, completions, completion_ids, **columns)",
+        needs=frozenset({"completions"}),
+        per_sample=False,
+        positional=(),
+        named=_trl,
+        columns=_row,
+        open_ended=True,
+        always={"log_extra": discard, "log_metric": discard},
+    ),
+    "areal": Style(
+        shape="f(prompt, completions, prompt_ids, completion_ids, **row)",
+        needs=frozenset({"prompt", "completions", "prompt_ids", "completion_ids"}),
+        per_sample=True,
+        positional=("prompt", "completions", "prompt_ids", "completion_ids"),
+        named=_areal,
+        columns=_row_and_chat,
+        read=_read_sample,
+    ),
+}
+
+# Words that mean something in some convention: among the first three, each is only right where our own has it.
+_WORDS = frozenset(
+    {"query", "queries", "prompt", "prompts", "label", "labels", "response", "responses", "completion", "completions"}
+    | {"data_source", "data_sources", "ground_truth", "ground_truths", "solution_str", "solution_strs", "extra_info"}
+    | {"prompt_ids", "completion_ids", "response_ids", "solution", "solutions", "answer", "answers", "messages"}
+)
+
+
+# Names that tell another convention; prompt_ids is a keyword of our own too.
+_FOREIGN = frozenset().union(*(style.needs for key, style in STYLES.items() if key != "queries")) - {"prompt_ids"}
+
+
+def recognise(fn: RewardFunction, name: str) -> str:
+    """The name in :data:`STYLES` of the convention that a function follows.
+
+    Raises:
+        ValueError: none, or several; says how to name one.
+    """
+    parameters = _signature(fn, name).parameters.values()
+    names = {p.name for p in parameters} - _filled(fn)
+    open_ended = any(p.kind is _KINDS.VAR_KEYWORD for p in parameters)
+    fits = [key for key, style in STYLES.items() if style.needs <= names and (open_ended or not style.open_ended)]
+    if "areal" in fits and "trl" in fits:  # AReaL's names hold TRL's only mark
+        fits.remove("trl")
+    if len(fits) == 1 and (fits[0] != "queries" or _in_place(parameters)):
+        return fits[0]
+    if not fits and not names & _FOREIGN and _in_place(parameters):
+        return "queries"  # names of its own, e.g. f(q, p, labels)
+    raise ValueError(
+        f"reward function {name}{_signature(fn, name)} may follow {' or '.join(fits) or 'no convention'}; say which "
+        f"with --reward_fn_style: {'; '.join(f'{key}: {style.shape}' for key, style in STYLES.items())}"
+    )
+
+
+def _in_place(parameters: Sequence[_KINDS]) -> bool:
+    """True where no known word stands among the first three in a place that is not its own."""
+    by_position = [p.name for p in parameters if p.kind in (_KINDS.POSITIONAL_ONLY, _KINDS.POSITIONAL_OR_KEYWORD)]
+    return all(word == right or word not in _WORDS for word, right in zip(by_position, STYLES["queries"].positional))
+
+
+class BoundFunction:
+    """A reward function and how to call it; ``style`` is a name in :data:`STYLES`, or ``"auto"``.
+
+    Raises:
+        ValueError: no such style, the function cannot be called that way, or it cannot be recognised.
+    """
+
+    def __init__(self, fn: RewardFunction, name: str, style: str = "auto") -> None:
+        if style != "auto" and style not in STYLES:
+            raise ValueError(f"--reward_fn_style must be one of auto, {', '.join(STYLES)}, got {style!r}")
+        self.fn = fn
+        self.name = name
+        self.signature = _signature(fn, name)
+        self.style = STYLES[recognise(fn, name) if style == "auto" else style]
+        self.is_async = _is_coroutine_function(fn)
+        try:
+            taken = set(self.signature.bind_partial(*[None] * len(self.style.positional)).arguments)
+        except TypeError as error:
+            raise ValueError(
+                f"reward function {name}{self.signature} must take {self.style.shape[1:]}: {error}"
+            ) from None
+        parameters = self.signature.parameters.values()
+        self._named = {p.name for p in parameters if p.kind in (_KINDS.POSITIONAL_OR_KEYWORD, _KINDS.KEYWORD_ONLY)}
+        self._named -= taken
+        self._taken = taken | _filled(fn)
+        self._open_ended = any(p.kind is _KINDS.VAR_KEYWORD for p in parameters)
+
+    @property
+    def per_sample(self) -> bool:
+        """True where each sample is a call of its own."""
+        return self.style.per_sample
+
+    def calls(self, rollouts: list[Rollout]) -> list[Call]:
+        """The calls that score the samples: one each, or one with lists.
+
+        Raises:
+            RewardError: the function needs something that is not there.
+        """
+        rows = [(self.style.named(rollout), self.style.columns(rollout)) for rollout in rollouts]
+        if self.per_sample:
+            return [self._call(columns | named) for named, columns in rows]
+        names = dict.fromkeys(name for _, columns in rows for name in columns)
+        lists: Values = {name: [columns.get(name) for _, columns in rows] for name in names}
+        lists |= {name: [named[name] for named, _ in rows] for name in rows[0][0]}
+        return [self._call(lists)]
+
+    def _call(self, values: Values) -> Call:
+        values = self.style.always | values
+        args = tuple(values[name] for name in self.style.positional)
+        kwargs = {name: value for name, value in values.items() if self._accepts(name)}
+        try:
+            self.signature.bind(*args, **kwargs)
+        except TypeError as error:
+            there = ", ".join(name for name in values if name not in self.style.positional)
+            raise RewardError(
+                f"reward function {self.name}{self.signature}: {error}; beside its first {len(args)} arguments there "
+                f"are: {there or 'none'}"
+            ) from None
+        return Call(args, kwargs)
+
+    def _accepts(self, keyword: str) -> bool:
+        if keyword in self._taken or keyword in self.style.positional:
+            return False
+        return self._open_ended or keyword in self._named
+
+
+def _filled(fn: RewardFunction) -> set[str]:
+    """What a partial has filled in by keyword: a parameter still, but not ours to give, nor to recognise it by."""
+    return set(fn.keywords) if isinstance(fn, functools.partial) else set()
+
+
+def _signature(fn: RewardFunction, name: str) -> inspect.Signature:
+    try:
+        return inspect.signature(fn)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"reward function {name}: its parameters cannot be read: {error}") from None
+
+
+def _is_coroutine_function(fn: RewardFunction) -> bool:
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(getattr(fn, "__call__", None))  # noqa: B004
 
 
 class FunctionReward:
@@ -31,7 +374,7 @@ class FunctionReward:
     - ``extras``: all further columns as one dict per sample; the way to a column whose name is taken above.
 
     It returns a list or tensor of scores, or ``dict(rewards, scores, extra_logs)``; ``None`` = unscored. The other
-    conventions are in :data:`lightppo.rewards.signatures.STYLES`; one called per sample returns a score, a dict with
+    conventions are in :data:`STYLES`; one called per sample returns a score, a dict with
     ``score`` (its other numbers become metrics), or a tuple that begins with the score.
 
     A call that raises, exceeds its limit or returns something else is a failure: tried again, then an error, or
@@ -91,13 +434,16 @@ class FunctionReward:
             return RewardOutput([])
         parts = [[rollout] for rollout in rollouts] if self._bound.per_sample else [rollouts]
         calls = self._bound.calls(rollouts)
-        settled = settle(self._run, calls, lambda i, value: self._read(value, parts[i]), self.reward_retries)
+        read = self._bound.style.read
+        settled = settle(self._run, calls, lambda i, value: read(value, parts[i], self._label), self.reward_retries)
         failed = next((i for i, state in enumerate(settled) if state.problem is not None), None)
         if failed is not None and self.on_reward_failure == "error":
             raise RewardError(self._error_text(settled[failed], rollouts, failed)) from settled[failed].cause
-        answers = [state.result or _Answer.missing(len(part)) for state, part in zip(settled, parts)]
-        scores = [score for answer in answers for score in answer.scores]
-        output = RewardOutput(scores, _joined_metrics(answers), _joined_token_scores(answers))
+        answers: list[_Answer] = [
+            state.result or _Answer(RewardOutput([None] * len(part)), [True] * len(part))
+            for state, part in zip(settled, parts)
+        ]
+        output = join_outputs([answer.output for answer in answers])
         if self.on_reward_failure == "unscored" or self.reward_retries:
             counts = _counts(settled, answers)
             taken = sorted(counts.keys() & output.metrics.keys())
@@ -105,10 +451,6 @@ class FunctionReward:
                 raise RewardError(f"{self._label}: {taken[0]!r} is counted for it; give its own number another name")
             output.metrics |= counts
         return output
-
-    def _read(self, value: Any, part: list[Rollout]) -> tuple[_Answer | None, str | None]:
-        read = _READERS.get(self._bound.style_name, _read_list)
-        return read(value, part, self._label)
 
     def _error_text(self, state: Settled, rollouts: list[Rollout], call: int) -> str:
         problem = state.problem or ""
@@ -118,36 +460,6 @@ class FunctionReward:
         return f"{self._label} {'failed' if state.cause is None else 'raised'} on {which}: {problem}"
 
 
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    """What was read from one call: per sample the score, metrics, whether its score could not be used, token scores."""
-
-    scores: list[float | None]
-    metrics: dict[str, list[float | None]]
-    bad: list[bool]
-    token_scores: list[list[float] | None] | None = None
-
-    @classmethod
-    def missing(cls, n: int) -> _Answer:
-        """For a call that gave no usable answer to its n samples."""
-        return cls([None] * n, {}, [True] * n)
-
-
-def _joined_metrics(answers: list[_Answer]) -> dict[str, list[float | None]]:
-    names = dict.fromkeys(name for answer in answers for name in answer.metrics)
-    return {
-        name: [item for answer in answers for item in answer.metrics.get(name, [None] * len(answer.scores))]
-        for name in names
-    }
-
-
-def _joined_token_scores(answers: list[_Answer]) -> list[list[float] | None] | None:
-    """``None`` where no call gave any."""
-    if all(answer.token_scores is None for answer in answers):
-        return None
-    return [row for answer in answers for row in answer.token_scores or [None] * len(answer.scores)]
-
-
 def _counts(settled: list[Settled], answers: list[_Answer]) -> dict[str, list[float | None]]:
     """Failed tries per sample; a last try that failed as a whole did not for those that it scored."""
     pairs = list(zip(settled, answers))
@@ -155,135 +467,3 @@ def _counts(settled: list[Settled], answers: list[_Answer]) -> dict[str, list[fl
         "failures": [float(s.failures - (s.problem is not None and not bad)) for s, a in pairs for bad in a.bad],
         "timeouts": [float(s.timeouts) for s, a in pairs for _ in a.bad],
     }
-
-
-_Reading = tuple[_Answer | None, str | None]
-
-
-def _read_sample(value: Any, part: list[Rollout], label: str) -> _Reading:
-    """A score, a dict with ``score``, a tuple that begins with it, or ``None``."""
-    score, metrics = value, {}
-    if isinstance(value, Mapping):
-        if "score" not in value:
-            return None, f"it returned a dict without 'score': {shown(value)}"
-        score = value["score"]
-        numbers = {str(name): finite(item) for name, item in value.items() if name != "score"}
-        metrics = {name: [number] for name, number in numbers.items() if number is not None}
-    elif isinstance(value, (list, tuple)) and value:
-        score = value[0]
-    number = finite(score)
-    if number is None and score is not None:
-        return None, f"it returned {shown(value)}; a score must be a finite number, or None for an unscored sample"
-    return _Answer([number], metrics, [False]), None
-
-
-def _read_samples(value: Any, part: list[Rollout], label: str) -> _Reading:
-    """A list with one entry per sample, each as :func:`_read_sample` reads it."""
-    values = value.tolist() if hasattr(value, "tolist") else value
-    if not isinstance(values, (list, tuple)) or len(values) != len(part):
-        return None, f"it returned {shown(value)}; a list with one entry for each of {len(part)} samples is needed"
-    readings = [_read_sample(item, part[i : i + 1], label) for i, item in enumerate(values)]
-    problem = next((f"{describe_sample(part, i)}: {text}" for i, (_, text) in enumerate(readings) if text), None)
-    answers = [answer or _Answer([None], {}, [True]) for answer, _ in readings]
-    names = dict.fromkeys(name for answer in answers for name in answer.metrics)
-    metrics = {name: [answer.metrics.get(name, [None])[0] for answer in answers] for name in names}
-    return _Answer([a.scores[0] for a in answers], metrics, [a.bad[0] for a in answers]), problem
-
-
-def _read_list(value: Any, part: list[Rollout], label: str) -> _Reading:
-    """A list or tensor of scores, or ``dict(rewards, scores, extra_logs)``; what can be used of it if not all can."""
-    try:
-        output = output_from_result(value, len(part), label)
-    except RewardError as error:
-        return None, str(error)
-    try:
-        checked = check_output(output, part, label)
-        return _Answer(checked.scores, checked.metrics, [False] * len(part), checked.token_scores), None
-    except RewardError as error:
-        if any(len(values) != len(part) for values in (output.scores, *output.metrics.values())):
-            return None, str(error)
-        scores = [finite(score) for score in output.scores]
-        metrics = {str(name): [finite(item) for item in values] for name, values in output.metrics.items()}
-        bad = [number is None and score is not None for number, score in zip(scores, output.scores)]
-        return _Answer(scores, metrics, bad), str(error)
-
-
-_READERS = {"verl": _read_sample, "areal": _read_sample, "verl_batch": _read_samples}
-
-
-def load_python_function(spec: str, default_name: str, *, option: str = "") -> Callable[..., Any]:
-    """Loads a function from ``path.py`` or ``path.py:name``.
-
-    The file is run anew, from exactly that path: no search path is consulted and none is changed.
-
-    Args:
-        spec: where the function is; ``~`` is expanded.
-        default_name: the function's name where ``spec`` has none.
-        option: the flag that errors name, e.g. ``--reward_fn``.
-
-    Raises:
-        ValueError: no such file or function (what is there is named), or the file fails when run.
-    """
-    value = load_python_object(spec, default_name, option=option)
-    if not callable(value):
-        raise ValueError(f"{_prefix(option)}{spec!r} is of type {type(value).__name__}, not a function")
-    return value
-
-
-def load_python_object(spec: str, *default_names: str, option: str = "") -> Any:
-    """:func:`load_python_function` for any object of a module, e.g. a reward source built there.
-
-    Where ``spec`` has no name, it is the first of ``default_names`` that the module has.
-    """
-    path, name = split_python_spec(spec, default_names[0], option=option)
-    module = _run_file(path, option)
-    if name == default_names[0]:
-        name = next((known for known in default_names if hasattr(module, known)), name)
-    try:
-        return getattr(module, name)
-    except AttributeError:
-        own = [key for key, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
-        raise ValueError(
-            f"{_prefix(option)}{path} has no {name!r}; it has {', '.join(own) or 'no function'}. "
-            f"Name one as {path}:name"
-        ) from None
-
-
-def split_python_spec(spec: str, default_name: str, *, option: str = "") -> tuple[Path, str]:
-    """Splits ``path.py[:name]`` and looks whether the file is there.
-
-    Raises:
-        ValueError: another form, or no such file (its neighbours are named).
-    """
-    head, colon, name = spec.rpartition(":")
-    if not colon or spec.endswith(".py"):
-        head, name = spec, default_name
-    if not head.endswith(".py") or not name.isidentifier():
-        raise ValueError(f"{_prefix(option)}{spec!r} is not of the form path.py or path.py:name")
-    path = Path(head).expanduser().absolute()
-    if path.is_file():
-        return path, name
-    if path.parent.is_dir():
-        found = ", ".join(sorted(p.name for p in path.parent.glob("*.py"))) or "no Python file"
-        raise ValueError(f"{_prefix(option)}no file {path}; {path.parent} has {found}")
-    raise ValueError(f"{_prefix(option)}no file {path}; there is no directory {path.parent}")
-
-
-def _run_file(path: Path, option: str) -> Any:
-    # a name of its own, so that a file called math.py hides nothing; in sys.modules, for dataclasses and pickle
-    module_name = f"lightppo_file_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
-    module_spec = importlib.util.spec_from_file_location(module_name, path)
-    assert module_spec is not None
-    assert module_spec.loader is not None
-    module = importlib.util.module_from_spec(module_spec)
-    sys.modules[module_name] = module
-    try:
-        module_spec.loader.exec_module(module)
-    except Exception as error:
-        del sys.modules[module_name]
-        raise ValueError(f"{_prefix(option)}{path} fails when run: {type(error).__name__}: {error}") from error
-    return module
-
-
-def _prefix(option: str) -> str:
-    return f"{option}: " if option else ""

@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Any
 
 from lightppo.errors import RewardError, WorkerStartError
-from lightppo.rewards.failures import Call, Outcome
 from lightppo.rewards.killable_worker import HEADER
+from lightppo.rewards.source import Call, Outcome
 from lightppo.sandbox import default_processes as default_processes
 
 logger = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ def load_target(target: str) -> Callable[..., Any]:
     """Loads ``package.module:function`` or ``path.py:function``."""
     module, _, name = target.rpartition(":")
     if module.endswith(".py"):
-        from lightppo.rewards.function import load_python_function
+        from lightppo.user_code import load_python_function
 
         return load_python_function(target, name)
     return getattr(importlib.import_module(module), name)

@@ -16,13 +16,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from lightppo.errors import RewardError
-from lightppo.rewards.failures import Call, Outcome, Runner
 from lightppo.rewards.killable import KillablePool, default_processes
 from lightppo.rewards.killable_worker import awaited
-from lightppo.rewards.signatures import BoundFunction
+from lightppo.rewards.source import Call, Outcome, Runner
+
+if TYPE_CHECKING:
+    from lightppo.rewards.function import BoundFunction
 
 ManagerName = Literal["auto", "naive", "batch", "prime"]
 

@@ -13,9 +13,16 @@ from typing import Any
 from lightppo.data.records import Rollout
 from lightppo.errors import RewardError
 from lightppo.rewards.answers import compare, find_answer, gold_answers, tidy
-from lightppo.rewards.failures import Call, OnFailure, Settled, check_failure_options, settle
 from lightppo.rewards.killable import KillablePool, default_processes
-from lightppo.rewards.source import RewardOutput, describe_sample
+from lightppo.rewards.source import (
+    Call,
+    OnFailure,
+    RewardOutput,
+    Settled,
+    check_failure_options,
+    describe_sample,
+    settle,
+)
 
 _LIBRARY = "math_verify"
 _MEMORY_MB = 2048

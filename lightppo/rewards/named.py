@@ -14,8 +14,7 @@ from lightppo.config.reward_rules import ANY_ROUTE, Plan
 from lightppo.rewards.code import CodeReward, CodeVerifier, Comparison, SandboxVerifier
 from lightppo.rewards.formats import FormatReward, XmlFormatCheck
 from lightppo.rewards.math import MathReward
-from lightppo.rewards.source import RewardSource
-from lightppo.rewards.weights import CombinedReward, RoutedReward
+from lightppo.rewards.source import CombinedReward, RewardSource, RoutedReward
 
 
 def math_source(config: VerifierConfig) -> MathReward:
@@ -46,7 +45,7 @@ def code_source(config: VerifierConfig) -> CodeReward:
 
 def _verifier(config: VerifierConfig) -> CodeVerifier:
     """Who runs the programs: a service, or this machine's sandboxes."""
-    from lightppo.rewards.execution_services import FunctionCallVerifier, SandboxFusionVerifier
+    from lightppo.rewards.services import FunctionCallVerifier, SandboxFusionVerifier
     from lightppo.sandbox import SandboxLimits, SandboxPool
 
     comparison = Comparison(config.code_compare, config.code_float_tolerance)

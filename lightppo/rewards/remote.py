@@ -17,8 +17,14 @@ from itertools import pairwise
 from lightppo.data.records import Rollout
 from lightppo.errors import RefusedError, RequestError, RewardError
 from lightppo.http import HTTPClient, check_url
-from lightppo.rewards.failures import OnFailure, check_failure_options
-from lightppo.rewards.source import RewardOutput, check_output, join_outputs, output_from_result
+from lightppo.rewards.source import (
+    OnFailure,
+    RewardOutput,
+    check_failure_options,
+    check_output,
+    join_outputs,
+    output_from_result,
+)
 
 logger = logging.getLogger(__name__)
 

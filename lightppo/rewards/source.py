@@ -1,6 +1,6 @@
-"""The reward protocol: finished samples in, one score per sample out. Strings and lists only, no tensors.
+"""The reward protocol, and what holds for every source: checks, failures, weighted sums, scoring in the background.
 
-A source is any object with ``name`` and ``score``::
+Strings and lists only, no tensors. A source is any object with ``name`` and ``score``::
 
     class Brevity:
         name = "brevity"
@@ -12,14 +12,21 @@ A source is any object with ``name`` and ``score``::
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 from lightppo.data.records import Rollout
 from lightppo.errors import RewardError
+from lightppo.ranks import Alone, Ranks
 
-_SNIPPET_CHARS = 80
+OnFailure = Literal["error", "unscored"]
+RouteBy = Literal["data_source", "label"]
+
+DEFAULT_ROUTE = "*"
 
 
 @dataclass(slots=True)
@@ -62,9 +69,20 @@ def close_source(source: RewardSource) -> None:
 def describe_sample(rollouts: Sequence[Rollout], position: int) -> str:
     """Names a sample in an error text: place in the batch, prompt row, sample index, start of the prompt."""
     rollout = rollouts[position]
-    text = rollout.prompt.text
-    snippet = text if len(text) <= _SNIPPET_CHARS else text[:_SNIPPET_CHARS] + "…"
-    return f"sample {position} (prompt row {rollout.prompt.index}, sample_index {rollout.sample_index}, {snippet!r})"
+    prompt = shown(rollout.prompt.text, 80)
+    return f"sample {position} (prompt row {rollout.prompt.index}, sample_index {rollout.sample_index}, {prompt!r})"
+
+
+def shown(value: Any, chars: int = 300) -> str:
+    """Start of a value's text, for error texts."""
+    text = value if isinstance(value, str) else repr(value)
+    return text if len(text) <= chars else text[:chars] + "…"
+
+
+def finite(value: Any) -> float | None:
+    """A number of Python, numpy or a 0-d tensor as a float; ``None`` for anything else, NaN and infinity too."""
+    number = _to_float(value)
+    return number if number is not None and math.isfinite(number) else None
 
 
 def check_output(output: RewardOutput, rollouts: Sequence[Rollout], source_name: str) -> RewardOutput:
@@ -160,7 +178,7 @@ def join_outputs(outputs: Sequence[RewardOutput]) -> RewardOutput:
 
 
 def _to_float(value: Any) -> float | None:
-    """A Python, numpy or 0-d tensor number as a float; ``None`` if it is none. Strings are no numbers."""
+    """A number of Python, numpy or a 0-d tensor as a float; ``None`` for anything else, strings too."""
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
         value = value.item()
     if not isinstance(value, (bool, int, float)):
@@ -189,10 +207,12 @@ def _numbers(values: Any, rollouts: Sequence[Rollout], source_name: str, what: s
         raise RewardError(f"{source_name}: {len(values)} {what}s for {len(rollouts)} samples")
     numbers: list[float | None] = []
     for i, value in enumerate(values):
-        number = None if value is None else _to_float(value)
-        if value is not None and (number is None or not math.isfinite(number)):
-            raise RewardError(f"{source_name}: the {what} of {describe_sample(rollouts, i)} is {_short(value)}; "
-                              "it must be a finite number, or None for an unscored sample")  # fmt: skip
+        number = finite(value)
+        if value is not None and number is None:
+            raise RewardError(
+                f"{source_name}: the {what} of {describe_sample(rollouts, i)} is {shown(repr(value), 80)}; it must be "
+                "a finite number, or None for an unscored sample"
+            )
         numbers.append(number)
     return numbers
 
@@ -205,18 +225,370 @@ def _token_numbers(rows: Any, rollouts: Sequence[Rollout], source_name: str) -> 
         if row is None:
             checked.append(None)
             continue
-        numbers = [_to_float(value) for value in _as_list(row, source_name, f"token scores of sample {i}")]
+        numbers = [finite(value) for value in _as_list(row, source_name, f"token scores of sample {i}")]
         if len(numbers) != len(rollouts[i].response_ids):
             raise RewardError(f"{source_name}: {len(numbers)} token scores for the {len(rollouts[i].response_ids)} "
                               f"response tokens of {describe_sample(rollouts, i)}")  # fmt: skip
-        for t, number in enumerate(numbers):
-            if number is None or not math.isfinite(number):
-                raise RewardError(f"{source_name}: token score {t} of {describe_sample(rollouts, i)} is "
-                                  f"{_short(row[t])}; it must be a finite number")  # fmt: skip
-        checked.append([number for number in numbers if number is not None])
+        if None in numbers:
+            t = numbers.index(None)
+            raise RewardError(f"{source_name}: token score {t} of {describe_sample(rollouts, i)} is "
+                              f"{shown(repr(row[t]), 80)}; it must be a finite number")  # fmt: skip
+        checked.append(numbers)
     return checked
 
 
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= _SNIPPET_CHARS else text[:_SNIPPET_CHARS] + "…"
+# --- failures
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Arguments of one call of a reward function."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What one call came to."""
+
+    value: Any = None  # means nothing where there is an error
+    error: str | None = None
+    timed_out: bool = False  # the error is the time limit
+    cause: BaseException | None = None  # the exception, where the call ran in this process
+
+
+@dataclass(slots=True)
+class Settled:
+    """A call after its last try."""
+
+    result: Any = None  # read from the last answer that could be read, also where a part of it cannot be used
+    problem: str | None = None  # why the last try is not a full answer
+    cause: BaseException | None = None  # the exception behind the problem
+    failures: int = 0  # tries without a full answer, time-outs included
+    timeouts: int = 0
+
+
+Runner = Callable[[Sequence[Call]], list[Outcome]]
+Reader = Callable[[int, Any], tuple[Any, str | None]]
+
+
+def check_failure_options(on_reward_failure: str, reward_retries: int, reward_timeout: float | None) -> None:
+    """Refuses what the flags of these names cannot be, with a ``ValueError`` that names the flag."""
+    if on_reward_failure not in get_args(OnFailure):
+        raise ValueError(f"--on_reward_failure must be one of {', '.join(get_args(OnFailure))}, "
+                         f"got {on_reward_failure!r}")  # fmt: skip
+    if reward_retries < 0:
+        raise ValueError(f"--reward_retries must be ≥ 0, got {reward_retries}")
+    if reward_timeout is not None and not reward_timeout > 0:
+        raise ValueError(f"--reward_timeout must be > 0 seconds, got {reward_timeout}")
+
+
+def settle(run: Runner, calls: Sequence[Call], read: Reader, retries: int) -> list[Settled]:
+    """Runs calls, and those that failed again, up to ``retries`` times more.
+
+    ``run`` gives one outcome per call, in their order; ``read`` turns (position of the call, returned value) into
+    (result, why that is no full answer, or ``None``).
+    """
+    settled = [Settled() for _ in calls]
+    pending = list(range(len(calls)))
+    for _ in range(retries + 1):
+        if not pending:
+            break
+        outcomes = run([calls[i] for i in pending])
+        for i, outcome in zip(pending, outcomes, strict=True):
+            state = settled[i]
+            state.problem, state.cause = outcome.error, outcome.cause
+            if outcome.error is None:
+                result, state.problem = read(i, outcome.value)
+                state.result = state.result if result is None else result
+            state.failures += state.problem is not None
+            state.timeouts += outcome.timed_out
+        pending = [i for i in pending if settled[i].problem is not None]
+    return settled
+
+
+def check_verifier_status(
+    rollouts: Sequence[Rollout],
+    *,
+    minimum: float = 0.0,
+    source_name: str = "the reward source",
+    ranks: Ranks | None = None,
+) -> None:
+    """Raises where a whole batch has the lowest score there is, or none at all: more likely a broken verifier.
+
+    Collective: a rank without samples takes part too.
+
+    Args:
+        rollouts: this rank's samples; ``reward`` as the source gave it, before any shaping.
+        minimum: the lowest score that the source can give.
+
+    Raises:
+        RewardError: with one sample as an example.
+
+    Source: AReaL, ``check_verifier_status`` (there: the mean is at the minimum).
+    """
+    scores = [rollout.reward for rollout in rollouts if rollout.reward is not None]
+    counts = {"samples": len(rollouts), "scored": len(scores), "above": sum(score > minimum for score in scores)}
+    total = (ranks or Alone()).all_reduce({name: float(count) for name, count in counts.items()}, "sum")
+    if total["samples"] == 0 or total["above"] > 0:
+        return
+    found = f"every one of the {total['scored']:g} scores is at the minimum of {minimum:g}"
+    if total["scored"] == 0:
+        found = f"none of the {total['samples']:g} samples has a score"
+    raise RewardError(
+        f"--check_verifier_status: {found}, which {source_name} gives where it finds nothing right. Does the prompt "
+        f"ask for the form that it looks for, and --label_key name the right column? {_example(rollouts)}"
+    )
+
+
+def _example(rollouts: Sequence[Rollout]) -> str:
+    if not rollouts:
+        return "This rank has no sample to show."
+    shown_first = next((i for i, rollout in enumerate(rollouts) if rollout.reward is not None), 0)
+    rollout = rollouts[shown_first]
+    return (
+        f"For example {describe_sample(rollouts, shown_first)}: label {shown(rollout.prompt.label)!r}, "
+        f"score {rollout.reward}, response ends in {rollout.response_text[-300:]!r}"
+    )
+
+
+# --- several sources
+
+
+class RoutedReward:
+    """Weighted sums of sources, by data source or label: Σ weight · score over the sources of the sample's route.
+
+    A sample that any source of its route leaves unscored is unscored. Each source's own score is metric ``<name>``, its
+    metrics are ``<name>/<metric>``, ``None`` for the samples of other routes; ``failures`` and ``timeouts`` of the
+    sources are added up as well. Token scores are added with the same weights.
+
+    Every source is called once per ``score``, with all its samples and also with none, in the order in which the
+    routes name them: a reward model under ZeRO-3 acts on all ranks together.
+
+    Args:
+        routes: data source or label → (source, weight) pairs. ``"*"`` takes the samples that have no route of their
+            own. A source may be on several routes; different sources need different names.
+        by: ``"data_source"``, or ``"label"``: a string, or a number as Python writes it.
+
+    Raises:
+        ValueError: no route, a route without sources, equal names, a source twice on a route, or a weight that is not
+            finite.
+    """
+
+    def __init__(
+        self,
+        routes: Mapping[str, Sequence[tuple[RewardSource, float]]],
+        *,
+        by: RouteBy = "data_source",
+        name: str = "routed",
+    ) -> None:
+        if by not in get_args(RouteBy):
+            raise ValueError(f"{name}: samples are routed by {' or '.join(get_args(RouteBy))}, not by {by!r}")
+        if not routes or not all(routes.values()):
+            raise ValueError(f"{name}: every route needs at least one source")
+        weights: dict[int, dict[str, float]] = {}  # a source need not be hashable
+        sources: dict[int, RewardSource] = {}
+        for route, pairs in routes.items():
+            for source, weight in pairs:
+                if not isinstance(weight, (int, float)) or not math.isfinite(weight):
+                    raise ValueError(f"{name}: the weight of {source.name} must be a finite number, got {weight!r}")
+                own = weights.setdefault(id(source), {})
+                if route in own:
+                    raise ValueError(f"{name}: {source.name} is twice on the route {route!r}")
+                own[route] = float(weight)
+                sources[id(source)] = source
+        names = [source.name for source in sources.values()]
+        twice = sorted({n for n in names if names.count(n) > 1})
+        if twice:
+            raise ValueError(f"{name}: several sources are named {', '.join(twice)}; give each its own name")
+        self.name = name
+        self.by: RouteBy = by
+        self._routes = list(routes)
+        self._plan = [(source, weights[key]) for key, source in sources.items()]
+
+    @property
+    def needs_all_ranks(self) -> bool:
+        """Whether one of the sources acts on all ranks together."""
+        return any(getattr(source, "needs_all_ranks", False) for source, _ in self._plan)
+
+    def score(self, rollouts: list[Rollout]) -> RewardOutput:
+        """Scores with every source, also where an earlier one left a sample unscored.
+
+        Raises:
+            RewardError: a sample without a route, or a source that failed.
+        """
+        n = len(rollouts)
+        routes = [self._route(rollouts, i) for i in range(n)]
+        totals: list[float | None] = [0.0] * n
+        token_totals: list[list[float] | None] = [None] * n
+        metrics: dict[str, list[float | None]] = {}
+        for source, weights in self._plan:
+            places = [i for i, route in enumerate(routes) if route in weights]
+            share = [rollouts[i] for i in places]
+            output = check_output(source.score(share), share, source.name)
+            metrics |= _spread(source.name, output, places, n)
+            for at, i in enumerate(places):
+                weight, total, score = weights[routes[i]], totals[i], output.scores[at]
+                totals[i] = None if total is None or score is None else total + weight * score
+                row = output.token_scores[at] if output.token_scores is not None else None
+                if row is not None:
+                    before = token_totals[i] or [0.0] * len(row)
+                    token_totals[i] = [a + weight * b for a, b in zip(before, row)]
+        for count in ("failures", "timeouts"):
+            names = [f"{source.name}/{count}" for source, _ in self._plan]
+            parts = [metrics[name] for name in names if name in metrics]
+            if parts:
+                metrics[count] = [sum(value for value in row if value is not None) for row in zip(*parts)]
+        dense = any(row is not None for row in token_totals)
+        return RewardOutput(totals, metrics, token_totals if dense else None)
+
+    def close(self) -> None:
+        """Ends what the sources have started."""
+        for source, _ in self._plan:
+            close_source(source)
+
+    def _route(self, rollouts: Sequence[Rollout], i: int) -> str:
+        value = getattr(rollouts[i].prompt, self.by)
+        key = value if isinstance(value, str) else repr(value)
+        if key in self._routes:
+            return key
+        if DEFAULT_ROUTE in self._routes:
+            return DEFAULT_ROUTE
+        raise RewardError(
+            f"{self.name}: no reward source is set for the {self.by.replace('_', ' ')} {shown(key)!r} of "
+            f"{describe_sample(rollouts, i)}; there are {', '.join(map(repr, self._routes))}. Add it, or "
+            f"{DEFAULT_ROUTE!r} for all others"
+        )
+
+
+class CombinedReward(RoutedReward):
+    """Weighted sum of sources (source → weight), the same for all samples; see :class:`RoutedReward`.
+
+    Raises:
+        ValueError: no source, equal names, or a weight that is not finite.
+    """
+
+    def __init__(self, sources: Mapping[RewardSource, float], name: str = "combined") -> None:
+        super().__init__({DEFAULT_ROUTE: list(sources.items())}, name=name)
+        self.sources = dict(sources)
+
+
+def _spread(name: str, output: RewardOutput, places: list[int], n: int) -> dict[str, list[float | None]]:
+    """A source's score and metrics as metrics of all n samples."""
+    spread: dict[str, list[float | None]] = {}
+    for key, values in {name: output.scores, **{f"{name}/{m}": v for m, v in output.metrics.items()}}.items():
+        spread[key] = [None] * n
+        for at, i in enumerate(places):
+            spread[key][i] = values[at]
+    return spread
+
+
+# --- in the background
+
+
+@dataclass
+class _Part:
+    """Samples that were submitted together, and what came of them."""
+
+    rollouts: list[Rollout]
+    output: RewardOutput | None = None
+    error: BaseException | None = None
+    done: threading.Event = field(default_factory=threading.Event)
+
+
+class AsyncScorer:
+    """Scores finished samples in threads of its own, part by part.
+
+    ``submit`` what is finished, as often as something is; ``collect`` waits for all of it. The source is called once
+    per part, so it must judge each sample by itself: one that compares all samples of the rank sees only those of a
+    part. With more than one worker it must stand several calls at a time.
+
+    Args:
+        source: makes the scores. It must not act on all ranks together, as reward models do: the threads of different
+            ranks would meet in any order, and with the collectives of generation.
+        max_workers: parts scored at a time.
+        timeout: seconds that ``collect`` waits at most; ``None``: as long as it takes.
+
+    Raises:
+        ValueError: such a source, or a number out of range.
+    """
+
+    def __init__(self, source: RewardSource, max_workers: int = 1, *, timeout: float | None = None) -> None:
+        if getattr(source, "needs_all_ranks", False):
+            raise ValueError(
+                f"--async_rewards: {source.name} is or has a reward model, which all ranks must call together and in "
+                "the order of generation and training: leave --async_rewards out"
+            )
+        if max_workers < 1:
+            raise ValueError(f"max_workers must be at least 1, got {max_workers}")
+        if timeout is not None and not timeout > 0:
+            raise ValueError(f"timeout must be > 0 seconds, got {timeout}")
+        self.source = source
+        self.timeout = timeout
+        self._max_workers = max_workers
+        self._parts: list[_Part] = []
+        self._waiting: queue.SimpleQueue[_Part | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._ended = False
+
+    def submit(self, rollouts: list[Rollout]) -> None:
+        """Has samples scored; returns at once. What goes wrong is raised by :meth:`collect`.
+
+        Raises:
+            RuntimeError: after :meth:`close`, or after a time-out.
+        """
+        if self._ended:
+            raise RuntimeError("this AsyncScorer has ended")
+        part = _Part(list(rollouts))
+        self._parts.append(part)
+        self._waiting.put(part)
+        if len(self._threads) < self._max_workers:
+            # daemons: a source that hangs must not keep a failed run alive
+            thread = threading.Thread(target=self._work, name=f"async-reward-{len(self._threads)}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def collect(self) -> RewardOutput:
+        """Waits for everything submitted since the last call, and writes the scores into the samples.
+
+        Returns:
+            One answer about all samples, in the order in which they were submitted.
+
+        Raises:
+            RewardError: the source failed on a part (the first one submitted), or the time limit. No sample is changed
+                then. Whatever else the source raises comes as it is.
+        """
+        parts, self._parts = self._parts, []
+        deadline = None if self.timeout is None else time.monotonic() + self.timeout
+        for part in parts:
+            if not part.done.wait(None if deadline is None else max(0.0, deadline - time.monotonic())):
+                self.close()
+                left = sum(len(p.rollouts) for p in parts if not p.done.is_set())
+                raise RewardError(
+                    f"{self.source.name}: {left} of {sum(len(p.rollouts) for p in parts)} samples were not scored "
+                    f"{self.timeout:g} s after the end of generation"
+                )
+        for part in parts:
+            if part.error is not None:
+                raise part.error
+        output = join_outputs([part.output for part in parts if part.output is not None])
+        write_output(output, [rollout for part in parts for rollout in part.rollouts])
+        return output
+
+    def close(self) -> None:
+        """Ends the threads once they have scored what they are at; nothing more can be submitted."""
+        self._ended = True
+        for _ in self._threads:
+            self._waiting.put(None)
+
+    def _work(self) -> None:
+        while (part := self._waiting.get()) is not None:
+            if self._ended:
+                part.error = RewardError(f"{self.source.name}: scoring was ended before these samples")
+            else:
+                try:
+                    part.output = check_output(self.source.score(part.rollouts), part.rollouts, self.source.name)
+                except BaseException as error:  # SystemExit of a user's function too: it would end this thread unseen
+                    part.error = error
+            part.done.set()

@@ -26,9 +26,7 @@ from lightppo.experience.sampler import (
     RolloutSampler,
     seed_of_step,
 )
-from lightppo.rewards.async_scoring import AsyncScorer
-from lightppo.rewards.failures import check_verifier_status
-from lightppo.rewards.source import RewardSource
+from lightppo.rewards.source import AsyncScorer, RewardSource, check_verifier_status
 from lightppo.rollout.engine import RolloutEngine
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.trainer.metrics import PhaseTimer
@@ -113,7 +111,7 @@ class StepCollector:
             check_verifier_status,
             minimum=minimum,
             source_name=source.name,
-            all_reduce_sum=lambda counts: self.strategy.all_reduce(counts, "sum"),
+            ranks=self.strategy,
         )
 
     def _scorer(self, engine: RolloutEngine, source: RewardSource) -> AsyncScorer:

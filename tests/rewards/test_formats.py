@@ -6,8 +6,7 @@ import pytest
 from lightppo.data.records import Rollout
 from lightppo.errors import RewardError
 from lightppo.rewards.formats import FORMATS, FormatReward, XmlFormatCheck
-from lightppo.rewards.source import RewardOutput, RewardSource, score_rollouts
-from lightppo.rewards.weights import CombinedReward
+from lightppo.rewards.source import CombinedReward, RewardOutput, RewardSource, score_rollouts
 
 Make = Callable[..., Rollout]
 

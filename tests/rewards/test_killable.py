@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from lightppo.errors import RewardError, WorkerStartError
-from lightppo.rewards.failures import Call
 from lightppo.rewards.killable import KillablePool, default_processes
+from lightppo.rewards.source import Call
 
 TARGETS = Path(__file__).with_name("killable_targets.py")
 Behave = Callable[..., list[Any]]
@@ -166,7 +166,7 @@ def test_closed_collected_and_out_of_range() -> None:
 
 SCRIPT = """
 import os, sys, threading, time
-from lightppo.rewards.failures import Call
+from lightppo.rewards.source import Call
 from lightppo.rewards.killable import KillablePool
 
 pool = KillablePool(sys.argv[1], workers=2, timeout=300)

@@ -16,11 +16,11 @@ from support.fakes import FakeStrategy, on_ranks
 from lightppo.data.records import Rollout
 from lightppo.errors import RewardError
 from lightppo.experience.sampler import RolloutSampler
-from lightppo.rewards.failures import Call, Outcome, check_verifier_status, settle
-from lightppo.rewards.function import FunctionReward, load_python_function
+from lightppo.rewards.function import FunctionReward
 from lightppo.rewards.managers import LoopRunner, ThreadRunner, function_spec
-from lightppo.rewards.source import score_rollouts
+from lightppo.rewards.source import Call, Outcome, check_verifier_status, score_rollouts, settle
 from lightppo.rollout.engine import SamplingParams
+from lightppo.user_code import load_python_function
 
 Make = Callable[..., Rollout]
 MOST_SECONDS = 60  # until what never comes fails a test
@@ -394,7 +394,7 @@ def test_all_ranks_decide_the_same(make_rollout: Make, by_rank: list[list[float 
     def check(strategy: FakeStrategy) -> bool:
         rollouts = scored(make_rollout, by_rank[strategy.rank])
         try:
-            check_verifier_status(rollouts, all_reduce_sum=lambda counts: strategy.all_reduce(counts, op="sum"))
+            check_verifier_status(rollouts, ranks=strategy)
         except RewardError:
             return True
         return False

@@ -11,8 +11,8 @@ from lightppo.config import PPOConfig
 from lightppo.config.reward_rules import reward_plan
 from lightppo.errors import RewardError
 from lightppo.rewards import named
-from lightppo.rewards.execution_services import FunctionCallVerifier, SandboxFusionVerifier
 from lightppo.rewards.formats import has_think
+from lightppo.rewards.services import FunctionCallVerifier, SandboxFusionVerifier
 from lightppo.rewards.source import RewardOutput, RewardSource
 
 GOOD = "<think>2 + 2</think><answer>4</answer>"

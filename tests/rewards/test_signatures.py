@@ -12,8 +12,7 @@ import torch
 
 from lightppo.data.records import Rollout
 from lightppo.errors import RewardError
-from lightppo.rewards.function import FunctionReward
-from lightppo.rewards.signatures import STYLES, BoundFunction, recognise
+from lightppo.rewards.function import STYLES, BoundFunction, FunctionReward, recognise
 from lightppo.rewards.source import score_rollouts
 
 Make = Callable[..., Rollout]

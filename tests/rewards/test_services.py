@@ -18,7 +18,7 @@ from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import RewardError
 from lightppo.rewards.code import CodeReward
 from lightppo.rewards.code_tests import CodeTests, find_tests
-from lightppo.rewards.execution_services import FunctionCallVerifier, SandboxFusionVerifier
+from lightppo.rewards.services import FunctionCallVerifier, SandboxFusionVerifier
 
 ADD = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
 ADD_CALLS = {"fn_name": "add", "inputs": ["1\n2", "3\n4"], "outputs": ["3", "7"]}
@@ -232,7 +232,7 @@ def test_a_dead_service_is_an_error_that_names_it(serve):
 
 
 def test_a_slow_service(serve, monkeypatch):
-    import lightppo.rewards.execution_services as module
+    import lightppo.rewards.services as module
 
     monkeypatch.setattr(module, "_WAIT_SECONDS", 0.2)
     release = threading.Event()
