@@ -12,13 +12,15 @@ ZERO_STAGE ?= 1
 ENGINE ?= hf
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-all lint docs bench bench-scaling bench-memory bench-rollouts house clean
+.PHONY: help install quickstart test test-all lint docs bench bench-scaling bench-memory bench-rollouts
+.PHONY: house coverage clean
 
 help:
 	@echo "make quickstart   install, then SFT and PPO of a small model on this machine, with a report (about 5 minutes)"
 	@echo "                  RANKS=2 ZERO_STAGE=3 for two processes with ZeRO-3; ENGINE=vllm samples with vLLM"
 	@echo "make test         install, then the test suite"
 	@echo "make test-all     the same and more: every algorithm is trained until its reward has risen (minutes)"
+	@echo "make coverage     the test suite, and the lines of lightppo that it leaves out, by file"
 	@echo "make lint         ruff"
 	@echo "make docs         write the generated pages of docs/"
 	@echo "make bench        TRL and lightppo on the same work, into runs/bench and docs/performance.md; QUICK=1 for a try"
@@ -52,6 +54,13 @@ test: $(INSTALLED)
 
 test-all: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "" $(PYTEST_ARGS)
+
+coverage: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check coverage==7.17.3
+	$(BIN)/coverage erase
+	-$(BIN)/coverage run -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report --show-missing --skip-covered
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
