@@ -13,7 +13,7 @@ ENGINE ?= hf
 
 .DEFAULT_GOAL := help
 .PHONY: help install quickstart test test-all lint docs bench bench-scaling bench-memory bench-rollouts
-.PHONY: house coverage clean
+.PHONY: house reference-runs coverage clean
 
 help:
 	@echo "make quickstart   install, then SFT and PPO of a small model on this machine, with a report (about 5 minutes)"
@@ -27,6 +27,7 @@ help:
 	@echo "make bench-scaling, make bench-memory   time per real token, memory at ZeRO 0 to 3; QUICK=1 too"
 	@echo "make bench-rollouts   tokens per second of each rollout engine, and what pushing weights costs; QUICK=1 too"
 	@echo "make house        files, lines, imports, and what one PPO step runs through; TREE=DIR for another checkout"
+	@echo "make reference-runs BASE=main   short trainings here and at a revision: are all numbers the same, to the last bit?"
 
 install: $(INSTALLED)
 
@@ -85,6 +86,10 @@ bench-rollouts: $(INSTALLED)
 
 house: $(INSTALLED)
 	$(BIN)/python benchmarks/house.py $(if $(TREE),--tree $(TREE)) $(HOUSE_ARGS)
+
+# RUNS="quick zero3" runs some of them only: names and areas as `reference_runs.py list` shows them.
+reference-runs: $(INSTALLED)
+	$(BIN)/python benchmarks/reference_runs.py compare --base $(or $(BASE),HEAD) $(RUNS) --keep_going
 
 clean:
 	rm -rf $(VENV) runs
