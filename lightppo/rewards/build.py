@@ -1,25 +1,188 @@
-"""From flags to one reward source. Light to import, so that contradictions are found before any model is loaded."""
+"""From a config, or from options one by one, to one reward source. Heavy packages are loaded once they are needed.
+
+To add a built-in source: a class with ``name`` and ``score`` in a file of its own, whose arguments have the names of
+its options; a line in ``BUILT_IN_SOURCES`` and in ``BUILT_IN`` of ``config.reward_rules``; its options in
+``config.verifier_section``; a test; a section in docs/verifiers.md.
+"""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from lightppo.config.micro_batches import MicroBatchSpec
-from lightppo.http import check_url, shown_url
+from lightppo.config import PPOConfig, VerifierConfig
+from lightppo.config.micro_batches import MicroBatchSpec, micro_batch_spec
+from lightppo.config.reward_rules import ANY_ROUTE, Plan, reward_plan
+from lightppo.errors import ConfigError
+from lightppo.http import check_url, read_token, shown_url
+from lightppo.ranks import Ranks
+from lightppo.rewards.code import CodeReward, CodeVerifier, Comparison, SandboxVerifier
+from lightppo.rewards.formats import FormatReward, XmlFormatCheck
 from lightppo.rewards.function import FunctionReward
-from lightppo.rewards.source import OnFailure, RewardSource
+from lightppo.rewards.math import MathReward
+from lightppo.rewards.remote import RemoteReward
+from lightppo.rewards.services import FunctionCallVerifier, SandboxFusionVerifier
+from lightppo.rewards.source import CombinedReward, OnFailure, RewardSource, RoutedReward
+from lightppo.sandbox import SandboxLimits, SandboxPool
 from lightppo.user_code import load_python_function, load_python_object, split_python_spec
 
 if TYPE_CHECKING:
     import torch
+
+    from lightppo.rewards.model import RewardInputs
 
 RewardKind = Literal["remote", "function", "model"]
 
 _FUNCTION_NAME = "reward_func"
 _VERL_NAME = "compute_score"
 _COMBINE_NAME = "reward_fn"
+
+
+# --- the sources of a run
+
+
+def build_reward(config: PPOConfig, reward_models: Sequence[Any], tokenizer: Any, ranks: Ranks) -> RewardSource:
+    """Where rewards come from: servers, a Python file, the prepared reward models, built-in verifiers, or a sum.
+
+    Raises:
+        ConfigError: a reward file that fails when run or has no such function, a token that is missing, a verifier
+            that cannot run on this machine.
+    """
+    r, v = config.reward, config.verifier
+    try:
+        function = {"reward_fn": r.reward_fn, "function_options": function_options(v)}
+        server = {
+            "remote_rm_url": r.remote_rm_url,
+            "remote_timeout": r.remote_rm_timeout,
+            "remote_retries": r.remote_rm_retries,
+            "remote_token": read_token(env=r.remote_rm_token_env),
+            "on_remote_failure": v.on_reward_failure or "error",
+        }
+        model: dict[str, Any] = {}
+        if reward_models:
+            model = {
+                "reward_models": reward_models,
+                "device": ranks.device,
+                "pad_token_id": tokenizer.pad_token_id,
+                "micro_batch_size": micro_batch_spec(config, "reward"),
+                "same_count": ranks.same_count,
+                "model_options": {
+                    "inputs": reward_inputs(config, tokenizer),
+                    "reward_max_length": r.reward_max_length,
+                    "reward_truncation": r.reward_truncation,
+                },
+            }
+        plan = reward_plan(config)
+        if plan is None:
+            source = build_reward_source(**function, **server, **model)
+        else:
+            combine = {"reward_fn": r.reward_fn} if len(reward_models) > 1 else {}
+            own = {
+                "function": partial(build_reward_source, **function),
+                "server": partial(build_reward_source, **server, function_options=function_options(v)),
+                "model": partial(build_reward_source, **model, **combine),
+            }
+            source = planned_source(plan, v, own)
+        return XmlFormatCheck(source, minimum=v.reward_minimum) if v.check_xml_format else source
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def planned_source(plan: Plan, config: VerifierConfig, own: Mapping[str, Callable[[], RewardSource]]) -> RewardSource:
+    """The source that ``--reward_source`` or ``--reward_routes`` describes: one, or a weighted sum, by route.
+
+    Args:
+        plan: route → source → weight.
+        own: what makes the run's ``function``, ``server`` and ``model``.
+    """
+    makers = {name: partial(make, config) for name, make in BUILT_IN_SOURCES.items()} | dict(own)
+    made = {name: makers[name]() for name in dict.fromkeys(name for weights in plan.values() for name in weights)}
+    routes = {route: [(made[name], weight) for name, weight in weights.items()] for route, weights in plan.items()}
+    if list(routes) != [ANY_ROUTE]:
+        return RoutedReward(routes, by=config.reward_routes_by)
+    pairs = routes[ANY_ROUTE]
+    return pairs[0][0] if len(pairs) == 1 and pairs[0][1] == 1.0 else CombinedReward(dict(pairs))
+
+
+def reward_inputs(config: PPOConfig, tokenizer: Any) -> list[RewardInputs]:
+    """What reward models read: the actor's ids, or the chat in the template and ids of their own tokenizers.
+
+    Raises:
+        ValueError: a reward model whose own tokenizer reads the actor's ids as other words.
+    """
+    from transformers import AutoTokenizer
+
+    from lightppo.data.readers import stage_to_local
+    from lightppo.rewards.model import Retemplated, SameIds, check_same_ids
+
+    m = config.model
+    load = partial(
+        AutoTokenizer.from_pretrained, trust_remote_code=m.trust_remote_code, use_fast=not m.disable_fast_tokenizer
+    )
+    if config.reward.reward_input_tokenizer:
+        return [Retemplated(load(stage_to_local(path))) for path in config.reward.reward_input_tokenizer]
+    for path in m.reward_pretrain:
+        folder = stage_to_local(path)
+        if Path(folder, "tokenizer_config.json").is_file():
+            check_same_ids(tokenizer, load(folder), path)
+    return [SameIds(tokenizer.pad_token_id, tokenizer.bos_token_id)]
+
+
+# --- built-in sources
+
+
+def math_source(config: VerifierConfig) -> MathReward:
+    """``math``: the final answer equals the label."""
+    return _make(MathReward, config, on_reward_failure=config.on_reward_failure or "unscored")
+
+
+def format_source(config: VerifierConfig) -> FormatReward:
+    """``format``: the response has the tags."""
+    return _make(FormatReward, config)
+
+
+def code_source(config: VerifierConfig) -> CodeReward:
+    """``code``: the program passes its tests."""
+    failure = config.on_reward_failure or "unscored"
+    return _make(CodeReward, config, verifier=_verifier(config), on_reward_failure=failure)
+
+
+def _verifier(config: VerifierConfig) -> CodeVerifier:
+    """Who runs the programs: a service, or this machine's sandboxes."""
+    if config.function_call_url is not None:
+        return _make(FunctionCallVerifier, config)
+    comparison = _make(Comparison, config)
+    if config.sandbox_fusion_url is not None:
+        return _make(SandboxFusionVerifier, config, comparison=comparison)
+    pool = _make(SandboxPool, config, limits=_make(SandboxLimits, config))
+    return _make(SandboxVerifier, config, pool=pool, comparison=comparison)
+
+
+BUILT_IN_SOURCES: dict[str, Callable[[VerifierConfig], RewardSource]] = {
+    "math": math_source,
+    "format": format_source,
+    "code": code_source,
+}
+
+
+def function_options(config: VerifierConfig) -> dict[str, Any]:
+    """How ``--reward_fn`` is called: further arguments of ``FunctionReward``."""
+    return _options_of(FunctionReward, config) | {"on_reward_failure": config.on_reward_failure or "error"}
+
+
+def _make(kind: Callable[..., Any], config: VerifierConfig, **given: Any) -> Any:
+    return kind(**_options_of(kind, config) | given)
+
+
+def _options_of(kind: Callable[..., Any], config: VerifierConfig) -> dict[str, Any]:
+    """The options that are arguments of ``kind``, by their names."""
+    return {name: getattr(config, name) for name in inspect.signature(kind).parameters if hasattr(config, name)}
+
+
+# --- the run's own function, server or model
 
 
 def check_reward_options(
@@ -82,8 +245,8 @@ def build_reward_source(
     """Makes the reward source that the options of :func:`check_reward_options` describe.
 
     Args:
-        remote_rm_url: servers (see :class:`~lightppo.rewards.remote.RemoteReward`), or one ``path.py[:name]``, by
-            default its ``reward_func``, or ``compute_score``.
+        remote_rm_url: servers (see :class:`~lightppo.rewards.remote.RemoteReward`, as ``remote_…``), or one
+            ``path.py[:name]``, by default its ``reward_func``, or ``compute_score``.
         reward_fn: without reward models a function (see :class:`~lightppo.rewards.function.FunctionReward`), a
             :class:`RewardSource` or the file of one, by default its ``reward_func`` or ``compute_score``; with reward
             models what combines their tensors, by default the file's ``reward_fn``.
@@ -92,7 +255,6 @@ def build_reward_source(
         on_remote_failure: ``on_reward_failure`` of ``RemoteReward``.
         function_options: further arguments of ``FunctionReward``.
         model_options: further arguments of ``RewardModelSource``.
-        remote_timeout: seconds of one request; ``remote_retries`` and ``remote_token`` as in ``RemoteReward``.
 
     Raises:
         ValueError: as :func:`check_reward_options`, or a file that has no such function.
@@ -100,8 +262,6 @@ def build_reward_source(
     urls = _as_urls(remote_rm_url)
     kind = check_reward_options(remote_rm_url=urls, reward_fn=reward_fn, n_reward_models=len(reward_models))
     if kind == "remote":
-        from lightppo.rewards.remote import RemoteReward
-
         limits = {"timeout": remote_timeout, "retries": remote_retries, "on_reward_failure": on_remote_failure}
         return RemoteReward(urls, token=remote_token, **limits)
     if kind == "function":

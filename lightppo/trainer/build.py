@@ -22,10 +22,10 @@ from lightppo.errors import ConfigError
 from lightppo.models.actor import Actor
 from lightppo.models.loading import get_tokenizer, valid_vocab_size
 from lightppo.models.lora import AdaptersOff
+from lightppo.rewards.build import build_reward
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.strategy.zero3 import parameter_count
 from lightppo.trainer.build_models import build_models
-from lightppo.trainer.build_reward import build_reward
 from lightppo.trainer.evaluator import Evaluator
 from lightppo.trainer.guards import check_before_loading, check_disk_space
 from lightppo.trainer.options import eval_sampling_params, public_options

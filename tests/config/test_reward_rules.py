@@ -9,7 +9,7 @@ import pytest
 from lightppo.config import PPOConfig
 from lightppo.config.reward_rules import BUILT_IN, reward_plan, sources_of
 from lightppo.errors import ConfigError
-from lightppo.rewards.named import BUILT_IN_SOURCES
+from lightppo.rewards.build import BUILT_IN_SOURCES
 
 SERVER = {"remote_rm_url": ["http://127.0.0.1:1/score"]}
 ROUTES = {"gsm8k": {"math": 1, "format": 0.1}, "*": {"function": 2}}

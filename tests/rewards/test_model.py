@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from lightppo.data.records import Rollout
 from lightppo.errors import RewardError
 from lightppo.rewards import RewardModelSource, score_rollouts
-from lightppo.rewards.retemplate import SameIds
+from lightppo.rewards.model import SameIds
 
 PAD = 99
 

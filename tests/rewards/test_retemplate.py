@@ -18,7 +18,7 @@ from lightppo.data.records import Rollout
 from lightppo.errors import RewardError
 from lightppo.models.critic import RewardModel
 from lightppo.rewards import RewardModelSource
-from lightppo.rewards.retemplate import PlainText, Retemplated, check_same_ids
+from lightppo.rewards.model import PlainText, Retemplated, check_same_ids
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}<end>{% endfor %}"

@@ -1,4 +1,4 @@
-"""One rank of test_retemplate.py: scores its share under ZeRO-3 with two reward models, writes what it got as JSON."""
+"""One rank of test_model.py: scores its share under ZeRO-3 with two reward models, writes what it got as JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from lightppo.data.records import Prompt, Rollout
 from lightppo.models.critic import RewardModel
 from lightppo.rewards import RewardModelSource
-from lightppo.rewards.retemplate import Retemplated, SameIds
+from lightppo.rewards.model import Retemplated, SameIds
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 
 
