@@ -1,10 +1,11 @@
 """Advantage estimators: pure functions with one keyword-only signature.
 
 To add one: write the function, add its entry to ``entries.ADVANTAGE_ESTIMATORS``, a test with numbers worked out by
-hand, and a section in docs/algorithms.md. Nothing else in the library names an estimator.
+hand, and a section in docs/algorithms.md. Nothing else in the library names an estimator. One that compares the samples
+of a prompt by their scores is a function of :class:`ScoreGroups`; :class:`OnEveryToken` makes an estimator of it.
 
 Notation: B sequences, A action positions, G samples of one prompt, m the action mask, r token rewards, V values,
-s = Σ_t r_t of a sequence.
+s = Σ_t r_t of a sequence, R_t = Σ_{k≥0} γ^k r_{t+k} over the trained tokens.
 """
 
 from __future__ import annotations
@@ -15,243 +16,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lightppo.algorithms.masking import AllReduceSum, at_least_float32, identity, require_same_shape
-
-
-@dataclass(frozen=True)
-class Groups:
-    """N values that fall into groups. Each method gives every value the statistic of its group: (N,) → (N,).
-
-    Attributes:
-        index: (N,) the number of each value's group, 0 … count - 1.
-        count: groups; some may have no value.
-    """
-
-    index: Tensor
-    count: int
-
-    def sum(self, values: Tensor) -> Tensor:
-        return values.new_zeros(self.count).index_add(0, self.index, values)[self.index]
-
-    def max(self, values: Tensor) -> Tensor:
-        lowest = values.new_full((self.count,), -torch.inf)
-        return lowest.scatter_reduce(0, self.index, values, "amax")[self.index]
-
-    def deviation(self, values: Tensor, weights: Tensor) -> Tensor:
-        """Each value minus the weighted mean Σ w·x / Σ w of its group, w > 0; an exact 0 where all are equal."""
-        relative = values - self.max(values)
-        return relative - self.sum(weights * relative) / self.sum(weights)
-
-
-@dataclass(frozen=True)
-class ScoreGroups(Groups):
-    """The samples of a batch that have trained tokens, by prompt. All float64.
-
-    Attributes:
-        scores: (N,) s of each sample.
-        tokens: (N,) trained tokens of each sample.
-    """
-
-    scores: Tensor
-    tokens: Tensor
-
-    @classmethod
-    def from_batch(cls, scores: Tensor, action_mask: Tensor, group_ids: Tensor | None) -> ScoreGroups:
-        """N samples out of B rows, in their order.
-
-        Args:
-            scores: (B,); rows without a trained token may hold anything.
-            action_mask: (B, A), True = trained token.
-            group_ids: (B,) integers, equal for the samples of one prompt, in any order.
-
-        Raises:
-            ValueError: no group ids, shapes differ, or a group has fewer than two rows.
-        """
-        index, count = number_groups(group_ids, action_mask, min_size=2)
-        tokens = action_mask.bool().sum(dim=1)  # (B,)
-        require_same_shape(scores=scores, group_ids=group_ids)
-        member = tokens > 0
-        return cls(index=index[member], count=count, scores=scores[member].double(), tokens=tokens[member].double())
-
-    @property
-    def size(self) -> Tensor:
-        """(N,) members of each sample's group."""
-        return self.sum(torch.ones_like(self.scores))
-
-    @property
-    def advantage(self) -> Tensor:
-        """(N,) s - mean_G."""
-        return self.deviation(self.scores, torch.ones_like(self.scores))
-
-    @property
-    def std(self) -> Tensor:
-        """(N,) unbiased (G - 1) standard deviation of each sample's group, 0 for one member."""
-        return (self.sum(self.advantage.square()) / (self.size - 1).clamp(min=1)).sqrt()
-
-    def over_std(self, advantage: Tensor, std_eps: float) -> Tensor:
-        """``advantage`` / (std_G + std_eps), 0 where both are 0."""
-        return advantage / (self.std + std_eps).clamp(min=torch.finfo(advantage.dtype).tiny)
-
-
-class SequenceAdvantageFn(Protocol):
-    """The signature of the functions below. Each names the options it uses and takes the rest as ``**_``.
-
-    Args:
-        groups: the samples with trained tokens, by prompt.
-        std_eps: added to a group's standard deviation (``--grpo_std_eps``).
-        divide_std: ``False``: do not divide by it (``--no_group_std_norm``).
-        all_reduce_sum: sums a small tensor over all ranks; every rank calls the estimator, also one without samples.
-
-    Returns:
-        (N,) the advantage of every trained token of each sample, float64.
-    """
-
-    def __call__(
-        self, groups: ScoreGroups, *, std_eps: float, divide_std: bool, all_reduce_sum: AllReduceSum, **_: object
-    ) -> Tensor: ...
-
-
-def rloo(groups: ScoreGroups, **_: object) -> Tensor:
-    """A = s - mean of the other samples' s = (s - mean_G)·G/(G - 1): REINFORCE leave-one-out.
-
-    The baseline does not depend on the sample, so the gradient has no bias.
-    Source: Ahmadian et al. 2024 (arXiv:2402.14740), §2.3. Signature: :class:`SequenceAdvantageFn`.
-    """
-    return groups.advantage * groups.size / (groups.size - 1).clamp(min=1)
-
-
-def group_norm(groups: ScoreGroups, *, std_eps: float = 1e-6, divide_std: bool = True, **_: object) -> Tensor:
-    """A = (s - mean_G) / (std_G + std_eps): GRPO, std with G - 1.
-
-    Without the division (``--no_group_std_norm``) it is ``dr_grpo``.
-    Source: Shao et al. 2024 (arXiv:2402.03300), §4.1.2. Signature: :class:`SequenceAdvantageFn`.
-    """
-    return groups.over_std(groups.advantage, std_eps) if divide_std else groups.advantage
-
-
-def dr_grpo(groups: ScoreGroups, **_: object) -> Tensor:
-    """A = s - mean_G: GRPO without the division, which would weigh prompts by how much their scores agree.
-
-    The other half of the method is a loss divided by a constant and not by each answer's length
-    (``--loss_agg_mode seq-mean-token-sum-norm``).
-    Source: Liu et al. 2025 (arXiv:2503.20783), §3.2. Signature: :class:`SequenceAdvantageFn`.
-    """
-    return groups.advantage
-
-
-def reinforce_baseline(groups: ScoreGroups, **_: object) -> Tensor:
-    """A = s - mean_G, whitened over the whole batch afterwards: REINFORCE++ with a baseline, γ = 1.
-
-    Source: Hu et al. 2025 (arXiv:2501.03262v9), §3.2, eqs. 6 and 7. Signature: :class:`SequenceAdvantageFn`.
-    """
-    return groups.advantage
-
-
-def opo(groups: ScoreGroups, **_: object) -> Tensor:
-    """A = s - b,  b = Σ_G len·s / Σ_G len, len the trained tokens of a sample.
-
-    b leaves the gradient the least variance where the squared gradient norm of an answer is proportional to its length.
-    The paper trains strictly on-policy: one optimizer step per rollout, no KL and no entropy term.
-    Source: Hao et al. 2025 (arXiv:2505.23585), the optimal reward baseline. Signature: :class:`SequenceAdvantageFn`.
-    """
-    return groups.deviation(groups.scores, groups.tokens)
-
-
-def gpg(groups: ScoreGroups, *, all_reduce_sum: AllReduceSum = identity, **_: object) -> Tensor:
-    """A = α·(s - mean_G),  α = samples / samples with s ≠ 0, both over all ranks; α = 1 where no s ≠ 0.
-
-    α makes up for samples without a signal; the paper counts groups for it, B/(B - M) with M groups of equal scores.
-    The count of samples is meant for scores of 0 and 1: with the KL in the reward no s is 0 and α is 1.
-    Source: Chu et al. 2025 (arXiv:2504.02546), §2.2. Signature: :class:`SequenceAdvantageFn`.
-    """
-    counts = torch.stack([torch.ones_like(groups.scores).sum(), groups.scores.count_nonzero().double()])
-    samples, nonzero = all_reduce_sum(counts).tolist()
-    alpha = samples / nonzero if nonzero else 1.0  # the same on every rank
-    return groups.advantage * alpha
-
-
-def grpo_passk(groups: ScoreGroups, *, std_eps: float = 1e-6, divide_std: bool = True, **_: object) -> Tensor:
-    """A = (max_G s - max of the other samples' s) / (std_G + std_eps): what a sample adds to the best of the group.
-
-    So the best sample gets max - second and all others 0; where several share the maximum, none adds anything and all
-    get 0. ``--no_group_std_norm``: not divided, the leave-one-out gradient of pass@G as in the paper.
-    Source: Tang et al. 2025 (arXiv:2503.19595): A_i = f(y) - f(y without i) with f = max. Signature:
-    :class:`SequenceAdvantageFn`.
-    """
-    best = groups.max(groups.scores)
-    is_best = groups.scores == best
-    alone = is_best & (groups.sum(is_best.double()) == 1)
-    second = groups.max(groups.scores.masked_fill(alone, -torch.inf))
-    best_of_others = torch.where(alone & (groups.size > 1), second, best)
-    advantage = best - best_of_others
-    return groups.over_std(advantage, std_eps) if divide_std else advantage
-
-
-def cpgd(groups: ScoreGroups, *, std_eps: float = 1e-6, divide_std: bool = True, **_: object) -> Tensor:
-    """A = ω·(s - mean_G),  ω = 1/(std_G + std_eps), or 1 with ``--no_group_std_norm``.
-
-    The advantage of CPGD; what sets the method apart is its loss (``--policy_loss cpgd``).
-    Source: Liu et al. 2025 (arXiv:2505.12504), §4.3, eq. 2 with STD weight or equal weight. Signature:
-    :class:`SequenceAdvantageFn`.
-    """
-    return group_norm(groups, std_eps=std_eps, divide_std=divide_std)
-
-
-@torch.no_grad()
-def group_normalize(
-    advantages: Tensor, action_mask: Tensor, group_ids: Tensor | None, eps: float = 1e-5, *, min_size: int = 1
-) -> Tensor:
-    """x ← (x - μ_G) / (σ_G + eps), μ_G and σ_G (biased) over the trained tokens of all samples of the group.
-
-    Every token counts the same, so long answers weigh more. A group with one trained token, or with equal ones, gets an
-    exact 0. Groups may have one sample: its tokens are compared with each other.
-
-    Args:
-        advantages: (B, A); masked positions may hold anything.
-        action_mask: (B, A), True = trained token.
-        group_ids: (B,) integers, equal for the samples of one prompt, in any order.
-        eps: added to the standard deviation.
-        min_size: smallest number of rows of a group.
-
-    Returns:
-        (B, A), float32 or float64; masked positions are 0.
-
-    Raises:
-        ValueError: no group ids, shapes differ, or a group has fewer than ``min_size`` rows.
-
-    Source: ``group_adv_norm`` of AReaL (Fu et al. 2025, arXiv:2505.24298).
-    """
-    require_same_shape(advantages=advantages, action_mask=action_mask)
-    index, count = number_groups(group_ids, action_mask, min_size=min_size)
-    mask = action_mask.bool()
-    groups = Groups(index.unsqueeze(1).expand_as(mask)[mask], count)  # one value per trained token
-    tokens = at_least_float32(advantages)[mask].double()
-    ones = torch.ones_like(tokens)
-    deviation = groups.deviation(tokens, ones)
-    std = (groups.sum(deviation.square()) / groups.sum(ones)).sqrt()
-    normalized = deviation / (std + eps).clamp(min=torch.finfo(std.dtype).tiny)  # 0/0 with eps 0
-    result = torch.zeros_like(advantages, dtype=at_least_float32(advantages).dtype)
-    return result.masked_scatter(mask, normalized.to(result.dtype))
-
-
-def number_groups(group_ids: Tensor | None, action_mask: Tensor, min_size: int = 1) -> tuple[Tensor, int]:
-    """Group numbers 0 … count - 1 of the rows (B,), and count.
-
-    Raises:
-        ValueError: no group ids, not one per row, or a group has fewer than ``min_size`` rows.
-    """
-    if group_ids is None:
-        raise ValueError("the samples of one prompt are to be compared: group_ids must be given")
-    if group_ids.shape != action_mask.shape[:1]:
-        raise ValueError(f"group_ids {tuple(group_ids.shape)} do not fit action_mask {tuple(action_mask.shape)}")
-    ids, index, sizes = torch.unique(group_ids, return_inverse=True, return_counts=True)
-    small = sizes < min_size
-    if small.any():
-        raise ValueError(
-            f"group {ids[small][0].item()} has {sizes[small][0].item()} sample(s), this advantage estimator needs at "
-            f"least {min_size} per prompt: set --n_samples_per_prompt to {min_size} or more"
-        )
-    return index, len(ids)
+from lightppo.algorithms.masking import (
+    AllReduceSum,
+    at_least_float32,
+    identity,
+    require_one_per_row,
+    require_same_shape,
+    zero_where_masked,
+)
 
 
 class AdvantageFn(Protocol):
@@ -305,26 +77,22 @@ def gae(
     bootstrap_values: Tensor | None = None,
     gamma: float = 1.0,
     lambd: float = 0.95,
-    **_: object,
+    **_,
 ) -> tuple[Tensor, Tensor]:
     """Generalized advantage estimation: δ_t = r_t + γV_{t+1} - V_t, A_t = δ_t + γλA_{t+1}, returns = A + V.
 
     t + 1 is the next trained token: V and A pass through positions with m = 0 undiscounted. After the last one V is
-    ``bootstrap_values``. Source: Schulman et al. 2016 (arXiv:1506.02438), eq. 16. Arguments: :class:`AdvantageFn`.
-
-    Raises:
-        ValueError: no values, or shapes differ.
+    ``bootstrap_values``. Source: Schulman et al. 2016 (arXiv:1506.02438), eq. 16.
     """
     if values is None:
         raise ValueError("--advantage_estimator gae needs values: give a critic (--critic_pretrain)")
     require_same_shape(token_rewards=token_rewards, action_mask=action_mask, values=values)
+    require_one_per_row(action_mask, bootstrap_values=bootstrap_values)
     mask = action_mask.bool()
     rewards = at_least_float32(token_rewards)
-    values = at_least_float32(values).masked_fill(~mask, 0.0)
+    values = zero_where_masked(values, mask)
     next_advantage = values.new_zeros(values.shape[0])  # (B,)
     next_value = next_advantage if bootstrap_values is None else at_least_float32(bootstrap_values)
-    if next_value.shape != values.shape[:1]:
-        raise ValueError(f"bootstrap_values {tuple(next_value.shape)} do not fit values {tuple(values.shape)}")
     advantages = torch.zeros_like(values)
     for t in reversed(range(mask.shape[1])):
         trained = mask[:, t]
@@ -336,17 +104,17 @@ def gae(
     return advantages, advantages + values
 
 
-@torch.no_grad()
-def reinforce(*, token_rewards: Tensor, action_mask: Tensor, gamma: float = 1.0, **_: object) -> tuple[Tensor, Tensor]:
-    """REINFORCE++: A_t = Σ_{k≥0} γ^k r_{t+k} over the trained tokens, whitened over the whole batch afterwards.
+def reward_to_go(token_rewards: Tensor, action_mask: Tensor, gamma: float = 1.0) -> Tensor:
+    """R_t (B, A), 0 at masked positions: GAE with V = 0 and λ = 1. Holes in the mask take no discount."""
+    zeros = torch.zeros_like(token_rewards)
+    return gae(token_rewards=token_rewards, action_mask=action_mask, values=zeros, gamma=gamma, lambd=1.0)[0]
 
-    The KL belongs into the reward; then the penalty of later tokens counts for each token. Returns = A.
 
-    Source: Hu et al. 2025 (arXiv:2501.03262v9), §3.1, eq. 4; the whitening is its eq. 5. Arguments:
-    :class:`AdvantageFn`.
+def reinforce(*, token_rewards: Tensor, action_mask: Tensor, gamma: float = 1.0, **_) -> tuple[Tensor, Tensor]:
+    """REINFORCE++: A_t = R_t, whitened over the whole batch afterwards; returns = A.
 
-    Raises:
-        ValueError: shapes differ.
+    The KL belongs into the reward; then the penalty of later tokens counts for each token.
+    Source: Hu et al. 2025 (arXiv:2501.03262v9), §3.1, eq. 4; the whitening is its eq. 5.
     """
     returns = reward_to_go(token_rewards, action_mask, gamma)
     return returns, returns.clone()
@@ -359,54 +127,155 @@ def remax(
     action_mask: Tensor,
     baseline_scores: Tensor | None = None,
     gamma: float = 1.0,
-    **_: object,
+    **_,
 ) -> tuple[Tensor, Tensor]:
-    """ReMax: A_t = Σ_{k≥0} γ^k r_{t+k} - b, b the score of the greedy answer to the same prompt.
+    """ReMax: A_t = R_t - b, b the score of the greedy answer to the same prompt.
 
     b depends on the prompt only, so the gradient has no bias. It is the plain score, without a KL penalty.
-
     Source: Li et al. 2023 (arXiv:2310.10505), the gradient estimator with a subtractive baseline and its Algorithm 1.
-    Arguments: :class:`AdvantageFn`.
-
-    Raises:
-        ValueError: no baseline scores, or shapes differ.
     """
     if baseline_scores is None:
         raise ValueError(
             "--advantage_estimator remax needs baseline_scores: generate and score the greedy answer to each prompt"
         )
-    if baseline_scores.shape != action_mask.shape[:1]:
-        raise ValueError(
-            f"baseline_scores {tuple(baseline_scores.shape)} do not fit action_mask {tuple(action_mask.shape)}"
-        )
+    require_one_per_row(action_mask, baseline_scores=baseline_scores)
     returns = reward_to_go(token_rewards, action_mask, gamma)
     baseline = baseline_scores.to(returns.dtype).unsqueeze(1)  # (B, 1)
     return (returns - baseline).masked_fill(~action_mask.bool(), 0.0), returns
 
 
-@torch.no_grad()
 def group_adv_norm(
-    *, token_rewards: Tensor, action_mask: Tensor, group_ids: Tensor | None, gamma: float = 1.0, **_: object
+    *, token_rewards: Tensor, action_mask: Tensor, group_ids: Tensor | None, gamma: float = 1.0, **_
 ) -> tuple[Tensor, Tensor]:
-    """A_t = (R_t - μ_G) / (σ_G + 1e-5), R_t = Σ_{k≥0} γ^k r_{t+k}, μ_G and σ_G over the group's trained tokens.
+    """A_t = (R_t - μ_G) / (σ_G + 1e-5), μ_G and σ_G of R over the group's trained tokens.
 
-    R_t is GAE with V = 0 and λ = 1. See :func:`group_normalize`, which does the same to the advantages of any estimator
-    (``--adv_norm_scope group``). Source and arguments: there and :class:`AdvantageFn`.
-
-    Raises:
-        ValueError: no group ids, a group of one, or shapes differ.
+    :func:`group_normalize`, where the source is, does the same to the advantages of any estimator
+    (``--adv_norm_scope group``).
     """
     returns = reward_to_go(token_rewards, action_mask, gamma)
     return group_normalize(returns, action_mask, group_ids, min_size=2), returns
 
 
 @dataclass(frozen=True)
-class OnEveryToken:
-    """An estimator that gives each sample one number, put on all its trained tokens; returns are the rewards to go.
+class Groups:
+    """N values that fall into groups. Each method gives every value the statistic of its group: (N,) → (N,).
 
     Attributes:
-        sequence_fn: from the scores of the groups to one number per sample.
+        index: (N,) the number of each value's group, 0 … count - 1.
+        count: groups; some may have no value.
     """
+
+    index: Tensor
+    count: int
+
+    def sum(self, values: Tensor) -> Tensor:
+        return values.new_zeros(self.count).index_add(0, self.index, values)[self.index]
+
+    def max(self, values: Tensor) -> Tensor:
+        lowest = values.new_full((self.count,), -torch.inf)
+        return lowest.scatter_reduce(0, self.index, values, "amax")[self.index]
+
+    def deviation(self, values: Tensor, weights: Tensor) -> Tensor:
+        """Each value minus the weighted mean Σ w·x / Σ w of its group, w > 0; an exact 0 where all are equal."""
+        relative = values - self.max(values)
+        return relative - self.sum(weights * relative) / self.sum(weights)
+
+
+@dataclass(frozen=True)
+class ScoreGroups(Groups):
+    """The N samples of a batch that have trained tokens, by prompt. All float64.
+
+    Attributes:
+        scores: (N,) s of each sample.
+        tokens: (N,) trained tokens of each sample.
+    """
+
+    scores: Tensor
+    tokens: Tensor
+
+    @classmethod
+    def from_batch(cls, scores: Tensor, action_mask: Tensor, group_ids: Tensor | None) -> ScoreGroups:
+        """N samples out of B rows, in their order; rows without a trained token may have any score."""
+        index, count = _number_groups(group_ids, action_mask, min_size=2)
+        tokens = action_mask.bool().sum(dim=1)  # (B,)
+        require_one_per_row(action_mask, scores=scores)
+        member = tokens > 0
+        return cls(index=index[member], count=count, scores=scores[member].double(), tokens=tokens[member].double())
+
+    @property
+    def size(self) -> Tensor:
+        """(N,) members of each sample's group."""
+        return self.sum(torch.ones_like(self.scores))
+
+    @property
+    def advantage(self) -> Tensor:
+        """(N,) s - mean_G."""
+        return self.deviation(self.scores, torch.ones_like(self.scores))
+
+    @property
+    def std(self) -> Tensor:
+        """(N,) unbiased (G - 1) standard deviation of each sample's group, 0 for one member."""
+        return (self.sum(self.advantage.square()) / (self.size - 1).clamp(min=1)).sqrt()
+
+    def over_std(self, advantage: Tensor, std_eps: float) -> Tensor:
+        """``advantage`` / (std_G + std_eps), 0 where both are 0."""
+        return advantage / (self.std + std_eps).clamp(min=torch.finfo(advantage.dtype).tiny)
+
+
+def _number_groups(group_ids: Tensor | None, action_mask: Tensor, min_size: int = 1) -> tuple[Tensor, int]:
+    """Group numbers 0 … count - 1 of the rows (B,), and count."""
+    if group_ids is None:
+        raise ValueError("the samples of one prompt are to be compared: group_ids must be given")
+    require_one_per_row(action_mask, group_ids=group_ids)
+    ids, index, sizes = torch.unique(group_ids, return_inverse=True, return_counts=True)
+    small = sizes < min_size
+    if small.any():
+        raise ValueError(
+            f"group {ids[small][0].item()} has {sizes[small][0].item()} sample(s), this advantage estimator needs at "
+            f"least {min_size} per prompt: set --n_samples_per_prompt to {min_size} or more"
+        )
+    return index, len(ids)
+
+
+@torch.no_grad()
+def group_normalize(
+    advantages: Tensor, action_mask: Tensor, group_ids: Tensor | None, eps: float = 1e-5, *, min_size: int = 1
+) -> Tensor:
+    """x ← (x - μ_G) / (σ_G + eps), μ_G and σ_G (biased) over the trained tokens of all samples of the group.
+
+    Every token counts the same, so long answers weigh more. A group with one trained token, or with equal ones, gets an
+    exact 0. Groups may have one sample (``min_size`` rows): its tokens are compared with each other. Masked positions
+    become 0; shapes as in :class:`AdvantageFn`.
+
+    Source: ``group_adv_norm`` of AReaL (Fu et al. 2025, arXiv:2505.24298).
+    """
+    require_same_shape(advantages=advantages, action_mask=action_mask)
+    index, count = _number_groups(group_ids, action_mask, min_size)
+    mask = action_mask.bool()
+    groups = Groups(index.unsqueeze(1).expand_as(mask)[mask], count)  # one value per trained token
+    tokens = at_least_float32(advantages)[mask].double()
+    ones = torch.ones_like(tokens)
+    deviation = groups.deviation(tokens, ones)
+    std = (groups.sum(deviation.square()) / groups.sum(ones)).sqrt()
+    normalized = deviation / (std + eps).clamp(min=torch.finfo(std.dtype).tiny)  # 0/0 with eps 0
+    result = torch.zeros_like(at_least_float32(advantages))
+    return result.masked_scatter(mask, normalized.to(result.dtype))
+
+
+class SequenceAdvantageFn(Protocol):
+    """The advantage (N,) of every trained token of each sample, float64; options as in :class:`AdvantageFn`.
+
+    Every rank calls it, also one without samples. A function names the options it uses and takes the rest as ``**_``.
+    """
+
+    def __call__(
+        self, groups: ScoreGroups, *, std_eps: float, divide_std: bool, all_reduce_sum: AllReduceSum, **_: object
+    ) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class OnEveryToken:
+    """An estimator that gives each sample one number, put on all its trained tokens; returns are the rewards to go."""
 
     sequence_fn: SequenceAdvantageFn
 
@@ -422,13 +291,9 @@ class OnEveryToken:
         std_eps: float = 1e-6,
         divide_std: bool = True,
         all_reduce_sum: AllReduceSum = identity,
-        **_: object,
+        **_,
     ) -> tuple[Tensor, Tensor]:
-        """Arguments and result: :class:`AdvantageFn`.
-
-        Raises:
-            ValueError: no group ids, a group of one, or shapes differ.
-        """
+        """See :class:`AdvantageFn`."""
         returns = reward_to_go(token_rewards, action_mask, gamma)
         groups = ScoreGroups.from_batch(scores, action_mask, group_ids)
         of_samples = self.sequence_fn(groups, std_eps=std_eps, divide_std=divide_std, all_reduce_sum=all_reduce_sum)
@@ -437,18 +302,84 @@ class OnEveryToken:
         return torch.where(mask, per_row.unsqueeze(1), 0.0), returns
 
 
-@torch.no_grad()
-def reward_to_go(token_rewards: Tensor, action_mask: Tensor, gamma: float = 1.0) -> Tensor:
-    """Σ_{k≥0} γ^k r over the trained tokens from t on; 0 at masked positions.
+def rloo(groups: ScoreGroups, **_) -> Tensor:
+    """A = s - mean of the other samples' s = (s - mean_G)·G/(G - 1): REINFORCE leave-one-out.
 
-    Args:
-        token_rewards: (B, A).
-        action_mask: (B, A), True = trained token; holes take no discount.
-        gamma: discount per trained token.
-
-    Raises:
-        ValueError: shapes differ.
+    The baseline does not depend on the sample, so the gradient has no bias.
+    Source: Ahmadian et al. 2024 (arXiv:2402.14740), §2.3.
     """
-    # GAE with V = 0 and λ = 1.
-    zeros = torch.zeros_like(token_rewards)
-    return gae(token_rewards=token_rewards, action_mask=action_mask, values=zeros, gamma=gamma, lambd=1.0)[0]
+    return groups.advantage * groups.size / (groups.size - 1).clamp(min=1)
+
+
+def group_norm(groups: ScoreGroups, *, std_eps: float = 1e-6, divide_std: bool = True, **_) -> Tensor:
+    """A = (s - mean_G) / (std_G + std_eps): GRPO, std with G - 1.
+
+    Without the division (``--no_group_std_norm``) it is ``dr_grpo``.
+    Source: Shao et al. 2024 (arXiv:2402.03300), §4.1.2.
+    """
+    return groups.over_std(groups.advantage, std_eps) if divide_std else groups.advantage
+
+
+def dr_grpo(groups: ScoreGroups, **_) -> Tensor:
+    """A = s - mean_G: GRPO without the division, which would weigh prompts by how much their scores agree.
+
+    The other half of the method is a loss divided by a constant and not by each answer's length
+    (``--loss_agg_mode seq-mean-token-sum-norm``). Source: Liu et al. 2025 (arXiv:2503.20783), §3.2.
+    """
+    return groups.advantage
+
+
+def reinforce_baseline(groups: ScoreGroups, **_) -> Tensor:
+    """A = s - mean_G, whitened over the whole batch afterwards: REINFORCE++ with a baseline, γ = 1.
+
+    Source: Hu et al. 2025 (arXiv:2501.03262v9), §3.2, eqs. 6 and 7.
+    """
+    return groups.advantage
+
+
+def opo(groups: ScoreGroups, **_) -> Tensor:
+    """A = s - b,  b = Σ_G len·s / Σ_G len, len the trained tokens of a sample.
+
+    b leaves the gradient the least variance where the squared gradient norm of an answer is proportional to its length.
+    The paper trains strictly on-policy: one optimizer step per rollout, no KL and no entropy term.
+    Source: Hao et al. 2025 (arXiv:2505.23585), the optimal reward baseline.
+    """
+    return groups.deviation(groups.scores, groups.tokens)
+
+
+def gpg(groups: ScoreGroups, *, all_reduce_sum: AllReduceSum = identity, **_) -> Tensor:
+    """A = α·(s - mean_G),  α = samples / samples with s ≠ 0, both over all ranks; α = 1 where no s ≠ 0.
+
+    α makes up for samples without a signal; the paper counts groups for it, B/(B - M) with M groups of equal scores.
+    The count of samples is meant for scores of 0 and 1: with the KL in the reward no s is 0 and α is 1.
+    Source: Chu et al. 2025 (arXiv:2504.02546), §2.2.
+    """
+    counts = torch.stack([torch.ones_like(groups.scores).sum(), groups.scores.count_nonzero().double()])
+    samples, nonzero = all_reduce_sum(counts).tolist()
+    alpha = samples / nonzero if nonzero else 1.0  # the same on every rank
+    return groups.advantage * alpha
+
+
+def grpo_passk(groups: ScoreGroups, *, std_eps: float = 1e-6, divide_std: bool = True, **_) -> Tensor:
+    """A = (max_G s - max of the other samples' s) / (std_G + std_eps): what a sample adds to the best of the group.
+
+    So the best sample gets max - second and all others 0; where several share the maximum, none adds anything and all
+    get 0. ``--no_group_std_norm``: not divided, the leave-one-out gradient of pass@G as in the paper.
+    Source: Tang et al. 2025 (arXiv:2503.19595): A_i = f(y) - f(y without i) with f = max.
+    """
+    best = groups.max(groups.scores)
+    is_best = groups.scores == best
+    alone = is_best & (groups.sum(is_best.double()) == 1)
+    second = groups.max(groups.scores.masked_fill(alone, -torch.inf))
+    best_of_others = torch.where(alone & (groups.size > 1), second, best)
+    advantage = best - best_of_others
+    return groups.over_std(advantage, std_eps) if divide_std else advantage
+
+
+def cpgd(groups: ScoreGroups, *, std_eps: float = 1e-6, divide_std: bool = True, **_) -> Tensor:
+    """A = ω·(s - mean_G),  ω = 1/(std_G + std_eps), or 1 with ``--no_group_std_norm``.
+
+    The advantage of CPGD; what sets the method apart is its loss (``--policy_loss cpgd``).
+    Source: Liu et al. 2025 (arXiv:2505.12504), §4.3, eq. 2 with STD weight or equal weight.
+    """
+    return group_norm(groups, std_eps=std_eps, divide_std=divide_std)

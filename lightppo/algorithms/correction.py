@@ -6,8 +6,8 @@ token's loss, ρ = π_old / π_rollout, takes the expectation back to π_old (im
 too far away to be corrected. The ratio of the policy loss is still taken to π_old, so that the three policies
 (behaviour, proximal, current) stay apart: weight × clipped loss.
 
-To add one: write the function, add its entry to ``entries.CORRECTIONS``, a test with
-numbers worked out by hand, and a section in docs/algorithms.md. The tests over the whole table find it.
+To add one: write the function, add its entry to ``entries.CORRECTIONS``, a test with numbers worked out by hand, and a
+section in docs/algorithms.md. The tests over the whole table find it.
 
 Notation: d = log ρ = log_probs - rollout_log_probs of a token. Wherever a ratio is formed, of a token or of a row, its
 logarithm stops at ±20.
@@ -17,40 +17,45 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from lightppo.algorithms.entries import CORRECTIONS, CorrectionEntry
-from lightppo.algorithms.kl import LOG_RATIO_LIMIT, k3
-from lightppo.algorithms.masking import AllReduceSum, at_least_float32, identity, masked_mean, require_same_shape
+from lightppo.algorithms.kl import k3, limited
+from lightppo.algorithms.masking import (
+    AllReduceSum,
+    at_least_float32,
+    identity,
+    masked_mean,
+    require_same_shape,
+    zero_where_masked,
+)
 
 
 class CorrectionFn(Protocol):
     """The signature of all corrections. A function names what it uses and takes the rest as ``**_``."""
 
     def __call__(self, log_ratio: Tensor, *, action_mask: Tensor, low: float | None, high: float | None) -> Tensor:
-        """Weight of each token.
+        """Weight of each token: (B, A), or (B, 1) where the tokens of a row share theirs.
 
         Args:
-            log_ratio: (B, A) float64, d within ±20; 0 at masked positions.
+            log_ratio: (B, A) float64, d within ±20; 0 at masked positions, where the weight does not matter.
             action_mask: (B, A) bool.
-            low: lower bound, ``None`` for corrections that have none.
+            low: lower bound, ``None`` for corrections without one.
             high: upper bound, likewise.
-
-        Returns:
-            (B, A), or (B, 1) where the tokens of a row share theirs; masked positions may hold anything.
         """
         ...
 
 
-def none(log_ratio: Tensor, **_: object) -> Tensor:
+def none(log_ratio: Tensor, **_) -> Tensor:
     """1: the policy that sampled is taken for the policy that is trained."""
     return torch.ones_like(log_ratio)
 
 
-def tis(log_ratio: Tensor, *, high: float, **_: object) -> Tensor:
+def tis(log_ratio: Tensor, *, high: float, **_) -> Tensor:
     """min(ρ, high) of each token: truncated importance sampling. Biased, with bounded variance; drops nothing.
 
     Source: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"
@@ -59,7 +64,7 @@ def tis(log_ratio: Tensor, *, high: float, **_: object) -> Tensor:
     return log_ratio.exp().clamp(max=high)
 
 
-def seq_tis(log_ratio: Tensor, *, high: float, **_: object) -> Tensor:
+def seq_tis(log_ratio: Tensor, *, high: float, **_) -> Tensor:
     """min(Π ρ, high) of the row, on each of its tokens: unbiased up to the truncation, with more variance.
 
     The product drifts from 1 with the length of the row, so that long rows end up near 0 or at the bound. Source: Liu,
@@ -68,25 +73,26 @@ def seq_tis(log_ratio: Tensor, *, high: float, **_: object) -> Tensor:
     return _row_product(log_ratio).clamp(max=high)
 
 
-def icepop(log_ratio: Tensor, *, low: float, high: float, **_: object) -> Tensor:
+def icepop(log_ratio: Tensor, *, low: float, high: float, **_) -> Tensor:
     """ρ where low ≤ ρ ≤ high, else 0: tokens on which engine and trainer disagree are not trained.
 
     Source: Ling Team 2025, Ring-1T (arXiv:2510.18855), IcePop, with α = low and β = high.
     """
     ratio = log_ratio.exp()
-    return torch.where(_inside(ratio, low, high), ratio, 0.0)
+    return torch.where((ratio >= low) & (ratio <= high), ratio, 0.0)
 
 
-def seq_mask(log_ratio: Tensor, *, action_mask: Tensor, low: float, high: float, **_: object) -> Tensor:
+def seq_mask(log_ratio: Tensor, *, action_mask: Tensor, low: float, high: float, **_) -> Tensor:
     """1 where the geometric mean of the row's ρ is in [low, high], else 0: rows are dropped, nothing is reweighted.
 
     The mean does not drift with the length, and is near 1: a difference of 0.001 per token is a lot. Source: geometric
     rejection of Liu, Li et al. 2025, "When Speed Kills Stability", part 3 (richardli.xyz/rl-collapse-3).
     """
-    return _inside(_row_mean(log_ratio, action_mask), low, high).to(log_ratio.dtype)
+    mean = _row_mean(log_ratio, action_mask)
+    return ((mean >= low) & (mean <= high)).to(log_ratio.dtype)
 
 
-def seq_mask_tis(log_ratio: Tensor, *, action_mask: Tensor, low: float, high: float, **_: object) -> Tensor:
+def seq_mask_tis(log_ratio: Tensor, *, action_mask: Tensor, low: float, high: float, **_) -> Tensor:
     """ρ of each token in the rows that :func:`seq_mask` keeps, 0 in the others. The tokens' ρ is not truncated.
 
     Source: the combination of the two above, as ``seq-mask-tis`` in OpenRLHF.
@@ -94,10 +100,10 @@ def seq_mask_tis(log_ratio: Tensor, *, action_mask: Tensor, low: float, high: fl
     return seq_mask(log_ratio, action_mask=action_mask, low=low, high=high) * log_ratio.exp()
 
 
-def decoupled(log_ratio: Tensor, *, high: float, **_: object) -> Tensor:
+def decoupled(log_ratio: Tensor, *, high: float, **_) -> Tensor:
     """ρ = π_prox / π_behave where ρ ≤ high, else 0: weight × clipped loss is decoupled PPO.
 
-    old_log_probs are those of the proximal policy, the clip is around it, and ρ corrects for the behaviour policy.
+    The old log probs belong to the proximal policy, the clip is around it, and ρ corrects for the behaviour policy.
     Sources: Hilton et al. 2021 (arXiv:2110.00641), §2; for language models Fu et al. 2025 (AReaL, arXiv:2505.24298),
     whose code adds the bound.
     """
@@ -116,7 +122,9 @@ def correction_weights(
     high: float | None = None,
     veto: float | None = None,
 ) -> Tensor:
-    """The constant factor on each token's loss. The loss is divided by all trained tokens, also those of weight 0.
+    """The constant factor (B, A) on each token's loss, 0 at masked positions.
+
+    The loss is divided by all trained tokens, also those of weight 0.
 
     Args:
         name: one of ``entries.CORRECTIONS``.
@@ -124,17 +132,14 @@ def correction_weights(
             policy loss takes as old log probs (decoupled PPO: the proximal policy).
         rollout_log_probs: (B, A), under the policy that sampled, as the engine gave them (the behaviour policy).
         action_mask: (B, A), True = trained token.
-        low: lower bound of the ratio; ``None``: the one of its entry.
+        low: lower bound of the ratio; ``None``: the correction's default.
         high: upper bound, likewise.
         veto: rows with a token of ρ < veto get weight 0: a token that the trainer finds impossible says that the rest
             of the row, too, comes from elsewhere. ``None``: no veto.
 
-    Returns:
-        (B, A), float32 or float64; 0 at masked positions.
-
     Raises:
-        ValueError: unknown name, a bound or veto that the correction has not, bounds that make no sense, shapes differ,
-            or NaN among the log probs of trained tokens.
+        ValueError: unknown name, a bound or veto that the correction does not have, bounds that make no sense, shapes
+            differ, or NaN among the log probs of trained tokens.
     """
     correction = CORRECTIONS.find(name)
     low, high = _checked_bounds(name, correction, low, high)
@@ -146,130 +151,9 @@ def correction_weights(
     kept = mask
     if veto is not None:
         kept = mask & ~(log_ratio < math.log(veto)).any(dim=1, keepdim=True)
-    weights = correction.fn(_limited(log_ratio), action_mask=mask, low=low, high=high)
+    weights = correction.fn(limited(log_ratio), action_mask=mask, low=low, high=high)
     dtype = torch.promote_types(at_least_float32(log_probs).dtype, at_least_float32(rollout_log_probs).dtype)
     return torch.where(kept, weights, 0.0).to(dtype)
-
-
-@torch.no_grad()
-def normalize_weights(weights: Tensor, mask: Tensor, all_reduce_sum: AllReduceSum = identity) -> Tensor:
-    """Divide by the mean over the trained tokens of all ranks, so that the correction does not change the step size.
-
-    Every rank must call it, also one without a trained token.
-
-    Args:
-        weights: (B, A), at least 0.
-        mask: (B, A), True = trained token; tokens of weight 0 count.
-        all_reduce_sum: sums a small tensor over all ranks.
-
-    Returns:
-        (B, A), 0 at masked positions; unchanged where all weights of all ranks are 0.
-
-    Raises:
-        ValueError: shapes differ.
-    """
-    require_same_shape(weights=weights, mask=mask)
-    kept = at_least_float32(weights).masked_fill(~mask.bool(), 0.0)
-    total, count = all_reduce_sum(torch.stack([kept.double().sum(), mask.bool().sum().double()])).tolist()
-    return kept if total == 0 else (kept.double() * (count / total)).to(kept.dtype)
-
-
-@torch.no_grad()
-def mismatch_terms(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """How far the policy that sampled is from the trainer's, as vectors that can be summed up over ranks.
-
-    =============== ==================== =================================== ==========================================
-    name            one entry per        entry                               metrics (:data:`MISMATCH_METRICS`)
-    =============== ==================== =================================== ==========================================
-    ``kl``          trained token        -d                                  mean: KL(π_rollout ‖ π_old), unbiased (k1)
-    ``k3_kl``       trained token        e^d - d - 1                         mean: the same KL, never negative (k3)
-    ``logp_diff``   trained token        abs(d)                              maximum
-    ``ratio``       trained token        ρ = e^d                             χ² and effective share of the tokens
-    ``ppl_ratio``   row with such        e^(-mean d) = ppl_old / ppl_rollout mean
-    ``seq_ratio``   row with such        Π ρ                                 χ² and effective share of the rows
-    =============== ==================== =================================== ==========================================
-
-    Args:
-        log_probs: (B, A), under the trainer's policy before its first update.
-        rollout_log_probs: (B, A), under the policy that sampled.
-        mask: (B, A), True = trained token.
-
-    Returns:
-        name → (N,) or (R,) float64; empty where no token is trained.
-
-    Raises:
-        ValueError: shapes differ, or NaN among the log probs of trained tokens.
-
-    Source of the estimators: Schulman, "Approximating KL Divergence" (joschu.net/blog/kl-approx.html).
-    """
-    mask = mask.bool()
-    log_ratio = _log_ratio(log_probs, rollout_log_probs, mask)
-    rows = mask.any(dim=1)
-    d, limited = log_ratio[mask], _limited(log_ratio)  # (N,), (B, A)
-    return {
-        "kl": -d,
-        "k3_kl": k3(-d),
-        "logp_diff": d.abs(),
-        "ratio": limited[mask].exp(),
-        "ppl_ratio": 1 / _row_mean(limited, mask)[rows, 0],  # (R,)
-        "seq_ratio": _row_product(limited)[rows, 0],  # (R,)
-    }
-
-
-class Moments(Protocol):
-    """Sums over all entries of a vector, of all ranks."""
-
-    count: int
-    total: float
-    squares: float
-    high: float
-
-
-def mean(moments: Moments) -> float:
-    """Σx / n."""
-    return moments.total / moments.count if moments.count else math.nan
-
-
-def maximum(moments: Moments) -> float:
-    """max x."""
-    return moments.high if moments.count else math.nan
-
-
-def chi_square(moments: Moments) -> float:
-    """E[ρ²] - 1, the χ² divergence of π_old from π_rollout, from the ratios of tokens that π_rollout sampled."""
-    return moments.squares / moments.count - 1 if moments.count else math.nan
-
-
-def effective_share(moments: Moments) -> float:
-    """(Σw)² / (n·Σw²): Kish's effective sample size, as a share of the n samples. 1: all weigh the same; 0: none does.
-
-    Source: Kish 1965, "Survey Sampling"; for importance weights Kong 1992, "A Note on Importance Sampling".
-    """
-    if not moments.count:
-        return math.nan
-    return moments.total**2 / (moments.count * moments.squares) if moments.squares else 0.0
-
-
-# metric → the vector it is made from, and how
-MISMATCH_METRICS: dict[str, tuple[str, Callable[[Moments], float]]] = {
-    "kl": ("kl", mean),
-    "k3_kl": ("k3_kl", mean),
-    "logp_diff_max": ("logp_diff", maximum),
-    "ppl_ratio": ("ppl_ratio", mean),
-    "chi2_token": ("ratio", chi_square),
-    "chi2_seq": ("seq_ratio", chi_square),
-    "ess_token": ("ratio", effective_share),
-    "ess_seq": ("seq_ratio", effective_share),
-}
-
-
-def mismatch_metrics(moments: Mapping[str, Moments]) -> dict[str, float]:
-    """The numbers of ``MISMATCH_METRICS``.
-
-    Args:
-        moments: those of each vector of :func:`mismatch_terms`, merged over ranks.
-    """
-    return {name: aggregate(moments[term]) for name, (term, aggregate) in MISMATCH_METRICS.items()}
 
 
 def _checked_bounds(
@@ -288,13 +172,56 @@ def _checked_bounds(
     return low, high
 
 
+@torch.no_grad()
+def normalize_weights(weights: Tensor, mask: Tensor, all_reduce_sum: AllReduceSum = identity) -> Tensor:
+    """Weights (B, A) divided by their mean over the trained tokens of all ranks, those of weight 0 included.
+
+    So the correction does not change the step size. Masked positions become 0; all weights 0: unchanged.
+    """
+    require_same_shape(weights=weights, mask=mask)
+    kept = zero_where_masked(weights, mask)
+    total, count = all_reduce_sum(torch.stack([kept.double().sum(), mask.bool().sum().double()])).tolist()
+    return kept if total == 0 else (kept.double() * (count / total)).to(kept.dtype)
+
+
+@torch.no_grad()
+def mismatch_terms(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """How far the policy that sampled is from the trainer's, as float64 vectors that can be summed up over ranks.
+
+    =============== ==================== =================================== ==========================================
+    name            one entry per        entry                               metrics (:data:`MISMATCH_METRICS`)
+    =============== ==================== =================================== ==========================================
+    ``kl``          trained token        -d                                  mean: KL(π_rollout ‖ π_old), unbiased (k1)
+    ``k3_kl``       trained token        e^d - d - 1                         mean: the same KL, never negative (k3)
+    ``logp_diff``   trained token        abs(d)                              maximum
+    ``ratio``       trained token        ρ = e^d                             χ² and effective share of the tokens
+    ``ppl_ratio``   row with such        e^(-mean d) = ppl_old / ppl_rollout mean
+    ``seq_ratio``   row with such        Π ρ                                 χ² and effective share of the rows
+    =============== ==================== =================================== ==========================================
+
+    Arguments as in :func:`correction_weights`. Source of the estimators: Schulman, "Approximating KL Divergence"
+    (joschu.net/blog/kl-approx.html).
+    """
+    mask = mask.bool()
+    log_ratio = _log_ratio(log_probs, rollout_log_probs, mask)
+    rows = mask.any(dim=1)
+    d, within = log_ratio[mask], limited(log_ratio)  # (N,), (B, A)
+    return {
+        "kl": -d,
+        "k3_kl": k3(-d),
+        "logp_diff": d.abs(),
+        "ratio": within[mask].exp(),
+        "ppl_ratio": 1 / _row_mean(within, mask)[rows, 0],  # (R,)
+        "seq_ratio": _row_product(within)[rows, 0],  # (R,)
+    }
+
+
 def _log_ratio(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Tensor:
     """d (B, A) in float64, where differences of float32 numbers are exact; 0 at masked positions."""
     require_same_shape(log_probs=log_probs, rollout_log_probs=rollout_log_probs, action_mask=mask)
     log_ratio = (log_probs.double() - rollout_log_probs.double()).masked_fill(~mask, 0.0)
     # a comparison with NaN is False: a bound would drop the token without a word
-    broken = int(log_ratio.isnan().sum())
-    if broken:
+    if broken := int(log_ratio.isnan().sum()):
         raise ValueError(
             f"{broken} of {int(mask.sum())} trained tokens have a NaN log prob: the actor's weights hold NaN, or the "
             "rollout engine gives broken log probs"
@@ -302,13 +229,9 @@ def _log_ratio(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Te
     return log_ratio
 
 
-def _limited(log_ratio: Tensor) -> Tensor:
-    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-
-
 def _row_product(log_ratio: Tensor) -> Tensor:
     """Π ρ over the row, (B, 1)."""
-    return _limited(log_ratio.sum(dim=1, keepdim=True)).exp()
+    return limited(log_ratio.sum(dim=1, keepdim=True)).exp()
 
 
 def _row_mean(log_ratio: Tensor, mask: Tensor) -> Tensor:
@@ -316,5 +239,73 @@ def _row_mean(log_ratio: Tensor, mask: Tensor) -> Tensor:
     return masked_mean(log_ratio, mask, dim=1).unsqueeze(1).exp()
 
 
-def _inside(ratio: Tensor, low: float, high: float) -> Tensor:
-    return (ratio >= low) & (ratio <= high)
+@dataclass
+class Summary:
+    """Count, sum, sum of squares, minimum and maximum of numbers, mergeable over ranks."""
+
+    count: int = 0
+    total: float = 0.0
+    squares: float = 0.0
+    low: float = math.inf
+    high: float = -math.inf
+
+    @classmethod
+    def of(cls, values: Tensor) -> Summary:
+        """Of all entries of a tensor; NaN marks a missing number and is left out."""
+        values = values.double()
+        values = values[~values.isnan()]
+        if values.numel() == 0:
+            return cls()
+        sums = (values.sum(), values.square().sum(), values.min(), values.max())
+        return cls(values.numel(), *(x.item() for x in sums))
+
+    def __add__(self, other: Summary) -> Summary:
+        return Summary(
+            self.count + other.count,
+            self.total + other.total,
+            self.squares + other.squares,
+            min(self.low, other.low),
+            max(self.high, other.high),
+        )
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.count if self.count else math.nan
+
+    @property
+    def variance(self) -> float:
+        """Biased."""
+        return max(0.0, self.squares / self.count - self.mean**2) if self.count else math.nan
+
+
+def chi_square(ratios: Summary) -> float:
+    """E[ρ²] - 1, the χ² divergence of π_old from π_rollout, from the ratios of tokens that π_rollout sampled."""
+    return ratios.squares / ratios.count - 1 if ratios.count else math.nan
+
+
+def effective_share(weights: Summary) -> float:
+    """(Σw)² / (n·Σw²): Kish's effective sample size, as a share of the n samples. 1: all weigh the same; 0: none does.
+
+    Source: Kish 1965, "Survey Sampling"; for importance weights Kong 1992, "A Note on Importance Sampling".
+    """
+    if not weights.count:
+        return math.nan
+    return weights.total**2 / (weights.count * weights.squares) if weights.squares else 0.0
+
+
+# metric → the vector of mismatch_terms it is made from, and how
+MISMATCH_METRICS: dict[str, tuple[str, Callable[[Summary], float]]] = {
+    "kl": ("kl", lambda s: s.mean),
+    "k3_kl": ("k3_kl", lambda s: s.mean),
+    "logp_diff_max": ("logp_diff", lambda s: s.high if s.count else math.nan),
+    "ppl_ratio": ("ppl_ratio", lambda s: s.mean),
+    "chi2_token": ("ratio", chi_square),
+    "chi2_seq": ("seq_ratio", chi_square),
+    "ess_token": ("ratio", effective_share),
+    "ess_seq": ("seq_ratio", effective_share),
+}
+
+
+def mismatch_metrics(summaries: Mapping[str, Summary]) -> dict[str, float]:
+    """The numbers of ``MISMATCH_METRICS``, from a summary over all ranks of each vector of :func:`mismatch_terms`."""
+    return {name: aggregate(summaries[term]) for name, (term, aggregate) in MISMATCH_METRICS.items()}

@@ -1,4 +1,4 @@
-"""KL divergence from the reference policy: estimates, the exact one, and controllers of its coefficient.
+"""KL divergence from the reference policy: estimates, the exact KL, and controllers of its coefficient.
 
 Notation: p the policy, q the reference, d = log p - log q at the sampled token, KL = KL(p || q).
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,12 +15,17 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightppo.algorithms.entries import KL_ESTIMATORS, load
-from lightppo.algorithms.logprobs import CHUNK_ELEMENTS
-from lightppo.algorithms.masking import at_least_float32, require_same_shape
+from lightppo.algorithms.logprobs import log_softmax, rows_per_chunk
+from lightppo.algorithms.masking import at_least_float32, require_same_shape, zero_where_masked
 
 logger = logging.getLogger(__name__)
 
 LOG_RATIO_LIMIT = 20.0  # e^20 = 4.9e8: far outside any sane update, far inside float32
+
+
+def limited(log_ratio: Tensor) -> Tensor:
+    """A log ratio within ±20, safe to exponentiate."""
+    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
 def k1(log_ratio: Tensor) -> Tensor:
@@ -29,52 +34,42 @@ def k1(log_ratio: Tensor) -> Tensor:
 
 
 def absolute(log_ratio: Tensor) -> Tensor:
-    """|d|: at least the KL in expectation; its expected gradient as a loss is that of Σ_v |p - q|."""
+    """|d|: in expectation at least the KL. As a loss its expected gradient is the gradient of Σ_v |p - q|."""
     return log_ratio.abs()
 
 
 def k2(log_ratio: Tensor) -> Tensor:
-    """½d²: biased in value, never negative; its gradient is the gradient of the KL."""
+    """½d²: biased in value, never negative. Its gradient is the gradient of the KL."""
     return 0.5 * log_ratio.square()
 
 
 def k3(log_ratio: Tensor) -> Tensor:
     """e^{-d} + d - 1 with d in ±20: unbiased, never negative, low variance near 0.
 
-    Its expected gradient as a loss is that of KL(q || p), the other direction.
+    As a loss its expected gradient is the gradient of KL(q || p), the other direction.
     """
-    log_ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    log_ratio = limited(log_ratio)
     return (-log_ratio).expm1() + log_ratio
 
 
 def full_kl(logits: Tensor, ref_logits: Tensor, temperature: float = 1.0, chunk_size: int | None = None) -> Tensor:
-    """Σ_v p_v (log p_v - log q_v) with p, q = softmax(logits / temperature): the KL itself, no estimate.
+    """Σ_v p_v (log p_v - log q_v) with p, q = softmax(logits / temperature), (N,): the KL itself, no estimate.
 
     Only a chunk of rows is ever held in float32, also in the backward pass, which computes the distributions again and
     can be taken once (no second derivatives). A token of p = 0 adds 0, whatever q is; p > 0 where q = 0 gives inf, and
     NaN gradients, because that is the KL: forbid tokens in both or in neither.
 
     Args:
-        logits: (N, V), any float type; has a gradient where it has one, (p_v / temperature)(d_v - KL) per unit.
+        logits: (N, V), any float type; the gradient is (p_v / temperature)(d_v - KL).
         ref_logits: (N, V), never has a gradient.
         temperature: the sampling temperature, above 0.
         chunk_size: rows per chunk, ``None`` = by memory; it does not change the result.
-
-    Returns:
-        (N,), float32 (float64 for float64 logits), in nats.
-
-    Raises:
-        ValueError: shapes that differ or are not (N, V), temperature or chunk_size not above 0.
     """
     require_same_shape(logits=logits, ref_logits=ref_logits)
     if logits.dim() != 2:
         raise ValueError(f"logits must be (N, V), one row per token, got {tuple(logits.shape)}")
-    if not temperature > 0:
-        raise ValueError(f"--temperature must be above 0 for the KL, got {temperature}; greedy decoding has none")
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
     # Half the rows of a chunk of log probs: there are two distributions.
-    chunk_size = chunk_size or max(1, CHUNK_ELEMENTS // max(1, 2 * logits.shape[1]))
+    chunk_size = rows_per_chunk(2 * logits.shape[1], chunk_size, temperature)
     return _FullKL.apply(logits, ref_logits, temperature, chunk_size)
 
 
@@ -82,7 +77,8 @@ class _FullKL(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, ref_logits: Tensor, temperature: float, chunk_size: int) -> Tensor:
         kl = at_least_float32(logits.new_empty(logits.shape[0]))  # (N,)
-        for rows in _chunks(logits, chunk_size):
+        for start in range(0, len(logits), chunk_size):
+            rows = slice(start, start + chunk_size)
             p, d = _probs_and_log_ratio(logits[rows], ref_logits[rows], temperature)
             kl[rows] = (p * d).sum(-1)
         ctx.save_for_backward(logits, ref_logits, kl)
@@ -94,7 +90,8 @@ class _FullKL(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None, None]:
         logits, ref_logits, kl = ctx.saved_tensors
         gradient = torch.empty_like(logits)  # (N, V)
-        for rows in _chunks(logits, ctx.chunk_size):
+        for start in range(0, len(logits), ctx.chunk_size):
+            rows = slice(start, start + ctx.chunk_size)
             p, d = _probs_and_log_ratio(logits[rows], ref_logits[rows], ctx.temperature)
             scale = (upstream[rows] / ctx.temperature).unsqueeze(-1)  # (n, 1)
             # Rows that the loss leaves out stay at 0 where the KL is inf or NaN.
@@ -102,14 +99,9 @@ class _FullKL(torch.autograd.Function):
         return gradient, None, None, None
 
 
-def _chunks(logits: Tensor, chunk_size: int) -> Iterator[slice]:
-    return (slice(start, start + chunk_size) for start in range(0, logits.shape[0], chunk_size))
-
-
 def _probs_and_log_ratio(logits: Tensor, ref_logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """p and d of a chunk; d is 0 where p is 0, because 0 · log 0 is 0 there and not NaN."""
-    log_p = torch.log_softmax(at_least_float32(logits) / temperature, dim=-1)
-    log_q = torch.log_softmax(at_least_float32(ref_logits) / temperature, dim=-1)
+    log_p, log_q = log_softmax(logits, temperature), log_softmax(ref_logits, temperature)
     p = log_p.exp()
     return p, (log_p - log_q).masked_fill(p == 0, 0.0)
 
@@ -121,7 +113,7 @@ def approx_kl(
     clip: float | None = None,
     action_mask: Tensor | None = None,
 ) -> Tensor:
-    """Estimate KL(policy || reference) at each sampled token, from d = log_probs - ref_log_probs.
+    """Estimate KL(policy || reference) at each sampled token, (B, A) in nats, from d = log_probs - ref_log_probs.
 
     What the expected gradients are, as a loss and in the reward, is in docs/algorithms_rewards.md. They hold for tokens
     sampled from the policy itself. Sources: Schulman, "Approximating KL Divergence"
@@ -132,15 +124,9 @@ def approx_kl(
         log_probs: (B, A), log probs of the sampled tokens under the policy; has a gradient where they have one.
         ref_log_probs: (B, A), under the reference.
         estimator: one of ``entries.KL_ESTIMATORS`` that is not over the vocabulary.
-        clip: ``--kl_clip``: limits the value to ±clip; beyond it the gradient is 0, except that of a straight-through
-            estimator, which stays that of k2. ``None``: no limit.
+        clip: ``--kl_clip``: limits the value to ±clip. Beyond it the gradient is 0, but a straight-through estimator
+            keeps the gradient of k2. ``None``: no limit.
         action_mask: (B, A), True = trained token; others come out 0 and without gradient, whatever lies there.
-
-    Returns:
-        (B, A), float32 or float64, in nats.
-
-    Raises:
-        ValueError: unknown estimator, one over the vocabulary, shapes differ, or clip not above 0.
     """
     entry = KL_ESTIMATORS.find(estimator)
     if entry.over_vocabulary:
@@ -153,7 +139,7 @@ def approx_kl(
     require_same_shape(log_probs=log_probs, ref_log_probs=ref_log_probs, action_mask=action_mask)
     log_ratio = at_least_float32(log_probs) - at_least_float32(ref_log_probs)  # (B, A)
     if action_mask is not None:
-        log_ratio = log_ratio.masked_fill(~action_mask.bool(), 0.0)
+        log_ratio = zero_where_masked(log_ratio, action_mask)
     kl = entry.fn(log_ratio)
     if clip is not None:
         kl = kl.clamp(-clip, clip)
@@ -163,34 +149,60 @@ def approx_kl(
     return kl
 
 
-class FixedKLController:
-    """A coefficient that stays what the flag says.
+class KLController:
+    """The KL coefficient, ``value``, and what survives a restart."""
 
-    Args:
-        coef: the KL coefficient, at least 0.
-    """
+    kind: str
 
     def __init__(self, coef: float) -> None:
         self.value = _checked_coef(coef)
 
     def update(self, current_kl: float, n_samples: int) -> None:
-        """Nothing to learn."""
+        """Call once per rollout batch, on every rank with the same numbers.
+
+        Args:
+            current_kl: KL of the rollout to the reference, over all ranks, before any update on it.
+            n_samples: samples of the rollout batch over all ranks.
+        """
+        raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
-        return {"kind": "fixed", "value": self.value}
+        return {"kind": self.kind, "value": self.value}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The flag wins over the checkpoint, and a difference is logged.
+        """Take the coefficient over; the rest are flags. ValueError for a controller of another kind."""
+        if state.get("kind") != self.kind:
+            raise ValueError(
+                f"the KL controller of the checkpoint is {state.get('kind')}, this run has {self.kind}: "
+                "set --kl_target as it was, or start a new run"
+            )
+        self.value = _checked_coef(state["value"])
 
-        Raises:
-            ValueError: the state is an adaptive controller's.
-        """
-        _check_kind(state, "fixed")
-        if state["value"] != self.value:
-            logger.warning("--init_kl_coef is %g; the checkpoint was made with %g", self.value, state["value"])
+
+def _checked_coef(coef: float) -> float:
+    if not (math.isfinite(coef) and coef >= 0):
+        raise ValueError(f"the KL coefficient (--init_kl_coef) must be finite and at least 0, got {coef}")
+    return float(coef)
 
 
-class AdaptiveKLController:
+class FixedKLController(KLController):
+    """A coefficient that stays what the flag says."""
+
+    kind = "fixed"
+
+    def update(self, current_kl: float, n_samples: int) -> None:
+        """Nothing to learn."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The flag wins over the checkpoint, and a difference is logged."""
+        flag = self.value
+        super().load_state_dict(state)
+        if self.value != flag:
+            logger.warning("--init_kl_coef is %g; the checkpoint was made with %g", flag, self.value)
+        self.value = flag
+
+
+class AdaptiveKLController(KLController):
     """Steers the coefficient so that the measured KL stays near a target.
 
     value *= 1 + clip(kl / target - 1, ±0.2) · n / horizon. Source: Ziegler et al. 2019 (arXiv:1909.08593), §2.2.
@@ -201,26 +213,18 @@ class AdaptiveKLController:
         horizon: samples over which an error of 20% or more changes the coefficient by about 20%; above 0.
     """
 
+    kind = "adaptive"
     MAX_ERROR = 0.2
 
     def __init__(self, init_coef: float, target: float, horizon: float) -> None:
         if not (target > 0 and horizon > 0):
             raise ValueError(f"--kl_target ({target}) and --kl_horizon ({horizon}) must be above 0")
-        self.value = _checked_coef(init_coef)
+        super().__init__(init_coef)
         self.target = target
         self.horizon = horizon
 
     def update(self, current_kl: float, n_samples: int) -> None:
-        """Call once per rollout batch, on every rank with the same numbers.
-
-        Args:
-            current_kl: KL of the rollout to the reference, over all ranks, before any update on it.
-            n_samples: samples of the rollout batch over all ranks.
-
-        Raises:
-            ValueError: the KL is not finite, or the batch is so large against the horizon that the coefficient could
-                fall to 0 or below in one update.
-        """
+        """See the base class. ValueError for a KL that is not finite, or a horizon too short for the batch."""
         if not math.isfinite(current_kl):
             raise ValueError(
                 f"the KL of this rollout is {current_kl}: the policy or the reference gives broken log probs"
@@ -234,36 +238,7 @@ class AdaptiveKLController:
         error = min(max(current_kl / self.target - 1.0, -self.MAX_ERROR), self.MAX_ERROR)
         self.value *= 1.0 + error * n_samples / self.horizon
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"kind": "adaptive", "value": self.value}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes the coefficient on; target and horizon are flags.
-
-        Raises:
-            ValueError: the state is a fixed controller's.
-        """
-        _check_kind(state, "adaptive")
-        self.value = _checked_coef(state["value"])
-
-
-KLController = FixedKLController | AdaptiveKLController
-
 
 def make_kl_controller(init: float, target: float | None, horizon: float) -> KLController:
     """Adaptive where ``--kl_target`` is set, fixed otherwise."""
     return FixedKLController(init) if target is None else AdaptiveKLController(init, target, horizon)
-
-
-def _checked_coef(coef: float) -> float:
-    if not (math.isfinite(coef) and coef >= 0):
-        raise ValueError(f"the KL coefficient (--init_kl_coef) must be finite and at least 0, got {coef}")
-    return float(coef)
-
-
-def _check_kind(state: Mapping[str, Any], kind: str) -> None:
-    if state.get("kind") != kind:
-        raise ValueError(
-            f"the KL controller of the checkpoint is {state.get('kind')}, that of this run is {kind}: "
-            "set --kl_target as it was, or start a new run"
-        )

@@ -1,4 +1,7 @@
-"""Log probs and entropy straight from hidden states: the logits of all tokens are never held at once."""
+"""Log probs and entropy: from logits chunk by chunk, or straight from hidden states through the output head.
+
+Softmax and sums are in float32 (float64 for float64 input), so are the results. T tokens, H hidden size, V vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,22 @@ from lightppo.algorithms.matmul import linear, product
 CHUNK_ELEMENTS = 1 << 26  # of a float32 chunk: 256 MB, whatever the vocabulary
 
 
+def rows_per_chunk(vocab_size: int, chunk_size: int | None, temperature: float) -> int:
+    """``chunk_size``, or ``None``: as many rows as have ``CHUNK_ELEMENTS`` numbers. Refuses numbers out of range."""
+    if not temperature > 0:
+        raise ValueError(f"--temperature must be above 0 for log probs, got {temperature}; greedy decoding has none")
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
+    return chunk_size or max(1, CHUNK_ELEMENTS // max(1, vocab_size))
+
+
+def log_softmax(logits: Tensor, temperature: float) -> Tensor:
+    logits = at_least_float32(logits)
+    return torch.log_softmax(logits if temperature == 1.0 else logits / temperature, dim=-1)
+
+
 def token_log_probs(logits: Tensor, labels: Tensor, temperature: float = 1.0, chunk_size: int | None = None) -> Tensor:
-    """log softmax(logits / temperature) at ``labels``.
+    """log softmax(logits / temperature) at ``labels``, (...).
 
     Without gradients only one chunk of logits is ever held in float32. With gradients autograd keeps one float32 copy.
 
@@ -25,44 +42,13 @@ def token_log_probs(logits: Tensor, labels: Tensor, temperature: float = 1.0, ch
         labels: (...), integer ids in [0, V).
         temperature: the sampling temperature, above 0.
         chunk_size: tokens per chunk, ``None`` = ``CHUNK_ELEMENTS`` / V; it does not change the result.
-
-    Returns:
-        (...), float32 (float64 for float64 logits).
-
-    Raises:
-        ValueError: shapes that do not fit, temperature or chunk_size not above 0.
     """
-    chunk_size = _checked_chunk_size(logits, temperature, chunk_size)
-    _check_labels(logits, labels)
 
     def gather(chunk: Tensor, ids: Tensor) -> Tensor:
-        return _gather(_log_softmax(chunk, temperature), ids)
+        return _gather(log_softmax(chunk, temperature), ids)
 
-    return _in_chunks(gather, chunk_size, logits, labels)
-
-
-def entropy_from_logits(logits: Tensor, temperature: float = 1.0, chunk_size: int | None = None) -> Tensor:
-    """Entropy of softmax(logits / temperature), in nats; logits of -inf (forbidden tokens) add 0.
-
-    Memory as :func:`token_log_probs`.
-
-    Args:
-        logits: (..., V), any float type.
-        temperature: the sampling temperature, above 0.
-        chunk_size: tokens per chunk, ``None`` = ``CHUNK_ELEMENTS`` / V; it does not change the result.
-
-    Returns:
-        (...), float32 (float64 for float64 logits).
-
-    Raises:
-        ValueError: temperature or chunk_size not above 0.
-    """
-    chunk_size = _checked_chunk_size(logits, temperature, chunk_size)
-
-    def entropy(chunk: Tensor) -> Tensor:
-        return _Entropy.apply(_log_softmax(chunk, temperature))
-
-    return _in_chunks(entropy, chunk_size, logits)
+    _check_labels(logits, labels)
+    return _in_chunks(gather, rows_per_chunk(logits.shape[-1], chunk_size, temperature), logits, labels)
 
 
 def log_probs_and_entropy(
@@ -72,52 +58,26 @@ def log_probs_and_entropy(
     chunk_size: int | None = None,
     entropy_grad: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """:func:`token_log_probs` and :func:`entropy_from_logits` from one log softmax per chunk; the same numbers.
+    """:func:`token_log_probs`, and the entropy of the same distribution in nats: (...) each, one softmax per chunk.
 
-    Args:
-        logits: (..., V), any float type.
-        labels: (...), integer ids in [0, V).
-        temperature: the sampling temperature, above 0.
-        chunk_size: tokens per chunk, ``None`` = ``CHUNK_ELEMENTS`` / V; it does not change the result.
-        entropy_grad: False: the entropy is detached. Either way autograd keeps no more than for the log probs alone,
-            one float32 copy of the logits.
-
-    Returns:
-        log probs (...) and entropy (...), float32 (float64 for float64 logits).
-
-    Raises:
-        ValueError: shapes that do not fit, temperature or chunk_size not above 0.
+    Logits of -inf (forbidden tokens) add 0 to the entropy. With ``entropy_grad=False`` it is detached; either way
+    autograd keeps no more than for the log probs alone.
     """
-    chunk_size = _checked_chunk_size(logits, temperature, chunk_size)
-    _check_labels(logits, labels)
 
     def both(chunk: Tensor, ids: Tensor) -> Tensor:
-        log_probs = _log_softmax(chunk, temperature)
+        log_probs = log_softmax(chunk, temperature)
         entropy = _Entropy.apply(log_probs if entropy_grad else log_probs.detach())
         return torch.stack([_gather(log_probs, ids), entropy], dim=-1)
 
+    _check_labels(logits, labels)
+    chunk_size = rows_per_chunk(logits.shape[-1], chunk_size, temperature)
     log_probs, entropy = (x.contiguous() for x in _in_chunks(both, chunk_size, logits, labels).unbind(-1))
     return log_probs, entropy if entropy_grad else entropy.detach()
 
 
 def _check_labels(logits: Tensor, labels: Tensor) -> None:
-    if labels.shape != logits.shape[:-1]:
+    if logits.dim() < 1 or labels.shape != logits.shape[:-1]:
         raise ValueError(f"labels {tuple(labels.shape)} do not fit logits {tuple(logits.shape)}")
-
-
-def _checked_chunk_size(logits: Tensor, temperature: float, chunk_size: int | None) -> int:
-    if not temperature > 0:
-        raise ValueError(f"--temperature must be above 0 for log probs, got {temperature}; greedy decoding has none")
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
-    if logits.dim() < 1:
-        raise ValueError("logits need a vocabulary dimension")
-    return chunk_size or max(1, CHUNK_ELEMENTS // max(1, logits.shape[-1]))
-
-
-def _log_softmax(chunk: Tensor, temperature: float) -> Tensor:
-    chunk = at_least_float32(chunk)
-    return torch.log_softmax(chunk if temperature == 1.0 else chunk / temperature, dim=-1)
 
 
 def _gather(log_probs: Tensor, ids: Tensor) -> Tensor:
@@ -133,17 +93,17 @@ class _Entropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, log_probs: Tensor) -> Tensor:
         ctx.save_for_backward(log_probs)
-        return -(log_probs.exp() * _finite(log_probs)).sum(-1)
+        return -(log_probs.exp() * log_probs.clamp(min=_lowest(log_probs))).sum(-1)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> Tensor:
         (log_probs,) = ctx.saved_tensors
-        return -grad.unsqueeze(-1) * (log_probs.exp() * (_finite(log_probs) + 1))
+        return -grad.unsqueeze(-1) * (log_probs.exp() * (log_probs.clamp(min=_lowest(log_probs)) + 1))
 
 
-def _finite(log_probs: Tensor) -> Tensor:
-    """A floor that keeps 0 * -inf of a forbidden token from being NaN."""
-    return log_probs.clamp(min=torch.finfo(log_probs.dtype).min)
+def _lowest(log_probs: Tensor) -> float:
+    """A floor that keeps 0 · -inf of a forbidden token from being NaN."""
+    return torch.finfo(log_probs.dtype).min
 
 
 def _in_chunks(fn: Callable[..., Tensor], chunk_size: int, logits: Tensor, *aligned: Tensor) -> Tensor:
@@ -172,21 +132,19 @@ def linear_log_probs(
     entropy_grad: bool = False,
     valid_vocab_size: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """log softmax((hidden·weightᵀ + bias) / temperature) at ``labels``, and the entropy of that distribution.
+    """:func:`log_probs_and_entropy` of the logits hidden·weightᵀ + bias, which are never held at once: (T,) each.
 
-    The numbers of :func:`~lightppo.algorithms.logprobs.log_probs_and_entropy` on the logits, with a backward of its own
-    through the output head. With x = logits / temperature, p = softmax(x), E the entropy, y the label:
+    It has a backward of its own through the output head, and is once differentiable. With x = logits / temperature,
+    p = softmax(x), E the entropy, y the label:
 
         ∂ log p_y / ∂x_v = [v = y] - p_v          ∂E / ∂x_v = -p_v (log p_v + E)
 
     The forward goes over chunks of tokens and keeps one number per token, log Σ_v e^{x_v}. The backward goes over
     blocks of the vocabulary, recomputes the logits of the block for all tokens and writes the block's rows of the
     weight gradient once, so that low-precision weights get a gradient that is rounded once. Where all tokens fit into
-    one chunk their log softmax is kept instead, and nothing is recomputed. Either way what is held beyond the
-    gradients does not grow with tokens × vocabulary: at most three float32 buffers of chunk_size × V numbers.
-
-    Matrix products are in the dtype of the weight, as in the model; softmax, sums and the gradient of ``hidden`` are
-    accumulated in float32 (float64 for float64 input). It is once differentiable.
+    one chunk their log softmax is kept instead, and nothing is recomputed. Either way the memory beyond the gradients
+    does not grow with tokens × vocabulary: at most three float32 buffers of chunk_size × V numbers. Matrix products
+    are in the dtype of the weight, as in the model.
 
     Args:
         hidden: (T, H), what goes into the head.
@@ -195,45 +153,26 @@ def linear_log_probs(
         bias: (V,), or None.
         temperature: the sampling temperature, above 0.
         chunk_size: tokens per chunk, ``None`` = ``CHUNK_ELEMENTS`` / V; it changes the result by rounding only.
-        entropy: give the entropy.
+        entropy: compute the entropy; else it is None.
         entropy_grad: with a gradient; False: detached.
         valid_vocab_size: the distribution is over the first so many tokens; the other rows of the weight get a gradient
             of 0. None: all.
-
-    Returns:
-        log probs (T,) and entropy (T,) in nats, or None: float32 (float64 for float64 input).
-
-    Raises:
-        ValueError: shapes that do not fit; temperature, chunk_size or valid_vocab_size not above 0.
     """
-    _check(hidden, weight, labels, bias)
-    if not temperature > 0:
-        raise ValueError(f"--temperature must be above 0 for log probs, got {temperature}; greedy decoding has none")
-    for name, number in (("chunk_size", chunk_size), ("valid_vocab_size", valid_vocab_size)):
-        if number is not None and number < 1:
-            raise ValueError(f"{name} must be at least 1, got {number}")
-    rows = weight.shape[0] if valid_vocab_size is None else min(valid_vocab_size, weight.shape[0])
-    differentiable = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (hidden, weight, bias))
-    plan = _Plan(
-        temperature=temperature,
-        chunk_size=chunk_size or max(1, CHUNK_ELEMENTS // max(1, rows)),
-        rows=rows,
-        entropy=entropy,
-        entropy_grad=entropy and entropy_grad,
-    )
-    if differentiable:
-        return _LinearLogProbs.apply(hidden, weight, bias, labels, plan)
-    scores = _score(hidden, weight, bias, labels, plan, for_backward=False)
-    return scores.log_probs, scores.entropy
-
-
-def _check(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) -> None:
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(f"hidden {tuple(hidden.shape)} must be (T, H) and weight {tuple(weight.shape)} (V, H)")
     if labels.shape != hidden.shape[:1]:
         raise ValueError(f"labels {tuple(labels.shape)} do not fit hidden {tuple(hidden.shape)}")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias {tuple(bias.shape)} does not fit weight {tuple(weight.shape)}")
+    if valid_vocab_size is not None and valid_vocab_size < 1:
+        raise ValueError(f"valid_vocab_size must be at least 1, got {valid_vocab_size}")
+    rows = min(valid_vocab_size or len(weight), len(weight))
+    chunk_size = rows_per_chunk(rows, chunk_size, temperature)
+    plan = _Plan(temperature, chunk_size, rows, entropy, entropy and entropy_grad)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (hidden, weight, bias)):
+        return _LinearLogProbs.apply(hidden, weight, bias, labels, plan)
+    scores = _score(hidden, weight, bias, labels, plan, for_backward=False)
+    return scores.log_probs, scores.entropy
 
 
 @dataclass(frozen=True)
@@ -257,19 +196,18 @@ class _Scores:
     log_softmax: Tensor | None = None
 
 
+@torch.no_grad()
 def _score(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, plan: _Plan, *, for_backward: bool
 ) -> _Scores:
     """Chunk by chunk over the tokens, without a graph."""
-    vocabulary = slice(0, plan.rows)
-    with torch.no_grad():
-        if len(hidden) <= plan.chunk_size:
-            logits = _logits(hidden, weight, bias, vocabulary, plan.temperature)
-            return _score_chunk(logits, labels, plan.entropy, keep=for_backward)
-        parts = [
-            _score_chunk(_logits(h, weight, bias, vocabulary, plan.temperature), ids, plan.entropy, sum_up=for_backward)
-            for h, ids in zip(hidden.split(plan.chunk_size), labels.split(plan.chunk_size))
-        ]
+    chunked = len(hidden) > plan.chunk_size
+    parts = []
+    for h, ids in zip(hidden.split(plan.chunk_size), labels.split(plan.chunk_size)) if chunked else [(hidden, labels)]:
+        logits = _logits(h, weight, bias, slice(0, plan.rows), plan.temperature)
+        parts.append(_score_chunk(logits, ids, plan.entropy, keep=for_backward and not chunked, sum_up=for_backward))
+    if not chunked:
+        return parts[0]
     return _Scores(
         log_probs=torch.cat([part.log_probs for part in parts]),
         entropy=torch.cat([part.entropy for part in parts]) if plan.entropy else None,
@@ -283,23 +221,18 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, block: slice, t
     return logits if temperature == 1.0 else logits.div_(temperature)
 
 
-def _score_chunk(logits: Tensor, labels: Tensor, entropy: bool, keep: bool = False, sum_up: bool = False) -> _Scores:
+def _score_chunk(logits: Tensor, labels: Tensor, entropy: bool, keep: bool, sum_up: bool) -> _Scores:
     """Scores of (C, V) logits, which are overwritten."""
     log_softmax = torch.log_softmax(logits, dim=-1)
-    log_probs = log_softmax.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    log_probs = _gather(log_softmax, labels)
     log_sum = entropies = None
-    if sum_up:
+    if sum_up and not keep:
         top, where = logits.max(dim=-1)  # x - log p is the same at every v; where x is largest it is most exact
-        log_sum = top - log_softmax.gather(-1, where.unsqueeze(-1)).squeeze(-1)
+        log_sum = top - _gather(log_softmax, where)
     if entropy:
         probabilities = torch.exp(log_softmax, out=logits)
-        entropies = -probabilities.mul_(_finite_(log_softmax)).sum(-1)
+        entropies = -probabilities.mul_(log_softmax.clamp_(min=_lowest(log_softmax))).sum(-1)
     return _Scores(log_probs, entropies, log_sum, log_softmax if keep else None)
-
-
-def _finite_(log_probs: Tensor) -> Tensor:
-    """In place, a floor that keeps 0 * -inf of a forbidden token from being NaN."""
-    return log_probs.clamp_(min=torch.finfo(log_probs.dtype).min)
 
 
 class _LinearLogProbs(torch.autograd.Function):
@@ -320,90 +253,62 @@ class _LinearLogProbs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_log_probs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx, from_log_probs: Tensor | None, from_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, labels, entropy, log_sum, log_softmax = ctx.saved_tensors
         plan: _Plan = ctx.plan
-        grads = _Gradients.zeros(hidden, weight, bias, ctx.needs_input_grad)
-        if grad_log_probs is None and grad_entropy is None:
-            return grads.hidden, grads.weight, grads.bias, None, None
-        upstream = _Upstream(labels, entropy, grad_log_probs, grad_entropy, plan.temperature)
-        width = max(
-            1, plan.chunk_size * plan.rows // max(1, len(hidden))
-        )  # at least all rows where log_softmax is kept
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        to_hidden, to_weight, to_bias = (
+            x.new_zeros(x.shape, dtype=dtype) if needed else None
+            for x, dtype, needed in zip((hidden, weight, bias), (wide, None, None), ctx.needs_input_grad)
+        )
+        if from_log_probs is None and from_entropy is None:
+            return to_hidden, to_weight, to_bias, None, None
+        from_log_probs, from_entropy = (
+            None if g is None else (g / plan.temperature).unsqueeze(-1) for g in (from_log_probs, from_entropy)
+        )
+        # at least all rows where log_softmax is kept
+        width = max(1, plan.chunk_size * plan.rows // max(1, len(hidden)))
         for start in range(0, plan.rows, width):
             block = slice(start, min(start + width, plan.rows))
-            if log_softmax is not None:
-                grad = upstream.to_logits(log_softmax, block, overwrite=False)
-            else:
-                logits = _logits(hidden, weight, bias, block, plan.temperature)
-                grad = upstream.to_logits(logits.sub_(log_sum.unsqueeze(-1)), block, overwrite=True)
-            grads.add(grad, hidden, weight, block)
-        return grads.hidden_as(hidden.dtype), grads.weight, grads.bias, None, None
+            log_probs = log_softmax
+            if recomputed := log_softmax is None:
+                log_probs = _logits(hidden, weight, bias, block, plan.temperature).sub_(log_sum.unsqueeze(-1))
+            grad = _to_logits(log_probs, labels, entropy, from_log_probs, from_entropy, block, overwrite=recomputed)
+            if to_bias is not None:
+                to_bias[block] = grad.sum(0).to(bias.dtype)
+            grad = grad.to(weight.dtype)
+            if to_weight is not None:
+                to_weight[block] = product(grad.t(), hidden)
+            if to_hidden is not None:
+                to_hidden += product(grad, weight[block])
+        return None if to_hidden is None else to_hidden.to(hidden.dtype), to_weight, to_bias, None, None
 
 
-class _Upstream:
-    """The gradients of log probs and entropy (T,), to be carried over to logits."""
-
-    def __init__(
-        self,
-        labels: Tensor,
-        entropy: Tensor | None,
-        grad_log_probs: Tensor | None,
-        grad_entropy: Tensor | None,
-        temperature: float,
-    ) -> None:
-        self.labels, self.entropy = labels, entropy
-        self.log_probs, self.entropies = (
-            None if g is None else g / temperature for g in (grad_log_probs, grad_entropy)
-        )
-
-    def to_logits(self, log_probs: Tensor, block: slice, *, overwrite: bool) -> Tensor:
-        """Gradient of the logits (T, block) from their log probs, which are a scratch buffer with ``overwrite``."""
-        term = None
-        if self.entropies is not None:
-            probabilities = log_probs.exp()
-            term = (_finite_(log_probs) if overwrite else log_probs.clone()).add_(self.entropy.unsqueeze(-1))
-            # p · (log p + E) first: 0 for a forbidden token, whatever the gradient
-            term.mul_(probabilities).mul_(self.entropies.unsqueeze(-1))
-        else:
-            probabilities = log_probs.exp_() if overwrite else log_probs.exp()
-        if self.log_probs is None:
-            return term.neg_()
-        grad = probabilities.mul_(-self.log_probs.unsqueeze(-1))
-        if term is not None:
-            grad.sub_(term)
-        own = (self.labels >= block.start) & (self.labels < block.stop)  # tokens whose label is in the block
-        column = (self.labels - block.start).clamp(0, block.stop - block.start - 1)
-        return grad.scatter_add_(1, column.unsqueeze(-1), self.log_probs.masked_fill(~own, 0).unsqueeze(-1))
-
-
-@dataclass
-class _Gradients:
-    """Gradients of the head's inputs, filled block by block of the vocabulary; None where not needed."""
-
-    hidden: Tensor | None
-    weight: Tensor | None
-    bias: Tensor | None
-
-    @classmethod
-    def zeros(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, needed: tuple[bool, ...]) -> _Gradients:
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        return cls(
-            hidden=hidden.new_zeros(hidden.shape, dtype=wide) if needed[0] else None,
-            weight=weight.new_zeros(weight.shape) if needed[1] else None,
-            bias=bias.new_zeros(bias.shape) if needed[2] else None,
-        )
-
-    def add(self, grad: Tensor, hidden: Tensor, weight: Tensor, block: slice) -> None:
-        """``grad`` (T, block) of the logits."""
-        if self.bias is not None:
-            self.bias[block] = grad.sum(0).to(self.bias.dtype)
-        grad = grad.to(weight.dtype)
-        if self.weight is not None:
-            self.weight[block] = product(grad.t(), hidden)
-        if self.hidden is None:
-            return
-        self.hidden += product(grad, weight[block])
-
-    def hidden_as(self, dtype: torch.dtype) -> Tensor | None:
-        return None if self.hidden is None else self.hidden.to(dtype)
+def _to_logits(
+    log_probs: Tensor,
+    labels: Tensor,
+    entropy: Tensor | None,
+    from_log_probs: Tensor | None,
+    from_entropy: Tensor | None,
+    block: slice,
+    *,
+    overwrite: bool,
+) -> Tensor:
+    """Gradient of the logits (T, block), from the gradients (T, 1) of log probs and entropy."""
+    term = None
+    if from_entropy is not None:
+        probabilities = log_probs.exp()
+        term = log_probs.clamp_(min=_lowest(log_probs)) if overwrite else log_probs.clone()  # the kept one is floored
+        term.add_(entropy.unsqueeze(-1))
+        # p · (log p + E) first: 0 for a forbidden token, whatever the gradient
+        term.mul_(probabilities).mul_(from_entropy)
+    else:
+        probabilities = log_probs.exp_() if overwrite else log_probs.exp()
+    if from_log_probs is None:
+        return term.neg_()
+    grad = probabilities.mul_(-from_log_probs)
+    if term is not None:
+        grad.sub_(term)
+    in_block = (labels >= block.start) & (labels < block.stop)
+    column = (labels - block.start).clamp(0, block.stop - block.start - 1)
+    return grad.scatter_add_(1, column.unsqueeze(-1), from_log_probs.masked_fill(~in_block.unsqueeze(-1), 0))

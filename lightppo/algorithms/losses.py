@@ -5,6 +5,8 @@ hand, and a section in docs/algorithms.md. The tests over the whole table find i
 
 Each loss returns one micro batch's share of the loss of the whole optimizer step; see
 :func:`lightppo.algorithms.masking.aggregate_loss` for what that means and why it does not depend on the micro batches.
+
+Notation: d = log_probs - old_log_probs, ρ = e^d the ratio (d within ±20), A the advantage, sg(x) x without gradient.
 """
 
 from __future__ import annotations
@@ -18,11 +20,12 @@ import torch
 from torch import Tensor
 
 from lightppo.algorithms.entries import LOSS_AGG_MODES, POLICY_LOSSES
-from lightppo.algorithms.kl import LOG_RATIO_LIMIT
+from lightppo.algorithms.kl import LOG_RATIO_LIMIT, limited
 from lightppo.algorithms.logprobs import token_log_probs
-from lightppo.algorithms.masking import LossNormalizer, aggregate_loss, at_least_float32, require_same_shape
+from lightppo.algorithms.masking import LossNormalizer, aggregate_loss, require_same_shape, zero_where_masked
 
 Metrics = dict[str, Tensor]
+TokenLoss = tuple[Tensor, Metrics]
 DRIFT_SLOPE_LIMIT = 2.0  # cpgd: the drift pulls a token back with at most this times its coefficient
 
 
@@ -40,8 +43,11 @@ class PolicyLossFn(Protocol):
         clip_eps_high: float | None,
         selected: Tensor | None,
         **options: float | None,
-    ) -> tuple[Tensor, Metrics]:
-        """Loss of each token. A token's gradient comes from its own loss alone.
+    ) -> TokenLoss:
+        """Loss of each token (B, A), and metrics of each token. A token's gradient comes from its own loss alone.
+
+        The metrics are at least ``clip_ratio`` (1 where clipping took away the gradient through the ratio), ``ratio``
+        (before clipping; losses with one ratio per row give the row's) and ``approx_kl`` (k3 of old to new, nats).
 
         Args:
             log_probs: (B, A), current policy, with gradient. All inputs are 0 at masked positions.
@@ -51,12 +57,7 @@ class PolicyLossFn(Protocol):
             clip_eps_low: how far below 1 the ratio may fall; ``None`` for losses that clip nothing.
             clip_eps_high: how far above 1 the ratio may rise; likewise.
             selected: (B, A) bool, for losses that treat some tokens differently.
-            options: those of its entry.
-
-        Returns:
-            token loss (B, A) and metrics (B, A) each: at least ``clip_ratio`` (1 where clipping took away the
-            gradient through the ratio), ``ratio`` (before clipping; that of the row for losses that take one ratio per
-            row), ``approx_kl`` (k3 of old to new, nats).
+            options: the loss's own, by flag name.
         """
         ...
 
@@ -69,19 +70,19 @@ def ppo_policy_loss(
     clip_eps_low: float,
     clip_eps_high: float,
     dual_clip: float | None = None,
-    **_: object,
-) -> tuple[Tensor, Metrics]:
+    **_,
+) -> TokenLoss:
     """-min(ρA, clip(ρ, 1 - ε_low, 1 + ε_high)·A); with ``dual_clip`` c, where A < 0, at most -cA.
 
     Where A < 0, nothing else bounds the loss of a token that has become far more probable; dual clip lets such a token
     go (no gradient above ρ = c) instead of letting it rule the step.
 
     Sources: Schulman et al. 2017 (arXiv:1707.06347), eq. 7; two epsilons ("clip-higher"): DAPO (arXiv:2503.14476),
-    eq. 10; dual clip: Ye et al. 2020 (arXiv:1912.09729). Arguments: :class:`PolicyLossFn`.
+    eq. 10; dual clip: Ye et al. 2020 (arXiv:1912.09729).
     """
     log_ratio = log_probs - old_log_probs
     loss, lost = _clipped_surrogate(_ratio(log_ratio), advantages, clip_eps_low, clip_eps_high)
-    lost = lost | (_beyond_limit(log_ratio) & (advantages != 0))
+    lost = lost | _lost_to_limit(log_ratio, advantages)
     if dual_clip is None:
         return loss, _metrics(log_ratio, lost)
     bound = -dual_clip * advantages
@@ -98,45 +99,37 @@ def gspo_policy_loss(
     action_mask: Tensor,
     clip_eps_low: float,
     clip_eps_high: float,
-    **_: object,
-) -> tuple[Tensor, Metrics]:
-    """PPO's loss with the ratio of the row, s = exp(mean log-ratio of its trained tokens), so whole rows are clipped.
+    **_,
+) -> TokenLoss:
+    """PPO's loss with the ratio of the row, s = exp(mean d of its trained tokens), so whole rows are clipped.
 
     Each token gets sg(s)·exp(log_probs - sg(log_probs)): the value s, and the gradient -sA to its own log prob. With
     one advantage per row and ``seq-mean-token-mean`` that is the gradient of -min(sA, clip(s)·A) itself, spread over
     the row's tokens; with ``token-mean`` long rows weigh more.
 
-    Source: Zheng et al. 2025 (arXiv:2507.18071), §4.1 and the token form of §4.3. Arguments: :class:`PolicyLossFn`.
+    Source: Zheng et al. 2025 (arXiv:2507.18071), §4.1 and the token form of §4.3.
     """
     log_ratio = log_probs - old_log_probs
     log_row_ratio = _row_mean(log_ratio.detach(), action_mask)  # (B, 1)
     ratio = _ratio(log_row_ratio + (log_probs - log_probs.detach()))  # (B, A)
     loss, lost = _clipped_surrogate(ratio, advantages, clip_eps_low, clip_eps_high)
-    lost = lost | (_beyond_limit(log_row_ratio) & (advantages != 0))
-    return loss, _metrics(log_ratio, lost, ratio=ratio)
+    return loss, _metrics(log_ratio, lost | _lost_to_limit(log_row_ratio, advantages), ratio=ratio)
 
 
 def cispo_policy_loss(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    *,
-    clip_eps_low: float,
-    clip_eps_high: float,
-    **_: object,
-) -> tuple[Tensor, Metrics]:
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, *, clip_eps_low: float, clip_eps_high: float, **_
+) -> TokenLoss:
     """-sg(clip(ρ, 1 - ε_low, 1 + ε_high))·A·log_probs: REINFORCE with a bounded weight, so no token loses its gradient.
 
     ``clip_ratio`` is 0, therefore; ``weight_clip_ratio`` counts the tokens whose weight was cut.
 
     Sources: MiniMax-M1 (arXiv:2506.13585), eq. 4 and 5; ScaleRL (arXiv:2510.13786) bounds the weight above only
-    (ε_low 1). Arguments: :class:`PolicyLossFn`.
+    (ε_low 1).
     """
     log_ratio = log_probs - old_log_probs
     ratio = _ratio(log_ratio.detach())
     weight = ratio.clamp(1.0 - clip_eps_low, 1.0 + clip_eps_high)
-    nothing_lost = torch.zeros_like(weight, dtype=torch.bool)
-    return -weight * advantages * log_probs, _metrics(log_ratio, nothing_lost, weight_clip_ratio=weight != ratio)
+    return -weight * advantages * log_probs, _metrics(log_ratio, weight_clip_ratio=weight != ratio)
 
 
 def gmpo_policy_loss(
@@ -147,21 +140,19 @@ def gmpo_policy_loss(
     action_mask: Tensor,
     clip_eps_low: float,
     clip_eps_high: float,
-    **_: object,
-) -> tuple[Tensor, Metrics]:
+    **_,
+) -> TokenLoss:
     """-A·(geometric mean of the row's clipped ratios); unlike gspo, the clip acts on each token.
 
-    A log-ratio d becomes min(d, ε_high) where A > 0 and max(d, -ε_low) where A < 0: the epsilons bound log-ratios, not
-    ratios. With c the result, each token gets sg(exp(mean c))·exp(c - sg(c)): the value of the row, and a gradient to
-    its own log prob alone. With one advantage per row and ``seq-mean-token-mean`` that is the gradient of the paper's
-    loss.
+    d becomes min(d, ε_high) where A > 0 and max(d, -ε_low) where A < 0: the epsilons bound log-ratios, not ratios. With
+    c the result, each token gets sg(exp(mean c))·exp(c - sg(c)): the value of the row, and a gradient to its own log
+    prob alone. With one advantage per row and ``seq-mean-token-mean`` that is the gradient of the paper's loss.
 
-    Source: Zhao et al. 2025 (arXiv:2507.20673). Arguments: :class:`PolicyLossFn`.
+    Source: Zhao et al. 2025 (arXiv:2507.20673).
     """
     log_ratio = log_probs - old_log_probs
-    limited = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    sign = advantages.sign()
-    clipped = sign * torch.minimum(sign * limited, sign * limited.clamp(-clip_eps_low, clip_eps_high))  # (B, A)
+    within, sign = limited(log_ratio), advantages.sign()
+    clipped = sign * torch.minimum(sign * within, sign * within.clamp(-clip_eps_low, clip_eps_high))  # (B, A)
     row = _row_mean(clipped.detach(), action_mask)  # (B, 1)
     loss = -(row + (clipped - clipped.detach())).exp() * advantages
     lost = (clipped != log_ratio) & (advantages != 0)
@@ -169,25 +160,19 @@ def gmpo_policy_loss(
 
 
 def sapo_policy_loss(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    *,
-    sapo_tau_pos: float,
-    sapo_tau_neg: float,
-    **_: object,
-) -> tuple[Tensor, Metrics]:
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, *, sapo_tau_pos: float, sapo_tau_neg: float, **_
+) -> TokenLoss:
     """-A·(4/τ)·σ(τ(ρ - 1)), τ by the sign of A: a smooth gate in place of the clip.
 
     Its slope in ρ, 4σ(1 - σ), is 1 at ρ = 1 and falls to 0 on both sides, faster with larger τ; ``sapo_gate`` logs it.
 
-    Source: Gao et al. 2025 (arXiv:2511.20347). Arguments: :class:`PolicyLossFn`.
+    Source: Gao et al. 2025 (arXiv:2511.20347).
     """
     log_ratio = log_probs - old_log_probs
     tau = torch.full_like(log_ratio, sapo_tau_neg).masked_fill(advantages > 0, sapo_tau_pos)  # (B, A)
     gate = torch.sigmoid(tau * (_ratio(log_ratio) - 1.0))
-    lost = _beyond_limit(log_ratio) & (advantages != 0)
-    return -(4.0 / tau) * gate * advantages, _metrics(log_ratio, lost, sapo_gate=4.0 * gate * (1.0 - gate))
+    metrics = _metrics(log_ratio, _lost_to_limit(log_ratio, advantages), sapo_gate=4.0 * gate * (1.0 - gate))
+    return -(4.0 / tau) * gate * advantages, metrics
 
 
 def clip_cov_policy_loss(
@@ -198,51 +183,42 @@ def clip_cov_policy_loss(
     clip_eps_low: float,
     clip_eps_high: float,
     selected: Tensor,
-    **_: object,
-) -> tuple[Tensor, Metrics]:
+    **_,
+) -> TokenLoss:
     """PPO's loss; ``selected`` tokens have loss 0 and no gradient.
 
     They are few, drawn among those of high covariance between log prob and advantage, which are the ones that make the
     entropy fall: see :func:`lightppo.algorithms.selection.select_clip_cov`.
 
-    Source: Cui et al. 2025 (arXiv:2505.22617), Clip-Cov. Arguments: :class:`PolicyLossFn`.
+    Source: Cui et al. 2025 (arXiv:2505.22617), Clip-Cov.
     """
     log_ratio = log_probs - old_log_probs
     loss, lost = _clipped_surrogate(_ratio(log_ratio), advantages, clip_eps_low, clip_eps_high)
-    lost = lost | ((selected | _beyond_limit(log_ratio)) & (advantages != 0))
+    lost = lost | (selected & (advantages != 0)) | _lost_to_limit(log_ratio, advantages)
     return loss.masked_fill(selected, 0.0), _metrics(log_ratio, lost, selected_ratio=selected)
 
 
 def kl_cov_policy_loss(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    *,
-    selected: Tensor,
-    kl_cov_coef: float,
-    **_: object,
-) -> tuple[Tensor, Metrics]:
-    """-ρA, without a clip; ``selected`` tokens also pay coef·|log_probs - old_log_probs|, which holds them in place.
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, *, selected: Tensor, kl_cov_coef: float, **_
+) -> TokenLoss:
+    """-ρA, without a clip; ``selected`` tokens also pay coef·|d|, which holds them in place.
 
     The slope of |x| at 0 is 0, so the term acts from the second optimizer step on a rollout on.
 
-    Source: Cui et al. 2025 (arXiv:2505.22617), KL-Cov. Arguments: :class:`PolicyLossFn`.
+    Source: Cui et al. 2025 (arXiv:2505.22617), KL-Cov.
     """
     log_ratio = log_probs - old_log_probs
     penalty = (kl_cov_coef * log_ratio.abs()).masked_fill(~selected, 0.0)
-    lost = _beyond_limit(log_ratio) & (advantages != 0)
-    return -_ratio(log_ratio) * advantages + penalty, _metrics(log_ratio, lost, selected_ratio=selected)
+    metrics = _metrics(log_ratio, _lost_to_limit(log_ratio, advantages), selected_ratio=selected)
+    return -_ratio(log_ratio) * advantages + penalty, metrics
 
 
-def gpg_policy_loss(
-    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, **_: object
-) -> tuple[Tensor, Metrics]:
+def gpg_policy_loss(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, **_) -> TokenLoss:
     """-A·log_probs: the policy gradient, without ratio or clip. The old log probs serve the metrics alone.
 
-    Source: Chu et al. 2025 (arXiv:2504.02546). Arguments: :class:`PolicyLossFn`.
+    Source: Chu et al. 2025 (arXiv:2504.02546).
     """
-    log_ratio = log_probs - old_log_probs
-    return -advantages * log_probs, _metrics(log_ratio, torch.zeros_like(log_ratio, dtype=torch.bool))
+    return -advantages * log_probs, _metrics(log_probs - old_log_probs)
 
 
 def cpgd_policy_loss(
@@ -253,16 +229,16 @@ def cpgd_policy_loss(
     clip_eps_low: float,
     clip_eps_high: float,
     cpgd_drift_coef: float,
-    **_: object,
-) -> tuple[Tensor, Metrics]:
-    """-min(d·A, clip(d, ln(1 - ε_low), ln(1 + ε_high))·A) + coef·min(sg(ρ) - 1, 2)·d,  d = ln ρ.
+    **_,
+) -> TokenLoss:
+    """-min(d·A, clip(d, ln(1 - ε_low), ln(1 + ε_high))·A) + coef·min(sg(ρ) - 1, 2)·d.
 
     PPO's clip around the gradient of REINFORCE: inside it each token's gradient is -A, not -ρA. The second term is the
-    paper's policy drift, the KL from the old to the current policy: its gradient is that of the k3 estimator, ρ - 1,
-    cut at 2, so it also pulls back tokens beyond the clip. (The paper multiplies by ln π instead of d: another value,
-    the same gradient; with d it is never negative.) Nothing that has a gradient is exponentiated, so d has no limit.
+    paper's policy drift, the KL from the old to the current policy: its gradient is the k3 estimator's, ρ - 1, cut at
+    2, so it also pulls back tokens beyond the clip. (The paper multiplies by ln π instead of d: another value, the same
+    gradient; with d it is never negative.) Nothing that has a gradient is exponentiated, so d has no limit.
 
-    Source: Liu et al. 2025 (arXiv:2505.12504), §4.3, eq. 2. Arguments: :class:`PolicyLossFn`.
+    Source: Liu et al. 2025 (arXiv:2505.12504), §4.3, eq. 2.
     """
     log_ratio = log_probs - old_log_probs
     lowest = math.log1p(-clip_eps_low) if clip_eps_low < 1 else -math.inf
@@ -274,11 +250,12 @@ def cpgd_policy_loss(
 
 
 def _ratio(log_ratio: Tensor) -> Tensor:
-    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    return limited(log_ratio).exp()
 
 
-def _beyond_limit(log_ratio: Tensor) -> Tensor:
-    return log_ratio.detach().abs() > LOG_RATIO_LIMIT
+def _lost_to_limit(log_ratio: Tensor, advantages: Tensor) -> Tensor:
+    """Where the limit on the log ratio takes a gradient away."""
+    return (log_ratio.detach().abs() > LOG_RATIO_LIMIT) & (advantages != 0)
 
 
 def _row_mean(values: Tensor, mask: Tensor) -> Tensor:
@@ -293,32 +270,28 @@ def _clipped_surrogate(ratio: Tensor, advantages: Tensor, eps_low: float, eps_hi
     return torch.maximum(loss, clipped_loss), clipped_loss > loss
 
 
-def _metrics(log_ratio: Tensor, lost: Tensor, *, ratio: Tensor | None = None, **own: Tensor) -> Metrics:
-    """What every loss reports, and its own; (B, A) each, without gradient, as floats."""
-    limited = log_ratio.detach().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+def _metrics(log_ratio: Tensor, lost: Tensor | None = None, *, ratio: Tensor | None = None, **own: Tensor) -> Metrics:
+    """What every loss reports, and its own; (B, A) each, without gradient, as floats. ``lost=None``: nowhere."""
+    within = limited(log_ratio.detach())
     metrics = {
-        "clip_ratio": lost,
-        "ratio": limited.exp() if ratio is None else ratio.detach(),
-        "approx_kl": limited.expm1() - limited,
+        "clip_ratio": torch.zeros_like(within) if lost is None else lost,
+        "ratio": within.exp() if ratio is None else ratio,
+        "approx_kl": within.expm1() - within,
     } | own
     return {name: x.detach().to(log_ratio.dtype) for name, x in metrics.items()}
 
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """The policy loss of one micro batch.
+    """The policy loss of one micro batch. Refuses unknown names and values out of range.
 
     Attributes:
         clip_eps_low: ε below, above 0 and at most 1, which is no lower bound (``--eps_clip``, ``--eps_clip_low``);
-            ``None`` = what the loss is defined with, 0.2 for ppo.
+            ``None``: what the loss is defined with, 0.2 for ppo.
         clip_eps_high: ε above, above 0 (``--eps_clip``, ``--eps_clip_high``); ``None`` likewise.
         policy_loss: one of ``entries.POLICY_LOSSES`` or ``path.py:name`` (``--policy_loss``).
-        loss_agg_mode: one of ``entries.LOSS_AGG_MODES``. The entry of a loss has its paper's.
-        options: the loss's own options by flag name; those left out, or ``None``, have the default of the entry.
-
-    Raises:
-        ValueError: an unknown name, an option that the loss does not have, a value out of range, or an epsilon for a
-            loss that clips nothing.
+        loss_agg_mode: one of ``entries.LOSS_AGG_MODES``, whatever the loss's paper takes.
+        options: the loss's own options by flag name; those left out, or ``None``, have their default.
     """
 
     clip_eps_low: float | None = None
@@ -330,7 +303,7 @@ class PolicyLoss:
     def __post_init__(self) -> None:
         entry = POLICY_LOSSES.find(self.policy_loss)
         LOSS_AGG_MODES.find(self.loss_agg_mode)
-        low, high = _checked_epsilons(self.policy_loss, self.clip_eps_low, self.clip_eps_high)
+        low, high = _checked_epsilons(self.policy_loss, entry.eps_clip, self.clip_eps_low, self.clip_eps_high)
         object.__setattr__(self, "clip_eps_low", low)
         object.__setattr__(self, "clip_eps_high", high)
         object.__setattr__(self, "options", entry.completed(self.options, f"--policy_loss {self.policy_loss}"))
@@ -346,10 +319,11 @@ class PolicyLoss:
         weights: Tensor | None = None,
         selected: Tensor | None = None,
     ) -> tuple[Tensor, Metrics]:
-        """Loss and metrics.
+        """Loss, and detached scalars, at least ``clip_ratio``, ``ratio``, ``approx_kl``.
 
-        All but ``log_probs`` are constants: gradients into them are cut, so ``old_log_probs`` may be ``log_probs``
-        itself in the first step on a rollout.
+        The scalars are shares of the token means of the step, to be summed over micro batches and averaged over ranks
+        like the loss. All but ``log_probs`` are constants: gradients into them are cut, so ``old_log_probs`` may be
+        ``log_probs`` itself in the first step on a rollout.
 
         Args:
             log_probs: (B, A), current policy.
@@ -361,13 +335,6 @@ class PolicyLoss:
                 leaves a token without gradient; it still counts in the normalizer, in the metrics and in the ratio of
                 its row. ``None`` = all 1.
             selected: (B, A), the tokens that clip_cov and kl_cov single out; ``None`` for all other losses.
-
-        Returns:
-            scalar loss, and detached scalars, at least ``clip_ratio``, ``ratio``, ``approx_kl``: token means of the
-            step, to be summed over micro batches and averaged over ranks like the loss.
-
-        Raises:
-            ValueError: shapes differ; ``selected`` is missing, or given to a loss that selects nothing.
         """
         require_same_shape(
             log_probs=log_probs,
@@ -394,21 +361,20 @@ class PolicyLoss:
             weights = zero_where_masked(weights.detach(), mask)
             token_loss = (token_loss * weights).masked_fill(weights == 0, 0.0)  # also where the loss is not finite
         loss = aggregate_loss(token_loss, mask, self.loss_agg_mode, normalizer)
-        return loss, token_means(token_metrics, mask, normalizer)
+        return loss, _token_means(token_metrics, mask, normalizer)
 
     def _check_selected(self, selected: Tensor | None) -> None:
         name, selects = self.policy_loss, POLICY_LOSSES.find(self.policy_loss).selection is not None
         if selects and selected is None:
-            raise ValueError(
-                f"policy_loss {name!r} needs the argument selected: make it with the selection of its entry"
-            )
+            raise ValueError(f"policy_loss {name!r} needs the argument selected: make it with its entry's selection")
         if not selects and selected is not None:
             raise ValueError(f"policy_loss {name!r} singles out no tokens: leave the argument selected out")
 
 
-def _checked_epsilons(name: str, low: float | None, high: float | None) -> tuple[float | None, float | None]:
-    """The epsilons of a loss, completed; see :class:`PolicyLoss`."""
-    default = POLICY_LOSSES.find(name).eps_clip
+def _checked_epsilons(
+    name: str, default: tuple[float, float] | None, low: float | None, high: float | None
+) -> tuple[float | None, float | None]:
+    """The epsilons of a loss, completed with its own."""
     if default is None:
         if low is not None or high is not None:
             raise ValueError(f"--eps_clip: policy_loss {name!r} clips nothing; leave the epsilons out")
@@ -421,12 +387,7 @@ def _checked_epsilons(name: str, low: float | None, high: float | None) -> tuple
     return low, high
 
 
-def zero_where_masked(tensor: Tensor, mask: Tensor) -> Tensor:
-    """float32 or more, 0 at masked positions: what lies there (NaN, -inf) must not reach a gradient as 0 * NaN."""
-    return at_least_float32(tensor).masked_fill(~mask, 0.0)
-
-
-def token_means(token_metrics: Metrics, mask: Tensor, normalizer: LossNormalizer) -> Metrics:
+def _token_means(token_metrics: Metrics, mask: Tensor, normalizer: LossNormalizer) -> Metrics:
     """This micro batch's share of the token means of the step, without gradient."""
     return {name: aggregate_loss(x.detach(), mask, "token-mean", normalizer) for name, x in token_metrics.items()}
 
@@ -466,7 +427,9 @@ class ValueLoss:
         action_mask: Tensor,
         normalizer: LossNormalizer | None = None,
     ) -> tuple[Tensor, Metrics]:
-        """Loss and metrics.
+        """Loss, and ``value_clip_ratio``, the share of tokens whose clipped error is the larger one.
+
+        The share is a token mean of the step like the metrics of :class:`PolicyLoss`.
 
         Args:
             values: (B, A), current critic.
@@ -474,13 +437,6 @@ class ValueLoss:
             returns: (B, A), the target.
             action_mask: (B, A), True = trained token.
             normalizer: counts of the whole optimizer step; ``None`` = this micro batch is the step.
-
-        Returns:
-            scalar loss, and the detached scalar ``value_clip_ratio``: share of tokens whose clipped error is the
-            larger one, a token mean of the step like the metrics of :class:`PolicyLoss`.
-
-        Raises:
-            ValueError: shapes differ.
         """
         require_same_shape(values=values, old_values=old_values, returns=returns, action_mask=action_mask)
         mask = action_mask.bool()
@@ -496,7 +452,7 @@ class ValueLoss:
             clipped = (clipped_error > error).to(error.dtype)
             error = torch.maximum(error, clipped_error)
         loss = aggregate_loss(error, mask, self.loss_agg_mode, normalizer)
-        return loss, token_means({"value_clip_ratio": clipped}, mask, normalizer)
+        return loss, _token_means({"value_clip_ratio": clipped}, mask, normalizer)
 
     def _error(self, difference: Tensor) -> Tensor:
         """½e², or Huber's, of each token."""
@@ -522,7 +478,7 @@ class GPTLMLoss:
     def __call__(
         self, logits: Tensor, labels: Tensor, normalizer_tokens: float | None = None, dp_size: int = 1
     ) -> Tensor:
-        """Loss of one micro batch.
+        """Loss of one micro batch; an exact 0 with a grad_fn where all labels are -100.
 
         Args:
             logits: (B, S, V); position t predicts label t + 1.
@@ -530,12 +486,6 @@ class GPTLMLoss:
             normalizer_tokens: counted tokens of the whole optimizer step, over all ranks and micro batches; ``None`` =
                 this micro batch is the step.
             dp_size: data-parallel ranks.
-
-        Returns:
-            A scalar; an exact 0 with a grad_fn where all labels are -100.
-
-        Raises:
-            ValueError: shapes do not fit, or ``normalizer_tokens`` is 0 while there are labels.
         """
         if labels.shape != logits.shape[:-1]:
             raise ValueError(f"labels {tuple(labels.shape)} do not fit logits {tuple(logits.shape)}")

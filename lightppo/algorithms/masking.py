@@ -1,8 +1,8 @@
-"""Masked statistics, whitening over all ranks, and the aggregation of token losses.
+"""Masked means, whitening over all ranks, and the aggregation of token losses.
 
 A mask has one meaning everywhere: True (nonzero) = the token counts. Masked positions may hold anything, NaN included;
-they never reach a result or a gradient. What needs all ranks takes ``all_reduce_sum``, a function that sums a tensor
-over them; this room does not know torch.distributed.
+they never reach a result or a gradient. This room does not know torch.distributed: a function that needs all ranks
+takes ``all_reduce_sum``, which sums a tensor over them, and must be called by every rank, also one without tokens.
 
 Notation: B sequences, A action positions, m the mask, dp the number of data-parallel ranks.
 """
@@ -30,56 +30,32 @@ def at_least_float32(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
-def require_same_shape(**tensors: Tensor | None) -> None:
-    """Refuse tensors that would broadcast against each other unnoticed; ``None`` entries are skipped.
+def zero_where_masked(tensor: Tensor, mask: Tensor) -> Tensor:
+    """float32 or float64, 0 at masked positions: a NaN or -inf there must not reach a gradient as 0 · NaN."""
+    return at_least_float32(tensor).masked_fill(~mask.bool(), 0.0)
 
-    Raises:
-        ValueError: the shapes differ; the message gives each name and shape.
-    """
+
+def require_same_shape(**tensors: Tensor | None) -> None:
+    """Raise ValueError for tensors that would broadcast against each other unnoticed; ``None`` is skipped."""
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items() if tensor is not None}
     if len(set(shapes.values())) > 1:
         raise ValueError("shapes must be equal: " + ", ".join(f"{name} {shape}" for name, shape in shapes.items()))
 
 
+def require_one_per_row(mask: Tensor, **tensors: Tensor | None) -> None:
+    """Raise ValueError for a tensor that does not have the shape (B,) of the rows of a mask (B, A)."""
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.shape != mask.shape[:1]:
+            raise ValueError(f"{name} {tuple(tensor.shape)} must have one entry per row of {tuple(mask.shape)}")
+
+
 def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Mean of the unmasked values; 0 where nothing is unmasked.
-
-    Args:
-        values: any shape, any float type.
-        mask: same shape, nonzero = counts.
-        dim: the dimension to reduce; ``None`` reduces all to a scalar.
-
-    Raises:
-        ValueError: shapes differ.
-    """
+    """Mean of the unmasked values over ``dim`` (``None``: over all); 0 where everything is masked."""
     require_same_shape(values=values, mask=mask)
-    mask = mask.bool()
-    kept = at_least_float32(values).masked_fill(~mask, 0.0)
+    kept, mask = zero_where_masked(values, mask), mask.bool()
     if dim is None:
         return kept.sum() / mask.sum().clamp(min=1)
     return kept.sum(dim) / mask.sum(dim).clamp(min=1)
-
-
-def masked_var(values: Tensor, mask: Tensor, dim: int | None = None, *, unbiased: bool = False) -> Tensor:
-    """Variance of the unmasked values, in two passes; 0 where fewer than two are unmasked.
-
-    Args:
-        values: any shape, any float type.
-        mask: same shape, nonzero = counts.
-        dim: the dimension to reduce; ``None`` reduces all to a scalar.
-        unbiased: divide by n - 1 (Bessel) instead of n.
-
-    Raises:
-        ValueError: shapes differ.
-    """
-    mean = masked_mean(values, mask, dim)
-    values = at_least_float32(values).masked_fill(~mask.bool(), 0.0)  # NaN times a gradient of 0 is NaN
-    deviation = values - (mean if dim is None else mean.unsqueeze(dim))
-    variance = masked_mean(deviation.square(), mask, dim)
-    if unbiased:
-        count = mask.bool().sum() if dim is None else mask.bool().sum(dim)
-        variance = variance * count / (count - 1).clamp(min=1)
-    return variance
 
 
 @torch.no_grad()
@@ -93,30 +69,20 @@ def whiten(
     unbiased: bool = False,
     eps: float = 1e-8,
 ) -> Tensor:
-    """Normalise to mean 0 and variance 1 over the unmasked tokens of all ranks: (x - mean) / sqrt(var + eps).
+    """(x - mean) / sqrt(var + eps) over the unmasked tokens of all ranks; masked positions become 0.
 
-    Every rank must call it, also one whose mask is empty. Sums are taken in float64 and the variance in two passes (the
-    mean is reduced first), so that a large common offset or equal values leave no rounding noise.
+    Sums are taken in float64 and the variance in two passes (the mean is reduced first), so that a large common offset
+    or equal values leave no rounding noise. With fewer than two unmasked tokens the values come back unchanged.
 
     Args:
         values: (B, A).
-        mask: (B, A), nonzero = counts.
-        all_reduce_sum: sums a small tensor over all ranks.
+        mask: (B, A).
         shift_mean: ``False`` adds the mean back, so that only the scale changes.
         divide_std: ``False`` only subtracts the mean (``--no_adv_std_norm``).
         unbiased: divide the variance by n - 1 (Bessel) instead of n.
-        eps: added to the variance.
-
-    Returns:
-        (B, A), float32 or float64; masked positions are 0. With fewer than two unmasked tokens over all ranks the
-        values come back unchanged.
-
-    Raises:
-        ValueError: shapes differ.
     """
     require_same_shape(values=values, mask=mask)
-    mask = mask.bool()
-    values = at_least_float32(values).masked_fill(~mask, 0.0)
+    values, mask = zero_where_masked(values, mask), mask.bool()
     exact = values.double()
     total, count = all_reduce_sum(torch.stack([exact.sum(), mask.sum().double()])).tolist()
     if count < 2:  # the same on every rank, so all leave here together
@@ -155,23 +121,9 @@ class LossNormalizer:
 
     @classmethod
     def from_masks(
-        cls,
-        masks: Iterable[Tensor],
-        *,
-        all_reduce_sum: AllReduceSum = identity,
-        dp_size: int = 1,
-        scale: float = 1.0,
+        cls, masks: Iterable[Tensor], *, all_reduce_sum: AllReduceSum = identity, dp_size: int = 1, scale: float = 1.0
     ) -> LossNormalizer:
-        """Count once per optimizer step.
-
-        Every rank must call it, also one that has no micro batch in this step.
-
-        Args:
-            masks: the (B, A) masks of this rank's micro batches of the step.
-            all_reduce_sum: sums a small tensor over all ranks.
-            dp_size: data-parallel ranks.
-            scale: see the class.
-        """
+        """Count the (B, A) masks of this rank's micro batches of a step, and add up over all ranks."""
         counts = torch.zeros(2, dtype=torch.float64)
         for mask in masks:
             trained = mask.bool()
@@ -212,6 +164,9 @@ def aggregate_loss(token_loss: Tensor, mask: Tensor, mode: str, normalizer: Loss
     ``seq-mean-token-sum-norm``  Σ m·l / (sequences · scale)
     ============================ =======================================================
 
+    Sources: token-mean DAPO (arXiv:2503.14476); seq-mean-token-mean GRPO (arXiv:2402.03300); constant scale Dr. GRPO
+    (arXiv:2503.20783).
+
     Args:
         token_loss: (B, A).
         mask: (B, A), nonzero = trained token.
@@ -224,15 +179,12 @@ def aggregate_loss(token_loss: Tensor, mask: Tensor, mode: str, normalizer: Loss
 
     Raises:
         ValueError: unknown mode, shapes differ, or the normalizer counts nothing while the mask has tokens.
-
-    Sources: token-mean DAPO (arXiv:2503.14476); seq-mean-token-mean GRPO (arXiv:2402.03300); constant scale Dr. GRPO
-    (arXiv:2503.20783).
     """
     entry = LOSS_AGG_MODES.find(mode)
     require_same_shape(token_loss=token_loss, mask=mask)
     mask = mask.bool()
     normalizer = normalizer or LossNormalizer.from_masks([mask])
-    kept = at_least_float32(token_loss).masked_fill(~mask, 0.0)  # (B, A)
+    kept = zero_where_masked(token_loss, mask)  # (B, A)
     if entry.mean_of_rows:
         kept = kept / mask.sum(dim=1, keepdim=True).clamp(min=1)
     count = entry.fn(normalizer)

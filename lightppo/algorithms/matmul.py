@@ -2,7 +2,8 @@
 
 torch multiplies float32 matrices by its BLAS. Where that is Intel's MKL and the processor is AMD's, MKL leaves AVX-512
 unused; oneDNN, which torch uses for convolutions and bfloat16, has kernels for it, and on a Zen 5 they are 2.3 times as
-fast. The precision is the same, float32 all the way; sums are rounded in another order.
+fast. The precision is the same, float32 all the way; sums are rounded in another order. The output head's log probs
+need these products as much as the layers do (models/cpu.py), so they are here, below both.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 # oneDNN compiles a kernel of about 1 MB for every shape, and torch would keep 1024 of them twice: nearly every micro
-# batch has another shape. So many are those of one pass through a model.
+# batch has another shape. These are enough for one pass through a model.
 _KEPT_KERNELS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": 32, "LRU_CACHE_CAPACITY": 1}
 _PACKED_FOR_ROWS = 64
 _ROWS_STEP = 8  # of a batch that shrinks row by row, every size would be a kernel to compile
@@ -39,17 +40,14 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def packed(weight: Tensor) -> Tensor:
-    """A copy of a weight (N, K) as oneDNN likes it best, for :func:`linear_packed`; of few rows it makes more."""
+    """A copy of a weight (N, K) in oneDNN's own layout, for :func:`linear_packed`."""
     return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _PACKED_FOR_ROWS)
 
 
 def linear_packed(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """:func:`linear` without a graph, for few rows whose number changes from call to call.
+    """:func:`linear` without a graph, for few rows whose number changes from call to call; weight from :func:`packed`.
 
-    Args:
-        x: (..., K), such that it goes :func:`by_onednn`.
-        weight: as of :func:`packed`.
-        bias: (N,).
+    Only where :func:`by_onednn` says yes.
     """
     rows = x.reshape(-1, x.shape[-1])
     missing = -len(rows) % _ROWS_STEP

@@ -1,10 +1,9 @@
 """Which tokens of a rollout an algorithm singles out, over all ranks.
 
-All work on 1-d tensors that hold this rank's trained tokens, in any order. Every rank must call them together, also one
-that has no token. What is chosen depends neither on how the tokens are spread over the ranks nor on their order: ties
-are settled by random numbers that belong to the tokens, and tokens that are equal in these too stay together.
-
-Notation: N trained tokens of this rank, ΣN those of all ranks.
+All functions work on 1-d tensors that hold this rank's N trained tokens, in any order, and every rank must call them
+together, also one that has no token. What is chosen depends neither on how the tokens are spread over the ranks nor on
+their order: ties are settled by random numbers that belong to the tokens, and tokens that are equal in these too stay
+together. ΣN are the trained tokens of all ranks.
 """
 
 from __future__ import annotations
@@ -18,24 +17,12 @@ from torch import Tensor
 
 from lightppo.algorithms.masking import AllReduceSum, at_least_float32, identity, require_same_shape
 
-AllGather = Callable[[Tensor], Tensor]
+AllGather = Callable[[Tensor], Tensor]  # concatenates 1-d tensors, which may differ in length, over all ranks
 
 
 @torch.no_grad()
 def top_share(values: Tensor, ratio: float, all_gather: AllGather = identity) -> Tensor:
-    """The ceil(ratio·ΣN) largest values over all ranks; values equal to the smallest of them are all in.
-
-    Args:
-        values: (N,), not NaN, such as the entropy of each token.
-        ratio: in (0, 1].
-        all_gather: concatenates 1-d tensors, which may differ in length, over all ranks.
-
-    Returns:
-        (N,) bool.
-
-    Raises:
-        ValueError: a ratio out of range, a shape that is not (N,), or NaN on any rank.
-    """
+    """The ceil(ratio·ΣN) largest values (N,) over all ranks, as (N,) bool; values equal to the smallest are all in."""
     _check(ratio, values=values)
     everywhere = _gathered(values, all_gather)
     if everywhere.numel() == 0:  # the same on every rank
@@ -43,35 +30,6 @@ def top_share(values: Tensor, ratio: float, all_gather: AllGather = identity) ->
     # 0.07 · 100 is 7.000000000000001, and 7 is meant
     count = max(1, math.ceil(round(ratio * everywhere.numel(), 6)))
     return values >= _kth_largest(everywhere, count)
-
-
-@torch.no_grad()
-def covariance(log_probs: Tensor, advantages: Tensor, all_reduce_sum: AllReduceSum = identity) -> Tensor:
-    """(log_prob - mean)·(advantage - mean) of each token, the means over the trained tokens of all ranks.
-
-    Positive where the policy grows surer of what it was sure of: the tokens that make its entropy fall.
-
-    Source: Cui et al. 2025 (arXiv:2505.22617), the centred product of Clip-Cov and KL-Cov.
-
-    Args:
-        log_probs: (N,), under the policy at the start of the rollout's updates.
-        advantages: (N,), as the loss takes them.
-        all_reduce_sum: sums a small tensor over all ranks.
-
-    Returns:
-        (N,), float32 or float64; computed in float64, so that ranks do not show in the rounding.
-
-    Raises:
-        ValueError: shapes are not (N,) or differ, or a value of any rank is not finite.
-    """
-    _check(log_probs=log_probs, advantages=advantages)
-    exact_log_probs, exact_advantages = log_probs.double(), advantages.double()
-    sums = all_reduce_sum(torch.stack([exact_log_probs.sum(), exact_advantages.sum()]))
-    if not sums.isfinite().all():  # the same on every rank
-        raise ValueError(f"log probs or advantages are not finite: their sums over all ranks are {sums.tolist()}")
-    means = sums / max(1, _total(log_probs, all_reduce_sum))
-    product = (exact_log_probs - means[0]) * (exact_advantages - means[1])
-    return product.to(at_least_float32(log_probs).dtype)
 
 
 class Selection(Protocol):
@@ -87,18 +45,13 @@ class Selection(Protocol):
         all_reduce_sum: AllReduceSum = identity,
         all_gather: AllGather = identity,
     ) -> Tensor:
-        """The tokens that a policy loss singles out.
+        """The tokens that a policy loss singles out, (N,) bool.
 
         Args:
             log_probs: (N,), under the policy at the start of the rollout's updates.
             advantages: (N,), as the loss takes them.
             uniforms: (N,), a random number in [0, 1) for each token, which must not depend on ranks.
             options: the loss's options, complete (``PolicyLoss.options``).
-            all_reduce_sum: sums a small tensor over all ranks.
-            all_gather: concatenates 1-d tensors, which may differ in length, over all ranks.
-
-        Returns:
-            (N,) bool.
         """
         ...
 
@@ -147,6 +100,25 @@ def select_kl_cov(
     return _first(covariances, -uniforms, count, all_gather)
 
 
+@torch.no_grad()
+def covariance(log_probs: Tensor, advantages: Tensor, all_reduce_sum: AllReduceSum = identity) -> Tensor:
+    """(log_prob - mean)·(advantage - mean) of each token (N,), the means over the trained tokens of all ranks.
+
+    Positive where the policy grows surer of what it was sure of: the tokens that make its entropy fall. Computed in
+    float64, so that ranks do not show in the rounding. ValueError on every rank where any value is not finite.
+
+    Source: Cui et al. 2025 (arXiv:2505.22617), the centred product of Clip-Cov and KL-Cov.
+    """
+    _check(log_probs=log_probs, advantages=advantages)
+    exact_log_probs, exact_advantages = log_probs.double(), advantages.double()
+    sums = all_reduce_sum(torch.stack([exact_log_probs.sum(), exact_advantages.sum()]))
+    if not sums.isfinite().all():  # the same on every rank
+        raise ValueError(f"log probs or advantages are not finite: their sums over all ranks are {sums.tolist()}")
+    means = sums / max(1, _total(log_probs, all_reduce_sum))
+    product = (exact_log_probs - means[0]) * (exact_advantages - means[1])
+    return product.to(at_least_float32(log_probs).dtype)
+
+
 def _check(ratio: float = 1.0, **tensors: Tensor) -> None:
     if not 0 < ratio <= 1:
         raise ValueError(f"the share of tokens must be above 0 and at most 1, got {ratio}")
@@ -178,10 +150,7 @@ def _kth_largest(values: Tensor, k: int) -> Tensor:
 
 
 def _first(keys: Tensor, tie_keys: Tensor, count: int, all_gather: AllGather) -> Tensor:
-    """Which of this rank's tokens are among the ``count`` with the largest (key, tie key) over all ranks.
-
-    Tokens that are equal in both keys are in or out together.
-    """
+    """Which of this rank's tokens are among the ``count`` with the largest (key, tie key) over all ranks."""
     all_keys, all_tie_keys = _gathered(keys, all_gather), _gathered(tie_keys, all_gather)
     if all_keys.numel() <= count:
         return torch.ones_like(keys, dtype=torch.bool)

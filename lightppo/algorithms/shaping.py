@@ -1,4 +1,7 @@
-"""A critic that works in normalised returns: the statistics, and the way there and back."""
+"""Scores become token rewards: shaping, normalisation by running statistics, and the critic's normalised returns.
+
+Notation: B responses, A action positions; a score is one number per response (B,). Results are float32 or float64.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +14,18 @@ import torch
 from torch import Tensor
 
 from lightppo.algorithms.entries import lookup
-from lightppo.algorithms.masking import AllReduceSum, at_least_float32, identity, require_same_shape
+from lightppo.algorithms.masking import (
+    AllReduceSum,
+    at_least_float32,
+    identity,
+    require_one_per_row,
+    require_same_shape,
+    zero_where_masked,
+)
 
 
 def clip_scores(scores: Tensor, clip_range: tuple[float, float] | None) -> Tensor:
-    """Scores clipped to ``--reward_clip_range``.
-
-    Args:
-        scores: (B,).
-        clip_range: (low, high); ``None`` leaves the scores as they are.
-
-    Raises:
-        ValueError: low is not below high.
-    """
+    """Scores clipped to ``--reward_clip_range`` (low, high); ``None`` leaves them as they are."""
     if clip_range is None:
         return scores
     low, high = clip_range
@@ -33,19 +35,10 @@ def clip_scores(scores: Tensor, clip_range: tuple[float, float] | None) -> Tenso
 
 
 def scale_scores(scores: Tensor, bias: float = 0.0, scaling: float = 1.0, max_clip: float | None = None) -> Tensor:
-    """clip((score - bias) · scaling, ±max_clip).
+    """clip((score - bias) · scaling, ±max_clip), in the flags' words.
 
-    Args:
-        scores: (B,).
-        bias: ``--reward_bias``, in units of the score.
-        scaling: ``--reward_scaling``, not 0; a negative one turns costs into rewards.
-        max_clip: ``--max_reward_clip``, in units of the result; ``None``: no limit.
-
-    Returns:
-        (B,), float32 or float64.
-
-    Raises:
-        ValueError: bias or scaling not finite, scaling 0, or max_clip not above 0.
+    ``--reward_bias`` is in units of the score, ``--reward_scaling`` is not 0 (a negative one turns costs into rewards),
+    ``--max_reward_clip`` is in units of the result (``None``: no limit).
     """
     if not (math.isfinite(bias) and math.isfinite(scaling) and scaling != 0):
         raise ValueError(f"--reward_bias ({bias}) must be finite, --reward_scaling ({scaling}) finite and not 0")
@@ -56,39 +49,18 @@ def scale_scores(scores: Tensor, bias: float = 0.0, scaling: float = 1.0, max_cl
 
 
 def zero_truncated(scores: Tensor, truncated: Tensor) -> Tensor:
-    """The outcome of a truncated answer is 0 (``--mask_no_eos_with_zero``). It stays in the batch, with its KL.
-
-    Args:
-        scores: (B,); those of truncated answers may be anything.
-        truncated: (B,), True = cut by the length limit.
-
-    Returns:
-        (B,), float32 or float64.
-
-    Raises:
-        ValueError: shapes differ.
-    """
+    """0 for truncated answers, whatever their scores (``--mask_no_eos_with_zero``); they stay, with their KL."""
     require_same_shape(scores=scores, truncated=truncated)
-    return at_least_float32(scores).masked_fill(truncated.bool(), 0.0)
+    return zero_where_masked(scores, ~truncated.bool())
 
 
 def stop_properly(scores: Tensor, truncated: Tensor, coef: float) -> Tensor:
     """Truncated answers score less: min(score, coef · score) for coef in [0, 1], min(score, coef) below 0.
 
     The minimum is there so that no answer gains by not ending: half of a negative score would be a higher score.
+    ``coef`` is ``--stop_properly_penalty``: 1 changes nothing, 0 takes every positive score away.
 
     Source: the recipe of ProRL v2 (NVIDIA 2025), which multiplies every truncated score.
-
-    Args:
-        scores: (B,).
-        truncated: (B,), True = cut by the length limit.
-        coef: ``--stop_properly_penalty``: at most 1; 1 changes nothing, 0 takes every positive score away.
-
-    Returns:
-        (B,), float32 or float64.
-
-    Raises:
-        ValueError: shapes differ, or coef is above 1 or not finite.
     """
     require_same_shape(scores=scores, truncated=truncated)
     if not (math.isfinite(coef) and coef <= 1):
@@ -111,12 +83,6 @@ def overlong_penalty(lengths: Tensor, max_len: int, buffer_len: int, factor: flo
         max_len: ``--generate_max_len``, tokens.
         buffer_len: ``--overlong_buffer_len``: the last tokens before max_len, over which the penalty grows.
         factor: ``--overlong_penalty_factor``, the largest penalty, in units of the score, at least 0.
-
-    Returns:
-        (B,), float32, between -factor and 0.
-
-    Raises:
-        ValueError: buffer_len not in (0, max_len], or factor negative or not finite.
     """
     if not 0 < buffer_len <= max_len:
         raise ValueError(
@@ -130,24 +96,15 @@ def overlong_penalty(lengths: Tensor, max_len: int, buffer_len: int, factor: flo
 
 @torch.no_grad()
 def dense_rewards(token_scores: Tensor, action_mask: Tensor, delta: bool) -> Tensor:
-    """Rewards of the trained tokens from scores of the reward source.
+    """Rewards of the trained tokens from scores of the reward source, both (B, A); untrained positions are 0.
 
-    Args:
-        token_scores: (B, A), one score per token; untrained tokens may hold anything.
-        action_mask: (B, A), True = trained token.
-        delta: ``--reward_delta``: a score judges the answer up to its token, and the reward is its difference to the
-            score of the trained token before (the first: its own score), so that a row sums to its last score. False:
-            a score judges its own token and is its reward.
-
-    Returns:
-        (B, A), float32 or float64; untrained positions are 0.
-
-    Raises:
-        ValueError: shapes differ.
+    With ``delta`` (``--reward_delta``) a score judges the answer up to its token, and the reward is its difference to
+    the score of the trained token before (the first: its own score), so that a row sums to its last score. Without, a
+    score judges its own token and is its reward.
     """
     require_same_shape(token_scores=token_scores, action_mask=action_mask)
     mask = action_mask.bool()
-    scores = at_least_float32(token_scores).masked_fill(~mask, 0.0)  # (B, A)
+    scores = zero_where_masked(token_scores, mask)  # (B, A)
     if not delta or mask.shape[1] == 0:
         return scores
     positions = torch.arange(mask.shape[1], device=mask.device)
@@ -166,7 +123,7 @@ def compute_token_rewards(
     kl_coef: float = 0.0,
     token_scores: Tensor | None = None,
 ) -> Tensor:
-    """r_t = -kl_coef·kl_t + token_scores_t on trained tokens, plus the score at the last trained token.
+    """r_t = -kl_coef·kl_t + token_scores_t on trained tokens, plus the score at the last trained token: (B, A).
 
     Source: the KL-in-reward form of RLHF, Ouyang et al. 2022 (arXiv:2203.02155), eq. 2, spread over the tokens.
 
@@ -175,17 +132,10 @@ def compute_token_rewards(
         action_mask: (B, A), True = trained token.
         kl: (B, A), see :func:`lightppo.algorithms.kl.approx_kl`.
         kl_coef: its coefficient; 0 where the KL is a loss term instead (``--use_kl_loss``).
-        token_scores: (B, A), dense rewards, or ``None``.
-
-    Returns:
-        (B, A), float32 or float64; untrained positions and rows without a trained token are 0.
-
-    Raises:
-        ValueError: shapes differ, a coefficient without a KL, or a dense reward on an untrained token.
+        token_scores: (B, A), dense rewards, 0 on untrained tokens, or ``None``.
     """
     require_same_shape(action_mask=action_mask, kl=kl, token_scores=token_scores)
-    if scores.shape != action_mask.shape[:1]:
-        raise ValueError(f"scores {tuple(scores.shape)} do not fit action_mask {tuple(action_mask.shape)}")
+    require_one_per_row(action_mask, scores=scores)
     if kl is None and kl_coef != 0.0:
         raise ValueError(f"kl_coef is {kl_coef} but there is no KL: give the reference log probs or set it to 0")
     mask = action_mask.bool()
@@ -207,20 +157,37 @@ def compute_token_rewards(
 
 @dataclass(frozen=True)
 class Moments:
-    """Mean and variance of weighted numbers.
-
-    Attributes:
-        weight: the sum of the weights; of numbers that all weigh 1, how many there are.
-        mean: 0 where there are none.
-        variance: divided by the weight (n, not n - 1); 0 where there are none.
-    """
+    """Weight (count, where all weigh 1), mean and biased variance of numbers; 0 where there are none."""
 
     weight: float = 0.0
     mean: float = 0.0
     variance: float = 0.0
 
+    @classmethod
+    @torch.no_grad()
+    def of(
+        cls, values: Tensor, mask: Tensor | None = None, all_reduce_sum: AllReduceSum = identity, name: str = "values"
+    ) -> Moments:
+        """Of the unmasked values of all ranks: float64, in two passes (the mean is reduced first).
+
+        Raises:
+            ValueError: shapes differ, or an unmasked value on any rank is NaN or infinite (on every rank); the message
+                calls the values ``name``.
+        """
+        require_same_shape(values=values, mask=mask)
+        kept = torch.ones_like(values, dtype=torch.bool) if mask is None else mask.bool()
+        exact = values.double().masked_fill(~kept, 0.0)
+        total, count = all_reduce_sum(torch.stack([exact.sum(), kept.sum().double()])).tolist()
+        if not math.isfinite(total):
+            raise ValueError(f"the {name} of this rollout hold NaN or infinite numbers: no mean of them can be taken")
+        if count == 0:  # the same on every rank, so all leave here together
+            return cls()
+        mean = total / count
+        squares = (exact - mean).masked_fill(~kept, 0.0).square().sum()
+        return cls(count, mean, all_reduce_sum(squares).item() / count)
+
     def mixed_with(self, batch: Moments, share: float, weight: float) -> Moments:
-        """The moments of 1 - share of these numbers and share of the batch's, under a new total weight.
+        """1 - share of these numbers and share of the batch's, under a new total weight.
 
         With share = n_batch / n this is the merge of Chan, Golub and LeVeque 1979. Unlike E[x²] - E[x]² it loses
         nothing where the mean is large against the deviation.
@@ -230,45 +197,11 @@ class Moments:
         return Moments(weight, self.mean + share * step, variance)
 
 
-@torch.no_grad()
-def batch_moments(
-    values: Tensor, mask: Tensor | None = None, all_reduce_sum: AllReduceSum = identity, name: str = "values"
-) -> Moments:
-    """Moments of the unmasked values of all ranks: float64, in two passes (the mean is reduced first).
-
-    Every rank must call it, also one without values; all get the same numbers.
-
-    Args:
-        values: any shape, any float type.
-        mask: same shape, nonzero = counts; ``None``: all do.
-        all_reduce_sum: sums a small tensor over all ranks.
-        name: of the values, for the message.
-
-    Raises:
-        ValueError: shapes differ, or an unmasked value on any rank is NaN or infinite (on every rank).
-    """
-    require_same_shape(values=values, mask=mask)
-    exact = values.double()
-    kept = torch.ones_like(exact, dtype=torch.bool) if mask is None else mask.bool()
-    exact = exact.masked_fill(~kept, 0.0)
-    total, count = all_reduce_sum(torch.stack([exact.sum(), kept.sum().double()])).tolist()
-    if not math.isfinite(total):
-        raise ValueError(f"the {name} of this rollout hold NaN or infinite numbers: no mean of them can be taken")
-    if count == 0:  # the same on every rank, so all leave here together
-        return Moments()
-    mean = total / count
-    squares = (exact - mean).masked_fill(~kept, 0.0).square().sum()
-    return Moments(count, mean, all_reduce_sum(squares).item() / count)
-
-
 class RunningMeanStd:
     """Normalises scores by the mean and standard deviation of all scores ever seen (``--reward_running_norm``).
 
     The result depends neither on how the scores lie on the ranks nor on the order of the batches (but for the last
-    bits of float64).
-
-    Args:
-        eps: added to the standard deviation, in units of the score; scores that differ by less count as equal.
+    bits of float64). ``eps`` is added to the standard deviation: scores that differ by less count as equal.
     """
 
     def __init__(self, eps: float = 1e-6) -> None:
@@ -292,31 +225,15 @@ class RunningMeanStd:
         return math.sqrt(self._moments.variance)
 
     def update(self, values: Tensor, mask: Tensor | None = None, all_reduce_sum: AllReduceSum = identity) -> None:
-        """Once per rollout batch and before :meth:`normalize`, on every rank, also one without values.
-
-        Args:
-            values: this rank's, any shape.
-            mask: same shape, nonzero = counts; ``None``: all do.
-            all_reduce_sum: sums a small tensor over all ranks.
-
-        Raises:
-            ValueError: see :func:`batch_moments`; nothing is changed then.
-        """
-        batch = batch_moments(values, mask, all_reduce_sum, name="scores")
+        """Once per rollout batch and before :meth:`normalize`, on every rank; errors of :meth:`Moments.of`."""
+        batch = Moments.of(values, mask, all_reduce_sum, name="scores")
         count = self.count + batch.weight
         if batch.weight:
             self._moments = self._moments.mixed_with(batch, batch.weight / count, count)
 
     @torch.no_grad()
     def normalize(self, values: Tensor) -> Tensor:
-        """(x - mean) / (std + eps); unchanged while fewer than two numbers have been seen.
-
-        Args:
-            values: any shape.
-
-        Returns:
-            The same shape, float32 or float64.
-        """
+        """(x - mean) / (std + eps); unchanged while fewer than two numbers have been seen."""
         values = at_least_float32(values)
         if self.count < 2:
             return values
@@ -360,11 +277,8 @@ class ValueNorm:
 
     Args:
         kind: ``--value_norm``, one of ``VALUE_NORM_KINDS``.
-        beta: ``--value_norm_beta``: what a rollout's weight is multiplied by per later rollout; of ``exp`` only.
+        beta: ``--value_norm_beta``: what a rollout's weight is multiplied by per later rollout; for ``exp`` only.
         eps: ``--value_norm_eps``: the variance is never taken to be less, in units of the return squared.
-
-    Raises:
-        ValueError: unknown kind, beta not in [0, 1), or eps not above 0.
     """
 
     def __init__(self, kind: str = "exp", beta: float = 0.99995, eps: float = 1e-5) -> None:
@@ -388,32 +302,23 @@ class ValueNorm:
         return math.sqrt(max(self._moments.variance, self.eps)) if self._moments.weight else 1.0
 
     def update(self, returns: Tensor, mask: Tensor | None = None, all_reduce_sum: AllReduceSum = identity) -> None:
-        """Once per rollout batch, on every rank, also one without returns.
-
-        Args:
-            returns: (B, A), not normalised.
-            mask: (B, A), True = trained token; ``None``: all are.
-            all_reduce_sum: sums a small tensor over all ranks.
-
-        Raises:
-            ValueError: shapes differ, or a return on any rank is NaN or infinite; nothing is changed then.
-        """
-        batch = batch_moments(returns, mask, all_reduce_sum, name="returns")
+        """Once per rollout batch, on every rank, with returns that are not normalised; errors of :meth:`Moments.of`."""
+        batch = Moments.of(returns, mask, all_reduce_sum, name="returns")
         self._old = (self.mean, self.std)
         if batch.weight:
             weight, share = self._add(self._moments.weight, batch.weight, self.beta)
             self._moments = self._moments.mixed_with(batch, share, weight)
 
     def denormalize(self, values: Tensor) -> Tensor:
-        """The critic's outputs as returns: x · std + mean, with the statistics as they are now. Any shape."""
+        """The critic's outputs as returns: x · std + mean, with the statistics as they are now."""
         return _affine(values, self.std, self.mean)
 
     def normalize(self, returns: Tensor) -> Tensor:
-        """(x - mean) / std with the statistics as they are now. Any shape; nothing is clipped."""
+        """(x - mean) / std with the statistics as they are now; nothing is clipped."""
         return _affine(returns, 1.0 / self.std, -self.mean / self.std)
 
     def normalize_old(self, values: Tensor) -> Tensor:
-        """The same with the statistics before the last update: what ``denormalize`` was given before it."""
+        """(x - mean) / std with the statistics before the last update: the inverse of ``denormalize`` before it."""
         mean, std = self._old
         return _affine(values, 1.0 / std, -mean / std)
 
@@ -428,14 +333,10 @@ class ValueNorm:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes the statistics on; beta and eps are flags.
-
-        Raises:
-            ValueError: the state is of another kind.
-        """
+        """Take the statistics over; beta and eps are flags. ValueError for a state of another kind."""
         if state["kind"] != self.kind:
             raise ValueError(
-                f"the value statistics of the checkpoint are of kind {state['kind']}, those of this run {self.kind}: "
+                f"the value statistics of the checkpoint are of kind {state['kind']}, this run has {self.kind}: "
                 "set --value_norm as it was, or start a new run"
             )
         self._moments = Moments(float(state["weight"]), float(state["mean"]), float(state["variance"]))

@@ -7,14 +7,13 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from lightppo.algorithms import entries
-from lightppo.algorithms.correction import mismatch_metrics, mismatch_terms
+from lightppo.algorithms.correction import Summary, mismatch_metrics, mismatch_terms
 from lightppo.experience.experience import Experience
 
 # Name in the logs → meaning. The part before the first "/" is the namespace; <…> stands for any text.
@@ -171,50 +170,6 @@ def main(arguments: Sequence[str]) -> None:
         raise SystemExit(f"usage: python -m lightppo.trainer.metrics [--write], not {' '.join(arguments)}")
     else:
         sys.stdout.write(metrics_page())
-
-
-@dataclass
-class Summary:
-    """Count, sum, sum of squares, minimum and maximum of numbers, mergeable over ranks."""
-
-    count: int = 0
-    total: float = 0.0
-    squares: float = 0.0
-    low: float = math.inf
-    high: float = -math.inf
-
-    @classmethod
-    def of(cls, values: Tensor) -> Summary:
-        """Of all entries of a tensor; NaN marks a missing number and is left out."""
-        values = values.double()
-        values = values[~values.isnan()]
-        if values.numel() == 0:
-            return cls()
-        return cls(
-            values.numel(),
-            values.sum().item(),
-            values.square().sum().item(),
-            values.min().item(),
-            values.max().item(),
-        )
-
-    def __add__(self, other: Summary) -> Summary:
-        return Summary(
-            self.count + other.count,
-            self.total + other.total,
-            self.squares + other.squares,
-            min(self.low, other.low),
-            max(self.high, other.high),
-        )
-
-    @property
-    def mean(self) -> float:
-        return self.total / self.count if self.count else math.nan
-
-    @property
-    def variance(self) -> float:
-        """Biased."""
-        return max(0.0, self.squares / self.count - self.mean**2) if self.count else math.nan
 
 
 def rollout_summaries(

@@ -230,7 +230,7 @@ class TestGAE:
             estimate("gae", rewards, mask)
         with pytest.raises(ValueError, match=r"values \(2, 1\)"):
             estimate("gae", rewards, mask, values=torch.zeros(2, 1))
-        with pytest.raises(ValueError, match=r"bootstrap_values \(2, 1\) do not fit"):
+        with pytest.raises(ValueError, match=r"bootstrap_values \(2, 1\)"):
             estimate("gae", rewards, mask, values=rewards, bootstrap_values=torch.zeros(2, 1))
 
 
@@ -286,7 +286,7 @@ class TestReMax:
         rewards, mask = torch.zeros(2, 1), torch.ones(2, 1).bool()
         with pytest.raises(ValueError, match="--advantage_estimator remax needs baseline_scores: generate and score"):
             estimate("remax", rewards, mask)
-        with pytest.raises(ValueError, match=r"baseline_scores \(2, 1\) do not fit action_mask \(2, 1\)"):
+        with pytest.raises(ValueError, match=r"baseline_scores \(2, 1\)"):
             estimate("remax", rewards, mask, baseline_scores=torch.zeros(2, 1))
 
 

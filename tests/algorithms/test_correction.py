@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -10,11 +9,10 @@ from torch import Tensor
 
 from lightppo.algorithms.correction import (
     MISMATCH_METRICS,
+    Summary,
     chi_square,
     correction_weights,
     effective_share,
-    maximum,
-    mean,
     mismatch_metrics,
     mismatch_terms,
     normalize_weights,
@@ -236,25 +234,6 @@ def test_normalize_over_ranks(simulate_ranks):
     assert out[2].shape == (0, 3)
 
 
-@dataclass
-class Sums:
-    count: int
-    total: float
-    squares: float
-    high: float
-
-    @classmethod
-    def of(cls, *parts: Tensor) -> Sums:
-        """Of several ranks, each with its own sums."""
-        filled = [x for x in parts if x.numel()]
-        return cls(
-            sum(x.numel() for x in filled),
-            sum(x.sum().item() for x in filled),
-            sum(x.square().sum().item() for x in filled),
-            max((x.max().item() for x in filled), default=-INF),
-        )
-
-
 def test_mismatch_by_hand():
     log_probs, rollout = ratios(*RHO)
     terms = mismatch_terms(log_probs.masked_fill(~MASK, NAN), rollout.masked_fill(~MASK, NAN), MASK)
@@ -271,7 +250,7 @@ def test_mismatch_by_hand():
     for name, values in expected.items():
         assert terms[name].dtype == torch.float64
         torch.testing.assert_close(terms[name], torch.tensor(values, dtype=torch.float64), rtol=1e-6, atol=1e-6)
-    metrics = mismatch_metrics({name: Sums.of(x) for name, x in terms.items()})
+    metrics = mismatch_metrics({name: Summary.of(x) for name, x in terms.items()})
     assert metrics == pytest.approx(
         {
             "kl": (-ln2 - ln15) / 5,
@@ -310,16 +289,16 @@ def test_mismatch_over_ranks_is_that_of_the_whole():
     whole = mismatch_terms(log_probs, rollout, mask)
     parts = [mismatch_terms(log_probs[rows], rollout[rows], mask[rows]) for rows in ([3], [4, 0], [1, 2])]
     assert [len(part["seq_ratio"]) for part in parts] == [0, 2, 2]
-    merged = mismatch_metrics({name: Sums.of(*(part[name] for part in parts)) for name in whole})
-    assert merged == pytest.approx(mismatch_metrics({name: Sums.of(x) for name, x in whole.items()}), rel=1e-9)
+    merged = mismatch_metrics({name: sum((Summary.of(part[name]) for part in parts), Summary()) for name in whole})
+    assert merged == pytest.approx(mismatch_metrics({name: Summary.of(x) for name, x in whole.items()}), rel=1e-9)
 
 
 def test_mismatch_of_extremes():
     empty = mismatch_terms(torch.full((2, 3), NAN), torch.zeros(2, 3), torch.zeros(2, 3).bool())
     assert all(x.shape == (0,) for x in empty.values())
-    assert all(math.isnan(x) for x in mismatch_metrics({name: Sums.of(x) for name, x in empty.items()}).values())
+    assert all(math.isnan(x) for x in mismatch_metrics({name: Summary.of(x) for name, x in empty.items()}).values())
     one = mismatch_terms(torch.tensor([[-1.0]]), torch.tensor([[-1.0]]), torch.ones(1, 1).bool())
-    assert mismatch_metrics({name: Sums.of(x) for name, x in one.items()}) == {
+    assert mismatch_metrics({name: Summary.of(x) for name, x in one.items()}) == {
         "kl": 0,
         "k3_kl": 0,
         "logp_diff_max": 0,
@@ -338,12 +317,13 @@ def test_mismatch_of_extremes():
 
 
 def test_effective_share_by_hand():
-    assert effective_share(Sums.of(torch.tensor([1.0, 1.0, 2.0]))) == pytest.approx(16 / 18)  # 4² / (3 · 6)
-    assert effective_share(Sums.of(torch.tensor([5.0, 0.0, 0.0, 0.0]))) == 0.25  # one of four counts
-    assert effective_share(Sums.of(torch.full((6,), 0.3))) == pytest.approx(1)
-    assert effective_share(Sums.of(torch.zeros(3))) == 0
-    nothing = Sums.of(torch.zeros(0))
-    assert all(math.isnan(aggregate(nothing)) for aggregate in (mean, maximum, chi_square, effective_share))
+    assert effective_share(Summary.of(torch.tensor([1.0, 1.0, 2.0]))) == pytest.approx(16 / 18)  # 4² / (3 · 6)
+    assert effective_share(Summary.of(torch.tensor([5.0, 0.0, 0.0, 0.0]))) == 0.25  # one of four counts
+    assert effective_share(Summary.of(torch.full((6,), 0.3))) == pytest.approx(1)
+    assert effective_share(Summary.of(torch.zeros(3))) == 0
+    nothing = Summary.of(torch.zeros(0))
+    assert math.isnan(chi_square(nothing))
+    assert math.isnan(effective_share(nothing))
 
 
 BAD: dict[str, tuple[str, dict[str, float], str]] = {

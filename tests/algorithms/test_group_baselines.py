@@ -229,9 +229,9 @@ class TestEveryOne:
         given = {"token_rewards": torch.zeros(2, 1), "action_mask": torch.ones(2, 1).bool(), "scores": torch.zeros(2)}
         with pytest.raises(ValueError, match="group_ids must be given"):
             run(**given, group_ids=None)
-        with pytest.raises(ValueError, match=r"group_ids \(3,\) do not fit action_mask \(2, 1\)"):
+        with pytest.raises(ValueError, match=r"group_ids \(3,\)"):
             run(**given, group_ids=torch.zeros(3).long())
-        with pytest.raises(ValueError, match=r"scores \(2, 1\), group_ids \(2,\)"):
+        with pytest.raises(ValueError, match=r"scores \(2, 1\)"):
             run(**(given | {"scores": torch.zeros(2, 1)}), group_ids=torch.zeros(2).long())
 
 
@@ -315,7 +315,7 @@ class TestGroupNormalize:
         values, mask = torch.zeros(2, 2), torch.ones(2, 2).bool()
         with pytest.raises(ValueError, match="group_ids must be given"):
             group_normalize(values, mask, None)
-        with pytest.raises(ValueError, match=r"group_ids \(2, 2\) do not fit"):
+        with pytest.raises(ValueError, match=r"group_ids \(2, 2\)"):
             group_normalize(values, mask, torch.zeros(2, 2).long())
         with pytest.raises(ValueError, match=r"advantages \(2, 2\), action_mask \(2, 1\)"):
             group_normalize(values, mask[:, :1], torch.zeros(2).long())

@@ -300,11 +300,9 @@ class TestControllers:
         assert "--init_kl_coef is 0.2; the checkpoint was made with 0.1" in caplog.text
 
     def test_another_kind_of_state_is_refused(self):
-        with pytest.raises(
-            ValueError, match=r"of the checkpoint is fixed, that of this run is adaptive: set --kl_target"
-        ):
+        with pytest.raises(ValueError, match=r"fixed.* adaptive.*--kl_target"):
             AdaptiveKLController(0.1, 6.0, 1000).load_state_dict(FixedKLController(0.1).state_dict())
-        with pytest.raises(ValueError, match="of the checkpoint is adaptive, that of this run is fixed"):
+        with pytest.raises(ValueError, match=r"adaptive.* fixed.*--kl_target"):
             FixedKLController(0.1).load_state_dict(AdaptiveKLController(0.1, 6.0, 1000).state_dict())
 
     @pytest.mark.parametrize("kl", [math.nan, math.inf])

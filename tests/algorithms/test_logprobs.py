@@ -5,7 +5,11 @@ import math
 import pytest
 import torch
 
-from lightppo.algorithms.logprobs import entropy_from_logits, log_probs_and_entropy, token_log_probs
+from lightppo.algorithms.logprobs import log_probs_and_entropy, token_log_probs
+
+
+def entropy_of(logits, temperature=1.0, chunk_size=None):
+    return log_probs_and_entropy(logits, torch.zeros(logits.shape[:-1], dtype=torch.long), temperature, chunk_size)[1]
 
 
 def test_log_probs_by_hand():
@@ -26,17 +30,17 @@ def test_entropy_by_hand():
     # uniform over 4: ln 4; one forbidden token of -inf: uniform over 3; a certain token: 0
     inf = float("inf")
     logits = torch.tensor([[3.0, 3.0, 3.0, 3.0], [1.0, 1.0, 1.0, -inf], [0.0, -inf, -inf, -inf]])
-    torch.testing.assert_close(entropy_from_logits(logits), torch.tensor([math.log(4), math.log(3), 0.0]))
+    torch.testing.assert_close(entropy_of(logits), torch.tensor([math.log(4), math.log(3), 0.0]))
     # (1/5, 4/5) at temperature 0.5 from weights (1, 2): -(0.2 ln 0.2 + 0.8 ln 0.8) = 0.500402
-    out = entropy_from_logits(torch.tensor([[1.0, 2.0]]).log(), temperature=0.5)
+    out = entropy_of(torch.tensor([[1.0, 2.0]]).log(), temperature=0.5)
     torch.testing.assert_close(out, torch.tensor([0.5004024]))
 
 
 def test_forbidden_tokens_leave_the_entropy_gradient_finite():
     logits = torch.tensor([[1.0, 2.0, -float("inf")]], requires_grad=True)
-    entropy_from_logits(logits).sum().backward()
+    entropy_of(logits).sum().backward()
     free = torch.tensor([[1.0, 2.0]], requires_grad=True)
-    entropy_from_logits(free).sum().backward()
+    entropy_of(free).sum().backward()
     torch.testing.assert_close(logits.grad, torch.cat([free.grad, torch.zeros(1, 1)], dim=1))
 
 
@@ -44,7 +48,7 @@ def test_entropy_gradient_by_hand():
     # p = (1/5, 4/5), H = 0.500402; dH/dlogit_i = -p_i (ln p_i + H):
     #   -0.2 (ln 0.2 + 0.500402) = 0.221807    -0.8 (ln 0.8 + 0.500402) = -0.221807
     logits = torch.tensor([[1.0, 4.0]]).log().requires_grad_()
-    entropy_from_logits(logits).sum().backward()
+    entropy_of(logits).sum().backward()
     torch.testing.assert_close(logits.grad, torch.tensor([[0.2218071, -0.2218071]]))
 
 
@@ -68,7 +72,7 @@ def test_fused_is_the_two_alone(chunk_size, entropy_grad):
     labels = torch.randint(3, (2, 6), generator=generator)
     weights = torch.randn(2, 2, 6, generator=generator)
     alone, fused = logits.clone().requires_grad_(), logits.clone().requires_grad_()
-    expected = token_log_probs(alone, labels, 0.7), entropy_from_logits(alone, 0.7)
+    expected = token_log_probs(alone, labels, 0.7), entropy_of(alone, 0.7)
     got = log_probs_and_entropy(fused, labels, 0.7, chunk_size, entropy_grad)
     assert all(torch.equal(a, b) and b.is_contiguous() for a, b in zip(expected, got))
     assert got[1].requires_grad is entropy_grad
@@ -104,7 +108,7 @@ def test_chunks_and_layout_change_no_bit(chunk_size, sliced):
     reference = torch.log_softmax(logits.contiguous() / 0.7, -1)
     out = token_log_probs(logits, labels, 0.7, chunk_size=chunk_size)
     assert torch.equal(out, reference.gather(-1, labels.unsqueeze(-1)).squeeze(-1))
-    entropy = entropy_from_logits(logits, 0.7, chunk_size=chunk_size)
+    entropy = entropy_of(logits, 0.7, chunk_size=chunk_size)
     torch.testing.assert_close(entropy, -(reference.exp() * reference).sum(-1))
 
 
@@ -114,7 +118,7 @@ def test_gradcheck_across_chunks():
     labels = torch.randint(4, (2, 3), generator=generator)
     assert torch.autograd.gradcheck(lambda x: token_log_probs(x, labels, 1.3, chunk_size=2), (logits,))
     assert torch.autograd.gradcheck(lambda x: token_log_probs(x[:, :-1], labels[:, 1:], chunk_size=1), (logits,))
-    assert torch.autograd.gradcheck(lambda x: entropy_from_logits(x, 1.3, chunk_size=2), (logits,))
+    assert torch.autograd.gradcheck(lambda x: entropy_of(x, 1.3, chunk_size=2), (logits,))
     assert torch.autograd.gradcheck(lambda x: log_probs_and_entropy(x, labels, 1.3, 2), (logits,))
     assert torch.autograd.gradgradcheck(lambda x: log_probs_and_entropy(x, labels, 1.3, 2), (logits,))
     assert log_probs_and_entropy(logits, labels)[1].dtype == torch.float64
@@ -164,7 +168,7 @@ def test_bad_input():
         with pytest.raises(ValueError, match="--temperature must be above 0"):
             token_log_probs(logits, labels, temperature)
     with pytest.raises(ValueError, match="chunk_size"):
-        entropy_from_logits(logits, chunk_size=0)
+        entropy_of(logits, chunk_size=0)
     with pytest.raises(ValueError, match=r"labels \(2, 2\) do not fit logits \(2, 3, 5\)"):
         token_log_probs(logits, labels[:, 1:])
     with pytest.raises(ValueError, match=r"labels \(2, 2\) do not fit logits \(2, 3, 5\)"):

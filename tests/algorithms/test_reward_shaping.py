@@ -244,7 +244,7 @@ def test_bad_input():
     mask = torch.tensor([[True, False]])
     with pytest.raises(ValueError, match=r"kl_coef is 0.1 but there is no KL"):
         compute_token_rewards(torch.zeros(1), mask, kl_coef=0.1)
-    with pytest.raises(ValueError, match=r"scores \(2,\) do not fit action_mask \(1, 2\)"):
+    with pytest.raises(ValueError, match=r"scores \(2,\)"):
         compute_token_rewards(torch.zeros(2), mask)
     with pytest.raises(ValueError, match=r"kl \(1, 1\)"):
         compute_token_rewards(torch.zeros(1), mask, kl=torch.zeros(1, 1), kl_coef=0.1)

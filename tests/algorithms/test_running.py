@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from lightppo.algorithms.shaping import Moments, RunningMeanStd, batch_moments
+from lightppo.algorithms.shaping import Moments, RunningMeanStd
 
 NAN, INF = float("nan"), float("inf")
 
@@ -15,36 +15,36 @@ def scores(count: int = 60, seed: int = 0) -> torch.Tensor:
     return 5.0 + 3.0 * torch.randn(count, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-class TestBatchMoments:
+class TestMoments:
     def test_by_hand(self):
         values = torch.tensor([[1.0, 3.0, NAN], [8.0, INF, NAN]])
         mask = torch.tensor([[True, True, False], [True, False, False]])
         # (1 + 3 + 8) / 3 = 4; (9 + 1 + 16) / 3
-        assert batch_moments(values, mask) == Moments(3.0, 4.0, pytest.approx(26 / 3))
-        assert batch_moments(torch.tensor([1.0, 3.0])) == Moments(2.0, 2.0, 1.0)
-        assert batch_moments(torch.tensor([7.0])) == Moments(1.0, 7.0, 0.0)
+        assert Moments.of(values, mask) == Moments(3.0, 4.0, pytest.approx(26 / 3))
+        assert Moments.of(torch.tensor([1.0, 3.0])) == Moments(2.0, 2.0, 1.0)
+        assert Moments.of(torch.tensor([7.0])) == Moments(1.0, 7.0, 0.0)
 
     def test_nothing(self):
-        assert batch_moments(torch.tensor([NAN]), torch.tensor([False])) == Moments(0.0, 0.0, 0.0)
-        assert batch_moments(torch.zeros(0)) == Moments(0.0, 0.0, 0.0)
+        assert Moments.of(torch.tensor([NAN]), torch.tensor([False])) == Moments(0.0, 0.0, 0.0)
+        assert Moments.of(torch.zeros(0)) == Moments(0.0, 0.0, 0.0)
 
     def test_a_large_offset_loses_nothing(self):
         # E[x²] - E[x]² in float64 would be off by 1e16·2^-53 = 1
         values = 1e8 + torch.tensor([-1.0, 1.0], dtype=torch.float64)
-        assert batch_moments(values).variance == 1.0
+        assert Moments.of(values).variance == 1.0
 
     @pytest.mark.parametrize("bad", [NAN, INF])
     def test_broken_numbers_are_refused_on_every_rank(self, simulate_ranks, bad):
         def one_rank(rank, all_reduce_sum):
             with pytest.raises(ValueError, match="the scores of this rollout hold NaN or infinite"):
-                batch_moments(torch.tensor([1.0, bad if rank == 1 else 2.0]), None, all_reduce_sum, name="scores")
+                Moments.of(torch.tensor([1.0, bad if rank == 1 else 2.0]), None, all_reduce_sum, name="scores")
             return True
 
         assert simulate_ranks(2, one_rank) == [True, True]
 
     def test_shapes(self):
         with pytest.raises(ValueError, match=r"values \(2,\), mask \(1,\)"):
-            batch_moments(torch.zeros(2), torch.ones(1))
+            Moments.of(torch.zeros(2), torch.ones(1))
 
 
 class TestRunningMeanStd:

@@ -8,9 +8,10 @@ import pytest
 import torch
 from support.fakes import FakeStrategy, make_rollout, on_ranks
 
+from lightppo.algorithms.correction import Summary
 from lightppo.experience.experience import Experience
 from lightppo.trainer import metrics as m
-from lightppo.trainer.metrics import METRICS, PhaseTimer, StepMetrics, Summary, perf_metrics, with_namespace
+from lightppo.trainer.metrics import METRICS, PhaseTimer, StepMetrics, perf_metrics, with_namespace
 
 NAN = math.nan
 
