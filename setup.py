@@ -26,6 +26,7 @@ setup(
         "filelock",
         "jinja2>=3.1",
         "numpy",
+        "pebble>=5.1",
         "psutil",
         "pyyaml",
         "requests",

@@ -14,7 +14,7 @@ from typing import Any
 
 from lightppo.data.records import Rollout
 from lightppo.errors import RewardError
-from lightppo.rewards.managers import ManagerName, build_runner
+from lightppo.rewards.runners import ManagerName, build_runner
 from lightppo.rewards.source import (
     Call,
     OnFailure,
@@ -385,7 +385,7 @@ class FunctionReward:
         fn: the function.
         name: what errors and metrics call it; the function's own name by default.
         reward_fn_style: name of its convention; ``"auto"``: by the names of its parameters.
-        reward_manager: who runs the calls, see :mod:`lightppo.rewards.managers`.
+        reward_manager: who runs the calls, see :mod:`lightppo.rewards.runners`.
         reward_workers: calls at a time.
         reward_timeout: wall-clock seconds of one call; ``None``: no limit.
         reward_retries: further tries of a call that failed.

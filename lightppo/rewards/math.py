@@ -13,7 +13,7 @@ from typing import Any
 from lightppo.data.records import Rollout
 from lightppo.errors import RewardError
 from lightppo.rewards.answers import compare, find_answer, gold_answers, tidy
-from lightppo.rewards.killable import KillablePool, default_processes
+from lightppo.rewards.runners import KillablePool
 from lightppo.rewards.source import (
     Call,
     OnFailure,
@@ -23,6 +23,7 @@ from lightppo.rewards.source import (
     describe_sample,
     settle,
 )
+from lightppo.sandbox import default_processes
 
 _LIBRARY = "math_verify"
 _MEMORY_MB = 2048

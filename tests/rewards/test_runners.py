@@ -1,12 +1,16 @@
 import asyncio
 import functools
+import gc
 import os
 import re
+import signal
+import subprocess
 import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +18,18 @@ import pytest
 from support.fakes import FakeStrategy, on_ranks
 
 from lightppo.data.records import Rollout
-from lightppo.errors import RewardError
+from lightppo.errors import RewardError, WorkerStartError
 from lightppo.experience.sampler import RolloutSampler
 from lightppo.rewards.function import FunctionReward
-from lightppo.rewards.managers import LoopRunner, ThreadRunner, function_spec
+from lightppo.rewards.runners import KillablePool, LoopRunner, ThreadRunner, function_spec
 from lightppo.rewards.source import Call, Outcome, check_verifier_status, score_rollouts, settle
 from lightppo.rollout.engine import SamplingParams
+from lightppo.sandbox import default_processes
 from lightppo.user_code import load_python_function
 
 Make = Callable[..., Rollout]
 MOST_SECONDS = 60  # until what never comes fails a test
-TARGETS = Path(__file__).with_name("killable_targets.py")
+TARGETS = Path(__file__).with_name("runner_targets.py")
 
 
 @pytest.fixture
@@ -118,11 +123,11 @@ def test_a_hanging_sample_is_left_behind(make_rollout: Make, release: threading.
         return 1.0 if ground_truth != "hang" else float(release.wait(600))
 
     rollouts = [make_rollout(i, label="hang" if i in (0, 1, 5) else "x") for i in range(8)]
-    options: dict[str, Any] = {"reward_workers": 2, "reward_timeout": 1.0}
+    options: dict[str, Any] = {"reward_workers": 4, "reward_timeout": 0.3}
     output = FunctionReward(score, **options, on_reward_failure="unscored").score(rollouts)
     assert output.scores == [None, None, 1.0, 1.0, 1.0, None, 1.0, 1.0]
     assert output.metrics["timeouts"] == [1.0, 1.0, 0, 0, 0, 1.0, 0, 0] == output.metrics["failures"]
-    with pytest.raises(RewardError, match=r"score failed on sample 0 \(prompt row 100.*: no answer within 1 s"):
+    with pytest.raises(RewardError, match=r"sample 0 \(prompt row 100"):
         FunctionReward(score, **options).score(rollouts)
 
 
@@ -140,7 +145,7 @@ def test_too_many_hanging_threads_are_an_error(release: threading.Event) -> None
 
 async def stubborn(how: str) -> float:
     if how == "blocks":
-        time.sleep(30)
+        time.sleep(2)
     while how == "refuses":
         try:
             await asyncio.sleep(600)
@@ -152,7 +157,7 @@ async def stubborn(how: str) -> float:
 
 
 def test_coroutines_have_a_limit_that_they_cannot_refuse() -> None:
-    runner = LoopRunner(stubborn, concurrency=2, timeout=1.0)
+    runner = LoopRunner(stubborn, concurrency=2, timeout=0.3)
     outcomes = runner.run([Call((how,)) for how in ("ok", "refuses", "exits", "refuses", "ok")])
     assert [outcome.value for outcome in outcomes] == [1.0, None, None, None, 1.0]
     assert [outcome.timed_out for outcome in outcomes] == [False, True, False, True, False]
@@ -160,7 +165,7 @@ def test_coroutines_have_a_limit_that_they_cannot_refuse() -> None:
 
 
 def test_a_blocked_event_loop_is_left_behind() -> None:
-    runner = LoopRunner(stubborn, concurrency=2, timeout=0.2, grace=0.1)
+    runner = LoopRunner(stubborn, concurrency=2, timeout=0.05, grace=0.05)
     for _ in range(5):
         assert all(outcome.timed_out for outcome in runner.run([Call(("blocks",))]))
     with pytest.raises(RewardError, match="has blocked its event loop 5 times"):
@@ -232,7 +237,7 @@ def flaky(solution_str: str, ground_truth: str) -> Any:
     """Fails in one of five ways for 3 of 10 samples; the true score is 1."""
     i = int(ground_truth)
     ways: list[Callable[[], Any]] = [
-        lambda: time.sleep(30),
+        lambda: time.sleep(3),
         lambda: 1 / 0,
         lambda: "<html>502</html>",
         lambda: float("nan"),
@@ -241,12 +246,12 @@ def flaky(solution_str: str, ground_truth: str) -> Any:
     return ways[i // 10 % 5]() if i % 10 in (1, 4, 8) else 1.0
 
 
-@pytest.mark.parametrize(("manager", "steps"), [("naive", 3), ("prime", 1)])
+@pytest.mark.parametrize(("manager", "steps"), [("naive", 2), ("prime", 1)])
 def test_a_third_of_calls_failing_leaves_a_run_that_finishes(make_rollout: Make, manager: Any, steps: int) -> None:
     fn = flaky if manager == "naive" else load_python_function(str(TARGETS), "flaky_score")
     source = FunctionReward(
         fn, "flaky", reward_manager=manager, reward_workers=8 if manager == "naive" else 2,
-        reward_timeout=2.0, on_reward_failure="unscored",
+        reward_timeout=0.5, on_reward_failure="unscored",
     )  # fmt: skip
     sampler = RolloutSampler(None, source, SamplingParams(n=5), min_group_size=2)  # type: ignore[arg-type]
     unscored = 0
@@ -291,7 +296,7 @@ def test_prime_scores_in_processes_that_are_killed(make_rollout: Make, scorer: s
         load_python_function(scorer, "compute_score"),
         reward_manager="prime",
         reward_workers=2,
-        reward_timeout=3.0,
+        reward_timeout=1.0,
         on_reward_failure="unscored",
     )
     score_rollouts(source, rollouts)
@@ -348,6 +353,229 @@ def test_how_processes_find_a_function(scorer: str) -> None:
 def test_options_that_do_not_fit(fn: Callable[..., Any], options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         FunctionReward(fn, "slow", **options)
+
+
+# processes that are killed
+
+Behave = Callable[..., list[Any]]
+
+
+def ended(pid: int, within: float = 60.0) -> bool:
+    """True once no such process runs (a zombie does not)."""
+    end = time.monotonic() + within
+    while time.monotonic() < end:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except OSError:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[KillablePool]:
+    """One whose time limit no test reaches."""
+    with KillablePool(f"{TARGETS}:behave", workers=2, timeout=60.0, memory_mb=300) as pool:
+        yield pool
+
+
+@pytest.fixture
+def behave(pool: KillablePool) -> Behave:
+    return lambda *hows: pool.run([Call((how,), {"value": 0.5}) for how in hows])
+
+
+def test_answers_in_order(pool: KillablePool) -> None:
+    outcomes = pool.run([Call(("ok", float(i))) for i in range(50)])
+    assert [outcome.value for outcome in outcomes] == [float(i) for i in range(50)]
+    assert pool.run([]) == []
+
+
+def test_values_of_numpy_come_as_pythons(behave: Behave) -> None:
+    assert behave("numpy")[0].value == {"score": 0.5, "all": [0, 1, 2]}
+
+
+def test_what_exceeds_the_limit_is_killed() -> None:
+    hows = ["sleep", "loop", "hold_the_lock", "deaf", "stop"]
+    with KillablePool(f"{TARGETS}:behave", workers=2, timeout=0.7) as pool:
+        pool.run([Call(("ok",))] * 8)
+        before = set(pool.worker_pids)
+        outcomes = pool.run([Call((how,)) for how in hows] + [Call(("ok", 0.5))])
+        assert [outcome.value for outcome in outcomes] == [None] * 5 + [0.5]
+        assert all(outcome.timed_out for outcome in outcomes[:5])
+        assert not before & set(pool.worker_pids)
+        assert all(ended(pid) for pid in before)
+        assert pool.run([Call(("pid",))])[0].value in pool.worker_pids  # the dead ones were replaced
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ("exit", r"the worker process died \(exit code 3\)"),
+        ("exit_well", r"the worker process died \(exit code 0\)"),
+        ("crash", r"the worker process died \(signal 11\)"),
+        ("sys_exit", "SystemExit: 0"),
+        ("raise", "ZeroDivisionError: division by zero"),
+        ("recurse", "RecursionError: .*"),
+        ("object", "TypeError: a reward function cannot return object from a worker process"),
+        ("long", r"the answer has \d+ bytes"),
+        ("grow", "more than 300 MiB of memory"),
+    ],
+)
+def test_other_ends_have_their_reason(behave: Behave, how: str, reason: str) -> None:
+    bad, good = behave(how, "ok")
+    assert bad.error is not None
+    assert re.fullmatch(reason, bad.error)
+    assert not bad.timed_out
+    assert good.value == 0.5
+
+
+def test_many_bad_calls_do_not_starve_the_others(behave: Behave) -> None:
+    outcomes = behave(*["exit", "ok", "raise"] * 3)
+    assert [outcome.value for outcome in outcomes] == [None, 0.5, None] * 3
+
+
+def test_an_idle_worker_that_dies_is_replaced(pool: KillablePool, behave: Behave) -> None:
+    behave("ok")
+    gone = pool.worker_pids
+    for pid in gone:
+        os.kill(pid, signal.SIGKILL)
+    assert [outcome.value for outcome in behave("ok", "ok")] == [0.5, 0.5]
+    assert not set(gone) & set(pool.worker_pids)
+
+
+def test_threads_share_a_pool(behave: Behave) -> None:
+    with ThreadPoolExecutor(4) as threads:  # ends before the pool: no worker may end with a thread
+        batches = list(threads.map(lambda i: behave(*["ok"] * 10), range(4)))
+    assert [outcome.value for batch in batches for outcome in batch] == [0.5] * 40
+    assert [outcome.value for outcome in behave("ok", "exit", "ok")] == [0.5, None, 0.5]
+
+
+def test_children_of_a_killed_call_are_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CHILD_PID_FILE", str(tmp_path / "pid"))
+    with KillablePool(f"{TARGETS}:behave", workers=1, timeout=1.0) as pool:
+        assert pool.run([Call(("with_child",))])[0].timed_out
+        assert ended(int((tmp_path / "pid").read_text()))
+
+
+def test_workers_are_light_and_have_no_gpu(behave: Behave) -> None:
+    modules = behave("modules")[0].value
+    assert not {"torch", "transformers", "deepspeed"} & {name.split(".")[0] for name in modules}
+    assert behave("environment")[0].value["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_modules_and_coroutines_are_targets_too() -> None:
+    with KillablePool("operator:mul", workers=1) as pool:
+        assert pool.run([Call((3, 4))])[0].value == 12
+    with KillablePool(f"{TARGETS}:double_later", workers=1) as pool:
+        assert pool.run([Call((3.0,))])[0].value == 6.0
+
+
+@pytest.mark.parametrize(
+    ("target", "reason"),
+    [
+        ("no_such_module:f", "No module named 'no_such_module'"),
+        ("operator:no_such_function", "no attribute 'no_such_function'"),
+        ("/no/such/file.py:f", "no file /no/such/file.py"),
+    ],
+)
+def test_a_target_that_cannot_be_loaded_is_an_error_at_once(target: str, reason: str) -> None:
+    with KillablePool(target, workers=2) as pool, pytest.raises(WorkerStartError, match=reason):
+        pool.run([Call((1,))] * 3)
+
+
+def test_a_target_that_ends_the_process_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "bad.py").write_text("import os\nos._exit(7)\n")
+    with (
+        KillablePool(f"{tmp_path / 'bad.py'}:f", workers=1) as pool,
+        pytest.raises(WorkerStartError, match=r"3 worker processes in a row did not start: .*exit code 7"),
+    ):
+        pool.run([Call(())])
+
+
+def test_arguments_that_cannot_be_sent(pool: KillablePool) -> None:
+    with pytest.raises(RewardError, match="cannot be sent to a worker process"):
+        pool.run([Call((lambda: 0,))])
+
+
+def test_closed_collected_and_out_of_range() -> None:
+    pool = KillablePool("time:sleep", workers=2)
+    pool.run([Call((0,))] * 8)
+    pids = pool.worker_pids
+    assert pids
+    with ThreadPoolExecutor(1) as threads:
+        under_way = threads.submit(pool.run, [Call((600,))])
+        time.sleep(0.2)
+        pool.close()
+        pool.close()
+        with pytest.raises(RewardError, match="closed"):
+            under_way.result(MOST_SECONDS)
+    assert all(ended(pid) for pid in pids)
+    with pytest.raises(RewardError, match="closed"):
+        pool.run([Call((1,))])
+
+    pool = KillablePool("operator:neg", workers=1)
+    pool.run([Call((1,))])
+    pids = pool.worker_pids
+    del pool
+    gc.collect()
+    assert all(ended(pid) for pid in pids)
+
+    for options in ({"workers": 0}, {"timeout": 0.0}, {"memory_mb": 0}):
+        with pytest.raises(ValueError, match="are needed"):
+            KillablePool("operator:neg", **options)
+
+
+SCRIPT = """
+import os, sys, threading, time
+from lightppo.rewards.runners import KillablePool
+from lightppo.rewards.source import Call
+
+pool = KillablePool(sys.argv[1], workers=2, timeout=300)
+open(sys.argv[3], "a").write("run;")
+pool.run([Call(("ok",))] * 4)
+calls = threading.Thread(target=pool.run, args=([Call(("loop",)), Call(("loop",))],), daemon=True)
+calls.start()
+while len(pool.worker_pids) < 2:  # both are there, and soon busy
+    time.sleep(0.02)
+time.sleep(0.3)
+if sys.argv[2] == "fork":
+    child = os.fork()
+    if child == 0:
+        sys.exit(0)  # runs what its parent has registered for the end
+    os.waitpid(child, 0)
+    pids = pool.worker_pids
+    print(*pids, *[1 for pid in pids if os.path.exists(f"/proc/{pid}")], flush=True)
+else:
+    print(*pool.worker_pids, flush=True)
+if sys.argv[2] == "killed":
+    time.sleep(300)
+"""
+
+
+@pytest.mark.parametrize("how", ["exit", "killed", "fork"])
+def test_workers_end_with_the_program(how: str, tmp_path: Path) -> None:
+    script, log = tmp_path / "script.py", tmp_path / "log"
+    script.write_text(SCRIPT)
+    command = [sys.executable, script, f"{TARGETS}:behave", how, log]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as program:
+        assert program.stdout is not None
+        first, second, *alive = map(int, program.stdout.readline().split())
+        if how == "killed":
+            program.send_signal(signal.SIGKILL)
+        program.wait(60)
+    assert ended(first)
+    assert ended(second)
+    assert alive == ([1, 1] if how == "fork" else [])
+    assert log.read_text() == "run;"  # workers do not run the script again
+
+
+def test_default_number_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(12)))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert default_processes() == 3
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "64")
+    assert default_processes() == 1
 
 
 # the verifier's health

@@ -47,6 +47,7 @@ BEHAVIOURS = {
     "hold_the_lock": lambda value: pow(7, 10**9) % 10,  # one C call that no Python code can interrupt
     "deaf": lambda value: [signal.signal(s, signal.SIG_IGN) for s in (signal.SIGTERM, signal.SIGINT)] and _loop(value),
     "exit": lambda value: os._exit(3),
+    "exit_well": lambda value: os._exit(0),
     "sys_exit": lambda value: sys.exit(0),
     "crash": lambda value: ctypes.string_at(0),
     "stop": lambda value: os.kill(os.getpid(), signal.SIGSTOP),

@@ -1,0 +1,590 @@
+"""Who runs the calls of a reward function: this thread, a pool of threads, an event loop, or processes that are killed.
+
+| manager | per-sample functions | functions of a batch |
+|---|---|---|
+| ``naive`` | one call per sample, in threads; coroutines in an event loop | – |
+| ``batch`` | – | one call |
+| ``prime`` | one call per sample in a process that can be killed | one call in such a process |
+| ``auto`` | ``naive`` | ``batch`` |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import importlib
+import inspect
+import json
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import spawn
+from multiprocessing.context import SpawnContext, SpawnProcess
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from pebble import ProcessExpired, ProcessPool
+
+from lightppo.errors import RewardError, WorkerStartError
+from lightppo.rewards.source import Call, Outcome, Runner
+from lightppo.sandbox import default_processes
+
+if TYPE_CHECKING:
+    from lightppo.rewards.function import BoundFunction
+
+ManagerName = Literal["auto", "naive", "batch", "prime"]
+
+_THREADS = 16
+_MAX_STUCK = 64  # threads given up on, before nothing more is started
+_MAX_BLOCKED = 4  # event loops given up on
+_LONG = 3600.0  # seconds; waits without a limit are made of these, so that signals get through
+_START_TRIES = 3
+_START_SECONDS = 120  # until a worker has loaded its target; imports are slow on a busy machine
+_LOOK_SECONDS = 1.0  # between two looks whether a pool of processes still runs
+_MAX_ANSWER = 16 << 20  # characters
+_PR_SET_PDEATHSIG = 1
+_EXIT_0 = 256  # stands for exit code 0
+
+
+def build_runner(
+    bound: BoundFunction,
+    *,
+    reward_manager: ManagerName = "auto",
+    reward_workers: int | None = None,
+    reward_timeout: float | None = None,
+    spec: str | None = None,
+) -> Runner:
+    """Makes what runs the calls of a function.
+
+    Args:
+        bound: the function.
+        reward_manager: see the table above.
+        reward_workers: calls at a time. ``None``: 16 threads or coroutines, or as many processes as there are cores.
+        reward_timeout: wall-clock limit of one call in seconds. A thread that exceeds it cannot be stopped, only left
+            behind; a process is killed. ``prime`` must have one.
+        spec: for ``prime``, where worker processes load the function from: ``path.py:name`` or ``module:name``.
+
+    Raises:
+        ValueError: the function does not suit the manager, or a number is out of range.
+    """
+    if reward_manager not in get_args(ManagerName):
+        raise ValueError(f"--reward_manager must be one of {', '.join(get_args(ManagerName))}, got {reward_manager!r}")
+    if reward_workers is not None and reward_workers < 1:
+        raise ValueError(f"--reward_workers must be ≥ 1, got {reward_workers}")
+    if reward_manager == "auto":
+        reward_manager = "naive" if bound.per_sample else "batch"
+    wrong = {"naive": not bound.per_sample, "batch": bound.per_sample}
+    if wrong.get(reward_manager):
+        kind = "one sample" if bound.per_sample else "a whole batch"
+        raise ValueError(
+            f"--reward_manager {reward_manager}: reward function {bound.name} takes {kind} ({bound.style.shape})"
+        )
+    if reward_manager == "prime":
+        if reward_timeout is None:
+            raise ValueError("--reward_manager prime needs --reward_timeout, the seconds after which a call is killed")
+        workers = reward_workers or default_processes()
+        return KillablePool(spec or function_spec(bound.fn, bound.name), workers=workers, timeout=reward_timeout).run
+    runner = LoopRunner if bound.is_async else ThreadRunner
+    return runner(bound.fn, reward_workers or _THREADS, reward_timeout).run
+
+
+def function_spec(fn: Callable[..., Any], name: str) -> str:
+    """How another process finds a function: ``path.py:name`` for one in a file of its own, else ``module:name``.
+
+    Raises:
+        ValueError: it cannot, as for a lambda, a nested function or one of the script itself.
+    """
+    module = sys.modules.get(getattr(fn, "__module__", None) or "")
+    path = getattr(fn, "__qualname__", "")
+    if module is None or module.__name__ == "__main__" or getattr(module, path, None) is not fn:
+        raise ValueError(
+            f"--reward_manager prime: worker processes cannot find reward function {name}; it must be a function at "
+            "the top level of a module or of a file of its own (--reward_fn path.py:name)"
+        )
+    from_file = module.__name__.startswith("lightppo_file_")
+    return f"{module.__file__ if from_file else module.__name__}:{path}"
+
+
+def awaited(value: Any) -> Any:
+    """The value of an awaitable, run to its end here; any other value as it is."""
+    if not inspect.isawaitable(value):
+        return value
+
+    async def run() -> Any:
+        return await value
+
+    return asyncio.run(run())
+
+
+def call_here(fn: Callable[..., Any], call: Call) -> Outcome:
+    """One call in this thread; an exception is an outcome too."""
+    try:
+        return Outcome(awaited(fn(*call.args, **call.kwargs)))
+    except (Exception, SystemExit) as error:
+        return Outcome(error=f"{type(error).__name__}: {error}", cause=error)
+
+
+def _late(timeout: float) -> Outcome:
+    return Outcome(error=f"no answer within {timeout:g} s", timed_out=True)
+
+
+class ThreadRunner:
+    """Runs calls in threads; a single call, or all with one worker, without a limit in the thread of the caller.
+
+    Args:
+        fn: what is called.
+        workers: calls at a time.
+        timeout: seconds for one call, from its start; what takes longer is left behind, and its answer not looked at.
+    """
+
+    def __init__(self, fn: Callable[..., Any], workers: int = 16, timeout: float | None = None) -> None:
+        self.fn = fn
+        self.workers = workers
+        self.timeout = timeout
+        self._stuck: list[threading.Thread] = []
+
+    def run(self, calls: Sequence[Call]) -> list[Outcome]:
+        """One outcome per call, in their order.
+
+        Raises:
+            RewardError: too many calls of this and earlier batches still hang.
+        """
+        if self.timeout is None and (len(calls) <= 1 or self.workers == 1):
+            return [call_here(self.fn, call) for call in calls]
+        outcomes: dict[int, Outcome] = {}
+        running: dict[int, tuple[float, threading.Thread]] = {}
+        waiting = iter(range(len(calls)))
+        changed = threading.Condition()
+
+        def work() -> None:
+            while True:
+                with changed:
+                    i = next(waiting, None)
+                    if i is None:
+                        return
+                    running[i] = (time.monotonic(), threading.current_thread())
+                    changed.notify()
+                outcome = call_here(self.fn, calls[i])
+                with changed:
+                    if i in outcomes:  # given up on; another thread has taken this one's place
+                        return
+                    outcomes[i] = outcome
+                    del running[i]
+                    changed.notify()
+
+        def start_thread() -> None:
+            # daemon: one that hangs must not keep the program from ending
+            threading.Thread(target=work, name="reward", daemon=True).start()
+
+        for _ in range(min(self.workers, len(calls))):
+            start_thread()
+        with changed:
+            while len(outcomes) < len(calls):
+                oldest = min((start for start, _ in running.values()), default=time.monotonic())
+                changed.wait(_LONG if self.timeout is None else max(oldest + self.timeout - time.monotonic(), 0.0))
+                for i, (start, thread) in list(running.items()):
+                    if self.timeout is not None and time.monotonic() >= start + self.timeout:
+                        outcomes[i] = _late(self.timeout)
+                        del running[i]
+                        self._give_up(thread)
+                        start_thread()
+        return [outcomes[i] for i in range(len(calls))]
+
+    def _give_up(self, thread: threading.Thread) -> None:
+        self._stuck = [t for t in self._stuck if t.is_alive()] + [thread]
+        if len(self._stuck) > _MAX_STUCK:
+            raise RewardError(
+                f"{len(self._stuck)} calls of the reward function hang, longer than --reward_timeout "
+                f"{self.timeout:g}; --reward_manager prime can kill them"
+            )
+
+
+class LoopRunner:
+    """Runs coroutine functions in one event loop, which lives as long as this object, in a thread of its own.
+
+    Args:
+        fn: the coroutine function.
+        concurrency: calls at a time.
+        timeout: seconds for one call; it is then cancelled, and not waited for.
+        grace: seconds beyond the limits of its calls, after which the loop counts as blocked.
+    """
+
+    def __init__(
+        self, fn: Callable[..., Any], concurrency: int = 16, timeout: float | None = None, *, grace: float = 10.0
+    ) -> None:
+        self.fn = fn
+        self.concurrency = concurrency
+        self.timeout = timeout
+        self.grace = grace
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._blocked = 0
+
+    def run(self, calls: Sequence[Call]) -> list[Outcome]:
+        """One outcome per call, in their order. Where the function blocks the loop, all that wait for it are late.
+
+        Raises:
+            RewardError: it has blocked too many loops.
+        """
+        if self._loop is None:
+            if self._blocked > _MAX_BLOCKED:
+                raise RewardError(
+                    f"the reward function has blocked its event loop {self._blocked} times: it does something slow "
+                    "without await; --reward_manager prime can kill it"
+                )
+            self._loop = asyncio.new_event_loop()
+            threading.Thread(target=self._loop.run_forever, name="reward-loop", daemon=True).start()
+        future = asyncio.run_coroutine_threadsafe(self._gather(calls), self._loop)
+        if self.timeout is None:
+            return future.result()
+        rounds = -(-len(calls) // self.concurrency)
+        try:
+            return future.result(rounds * self.timeout + self.grace)
+        except TimeoutError:
+            self._loop = None  # left behind with its thread
+            self._blocked += 1
+            return [_late(self.timeout) for _ in calls]
+
+    async def _gather(self, calls: Sequence[Call]) -> list[Outcome]:
+        slots = asyncio.Semaphore(self.concurrency)
+
+        async def one(call: Call) -> Outcome:
+            async with slots:
+                return await self._one(call)
+
+        return await asyncio.gather(*(one(call) for call in calls))
+
+    async def _one(self, call: Call) -> Outcome:
+        task = asyncio.ensure_future(self._guarded(call))
+        # not wait_for: that waits until a cancelled coroutine has ended, which it may refuse to
+        done, _ = await asyncio.wait({task}, timeout=self.timeout)
+        if done:
+            return task.result()
+        task.cancel()
+        assert self.timeout is not None
+        return _late(self.timeout)
+
+    async def _guarded(self, call: Call) -> Outcome:
+        try:
+            return Outcome(await self.fn(*call.args, **call.kwargs))
+        except (Exception, SystemExit) as error:  # a SystemExit that leaves a task ends the loop
+            return Outcome(error=f"{type(error).__name__}: {error}", cause=error)
+
+
+class KillablePool:
+    """Calls one function in worker processes, with limits on wall-clock time and memory that nothing can talk out of.
+
+    The pool is pebble's. Ours is what a trainer needs beyond it: a worker imports only what the target needs and never
+    runs the script again, is killed with the processes that it started, and dies with this process, however that ends;
+    a pool that breaks is replaced. Workers start with the first call. This is no sandbox: they have this process's
+    rights.
+
+    Args:
+        target: what is called: ``package.module:function`` or ``path.py:function``; may be a coroutine function.
+        workers: processes.
+        timeout: wall-clock limit of one call in seconds, from when a loaded worker gets it.
+        memory_mb: a worker whose resident memory grows beyond this many MiB is killed; looked at every 0.1 s.
+        preload: modules that a worker imports before its first call, outside of the limit.
+        quiet: what workers print is thrown away.
+
+    Raises:
+        ValueError: a number out of range.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        *,
+        workers: int = 2,
+        timeout: float = 10.0,
+        memory_mb: int | None = None,
+        preload: Sequence[str] = (),
+        quiet: bool = False,
+    ) -> None:
+        if workers < 1 or not timeout > 0 or (memory_mb is not None and memory_mb < 1):
+            raise ValueError(f"worker processes: workers ≥ 1, timeout > 0 and memory ≥ 1 MiB are needed, "
+                             f"got {workers}, {timeout}, {memory_mb}")  # fmt: skip
+        self.timeout = timeout
+        self._options = (workers, memory_mb, (target, tuple(preload), quiet))
+        self._lock = threading.Lock()
+        self._running: list[_RunningPool] = []  # none or one
+        self._closer = weakref.finalize(self, _end_all, self._running, os.getpid())
+        self._closer.atexit = False  # pebble ends the workers then
+
+    def run(self, calls: Sequence[Call]) -> list[Outcome]:
+        """Calls the target with each of ``calls``; one outcome each, in their order.
+
+        Raises:
+            WorkerStartError: no worker can load the target.
+            RewardError: the pool is closed, or the arguments cannot be pickled.
+        """
+        try:
+            payloads = [pickle.dumps((call.args, call.kwargs)) for call in calls]
+        except Exception as error:  # whatever __reduce__ of a user's object raises
+            raise RewardError(
+                f"arguments of a reward call cannot be sent to a worker process: {type(error).__name__}: {error}"
+            ) from error
+        outcomes: list[Outcome] = []
+        for _ in range(_START_TRIES if calls else 0):
+            running = self._start()
+            try:
+                futures = [running.schedule(payload, self.timeout) for payload in payloads[len(outcomes) :]]
+                outcomes += (running.outcome(future, self.timeout) for future in futures)
+                return outcomes
+            except BrokenProcessPool:
+                self._drop(running)
+            except WorkerStartError:
+                self._drop(running)
+                raise
+        if calls:
+            why = running.workers.last_end()
+            raise WorkerStartError(f"{_START_TRIES} worker processes in a row did not start: {why}")
+        return outcomes
+
+    @property
+    def worker_pids(self) -> list[int]:
+        """Process ids of the present workers."""
+        return [pid for running in self._running for pid in running.workers.pids()]
+
+    def close(self) -> None:
+        """Kills the workers; calls under way fail. Safe to call again."""
+        self._closer()
+
+    def __enter__(self) -> KillablePool:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _start(self) -> _RunningPool:
+        with self._lock:
+            if not self._closer.alive:
+                raise RewardError("the pool of worker processes is closed")
+            if not self._running:
+                self._running.append(_RunningPool(*self._options))
+            return self._running[0]
+
+    def _drop(self, running: _RunningPool) -> None:
+        with self._lock:
+            if running in self._running:
+                self._running.remove(running)
+        running.end()
+
+
+def _end_all(pools: list[_RunningPool], owner: int) -> None:
+    if os.getpid() == owner:  # a forked child: the workers are its parent's
+        for pool in pools:
+            pool.end()
+
+
+class _RunningPool:
+    """pebble's pool with our workers. It breaks where a worker dies that has no call: then make another one."""
+
+    def __init__(self, n_workers: int, memory_mb: int | None, setup: tuple[Any, ...]) -> None:
+        self.workers = _Workers(memory_mb)
+        self._pool = ProcessPool(n_workers, initializer=_load, initargs=setup, context=self.workers)
+        self._started, self._ended = threading.Event(), threading.Event()
+        threading.Thread(target=self._keep, name="reward-workers", daemon=True).start()
+        self._started.wait()
+
+    def _keep(self) -> None:
+        """The kernel ends a worker with the thread that started it: this one, for the first ones, or the pool's own."""
+        with contextlib.suppress(BrokenProcessPool):  # schedule tries again and tells
+            _ = self._pool.active
+        self._started.set()
+        self._ended.wait()
+
+    def schedule(self, payload: bytes, timeout: float) -> Future[str]:
+        try:
+            return self._pool.schedule(_answer, (payload,), timeout=timeout)
+        except RuntimeError as error:  # it is not active any more
+            raise BrokenProcessPool(str(error)) from None
+
+    def outcome(self, future: Future[str], timeout: float) -> Outcome:
+        while not wait((future,), _LOOK_SECONDS).done:
+            if not self._pool.active:  # it leaves its calls behind
+                raise BrokenProcessPool("ended")
+        try:
+            answer = json.loads(future.result())
+        except TimeoutError:
+            return _late(timeout)
+        except ProcessExpired as error:
+            return Outcome(error=self.workers.end_of(error.pid))
+        if "unloadable" in answer:
+            raise WorkerStartError(answer["unloadable"])
+        return Outcome(answer.get("value"), answer.get("error"))
+
+    def end(self) -> None:
+        self._pool.stop()
+        self._ended.set()
+        with contextlib.suppress(RuntimeError):  # collected in a thread of the pool's own, which ends now
+            self._pool.join()
+
+
+class _Workers(SpawnContext):
+    """How pebble starts workers."""
+
+    def __init__(self, memory_mb: int | None) -> None:
+        super().__init__()
+        self._memory_mb = memory_mb
+        self._workers: deque[_Worker] = deque(maxlen=256)
+
+    def Process(self, **options: Any) -> _Worker:
+        self._workers.append(_Worker(self._memory_mb, **options))
+        return self._workers[-1]
+
+    def pids(self) -> list[int]:
+        return [worker.pid for worker in self._workers if worker.pid is not None and worker.exitcode is None]
+
+    def end_of(self, pid: int | None) -> str:
+        return next((worker.end for worker in self._workers if worker.pid == pid), "the worker process died")
+
+    def last_end(self) -> str:
+        return next((worker.end for worker in reversed(self._workers) if worker.end), "no process to be had")
+
+
+class _Worker(SpawnProcess):
+    """pebble's view of a worker process, with a group of processes, a limit on memory and a forked trainer in mind."""
+
+    def __init__(self, memory_mb: int | None, **options: Any) -> None:
+        super().__init__(**options)
+        self._memory_mb = memory_mb
+        self._owner = os.getpid()
+        self._excess = ""
+        self._mourned = False
+
+    def start(self) -> None:
+        _starting.worker = True
+        try:
+            super().start()
+        finally:
+            _starting.worker = False
+
+    def is_alive(self) -> bool:
+        """pebble asks every 0.1 s. A death is told the second time: by then it knows whose call that was."""
+        if os.getpid() != self._owner:
+            return False
+        if super().is_alive():
+            import psutil
+
+            with contextlib.suppress(psutil.Error):  # just ended
+                if self._memory_mb and psutil.Process(self.pid).memory_info().rss > self._memory_mb << 20:
+                    self._excess = f"more than {self._memory_mb} MiB of memory"
+                    self.terminate()
+            return True
+        if self._mourned:
+            return False
+        self.terminate()  # what it has started lives on
+        return True
+
+    def terminate(self) -> None:
+        """Kills the worker and its process group, at once."""
+        if os.getpid() == self._owner:
+            self._mourned = True
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+            self.kill()  # where it has no group of its own yet
+
+    def join(self, timeout: float | None = None) -> None:
+        if os.getpid() == self._owner:
+            super().join(timeout)
+
+    @property
+    def exitcode(self) -> int | None:
+        """pebble takes 0 for an end that it has asked for, which it never does."""
+        code = super().exitcode
+        return _EXIT_0 if code == 0 else code
+
+    @property
+    def end(self) -> str:
+        """How it ended; nothing while it runs."""
+        code = self.exitcode
+        if self._excess or code is None:
+            return self._excess
+        return f"the worker process died ({'signal' if code < 0 else 'exit code'} {abs(code) % _EXIT_0})"
+
+
+def _data_for_worker(name: str) -> dict[str, Any]:
+    """What multiprocessing tells a new process: for our workers without the script, which it would run again."""
+    data = _data_for_process(name)
+    if getattr(_starting, "worker", False):
+        data = {key: value for key, value in data.items() if not key.startswith("init_main_")}
+    return data
+
+
+_starting = threading.local()
+_data_for_process, spawn.get_preparation_data = spawn.get_preparation_data, _data_for_worker
+
+_loaded: Callable[..., Any] | str = ""  # in a worker: the target, or why there is none
+
+
+def _load(target: str, preload: Sequence[str], quiet: bool) -> None:
+    """The start of a worker process."""
+    global _loaded
+    os.setsid()  # a Ctrl-C is the trainer's, and a kill reaches the worker's children
+    if sys.platform == "linux":  # ended by the kernel when the trainer ends, however it ends
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    parent = multiprocessing.parent_process()
+    if parent is None or os.getppid() != parent.pid:  # it ended before
+        os._exit(1)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if quiet:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 1)
+        os.dup2(nowhere, 2)
+    signal.alarm(_START_SECONDS)
+    try:
+        for module in preload:
+            importlib.import_module(module)
+        _loaded = _load_target(target)
+    except BaseException as error:
+        _loaded = f"{target} cannot be loaded in a worker process: {_text(error)}"
+    signal.alarm(0)
+
+
+def _load_target(target: str) -> Callable[..., Any]:
+    module, _, name = target.rpartition(":")
+    if module.endswith(".py"):
+        from lightppo.user_code import load_python_function
+
+        return load_python_function(target, name)
+    return getattr(importlib.import_module(module), name)
+
+
+def _answer(payload: bytes) -> str:
+    """In a worker: one call. JSON goes back, so that nothing a function returns has to be unpickled in the trainer."""
+    if isinstance(_loaded, str):
+        return json.dumps({"unloadable": _loaded})
+    try:
+        args, kwargs = pickle.loads(payload)
+        answer = json.dumps({"value": _plain(awaited(_loaded(*args, **kwargs)))})
+        return answer if len(answer) <= _MAX_ANSWER else json.dumps({"error": f"the answer has {len(answer)} bytes"})
+    except BaseException as error:  # SystemExit too: a function that exits has no answer
+        return json.dumps({"error": _text(error)})
+
+
+def _text(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:2000]
+
+
+def _plain(value: Any) -> Any:
+    """A result as JSON has it: numbers of numpy and torch as Python's, tuples as lists."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if hasattr(value, "tolist"):  # numpy and torch, scalars too
+        return _plain(value.tolist())
+    raise TypeError(f"a reward function cannot return {type(value).__name__} from a worker process")
