@@ -18,8 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from lightppo.data.records import Prompt
 from lightppo.errors import SandboxRefusedError
-from lightppo.rewards.code import SandboxVerifier
-from lightppo.rewards.code_tests import CodeTests, find_tests
+from lightppo.rewards.code import CodeTests, SandboxVerifier, find_tests
 from lightppo.sandbox import ISOLATIONS, SandboxLimits, SandboxPool
 
 ADD = "a, b = map(int, input().split())\nprint(a + b)"

@@ -1,36 +1,264 @@
-"""Rewards for programs: the last fenced block of a response is run on test cases.
+"""Rewards for programs: the last fenced block of a response is run on the test cases of its row.
 
-Who runs it is a verifier: the sandbox on this machine, or a service (:mod:`lightppo.rewards.services`). What
-a program prints or returns is compared here, outside: no program sees what is expected of it.
+Who runs it is a verifier: the sandbox on this machine, or a service (:mod:`lightppo.rewards.services`). What a program
+prints or returns is compared here, outside: no program sees what is expected of it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
-from collections.abc import Callable, Sequence
+import math
+import re
+import textwrap
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from lightppo.data.records import Rollout
+from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import RewardError
-from lightppo.rewards.code_tests import (
-    COMPARISONS,
-    BadTestsError,
-    CodeCase,
-    CodeTests,
-    find_tests,
-    last_program,
-    printed_right,
-    returned_right,
-)
 from lightppo.rewards.source import OnFailure, RewardOutput, check_failure_options, describe_sample
 from lightppo.sandbox import ProgramRun, SandboxPool
 
 logger = logging.getLogger(__name__)
 
 CodeScore = Literal["all", "share"]
+COMPARISONS = ("exact", "lines", "float", "set")  # each accepts what those before it accept
+
+_PYTHON_TAGS = ("", "python", "py", "python3")
+_LONGEST_INT = 4000  # digits; longer ones are compared as text, which Python may refuse to convert
+_FENCE = re.compile(r"([ \t]*)(`{3,})([^`]*)$")
+
+
+class BadTestsError(ValueError):
+    """A row without usable test cases; the message says what is missing."""
+
+
+@dataclass(frozen=True)
+class CodeCase:
+    """One test case.
+
+    Attributes:
+        given: standard input; for calls the JSON list of the arguments.
+        expected: the text to be printed; for calls the values that are right.
+        raw: the row's own input and output, as text.
+    """
+
+    given: str
+    expected: Any
+    raw: tuple[str, str]
+
+
+@dataclass(frozen=True)
+class CodeTests:
+    """All test cases of a row; ``function`` is None where programs read standard input."""
+
+    function: str | None
+    cases: tuple[CodeCase, ...]
+
+
+def find_tests(prompt: Prompt, most: int | None = None) -> CodeTests:
+    """The test cases of a row, in AReaL's form (``input_output``) or verl's (``reward_model.ground_truth``).
+
+    Both are an object, or its JSON, with ``inputs``, ``outputs`` and optionally ``fn_name``. A label of that form is
+    taken too.
+
+    Args:
+        prompt: the row.
+        most: number of cases to take, from the first.
+
+    Raises:
+        BadTestsError: none of these, or one that does not fit together.
+    """
+    model = prompt.extra.get("reward_model")
+    places = {
+        "input_output": prompt.extra.get("input_output"),
+        "reward_model.ground_truth": model.get("ground_truth") if isinstance(model, Mapping) else None,
+        "ground_truth": prompt.extra.get("ground_truth"),
+        "label": prompt.label,
+    }
+    place, value = next(((place, value) for place, value in places.items() if value is not None), ("", None))
+    if not place:
+        raise BadTestsError(f"no test cases: the row has none of {', '.join(places)}")
+    table = _object(value, place)
+    inputs, outputs = table.get("inputs"), table.get("outputs")
+    if not isinstance(inputs, list) or not isinstance(outputs, list):
+        raise BadTestsError(f"{place} must have the lists 'inputs' and 'outputs', has {', '.join(map(str, table))}")
+    if len(inputs) != len(outputs) or not inputs:
+        raise BadTestsError(f"{place} has {len(inputs)} inputs and {len(outputs)} outputs")
+    if table.get("remote"):
+        raise BadTestsError(f"{place}: inputs that are addresses of files ('remote') are not supported")
+    function = table.get("fn_name") or None
+    make = _script_case if function is None else _call_case
+    return CodeTests(function, tuple(make(*pair, place) for pair in list(zip(inputs, outputs))[:most]))
+
+
+def _object(value: Any, place: str) -> Mapping[str, Any]:
+    if isinstance(value, str):
+        try:
+            value = _load(value)
+        except (ValueError, RecursionError) as error:
+            raise BadTestsError(f"{place} is not JSON: {error}") from None
+    if not isinstance(value, Mapping):
+        raise BadTestsError(f"{place} must be an object with 'inputs' and 'outputs', is of type {type(value).__name__}")
+    return value
+
+
+def _load(text: str) -> Any:
+    return json.loads(text, parse_int=lambda digits: int(digits) if len(digits) < _LONGEST_INT else digits)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return "\n".join(map(_text, value))
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _script_case(given: Any, expected: Any, place: str) -> CodeCase:
+    texts = (_text(given), _text(expected))
+    return CodeCase(*texts, raw=texts)
+
+
+def _call_case(given: Any, expected: Any, place: str) -> CodeCase:
+    """Arguments: one line of JSON each, or a list. Value: JSON, or itself, or itself in a list of one."""
+    if isinstance(given, str):
+        try:
+            arguments = [_load(line) for line in given.split("\n") if line.strip()]
+        except (ValueError, RecursionError) as error:
+            raise BadTestsError(f"{place}: an input is not one JSON value a line: {error}") from None
+    else:
+        arguments = list(given) if isinstance(given, (list, tuple)) else [given]
+    values = [expected]
+    if isinstance(expected, str):
+        with contextlib.suppress(ValueError, RecursionError):  # then it is a plain text
+            values = [_load(expected)]
+    elif isinstance(expected, list) and len(expected) == 1:
+        values.append(expected[0])
+    raw = (given if isinstance(given, str) else "\n".join(map(json.dumps, arguments)), _text_of_value(expected))
+    return CodeCase(json.dumps(arguments), values, raw)
+
+
+def _text_of_value(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def last_program(response: str) -> str | None:
+    """The last fenced block of a response that is tagged as Python, or not tagged; None where there is none.
+
+    Blocks inside ``<think>…</think>`` do not count, nor does one that was never closed.
+    """
+    program = None
+    block: list[str] | None = None
+    fence, indent, tag = "", "", ""
+    for line in response.rpartition("</think>")[2].replace("\r\n", "\n").split("\n"):
+        match = _FENCE.fullmatch(line.rstrip())
+        if block is None:
+            if match:
+                (indent, fence, tag), block = match.groups(), []
+        elif match and len(match[2]) >= len(fence) and not match[3].strip():
+            if tag.strip().lower().split(" ")[0] in _PYTHON_TAGS:
+                program = textwrap.dedent("\n".join(block)) if indent else "\n".join(block)
+            block = None
+        else:
+            block.append(line)
+    return program if program and program.strip() else None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """When an output is right.
+
+    Attributes:
+        code_compare: the laxest comparison that counts. Of what is printed:
+
+            - ``exact``: the same text;
+            - ``lines``: the same lines, without spaces around them and without empty ones;
+            - ``float``: the same words per line, where two numbers that are not both whole may differ by the tolerance;
+            - ``set``: the same lines in any order, with the same words in any order.
+
+            Of what is returned, ``exact`` and ``lines`` mean equal, and ``set`` any order of the outermost list.
+        code_float_tolerance: relative to the expected number; a thousandth of it is added.
+    """
+
+    code_compare: str = "float"
+    code_float_tolerance: float = 1e-5
+
+    def __post_init__(self) -> None:
+        if self.code_compare not in COMPARISONS:
+            raise ValueError(f"--code_compare must be one of {', '.join(COMPARISONS)}, got {self.code_compare!r}")
+        if not 0 <= self.code_float_tolerance < 1:
+            raise ValueError(f"--code_float_tolerance must be in [0, 1), got {self.code_float_tolerance}")
+
+    def printed(self, printed: str, case: CodeCase) -> bool:
+        """Whether a program printed what it had to."""
+        if printed == case.expected:
+            return True
+        ours, theirs = (
+            [line.strip() for line in text.split("\n") if line.strip()] for text in (printed, case.expected)
+        )
+        if self.code_compare == "exact" or len(ours) != len(theirs):
+            return False
+        if ours == theirs:
+            return True
+        our_words, their_words = ([line.split() for line in lines] for lines in (ours, theirs))
+        if self._allows("float") and all(map(self._close_lines, our_words, their_words)):
+            return True
+        return self._allows("set") and _bag(our_words) == _bag(their_words)
+
+    def returned(self, answer: str, case: CodeCase) -> bool:
+        """Whether a function returned what it had to; ``answer`` is the JSON of its value, where tuples are lists."""
+        # an answer far longer than the expected one is wrong: not worth the memory
+        if len(answer) > 32 * max(len(json.dumps(value)) for value in case.expected) + 1024:
+            return False
+        try:
+            value = _load(answer)
+            return any(self._equal(value, _load(json.dumps(right))) for right in case.expected)
+        except (ValueError, RecursionError, OverflowError):
+            return False
+
+    def _allows(self, name: str) -> bool:
+        return COMPARISONS.index(self.code_compare) >= COMPARISONS.index(name)
+
+    def _close_lines(self, ours: Sequence[str], theirs: Sequence[str]) -> bool:
+        return len(ours) == len(theirs) and all(a == b or self._close_words(a, b) for a, b in zip(ours, theirs))
+
+    def _close_words(self, ours: str, theirs: str) -> bool:
+        if all(word.removeprefix("-").isdecimal() for word in (ours, theirs)):
+            return False  # whole numbers are right or wrong
+        try:
+            return self._close(float(ours), float(theirs))
+        except ValueError:
+            return False
+
+    def _close(self, ours: float, theirs: float) -> bool:
+        if not (math.isfinite(ours) and math.isfinite(theirs)):
+            return ours == theirs or (math.isnan(ours) and math.isnan(theirs))
+        return abs(ours - theirs) <= self.code_float_tolerance * abs(theirs) + self.code_float_tolerance / 1000
+
+    def _equal(self, ours: Any, theirs: Any) -> bool:
+        if ours == theirs or (self._allows("float") and self._close_values(ours, theirs)):
+            return True
+        if not self._allows("set") or not (isinstance(ours, list) and isinstance(theirs, list)):
+            return False
+        bags = [Counter(json.dumps(item, sort_keys=True) for item in items) for items in (ours, theirs)]
+        return bags[0] == bags[1]
+
+    def _close_values(self, ours: Any, theirs: Any) -> bool:
+        if isinstance(ours, list) and isinstance(theirs, list):
+            return len(ours) == len(theirs) and all(map(self._close_values, ours, theirs))
+        if isinstance(ours, dict) and isinstance(theirs, dict):
+            return ours.keys() == theirs.keys() and all(self._close_values(ours[key], theirs[key]) for key in ours)
+        numbers = isinstance(ours, (int, float)) and isinstance(theirs, (int, float))
+        if numbers and not (isinstance(ours, int) and isinstance(theirs, int)):
+            return self._close(float(ours), float(theirs))
+        return ours == theirs
+
+
+def _bag(lines: Sequence[Sequence[str]]) -> Counter[tuple[str, ...]]:
+    return Counter(tuple(sorted(words)) for words in lines)
 
 
 @dataclass
@@ -60,33 +288,6 @@ class CodeVerifier(Protocol):
     def verify(self, code: str, tests: CodeTests, *, first_failure_ends: bool) -> CodeVerdict: ...
 
     def close(self) -> None: ...
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """When an output is right; see :func:`~lightppo.rewards.code_tests.printed_right`.
-
-    Attributes:
-        code_compare: the laxest comparison that counts: ``exact`` | ``lines`` | ``float`` | ``set``.
-        code_float_tolerance: how far numbers may be off, relative to the expected one.
-    """
-
-    code_compare: str = "float"
-    code_float_tolerance: float = 1e-5
-
-    def __post_init__(self) -> None:
-        if self.code_compare not in COMPARISONS:
-            raise ValueError(f"--code_compare must be one of {', '.join(COMPARISONS)}, got {self.code_compare!r}")
-        if not 0 <= self.code_float_tolerance < 1:
-            raise ValueError(f"--code_float_tolerance must be in [0, 1), got {self.code_float_tolerance}")
-
-    def printed(self, printed: str, case: CodeCase) -> bool:
-        tolerance = self.code_float_tolerance
-        return printed_right(printed, case.expected, compare=self.code_compare, tolerance=tolerance)
-
-    def returned(self, answer: str, case: CodeCase) -> bool:
-        tolerance = self.code_float_tolerance
-        return returned_right(answer, case.expected, compare=self.code_compare, tolerance=tolerance)
 
 
 class SandboxVerifier:

@@ -1,18 +1,20 @@
 r"""Rewards for mathematical answers: 1 where the response's final answer equals the label, else 0.
 
-Most answers are numbers or the same text, which :mod:`lightppo.rewards.answers` decides at once. The rest (LaTeX,
-algebra, sets, intervals) is compared by the math-verify library in worker processes that are killed at their limit.
+Most answers are numbers or the same text, which :func:`compare` decides at once. The rest (LaTeX, algebra, sets,
+intervals) is compared by the math-verify library in worker processes that are killed at their limit.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import logging
+import re
+from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 from lightppo.data.records import Rollout
 from lightppo.errors import RewardError
-from lightppo.rewards.answers import compare, find_answer, gold_answers, tidy
 from lightppo.rewards.runners import KillablePool
 from lightppo.rewards.source import (
     Call,
@@ -33,7 +35,7 @@ Pair = tuple[str, str]
 
 
 class MathReward:
-    r"""Scores responses by their final answer (see :func:`lightppo.rewards.answers.find_answer`).
+    r"""Scores responses by their final answer (see :func:`find_answer`).
 
     A response without an answer, or with one that is no mathematics, is wrong. A comparison that runs into the limit of
     time or memory, or takes its worker down, is a failure: never a score.
@@ -157,3 +159,309 @@ def equal_by_library(gold: str, answer: str) -> bool:
         raise
     except Exception:  # of kinds that cannot be compared, e.g. a number and a matrix
         return False
+
+
+# Final answers in texts: where they stand, and which are equal without any algebra.
+
+_MIN_DIGITS = 6  # a decimal with at least as many significant digits may stand for the number it is rounded from
+_FLOAT_DIGITS = 15  # as many as a double may have
+
+# Every pattern runs in the trainer on texts that a model wrote: no unbounded repetition of what may overlap.
+_BOX = re.compile(r"\\(?:boxed|fbox)\s{0,3}")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+_BARE_BOX = re.compile(r"[^\s${}\\]{1,50}")
+_BETWEEN_BOXES = re.compile(r"[\s$]{0,4}(?:,|;|,? ?(?:\\text\{ ?)?(?:and|or)(?: ?\})?)[\s$]{0,4}")
+_LONGEST_JOINT = 20
+_ANSWER_TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
+_ANSWER_IS = re.compile(
+    r"\banswers?\b(?: to [^.\n]{0,80}?)? {0,2}\*{0,2} ?(?:\bis\b|\bare\b|[:=]) {0,2}:?\s{0,4}", re.I
+)
+_SENTENCE_END = re.compile(r"\n|[.!?](?=\s|$)")
+_FORMULA = re.compile(  # a dollar sign may be money: those of a formula have spaces inside on both ends or on none
+    r"\$\$(?P<display>.{1,500}?)\$\$|\\\((?P<round>.{1,500}?)\\\)|\\\[(?P<square>.{1,500}?)\\\]"
+    r"|(?<![\\\d])\$(?P<inline>(?![ $])[^$\n]{1,500}?(?<![ \\])|(?= )[^$\n]{1,500}?(?<= ))\$(?!\d)",
+    re.DOTALL,
+)
+
+_DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d+)"
+_DECIMAL = rf"(?:{_DIGITS}(?:\.\d*)?|\.\d+)"
+_SIGN = r"[-+]?\s*"
+_MULTIPLIERS = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+# fmt: off
+_NO_UNITS = frozenset((
+    "and", "or", "pi", "sin", "cos", "tan", "cot", "sec", "csc", "log", "exp", "mod", "max", "min", "sqrt", "dozen",
+    "squared", "cubed", "factorial", "halves", "thirds", "fourths", "fifths", "infinity", "alpha", "beta", "theta",
+    "lambda", *_MULTIPLIERS,
+))
+_SHORT_UNITS = frozenset((
+    "cm", "mm", "km", "kg", "mg", "lb", "lbs", "oz", "ft", "in", "hr", "hrs", "mins", "ml", "kb", "mb", "gb", "mph",
+    "kph", "sq",
+))
+# fmt: on
+_NUMBER_IN_TEXT = re.compile(rf"(?<![\w.])-?[$€£¥]?{_DECIMAL}(?: ?/ ?\d+)?(?: ?\\?%)?")
+_WORD_NEXT = re.compile(r" {1,2}(?P<word>[a-z]{2,})|[.,;:]?$", re.I)
+_NUMBER_NEXT = re.compile(r" ?(?:,|and|or|to) ?[-$]{0,2}\d")
+_NUMBER = re.compile(
+    rf"""(?P<sign>{_SIGN})[$€£¥]?\s*(?P<sign2>{_SIGN})
+    (?:
+      (?P<whole>\d+)?\s*\\frac\s*(?:\{{\s*(?P<num>-?{_DIGITS})\s*\}}\s*\{{\s*(?P<den>{_DIGITS})\s*\}}|(?P<n1>\d)\s*(?P<d1>\d))
+      | (?:(?P<whole2>\d+)\s+)?(?P<num2>{_DIGITS})\s*/\s*(?P<den2>{_DIGITS})
+      | (?P<decimal>{_DECIMAL})(?:(?:[eE]|\s*(?:\\times|\\cdot|\*|×)\s*10\s*\^)\s*\{{?(?P<exponent>[-+]?\d{{1,3}})\}}?)?
+    )
+    (?P<tail>.*)""",
+    re.VERBOSE | re.DOTALL,
+)
+_LONGEST_NUMBER = 200  # characters; whatever is longer is no number that a question asks for
+_UNIT_TEXT = re.compile(r"\\(?:text|textrm|mathrm|mbox|rm)\s*\{\s*([^{}\d]*?)\s*\}\s*(?:\^\s*\{?\s*-?\d\s*\}?)?")
+_WORD = r"[A-Za-z]{2,}(?![A-Za-z])\.?(?:\s*\^\s*\{?[23]\}?|[²³])?"
+_UNIT = re.compile(rf"(?:/\s*)?{_WORD}(?:(?:\s*/\s*|\s+){_WORD})*")
+_PERCENT = re.compile(r"(?:\\?%|percent(?:age)?\b|per\s+cent\b)\s*", re.I)
+
+_REPLACED = [  # a backslash before another is the end of a matrix row
+    (re.compile(r"(?<!\\)\\(?:(?:left|right|displaystyle|quad|qquad)(?![a-zA-Z])|[,;:! ])|~"), " "),
+    (re.compile(r"\\[dt]frac"), r"\\frac"),
+    (re.compile(r"\{,\}"), ","),
+    (re.compile(r"\^ ?(?:\\circ|\{ ?\\circ ?\})|°"), ""),
+    (re.compile(r"\\?\$|(?<!\\)\\[()[\]]"), ""),
+    (re.compile(r"[−–]"), "-"),
+    (re.compile(r"(?<=[\w)}])\*\*(-?\w+)"), r"^{\1}"),  # Python's power; at the ends it is bold type
+    (re.compile(r"(?<=[\w)}])\*\*\("), r"^("),
+    (re.compile(r"\*\*"), " "),
+    (re.compile(r"\s+"), " "),
+]
+_TEXT_COMMAND = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
+
+
+def gold_answers(label: object) -> list[str]:
+    """The answers that count as right: of a label with a worked solution its final answer; of a list each entry's.
+
+    Raises:
+        ValueError: no text, number or list of them, or an empty one.
+    """
+    labels = label if isinstance(label, (list, tuple)) else [label]
+    answers = []
+    for entry in labels:
+        if isinstance(entry, bool) or not isinstance(entry, (str, int, float)):
+            raise ValueError(f"a label must be a text or a number, or a list of them, got {type(entry).__name__}")
+        text = str(entry)
+        marked = _boxed(text) or _after_hashes(text)
+        answers.append((marked or text).strip())
+    if not answers or not all(answers):
+        raise ValueError("the label is empty")
+    return answers
+
+
+def find_answer(response: str, *, unmarked: bool = True) -> str | None:
+    r"""The final answer of a response, or ``None`` if it gives none.
+
+    Thoughts do not count: only what follows the last ``</think>``, nothing where thinking has not ended, and only
+    what is in the last ``<answer>…</answer>`` where there is one. There, the first that is found:
+
+    1. the last ``\boxed{…}``; several in a row (``\boxed{1}, \boxed{2}``) are one answer of several parts. One that is
+       not closed does not count;
+    2. what follows the last ``####``, to the end of the line;
+    3. what follows the last "answer is", "answer:", "answer =", to the end of the sentence: its formula if it has one,
+       else its leading number if it has one;
+    4. the whole ``<answer>``;
+    5. ``unmarked``: the last formula in ``$…$``, ``\(…\)``, ``\[…\]`` or the last number, whichever comes later.
+    """
+    start = response.rfind("<think>")
+    end = response.rfind("</think>")
+    if start > end:
+        return None
+    text = response[end + len("</think>") :] if end >= 0 else response
+    tags = _ANSWER_TAG.findall(text)
+    text = tags[-1] if tags else text
+    found = _boxed(text) or _after_hashes(text) or _after_phrase(text) or (text.strip() if tags else None)
+    if not found and unmarked:
+        found = _last_formula_or_number(text)
+    return found or None
+
+
+def _boxed(text: str) -> str | None:
+    closing = _closing_braces(text) if "box" in text else {}
+    boxes: list[tuple[int, int, str]] = []
+    position = 0
+    while match := _BOX.search(text, position):
+        position = match.end()
+        if position in closing:
+            end = closing[position] + 1
+            boxes.append((match.start(), end, text[position + 1 : end - 1].strip()))
+            position = end
+        elif bare := _BARE_BOX.match(text, position):
+            boxes.append((match.start(), bare.end(), bare.group()))
+            position = bare.end()
+    if not boxes:
+        return None
+    parts = [boxes[-1][2]]
+    for (_, end, content), (start, _, _) in zip(boxes[-2::-1], boxes[:0:-1]):
+        if start - end > _LONGEST_JOINT or not _BETWEEN_BOXES.fullmatch(text, end, start):
+            break
+        parts.insert(0, content)
+    return ", ".join(dict.fromkeys(parts))
+
+
+def _closing_braces(text: str) -> dict[int, int]:
+    """Position of each opening brace that is closed → of the brace that closes it; escaped ones are text."""
+    closing: dict[int, int] = {}
+    opened: list[int] = []
+    for match in _BRACE.finditer(text):
+        if match.group() == "{":
+            opened.append(match.start())
+        elif match.group() == "}" and opened:
+            closing[opened.pop()] = match.start()
+    return closing
+
+
+def _after_hashes(text: str) -> str | None:
+    _, marker, tail = text.rpartition("####")
+    line = next((line.strip() for line in tail.splitlines() if line.strip()), "") if marker else ""
+    return line.strip(" *") or None
+
+
+def _after_phrase(text: str) -> str | None:
+    tail = None
+    for match in _ANSWER_IS.finditer(text):
+        tail = text[match.end() :]
+    if tail is None:
+        return None
+    formula = _FORMULA.match(tail)
+    if formula:
+        return _content(formula)
+    sentence = _SENTENCE_END.split(tail, maxsplit=1)[0].strip(" *\"'`")
+    formula = _FORMULA.search(sentence)
+    if formula:
+        return _content(formula)
+    number = _NUMBER_IN_TEXT.match(sentence)
+    if number is None or _NUMBER_NEXT.match(sentence, number.end()):
+        return sentence or None
+    behind = _WORD_NEXT.match(sentence, number.end())
+    is_number = behind and (behind["word"] or "").lower() not in _NO_UNITS
+    return number.group() if is_number and as_number(sentence) is None else sentence
+
+
+def _last_formula_or_number(text: str) -> str | None:
+    if _BOX.search(text):  # cut off inside of it
+        return None
+    formulas = list(_FORMULA.finditer(text))
+    numbers = list(_NUMBER_IN_TEXT.finditer(text))
+    if formulas and (not numbers or numbers[-1].start() < formulas[-1].end()):
+        return _content(formulas[-1]).rpartition("=")[2].strip() or None
+    return numbers[-1].group() if numbers else None
+
+
+def _content(match: re.Match[str]) -> str:
+    return next(group for group in match.groups() if group is not None).strip()
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A number as it is written.
+
+    Attributes:
+        value: exactly.
+        decimals: digits after the decimal point; ``None`` where it is no decimal (a fraction).
+        digits: significant digits of a decimal.
+        percent: a percent sign follows.
+    """
+
+    value: Fraction
+    decimals: int | None
+    digits: int
+    percent: bool
+
+    def stands_for(self, other: Number) -> bool:
+        """True where this is a decimal that ``other`` is rounded to; at least 6 significant digits."""
+        if not self.decimals or self.digits < _MIN_DIGITS:
+            return False
+        error = abs(self.value - other.value)
+        noise = self.digits >= _FLOAT_DIGITS and error * 10**12 <= abs(other.value)  # 0.30000000000000004
+        return error * 10**self.decimals <= Fraction(1, 2) or noise
+
+
+def tidy(answer: str) -> str:
+    """The answer without what never changes its meaning: math mode, spacing commands, a full stop."""
+    for pattern, replacement in _REPLACED:
+        answer = pattern.sub(replacement, answer)
+    return answer.strip().rstrip(".").strip()
+
+
+def as_number(answer: str) -> Number | None:
+    """Reads an answer that is one number: integer, decimal, fraction, mixed or scientific, with thousands separators,
+    currency, percent sign and unit. Units are dropped: ``5 cm`` is 5."""
+    text = tidy(answer)
+    text = re.sub(r"^\\?[A-Za-z]\w*\s*=\s*", "", text)
+    match = _NUMBER.fullmatch(_UNIT_TEXT.sub(_unit_or_text, text)) if len(text) <= _LONGEST_NUMBER else None
+    if match is None:
+        return None
+    part = match.groupdict()
+    decimals, digits = None, 0
+    numerator, denominator = part["num"] or part["n1"] or part["num2"], part["den"] or part["d1"] or part["den2"]
+    if numerator is not None:
+        if int(denominator.replace(",", "")) == 0:
+            return None
+        value = Fraction(int(numerator.replace(",", "")), int(denominator.replace(",", "")))
+        value += int(part["whole"] or part["whole2"] or 0)
+    else:
+        plain = part["decimal"].replace(",", "")
+        value = Fraction(plain if plain[-1] != "." else plain[:-1])
+        exponent = int(part["exponent"] or 0)
+        decimals = max(len(plain.partition(".")[2]) - exponent, 0)
+        digits = len(plain.replace(".", "").lstrip("0"))
+        value *= Fraction(10) ** exponent
+    if (part["sign"] + part["sign2"]).count("-") == 1:
+        value = -value
+    tail, factor, percent = _tail(part["tail"])
+    return Number(value * factor, decimals, digits, percent) if tail else None
+
+
+def _unit_or_text(match: re.Match[str]) -> str:
+    """Of ``\\text{…}`` behind a number, words that are no unit stay to be seen; a unit becomes one that _tail knows."""
+    words = match.group(1).lower().split()
+    return f" {match.group(1)} " if any(w in _NO_UNITS or w in _MULTIPLIERS or "%" in w for w in words) else " unit "
+
+
+def _tail(text: str) -> tuple[bool, int, bool]:
+    """What follows a number: (is it only percent sign, multiplier and unit?, factor, percent sign?)."""
+    percent = _PERCENT.match(text.lstrip())
+    if percent:
+        return not percent.string[percent.end() :].strip(), 1, True
+    factor = 1
+    attached = text[:1].isalpha()  # 5xy is a product, 5cm is not
+    head, _, rest = text.strip().partition(" ")
+    if head.lower() in _MULTIPLIERS:
+        factor, text, attached = _MULTIPLIERS[head.lower()], rest, False
+    text = text.strip()
+    if not text:
+        return True, factor, False
+    words = [word.lower() for word in re.findall(r"[A-Za-z]+", text)]
+    fits = _UNIT.fullmatch(text) is not None and not _NO_UNITS.intersection(words)
+    known = [word in _SHORT_UNITS or (len(word) > 2 and not set("aeiou").isdisjoint(word)) for word in words]
+    return fits and all(known) and (not attached or words[0] in _SHORT_UNITS), factor, False
+
+
+def compare(gold: str, answer: str) -> bool | None:
+    """Whether two answers are equal; ``None`` where that takes algebra."""
+    a, b = as_number(gold), as_number(answer)
+    if a is not None and b is not None:
+        return same_number(a, b)
+    if _squeezed(gold) == _squeezed(answer):
+        return True
+    return None
+
+
+def same_number(a: Number, b: Number) -> bool:
+    """Equality of value; a decimal with 6 or more significant digits also equals what it is rounded from.
+
+    Where only one has a percent sign, it may be a unit or a division: 50% is 50 and 0.5.
+    """
+    if a.percent != b.percent:
+        plain, percent = (b, a) if a.percent else (a, b)
+        return plain.value in (percent.value, percent.value / 100)
+    return a.value == b.value or a.stands_for(b) or b.stands_for(a)
+
+
+def _squeezed(answer: str) -> str:
+    text = _TEXT_COMMAND.sub(r"\1", tidy(answer)).replace(" ", "")
+    text = re.sub(r"^\(([A-Za-z])\)$", r"\1", text)  # (A): a choice
+    return text.casefold() if text.isalpha() else text

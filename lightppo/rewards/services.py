@@ -14,8 +14,7 @@ from urllib.parse import urlsplit
 
 from lightppo.errors import RequestError, RewardError
 from lightppo.http import HTTPClient, check_url
-from lightppo.rewards.code import CodeVerdict, Comparison
-from lightppo.rewards.code_tests import CodeCase, CodeTests
+from lightppo.rewards.code import CodeCase, CodeTests, CodeVerdict, Comparison
 from lightppo.sandbox.supervisor import PRELUDE_MODULES
 
 _MOST_BYTES = 64 << 20

@@ -1,3 +1,4 @@
+import importlib.util
 import json
 import re
 import time
@@ -9,7 +10,7 @@ import pytest
 
 from lightppo.data.records import Rollout
 from lightppo.errors import RewardError
-from lightppo.rewards.answers import as_number, compare, find_answer, gold_answers
+from lightppo.rewards.math import MathReward, as_number, compare, find_answer, gold_answers
 from lightppo.rewards.source import RewardSource, score_rollouts
 
 GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"
@@ -182,8 +183,6 @@ math_verify = pytest.importorskip("math_verify")
 
 @pytest.fixture(scope="module")
 def source() -> Iterator[Any]:
-    from lightppo.rewards.math import MathReward
-
     source = MathReward(reward_workers=2, reward_timeout=60)
     yield source
     source.close()
@@ -252,9 +251,7 @@ ENDLESS = r"\boxed{10^{10^{10}}}"
 
 
 def test_an_endless_expression_is_killed_and_counted(make_rollout: Make) -> None:
-    from lightppo.rewards.math import MathReward
-
-    source = MathReward(reward_workers=2, reward_timeout=2.0)
+    source = MathReward(reward_workers=1, reward_timeout=0.7)
     rollouts = [
         make_rollout(0, ENDLESS, label="5"),
         make_rollout(1, r"\boxed{5}", label="5"),
@@ -262,22 +259,17 @@ def test_an_endless_expression_is_killed_and_counted(make_rollout: Make) -> None
         make_rollout(3, ENDLESS, label=["7", ENDLESS]),  # right by another label
         make_rollout(4, r"\boxed{6}", label="5"),
     ]
-    start = time.monotonic()
     output = source.score(rollouts)
-    assert time.monotonic() - start < 300
     assert output.scores == [None, 1.0, None, 1.0, 0.0]
     assert output.metrics == {
         "answered": [1.0] * 5,
         "failures": [1.0, 0.0, 1.0, 0.0, 0.0],
         "timeouts": [1.0, 0.0, 1.0, 0.0, 0.0],
     }
-    strict = MathReward(reward_workers=1, reward_timeout=0.5, on_reward_failure="error", reward_retries=1)
-    with pytest.raises(
-        RewardError, match=r"comparing the answer of sample 0 .*: no answer within 0.5 s. Raise --rewar"
-    ):
-        strict.score(rollouts)
+    source.on_reward_failure = "error"
+    with pytest.raises(RewardError, match=r"sample 0 .* --reward_timeout, .* --on_reward_failure"):
+        source.score(rollouts)
     source.close()
-    strict.close()
 
 
 @pytest.mark.parametrize(
@@ -290,15 +282,11 @@ def test_an_endless_expression_is_killed_and_counted(make_rollout: Make) -> None
     ],
 )
 def test_options_out_of_range(options: dict[str, Any], message: str) -> None:
-    from lightppo.rewards.math import MathReward
-
     with pytest.raises(ValueError, match=message):
         MathReward(**options)
 
 
 def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightppo.rewards import math
-
-    monkeypatch.setattr(math, "_LIBRARY", "no_such_library")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"pip install 'lightppo\[math\]'"):
-        math.MathReward()
+        MathReward()

@@ -16,8 +16,7 @@ import pytest
 
 from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import RewardError
-from lightppo.rewards.code import CodeReward
-from lightppo.rewards.code_tests import CodeTests, find_tests
+from lightppo.rewards.code import CodeReward, CodeTests, find_tests
 from lightppo.rewards.services import FunctionCallVerifier, SandboxFusionVerifier
 
 ADD = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}

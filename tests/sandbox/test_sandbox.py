@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="sandboxes need 
 
 # code_timeout is far more than any of these programs takes; those that never end are given less.
 LIMITS = SandboxLimits(code_timeout=60.0, code_memory_limit_mb=256, code_file_limit_mb=4, code_output_limit_mb=2)
-ENDLESS_SECONDS = 0.5
+ENDLESS_SECONDS = 0.2
 SECRET = "sk-a-secret-of-the-trainer"
 
 
@@ -359,7 +359,7 @@ def test_calls_that_end_badly(pool, body, ended, n_answers):
 
 def test_each_call_has_its_own_time(pool):
     code = "import time\ndef f(n):\n    while n: time.sleep(1)\n    return n"
-    run = pool.run(code, function="f", calls=["[0]", "[1]", "[0]"], seconds=3.0)
+    run = pool.run(code, function="f", calls=["[0]", "[1]", "[0]"], seconds=1.0)
     assert run.ended == "timeout"
     assert run.answers == ['{"loaded":true}', '{"value":0}']
 

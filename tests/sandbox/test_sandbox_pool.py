@@ -64,7 +64,7 @@ def test_killed_sandbox_is_replaced():
 
 def test_silent_sandbox_is_replaced(monkeypatch):
     with make_pool() as pool:
-        monkeypatch.setattr(Sandbox, "GRACE_SECONDS", 1.0)
+        monkeypatch.setattr(Sandbox, "GRACE_SECONDS", 0.3)
         first = family(only(pool))
         inner(only(pool)).suspend()
         with pytest.raises(SandboxError, match="did not answer in time"):
