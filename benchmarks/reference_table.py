@@ -50,8 +50,8 @@ MANY = GROUPS + "--rollout_batch_size 8 --train_batch_size 16 "
 FILTERED = GROUPS + "--reward_fn reward.py:binary --dynamic_sampling --gen_batch_size 6 "
 SFT = """--pretrain model --dataset text.jsonl --output_key label --train_batch_size 8 --micro_train_batch_size 4
     --max_len 32 --max_steps 3 --learning_rate 2e-3 --save_path {out}/model """
-VLLM = GROUPS + "--pretrain wide --max_num_seqs 16 --rollout_engine vllm "
-SERVED = VLLM + "--rollout_engine vllm_server --vllm_server_url {url} "
+VLLM = GROUPS + "--pretrain wide --rollout_engine vllm --max_num_seqs 16 "
+SERVED = GROUPS + "--pretrain wide --rollout_engine vllm_server --vllm_server_url {url} "
 VLLM_SERVER = """serve_vllm.py --model wide --dtype float32 --kv-cache-memory-bytes 33554432 --max-model-len 64
     --max-num-seqs 1 --block-size 32"""
 
