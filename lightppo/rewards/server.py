@@ -14,6 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Awaitable, Callable, MutableMapping
+from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -27,7 +28,7 @@ from starlette.exceptions import HTTPException
 from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import RewardError
 from lightppo.http import check_bind, check_token, cleaned, secret_texts
-from lightppo.rewards.source import RewardOutput, RewardSource, check_output
+from lightppo.rewards.source import RewardOutput, RewardSource, check_output, close_source
 
 logger = logging.getLogger(__name__)
 
@@ -38,19 +39,13 @@ _Send = Callable[[_Message], Awaitable[None]]
 
 
 class ScoreRequest(BaseModel):
-    """Samples to score; every list has one entry per sample.
-
-    Attributes:
-        query: prompt + response; begins with its prompt.
-        prompts: the prompts alone.
-        labels: ground truth, any JSON value; ``None``: no sample has one.
-    """
+    """Samples to score; every list has one entry per sample."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    query: list[str]
+    query: list[str]  # prompt + response; begins with its prompt
     prompts: list[str]
-    labels: list[JsonValue] | None = None
+    labels: list[JsonValue] | None = None  # ground truth; None: no sample has one
 
     @model_validator(mode="after")
     def _fit_together(self) -> ScoreRequest:
@@ -100,11 +95,8 @@ class RewardApp:
         max_bytes: int = 64 << 20,
         max_concurrent: int = 1,
     ) -> None:
-        for name, value in (
-            ("max_samples", max_samples),
-            ("max_bytes", max_bytes),
-            ("max_concurrent", max_concurrent),
-        ):
+        limits = {"max_samples": max_samples, "max_bytes": max_bytes, "max_concurrent": max_concurrent}
+        for name, value in limits.items():
             if value < 1:
                 raise ValueError(f"--{name} must be at least 1, got {value}")
         if token is not None:
@@ -167,9 +159,7 @@ class RewardApp:
     @asynccontextmanager
     async def _lifespan(self, app: FastAPI) -> Any:
         yield
-        close = getattr(self.source, "close", None)
-        if close is not None:
-            close()
+        close_source(self.source)
 
 
 def serve(
@@ -183,10 +173,8 @@ def serve(
     """Serves until SIGTERM or SIGINT; requests in progress have ``shutdown_seconds`` to end.
 
     Args:
-        reward_app: what to serve.
         host: where to listen; other than loopback only with a token.
-        port: 0: any free one.
-        shutdown_seconds: as above.
+        port: 0: any free port.
         started: gets the URL once the port is open.
 
     Raises:
@@ -224,65 +212,46 @@ class _Gate:
         if scope["type"] != "http" or scope["path"] == "/health":
             await self._app(scope, receive, send)
             return
-        headers = dict(scope["headers"])
+        headers, refusal, read = dict(scope["headers"]), None, 0
         if self._expected is not None and not hmac.compare_digest(headers.get(b"authorization", b""), self._expected):
             logger.warning("a request without the right token was refused")
             refusal = _error(401, "the bearer token is missing or wrong")
             refusal.headers["WWW-Authenticate"] = "Bearer"
-            await self._skip_body(receive)
-            await refusal(scope, receive, send)
-            return
-        if int(headers.get(b"content-length", b"0")) > self._max_bytes:
-            await self._skip_body(receive)
-            await _error(413, self._too_long)(scope, receive, send)
-            return
-        read = 0
+        elif int(headers.get(b"content-length", b"0")) > self._max_bytes:
+            refusal = _error(413, self._too_long)
 
         async def counted() -> _Message:
             nonlocal read
             message = await receive()
             read += len(message.get("body", b""))
-            if read > self._max_bytes:  # one that did not tell its length
+            if read > self._max_bytes:  # a client that did not tell the length
                 raise HTTPException(413, self._too_long)
             return message
 
-        await self._app(scope, counted, send)
-
-    async def _skip_body(self, receive: _Receive) -> None:
-        """Lets the client finish, up to the limit: one that is cut off while it sends may never read the answer."""
-        read, more = 0, True
-        while more and read <= self._max_bytes:
-            message = await receive()
-            read += len(message.get("body", b""))
-            more = message.get("more_body", False)
+        if refusal is None:
+            await self._app(scope, counted, send)
+            return
+        with suppress(HTTPException):  # a client that is cut off while it sends may never read the answer
+            while (await counted()).get("more_body", False):
+                pass
+        await refusal(scope, receive, send)
 
 
 async def _in_thread(function: Callable[..., Any], *args: Any) -> Any:
     """Runs a function in a thread of its own, which does not keep the process alive."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
-
-    def finish(result: Any, error: BaseException | None) -> None:
-        if future.done():  # cancelled, as the server ends
-            return
-        if error is None:
-            future.set_result(result)
-        else:
-            future.set_exception(error)
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()  # who waits may leave; the thread goes on
 
     def run() -> None:
-        result, failure = None, None
         try:
-            result = function(*args)
+            future.set_result(function(*args))
         except Exception as error:
-            failure = error
+            future.set_exception(error)
         except BaseException as error:  # e.g. sys.exit() in a user's function, which would end nothing but this thread
-            failure = RuntimeError(f"{type(error).__name__}: {error}")
-        with suppress(RuntimeError):  # the loop has ended meanwhile
-            loop.call_soon_threadsafe(finish, result, failure)
+            future.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
 
     threading.Thread(target=run, name="score", daemon=True).start()
-    return await future
+    return await asyncio.wrap_future(future)
 
 
 def _as_json(output: RewardOutput, source_name: str) -> dict[str, Any]:

@@ -7,44 +7,31 @@ becomes a failed test.
 from __future__ import annotations
 
 import secrets
-import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from lightppo.errors import RequestError, RewardError
-from lightppo.http import HTTPClient, check_url
+from lightppo.http import HTTPClient
 from lightppo.rewards.code import CodeCase, CodeTests, CodeVerdict, Comparison
 from lightppo.sandbox.supervisor import PRELUDE_MODULES
 
+T = TypeVar("T")
+
 _MOST_BYTES = 64 << 20
 _WAIT_SECONDS = 30.0  # beyond a program's own limits: the service's queue and the network
-_FUNCTION_CALL_PATH = "/apis/functioncalls"
 
 
-def _service(
-    url: str, path: str, flag: str, max_concurrent: int, timeout: float, retries: int, sleep: Any
-) -> HTTPClient:
-    """A client of the address; ``path`` is added where the address has none."""
-    check_url(url, f"--{flag}", None)
-    if max_concurrent < 1 or not timeout > 0 or retries < 0:
-        raise ValueError(f"--{flag}: needs max_concurrent ≥ 1, timeout > 0 and retries ≥ 0, "
-                         f"got {max_concurrent}, {timeout} and {retries}")  # fmt: skip
+def _client(url: str, path: str, flag: str, **options: Any) -> HTTPClient:
+    """``path`` is added where the address has none."""
     parts = urlsplit(url)
-    return HTTPClient(
-        url if parts.path not in ("", "/") else parts._replace(path=path).geturl(),
-        "code service",
-        timeout=timeout + _WAIT_SECONDS,
-        retries=retries,
-        max_concurrent=max_concurrent,
-        max_bytes=_MOST_BYTES,
-        sleep=sleep,
-    )
+    url = url if parts.path not in ("", "/") else parts._replace(path=path).geturl()
+    return HTTPClient(url, f"--{flag}", max_bytes=_MOST_BYTES, **options)
 
 
-def _ask(service: HTTPClient, request: dict[str, Any], read: Callable[[dict[str, Any]], Any]) -> Any:
+def _ask(client: HTTPClient, request: dict[str, Any], read: Callable[[dict[str, Any]], T]) -> T:
     try:
-        return service.post("", request, read)
+        return client.post("", request, read)
     except RequestError as error:
         raise RewardError(str(error)) from None
 
@@ -90,7 +77,6 @@ class SandboxFusionVerifier:
         sandbox_fusion_language: sent as ``language``; functions are called in ``python`` only.
         sandbox_fusion_retries: further tries of a failed request.
         code_timeout: sent as ``compile_timeout`` and ``run_timeout``, seconds.
-        sleep: waits that many seconds between tries.
     """
 
     def __init__(
@@ -103,29 +89,25 @@ class SandboxFusionVerifier:
         sandbox_fusion_language: str = "python",
         sandbox_fusion_retries: int = 3,
         code_timeout: float = 6.0,
-        sleep: Callable[[float], None] = time.sleep,
+        sleep: Callable[[float], None] | None = None,
     ) -> None:
+        self._client = _client(
+            sandbox_fusion_url,
+            "/run_code",
+            "sandbox_fusion_url",
+            timeout=2 * code_timeout + _WAIT_SECONDS,
+            retries=sandbox_fusion_retries,
+            max_concurrent=sandbox_fusion_max_concurrent,
+            sleep=sleep,
+        )
         self.concurrency = sandbox_fusion_max_concurrent
         self.comparison = comparison or Comparison()
         self._memory = sandbox_fusion_memory_limit_mb
         self._language = sandbox_fusion_language
         self._timeout = code_timeout
-        self._service = _service(
-            sandbox_fusion_url,
-            "/run_code",
-            "sandbox_fusion_url",
-            sandbox_fusion_max_concurrent,
-            2 * code_timeout,
-            sandbox_fusion_retries,
-            sleep,
-        )
 
     def verify(self, code: str, tests: CodeTests, *, first_failure_ends: bool) -> CodeVerdict:
-        """Runs the program on all tests.
-
-        Raises:
-            RewardError: the service gave no usable answer; the text names it.
-        """
+        """Runs the program on all tests; raises :class:`RewardError` where the service gave no usable answer."""
         if tests.function is not None and self._language != "python":
             raise RewardError(f"tests that call {tests.function}() need --sandbox_fusion_language python")
         verdict = CodeVerdict()
@@ -136,13 +118,17 @@ class SandboxFusionVerifier:
         return verdict
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Ends waits between tries."""
+        self._client.close()
 
     def _judge(self, code: str, function: str | None, case: CodeCase, verdict: CodeVerdict) -> None:
         mark = f"{_MARK}{secrets.token_hex(8)}:"
-        source = code if function is None else _calling(code, function, mark)
+        source = code
+        if function is not None:
+            header = f"MODULES, CODE, FUNCTION = {PRELUDE_MODULES!r}, {code!r}, {function!r}\n"
+            source = header + _CALLER.replace("MARK", mark)
         run = _ask(
-            self._service,
+            self._client,
             {
                 "code": source,
                 "stdin": case.given,
@@ -164,11 +150,6 @@ class SandboxFusionVerifier:
         else:
             answer = run["stdout"].rpartition(mark)[2] if mark in run["stdout"] else ""
             verdict.passed.append(self.comparison.returned(answer.strip(), case))
-
-
-def _calling(code: str, function: str, mark: str) -> str:
-    header = f"MODULES, CODE, FUNCTION = {PRELUDE_MODULES!r}, {code!r}, {function!r}\n"
-    return header + _CALLER.replace("MARK", mark)
 
 
 _RUN_STATUS = ("Finished", "TimeLimitExceeded")
@@ -203,7 +184,6 @@ class FunctionCallVerifier:
         function_call_memory_limit_mb: sent as ``memory``, rounded up to 256; 0 = the service's own limit.
         function_call_retries: further tries of a failed request.
         code_timeout: sent as ``timeout``: seconds per test.
-        sleep: waits that many seconds between tries.
     """
 
     def __init__(
@@ -215,35 +195,31 @@ class FunctionCallVerifier:
         function_call_memory_limit_mb: int = 1024,
         function_call_retries: int = 3,
         code_timeout: float = 6.0,
-        sleep: Callable[[float], None] = time.sleep,
+        sleep: Callable[[float], None] | None = None,
     ) -> None:
         if function_call_batch_size < 1:
             raise ValueError(f"--function_call_batch_size must be at least 1, got {function_call_batch_size}")
+        self._client = _client(
+            function_call_url,
+            "/apis/functioncalls",
+            "function_call_url",
+            timeout=function_call_batch_size * code_timeout + _WAIT_SECONDS,
+            retries=function_call_retries,
+            max_concurrent=function_call_max_concurrent,
+            sleep=sleep,
+        )
         self.concurrency = function_call_max_concurrent
         self._batch = function_call_batch_size
         self._memory = -(-function_call_memory_limit_mb // 256) * 256
         self._timeout = code_timeout
-        self._service = _service(
-            function_call_url,
-            _FUNCTION_CALL_PATH,
-            "function_call_url",
-            function_call_max_concurrent,
-            function_call_batch_size * code_timeout,
-            function_call_retries,
-            sleep,
-        )
 
     def verify(self, code: str, tests: CodeTests, *, first_failure_ends: bool) -> CodeVerdict:
-        """Has the program judged on all tests.
-
-        Raises:
-            RewardError: the service gave no usable answer; the text names it.
-        """
+        """Has the program judged on all tests; raises :class:`RewardError` where the service gave no usable answer."""
         verdict = CodeVerdict()
         size = self._batch if first_failure_ends else 1
         for start in range(0, len(tests.cases), size):
             cases = tests.cases[start : start + size]
-            passed, timed_out = _ask(self._service, self._request(code, tests.function, cases, start), _read_verdict)
+            passed, timed_out = _ask(self._client, self._request(code, tests.function, cases, start), _read_verdict)
             verdict.passed += [passed] * len(cases)
             verdict.timeouts += timed_out
             if first_failure_ends and not passed:
@@ -251,7 +227,8 @@ class FunctionCallVerifier:
         return verdict
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Ends waits between tries."""
+        self._client.close()
 
     def _request(self, code: str, function: str | None, cases: tuple[CodeCase, ...], start: int) -> dict[str, Any]:
         return {
