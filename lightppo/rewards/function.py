@@ -94,29 +94,17 @@ def _read_samples(value: Any, part: list[Rollout], label: str) -> _Reading:
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """One convention.
+    """One convention: how a function of it is told from others, what it is given, and how its answer is read."""
 
-    Attributes:
-        shape: how a function of it looks, for error texts.
-        needs: parameter names that tell it from the others.
-        per_sample: called once per sample; otherwise once with lists that have one entry per sample.
-        positional: what is given by position.
-        named: what is given by keyword, of one sample. Names here win over columns of the data of the same name.
-        columns: further columns of the data, of one sample, also by keyword.
-        open_ended: only functions with ``**kwargs`` are recognised.
-        always: given by keyword as they are, whatever the samples.
-        read: (returned value, samples of the call, name for errors) → what it says about them.
-    """
-
-    shape: str
-    needs: frozenset[str]
-    per_sample: bool
-    positional: tuple[str, ...]
-    named: Callable[[Rollout], Values]
-    columns: Callable[[Rollout], Values]
-    open_ended: bool = False
-    always: Values = field(default_factory=dict)
-    read: Callable[[Any, list[Rollout], str], _Reading] = _read_list
+    shape: str  # how a function of it looks, for error texts
+    needs: frozenset[str]  # parameter names that tell it from the others
+    named: Callable[[Rollout], Values]  # of one sample, by keyword; wins over columns of the data of the same name
+    per_sample: bool = False  # called once per sample; otherwise once, with lists of one entry per sample
+    positional: tuple[str, ...] = ()  # of ``named``, what is given by position
+    columns: Callable[[Rollout], Values] = lambda rollout: {}  # of the data, of one sample, also by keyword
+    always: Values = field(default_factory=dict)  # by keyword, whatever the samples
+    open_ended: bool = False  # only functions with **kwargs are recognised
+    read: Callable[[Any, list[Rollout], str], _Reading] = _read_list  # value, samples of the call, name for errors
 
 
 def _ours(rollout: Rollout) -> Values:
@@ -181,10 +169,6 @@ def _row_and_chat(rollout: Rollout) -> Values:
     return rollout.prompt.extra if chat is None else {"messages": chat} | rollout.prompt.extra
 
 
-def _none(rollout: Rollout) -> Values:
-    return {}
-
-
 def discard(*args: Any) -> None:
     """TRL's ``log_extra(column, values)`` and ``log_metric(name, value)``: accepted, kept nowhere."""
 
@@ -193,7 +177,6 @@ STYLES: dict[str, Style] = {
     "queries": Style(
         shape="f(queries, prompts, labels, **extra)",
         needs=frozenset({"queries"}),
-        per_sample=False,
         positional=("queries", "prompts", "labels"),
         named=_ours,
         columns=_row,
@@ -202,25 +185,18 @@ STYLES: dict[str, Style] = {
         shape="f(data_source, solution_str, ground_truth, extra_info)",
         needs=frozenset({"solution_str", "ground_truth"}),
         per_sample=True,
-        positional=(),
         named=_verl,
-        columns=_none,
         read=_read_sample,
     ),
     "verl_batch": Style(
         shape="f(data_sources, solution_strs, ground_truths, extra_infos)",
         needs=frozenset({"solution_strs", "ground_truths"}),
-        per_sample=False,
-        positional=(),
         named=_verl_batch,
-        columns=_none,
         read=_read_samples,
     ),
     "trl": Style(
         shape="f(prompts, completions, completion_ids, **columns)",
         needs=frozenset({"completions"}),
-        per_sample=False,
-        positional=(),
         named=_trl,
         columns=_row,
         open_ended=True,

@@ -14,8 +14,9 @@ from __future__ import annotations
 import math
 import queue
 import threading
-import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
@@ -387,25 +388,24 @@ class RoutedReward:
             raise ValueError(f"{name}: samples are routed by {' or '.join(get_args(RouteBy))}, not by {by!r}")
         if not routes or not all(routes.values()):
             raise ValueError(f"{name}: every route needs at least one source")
-        weights: dict[int, dict[str, float]] = {}  # a source need not be hashable
-        sources: dict[int, RewardSource] = {}
+        sources: dict[int, RewardSource] = {}  # by identity: a source need not be hashable
         for route, pairs in routes.items():
             for source, weight in pairs:
                 if not isinstance(weight, (int, float)) or not math.isfinite(weight):
                     raise ValueError(f"{name}: the weight of {source.name} must be a finite number, got {weight!r}")
-                own = weights.setdefault(id(source), {})
-                if route in own:
+                if sum(other is source for other, _ in pairs) > 1:
                     raise ValueError(f"{name}: {source.name} is twice on the route {route!r}")
-                own[route] = float(weight)
                 sources[id(source)] = source
-        names = [source.name for source in sources.values()]
-        twice = sorted({n for n in names if names.count(n) > 1})
+        twice = [n for n, count in Counter(source.name for source in sources.values()).items() if count > 1]
         if twice:
-            raise ValueError(f"{name}: several sources are named {', '.join(twice)}; give each its own name")
+            raise ValueError(f"{name}: several sources are named {', '.join(sorted(twice))}; give each its own name")
         self.name = name
         self.by: RouteBy = by
         self._routes = list(routes)
-        self._plan = [(source, weights[key]) for key, source in sources.items()]
+        self._plan = [
+            (source, {route: float(weight) for route, pairs in routes.items() for s, weight in pairs if s is source})
+            for source in sources.values()
+        ]
 
     @property
     def needs_all_ranks(self) -> bool:
@@ -427,7 +427,11 @@ class RoutedReward:
             places = [i for i, route in enumerate(routes) if route in weights]
             share = [rollouts[i] for i in places]
             output = check_output(source.score(share), share, source.name)
-            metrics |= _spread(source.name, output, places, n)
+            own = {source.name: output.scores} | {f"{source.name}/{m}": v for m, v in output.metrics.items()}
+            for key, values in own.items():
+                metrics[key] = [None] * n
+                for at, i in enumerate(places):
+                    metrics[key][i] = values[at]
             for at, i in enumerate(places):
                 weight, total, score = weights[routes[i]], totals[i], output.scores[at]
                 totals[i] = None if total is None or score is None else total + weight * score
@@ -474,31 +478,11 @@ class CombinedReward(RoutedReward):
         self.sources = dict(sources)
 
 
-def _spread(name: str, output: RewardOutput, places: list[int], n: int) -> dict[str, list[float | None]]:
-    """A source's score and metrics as metrics of all n samples."""
-    spread: dict[str, list[float | None]] = {}
-    for key, values in {name: output.scores, **{f"{name}/{m}": v for m, v in output.metrics.items()}}.items():
-        spread[key] = [None] * n
-        for at, i in enumerate(places):
-            spread[key][i] = values[at]
-    return spread
-
-
 # --- in the background
 
 
-@dataclass
-class _Part:
-    """Samples that were submitted together, and what came of them."""
-
-    rollouts: list[Rollout]
-    output: RewardOutput | None = None
-    error: BaseException | None = None
-    done: threading.Event = field(default_factory=threading.Event)
-
-
 class AsyncScorer:
-    """Scores finished samples in threads of its own, part by part.
+    """Scores finished samples in threads of its own, part by part, while the engine still generates the others.
 
     ``submit`` what is finished, as often as something is; ``collect`` waits for all of it. The source is called once
     per part, so it must judge each sample by itself: one that compares all samples of the rank sees only those of a
@@ -527,8 +511,8 @@ class AsyncScorer:
         self.source = source
         self.timeout = timeout
         self._max_workers = max_workers
-        self._parts: list[_Part] = []
-        self._waiting: queue.SimpleQueue[_Part | None] = queue.SimpleQueue()
+        self._parts: list[tuple[list[Rollout], Future[RewardOutput]]] = []
+        self._waiting: queue.SimpleQueue[tuple[list[Rollout], Future[RewardOutput]] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._ended = False
 
@@ -540,11 +524,11 @@ class AsyncScorer:
         """
         if self._ended:
             raise RuntimeError("this AsyncScorer has ended")
-        part = _Part(list(rollouts))
+        part = (list(rollouts), Future())
         self._parts.append(part)
         self._waiting.put(part)
         if len(self._threads) < self._max_workers:
-            # daemons: a source that hangs must not keep a failed run alive
+            # daemons, which those of an executor are not: a source that hangs must not keep a failed run alive
             thread = threading.Thread(target=self._work, name=f"async-reward-{len(self._threads)}", daemon=True)
             self._threads.append(thread)
             thread.start()
@@ -560,20 +544,16 @@ class AsyncScorer:
                 then. Whatever else the source raises comes as it is.
         """
         parts, self._parts = self._parts, []
-        deadline = None if self.timeout is None else time.monotonic() + self.timeout
-        for part in parts:
-            if not part.done.wait(None if deadline is None else max(0.0, deadline - time.monotonic())):
-                self.close()
-                left = sum(len(p.rollouts) for p in parts if not p.done.is_set())
-                raise RewardError(
-                    f"{self.source.name}: {left} of {sum(len(p.rollouts) for p in parts)} samples were not scored "
-                    f"{self.timeout:g} s after the end of generation"
-                )
-        for part in parts:
-            if part.error is not None:
-                raise part.error
-        output = join_outputs([part.output for part in parts if part.output is not None])
-        write_output(output, [rollout for part in parts for rollout in part.rollouts])
+        late = wait([future for _, future in parts], self.timeout).not_done
+        if late:
+            self.close()
+            left = sum(len(rollouts) for rollouts, future in parts if future in late)
+            raise RewardError(
+                f"{self.source.name}: {left} of {sum(len(rollouts) for rollouts, _ in parts)} samples were not scored "
+                f"{self.timeout:g} s after the end of generation"
+            )
+        output = join_outputs([future.result() for _, future in parts])
+        write_output(output, [rollout for rollouts, _ in parts for rollout in rollouts])
         return output
 
     def close(self) -> None:
@@ -584,11 +564,10 @@ class AsyncScorer:
 
     def _work(self) -> None:
         while (part := self._waiting.get()) is not None:
-            if self._ended:
-                part.error = RewardError(f"{self.source.name}: scoring was ended before these samples")
-            else:
-                try:
-                    part.output = check_output(self.source.score(part.rollouts), part.rollouts, self.source.name)
-                except BaseException as error:  # SystemExit of a user's function too: it would end this thread unseen
-                    part.error = error
-            part.done.set()
+            rollouts, future = part
+            try:
+                if self._ended:
+                    raise RewardError(f"{self.source.name}: scoring was ended before these samples")
+                future.set_result(check_output(self.source.score(rollouts), rollouts, self.source.name))
+            except BaseException as error:  # SystemExit of a user's function too: it would end this thread unseen
+                future.set_exception(error)
