@@ -1,7 +1,10 @@
-import sys
+"""Our own convention, and functions as other trainers take them, run unmodified."""
+
+import asyncio
+import functools
+import re
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +13,9 @@ import torch
 
 from lightppo.data.records import Rollout
 from lightppo.errors import RewardError
-from lightppo.rewards import FunctionReward, RewardSource, load_python_function, score_rollouts
+from lightppo.rewards import FunctionReward, RewardSource, score_rollouts
+from lightppo.rewards.function import STYLES, BoundFunction, FunctionReward, recognise
+from lightppo.rewards.source import score_rollouts
 
 
 def test_gets_queries_prompts_labels(rollouts: list[Rollout]) -> None:
@@ -128,85 +133,308 @@ def test_a_function_of_another_shape_is_refused(fn: Callable[..., Any]) -> None:
         FunctionReward(fn, "f")
 
 
-MODULE = """
-from dataclasses import dataclass
-from os.path import join
+# --- other trainers' conventions
 
-CONSTANT = 1
 
-@dataclass
-class Scorer:
-    weight: float = 1.0
-
-def reward_func(queries, prompts, labels):
-    return [Scorer(2.0).weight for _ in queries]
-
-def other(queries, prompts, labels):
-    return [0.0 for _ in queries]
-"""
+Make = Callable[..., Rollout]
 
 
 @pytest.fixture
-def module(tmp_path: Path) -> Path:
-    path = tmp_path / "math.py"  # a name that hides nothing and is hidden by nothing
-    path.write_text(MODULE)
-    return path
+def rows(make_rollout: Make) -> list[Rollout]:
+    """Two samples: a verl row, and a chat with columns of its own."""
+    verl_row = {"reward_model": {"style": "rule", "ground_truth": "4"}, "extra_info": {"split": "train", "index": 7}}
+    chat = [{"role": "user", "content": "question 1"}]
+    return [
+        make_rollout(0, "it is 4", label="4", data_source="openai/gsm8k", extra=verl_row),
+        make_rollout(1, "it is 5", label="6", extra={"solution": "6", "level": 3}, messages=chat),
+    ]
 
 
-def test_load_default_and_named(module: Path) -> None:
-    assert load_python_function(str(module), "reward_func")([1], [], []) == [2.0]
-    assert load_python_function(f"{module}:other", "reward_func")([1], [], []) == [0.0]
-    import math
-
-    assert math.pi > 3
+# verl
 
 
-def test_load_relative_and_anew(module: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(module.parent)
-    assert load_python_function("math.py", "reward_func")([1], [], []) == [2.0]
-    module.write_text(MODULE.replace("Scorer(2.0)", "Scorer(33.0)"))
-    assert load_python_function("./math.py", "reward_func")([1], [], []) == [33.0]
+def test_verl(rows: list[Rollout]) -> None:
+    seen = []
+
+    def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+        seen.append((data_source, solution_str, ground_truth, dict(extra_info)))
+        extra_info["mine"] = 1  # some write into it
+        return float(solution_str.endswith(ground_truth))
+
+    score_rollouts(FunctionReward(compute_score, reward_workers=1), rows)
+    assert [rollout.reward for rollout in rows] == [1.0, 0.0]
+    always = {"num_turns": None, "rollout_reward_scores": {}}
+    assert seen == [
+        ("openai/gsm8k", "it is 4", "4", always | {"split": "train", "index": 7}),
+        ("default", "it is 5", "6", always | {"solution": "6", "level": 3}),  # no such column: all that there is
+    ]
+    assert "mine" not in rows[0].prompt.extra["extra_info"]
 
 
-def test_load_leaves_the_search_path_alone(module: Path) -> None:
-    (module.parent / "neighbour_of_math.py").write_text("")
-    module.write_text("import neighbour_of_math")
-    before = list(sys.path)
-    with pytest.raises(ValueError, match=r"math.py fails when run: ModuleNotFoundError"):
-        load_python_function(str(module), "reward_func")
-    assert sys.path == before
+@pytest.mark.parametrize(
+    ("result", "reward", "extras"),
+    [
+        (0.5, 0.5, {}),
+        (True, 1.0, {}),
+        (np.float32(0.5), 0.5, {}),
+        (torch.tensor(2.0), 2.0, {}),
+        ({"score": 1.0, "acc": True, "pred": "4"}, 1.0, {"acc": 1.0}),  # texts are no metrics
+        ((0.25, "why"), 0.25, {}),
+        (None, None, {}),
+        ({"score": None, "acc": 0}, None, {"acc": 0.0}),
+    ],
+)
+def test_verl_results(rows: list[Rollout], result: Any, reward: float | None, extras: dict[str, float]) -> None:
+    score_rollouts(FunctionReward(lambda data_source, solution_str, ground_truth, extra_info: result, "f"), rows)
+    assert [rollout.reward for rollout in rows] == [reward, reward]
+    assert [rollout.extras for rollout in rows] == [extras, extras]
 
 
-def test_load_does_not_look_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "away").mkdir()
-    (tmp_path / "away" / "mine.py").write_text(MODULE)
-    monkeypatch.syspath_prepend(str(tmp_path / "away"))
-    with pytest.raises(ValueError, match=r"no file .*mine.py"):
-        load_python_function(str(tmp_path / "mine.py"), "reward_func")
+def test_a_metric_of_some_samples(rows: list[Rollout]) -> None:
+    def compute_score(data_source, solution_str, ground_truth, extra_info):
+        return {"score": 1.0, "acc": 1.0} if ground_truth == "4" else 0.0
+
+    assert FunctionReward(compute_score).score(rows).metrics == {"acc": [1.0, None]}
 
 
-def test_load_names_what_was_found(module: Path) -> None:
-    folder = module.parent
-    with pytest.raises(ValueError, match=r"--reward_fn: .*math.py has no 'rewrad'; it has Scorer, reward_func, other"):
-        load_python_function(f"{module}:rewrad", "x", option="--reward_fn")
-    with pytest.raises(ValueError, match=r"math.py:CONSTANT' is of type int, not a function"):
-        load_python_function(f"{module}:CONSTANT", "x")
-    with pytest.raises(ValueError, match=f"--reward_fn: no file {folder}/maths.py; {folder} has math.py"):
-        load_python_function(f"{folder}/maths.py", "x", option="--reward_fn")
-    with pytest.raises(ValueError, match=f"there is no directory {folder}/none"):
-        load_python_function(f"{folder}/none/math.py", "x")
+@pytest.mark.parametrize("result", ["1.0", float("nan"), float("inf"), {}, {"reward": 1.0}, [], object(), 10**400])
+def test_verl_garbage_is_an_error_that_names_the_sample(rows: list[Rollout], result: Any) -> None:
+    def f(data_source, solution_str, ground_truth, extra_info):
+        return 1.0 if ground_truth == "4" else result
+
+    with pytest.raises(RewardError, match=r"reward function f failed on sample 1 \(prompt row 101.*it returned"):
+        FunctionReward(f).score(rows)
 
 
-@pytest.mark.parametrize("spec", ["reward.json", "reward", "reward.py:", "reward.py:a b", "", ":name", "reward:name"])
-def test_load_refuses_other_forms(spec: str) -> None:
-    with pytest.raises(ValueError, match=r"is not of the form path.py or path.py:name"):
-        load_python_function(spec, "reward_func")
+def test_verl_with_fewer_names_and_with_filled_in_ones(rows: list[Rollout]) -> None:
+    def countdown(solution_str, ground_truth, method="strict", score=1.0):
+        return score if method == "flexible" else 0.0
+
+    assert FunctionReward(functools.partial(countdown, method="flexible", score=3.0), "f").score(rows).scores == [3, 3]
+
+    def needy(data_source, solution_str, ground_truth, extra_info, sandbox):
+        return 1.0
+
+    with pytest.raises(RewardError, match=r"missing a required argument: 'sandbox'; beside .* there are: data_source"):
+        FunctionReward(needy).score(rows)
+    assert FunctionReward(functools.partial(needy, sandbox=None), "f").score(rows).scores == [1.0, 1.0]
 
 
-def test_a_file_that_fails_leaves_nothing_behind(module: Path) -> None:
-    module.write_text("1 / 0")
-    before = set(sys.modules)
-    with pytest.raises(ValueError, match=r"math.py fails when run: ZeroDivisionError") as caught:
-        load_python_function(str(module), "reward_func")
-    assert isinstance(caught.value.__cause__, ZeroDivisionError)
-    assert set(sys.modules) == before
+def test_verl_batch(rows: list[Rollout]) -> None:
+    def compute_score_batched(data_sources, solution_strs, ground_truths, extra_infos):
+        assert data_sources == ["openai/gsm8k", "default"]
+        assert extra_infos[0]["index"] == 7
+        return [{"score": float(s.endswith(g)), "n": len(s)} for s, g in zip(solution_strs, ground_truths)]
+
+    output = FunctionReward(compute_score_batched).score(rows)
+    assert output.scores == [1.0, 0.0]
+    assert output.metrics == {"n": [7.0, 7.0]}
+    short = FunctionReward(lambda data_sources, solution_strs, ground_truths, extra_infos: [1.0], "f")
+    with pytest.raises(
+        RewardError, match=r"f failed on a batch of 2: it returned \[1.0\]; a list with one entry for each"
+    ):
+        short.score(rows)
+    arrays = FunctionReward(lambda solution_strs, ground_truths: np.ones(2), "f")
+    assert arrays.score(rows).scores == [1.0, 1.0]
+    bad = FunctionReward(lambda solution_strs, ground_truths: [1.0, "x"], "f")
+    with pytest.raises(RewardError, match=r"sample 1 \(prompt row 101.*it returned x"):
+        bad.score(rows)
+
+
+# TRL
+
+
+def test_trl(rows: list[Rollout]) -> None:
+    seen: dict[str, Any] = {}
+
+    def reward_func(prompts, completions, completion_ids, **kwargs):
+        seen.update(kwargs, prompts=prompts, completions=completions, completion_ids=completion_ids)
+        kwargs["log_metric"]("share", 0.5)
+        kwargs["log_extra"]("column", ["a", "b"])
+        return [1.0, None]  # None: not mine to score
+
+    score_rollouts(FunctionReward(reward_func), rows)
+    assert [rollout.reward for rollout in rows] == [1.0, None]
+    assert seen.pop("log_metric") is seen.pop("log_extra")
+    assert seen == {
+        "prompts": ["question 0: ", [{"role": "user", "content": "question 1"}]],
+        "completions": ["it is 4", [{"role": "assistant", "content": "it is 5"}]],  # a chat answers a chat
+        "completion_ids": [[3], [3, 3]],
+        "reward_model": [{"style": "rule", "ground_truth": "4"}, None],
+        "extra_info": [{"split": "train", "index": 7}, None],
+        "solution": [None, "6"],
+        "level": [None, 3],
+    }
+
+
+def test_trl_functions_that_name_columns(rows: list[Rollout]) -> None:
+    def accuracy(completions, solution, log_extra=None, **kwargs):
+        return [None if gold is None else float(gold in str(text)) for text, gold in zip(completions, solution)]
+
+    assert FunctionReward(accuracy).score(rows).scores == [None, 0.0]
+
+    def think_format(completions, **kwargs):
+        return [float(bool(re.match("it", completion[0]["content"]))) for completion in completions]
+
+    assert FunctionReward(think_format).score(rows[1:]).scores == [1.0]
+
+    class Scaled:  # TRL has callables of classes as well
+        __name__ = "scaled"
+
+        def __call__(self, completions, completion_ids, **kwargs):
+            return [len(ids) / 10 for ids in completion_ids]
+
+    assert FunctionReward(Scaled()).name == "scaled"
+    assert FunctionReward(Scaled()).score(rows).scores == [0.1, 0.2]
+
+    def needs_state(completions, trainer_state, **kwargs):
+        return [0.0]
+
+    with pytest.raises(RewardError, match="missing a required argument: 'trainer_state'"):
+        FunctionReward(needs_state).score(rows)
+
+
+# AReaL
+
+
+def test_areal(rows: list[Rollout]) -> None:
+    seen = []
+
+    def gsm8k_reward_fn(prompt, completions, prompt_ids, completion_ids, solution="4", **kwargs):
+        seen.append((prompt, completions, prompt_ids, completion_ids, kwargs))
+        return int(completions.endswith(solution))
+
+    assert FunctionReward(gsm8k_reward_fn, reward_workers=1).score(rows).scores == [1.0, 0.0]
+    assert seen == [
+        ("question 0: ", "it is 4", [10], [3], rows[0].prompt.extra),
+        ("question 1: ", "it is 5", [11], [3, 3], {"level": 3, "messages": rows[1].prompt.messages}),
+    ]
+
+
+# OpenRLHF
+
+
+def test_openrlhf(rows: list[Rollout]) -> None:
+    def reward_func(queries, prompts, labels, **kwargs):
+        right = [float(query[len(prompt) :].endswith(label)) for query, prompt, label in zip(queries, prompts, labels)]
+        reward = torch.tensor(right)
+        return {"rewards": reward, "scores": reward, "extra_logs": {"accuracy": reward.mean()}}
+
+    score_rollouts(FunctionReward(reward_func), rows)
+    assert [rollout.reward for rollout in rows] == [1.0, 0.0]
+    assert rows[1].extras == {"score": 0.0, "accuracy": 0.5}
+
+
+# async
+
+
+async def verl_async(data_source, solution_str, ground_truth, extra_info):
+    await asyncio.sleep(0)
+    return float(solution_str.endswith(ground_truth))
+
+
+async def verl_batch_async(solution_strs, ground_truths):
+    await asyncio.sleep(0)
+    return [float(s.endswith(g)) for s, g in zip(solution_strs, ground_truths)]
+
+
+async def trl_async(prompts, completions, **kwargs):
+    await asyncio.sleep(0)
+    return [1.0, 0.0]
+
+
+async def areal_async(prompt, completions, prompt_ids, completion_ids, **kwargs):
+    await asyncio.sleep(0)
+    return float(completions == "it is 4")
+
+
+async def openrlhf_async(queries, prompts, labels):
+    await asyncio.sleep(0)
+    return torch.tensor([1.0, 0.0])
+
+
+class Awaited:
+    async def __call__(self, queries, prompts, labels):
+        return [1.0, 0.0]
+
+
+ASYNC = [verl_async, verl_batch_async, trl_async, areal_async, openrlhf_async, Awaited()]
+
+
+@pytest.mark.parametrize("fn", ASYNC, ids=lambda fn: getattr(fn, "__name__", "Awaited"))
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_async_functions_of_all_conventions(rows: list[Rollout], fn: Callable[..., Any], wrapped: bool) -> None:
+    if wrapped:
+
+        @functools.wraps(fn.__call__ if isinstance(fn, Awaited) else fn)
+        def hidden(*args: Any, **kwargs: Any) -> Any:  # a plain function that returns a coroutine
+            return fn(*args, **kwargs)
+
+        assert FunctionReward(hidden, "f").score(rows).scores == [1.0, 0.0]
+    source = FunctionReward(fn, "f", reward_timeout=60)
+    assert source.score(rows).scores == [1.0, 0.0]
+    assert source.score(rows).scores == [1.0, 0.0]  # the event loop is still there
+
+
+# recognition
+
+
+def queries_1(queries, prompts, labels): ...
+def queries_2(q, p, labels, level, data_sources): ...
+def queries_3(*args, **kwargs): ...
+def verl_1(data_source, solution_str, ground_truth, extra_info=None, **kwargs): ...
+def verl_2(*, ground_truth, solution_str): ...
+def trl_1(completions, **kwargs): ...
+def trl_2(prompts, completions, answer, **kwargs): ...
+def areal_1(prompt, completions, prompt_ids, completion_ids, answer, **kwargs): ...
+def areal_2(prompt, completions, prompt_ids, completion_ids): ...
+def verl_batch_1(data_sources, solution_strs, ground_truths, extra_infos, **kwargs): ...
+
+
+KNOWN = [queries_1, queries_2, queries_3, verl_1, verl_2, verl_batch_1, trl_1, trl_2, areal_1, areal_2]
+
+
+@pytest.mark.parametrize("fn", KNOWN)
+def test_recognised_by_parameter_names(fn: Callable[..., Any]) -> None:
+    assert recognise(fn, "f") == fn.__name__.rpartition("_")[0]
+
+
+def unknown_1(prompts, responses, labels): ...
+def unknown_2(prompt, response, label): ...
+def unknown_3(completions, answer): ...  # TRL's without **kwargs, or AReaL's?
+def unknown_4(prompt, completions): ...
+def unknown_5(queries, labels, prompts): ...
+def unknown_6(solution_str): ...
+def unknown_7(queries, prompts, labels, completions, **kwargs): ...
+def unknown_8(completions, solution_str, ground_truth, **kwargs): ...
+
+
+UNKNOWN = [unknown_1, unknown_2, unknown_3, unknown_4, unknown_5, unknown_6, unknown_7, unknown_8]
+
+
+@pytest.mark.parametrize("fn", UNKNOWN)
+def test_what_cannot_be_told_is_refused(fn: Callable[..., Any]) -> None:
+    with pytest.raises(ValueError, match=r"say which with --reward_fn_style: queries: f\(queries, .*; verl: .*areal: "):
+        FunctionReward(fn)
+
+
+def test_the_style_may_be_named(rows: list[Rollout]) -> None:
+    def f(completions, answer=("4",)):
+        return [float(answer[0] in str(text)) for text in completions]
+
+    assert FunctionReward(f, reward_fn_style="trl").score(rows).scores == [1.0, 0.0]
+    assert BoundFunction(f, "f", "trl").style is STYLES["trl"]
+    with pytest.raises(
+        ValueError, match="--reward_fn_style must be one of auto, queries, verl, verl_batch, trl, areal"
+    ):
+        FunctionReward(f, reward_fn_style="openrlhf")
+    with pytest.raises(ValueError, match=r"must take \(prompt, completions, prompt_ids, completion_ids, \*\*row\)"):
+        FunctionReward(f, reward_fn_style="areal")
+
+
+def test_no_parameters_to_read() -> None:
+    class Builtin:
+        __call__ = max
+
+    with pytest.raises(ValueError, match="reward function f: its parameters cannot be read"):
+        FunctionReward(Builtin(), "f")

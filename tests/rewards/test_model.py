@@ -1,14 +1,25 @@
+"""Reward models: batches, ranks and lengths; another tokenizer and template, against scoring the text directly."""
+
+from __future__ import annotations
+
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from support.ranks import run_ranks
+from support.tiny import CHARACTERS, save_reward_model, save_tokenizer, tiny_config
 from torch import Tensor, nn
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaForSequenceClassification
 
 from lightppo.data.records import Rollout
 from lightppo.errors import RewardError
+from lightppo.models.critic import RewardModel
 from lightppo.rewards import RewardModelSource, score_rollouts
-from lightppo.rewards.model import SameIds
+from lightppo.rewards.model import PlainText, Retemplated, SameIds, check_same_ids
 
 PAD = 99
 
@@ -179,3 +190,199 @@ def test_each_model_has_its_own_inputs(rollouts: list[Rollout]) -> None:
     models = [LastToken(), LastToken()]
     source(*models, inputs=[SameIds(PAD), Reversed(77)], reward_fn=lambda scores: scores[0]).score(rollouts[:2])
     assert [model.seen[0][0] for model in models] == [[[11, 3, 3], [10, 3, PAD]], [[3, 3, 11], [3, 10, 77]]]
+
+
+# --- what they read
+
+
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}<end>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+WORKER = Path(__file__).parent / "ranks" / "uneven_models.py"
+
+
+def save_other_tokenizer(folder: Path, template: str | None = TEMPLATE, bos: bool = True) -> Any:
+    """One id per character too, but all ids differ from those of ``save_tokenizer``; with tokens for a chat."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["<s>", "</s>", "<pad>", "<unk>", "<system>", "<user>", "<assistant>", "<end>"]
+    vocab = {token: i for i, token in enumerate([*special, *reversed(CHARACTERS)])}
+    backend = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    backend.decoder = decoders.Fuse()
+    if bos:
+        backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+        unk_token="<unk>",
+        additional_special_tokens=special[4:],
+    )
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return save_other_tokenizer(tmp_path_factory.mktemp("other"))
+
+
+@pytest.fixture(scope="module")
+def judge(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Folder of a reward model with the other tokenizer; its scores spread widely, so that a wrong row is seen."""
+    folder = tmp_path_factory.mktemp("judge")
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        config = tiny_config(num_labels=1, vocab_size=len(CHARACTERS) + 8, initializer_range=0.3, pad_token_id=2)
+        LlamaForSequenceClassification(config).save_pretrained(folder)
+    save_other_tokenizer(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def asked(make_rollout: Callable[..., Rollout]) -> list[Rollout]:
+    """A finished plain-text sample, a cut one, chats with a system message, and ending in the assistant's words."""
+    chat = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "2+2="}]
+    begun = [{"role": "user", "content": "say abc"}, {"role": "assistant", "content": "ab"}]
+    rollouts = [
+        make_rollout(0, "a longer answer"),
+        make_rollout(1, "cut off her"),
+        make_rollout(2, "4", messages=chat),
+        make_rollout(3, "c", messages=begun),
+        make_rollout(4, "5 not", messages=chat),
+        make_rollout(5, "cd", messages=begun),
+    ]
+    for i in (1, 4, 5):
+        rollouts[i].finish_reason = "length"
+    for rollout in rollouts:
+        rollout.prompt.text = rollout.prompt.text.replace(":", "")
+    return rollouts
+
+
+TEXTS = [
+    "<s><user>question 0 <end><assistant>a longer answer<end>",
+    "<s><user>question 1 <end><assistant>cut off her",  # open, as the token limit left it
+    "<s><system>be kind<end><user>2+2=<end><assistant>4<end>",
+    "<s><user>say abc<end><assistant>abc<end>",
+    "<s><system>be kind<end><user>2+2=<end><assistant>5 not",
+    "<s><user>say abc<end><assistant>abcd",
+]
+
+
+def scored_directly(folder: str, texts: list[str]) -> list[float]:
+    """What transformers alone says about each text, one at a time, without padding."""
+    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    with torch.no_grad():
+        rows = [tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"] for text in texts]
+        return [model(input_ids=row).logits[0, 0].item() for row in rows]
+
+
+def judged(folder: str, inputs: Any, rollouts: list[Rollout], **options: Any) -> list[float | None]:
+    options = {"device": "cpu", "micro_batch_size": 4, "inputs": [inputs]} | options
+    return RewardModelSource([RewardModel(folder)], **options).score(rollouts).scores
+
+
+def test_the_text_is_that_of_the_models_template(other: Any, asked: list[Rollout]) -> None:
+    rows = Retemplated(other).encode(asked)
+    assert [other.decode(row) for row in rows] == TEXTS
+    template = Retemplated(other)
+    assert template.encode([asked[2]])[0] == other.apply_chat_template(
+        [*asked[2].prompt.messages, {"role": "assistant", "content": "4"}], return_dict=False
+    )
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 4])
+def test_scores_are_those_of_the_text_scored_directly(
+    judge: str, other: Any, asked: list[Rollout], micro_batch_size: int
+) -> None:
+    expected = scored_directly(judge, TEXTS)
+    scores = judged(judge, Retemplated(other), asked, micro_batch_size=micro_batch_size)
+    assert scores == pytest.approx(expected, abs=1e-5)
+    closed = scored_directly(judge, [text + "<end>" for text in TEXTS])
+    assert abs(closed[1] - expected[1]) > 0.01  # so the test sees where an answer ends
+    assert len({round(score, 3) for score in expected}) == len(expected)
+
+
+def test_plain_text_in_other_ids(judge: str, other: Any, asked: list[Rollout], tmp_path: Path) -> None:
+    texts = ["<s>question 0 a longer answer</s>", "<s>question 1 cut off her"]  # cut: no end-of-text
+    asked[1].prompt.text = "<s>" + asked[1].prompt.text  # a template put begin-of-text there: still once
+    rows = PlainText(other).encode(asked[:2])
+    assert [other.decode(row) for row in rows] == texts
+    assert judged(judge, PlainText(other), asked[:2]) == pytest.approx(scored_directly(judge, texts), abs=1e-5)
+    # a tokenizer without a template reads plain-text prompts that way
+    bare = save_other_tokenizer(tmp_path, template=None)
+    assert Retemplated(bare).encode(asked[:2]) == rows
+    with pytest.raises(RewardError, match=r"--reward_input_tokenizer: sample 0 \(prompt row 102.* no chat template"):
+        Retemplated(bare).encode([asked[2]])
+
+
+def test_a_template_that_refuses_names_the_sample(other: Any, asked: list[Rollout], tmp_path: Path) -> None:
+    refusing = save_other_tokenizer(tmp_path, "{{ raise_exception('no system') }}")
+    with pytest.raises(RewardError, match=r"--reward_input_tokenizer: sample 0 .*: the chat template refuses it"):
+        Retemplated(refusing).encode(asked)
+    asked[3].prompt.messages[-1]["content"] = [{"type": "image"}]
+    with pytest.raises(RewardError, match=r"sample 3 .* is not text"):
+        Retemplated(other).encode(asked)
+
+
+def test_a_long_chat_is_cut_on_the_left_and_keeps_its_beginning(judge: str, other: Any, asked: list[Rollout]) -> None:
+    options = {"reward_max_length": 12, "reward_truncation": "left"}
+    scores = judged(judge, Retemplated(other), asked[:1], **options)
+    # 12 tokens: begin-of-text, the last 10 letters and the end of the turn
+    assert scores == pytest.approx(scored_directly(judge, ["<s>ger answer<end>"]), abs=1e-5)
+
+
+def test_a_value_head_model_with_statistics(judge: str, other: Any, asked: list[Rollout], tmp_path: Path) -> None:
+    model = AutoModelForSequenceClassification.from_pretrained(judge)
+    model.config.mean, model.config.std = 0.25, 4.0
+    model.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["value_head.weight"] = weights.pop("score.weight")
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    reward = RewardModel(str(tmp_path), value_head_prefix="value_head", normalize_reward=True)
+    source = RewardModelSource([reward], device="cpu", micro_batch_size=2, inputs=[Retemplated(other)])
+    expected = [(score - 0.25) / 4.0 for score in scored_directly(judge, TEXTS)]
+    assert source.score(asked).scores == pytest.approx(expected, abs=1e-5)
+
+
+def test_ids_of_another_tokenizer_are_refused(other: Any, tmp_path: Path) -> None:
+    own = save_tokenizer(tmp_path)
+    check_same_ids(own, own, "here")
+    with pytest.raises(ValueError, match=r"--reward_pretrain there has another tokenizer .* --reward_input_tokenizer"):
+        check_same_ids(own, other, "there")
+
+
+def test_uneven_ranks_under_zero3(judge: str, other: Any, asked: list[Rollout], tmp_path: Path) -> None:
+    """Two models, one in the actor's ids and one in its own; ranks with 6 and 0, 5 and 1 samples."""
+    plain = save_reward_model(tmp_path / "plain")
+    tokenizer = AutoTokenizer.from_pretrained(plain)
+    for rollout in asked:
+        rollout.prompt.token_ids = tokenizer.encode(rollout.prompt.text)
+        rollout.response_ids = tokenizer.encode(rollout.response_text)
+    rows = [
+        {"text": r.prompt.text, "ids": r.prompt.token_ids, "messages": r.prompt.messages}
+        | {"response": r.response_text, "response_ids": r.response_ids, "finish_reason": r.finish_reason}
+        for r in asked
+    ]
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    splits = [6, 0, 5]
+    run_ranks(WORKER, tmp_path, plain, judge, json.dumps(splits), launcher="torchrun", timeout=300)
+    ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
+    expected = judged(judge, Retemplated(other), asked)
+    with torch.no_grad():
+        one_by_one = [RewardModel(plain)(torch.tensor([r.prompt.token_ids + r.response_ids])).item() for r in asked]
+    for i, split in enumerate(splits):
+        mine, theirs = ranks[0]["outputs"][i], ranks[1]["outputs"][i]
+        assert (len(mine["judge"]), len(theirs["judge"])) == (split, 6 - split)
+        assert mine["judge"] + theirs["judge"] == pytest.approx(expected, abs=1e-5)
+        assert mine["plain"] + theirs["plain"] == pytest.approx(one_by_one, abs=1e-5)
+        total = [a - 2 * b for a, b in zip(mine["plain"] + theirs["plain"], expected)]
+        assert mine["scores"] + theirs["scores"] == pytest.approx(total, abs=1e-5)
+    for rank in ranks:
+        assert rank["sharded"]

@@ -1,5 +1,10 @@
+"""What every source must say, weighted sums and routes, scoring while generation goes on."""
+
+from __future__ import annotations
+
 import math
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -8,7 +13,16 @@ import torch
 
 from lightppo.data.records import Rollout
 from lightppo.errors import RewardError
-from lightppo.rewards import CombinedReward, RewardOutput, RewardSource, check_output, score_rollouts
+from lightppo.rewards import (
+    AsyncScorer,
+    CombinedReward,
+    RewardModelSource,
+    RewardOutput,
+    RewardSource,
+    RoutedReward,
+    check_output,
+    score_rollouts,
+)
 
 
 class Fixed:
@@ -116,3 +130,299 @@ def test_combined_refuses(sources: dict[Any, Any], message: str) -> None:
 
 def test_combined_is_a_source() -> None:
     assert isinstance(CombinedReward({Fixed("a", None): 1.0}), RewardSource)
+
+
+# --- routes
+
+
+class Length:
+    """Scores with the number of response ids times ``factor``; remembers the prompt rows of each call."""
+
+    def __init__(self, name: str, factor: float = 1.0, calls: list[Any] | None = None, **more: Any) -> None:
+        self.name = name
+        self.factor = factor
+        self.calls = calls if calls is not None else []
+        self.more = more
+
+    def score(self, rollouts: list[Rollout]) -> RewardOutput:
+        self.calls.append((self.name, [rollout.prompt.index for rollout in rollouts]))
+        metrics = {name: [value] * len(rollouts) for name, value in self.more.items()}
+        return RewardOutput([self.factor * len(rollout.response_ids) for rollout in rollouts], metrics)
+
+
+@pytest.fixture
+def mixed(make_rollout: Callable[..., Rollout]) -> list[Rollout]:
+    """Rows 100 to 103 with 1 to 4 response ids, of math, code, math and chat."""
+    kinds = ("math", "code", "math", "chat")
+    return [make_rollout(i, data_source=kind, label=i % 2) for i, kind in enumerate(kinds)]
+
+
+def test_each_data_source_has_its_weighted_sources(mixed: list[Rollout]) -> None:
+    calls: list[Any] = []
+    judge, style = Length("judge", 1.0, calls, acc=0.5), Length("style", 10.0, calls)
+    reward = RoutedReward({"math": [(judge, 2.0)], "code": [(style, 0.5), (judge, -1.0)], "*": [(style, 1.0)]})
+    output = reward.score(mixed)
+    # math: 2·1 and 2·3; code: 0.5·20 − 1·2; chat takes "*": 1·40
+    assert output.scores == [2.0, 8.0, 6.0, 40.0]
+    assert output.metrics == {
+        "judge": [1.0, 2.0, 3.0, None],
+        "judge/acc": [0.5, 0.5, 0.5, None],
+        "style": [None, 20.0, None, 40.0],
+    }
+    assert calls == [("judge", [100, 101, 102]), ("style", [101, 103])]  # each once, with all its samples
+
+
+def test_the_order_of_samples_changes_nothing(mixed: list[Rollout]) -> None:
+    reward = RoutedReward({"math": [(Length("a"), 2.0)], "*": [(Length("b", 3.0), 1.0)]})
+    assert reward.score(mixed[::-1]).scores == reward.score(mixed).scores[::-1]
+
+
+def test_label_routes_by_its_text(mixed: list[Rollout]) -> None:
+    mixed[3].prompt.label = "one"
+    routes = {"0": [(Length("even"), 1.0)], "1": [(Length("odd"), -1.0)], "one": [(Length("word"), 0.5)]}
+    reward = RoutedReward(routes, by="label")
+    assert reward.score(mixed).scores == [1.0, -2.0, 3.0, 2.0]
+
+
+def test_an_unknown_route_is_named(mixed: list[Rollout]) -> None:
+    reward = RoutedReward({"math": [(Length("a"), 1.0)], "code": [(Length("b"), 1.0)]}, name="by_task")
+    with pytest.raises(RewardError, match=r"^by_task: .* the data source 'chat' of sample 3 .* are 'math', 'code'"):
+        score_rollouts(reward, mixed)
+    assert mixed[0].reward is None
+
+
+@pytest.mark.parametrize("n", [0, 1, 4])
+def test_every_rank_calls_every_source_in_one_order(mixed: list[Rollout], n: int) -> None:
+    calls: list[Any] = []
+    a, b, c = (Length(name, calls=calls) for name in "abc")
+    routes = {"code": [(c, 1.0), (a, 1.0)], "math": [(b, 1.0), (c, 1.0)], "*": [(a, 1.0)]}
+    assert len(RoutedReward(routes).score(mixed[:n]).scores) == n
+    assert [name for name, _ in calls] == ["c", "a", "b"]
+
+
+def test_unscored_by_one_source_of_the_route_is_unscored(mixed: list[Rollout]) -> None:
+    class Silent(Length):
+        def score(self, rollouts: list[Rollout]) -> RewardOutput:
+            return RewardOutput([None] * len(rollouts))
+
+    silent, judge = Silent("silent"), Length("judge")
+    output = RoutedReward({"math": [(silent, 0.0), (judge, 1.0)], "*": [(judge, 1.0)]}).score(mixed)
+    assert output.scores == [None, 2.0, None, 4.0]
+    assert output.metrics["judge"] == [1.0, 2.0, 3.0, 4.0]
+
+
+def test_token_scores_take_the_weight_of_the_route(mixed: list[Rollout]) -> None:
+    class Dense(Length):
+        def score(self, rollouts: list[Rollout]) -> RewardOutput:
+            rows = [[1.0] * len(rollout.response_ids) for rollout in rollouts]
+            return RewardOutput([0.0] * len(rows), {}, rows)
+
+    dense, judge = Dense("dense"), Length("judge")
+    output = RoutedReward({"math": [(dense, 2.0)], "code": [(dense, -1.0)], "*": [(judge, 1.0)]}).score(mixed)
+    assert output.token_scores == [[2.0], [-1.0, -1.0], [2.0] * 3, None]
+
+
+def test_failures_are_added_up_over_the_sources(mixed: list[Rollout]) -> None:
+    inner = CombinedReward({Length("a", failures=1.0): 1.0, Length("b", failures=2.0, timeouts=1.0): 1.0}, "inner")
+    output = RoutedReward({"math": [(inner, 1.0), (Length("c", failures=4.0), 1.0)], "*": [(Length("d"), 1.0)]})
+    metrics = output.score(mixed).metrics
+    assert metrics["inner/failures"] == [3.0, None, 3.0, None]  # 1 + 2
+    assert metrics["failures"] == [7.0, 0, 7.0, 0]  # 3 + 4; d counts none
+    assert metrics["timeouts"] == [1.0, 0, 1.0, 0]
+
+
+def test_needs_all_ranks_where_one_source_does() -> None:
+    model = Length("model")
+    assert not RoutedReward({"*": [(model, 1.0)]}).needs_all_ranks
+    model.needs_all_ranks = True
+    assert RoutedReward({"math": [(Length("a"), 1.0)], "*": [(model, 1.0)]}).needs_all_ranks
+    assert CombinedReward({CombinedReward({model: 1.0}): 1.0}).needs_all_ranks
+
+
+@pytest.mark.parametrize(
+    ("routes", "options", "message"),
+    [
+        ({}, {}, "at least one source"),
+        ({"math": []}, {}, "at least one source"),
+        ({"math": [(Length("a"), math.nan)]}, {}, "weight of a must be a finite number"),
+        ({"math": [(Length("a"), 1.0)], "*": [(Length("a"), 1.0)]}, {}, "several sources are named a"),
+        ({"*": [(Length("a"), 1.0)]}, {"by": "index"}, "by data_source or label, not by 'index'"),
+    ],
+)
+def test_bad_routes_are_refused(routes: Any, options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RoutedReward(routes, **options)
+
+
+def test_a_source_twice_on_a_route_is_refused() -> None:
+    source = Length("a")
+    with pytest.raises(ValueError, match="a is twice on the route 'math'"):
+        RoutedReward({"math": [(source, 1.0), (source, 2.0)]})
+
+
+# --- in the background: what happens in which order is settled by events, not by time
+
+
+SECONDS = 60  # until an event that never comes fails a test
+
+
+class Gated:
+    """Scores with the number of response ids; tells when it begins and waits for its gate."""
+
+    name = "gated"
+
+    def __init__(self, *, is_open: bool = True) -> None:
+        self.began, self.gate = threading.Event(), threading.Event()
+        self.threads: list[int] = []
+        self.calls: list[list[int]] = []
+        if is_open:
+            self.gate.set()
+
+    def score(self, rollouts: list[Rollout]) -> RewardOutput:
+        self.calls.append([rollout.prompt.index for rollout in rollouts])
+        self.threads.append(threading.get_ident())
+        self.began.set()
+        assert self.gate.wait(SECONDS)
+        scores = [float(len(rollout.response_ids)) for rollout in rollouts]
+        return RewardOutput(scores, {"half": [score / 2 for score in scores]})
+
+
+@pytest.fixture
+def closing() -> Iterator[Callable[..., AsyncScorer]]:
+    scorers: list[AsyncScorer] = []
+
+    def make(*args: Any, **options: Any) -> AsyncScorer:
+        scorers.append(AsyncScorer(*args, **options))
+        return scorers[-1]
+
+    yield make
+    for scorer in scorers:
+        scorer.close()
+
+
+def test_scoring_begins_before_generation_ends(rollouts: list[Rollout], closing: Callable[..., AsyncScorer]) -> None:
+    source = Gated(is_open=False)
+    scorer = closing(source)
+    scorer.submit(rollouts[:2])  # the first micro batch; the engine decodes the second
+    assert source.began.wait(SECONDS)
+    assert rollouts[0].reward is None  # and generation has not ended
+    scorer.submit(rollouts[2:])
+    source.gate.set()
+    output = scorer.collect()
+    assert source.calls == [[100, 101], [102, 103, 104]]
+    assert threading.get_ident() not in source.threads
+    assert output == RewardOutput([1.0, 2.0, 3.0, 4.0, 5.0], {"half": [0.5, 1.0, 1.5, 2.0, 2.5]})
+    assert [rollout.reward for rollout in rollouts] == output.scores
+    assert rollouts[4].extras == {"half": 2.5}
+
+
+def test_the_same_as_scoring_at_the_end(
+    make_rollout: Callable[..., Rollout], closing: Callable[..., AsyncScorer]
+) -> None:
+    ours, theirs = ([make_rollout(i) for i in range(5)] for _ in range(2))
+    scorer = closing(Gated(), max_workers=3)
+    for k in (3, 0, 4, 1, 2):  # parts come as they are finished
+        scorer.submit([ours[k]])
+    scorer.collect()
+    score_rollouts(Gated(), theirs)
+    assert ours == theirs
+
+
+def test_used_again_and_without_samples(rollouts: list[Rollout], closing: Callable[..., AsyncScorer]) -> None:
+    source = Gated()
+    scorer = closing(source)
+    assert scorer.collect() == RewardOutput([])
+    for part in (rollouts[:1], rollouts[1:]):
+        scorer.submit(part)
+        assert scorer.collect().scores == [float(len(rollout.response_ids)) for rollout in part]
+    assert len(set(source.threads)) == 1
+
+
+def test_several_workers_score_at_the_same_time(rollouts: list[Rollout], closing: Callable[..., AsyncScorer]) -> None:
+    meeting = threading.Barrier(2)  # passed only by two at a time
+
+    class Meeting(Gated):
+        def score(self, rollouts: list[Rollout]) -> RewardOutput:
+            meeting.wait(SECONDS)
+            return super().score(rollouts)
+
+    scorer = closing(Meeting(), max_workers=2)
+    scorer.submit(rollouts[:1])
+    scorer.submit(rollouts[1:2])
+    assert scorer.collect().scores == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("error", [RewardError("the judge is ill"), ZeroDivisionError("oops"), SystemExit(3)])
+def test_errors_come_up_when_collected(
+    rollouts: list[Rollout], closing: Callable[..., AsyncScorer], error: BaseException
+) -> None:
+    class Failing(Gated):
+        def score(self, rollouts: list[Rollout]) -> RewardOutput:
+            if rollouts[0].prompt.index == 101:
+                raise error
+            return super().score(rollouts)
+
+    scorer = closing(Failing())
+    for rollout in rollouts:
+        scorer.submit([rollout])
+    with pytest.raises(type(error)) as caught:
+        scorer.collect()
+    assert caught.value is error
+    assert [rollout.reward for rollout in rollouts] == [None] * 5  # all or none
+    scorer.submit(rollouts[2:3])
+    assert scorer.collect().scores == [3.0]  # the thread lives on, and the error is not raised again
+
+
+def test_what_is_no_answer_is_an_error(rollouts: list[Rollout], closing: Callable[..., AsyncScorer]) -> None:
+    class Short(Gated):
+        def score(self, rollouts: list[Rollout]) -> RewardOutput:
+            return RewardOutput([1.0])
+
+    scorer = closing(Short())
+    scorer.submit(rollouts)
+    with pytest.raises(RewardError, match=r"^gated: 1 scores for 5 samples"):
+        scorer.collect()
+
+
+def test_a_source_that_hangs_is_a_time_out(rollouts: list[Rollout], closing: Callable[..., AsyncScorer]) -> None:
+    source = Gated(is_open=False)
+    scorer = closing(source, timeout=0.05)
+    scorer.submit(rollouts[:2])
+    scorer.submit(rollouts[2:])
+    assert source.began.wait(SECONDS)
+    with pytest.raises(RewardError, match=r"^gated: 5 of 5 samples were not scored 0.05 s after the end of generation"):
+        scorer.collect()
+    assert all(rollout.reward is None for rollout in rollouts)
+    with pytest.raises(RuntimeError, match="has ended"):
+        scorer.submit(rollouts)
+    source.gate.set()
+    for thread in scorer._threads:
+        thread.join(SECONDS)
+        assert not thread.is_alive()
+    assert source.calls == [[100, 101]]  # nothing more is begun
+
+
+def test_what_is_left_at_the_end_is_not_scored_silently(rollouts: list[Rollout]) -> None:
+    source = Gated(is_open=False)
+    scorer = AsyncScorer(source)
+    scorer.submit(rollouts[:2])
+    scorer.submit(rollouts[2:])
+    assert source.began.wait(SECONDS)
+    scorer.close()
+    source.gate.set()
+    with pytest.raises(RewardError, match="gated: scoring was ended before these samples"):
+        scorer.collect()
+
+
+def test_sources_of_all_ranks_are_refused() -> None:
+    model = RewardModelSource([lambda s, m: s[:, 0]], device="cpu", pad_token_id=0, micro_batch_size=1)
+    for source in (model, CombinedReward({Gated(): 1.0, model: 1.0})):
+        with pytest.raises(ValueError, match=r"^--async_rewards: .* reward model"):
+            AsyncScorer(source)
+
+
+def test_bad_options_are_refused() -> None:
+    with pytest.raises(ValueError, match="max_workers must be at least 1"):
+        AsyncScorer(Gated(), 0)
+    with pytest.raises(ValueError, match="timeout must be > 0"):
+        AsyncScorer(Gated(), timeout=0)

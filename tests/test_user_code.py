@@ -1,0 +1,91 @@
+"""Files of the user's own: found, run anew, and refused by what was found instead."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightppo.user_code import load_python_function
+
+MODULE = """
+from dataclasses import dataclass
+from os.path import join
+
+CONSTANT = 1
+
+@dataclass
+class Scorer:
+    weight: float = 1.0
+
+def reward_func(queries, prompts, labels):
+    return [Scorer(2.0).weight for _ in queries]
+
+def other(queries, prompts, labels):
+    return [0.0 for _ in queries]
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path) -> Path:
+    path = tmp_path / "math.py"  # a name that hides nothing and is hidden by nothing
+    path.write_text(MODULE)
+    return path
+
+
+def test_load_default_and_named(module: Path) -> None:
+    assert load_python_function(str(module), "reward_func")([1], [], []) == [2.0]
+    assert load_python_function(f"{module}:other", "reward_func")([1], [], []) == [0.0]
+    import math
+
+    assert math.pi > 3
+
+
+def test_load_relative_and_anew(module: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(module.parent)
+    assert load_python_function("math.py", "reward_func")([1], [], []) == [2.0]
+    module.write_text(MODULE.replace("Scorer(2.0)", "Scorer(33.0)"))
+    assert load_python_function("./math.py", "reward_func")([1], [], []) == [33.0]
+
+
+def test_load_leaves_the_search_path_alone(module: Path) -> None:
+    (module.parent / "neighbour_of_math.py").write_text("")
+    module.write_text("import neighbour_of_math")
+    before = list(sys.path)
+    with pytest.raises(ValueError, match=r"math.py fails when run: ModuleNotFoundError"):
+        load_python_function(str(module), "reward_func")
+    assert sys.path == before
+
+
+def test_load_does_not_look_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "away").mkdir()
+    (tmp_path / "away" / "mine.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(str(tmp_path / "away"))
+    with pytest.raises(ValueError, match=r"no file .*mine.py"):
+        load_python_function(str(tmp_path / "mine.py"), "reward_func")
+
+
+def test_load_names_what_was_found(module: Path) -> None:
+    folder = module.parent
+    with pytest.raises(ValueError, match=r"--reward_fn: .*math.py has no 'rewrad'; it has Scorer, reward_func, other"):
+        load_python_function(f"{module}:rewrad", "x", option="--reward_fn")
+    with pytest.raises(ValueError, match=r"math.py:CONSTANT' is of type int, not a function"):
+        load_python_function(f"{module}:CONSTANT", "x")
+    with pytest.raises(ValueError, match=f"--reward_fn: no file {folder}/maths.py; {folder} has math.py"):
+        load_python_function(f"{folder}/maths.py", "x", option="--reward_fn")
+    with pytest.raises(ValueError, match=f"there is no directory {folder}/none"):
+        load_python_function(f"{folder}/none/math.py", "x")
+
+
+@pytest.mark.parametrize("spec", ["reward.json", "reward", "reward.py:", "reward.py:a b", "", ":name", "reward:name"])
+def test_load_refuses_other_forms(spec: str) -> None:
+    with pytest.raises(ValueError, match=r"is not of the form path.py or path.py:name"):
+        load_python_function(spec, "reward_func")
+
+
+def test_a_file_that_fails_leaves_nothing_behind(module: Path) -> None:
+    module.write_text("1 / 0")
+    before = set(sys.modules)
+    with pytest.raises(ValueError, match=r"math.py fails when run: ZeroDivisionError") as caught:
+        load_python_function(str(module), "reward_func")
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    assert set(sys.modules) == before
