@@ -14,8 +14,7 @@ import torch
 from lightppo.data.records import Rollout
 from lightppo.errors import RewardError
 from lightppo.rewards import FunctionReward, RewardSource, score_rollouts
-from lightppo.rewards.function import STYLES, BoundFunction, FunctionReward, recognise
-from lightppo.rewards.source import score_rollouts
+from lightppo.rewards.function import STYLES, BoundFunction, recognise
 
 
 def test_gets_queries_prompts_labels(rollouts: list[Rollout]) -> None:
