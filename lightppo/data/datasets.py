@@ -1,4 +1,4 @@
-"""Supervised rows (prompt and completion) and plain text, for SFT and for the PTX loss beside PPO."""
+"""What training reads: prompts for rollouts, examples for supervised training, and the resumable order of prompts."""
 
 from __future__ import annotations
 
@@ -38,172 +38,89 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+DATA_SOURCE_KEY = "data_source"
+IGNORE_INDEX = -100  # labels with this value have no loss
+Truncation = Literal["error", "left", "right", "middle", "drop"]
+SFTTruncation = Literal["error", "right", "drop"]
 
-class RolloutBatchSampler(Sampler[list[int]]):
-    """Batches of prompt positions for one rank.
 
-    The order of an epoch and its cut into global batches depend on the seed, the epoch and the position only, never on
-    the number of ranks. Rank r gets ``batch[r::world_size]`` of every global batch: all ranks yield equally many
-    batches, and on the last, short one a rank's share may be an EMPTY list. No prompt is dropped or repeated, but for
-    those that :meth:`leave_out` names.
+class _PreparedDataset(TorchDataset):
+    """Rows that are checked and tokenised at construction, so that bad data shows then."""
 
-    The position (``consumed_samples``) counts prompts over all ranks within the epoch, and moves on when a batch is
-    yielded: it is exact for a ``DataLoader(batch_sampler=…, num_workers=0)``, which asks for a batch when it needs it.
+    def __init__(self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase) -> None:
+        check_dataset(dataset)
+        self.dataset = dataset
+        self.tokenizer = tokenizer
 
-    Args:
-        num_samples: prompts in the dataset.
-        batch_size: prompts per batch over all ranks (``gen_batch_size``).
-        rank: this rank.
-        world_size: number of ranks.
-        shuffle: a new order each epoch; else the dataset's.
-        seed: of the orders.
-
-    Raises:
-        ValueError: a number out of its range.
-    """
-
-    def __init__(
+    def _prepare(
         self,
-        num_samples: int,
-        batch_size: int,
+        strategy: Any,
         *,
-        rank: int = 0,
-        world_size: int = 1,
-        shuffle: bool = True,
-        seed: int = 42,
+        input_key: str | None,
+        input_template: str | None,
+        apply_chat_template: bool | None,
+        system_prompt: str | None,
+        on_bad_row: BadRowPolicy | None,
+        num_workers: int | None,
+        **fields: Any,
     ) -> None:
-        if num_samples < 1:
-            raise ValueError(f"num_samples is {num_samples}: the dataset is empty")
-        if batch_size < 1:
-            raise ValueError(f"--rollout_batch_size is {batch_size}; at least 1")
-        if not 0 <= rank < world_size:
-            raise ValueError(f"rank {rank} of {world_size}")
-        self.num_samples = num_samples
-        self.batch_size = batch_size
-        self.rank = rank
-        self.world_size = world_size
-        self.shuffle = shuffle
-        self.seed = seed
-        self.epoch = 0
-        self.consumed_samples = 0
-        self._start = 0
-        self._left_out: frozenset[int] = frozenset()
+        """Decide how rows are read, and tokenise them all; options not given are looked up in ``strategy.args``."""
+        self.template = PromptTemplate(
+            self.tokenizer,
+            apply_chat_template=bool(setting(apply_chat_template, strategy, "apply_chat_template", False)),
+            input_template=setting(input_template, strategy, "input_template", None),
+            system_prompt=system_prompt,
+        )
+        columns = self.dataset.column_names
+        self.fields = resolve_fields(columns, input_key=setting(input_key, strategy, "input_key", "input"), **fields)
+        read = {name: keys for name in ("prompt", "completion", "label") if (keys := getattr(self.fields, name))}
+        logger.info("columns that are read: %s", read)
+        self._rows = prepare_rows(
+            self.dataset,
+            self.fields.columns_in(columns),
+            self._encode_chunk,
+            on_bad_row=setting(on_bad_row, strategy, "on_bad_row", "error"),
+            num_workers=int(setting(num_workers, strategy, "data_num_workers", 0)),
+        )
 
-    def leave_out(self, positions: Iterable[int]) -> None:
-        """Leave these prompts out of all further passes, beside those left out before; the same on every rank.
+    def _encode_chunk(self, rows: list[dict[str, Any]]) -> list[Outcome]:
+        """One outcome per row."""
+        outcomes: dict[int, Outcome] = {}
+        rendered: dict[int, Any] = {}
+        for i, row in enumerate(rows):
+            try:
+                rendered[i] = self._render_row(row)
+            except BadRowError as error:
+                outcomes[i] = error
+        outcomes |= zip(rendered, self._encode(list(rendered.values())))
+        return [outcomes[i] for i in range(len(rows))]
 
-        Raises:
-            ValueError: no such prompt, or none would be left.
-        """
-        left_out = self._left_out | set(positions)
-        if unknown := sorted(p for p in left_out if not 0 <= p < self.num_samples):
-            raise ValueError(f"prompt {unknown[0]} of {self.num_samples} cannot be left out")
-        if len(left_out) == self.num_samples:
-            raise ValueError(f"all {self.num_samples} prompts would be left out")
-        self._left_out = frozenset(left_out)
+    def _render_row(self, row: Mapping[str, Any]) -> Any:
+        raise NotImplementedError
+
+    def _encode(self, rendered: list[Any]) -> Iterable[Outcome]:
+        raise NotImplementedError
 
     @property
-    def epoch_size(self) -> int:
-        """Prompts of an epoch."""
-        return self.num_samples - len(self._left_out)
-
-    def order(self) -> list[int]:
-        """Positions of all prompts in this epoch's order, the same on every rank."""
-        return [position for position in self._whole_order() if position not in self._left_out]
-
-    def _whole_order(self) -> list[int]:
-        if not self.shuffle:
-            return list(range(self.num_samples))
-        generator = torch.Generator()
-        # Not seed + epoch: epoch 1 of seed 42 would be epoch 0 of seed 43.
-        generator.manual_seed((self.seed * 1_000_003 + self.epoch) % 2**63)
-        return torch.randperm(self.num_samples, generator=generator).tolist()
-
-    def __iter__(self) -> Iterator[list[int]]:
-        order, start = self.order(), self._start
-        self._start = 0  # a resumed position counts once; the next pass is a whole one
-        self.consumed_samples = start
-        for begin in range(start, len(order), self.batch_size):
-            batch = order[begin : begin + self.batch_size]
-            self.consumed_samples = begin + len(batch)
-            yield batch[self.rank :: self.world_size]
+    def report(self) -> DatasetReport:
+        """Counts of rows kept, truncated and dropped by reason."""
+        return self._rows.report
 
     def __len__(self) -> int:
-        """Batches that the next pass yields (equal on all ranks); less than an epoch's after a resume."""
-        return -(-(self.epoch_size - self._start) // self.batch_size)
+        return len(self._rows)
 
-    @property
-    def batches_per_epoch(self) -> int:
-        """Batches of a whole epoch."""
-        return -(-self.epoch_size // self.batch_size)
+    def _checked(self, position: int) -> int:
+        if not -len(self) <= position < len(self):
+            raise IndexError(f"row {position} of {len(self)}")
+        return position % len(self)
 
-    def set_epoch(self, epoch: int, consumed_samples: int = 0) -> None:
-        """Choose the order of the next pass and where it starts.
-
-        Args:
-            epoch: number of the epoch.
-            consumed_samples: prompts of this epoch already used, over all ranks. All of them: an empty pass.
-
-        Raises:
-            ValueError: more prompts than there are.
-        """
-        if not 0 <= consumed_samples <= self.epoch_size:
-            raise ValueError(
-                f"consumed_samples is {consumed_samples}, but an epoch has {self.epoch_size} prompts; "
-                "it counts within the epoch"
-            )
-        self.epoch = epoch
-        self.consumed_samples = self._start = consumed_samples
-
-    def state_dict(self) -> dict[str, Any]:
-        """Epoch, position, and what must not change for the position to mean the same."""
-        return {
-            "epoch": self.epoch,
-            "consumed_samples": self.consumed_samples,
-            "num_samples": self.num_samples,
-            "shuffle": self.shuffle,
-            "seed": self.seed,
-            "left_out": sorted(self._left_out),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after the prompts that the saved run had used; another world or batch size is fine.
-
-        Raises:
-            ValueError: other data, seed or shuffling than in the saved run: prompts would be skipped or repeated.
-        """
-        for name in ("num_samples", "shuffle", "seed"):
-            if state[name] != getattr(self, name):
-                raise ValueError(
-                    f"the checkpoint's sampler has {name} {state[name]}, this run has {getattr(self, name)}: its "
-                    "position means nothing in this data; use the same data and --seed, or start anew"
-                )
-        self._left_out = frozenset(state.get("left_out", ()))
-        self.set_epoch(state["epoch"], state["consumed_samples"])
+    def origin(self, position: int) -> str:
+        """File and line, or row number, of the row at this position."""
+        number = int(self._rows.row_numbers[position])
+        return origin_of(self.dataset[number], number)
 
 
-Truncation = Literal["error", "left", "right", "middle", "drop"]
-DATA_SOURCE_KEY = "data_source"
-
-
-def truncate_ids(token_ids: list[int], max_len: int, side: Literal["left", "right", "middle"]) -> list[int]:
-    """Cut ids to ``max_len``: ``left`` takes off the beginning, ``right`` the end, ``middle`` keeps both ends.
-
-    An odd budget gives ``middle`` one id more of the end than of the beginning.
-    """
-    if len(token_ids) <= max_len:
-        return token_ids
-    if side == "left":
-        return token_ids[-max_len:]
-    if side == "right":
-        return token_ids[:max_len]
-    if side == "middle":
-        begin = max_len // 2
-        return token_ids[:begin] + token_ids[len(token_ids) - (max_len - begin) :]
-    raise ValueError(f"side {side!r}; left, right or middle")
-
-
-class PromptDataset(TorchDataset):
+class PromptDataset(_PreparedDataset):
     """Map-style dataset of prompts. All rows are checked and tokenised at construction, so that bad data shows then.
 
     ``Prompt.index`` is the row's number in ``dataset``, also where rows before it were dropped.
@@ -246,9 +163,7 @@ class PromptDataset(TorchDataset):
         filter_overlong: bool | None = None,
         num_workers: int | None = None,
     ) -> None:
-        check_dataset(dataset)
-        self.dataset = dataset
-        self.tokenizer = tokenizer
+        super().__init__(dataset, tokenizer)
         self.prompt_max_len = int(setting(prompt_max_len, strategy, "prompt_max_len", 1024))
         self.truncation = setting(truncation, strategy, "truncation", "error")
         self.filter_overlong = bool(setting(filter_overlong, strategy, "filter_overlong_prompts", False))
@@ -256,38 +171,19 @@ class PromptDataset(TorchDataset):
             raise DataError(f"--prompt_max_len is {self.prompt_max_len}; at least 1")
         if self.truncation not in get_args(Truncation):
             raise DataError(f"--truncation is {self.truncation!r}; one of {', '.join(get_args(Truncation))}")
-        self.template = PromptTemplate(
-            tokenizer,
-            apply_chat_template=bool(setting(apply_chat_template, strategy, "apply_chat_template", False)),
-            input_template=setting(input_template, strategy, "input_template", None),
+        self._prepare(
+            strategy,
+            input_key=input_key,
+            input_template=input_template,
+            apply_chat_template=apply_chat_template,
             system_prompt=setting(system_prompt, strategy, "system_prompt", None),
-        )
-        self.fields = resolve_fields(
-            dataset.column_names,
-            input_key=setting(input_key, strategy, "input_key", "input"),
+            on_bad_row=on_bad_row,
+            num_workers=num_workers,
             label_key=setting(label_key, strategy, "label_key", None),
         )
-        logger.info("prompt from %s; label from %s", self.fields.prompt, self.fields.label or "nothing")
-        self._rows = prepare_rows(
-            dataset,
-            self.fields.columns_in(dataset.column_names),
-            self._encode_chunk,
-            on_bad_row=setting(on_bad_row, strategy, "on_bad_row", "error"),
-            num_workers=int(setting(num_workers, strategy, "data_num_workers", 0)),
-        )
-
-    @property
-    def report(self) -> DatasetReport:
-        """Counts of rows kept, truncated and dropped by reason."""
-        return self._rows.report
-
-    def __len__(self) -> int:
-        return len(self._rows)
 
     def __getitem__(self, position: int) -> Prompt:
-        if not -len(self) <= position < len(self):
-            raise IndexError(f"prompt {position} of {len(self)}")
-        return self.__getitems__([position % len(self)])[0]
+        return self.__getitems__([self._checked(position)])[0]
 
     def __getitems__(self, positions: list[int]) -> list[Prompt]:
         """Several prompts with one access to the table, as torch's DataLoader asks for a batch."""
@@ -299,7 +195,8 @@ class PromptDataset(TorchDataset):
         return [self._prompt(position, number, row) for position, number, row in zip(positions, numbers, rows)]
 
     def _prompt(self, position: int, number: int, row: Mapping[str, Any]) -> Prompt:
-        rendered, key = self._render(row)
+        prompt, key = read_prompt(row, self.fields)
+        rendered = self.template.render(prompt)
         token_ids = self._rows.token_ids(position)
         text = rendered.text
         if self._rows.truncated[position]:  # the text is what the model sees, begin-of-text of plain text aside
@@ -323,36 +220,17 @@ class PromptDataset(TorchDataset):
         return prompts
 
     def positions_of(self, indices: Iterable[int]) -> list[int]:
-        """Where the prompts of these row numbers (``Prompt.index``) are in this dataset.
-
-        Raises:
-            KeyError: no prompt was made of such a row.
-        """
+        """Where the prompts of these row numbers (``Prompt.index``) are in this dataset; KeyError for unused rows."""
         positions = {int(number): position for position, number in enumerate(self._rows.row_numbers)}
         return [positions[index] for index in indices]
 
-    def origin(self, position: int) -> str:
-        """File and line, or row number, of the prompt at this position."""
-        number = int(self._rows.row_numbers[position])
-        return origin_of(self.dataset[number], number)
+    def _render_row(self, row: Mapping[str, Any]) -> Rendered:
+        rendered = self.template.render(read_prompt(row, self.fields)[0])
+        read_label(row, self.fields)
+        return rendered
 
-    def _render(self, row: Mapping[str, Any]) -> tuple[Rendered, str | None]:
-        prompt, key = read_prompt(row, self.fields)
-        return self.template.render(prompt), key
-
-    def _encode_chunk(self, rows: list[dict[str, Any]]) -> list[Outcome]:
-        outcomes: list[Outcome | None] = [None] * len(rows)
-        rendered: dict[int, Rendered] = {}
-        for i, row in enumerate(rows):
-            try:
-                rendered[i] = self._render(row)[0]
-                read_label(row, self.fields)
-            except BadRowError as error:
-                outcomes[i] = error
-                rendered.pop(i, None)
-        for i, token_ids in zip(rendered, self.template.encode_rendered(list(rendered.values()))):
-            outcomes[i] = self._fit(token_ids)
-        return outcomes  # type: ignore[return-value]  # every row has its outcome now
+    def _encode(self, rendered: list[Rendered]) -> Iterable[Outcome]:
+        return map(self._fit, self.template.encode_rendered(rendered))
 
     def _fit(self, token_ids: list[int]) -> Outcome:
         if not token_ids:
@@ -371,11 +249,18 @@ class PromptDataset(TorchDataset):
         return Encoded(truncate_ids(token_ids, limit, self.truncation), limit, truncated=True)
 
 
-IGNORE_INDEX = -100  # labels with this value have no loss
-SFTTruncation = Literal["error", "right", "drop"]
+def truncate_ids(token_ids: list[int], max_len: int, side: Literal["left", "right", "middle"]) -> list[int]:
+    """Cut ids to ``max_len``: ``left`` takes off the beginning, ``right`` the end, ``middle`` keeps both ends.
+
+    An odd budget gives ``middle`` one id more of the end than of the beginning.
+    """
+    begin = {"left": 0, "right": max_len, "middle": max_len // 2}[side]
+    if len(token_ids) <= max_len:
+        return token_ids
+    return token_ids[:begin] + token_ids[len(token_ids) - (max_len - begin) :]
 
 
-class SFTDataset(TorchDataset):
+class SFTDataset(_PreparedDataset):
     """Map-style dataset of token ids and labels. All rows are checked and tokenised at construction.
 
     Labels equal the ids where there is a loss, ``IGNORE_INDEX`` elsewhere (the loss shifts them, not the data). The
@@ -420,8 +305,8 @@ class SFTDataset(TorchDataset):
         padding_side: Literal["left", "right"] = "right",
         num_workers: int | None = None,
     ) -> None:
-        check_dataset(dataset)
-        self.dataset, self.tokenizer, self.max_len, self.pretrain_mode = dataset, tokenizer, int(max_len), pretrain_mode
+        super().__init__(dataset, tokenizer)
+        self.max_len, self.pretrain_mode = int(max_len), pretrain_mode
         self.truncation = truncation or ("right" if pretrain_mode else "error")
         self.padding_side = padding_side
         if self.max_len < 2:
@@ -432,100 +317,48 @@ class SFTDataset(TorchDataset):
             raise DataError(f"padding_side is {padding_side!r}; left or right")
         if tokenizer.eos_token_id is None:
             raise DataError("the tokenizer has no end-of-text (eos) token: the model could not learn to stop; set one")
-        self.template = PromptTemplate(
-            tokenizer,
-            apply_chat_template=bool(setting(apply_chat_template, strategy, "apply_chat_template", False)),
-            input_template=setting(input_template, strategy, "input_template", None),
-            # Documents are not asked anything: a system prompt of the run is for its prompts.
-            system_prompt=system_prompt if pretrain_mode else setting(system_prompt, strategy, "system_prompt", None),
-        )
-        self.fields = resolve_fields(
-            dataset.column_names,
-            input_key=setting(input_key, strategy, "input_key", "input"),
+        if not pretrain_mode:  # documents are not asked anything: a system prompt of the run is for its prompts
+            system_prompt = setting(system_prompt, strategy, "system_prompt", None)
+        self._prepare(
+            strategy,
+            input_key=input_key,
+            input_template=input_template,
+            apply_chat_template=apply_chat_template,
+            system_prompt=system_prompt,
+            on_bad_row=on_bad_row,
+            num_workers=num_workers,
             output_key=setting(output_key, strategy, "output_key", None),
             supervised=True,
             documents=pretrain_mode,
         )
-        logger.info(
-            "prompt from %s; completion from %s", self.fields.prompt, self.fields.completion or "the same column"
-        )
-        self._rows = prepare_rows(
-            dataset,
-            self.fields.columns_in(dataset.column_names),
-            self._encode_chunk,
-            on_bad_row=setting(on_bad_row, strategy, "on_bad_row", "error"),
-            num_workers=int(setting(num_workers, strategy, "data_num_workers", 0)),
-        )
-
-    @property
-    def report(self) -> DatasetReport:
-        """Counts of rows kept, truncated and dropped by reason."""
-        return self._rows.report
-
-    def __len__(self) -> int:
-        return len(self._rows)
 
     def __getitem__(self, position: int) -> dict[str, torch.Tensor]:
         """``input_ids`` and ``labels``, both (S,) long."""
-        if not -len(self) <= position < len(self):
-            raise IndexError(f"row {position} of {len(self)}")
-        position = position % len(self)
+        position = self._checked(position)
         input_ids = torch.tensor(self._rows.token_ids(position), dtype=torch.long)
         labels = input_ids.clone()
         labels[: int(self._rows.prompt_lengths[position])] = IGNORE_INDEX
         return {"input_ids": input_ids, "labels": labels}
 
-    def origin(self, position: int) -> str:
-        """File and line, or row number, of the row at this position."""
-        number = int(self._rows.row_numbers[position])
-        return origin_of(self.dataset[number], number)
-
     def collate_fn(self, rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """Pad to the longest row.
-
-        Returns:
-            ``input_ids``, ``attention_mask`` (1 = real token) and ``labels``, all (B, S) long.
-        """
+        """Pad to the longest row: ``input_ids``, ``attention_mask`` (1 = real token), ``labels``, all (B, S) long."""
         pad_id = self.tokenizer.pad_token_id
         if pad_id is None:
             pad_id = self.tokenizer.eos_token_id  # any id does: masked, and without labels
-        width = max(len(row["input_ids"]) for row in rows)
-        batch = {
-            "input_ids": torch.full((len(rows), width), pad_id, dtype=torch.long),
-            "attention_mask": torch.zeros((len(rows), width), dtype=torch.long),
-            "labels": torch.full((len(rows), width), IGNORE_INDEX, dtype=torch.long),
+
+        def padded(tensors: list[torch.Tensor], value: int) -> torch.Tensor:
+            return torch.nn.utils.rnn.pad_sequence(tensors, True, value, padding_side=self.padding_side)
+
+        ids = [row["input_ids"] for row in rows]
+        return {
+            "input_ids": padded(ids, pad_id),
+            "attention_mask": padded([torch.ones_like(x) for x in ids], 0),
+            "labels": padded([row["labels"] for row in rows], IGNORE_INDEX),
         }
-        for i, row in enumerate(rows):
-            length = len(row["input_ids"])
-            span = slice(width - length, width) if self.padding_side == "left" else slice(0, length)
-            batch["input_ids"][i, span] = row["input_ids"]
-            batch["attention_mask"][i, span] = 1
-            batch["labels"][i, span] = row["labels"]
-        return batch
 
-    def _encode_chunk(self, rows: list[dict[str, Any]]) -> list[Outcome]:
-        outcomes: list[Outcome | None] = [None] * len(rows)
-        texts: dict[int, tuple[Rendered, Rendered]] = {}  # prompt, prompt with completion
-        for i, row in enumerate(rows):
-            try:
-                texts[i] = self._render(*read_example(row, self.fields))
-            except BadRowError as error:
-                outcomes[i] = error
-        wholes = self.template.encode_rendered([whole for _, whole in texts.values()])
-        prompts = wholes
-        if not self.pretrain_mode:
-            prompts = self.template.encode_rendered([prompt for prompt, _ in texts.values()])
-        for (i, (prompt, whole)), prompt_ids, whole_ids in zip(texts.items(), prompts, wholes):
-            ids = whole_ids
-            if not self.pretrain_mode and whole_ids[: len(prompt_ids)] != prompt_ids:
-                # A token would span the boundary. A rollout starts from the prompt's own ids: so does training.
-                rest = self.template.encode([whole.text[len(prompt.text) :]], special_tokens=False)[0]
-                ids = prompt_ids + rest
-            outcomes[i] = self._fit(ids, 0 if self.pretrain_mode else len(prompt_ids))
-        return outcomes  # type: ignore[return-value]  # every row has its outcome now
-
-    def _render(self, prompt: str | Chat, completion: str | Chat | None) -> tuple[Rendered, Rendered]:
+    def _render_row(self, row: Mapping[str, Any]) -> tuple[Rendered, Rendered]:
         """Prompt, and prompt with completion, as text; the first is a prefix of the second."""
+        prompt, completion = read_example(row, self.fields)
         if self.pretrain_mode and isinstance(prompt, str) and not isinstance(completion, list):
             text = Rendered(prompt + (completion or ""), is_chat=False, messages=None)
             return text, text
@@ -551,7 +384,20 @@ class SFTDataset(TorchDataset):
 
     def _closed_chat(self, messages: Chat) -> Rendered:
         # The line break that templates put after the last turn is not the answer's.
-        return Rendered(self.template.finished_chat_text(messages).rstrip("\n"), is_chat=True, messages=messages)
+        return Rendered(self.template.chat_text(messages).rstrip("\n"), is_chat=True, messages=messages)
+
+    def _encode(self, rendered: list[tuple[Rendered, Rendered]]) -> Iterator[Outcome]:
+        wholes = self.template.encode_rendered([whole for _, whole in rendered])
+        if self.pretrain_mode:
+            yield from (self._fit(ids, 0) for ids in wholes)
+            return
+        prompts = self.template.encode_rendered([prompt for prompt, _ in rendered])
+        for (prompt, whole), prompt_ids, ids in zip(rendered, prompts, wholes):
+            if ids[: len(prompt_ids)] != prompt_ids:
+                # A token would span the boundary. A rollout starts from the prompt's own ids: so does training.
+                rest = self.template.encode([whole.text[len(prompt.text) :]], special_tokens=False)[0]
+                ids = prompt_ids + rest
+            yield self._fit(ids, len(prompt_ids))
 
     def _fit(self, ids: list[int], prompt_length: int) -> Outcome:
         eos_id = self.tokenizer.eos_token_id
@@ -570,3 +416,120 @@ class SFTDataset(TorchDataset):
                 "or choose truncation right (where the prompt leaves room) or drop",
             )
         return Encoded(ids[: self.max_len], prompt_length, truncated=True)
+
+
+class RolloutBatchSampler(Sampler[list[int]]):
+    """Batches of prompt positions for one rank.
+
+    The order of an epoch and its cut into global batches depend on the seed, the epoch and the position only, never on
+    the number of ranks. Rank r gets ``batch[r::world_size]`` of every global batch: all ranks yield equally many
+    batches, and on the last, short one a rank's share may be an EMPTY list. No prompt is dropped or repeated, but for
+    those that :meth:`leave_out` names.
+
+    The position (``consumed_samples``) counts prompts over all ranks within the epoch, and moves on when a batch is
+    yielded: it is exact for a ``DataLoader(batch_sampler=…, num_workers=0)``, which asks for a batch when it needs it.
+
+    Args:
+        num_samples: prompts in the dataset.
+        batch_size: prompts per batch over all ranks (``gen_batch_size``).
+        rank: this rank.
+        world_size: number of ranks.
+        shuffle: a new order each epoch; else the dataset's.
+        seed: of the orders.
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        batch_size: int,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        shuffle: bool = True,
+        seed: int = 42,
+    ) -> None:
+        if num_samples < 1:
+            raise ValueError(f"num_samples is {num_samples}: the dataset is empty")
+        if batch_size < 1:
+            raise ValueError(f"--rollout_batch_size is {batch_size}; at least 1")
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank {rank} of {world_size}")
+        self.num_samples, self.batch_size = num_samples, batch_size
+        self.rank, self.world_size = rank, world_size
+        self.shuffle, self.seed = shuffle, seed
+        self.epoch = 0
+        self.consumed_samples = 0
+        self._start = 0
+        self._left_out: frozenset[int] = frozenset()
+
+    def leave_out(self, positions: Iterable[int]) -> None:
+        """Leave these prompts out of all further passes, beside those left out before; the same on every rank."""
+        left_out = self._left_out | set(positions)
+        if unknown := sorted(p for p in left_out if not 0 <= p < self.num_samples):
+            raise ValueError(f"prompt {unknown[0]} of {self.num_samples} cannot be left out")
+        if len(left_out) == self.num_samples:
+            raise ValueError(f"all {self.num_samples} prompts would be left out")
+        self._left_out = frozenset(left_out)
+
+    @property
+    def epoch_size(self) -> int:
+        """Prompts of an epoch."""
+        return self.num_samples - len(self._left_out)
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Batches of a whole epoch."""
+        return -(-self.epoch_size // self.batch_size)
+
+    def order(self) -> list[int]:
+        """Positions of all prompts in this epoch's order, the same on every rank."""
+        whole: Iterable[int] = range(self.num_samples)
+        if self.shuffle:
+            # Not seed + epoch: epoch 1 of seed 42 would be epoch 0 of seed 43.
+            generator = torch.Generator().manual_seed((self.seed * 1_000_003 + self.epoch) % 2**63)
+            whole = torch.randperm(self.num_samples, generator=generator).tolist()
+        return [position for position in whole if position not in self._left_out]
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order, start = self.order(), self._start
+        self._start = 0  # a resumed position counts once; the next pass is a whole one
+        self.consumed_samples = start
+        for begin in range(start, len(order), self.batch_size):
+            batch = order[begin : begin + self.batch_size]
+            self.consumed_samples = begin + len(batch)
+            yield batch[self.rank :: self.world_size]
+
+    def __len__(self) -> int:
+        """Batches that the next pass yields (equal on all ranks); less than an epoch's after a resume."""
+        return -(-(self.epoch_size - self._start) // self.batch_size)
+
+    def set_epoch(self, epoch: int, consumed_samples: int = 0) -> None:
+        """Choose the order of the next pass and where it starts.
+
+        Args:
+            epoch: number of the epoch.
+            consumed_samples: prompts of this epoch already used, over all ranks. All of them: an empty pass.
+        """
+        if not 0 <= consumed_samples <= self.epoch_size:
+            raise ValueError(
+                f"consumed_samples is {consumed_samples}, but an epoch has {self.epoch_size} prompts; "
+                "it counts within the epoch"
+            )
+        self.epoch = epoch
+        self.consumed_samples = self._start = consumed_samples
+
+    def state_dict(self) -> dict[str, Any]:
+        """Epoch, position, and what must not change for the position to mean the same."""
+        names = ("epoch", "consumed_samples", "num_samples", "shuffle", "seed")
+        return {name: getattr(self, name) for name in names} | {"left_out": sorted(self._left_out)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue after the prompts that the saved run had used; another world or batch size is fine."""
+        for name in ("num_samples", "shuffle", "seed"):
+            if state[name] != getattr(self, name):
+                raise ValueError(
+                    f"the checkpoint's sampler has {name} {state[name]}, this run has {getattr(self, name)}: its "
+                    "position means nothing in this data; use the same data and --seed, or start anew"
+                )
+        self._left_out = frozenset(state.get("left_out", ()))
+        self.set_epoch(state["epoch"], state["consumed_samples"])

@@ -1,4 +1,4 @@
-"""Groups of rollouts as plain values, for checkpoints and files, and back."""
+"""The two records of a rollout, as engines and reward sources see them; groups of them as plain values and back."""
 
 from __future__ import annotations
 
@@ -67,17 +67,20 @@ class Rollout:
         return self.finish_reason == "length"
 
 
-_OWN = [f.name for f in dataclasses.fields(Rollout) if f.name not in ("prompt", "baseline")]
-
-
 def to_plain(group: Sequence[Rollout]) -> dict[str, Any]:
     """Samples of one prompt, which is kept once, as is their greedy baseline."""
     baseline = group[0].baseline
     return {
-        "prompt": {f.name: getattr(group[0].prompt, f.name) for f in dataclasses.fields(Prompt)},
-        "baseline": _sample(baseline) if baseline is not None else None,
-        "samples": [_sample(rollout) for rollout in group],
+        "prompt": _fields(group[0].prompt),
+        "baseline": None if baseline is None else _fields(baseline),
+        "samples": [_fields(rollout) for rollout in group],
     }
+
+
+def _fields(record: Prompt | Rollout) -> dict[str, Any]:
+    """A record's own fields, without the records that it points to."""
+    names = (f.name for f in dataclasses.fields(record))
+    return {name: getattr(record, name) for name in names if name not in ("prompt", "baseline")}
 
 
 def from_plain(values: Mapping[str, Any]) -> list[Rollout]:
@@ -87,16 +90,8 @@ def from_plain(values: Mapping[str, Any]) -> list[Rollout]:
     return [Rollout(prompt, **sample, baseline=baseline) for sample in values["samples"]]
 
 
-def _sample(rollout: Rollout) -> dict[str, Any]:
-    return {name: getattr(rollout, name) for name in _OWN}
-
-
 def group_by_prompt(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
-    """The samples of each prompt.
-
-    Args:
-        rollouts: as engines give them: those of a prompt one behind the other, ``sample_index`` rising.
-    """
+    """The samples of each prompt, of rollouts as engines give them: a prompt's together, ``sample_index`` rising."""
     groups: list[list[Rollout]] = []
     for rollout in rollouts:
         last = groups[-1][-1] if groups else None

@@ -1,4 +1,7 @@
-"""Checking and tokenising every row of a dataset once, before training: bad rows by policy, counts, compact ids."""
+"""Rows become prompts and token ids: which columns are read, how prompts become text, what becomes of bad rows.
+
+Every row is checked and tokenised once, before training.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +16,15 @@ import numpy as np
 
 from lightppo.errors import BadRowError, DataError
 
-logger = logging.getLogger(__name__)
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 if TYPE_CHECKING:
     from datasets import Dataset
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+Chat = list[dict[str, Any]]
 
 ORIGIN_COLUMN = "__origin__"  # hidden column: the file and line a row came from
-
 DEFAULT_INPUT_KEY = "input"
 PROMPT_KEYS = (DEFAULT_INPUT_KEY, "prompt", "messages", "question", "query", "problem", "instruction")
 TEXT_KEYS = (DEFAULT_INPUT_KEY, "text", "content")  # plain documents, for pretraining
@@ -30,37 +32,16 @@ COMPLETION_KEYS = ("output", "completion", "response", "answer", "solution")
 LABEL_KEYS = ("reward_model.ground_truth", "ground_truth", "label", "answer", "solution", "solutions", "input_output")
 PREFERENCE_KEYS = ("chosen", "rejected")
 
-Chat = list[dict[str, Any]]
-_MISSING = object()
 
-
-def lookup(row: Mapping[str, Any], key: str) -> Any:
-    """Value of a column, or of a field inside one by a dotted key (``reward_model.ground_truth``); None if absent."""
-    if key in row:
-        return row[key]
-    value: Any = row
-    for part in key.split("."):
-        if not isinstance(value, Mapping) or part not in value:
-            return None
-        value = value[part]
-    return value
-
-
-def _column_of(key: str, columns: Iterable[str]) -> str | None:
-    """The column that holds ``key``: itself, or the one before the first dot."""
-    columns = set(columns)
-    if key in columns:
-        return key
-    head = key.split(".")[0]
-    return head if head in columns else None
+# -- which columns are read ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class RowFields:
-    """The keys that are tried, in order, for each part of a row.
+    """The keys that are tried, in order, for each part of a row; the first one with a value in the row counts.
 
     Attributes:
-        prompt: keys of the prompt; the first one with a value in the row counts.
+        prompt: keys of the prompt.
         completion: keys of the answer to learn (supervised training).
         label: keys of the ground truth.
         label_required: an explicit label key: a row without it is bad.
@@ -78,20 +59,10 @@ class RowFields:
     documents: bool = False
 
     def columns_in(self, columns: Iterable[str]) -> list[str]:
-        """Those of the data's columns that are needed to render a row."""
+        """The data's columns that are needed to render a row."""
         keys = [*self.prompt, *self.completion, *self.label, *(PREFERENCE_KEYS if self.preference else ())]
         used = {_column_of(key, columns) for key in keys}
         return [c for c in columns if c in used]
-
-
-def _explicit(key: str, columns: Sequence[str], flag: str) -> tuple[str, ...]:
-    if _column_of(key, columns) is None:
-        raise DataError(f"{flag} {key!r} is not a column of the data; its columns: {_listed(columns)}")
-    return (key,)
-
-
-def _listed(columns: Iterable[str]) -> str:
-    return ", ".join(c for c in columns if c != ORIGIN_COLUMN) or "(none)"
 
 
 def resolve_fields(
@@ -103,7 +74,7 @@ def resolve_fields(
     supervised: bool = False,
     documents: bool = False,
 ) -> RowFields:
-    """Decide which keys are read from data with these columns.
+    """Decide which keys are read from data with these columns; DataError lists the columns where none fits.
 
     Args:
         columns: names of the columns.
@@ -113,114 +84,64 @@ def resolve_fields(
         supervised: rows need a completion too.
         documents: rows may be plain text (pretraining); the prompt's key then holds all of it, unless ``output_key``
             says otherwise or the row has one of the forms with a completion.
-
-    Raises:
-        DataError: an explicit key is no column, or no known form fits; the message lists the columns.
     """
-    label = _explicit(label_key, columns, "--label_key") if label_key else _known(LABEL_KEYS, columns)
+
+    def known(keys: Iterable[str]) -> tuple[str, ...]:
+        return tuple(k for k in dict.fromkeys(keys) if _column_of(k, columns))
+
+    def explicit(key: str, flag: str) -> tuple[str, ...]:
+        if _column_of(key, columns) is None:
+            raise DataError(f"{flag} {key!r} is not a column of the data; its columns: {listed}")
+        return (key,)
+
+    listed = ", ".join(c for c in columns if c != ORIGIN_COLUMN) or "(none)"
+    label = explicit(label_key, "--label_key") if label_key else known(LABEL_KEYS)
     preference = set(PREFERENCE_KEYS) <= set(columns)
-    if documents and _column_of(input_key, columns) is None and (known := _known(TEXT_KEYS, columns)):
+    if documents and _column_of(input_key, columns) is None and (text := known(TEXT_KEYS)):
         # --input_key names the prompts' column; the pretraining data beside them has its own
-        logger.info("--input_key %r is not a column of the text data; reading %r", input_key, known[0])
+        logger.info("--input_key %r is not a column of the text data; reading %r", input_key, text[0])
         input_key = DEFAULT_INPUT_KEY
     if input_key != DEFAULT_INPUT_KEY:
-        prompt = _explicit(input_key, columns, "--input_key")
+        prompt = explicit(input_key, "--input_key")
         preference = supervised and preference
     else:
-        prompt = _known(((*TEXT_KEYS, *PROMPT_KEYS) if documents else PROMPT_KEYS), columns)
+        prompt = known((*TEXT_KEYS, *PROMPT_KEYS) if documents else PROMPT_KEYS)
     if not prompt and not preference:
         raise DataError(
-            f"no column with a prompt: set --input_key to one of the columns: {_listed(columns)} "
+            f"no column with a prompt: set --input_key to one of the columns: {listed} "
             f"(recognised without it: {', '.join(PROMPT_KEYS)}, or chosen and rejected)"
         )
     completion: tuple[str, ...] = ()
     if output_key:
-        completion = _explicit(output_key, columns, "--output_key")
+        completion = explicit(output_key, "--output_key")
     elif supervised and not (documents and input_key != DEFAULT_INPUT_KEY):
-        completion = tuple(k for k in _known(COMPLETION_KEYS, columns) if k not in prompt)
-    return RowFields(
-        prompt=prompt,
-        completion=completion,
-        label=label,
-        label_required=label_key is not None,
-        completion_required=output_key is not None,
-        preference=preference,
-        documents=documents,
-    )
+        completion = tuple(k for k in known(COMPLETION_KEYS) if k not in prompt)
+    return RowFields(prompt, completion, label, label_key is not None, output_key is not None, preference, documents)
 
 
-def _known(keys: Iterable[str], columns: Sequence[str]) -> tuple[str, ...]:
-    return tuple(k for k in dict.fromkeys(keys) if _column_of(k, columns))
+def _column_of(key: str, columns: Iterable[str]) -> str | None:
+    """The column that holds ``key``: itself, or the one before the first dot."""
+    columns = set(columns)
+    return next((name for name in (key, key.split(".")[0]) if name in columns), None)
+
+
+def lookup(row: Mapping[str, Any], key: str) -> Any:
+    """Value of a column, or of a field inside one by a dotted key (``reward_model.ground_truth``); None if absent."""
+    if key in row:
+        return row[key]
+    value: Any = row
+    for part in key.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            return None
+        value = value[part]
+    return value
 
 
 def _first_value(row: Mapping[str, Any], keys: Iterable[str]) -> tuple[str | None, Any]:
-    for key in keys:
-        value = lookup(row, key)
-        if value is not None:
-            return key, value
-    return None, None
+    return next(((key, value) for key in keys if (value := lookup(row, key)) is not None), (None, None))
 
 
-def read_chat(value: Sequence[Any], where: str) -> Chat:
-    """Check a list of chat messages and return it without the None fields that Arrow adds.
-
-    Raises:
-        BadRowError: not messages of ``role`` and text ``content``, or nothing in it.
-    """
-    if not value:
-        raise BadRowError("empty", f"{where} is an empty list of messages")
-    chat: Chat = []
-    for i, message in enumerate(value):
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise BadRowError(
-                "wrong_type", f"{where}[{i}] is {_shown(message)}; a message has a role (text) and a content"
-            )
-        content = message.get("content")
-        if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
-            raise BadRowError("wrong_type", f"{where}[{i}].content is {_shown(content)}; only text is read")
-        chat.append({k: v for k, v in message.items() if v is not None or k == "content"})
-    last = chat[-1].get("content")
-    if last is not None and not last.strip():
-        raise BadRowError("empty", f"{where}: the last message is empty")
-    return chat
-
-
-def _text_or_chat(value: Any, where: str) -> str | Chat:
-    if isinstance(value, str):
-        if not value.strip():
-            raise BadRowError("empty", f"{where} is empty")
-        return value
-    if isinstance(value, list | tuple):
-        return read_chat(value, where)
-    raise BadRowError("wrong_type", f"{where} is {_shown(value)}; text or a list of chat messages is needed")
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
-
-
-def _common_prompt(chosen: Any, rejected: Any) -> tuple[str | Chat, str | Chat]:
-    """Prompt and chosen answer of a preference row without a prompt: what both answers begin with."""
-    if isinstance(chosen, list) and isinstance(rejected, list):
-        chosen, rejected = read_chat(chosen, "'chosen'"), read_chat(rejected, "'rejected'")
-        shared = 0
-        while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
-            shared += 1
-        if 0 < shared < len(chosen):
-            return chosen[:shared], chosen[shared:]
-    elif isinstance(chosen, str) and isinstance(rejected, str):
-        shared = 0
-        while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
-            shared += 1
-        turn = "\n\nAssistant:"  # the form of hh-rlhf, the one public set of such texts
-        cut = chosen.rfind(turn, 0, shared)
-        if cut >= 0 and chosen[:cut].strip() and chosen[cut + len(turn) :].strip():
-            return chosen[: cut + len(turn)], chosen[cut + len(turn) :]
-    else:
-        kinds = f"{type(chosen).__name__} and {type(rejected).__name__}"
-        raise BadRowError("wrong_type", f"'chosen' and 'rejected' are {kinds}; both must be text, or both chats")
-    raise BadRowError("missing", "'chosen' and 'rejected' share no prompt; set --input_key to the column that holds it")
+# -- the parts of a row; BadRowError where one is missing, of the wrong type, or empty -------------------------------
 
 
 def read_prompt(row: Mapping[str, Any], fields: RowFields) -> tuple[str | Chat, str | None]:
@@ -228,16 +149,8 @@ def read_prompt(row: Mapping[str, Any], fields: RowFields) -> tuple[str | Chat, 
 
     A chat under ``messages`` that ends with an assistant turn is a finished conversation: the prompt is what comes
     before.
-
-    Raises:
-        BadRowError: nothing there, of the wrong type, or empty.
     """
-    key, value = _first_value(row, fields.prompt)
-    if key is None:
-        if fields.preference and all(row.get(k) is not None for k in PREFERENCE_KEYS):
-            return _common_prompt(row["chosen"], row["rejected"])[0], None
-        raise BadRowError("missing", f"no prompt: {' and '.join(repr(k) for k in fields.prompt)} missing or null")
-    prompt = _text_or_chat(value, repr(key))
+    prompt, key, _ = _prompt_and_chosen(row, fields)
     if key == "messages" and isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
         if len(prompt) == 1:
             raise BadRowError("missing", "'messages' has an answer but no prompt")
@@ -246,11 +159,7 @@ def read_prompt(row: Mapping[str, Any], fields: RowFields) -> tuple[str | Chat, 
 
 
 def read_label(row: Mapping[str, Any], fields: RowFields) -> Any:
-    """The ground truth of a row, any JSON value; None where the data has none.
-
-    Raises:
-        BadRowError: an explicit label key without a value.
-    """
+    """The ground truth of a row, any JSON value; None where the data has none."""
     key, value = _first_value(row, fields.label)
     if key is None and fields.label_required:
         raise BadRowError("missing", f"no label: {fields.label[0]!r} missing or null")
@@ -258,17 +167,10 @@ def read_label(row: Mapping[str, Any], fields: RowFields) -> Any:
 
 
 def read_example(row: Mapping[str, Any], fields: RowFields) -> tuple[str | Chat, str | Chat | None]:
-    """Prompt and completion of a supervised row; the completion is None for plain text.
-
-    Raises:
-        BadRowError: a part is missing, of the wrong type, or empty.
-    """
-    key, value = _first_value(row, fields.prompt)
+    """Prompt and completion of a supervised row; the completion is None for plain text."""
+    prompt, key, chosen = _prompt_and_chosen(row, fields)
     if key is None:
-        if fields.preference and all(row.get(k) is not None for k in PREFERENCE_KEYS):
-            return _common_prompt(row["chosen"], row["rejected"])
-        raise BadRowError("missing", f"no prompt: {' and '.join(repr(k) for k in fields.prompt)} missing or null")
-    prompt = _text_or_chat(value, repr(key))
+        return prompt, chosen
     output, answer = _first_value(row, fields.completion)
     if output is None and fields.completion_required:
         raise BadRowError("missing", f"no completion: {fields.completion[0]!r} missing or null")
@@ -291,6 +193,77 @@ def read_example(row: Mapping[str, Any], fields: RowFields) -> tuple[str | Chat,
     return prompt, completion
 
 
+def _prompt_and_chosen(row: Mapping[str, Any], fields: RowFields) -> tuple[str | Chat, str | None, str | Chat | None]:
+    """Prompt and its key; or where no key has a value, what a preference pair begins with, None and the chosen answer.
+
+    What both answers begin with is, in chats, their common messages; in text, all up to the last assistant's turn.
+    """
+    key, value = _first_value(row, fields.prompt)
+    if key is not None:
+        return _text_or_chat(value, repr(key)), key, None
+    if not fields.preference or any(row.get(k) is None for k in PREFERENCE_KEYS):
+        raise BadRowError("missing", f"no prompt: {' and '.join(repr(k) for k in fields.prompt)} missing or null")
+    chosen, rejected = row["chosen"], row["rejected"]
+    if isinstance(chosen, list) and isinstance(rejected, list):
+        chosen, rejected = _chat(chosen, "'chosen'"), _chat(rejected, "'rejected'")
+        cut = _shared(chosen, rejected)
+        if 0 < cut < len(chosen):
+            return chosen[:cut], None, chosen[cut:]
+    elif isinstance(chosen, str) and isinstance(rejected, str):
+        turn = "\n\nAssistant:"  # the form of hh-rlhf, the one public set of such texts
+        start = chosen.rfind(turn, 0, _shared(chosen, rejected))
+        cut = start + len(turn)
+        if start >= 0 and chosen[:start].strip() and chosen[cut:].strip():
+            return chosen[:cut], None, chosen[cut:]
+    else:
+        kinds = f"{type(chosen).__name__} and {type(rejected).__name__}"
+        raise BadRowError("wrong_type", f"'chosen' and 'rejected' are {kinds}; both must be text, or both chats")
+    raise BadRowError("missing", "'chosen' and 'rejected' share no prompt; set --input_key to the column that holds it")
+
+
+def _shared(a: Sequence[Any], b: Sequence[Any]) -> int:
+    """Length of the common beginning."""
+    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+
+
+def _text_or_chat(value: Any, where: str) -> str | Chat:
+    if isinstance(value, str):
+        if not value.strip():
+            raise BadRowError("empty", f"{where} is empty")
+        return value
+    if isinstance(value, list | tuple):
+        return _chat(value, where)
+    raise BadRowError("wrong_type", f"{where} is {_shown(value)}; text or a list of chat messages is needed")
+
+
+def _chat(value: Sequence[Any], where: str) -> Chat:
+    """Checked messages of ``role`` and text ``content``, without the None fields that Arrow adds."""
+    if not value:
+        raise BadRowError("empty", f"{where} is an empty list of messages")
+    chat: Chat = []
+    for i, message in enumerate(value):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise BadRowError(
+                "wrong_type", f"{where}[{i}] is {_shown(message)}; a message has a role (text) and a content"
+            )
+        content = message.get("content")
+        if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+            raise BadRowError("wrong_type", f"{where}[{i}].content is {_shown(content)}; only text is read")
+        chat.append({k: v for k, v in message.items() if v is not None or k == "content"})
+    last = chat[-1].get("content")
+    if last is not None and not last.strip():
+        raise BadRowError("empty", f"{where}: the last message is empty")
+    return chat
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
+
+
+# -- prompts as text and ids -----------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Rendered:
     """A prompt as text.
@@ -311,16 +284,14 @@ class PromptTemplate:
     """How prompts become text, and text becomes ids; the same for rollouts and for supervised training.
 
     A chat goes through the tokenizer's chat template always: it has no other form as text. Plain text does so with
-    ``apply_chat_template`` (as one user message), else through ``input_template``, else it stays as it is.
+    ``apply_chat_template`` (as one user message), else through ``input_template``, else it stays as it is. DataError
+    where these options contradict each other or the data, or the tokenizer has no chat template.
 
     Args:
         tokenizer: a Hugging Face tokenizer.
         apply_chat_template: render plain text as a user message too.
         input_template: text with one ``{}`` where the prompt goes.
         system_prompt: system message put before chats that have none of their own.
-
-    Raises:
-        DataError: options that contradict each other, or a tokenizer without a chat template.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -350,12 +321,7 @@ class PromptTemplate:
         return f"the tokenizer {getattr(self.tokenizer, 'name_or_path', '') or type(self.tokenizer).__name__}"
 
     def render(self, prompt: str | Chat) -> Rendered:
-        """Text of one prompt.
-
-        Raises:
-            BadRowError: the chat template refuses the messages.
-            DataError: the options do not fit the data (not a matter of one row).
-        """
+        """Text of one prompt; a chat that ends in the assistant's words is to be continued, not answered."""
         if isinstance(prompt, str) and not self.apply_chat_template:
             if self.system_prompt is not None:
                 raise DataError("--system_prompt needs chat rows or --apply_chat_template; the prompts are plain text")
@@ -363,39 +329,29 @@ class PromptTemplate:
             text = prompt if self.input_template is None else self.input_template.replace("{}", prompt)
             return Rendered(text, is_chat=False, messages=None)
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        # A prompt that ends in the assistant's words is to be continued, not answered.
         continued = messages[-1]["role"] == "assistant"
-        return Rendered(self.chat_text(messages, add_generation_prompt=not continued), True, messages)
+        options = {"continue_final_message": True} if continued else {}
+        return Rendered(self.chat_text(messages, add_generation_prompt=not continued, **options), True, messages)
 
-    def chat_text(self, messages: Chat, *, add_generation_prompt: bool) -> str:
-        """Messages through the chat template, system prompt added; without a generation prompt they are continued."""
-        self._check_chat()
-        options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": add_generation_prompt}
-        if not add_generation_prompt:
-            options["continue_final_message"] = True
-        return self._apply(self._with_system(messages), options)
+    def chat_text(self, messages: Chat, **options: Any) -> str:
+        """Messages through the chat template, system prompt added; without options the last turn is closed.
 
-    def finished_chat_text(self, messages: Chat) -> str:
-        """A whole conversation through the chat template, its last turn closed."""
-        self._check_chat()
-        return self._apply(self._with_system(messages), {"tokenize": False, "add_generation_prompt": False})
+        Args:
+            messages: the chat.
+            **options: of the tokenizer's ``apply_chat_template``.
+        """
+        from jinja2 import TemplateError
 
-    def _check_chat(self) -> None:
         if self.input_template is not None:
             raise DataError("--input_template is for plain text, but the rows are chats; leave it out")
         if not self._has_template:
             raise DataError(f"the rows are chats, but {self._name} has no chat template; set one, or give text prompts")
-
-    def _with_system(self, messages: Chat) -> Chat:
-        if self.system_prompt is None or messages[0]["role"] == "system":
-            return messages
-        return [{"role": "system", "content": self.system_prompt}, *messages]
-
-    def _apply(self, messages: Chat, options: dict[str, Any]) -> str:
-        from jinja2 import TemplateError
-
+        if self.system_prompt is not None and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": self.system_prompt}, *messages]
         try:
-            return self.tokenizer.apply_chat_template(messages, **options)
+            return self.tokenizer.apply_chat_template(
+                messages, tokenize=False, **{"add_generation_prompt": False} | options
+            )
         except (TemplateError, ValueError, TypeError, KeyError) as error:
             raise BadRowError("template", f"the chat template refuses it: {type(error).__name__}: {error}") from error
 
@@ -418,16 +374,16 @@ class PromptTemplate:
     def encode_rendered(self, rendered: list[Rendered]) -> list[list[int]]:
         """Token ids of rendered prompts, in their order."""
         bos = self.tokenizer.bos_token
-        plain = [i for i, r in enumerate(rendered) if not r.is_chat and not (bos and r.text.startswith(bos))]
-        chosen = set(plain)
-        whole = [i for i in range(len(rendered)) if i not in chosen]  # their begin-of-text, if any, is in the text
-        ids: list[list[int]] = [[] for _ in rendered]
-        for group, special_tokens in ((plain, True), (whole, False)):
-            encoded = self.encode([rendered[i].text for i in group], special_tokens=special_tokens)
-            for i, row in zip(group, encoded):
-                ids[i] = row
-        return ids
+        # Chats, and texts that begin with a begin-of-text, get no second one.
+        is_plain = [not r.is_chat and not (bos and r.text.startswith(bos)) for r in rendered]
+        found = {
+            plain: iter(self.encode([r.text for r, p in zip(rendered, is_plain) if p is plain], special_tokens=plain))
+            for plain in (True, False)
+        }
+        return [next(found[plain]) for plain in is_plain]
 
+
+# -- all rows of a dataset -------------------------------------------------------------------------------------------
 
 BadRowPolicy = Literal["error", "skip"]
 CHUNK_ROWS = 1000  # rows tokenised in one call
@@ -515,12 +471,7 @@ def setting(given: Any, strategy: Any, name: str, default: Any) -> Any:
 
 
 def check_dataset(dataset: Any) -> None:
-    """Refuse what is not a non-empty map-style dataset.
-
-    Raises:
-        DataError: no rows.
-        TypeError: not a ``datasets.Dataset``.
-    """
+    """Refuse what is not a non-empty map-style dataset."""
     if not hasattr(dataset, "column_names") or not hasattr(dataset, "__len__"):
         raise TypeError(f"a datasets.Dataset is needed (see blending_datasets), not {type(dataset).__name__}")
     if len(dataset) == 0:
@@ -541,27 +492,21 @@ def prepare_rows(
         dataset: the rows.
         columns: the columns that ``encode_chunk`` reads.
         encode_chunk: rows -> one outcome each.
-        on_bad_row: ``error`` raises at the first bad row; ``skip`` leaves bad rows out, counted and logged.
+        on_bad_row: ``error`` raises at the first bad row, named by file and line; ``skip`` leaves bad rows out, counted
+            and logged.
         num_workers: processes that encode; 0 or 1 for this one.
-
-    Raises:
-        DataError: a bad row (under ``error``), named by file and line; or no row left.
     """
     if on_bad_row not in ("error", "skip"):
         raise DataError(f"--on_bad_row is {on_bad_row!r}; error or skip")
     check_dataset(dataset)
-    report = DatasetReport(rows=len(dataset))
     dropped: Counter[str] = Counter()
     skipped: list[str] = []
-    numbers, lengths, prompt_lengths, truncated = [], [], [], []
-    flat: list[np.ndarray] = []
+    numbers: list[int] = []
+    kept: list[Encoded] = []
     for number, outcome in enumerate(_outcomes(dataset.select_columns(columns), encode_chunk, num_workers)):
         if isinstance(outcome, Encoded):
             numbers.append(number)
-            lengths.append(len(outcome.token_ids))
-            prompt_lengths.append(outcome.prompt_length)
-            truncated.append(outcome.truncated)
-            flat.append(np.asarray(outcome.token_ids, dtype=np.int32))
+            kept.append(outcome._replace(token_ids=np.asarray(outcome.token_ids, dtype=np.int32)))
             continue
         dropped[outcome.reason] += 1
         if isinstance(outcome, BadRowError):
@@ -570,8 +515,8 @@ def prepare_rows(
                 raise DataError(f"{message} (mend the row, or leave such rows out with --on_bad_row skip)") from outcome
             if len(skipped) < NAMED_ROWS:
                 skipped.append(message)
-    report.kept, report.truncated, report.dropped = len(numbers), sum(truncated), dict(dropped)
-    if not numbers:
+    report = DatasetReport(len(dataset), len(kept), sum(row.truncated for row in kept), dict(dropped))
+    if not kept:
         raise DataError(f"no row is left to train on. {report}" + "".join(f"\n  {m}" for m in skipped))
     if skipped:
         logger.warning("bad rows skipped, the first of them:\n  %s", "\n  ".join(skipped))
@@ -579,10 +524,10 @@ def prepare_rows(
         logger.warning("%s", report)
     return PreparedRows(
         row_numbers=np.asarray(numbers, dtype=np.int64),
-        prompt_lengths=np.asarray(prompt_lengths, dtype=np.int64),
-        truncated=np.asarray(truncated, dtype=bool),
-        offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
-        flat_ids=np.concatenate(flat),
+        prompt_lengths=np.asarray([row.prompt_length for row in kept], dtype=np.int64),
+        truncated=np.asarray([row.truncated for row in kept], dtype=bool),
+        offsets=np.cumsum([0, *(len(row.token_ids) for row in kept)], dtype=np.int64),
+        flat_ids=np.concatenate([row.token_ids for row in kept]),
         report=report,
     )
 

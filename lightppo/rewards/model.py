@@ -95,7 +95,7 @@ class Retemplated:
         try:
             if rollout.truncated:  # no template closes what is not finished
                 return self._template.render(messages).text + rollout.response_text
-            return self._template.finished_chat_text(_answered(messages, rollout.response_text))
+            return self._template.chat_text(_answered(messages, rollout.response_text))
         except (BadRowError, DataError) as error:
             raise RewardError(f"--reward_input_tokenizer: {describe_sample(rollouts, i)}: {error}") from error
 
