@@ -332,22 +332,22 @@ class KillablePool:
             raise RewardError(
                 f"arguments of a reward call cannot be sent to a worker process: {type(error).__name__}: {error}"
             ) from error
+        if not calls:
+            return []
         outcomes: list[Outcome] = []
-        for _ in range(_START_TRIES if calls else 0):
+        for _ in range(_START_TRIES):
             running = self._start()
             try:
-                futures = [running.schedule(payload, self.timeout) for payload in payloads[len(outcomes) :]]
-                outcomes += (running.outcome(future, self.timeout) for future in futures)
+                for future in [running.schedule(payload, self.timeout) for payload in payloads[len(outcomes) :]]:
+                    outcomes.append(running.outcome(future, self.timeout))
                 return outcomes
             except BrokenProcessPool:
+                why = running.workers.last_end()
                 self._drop(running)
             except WorkerStartError:
                 self._drop(running)
                 raise
-        if calls:
-            why = running.workers.last_end()
-            raise WorkerStartError(f"{_START_TRIES} worker processes in a row did not start: {why}")
-        return outcomes
+        raise WorkerStartError(f"{_START_TRIES} worker processes in a row did not start: {why}")
 
     @property
     def worker_pids(self) -> list[int]:

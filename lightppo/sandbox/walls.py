@@ -342,25 +342,20 @@ def _expect_sign(channel: socket.socket) -> None:
 
 def _map_ids(process: int) -> None:
     """Root keeps its id inside and gives programs another one; everybody else has but his own."""
-    ids = {"uid_map": os.geteuid(), "gid_map": os.getegid()}
+    one = {"uid_map": f"{INNER_ID} {os.geteuid()} 1", "gid_map": f"{INNER_ID} {os.getegid()} 1"}
     if os.geteuid() == 0:
+        with contextlib.suppress(PermissionError):  # root without CAP_SETUID
+            return _write(process, dict.fromkeys(one, f"0 0 1\n{INNER_ID} {_NOBODY} 1"))
+    _write(process, {"setgroups": "deny"} | one)
+
+
+def _write(process: int, texts: dict[str, str]) -> None:
+    for name, text in texts.items():
         try:
-            for name in ids:
-                _write(f"/proc/{process}/{name}", f"0 0 1\n{INNER_ID} {_NOBODY} 1")
-            return
-        except PermissionError:  # root without CAP_SETUID
-            pass
-    _write(f"/proc/{process}/setgroups", "deny")
-    for name, outer in ids.items():
-        _write(f"/proc/{process}/{name}", f"{INNER_ID} {outer} 1")
-
-
-def _write(path: str, text: str) -> None:
-    try:
-        with open(path, "wb", buffering=0) as file:
-            file.write(text.encode())
-    except OSError as error:
-        raise type(error)(error.errno, f"writing {os.path.basename(path)}: {error.strerror}") from None
+            with open(f"/proc/{process}/{name}", "wb", buffering=0) as file:
+                file.write(text.encode())
+        except OSError as error:
+            raise type(error)(error.errno, f"writing {name}: {error.strerror}") from None
 
 
 def build_root(readable: Sequence[str], links: dict[str, str]) -> bool:
