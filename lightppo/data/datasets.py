@@ -55,22 +55,12 @@ class _PreparedDataset(TorchDataset):
     def _prepare(
         self,
         strategy: Any,
-        *,
-        input_key: str | None,
-        input_template: str | None,
-        apply_chat_template: bool | None,
-        system_prompt: str | None,
         on_bad_row: BadRowPolicy | None,
         num_workers: int | None,
+        input_key: str | None,
         **fields: Any,
     ) -> None:
         """Decide how rows are read, and tokenise them all; options not given are looked up in ``strategy.args``."""
-        self.template = PromptTemplate(
-            self.tokenizer,
-            apply_chat_template=bool(setting(apply_chat_template, strategy, "apply_chat_template", False)),
-            input_template=setting(input_template, strategy, "input_template", None),
-            system_prompt=system_prompt,
-        )
         columns = self.dataset.column_names
         self.fields = resolve_fields(columns, input_key=setting(input_key, strategy, "input_key", "input"), **fields)
         read = {name: keys for name in ("prompt", "completion", "label") if (keys := getattr(self.fields, name))}
@@ -171,16 +161,14 @@ class PromptDataset(_PreparedDataset):
             raise DataError(f"--prompt_max_len is {self.prompt_max_len}; at least 1")
         if self.truncation not in get_args(Truncation):
             raise DataError(f"--truncation is {self.truncation!r}; one of {', '.join(get_args(Truncation))}")
-        self._prepare(
-            strategy,
-            input_key=input_key,
-            input_template=input_template,
-            apply_chat_template=apply_chat_template,
+        self.template = PromptTemplate(
+            tokenizer,
+            apply_chat_template=bool(setting(apply_chat_template, strategy, "apply_chat_template", False)),
+            input_template=setting(input_template, strategy, "input_template", None),
             system_prompt=setting(system_prompt, strategy, "system_prompt", None),
-            on_bad_row=on_bad_row,
-            num_workers=num_workers,
-            label_key=setting(label_key, strategy, "label_key", None),
         )
+        label_key = setting(label_key, strategy, "label_key", None)
+        self._prepare(strategy, on_bad_row, num_workers, input_key, label_key=label_key)
 
     def __getitem__(self, position: int) -> Prompt:
         return self.__getitems__([self._checked(position)])[0]
@@ -266,22 +254,13 @@ class SFTDataset(_PreparedDataset):
     Labels equal the ids where there is a loss, ``IGNORE_INDEX`` elsewhere (the loss shifts them, not the data). The
     loss is on the completion and on the end-of-text after it, or, with ``pretrain_mode``, on everything.
 
-    Args:
-        dataset: a ``datasets.Dataset``, best from :func:`~lightppo.data.readers.blending_datasets`.
-        tokenizer: a Hugging Face tokenizer with an end-of-text token.
+    Args as for :class:`PromptDataset`, and:
         max_len: limit of prompt and completion together, in tokens.
-        strategy: only for scripts in the seed's style: options not given are looked up in ``strategy.args``.
-        pretrain_mode: rows are text to model as a whole.
-        input_key: column of the prompt, or of the text; the forms of ``docs/data.md`` are recognised without it.
+        pretrain_mode: rows are text to model as a whole; ``input_key`` is then the column of the text.
         output_key: column of the completion; None tries the known names (``pretrain_mode``: the input is all text).
-        input_template: text with one ``{}`` where the prompt goes.
-        apply_chat_template: render text prompts as a user message of the tokenizer's chat template.
-        system_prompt: system message for chats that have none.
         truncation: a row over ``max_len``: ``error`` (a bad row; the default for SFT), cut on the ``right`` (the
             default for ``pretrain_mode``), or ``drop``. A row whose prompt leaves no room for a completion is bad.
-        on_bad_row: ``error`` or ``skip`` (counted in ``report``, named in the log).
         padding_side: of ``collate_fn``.
-        num_workers: processes that tokenise; 0: this one.
 
     Raises:
         DataError: no such column, an empty dataset, a bad row, a tokenizer without end-of-text.
@@ -319,18 +298,15 @@ class SFTDataset(_PreparedDataset):
             raise DataError("the tokenizer has no end-of-text (eos) token: the model could not learn to stop; set one")
         if not pretrain_mode:  # documents are not asked anything: a system prompt of the run is for its prompts
             system_prompt = setting(system_prompt, strategy, "system_prompt", None)
-        self._prepare(
-            strategy,
-            input_key=input_key,
-            input_template=input_template,
-            apply_chat_template=apply_chat_template,
+        self.template = PromptTemplate(
+            tokenizer,
+            apply_chat_template=bool(setting(apply_chat_template, strategy, "apply_chat_template", False)),
+            input_template=setting(input_template, strategy, "input_template", None),
             system_prompt=system_prompt,
-            on_bad_row=on_bad_row,
-            num_workers=num_workers,
-            output_key=setting(output_key, strategy, "output_key", None),
-            supervised=True,
-            documents=pretrain_mode,
         )
+        output_key = setting(output_key, strategy, "output_key", None)
+        fields = {"output_key": output_key, "supervised": True, "documents": pretrain_mode}
+        self._prepare(strategy, on_bad_row, num_workers, input_key, **fields)
 
     def __getitem__(self, position: int) -> dict[str, torch.Tensor]:
         """``input_ids`` and ``labels``, both (S,) long."""

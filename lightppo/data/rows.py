@@ -10,6 +10,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -41,11 +42,7 @@ class RowFields:
     """The keys that are tried, in order, for each part of a row; the first one with a value in the row counts.
 
     Attributes:
-        prompt: keys of the prompt.
-        completion: keys of the answer to learn (supervised training).
-        label: keys of the ground truth.
-        label_required: an explicit label key: a row without it is bad.
-        completion_required: an explicit output key: a row without it is bad.
+        label_required: an explicit label key: a row without it is bad; ``completion_required`` likewise.
         preference: the prompt may be the common beginning of ``chosen`` and ``rejected``.
         documents: text columns are whole documents, without a completion.
     """
@@ -391,10 +388,10 @@ NAMED_ROWS = 5  # skipped rows that the log names
 
 
 class Encoded(NamedTuple):
-    """One usable row: its ids, how many of them are the prompt, and whether it was cut."""
+    """One usable row."""
 
-    token_ids: list[int]
-    prompt_length: int
+    token_ids: Any  # prompt and completion
+    prompt_length: int  # how many of them are the prompt
     truncated: bool
 
 
@@ -410,19 +407,12 @@ EncodeChunk = Callable[[list[dict[str, Any]]], list[Outcome]]
 
 @dataclass
 class DatasetReport:
-    """What became of the rows.
-
-    Attributes:
-        rows: rows in the data.
-        kept: rows that are used.
-        truncated: rows among them that were cut.
-        dropped: rows left out, by reason: missing, wrong_type, empty, overlong, template.
-    """
+    """How many rows the data has, and what became of them."""
 
     rows: int = 0
     kept: int = 0
-    truncated: int = 0
-    dropped: dict[str, int] = field(default_factory=dict)
+    truncated: int = 0  # of those kept
+    dropped: dict[str, int] = field(default_factory=dict)  # by reason: missing, wrong_type, empty, overlong, template
 
     def __str__(self) -> str:
         dropped = ", ".join(f"{n} {reason}" for reason, n in sorted(self.dropped.items())) or "0"
@@ -431,22 +421,13 @@ class DatasetReport:
 
 @dataclass(frozen=True)
 class PreparedRows:
-    """Kept rows: ids in one flat array, so that a million prompts do not become a billion Python objects.
+    """The N kept rows: ids in one flat array, so that a million prompts do not become a billion Python objects."""
 
-    Attributes:
-        row_numbers: (N,) number of each kept row in the dataset.
-        prompt_lengths: (N,) how many of its ids are the prompt.
-        truncated: (N,) whether it was cut.
-        offsets: (N + 1,) where its ids begin in ``flat_ids``.
-        flat_ids: (total,) ids of all rows.
-        report: the counts.
-    """
-
-    row_numbers: np.ndarray
-    prompt_lengths: np.ndarray
-    truncated: np.ndarray
-    offsets: np.ndarray
-    flat_ids: np.ndarray
+    row_numbers: np.ndarray  # (N,) in the dataset
+    prompt_lengths: np.ndarray  # (N,) how many of a row's ids are the prompt
+    truncated: np.ndarray  # (N,) whether it was cut
+    offsets: np.ndarray  # (N + 1,) where its ids begin in flat_ids
+    flat_ids: np.ndarray  # of all rows
     report: DatasetReport
 
     def __len__(self) -> int:
@@ -534,38 +515,33 @@ def prepare_rows(
 
 def _outcomes(dataset: Dataset, encode_chunk: EncodeChunk, num_workers: int) -> Iterator[Outcome]:
     starts = range(0, len(dataset), CHUNK_ROWS)
+    job = partial(_encode_from, dataset, encode_chunk)
     if num_workers <= 1:
         for start in starts:
-            yield from _encode_from(start, dataset, encode_chunk)
+            yield from job(start)
         return
     from concurrent.futures import ProcessPoolExecutor
     from multiprocessing import get_context
 
     # fork: the dataset and the tokenizer are inherited, not pickled; the executor notices a killed worker.
-    context = get_context("fork")
-    with ProcessPoolExecutor(
-        num_workers, mp_context=context, initializer=_start_worker, initargs=(dataset, encode_chunk)
-    ) as pool:
+    with ProcessPoolExecutor(num_workers, get_context("fork"), initializer=_start_worker, initargs=(job,)) as pool:
         for outcomes in pool.map(_work, starts):
             yield from outcomes
 
 
-def _encode_from(start: int, dataset: Dataset, encode_chunk: EncodeChunk) -> list[Outcome]:
+def _encode_from(dataset: Dataset, encode_chunk: EncodeChunk, start: int) -> list[Outcome]:
     columns = dataset[start : start + CHUNK_ROWS]
-    size = min(CHUNK_ROWS, len(dataset) - start)
-    return encode_chunk([{name: values[i] for name, values in columns.items()} for i in range(size)])
+    return encode_chunk([dict(zip(columns, values)) for values in zip(*columns.values())])
 
 
-_worker_job: tuple[Dataset, EncodeChunk] | None = None
+_worker_job: Callable[[int], list[Outcome]]
 
 
-def _start_worker(dataset: Dataset, encode_chunk: EncodeChunk) -> None:
+def _start_worker(job: Callable[[int], list[Outcome]]) -> None:
     global _worker_job
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads inside forked workers would only compete
-    _worker_job = (dataset, encode_chunk)
+    _worker_job = job
 
 
 def _work(start: int) -> list[Outcome]:
-    if _worker_job is None:
-        raise RuntimeError("the worker process was not initialised")
-    return _encode_from(start, *_worker_job)
+    return _worker_job(start)
