@@ -31,12 +31,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return functional.linear(x, weight, bias)
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         return _Linear.apply(x, weight, bias)
-    return _onednn(x, weight, bias)
+    return onednn_linear(x, weight, bias)
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
     """``a @ b``: (M, K), (K, N) -> (M, N), without a graph."""
-    return _onednn(a, b.t()) if by_onednn(a, b) else a @ b
+    return onednn_linear(a, b.t()) if by_onednn(a, b) else a @ b
 
 
 def packed(weight: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ def linear_packed(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     missing = -len(rows) % _ROWS_STEP
     if missing:
         rows = functional.pad(rows, (0, 0, 0, missing))
-    return _onednn(rows, weight, bias)[: len(rows) - missing].view(*x.shape[:-1], -1)
+    return onednn_linear(rows, weight, bias)[: len(rows) - missing].view(*x.shape[:-1], -1)
 
 
 def by_onednn(x: Tensor, weight: Tensor) -> bool:
@@ -70,11 +70,11 @@ def by_onednn(x: Tensor, weight: Tensor) -> bool:
 
 def onednn_is_faster() -> bool:
     """On this machine; never while compiling, and not where ``torch.backends.mkldnn`` is switched off."""
-    return not torch.compiler.is_compiling() and torch._C._get_mkldnn_enabled() and _onednn_suits_machine()
+    return not torch.compiler.is_compiling() and torch._C._get_mkldnn_enabled() and onednn_suits_machine()
 
 
 @cache
-def _onednn_suits_machine() -> bool:
+def onednn_suits_machine() -> bool:
     """By processor and build, not by measuring: a run that is resumed must round as before."""
     cpuinfo = Path("/proc/cpuinfo")
     suits = (
@@ -91,7 +91,7 @@ def _onednn_suits_machine() -> bool:
     return suits
 
 
-def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
@@ -102,7 +102,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         # The weight itself, no view of it: ZeRO-3 takes its storage away until the backward.
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-        return _onednn(x, weight, bias)
+        return onednn_linear(x, weight, bias)
 
     @staticmethod
     @once_differentiable

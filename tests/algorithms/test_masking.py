@@ -182,11 +182,11 @@ class TestAggregateLoss:
             assert torch.autograd.gradcheck(lambda x, mode=mode: aggregate_loss(x.square(), self.MASK, mode), (x,))
 
     def test_tokens_that_nobody_counted_are_refused(self):
-        with pytest.raises(ValueError, match="mask has 4 tokens but the normalizer counts none"):
+        with pytest.raises(ValueError, match=r"4 tokens .*normalizer"):
             aggregate_loss(self.LOSS, self.MASK, "token-mean", LossNormalizer(tokens=0, sequences=0))
 
     def test_unknown_mode_names_the_nearest(self):
-        with pytest.raises(ValueError, match=r"--loss_agg_mode: unknown name 'token_mean' \(did you mean 'token-mean'"):
+        with pytest.raises(ValueError, match=r"--loss_agg_mode: .*'token_mean'.*'token-mean'"):
             aggregate_loss(self.LOSS, self.MASK, "token_mean")
 
     def test_shapes_must_agree(self):

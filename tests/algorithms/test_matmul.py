@@ -20,9 +20,9 @@ def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if request.param and not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         pytest.skip("this torch has no oneDNN")
     calls: list[int] = []
-    before = matmul._onednn
-    monkeypatch.setattr(matmul, "_onednn_suits_machine", lambda: request.param)
-    monkeypatch.setattr(matmul, "_onednn", lambda *tensors: calls.append(1) or before(*tensors))
+    before = matmul.onednn_linear
+    monkeypatch.setattr(matmul, "onednn_suits_machine", lambda: request.param)
+    monkeypatch.setattr(matmul, "onednn_linear", lambda *tensors: calls.append(1) or before(*tensors))
     yield calls
     assert bool(calls) is request.param
 
@@ -76,7 +76,7 @@ def test_packed_weights(shape: tuple[int, ...]) -> None:
 def test_few_kernels_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LRU_CACHE_CAPACITY", "7")  # the user's own
     monkeypatch.delenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", raising=False)
-    suits = matmul._onednn_suits_machine.__wrapped__()
+    suits = matmul.onednn_suits_machine.__wrapped__()
     assert os.environ["LRU_CACHE_CAPACITY"] == "7"
     assert os.environ.get("ONEDNN_PRIMITIVE_CACHE_CAPACITY") == ("32" if suits else None)
 
@@ -93,8 +93,8 @@ def test_the_head_goes_through_it(library: list[int]) -> None:
 
 
 def test_what_onednn_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matmul, "_onednn_suits_machine", lambda: True)
-    monkeypatch.setattr(matmul, "_onednn", lambda *tensors: pytest.fail("must not be asked"))
+    monkeypatch.setattr(matmul, "onednn_suits_machine", lambda: True)
+    monkeypatch.setattr(matmul, "onednn_linear", lambda *tensors: pytest.fail("must not be asked"))
     for x, weight in (
         (numbers(3, 4).double(), numbers(5, 4).double()),
         (numbers(3, 4).bfloat16(), numbers(5, 4).bfloat16()),

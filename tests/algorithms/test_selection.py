@@ -86,15 +86,15 @@ class TestTopShare:
 
     def test_bad_input(self):
         for ratio in (0.0, 1.1, NAN):
-            with pytest.raises(ValueError, match="share of tokens must be above 0 and at most 1"):
+            with pytest.raises(ValueError, match="share of tokens"):
                 top_share(torch.zeros(3), ratio)
-        with pytest.raises(ValueError, match=r"values must hold .* not \(2, 3\)"):
+        with pytest.raises(ValueError, match=r"values .*\(2, 3\)"):
             top_share(torch.zeros(2, 3), 0.5)
 
     def test_nan_on_one_rank_is_refused_on_all(self):
         def one_rank(strategy: FakeStrategy) -> str:
             values = torch.tensor([1.0, NAN]) if strategy.rank == 1 else torch.ones(3)
-            with pytest.raises(ValueError, match="1 of 5 tokens are NaN"):
+            with pytest.raises(ValueError, match=r"1 of 5 .*NaN"):
                 top_share(values, 0.5, reducers(strategy)["all_gather"])
             return "refused"
 
@@ -137,7 +137,7 @@ class TestCovariance:
         with pytest.raises(ValueError, match=r"log_probs \(3,\), advantages \(2,\)"):
             covariance(torch.zeros(3), torch.zeros(2))
         for bad in (NAN, float("inf")):
-            with pytest.raises(ValueError, match="log probs or advantages are not finite"):
+            with pytest.raises(ValueError, match="not finite"):
                 covariance(torch.tensor([0.0, bad]), torch.zeros(2))
 
 

@@ -1,10 +1,12 @@
-"""Which part of a row is the prompt, the label, the completion."""
+"""Which part of a row is prompt, label, completion; prompts as text and ids."""
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 
-from lightppo.data.rows import lookup, read_example, read_label, read_prompt, resolve_fields
+from lightppo.data.rows import PromptTemplate, lookup, read_example, read_label, read_prompt, resolve_fields
 from lightppo.errors import BadRowError, DataError
 
 USER = {"role": "user", "content": "2+2?"}
@@ -64,13 +66,13 @@ def test_forms_are_told_apart_row_by_row() -> None:
 
 
 def test_missing_columns_are_listed() -> None:
-    with pytest.raises(DataError, match=r"--input_key 'query' is not a column of the data; its columns: a, b$"):
+    with pytest.raises(DataError, match=r"--input_key 'query' .*: a, b$"):
         resolve_fields(["a", "b", "__origin__"], input_key="query")
-    with pytest.raises(DataError, match=r"--label_key 'gold' is not a column .* prompt"):
+    with pytest.raises(DataError, match=r"--label_key 'gold' .* prompt"):
         resolve_fields(["prompt"], label_key="gold")
-    with pytest.raises(DataError, match="--output_key 'o' is not a column"):
+    with pytest.raises(DataError, match="--output_key 'o'"):
         resolve_fields(["prompt"], output_key="o", supervised=True)
-    with pytest.raises(DataError, match="set --input_key to one of the columns: a, b"):
+    with pytest.raises(DataError, match=r"--input_key .*: a, b"):
         resolve_fields(["a", "b"])
 
 
@@ -99,7 +101,7 @@ def test_bad_rows(row: dict, reason: str, message: str) -> None:
 
 def test_a_row_without_the_explicit_label() -> None:
     fields = resolve_fields(["prompt", "gold"], label_key="gold")
-    with pytest.raises(BadRowError, match="no label: 'gold'"):
+    with pytest.raises(BadRowError, match="'gold'"):
         read_label({"prompt": "a", "gold": None}, fields)
     assert read_label({"prompt": "a", "gold": 0}, fields) == 0  # a falsy label is a label
 
@@ -139,3 +141,70 @@ def test_documents_are_whole_texts() -> None:
     assert read({"text": "all"}, input_key="question") == ("all", None)  # the prompts' key, not this data's
     with pytest.raises(DataError, match="--input_key 'question'"):
         read({"body": "all"}, input_key="question")
+
+
+HI = {"role": "user", "content": "hi"}
+
+
+def test_text_stays_or_goes_through_the_input_template(tokenizer) -> None:
+    assert PromptTemplate(tokenizer).render("a{}b").text == "a{}b"
+    rendered = PromptTemplate(tokenizer, input_template="{x} Q: {}\nA:").render("1{}")
+    assert rendered.text == "{x} Q: 1{}\nA:"  # other braces are text, in the template and in the prompt
+    assert (rendered.is_chat, rendered.messages) == (False, None)
+
+
+def test_chat_template_and_system_prompt(tokenizer) -> None:
+    assert PromptTemplate(tokenizer).render([HI]).text == "<u>hi~\n<a>"
+    as_chat = PromptTemplate(tokenizer, apply_chat_template=True, system_prompt="be").render("hi")
+    assert as_chat.text == "<s>be~\n<u>hi~\n<a>"
+    assert as_chat.messages == [HI]  # without the system prompt: a reward model has its own
+    own = [{"role": "system", "content": "own"}, HI]
+    assert PromptTemplate(tokenizer, system_prompt="be").render(own).text == "<s>own~\n<u>hi~\n<a>"
+
+
+def test_a_prompt_that_ends_with_the_assistant_is_continued(tokenizer) -> None:
+    chat = [HI, {"role": "assistant", "content": "x ="}]
+    assert PromptTemplate(tokenizer).render(chat).text == "<u>hi~\n<a>x ="
+
+
+def test_contradictions(tokenizer, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(DataError, match=r"--input_template .*--apply_chat_template"):
+        PromptTemplate(tokenizer, apply_chat_template=True, input_template="{}")
+    with pytest.raises(DataError, match="--input_template"):
+        PromptTemplate(tokenizer, input_template="Q:")
+    with pytest.raises(DataError, match="--system_prompt"):
+        PromptTemplate(tokenizer, system_prompt="be").render("text")
+    with pytest.raises(DataError, match="--input_template"):
+        PromptTemplate(tokenizer, input_template="Q: {}").render([HI])
+    with caplog.at_level(logging.WARNING):
+        PromptTemplate(tokenizer, input_template="Q: {}\\nA:")
+    assert "not a line break" in caplog.text
+
+
+def test_a_tokenizer_without_a_chat_template(make_tokenizer) -> None:
+    bare = make_tokenizer(chat=False)
+    with pytest.raises(DataError, match="--apply_chat_template"):
+        PromptTemplate(bare, apply_chat_template=True)
+    with pytest.raises(DataError, match="chat template"):
+        PromptTemplate(bare).render([HI])
+
+
+def test_a_chat_that_the_template_refuses_is_a_bad_row(tokenizer) -> None:
+    with pytest.raises(BadRowError, match="unknown role wizard") as caught:
+        PromptTemplate(tokenizer).render([{"role": "wizard", "content": "hi"}])
+    assert caught.value.reason == "template"
+
+
+def test_begin_of_text_once_and_no_end_of_text(make_tokenizer) -> None:
+    tokenizer = make_tokenizer(bos=True, append_eos=True)
+    assert tokenizer("ab")["input_ids"][0] == tokenizer.bos_token_id
+    assert tokenizer("ab")["input_ids"][-1] == tokenizer.eos_token_id
+    template = PromptTemplate(tokenizer)
+    rendered = [template.render(p) for p in ("ab", [HI], "^ab")]
+
+    def text(ids: list[int]) -> str:
+        return tokenizer.decode(ids)
+
+    # plain text gets one; a chat only what its template writes; a text that has one gets no second
+    assert [text(ids) for ids in template.encode_rendered(rendered)] == ["^ab", "<u>hi~\n<a>", "^ab"]
+    assert text(template.encode(["ab~"], special_tokens=True)[0]) == "^ab~"  # the text's own end stays

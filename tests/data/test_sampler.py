@@ -135,7 +135,7 @@ def test_a_position_in_a_shortened_epoch_is_resumed():
     sampler.set_epoch(0, 4)
     other.load_state_dict(sampler.state_dict())
     assert list(other) == whole[1:]
-    with pytest.raises(ValueError, match="consumed_samples is 8, but an epoch has 7 prompts"):
+    with pytest.raises(ValueError, match="consumed_samples is 8"):
         sampler.set_epoch(0, 8)
 
 

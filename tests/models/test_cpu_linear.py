@@ -30,7 +30,7 @@ def test_same_log_probs_and_gradients(
     sequences, mask, actions = ragged
     results = []
     for suits in (True, False):
-        monkeypatch.setattr(matmul, "_onednn_suits_machine", lambda suits=suits: suits)
+        monkeypatch.setattr(matmul, "onednn_suits_machine", lambda suits=suits: suits)
         actor = Actor(causal_lm(family), packing_samples=packing_samples)
         swapped = [module for module in actor.modules() if type(module) is CPULinear]
         assert bool(swapped) is suits
@@ -48,7 +48,7 @@ def test_same_log_probs_and_gradients(
 def test_the_head_still_gives_log_probs_itself(
     causal_lm: Callable[..., PreTrainedModel], ragged: tuple[Tensor, Tensor, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(matmul, "_onednn_suits_machine", lambda: True)
+    monkeypatch.setattr(matmul, "onednn_suits_machine", lambda: True)
     sequences, mask, actions = ragged
     actor = Actor(causal_lm())
     assert type(actor.model.get_output_embeddings()) is CPULinear
@@ -56,7 +56,7 @@ def test_the_head_still_gives_log_probs_itself(
 
 
 def test_copies_and_names(classifier: Callable[..., PreTrainedModel], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matmul, "_onednn_suits_machine", lambda: True)
+    monkeypatch.setattr(matmul, "onednn_suits_machine", lambda: True)
     plain = classifier()
     names = list(plain.state_dict())
     critic = Critic(plain)
@@ -75,10 +75,10 @@ def test_only_plain_layers_and_only_where_it_is_faster(monkeypatch: pytest.Monke
 
     model = nn.Sequential(nn.Linear(2, 2), Scaled(2, 2), nn.Linear(2, 2))
     model[2].forward = lambda x: x
-    monkeypatch.setattr(matmul, "_onednn_suits_machine", lambda: False)
+    monkeypatch.setattr(matmul, "onednn_suits_machine", lambda: False)
     use_cpu_linear(model)
     assert type(model[0]) is nn.Linear
-    monkeypatch.setattr(matmul, "_onednn_suits_machine", lambda: True)
+    monkeypatch.setattr(matmul, "onednn_suits_machine", lambda: True)
     use_cpu_linear(model)
     assert [type(module) for module in model] == [CPULinear, Scaled, nn.Linear]
 
@@ -86,7 +86,7 @@ def test_only_plain_layers_and_only_where_it_is_faster(monkeypatch: pytest.Monke
 def test_weights_are_packed_for_decoding_only(
     causal_lm: Callable[..., PreTrainedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(matmul, "_onednn_suits_machine", lambda: True)
+    monkeypatch.setattr(matmul, "onednn_suits_machine", lambda: True)
     model = Actor(causal_lm("qwen2")).model  # its head is tied to the embedding, its layers have biases
     ids = torch.tensor([[4, 5, 6], [7, 8, 9]])
     layers = [module for module in model.modules() if type(module) is CPULinear]
