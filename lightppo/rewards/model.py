@@ -109,12 +109,9 @@ def fit_lengths(
     bos_token_id: int | None,
     source_name: str,
 ) -> tuple[list[list[int]], list[bool]]:
-    """Rows of at most ``reward_max_length`` ids, and which of them were cut.
+    """Rows of at most ``reward_max_length`` ids, and which of them were cut; a row without ids is an error.
 
     ``"left"`` cuts the start, as the score is at the end; a begin-of-text stays.
-
-    Raises:
-        RewardError: a row without ids, or with ``"error"`` one that is too long.
     """
     cut = [reward_max_length is not None and len(row) > reward_max_length for row in rows]
     if [] in rows:
@@ -145,16 +142,7 @@ def check_input_options(reward_max_length: int | None, reward_truncation: str) -
 
 
 def check_same_ids(actor: PreTrainedTokenizerBase, reward: PreTrainedTokenizerBase, path: str) -> None:
-    """Refuses a reward model that would read the actor's ids as other words. Special tokens may differ.
-
-    Args:
-        actor: the actor's tokenizer.
-        reward: the tokenizer that lies beside the reward model.
-        path: of the reward model, for the error.
-
-    Raises:
-        ValueError: an id of the actor's is another token there, or none.
-    """
+    """Refuses a reward model at ``path`` whose tokenizer reads the actor's ids as other words, but for special ones."""
     own = {index: token for token, index in reward.get_vocab().items()}
     special = set(actor.all_special_tokens)
     other = [token for token, index in actor.get_vocab().items() if own.get(index) != token and token not in special]

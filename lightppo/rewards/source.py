@@ -32,27 +32,19 @@ DEFAULT_ROUTE = "*"
 
 @dataclass(slots=True)
 class RewardOutput:
-    """What a source says about n samples, in their order.
+    """What a source says about n samples, in their order."""
 
-    Attributes:
-        scores: one score per sample; ``None`` = unscored: the sample leaves its group and the statistics.
-        metrics: named numbers per sample, logged as ``reward/<name>``; ``None`` where a sample has none.
-        token_scores: for dense rewards, per sample one score per response token, or ``None``.
-    """
-
-    scores: list[float | None]
-    metrics: dict[str, list[float | None]] = field(default_factory=dict)
-    token_scores: list[list[float] | None] | None = None
+    scores: list[float | None]  # None = unscored: the sample leaves its group and the statistics
+    metrics: dict[str, list[float | None]] = field(default_factory=dict)  # logged as reward/<name>
+    token_scores: list[list[float] | None] | None = None  # for dense rewards: per sample one per response token
 
 
 @runtime_checkable
 class RewardSource(Protocol):
-    """Gives scores to finished samples.
+    """Gives scores to finished samples of one rank, also to none: under ZeRO-3 a model must still take part.
 
-    ``score`` sees the samples of one rank, and may see none of them: under ZeRO-3 a model must still take part. It
-    raises :class:`RewardError` where it cannot score, and returns ``None`` for a sample it does not want to score.
-
-    A source that acts on all ranks together also has ``needs_all_ranks = True``: it is never called in another thread.
+    ``score`` raises :class:`RewardError` where it cannot score. A source that acts on all ranks together also has
+    ``needs_all_ranks = True``: it is never called in another thread.
     """
 
     name: str
@@ -87,13 +79,10 @@ def finite(value: Any) -> float | None:
 
 
 def check_output(output: RewardOutput, rollouts: Sequence[Rollout], source_name: str) -> RewardOutput:
-    """Checks lengths and numbers of a source's answer.
-
-    Returns:
-        The same answer with plain Python floats.
+    """The same answer with plain Python floats.
 
     Raises:
-        RewardError: naming source, sample and prompt, for a wrong length or a value that is no finite number.
+        RewardError: a wrong length, or a value that is not a finite number; names source, sample and prompt.
     """
     if not isinstance(output, RewardOutput):
         raise RewardError(f"{source_name}: score() must return a RewardOutput, got {type(output).__name__}")
@@ -110,18 +99,14 @@ def check_output(output: RewardOutput, rollouts: Sequence[Rollout], source_name:
 
 
 def score_rollouts(source: RewardSource, rollouts: list[Rollout]) -> RewardOutput:
-    """Scores samples and writes the answer into them: ``reward``, ``token_rewards`` and ``extras``.
-
-    Raises:
-        RewardError: the source failed, or its answer does not pass :func:`check_output`. No sample is changed then.
-    """
+    """Scores samples and writes the checked answer into them; where that fails, no sample is changed."""
     output = check_output(source.score(rollouts), rollouts, source.name)
     write_output(output, rollouts)
     return output
 
 
 def write_output(output: RewardOutput, rollouts: Sequence[Rollout]) -> None:
-    """Writes a checked answer into its samples."""
+    """Writes a checked answer into its samples: ``reward``, ``token_rewards`` and ``extras``."""
     for i, rollout in enumerate(rollouts):
         rollout.reward = output.scores[i]
         rollout.token_rewards = output.token_scores[i] if output.token_scores is not None else None
@@ -316,16 +301,8 @@ def check_verifier_status(
     source_name: str = "the reward source",
     ranks: Ranks | None = None,
 ) -> None:
-    """Raises where a whole batch has the lowest score there is, or none at all: more likely a broken verifier.
-
-    Collective: a rank without samples takes part too.
-
-    Args:
-        rollouts: this rank's samples; ``reward`` as the source gave it, before any shaping.
-        minimum: the lowest score that the source can give.
-
-    Raises:
-        RewardError: with one sample as an example.
+    """Raises where the scores of a whole batch, before any shaping, are at the source's minimum, or all are missing:
+    more likely a broken verifier. The error shows one sample. Collective: a rank without samples takes part too.
 
     Source: AReaL, ``check_verifier_status`` (there: the mean is at the minimum).
     """
@@ -467,11 +444,7 @@ class RoutedReward:
 
 
 class CombinedReward(RoutedReward):
-    """Weighted sum of sources (source → weight), the same for all samples; see :class:`RoutedReward`.
-
-    Raises:
-        ValueError: no source, equal names, or a weight that is not finite.
-    """
+    """Weighted sum of sources (source → weight), the same for all samples; see :class:`RoutedReward`."""
 
     def __init__(self, sources: Mapping[RewardSource, float], name: str = "combined") -> None:
         super().__init__({DEFAULT_ROUTE: list(sources.items())}, name=name)

@@ -207,9 +207,7 @@ def test_bad_answers_are_tried_again(serve, name):
     recovered = serve(sequence(reply, reply, fusion_answer()))
     assert fusion(recovered, sandbox_fusion_retries=2).verify("x", cases_of(ADD), first_failure_ends=True).passed[0]
     service = serve(lambda path, request: reply)
-    with pytest.raises(
-        RewardError, match=rf"--sandbox_fusion_url {service.url}/run_code: .*{problem}.*3 of 3"
-    ):
+    with pytest.raises(RewardError, match=rf"--sandbox_fusion_url {service.url}/run_code: .*{problem}.*3 of 3"):
         fusion(service, sandbox_fusion_retries=2).verify("x", cases_of(ADD), first_failure_ends=True)
     assert len(service.requests) == 3
 
