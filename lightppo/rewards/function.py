@@ -393,7 +393,11 @@ class FunctionReward:
         self._label = f"reward function {self.name}"
         self._bound = BoundFunction(fn, self.name, reward_fn_style)
         self._run = build_runner(
-            self._bound,
+            fn,
+            self.name,
+            per_sample=self._bound.per_sample,
+            is_async=self._bound.is_async,
+            shape=self._bound.style.shape,
             reward_manager=reward_manager,
             reward_workers=reward_workers,
             reward_timeout=reward_timeout,

@@ -30,16 +30,13 @@ from concurrent.futures import Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import spawn
 from multiprocessing.context import SpawnContext, SpawnProcess
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 from pebble import ProcessExpired, ProcessPool
 
 from lightppo.errors import RewardError, WorkerStartError
 from lightppo.rewards.source import Call, Outcome, Runner
 from lightppo.sandbox import default_processes
-
-if TYPE_CHECKING:
-    from lightppo.rewards.function import BoundFunction
 
 ManagerName = Literal["auto", "naive", "batch", "prime"]
 
@@ -56,8 +53,12 @@ _EXIT_0 = 256  # stands for exit code 0
 
 
 def build_runner(
-    bound: BoundFunction,
+    fn: Callable[..., Any],
+    name: str,
     *,
+    per_sample: bool,
+    is_async: bool,
+    shape: str,
     reward_manager: ManagerName = "auto",
     reward_workers: int | None = None,
     reward_timeout: float | None = None,
@@ -66,7 +67,11 @@ def build_runner(
     """Makes what runs the calls of a function.
 
     Args:
-        bound: the function.
+        fn: the function.
+        name: what errors call it.
+        per_sample: it takes one sample, not a whole batch.
+        is_async: it is a coroutine function.
+        shape: how it is called, for errors.
         reward_manager: see the table above.
         reward_workers: calls at a time. ``None``: 16 threads or coroutines, or as many processes as there are cores.
         reward_timeout: wall-clock limit of one call in seconds. A thread that exceeds it cannot be stopped, only left
@@ -81,20 +86,18 @@ def build_runner(
     if reward_workers is not None and reward_workers < 1:
         raise ValueError(f"--reward_workers must be ≥ 1, got {reward_workers}")
     if reward_manager == "auto":
-        reward_manager = "naive" if bound.per_sample else "batch"
-    wrong = {"naive": not bound.per_sample, "batch": bound.per_sample}
+        reward_manager = "naive" if per_sample else "batch"
+    wrong = {"naive": not per_sample, "batch": per_sample}
     if wrong.get(reward_manager):
-        kind = "one sample" if bound.per_sample else "a whole batch"
-        raise ValueError(
-            f"--reward_manager {reward_manager}: reward function {bound.name} takes {kind} ({bound.style.shape})"
-        )
+        kind = "one sample" if per_sample else "a whole batch"
+        raise ValueError(f"--reward_manager {reward_manager}: reward function {name} takes {kind} ({shape})")
     if reward_manager == "prime":
         if reward_timeout is None:
             raise ValueError("--reward_manager prime needs --reward_timeout, the seconds after which a call is killed")
         workers = reward_workers or default_processes()
-        return KillablePool(spec or function_spec(bound.fn, bound.name), workers=workers, timeout=reward_timeout).run
-    runner = LoopRunner if bound.is_async else ThreadRunner
-    return runner(bound.fn, reward_workers or _THREADS, reward_timeout).run
+        return KillablePool(spec or function_spec(fn, name), workers=workers, timeout=reward_timeout).run
+    runner = LoopRunner if is_async else ThreadRunner
+    return runner(fn, reward_workers or _THREADS, reward_timeout).run
 
 
 def function_spec(fn: Callable[..., Any], name: str) -> str:
@@ -258,19 +261,15 @@ class LoopRunner:
 
         async def one(call: Call) -> Outcome:
             async with slots:
-                return await self._one(call)
+                task = asyncio.ensure_future(self._guarded(call))
+                # not wait_for: that waits until a cancelled coroutine has ended, which it may refuse to
+                done, _ = await asyncio.wait({task}, timeout=self.timeout)
+                if done or self.timeout is None:
+                    return task.result()
+                task.cancel()
+                return _late(self.timeout)
 
         return await asyncio.gather(*(one(call) for call in calls))
-
-    async def _one(self, call: Call) -> Outcome:
-        task = asyncio.ensure_future(self._guarded(call))
-        # not wait_for: that waits until a cancelled coroutine has ended, which it may refuse to
-        done, _ = await asyncio.wait({task}, timeout=self.timeout)
-        if done:
-            return task.result()
-        task.cancel()
-        assert self.timeout is not None
-        return _late(self.timeout)
 
     async def _guarded(self, call: Call) -> Outcome:
         try:

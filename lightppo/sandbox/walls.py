@@ -229,12 +229,9 @@ def _argument(position: int) -> bytes:
     return _step(_LOAD, 16 + 8 * position)  # its lower half
 
 
-def _only_if_argument(position: int, value: int) -> bytes:
-    return _argument(position) + _step(_EQUAL, value, 1, 0) + _REFUSE + _CALL_NUMBER
-
-
-def _unless_argument(position: int, value: int) -> bytes:
-    return _argument(position) + _step(_EQUAL, value, 0, 1) + _REFUSE + _CALL_NUMBER
+def _refuse_by_argument(position: int, value: int, *, allowed: bool) -> bytes:
+    """Refuses the call where the argument is this one, or, where this one is ``allowed``, any other."""
+    return _argument(position) + _step(_EQUAL, value, int(allowed), int(not allowed)) + _REFUSE + _CALL_NUMBER
 
 
 def _numbers(table: dict[str, tuple[int, int]]) -> list[int]:
@@ -256,8 +253,8 @@ def _filter(own_processes: bool, own_files: bool) -> bytes:
         _when(_REFUSED, _REFUSE),
         _when(_UNKNOWN, _fail(errno.ENOSYS)),
         _when(_CLONE, _argument(0), _step(_ANY_BIT, _NEW_NAMESPACES, 0, 1), _REFUSE, _CALL_NUMBER),
-        _when(_OWN_ONLY, _only_if_argument(0, 0)),
-        _when(_SOCKETPAIR, _only_if_argument(0, _AF_UNIX)),
+        _when(_OWN_ONLY, _refuse_by_argument(0, 0, allowed=True)),
+        _when(_SOCKETPAIR, _refuse_by_argument(0, _AF_UNIX, allowed=True)),
         _when(_MMAP, _argument(3), _step(_AND, _SHARED_ANONYMOUS), _step(_EQUAL, _SHARED_ANONYMOUS, 0, 1),
               _fail(errno.ENOMEM), _CALL_NUMBER),
     ]  # fmt: skip
@@ -265,10 +262,10 @@ def _filter(own_processes: bool, own_files: bool) -> bytes:
         parts += [
             _when(_FORKS | _SIGNALS, _REFUSE),
             _when(_CLONE, _argument(0), _step(_ANY_BIT, _CLONE_THREAD, 1, 0), _REFUSE, _CALL_NUMBER),
-            _when(_OWN_SIGNALS, _only_if_argument(0, os.getpid())),
-            _when(_PRCTL, _unless_argument(0, _PR_SET_PDEATHSIG)),
-            _when(_FCNTL, *(_unless_argument(1, command) for command in _FCNTL_SET_OWNER)),
-            _when(_IOCTL, *(_unless_argument(1, command) for command in _IOCTL_SET_OWNER)),
+            _when(_OWN_SIGNALS, _refuse_by_argument(0, os.getpid(), allowed=True)),
+            _when(_PRCTL, _refuse_by_argument(0, _PR_SET_PDEATHSIG, allowed=False)),
+            _when(_FCNTL, *(_refuse_by_argument(1, command, allowed=False) for command in _FCNTL_SET_OWNER)),
+            _when(_IOCTL, *(_refuse_by_argument(1, command, allowed=False) for command in _IOCTL_SET_OWNER)),
         ]
     if not own_files:
         parts.append(_when(_METADATA, _REFUSE))
