@@ -100,3 +100,8 @@ def group_by_prompt(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
         else:
             groups.append([rollout])
     return groups
+
+
+def seed_of_step(seed: int, step: int) -> int:
+    """A seed for each step of a run; steps of one run never share one."""
+    return seed * 1_000_000_007 + step

@@ -12,7 +12,7 @@ import zlib
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lightppo.algorithms.entries import POLICY_LOSSES, load
 from lightppo.algorithms.losses import PolicyLoss
+from lightppo.algorithms.selection import Selection
 from lightppo.algorithms.masking import LossNormalizer, whiten
 from lightppo.config.micro_batches import MicroBatchSpec
 from lightppo.data.records import Rollout
@@ -118,26 +119,32 @@ def _tokens(group: Sequence[Rollout], prompt_once: bool) -> int:
     return prompts + sum(len(rollout.response_ids) for rollout in group)
 
 
-def select_tokens(items: Sequence[Experience], loss: PolicyLoss, collectives: Ranks, seed: int) -> None:
+def selection_of(loss: Any) -> Selection | None:
+    """What singles out tokens of a rollout for this policy loss; ``None``: it treats all alike."""
+    entry = POLICY_LOSSES.get(getattr(loss, "policy_loss", None))
+    return None if entry is None or entry.selection is None else load(entry.selection)
+
+
+def select_tokens(items: Sequence[Experience], loss: PolicyLoss, ranks: Ranks, seed: int) -> None:
     """Set ``selected`` of all rows, where the loss selects tokens at all. Collective then.
 
     Args:
         items: one-row experiences of this rank, with log probs and final advantages; may be none.
         loss: names the selection and its options.
-        collectives: reductions over ranks.
+        ranks: reductions over ranks.
         seed: of this rollout; a token's random number follows from it, its row's token ids and its place.
     """
-    entry = POLICY_LOSSES.find(loss.policy_loss)
-    if entry.selection is None:
+    select = selection_of(loss)
+    if select is None:
         return
     masks = [item.action_mask[0] for item in items]  # (A,) each
-    chosen = load(entry.selection)(
+    chosen = select(
         _trained([item.action_log_probs[0] for item in items], masks),
         _trained([item.advantages[0] for item in items], masks),
         _trained([_uniforms(item, seed) for item in items], masks),
         options=loss.options,
-        all_reduce_sum=lambda x: collectives.all_reduce(x, "sum"),
-        all_gather=collectives.all_gather,
+        all_reduce_sum=lambda x: ranks.all_reduce(x, "sum"),
+        all_gather=ranks.all_gather,
     )  # (N,)
     for item, mask, part in zip(items, masks, chosen.split([int(mask.sum()) for mask in masks])):
         item.selected = torch.zeros_like(item.action_mask)
@@ -195,6 +202,13 @@ class ReplayBuffer:
         for experience in experiences:
             self.append(experience)
 
+    def fill(self, experiences: Iterable[Experience], repeated: Sequence[int] = ()) -> None:
+        """Add all rows of this rollout, and once more those at the places ``repeated``, as they are."""
+        experiences = list(experiences)
+        self.extend(experiences)
+        rows = self.items[-sum(len(part) for part in experiences) :]
+        self.extend([replace(rows[i]) for i in repeated])
+
     def clear(self) -> None:
         """Forget all rows."""
         self.items.clear()
@@ -249,55 +263,71 @@ class ReplayBuffer:
             item.advantages = row
 
 
-@dataclass
-class Minibatch:
-    """One optimizer step as this rank sees it.
+@dataclass(frozen=True)
+class StepPart:
+    """What a micro batch must know of the optimizer step that it is part of.
 
     Attributes:
-        micro_batches: forward and backward passes of the actor on this rank; as many on every rank.
         normalizer: trained tokens and sequences of the step, over all ranks and micro batches.
-        rows: the one-row experiences that each micro batch was made of, where they came from the buffer.
+        status_scale: a metric is a micro batch's share of the step; times this it is a number whose mean over the
+            micro batches with samples, of all ranks, is the metric of the step.
+        loss_scale: factor of the loss beside the normalizer; 1 where the step was planned.
+        has_samples: ``False``: a placeholder, which only keeps the collectives of the ranks level.
+        pretrain: batch for the PTX loss and the labelled tokens of all such batches of the step.
+    """
+
+    normalizer: LossNormalizer
+    status_scale: float = 1.0
+    loss_scale: float = 1.0
+    has_samples: bool = True
+    pretrain: tuple[Any, float] | None = None
+
+
+@dataclass
+class Minibatch:
+    """One optimizer step as this rank sees it, in micro batches; as many on every rank.
+
+    Attributes:
+        micro_batches: of the actor.
         critic_micro_batches: the same samples for the critic; ``None``: in the actor's micro batches.
     """
 
     micro_batches: list[Experience]
-    normalizer: LossNormalizer
-    rows: Sequence[Sequence[Experience]] = ()
     critic_micro_batches: list[Experience] | None = None
 
-    @property
-    def of_critic(self) -> list[Experience]:
-        """Forward and backward passes of the critic on this rank; as many on every rank."""
-        return self.micro_batches if self.critic_micro_batches is None else self.critic_micro_batches
 
-    def note_log_probs(self, i: int) -> None:
-        """Hand the log probs of micro batch ``i`` to rows that have none yet: those the training pass has set."""
-        for row, log_probs in zip(self.rows[i] if i < len(self.rows) else (), self.micro_batches[i].action_log_probs):
-            if row.action_log_probs is None:
-                row.action_log_probs = log_probs[None, : row.num_actions].to(row.sequences.device)
+def plan_step(
+    micro_batches: Sequence[Experience], ranks: Ranks, *, scale: float = 1.0, device: torch.device
+) -> list[Experience]:
+    """This rank's micro batches, completed to the common count and told the totals of the step. Collective.
 
-
-def plan_minibatch(
-    micro_batches: list[Experience],
-    collectives: Ranks,
-    *,
-    loss_scale: float = 1.0,
-    device: torch.device,
-) -> Minibatch:
-    """Complete this rank's micro batches to the common count and total the loss masks over all ranks."""
-    micro_batches = _completed(micro_batches, collectives, device)
+    Args:
+        micro_batches: on the training device; placeholders come in front of them where other ranks have more.
+        ranks: reductions.
+        scale: constant of ``seq-mean-token-sum-norm``.
+        device: the training device.
+    """
+    missing = ranks.same_count(len(micro_batches)) - len(micro_batches)
     normalizer = LossNormalizer.from_masks(
-        [m.action_mask for m in micro_batches],
-        all_reduce_sum=lambda x: collectives.all_reduce(x, "sum"),
-        dp_size=collectives.world_size,
-        scale=loss_scale,
+        [m.action_mask for m in micro_batches] or [Experience.placeholder(device).action_mask],
+        all_reduce_sum=lambda x: ranks.all_reduce(x, "sum"),
+        dp_size=ranks.world_size,
+        scale=scale,
     )
-    return Minibatch(micro_batches, normalizer)
+    part = StepPart(normalizer, ranks.all_reduce(len(micro_batches), "sum") / ranks.world_size)
+    placeholders = [replace(Experience.placeholder(device), part=replace(part, has_samples=False))] * missing
+    return [*placeholders, *(replace(m, part=part) for m in micro_batches)]
 
 
-def _completed(micro_batches: list[Experience], collectives: Ranks, device: torch.device) -> list[Experience]:
-    missing = collectives.same_count(len(micro_batches)) - len(micro_batches)
-    return micro_batches + [Experience.placeholder(device) for _ in range(missing)]
+def lone_part(experience: Experience, ranks: Ranks, *, scale: float = 1.0, accumulation: int = 1) -> StepPart:
+    """The part of a micro batch outside a planned step: one of ``accumulation`` that weigh the same. Collective."""
+    normalizer = LossNormalizer.from_masks(
+        [experience.action_mask],
+        all_reduce_sum=lambda x: ranks.all_reduce(x, "sum"),
+        dp_size=ranks.world_size,
+        scale=scale,
+    )
+    return StepPart(normalizer, loss_scale=1 / accumulation)
 
 
 @dataclass(frozen=True)
@@ -305,12 +335,12 @@ class MicroBatching:
     """How rows become micro batches, on all ranks alike.
 
     Attributes:
-        collectives: reductions over ranks.
+        ranks: reductions over ranks.
         packed: rows go through the models without padding.
         share_prompts: packed, a prompt goes through them once for all its rows in a micro batch.
     """
 
-    collectives: Ranks
+    ranks: Ranks
     packed: bool = False
     share_prompts: bool = False
 
@@ -323,7 +353,7 @@ class MicroBatching:
         """
         options = {"packed": self.packed, "prompts": prompts if self.share_prompts else None}
         parts = micro_batches(lengths, spec, **options)
-        return micro_batches(lengths, spec, at_least=self.collectives.same_count(len(parts)), **options)
+        return micro_batches(lengths, spec, at_least=self.ranks.same_count(len(parts)), **options)
 
     def split_rows(self, rows: Sequence[Experience], spec: MicroBatchSpec) -> list[list[Experience]]:
         """The same of one-row experiences. Collective."""
@@ -334,7 +364,7 @@ class MicroBatching:
 
 def minibatches(
     items: Sequence[Experience],
-    collectives: Ranks,
+    ranks: Ranks,
     *,
     train_batch_size: int,
     actor: MicroBatchSpec,
@@ -351,7 +381,7 @@ def minibatches(
 
     Args:
         items: one-row experiences of this rank.
-        collectives: reductions over ranks.
+        ranks: reductions over ranks.
         train_batch_size: samples per optimizer step over all ranks; where it does not divide, steps are smaller.
         actor: what one forward and backward pass of the actor holds on this rank.
         critic: the same of the critic; ``None``: as the actor.
@@ -367,27 +397,25 @@ def minibatches(
     Raises:
         ValueError: ``train_batch_size`` is smaller than the number of ranks: some steps would have no sample.
     """
-    if train_batch_size < collectives.world_size:
+    if train_batch_size < ranks.world_size:
         raise ValueError(
             f"--train_batch_size {train_batch_size} is less than one sample for each of the "
-            f"{collectives.world_size} ranks: set it to a multiple of them"
+            f"{ranks.world_size} ranks: set it to a multiple of them"
         )
     count = torch.tensor([float(len(items))], device=device)
-    total = int(collectives.all_reduce(count, "sum").item())
+    total = int(ranks.all_reduce(count, "sum").item())
     steps = math.ceil(total / train_batch_size)
     order = torch.randperm(len(items), generator=generator)
     if shuffle == "groups":
         order = _groups_together(order, [item.prompts()[0] for item in items])
-    batching = MicroBatching(collectives, packed, share_prompts)
+    batching = MicroBatching(ranks, packed, share_prompts)
     for part in order.tensor_split(steps) if steps else ():
         step = [items[i] for i in part.tolist()]
-        rows = batching.split_rows(step, actor)
-        minibatch = plan_minibatch([collate(r) for r in rows], collectives, loss_scale=loss_scale, device=device)
-        minibatch.rows = rows
-        if critic not in (None, actor):
-            of_critic = [collate(r) for r in batching.split_rows(step, critic)]
-            minibatch.critic_micro_batches = _completed(of_critic, collectives, device)
-        yield minibatch
+        plans = []
+        for spec in (actor,) if critic in (None, actor) else (actor, critic):
+            micro_batches_of_spec = [collate(rows) for rows in batching.split_rows(step, spec)]
+            plans.append(plan_step(micro_batches_of_spec, ranks, scale=loss_scale, device=device))
+        yield Minibatch(*plans)
 
 
 def _groups_together(order: Tensor, prompts: Sequence[bytes]) -> Tensor:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -53,6 +53,7 @@ class Experience:
         loss_weights: constant factor of each token's policy loss (B, A): off-policy correction, high-entropy tokens.
         selected: tokens that the policy loss treats differently (B, A) bool: clip_cov, kl_cov.
         info: one number per sample (B,): reward, response_length, total_length, kl, return, ...
+        part: of which optimizer step it is a micro batch (``batching.StepPart``); ``None`` elsewhere.
     """
 
     sequences: Tensor
@@ -68,6 +69,7 @@ class Experience:
     loss_weights: Tensor | None = None
     selected: Tensor | None = None
     info: dict[str, Tensor] = field(default_factory=dict)
+    part: Any = None
 
     def __len__(self) -> int:
         return self.sequences.size(0)

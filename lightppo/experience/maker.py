@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -28,9 +28,8 @@ from lightppo.algorithms.shaping import (
 )
 from lightppo.config import PPOConfig, RewardConfig
 from lightppo.config.micro_batches import micro_batch_spec
-from lightppo.config.old_log_probs import old_log_probs_from
-from lightppo.data.records import Rollout
-from lightppo.experience.batching import MicroBatching
+from lightppo.data.records import Rollout, seed_of_step
+from lightppo.experience.batching import MicroBatching, ReplayBuffer, select_tokens
 from lightppo.experience.experience import Experience
 from lightppo.models.packing import all_share_prompts
 from lightppo.ranks import Ranks
@@ -87,6 +86,15 @@ class ScoreShaper:
             row[: len(rollout.token_rewards)] = torch.tensor(rollout.token_rewards, device=self.device)
         return dense_rewards(scale_scores(rows, **self._scale()), action_mask, c.reward_delta)
 
+    def final_scores(self, rollouts: Sequence[Rollout]) -> Tensor:
+        """What training maximises for each sample, before KL (B,): shaped scores, and the sum of dense rewards."""
+        scores = self.shape(rollouts)
+        if not self.config.use_dense_reward:
+            return scores
+        lengths = torch.tensor([len(r.response_ids) for r in rollouts], device=scores.device)
+        mask = torch.arange(int(lengths.max()), device=scores.device) < lengths[:, None]  # (B, A)
+        return scores + self.token_scores(rollouts, mask).sum(-1)
+
     def overlong(self, rollouts: Sequence[Rollout]) -> Tensor:
         """The penalty of each response for its length, at most 0 (B,)."""
         lengths = torch.tensor([len(r.response_ids) for r in rollouts], dtype=torch.float32, device=self.device)
@@ -141,7 +149,8 @@ class ExperienceMaker:
         config: resolved; read are algorithm, loss, correction and the micro batch size.
         shaper: scores → what training maximises; ``None``: made from the config.
         value_norm: the critic's values are normalised by it; ``None``: they are as they are.
-        exact_rollout_log_probs: the rollout engine records the very log probs that a forward pass of the actor gives.
+        old_log_probs: where the log probs before the update come from (``old_log_probs_from``).
+        sample: prompts, labels and generation options → scored rollouts, for scripts in the seed's style.
         progress: wraps the micro batches in a progress bar.
     """
 
@@ -156,7 +165,8 @@ class ExperienceMaker:
         *,
         shaper: ScoreShaper | None = None,
         value_norm: ValueNorm | None = None,
-        exact_rollout_log_probs: bool = False,
+        old_log_probs: Literal["training", "rollout", "forward"] = "forward",
+        sample: Callable[..., list[Rollout]] | None = None,
         progress: Callable[[Sequence], Any] = iter,
     ) -> None:
         self.actor = actor
@@ -171,23 +181,37 @@ class ExperienceMaker:
         self.micro_batches = {name: micro_batch_spec(config, name) for name in ("actor", "reference", "critic")}
         shares = config.training.share_prompts and all_share_prompts((actor, critic, initial_model))
         self.batching = MicroBatching(strategy, config.training.packing_samples, shares)
-        self.old_log_probs = old_log_probs_from(config, exact_rollout_log_probs)
+        self.old_log_probs = old_log_probs
+        self.sample = sample
         self.shaper = shaper or ScoreShaper(
             config.reward, config.rollout.generate_max_len, self._all_reduce_sum, strategy.device
         )
         self.value_norm = value_norm
+        self.seed = config.strategy.seed
         self.progress = progress
 
     @torch.no_grad()
-    def make_experience_list(self, rollouts: Sequence[Rollout]) -> list[Experience]:
+    def make_experience_list(
+        self,
+        rollouts: Sequence[Rollout] | Sequence[str],
+        all_labels: Sequence[Any] | None = None,
+        **generate_kwargs: Any,
+    ) -> list[Experience]:
         """Experience of all rollouts of this rank, in their order, in parts of the micro batch size. Collective.
 
         Args:
-            rollouts: scored rollouts; the samples of one prompt are one group. May be empty, on some ranks.
+            rollouts: scored rollouts; the samples of one prompt are one group. May be empty, on some ranks. In the
+                seed's style prompts as texts, which are then sampled and scored first.
+            all_labels: of such prompts.
+            generate_kwargs: how to sample such prompts; by default as the trainer does.
 
         Raises:
             ValueError: if a rollout has no reward, or a group is smaller than the estimator allows.
         """
+        if any(isinstance(rollout, str) for rollout in rollouts):
+            if self.sample is None:
+                raise ValueError("this ExperienceMaker has nothing to sample prompts with: pass scored rollouts")
+            rollouts = self.sample(rollouts, all_labels, **generate_kwargs)
         self._check(rollouts)
         # A rank without samples goes through everything, since there are collectives on the way: through the models
         # with one row that stands for nothing, from then on with none.
@@ -204,6 +228,17 @@ class ExperienceMaker:
         self._add_loss_weights(batch, passes.entropy)
         self._add_info(batch, rollouts)
         return batch.split(self.micro_rollout_batch_size) if rollouts else []
+
+    def normalize(self, buffer: ReplayBuffer, loss: Any, step: int) -> None:
+        """Whiten the advantages over all ranks, clip them, select the tokens that the loss treats apart. Collective."""
+        a = self.algorithm
+        if a.adv_norm and a.adv_norm_scope == "batch":
+            options = {"shift_mean": a.adv_shift_mean, "unbiased": a.adv_std_unbiased, "eps": a.adv_norm_eps}
+            buffer.normalize("advantages", self.strategy, a.adv_std_norm, **options)
+        if a.advantage_clip is not None:
+            for item in buffer.items:
+                item.advantages = item.advantages.clamp(-a.advantage_clip, a.advantage_clip)
+        select_tokens(buffer.items, loss, self.strategy, seed_of_step(self.seed, step))
 
     def _check(self, rollouts: Sequence[Rollout]) -> None:
         sizes: dict[int, int] = {}

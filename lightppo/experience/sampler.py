@@ -10,12 +10,13 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
-from lightppo.data.records import Prompt, Rollout, from_plain, group_by_prompt, to_plain
+from lightppo.data.records import Prompt, Rollout, from_plain, group_by_prompt, seed_of_step, to_plain
 from lightppo.errors import RewardError
 from lightppo.experience.checks import RolloutReplay
 from lightppo.ranks import Ranks
@@ -185,6 +186,12 @@ class RolloutSampler:
         self.scorer = scorer
         self.inspect = inspect
 
+    def with_sampling(self, sampling: SamplingParams) -> RolloutSampler:
+        """The same, but sampling otherwise."""
+        other = copy(self)
+        other.sampling = sampling
+        return other
+
     def generate(self, prompts: Sequence[Prompt], step: int) -> list[Rollout]:
         """n responses to each prompt. The same seed and step give the same responses."""
         sampling = replace(self.sampling, seed=seed_of_step(self.sampling.seed, step))
@@ -252,11 +259,6 @@ class RolloutSampler:
                 f"--use_dense_reward: {name} gave no token scores for {describe_sample(rollouts, i)}; a reward "
                 "function returns them under the key 'token_scores'"
             )
-
-
-def seed_of_step(seed: int, step: int) -> int:
-    """A seed for each step of a run; steps of one run never share one."""
-    return seed * 1_000_000_007 + step
 
 
 class PromptSource(Protocol):
@@ -367,6 +369,7 @@ class GroupCollector:
         on_exhausted: what follows where these have too few groups: ``train_short`` trains on those there are, ``raise``
             stops, ``reuse`` trains on some of them twice.
         replay: saves and replays what the engine samples.
+        balance: shares the rollouts out between the ranks; ``None``: they stay where they were sampled.
         timer: makes a context for the time of ``rollout`` and of ``reward``.
     """
 
@@ -380,6 +383,7 @@ class GroupCollector:
         max_batches: int = 1,
         on_exhausted: Literal["train_short", "raise", "reuse"] = "train_short",
         replay: RolloutReplay | None = None,
+        balance: Callable[[list[Rollout]], list[Rollout]] | None = None,
         timer: Callable[[str], AbstractContextManager] = lambda phase: nullcontext(),
     ) -> None:
         self.sampler = sampler
@@ -389,20 +393,30 @@ class GroupCollector:
         self.max_batches = max_batches
         self.on_exhausted = on_exhausted
         self.replay = replay
+        self.balance = balance
         self.timer = timer
         self.surplus: list[Group] = []
 
-    def collect(self, source: PromptSource, step: int) -> CollectedStep:
+    def collect(self, source: PromptSource | list[Prompt], step: int) -> CollectedStep:
         """The groups of one step. Collective.
 
         Args:
-            source: prompts of the episode; as many generation batches are taken as are needed.
+            source: prompts of the episode, of which as many generation batches are taken as are needed; or one batch.
             step: number of the PPO step; with the seed of the run it fixes the random numbers.
 
         Raises:
             RewardError: none of the samples was scored, no sample has the metric of the filter, or too few groups were
                 accepted with ``on_exhausted="raise"``.
         """
+        collected = self._collect(OneBatch(source) if isinstance(source, list) else source, step)
+        if getattr(self.sampler.engine, "keeps_weights", False):
+            self.sampler.engine.sleep()  # until the next push of weights, or the next rollouts
+        # Repeated groups are named by their place on this rank, so these stay.
+        if self.balance is not None and collected.groups and not self.strategy.same_count(len(collected.repeated)):
+            collected.rollouts = self.balance(collected.rollouts)
+        return collected
+
+    def _collect(self, source: PromptSource, step: int) -> CollectedStep:
         tally = Tally()
         if self.groups_per_step is None:
             self._generate(source, step, tally)

@@ -514,6 +514,11 @@ class DeepspeedStrategy(DistributedStrategy):
         """From now on every ``micro_batches``-th call of :meth:`optimizer_step` takes the step, the others count."""
         self._accumulation[engines.get_engine(model, "accumulate")] = [0, micro_batches]
 
+    def completes_step(self, model: Any) -> bool:
+        """Whether the next call of :meth:`optimizer_step` takes the step, or is one more micro batch before it."""
+        done, needed = self._accumulation.get(engines.get_engine(model, "completes_step"), (0, 1))
+        return done + 1 >= needed
+
     def optimizer_step(
         self, optim: Any, model: Any, scheduler: LRScheduler | None = None, name: str = "model"
     ) -> StepOutcome | None:

@@ -1,51 +1,83 @@
-"""From a config to a trainer: strategy, models, data, optimizers, in this order."""
+"""From a config to a finished :class:`Run`: strategy, models, data, optimizers, rewards, engine, in this order."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import os
+import shutil
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import yaml
 from torch.utils.data import DataLoader
 from transformers import get_scheduler
 
+from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS
 from lightppo.config import PPOConfig
 from lightppo.config.adapter_rules import reference_is_actor, uses_adapters
-from lightppo.config.algorithm_rules import advice, moves_reference
+from lightppo.config.algorithm_rules import advice, moves_reference, needs_critic
+from lightppo.config.reward_rules import reward_plan
 from lightppo.data.datasets import PromptDataset, RolloutBatchSampler, SFTDataset
-from lightppo.data.readers import blending_datasets, stage_to_local
+from lightppo.data.readers import blending_datasets, check_data_paths, stage_to_local
 from lightppo.errors import ConfigError
+from lightppo.experience.batching import balance_ranks
+from lightppo.experience.checks import RolloutCheck, RolloutReplay
+from lightppo.experience.maker import ExperienceMaker
+from lightppo.experience.sampler import GroupCollector, GroupFilter, RolloutSampler
+from lightppo.http import read_token, shown_url
+from lightppo.models.acceleration import check_activation_offload, compile_layers, use_liger_kernels
 from lightppo.models.actor import Actor
+from lightppo.models.critic import Critic, RewardModel
 from lightppo.models.loading import get_tokenizer, valid_vocab_size
-from lightppo.models.lora import AdaptersOff
-from lightppo.rewards.build import build_reward
+from lightppo.models.lora import AdaptersOff, LoraOptions, add_adapters, check_peft
+from lightppo.models.quantised import check_bitsandbytes
+from lightppo.ranks import Ranks
+from lightppo.rewards.build import build_reward, check_reward_options
+from lightppo.rewards.source import AsyncScorer, RewardSource, check_verifier_status
+from lightppo.rollout.engine import RolloutEngine, SamplingParams
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.strategy.zero3 import parameter_count
-from lightppo.trainer.build_models import build_models
-from lightppo.trainer.evaluator import Evaluator
-from lightppo.trainer.guards import check_before_loading, check_disk_space
-from lightppo.trainer.options import eval_sampling_params, public_options
-from lightppo.trainer.ppo_trainer import PPOTrainer
-from lightppo.trainer.prompts import endless
-from lightppo.trainer.schedule import steps_per_episode
-
-TrainerT = TypeVar("TrainerT", bound=PPOTrainer)
 
 
-def build_trainer(config: PPOConfig, trainer_class: type[TrainerT] = PPOTrainer) -> TrainerT:
-    """Build everything a run needs, and resume where there is a checkpoint. Collective.
+@dataclass
+class Run:
+    """Everything that a trainer works with, finished; the fields are arguments of ``PPOTrainer``."""
+
+    strategy: DeepspeedStrategy
+    actor: Actor
+    critic: Any | None
+    reward_model: list[Any]
+    initial_model: Any | None
+    ema_model: Any | None
+    actor_optim: Any
+    critic_optim: Any
+    actor_scheduler: Any
+    critic_scheduler: Any
+    config: PPOConfig
+    tokenizer: Any
+    reward_source: RewardSource
+    rollout_engine: RolloutEngine
+    prompts_dataloader: DataLoader
+    pretrain_dataloader: DataLoader | None
+    eval_prompts: PromptDataset | None
+
+
+def build(config: PPOConfig) -> Run:
+    """Build everything a run needs. Collective.
 
     Args:
         config: as from ``parse_args``; checked and resolved here once more, for configs made in code.
-        trainer_class: ``PPOTrainer`` or a subclass.
 
     Raises:
         ConfigError: options that cannot work, or do not fit the model or the disk.
-        ModelLoadError, DataError, CheckpointError: naming the flag, path and row.
+        ModelLoadError, DataError: naming the flag, path and row.
     """
     strategy = build_strategy(config)
     strategy.setup_distributed()
@@ -66,43 +98,50 @@ def build_trainer(config: PPOConfig, trainer_class: type[TrainerT] = PPOTrainer)
     sizes = {part: parameter_count(model, uses_adapters(config)) for part, model in saved.items() if model is not None}
     check_disk_space(config, sizes, exported=parameter_count(models.actor))
 
-    prompts = build_prompts(config, tokenizer, strategy, config.data.prompt_data, config.data.prompt_split)
-    loader = prompts_dataloader(config, prompts, strategy)
+    d = config.data
+    loader = prompts_dataloader(
+        config, build_prompts(config, tokenizer, strategy, d.prompt_data, d.prompt_split), strategy
+    )
     pretrain = build_pretrain(config, tokenizer, strategy)
 
     steps = optimizer_steps(config, steps_per_episode(config, loader))
-    actor_parts = with_optimizer(models.actor, config.training.actor_learning_rate, steps, config, strategy)
-    critic_parts = with_optimizer(models.critic, config.training.critic_learning_rate, steps, config, strategy)
+    t = config.training
     (actor, actor_optim, actor_scheduler), (critic, critic_optim, critic_scheduler) = strategy.prepare(
-        actor_parts, critic_parts, is_rlhf=True
+        with_optimizer(models.actor, t.actor_learning_rate, steps, config, strategy),
+        with_optimizer(models.critic, t.critic_learning_rate, steps, config, strategy),
+        is_rlhf=True,
     )
     # None stays None; the list keeps prepare's return type the same for any number of reward models
     reference, ema, *reward_models = strategy.prepare(models.reference, models.ema, *models.reward_models)
     if reference_is_actor(config):
         reference = AdaptersOff(actor)
-
-    trainer = trainer_class(
-        strategy,
-        actor,
-        critic,
-        reward_models,
-        reference,
-        ema,
-        actor_optim,
-        critic_optim,
-        actor_scheduler,
-        critic_scheduler,
+    reward_source = build_reward(config, reward_models, tokenizer, strategy)
+    engine = build_rollout_engine(config, strategy, actor, tokenizer)
+    eval_prompts = None
+    if d.eval_data is not None:
+        eval_prompts = build_prompts(config, tokenizer, strategy, d.eval_data, d.eval_split, evaluation=True)
+    return Run(
+        strategy=strategy,
+        actor=actor,
+        critic=critic,
+        reward_model=reward_models,
+        initial_model=reference,
+        ema_model=ema,
+        actor_optim=actor_optim,
+        critic_optim=critic_optim,
+        actor_scheduler=actor_scheduler,
+        critic_scheduler=critic_scheduler,
         config=config,
         tokenizer=tokenizer,
-        reward_source=build_reward(config, reward_models, tokenizer, strategy),
+        reward_source=reward_source,
+        rollout_engine=engine,
+        prompts_dataloader=loader,
+        pretrain_dataloader=pretrain,
+        eval_prompts=eval_prompts,
     )
-    trainer.prompts_dataloader = loader
-    trainer.update.pretrain_batches = endless(pretrain) if pretrain is not None else None
-    trainer.evaluator = build_evaluator(config, tokenizer, strategy, trainer)
-    trainer.saves_at_end = True
-    trainer.resume()
-    save_run_config(config, strategy)  # only now: a refused resume leaves the run's own options in place
-    return trainer
+
+
+# -- models ----------------------------------------------------------------------------------------------------------
 
 
 def build_strategy(config: PPOConfig) -> DeepspeedStrategy:
@@ -133,6 +172,117 @@ def build_strategy(config: PPOConfig) -> DeepspeedStrategy:
         raise ConfigError(str(error)) from error
 
 
+@dataclass
+class Models:
+    """The models of a run, not yet in engines. No reference also where the actor itself is it, adapters off."""
+
+    actor: Actor
+    critic: Critic | None
+    reference: Actor | None
+    reward_models: list[RewardModel]
+    ema: Actor | None
+
+
+def build_models(config: PPOConfig, strategy: DeepspeedStrategy) -> Models:
+    """Load all models, each under the ZeRO configuration of its role."""
+    m, s, a = config.model, config.strategy, config.algorithm
+    override = json.loads(m.override_config) if m.override_config else None
+    shared = {
+        "attn_implementation": m.attn_implementation,
+        "trust_remote_code": m.trust_remote_code,
+        "external_lib": m.external_lib,
+        "seed": s.seed,
+    }
+    own = {**shared, "override_config": override, "init_from_scratch": m.init_from_scratch}
+    # The reference too, so that it is what the actor without adapters would be; scores of reward models stay exact.
+    own["load_in_4bit"] = config.adapter.load_in_4bit
+    several = config.rollout.n_samples_per_prompt > 1
+    rows = {
+        "packing_samples": config.training.packing_samples,
+        "share_prompts": config.training.share_prompts and several,
+    }
+    policy = {"temperature": config.rollout.temperature or 1.0, **rows}
+
+    actor_ds = strategy.get_ds_train_config(is_actor=True)
+    actor = Actor(stage_to_local(m.pretrain), bf16=m.bf16, ds_config=actor_ds, **policy, **own)
+    check_lengths(config, actor.hf_model.config)
+    check_router(config, actor)
+    critic = None
+    if needs_critic(config):
+        critic = Critic(
+            stage_to_local(m.critic_pretrain),
+            bf16=m.bf16,
+            ds_config=strategy.get_ds_train_config(
+                zero_stage=s.critic_zero_stage,
+                adam_offload=s.critic_adam_offload,
+                param_offload=s.critic_param_offload,
+            ),
+            **rows,
+            value_head_prefix=m.value_head_prefix,
+            init_value_head=True if m.init_critic_from_actor else None,
+            **own,
+        )
+    add_lora(config, actor, critic)
+    reference = None
+    if a.init_kl_coef > 0 and not reference_is_actor(config):
+        # One that moves is fp32: small steps would vanish in bf16.
+        bf16 = m.bf16 and not moves_reference(config)
+        frozen = strategy.get_ds_eval_config(s.ref_offload, zero_stage=s.ref_zero_stage, bf16=bf16)
+        reference = Actor(
+            stage_to_local(m.ref_pretrain), bf16=bf16, ds_config=frozen, flag="--ref_pretrain", **policy, **own
+        )
+    reward_models = [
+        RewardModel(
+            stage_to_local(path),
+            bf16=m.bf16,
+            ds_config=strategy.get_ds_eval_config(s.reward_offload, zero_stage=s.reward_zero_stage),
+            normalize_reward=config.reward.normalize_reward,
+            value_head_prefix=m.value_head_prefix,
+            **shared,
+        )
+        for path in m.reward_pretrain
+    ]
+    ema = None
+    if a.enable_ema:
+        # fp32: at a decay near 1 the steps of the average would vanish in bf16
+        ema_ds = strategy.get_ds_eval_config(s.ref_offload, zero_stage=s.ref_zero_stage, bf16=False)
+        ema = Actor(stage_to_local(m.pretrain), ds_config=ema_ds, **own)
+    models = Models(actor, critic, reference, reward_models, ema)
+    accelerate(models, config, strategy.device)
+    return models
+
+
+def accelerate(models: Models, config: PPOConfig, device: torch.device) -> None:
+    """Gradient checkpointing, offloaded activations, other kernels, compiled layers: as the options ask.
+
+    Raises:
+        ModelLoadError: one that this machine or model cannot do.
+    """
+    m, trained = config.model, [model for model in (models.actor, models.critic) if model is not None]
+    scoring = [*trained, *([models.reference] if models.reference is not None else [])]
+    if m.activation_offload:
+        check_activation_offload(device)
+    for model in trained:
+        if m.gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": m.gradient_checkpointing_use_reentrant})
+        model.activation_offload = m.activation_offload
+    for model in scoring:
+        if m.use_liger_kernel:
+            use_liger_kernels(model.hf_model)
+        if m.torch_compile:
+            compile_layers(model.hf_model)
+
+
+def add_lora(config: PPOConfig, *models: Actor | Critic | None) -> None:
+    """Adapters for actor and critic, where ``--lora_rank`` asks for them; from here on only these train."""
+    a = config.adapter
+    if uses_adapters(config):
+        options = LoraOptions(a.lora_rank, a.lora_alpha, a.lora_dropout, a.target_modules)
+        for model in models:
+            if model is not None:
+                add_adapters(model, options, config.strategy.seed)
+
+
 def build_tokenizer(config: PPOConfig, actor: Actor) -> Any:
     """The actor's tokenizer, checked against its embedding."""
     return get_tokenizer(
@@ -141,6 +291,26 @@ def build_tokenizer(config: PPOConfig, actor: Actor) -> Any:
         use_fast=not config.model.disable_fast_tokenizer,
         trust_remote_code=config.model.trust_remote_code,
     )
+
+
+def with_optimizer(
+    model: Any, learning_rate: float, steps: int, config: PPOConfig, strategy: DeepspeedStrategy
+) -> tuple[Any, Any, Any]:
+    """(model, optimizer, scheduler) for ``strategy.prepare``; three times ``None`` without a model."""
+    if model is None:
+        return None, None, None
+    t = config.training
+    optimizer = strategy.create_optimizer(model, lr=learning_rate, betas=t.adam_betas, weight_decay=t.l2)
+    warmup = t.lr_warmup_steps if t.lr_warmup_steps is not None else math.ceil(steps * t.lr_warmup_ratio)
+    name = "constant_with_warmup" if t.lr_scheduler == "constant" else t.lr_scheduler
+    specific = {"min_lr_rate": t.min_lr_ratio} if name == "cosine_with_min_lr" else {}
+    scheduler = get_scheduler(
+        name, optimizer, num_warmup_steps=warmup, num_training_steps=steps, scheduler_specific_kwargs=specific
+    )
+    return model, optimizer, scheduler
+
+
+# -- data ------------------------------------------------------------------------------------------------------------
 
 
 def build_prompts(
@@ -220,22 +390,22 @@ def build_pretrain(config: PPOConfig, tokenizer: Any, strategy: DeepspeedStrateg
     )
 
 
-def build_evaluator(
-    config: PPOConfig, tokenizer: Any, strategy: DeepspeedStrategy, trainer: PPOTrainer
-) -> Evaluator | None:
-    """Evaluation on ``--eval_data`` with the trainer's engine and rewards."""
-    if config.data.eval_data is None:
-        return None
-    prompts = build_prompts(config, tokenizer, strategy, config.data.eval_data, config.data.eval_split, evaluation=True)
-    return Evaluator(
-        trainer.rollout_engine,
-        trainer.reward_source,
-        prompts,
-        eval_sampling_params(config),
-        strategy,
-        threshold=config.evaluation.eval_correct_threshold,
-        folder=Path(config.checkpoint.save_path) / "eval",
-    )
+def steps_per_episode(config: PPOConfig, dataloader: Iterable, update_steps: int = 0) -> int:
+    """PPO steps of the coming episode: from the dataloader's length, or from a number of optimizer steps.
+
+    With ``--dynamic_sampling`` at most so many, since rejected groups take prompts as well.
+
+    Args:
+        config: batch sizes.
+        dataloader: of the prompts; one batch is a generation batch.
+        update_steps: optimizer steps per episode, where the dataloader has no length.
+    """
+    r, t = config.rollout, config.training
+    if hasattr(dataloader, "__len__"):
+        per_batch = config.sampling.gen_batch_size or r.rollout_batch_size
+        return math.ceil(len(dataloader) * per_batch / r.rollout_batch_size)
+    samples = r.rollout_batch_size * r.n_samples_per_prompt
+    return max(1, update_steps * t.train_batch_size // t.max_epochs // samples)
 
 
 def optimizer_steps(config: PPOConfig, rollouts_per_episode: int) -> int:
@@ -246,21 +416,266 @@ def optimizer_steps(config: PPOConfig, rollouts_per_episode: int) -> int:
     return rollouts * per_rollout
 
 
-def with_optimizer(
-    model: Any, learning_rate: float, steps: int, config: PPOConfig, strategy: DeepspeedStrategy
-) -> tuple[Any, Any, Any]:
-    """(model, optimizer, scheduler) for ``strategy.prepare``; three times ``None`` without a model."""
-    if model is None:
-        return None, None, None
-    t = config.training
-    optimizer = strategy.create_optimizer(model, lr=learning_rate, betas=t.adam_betas, weight_decay=t.l2)
-    warmup = t.lr_warmup_steps if t.lr_warmup_steps is not None else math.ceil(steps * t.lr_warmup_ratio)
-    name = "constant_with_warmup" if t.lr_scheduler == "constant" else t.lr_scheduler
-    specific = {"min_lr_rate": t.min_lr_ratio} if name == "cosine_with_min_lr" else {}
-    scheduler = get_scheduler(
-        name, optimizer, num_warmup_steps=warmup, num_training_steps=steps, scheduler_specific_kwargs=specific
+# -- sampling --------------------------------------------------------------------------------------------------------
+
+
+def build_sampler(
+    config: PPOConfig,
+    strategy: Ranks,
+    engine: RolloutEngine,
+    source: RewardSource,
+    maker: ExperienceMaker,
+    check: RolloutCheck,
+    timer: Callable[[str], Any],
+) -> GroupCollector:
+    """Prompts → the scored groups that a step trains on.
+
+    Raises:
+        ConfigError: the engine or the reward source cannot do what the options ask.
+    """
+    s, t, traits = config.sampling, config.training, ADVANTAGE_ESTIMATORS.find(config.algorithm.advantage_estimator)
+    sampler = RolloutSampler(
+        engine,
+        source,
+        sampling_params(config),
+        traits.min_group_size,
+        greedy_baseline=traits.needs_greedy_baseline,
+        dense=config.reward.use_dense_reward,
+        group_size=config.rollout.n_samples_per_prompt,
+        tie=s.best_of_n_tie,
+        scorer=_scorer(config, engine, source) if config.verifier.async_rewards else None,
+        check=_verifier_check(config, strategy, source) if config.verifier.check_verifier_status else lambda _: None,
+        inspect=check.first,
     )
-    return model, optimizer, scheduler
+    prompt_once = t.packing_samples and t.share_prompts and t.shuffle == "groups"
+    selects = s.dynamic_sampling or s.gen_batch_size > config.rollout.rollout_batch_size
+    return GroupCollector(
+        sampler,
+        strategy,
+        groups_per_step=config.rollout.rollout_batch_size if selects else None,
+        group_filter=GroupFilter(s.filter_metric, s.filter_range, maker.shaper.final_scores)
+        if s.dynamic_sampling
+        else None,
+        max_batches=s.max_num_gen_batches if s.dynamic_sampling else 1,
+        on_exhausted=s.on_exhausted,
+        replay=RolloutReplay(s.skip_rollout, strategy, reuse=s.skip_rollout_reuse)
+        if s.skip_rollout is not None
+        else None,
+        balance=partial(balance_ranks, strategy=strategy, prompt_once=prompt_once) if t.balance_ranks else None,
+        timer=timer,
+    )
+
+
+def _verifier_check(config: PPOConfig, strategy: Ranks, source: RewardSource) -> Callable[[Any], None]:
+    """``--check_verifier_status``."""
+    minimum = config.verifier.reward_minimum
+    minimum = getattr(source, "minimum", None) if minimum is None else minimum
+    if minimum is None:
+        raise ConfigError(f"--check_verifier_status: {source.name} does not say its lowest score; set --reward_minimum")
+    return partial(
+        check_verifier_status,
+        minimum=minimum,
+        source_name=source.name,
+        all_reduce_sum=lambda counts: strategy.all_reduce(counts, "sum"),
+    )
+
+
+def _scorer(config: PPOConfig, engine: RolloutEngine, source: RewardSource) -> AsyncScorer:
+    """``--async_rewards``."""
+    if not getattr(engine, "reports_finished", False):
+        raise ConfigError("--async_rewards: this rollout engine gives its samples all at once; leave it out")
+    try:
+        return AsyncScorer(source, timeout=60 * config.strategy.dist_timeout)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def sampling_params(config: PPOConfig) -> SamplingParams:
+    """How training rollouts are sampled."""
+    r, s = config.rollout, config.sampling
+    return SamplingParams(
+        max_new_tokens=r.generate_max_len,
+        min_new_tokens=r.min_new_tokens,
+        temperature=r.temperature,
+        top_p=r.top_p,
+        top_k=r.top_k,
+        repetition_penalty=r.repetition_penalty,
+        n=s.generation_size or r.n_samples_per_prompt,
+        stop=r.stop,
+        stop_token_ids=r.stop_token_ids,
+        bad_words=r.bad_words,
+        do_sample=r.do_sample,
+        ignore_eos=r.ignore_eos,
+        seed=config.strategy.seed,
+        first_token_temperature=s.fire_temperature if s.fire_sampling else None,
+    )
+
+
+def eval_sampling_params(config: PPOConfig) -> SamplingParams:
+    """How evaluation samples: as training, but for temperature, top-p and the number of samples."""
+    e = config.evaluation
+    return replace(
+        sampling_params(config),
+        n=e.eval_n_samples,
+        temperature=e.eval_temperature,
+        top_p=e.eval_top_p,
+        do_sample=True,
+        first_token_temperature=None,
+    )
+
+
+def build_rollout_engine(config: PPOConfig, strategy: Any, actor: Any, tokenizer: Any) -> RolloutEngine:
+    """The engine that the options ask for, with the actor's present weights. Collective.
+
+    Args:
+        config: resolved.
+        strategy: of the run, set up.
+        actor: prepared.
+        tokenizer: of the actor.
+
+    Raises:
+        ConfigError: the engine is not installed, or cannot run this model with these options.
+    """
+    return ENGINES[config.engine.rollout_engine](config, strategy, actor, tokenizer)
+
+
+def _hf(config: PPOConfig, strategy: Any, actor: Any, tokenizer: Any) -> RolloutEngine:
+    from lightppo.rollout.hf import HFRolloutEngine
+
+    return HFRolloutEngine(
+        actor,
+        tokenizer,
+        micro_rollout_batch_size=config.rollout.micro_rollout_batch_size,
+        gather_parameters=lambda: strategy.gathered_parameters(actor),
+        progress=strategy.is_rank_0() and sys.stderr.isatty(),
+    )
+
+
+def _vllm(config: PPOConfig, strategy: Any, actor: Any, tokenizer: Any) -> RolloutEngine:
+    from lightppo.rollout.vllm import VLLMRolloutEngine
+
+    return VLLMRolloutEngine(config, strategy, actor, tokenizer)
+
+
+def _vllm_server(config: PPOConfig, strategy: Any, actor: Any, tokenizer: Any) -> RolloutEngine:
+    from lightppo.rollout.vllm_server import VLLMServerRolloutEngine
+
+    return VLLMServerRolloutEngine(config, strategy, actor, tokenizer)
+
+
+ENGINES: dict[str, Callable[[PPOConfig, Any, Any, Any], RolloutEngine]] = {
+    "hf": _hf,
+    "vllm": _vllm,
+    "vllm_server": _vllm_server,
+}
+"""``--rollout_engine`` → builder. A further engine is one entry here and one value of the option."""
+
+
+# -- checks before anything large is loaded ---------------------------------------------------------------------------
+
+
+def check_before_loading(config: PPOConfig) -> None:
+    """Paths and addresses that can be looked at without loading anything.
+
+    Raises:
+        DataError: a data path that is missing or of no known form; names the flag.
+        ConfigError: a reward address, file or token that is missing or of no known form; names the flag.
+        ModelLoadError: ``--lora_rank`` without peft, ``--load_in_4bit`` without bitsandbytes.
+    """
+    if uses_adapters(config):
+        check_peft()
+    if config.adapter.load_in_4bit:
+        check_bitsandbytes()
+    d = config.data
+    check_data_paths(d.prompt_data, d.prompt_data_probs, flag="--prompt_data")
+    if d.eval_data:
+        check_data_paths(d.eval_data, flag="--eval_data")
+    if d.pretrain_data:
+        check_data_paths(d.pretrain_data, d.pretrain_data_probs, flag="--pretrain_data")
+    try:
+        if reward_plan(config) is None:
+            check_reward_options(
+                remote_rm_url=config.reward.remote_rm_url,
+                reward_fn=config.reward.reward_fn,
+                n_reward_models=len(config.model.reward_pretrain),
+            )
+        read_token(env=config.reward.remote_rm_token_env)
+        read_token(env=config.engine.vllm_server_api_key_env, option="--vllm_server_api_key_env")
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def check_lengths(config: PPOConfig, model_config: Any) -> None:
+    """Prompt and response must fit the model's positions.
+
+    Raises:
+        ConfigError: naming the flags and the model's limit.
+    """
+    limit = getattr(model_config.get_text_config(decoder=True), "max_position_embeddings", None)
+    prompt, response = config.data.prompt_max_len, config.rollout.generate_max_len
+    if limit is not None and prompt + response > limit:
+        raise ConfigError(
+            f"--prompt_max_len {prompt} + --generate_max_len {response} = {prompt + response} tokens, but "
+            f"{config.model.pretrain} has {limit} positions: lower one of them to fit"
+        )
+
+
+def check_router(config: PPOConfig, actor: Actor) -> None:
+    """``--aux_loss_coef`` needs a mixture of experts.
+
+    Raises:
+        ConfigError: the actor is none.
+    """
+    if config.loss.aux_loss_coef > 0:
+        try:
+            actor.check_router()
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+
+
+def check_disk_space(config: PPOConfig, parameters: dict[str, int], exported: int | None = None) -> None:
+    """Room for the checkpoints that will be kept, before the first one is lost to a full disk.
+
+    Args:
+        config: what is saved, and how many are kept.
+        parameters: number of parameters per model that its checkpoints hold (with LoRA those that train). Trained ones
+            have weights, fp32 master weights and two fp32 moments, the moving average (``ema``) and a moving
+            ``reference`` fp32 weights.
+        exported: number of parameters in an export of the actor; ``None``: those of its checkpoint.
+
+    Raises:
+        ConfigError: naming the folder, what is needed and what is free.
+    """
+    c = config.checkpoint
+    exports = c.hf_save_steps > 0 or c.hf_save_epochs or c.hf_save_seconds or config.evaluation.best_metric
+    saves = c.save_steps > 0 or c.save_epochs or c.save_seconds
+    weight = 2 if config.model.bf16 else 4
+    state = export = 0
+    if saves and not c.disable_ds_ckpt:
+        state = sum(n * (4 if part in ("ema", "reference") else weight + 12) for part, n in parameters.items())
+    if (saves and c.save_hf_ckpt) or exports:
+        export = (parameters["actor"] if exported is None else exported) * weight
+    # One more than are kept: an old checkpoint goes only when the new one is whole.
+    needed = min((c.max_ckpt_num + 1) * (state + export), c.max_ckpt_mem * 1e9 + state + export)
+    folder = Path(c.ckpt_path)
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise ConfigError(
+            f"--ckpt_path {c.ckpt_path}: {c.max_ckpt_num} checkpoints need about {needed / 1e9:.1f} GB, "
+            f"{free / 1e9:.1f} GB are free: lower --max_ckpt_num or --max_ckpt_mem, or choose another disk"
+        )
+
+
+# -- what a run says of itself ---------------------------------------------------------------------------------------
+
+
+def public_options(config: PPOConfig) -> dict[str, Any]:
+    """All options by flag name, for logs, files and checkpoints: without what a reward URL carries in its query."""
+    values = config.flat()
+    shown = (shown_url(url) if url.startswith(("http://", "https://")) else url for url in values["remote_rm_url"])
+    return values | {"remote_rm_url": tuple(shown)}
 
 
 def described(config: PPOConfig) -> str:

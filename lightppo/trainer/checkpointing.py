@@ -20,12 +20,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from lightppo.algorithms.shaping import ValueNorm
 from lightppo.config.ppo import unsafe_changes
 from lightppo.config.sections import CheckpointConfig
 from lightppo.errors import CheckpointError, ConfigError
-from lightppo.experience.maker import ScoreShaper
-from lightppo.experience.sampler import GroupCollector
 from lightppo.strategy.checkpoint import list_tags, restore_rng_state, rng_state
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 
@@ -83,47 +80,6 @@ def state_from_consumed(consumed_samples: int, steps_per_episode: int, rollout_b
     step = consumed_samples // rollout_batch_size
     episode, step_in_episode = divmod(step, steps_per_episode)
     return TrainerState(global_step=step, episode=episode, consumed_prompts=step_in_episode * rollout_batch_size)
-
-
-@dataclass
-class RunState:
-    """The parts of a trainer that remember something.
-
-    Attributes:
-        kl_ctl: the KL coefficient.
-        shaper: running statistics of scores.
-        value_norm: running statistics of returns, or ``None``.
-        groups: accepted groups that wait for training; other ones on each rank.
-        strategy: gathers these.
-    """
-
-    kl_ctl: Any
-    shaper: ScoreShaper
-    value_norm: ValueNorm | None
-    groups: GroupCollector
-    strategy: Any
-
-    def of_all_ranks(self, state: TrainerState) -> dict[str, Any]:
-        """What is the same on every rank."""
-        return {
-            "trainer": state.state_dict(),
-            "kl_ctl": self.kl_ctl.state_dict(),
-            "score_statistics": self.shaper.state_dict(),
-            "value_statistics": self.value_norm.state_dict() if self.value_norm is not None else None,
-        }
-
-    def with_ranks(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The values with what is of each rank. Collective."""
-        return {**values, "surplus": self.strategy.all_gather_object(self.groups.state_dict())}
-
-    def restore(self, saved: Mapping[str, Any]) -> TrainerState:
-        """Take over what was saved; the trainer's own part is returned."""
-        self.kl_ctl.load_state_dict(saved["kl_ctl"])
-        self.shaper.load_state_dict(saved["score_statistics"])
-        if self.value_norm is not None:
-            self.value_norm.load_state_dict(saved["value_statistics"])
-        self.groups.load_state_dict(saved["surplus"][self.strategy.get_rank()])
-        return TrainerState.from_dict(saved["trainer"])
 
 
 _LATEST = "latest"

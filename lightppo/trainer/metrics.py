@@ -8,13 +8,16 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from lightppo.algorithms import entries
 from lightppo.algorithms.correction import Summary, mismatch_metrics, mismatch_terms
 from lightppo.experience.experience import Experience
+from lightppo.ranks import Ranks
 
 # Name in the logs → meaning. The part before the first "/" is the namespace; <…> stands for any text.
 METRICS: dict[str, str] = {
@@ -120,9 +123,12 @@ METRICS: dict[str, str] = {
 _BY_SHORT_NAME = {name.split("/", 1)[1]: name for name in METRICS if not name.startswith(("eval/", "reward/"))}
 
 
+SEED_INFO = ("kl", "reward", "return", "response_length", "total_length")
+
+
 def with_namespace(status: Mapping[str, float]) -> dict[str, float]:
-    """Short names of a status → names in the logs; a name with a namespace of its own stays."""
-    return {name if "/" in name else _BY_SHORT_NAME[name]: value for name, value in status.items()}
+    """Short names of a status → names in the logs; a name of the user's own is in ``train/``."""
+    return {name if "/" in name else _BY_SHORT_NAME.get(name, f"train/{name}"): x for name, x in status.items()}
 
 
 # -- docs/metrics.md -------------------------------------------------------------------------------------------------
@@ -172,46 +178,70 @@ def main(arguments: Sequence[str]) -> None:
         sys.stdout.write(metrics_page())
 
 
+def policy_summaries(
+    log_probs: Tensor,
+    mask: Tensor,
+    *,
+    reference: Tensor | None,
+    engine: Tensor | None,
+    kl: Tensor | None,
+    sampled_kl: Callable[[Tensor, Tensor], Tensor],
+) -> dict[str, Summary]:
+    """The policy before the update against reference and rollout engine, per trained token.
+
+    Args:
+        log_probs: of the policy before the update (B, A).
+        mask: trained tokens (B, A).
+        reference: log probs of the reference (B, A), if there is one.
+        engine: log probs that the rollout engine recorded (B, A), if it does.
+        kl: KL estimate of the experience (B, A); ``None``: ``sampled_kl`` makes it.
+        sampled_kl: log probs of policy and reference → KL, all of one shape.
+    """
+    terms: dict[str, Tensor] = {}
+    if reference is not None:
+        terms["policy_kl"] = (log_probs - reference)[mask]
+        terms["kl"] = (sampled_kl(log_probs, reference) if kl is None else kl)[mask]
+    if engine is not None:
+        terms |= {f"mismatch_{name}": x for name, x in mismatch_terms(log_probs, engine, mask).items()}
+    return {name: Summary.of(x) for name, x in terms.items()}
+
+
 def rollout_summaries(
     items: Sequence[Experience], sampled_kl: Callable[[Tensor, Tensor], Tensor] = torch.sub
 ) -> dict[str, Summary]:
-    """Summaries of this rank's samples: per sample for ``info``, per trained token for the rest.
+    """Summaries of this rank's samples (one each): per sample for ``info``, per trained token for the rest.
 
-    Args:
-        items: samples, one each.
-        sampled_kl: (N,) log probs of actor and reference → KL, for samples whose log probs came with the training pass.
+    Samples without ``action_log_probs`` are compared with reference and engine where the training pass makes them.
     """
     if not items:
         return {}
-    mask = torch.cat([item.action_mask[0] for item in items])  # (ΣA,)
 
-    def tokens(name: str) -> Tensor | None:
-        """Trained tokens of all rows."""
+    def rows(name: str) -> Tensor | None:
+        """(B, A)."""
         if getattr(items[0], name) is None:
             return None
-        return torch.cat([getattr(item, name)[0] for item in items])[mask]
+        return pad_sequence([getattr(item, name)[0] for item in items], batch_first=True)
 
-    values, returns, engine = tokens("values"), tokens("returns"), tokens("rollout_log_probs")
-    old, reference = tokens("action_log_probs"), tokens("base_action_log_probs")
-    per_token = {"kl": tokens("kl"), "advantage": tokens("advantages"), "return_token": returns, "value": values}
-    if values is not None:
-        per_token["residual"] = returns - values
-    if reference is not None and old is not None:
-        per_token["policy_kl"] = old - reference
-        if per_token["kl"] is None:
-            per_token["kl"] = sampled_kl(old, reference)
-    if (weights := tokens("loss_weights")) is not None:
-        per_token |= {"loss_weight": weights, "loss_weight_zero": weights == 0}
-    if engine is not None and old is not None:
-        per_token |= {f"mismatch_{name}": x for name, x in _mismatch_terms(items).items()}
-    per_sample = {name: torch.cat([item.info[name] for item in items]) for name in items[0].info if name != "kl"}
-    return {name: Summary.of(x) for name, x in (per_sample | per_token).items() if x is not None}
-
-
-def _mismatch_terms(items: Sequence[Experience]) -> dict[str, Tensor]:
-    names = ("action_log_probs", "rollout_log_probs", "action_mask")
-    rows = ([getattr(item, name)[0] for item in items] for name in names)
-    return mismatch_terms(*(torch.nn.utils.rnn.pad_sequence(row, batch_first=True) for row in rows))  # (B, A) each
+    mask = rows("action_mask")
+    tokens = {
+        name: x[mask] for name in ("values", "returns", "advantages", "loss_weights") if (x := rows(name)) is not None
+    }
+    summaries = {
+        name: Summary.of(torch.cat([item.info[name] for item in items])) for name in items[0].info if name != "kl"
+    }
+    if (log_probs := rows("action_log_probs")) is not None:
+        others = {"reference": rows("base_action_log_probs"), "engine": rows("rollout_log_probs"), "kl": rows("kl")}
+        summaries |= policy_summaries(log_probs, mask, **others, sampled_kl=sampled_kl)
+    per_token = {
+        "advantage": tokens.get("advantages"),
+        "return_token": tokens.get("returns"),
+        "value": tokens.get("values"),
+    }
+    if "values" in tokens:
+        per_token["residual"] = tokens["returns"] - tokens["values"]
+    if "loss_weights" in tokens:
+        per_token |= {"loss_weight": tokens["loss_weights"], "loss_weight_zero": tokens["loss_weights"] == 0}
+    return summaries | {name: Summary.of(x) for name, x in per_token.items() if x is not None}
 
 
 def merge_summaries(per_rank: Iterable[Mapping[str, Summary]]) -> dict[str, Summary]:
@@ -249,34 +279,61 @@ def rollout_status(summaries: Mapping[str, Summary]) -> dict[str, float]:
     return status
 
 
-class StepMetrics:
-    """Sums of scalar tensors over the micro batches of one optimizer step."""
+def micro_batch_status(metrics: Mapping[str, Tensor], experience: Experience, scale: float) -> dict[str, float]:
+    """What ``training_step`` returns of a micro batch: its metrics, and the seed's means over its samples.
 
-    def __init__(self) -> None:
-        self.sums: dict[str, Tensor] = {}
-
-    def add(self, values: Mapping[str, Tensor]) -> None:
-        """Add one micro batch's share."""
-        for name, value in values.items():
-            value = value.detach().float()
-            self.sums[name] = self.sums[name] + value if name in self.sums else value
-
-    def reduce(self, strategy) -> dict[str, float]:
-        """Mean over ranks of the sums: with shares scaled as losses are, the value over the whole step."""
-        if not self.sums:
-            return {}
-        names = sorted(self.sums)
-        reduced = strategy.all_reduce(torch.stack([self.sums[name] for name in names]), "mean")
-        return dict(zip(names, reduced.tolist()))
+    Args:
+        metrics: shares of the metrics of the optimizer step.
+        experience: its ``info`` gives kl, reward, return, response_length and total_length.
+        scale: ``StepPart.status_scale``.
+    """
+    info = {name: experience.info[name].float() for name in SEED_INFO if name in experience.info}
+    means = {name: values.mean() for name, values in info.items()}
+    if "kl" in info:  # per token, as far as lengths tell
+        means["kl"] = (info["kl"] * info["response_length"]).sum() / info["response_length"].sum()
+    values = torch.stack([*(x.detach().float() for x in metrics.values()), *means.values()]).tolist()  # one copy
+    scaled = [value * scale for value in values[: len(metrics)]]
+    return dict(zip(means, values[len(metrics) :])) | dict(zip(metrics, scaled))
 
 
-def mean_status(statuses: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Mean of each name over the statuses that have it; NaN entries are left out."""
-    means: dict[str, float] = {}
-    for name in dict.fromkeys(name for status in statuses for name in status):
-        values = [s[name] for s in statuses if name in s and not math.isnan(s[name])]
-        means[name] = sum(values) / len(values) if values else math.nan
-    return means
+def checked_status(status: Mapping[str, Any] | None) -> dict[str, float]:
+    """A status as numbers; an override may have added some of its own.
+
+    Raises:
+        TypeError: an entry that is no number.
+    """
+    numbers = {}
+    for name, value in (status or {}).items():
+        try:
+            numbers[name] = float(value)
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"training_step returned status[{name!r}] = {value!r}; a status holds numbers") from error
+    return numbers
+
+
+def optimizer_status(steps: Sequence[Sequence[Mapping[str, float]]], ranks: Ranks) -> dict[str, float]:
+    """The status of all optimizer steps of a PPO step: means over micro batches and ranks, then over steps. Collective.
+
+    A name counts where a status has it. A step in which it is NaN is left out.
+
+    Args:
+        steps: for each optimizer step what ``training_step`` returned for this rank's micro batches with samples.
+        ranks: gathers; all ranks have as many steps.
+    """
+    own = [{name: [s[name] for s in step if name in s] for name in {n for s in step for n in s}} for step in steps]
+    per_rank = ranks.all_gather_object([{name: (sum(v), len(v)) for name, v in step.items()} for step in own])
+    means: dict[str, list[float]] = {}
+    for parts in zip(*per_rank):
+        for name in dict.fromkeys(name for part in parts for name in part):
+            total, count = (sum(x) for x in zip(*(part[name] for part in parts if name in part)))
+            means.setdefault(name, []).append(total / count)
+    return {name: mean_of_numbers(values) for name, values in sorted(means.items())}
+
+
+def mean_of_numbers(values: Sequence[float]) -> float:
+    """NaN marks a missing number and is left out."""
+    numbers = [x for x in values if not math.isnan(x)]
+    return sum(numbers) / len(numbers) if numbers else math.nan
 
 
 def short_status(status: Mapping[str, float]) -> dict[str, float]:

@@ -1,77 +1,86 @@
-"""PPOTrainer: the PPO loop. Sample, score, make experience, train, sync; log, evaluate, save.
-
-The numerics are in :mod:`lightppo.algorithms`, rollouts and experience in :mod:`lightppo.experience`, everything that
-depends on ranks in :mod:`lightppo.strategy`. This file says in which order.
-"""
+"""PPOTrainer: the PPO loop. ``fit`` is the schedule; docs/dataflow.md follows the data through its numbered stages."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from lightppo.algorithms.kl import make_kl_controller
+from lightppo.algorithms.losses import GPTLMLoss, ValueLoss
+from lightppo.compat import SeedAttributes, constructor_config, overlay_args, with_generation
 from lightppo.config import PPOConfig
-from lightppo.config.algorithm_rules import moves_reference
+from lightppo.config.algorithm_rules import moves_reference, needs_critic
 from lightppo.config.micro_batches import micro_batch_spec
-from lightppo.data.records import Prompt
+from lightppo.config.old_log_probs import old_log_probs_from
+from lightppo.data.records import Rollout
 from lightppo.errors import ConfigError, RewardError
-from lightppo.experience.batching import Minibatch, ReplayBuffer, minibatches, plan_minibatch
+from lightppo.experience.batching import Minibatch, ReplayBuffer, StepPart, lone_part, minibatches
+from lightppo.experience.checks import RolloutCheck, write_step
 from lightppo.experience.experience import Experience
 from lightppo.experience.maker import ExperienceMaker
-from lightppo.experience.sampler import CollectedStep, OneBatch, PromptSource
+from lightppo.experience.sampler import CollectedStep
+from lightppo.models.lora import AdaptersOff
 from lightppo.models.packing import all_share_prompts
 from lightppo.rewards.build import build_reward_source
 from lightppo.rewards.source import close_source
-from lightppo.rollout.build import build_rollout_engine
 from lightppo.rollout.engine import RolloutEngine
 from lightppo.strategy.zero3 import parameter_count
 from lightppo.trainer import metrics as m
-from lightppo.trainer.checkpointing import RunCheckpointer, RunState, TrainerState, state_from_consumed
-from lightppo.trainer.collecting import StepCollector
-from lightppo.trainer.evaluator import Evaluator
-from lightppo.trainer.options import (
-    check_engine,
-    check_models,
-    constructor_config,
-    overlay_args,
+from lightppo.trainer.build import (
+    build,
+    build_rollout_engine,
+    build_sampler,
+    eval_sampling_params,
     public_options,
+    sampling_params,
+    save_run_config,
+    steps_per_episode,
 )
-from lightppo.trainer.prompts import EpisodePrompts, PromptFilter, as_prompts, endless
+from lightppo.trainer.checkpointing import RunCheckpointer, TrainerState, state_from_consumed
+from lightppo.trainer.evaluator import Evaluator
+from lightppo.trainer.prompts import EpisodePrompts, PromptFilter, as_lm_batch, as_prompts, endless
 from lightppo.trainer.recorder import Recorder
-from lightppo.trainer.schedule import reached_limits, steps_per_episode
-from lightppo.trainer.update import PPOUpdate, build_value_norm
+from lightppo.trainer.update import (
+    EarlyStop,
+    actor_loss,
+    build_policy_loss,
+    build_value_norm,
+    critic_loss,
+    pretrain_loss,
+)
 
 
-class PPOTrainer:
+class PPOTrainer(SeedAttributes):
     """Trains an actor, and a critic where the estimator needs one.
 
     Two ways in: ``PPOTrainer.from_config(config).fit()`` builds everything; the constructor takes what a script built
-    and prepared itself (``strategy.prepare``).
+    and prepared itself (``strategy.prepare``). ``fit`` calls ``ppo_train``, ``training_step``, ``training_step_actor``,
+    ``training_step_critic`` and ``save_logs_and_checkpoints``: a subclass may override each.
 
     Args:
         strategy: distribution; its ``args`` are read for options where no ``config`` is given.
         actor: the policy, prepared.
         critic: the value model, prepared; ``None`` where the estimator needs none.
         reward_model: one, a list (then ``reward_fn`` combines their scores), or ``None`` with another source.
-        initial_model: the reference policy; ``None`` with ``init_kl_coef`` 0 only.
-        ema_model: keeps the moving average of the actor; ``None``: none.
-        actor_optim: the actor's optimizer.
-        critic_optim: the critic's.
-        actor_scheduler: the actor's learning-rate schedule.
-        critic_scheduler: the critic's.
+        initial_model: the reference; ``None`` with ``init_kl_coef`` 0 only.
+        ema_model: gets the moving average of the actor, if it is given.
+        actor_optim, critic_optim, actor_scheduler, critic_scheduler: of actor and critic.
         config: options; ``None``: from ``strategy.args`` and ``options``.
         tokenizer: of the actor.
         reward_fn: combines the scores of several reward models, or is the reward function itself.
         remote_rm_url: reward servers or a Python file.
         reward_source: instead of the three above.
-        rollout_engine: ``None``: that of ``--rollout_engine``.
-        evaluator: ``None``: no evaluation.
+        rollout_engine: ``None``: the engine that ``--rollout_engine`` names.
+        prompts_dataloader, pretrain_dataloader: as for :meth:`fit`, which may bring others.
+        eval_prompts: held-out prompts to evaluate on.
+        evaluator: in place of an evaluator made from ``eval_prompts``.
         **options: the seed's options (``eps_clip``, ``ptx_coef``, …) and generation options (``max_new_tokens``, …).
 
     Raises:
@@ -97,30 +106,41 @@ class PPOTrainer:
         remote_rm_url: str | Sequence[str] | None = None,
         reward_source=None,
         rollout_engine: RolloutEngine | None = None,
+        prompts_dataloader: Iterable | None = None,
+        pretrain_dataloader: Iterable | None = None,
+        eval_prompts=None,
         evaluator: Evaluator | None = None,
         **options: Any,
     ) -> None:
         config = constructor_config(config, strategy, options, tokenizer)
-        check_models(config, critic, initial_model, tokenizer)
+        _check_models(config, critic, initial_model, tokenizer)
         if options.get("gradient_checkpointing"):
             for model in (actor, critic):
                 if model is not None:
                     model.gradient_checkpointing_enable()
-        self.config = config
-        self.strategy = strategy
-        self.tokenizer = tokenizer
-        self.actor, self.critic, self.initial_model, self.ema_model = actor, critic, initial_model, ema_model
-        self.prompts_dataloader: Iterable | None = None
-
         a, o, t = config.algorithm, config.loss, config.training
+        self.config, self.args, self.strategy, self.tokenizer = (
+            config,
+            getattr(strategy, "args", None),
+            strategy,
+            tokenizer,
+        )
+        self.actor, self.critic, self.initial_model, self.ema_model = actor, critic, initial_model, ema_model
+        self.actor_optim, self.actor_scheduler = actor_optim, actor_scheduler
+        self.critic_optim, self.critic_scheduler = critic_optim, critic_scheduler
+        self.reward_model, self.reward_fn, self.remote_rm_url = reward_model, reward_fn, remote_rm_url
+        self.generate_kwargs = options
+        self.max_epochs, self.ema_beta, self.ptx_coef = t.max_epochs, a.ema_beta, a.ptx_coef
+        self.freezing_actor_steps = a.freezing_actor_steps
+        self.actor_loss_fn = build_policy_loss(o)
+        self.critic_loss_fn = ValueLoss(o.value_clip, loss_agg_mode=o.loss_agg_mode, huber_delta=o.value_huber_delta)
+        self.ptx_loss_fn = GPTLMLoss()
         self.kl_ctl = make_kl_controller(a.init_kl_coef, a.kl_target, a.kl_horizon)
         self.value_norm = build_value_norm(o)
-        actor_parts, critic_parts = (actor, actor_optim, actor_scheduler), (critic, critic_optim, critic_scheduler)
-        self.update = PPOUpdate(
-            strategy, *actor_parts, *critic_parts, initial_model, ema_model, a, o, self.kl_ctl, self.value_norm
-        )
+        self.early_stop = EarlyStop(o, strategy)
+
         self.rollout_engine = rollout_engine or build_rollout_engine(config, strategy, actor, tokenizer)
-        check_engine(config, self.rollout_engine)
+        _check_engine(config, self.rollout_engine)
         self.reward_source = reward_source or build_reward_source(
             remote_rm_url=remote_rm_url,
             reward_fn=reward_fn,
@@ -133,7 +153,8 @@ class PPOTrainer:
         self.experience_maker = ExperienceMaker(
             *(actor, critic, initial_model, strategy, self.kl_ctl, config),
             value_norm=self.value_norm,
-            exact_rollout_log_probs=getattr(self.rollout_engine, "exact_log_probs", False),
+            old_log_probs=self._old_log_probs(),
+            sample=self._sample_texts,
             progress=lambda parts: self._bar(parts, "make experience", leave=False),
         )
         buffer_options = {"device": strategy.device, "pin_memory": config.data.dataloader_pin_memory}
@@ -141,32 +162,44 @@ class PPOTrainer:
             t.micro_train_batch_size, t.buffer_limit, t.buffer_cpu_offload, **buffer_options
         )
         self.timer = m.PhaseTimer()
-        self.collector = StepCollector(
-            *(config, strategy, self.rollout_engine, self.reward_source, self.experience_maker, self.replay_buffer),
-            *(self.update.actor_loss_fn, self.timer),
+        self.rollout_check = RolloutCheck(actor, self.rollout_engine, strategy, config)
+        self.sampler = build_sampler(
+            *(config, strategy, self.rollout_engine, self.reward_source, self.experience_maker, self.rollout_check),
+            self.timer,
         )
-        self.sampler = self.collector.sampler
-        self.prompt_filter = PromptFilter(
-            config.sampling.dataset_filter_threshold, config.sampling.dataset_max_filter_percentage, strategy
-        )
+        s, e = config.sampling, config.evaluation
+        self.prompt_filter = PromptFilter(s.dataset_filter_threshold, s.dataset_max_filter_percentage, strategy)
         self.evaluator = evaluator
+        if eval_prompts is not None:
+            self.evaluator = Evaluator(
+                *(self.rollout_engine, self.reward_source, eval_prompts, eval_sampling_params(config), strategy),
+                threshold=e.eval_correct_threshold,
+                folder=Path(config.checkpoint.save_path) / "eval",
+            )
+        self.prompts_dataloader = prompts_dataloader
+        self.pretrain_dataloader = None if pretrain_dataloader is None else endless(pretrain_dataloader)
         self.state = TrainerState()
-        self.run_state = RunState(
-            self.kl_ctl, self.experience_maker.shaper, self.value_norm, self.collector.groups, strategy
-        )
         saved = {"actor": actor, "critic": critic, "ema": ema_model}
         if moves_reference(config):
             saved["reference"] = initial_model
         self.checkpointer = RunCheckpointer(strategy, config.checkpoint, saved, tokenizer)
         self.recorder: Recorder | None = None
-        self.saves_at_end = False  # a script in the seed's style saves by itself
+        self.on_policy: dict[str, m.Summary] = {}  # of log probs that only the training pass has made
+        self.owns_parts = False  # a script in the seed's style saves and closes by itself
+        # A loop in the seed's style takes a step every train_batch_size samples; fit says it for each step.
+        for model in (actor, critic):
+            if model is not None:
+                strategy.accumulate(model, strategy.accumulated_gradient)
 
     @classmethod
-    def from_config(cls, config: PPOConfig) -> PPOTrainer:
-        """Build strategy, models, data and everything else, and resume if there is something to resume."""
-        from lightppo.trainer.build import build_trainer
-
-        return build_trainer(config, cls)
+    def from_config(cls, config: PPOConfig) -> Self:
+        """Build strategy, models, data and everything else, and resume if there is something to resume. Collective."""
+        run = build(config)
+        trainer = cls(**vars(run))
+        trainer.owns_parts = True
+        trainer.resume()
+        save_run_config(run.config, run.strategy)  # only now: a refused resume leaves the run's own options in place
+        return trainer
 
     # -- the loop ------------------------------------------------------------------------------------------------
 
@@ -182,38 +215,43 @@ class PPOTrainer:
 
         Args:
             args: namespace with the schedule (``num_episodes``, ``save_steps``, …); ``None``: the trainer's config.
-            prompts_dataloader: batches of prompts of this rank; ``None``: those of :meth:`from_config`.
+            prompts_dataloader: batches of prompts of this rank; ``None``: the constructor's.
             pretrain_dataloader: batches for the PTX loss, endless or not.
             consumed_samples: prompts used before, over all ranks: where a script's own resume starts.
             num_update_steps_per_episodes: optimizer steps per episode, where the dataloader has no length.
         """
         self._begin(args, prompts_dataloader, pretrain_dataloader, consumed_samples, num_update_steps_per_episodes)
-        if self._done() and not self.config.evaluation.val_only:
-            limits = reached_limits(self.config, self.state)
-            self.strategy.print(
-                f"run complete: {self.state.global_step} steps; raise {limits} to go on, or start anew with "
-                "--resume never"
-            )
-        while not self._done():
-            prompts, ended = self._episode_prompts(), False
-            with self._bar(None, self._episode_name(), total=self._steps_per_episode(0)) as bar:
-                while not (ended or self._done()):
-                    step, taken = self.state.global_step + 1, prompts.taken
-                    with self.timer("step"):
-                        collected = self._collect_experience(prompts, step)
-                        status = collected.counts | self.ppo_train(step)
-                        self.collector.rollout_check.watch(status, step)
-                        self.replay_buffer.clear()
-                        self._move_reference(step)
-                        with self.timer("sync"):
-                            self.rollout_engine.sync_weights(self.actor)
-                        self.kl_ctl.update(status.get("policy_kl", 0.0), int(status["samples"]))
-                    ended = prompts.exhausted and collected.surplus == 0
-                    status |= self._finish_step(prompts.taken - taken, ended, collected.prompt_scores)
-                    bar.set_postfix(m.short_status(status))
-                    bar.update()
-                    self.save_logs_and_checkpoints(args, step, bar, status, self.client_state())
+        for step, prompts, bar in self._steps():
+            taken = prompts.taken
+            with self.timer("step"):
+                collected = self.sampler.collect(prompts, step)  # 1 prompts → responses, scored and selected
+                self.make_experience(collected, step)  # 2 log probs, values, rewards → 3 advantages in the buffer
+                status = collected.counts | self.ppo_train(step)  # 4 → training_step per micro batch
+                self.replay_buffer.clear()
+                self._move_reference(step)
+                with self.timer("sync"):
+                    self.rollout_engine.sync_weights(self.actor)  # 5 the next rollouts are on-policy
+                self.kl_ctl.update(status.get("policy_kl", 0.0), int(status.get("samples", 0)))  # 6
+            status |= self._finish_step(prompts, taken, collected)
+            bar.set_postfix(m.short_status(status))
+            bar.update()
+            self.save_logs_and_checkpoints(args, step, bar, status, self.client_state())  # 7
         self._end()
+
+    def make_experience(self, collected: CollectedStep, step: int) -> None:
+        """Fill the replay buffer with the step's rollouts; advantages are whitened over all ranks. Collective."""
+        if collected.groups > 0:
+            with self.timer("experience"):
+                experience = self.experience_maker.make_experience_list(collected.rollouts)
+                self.replay_buffer.fill(experience, collected.repeated)
+                self.experience_maker.normalize(self.replay_buffer, self.actor_loss_fn, step)
+        if (folder := self.config.sampling.rollout_data_dir) is not None:
+            write_step(folder, step, collected.rollouts, self.strategy)
+        shown: Counter[str] = Counter()
+        for rollout in collected.rollouts:
+            shown[source := rollout.prompt.data_source] += 1
+            if shown[source] <= self.config.logging.num_examine:
+                self.strategy.print(f"[step {step}] {rollout.prompt.text}{rollout.response_text}  → {rollout.reward}")
 
     def ppo_train(self, global_steps: int = 0) -> dict[str, float]:
         """Train on the replay buffer: ``max_epochs`` passes, one optimizer step per ``train_batch_size`` samples.
@@ -222,8 +260,8 @@ class PPOTrainer:
             global_steps: number of this PPO step, from 1; seeds the shuffling.
 
         Returns:
-            means over the optimizer steps, and statistics of the rollout, by the names of
-            ``trainer.metric_names.METRICS`` without their namespace; the same on every rank.
+            means over the optimizer steps, and statistics of the rollout, by the names of ``trainer.metrics.METRICS``
+            without their namespace; the same on every rank.
 
         Raises:
             RewardError: there is nothing to train on, although no group was rejected.
@@ -231,57 +269,100 @@ class PPOTrainer:
         empty = self.strategy.all_reduce(len(self.replay_buffer), "sum") == 0
         if empty and not self.config.sampling.dynamic_sampling:
             raise RewardError(f"step {global_steps}: none of the samples was scored, so there is nothing to train on")
-        t, statuses = self.config.training, []
+        rollout = m.rollout_summaries(self.replay_buffer.items, self.experience_maker.sampled_kl)
+        self.on_policy, steps = {}, []
         with self.timer("train"):
-            for epoch in range(t.max_epochs):
-                plan = minibatches(
-                    self.replay_buffer.items,
-                    self.strategy,
-                    train_batch_size=t.train_batch_size,
-                    actor=micro_batch_spec(self.config, "actor_train"),
-                    critic=micro_batch_spec(self.config, "critic_train"),
-                    packed=t.packing_samples,
-                    share_prompts=self._shares_prompts,
-                    shuffle=t.shuffle,
-                    generator=self._shuffle_generator(global_steps, epoch),
-                    collate=self.replay_buffer.collate_fn,
-                    **self._plan_options(),
-                )
-                for minibatch in self._bar(plan, f"Train epoch [{epoch + 1}/{t.max_epochs}]", leave=False):
-                    statuses.append(self.train_minibatch(minibatch, global_steps))
-        # now that all rows have the log probs of before
-        local = m.rollout_summaries(self.replay_buffer.items, self.experience_maker.sampled_kl)
-        status = m.mean_status(statuses) | m.rollout_status(m.merge_summaries(self.strategy.all_gather_object(local)))
-        return {"samples": 0.0} | status | {"kl_coef": self.kl_ctl.value, "optimizer_steps": float(len(statuses))}
+            for epoch in range(self.max_epochs):
+                plan = self._minibatches(global_steps, epoch)
+                for minibatch in self._bar(plan, f"Train epoch [{epoch + 1}/{self.max_epochs}]", leave=False):
+                    steps.append(self.train_minibatch(minibatch, global_steps))
+        rollout = m.merge_summaries([rollout, self.on_policy])
+        status = m.optimizer_status(steps, self.strategy)
+        status |= m.rollout_status(m.merge_summaries(self.strategy.all_gather_object(rollout)))
+        return {"samples": 0.0} | status | {"kl_coef": self.kl_ctl.value, "optimizer_steps": float(len(steps))}
 
-    def train_minibatch(self, minibatch: Minibatch, global_steps: int = 0) -> dict[str, float]:
-        """One optimizer step of actor and critic; the same status on every rank."""
-        status = self.update.train_actor(minibatch) if self._actor_trains(global_steps) else {}
-        return status | (self.update.train_critic(minibatch) if self.critic is not None else {})
+    def train_minibatch(self, minibatch: Minibatch, global_steps: int = 0) -> list[Mapping[str, float]]:
+        """One optimizer step of actor and critic; what ``training_step`` says of each micro batch with samples."""
+        statuses: list[Mapping[str, float]] = []
+        micro_batches = self._with_pretrain(minibatch.micro_batches)
+        self.strategy.accumulate(self.actor, len(micro_batches))
+        if minibatch.critic_micro_batches is None:
+            if self.critic is not None:
+                self.strategy.accumulate(self.critic, len(micro_batches))
+            for experience in micro_batches:
+                status = self.training_step(experience, global_steps)
+                statuses += [m.checked_status(status)] * experience.part.has_samples
+            return statuses
+        if self._actor_trains(global_steps):
+            for experience in micro_batches:
+                statuses += [m.checked_status(self.training_step_actor(experience))] * experience.part.has_samples
+        self.strategy.accumulate(self.critic, len(minibatch.critic_micro_batches))
+        for experience in minibatch.critic_micro_batches:
+            statuses += [m.checked_status(self.training_step_critic(experience))] * experience.part.has_samples
+        return statuses
 
     def training_step(
         self, experience: Experience, global_steps: int, entropy_mask: Tensor | None = None
     ) -> dict[str, float]:
-        """One optimizer step of actor and critic on this experience alone.
+        """One micro batch of actor and critic. Collective.
+
+        Gradients add up; at the last micro batch of ``train_batch_size`` samples the optimizers step. In ``fit`` each
+        micro batch weighs by its tokens among those of the whole step. In a loop of a script's own, where the other
+        micro batches are not known, all of them weigh the same.
 
         Args:
             experience: this rank's samples.
             global_steps: number of the PPO step; up to ``freezing_actor_steps`` only the critic is trained.
             entropy_mask: (B, A), only tokens where it is True have a policy loss; the loss is divided as without it.
+
+        Returns:
+            numbers of this micro batch. In ``fit`` the metric of the optimizer step is their mean over micro batches
+            and ranks, also of names that an override adds.
         """
-        status = self.training_step_actor(experience, entropy_mask) if self._actor_trains(global_steps) else {}
-        return status | (self.training_step_critic(experience) if self.critic is not None else {})
+        status: dict[str, float] = {}
+        if self._actor_trains(global_steps):
+            masked = {} if entropy_mask is None else {"entropy_mask": entropy_mask}
+            status |= self.training_step_actor(experience, **masked)
+        if self.critic is not None:
+            status |= self.training_step_critic(experience)
+        return status
 
     def training_step_actor(self, experience: Experience, entropy_mask: Tensor | None = None) -> dict[str, float]:
-        """One optimizer step of the actor on this experience alone; arguments as :meth:`training_step`."""
+        """One micro batch of the actor; see :meth:`training_step`."""
         if entropy_mask is not None:
             weights = 1.0 if experience.loss_weights is None else experience.loss_weights
             experience = replace(experience, loss_weights=weights * entropy_mask.float())
-        return self.update.train_actor(plan_minibatch([experience], self.strategy, **self._plan_options()))
+        part = experience.part or self._lone_part(experience, self.pretrain_dataloader)
+        self.actor.train()
+        loss, metrics, old_log_probs = actor_loss(
+            *(self.actor, experience, part.normalizer),
+            loss_fn=self.actor_loss_fn,
+            config=self.config,
+            kl_coef=self.kl_ctl.value,
+            reference=self.initial_model,
+        )
+        self.strategy.backward(loss * part.loss_scale, self.actor, self.actor_optim)
+        self.early_stop.add(metrics)
+        if experience.action_log_probs is None and part.has_samples:
+            self._note_on_policy(experience, old_log_probs)
+        if part.pretrain is not None:
+            batch, tokens = part.pretrain
+            ptx = pretrain_loss(self.actor, batch, self.ptx_loss_fn, tokens, self.strategy.world_size)
+            self.strategy.backward(self.ptx_coef * part.loss_scale * ptx, self.actor, self.actor_optim)
+            metrics["ptx_loss"] = ptx.detach()
+        status = m.micro_batch_status(metrics, experience, part.status_scale)
+        return status | self._actor_step()
 
     def training_step_critic(self, experience: Experience) -> dict[str, float]:
-        """One optimizer step of the critic on this experience alone."""
-        return self.update.train_critic(plan_minibatch([experience], self.strategy, **self._plan_options()))
+        """One micro batch of the critic; see :meth:`training_step`."""
+        part = experience.part or self._lone_part(experience)
+        self.critic.train()
+        loss, metrics = critic_loss(
+            *(self.critic, experience, part.normalizer), loss_fn=self.critic_loss_fn, value_norm=self.value_norm
+        )
+        self.strategy.backward(loss * part.loss_scale, self.critic, self.critic_optim)
+        status = m.micro_batch_status(metrics, experience, part.status_scale)
+        return status | self._optimizer_step("critic", self.critic, self.critic_optim, self.critic_scheduler)
 
     # -- records and state ---------------------------------------------------------------------------------------
 
@@ -304,25 +385,35 @@ class PPOTrainer:
         """
         self.recorder = self.recorder or self._new_recorder()  # a loop of the user's own may come without fit()
         finished = self.state.episode if self.state.consumed_prompts == 0 else None
-        ckpt_path = getattr(args, "ckpt_path", None) or self.config.checkpoint.ckpt_path
         perf = m.perf_metrics(
             self.timer.reset(),
             logs_dict or {},
-            epochs=self.config.training.max_epochs,
+            epochs=self.max_epochs,
             world_size=self.strategy.world_size,
             parameters=sum(parameter_count(model) for model in (self.actor, self.critic) if model is not None),
             peak_tflops=self.config.logging.peak_tflops,
         )
         self.recorder.log(global_step, logs_dict or {}, perf)
-        self.recorder.after_step(global_step, finished, ckpt_path, lambda: self._saved_state(client_states))
+        self.rollout_check.watch(logs_dict or {}, global_step)
+        due = lambda: self._save_checkpoint(args, f"global_step{global_step}", client_states)  # noqa: E731
+        self.recorder.after_step(global_step, finished, self._ckpt_path(args), due)
+
+    def _save_checkpoint(self, args: Any, tag: str, client_states: Mapping[str, Any] | None = None) -> None:
+        """Write the checkpoint ``tag``; the seed's name, so that an override acts. Collective."""
+        state = dict(client_states or self.client_state())
+        state["surplus"] = self.strategy.all_gather_object(self.sampler.state_dict())
+        self.checkpointer.save(self._ckpt_path(args), int(tag.removeprefix("global_step")), state)
 
     def client_state(self) -> dict[str, Any]:
         """All that a checkpoint holds beside models, optimizers and what is of each rank."""
-        more = {"consumed_samples": self.state.global_step * self.config.rollout.rollout_batch_size}
-        return self.run_state.of_all_ranks(self.state) | {"config": public_options(self.config)} | more
-
-    def _saved_state(self, client_states: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        return self.run_state.with_ranks(client_states or self.client_state())
+        return {
+            "trainer": self.state.state_dict(),
+            "kl_ctl": self.kl_ctl.state_dict(),
+            "score_statistics": self.experience_maker.shaper.state_dict(),
+            "value_statistics": self.value_norm.state_dict() if self.value_norm is not None else None,
+            "config": public_options(self.config),
+            "consumed_samples": self.state.global_step * self.config.rollout.rollout_batch_size,
+        }
 
     def resume(self) -> bool:
         """Go on from the last checkpoint that ``--resume`` allows. Collective.
@@ -337,9 +428,12 @@ class PPOTrainer:
         saved = self.checkpointer.resume(public_options(self.config))
         if saved is None:
             return False
-        self.state = self.run_state.restore(saved)
-        self.update.skipped_steps = self.state.skipped_optimizer_steps
-        self.update.stopped_steps = self.state.stopped_optimizer_steps
+        self.kl_ctl.load_state_dict(saved["kl_ctl"])
+        self.experience_maker.shaper.load_state_dict(saved["score_statistics"])
+        if self.value_norm is not None:
+            self.value_norm.load_state_dict(saved["value_statistics"])
+        self.sampler.load_state_dict(saved["surplus"][self.strategy.get_rank()])
+        self.state = TrainerState.from_dict(saved["trainer"])
         self.rollout_engine.sync_weights(self.actor)
         return True
 
@@ -351,24 +445,17 @@ class PPOTrainer:
         if self.config.checkpoint.save_value_network:
             self.strategy.save_model(self.critic, self.tokenizer, path.with_name(f"{path.name}_critic"))
 
+    @property
+    def _wandb(self) -> Any | None:
+        """The Weights & Biases run of rank 0, as the seed names it."""
+        return self.recorder.wandb_run if self.recorder is not None else None
+
+    @property
+    def _tensorboard(self) -> Any | None:
+        """The TensorBoard writer of rank 0, as the seed names it."""
+        return self.recorder.tensorboard_writer if self.recorder is not None else None
+
     # -- parts of the loop ---------------------------------------------------------------------------------------
-
-    def _collect_experience(self, prompts: PromptSource | list[Prompt], step: int) -> CollectedStep:
-        """Sample, score, select and fill the buffer; with a list of prompts, with these."""
-        return self.collector.collect(OneBatch(prompts) if isinstance(prompts, list) else prompts, step)
-
-    def _episode_prompts(self) -> EpisodePrompts:
-        """The prompts of the present episode, from where it was left."""
-        convert = lambda batch: as_prompts(batch, self.tokenizer, self.config.data.prompt_max_len)  # noqa: E731
-        return EpisodePrompts(self.prompts_dataloader, self.state.episode, self.state.consumed_prompts, convert)
-
-    def _move_reference(self, step: int) -> None:
-        """The reference follows the actor (``--ref_ema_eta``), or becomes a copy of it (``--ref_reset_steps``)."""
-        a = self.config.algorithm
-        if a.ref_ema_eta is not None:
-            self.strategy.moving_average(self.actor, self.initial_model, 1 - a.ref_ema_eta)
-        elif a.ref_reset_steps is not None and step % a.ref_reset_steps == 0:
-            self.strategy.moving_average(self.actor, self.initial_model, 0.0)
 
     def _begin(
         self, args: Any, prompts: Iterable | None, pretrain: Iterable | None, consumed_samples: int, update_steps: int
@@ -379,12 +466,15 @@ class PPOTrainer:
         self.prompts_dataloader = prompts if prompts is not None else self.prompts_dataloader
         if self.prompts_dataloader is None:
             raise ConfigError("fit() needs a prompts_dataloader, unless the trainer was made by from_config()")
+        if args is not None:  # what the seed does, for scripts that read it afterwards
+            if getattr(args, "eval_steps", None) == -1:
+                args.eval_steps = self._steps_per_episode(update_steps)
+            if getattr(args, "save_steps", None) == -1:
+                args.save_steps = float("inf")
         if pretrain is not None:
-            self.update.pretrain_batches = endless(pretrain)
-        if self.update.pretrain_batches is not None:
-            for _ in range(self.state.pretrain_batches):  # resume where the pretraining data was left
-                next(self.update.pretrain_batches)
-            self.update.pretrain_taken = self.state.pretrain_batches
+            self.pretrain_dataloader = endless(pretrain)
+        for _ in range(self.state.pretrain_batches if self.pretrain_dataloader is not None else 0):
+            next(self.pretrain_dataloader)  # resume where the pretraining data was left
         if consumed_samples and self.state.global_step == 0:
             self.state = state_from_consumed(
                 consumed_samples, self._steps_per_episode(update_steps), self.config.rollout.rollout_batch_size
@@ -395,69 +485,217 @@ class PPOTrainer:
         if e.val_only or (self.state.global_step == 0 and e.val_before_train):
             self.recorder.evaluate(self.state.global_step)
 
+    def _steps(self) -> Iterator[tuple[int, EpisodePrompts, tqdm]]:
+        """Number, prompts and progress bar of each PPO step until a limit is reached."""
+        if (limits := self._reached_limits()) and not self.config.evaluation.val_only:
+            self.strategy.print(
+                f"run complete: {self.state.global_step} steps; raise {limits} to go on, or start anew with "
+                "--resume never"
+            )
+        while not self._done():
+            episode = self.state.episode
+            prompts = EpisodePrompts(
+                *(self.prompts_dataloader, episode, self.state.consumed_prompts),
+                lambda batch: as_prompts(batch, self.tokenizer, self.config.data.prompt_max_len),
+            )
+            name = f"Episode [{episode + 1}/{self.config.training.num_episodes}]"
+            with self._bar(None, name, total=self._steps_per_episode(0)) as bar:
+                while self.state.episode == episode and not self._done():
+                    yield self.state.global_step + 1, prompts, bar
+
+    def _finish_step(self, prompts: EpisodePrompts, taken: int, collected: CollectedStep) -> dict[str, float]:
+        """Bring the state up to date after a step; what there is to log."""
+        ended = prompts.exhausted and collected.surplus == 0
+        status = self.prompt_filter.after_step(self.prompts_dataloader, self.state, collected.prompt_scores, ended)
+        self.state.finish_step(self.strategy.all_reduce(prompts.taken - taken, "sum"), ended)
+        return status
+
+    def _end(self) -> None:
+        """Last evaluation, checkpoint and, where the trainer built itself, the model at ``save_path``."""
+        if not self.config.evaluation.val_only:
+            step = self.state.global_step
+            self.recorder.finish(step, lambda: self._save_checkpoint(None, f"global_step{step}"))
+            if self.owns_parts:
+                self.save_model()
+        self.recorder.close()
+        self.rollout_engine.close()
+        if self.owns_parts:  # a source that a script made is the script's to end
+            close_source(self.reward_source)
+
+    def _move_reference(self, step: int) -> None:
+        """The reference follows the actor (``--ref_ema_eta``), or becomes a copy of it (``--ref_reset_steps``)."""
+        a = self.config.algorithm
+        if a.ref_ema_eta is not None:
+            self.strategy.moving_average(self.actor, self.initial_model, 1 - a.ref_ema_eta)
+        elif a.ref_reset_steps is not None and step % a.ref_reset_steps == 0:
+            self.strategy.moving_average(self.actor, self.initial_model, 0.0)
+
     def _new_recorder(self) -> Recorder:
         recorder = Recorder(
-            self.config,
-            self.strategy,
-            self.checkpointer,
-            self.evaluator,
+            *(self.config, self.strategy, self.checkpointer, self.evaluator),
+            options=public_options(self.config),
             start_step=self.state.global_step,
             run_id=self.state.run_id,
         )
         self.state.run_id = recorder.run_id
         return recorder
 
-    def _finish_step(self, taken: int, ends_episode: bool, prompt_scores: Mapping[int, float]) -> dict[str, float]:
-        """Bring the state up to date after a step that took so many prompts on this rank; what there is to log."""
-        state, update = self.state, self.update
-        status = self.prompt_filter.after_step(self.prompts_dataloader, state, prompt_scores, ends_episode)
-        state.finish_step(self.strategy.all_reduce(taken, "sum"), ends_episode)
-        state.pretrain_batches = update.pretrain_taken
-        state.skipped_optimizer_steps, state.stopped_optimizer_steps = update.skipped_steps, update.stopped_steps
-        return status
+    def _reached_limits(self) -> str:
+        """The limits that the run has come to, as flags; empty while it goes on."""
+        t, state = self.config.training, self.state
+        limits = {
+            "num_episodes": (state.episode, t.num_episodes),
+            "total_training_steps": (state.global_step, t.total_training_steps),
+            "benchmark_steps": (state.global_step, t.benchmark_steps),
+        }
+        return ", ".join(f"--{name} {n}" for name, (done, n) in limits.items() if n is not None and done >= n)
 
-    def _end(self) -> None:
-        """Last evaluation, checkpoint and, where the trainer built itself, the model at ``save_path``."""
-        c = self.config.checkpoint
-        if not self.config.evaluation.val_only:
-            self.recorder.finish(self.state.global_step, c.ckpt_path, self._saved_state)
-            if self.saves_at_end:
-                self.save_model()
-        self.recorder.close()
-        self.rollout_engine.close()
-        if self.saves_at_end:  # a source that a script made is the script's to end
-            close_source(self.reward_source)
+    def _done(self) -> bool:
+        return self.config.evaluation.val_only or bool(self._reached_limits())
 
     def _steps_per_episode(self, update_steps: int) -> int:
         return steps_per_episode(self.config, self.prompts_dataloader, update_steps)
 
-    def _done(self) -> bool:
-        return self.config.evaluation.val_only or bool(reached_limits(self.config, self.state))
+    def _ckpt_path(self, args: Any) -> str:
+        return getattr(args, "ckpt_path", None) or self.config.checkpoint.ckpt_path
+
+    # -- parts of the training step ------------------------------------------------------------------------------
+
+    def _minibatches(self, step: int, epoch: int) -> Iterator[Minibatch]:
+        """The optimizer steps of one pass; another order in each step, epoch and on each rank, also after a resume."""
+        c, t = self.config, self.config.training
+        key = (c.strategy.seed, step, epoch, self.strategy.get_rank())
+        # With a load-balancing loss a prompt must count for each of its samples.
+        shares = t.share_prompts and c.loss.aux_loss_coef == 0
+        return minibatches(
+            self.replay_buffer.items,
+            self.strategy,
+            train_batch_size=t.train_batch_size,
+            actor=micro_batch_spec(c, "actor_train"),
+            critic=self._critic_spec(),
+            packed=t.packing_samples,
+            share_prompts=shares and all_share_prompts((self.actor, self.critic, self.initial_model)),
+            shuffle=t.shuffle,
+            generator=torch.Generator().manual_seed(hash(key) & 0x7FFF_FFFF_FFFF_FFFF),
+            collate=self.replay_buffer.collate_fn,
+            device=self.strategy.device,
+            loss_scale=float(c.rollout.generate_max_len),
+        )
+
+    def _critic_spec(self) -> Any | None:
+        """Micro batches of the critic's own; ``training_step`` gets one micro batch for both models."""
+        actor, critic = micro_batch_spec(self.config, "actor_train"), micro_batch_spec(self.config, "critic_train")
+        if self.critic is None or critic == actor:
+            return None
+        if type(self).training_step is not PPOTrainer.training_step:
+            raise ConfigError(
+                f"{type(self).__name__}.training_step trains actor and critic on one micro batch, and the options give "
+                "the critic other ones: set the same micro batches for both, or override training_step_actor and "
+                "training_step_critic instead"
+            )
+        return critic
+
+    def _with_pretrain(self, micro_batches: list[Experience]) -> list[Experience]:
+        """The micro batches of a step, each with a batch for the PTX loss where there is one. Collective then."""
+        if self.pretrain_dataloader is None or self.ptx_coef == 0:
+            return micro_batches
+        batches = [as_lm_batch(next(self.pretrain_dataloader), self.strategy.device) for _ in micro_batches]
+        self.state.pretrain_batches += len(batches)
+        tokens = self.strategy.all_reduce(sum(self.ptx_loss_fn.num_tokens(b.labels) for b in batches), "sum")
+        return [replace(e, part=replace(e.part, pretrain=(b, tokens))) for e, b in zip(micro_batches, batches)]
+
+    def _lone_part(self, experience: Experience, pretrain: Iterator | None = None) -> StepPart:
+        """Of a micro batch that a script's own loop trains on."""
+        options = {
+            "scale": float(self.config.rollout.generate_max_len),
+            "accumulation": self.strategy.accumulated_gradient,
+        }
+        part = lone_part(experience, self.strategy, **options)
+        return part if pretrain is None else self._with_pretrain([replace(experience, part=part)])[0].part
+
+    def _actor_step(self) -> dict[str, float]:
+        """At the last micro batch of a step: the optimizer step or an early stop, then the moving average."""
+        if self.strategy.completes_step(self.actor) and self.early_stop.reached():
+            self.state.stopped_optimizer_steps += 1
+            self.strategy.skip_step(self.actor, name="actor")
+            return {"actor_lr": self.actor_optim.param_groups[0]["lr"], "actor_stopped": 1.0}
+        status = self._optimizer_step("actor", self.actor, self.actor_optim, self.actor_scheduler)
+        if "actor_grad_norm" in status:
+            status["actor_stopped"] = 0.0
+            if self.ema_model is not None:
+                self.strategy.moving_average(self.actor, self.ema_model, self.ema_beta)
+        return status
+
+    def _optimizer_step(self, name: str, model: Any, optim: Any, scheduler: Any) -> dict[str, float]:
+        status = {f"{name}_lr": optim.param_groups[0]["lr"]}
+        outcome = self.strategy.optimizer_step(optim, model, scheduler, name=name)
+        if outcome is None:  # more micro batches follow
+            return status
+        self.state.skipped_optimizer_steps += outcome.skipped
+        grad_norm = float("nan") if outcome.skipped else outcome.grad_norm
+        return status | {f"{name}_grad_norm": grad_norm, f"{name}_skipped": float(outcome.skipped)}
+
+    def _note_on_policy(self, experience: Experience, log_probs: Tensor) -> None:
+        """Compare the log probs that only the training pass has made with reference and engine, for the logs."""
+        summaries = m.policy_summaries(
+            log_probs,
+            experience.action_mask,
+            reference=experience.base_action_log_probs,
+            engine=experience.rollout_log_probs,
+            kl=experience.kl,
+            sampled_kl=self.experience_maker.sampled_kl,
+        )
+        self.on_policy = m.merge_summaries([self.on_policy, summaries])
+
+    def _old_log_probs(self) -> str:
+        """Where the log probs before an update come from; an actor step of the user's own finds them in place."""
+        source = old_log_probs_from(self.config, getattr(self.rollout_engine, "exact_log_probs", False))
+        steps = ("training_step", "training_step_actor")
+        overridden = any(getattr(type(self), name) is not getattr(PPOTrainer, name) for name in steps)
+        return "forward" if source == "training" and overridden else source
+
+    def _sample_texts(self, prompts: Sequence[str], labels: Sequence[Any] | None, **options: Any) -> list[Rollout]:
+        """Scored rollouts of prompts as texts, for ``experience_maker.make_experience_list`` in the seed's style."""
+        batch = list(prompts) if labels is None else (list(prompts), list(labels))
+        config = with_generation(self.config, options, self.tokenizer) if options else self.config
+        records = as_prompts(batch, self.tokenizer, config.data.prompt_max_len)
+        sampler = self.sampler.sampler.with_sampling(sampling_params(config))
+        return sampler.score(sampler.generate(records, self.state.global_step + 1)).rollouts
 
     def _actor_trains(self, step: int) -> bool:
-        return step > self.config.algorithm.freezing_actor_steps
-
-    def _shuffle_generator(self, step: int, epoch: int) -> torch.Generator:
-        """Another order in each step, epoch and on each rank; the same after a resume."""
-        key = (self.config.strategy.seed, step, epoch, self.strategy.get_rank())
-        return torch.Generator().manual_seed(hash(key) & 0x7FFF_FFFF_FFFF_FFFF)
-
-    @property
-    def _shares_prompts(self) -> bool:
-        """Whether a prompt counts once for all its samples of a micro batch; with a load-balancing loss it does not."""
-        models = (self.actor, self.critic, self.initial_model)
-        config = self.config
-        return config.training.share_prompts and all_share_prompts(models) and config.loss.aux_loss_coef == 0
-
-    def _plan_options(self) -> dict[str, Any]:
-        return {"loss_scale": float(self.config.rollout.generate_max_len), "device": self.strategy.device}
+        return step > self.freezing_actor_steps
 
     def _bar(self, items: Iterable, desc: str, **options: Any) -> tqdm:
         """A progress bar on rank 0 of a terminal; elsewhere silent."""
         return tqdm(items, desc=desc, disable=None if self.strategy.is_rank_0() else True, **options)
 
-    def _episode_name(self) -> str:
-        return f"Episode [{self.state.episode + 1}/{self.config.training.num_episodes}]"
+
+def _check_models(config: PPOConfig, critic: Any, initial_model: Any, tokenizer: Any) -> None:
+    """Raises ConfigError where the options need what the constructor was not given."""
+    a = config.algorithm
+    if tokenizer is None:
+        raise ConfigError("PPOTrainer needs the actor's tokenizer: pass tokenizer=")
+    if critic is None and needs_critic(config):
+        raise ConfigError(f"--advantage_estimator {a.advantage_estimator} needs a critic, but critic is None")
+    if initial_model is None and (a.init_kl_coef > 0 or a.use_kl_loss):
+        raise ConfigError(
+            f"the KL coefficient {a.init_kl_coef} needs a reference model, but initial_model is None: pass one, or set "
+            "init_kl_coef to 0"
+        )
+    if isinstance(initial_model, AdaptersOff) and moves_reference(config):
+        raise ConfigError(
+            "--ref_ema_eta and --ref_reset_steps need a reference with weights of its own, and this one is the actor "
+            "without its adapters: leave them out, or pass another initial_model"
+        )
+
+
+def _check_engine(config: PPOConfig, engine: Any) -> None:
+    """Raises ConfigError where the rollout engine cannot sample as the options ask."""
+    if config.sampling.fire_sampling and not getattr(engine, "heats_first_token", False):
+        raise ConfigError(
+            f"--fire_sampling needs an engine that samples the first token at a temperature of its own, and "
+            f"{type(engine).__name__} does not: leave it out, or use Hugging Face generation"
+        )
 
 
 def _as_list(models: Any) -> list:

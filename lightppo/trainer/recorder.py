@@ -19,7 +19,6 @@ from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.trainer.checkpointing import RunCheckpointer
 from lightppo.trainer.evaluator import Evaluator
 from lightppo.trainer.metrics import with_namespace
-from lightppo.trainer.options import public_options
 
 logger = logging.getLogger(__name__)
 
@@ -220,6 +219,7 @@ class Recorder:
         strategy: rank and agreement.
         checkpointer: writes checkpoints.
         evaluator: ``None``: no evaluation.
+        options: of the run, shown by Weights & Biases.
         start_step: step the run starts or resumes at; logs of later steps, of a run that was cut off, are dropped.
         run_id: Weights & Biases run to go on with.
     """
@@ -231,6 +231,7 @@ class Recorder:
         checkpointer: RunCheckpointer,
         evaluator: Evaluator | None,
         *,
+        options: Mapping[str, Any],
         start_step: int = 0,
         run_id: str | None = None,
     ) -> None:
@@ -252,7 +253,7 @@ class Recorder:
         self.metric_logger = MetricLogger(
             config.logging,
             c.save_path,
-            public_options(config),
+            options,
             is_rank_0=strategy.is_rank_0(),
             start_step=start_step,
             run_id=run_id,
@@ -291,31 +292,36 @@ class Recorder:
         if step > 0:  # the start is the bar to pass, not a result
             self.checkpointer.save_best(self.config.checkpoint.ckpt_path, step, metric, self.best)
 
-    def after_step(
-        self, step: int, finished_episodes: int | None, ckpt_path: str, client_state: Callable[[], Mapping[str, Any]]
-    ) -> None:
-        """Evaluate, checkpoint and export what is due. Collective."""
+    def after_step(self, step: int, finished_episodes: int | None, ckpt_path: str, save: Callable[[], None]) -> None:
+        """Evaluate, checkpoint (by ``save``) and export what is due. Collective."""
         if self.evaluator is not None and self.eval_cadence.due(step, finished_episodes):
             self.evaluate(step)
         if self.checkpoint_cadence.due(step, finished_episodes):
-            self.save(step, ckpt_path, client_state)
+            self._checkpoint(step, save)
         if self.export_cadence.due(step, finished_episodes):
             self.checkpointer.save_hf(ckpt_path, step)
 
-    def finish(self, step: int, ckpt_path: str, client_state: Callable[[], Mapping[str, Any]]) -> None:
+    def finish(self, step: int, save: Callable[[], None]) -> None:
         """The last evaluation and, where checkpoints are kept, the last checkpoint. Collective."""
         self.evaluate(step)
         if self.checkpoint_cadence.active:
-            self.save(step, ckpt_path, client_state)
+            self._checkpoint(step, save)
+
+    def _checkpoint(self, step: int, save: Callable[[], None]) -> None:
+        """Once per step at most."""
+        if self.last_saved != step:
+            save()
+            self.last_saved = step
+            logger.info("checkpoint global_step%d written", step)
+
+    @property
+    def tensorboard_writer(self) -> Any | None:
+        return next((s.writer for s in self.metric_logger.sinks if isinstance(s, TensorBoardSink)), None)
+
+    @property
+    def wandb_run(self) -> Any | None:
+        return next((s.run for s in self.metric_logger.sinks if isinstance(s, WandbSink)), None)
 
     def close(self) -> None:
         """Close the logs; nothing is logged after it."""
         self.metric_logger.close()
-
-    def save(self, step: int, ckpt_path: str, client_state: Callable[[], Mapping[str, Any]]) -> None:
-        """Write a checkpoint, once per step at most. Collective."""
-        if self.last_saved == step:
-            return
-        self.checkpointer.save(ckpt_path, step, client_state())
-        self.last_saved = step
-        logger.info("checkpoint global_step%d written to %s", step, ckpt_path)

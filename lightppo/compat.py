@@ -1,0 +1,303 @@
+"""What only scripts in the style of the seed (OpenRLHF's and LightRFT's launcher era) need.
+
+Their positional constructor, ``strategy.args`` and keyword options, public attributes, and call forms of models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from torch import nn
+
+from lightppo.config import PPOConfig, rules
+from lightppo.config.fields import nearest
+from lightppo.config.ppo import all_options
+from lightppo.config.values import alternatives, kind_of
+from lightppo.errors import ConfigError
+from lightppo.models import actor as actors
+from lightppo.models import critic as critics
+from lightppo.models import loading
+from lightppo.models.acceleration import use_liger_kernels
+from lightppo.models.lora import LoraOptions, add_adapters
+
+# What the constructor means where it is given nothing; the command line has defaults of its own.
+CONSTRUCTOR_DEFAULTS: dict[str, Any] = {
+    "ema_beta": 0.992,
+    "init_kl_coef": 0.001,
+    "kl_target": None,
+    "kl_horizon": 10_000,
+    "ptx_coef": 0.0,
+    "micro_train_batch_size": 8,
+    "buffer_limit": 0,
+    "buffer_cpu_offload": True,
+    "eps_clip": 0.2,
+    "value_clip": 0.2,
+    "micro_rollout_batch_size": 8,
+    "gradient_checkpointing": False,
+    "max_epochs": 1,
+    "max_norm": 1.0,
+    "prompt_max_len": 128,
+    "dataloader_pin_memory": True,
+    "save_hf_ckpt": False,
+    "disable_ds_ckpt": False,
+}
+
+# Generation options by the name that Hugging Face's generate gives them.
+_GENERATION_NAMES = {"max_new_tokens": "generate_max_len"}
+_GENERATION_OPTIONS = (
+    *("generate_max_len", "min_new_tokens", "do_sample", "temperature", "top_p", "top_k", "repetition_penalty"),
+    *("stop", "stop_token_ids", "bad_words", "ignore_eos", "gamma", "lambd"),
+)
+_SPECIAL = ("max_length", "eos_token_id", "pad_token_id")
+# What else the constructor takes by name: for the hint at a misspelt one.
+_PARAMETERS = ("config", "tokenizer", "reward_fn", "remote_rm_url", "reward_source", "rollout_engine", "evaluator")
+
+
+# -- options ---------------------------------------------------------------------------------------------------------
+
+
+def constructor_config(
+    config: PPOConfig | None, strategy: Any, options: Mapping[str, Any], tokenizer: Any
+) -> PPOConfig:
+    """The config of a trainer, resolved: the one given, or one from ``strategy.args`` and keyword options.
+
+    Raises:
+        ConfigError: both were given, an option is unknown, or options contradict each other or the strategy.
+    """
+    if config is not None and options:
+        raise ConfigError(f"options {sorted(options)} beside config: put them into the config")
+    if config is None:
+        config = config_from_options(getattr(strategy, "args", None), options, tokenizer, strategy.world_size)
+        if options.get("max_norm", strategy.max_norm) != strategy.max_norm:
+            problem = f"max_norm {options['max_norm']} is not the strategy's ({strategy.max_norm}): set it there"
+            raise ConfigError(problem)
+        return config
+    if problems := config.value_problems() or rules.trainer_contradictions(config, strategy.world_size):
+        raise ConfigError("\n".join(problems))
+    return config.resolved()
+
+
+def config_from_options(args: Any, options: Mapping[str, Any], tokenizer: Any = None, world_size: int = 1) -> PPOConfig:
+    """Config of a trainer that is built by hand.
+
+    Options win over ``args``; the options of ``CONSTRUCTOR_DEFAULTS`` have their default also where ``args`` names
+    them, as in the seed. Attributes of ``args`` that are no option of lightppo belong to the script.
+
+    Args:
+        args: namespace of the script (``strategy.args``), or ``None``.
+        options: keyword options of the constructor.
+        tokenizer: its special tokens are checked against ``eos_token_id`` and ``pad_token_id``.
+        world_size: number of ranks, for the batch sizes.
+
+    Raises:
+        ConfigError: on an unknown option (the nearest known one is named), or options that contradict each other.
+    """
+    known = [*CONSTRUCTOR_DEFAULTS, *_GENERATION_NAMES, *_GENERATION_OPTIONS, *_SPECIAL]
+    for name in options:
+        if name not in known:
+            raise ConfigError(f"PPOTrainer got an unknown option {name!r}{nearest(name, [*known, *_PARAMETERS])}")
+    values = _options_of(args) | CONSTRUCTOR_DEFAULTS
+    if "eps_clip" in options:
+        values |= {"eps_clip_low": None, "eps_clip_high": None}
+    elif {"policy_loss", "advantage_estimator", "eps_clip_low", "eps_clip_high"} & values.keys():
+        values["eps_clip"] = None  # then what belongs to the loss: 0.2 for PPO's
+    config = PPOConfig().with_options(**values | _generation(options))
+    config = config.with_options(**_special_tokens(config, options, tokenizer))
+    if problems := rules.trainer_contradictions(config, world_size):
+        raise ConfigError("\n".join(problems))
+    return config.resolved()
+
+
+def overlay_args(config: PPOConfig, args: Any) -> PPOConfig:
+    """The config with the schedule that ``fit(args, ...)`` brings."""
+    given = _options_of(args)
+    schedule = (
+        "num_episodes",
+        "save_steps",
+        "eval_steps",
+        "logging_steps",
+        "ckpt_path",
+        "max_ckpt_num",
+        "max_ckpt_mem",
+    )
+    return config.with_options(**{name: given[name] for name in schedule if name in given})
+
+
+def _generation(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {_GENERATION_NAMES.get(n, n): v for n, v in options.items() if n not in _SPECIAL}
+
+
+def _options_of(args: Any) -> dict[str, Any]:
+    """Those attributes of a namespace that are options, in our types; None counts only where it is a value."""
+    optional = {f.name: type(None) in alternatives(kind_of(f)) for _, f in all_options()}
+    given = vars(args) if args is not None else {}
+    values = {n: v for n, v in given.items() if n in optional and (v is not None or optional[n])}
+    for name in ("reward_pretrain", "remote_rm_url"):  # the seed separates them by commas
+        if isinstance(values.get(name), str):
+            values[name] = tuple(part for part in values[name].split(",") if part)
+    if isinstance(values.get("use_wandb"), str):  # the seed passes the key; wandb takes it from the environment
+        values["use_wandb"] = bool(values["use_wandb"])
+    for name in ("save_steps", "eval_steps"):
+        if values.get(name) == float("inf"):
+            values[name] = -1
+    return values
+
+
+def _special_tokens(config: PPOConfig, options: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
+    """``max_length``, ``eos_token_id`` and ``pad_token_id`` in our options."""
+    values: dict[str, Any] = {}
+    if options.get("max_length") is not None and "max_new_tokens" not in options:
+        values["generate_max_len"] = options["max_length"] - config.data.prompt_max_len
+        if values["generate_max_len"] < 1:
+            raise ConfigError(
+                f"max_length {options['max_length']} leaves no room after prompt_max_len {config.data.prompt_max_len}: "
+                "set max_new_tokens"
+            )
+    eos = options.get("eos_token_id")
+    eos_ids = () if eos is None else tuple(eos) if isinstance(eos, (list, tuple)) else (eos,)
+    known_eos = getattr(tokenizer, "eos_token_id", None)
+    values["stop_token_ids"] = (*config.rollout.stop_token_ids, *(i for i in eos_ids if i != known_eos))
+    pad = options.get("pad_token_id")
+    if pad is not None and tokenizer is not None and pad != tokenizer.pad_token_id:
+        raise ConfigError(
+            f"pad_token_id {pad} is not the tokenizer's ({tokenizer.pad_token_id}): set tokenizer.pad_token"
+        )
+    return values
+
+
+def with_generation(config: PPOConfig, options: Mapping[str, Any], tokenizer: Any) -> PPOConfig:
+    """The config with generation options as ``make_experience_list(prompts, labels, **options)`` takes them.
+
+    Raises:
+        ConfigError: an option that does not say how to sample, or a value out of range.
+    """
+    known = [*_GENERATION_NAMES, *_GENERATION_OPTIONS, *_SPECIAL]
+    for name in options:
+        if name not in known:
+            raise ConfigError(f"generation got an unknown option {name!r}{nearest(name, known)}")
+    config = config.with_options(**_generation(options))
+    config = config.with_options(**_special_tokens(config, options, tokenizer))
+    if problems := config.value_problems():
+        raise ConfigError("\n".join(problems))
+    return config
+
+
+# -- attributes ------------------------------------------------------------------------------------------------------
+
+
+class SeedAttributes:
+    """The seed's public attributes that are options here: to read. What can be replaced, the trainer holds itself."""
+
+    config: PPOConfig
+
+    @property
+    def micro_train_batch_size(self) -> int:
+        return self.config.training.micro_train_batch_size
+
+    @property
+    def micro_rollout_batch_size(self) -> int:
+        return self.config.rollout.micro_rollout_batch_size
+
+    @property
+    def prompt_max_len(self) -> int:
+        return self.config.data.prompt_max_len
+
+    @property
+    def dataloader_pin_memory(self) -> bool:
+        return self.config.data.dataloader_pin_memory
+
+    @property
+    def max_norm(self) -> float:
+        return self.config.training.max_norm
+
+    @property
+    def kl_target(self) -> float | None:
+        return self.config.algorithm.kl_target
+
+    @property
+    def gradient_checkpointing(self) -> bool:
+        return self.config.model.gradient_checkpointing
+
+    @property
+    def save_hf_ckpt(self) -> bool:
+        return self.config.checkpoint.save_hf_ckpt
+
+    @property
+    def disable_ds_ckpt(self) -> bool:
+        return self.config.checkpoint.disable_ds_ckpt
+
+    @property
+    def aux_loss(self) -> bool:
+        return self.config.loss.aux_loss_coef > 0
+
+
+# -- models ----------------------------------------------------------------------------------------------------------
+
+
+class Actor(actors.Actor):
+    """An :class:`lightppo.models.actor.Actor`, with its adapters and kernels where it is made, as the seed has it.
+
+    Args:
+        pretrain_or_model: folder, hub id, or a Hugging Face model.
+        lora_rank: above 0 adapters train, beside frozen weights.
+        lora_alpha, lora_dropout, target_modules: of the adapters.
+        use_liger_kernel: liger's kernels.
+        options: of :class:`lightppo.models.actor.Actor`.
+    """
+
+    def __init__(
+        self,
+        pretrain_or_model: Any,
+        *,
+        lora_rank: int = 0,
+        lora_alpha: float = 16,
+        lora_dropout: float = 0.0,
+        target_modules: str | Sequence[str] | None = "all-linear",
+        use_liger_kernel: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(pretrain_or_model, **options)
+        _adapt(self, lora_rank, lora_alpha, lora_dropout, target_modules)
+        if use_liger_kernel:
+            use_liger_kernels(self.hf_model)
+
+
+def get_llm_for_sequence_regression(
+    path: str,
+    model_type: Literal["critic", "reward"],
+    *,
+    lora_rank: int = 0,
+    lora_alpha: float = 16,
+    lora_dropout: float = 0.0,
+    target_modules: str | Sequence[str] | None = "all-linear",
+    **options: Any,
+) -> critics.Critic | critics.RewardModel:
+    """A critic or a reward model, by the seed's name and arguments; see their classes and :class:`Actor`.
+
+    Raises:
+        ValueError: another ``model_type``.
+    """
+    model = critics.get_llm_for_sequence_regression(path, model_type, **options)
+    _adapt(model, lora_rank, lora_alpha, lora_dropout, target_modules)
+    return model
+
+
+def _adapt(model: Any, rank: int, alpha: float, dropout: float, targets: str | Sequence[str] | None) -> None:
+    if rank > 0:
+        names = (targets,) if isinstance(targets, str) else tuple(targets or ("all-linear",))
+        add_adapters(model, LoraOptions(rank, alpha, dropout, names))
+
+
+def get_tokenizer(
+    pretrain: str,
+    model: nn.Module | None = None,
+    padding_side: Literal["left", "right"] = "left",
+    strategy: Any = None,
+    use_fast: bool = True,
+    **options: Any,
+) -> Any:
+    """See :func:`lightppo.models.loading.get_tokenizer`; ``strategy`` stands in the seed's fourth place, unused."""
+    if isinstance(strategy, bool):  # use_fast in the place that it has in models.loading
+        strategy, use_fast = None, strategy
+    return loading.get_tokenizer(pretrain, model, padding_side, use_fast, **options)
