@@ -52,8 +52,8 @@ def engine_and_prompts(options: argparse.Namespace) -> tuple[Any, Any, list[Any]
     from lightppo.data.records import Prompt
     from lightppo.models.actor import Actor
     from lightppo.models.loading import valid_vocab_size
-    from lightppo.rollout.build import build_rollout_engine
     from lightppo.strategy.deepspeed import DeepspeedStrategy
+    from lightppo.trainer.build import build_rollout_engine
 
     scale = replace(SCALES["cpu"], **MODELS[options.model])
     folder = str(options.assets / options.model / "model")

@@ -277,7 +277,8 @@ class PPOTrainer(SeedAttributes):
                 for minibatch in self._bar(plan, f"Train epoch [{epoch + 1}/{self.max_epochs}]", leave=False):
                     steps.append(self.train_minibatch(minibatch, global_steps))
         rollout = m.merge_summaries([rollout, self.on_policy])
-        status = m.optimizer_status(steps, self.strategy)
+        status = m.optimizer_status(steps, self.strategy)  # the means of the rollout take the place of the seed's
+        status = {name: value for name, value in status.items() if name not in m.SEED_INFO}
         status |= m.rollout_status(m.merge_summaries(self.strategy.all_gather_object(rollout)))
         return {"samples": 0.0} | status | {"kl_coef": self.kl_ctl.value, "optimizer_steps": float(len(steps))}
 

@@ -65,7 +65,7 @@ def positions_of(workloads: ModuleType, changes: list[str], tmp_path, name: str 
     for some in models:
         some.hf_model.get_input_embeddings().register_forward_hook(note)
     maker = ExperienceMaker(
-        actor, critic, reference, strategy, FixedKLController(0.05), config, exact_rollout_log_probs=True
+        actor, critic, reference, strategy, FixedKLController(0.05), config, old_log_probs="rollout"
     )
     rollouts, buffer = rollouts_of(workload, workloads), ReplayBuffer(1)
     buffer.extend(maker.make_experience_list(rollouts))

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from lightppo.algorithms.entries import LOSS_AGG_MODES
 from lightppo.algorithms.losses import PolicyLoss, ValueLoss
+from lightppo.algorithms.masking import LossNormalizer
 from lightppo.config.micro_batches import MicroBatchSpec
-from lightppo.experience.batching import Minibatch, minibatches, plan_minibatch
+from lightppo.experience.batching import Minibatch, minibatches, plan_step
 from lightppo.experience.experience import Experience
 
 CPU = torch.device("cpu")
@@ -68,15 +69,15 @@ def test_every_sample_is_in_exactly_one_step(counts, train_batch_size, micro):
     assert {len(steps) for steps in plans} == {math.ceil(sum(counts) / train_batch_size)}
     for steps in zip(*plans):  # one optimizer step on all ranks
         assert len({len(step.micro_batches) for step in steps}) == 1
-        assert len({step.normalizer for step in steps}) == 1
+        (normalizer,) = {batch.part.normalizer for step in steps for batch in step.micro_batches}
         batches = [batch for step in steps for batch in step.micro_batches]
         assert sum(len(ids(batch)) for batch in batches) > 0
         assert all(len(ids(batch)) <= micro for batch in batches)
         # All tokens of a response are trained here.
         trained = sum(int(batch.response_lengths.sum()) for batch in batches if batch.info)
-        assert steps[0].normalizer.tokens == trained
-        assert steps[0].normalizer.sequences == sum(len(ids(batch)) for batch in batches)
-        assert steps[0].normalizer.dp_size == world
+        assert normalizer.tokens == trained
+        assert normalizer.sequences == sum(len(ids(batch)) for batch in batches)
+        assert normalizer.dp_size == world
 
 
 def test_steps_are_as_even_as_they_can_be():
@@ -184,20 +185,20 @@ def test_a_step_without_a_sample_for_each_rank_is_refused():
 
 
 def test_normalizer_counts_trained_tokens_of_all_ranks_and_the_scale():
-    def planned(strategy: FakeStrategy) -> Minibatch:
+    def planned(strategy: FakeStrategy) -> list[Experience]:
         # Rank 0: responses of 1 and 6 tokens, one of them a hole; rank 1: nothing trained in its only row.
         items = samples(2)[: 2 - strategy.rank]
         if strategy.rank == 0:
             items[1].action_mask[0, 2] = False
         else:
             items[0].action_mask[:] = False
-        return plan_minibatch(items, strategy, loss_scale=8.0, device=CPU)
+        return plan_step(items, strategy, scale=8.0, device=CPU)
 
     first, second = on_ranks(2, planned)
-    assert first.normalizer == second.normalizer
-    n = first.normalizer
+    (n,) = {m.part.normalizer for m in [*first, *second]}
     assert (n.tokens, n.sequences, n.dp_size, n.scale) == (1 + 5, 2, 2, 8.0)
-    assert [len(first.micro_batches), len(second.micro_batches)] == [2, 2]
+    assert [[m.part.has_samples for m in rank] for rank in (first, second)] == [[True, True], [False, True]]
+    assert {m.part.status_scale for m in first} == {1.5}  # 3 micro batches with samples on 2 ranks
 
 
 def toy_log_probs(batch: Experience, weight: Tensor) -> Tensor:
@@ -206,21 +207,19 @@ def toy_log_probs(batch: Experience, weight: Tensor) -> Tensor:
     return weight[0] * positions.cos() + weight[1] * positions.sin()
 
 
-def share_of_loss(batch: Experience, step: Minibatch, weight: Tensor, mode: str) -> Tensor:
+def share_of_loss(batch: Experience, n: LossNormalizer, weight: Tensor, mode: str) -> Tensor:
     """Policy and value loss of one micro batch."""
     outputs = toy_log_probs(batch, weight)
-    policy, _ = PolicyLoss(loss_agg_mode=mode)(
-        outputs, batch.action_log_probs, batch.advantages, batch.action_mask, step.normalizer
-    )
-    value, _ = ValueLoss(loss_agg_mode=mode)(outputs, batch.values, batch.returns, batch.action_mask, step.normalizer)
+    policy, _ = PolicyLoss(loss_agg_mode=mode)(outputs, batch.action_log_probs, batch.advantages, batch.action_mask, n)
+    value, _ = ValueLoss(loss_agg_mode=mode)(outputs, batch.values, batch.returns, batch.action_mask, n)
     return policy + value
 
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 def test_placeholders_add_exactly_nothing(mode):
-    step = plan_minibatch(samples(3), FakeStrategy(), device=CPU)
+    n = plan_step(samples(3), FakeStrategy(), device=CPU)[0].part.normalizer
     weight = torch.tensor([0.3, -0.2], requires_grad=True)
-    loss = share_of_loss(Experience.placeholder(), step, weight, mode)
+    loss = share_of_loss(Experience.placeholder(), n, weight, mode)
     loss.backward()
     assert loss.item() == 0.0
     assert weight.grad.tolist() == [0.0, 0.0]
@@ -236,7 +235,7 @@ def test_gradient_depends_neither_on_micro_batches_nor_on_ranks(mode, micro):
         mine = everything if strategy.world_size == 1 else everything[:5] if strategy.rank == 0 else everything[5:]
         weight = torch.tensor([0.3, -0.2], requires_grad=True)
         (step,) = plan(strategy, mine, 100, 100 if strategy.world_size == 1 else micro)
-        losses = [share_of_loss(batch, step, weight, mode) for batch in step.micro_batches]
+        losses = [share_of_loss(batch, batch.part.normalizer, weight, mode) for batch in step.micro_batches]
         torch.stack(losses).sum().backward()
         loss = strategy.all_reduce(sum(loss.item() for loss in losses), "mean")
         return loss, strategy.all_reduce(weight.grad, "mean")

@@ -10,8 +10,8 @@ from lightppo.config import PPOConfig
 from lightppo.config.engine_section import EngineConfig
 from lightppo.config.values import kind_of
 from lightppo.errors import ConfigError
-from lightppo.rollout.build import ENGINES, build_rollout_engine
 from lightppo.rollout.hf import HFRolloutEngine
+from lightppo.trainer.build import ENGINES, build_rollout_engine
 
 
 def test_every_value_of_the_option_has_an_entry():

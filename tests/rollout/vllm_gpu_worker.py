@@ -12,10 +12,10 @@ from transformers import AutoTokenizer
 from lightppo.config import PPOConfig
 from lightppo.data.records import Prompt
 from lightppo.models.actor import Actor
-from lightppo.rollout.build import build_rollout_engine
 from lightppo.rollout.engine import SamplingParams
 from lightppo.rollout.hf import HFRolloutEngine
 from lightppo.strategy.deepspeed import DeepspeedStrategy
+from lightppo.trainer.build import build_rollout_engine
 
 GREEDY = SamplingParams(max_new_tokens=24, temperature=0.0)
 

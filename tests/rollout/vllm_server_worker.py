@@ -15,10 +15,10 @@ from lightppo.config import PPOConfig
 from lightppo.data.records import Prompt
 from lightppo.errors import RolloutError
 from lightppo.models.actor import Actor
-from lightppo.rollout.build import build_rollout_engine
 from lightppo.rollout.engine import SamplingParams
 from lightppo.rollout.hf import HFRolloutEngine
 from lightppo.strategy.deepspeed import DeepspeedStrategy
+from lightppo.trainer.build import build_rollout_engine
 
 GREEDY = SamplingParams(max_new_tokens=20, temperature=0.0)
 SAMPLED = SamplingParams(max_new_tokens=20, temperature=0.7, top_p=0.95, n=2, seed=5)

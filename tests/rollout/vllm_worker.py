@@ -16,10 +16,10 @@ from lightppo.errors import RolloutMismatchError
 from lightppo.experience.checks import RolloutCheck
 from lightppo.models.actor import Actor
 from lightppo.rollout import vllm as vllm_engine
-from lightppo.rollout.build import build_rollout_engine
 from lightppo.rollout.engine import SamplingParams
 from lightppo.rollout.hf import HFRolloutEngine
 from lightppo.strategy.deepspeed import DeepspeedStrategy
+from lightppo.trainer.build import build_rollout_engine
 
 GREEDY = SamplingParams(max_new_tokens=24, temperature=0.0)
 SAMPLED = SamplingParams(max_new_tokens=16, temperature=0.7, n=2, seed=5)

@@ -124,7 +124,7 @@ def train(
     from lightppo import PPOConfig, PPOTrainer
 
     trainer = PPOTrainer.from_config(PPOConfig.from_flat(short_run(assets, run) | options))
-    trainer.saves_at_end = False
+    trainer.owns_parts = False
     if engine is not None:
         trainer.sampler.engine = engine(trainer.rollout_engine)
     trainer.fit()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from lightppo import PPOTrainer
@@ -12,7 +14,14 @@ PROMPTS = [Prompt("a", [5, 6], index=0), Prompt("b", [7], index=1)]
 SCORES = {(0, 0): 0.0, (0, 1): 1.0, (1, 0): 3.0, (1, 1): 7.0}
 
 
+def sample(trainer: PPOTrainer, prompts: Any = None, step: int = 1) -> Any:
+    """Fill the trainer's buffer with the experience of one step; what was collected."""
+    found = trainer.sampler.collect(PROMPTS if prompts is None else prompts, step)
+    trainer.make_experience(found, step)
+    return found
+
+
 def collected(trainer: PPOTrainer, name: str) -> torch.Tensor:
     """One row per sample: all have two tokens."""
-    trainer._collect_experience(PROMPTS, step=1)
+    sample(trainer)
     return torch.cat([getattr(item, name) for item in trainer.replay_buffer.items])  # (4, 2)

@@ -65,7 +65,7 @@ def make_config(assets: dict[str, str], tmp_path: Path) -> Callable[..., PPOConf
 @pytest.fixture(scope="module")
 def parts(world, tiny_model) -> dict[str, Any]:
     """Prepared models with optimizers and schedules, shared by trainers that differ in their options."""
-    from lightppo.trainer import build, build_models
+    from lightppo.trainer import build
 
     config = PPOConfig.from_flat(
         pretrain=tiny_model,
@@ -76,7 +76,7 @@ def parts(world, tiny_model) -> dict[str, Any]:
         train_batch_size=4,
     ).resolved()
     strategy = build.build_strategy(config)
-    models = build_models.build_models(config, strategy)
+    models = build.build_models(config, strategy)
     actor, critic = strategy.prepare(
         build.with_optimizer(models.actor, 1e-3, 100, config, strategy),
         build.with_optimizer(models.critic, 1e-3, 100, config, strategy),

@@ -10,7 +10,7 @@ import pytest
 
 from lightppo.config import PPOConfig
 from lightppo.errors import ConfigError, DataError
-from lightppo.trainer.guards import check_before_loading, check_disk_space, check_lengths
+from lightppo.trainer.build import check_before_loading, check_disk_space, check_lengths
 
 
 @pytest.fixture

@@ -19,8 +19,7 @@ from lightppo.errors import CheckpointError, ConfigError, ModelLoadError
 from lightppo.models.lora import AdaptersOff
 from lightppo.strategy.engines import is_engine
 from lightppo.strategy.zero3 import parameter_count
-from lightppo.trainer import build, build_models, guards
-from lightppo.trainer.options import check_models
+from lightppo.trainer import build, build_models
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -137,10 +136,10 @@ def test_errors_before_and_at_loading(make_config, monkeypatch):
     def missing() -> None:
         raise ModelLoadError("--lora_rank needs peft")
 
-    monkeypatch.setattr(guards, "check_peft", missing)
+    monkeypatch.setattr(build, "check_peft", missing)
     with pytest.raises(ModelLoadError, match="needs peft"):
-        guards.check_before_loading(make_config(**LORA))
-    guards.check_before_loading(make_config())
+        build.check_before_loading(make_config(**LORA))
+    build.check_before_loading(make_config())
 
 
 def test_a_trainer_made_by_hand_cannot_move_the_actor_without_its_adapters(make_config):
@@ -149,7 +148,8 @@ def test_a_trainer_made_by_hand_cannot_move_the_actor_without_its_adapters(make_
     with pytest.raises(
         ConfigError, match="--ref_ema_eta and --ref_reset_steps need a reference with weights of its own"
     ):
-        check_models(config, trainer.critic, trainer.initial_model, trainer.tokenizer)
+        PPOTrainer(trainer.strategy, trainer.actor, None, None, trainer.initial_model, None, *[None] * 4, config=config,
+                   tokenizer=trainer.tokenizer)  # fmt: skip
 
 
 @pytest.mark.slow

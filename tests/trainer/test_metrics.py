@@ -11,7 +11,7 @@ from support.fakes import FakeStrategy, make_rollout, on_ranks
 from lightppo.algorithms.correction import Summary
 from lightppo.experience.experience import Experience
 from lightppo.trainer import metrics as m
-from lightppo.trainer.metrics import METRICS, PhaseTimer, StepMetrics, perf_metrics, with_namespace
+from lightppo.trainer.metrics import METRICS, PhaseTimer, perf_metrics, with_namespace
 
 NAN = math.nan
 
@@ -173,29 +173,35 @@ def test_every_name_of_a_rollout_is_documented_and_every_documented_name_exists(
     assert set(logged) - {"reward/format"} == set(names[:before])
 
 
-def test_shares_of_micro_batches_add_up_and_average_over_ranks():
-    def reduced(strategy: FakeStrategy) -> dict[str, float]:
-        totals = StepMetrics()
-        for share in ([0.25, 0.5], [1.0])[strategy.rank]:
-            totals.add({"policy_loss": torch.tensor(share, requires_grad=True), "ratio": torch.tensor(1.0)})
-        return totals.reduce(strategy)
+def test_a_status_is_the_mean_over_micro_batches_and_ranks_then_over_steps():
+    def status(strategy: FakeStrategy) -> dict[str, float]:
+        first = ([{"loss": 1.0, "lr": 0.1}, {"loss": 3.0, "norm": NAN}], [{"loss": 8.0, "mine": 2.0}])[strategy.rank]
+        second = ([{"loss": 5.0, "norm": 4.0}], [])[strategy.rank]  # a rank without samples in this step
+        return m.optimizer_status([first, second], strategy)
 
-    # policy loss: (0.25 + 0.5 and 1)/2 ranks; ratio: (2 and 1)/2
-    assert on_ranks(2, reduced) == [{"policy_loss": 0.875, "ratio": 1.5}] * 2
-
-
-def test_step_metrics_hold_no_graph_and_may_be_empty():
-    totals = StepMetrics()
-    assert totals.reduce(FakeStrategy()) == {}
-    totals.add({"x": torch.tensor(1.0, requires_grad=True, dtype=torch.float64)})
-    assert not totals.sums["x"].requires_grad
+    # loss: ((1 + 3 + 8)/3 + 5)/2; the norm of the first step is left out
+    assert on_ranks(2, status) == [{"loss": 4.5, "lr": 0.1, "mine": 2.0, "norm": 4.0}] * 2
+    assert m.optimizer_status([], FakeStrategy()) == {}
+    assert math.isnan(m.optimizer_status([[{"norm": NAN}]], FakeStrategy())["norm"])
 
 
-def test_mean_over_optimizer_steps():
-    statuses = [{"a": 1.0, "skipped": 1.0, "norm": NAN}, {"a": 3.0, "skipped": 0.0, "norm": 4.0}, {"b": 5.0}]
-    assert m.mean_status(statuses) == {"a": 2.0, "skipped": 0.5, "norm": 4.0, "b": 5.0}
-    assert math.isnan(m.mean_status([{"norm": NAN}])["norm"])
-    assert m.mean_status([]) == {}
+def test_the_status_of_a_micro_batch_has_the_seeds_means_and_its_metrics_at_scale():
+    item = Experience.collate(rows())
+    item.info["kl"] = torch.tensor([0.3, 0.9])
+    status = m.micro_batch_status({"policy_loss": torch.tensor(0.25, requires_grad=True)}, item, 2.0)
+    assert status["policy_loss"] == 0.5
+    assert (status["reward"], status["return"], status["response_length"], status["total_length"]) == (2, 1.5, 1.5, 3.5)
+    assert status["kl"] == pytest.approx((2 * 0.3 + 1 * 0.9) / 3)
+
+
+def test_names_of_the_users_own_are_logged_under_train():
+    assert with_namespace(m.checked_status({"mine": torch.tensor(2.0), "other/x": 1})) == {
+        "train/mine": 2,
+        "other/x": 1,
+    }
+    assert m.checked_status(None) == {}
+    with pytest.raises(TypeError, match="'text'"):
+        m.checked_status({"text": "abc"})
 
 
 def test_phases_are_summed_until_the_reset(monkeypatch):

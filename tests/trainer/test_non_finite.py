@@ -59,4 +59,4 @@ def test_a_step_with_a_loss_that_is_not_finite_is_skipped(make_config, tmp_path,
     assert others[0] > others[1] > others[2]
 
     assert trainer.state.skipped_optimizer_steps == 1
-    assert PPOTrainer.from_config(config).update.skipped_steps == 1  # a resumed run goes on counting
+    assert PPOTrainer.from_config(config).state.skipped_optimizer_steps == 1  # a resumed run goes on counting

@@ -9,16 +9,10 @@ from typing import Any
 
 import pytest
 
+from lightppo.compat import config_from_options, constructor_config, overlay_args
 from lightppo.config import PPOConfig
 from lightppo.errors import ConfigError
-from lightppo.trainer.options import (
-    checked_config,
-    config_from_options,
-    eval_sampling_params,
-    overlay_args,
-    public_options,
-    sampling_params,
-)
+from lightppo.trainer.build import eval_sampling_params, public_options, sampling_params
 
 # What SPEC row C2 says the constructor means where it is given nothing.
 C2_DEFAULTS = {
@@ -233,12 +227,12 @@ def test_the_result_is_resolved():
 
 def test_a_config_made_in_code_is_checked_and_resolved():
     config = PPOConfig.from_flat(rollout_batch_size=6, train_batch_size=3, eps_clip=0.1)
-    assert checked_config(config, 3).loss.eps_clip_low == 0.1
+    assert constructor_config(config, SimpleNamespace(world_size=3), {}, None).loss.eps_clip_low == 0.1
     with pytest.raises(ConfigError, match="--train_batch_size 3 is not divisible by the 2 ranks"):
-        checked_config(config, 2)
+        constructor_config(config, SimpleNamespace(world_size=2), {}, None)
     config.loss.eps_clip = 2.0  # past from_flat's checks
     with pytest.raises(ConfigError, match=r"--eps_clip 2\.0 is out of range"):
-        checked_config(config, 3)
+        constructor_config(config, SimpleNamespace(world_size=3), {}, None)
 
 
 def test_what_a_reward_url_carries_is_kept_out_of_files():

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from support.fakes import FakeEngine, FakeStrategy
-from support.sampled import PROMPTS, collected
+from support.sampled import PROMPTS, collected, sample
 from support.tiny import sums, write_jsonl
 
 from lightppo import PPOTrainer
@@ -94,7 +94,7 @@ def test_discounts_clipping_of_scores_and_kl(trainer_with):
 def test_optimizer_steps_per_rollout(trainer_with):
     def steps(**options: Any) -> float:
         trainer = trainer_with(**options)
-        trainer._collect_experience(PROMPTS, step=1)
+        sample(trainer, PROMPTS, step=1)
         return trainer.ppo_train(1)["optimizer_steps"]
 
     assert steps(train_batch_size=4) == 1
@@ -107,12 +107,12 @@ def prompts_of_steps(trainer: PPOTrainer, monkeypatch) -> list[list[int]]:
     """The first token of each sample, step by step, over 8 epochs of two steps."""
     steps: list[list[int]] = []
 
-    def note(minibatch: Any, global_steps: int = 0) -> dict[str, float]:
+    def note(minibatch: Any, global_steps: int = 0) -> list[dict[str, float]]:
         steps.append(sorted(i for part in minibatch.micro_batches for i in part.sequences[:, 0].tolist()))
-        return {}
+        return []
 
     monkeypatch.setattr(trainer, "train_minibatch", note)
-    trainer._collect_experience([Prompt("a", [5], index=0), Prompt("b", [7], index=1)], step=1)
+    sample(trainer, [Prompt("a", [5], index=0), Prompt("b", [7], index=1)], step=1)
     trainer.ppo_train(1)
     return steps
 
@@ -138,12 +138,12 @@ def test_shared_prompts_count_once_in_a_budget(trainer_with, monkeypatch, option
     trainer = trainer_with(**{"packing_samples": True, "max_tokens_per_micro_batch": 12, **options})
     sizes: list[int] = []
 
-    def note(minibatch: Any, global_steps: int = 0) -> dict[str, float]:
+    def note(minibatch: Any, global_steps: int = 0) -> list[dict[str, float]]:
         sizes.extend(len(part) for part in minibatch.micro_batches)
-        return {}
+        return []
 
     monkeypatch.setattr(trainer, "train_minibatch", note)
-    trainer._collect_experience([Prompt("a", [5] * 8, index=0), Prompt("b", [7] * 8, index=1)], step=1)
+    sample(trainer, [Prompt("a", [5] * 8, index=0), Prompt("b", [7] * 8, index=1)], step=1)
     trainer.ppo_train(1)
     assert sizes == ([2, 2] if counted_once else [1, 1, 1, 1])
 
@@ -152,7 +152,7 @@ def test_samples_kept_in_the_buffer(trainer_with):
     for limit, expected in ((0, 8), (4, 4), (6, 6)):
         trainer = trainer_with(buffer_limit=limit)
         for step in (1, 2):  # a loop of the user's own, which does not clear it
-            trainer._collect_experience(PROMPTS, step)
+            sample(trainer, PROMPTS, step)
         assert len(trainer.replay_buffer) == expected
     assert trainer_with().replay_buffer.cpu_offload
     assert not trainer_with(buffer_cpu_offload=False).replay_buffer.cpu_offload
@@ -160,27 +160,22 @@ def test_samples_kept_in_the_buffer(trainer_with):
 
 def test_actor_waits_for_the_critic(trainer_with):
     trainer = trainer_with(freezing_actor_steps=2)
-    trainer._collect_experience(PROMPTS, step=1)
+    sample(trainer, PROMPTS, step=1)
     assert ["policy_loss" in trainer.ppo_train(step) for step in (1, 2, 3)] == [False, False, True]
 
 
 def test_samples_are_shown(trainer_with, capsys):
     for shown in (0, 1, 3):
-        trainer_with(num_examine=shown)._collect_experience(PROMPTS, step=7)
+        sample(trainer_with(num_examine=shown), step=7)
         lines = capsys.readouterr().out.splitlines()
         expected = ["aanswer 0.0  → 0.0", "aanswer 0.1  → 1.0", "banswer 1.0  → 3.0"]
         assert lines == [f"[step 7] {sample}" for sample in expected[:shown]]
 
 
-def test_samples_of_each_data_source_are_shown():
-    from support.fakes import make_rollout
-
-    from lightppo.trainer.collecting import examples
-
-    rollouts = [make_rollout(sample_index=i, data_source="ab"[i % 3 == 2]) for i in range(6)]  # a a b a a b
-    assert [r.sample_index for r in examples(rollouts, 1)] == [0, 2]
-    assert [r.sample_index for r in examples(rollouts, 2)] == [0, 1, 2, 5]
-    assert examples(rollouts, 0) == []
+def test_samples_of_each_data_source_are_shown(trainer_with, capsys):
+    prompts = [Prompt("a", [5], index=0, data_source="x"), Prompt("b", [7], index=1, data_source="y")]
+    sample(trainer_with(num_examine=1), prompts)
+    assert [line.split("answer")[0] for line in capsys.readouterr().out.splitlines()] == ["[step 1] a", "[step 1] b"]
 
 
 # -- when: evaluation, checkpoints, exports --------------------------------------------------------------------------
@@ -225,21 +220,19 @@ class Calls:
 def test_what_is_due_after_a_step(parts, tmp_path, options, saved, exported, evaluated):
     calls, now = Calls(), [0.0]
     config = PPOConfig.from_flat(save_path=str(tmp_path / "run"), **options)
-    recorder = Recorder(config, parts["strategy"], calls, calls)
+    recorder = Recorder(config, parts["strategy"], calls, calls, options={})
     for cadence in (recorder.checkpoint_cadence, recorder.eval_cadence, recorder.export_cadence):
         cadence.clock, cadence.last = lambda: now[0], 0.0
     for step in range(1, 7):
         now[0] += 10
-        recorder.after_step(step, step // 2 if step % 2 == 0 else None, "CKPT", dict)
+        recorder.after_step(
+            step, step // 2 if step % 2 == 0 else None, "CKPT", lambda step=step: calls.saved.append(step)
+        )
     assert (calls.saved, calls.exported, calls.evaluated) == (saved, exported, evaluated)
 
 
-def test_value_huber_delta_reaches_the_critic_loss(parts):
-    from lightppo.trainer.update import PPOUpdate
-
-    config = PPOConfig.from_flat(value_huber_delta=0.5).resolved()
-    update = PPOUpdate(parts["strategy"], *[None] * 8, config.algorithm, config.loss, None)
-    assert update.critic_loss_fn.huber_delta == 0.5
+def test_value_huber_delta_reaches_the_critic_loss(trainer_with):
+    assert trainer_with(value_huber_delta=0.5).critic_loss_fn.huber_delta == 0.5
 
 
 def test_best_metric_keeps_the_best_evaluation_apart_from_rotation(parts, tmp_path):
@@ -261,7 +254,7 @@ def test_best_metric_keeps_the_best_evaluation_apart_from_rotation(parts, tmp_pa
     checkpointer = RunCheckpointer(Strategy(), config.checkpoint, {"actor": "actor"}, None)
     best = tmp_path / "ckpt" / "best_hf" / "best.json"
 
-    recorder = Recorder(config, FakeStrategy(), checkpointer, Evaluated())
+    recorder = Recorder(config, FakeStrategy(), checkpointer, Evaluated(), options={})
     recorder.evaluate(0)
     assert not best.exists()  # the start is the bar to pass
     for step, kept in ((1, 1), (2, 1), (3, 3)):
@@ -269,12 +262,12 @@ def test_best_metric_keeps_the_best_evaluation_apart_from_rotation(parts, tmp_pa
         assert json.loads(best.read_text())["step"] == kept
     assert len(exports) == 2
 
-    resumed = Recorder(config, FakeStrategy(), checkpointer, Evaluated(), start_step=3)
+    resumed = Recorder(config, FakeStrategy(), checkpointer, Evaluated(), options={}, start_step=3)
     assert resumed.best == 0.7
     resumed.evaluate(4)  # 0.1: the best of before stays
     assert json.loads(best.read_text()) == {"step": 3, "metric": "eval/accuracy", "value": 0.7}
 
-    wrong = Recorder(config.with_options(best_metric="eval/acc"), FakeStrategy(), checkpointer, Evaluated())
+    wrong = Recorder(config.with_options(best_metric="eval/acc"), FakeStrategy(), checkpointer, Evaluated(), options={})
     with pytest.raises(ConfigError, match=r"--best_metric eval/acc .*eval/accuracy"):
         wrong.evaluate(1)
 
@@ -497,7 +490,7 @@ def rows_of_calls(trainer: PPOTrainer) -> dict[str, list[int]]:
             rows.append(args[0].shape[0])
 
         hooks.append(model.hf_model.get_input_embeddings().register_forward_hook(note))
-    trainer._collect_experience(PROMPTS, step=1)
+    sample(trainer, PROMPTS, step=1)
     scoring = False
     trainer.ppo_train(1)
     for hook in hooks:

@@ -38,7 +38,7 @@ def recorder(folder: Path, strategy: FakeStrategy | None = None, evaluates: bool
     own = {name: options.pop(name) for name in ("start_step", "run_id") if name in options}
     config = PPOConfig.from_flat(save_path=str(folder), **options)
     evaluator = FakeEvaluator() if evaluates else None
-    return Recorder(config, strategy or FakeStrategy(), FakeCheckpointer(), evaluator, **own)
+    return Recorder(config, strategy or FakeStrategy(), FakeCheckpointer(), evaluator, options={}, **own)
 
 
 def run(mine: Recorder, steps: int, per_episode: int = 3, first: int = 1) -> None:
@@ -46,11 +46,16 @@ def run(mine: Recorder, steps: int, per_episode: int = 3, first: int = 1) -> Non
     for step in range(first, steps + 1):
         finished = step // per_episode if step % per_episode == 0 else None
         mine.log(step, {"reward": float(step)}, {"time_step": 0.5})
-        mine.after_step(step, finished, "CKPT", lambda step=step: {"step": step})
+        mine.after_step(step, finished, "CKPT", saver(mine, step))
 
 
 def rows(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def saver(mine: Recorder, step: int) -> Any:
+    """What writes the checkpoint of a step."""
+    return lambda: mine.checkpointer.save("CKPT", step, {"step": step})
 
 
 def saved_steps(mine: Recorder) -> list[int]:
@@ -78,7 +83,7 @@ def test_a_step_is_evaluated_once(tmp_path):
     mine = recorder(tmp_path, eval_steps=2)
     run(mine, 4)
     assert mine.evaluate(4) == {}
-    mine.finish(4, "CKPT", dict)
+    mine.finish(4, saver(mine, 4))
     assert mine.evaluator.steps == [2, 4]
 
 
@@ -95,7 +100,7 @@ def test_evaluation_comes_every_episode_unless_steps_or_seconds_are_set(tmp_path
 def test_without_an_evaluator_nothing_is_evaluated(tmp_path):
     mine = recorder(tmp_path, evaluates=False, eval_steps=1)
     run(mine, 3)
-    mine.finish(3, "CKPT", dict)
+    mine.finish(3, saver(mine, 3))
     assert mine.evaluate(3) == {}
     assert "eval/accuracy" not in (tmp_path / "metrics.jsonl").read_text()
 
@@ -124,7 +129,7 @@ def test_seconds_since_the_last_checkpoint(tmp_path):
     mine.checkpoint_cadence.clock = lambda: now[0]
     for step, passed in enumerate([6, 6, 6, 6, 1], start=1):
         now[0] += passed
-        mine.after_step(step, None, "CKPT", dict)
+        mine.after_step(step, None, "CKPT", saver(mine, step))
     assert saved_steps(mine) == [2, 4]  # after 12 s, and 12 s later
 
 
@@ -134,9 +139,9 @@ def test_ranks_save_together_by_rank_0s_clock(tmp_path):
         start = mine.checkpoint_cadence.last
         # Rank 1's clock says that much more time has passed.
         mine.checkpoint_cadence.clock = lambda: start + (5 if strategy.rank == 0 else 500)
-        mine.after_step(1, None, "CKPT", dict)
+        mine.after_step(1, None, "CKPT", saver(mine, 1))
         mine.checkpoint_cadence.clock = lambda: start + (15 if strategy.rank == 0 else 1)
-        mine.after_step(2, None, "CKPT", dict)
+        mine.after_step(2, None, "CKPT", saver(mine, 2))
         return saved_steps(mine)
 
     assert on_ranks(2, saves) == [[2], [2]]
@@ -145,31 +150,31 @@ def test_ranks_save_together_by_rank_0s_clock(tmp_path):
 def test_the_state_is_only_taken_when_a_checkpoint_is_due(tmp_path):
     mine = recorder(tmp_path, save_steps=2)
     mine.after_step(1, None, "CKPT", lambda: pytest.fail("not due"))
-    mine.after_step(2, None, "CKPT", lambda: {"x": 1})
-    assert mine.checkpointer.saved == [("CKPT", 2, {"x": 1})]
+    mine.after_step(2, None, "CKPT", saver(mine, 2))
+    assert saved_steps(mine) == [2]
 
 
 def test_the_end_saves_what_is_not_saved_yet(tmp_path):
     mine = recorder(tmp_path, save_steps=2, evaluates=False)
     run(mine, 5)
-    mine.finish(5, "CKPT", lambda: {"last": True})
-    assert mine.checkpointer.saved[-1] == ("CKPT", 5, {"last": True})
+    mine.finish(5, saver(mine, 5))
+    assert saved_steps(mine) == [2, 4, 5]
     mine = recorder(tmp_path, save_steps=2, evaluates=False)
     run(mine, 4)
-    mine.finish(4, "CKPT", dict)
+    mine.finish(4, saver(mine, 4))
     assert saved_steps(mine) == [2, 4]
 
 
 def test_a_run_that_keeps_no_checkpoints_saves_none_at_the_end(tmp_path):
     mine = recorder(tmp_path, evaluates=False)
     run(mine, 4)
-    mine.finish(4, "CKPT", dict)
+    mine.finish(4, saver(mine, 4))
     assert saved_steps(mine) == []
 
 
 def test_a_resumed_run_with_nothing_left_to_do_writes_no_checkpoint_again(tmp_path):
     mine = recorder(tmp_path, save_steps=2, start_step=4)
-    mine.finish(4, "CKPT", dict)
+    mine.finish(4, saver(mine, 4))
     assert saved_steps(mine) == []
 
 

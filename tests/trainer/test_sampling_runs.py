@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from support.sampled import sample
 from support.tiny import sums, write_jsonl
 
 from lightppo import PPOTrainer
 from lightppo.config import PPOConfig
 from lightppo.errors import ConfigError, RewardError
+from lightppo.trainer.build import eval_sampling_params, sampling_params
 from lightppo.trainer.metrics import METRICS
-from lightppo.trainer.options import eval_sampling_params, sampling_params
+from lightppo.trainer.prompts import EpisodePrompts
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -28,6 +30,11 @@ def reward_func(queries, prompts, labels):
     scores = [1.0 if same else float(draw) for same, draw in zip(fixed, draws)]
     return {"rewards": scores, "extra_logs": {"acc": scores}}
 """
+
+
+def episode_of(trainer):
+    """The prompts of its first episode."""
+    return EpisodePrompts(trainer.prompts_dataloader, 0, 0, list)
 
 
 @pytest.fixture
@@ -102,7 +109,7 @@ def test_a_resumed_run_is_the_uninterrupted_run(config_of, options):
         torch.rand(5)
         resumed = fitted(config_of("resumed", benchmark_steps=stop, **options))
         assert resumed.state.global_step == stop
-        waited.append(len(resumed.collector.groups.surplus))
+        waited.append(len(resumed.sampler.surplus))
     assert max(waited) > 0  # some stops have a surplus
     assert str(rows_of(resumed.config)) == str(rows_of(straight.config))  # as text: NaN is NaN
     assert samples_of(resumed.config) == samples_of(straight.config)
@@ -164,7 +171,7 @@ def test_reused_groups_have_the_advantages_of_their_own_group(config_of):
     found = {}
     for policy in ("train_short", "reuse"):
         trainer = PPOTrainer.from_config(config_of(policy, on_exhausted=policy, train_batch_size=90, **options))
-        whole = len(trainer._collect_experience(trainer._episode_prompts(), 1).rollouts)
+        whole = len(sample(trainer, episode_of(trainer)).rollouts)
         found[policy] = trainer.replay_buffer.items
     short, reused = found["train_short"], found["reuse"]
     assert len(short) == whole < len(reused) == 90
@@ -180,7 +187,7 @@ def test_groups_are_judged_by_the_metric_and_the_range(config_of):
         config = config_of(f"{limits}", dynamic_sampling=True, filter_metric="seq_final_reward", filter_range=limits,
                            total_training_steps=1, rollout_batch_size=12, train_batch_size=36, **shaping)  # fmt: skip
         trainer = PPOTrainer.from_config(config)
-        collected = trainer._collect_experience(trainer._episode_prompts(), 1)
+        collected = sample(trainer, episode_of(trainer))
         sums_ = {}
         for rollout in collected.rollouts:
             sums_[rollout.prompt.index] = sums_.get(rollout.prompt.index, 0) + rollout.reward

@@ -19,13 +19,12 @@ from lightppo.algorithms.losses import PolicyLoss
 from lightppo.algorithms.shaping import ValueNorm
 from lightppo.config import PPOConfig
 from lightppo.data.records import Prompt, Rollout
-from lightppo.experience.batching import ReplayBuffer, plan_minibatch, select_tokens
+from lightppo.experience.batching import Minibatch, ReplayBuffer, plan_step, select_tokens
 from lightppo.experience.experience import Experience
 from lightppo.experience.maker import ExperienceMaker
 from lightppo.models.actor import ActionScores, Actor
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.trainer import metrics as m
-from lightppo.trainer.update import PPOUpdate
 
 GROUPS, SAMPLES = 6, 3
 ESTIMATORS = ("gae", "reinforce", "reinforce++_baseline", "grpo", "gpg", "group_adv_norm")
@@ -116,9 +115,9 @@ def early_stops(strategy: DeepspeedStrategy, model_path: str) -> dict[str, tuple
     torch.manual_seed(0)
     actor = Actor(model_path, ds_config=strategy.get_ds_train_config())
     parts = strategy.prepare((actor, torch.optim.AdamW(actor.parameters(), lr=1e-2), None))
-    config = PPOConfig.from_flat(init_kl_coef=0, early_stop_imp_ratio=4.0).resolved()
-    update = PPOUpdate(strategy, *parts, *[None] * 5, config.algorithm, config.loss, None)
-    samples = gradients_script().make_samples()
+    script = gradients_script()
+    trainer = script.build_trainer(strategy, parts, (), None, init_kl_coef=0, early_stop_imp_ratio=4.0)
+    samples = script.make_samples()
     rank, world = strategy.get_rank(), strategy.world_size
     found = {}
     for name, shift in RATIOS.items():
@@ -131,11 +130,12 @@ def early_stops(strategy: DeepspeedStrategy, model_path: str) -> dict[str, tuple
             rows.append(row)
         shares = [rows] if world == 1 else [[rows[i] for i in (0, 2, 4, 5, 6, 7)], [rows[1], rows[3]]]
         before = [p.detach().clone() for p in strategy.unwrap_model(actor).parameters()]
-        status = update.train_actor(plan_minibatch(shares[rank], strategy, device=strategy.device))
+        step = Minibatch(plan_step(shares[rank], strategy, device=strategy.device))
+        status = m.optimizer_status([trainer.train_minibatch(step, 1)], strategy)
         after = strategy.unwrap_model(actor).parameters()
         moved = any(not torch.equal(b, a) for b, a in zip(before, after))
         found[name] = (status["ratio"], moved, status["actor_stopped"])
-    assert update.stopped_steps == sum(stopped for *_, stopped in found.values())
+    assert trainer.state.stopped_optimizer_steps == sum(stopped for *_, stopped in found.values())
     return found
 
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import torch
 
+from lightppo import PPOTrainer
 from lightppo.algorithms.entries import POLICY_LOSSES
 from lightppo.algorithms.losses import GPTLMLoss
 from lightppo.config import PPOConfig
@@ -21,7 +23,7 @@ from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.strategy.engines import get_engine
-from lightppo.trainer.update import PPOUpdate
+from lightppo.trainer import metrics as m
 
 PROMPTS, RESPONSES = [2, 9, 5, 12, 3, 1, 7, 4], [1, 20, 3, 2, 14, 6, 1, 9]  # lengths that differ a lot
 SAME_PROMPT = {5: 1, 6: 0, 7: 1}  # row → an earlier row with its prompt; also with the samples shared out to two ranks
@@ -79,13 +81,15 @@ VARIANTS: dict[str, dict] = {
 }
 
 
-def build_update(strategy, parts: list, reference: Actor, **options) -> PPOUpdate:
-    config = PPOConfig.from_flat(**options).resolved()
-    return PPOUpdate(strategy, *parts, reference, None, config.algorithm, config.loss, Coefficient())
-
-
-class Coefficient:
-    value = 0.1
+def build_trainer(strategy, actor_parts: tuple, critic_parts: tuple, reference: Actor, **options) -> PPOTrainer:
+    """Trains the actor alone; with ``freezing_actor_steps`` the critic alone."""
+    actor, actor_optim, _ = actor_parts
+    trains_critic = options.get("freezing_actor_steps", 0) > 0
+    critic, critic_optim = critic_parts[:2] if trains_critic else (None, None)
+    config = PPOConfig.from_flat(advantage_estimator="gae" if trains_critic else "reinforce", **options)
+    models, trained = (actor, critic, None, reference, None), (actor_optim, critic_optim, None, None)
+    parts = {"rollout_engine": SimpleNamespace(), "reward_source": SimpleNamespace(name="none")}
+    return PPOTrainer(strategy, *models, *trained, config=config, tokenizer=SimpleNamespace(pad_token_id=0), **parts)
 
 
 def gradients(model_path: str, zero_stage: int, cases: list[tuple[int, bool | str]]) -> dict:
@@ -102,7 +106,12 @@ def gradients(model_path: str, zero_stage: int, cases: list[tuple[int, bool | st
     reference = Actor(model_path, temperature=TEMPERATURE, packing_samples=True).requires_grad_(False)
     for p in reference.parameters():
         p.add_(0.05 * torch.randn_like(p))
-    update = build_update(strategy, [*actor_parts, *critic_parts], reference, **OPTIONS)
+    trainers = {
+        "actor": build_trainer(strategy, actor_parts, critic_parts, reference, **OPTIONS),
+        "critic": build_trainer(
+            strategy, actor_parts, critic_parts, reference, init_kl_coef=0.1, freezing_actor_steps=9
+        ),
+    }
 
     rank, world = strategy.get_rank(), strategy.world_size
     mine = make_samples()[rank::world]
@@ -110,23 +119,23 @@ def gradients(model_path: str, zero_stage: int, cases: list[tuple[int, bool | st
     for micro, packed in cases:
         set_rows((actor, strategy.unwrap_model(critic)), packed)
         case = {}
-        for name, model, train in (("actor", actor, update.train_actor), ("critic", critic, update.train_critic)):
+        for name, model in (("actor", actor), ("critic", critic)):
             for item in mine:
                 item.loss_weights = None
             minibatch = minibatch_of(strategy, mine, micro, packed)
-            update.pretrain_batches = iter(pretrain_batches(len(minibatch.micro_batches), rank, world))
+            trainers["actor"].pretrain_dataloader = iter(pretrain_batches(len(minibatch.micro_batches), rank, world))
             with counted_tokens(strategy.unwrap_model(model)) as tokens:
-                change, status = one_step(strategy, model, train, minibatch)
+                change, status = one_step(trainers[name], model, minibatch)
             case |= {name: change, f"{name}_status": status, f"{name}_tokens": sum(tokens)}
         found[world, zero_stage, micro, packed] = case
     if zero_stage == 0:
         for name, options in VARIANTS.items():
-            update = build_update(strategy, [*actor_parts, *critic_parts], reference, init_kl_coef=0.1, **options)
+            trainer = build_trainer(strategy, actor_parts, critic_parts, reference, init_kl_coef=0.1, **options)
             mine = make_samples()[rank::world]
             for micro, packed in ((1, False), (4, False), (2, True), (4, SHARED)):
                 set_rows((actor, reference), packed)
                 minibatch = minibatch_of(strategy, mine, micro, packed)
-                change, status = one_step(strategy, actor, update.train_actor, minibatch)
+                change, status = one_step(trainer, actor, minibatch)
                 found[name, world, micro, packed] = {"actor": change, "actor_status": status}
     return found
 
@@ -174,11 +183,12 @@ def zero_stage_is_0(model) -> bool:
     return get_engine(model, "the test").zero_optimization_stage() == 0
 
 
-def one_step(strategy, model, train, minibatch: Minibatch) -> tuple[dict, dict]:
+def one_step(trainer: PPOTrainer, model, minibatch: Minibatch) -> tuple[dict, dict]:
     """The change of the weights, and the status. At stage 0 the weights are put back; others run one step only."""
+    strategy = trainer.strategy
     with strategy.gathered_parameters(model) as module:
         before = {n: p.detach().clone() for n, p in module.named_parameters()}
-    status = train(minibatch)
+    status = m.optimizer_status([trainer.train_minibatch(minibatch, 1)], strategy)
     with strategy.gathered_parameters(model) as module:
         change = {n: before[n] - p.detach() for n, p in module.named_parameters()}
         if zero_stage_is_0(model):  # masters of other stages would need refreshing
