@@ -28,6 +28,7 @@ from lightppo.algorithms.shaping import (
 )
 from lightppo.config import PPOConfig, RewardConfig
 from lightppo.config.micro_batches import micro_batch_spec
+from lightppo.config.old_log_probs import old_log_probs_from
 from lightppo.data.records import Rollout, seed_of_step
 from lightppo.experience.batching import MicroBatching, ReplayBuffer, select_tokens
 from lightppo.experience.experience import Experience
@@ -149,7 +150,7 @@ class ExperienceMaker:
         config: resolved; read are algorithm, loss, correction and the micro batch size.
         shaper: scores → what training maximises; ``None``: made from the config.
         value_norm: the critic's values are normalised by it; ``None``: they are as they are.
-        old_log_probs: where the log probs before the update come from (``old_log_probs_from``).
+        old_log_probs: where the log probs before the update come from; ``None``: as ``old_log_probs_from`` says.
         sample: prompts, labels and generation options → scored rollouts, for scripts in the seed's style.
         progress: wraps the micro batches in a progress bar.
     """
@@ -165,7 +166,7 @@ class ExperienceMaker:
         *,
         shaper: ScoreShaper | None = None,
         value_norm: ValueNorm | None = None,
-        old_log_probs: Literal["training", "rollout", "forward"] = "forward",
+        old_log_probs: Literal["training", "rollout", "forward"] | None = None,
         sample: Callable[..., list[Rollout]] | None = None,
         progress: Callable[[Sequence], Any] = iter,
     ) -> None:
@@ -181,7 +182,7 @@ class ExperienceMaker:
         self.micro_batches = {name: micro_batch_spec(config, name) for name in ("actor", "reference", "critic")}
         shares = config.training.share_prompts and all_share_prompts((actor, critic, initial_model))
         self.batching = MicroBatching(strategy, config.training.packing_samples, shares)
-        self.old_log_probs = old_log_probs
+        self.old_log_probs = old_log_probs or old_log_probs_from(config, exact_rollout=False)
         self.sample = sample
         self.shaper = shaper or ScoreShaper(
             config.reward, config.rollout.generate_max_len, self._all_reduce_sum, strategy.device

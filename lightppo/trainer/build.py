@@ -44,6 +44,7 @@ from lightppo.rewards.source import AsyncScorer, RewardSource, check_verifier_st
 from lightppo.rollout.engine import RolloutEngine, SamplingParams
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.strategy.zero3 import parameter_count
+from lightppo.trainer.evaluator import Evaluator
 
 
 @dataclass
@@ -463,6 +464,17 @@ def build_sampler(
         else None,
         balance=partial(balance_ranks, strategy=strategy, prompt_once=prompt_once) if t.balance_ranks else None,
         timer=timer,
+    )
+
+
+def build_evaluator(
+    config: PPOConfig, engine: RolloutEngine, source: RewardSource, prompts: PromptDataset, strategy: Ranks
+) -> Evaluator:
+    """Evaluation on held-out prompts with the run's engine and rewards."""
+    return Evaluator(
+        *(engine, source, prompts, eval_sampling_params(config), strategy),
+        threshold=config.evaluation.eval_correct_threshold,
+        folder=Path(config.checkpoint.save_path) / "eval",
     )
 
 

@@ -35,9 +35,9 @@ from lightppo.strategy.zero3 import parameter_count
 from lightppo.trainer import metrics as m
 from lightppo.trainer.build import (
     build,
+    build_evaluator,
     build_rollout_engine,
     build_sampler,
-    eval_sampling_params,
     public_options,
     sampling_params,
     save_run_config,
@@ -167,15 +167,12 @@ class PPOTrainer(SeedAttributes):
             *(config, strategy, self.rollout_engine, self.reward_source, self.experience_maker, self.rollout_check),
             self.timer,
         )
-        s, e = config.sampling, config.evaluation
+        s = config.sampling
         self.prompt_filter = PromptFilter(s.dataset_filter_threshold, s.dataset_max_filter_percentage, strategy)
         self.evaluator = evaluator
         if eval_prompts is not None:
-            self.evaluator = Evaluator(
-                *(self.rollout_engine, self.reward_source, eval_prompts, eval_sampling_params(config), strategy),
-                threshold=e.eval_correct_threshold,
-                folder=Path(config.checkpoint.save_path) / "eval",
-            )
+            parts = (self.rollout_engine, self.reward_source, eval_prompts, strategy)
+            self.evaluator = build_evaluator(config, *parts)
         self.prompts_dataloader = prompts_dataloader
         self.pretrain_dataloader = None if pretrain_dataloader is None else endless(pretrain_dataloader)
         self.state = TrainerState()

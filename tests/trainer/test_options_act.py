@@ -309,10 +309,10 @@ def test_evaluation_options(make_config, eval_data, parts, trainer_with, tmp_pat
 
     def evaluated(**options: Any) -> dict[str, float]:
         config = make_config(eval_data=eval_data, **options).resolved()
-        trainer = trainer_with()
-        trainer.rollout_engine = real_engine
-        trainer.reward_source = build.build_reward(config, [], parts["tokenizer"], parts["strategy"])
-        return build.build_evaluator(config, parts["tokenizer"], parts["strategy"], trainer).evaluate(0)
+        tokenizer, strategy, d = parts["tokenizer"], parts["strategy"], config.data
+        source = build.build_reward(config, [], tokenizer, strategy)
+        prompts = build.build_prompts(config, tokenizer, strategy, d.eval_data, d.eval_split, evaluation=True)
+        return build.build_evaluator(config, real_engine, source, prompts, strategy).evaluate(0)
 
     one = evaluated()
     assert {"eval/mean@1", "eval/accuracy"} <= one.keys()

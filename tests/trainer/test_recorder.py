@@ -10,6 +10,7 @@ import pytest
 from support.fakes import FakeStrategy, on_ranks
 
 from lightppo.config import PPOConfig
+from lightppo.trainer.build import public_options
 from lightppo.trainer.recorder import Recorder
 
 
@@ -38,7 +39,9 @@ def recorder(folder: Path, strategy: FakeStrategy | None = None, evaluates: bool
     own = {name: options.pop(name) for name in ("start_step", "run_id") if name in options}
     config = PPOConfig.from_flat(save_path=str(folder), **options)
     evaluator = FakeEvaluator() if evaluates else None
-    return Recorder(config, strategy or FakeStrategy(), FakeCheckpointer(), evaluator, options={}, **own)
+    return Recorder(
+        config, strategy or FakeStrategy(), FakeCheckpointer(), evaluator, options=public_options(config), **own
+    )
 
 
 def run(mine: Recorder, steps: int, per_episode: int = 3, first: int = 1) -> None:
