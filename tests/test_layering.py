@@ -28,6 +28,7 @@ FLOORS = {
     "sandbox": 3,
     "rollout": 4,
     "rewards": 4,
+    "compat": 5,
     "experience": 5,
     "trainer": 6,
 }

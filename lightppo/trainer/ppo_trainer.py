@@ -281,23 +281,17 @@ class PPOTrainer(SeedAttributes):
 
     def train_minibatch(self, minibatch: Minibatch, global_steps: int = 0) -> list[Mapping[str, float]]:
         """One optimizer step of actor and critic; what ``training_step`` says of each micro batch with samples."""
-        statuses: list[Mapping[str, float]] = []
         micro_batches = self._with_pretrain(minibatch.micro_batches)
+        of_critic = micro_batches if minibatch.critic_micro_batches is None else minibatch.critic_micro_batches
         self.strategy.accumulate(self.actor, len(micro_batches))
-        if minibatch.critic_micro_batches is None:
-            if self.critic is not None:
-                self.strategy.accumulate(self.critic, len(micro_batches))
-            for experience in micro_batches:
-                status = self.training_step(experience, global_steps)
-                statuses += [m.checked_status(status)] * experience.part.has_samples
-            return statuses
-        if self._actor_trains(global_steps):
-            for experience in micro_batches:
-                statuses += [m.checked_status(self.training_step_actor(experience))] * experience.part.has_samples
-        self.strategy.accumulate(self.critic, len(minibatch.critic_micro_batches))
-        for experience in minibatch.critic_micro_batches:
-            statuses += [m.checked_status(self.training_step_critic(experience))] * experience.part.has_samples
-        return statuses
+        if self.critic is not None:
+            self.strategy.accumulate(self.critic, len(of_critic))
+        if self.critic is None or of_critic is micro_batches:
+            done = [(e, self.training_step(e, global_steps)) for e in micro_batches]
+        else:
+            actor = [(e, self.training_step_actor(e)) for e in micro_batches if self._actor_trains(global_steps)]
+            done = [*actor, *((e, self.training_step_critic(e)) for e in of_critic)]
+        return [m.checked_status(status) for experience, status in done if experience.part.has_samples]
 
     def training_step(
         self, experience: Experience, global_steps: int, entropy_mask: Tensor | None = None

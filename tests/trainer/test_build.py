@@ -17,7 +17,7 @@ from lightppo.errors import ConfigError, ModelLoadError
 from lightppo.models.loading import get_tokenizer
 from lightppo.strategy import distributed
 from lightppo.strategy.deepspeed import DeepspeedStrategy
-from lightppo.trainer import build, build_models
+from lightppo.trainer import build
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -32,9 +32,9 @@ def reward_model(tmp_path_factory) -> str:
     return save_reward_model(tmp_path_factory.mktemp("reward_model"))
 
 
-def models_of(config: PPOConfig) -> build_models.Models:
+def models_of(config: PPOConfig) -> build.Models:
     config = config.resolved()
-    return build_models.build_models(config, build.build_strategy(config))
+    return build.build_models(config, build.build_strategy(config))
 
 
 def same_weights(one: nn.Module, other: nn.Module) -> bool:
@@ -89,7 +89,7 @@ class Loaded(nn.Module):
 def zero_of(monkeypatch, make_config, reward_model):
     """``zero_of(**options)``: the ZeRO section of every model's DeepSpeed configuration."""
     for name in ("Actor", "Critic", "RewardModel"):
-        monkeypatch.setattr(build_models, name, Loaded)
+        monkeypatch.setattr(build, name, Loaded)
 
     def roles(**options) -> dict[str, dict]:
         config = make_config(reward_pretrain=[reward_model], reward_fn=None, enable_ema=True, **options)
