@@ -186,7 +186,7 @@ class PPOTrainer(SeedAttributes):
         # A loop in the seed's style takes a step every train_batch_size samples; fit says it for each step.
         for model in (actor, critic):
             if model is not None:
-                strategy.accumulate(model, strategy.accumulated_gradient)
+                strategy.accumulate(model, self._lone_accumulation())
 
     @classmethod
     def from_config(cls, config: PPOConfig) -> Self:
@@ -598,12 +598,14 @@ class PPOTrainer(SeedAttributes):
 
     def _lone_part(self, experience: Experience, pretrain: Iterator | None = None) -> StepPart:
         """Of a micro batch that a script's own loop trains on."""
-        options = {
-            "scale": float(self.config.rollout.generate_max_len),
-            "accumulation": self.strategy.accumulated_gradient,
-        }
-        part = lone_part(experience, self.strategy, **options)
+        scale = float(self.config.rollout.generate_max_len)
+        part = lone_part(experience, self.strategy, scale=scale, accumulation=self._lone_accumulation())
         return part if pretrain is None else self._with_pretrain([replace(experience, part=part)])[0].part
+
+    def _lone_accumulation(self) -> int:
+        """Micro batches that hold the ``train_batch_size`` of the strategy."""
+        strategy = self.strategy
+        return max(1, -(-strategy.train_batch_size // (strategy.micro_train_batch_size * strategy.world_size)))
 
     def _actor_step(self) -> dict[str, float]:
         """At the last micro batch of a step: the optimizer step or an early stop, then the moving average."""
