@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -29,49 +30,78 @@ TokenLoss = tuple[Tensor, Metrics]
 DRIFT_SLOPE_LIMIT = 2.0  # cpgd: the drift pulls a token back with at most this times its coefficient
 
 
-class PolicyLossFn(Protocol):
-    """The signature of all policy losses. A function names what it uses and takes the rest as ``**_``."""
+@dataclass(frozen=True)
+class LossInputs:
+    """What a policy loss sees of a micro batch: (B, A) each, 0 at masked positions.
 
-    def __call__(
-        self,
-        log_probs: Tensor,
-        old_log_probs: Tensor,
-        advantages: Tensor,
-        *,
-        action_mask: Tensor,
-        clip_eps_low: float | None,
-        clip_eps_high: float | None,
-        selected: Tensor | None,
-        **options: float | None,
-    ) -> TokenLoss:
-        """Loss of each token (B, A), and metrics of each token. A token's gradient comes from its own loss alone.
+    Attributes:
+        log_probs: of the current policy; the only input with a gradient.
+        old_log_probs: of the policy that the ratio is taken to.
+        advantages: A.
+        action_mask: bool, for losses that look at whole sequences.
+        eps_low: how far below 1 the ratio may fall; ``None`` for losses that clip nothing.
+        eps_high: how far above 1 the ratio may rise; likewise.
+        selected: bool, the tokens that the loss's selection singled out; ``None`` for losses without one.
+    """
 
-        The metrics are at least ``clip_ratio`` (1 where clipping took away the gradient through the ratio), ``ratio``
-        (before clipping; losses with one ratio per row give the row's) and ``approx_kl`` (k3 of old to new, nats).
+    log_probs: Tensor
+    old_log_probs: Tensor
+    advantages: Tensor
+    action_mask: Tensor
+    eps_low: float | None = None
+    eps_high: float | None = None
+    selected: Tensor | None = None
+
+    @cached_property
+    def log_ratio(self) -> Tensor:
+        """d."""
+        return self.log_probs - self.old_log_probs
+
+    @property
+    def ratio(self) -> Tensor:
+        """ρ."""
+        return limited(self.log_ratio).exp()
+
+    def row_mean(self, values: Tensor) -> Tensor:
+        """(B, 1), mean of each row over its trained tokens; ``values`` are 0 elsewhere."""
+        return values.sum(dim=1, keepdim=True) / self.action_mask.sum(dim=1, keepdim=True).clamp(min=1)
+
+    def clipped_surrogate(self, ratio: Tensor) -> TokenLoss:
+        """-min(ρA, clip(ρ, 1 - ε_low, 1 + ε_high)·A), and where the clip took the gradient away."""
+        loss = -ratio * self.advantages
+        clipped_loss = -ratio.clamp(1.0 - self.eps_low, 1.0 + self.eps_high) * self.advantages
+        return torch.maximum(loss, clipped_loss), clipped_loss > loss
+
+    def beyond_limit(self, log_ratio: Tensor) -> Tensor:
+        """Where the limit on log ratios takes a gradient away."""
+        return (log_ratio.detach().abs() > LOG_RATIO_LIMIT) & (self.advantages != 0)
+
+    def metrics(self, lost: Tensor | None = None, *, ratio: Tensor | None = None, **own: Tensor) -> Metrics:
+        """What every loss reports, and its own: (B, A) each, without gradient, as floats.
 
         Args:
-            log_probs: (B, A), current policy, with gradient. All inputs are 0 at masked positions.
-            old_log_probs: (B, A), the policy the ratio is taken to, no gradient.
-            advantages: (B, A), no gradient.
-            action_mask: (B, A) bool, for losses that look at whole sequences.
-            clip_eps_low: how far below 1 the ratio may fall; ``None`` for losses that clip nothing.
-            clip_eps_high: how far above 1 the ratio may rise; likewise.
-            selected: (B, A) bool, for losses that treat some tokens differently.
-            options: the loss's own, by flag name.
+            lost: ``clip_ratio``, where clipping took away the gradient through the ratio; ``None``: nowhere.
+            ratio: before clipping, ``None``: ρ; losses with one ratio per row give the row's.
+            **own: further metrics of the loss.
         """
+        within = limited(self.log_ratio.detach())
+        found = {
+            "clip_ratio": torch.zeros_like(within) if lost is None else lost,
+            "ratio": within.exp() if ratio is None else ratio,
+            "approx_kl": within.expm1() - within,  # k3 of old to new, nats
+        } | own
+        return {name: x.detach().to(within.dtype) for name, x in found.items()}
+
+
+class PolicyLossFn(Protocol):
+    """The signature of all policy losses; the options are the entry's, by flag name."""
+
+    def __call__(self, x: LossInputs, **options: float | None) -> TokenLoss:
+        """Loss of each token (B, A), and :meth:`LossInputs.metrics`; a token's gradient comes from its own loss."""
         ...
 
 
-def ppo_policy_loss(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    *,
-    clip_eps_low: float,
-    clip_eps_high: float,
-    dual_clip: float | None = None,
-    **_,
-) -> TokenLoss:
+def ppo_policy_loss(x: LossInputs, *, dual_clip: float | None = None) -> TokenLoss:
     """-min(ρA, clip(ρ, 1 - ε_low, 1 + ε_high)·A); with ``dual_clip`` c, where A < 0, at most -cA.
 
     Where A < 0, nothing else bounds the loss of a token that has become far more probable; dual clip lets such a token
@@ -80,27 +110,16 @@ def ppo_policy_loss(
     Sources: Schulman et al. 2017 (arXiv:1707.06347), eq. 7; two epsilons ("clip-higher"): DAPO (arXiv:2503.14476),
     eq. 10; dual clip: Ye et al. 2020 (arXiv:1912.09729).
     """
-    log_ratio = log_probs - old_log_probs
-    loss, lost = _clipped_surrogate(_ratio(log_ratio), advantages, clip_eps_low, clip_eps_high)
-    lost = lost | _lost_to_limit(log_ratio, advantages)
+    loss, lost = x.clipped_surrogate(x.ratio)
+    lost = lost | x.beyond_limit(x.log_ratio)
     if dual_clip is None:
-        return loss, _metrics(log_ratio, lost)
-    bound = -dual_clip * advantages
-    dual_clipped = (advantages < 0) & (loss > bound)
-    loss = torch.where(dual_clipped, bound, loss)
-    return loss, _metrics(log_ratio, lost | dual_clipped, dual_clip_ratio=dual_clipped)
+        return loss, x.metrics(lost)
+    bound = -dual_clip * x.advantages
+    dual_clipped = (x.advantages < 0) & (loss > bound)
+    return torch.where(dual_clipped, bound, loss), x.metrics(lost | dual_clipped, dual_clip_ratio=dual_clipped)
 
 
-def gspo_policy_loss(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    *,
-    action_mask: Tensor,
-    clip_eps_low: float,
-    clip_eps_high: float,
-    **_,
-) -> TokenLoss:
+def gspo_policy_loss(x: LossInputs) -> TokenLoss:
     """PPO's loss with the ratio of the row, s = exp(mean d of its trained tokens), so whole rows are clipped.
 
     Each token gets sg(s)·exp(log_probs - sg(log_probs)): the value s, and the gradient -sA to its own log prob. With
@@ -109,16 +128,13 @@ def gspo_policy_loss(
 
     Source: Zheng et al. 2025 (arXiv:2507.18071), §4.1 and the token form of §4.3.
     """
-    log_ratio = log_probs - old_log_probs
-    log_row_ratio = _row_mean(log_ratio.detach(), action_mask)  # (B, 1)
-    ratio = _ratio(log_row_ratio + (log_probs - log_probs.detach()))  # (B, A)
-    loss, lost = _clipped_surrogate(ratio, advantages, clip_eps_low, clip_eps_high)
-    return loss, _metrics(log_ratio, lost | _lost_to_limit(log_row_ratio, advantages), ratio=ratio)
+    log_row_ratio = x.row_mean(x.log_ratio.detach())  # (B, 1)
+    ratio = limited(log_row_ratio + (x.log_probs - x.log_probs.detach())).exp()  # (B, A)
+    loss, lost = x.clipped_surrogate(ratio)
+    return loss, x.metrics(lost | x.beyond_limit(log_row_ratio), ratio=ratio)
 
 
-def cispo_policy_loss(
-    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, *, clip_eps_low: float, clip_eps_high: float, **_
-) -> TokenLoss:
+def cispo_policy_loss(x: LossInputs) -> TokenLoss:
     """-sg(clip(ρ, 1 - ε_low, 1 + ε_high))·A·log_probs: REINFORCE with a bounded weight, so no token loses its gradient.
 
     ``clip_ratio`` is 0, therefore; ``weight_clip_ratio`` counts the tokens whose weight was cut.
@@ -126,22 +142,12 @@ def cispo_policy_loss(
     Sources: MiniMax-M1 (arXiv:2506.13585), eq. 4 and 5; ScaleRL (arXiv:2510.13786) bounds the weight above only
     (ε_low 1).
     """
-    log_ratio = log_probs - old_log_probs
-    ratio = _ratio(log_ratio.detach())
-    weight = ratio.clamp(1.0 - clip_eps_low, 1.0 + clip_eps_high)
-    return -weight * advantages * log_probs, _metrics(log_ratio, weight_clip_ratio=weight != ratio)
+    ratio = x.ratio.detach()
+    weight = ratio.clamp(1.0 - x.eps_low, 1.0 + x.eps_high)
+    return -weight * x.advantages * x.log_probs, x.metrics(weight_clip_ratio=weight != ratio)
 
 
-def gmpo_policy_loss(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    *,
-    action_mask: Tensor,
-    clip_eps_low: float,
-    clip_eps_high: float,
-    **_,
-) -> TokenLoss:
+def gmpo_policy_loss(x: LossInputs) -> TokenLoss:
     """-A·(geometric mean of the row's clipped ratios); unlike gspo, the clip acts on each token.
 
     d becomes min(d, ε_high) where A > 0 and max(d, -ε_low) where A < 0: the epsilons bound log-ratios, not ratios. With
@@ -150,87 +156,60 @@ def gmpo_policy_loss(
 
     Source: Zhao et al. 2025 (arXiv:2507.20673).
     """
-    log_ratio = log_probs - old_log_probs
-    within, sign = limited(log_ratio), advantages.sign()
-    clipped = sign * torch.minimum(sign * within, sign * within.clamp(-clip_eps_low, clip_eps_high))  # (B, A)
-    row = _row_mean(clipped.detach(), action_mask)  # (B, 1)
-    loss = -(row + (clipped - clipped.detach())).exp() * advantages
-    lost = (clipped != log_ratio) & (advantages != 0)
-    return loss, _metrics(log_ratio, lost, ratio=_ratio(_row_mean(log_ratio, action_mask)).expand_as(loss))
+    within, sign = limited(x.log_ratio), x.advantages.sign()
+    clipped = sign * torch.minimum(sign * within, sign * within.clamp(-x.eps_low, x.eps_high))  # (B, A)
+    row = x.row_mean(clipped.detach())  # (B, 1)
+    loss = -(row + (clipped - clipped.detach())).exp() * x.advantages
+    lost = (clipped != x.log_ratio) & (x.advantages != 0)
+    return loss, x.metrics(lost, ratio=limited(x.row_mean(x.log_ratio)).exp().expand_as(loss))
 
 
-def sapo_policy_loss(
-    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, *, sapo_tau_pos: float, sapo_tau_neg: float, **_
-) -> TokenLoss:
+def sapo_policy_loss(x: LossInputs, *, sapo_tau_pos: float, sapo_tau_neg: float) -> TokenLoss:
     """-A·(4/τ)·σ(τ(ρ - 1)), τ by the sign of A: a smooth gate in place of the clip.
 
     Its slope in ρ, 4σ(1 - σ), is 1 at ρ = 1 and falls to 0 on both sides, faster with larger τ; ``sapo_gate`` logs it.
 
     Source: Gao et al. 2025 (arXiv:2511.20347).
     """
-    log_ratio = log_probs - old_log_probs
-    tau = torch.full_like(log_ratio, sapo_tau_neg).masked_fill(advantages > 0, sapo_tau_pos)  # (B, A)
-    gate = torch.sigmoid(tau * (_ratio(log_ratio) - 1.0))
-    metrics = _metrics(log_ratio, _lost_to_limit(log_ratio, advantages), sapo_gate=4.0 * gate * (1.0 - gate))
-    return -(4.0 / tau) * gate * advantages, metrics
+    tau = torch.full_like(x.log_ratio, sapo_tau_neg).masked_fill(x.advantages > 0, sapo_tau_pos)  # (B, A)
+    gate = torch.sigmoid(tau * (x.ratio - 1.0))
+    metrics = x.metrics(x.beyond_limit(x.log_ratio), sapo_gate=4.0 * gate * (1.0 - gate))
+    return -(4.0 / tau) * gate * x.advantages, metrics
 
 
-def clip_cov_policy_loss(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    *,
-    clip_eps_low: float,
-    clip_eps_high: float,
-    selected: Tensor,
-    **_,
-) -> TokenLoss:
+def clip_cov_policy_loss(x: LossInputs, **_) -> TokenLoss:
     """PPO's loss; ``selected`` tokens have loss 0 and no gradient.
 
-    They are few, drawn among those of high covariance between log prob and advantage, which are the ones that make the
-    entropy fall: see :func:`lightppo.algorithms.selection.select_clip_cov`.
+    They are few, drawn among the tokens of high covariance between log prob and advantage, which make the entropy fall:
+    see :func:`lightppo.algorithms.selection.select_clip_cov`, which takes the options.
 
     Source: Cui et al. 2025 (arXiv:2505.22617), Clip-Cov.
     """
-    log_ratio = log_probs - old_log_probs
-    loss, lost = _clipped_surrogate(_ratio(log_ratio), advantages, clip_eps_low, clip_eps_high)
-    lost = lost | (selected & (advantages != 0)) | _lost_to_limit(log_ratio, advantages)
-    return loss.masked_fill(selected, 0.0), _metrics(log_ratio, lost, selected_ratio=selected)
+    loss, lost = x.clipped_surrogate(x.ratio)
+    lost = lost | (x.selected & (x.advantages != 0)) | x.beyond_limit(x.log_ratio)
+    return loss.masked_fill(x.selected, 0.0), x.metrics(lost, selected_ratio=x.selected)
 
 
-def kl_cov_policy_loss(
-    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, *, selected: Tensor, kl_cov_coef: float, **_
-) -> TokenLoss:
+def kl_cov_policy_loss(x: LossInputs, *, kl_cov_coef: float, **_) -> TokenLoss:
     """-ρA, without a clip; ``selected`` tokens also pay coef·|d|, which holds them in place.
 
     The slope of |x| at 0 is 0, so the term acts from the second optimizer step on a rollout on.
 
     Source: Cui et al. 2025 (arXiv:2505.22617), KL-Cov.
     """
-    log_ratio = log_probs - old_log_probs
-    penalty = (kl_cov_coef * log_ratio.abs()).masked_fill(~selected, 0.0)
-    metrics = _metrics(log_ratio, _lost_to_limit(log_ratio, advantages), selected_ratio=selected)
-    return -_ratio(log_ratio) * advantages + penalty, metrics
+    penalty = (kl_cov_coef * x.log_ratio.abs()).masked_fill(~x.selected, 0.0)
+    return -x.ratio * x.advantages + penalty, x.metrics(x.beyond_limit(x.log_ratio), selected_ratio=x.selected)
 
 
-def gpg_policy_loss(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, **_) -> TokenLoss:
+def gpg_policy_loss(x: LossInputs) -> TokenLoss:
     """-A·log_probs: the policy gradient, without ratio or clip. The old log probs serve the metrics alone.
 
     Source: Chu et al. 2025 (arXiv:2504.02546).
     """
-    return -advantages * log_probs, _metrics(log_probs - old_log_probs)
+    return -x.advantages * x.log_probs, x.metrics()
 
 
-def cpgd_policy_loss(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    *,
-    clip_eps_low: float,
-    clip_eps_high: float,
-    cpgd_drift_coef: float,
-    **_,
-) -> TokenLoss:
+def cpgd_policy_loss(x: LossInputs, *, cpgd_drift_coef: float) -> TokenLoss:
     """-min(d·A, clip(d, ln(1 - ε_low), ln(1 + ε_high))·A) + coef·min(sg(ρ) - 1, 2)·d.
 
     PPO's clip around the gradient of REINFORCE: inside it each token's gradient is -A, not -ρA. The second term is the
@@ -240,45 +219,12 @@ def cpgd_policy_loss(
 
     Source: Liu et al. 2025 (arXiv:2505.12504), §4.3, eq. 2.
     """
-    log_ratio = log_probs - old_log_probs
-    lowest = math.log1p(-clip_eps_low) if clip_eps_low < 1 else -math.inf
-    loss = -log_ratio * advantages
-    clipped_loss = -log_ratio.clamp(lowest, math.log1p(clip_eps_high)) * advantages
-    drift = (_ratio(log_ratio.detach()) - 1.0).clamp(max=DRIFT_SLOPE_LIMIT) * log_ratio
-    metrics = _metrics(log_ratio, clipped_loss > loss, cpgd_drift=drift)
+    lowest = math.log1p(-x.eps_low) if x.eps_low < 1 else -math.inf
+    loss = -x.log_ratio * x.advantages
+    clipped_loss = -x.log_ratio.clamp(lowest, math.log1p(x.eps_high)) * x.advantages
+    drift = (x.ratio.detach() - 1.0).clamp(max=DRIFT_SLOPE_LIMIT) * x.log_ratio
+    metrics = x.metrics(clipped_loss > loss, cpgd_drift=drift)
     return torch.maximum(loss, clipped_loss) + cpgd_drift_coef * drift, metrics
-
-
-def _ratio(log_ratio: Tensor) -> Tensor:
-    return limited(log_ratio).exp()
-
-
-def _lost_to_limit(log_ratio: Tensor, advantages: Tensor) -> Tensor:
-    """Where the limit on the log ratio takes a gradient away."""
-    return (log_ratio.detach().abs() > LOG_RATIO_LIMIT) & (advantages != 0)
-
-
-def _row_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """(B, 1), mean of each row over its trained tokens; ``values`` are 0 elsewhere."""
-    return values.sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1)
-
-
-def _clipped_surrogate(ratio: Tensor, advantages: Tensor, eps_low: float, eps_high: float) -> tuple[Tensor, Tensor]:
-    """-min(ρA, clip(ρ)·A), and where the clip took the gradient away."""
-    loss = -ratio * advantages
-    clipped_loss = -ratio.clamp(1.0 - eps_low, 1.0 + eps_high) * advantages
-    return torch.maximum(loss, clipped_loss), clipped_loss > loss
-
-
-def _metrics(log_ratio: Tensor, lost: Tensor | None = None, *, ratio: Tensor | None = None, **own: Tensor) -> Metrics:
-    """What every loss reports, and its own; (B, A) each, without gradient, as floats. ``lost=None``: nowhere."""
-    within = limited(log_ratio.detach())
-    metrics = {
-        "clip_ratio": torch.zeros_like(within) if lost is None else lost,
-        "ratio": within.exp() if ratio is None else ratio,
-        "approx_kl": within.expm1() - within,
-    } | own
-    return {name: x.detach().to(log_ratio.dtype) for name, x in metrics.items()}
 
 
 @dataclass(frozen=True)
@@ -347,16 +293,16 @@ class PolicyLoss:
         self._check_selected(selected)
         mask = action_mask.bool()
         normalizer = normalizer or LossNormalizer.from_masks([mask])
-        token_loss, token_metrics = POLICY_LOSSES.find(self.policy_loss).fn(
+        inputs = LossInputs(
             zero_where_masked(log_probs, mask),
             zero_where_masked(old_log_probs.detach(), mask),
             zero_where_masked(advantages.detach(), mask),
             action_mask=mask,
-            clip_eps_low=self.clip_eps_low,
-            clip_eps_high=self.clip_eps_high,
+            eps_low=self.clip_eps_low,
+            eps_high=self.clip_eps_high,
             selected=None if selected is None else selected.bool() & mask,
-            **self.options,
         )
+        token_loss, token_metrics = POLICY_LOSSES.find(self.policy_loss).fn(inputs, **self.options)
         if weights is not None:
             weights = zero_where_masked(weights.detach(), mask)
             token_loss = (token_loss * weights).masked_fill(weights == 0, 0.0)  # also where the loss is not finite

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightppo.algorithms.entries import POLICY_LOSSES
-from lightppo.algorithms.losses import GPTLMLoss, PolicyLoss, ValueLoss
+from lightppo.algorithms.losses import GPTLMLoss, LossInputs, PolicyLoss, ValueLoss
 from lightppo.algorithms.masking import LossNormalizer
 
 NAN = float("nan")
@@ -78,9 +78,9 @@ class TestPolicyLoss:
         loss_fn = policy_loss(kind)
 
         def token_loss(x: torch.Tensor) -> torch.Tensor:
-            arguments = {"action_mask": torch.ones(2, 3).bool(), "selected": None} | selection(kind, 2, 3)
-            arguments |= {"clip_eps_low": loss_fn.clip_eps_low, "clip_eps_high": loss_fn.clip_eps_high}
-            return POLICY_LOSSES[kind].fn(x, old, advantages, **arguments, **loss_fn.options)[0].flatten()
+            eps = loss_fn.clip_eps_low, loss_fn.clip_eps_high
+            inputs = LossInputs(x, old, advantages, torch.ones(2, 3).bool(), *eps, **selection(kind, 2, 3))
+            return POLICY_LOSSES[kind].fn(inputs, **loss_fn.options)[0].flatten()
 
         jacobian = torch.autograd.functional.jacobian(token_loss, log_probs).view(6, 6)
         assert jacobian.diagonal().any()
