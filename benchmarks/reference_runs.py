@@ -58,7 +58,8 @@ ENVIRONMENT = {
 }
 HEAVY = (
     *("torch", "transformers", "deepspeed", "datasets", "peft", "bitsandbytes", "tyro", "pydantic", "yaml"),
-    *("transformers.models.llama.modeling_llama", "transformers.integrations.deepspeed"),
+    *("transformers.models.llama.modeling_llama", "transformers.integrations.deepspeed", "transformers.optimization"),
+    *("deepspeed.module_inject", "setuptools", "pebble"),
 )
 Result = dict[str, Any]
 
