@@ -54,8 +54,8 @@ class HTTPClient:
         token: sent as ``Authorization: Bearer …``; see :func:`read_token`. Never in logs and errors.
         max_concurrent: requests under way at a time; others wait. ``None``: no limit.
         max_bytes: the longest answer.
-        keep_alive: use a connection for several requests. The server must not close one that rests for a while, as a
-            request that comes at that moment fails.
+        keep_alive: use a connection for several requests. A request fails where the server closes the connection at
+            that moment, as servers do after some idle seconds.
         sleep: waits that many seconds between tries.
 
     Attributes:
@@ -313,7 +313,7 @@ def read_token(*, env: str | None = None, file: str | None = None, option: str =
 
 
 def check_token(token: str, where: str) -> str:
-    """Returns the token. Refuses one that is empty or not printable ASCII, without showing it."""
+    """Returns the token. Refuses an empty token, or characters other than printable ASCII, without showing them."""
     if not re.fullmatch(r"[!-~]+", token):
         raise ValueError(f"{where}: the token is empty or has spaces, line ends or non-ASCII characters")
     return token

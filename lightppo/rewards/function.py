@@ -1,7 +1,7 @@
 """Rewards written as a Python function: our own convention, and those of OpenRLHF, verl, TRL and AReaL.
 
-A function is recognised by the names of its parameters. One that fits no convention, or more than one, is refused with
-a text that says how to name its convention; nothing is guessed.
+A function is recognised by the names of its parameters. Where they fit no convention, or several, it is refused with a
+text that says how to name its convention; nothing is guessed.
 """
 
 from __future__ import annotations
@@ -355,7 +355,7 @@ class FunctionReward:
 
     A call that raises, exceeds its limit or returns something else is a failure: tried again, then an error, or
     ``None`` for its samples. It is never a score. Metrics per sample, where failures do not end the run at once:
-    ``failures`` (tries that failed) and ``timeouts`` (those of them that ran into the limit).
+    ``failures`` (tries that failed) and ``timeouts`` (tries that ran into the limit).
 
     Args:
         fn: the function.

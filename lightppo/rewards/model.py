@@ -33,7 +33,7 @@ class RewardInputs(Protocol):
     bos_token_id: int | None  # stays in front of a row that is cut from the left
 
     def encode(self, rollouts: list[Rollout]) -> list[list[int]]:
-        """One row per sample; raises :class:`RewardError` for one that cannot be written in the model's form."""
+        """One row per sample; a sample that cannot be written in the model's form is a :class:`RewardError`."""
         ...
 
 
@@ -174,7 +174,7 @@ def _special_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, int | None]:
 class RewardModelSource:
     """Scores prompt + response with one or several reward models.
 
-    Rows go through a model longest first, so that those of one forward are of like lengths. Metric
+    Rows go through a model longest first, so that the rows of one forward are of like lengths. Metric
     ``input_truncated``: 1 for a sample that was cut for one of the models; only with ``reward_max_length``.
 
     Args:
@@ -243,7 +243,7 @@ class RewardModelSource:
 
     @torch.no_grad()
     def score(self, rollouts: list[Rollout]) -> RewardOutput:
-        """Scores the samples. To be called on all ranks together, also by one that has no sample.
+        """Scores the samples. Collective: a rank without samples takes part too.
 
         Raises:
             RewardError: a model or ``reward_fn`` returned another shape, or a sample has no token or too many.

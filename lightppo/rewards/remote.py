@@ -33,8 +33,7 @@ class RemoteReward:
     """Shares the samples of this rank out over several servers and asks them in parallel.
 
     Metrics per sample, where there are retries or ``on_reward_failure="unscored"``: ``failures`` (requests for it that
-    failed) and ``timeouts`` (those of them that ran into the limit), each plus what the server itself sent under that
-    name.
+    failed) and ``timeouts`` (requests that ran into the limit), each plus what the server itself sent under that name.
 
     Args:
         urls: http(s) addresses, all of the same service. Each gets a run of consecutive samples of nearly equal length.
@@ -47,7 +46,7 @@ class RemoteReward:
         name: what errors and metrics call it.
 
     Raises:
-        ValueError: no URL, one that is not http(s) or carries a password, or a limit out of range.
+        ValueError: no URL, a URL that is not http(s) or has a password in it, or a limit out of range.
     """
 
     def __init__(

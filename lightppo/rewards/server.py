@@ -240,7 +240,7 @@ class _Gate:
 async def _in_thread(function: Callable[..., Any], *args: Any) -> Any:
     """Runs a function in a thread of its own, which does not keep the process alive."""
     future: Future[Any] = Future()
-    future.set_running_or_notify_cancel()  # who waits may leave; the thread goes on
+    future.set_running_or_notify_cancel()  # the waiting coroutine may be cancelled; the thread goes on
 
     def run() -> None:
         try:

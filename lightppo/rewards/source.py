@@ -121,7 +121,7 @@ def output_from_result(result: Any, n: int, source_name: str) -> RewardOutput:
     sample one number per response token). Values are not looked at here; that is :func:`check_output`'s.
 
     Raises:
-        RewardError: another type, no ``rewards``, or a key that is none of these.
+        RewardError: another type, no ``rewards``, or another key.
     """
     if not isinstance(result, Mapping):
         return RewardOutput(_as_list(result, source_name, "the result"))
@@ -458,8 +458,8 @@ class AsyncScorer:
     """Scores finished samples in threads of its own, part by part, while the engine still generates the others.
 
     ``submit`` what is finished, as often as something is; ``collect`` waits for all of it. The source is called once
-    per part, so it must judge each sample by itself: one that compares all samples of the rank sees only those of a
-    part. With more than one worker it must stand several calls at a time.
+    per part, so it must judge each sample by itself: a source that compares samples sees only the samples of a part.
+    With more than one worker it must allow several calls at a time.
 
     Args:
         source: makes the scores. It must not act on all ranks together, as reward models do: the threads of different
@@ -501,7 +501,7 @@ class AsyncScorer:
         self._parts.append(part)
         self._waiting.put(part)
         if len(self._threads) < self._max_workers:
-            # daemons, which those of an executor are not: a source that hangs must not keep a failed run alive
+            # daemons, unlike the threads of an executor: a source that hangs must not keep a failed run alive
             thread = threading.Thread(target=self._work, name=f"async-reward-{len(self._threads)}", daemon=True)
             self._threads.append(thread)
             thread.start()
