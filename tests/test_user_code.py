@@ -1,7 +1,6 @@
 """Files of the user's own: found, run anew, and refused by what was found instead."""
 
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -26,13 +25,13 @@ def other(queries, prompts, labels):
 
 
 @pytest.fixture
-def module(tmp_path: Path) -> Path:
+def module(tmp_path):
     path = tmp_path / "math.py"  # a name that hides nothing and is hidden by nothing
     path.write_text(MODULE)
     return path
 
 
-def test_load_default_and_named(module: Path) -> None:
+def test_load_default_and_named(module):
     assert load_python_function(str(module), "reward_func")([1], [], []) == [2.0]
     assert load_python_function(f"{module}:other", "reward_func")([1], [], []) == [0.0]
     import math
@@ -40,14 +39,14 @@ def test_load_default_and_named(module: Path) -> None:
     assert math.pi > 3
 
 
-def test_load_relative_and_anew(module: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_relative_and_anew(module, monkeypatch):
     monkeypatch.chdir(module.parent)
     assert load_python_function("math.py", "reward_func")([1], [], []) == [2.0]
     module.write_text(MODULE.replace("Scorer(2.0)", "Scorer(33.0)"))
     assert load_python_function("./math.py", "reward_func")([1], [], []) == [33.0]
 
 
-def test_load_leaves_the_search_path_alone(module: Path) -> None:
+def test_load_leaves_the_search_path_alone(module):
     (module.parent / "neighbour_of_math.py").write_text("")
     module.write_text("import neighbour_of_math")
     before = list(sys.path)
@@ -56,7 +55,7 @@ def test_load_leaves_the_search_path_alone(module: Path) -> None:
     assert sys.path == before
 
 
-def test_load_does_not_look_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_does_not_look_elsewhere(tmp_path, monkeypatch):
     (tmp_path / "away").mkdir()
     (tmp_path / "away" / "mine.py").write_text(MODULE)
     monkeypatch.syspath_prepend(str(tmp_path / "away"))
@@ -64,7 +63,7 @@ def test_load_does_not_look_elsewhere(tmp_path: Path, monkeypatch: pytest.Monkey
         load_python_function(str(tmp_path / "mine.py"), "reward_func")
 
 
-def test_load_names_what_was_found(module: Path) -> None:
+def test_load_names_what_was_found(module):
     folder = module.parent
     with pytest.raises(ValueError, match=r"--reward_fn: .*math.py has no 'rewrad'; it has Scorer, reward_func, other"):
         load_python_function(f"{module}:rewrad", "x", option="--reward_fn")
@@ -77,12 +76,12 @@ def test_load_names_what_was_found(module: Path) -> None:
 
 
 @pytest.mark.parametrize("spec", ["reward.json", "reward", "reward.py:", "reward.py:a b", "", ":name", "reward:name"])
-def test_load_refuses_other_forms(spec: str) -> None:
+def test_load_refuses_other_forms(spec):
     with pytest.raises(ValueError, match=r"is not of the form path.py or path.py:name"):
         load_python_function(spec, "reward_func")
 
 
-def test_a_file_that_fails_leaves_nothing_behind(module: Path) -> None:
+def test_a_file_that_fails_leaves_nothing_behind(module):
     module.write_text("1 / 0")
     before = set(sys.modules)
     with pytest.raises(ValueError, match=r"math.py fails when run: ZeroDivisionError") as caught:

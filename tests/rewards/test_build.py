@@ -7,16 +7,13 @@ import sys
 from functools import wraps
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from support import fakes
 from support.tiny import save_reward_model
-from torch import Tensor
 
 from lightppo.config import PPOConfig
-from lightppo.data.records import Rollout
 from lightppo.errors import ConfigError, RewardError
 from lightppo.ranks import Alone
 from lightppo.rewards import (
@@ -24,7 +21,6 @@ from lightppo.rewards import (
     FunctionReward,
     RemoteReward,
     RewardModelSource,
-    RewardSource,
     build_reward_source,
     check_reward_options,
 )
@@ -59,20 +55,20 @@ number = 3
 
 
 @pytest.fixture
-def module(tmp_path: Path) -> str:
+def module(tmp_path):
     (tmp_path / "rewards.py").write_text(MODULE)
     return str(tmp_path / "rewards.py")
 
 
-def length(sequences: Tensor, attention_mask: Tensor) -> Tensor:
+def length(sequences, attention_mask):
     return attention_mask.sum(1)
 
 
-def score_batch(queries: list[str], prompts: list[str], labels: list[Any]) -> list[float]:
+def score_batch(queries, prompts, labels):
     return [0.0] * len(queries)
 
 
-def test_urls_make_a_remote_source() -> None:
+def test_urls_make_a_remote_source():
     source = build_reward_source(
         remote_rm_url=[URL, "https://host/rm"], remote_timeout=7.0, remote_retries=9, remote_token="t"
     )
@@ -83,9 +79,7 @@ def test_urls_make_a_remote_source() -> None:
 
 @pytest.mark.parametrize("flag", ["remote_rm_url", "reward_fn"])
 @pytest.mark.parametrize(("name", "score"), [("", 1.0), (":two", 2.0)])
-def test_a_file_makes_a_function_source(
-    module: str, rollouts: list[Rollout], flag: str, name: str, score: float
-) -> None:
+def test_a_file_makes_a_function_source(module, rollouts, flag, name, score):
     spec = module + name
     source = build_reward_source(**{flag: [spec] if flag == "remote_rm_url" else spec})
     assert isinstance(source, FunctionReward)
@@ -93,7 +87,7 @@ def test_a_file_makes_a_function_source(
     assert source.score(rollouts).scores == [score] * 5
 
 
-def test_a_callable_and_a_source_are_taken_as_they_are() -> None:
+def test_a_callable_and_a_source_are_taken_as_they_are():
     source = build_reward_source(reward_fn=score_batch)
     assert isinstance(source, FunctionReward)
     assert source.name == "score_batch"
@@ -101,14 +95,14 @@ def test_a_callable_and_a_source_are_taken_as_they_are() -> None:
     assert build_reward_source(reward_fn=combined) is combined
 
 
-def test_a_file_may_build_a_source(module: str, rollouts: list[Rollout]) -> None:
+def test_a_file_may_build_a_source(module, rollouts):
     output = build_reward_source(reward_fn=f"{module}:both").score(rollouts)
     assert output.scores == [21.0] * 5  # 1·1 + 10·2
     assert set(output.metrics) == {"reward_func", "two"}
 
 
 @pytest.mark.parametrize("as_file", [True, False])
-def test_reward_fn_combines_reward_models(module: str, rollouts: list[Rollout], as_file: bool) -> None:
+def test_reward_fn_combines_reward_models(module, rollouts, as_file):
     asked = []
     source = build_reward_source(
         reward_fn=module if as_file else lambda scores: scores[0] + scores[1],
@@ -123,7 +117,7 @@ def test_reward_fn_combines_reward_models(module: str, rollouts: list[Rollout], 
     assert asked == [2, 2]  # 5 rows in micro batches of 3, for each model
 
 
-def test_one_reward_model_needs_no_reward_fn(rollouts: list[Rollout]) -> None:
+def test_one_reward_model_needs_no_reward_fn(rollouts):
     source = build_reward_source(reward_models=[length], pad_token_id=0)
     assert source.score(rollouts).scores == [2.0, 3.0, 4.0, 5.0, 6.0]
     with pytest.raises(ValueError, match="need pad_token_id"):
@@ -155,7 +149,7 @@ def test_one_reward_model_needs_no_reward_fn(rollouts: list[Rollout]) -> None:
         ({"remote_rm_url": "host"}, "--remote_rm_url: 'host' is not of the form"),
     ],
 )
-def test_contradictions_and_unknown_forms_name_the_flag(options: dict[str, Any], message: str) -> None:
+def test_contradictions_and_unknown_forms_name_the_flag(options, message):
     options = {"remote_rm_url": None, "reward_fn": None, "n_reward_models": 0} | options
     with pytest.raises(ValueError, match=message):
         check_reward_options(**options)
@@ -164,7 +158,7 @@ def test_contradictions_and_unknown_forms_name_the_flag(options: dict[str, Any],
         build_reward_source(**options, reward_models=[length] * n_models, pad_token_id=0)
 
 
-def test_names_that_are_no_reward_name_the_flag(module: str) -> None:
+def test_names_that_are_no_reward_name_the_flag(module):
     with pytest.raises(ValueError, match=r"--reward_fn: .*has no 'rewrad'; it has reward_func, two, reward_fn, Source"):
         build_reward_source(reward_fn=f"{module}:rewrad")
     with pytest.raises(ValueError, match="--remote_rm_url: 3 is neither a function nor a reward source"):
@@ -177,13 +171,13 @@ def test_names_that_are_no_reward_name_the_flag(module: str) -> None:
         build_reward_source(reward_fn=f"{module}:number", reward_models=[length], pad_token_id=0)
 
 
-def test_secrets_in_mixed_urls_are_not_shown() -> None:
+def test_secrets_in_mixed_urls_are_not_shown():
     with pytest.raises(ValueError, match="--remote_rm_url takes") as caught:
         build_reward_source(remote_rm_url=["http://me:s3cret@host/rm?key=s3cret", "x.py"])
     assert "s3cret" not in str(caught.value)
 
 
-def test_checking_options_loads_nothing_heavy() -> None:
+def test_checking_options_loads_nothing_heavy():
     code = (
         "import sys\n"
         "from lightppo.rewards import check_reward_options\n"
@@ -212,17 +206,17 @@ reward_func = Three()
 """
 
 
-def five(sequences: Tensor, attention_mask: Tensor) -> Tensor:
+def five(sequences, attention_mask):
     return torch.full((len(sequences),), 5.0)
 
 
 @pytest.fixture
-def source(tmp_path: Path):
+def source(tmp_path):
     """``source(**options)``: a run's source; ``function`` gives 3 and ``model`` 5."""
     tokenizer = SimpleNamespace(pad_token_id=0, bos_token_id=None)
     (tmp_path / "three.py").write_text(THREE)
 
-    def make(*models: Any, **options: Any) -> RewardSource:
+    def make(*models, **options):
         asked = str(options.get("reward_source")) + str(options.get("reward_routes"))
         if "function" in asked:
             options.setdefault("reward_fn", str(tmp_path / "three.py"))
@@ -235,18 +229,18 @@ def source(tmp_path: Path):
     return make
 
 
-def scores(reward_source: RewardSource, *texts: str, **fields: Any) -> list[float | None]:
+def scores(reward_source, *texts, **fields):
     rollouts = [fakes.make_rollout(label="4", response_text=text, **fields) for text in texts]
     return reward_source.score(rollouts).scores
 
 
-def test_one_source_is_itself(source) -> None:
+def test_one_source_is_itself(source):
     math = source(reward_source=["math"])
     assert math.name == "math"
     assert scores(math, GOOD, "it is 5") == [1.0, 0.0]
 
 
-def test_weights_add_up(source) -> None:
+def test_weights_add_up(source):
     both = source(reward_source=["math=2", "format=0.5", "function=-1"])
     assert scores(both, GOOD, "the answer is 4", "<think>a</think><answer>5</answer>") == [-0.5, -1.0, -2.5]
     assert scores(source(reward_source=["function=0.5"]), "a") == [1.5]
@@ -255,7 +249,7 @@ def test_weights_add_up(source) -> None:
     assert three.needs_all_ranks
 
 
-def test_routes_by_data_source_and_by_label(source) -> None:
+def test_routes_by_data_source_and_by_label(source):
     routes = json.dumps({"gsm8k": {"math": 1}, "chat": {"model": 2, "function": 1}})
     routed = source(reward_routes=routes)
     assert scores(routed, GOOD, data_source="gsm8k") == [1.0]
@@ -266,7 +260,7 @@ def test_routes_by_data_source_and_by_label(source) -> None:
     assert scores(by_label, GOOD) == [1.0]
 
 
-def test_options_of_mathematics(source) -> None:
+def test_options_of_mathematics(source):
     options = {"reward_timeout": 2.5, "reward_workers": 3, "reward_retries": 4, "on_reward_failure": "error"}
     math = source(reward_source=["math"], math_unmarked=False, **options)
     assert (math.math_unmarked, math.reward_retries, math.on_reward_failure) == (False, 4, "error")
@@ -274,7 +268,7 @@ def test_options_of_mathematics(source) -> None:
     assert source(reward_source=["math"]).on_reward_failure == "unscored"
 
 
-def test_options_of_formats(source) -> None:
+def test_options_of_formats(source):
     assert source(reward_source=["format"], reward_format="think").check is has_think
     checked = source(reward_source=["math"], check_xml_format=True)
     assert scores(checked, GOOD, "<think>a</think><answer>5</answer>", "5") == [1.0, -0.8, -1.0]
@@ -283,7 +277,7 @@ def test_options_of_formats(source) -> None:
     assert source(reward_source=["function"], check_xml_format=True, reward_minimum=3.0).wrong == 3.0
 
 
-def test_options_of_functions() -> None:
+def test_options_of_functions():
     options = {"reward_fn_style": "trl", "reward_manager": "prime", "reward_workers": 2, "reward_timeout": 3.0}
     config = PPOConfig.from_flat(**options, reward_retries=1, on_reward_failure="unscored").verifier
     assert rewards_build.function_options(config) == options | {"reward_retries": 1, "on_reward_failure": "unscored"}
@@ -291,15 +285,15 @@ def test_options_of_functions() -> None:
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def made(monkeypatch):
     """What the parts of ``--reward_source code`` were made with."""
-    seen: dict[str, Any] = {}
+    seen = {}
 
-    def record(name: str) -> None:
+    def record(name):
         kind = getattr(rewards_build, name)
 
         @wraps(kind)
-        def make(**options: Any) -> Any:
+        def make(**options):
             seen.setdefault("kinds", []).append(name)
             seen.update({key: value for key, value in options.items() if isinstance(value, (str, bool, int, float))})
             return SimpleNamespace(size=1, concurrency=1, close=lambda: None)
@@ -340,13 +334,13 @@ CALLS = {
         (CALLS, "FunctionCallVerifier"),
     ],
 )
-def test_options_of_programs(source, made: dict[str, Any], options: dict[str, Any], verifier: str) -> None:
+def test_options_of_programs(source, made, options, verifier):
     source(reward_source=["code"], **options, **CODE)
     assert made.pop("kinds")[-2:] == [verifier, "CodeReward"]
     assert made == options | CODE
 
 
-def test_options_of_servers(source) -> None:
+def test_options_of_servers(source):
     options = {"on_reward_failure": "unscored", "remote_rm_retries": 2, "remote_rm_timeout": 7.0}
     remote = source(remote_rm_url=["http://127.0.0.1:9/score"], **options)
     assert isinstance(remote, RemoteReward)
@@ -355,7 +349,7 @@ def test_options_of_servers(source) -> None:
         source(remote_rm_url=["http://127.0.0.1:9"], remote_rm_token_env="NO_SUCH_VARIABLE")
 
 
-def test_verls_function_name_is_found(source, tmp_path: Path) -> None:
+def test_verls_function_name_is_found(source, tmp_path):
     parameters = "data_source, solution_str, ground_truth, extra_info=None"
     (tmp_path / "verl.py").write_text(f"def compute_score({parameters}):\n    return len(solution_str)\n")
     function = source(reward_fn=str(tmp_path / "verl.py"), reward_workers=1)
@@ -364,11 +358,11 @@ def test_verls_function_name_is_found(source, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def reward_model(tmp_path: Path) -> Path:
+def reward_model(tmp_path):
     return Path(save_reward_model(tmp_path / "rm"))
 
 
-def test_a_model_of_the_same_tokenizer_reads_the_ids(source, reward_model: Path, tiny_tokenizer) -> None:
+def test_a_model_of_the_same_tokenizer_reads_the_ids(source, reward_model, tiny_tokenizer):
     options = {"reward_pretrain": [str(reward_model)], "reward_max_length": 4, "reward_truncation": "left"}
     model = source(length, tokenizer=tiny_tokenizer, **options)
     assert isinstance(model.inputs[0], SameIds)
@@ -376,7 +370,7 @@ def test_a_model_of_the_same_tokenizer_reads_the_ids(source, reward_model: Path,
     assert (output.scores, output.metrics["input_truncated"]) == ([3.0, 4.0], [0.0, 1.0])
 
 
-def test_another_tokenizer_is_refused_or_used(source, reward_model: Path, tmp_path: Path, tiny_tokenizer) -> None:
+def test_another_tokenizer_is_refused_or_used(source, reward_model, tmp_path, tiny_tokenizer):
     path = reward_model / "tokenizer.json"
     tokenizer = json.loads(path.read_text())
     vocabulary = tokenizer["model"]["vocab"]

@@ -1,13 +1,10 @@
 """The example reward functions, loaded as ``--reward_fn`` loads them."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from lightppo.data.records import Rollout
 from lightppo.errors import RewardError
 from lightppo.rewards import build_reward_source
 
@@ -16,8 +13,8 @@ GSM8K = ROOT.parent / "shared" / "data" / "gsm8k" / "test.jsonl"
 
 
 @pytest.fixture
-def score(make_rollout: Callable[..., Rollout]) -> Callable[[str, str, Any], float | None]:
-    def run(example: str, response: str, label: Any) -> float | None:
+def score(make_rollout):
+    def run(example, response, label):
         source = build_reward_source(reward_fn=str(ROOT / "examples" / "reward_functions" / example))
         rollout = make_rollout(0, label=label)
         rollout.response_text = response
@@ -41,7 +38,7 @@ def score(make_rollout: Callable[..., Rollout]) -> Callable[[str, str, Any], flo
         ("the answer is 42", "42", 0.0),
     ],
 )
-def test_exact_match(score: Callable[..., float], response: str, label: Any, expected: float) -> None:
+def test_exact_match(score, response, label, expected):
     assert score("exact_match.py", response, label) == expected
 
 
@@ -62,7 +59,7 @@ def test_exact_match(score: Callable[..., float], response: str, label: Any, exp
         (".5", "#### 0.5", 1.0),
     ],
 )
-def test_gsm8k(score: Callable[..., float], response: str, label: str, expected: float) -> None:
+def test_gsm8k(score, response, label, expected):
     assert score("gsm8k.py", response, label) == expected
 
 
@@ -74,13 +71,13 @@ def test_gsm8k(score: Callable[..., float], response: str, label: str, expected:
         ("gsm8k.py", None, "label 'None' has no single number"),
     ],
 )
-def test_rows_without_gold_are_errors(score: Callable[..., float], example: str, label: Any, message: str) -> None:
+def test_rows_without_gold_are_errors(score, example, label, message):
     with pytest.raises(RewardError, match=message):
         score(example, "42", label)
 
 
 @pytest.mark.skipif(not GSM8K.exists(), reason="the GSM8K rows are not on this machine")
-def test_gsm8k_gold_answers_score_one(make_rollout: Callable[..., Rollout]) -> None:
+def test_gsm8k_gold_answers_score_one(make_rollout):
     source = build_reward_source(reward_fn=str(ROOT / "examples" / "reward_functions" / "gsm8k.py"))
     answers = [json.loads(line)["answer"] for line in GSM8K.read_text().splitlines()]
     rollouts = [make_rollout(i, response=answer, label=answer) for i, answer in enumerate(answers)]

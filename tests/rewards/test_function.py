@@ -5,7 +5,6 @@ import functools
 import re
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,10 +16,10 @@ from lightppo.rewards import FunctionReward, RewardSource, score_rollouts
 from lightppo.rewards.function import STYLES, BoundFunction, recognise
 
 
-def test_gets_queries_prompts_labels(rollouts: list[Rollout]) -> None:
+def test_gets_queries_prompts_labels(rollouts):
     seen = []
 
-    def reward_func(queries: list[str], prompts: list[str], labels: list[str]) -> list[float]:
+    def reward_func(queries, prompts, labels):
         seen.append((queries, prompts, labels))
         return [float(label) for label in labels]
 
@@ -33,12 +32,12 @@ def test_gets_queries_prompts_labels(rollouts: list[Rollout]) -> None:
     ]
 
 
-def test_extra_has_columns_and_the_sample(make_rollout: Callable[..., Rollout]) -> None:
+def test_extra_has_columns_and_the_sample(make_rollout):
     rollouts = [
         make_rollout(0, extra={"level": 3, "labels": "x", "responses": "mine"}),
         make_rollout(1, data_source="gsm8k"),
     ]
-    seen: dict[str, Any] = {}
+    seen = {}
     FunctionReward(lambda queries, prompts, labels, **extra: seen.update(extra) or [0, 0]).score(rollouts)
     assert seen == {
         "level": [3, None],
@@ -51,14 +50,14 @@ def test_extra_has_columns_and_the_sample(make_rollout: Callable[..., Rollout]) 
     }
 
 
-def test_only_named_extra_is_passed(make_rollout: Callable[..., Rollout]) -> None:
+def test_only_named_extra_is_passed(make_rollout):
     rollouts = [make_rollout(0, extra={"level": 3, "other": 1})]
     assert FunctionReward(lambda q, p, labels, level, data_sources: level).score(rollouts).scores == [3]
     assert FunctionReward(lambda q, p, labels, *, level=None: level).score(rollouts).scores == [3]
     assert FunctionReward(partial(lambda k, q, p, labels: [k], 5.0)).score(rollouts).scores == [5.0]
 
 
-def test_token_scores_reach_the_samples(rollouts: list[Rollout]) -> None:
+def test_token_scores_reach_the_samples(rollouts):
     def reward_func(queries, prompts, labels, response_ids, **extra):
         rows = [[float(t) for t in range(len(ids))] for ids in response_ids]
         return {"rewards": [row[-1] for row in rows], "token_scores": rows}
@@ -76,13 +75,13 @@ def test_token_scores_reach_the_samples(rollouts: list[Rollout]) -> None:
         {"rewards": [1, 0.5, None, 0, 2]},
     ],
 )
-def test_list_forms(rollouts: list[Rollout], result: Any) -> None:
+def test_list_forms(rollouts, result):
     score_rollouts(FunctionReward(lambda q, p, labels: result, "f"), rollouts)
     assert [rollout.reward for rollout in rollouts] == [1.0, 0.5, None, 0.0, 2.0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
-def test_tensor_and_dict_forms(rollouts: list[Rollout], dtype: torch.dtype) -> None:
+def test_tensor_and_dict_forms(rollouts, dtype):
     values = torch.arange(5, dtype=dtype)
     score_rollouts(FunctionReward(lambda q, p, labels: values, "f"), rollouts)
     assert [rollout.reward for rollout in rollouts] == [0.0, 1.0, 2.0, 3.0, 4.0]
@@ -105,14 +104,14 @@ def test_tensor_and_dict_forms(rollouts: list[Rollout], dtype: torch.dtype) -> N
         ([1.0, 1.0, float("nan"), 1.0, 1.0], r"score of sample 2 \(prompt row 102, .* is nan"),
     ],
 )
-def test_other_results_are_errors(rollouts: list[Rollout], result: Any, message: str) -> None:
+def test_other_results_are_errors(rollouts, result, message):
     with pytest.raises(RewardError, match=message):
         score_rollouts(FunctionReward(lambda q, p, labels: result, "f"), rollouts)
     assert all(rollout.reward is None for rollout in rollouts)
 
 
-def test_an_exception_is_an_error_with_its_cause(rollouts: list[Rollout]) -> None:
-    def broken(queries: list[str], prompts: list[str], labels: list[str]) -> list[float]:
+def test_an_exception_is_an_error_with_its_cause(rollouts):
+    def broken(queries, prompts, labels):
         raise KeyError("gold")
 
     with pytest.raises(RewardError, match="reward function broken raised on a batch of 5: KeyError: 'gold'") as caught:
@@ -122,12 +121,12 @@ def test_an_exception_is_an_error_with_its_cause(rollouts: list[Rollout]) -> Non
         FunctionReward(lambda q, p, labels, level: labels, "f").score(rollouts)
 
 
-def test_no_sample_no_call() -> None:
+def test_no_sample_no_call():
     assert FunctionReward(lambda q, p, labels: 1 / 0, "f").score([]).scores == []
 
 
 @pytest.mark.parametrize("fn", [lambda queries, prompts: [], lambda *, queries, prompts, labels: []])
-def test_a_function_of_another_shape_is_refused(fn: Callable[..., Any]) -> None:
+def test_a_function_of_another_shape_is_refused(fn):
     with pytest.raises(ValueError, match=r"must take \(queries, prompts, labels, \*\*extra\)"):
         FunctionReward(fn, "f")
 
@@ -139,7 +138,7 @@ Make = Callable[..., Rollout]
 
 
 @pytest.fixture
-def rows(make_rollout: Make) -> list[Rollout]:
+def rows(make_rollout):
     """Two samples: a verl row, and a chat with columns of its own."""
     verl_row = {"reward_model": {"style": "rule", "ground_truth": "4"}, "extra_info": {"split": "train", "index": 7}}
     chat = [{"role": "user", "content": "question 1"}]
@@ -152,7 +151,7 @@ def rows(make_rollout: Make) -> list[Rollout]:
 # verl
 
 
-def test_verl(rows: list[Rollout]) -> None:
+def test_verl(rows):
     seen = []
 
     def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -183,13 +182,13 @@ def test_verl(rows: list[Rollout]) -> None:
         ({"score": None, "acc": 0}, None, {"acc": 0.0}),
     ],
 )
-def test_verl_results(rows: list[Rollout], result: Any, reward: float | None, extras: dict[str, float]) -> None:
+def test_verl_results(rows, result, reward, extras):
     score_rollouts(FunctionReward(lambda data_source, solution_str, ground_truth, extra_info: result, "f"), rows)
     assert [rollout.reward for rollout in rows] == [reward, reward]
     assert [rollout.extras for rollout in rows] == [extras, extras]
 
 
-def test_a_metric_of_some_samples(rows: list[Rollout]) -> None:
+def test_a_metric_of_some_samples(rows):
     def compute_score(data_source, solution_str, ground_truth, extra_info):
         return {"score": 1.0, "acc": 1.0} if ground_truth == "4" else 0.0
 
@@ -197,7 +196,7 @@ def test_a_metric_of_some_samples(rows: list[Rollout]) -> None:
 
 
 @pytest.mark.parametrize("result", ["1.0", float("nan"), float("inf"), {}, {"reward": 1.0}, [], object(), 10**400])
-def test_verl_garbage_is_an_error_that_names_the_sample(rows: list[Rollout], result: Any) -> None:
+def test_verl_garbage_is_an_error_that_names_the_sample(rows, result):
     def f(data_source, solution_str, ground_truth, extra_info):
         return 1.0 if ground_truth == "4" else result
 
@@ -205,7 +204,7 @@ def test_verl_garbage_is_an_error_that_names_the_sample(rows: list[Rollout], res
         FunctionReward(f).score(rows)
 
 
-def test_verl_with_fewer_names_and_with_filled_in_ones(rows: list[Rollout]) -> None:
+def test_verl_with_fewer_names_and_with_filled_in_ones(rows):
     def countdown(solution_str, ground_truth, method="strict", score=1.0):
         return score if method == "flexible" else 0.0
 
@@ -219,7 +218,7 @@ def test_verl_with_fewer_names_and_with_filled_in_ones(rows: list[Rollout]) -> N
     assert FunctionReward(functools.partial(needy, sandbox=None), "f").score(rows).scores == [1.0, 1.0]
 
 
-def test_verl_batch(rows: list[Rollout]) -> None:
+def test_verl_batch(rows):
     def compute_score_batched(data_sources, solution_strs, ground_truths, extra_infos):
         assert data_sources == ["openai/gsm8k", "default"]
         assert extra_infos[0]["index"] == 7
@@ -243,8 +242,8 @@ def test_verl_batch(rows: list[Rollout]) -> None:
 # TRL
 
 
-def test_trl(rows: list[Rollout]) -> None:
-    seen: dict[str, Any] = {}
+def test_trl(rows):
+    seen = {}
 
     def reward_func(prompts, completions, completion_ids, **kwargs):
         seen.update(kwargs, prompts=prompts, completions=completions, completion_ids=completion_ids)
@@ -266,7 +265,7 @@ def test_trl(rows: list[Rollout]) -> None:
     }
 
 
-def test_trl_functions_that_name_columns(rows: list[Rollout]) -> None:
+def test_trl_functions_that_name_columns(rows):
     def accuracy(completions, solution, log_extra=None, **kwargs):
         return [None if gold is None else float(gold in str(text)) for text, gold in zip(completions, solution)]
 
@@ -296,7 +295,7 @@ def test_trl_functions_that_name_columns(rows: list[Rollout]) -> None:
 # AReaL
 
 
-def test_areal(rows: list[Rollout]) -> None:
+def test_areal(rows):
     seen = []
 
     def gsm8k_reward_fn(prompt, completions, prompt_ids, completion_ids, solution="4", **kwargs):
@@ -313,7 +312,7 @@ def test_areal(rows: list[Rollout]) -> None:
 # OpenRLHF
 
 
-def test_openrlhf(rows: list[Rollout]) -> None:
+def test_openrlhf(rows):
     def reward_func(queries, prompts, labels, **kwargs):
         right = [float(query[len(prompt) :].endswith(label)) for query, prompt, label in zip(queries, prompts, labels)]
         reward = torch.tensor(right)
@@ -362,11 +361,11 @@ ASYNC = [verl_async, verl_batch_async, trl_async, areal_async, openrlhf_async, A
 
 @pytest.mark.parametrize("fn", ASYNC, ids=lambda fn: getattr(fn, "__name__", "Awaited"))
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_async_functions_of_all_conventions(rows: list[Rollout], fn: Callable[..., Any], wrapped: bool) -> None:
+def test_async_functions_of_all_conventions(rows, fn, wrapped):
     if wrapped:
 
         @functools.wraps(fn.__call__ if isinstance(fn, Awaited) else fn)
-        def hidden(*args: Any, **kwargs: Any) -> Any:  # a plain function that returns a coroutine
+        def hidden(*args, **kwargs):  # a plain function that returns a coroutine
             return fn(*args, **kwargs)
 
         assert FunctionReward(hidden, "f").score(rows).scores == [1.0, 0.0]
@@ -394,7 +393,7 @@ KNOWN = [queries_1, queries_2, queries_3, verl_1, verl_2, verl_batch_1, trl_1, t
 
 
 @pytest.mark.parametrize("fn", KNOWN)
-def test_recognised_by_parameter_names(fn: Callable[..., Any]) -> None:
+def test_recognised_by_parameter_names(fn):
     assert recognise(fn, "f") == fn.__name__.rpartition("_")[0]
 
 
@@ -412,12 +411,12 @@ UNKNOWN = [unknown_1, unknown_2, unknown_3, unknown_4, unknown_5, unknown_6, unk
 
 
 @pytest.mark.parametrize("fn", UNKNOWN)
-def test_what_cannot_be_told_is_refused(fn: Callable[..., Any]) -> None:
+def test_what_cannot_be_told_is_refused(fn):
     with pytest.raises(ValueError, match=r"say which with --reward_fn_style: queries: f\(queries, .*; verl: .*areal: "):
         FunctionReward(fn)
 
 
-def test_the_style_may_be_named(rows: list[Rollout]) -> None:
+def test_the_style_may_be_named(rows):
     def f(completions, answer=("4",)):
         return [float(answer[0] in str(text)) for text in completions]
 
@@ -431,7 +430,7 @@ def test_the_style_may_be_named(rows: list[Rollout]) -> None:
         FunctionReward(f, reward_fn_style="areal")
 
 
-def test_no_parameters_to_read() -> None:
+def test_no_parameters_to_read():
     class Builtin:
         __call__ = max
 

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.ranks import run_ranks
 from support.tiny import CHARACTERS, save_reward_model, save_tokenizer, tiny_config
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaForSequenceClassification
 
-from lightppo.data.records import Rollout
 from lightppo.errors import RewardError
 from lightppo.models.critic import RewardModel
 from lightppo.rewards import RewardModelSource, score_rollouts
@@ -27,11 +24,11 @@ PAD = 99
 class LastToken(nn.Module):
     """Scores a row with its last real id plus a tenth of its length; remembers the shapes it saw."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.seen: list[tuple[list[list[int]], list[list[int]]]] = []
+        self.seen = []
 
-    def forward(self, sequences: Tensor, attention_mask: Tensor) -> Tensor:
+    def forward(self, sequences, attention_mask):
         assert not self.training
         assert not torch.is_grad_enabled()
         self.seen.append((sequences.tolist(), attention_mask.tolist()))
@@ -40,11 +37,11 @@ class LastToken(nn.Module):
         return (last + lengths / 10).bfloat16().double()
 
 
-def source(*models: Any, **options: Any) -> RewardModelSource:
+def source(*models, **options):
     return RewardModelSource(models, **({"device": "cpu", "pad_token_id": PAD, "micro_batch_size": 2} | options))
 
 
-def test_scores_prompt_and_response_ids(make_rollout: Callable[..., Rollout]) -> None:
+def test_scores_prompt_and_response_ids(make_rollout):
     rollouts = [make_rollout(i) for i in range(3)]
     rollouts[2].response_ids = [7]
     model = LastToken()
@@ -57,8 +54,8 @@ def test_scores_prompt_and_response_ids(make_rollout: Callable[..., Rollout]) ->
 
 
 def test_batches_are_of_like_lengths_and_scores_in_the_order_of_the_samples(
-    make_rollout: Callable[..., Rollout],
-) -> None:
+    make_rollout,
+):
     rollouts = [make_rollout(i) for i in (0, 5, 1, 4)]  # rows of 2, 7, 3 and 6 ids
     model = LastToken()
     output = source(model).score(rollouts)
@@ -67,22 +64,22 @@ def test_batches_are_of_like_lengths_and_scores_in_the_order_of_the_samples(
 
 
 @pytest.mark.parametrize("micro_batch_size", [1, 2, 3, 100])
-def test_micro_batch_size_changes_nothing(rollouts: list[Rollout], micro_batch_size: int) -> None:
+def test_micro_batch_size_changes_nothing(rollouts, micro_batch_size):
     expected = source(LastToken(), micro_batch_size=1).score(rollouts).scores
     assert source(LastToken(), micro_batch_size=micro_batch_size).score(rollouts).scores == expected
 
 
-def test_several_models_are_combined_over_the_whole_batch(rollouts: list[Rollout]) -> None:
+def test_several_models_are_combined_over_the_whole_batch(rollouts):
     calls = []
 
-    def combine(scores: list[Tensor]) -> Tensor:
+    def combine(scores):
         calls.append([(tensor.shape, tensor.dtype) for tensor in scores])
         return scores[0] - 0.5 * scores[1]
 
-    def length(sequences: Tensor, attention_mask: Tensor) -> Tensor:
+    def length(sequences, attention_mask):
         return attention_mask.sum(1)  # integers: 2, 3, 4, 5, 6
 
-    def four(sequences: Tensor, attention_mask: Tensor) -> Tensor:
+    def four(sequences, attention_mask):
         return torch.full((len(sequences),), 4.0, dtype=torch.bfloat16)
 
     score_rollouts(source(length, four, reward_fn=combine), rollouts)
@@ -91,17 +88,17 @@ def test_several_models_are_combined_over_the_whole_batch(rollouts: list[Rollout
     assert rollouts[1].extras == {"reward_model_0": 3.0, "reward_model_1": 4.0}
 
 
-def test_one_model_may_have_reward_fn(rollouts: list[Rollout]) -> None:
+def test_one_model_may_have_reward_fn(rollouts):
     output = source(LastToken(), reward_fn=lambda scores: -scores[0]).score(rollouts)
     assert output.scores == [-score for score in output.metrics["reward_model_0"]]
 
 
 @pytest.mark.parametrize("n", [0, 2, 5])
-def test_every_rank_does_the_same_number_of_forwards(rollouts: list[Rollout], n: int) -> None:
+def test_every_rank_does_the_same_number_of_forwards(rollouts, n):
     models = [LastToken(), LastToken()]
     asked = []
 
-    def same_count(count: int) -> int:
+    def same_count(count):
         asked.append(count)
         return 4  # another rank has four micro batches
 
@@ -113,7 +110,7 @@ def test_every_rank_does_the_same_number_of_forwards(rollouts: list[Rollout], n:
     assert output.scores == alone
 
 
-def test_no_sample_anywhere_no_forward() -> None:
+def test_no_sample_anywhere_no_forward():
     model = LastToken()
     assert source(model).score([]).scores == []
     assert model.seen == []
@@ -127,20 +124,20 @@ def test_no_sample_anywhere_no_forward() -> None:
         (lambda s, m: [0.0] * len(s), "list"),
     ],
 )
-def test_a_model_of_another_shape_is_an_error(rollouts: list[Rollout], answer: Any, got: str) -> None:
+def test_a_model_of_another_shape_is_an_error(rollouts, answer, got):
     models = (LastToken(), answer)
     with pytest.raises(RewardError, match=rf"model 1 must return a tensor of shape \(2,\), got {got}"):
         source(*models, reward_fn=lambda scores: scores[0]).score(rollouts)
 
 
 @pytest.mark.parametrize("combined", [torch.zeros(()), torch.zeros(5, 1), [0.0] * 5])
-def test_reward_fn_of_another_shape_is_an_error(rollouts: list[Rollout], combined: Any) -> None:
+def test_reward_fn_of_another_shape_is_an_error(rollouts, combined):
     with pytest.raises(RewardError, match=r"--reward_fn must return a tensor of shape \(5,\)"):
         source(LastToken(), reward_fn=lambda scores: combined).score(rollouts)
 
 
-def test_nan_names_the_sample(rollouts: list[Rollout]) -> None:
-    def nan_at_length_four(sequences: Tensor, attention_mask: Tensor) -> Tensor:
+def test_nan_names_the_sample(rollouts):
+    def nan_at_length_four(sequences, attention_mask):
         lengths = attention_mask.sum(1).float()
         return lengths.masked_fill(lengths == 4, float("nan"))
 
@@ -148,13 +145,13 @@ def test_nan_names_the_sample(rollouts: list[Rollout]) -> None:
         score_rollouts(source(nan_at_length_four), rollouts)
 
 
-def test_a_sample_without_tokens_is_an_error(rollouts: list[Rollout]) -> None:
+def test_a_sample_without_tokens_is_an_error(rollouts):
     rollouts[1].prompt.token_ids, rollouts[1].response_ids = [], []
     with pytest.raises(RewardError, match=r"sample 1 \(prompt row 101.* has no token"):
         source(LastToken()).score(rollouts)
 
 
-def test_bad_options_are_refused() -> None:
+def test_bad_options_are_refused():
     with pytest.raises(ValueError, match="at least one model"):
         source()
     with pytest.raises(ValueError, match="2 reward models need --reward_fn"):
@@ -170,7 +167,7 @@ def test_bad_options_are_refused() -> None:
             source(LastToken(), **options)
 
 
-def test_long_rows_are_an_error_or_cut_and_counted(rollouts: list[Rollout]) -> None:
+def test_long_rows_are_an_error_or_cut_and_counted(rollouts):
     with pytest.raises(RewardError, match=r"sample 3 \(prompt row 103, .* 5 tokens .* --reward_max_length 4"):
         source(LastToken(), reward_max_length=4).score(rollouts)
     model = LastToken()
@@ -182,9 +179,9 @@ def test_long_rows_are_an_error_or_cut_and_counted(rollouts: list[Rollout]) -> N
     assert source(LastToken(), reward_max_length=6).score(rollouts).metrics == {"input_truncated": [0.0] * 5}
 
 
-def test_each_model_has_its_own_inputs(rollouts: list[Rollout]) -> None:
+def test_each_model_has_its_own_inputs(rollouts):
     class Reversed(SameIds):
-        def encode(self, rollouts: list[Rollout]) -> list[list[int]]:
+        def encode(self, rollouts):
             return [row[::-1] for row in super().encode(rollouts)]
 
     models = [LastToken(), LastToken()]
@@ -202,7 +199,7 @@ TEMPLATE = (
 WORKER = Path(__file__).parent / "ranks" / "uneven_models.py"
 
 
-def save_other_tokenizer(folder: Path, template: str | None = TEMPLATE, bos: bool = True) -> Any:
+def save_other_tokenizer(folder, template=TEMPLATE, bos=True):
     """One id per character too, but all ids differ from those of ``save_tokenizer``; with tokens for a chat."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
@@ -228,12 +225,12 @@ def save_other_tokenizer(folder: Path, template: str | None = TEMPLATE, bos: boo
 
 
 @pytest.fixture(scope="module")
-def other(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def other(tmp_path_factory):
     return save_other_tokenizer(tmp_path_factory.mktemp("other"))
 
 
 @pytest.fixture(scope="module")
-def judge(tmp_path_factory: pytest.TempPathFactory) -> str:
+def judge(tmp_path_factory):
     """Folder of a reward model with the other tokenizer; its scores spread widely, so that a wrong row is seen."""
     folder = tmp_path_factory.mktemp("judge")
     with torch.random.fork_rng():
@@ -245,7 +242,7 @@ def judge(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def asked(make_rollout: Callable[..., Rollout]) -> list[Rollout]:
+def asked(make_rollout):
     """A finished plain-text sample, a cut one, chats with a system message, and ending in the assistant's words."""
     chat = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "2+2="}]
     begun = [{"role": "user", "content": "say abc"}, {"role": "assistant", "content": "ab"}]
@@ -274,7 +271,7 @@ TEXTS = [
 ]
 
 
-def scored_directly(folder: str, texts: list[str]) -> list[float]:
+def scored_directly(folder, texts):
     """What transformers alone says about each text, one at a time, without padding."""
     model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -283,12 +280,12 @@ def scored_directly(folder: str, texts: list[str]) -> list[float]:
         return [model(input_ids=row).logits[0, 0].item() for row in rows]
 
 
-def judged(folder: str, inputs: Any, rollouts: list[Rollout], **options: Any) -> list[float | None]:
+def judged(folder, inputs, rollouts, **options):
     options = {"device": "cpu", "micro_batch_size": 4, "inputs": [inputs]} | options
     return RewardModelSource([RewardModel(folder)], **options).score(rollouts).scores
 
 
-def test_the_text_is_that_of_the_models_template(other: Any, asked: list[Rollout]) -> None:
+def test_the_text_is_that_of_the_models_template(other, asked):
     rows = Retemplated(other).encode(asked)
     assert [other.decode(row) for row in rows] == TEXTS
     template = Retemplated(other)
@@ -298,9 +295,7 @@ def test_the_text_is_that_of_the_models_template(other: Any, asked: list[Rollout
 
 
 @pytest.mark.parametrize("micro_batch_size", [1, 4])
-def test_scores_are_those_of_the_text_scored_directly(
-    judge: str, other: Any, asked: list[Rollout], micro_batch_size: int
-) -> None:
+def test_scores_are_those_of_the_text_scored_directly(judge, other, asked, micro_batch_size):
     expected = scored_directly(judge, TEXTS)
     scores = judged(judge, Retemplated(other), asked, micro_batch_size=micro_batch_size)
     assert scores == pytest.approx(expected, abs=1e-5)
@@ -309,7 +304,7 @@ def test_scores_are_those_of_the_text_scored_directly(
     assert len({round(score, 3) for score in expected}) == len(expected)
 
 
-def test_plain_text_in_other_ids(judge: str, other: Any, asked: list[Rollout], tmp_path: Path) -> None:
+def test_plain_text_in_other_ids(judge, other, asked, tmp_path):
     texts = ["<s>question 0 a longer answer</s>", "<s>question 1 cut off her"]  # cut: no end-of-text
     asked[1].prompt.text = "<s>" + asked[1].prompt.text  # a template put begin-of-text there: still once
     rows = PlainText(other).encode(asked[:2])
@@ -322,7 +317,7 @@ def test_plain_text_in_other_ids(judge: str, other: Any, asked: list[Rollout], t
         Retemplated(bare).encode([asked[2]])
 
 
-def test_a_template_that_refuses_names_the_sample(other: Any, asked: list[Rollout], tmp_path: Path) -> None:
+def test_a_template_that_refuses_names_the_sample(other, asked, tmp_path):
     refusing = save_other_tokenizer(tmp_path, "{{ raise_exception('no system') }}")
     with pytest.raises(RewardError, match=r"--reward_input_tokenizer: sample 0 .*: the chat template refuses it"):
         Retemplated(refusing).encode(asked)
@@ -331,14 +326,14 @@ def test_a_template_that_refuses_names_the_sample(other: Any, asked: list[Rollou
         Retemplated(other).encode(asked)
 
 
-def test_a_long_chat_is_cut_on_the_left_and_keeps_its_beginning(judge: str, other: Any, asked: list[Rollout]) -> None:
+def test_a_long_chat_is_cut_on_the_left_and_keeps_its_beginning(judge, other, asked):
     options = {"reward_max_length": 12, "reward_truncation": "left"}
     scores = judged(judge, Retemplated(other), asked[:1], **options)
     # 12 tokens: begin-of-text, the last 10 letters and the end of the turn
     assert scores == pytest.approx(scored_directly(judge, ["<s>ger answer<end>"]), abs=1e-5)
 
 
-def test_a_value_head_model_with_statistics(judge: str, other: Any, asked: list[Rollout], tmp_path: Path) -> None:
+def test_a_value_head_model_with_statistics(judge, other, asked, tmp_path):
     model = AutoModelForSequenceClassification.from_pretrained(judge)
     model.config.mean, model.config.std = 0.25, 4.0
     model.save_pretrained(tmp_path)
@@ -351,14 +346,14 @@ def test_a_value_head_model_with_statistics(judge: str, other: Any, asked: list[
     assert source.score(asked).scores == pytest.approx(expected, abs=1e-5)
 
 
-def test_ids_of_another_tokenizer_are_refused(other: Any, tmp_path: Path) -> None:
+def test_ids_of_another_tokenizer_are_refused(other, tmp_path):
     own = save_tokenizer(tmp_path)
     check_same_ids(own, own, "here")
     with pytest.raises(ValueError, match=r"--reward_pretrain there has another tokenizer .* --reward_input_tokenizer"):
         check_same_ids(own, other, "there")
 
 
-def test_uneven_ranks_under_zero3(judge: str, other: Any, asked: list[Rollout], tmp_path: Path) -> None:
+def test_uneven_ranks_under_zero3(judge, other, asked, tmp_path):
     """Two models, one in the actor's ids and one in its own; ranks with 6 and 0, 5 and 1 samples."""
     plain = save_reward_model(tmp_path / "plain")
     tokenizer = AutoTokenizer.from_pretrained(plain)

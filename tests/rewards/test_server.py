@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ import torch
 from support.tiny import save_reward_model
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from lightppo.data.records import Rollout
 from lightppo.errors import RewardError
 from lightppo.rewards import RemoteReward, RewardOutput
 from lightppo.user_code import load_python_function
@@ -61,7 +59,7 @@ def reward_func(queries, prompts, labels, responses, **extra):
 class ServerProcess:
     """``examples/serve_reward_model.py`` with some flags; what it prints is in files."""
 
-    def __init__(self, folder: Path, *args: str, port: int = 0) -> None:
+    def __init__(self, folder, *args, port=0):
         folder.mkdir(exist_ok=True)
         self.output, self.log = folder / "stdout", folder / "stderr"
         environment = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
@@ -82,16 +80,16 @@ class ServerProcess:
         self.url = self.output.read_text().split()[-1]
         self.port = int(self.url.split(":")[2].split("/")[0])
 
-    def post(self, body: Any, **options: Any) -> requests.Response:
+    def post(self, body, **options):
         headers = {"Authorization": f"Bearer {TOKEN}"} | options.pop("headers", {})
         return requests.post(self.url, headers=headers, timeout=MOST_SECONDS, json=body, **options)
 
-    def kill(self) -> None:
+    def kill(self):
         self.process.kill()
         self.process.wait()
 
 
-def wait_for(condition: Callable[[], Any]) -> None:
+def wait_for(condition):
     deadline = time.monotonic() + MOST_SECONDS
     while not condition():
         assert time.monotonic() < deadline, "it did not happen"
@@ -99,12 +97,12 @@ def wait_for(condition: Callable[[], Any]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_proxy(monkeypatch):
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     """Of a reward function that does what the first label says."""
     folder = tmp_path_factory.mktemp("rewards")
     (folder / "rewards.py").write_text(REWARDS)
@@ -115,27 +113,27 @@ FLAGS = ("--token_env", "RM_TOKEN", "--max_samples", "100", "--max_bytes", "5000
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[ServerProcess]:
+def server(folder):
     process = ServerProcess(folder / "one", "--reward_fn", str(folder / "rewards.py"), *FLAGS)
     yield process
     process.kill()
 
 
-def ask(server: ServerProcess, rollouts: list[Rollout], mode: str = "", **options: Any) -> RewardOutput:
+def ask(server, rollouts, mode="", **options):
     for rollout in rollouts:
         rollout.prompt.label = mode or rollout.prompt.label
     options = {"token": TOKEN, "retries": 0, "timeout": MOST_SECONDS, "sleep": lambda seconds: None} | options
     return RemoteReward([server.url], **options).score(rollouts)
 
 
-def refused(server: ServerProcess, rollouts: list[Rollout], mode: str = "", **options: Any) -> str:
+def refused(server, rollouts, mode="", **options):
     with pytest.raises(RewardError) as caught:
         ask(server, rollouts, mode, **options)
     assert str(caught.value).startswith(f"reward server {server.url}: ")
     return str(caught.value)
 
 
-def test_a_function_is_served(server: ServerProcess, rollouts: list[Rollout]) -> None:
+def test_a_function_is_served(server, rollouts):
     rollouts[1].response_text = "é\n漢"
     output = ask(server, rollouts)
     assert output.scores == [8.0, 3.0, 8.0, 8.0, 8.0]  # len("answer 0"), len("é\n漢")
@@ -145,7 +143,7 @@ def test_a_function_is_served(server: ServerProcess, rollouts: list[Rollout]) ->
     assert server.post({"query": [], "prompts": [], "labels": []}).json() == {"rewards": []}
 
 
-def test_strangers_are_kept_out(server: ServerProcess, folder: Path, rollouts: list[Rollout]) -> None:
+def test_strangers_are_kept_out(server, folder, rollouts):
     before = (folder / "seen").read_text() if (folder / "seen").exists() else ""
     for token in (None, "another", TOKEN[:-1], TOKEN + "x"):
         text = refused(server, rollouts, token=token)
@@ -172,14 +170,14 @@ BAD: dict[str, tuple[Any, int, str]] = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_requests_are_explained(server: ServerProcess, case: str) -> None:
+def test_bad_requests_are_explained(server, case):
     body, status, message = BAD[case]
     answer = server.post(body)
     assert answer.status_code == status
     assert message in answer.json()["error"]
 
 
-def test_bytes_that_are_no_request(server: ServerProcess) -> None:
+def test_bytes_that_are_no_request(server):
     url, headers = server.url, {"Authorization": f"Bearer {TOKEN}"}
     for data, kind, message in (
         (b'{"query": [', "application/json", "JSON decode error"),
@@ -195,7 +193,7 @@ def test_bytes_that_are_no_request(server: ServerProcess) -> None:
     assert (answer.status_code, answer.json()) == (413, {"error": "the request is longer than --max_bytes 5000"})
 
 
-def test_failures_of_the_function_are_errors_without_secrets(server: ServerProcess, rollouts: list[Rollout]) -> None:
+def test_failures_of_the_function_are_errors_without_secrets(server, rollouts):
     text = refused(server, rollouts, "raise")
     assert "HTTP 500" in text
     assert (
@@ -211,9 +209,7 @@ def test_failures_of_the_function_are_errors_without_secrets(server: ServerProce
     assert TOKEN not in log + server.output.read_text()
 
 
-def test_a_slow_server_is_a_time_out_and_then_asked_again(
-    server: ServerProcess, folder: Path, rollouts: list[Rollout]
-) -> None:
+def test_a_slow_server_is_a_time_out_and_then_asked_again(server, folder, rollouts):
     wake = (folder / "slow.go").touch
     output = ask(server, rollouts, "wait:slow", timeout=2.0, retries=5, sleep=lambda seconds: wake())
     assert output.scores == [8.0] * 5
@@ -221,7 +217,7 @@ def test_a_slow_server_is_a_time_out_and_then_asked_again(
     assert min(output.metrics["timeouts"]) >= 1.0
 
 
-def test_who_left_while_waiting_is_not_scored(server: ServerProcess, folder: Path, rollouts: list[Rollout]) -> None:
+def test_who_left_while_waiting_is_not_scored(server, folder, rollouts):
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(ask, server, rollouts, "wait:turn")
         wait_for((folder / "turn.waits").exists)
@@ -237,13 +233,13 @@ def test_who_left_while_waiting_is_not_scored(server: ServerProcess, folder: Pat
     assert "of one who left" not in (folder / "seen").read_text()
 
 
-def test_killed_in_mid_run_and_started_again(folder: Path, rollouts: list[Rollout]) -> None:
+def test_killed_in_mid_run_and_started_again(folder, rollouts):
     flags = ("--reward_fn", str(folder / "rewards.py"), "--token_env", "RM_TOKEN")
     servers = [ServerProcess(folder / "killed", *flags)]
     waits = folder / "kill.waits"
     slept = []
 
-    def sleep(seconds: float) -> None:
+    def sleep(seconds):
         slept.append(seconds)
         if len(slept) == 2:
             (folder / "kill.go").touch()
@@ -266,7 +262,7 @@ def test_killed_in_mid_run_and_started_again(folder: Path, rollouts: list[Rollou
             server.kill()
 
 
-def test_sigterm_lets_requests_end(folder: Path, make_rollout: Callable[..., Rollout]) -> None:
+def test_sigterm_lets_requests_end(folder, make_rollout):
     flags = ("--reward_fn", str(folder / "rewards.py"), "--token_env", "RM_TOKEN", "--max_concurrent", "2")
     server = ServerProcess(folder / "ended", *flags)
     names = ("end", "finish")
@@ -286,10 +282,10 @@ def test_sigterm_lets_requests_end(folder: Path, make_rollout: Callable[..., Rol
 
 
 @pytest.fixture
-def example(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+def example(monkeypatch):
     """``example(name, *args)``: calls a function of the example as if the command line were ``args``."""
 
-    def call(name: str, *args: str) -> Any:
+    def call(name, *args):
         monkeypatch.setattr(sys, "argv", ["serve_reward_model.py", *args])
         monkeypatch.setattr(signal, "signal", lambda *_: None)
         parse_args, function = (
@@ -300,10 +296,10 @@ def example(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     return call
 
 
-def test_a_reward_model_is_served(make_rollout: Callable[..., Rollout], tmp_path: Path, example) -> None:
+def test_a_reward_model_is_served(make_rollout, tmp_path, example):
     path = save_reward_model(tmp_path / "model", mean=0.5, std=2.0)
     source = example("reward_model", "--reward_pretrain", path, "--normalize_reward", "--micro_batch_size", "2")
-    urls: queue.Queue[str] = queue.Queue()
+    urls = queue.Queue()
     options = {"port": 0, "started": urls.put}
     threading.Thread(target=serve, args=(RewardApp(source),), kwargs=options, daemon=True).start()
     rollouts = [make_rollout(i, answer) for i, answer in enumerate(("yes", "no", "a longer answer"))]
@@ -323,16 +319,16 @@ def test_a_reward_model_is_served(make_rollout: Callable[..., Rollout], tmp_path
         (["--reward_fn", "/nowhere/r.py"], "--reward_fn: no file /nowhere/r.py"),
     ],
 )
-def test_what_cannot_be_served_is_refused_at_once(args: list[str], message: str, example) -> None:
+def test_what_cannot_be_served_is_refused_at_once(args, message, example):
     with pytest.raises(SystemExit, match=message):
         example("main", *args)
 
 
-def test_bad_options_are_refused() -> None:
+def test_bad_options_are_refused():
     class Source:
         name = "source"
 
-        def score(self, rollouts: list[Rollout]) -> RewardOutput:
+        def score(self, rollouts):
             return RewardOutput([])
 
     for name in ("max_samples", "max_bytes", "max_concurrent"):

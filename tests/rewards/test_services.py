@@ -2,97 +2,44 @@
 
 from __future__ import annotations
 
-import json
-import logging
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
 
 import pytest
+from support.http_server import ok
 
 from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import RewardError
-from lightppo.rewards.code import CodeReward, CodeTests, find_tests
+from lightppo.rewards.code import CodeReward, find_tests
 from lightppo.rewards.services import FunctionCallVerifier, SandboxFusionVerifier
 
 ADD = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
 ADD_CALLS = {"fn_name": "add", "inputs": ["1\n2", "3\n4"], "outputs": ["3", "7"]}
 
-Reply = tuple[int, bytes]
 
-
-def cases_of(table: dict[str, Any]) -> CodeTests:
+def cases_of(table):
     return find_tests(Prompt("p", [1], extra={"input_output": table}))
 
 
-class Service:
-    """Answers each POST with ``reply(path, request)``; keeps what it was asked and how many at a time."""
-
-    def __init__(self, reply: Callable[[str, dict[str, Any]], Reply]) -> None:
-        self.requests: list[tuple[str, dict[str, Any]]] = []
-        self.most_at_once = 0
-        self._now = 0
-        self._lock = threading.Lock()
-        service = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                with service._lock:
-                    service.requests.append((self.path, request))
-                    service._now += 1
-                    service.most_at_once = max(service.most_at_once, service._now)
-                status, body = reply(self.path, request)
-                with service._lock:
-                    service._now -= 1
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, *args: Any) -> None:
-                pass
-
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._http.handle_error = lambda request, address: None  # a client that did not wait
-        self.url = f"http://127.0.0.1:{self._http.server_port}"
-        self._thread = threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        self._http.shutdown()
-        self._http.server_close()
-        self._thread.join()
-
-
 @pytest.fixture
-def serve(monkeypatch) -> Iterator[Callable[..., Service]]:
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    services: list[Service] = []
+def serve(make_server):
+    """``serve(reply)``: a server on loopback that answers with ``reply(path, request)``."""
 
-    def start(reply: Callable[[str, dict[str, Any]], Reply]) -> Service:
-        services.append(Service(reply))
-        return services[-1]
+    def start(reply):
+        server = make_server()
+        server.reply = lambda path, body, n: reply(path, body)
+        return server
 
-    yield start
-    for service in services:
-        service.close()
+    return start
 
 
-def ok(**answer: Any) -> Reply:
-    return 200, json.dumps(answer).encode()
-
-
-def fusion_answer(status: str = "Success", run: dict[str, Any] | None = None, **more: Any) -> Reply:
+def fusion_answer(status="Success", run=None, **more):
     ran = {"status": "Finished", "return_code": 0, "stdout": "3\n", "stderr": "", "execution_time": 0.01} | (run or {})
     return ok(**({"status": status, "message": "", "compile_result": None, "run_result": ran} | more))
 
 
-def run_for_real(path: str, request: dict[str, Any]) -> Reply:
+def run_for_real(path, request):
     """What SandboxFusion does with Python, for programs that the tests themselves wrote."""
     done = subprocess.run(
         [sys.executable, "-c", request["code"]],
@@ -105,7 +52,7 @@ def run_for_real(path: str, request: dict[str, Any]) -> Reply:
     return fusion_answer("Success" if done.returncode == 0 else "Failed", result)
 
 
-def sequence(*replies: Reply) -> Callable[[str, dict[str, Any]], Reply]:
+def sequence(*replies):
     """One after the other, the last one for ever."""
     left = list(replies)
     return lambda path, request: left.pop(0) if len(left) > 1 else left[0]
@@ -114,7 +61,7 @@ def sequence(*replies: Reply) -> Callable[[str, dict[str, Any]], Reply]:
 # --- SandboxFusion
 
 
-def fusion(service: Service | str, **options: Any) -> SandboxFusionVerifier:
+def fusion(service, **options):
     url = service if isinstance(service, str) else service.url
     return SandboxFusionVerifier(url, sleep=lambda seconds: None, **options)
 
@@ -212,39 +159,26 @@ def test_bad_answers_are_tried_again(serve, name):
     assert len(service.requests) == 3
 
 
-@pytest.mark.parametrize("status", [400, 401, 404, 422])
-def test_client_errors_are_final(serve, status):
-    service = serve(lambda path, request: (status, b"unknown language"))
-    with pytest.raises(RewardError, match=rf"HTTP {status}: unknown language \(1 of 4 tries\)"):
-        fusion(service).verify("x", cases_of(ADD), first_failure_ends=True)
-
-
 def test_a_dead_service_is_an_error_that_names_it(serve):
-    service = serve(lambda path, request: fusion_answer())
-    service.close()
-    waits: list[float] = []
+    service = serve(lambda path, request: (503, b""))
+    waits = []
     verifier = SandboxFusionVerifier(service.url, sandbox_fusion_retries=2, sleep=waits.append)
     rollout = Rollout(Prompt("p", [1], extra={"input_output": ADD}), 0, [1], "```python\nprint(3)\n```", "stop")
-    with pytest.raises(RewardError, match=rf"{service.url}/run_code: ConnectionError: .*\(3 of 3 tries\)"):
+    with pytest.raises(RewardError, match=rf"{service.url}/run_code: HTTP 503.*3 of 3"):
         CodeReward(verifier).score([rollout])
     assert waits == [1, 2]
 
 
 def test_a_slow_service(serve, monkeypatch):
-    import lightppo.rewards.services as module
-
-    monkeypatch.setattr(module, "_WAIT_SECONDS", 0.2)
+    monkeypatch.setattr("lightppo.rewards.services._WAIT_SECONDS", 0.2)
     release = threading.Event()
     service = serve(lambda path, request: (release.wait(600), fusion_answer())[1])
-    started = time.monotonic()
+    verifier = fusion(service, code_timeout=0.1, sandbox_fusion_retries=0)
     try:
         with pytest.raises(RewardError, match=r"Read ?[tT]ime"):
-            fusion(service, code_timeout=0.1, sandbox_fusion_retries=0).verify(
-                "x", cases_of(ADD), first_failure_ends=True
-            )
+            verifier.verify("x", cases_of(ADD), first_failure_ends=True)
     finally:
         release.set()
-    assert time.monotonic() - started < 300
 
 
 def test_requests_at_a_time(serve):
@@ -273,15 +207,6 @@ def test_some_failures_are_unscored(serve):
     assert output.metrics["failures"] == [0.0, 1.0, 0.0, 1.0]
 
 
-def test_secrets_of_the_address_stay_out(serve, caplog):
-    service = serve(lambda path, request: (500, f"bad request {path}".encode()))
-    caplog.set_level(logging.WARNING)
-    with pytest.raises(RewardError) as caught:
-        fusion(service.url + "/run_code?token=a-secret-token").verify("x", cases_of(ADD), first_failure_ends=True)
-    assert "a-secret-token" not in str(caught.value) + caplog.text
-    assert "HTTP 500" in caplog.text
-
-
 @pytest.mark.parametrize("url", ["ftp://host/run", "localhost:8080", "http://", "http://me:password@host/run"])
 def test_addresses_that_are_none(url):
     with pytest.raises(ValueError, match="--sandbox_fusion_url") as caught:
@@ -294,7 +219,7 @@ def test_addresses_that_are_none(url):
 # --- AReaL's function-call service
 
 
-def calls(service: Service, **options: Any) -> FunctionCallVerifier:
+def calls(service, **options):
     return FunctionCallVerifier(service.url, sleep=lambda seconds: None, **options)
 
 

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from lightppo.data.records import Rollout
 from lightppo.errors import RewardError
 from lightppo.rewards import (
     AsyncScorer,
@@ -26,15 +23,15 @@ from lightppo.rewards import (
 
 
 class Fixed:
-    def __init__(self, name: str, output: Any) -> None:
+    def __init__(self, name, output):
         self.name = name
         self.output = output
 
-    def score(self, rollouts: list[Rollout]) -> RewardOutput:
+    def score(self, rollouts):
         return self.output
 
 
-def test_check_makes_plain_floats(rollouts: list[Rollout]) -> None:
+def test_check_makes_plain_floats(rollouts):
     output = RewardOutput(
         [True, np.float32(0.5), torch.tensor(2.0), None, 3], {"m": torch.arange(5)}, [[1]] + [None] * 4
     )
@@ -47,7 +44,7 @@ def test_check_makes_plain_floats(rollouts: list[Rollout]) -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, "1.0", [1.0], 10**400, torch.tensor(math.nan)])
 @pytest.mark.parametrize("where", ["score", "metric"])
-def test_check_names_source_sample_and_prompt_of_a_bad_number(rollouts: list[Rollout], bad: Any, where: str) -> None:
+def test_check_names_source_sample_and_prompt_of_a_bad_number(rollouts, bad, where):
     values = [0.0, 0.0, bad, 0.0, 0.0]
     output = RewardOutput(values) if where == "score" else RewardOutput([0.0] * 5, {"len": values})
     with pytest.raises(
@@ -70,12 +67,12 @@ def test_check_names_source_sample_and_prompt_of_a_bad_number(rollouts: list[Rol
         ([1.0] * 5, "must return a RewardOutput, got list"),
     ],
 )
-def test_check_refuses(rollouts: list[Rollout], output: Any, message: str) -> None:
+def test_check_refuses(rollouts, output, message):
     with pytest.raises(RewardError, match=message):
         check_output(output, rollouts, "judge")
 
 
-def test_score_rollouts_writes_into_the_samples(rollouts: list[Rollout]) -> None:
+def test_score_rollouts_writes_into_the_samples(rollouts):
     rollouts[0].extras["kept"] = 7.0
     output = RewardOutput([1, None, 0, 0, 0], {"acc": [1, None, 0, 0, 0]}, [[0.5]] + [None] * 4)
     score_rollouts(Fixed("s", output), rollouts)
@@ -86,13 +83,13 @@ def test_score_rollouts_writes_into_the_samples(rollouts: list[Rollout]) -> None
     assert rollouts[1].token_rewards is None
 
 
-def test_score_rollouts_changes_nothing_on_error(rollouts: list[Rollout]) -> None:
+def test_score_rollouts_changes_nothing_on_error(rollouts):
     with pytest.raises(RewardError, match=r"^s: the score of sample 4"):
         score_rollouts(Fixed("s", RewardOutput([1.0, 1.0, 1.0, 1.0, math.nan])), rollouts)
     assert all(rollout.reward is None and rollout.extras == {} for rollout in rollouts)
 
 
-def test_combined_is_the_weighted_sum(make_rollout: Callable[..., Rollout]) -> None:
+def test_combined_is_the_weighted_sum(make_rollout):
     rollouts = [make_rollout(i) for i in range(3)]
     task = Fixed("task", RewardOutput([1.0, 0.0, None], {"acc": [1.0, 0.0, None]}))
     style = Fixed("style", RewardOutput([0.5, -2.0, 1.0], {}, [None, [1.0, 2.0], None]))
@@ -103,12 +100,12 @@ def test_combined_is_the_weighted_sum(make_rollout: Callable[..., Rollout]) -> N
     assert output.token_scores == [None, [0.5, 1.0], None]  # 0.5·[1, 2]
 
 
-def test_combined_adds_token_scores(make_rollout: Callable[..., Rollout]) -> None:
+def test_combined_adds_token_scores(make_rollout):
     a, b = Fixed("a", RewardOutput([0.0], {}, [[1.0]])), Fixed("b", RewardOutput([0.0], {}, [[3.0]]))
     assert CombinedReward({a: 2.0, b: -1.0}).score([make_rollout(0)]).token_scores == [[-1.0]]  # 2·1 − 1·3
 
 
-def test_combined_blames_the_source_that_is_wrong(rollouts: list[Rollout]) -> None:
+def test_combined_blames_the_source_that_is_wrong(rollouts):
     sources = {Fixed("fine", RewardOutput([1.0] * 5)): 1.0, Fixed("broken", RewardOutput([1.0])): 0.0}
     with pytest.raises(RewardError, match=r"^broken: 1 scores for 5 samples"):
         CombinedReward(sources).score(rollouts)
@@ -123,12 +120,12 @@ def test_combined_blames_the_source_that_is_wrong(rollouts: list[Rollout]) -> No
         ({Fixed("a", None): "1"}, "weight of a must be a finite number, got '1'"),
     ],
 )
-def test_combined_refuses(sources: dict[Any, Any], message: str) -> None:
+def test_combined_refuses(sources, message):
     with pytest.raises(ValueError, match=message):
         CombinedReward(sources)
 
 
-def test_combined_is_a_source() -> None:
+def test_combined_is_a_source():
     assert isinstance(CombinedReward({Fixed("a", None): 1.0}), RewardSource)
 
 
@@ -138,27 +135,27 @@ def test_combined_is_a_source() -> None:
 class Length:
     """Scores with the number of response ids times ``factor``; remembers the prompt rows of each call."""
 
-    def __init__(self, name: str, factor: float = 1.0, calls: list[Any] | None = None, **more: Any) -> None:
+    def __init__(self, name, factor=1.0, calls=None, **more):
         self.name = name
         self.factor = factor
         self.calls = calls if calls is not None else []
         self.more = more
 
-    def score(self, rollouts: list[Rollout]) -> RewardOutput:
+    def score(self, rollouts):
         self.calls.append((self.name, [rollout.prompt.index for rollout in rollouts]))
         metrics = {name: [value] * len(rollouts) for name, value in self.more.items()}
         return RewardOutput([self.factor * len(rollout.response_ids) for rollout in rollouts], metrics)
 
 
 @pytest.fixture
-def mixed(make_rollout: Callable[..., Rollout]) -> list[Rollout]:
+def mixed(make_rollout):
     """Rows 100 to 103 with 1 to 4 response ids, of math, code, math and chat."""
     kinds = ("math", "code", "math", "chat")
     return [make_rollout(i, data_source=kind, label=i % 2) for i, kind in enumerate(kinds)]
 
 
-def test_each_data_source_has_its_weighted_sources(mixed: list[Rollout]) -> None:
-    calls: list[Any] = []
+def test_each_data_source_has_its_weighted_sources(mixed):
+    calls = []
     judge, style = Length("judge", 1.0, calls, acc=0.5), Length("style", 10.0, calls)
     reward = RoutedReward({"math": [(judge, 2.0)], "code": [(style, 0.5), (judge, -1.0)], "*": [(style, 1.0)]})
     output = reward.score(mixed)
@@ -172,19 +169,19 @@ def test_each_data_source_has_its_weighted_sources(mixed: list[Rollout]) -> None
     assert calls == [("judge", [100, 101, 102]), ("style", [101, 103])]  # each once, with all its samples
 
 
-def test_the_order_of_samples_changes_nothing(mixed: list[Rollout]) -> None:
+def test_the_order_of_samples_changes_nothing(mixed):
     reward = RoutedReward({"math": [(Length("a"), 2.0)], "*": [(Length("b", 3.0), 1.0)]})
     assert reward.score(mixed[::-1]).scores == reward.score(mixed).scores[::-1]
 
 
-def test_label_routes_by_its_text(mixed: list[Rollout]) -> None:
+def test_label_routes_by_its_text(mixed):
     mixed[3].prompt.label = "one"
     routes = {"0": [(Length("even"), 1.0)], "1": [(Length("odd"), -1.0)], "one": [(Length("word"), 0.5)]}
     reward = RoutedReward(routes, by="label")
     assert reward.score(mixed).scores == [1.0, -2.0, 3.0, 2.0]
 
 
-def test_an_unknown_route_is_named(mixed: list[Rollout]) -> None:
+def test_an_unknown_route_is_named(mixed):
     reward = RoutedReward({"math": [(Length("a"), 1.0)], "code": [(Length("b"), 1.0)]}, name="by_task")
     with pytest.raises(RewardError, match=r"^by_task: .* the data source 'chat' of sample 3 .* are 'math', 'code'"):
         score_rollouts(reward, mixed)
@@ -192,17 +189,17 @@ def test_an_unknown_route_is_named(mixed: list[Rollout]) -> None:
 
 
 @pytest.mark.parametrize("n", [0, 1, 4])
-def test_every_rank_calls_every_source_in_one_order(mixed: list[Rollout], n: int) -> None:
-    calls: list[Any] = []
+def test_every_rank_calls_every_source_in_one_order(mixed, n):
+    calls = []
     a, b, c = (Length(name, calls=calls) for name in "abc")
     routes = {"code": [(c, 1.0), (a, 1.0)], "math": [(b, 1.0), (c, 1.0)], "*": [(a, 1.0)]}
     assert len(RoutedReward(routes).score(mixed[:n]).scores) == n
     assert [name for name, _ in calls] == ["c", "a", "b"]
 
 
-def test_unscored_by_one_source_of_the_route_is_unscored(mixed: list[Rollout]) -> None:
+def test_unscored_by_one_source_of_the_route_is_unscored(mixed):
     class Silent(Length):
-        def score(self, rollouts: list[Rollout]) -> RewardOutput:
+        def score(self, rollouts):
             return RewardOutput([None] * len(rollouts))
 
     silent, judge = Silent("silent"), Length("judge")
@@ -211,9 +208,9 @@ def test_unscored_by_one_source_of_the_route_is_unscored(mixed: list[Rollout]) -
     assert output.metrics["judge"] == [1.0, 2.0, 3.0, 4.0]
 
 
-def test_token_scores_take_the_weight_of_the_route(mixed: list[Rollout]) -> None:
+def test_token_scores_take_the_weight_of_the_route(mixed):
     class Dense(Length):
-        def score(self, rollouts: list[Rollout]) -> RewardOutput:
+        def score(self, rollouts):
             rows = [[1.0] * len(rollout.response_ids) for rollout in rollouts]
             return RewardOutput([0.0] * len(rows), {}, rows)
 
@@ -222,7 +219,7 @@ def test_token_scores_take_the_weight_of_the_route(mixed: list[Rollout]) -> None
     assert output.token_scores == [[2.0], [-1.0, -1.0], [2.0] * 3, None]
 
 
-def test_failures_are_added_up_over_the_sources(mixed: list[Rollout]) -> None:
+def test_failures_are_added_up_over_the_sources(mixed):
     inner = CombinedReward({Length("a", failures=1.0): 1.0, Length("b", failures=2.0, timeouts=1.0): 1.0}, "inner")
     output = RoutedReward({"math": [(inner, 1.0), (Length("c", failures=4.0), 1.0)], "*": [(Length("d"), 1.0)]})
     metrics = output.score(mixed).metrics
@@ -231,7 +228,7 @@ def test_failures_are_added_up_over_the_sources(mixed: list[Rollout]) -> None:
     assert metrics["timeouts"] == [1.0, 0, 1.0, 0]
 
 
-def test_needs_all_ranks_where_one_source_does() -> None:
+def test_needs_all_ranks_where_one_source_does():
     model = Length("model")
     assert not RoutedReward({"*": [(model, 1.0)]}).needs_all_ranks
     model.needs_all_ranks = True
@@ -249,12 +246,12 @@ def test_needs_all_ranks_where_one_source_does() -> None:
         ({"*": [(Length("a"), 1.0)]}, {"by": "index"}, "by data_source or label, not by 'index'"),
     ],
 )
-def test_bad_routes_are_refused(routes: Any, options: Any, message: str) -> None:
+def test_bad_routes_are_refused(routes, options, message):
     with pytest.raises(ValueError, match=message):
         RoutedReward(routes, **options)
 
 
-def test_a_source_twice_on_a_route_is_refused() -> None:
+def test_a_source_twice_on_a_route_is_refused():
     source = Length("a")
     with pytest.raises(ValueError, match="a is twice on the route 'math'"):
         RoutedReward({"math": [(source, 1.0), (source, 2.0)]})
@@ -271,14 +268,14 @@ class Gated:
 
     name = "gated"
 
-    def __init__(self, *, is_open: bool = True) -> None:
+    def __init__(self, *, is_open=True):
         self.began, self.gate = threading.Event(), threading.Event()
-        self.threads: list[int] = []
-        self.calls: list[list[int]] = []
+        self.threads = []
+        self.calls = []
         if is_open:
             self.gate.set()
 
-    def score(self, rollouts: list[Rollout]) -> RewardOutput:
+    def score(self, rollouts):
         self.calls.append([rollout.prompt.index for rollout in rollouts])
         self.threads.append(threading.get_ident())
         self.began.set()
@@ -288,10 +285,10 @@ class Gated:
 
 
 @pytest.fixture
-def closing() -> Iterator[Callable[..., AsyncScorer]]:
-    scorers: list[AsyncScorer] = []
+def closing():
+    scorers = []
 
-    def make(*args: Any, **options: Any) -> AsyncScorer:
+    def make(*args, **options):
         scorers.append(AsyncScorer(*args, **options))
         return scorers[-1]
 
@@ -300,7 +297,7 @@ def closing() -> Iterator[Callable[..., AsyncScorer]]:
         scorer.close()
 
 
-def test_scoring_begins_before_generation_ends(rollouts: list[Rollout], closing: Callable[..., AsyncScorer]) -> None:
+def test_scoring_begins_before_generation_ends(rollouts, closing):
     source = Gated(is_open=False)
     scorer = closing(source)
     scorer.submit(rollouts[:2])  # the first micro batch; the engine decodes the second
@@ -316,9 +313,7 @@ def test_scoring_begins_before_generation_ends(rollouts: list[Rollout], closing:
     assert rollouts[4].extras == {"half": 2.5}
 
 
-def test_the_same_as_scoring_at_the_end(
-    make_rollout: Callable[..., Rollout], closing: Callable[..., AsyncScorer]
-) -> None:
+def test_the_same_as_scoring_at_the_end(make_rollout, closing):
     ours, theirs = ([make_rollout(i) for i in range(5)] for _ in range(2))
     scorer = closing(Gated(), max_workers=3)
     for k in (3, 0, 4, 1, 2):  # parts come as they are finished
@@ -328,7 +323,7 @@ def test_the_same_as_scoring_at_the_end(
     assert ours == theirs
 
 
-def test_used_again_and_without_samples(rollouts: list[Rollout], closing: Callable[..., AsyncScorer]) -> None:
+def test_used_again_and_without_samples(rollouts, closing):
     source = Gated()
     scorer = closing(source)
     assert scorer.collect() == RewardOutput([])
@@ -338,11 +333,11 @@ def test_used_again_and_without_samples(rollouts: list[Rollout], closing: Callab
     assert len(set(source.threads)) == 1
 
 
-def test_several_workers_score_at_the_same_time(rollouts: list[Rollout], closing: Callable[..., AsyncScorer]) -> None:
+def test_several_workers_score_at_the_same_time(rollouts, closing):
     meeting = threading.Barrier(2)  # passed only by two at a time
 
     class Meeting(Gated):
-        def score(self, rollouts: list[Rollout]) -> RewardOutput:
+        def score(self, rollouts):
             meeting.wait(SECONDS)
             return super().score(rollouts)
 
@@ -353,11 +348,9 @@ def test_several_workers_score_at_the_same_time(rollouts: list[Rollout], closing
 
 
 @pytest.mark.parametrize("error", [RewardError("the judge is ill"), ZeroDivisionError("oops"), SystemExit(3)])
-def test_errors_come_up_when_collected(
-    rollouts: list[Rollout], closing: Callable[..., AsyncScorer], error: BaseException
-) -> None:
+def test_errors_come_up_when_collected(rollouts, closing, error):
     class Failing(Gated):
-        def score(self, rollouts: list[Rollout]) -> RewardOutput:
+        def score(self, rollouts):
             if rollouts[0].prompt.index == 101:
                 raise error
             return super().score(rollouts)
@@ -373,9 +366,9 @@ def test_errors_come_up_when_collected(
     assert scorer.collect().scores == [3.0]  # the thread lives on, and the error is not raised again
 
 
-def test_what_is_no_answer_is_an_error(rollouts: list[Rollout], closing: Callable[..., AsyncScorer]) -> None:
+def test_what_is_no_answer_is_an_error(rollouts, closing):
     class Short(Gated):
-        def score(self, rollouts: list[Rollout]) -> RewardOutput:
+        def score(self, rollouts):
             return RewardOutput([1.0])
 
     scorer = closing(Short())
@@ -384,7 +377,7 @@ def test_what_is_no_answer_is_an_error(rollouts: list[Rollout], closing: Callabl
         scorer.collect()
 
 
-def test_a_source_that_hangs_is_a_time_out(rollouts: list[Rollout], closing: Callable[..., AsyncScorer]) -> None:
+def test_a_source_that_hangs_is_a_time_out(rollouts, closing):
     source = Gated(is_open=False)
     scorer = closing(source, timeout=0.05)
     scorer.submit(rollouts[:2])
@@ -402,7 +395,7 @@ def test_a_source_that_hangs_is_a_time_out(rollouts: list[Rollout], closing: Cal
     assert source.calls == [[100, 101]]  # nothing more is begun
 
 
-def test_what_is_left_at_the_end_is_not_scored_silently(rollouts: list[Rollout]) -> None:
+def test_what_is_left_at_the_end_is_not_scored_silently(rollouts):
     source = Gated(is_open=False)
     scorer = AsyncScorer(source)
     scorer.submit(rollouts[:2])
@@ -414,14 +407,14 @@ def test_what_is_left_at_the_end_is_not_scored_silently(rollouts: list[Rollout])
         scorer.collect()
 
 
-def test_sources_of_all_ranks_are_refused() -> None:
+def test_sources_of_all_ranks_are_refused():
     model = RewardModelSource([lambda s, m: s[:, 0]], device="cpu", pad_token_id=0, micro_batch_size=1)
     for source in (model, CombinedReward({Gated(): 1.0, model: 1.0})):
         with pytest.raises(ValueError, match=r"^--async_rewards: .* reward model"):
             AsyncScorer(source)
 
 
-def test_bad_options_are_refused() -> None:
+def test_bad_options_are_refused():
     with pytest.raises(ValueError, match="max_workers must be at least 1"):
         AsyncScorer(Gated(), 0)
     with pytest.raises(ValueError, match="timeout must be > 0"):
