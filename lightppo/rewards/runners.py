@@ -36,7 +36,6 @@ from pebble import ProcessExpired, ProcessPool
 
 from lightppo.errors import RewardError, WorkerStartError
 from lightppo.rewards.source import Call, Outcome, Runner
-from lightppo.sandbox import default_processes
 
 ManagerName = Literal["auto", "naive", "batch", "prime"]
 
@@ -94,6 +93,8 @@ def build_runner(
     if reward_manager == "prime":
         if reward_timeout is None:
             raise ValueError("--reward_manager prime needs --reward_timeout, the seconds after which a call is killed")
+        from lightppo.sandbox import default_processes  # here, as worker processes import this file
+
         workers = reward_workers or default_processes()
         return KillablePool(spec or function_spec(fn, name), workers=workers, timeout=reward_timeout).run
     runner = LoopRunner if is_async else ThreadRunner
