@@ -124,6 +124,12 @@ def overlay_args(config: PPOConfig, args: Any) -> PPOConfig:
     return config.with_options(**{name: given[name] for name in schedule if name in given})
 
 
+def generation_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The constructor's options that say how to sample: the seed's ``generate_kwargs``."""
+    names = {*_GENERATION_NAMES, *_GENERATION_OPTIONS, *_SPECIAL}
+    return {name: value for name, value in options.items() if name in names}
+
+
 def _generation(options: Mapping[str, Any]) -> dict[str, Any]:
     return {_GENERATION_NAMES.get(n, n): v for n, v in options.items() if n not in _SPECIAL}
 

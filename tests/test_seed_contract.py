@@ -1,8 +1,9 @@
 """A user script in the seed's style, run against lightppo with nothing but its imports changed.
 
-As a script it builds strategy, models, optimizers, schedulers and dataloaders by hand and calls the trainer with 10
-positional arguments and the seed's options. As a test it runs itself: one process without a launcher, and two ranks
-with ZeRO-3 under the DeepSpeed launcher.
+As a script it builds strategy, models, optimizers, schedulers and dataloaders by hand, with every argument that the
+last train_ppo.py of OpenRLHF's launcher era gives them, and calls the trainer with 10 positional arguments and the
+seed's options. As a test it runs itself: one process without a launcher, and two ranks with ZeRO-3 under the DeepSpeed
+launcher.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ def reward_fn(scores):
 
 
 def train(args: argparse.Namespace) -> None:
+    from torch.utils.data import DataLoader
     from transformers import get_scheduler
 
     from lightppo import (
@@ -39,22 +41,38 @@ def train(args: argparse.Namespace) -> None:
     strategy = get_strategy(args)
     strategy.setup_distributed()
 
-    actor = Actor(args.pretrain, bf16=args.bf16, ds_config=strategy.get_ds_train_config(is_actor=True))
+    lora = {"lora_rank": 0, "lora_alpha": 16, "target_modules": "all-linear", "lora_dropout": 0}
+    kinds = {"use_flash_attention_2": False, "bf16": args.bf16, "load_in_4bit": False}
+    actor = Actor(
+        args.pretrain, **kinds, **lora, ds_config=strategy.get_ds_train_config(is_actor=True), packing_samples=False,
+        use_liger_kernel=False,
+    )  # fmt: skip
     critic = get_llm_for_sequence_regression(
         args.critic_pretrain,
         "critic",
-        bf16=args.bf16,
+        normalize_reward=args.normalize_reward,
+        **kinds,
+        **lora,
         ds_config=strategy.get_ds_train_config(is_actor=False),
         value_head_prefix=args.value_head_prefix,
         init_value_head=args.pretrain == args.critic_pretrain,
     )
     reward_models = [
-        get_llm_for_sequence_regression(path, "reward", ds_config=strategy.get_ds_eval_config(offload=False))
+        get_llm_for_sequence_regression(
+            path,
+            "reward",
+            normalize_reward=args.normalize_reward,
+            **kinds,
+            ds_config=strategy.get_ds_train_config(is_actor=False),
+            value_head_prefix=args.value_head_prefix,
+        )
         for path in args.reward_pretrain.split(",")
     ]
-    initial_model = Actor(args.pretrain, bf16=args.bf16, ds_config=strategy.get_ds_eval_config(offload=False))
-    ema_model = Actor(args.pretrain, ds_config=strategy.get_ds_eval_config(offload=True))
-    tokenizer = get_tokenizer(args.pretrain, actor.model, "left", use_fast=True)
+    strategy.print(f"mean: {reward_models[0].mean}, std {reward_models[0].std}")
+    strategy.print(actor)
+    tokenizer = get_tokenizer(args.pretrain, actor.model, "left", strategy, use_fast=True)
+    initial_model = Actor(args.pretrain, **kinds, ds_config=strategy.get_ds_eval_config(offload=False))
+    ema_model = Actor(args.pretrain, **kinds, ds_config=strategy.get_ds_eval_config(offload=True))
     actor.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     critic.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
@@ -63,14 +81,13 @@ def train(args: argparse.Namespace) -> None:
         critic, lr=args.critic_learning_rate, betas=(0.9, 0.95), weight_decay=args.l2
     )
 
-    prompts_data = blending_datasets(args.prompt_data, None, strategy, args.seed, train_split="train")
+    prompts_data = blending_datasets(
+        args.prompt_data, None, strategy, args.seed, max_count=1000, return_eval=False, train_split="train"
+    )
+    prompts_data = prompts_data.select(range(min(1000, len(prompts_data))))
     prompts_dataset = PromptDataset(prompts_data, tokenizer, strategy, input_template=None)
     prompts_dataloader = strategy.setup_dataloader(
-        prompts_dataset,
-        args.rollout_batch_size // strategy.world_size,
-        True,
-        True,
-        collate_fn=prompts_dataset.collate_fn,
+        prompts_dataset, args.rollout_batch_size // strategy.world_size, True, True
     )
     pretrain_data = blending_datasets(args.pretrain_data, None, strategy, args.seed, train_split="train")
     pretrain_dataset = SFTDataset(pretrain_data, tokenizer, 32, strategy, pretrain_mode=True)
@@ -98,11 +115,16 @@ def train(args: argparse.Namespace) -> None:
     (
         (actor, actor_optim, actor_scheduler),
         (critic, critic_optim, critic_scheduler),
+        reward_models[0],
         initial_model,
     ) = strategy.prepare(
-        (actor, actor_optim, actor_scheduler), (critic, critic_optim, critic_scheduler), initial_model, is_rlhf=True
+        (actor, actor_optim, actor_scheduler),
+        (critic, critic_optim, critic_scheduler),
+        reward_models[0],
+        initial_model,
+        is_rlhf=True,
     )
-    reward_models = [strategy.prepare(model, is_rlhf=True) for model in reward_models]
+    reward_models[1] = strategy.prepare(reward_models[1], is_rlhf=True)
     ema_model._offload = True
     ema_model = strategy.prepare(ema_model, is_rlhf=True)
 
@@ -142,7 +164,7 @@ def train(args: argparse.Namespace) -> None:
         max_norm=1.0,
         do_sample=True,
         max_new_tokens=args.generate_max_len,
-        max_length=64,
+        max_length=args.max_len,
         temperature=1.0,
         top_p=1.0,
         pad_token_id=tokenizer.pad_token_id,
@@ -153,20 +175,34 @@ def train(args: argparse.Namespace) -> None:
     )
     trainer.fit(args, prompts_dataloader, pretrain_dataloader, consumed_samples, num_update_steps_per_episodes)
 
-    # The three training steps, called as the seed's subclasses call them.
-    experience = trainer.experience_maker.make_experience_list(
-        trainer.sampler.score(trainer.sampler.generate(next(iter(prompts_dataloader)), step=99)).rollouts
-    )[0]
-    statuses = {
-        "frozen": trainer.training_step(experience, args.freezing_actor_steps),
-        "training_step": trainer.training_step(experience, 99, entropy_mask=experience.action_mask),
-        "actor": trainer.training_step_actor(experience),
-        "critic": trainer.training_step_critic(experience),
-    }
+    # A loop of the script's own, as the seed's ppo_train: it takes as many optimizer steps as the seed's.
+    for prompts in itertools.islice(prompts_dataloader, 1):
+        texts, labels = [p.text for p in prompts], [p.label for p in prompts]
+        for experience in trainer.experience_maker.make_experience_list(texts, labels, **trainer.generate_kwargs):
+            trainer.replay_buffer.append(experience)
+    steps, statuses = [trainer.actor_scheduler.last_epoch], []
+    dataloader = DataLoader(
+        trainer.replay_buffer,
+        batch_size=trainer.replay_buffer.sample_batch_size,
+        shuffle=True,
+        drop_last=True,
+        pin_memory=False,
+        collate_fn=trainer.replay_buffer.collate_fn,
+    )
+    for global_steps in (args.freezing_actor_steps, 99):  # the actor is frozen, and then is not
+        for experience in dataloader:
+            status = trainer.training_step(experience, global_steps)
+            if "kl" in status:  # as the seed weighs it
+                status["kl"] *= status["response_length"]
+                status = strategy.all_reduce(status)
+                status["kl"] /= status["response_length"]
+            statuses.append(status)
+        steps.append(trainer.actor_scheduler.last_epoch)
     strategy.save_model(ema_model if args.enable_ema else actor, tokenizer, args.save_path)
     strategy.save_model(critic, tokenizer, args.save_path + "_critic")
     if strategy.is_rank_0():
-        Path(args.save_path, "statuses.json").write_text(json.dumps(statuses))
+        found = {"statuses": statuses, "steps": steps, "save_steps": str(args.save_steps), "samples": len(dataloader)}
+        Path(args.save_path, "loop.json").write_text(json.dumps(found))
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -210,7 +246,16 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--advantage_estimator", default="gae")
     parser.add_argument("--value_head_prefix", default="score")
     parser.add_argument("--kl_estimator", default="k1")
-    for name in ("bf16", "use_kl_loss", "save_hf_ckpt", "disable_ds_ckpt", "load_checkpoint", "enable_ema"):
+    parser.add_argument("--max_len", type=int, default=None)
+    for name in (
+        "bf16",
+        "normalize_reward",
+        "use_kl_loss",
+        "save_hf_ckpt",
+        "disable_ds_ckpt",
+        "load_checkpoint",
+        "enable_ema",
+    ):
         parser.add_argument(f"--{name}", action="store_true")
     parser.add_argument("--reward_clip_range", type=float, nargs=2, default=(-10, 10))
     parser.add_argument("--use_wandb", default=None)
@@ -261,10 +306,14 @@ def test_one_process_trains_and_resumes(assets, tmp_path):
     assert rows[0]["train/kl_coef"] == 0.05
     assert rows[2]["train/kl_coef"] != 0.05  # kl_target: adaptive
 
-    statuses = json.loads((tmp_path / "model" / "statuses.json").read_text())
-    assert set(statuses["critic"]) >= {"critic_loss", "values", "critic_lr"}
-    assert "policy_loss" not in statuses["frozen"]
-    assert statuses["training_step"].keys() == statuses["actor"].keys() | statuses["critic"].keys()
+    loop = json.loads((tmp_path / "model" / "loop.json").read_text())
+    frozen, trained = loop["statuses"][:4], loop["statuses"][4:]  # 8 samples in micro batches of 2, twice
+    assert all("policy_loss" not in status and status["critic_loss"] > 0 for status in frozen)
+    seeds = {"policy_loss", "actor_lr", "critic_loss", "values", "critic_lr", "kl", "reward", "return",
+             "response_length", "total_length", "ptx_loss"}  # fmt: skip
+    assert all(seeds <= status.keys() for status in trained)
+    assert loop["steps"] == [2, 2, 3]  # two of fit, none while frozen, one for train_batch_size samples
+    assert loop["save_steps"] == "2"
 
     checkpoints = tmp_path / "ckpt"
     assert (checkpoints / "_actor" / "global_step2").is_dir()
@@ -284,6 +333,7 @@ def test_one_process_trains_and_resumes(assets, tmp_path):
 @pytest.mark.slow
 def test_two_ranks_with_zero_3(assets, tmp_path):
     run_script(assets, tmp_path, "--zero_stage=3", "--save_steps=-1", launcher="deepspeed", world_size=2)
+    assert json.loads((tmp_path / "model" / "loop.json").read_text())["save_steps"] == "inf"
     rows = logged(tmp_path)
     assert [row["rollout/samples"] for row in rows] == [8, 8, 4]
     assert all(row["train/critic_grad_norm"] > 0 for row in rows)

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from lightppo.algorithms.kl import make_kl_controller
 from lightppo.algorithms.losses import GPTLMLoss, ValueLoss
-from lightppo.compat import SeedAttributes, constructor_config, overlay_args, with_generation
+from lightppo.compat import SeedAttributes, constructor_config, generation_options, overlay_args, with_generation
 from lightppo.config import PPOConfig
 from lightppo.config.algorithm_rules import moves_reference, needs_critic
 from lightppo.config.micro_batches import micro_batch_spec
@@ -129,7 +129,7 @@ class PPOTrainer(SeedAttributes):
         self.actor_optim, self.actor_scheduler = actor_optim, actor_scheduler
         self.critic_optim, self.critic_scheduler = critic_optim, critic_scheduler
         self.reward_model, self.reward_fn, self.remote_rm_url = reward_model, reward_fn, remote_rm_url
-        self.generate_kwargs = options
+        self.generate_kwargs = generation_options(options)
         self.max_epochs, self.ema_beta, self.ptx_coef = t.max_epochs, a.ema_beta, a.ptx_coef
         self.freezing_actor_steps = a.freezing_actor_steps
         self.actor_loss_fn = build_policy_loss(o)
@@ -183,10 +183,7 @@ class PPOTrainer(SeedAttributes):
         self.recorder: Recorder | None = None
         self.on_policy: dict[str, m.Summary] = {}  # of log probs that only the training pass has made
         self.owns_parts = False  # a script in the seed's style saves and closes by itself
-        # A loop in the seed's style takes a step every train_batch_size samples; fit says it for each step.
-        for model in (actor, critic):
-            if model is not None:
-                strategy.accumulate(model, self._lone_accumulation())
+        self._accumulate_alone()
 
     @classmethod
     def from_config(cls, config: PPOConfig) -> Self:
@@ -273,6 +270,7 @@ class PPOTrainer(SeedAttributes):
                 plan = self._minibatches(global_steps, epoch)
                 for minibatch in self._bar(plan, f"Train epoch [{epoch + 1}/{self.max_epochs}]", leave=False):
                     steps.append(self.train_minibatch(minibatch, global_steps))
+        self._accumulate_alone()
         rollout = m.merge_summaries([rollout, self.on_policy])
         status = m.optimizer_status(steps, self.strategy)  # the means of the rollout take the place of the seed's
         status = {name: value for name, value in status.items() if name not in m.SEED_INFO}
@@ -601,6 +599,12 @@ class PPOTrainer(SeedAttributes):
         scale = float(self.config.rollout.generate_max_len)
         part = lone_part(experience, self.strategy, scale=scale, accumulation=self._lone_accumulation())
         return part if pretrain is None else self._with_pretrain([replace(experience, part=part)])[0].part
+
+    def _accumulate_alone(self) -> None:
+        """A loop in the seed's style takes a step every ``train_batch_size`` samples; ``fit`` says it for each step."""
+        for model in (self.actor, self.critic):
+            if model is not None:
+                self.strategy.accumulate(model, self._lone_accumulation())
 
     def _lone_accumulation(self) -> int:
         """Micro batches that hold the ``train_batch_size`` of the strategy."""

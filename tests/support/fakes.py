@@ -138,6 +138,12 @@ class FakeEngine:
             for j in range(sampling.n)
         ]
 
+    def sync_weights(self, actor: Any) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
 
 class FakeReward:
     """Scores of a table {(prompt index, sample index): score}; samples that are not in it stay unscored."""
