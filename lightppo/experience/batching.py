@@ -273,14 +273,15 @@ class StepPart:
             micro batches with samples, of all ranks, is the metric of the step.
         loss_scale: factor of the loss beside the normalizer; 1 where the step was planned.
         has_samples: ``False``: a placeholder, which only keeps the collectives of the ranks level.
-        pretrain: batch for the PTX loss and the labelled tokens of all such batches of the step.
+        pretrain: batch for the PTX loss, the labelled tokens of all such batches of the step, and how many of them a
+            rank has; placeholders have one too.
     """
 
     normalizer: LossNormalizer
     status_scale: float = 1.0
     loss_scale: float = 1.0
     has_samples: bool = True
-    pretrain: tuple[Any, float] | None = None
+    pretrain: tuple[Any, float, int] | None = None
 
 
 @dataclass

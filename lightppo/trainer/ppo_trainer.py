@@ -289,7 +289,9 @@ class PPOTrainer(SeedAttributes):
         else:
             actor = [(e, self.training_step_actor(e)) for e in micro_batches if self._actor_trains(global_steps)]
             done = [*actor, *((e, self.training_step_critic(e)) for e in of_critic)]
-        return [m.checked_status(status) for experience, status in done if experience.part.has_samples]
+        statuses = [(experience.part.has_samples, m.checked_status(status)) for experience, status in done]
+        # A placeholder says nothing but the PTX loss of its own batch.
+        return [s if real else {n: v for n, v in s.items() if n == "ptx_loss"} for real, s in statuses]
 
     def training_step(
         self, experience: Experience, global_steps: int, entropy_mask: Tensor | None = None
@@ -335,12 +337,12 @@ class PPOTrainer(SeedAttributes):
         self.early_stop.add(metrics)
         if experience.action_log_probs is None and part.has_samples:
             self._note_on_policy(experience, old_log_probs)
+        status = m.micro_batch_status(metrics, experience, part.status_scale)
         if part.pretrain is not None:
-            batch, tokens = part.pretrain
+            batch, tokens, batches = part.pretrain
             ptx = pretrain_loss(self.actor, batch, self.ptx_loss_fn, tokens, self.strategy.world_size)
             self.strategy.backward(self.ptx_coef * part.loss_scale * ptx, self.actor, self.actor_optim)
-            metrics["ptx_loss"] = ptx.detach()
-        status = m.micro_batch_status(metrics, experience, part.status_scale)
+            status["ptx_loss"] = ptx.item() * batches
         return status | self._actor_step()
 
     def training_step_critic(self, experience: Experience) -> dict[str, float]:
@@ -592,7 +594,8 @@ class PPOTrainer(SeedAttributes):
         batches = [as_lm_batch(next(self.pretrain_dataloader), self.strategy.device) for _ in micro_batches]
         self.state.pretrain_batches += len(batches)
         tokens = self.strategy.all_reduce(sum(self.ptx_loss_fn.num_tokens(b.labels) for b in batches), "sum")
-        return [replace(e, part=replace(e.part, pretrain=(b, tokens))) for e, b in zip(micro_batches, batches)]
+        parts = [replace(e.part, pretrain=(b, tokens, len(batches))) for e, b in zip(micro_batches, batches)]
+        return [replace(e, part=part) for e, part in zip(micro_batches, parts)]
 
     def _lone_part(self, experience: Experience, pretrain: Iterator | None = None) -> StepPart:
         """Of a micro batch that a script's own loop trains on."""
