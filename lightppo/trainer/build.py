@@ -488,7 +488,7 @@ def _verifier_check(config: PPOConfig, strategy: Ranks, source: RewardSource) ->
         check_verifier_status,
         minimum=minimum,
         source_name=source.name,
-        all_reduce_sum=lambda counts: strategy.all_reduce(counts, "sum"),
+        ranks=strategy,
     )
 
 
