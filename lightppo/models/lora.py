@@ -24,7 +24,7 @@ from transformers.pytorch_utils import Conv1D
 from lightppo.errors import ModelLoadError
 from lightppo.models.actor import ActionScores, Actor
 from lightppo.models.loading import head_names, value_head
-from lightppo.models.quantised import PIECES, packings
+from lightppo.models.quantised import dense_weight, quantised_layers
 from lightppo.models.wrapper import PretrainedWrapper
 
 _NAME = "default"  # of the only adapter, as peft calls it
@@ -96,7 +96,7 @@ def add_adapters(model: PretrainedWrapper, options: LoraOptions, seed: int = 42)
         name, head = value_head(hf_model)
         head.requires_grad_(True)
         config.modules_to_save = [name]
-    if any(packing.transposed for packing in packings(hf_model).values()):
+    if any(layer.transposed for layer in quantised_layers(hf_model).values()):
         config.fan_in_fan_out = True  # as the adapter's file says for the dense model; here those layers are as others
     hf_model.lora = LoraExport(config, hf_model)  # found there by the strategy when it saves
 
@@ -246,13 +246,13 @@ class LoraExport:
         layers = _layers(model)
         self.config = config
         self.scaling = {name: layer.scaling[_NAME] for name, layer in layers.items()}
-        self.packings = packings(model)
+        self.in_4bit = quantised_layers(model)
         self.transposed = {name for name, layer in layers.items() if layer.fan_in_fan_out}
-        self.transposed |= {n.removesuffix(_BASE[:-1]) for n, packing in self.packings.items() if packing.transposed}
+        self.transposed |= {name.removesuffix(_BASE[:-1]) for name, layer in self.in_4bit.items() if layer.transposed}
 
     def __str__(self) -> str:
         targets = ", ".join(sorted(self.config.target_modules))
-        beside = ", beside weights in 4 bits" if self.packings else ""
+        beside = ", beside weights in 4 bits" if self.in_4bit else ""
         return f"LoRA adapters of rank {self.config.r}, alpha {self.config.lora_alpha:g}, on {targets}{beside}"
 
     def merged(self, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -269,11 +269,8 @@ class LoraExport:
             if _is_adapter(name):
                 continue
             layer, _, kind = name.rpartition(".")
-            if layer in self.packings and kind in PIECES:
-                if kind != PIECES[0]:
-                    continue
-                name = f"{layer}.weight"
-                tensor = self.packings[layer].of_checkpoint({p: state_dict[f"{layer}.{p}"] for p in PIECES})
+            if layer in self.in_4bit and kind == "weight":
+                tensor = dense_weight(self.in_4bit[layer], tensor)
             owner, _, kind = name.rpartition(_BASE)
             if owner and kind == "weight":
                 a, b = (state_dict[f"{owner}.lora_{x}.{_NAME}.weight"] for x in "AB")

@@ -1,32 +1,27 @@
-"""Frozen linear layers whose weights are held in 4 bits (QLoRA, arXiv:2305.14314), for models that train adapters.
+"""Frozen linear layers with their weights in 4 bits (QLoRA, arXiv:2305.14314), for models that train adapters.
 
-bitsandbytes packs and unpacks; layer and gradient are of our own. Its ``Linear4bit`` packs a weight anew at the first
-forward without gradient on a CPU with AVX512-BF16 and computes in bf16 from then on, so that old log probs, new ones
-and exported weights come from different numbers. Its unpacking on CPUs is wrong where a row is no whole number of
-blocks; such layers stay as they are.
+The layers are bitsandbytes' ``Linear4bit``, with one thing switched off: on a CPU with AVX512-BF16 it would pack a
+weight anew at the first forward without gradient and compute in bf16 from then on, and gradients would be wrong.
+bitsandbytes' unpacking on CPUs is wrong where a row is no whole number of blocks; such layers stay as they are.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from lightppo.algorithms.matmul import linear, product
 from lightppo.errors import ModelLoadError
 from lightppo.models.cpu import CPULinear
 
+if TYPE_CHECKING:
+    from bitsandbytes.nn import Linear4bit
+
 BLOCK = 64  # weights of a row that share a scale
-_SCALES_BLOCK = 256  # scales that share a scale
-PIECES = ("weight_nf4", "weight_scales", "weight_scale_bits")
-"""Names of the buffers that together hold a weight."""
 
 
 def check_bitsandbytes() -> None:
@@ -35,122 +30,12 @@ def check_bitsandbytes() -> None:
         raise ModelLoadError("--load_in_4bit needs bitsandbytes: pip install 'lightppo[qlora]', or bitsandbytes alone")
 
 
-@dataclass(frozen=True)
-class Packing:
-    """How a weight was packed: NF4 in blocks of 64, whose scales are held in 8 bits (double quantisation).
-
-    Attributes:
-        shape: (out, in) of the weight.
-        dtype: in which the layer computes: that of the weight before.
-        transposed: the model's checkpoint has the weight as (in, out) (GPT-2's Conv1D).
-    """
-
-    shape: tuple[int, int]
-    dtype: torch.dtype
-    transposed: bool = False
-
-    @staticmethod
-    def pack(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The three pieces of a weight (out, in) whose rows are whole blocks; see :class:`QuantisedLinear`."""
-        from bitsandbytes import functional
-
-        packed, state = functional.quantize_4bit(
-            weight.contiguous(), blocksize=BLOCK, compress_statistics=True, quant_type="nf4"
-        )
-        outer = torch.cat([state.state2.absmax.flatten(), state.offset.reshape(1)]).float()
-        return packed.flatten(), state.absmax.flatten(), outer.view(torch.int32)
-
-    def unpack(self, packed: Tensor, scales: Tensor, scale_bits: Tensor) -> Tensor:
-        """The weight (out, in) in ``dtype``, a new tensor; the same numbers at each call."""
-        from bitsandbytes import functional
-
-        outer = scale_bits.view(torch.float32)
-        of_scales = functional.QuantState(
-            outer[:-1], code=_scales_table(scales.device), blocksize=_SCALES_BLOCK, dtype=torch.float32
-        )
-        state = functional.QuantState(
-            scales,
-            shape=torch.Size(self.shape),
-            dtype=self.dtype,
-            blocksize=BLOCK,
-            quant_type="nf4",
-            offset=outer[-1],
-            state2=of_scales,
-        )
-        return functional.dequantize_4bit(packed, state)
-
-    def of_checkpoint(self, pieces: Mapping[str, Tensor]) -> Tensor:
-        """The weight as the model's checkpoint has it, from its pieces by name."""
-        weight = self.unpack(*(pieces[name] for name in PIECES))
-        return weight.T.contiguous() if self.transposed else weight
-
-
-class QuantisedLinear(nn.Linear):
-    """A frozen linear layer with its weight in 4 bits. A bias stays a parameter as it was.
-
-    Its three buffers are integers, so that no cast of the model changes them and ZeRO, which sees to parameters,
-    leaves them whole on every rank: ``weight_nf4`` (out · in / 2,) two weights a byte; ``weight_scales``
-    (out · in / 64,) one byte a block; ``weight_scale_bits`` (about out · in / 16384,) the bits of float32 scales of
-    those, their offset last. That is 4.13 bits a weight.
-
-    Args:
-        layer: what it takes the place of; GPT-2's Conv1D too.
-
-    Attributes:
-        packing: what the buffers mean.
-        packed_weights: number of weights in them.
-        frozen_buffers: their names, for checkpoints that leave out what does not train.
-    """
-
-    frozen_buffers = PIECES
-
-    def __init__(self, layer: nn.Linear | Conv1D) -> None:
-        nn.Module.__init__(self)  # not nn.Linear's: there is no weight of this shape to make
-        transposed = isinstance(layer, Conv1D)
-        weight = layer.weight.detach().T if transposed else layer.weight.detach()
-        self.out_features, self.in_features = weight.shape
-        self.packing = Packing(tuple(weight.shape), weight.dtype, transposed)
-        # A GPU is quicker at it; the engine moves the model there later.
-        place = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else weight.device
-        for name, piece in zip(PIECES, Packing.pack(weight.to(place))):
-            self.register_buffer(name, piece.to(weight.device))
-        self.register_parameter("bias", layer.bias)
-
-    @property
-    def weight(self) -> Tensor:  # type: ignore[override]
-        """(out, in), unpacked anew."""
-        return self.packing.unpack(*(getattr(self, name) for name in PIECES))
-
-    @property
-    def packed_weights(self) -> int:
-        return self.in_features * self.out_features
-
-    def forward(self, input: Tensor) -> Tensor:
-        return _FrozenLinear.apply(input, self.bias, self)
-
-
-class _FrozenLinear(torch.autograd.Function):
-    """x Wᵀ + b. The weight is unpacked in the backward pass once more, so that none is kept in between."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, layer: QuantisedLinear) -> Tensor:
-        ctx.layer = layer
-        return linear(x, layer.weight, bias)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        rows = gradient.reshape(-1, gradient.shape[-1])  # (T, out)
-        to_x = product(rows, ctx.layer.weight).view(*gradient.shape[:-1], -1) if ctx.needs_input_grad[0] else None
-        return to_x, rows.sum(0) if ctx.needs_input_grad[1] else None, None
-
-
 def quantise(model: PreTrainedModel, heads: set[str]) -> None:
     """Hold the weights of the body's linear layers in 4 bits, in place, and freeze the model.
 
-    Heads, embeddings, norms, biases and layers whose rows are no whole number of blocks stay as they are. To be called
-    before adapters are added, on a model that is not sharded: every rank holds all of the 4-bit weights, whatever the
-    ZeRO stage.
+    NF4 in blocks of 64, whose scales are held in 8 bits (double quantisation): 4.13 bits a weight. Heads, embeddings,
+    norms, biases and layers whose rows are no whole number of blocks stay as they are. Call it before adapters are
+    added, on a model that is not sharded.
 
     Args:
         model: loaded.
@@ -167,15 +52,57 @@ def quantise(model: PreTrainedModel, heads: set[str]) -> None:
     model.requires_grad_(False)
     for name in layers:
         try:
-            quantised = QuantisedLinear(model.get_submodule(name))
+            quantised = _quantised(model.get_submodule(name))
         except (RuntimeError, ImportError) as error:
             raise ModelLoadError(f"--load_in_4bit: bitsandbytes cannot pack {name}: {error}") from error
         model.set_submodule(name, quantised)  # the dense weight goes before the next is packed
 
 
-def packings(model: nn.Module) -> dict[str, Packing]:
+def quantised_layers(model: nn.Module) -> dict[str, Linear4bit]:
     """The layers of a model that are held in 4 bits, by name."""
-    return {name: module.packing for name, module in model.named_modules() if isinstance(module, QuantisedLinear)}
+    return {name: m for name, m in model.named_modules() if hasattr(m._parameters.get("weight"), "quant_state")}
+
+
+def dense_weight(layer: Linear4bit, packed: Tensor | None = None) -> Tensor:
+    """The weight as the model's checkpoint has it: (out, in), or (in, out) of GPT-2's Conv1D. A new tensor.
+
+    Args:
+        layer: of :func:`quantised_layers`.
+        packed: the whole of the layer's weight, where the layer has a shard of it.
+    """
+    from bitsandbytes.functional import dequantize_4bit
+
+    packed, state = layer.weight.data if packed is None else packed, layer.weight.quant_state
+    weight = dequantize_4bit(packed.to(state.absmax.device), state).to(packed.device)
+    return weight.T.contiguous() if layer.transposed else weight
+
+
+def _quantised(layer: nn.Linear | Conv1D) -> Linear4bit:
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    transposed = isinstance(layer, Conv1D)
+    weight = layer.weight.detach().T if transposed else layer.weight.detach()  # (out, in)
+    result = Linear4bit(*weight.T.shape, bias=False, compute_dtype=weight.dtype, quant_type="nf4", device="meta")
+    # A GPU is quicker at packing; the engine moves the model there later.
+    place = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else weight.device
+    packed = Params4bit(weight, blocksize=BLOCK, quant_type="nf4", module=result).to(place).to(weight.device)
+    result.weight, result.bias = packed, layer.bias
+    result.transposed = transposed
+    result.support_avx512bf16_for_cpu = False
+    result.register_forward_pre_hook(_bring_scales)
+    result.register_state_dict_post_hook(_leave_scales_out)
+    return result
+
+
+def _bring_scales(layer: Linear4bit, args: tuple[Any, ...]) -> None:
+    """ZeRO-3 moves the weight to the device, and leaves where they were the scales, which are no parameter."""
+    layer.weight.quant_state.to(args[0].device)
+
+
+def _leave_scales_out(layer: Linear4bit, state_dict: dict[str, Tensor], prefix: str, metadata: Any) -> None:
+    """A state dict has parameters and buffers, as under ZeRO-3: no checkpoint here has a weight in 4 bits in it."""
+    for name in [name for name in state_dict if name.startswith(f"{prefix}weight.")]:
+        del state_dict[name]
 
 
 def _fitting_layers(model: PreTrainedModel, heads: set[str]) -> list[str]:
@@ -186,7 +113,8 @@ def _fitting_layers(model: PreTrainedModel, heads: set[str]) -> list[str]:
     """
     modules = dict(model.named_modules())
     plain = {name: module for name, module in modules.items() if type(module) in (nn.Linear, CPULinear, Conv1D)}
-    fitting = [name for name, module in plain.items() if name not in heads and _in_features(module) % BLOCK == 0]
+    widths = {name: m.weight.shape[0] if isinstance(m, Conv1D) else m.in_features for name, m in plain.items()}
+    fitting = [name for name in plain if name not in heads and widths[name] % BLOCK == 0]
     outside = {f"{n}.weight" for n, m in modules.items() if n in heads or isinstance(m, nn.Embedding)}
     body = {name: p.numel() for name, p in model.named_parameters() if name not in outside}
     held = {f"{name}.weight": modules[name].weight.numel() for name in fitting}
@@ -200,19 +128,3 @@ def _fitting_layers(model: PreTrainedModel, heads: set[str]) -> list[str]:
             f"{shape}), so little would be gained: leave --load_in_4bit out"
         )
     return fitting
-
-
-def _in_features(layer: nn.Linear | Conv1D) -> int:
-    return layer.weight.shape[0] if isinstance(layer, Conv1D) else layer.in_features
-
-
-_TABLES: dict[str, Tensor] = {}  # not functools.cache, which torch.compile would look through
-
-
-def _scales_table(device: torch.device) -> Tensor:
-    """(256,): what the bytes of scales stand for."""
-    if str(device) not in _TABLES:
-        from bitsandbytes import functional
-
-        _TABLES[str(device)] = functional.create_dynamic_map().to(device)
-    return _TABLES[str(device)]

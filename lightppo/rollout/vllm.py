@@ -36,7 +36,7 @@ from lightppo.rollout.vllm_options import (
 )
 from lightppo.rollout.weight_sync import full_weights
 from lightppo.strategy.distributed import on_cuda
-from lightppo.strategy.engines import find_hf_model
+from lightppo.strategy.zero3 import find_hf_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

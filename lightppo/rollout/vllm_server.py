@@ -33,8 +33,7 @@ from lightppo.rollout.vllm_options import (
     vocabulary_limits,
 )
 from lightppo.rollout.weight_sync import full_weights
-from lightppo.strategy.engines import find_hf_model
-from lightppo.strategy.zero3 import full_shape
+from lightppo.strategy.zero3 import find_hf_model, full_shape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -384,5 +383,5 @@ def weight_bytes(model: nn.Module) -> int:
     held = sum(
         full_shape(tensor).numel() * tensor.element_size() for tensor in model.state_dict(keep_vars=True).values()
     )
-    # those held in 4 bits are sent unpacked
-    return held + sum(m.packed_weights * m.packing.dtype.itemsize for m in model.modules() if hasattr(m, "packing"))
+    packed = [p.quant_state for p in model.parameters() if hasattr(p, "quant_state")]  # in 4 bits, and sent unpacked
+    return held + sum(state.shape.numel() * state.dtype.itemsize for state in packed)

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightppo.models.lora import layer_of
-from lightppo.strategy.engines import find_adapters, find_engine, find_hf_model, zero_stage_of
-from lightppo.strategy.zero3 import full_shape
+from lightppo.strategy.zero3 import find_adapters, find_engine, find_hf_model, full_shape, zero_stage_of
 
 BUCKET_NUMEL = 1 << 26
 """Parameters that are gathered together under ZeRO-3; one module's are never parted."""

@@ -1,4 +1,7 @@
-"""Models in Hugging Face format: written whole or not at all, read into prepared and plain models."""
+"""Checkpoints of engines, and models in Hugging Face format: written whole or not at all.
+
+``DeepspeedStrategy`` has what is here as its methods ``save_ckpt``, ``load_ckpt``, ``save_model`` and ``load_model``.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,7 @@ import math
 import os
 import random
 import shutil
-import traceback
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,16 +22,19 @@ import torch
 import torch.distributed as dist
 
 from lightppo.errors import CheckpointError
-from lightppo.strategy.distributed import all_gather_object, broadcast_object
-from lightppo.strategy.engines import (
+from lightppo.ranks import Ranks
+from lightppo.strategy.zero3 import (
     find_adapters,
     find_hf_model,
+    forget_secondary_shard,
+    full_state_dict,
     get_engine,
     has_optimizer,
+    is_sharded,
+    load_full_state_dict,
     unwrap_model,
     zero_stage_of,
 )
-from lightppo.strategy.zero3 import forget_secondary_shard, full_state_dict, is_sharded, load_full_state_dict
 
 logger = logging.getLogger(__name__)
 
@@ -41,63 +45,56 @@ _INCOMPLETE = ".incomplete"
 _FORMAT = 1
 
 
-def on_rank_0(action: Callable[[], Any], what: str) -> None:
-    """Runs ``action`` on rank 0 while the others wait; its failure is raised on every rank, so that none hangs.
-
-    Raises:
-        RuntimeError: ``action`` raised; on rank 0 with the original exception as its cause.
-    """
-    error: Exception | None = None
-    if dist.get_rank() == 0:
-        try:
-            action()
-        except Exception as exception:
-            error = exception
-    text = broadcast_object(None if error is None else "".join(traceback.format_exception_only(error)).strip())
-    if text is not None:
-        raise RuntimeError(f"rank 0 could not {what}: {text}") from error
+# ---------------------------------------------------------------------------------------------------------------------
+# checkpoints
 
 
 def save_checkpoint(
+    ranks: Ranks,
     model: Any,
     save_dir: str | os.PathLike[str],
     tag: str | None = None,
-    *,
-    client_state: dict[str, Any] | None = None,
     max_num: int = 3,
     max_mem: float = 1000,
+    client_state: dict[str, Any] | None = None,
     protected_tags: Collection[str] = (),
 ) -> str:
-    """Saves a prepared model with optimizer and scheduler. Collective. See ``DeepspeedStrategy.save_ckpt``."""
+    """Saves weights, optimizer and scheduler to ``save_dir/tag`` and marks it as the latest. Collective.
+
+    Until all ranks have written, the directory has another name; older ones go only then.
+
+    Args:
+        model: prepared; one without optimizer (EMA, reference) too.
+        save_dir: holds the checkpoints of this one model.
+        tag: name of this one; None is ``global_step{optimizer steps}``.
+        max_num: checkpoints to keep, this one included.
+        max_mem: GB (1e9 bytes) that all of them may take; the oldest go first, this one never.
+        client_state: plain values and tensors to get back from ``load_ckpt``; rank 0's is saved.
+        protected_tags: never removed.
+
+    Returns:
+        The tag.
+
+    Raises:
+        RuntimeError: writing failed; the message has rank 0's reason.
+    """
     engine = get_engine(model, "saving a checkpoint")
     if max_num < 1:
         raise ValueError(f"--max_ckpt_num must be at least 1, got {max_num}")
     save_dir = Path(save_dir)
     tag = tag or f"global_step{engine.global_steps}"
     staging = save_dir / f"{tag}{_INCOMPLETE}"
-    on_rank_0(lambda: _make_room(save_dir), f"prepare {save_dir}")
+    ranks.on_rank_0(lambda: _make_room(save_dir), f"prepare {save_dir}")
 
-    if has_optimizer(engine):
-        options = {"tag": staging.name, "save_latest": False}
-        if find_adapters(model) is None:
-            engine.save_checkpoint(str(save_dir), **options)
-        else:
-            with _frozen_left_out(engine):
-                engine.save_checkpoint(str(save_dir), **options, exclude_frozen_parameters=True)
+    meta = {"format": _FORMAT, **_shape(engine), "adapters": _adapters(model)}
+    if not has_optimizer(engine):
+        _save_without_optimizer(ranks, engine, staging)
     else:
-        _save_without_optimizer(engine, staging)
-    meta = {
-        "format": _FORMAT,
-        "world_size": dist.get_world_size(),
-        "zero_stage": zero_stage_of(engine),
-        "bf16": bool(engine.bfloat16_enabled()),
-        "optimizer": has_optimizer(engine),
-        "adapters": _adapters(model),
-    }
-
+        with _frozen_left_out(engine) if meta["adapters"] else contextlib.nullcontext():
+            options = {"exclude_frozen_parameters": True} if meta["adapters"] else {}
+            engine.save_checkpoint(str(save_dir), tag=staging.name, save_latest=False, **options)
     if meta["adapters"]:
-        meta["frozen"] = all_gather_object(_frozen_sum(engine.module))
-        meta["in_4bit"] = all_gather_object(_packed_sum(engine.module))
+        meta["frozen"], meta["in_4bit"] = zip(*ranks.all_gather_object(_frozen_sums(engine.module)))
 
     def commit() -> None:
         torch.save(client_state or {}, staging / _CLIENT_STATE)
@@ -109,31 +106,43 @@ def save_checkpoint(
         # Only now: the new checkpoint is whole before an old one goes.
         _rotate(save_dir, keep={tag, *protected_tags}, max_num=max_num, max_mem=max_mem)
 
-    on_rank_0(commit, f"complete the checkpoint {save_dir / tag}")
+    ranks.on_rank_0(commit, f"complete the checkpoint {save_dir / tag}")
     return tag
 
 
 def load_checkpoint(
+    ranks: Ranks,
     model: Any,
     load_dir: str | os.PathLike[str],
     tag: str | None = None,
-    *,
     load_module_strict: bool = True,
     load_optimizer_states: bool = True,
     load_lr_scheduler_states: bool = True,
 ) -> tuple[str, dict[str, Any]]:
-    """Loads into a freshly prepared model. Collective. See ``DeepspeedStrategy.load_ckpt``."""
+    """Loads a checkpoint into a freshly prepared model, its optimizer and its scheduler. Collective.
+
+    Args:
+        model: prepared in the same way as the one that was saved.
+        load_dir: as given to ``save_ckpt``.
+        tag: which one; None is the latest.
+        load_module_strict: refuse weights whose names do not fit.
+        load_optimizer_states: False takes the weights alone.
+        load_lr_scheduler_states: False leaves the scheduler where it is.
+
+    Returns:
+        The checkpoint's path, and the ``client_state`` saved with it.
+
+    Raises:
+        CheckpointError: no checkpoint there, or one of another world size, ZeRO stage or precision.
+    """
     engine = get_engine(model, "loading a checkpoint")
     load_dir = Path(load_dir)
+    tag = tag or latest_tag(load_dir)
     if tag is None:
-        tag = latest_tag(load_dir)
-        if tag is None:
-            raise CheckpointError(f"{load_dir} holds no checkpoint: there is no file {LATEST!r} in it")
+        raise CheckpointError(f"{load_dir} holds no checkpoint: there is no file {LATEST!r} in it")
     path = load_dir / tag
     adapters = _adapters(model)
-    _check_fits(engine, path, load_optimizer_states, adapters)
-    if adapters:
-        _check_frozen(engine, path)
+    _check_fits(ranks, engine, path, load_optimizer_states, adapters)
     if not has_optimizer(engine):
         _load_without_optimizer(engine, path)
     else:
@@ -146,7 +155,7 @@ def load_checkpoint(
             custom_load_fn=partial(_load_trained, load_module_strict, str(path)) if adapters else None,
         )
         if loaded is None:
-            raise CheckpointError(f"{path} has no file for rank {dist.get_rank()}")
+            raise CheckpointError(f"{path} has no file for rank {ranks.get_rank()}")
         if engine.lr_scheduler is not None:
             for group, lr in zip(engine.optimizer.param_groups, engine.lr_scheduler.get_last_lr(), strict=True):
                 group["lr"] = lr
@@ -204,7 +213,76 @@ def restore_rng_state(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-@contextmanager
+def _shape(engine: Any) -> dict[str, Any]:
+    """What a run must have in common with the run that saved."""
+    return {
+        "world_size": dist.get_world_size(),
+        "zero_stage": zero_stage_of(engine),
+        "bf16": bool(engine.bfloat16_enabled()),
+        "optimizer": has_optimizer(engine),
+    }
+
+
+def _check_fits(ranks: Ranks, engine: Any, path: Path, load_optimizer_states: bool, adapters: str | None) -> None:
+    if not (path / _META).is_file():
+        raise CheckpointError(f"{path} is not a checkpoint of lightppo: {_META} is missing")
+    meta = json.loads((path / _META).read_text())
+    if meta.get("format") != _FORMAT:
+        raise CheckpointError(f"{path} has format {meta.get('format')!r}; this version of lightppo reads {_FORMAT}")
+    if (saved := meta.get("adapters")) != adapters:
+        raise CheckpointError(
+            f"{path} was saved with {saved or 'no LoRA adapters'}, this model has {adapters or 'none'}: "
+            "resume with the same --lora_rank, --lora_alpha, --target_modules and --load_in_4bit"
+        )
+    for key, value in _shape(engine).items():
+        if meta[key] != value:
+            raise CheckpointError(
+                f"{path} was saved with {key}={meta[key]}, this run has {key}={value}: resume with the same "
+                f"number of processes, --zero_stage and --bf16, or start from its HF export with --pretrain"
+            )
+    if not load_optimizer_states and zero_stage_of(engine) == 3 and latest_tag(path.parent) != path.name:
+        # DeepSpeed rebuilds ZeRO-3 weights from the tag in the marker, whatever tag it is asked for.
+        raise CheckpointError(f"at ZeRO-3 weights alone load from the latest tag only, and {path.name!r} is not it")
+    if adapters:
+        frozen, in_4bit = zip(*ranks.all_gather_object(_frozen_sums(engine.module)))
+        # Kernels of another machine may sum in another order; another model is far away.
+        alike = all(math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-9) for a, b in zip(meta["frozen"], frozen, strict=True))
+        if not alike or meta.get("in_4bit", list(in_4bit)) != list(in_4bit):
+            raise CheckpointError(
+                f"{path} holds LoRA adapters of other frozen weights than those that this run has loaded: give the "
+                "--pretrain that they were trained on, unchanged (for a critic, the --critic_pretrain)"
+            )
+
+
+def _adapters(model: Any) -> str | None:
+    adapters = find_adapters(model)
+    return None if adapters is None else str(adapters)
+
+
+def _frozen_sums(module: torch.nn.Module) -> tuple[float, int]:
+    """Sums over this rank's frozen weights, by which another model's are told: magnitudes, and bytes of 4-bit weights.
+
+    The two apart, since one changed weight in 4 bits is too small beside the sum of the others.
+    """
+    frozen = [_own_part(p) for p in module.parameters() if not p.requires_grad]
+    dense = [torch.linalg.vector_norm(p, 1, dtype=torch.float64) for p in frozen if p.is_floating_point()]
+    return sum(map(float, dense)), sum(int(p.sum(dtype=torch.int64)) for p in frozen if not p.is_floating_point())
+
+
+def _own_part(param: torch.nn.Parameter) -> torch.Tensor:
+    """What this rank holds, without the padding of the last shard, which is never written."""
+    if not is_sharded(param):
+        return param.detach()
+    size = param.ds_tensor.numel()
+    left = param.ds_numel - size * dist.get_rank(param.ds_process_group)
+    return param.ds_tensor[: max(0, min(size, left))]
+
+
+def _frozen_names(module: torch.nn.Module) -> set[str]:
+    return {name for name, parameter in module.named_parameters(remove_duplicate=False) if not parameter.requires_grad}
+
+
+@contextlib.contextmanager
 def _frozen_left_out(engine: Any) -> Iterator[None]:
     """DeepSpeed's ``exclude_frozen_parameters`` alone would save a frozen embedding under its tied head's name."""
     original = engine.module_state_dict
@@ -220,50 +298,6 @@ def _frozen_left_out(engine: Any) -> Iterator[None]:
         del engine.module_state_dict
 
 
-def _adapters(model: Any) -> str | None:
-    adapters = find_adapters(model)
-    return None if adapters is None else str(adapters)
-
-
-def _frozen_names(module: torch.nn.Module) -> set[str]:
-    names = {name for name, parameter in module.named_parameters(remove_duplicate=False) if not parameter.requires_grad}
-    return names | _packed(module).keys()
-
-
-def _packed(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Buffers that hold frozen weights in 4 bits."""
-    return {
-        f"{name}.{buffer}": getattr(part, buffer)
-        for name, part in module.named_modules()
-        for buffer in getattr(part, "frozen_buffers", ())
-    }
-
-
-def _frozen_sum(module: torch.nn.Module) -> float:
-    """Sum of the magnitudes of this rank's frozen weights: tells whether they are those of another model."""
-    frozen = [p for p in module.parameters() if not p.requires_grad]
-    parts = [(p.ds_tensor if is_sharded(p) else p.detach()) for p in frozen]
-    return sum(float(torch.linalg.vector_norm(part, 1, dtype=torch.float64)) for part in parts)
-
-
-def _packed_sum(module: torch.nn.Module) -> int:
-    """The same of weights in 4 bits, exact; apart from the others, which are too small beside it."""
-    return sum(int(buffer.sum(dtype=torch.int64)) for buffer in _packed(module).values() if buffer.dtype == torch.uint8)
-
-
-def _check_frozen(engine: Any, path: Path) -> None:
-    meta = json.loads((path / _META).read_text())
-    saved, here = meta["frozen"], all_gather_object(_frozen_sum(engine.module))
-    # Kernels of another machine may sum in another order; another model is far away.
-    alike = all(math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-9) for a, b in zip(saved, here, strict=True))
-    in_4bit = all_gather_object(_packed_sum(engine.module))
-    if not alike or meta.get("in_4bit", in_4bit) != in_4bit:
-        raise CheckpointError(
-            f"{path} holds LoRA adapters of other frozen weights than those that this run has loaded: give the "
-            "--pretrain that they were trained on, unchanged (for a critic, the --critic_pretrain)"
-        )
-
-
 def _load_trained(strict: bool, source: str, src: dict[str, torch.Tensor], dst: torch.nn.Module) -> None:
     """Takes the weights of a checkpoint without the frozen ones."""
     missing, unexpected = dst.load_state_dict(src, strict=False)
@@ -272,45 +306,16 @@ def _load_trained(strict: bool, source: str, src: dict[str, torch.Tensor], dst: 
         raise CheckpointError(f"{source} holds other adapters: {len(odd)} weights differ, first {odd[0]!r}")
 
 
-def _check_fits(engine: Any, path: Path, load_optimizer_states: bool, adapters: str | None) -> None:
-    if not (path / _META).is_file():
-        raise CheckpointError(f"{path} is not a checkpoint of lightppo: {_META} is missing")
-    meta = json.loads((path / _META).read_text())
-    here = {
-        "world_size": dist.get_world_size(),
-        "zero_stage": zero_stage_of(engine),
-        "bf16": bool(engine.bfloat16_enabled()),
-        "optimizer": has_optimizer(engine),
-    }
-    if meta.get("format") != _FORMAT:
-        raise CheckpointError(f"{path} has format {meta.get('format')!r}; this version of lightppo reads {_FORMAT}")
-    if (saved := meta.get("adapters")) != adapters:
-        raise CheckpointError(
-            f"{path} was saved with {saved or 'no LoRA adapters'}, this model has {adapters or 'none'}: "
-            "resume with the same --lora_rank, --lora_alpha, --target_modules and --load_in_4bit"
-        )
-    for key, value in here.items():
-        if meta[key] != value:
-            raise CheckpointError(
-                f"{path} was saved with {key}={meta[key]}, this run has {key}={value}: resume with the same "
-                f"number of processes, --zero_stage and --bf16, or start from its HF export with --pretrain"
-            )
-    if not load_optimizer_states and zero_stage_of(engine) == 3 and latest_tag(path.parent) != path.name:
-        # DeepSpeed rebuilds ZeRO-3 weights from the tag in the marker, whatever tag it is asked for.
-        raise CheckpointError(f"at ZeRO-3 weights alone load from the latest tag only, and {path.name!r} is not it")
-
-
-def _save_without_optimizer(engine: Any, directory: Path) -> None:
+def _save_without_optimizer(ranks: Ranks, engine: Any, directory: Path) -> None:
     """Each rank writes what it holds: its shards under ZeRO-3, else everything by rank 0."""
-    rank, sharded = dist.get_rank(), zero_stage_of(engine) == 3
-    error = None
-    if sharded or rank == 0:
+    rank, error = ranks.get_rank(), None
+    if zero_stage_of(engine) == 3 or rank == 0:
         try:
             directory.mkdir(parents=True, exist_ok=True)
             torch.save(_local_tensors(engine), directory / f"frozen_rank{rank}.pt")
         except Exception as exception:
             error = exception
-    failures = [text for text in all_gather_object(None if error is None else f"rank {rank}: {error}") if text]
+    failures = [f for f in ranks.all_gather_object(None if error is None else f"rank {rank}: {error}") if f]
     if failures:
         raise RuntimeError(f"could not write {directory}: {'; '.join(failures)}") from error
 
@@ -363,6 +368,9 @@ def _rotate(save_dir: Path, keep: set[str], max_num: int, max_mem: float) -> Non
         del sizes[tag]
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Hugging Face folders
+
 ADAPTER = "adapter"  # folder inside an export, of a model with adapters
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
 _MODEL_CARD = """---
@@ -383,11 +391,23 @@ model = {auto_class}.from_pretrained("{name}")
 """
 
 
-def save_model(model: Any, tokenizer: Any | None, output_dir: str | os.PathLike[str]) -> None:
-    """Writes a model that ``from_pretrained`` loads. Collective. See ``DeepspeedStrategy.save_model``."""
+def save_model(ranks: Ranks, model: Any, tokenizer: Any | None, output_dir: str | os.PathLike[str]) -> None:
+    """Writes weights, configuration, generation settings, tokenizer and model card for transformers. Collective.
+
+    The folder appears as a whole; where it exists and is not empty, files are replaced one by one.
+
+    Args:
+        model: prepared or plain; itself a Hugging Face model, or a wrapper that holds one.
+        tokenizer: saved along; None leaves it out.
+        output_dir: the folder.
+
+    Raises:
+        RuntimeError: writing failed; the message has rank 0's reason.
+        ValueError: there is no Hugging Face model inside.
+    """
     hf_model, prefix = find_hf_model(model)
-    state_dict = full_state_dict(model, dist.get_rank() == 0)
-    on_rank_0(lambda: _write(hf_model, prefix, state_dict, tokenizer, Path(output_dir)), f"save {output_dir}")
+    state_dict = full_state_dict(model, ranks.is_rank_0())
+    ranks.on_rank_0(lambda: _write(hf_model, prefix, state_dict, tokenizer, Path(output_dir)), f"save {output_dir}")
 
 
 def _write(hf_model: Any, prefix: str, state_dict: Any, tokenizer: Any | None, output_dir: Path) -> None:
@@ -470,22 +490,27 @@ def _move_files(staging: Path, output_dir: Path) -> None:
                 path.unlink()
 
 
-def load_model(model: Any, path: str | os.PathLike[str], *, strict: bool = True) -> None:
-    """Loads weights into a model. Collective once prepared. See ``DeepspeedStrategy.load_model``."""
-    state_dict = read_weights(path)
-    hf_prefix = ""
-    names = unwrap_model(model).state_dict().keys()
-    if state_dict.keys().isdisjoint(names):
-        _, hf_prefix = find_hf_model(model)
-    load_full_state_dict(model, {f"{hf_prefix}{name}": t for name, t in state_dict.items()}, strict, str(path))
+def load_model(model: Any, path: str | os.PathLike[str], strict: bool = True) -> None:
+    """Loads weights into a model, also into the optimizer's fp32 masters of a prepared one. Collective then.
 
-
-def read_weights(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
-    """All weights of a Hugging Face folder, or of one ``.safetensors``, ``.bin`` or ``.pt`` file, on the CPU.
+    Args:
+        model: prepared or plain.
+        path: a Hugging Face folder, or a ``.safetensors``, ``.bin`` or ``.pt`` file.
+        strict: refuse missing and unexpected weights.
 
     Raises:
-        FileNotFoundError: no such path, or no weights in it.
+        FileNotFoundError: no weights there.
+        ValueError: names or shapes do not fit.
     """
+    state_dict = _read_weights(path)
+    if state_dict.keys().isdisjoint(unwrap_model(model).state_dict().keys()):
+        _, prefix = find_hf_model(model)
+        state_dict = {f"{prefix}{name}": tensor for name, tensor in state_dict.items()}
+    load_full_state_dict(model, state_dict, strict, str(path))
+
+
+def _read_weights(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
+    """All weights of a Hugging Face folder, or of one ``.safetensors``, ``.bin`` or ``.pt`` file, on the CPU."""
     from safetensors.torch import load_file
 
     path = Path(path)

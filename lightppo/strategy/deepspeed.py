@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import logging
 import math
-import os
-from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -22,15 +21,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightppo.strategy import checkpoint, engines, zero3
+from lightppo.strategy import checkpoint, zero3
 from lightppo.strategy.distributed import DistributedStrategy, on_cuda
+from lightppo.strategy.zero3 import get_engine, unwrap_model, zero_stage_of
 
 logger = logging.getLogger(__name__)
 
-ZERO_STAGES = (0, 1, 2, 3)
-_GRAD_ACCUM_DTYPES = ("fp32", "bf16")
 # Small on CPU, where a bucket is a copy in main memory. On GPU DeepSpeed's own sizes stand.
 _CPU_BUCKET_ELEMENTS = 1_000_000
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# DeepSpeed's configuration
 
 
 def train_config(
@@ -45,62 +47,46 @@ def train_config(
     grad_accum_dtype: str | None = None,
     overlap_comm: bool = False,
     on_cpu: bool = False,
-    persistence_threshold: int | None = None,
 ) -> dict[str, Any]:
-    """Configuration of an engine that trains.
+    """Configuration of an engine that trains; the options are those of :class:`DeepspeedStrategy`.
 
     Any number of ``backward`` calls make one step (``managed_gradient_accumulation: false``): the caller scales the
-    loss, and DeepSpeed averages gradients over ranks.
-
-    Args:
-        zero_stage: 0 replicates everything, 1 shards optimizer states, 2 gradients too, 3 parameters too.
-        bf16: bf16 parameters with fp32 master weights; False is fp32 throughout.
-        max_norm: largest L2 norm of the gradient over all parameters; 0 does not clip.
-        micro_batch_size: samples per rank and forward; DeepSpeed only keeps count of samples with it.
-        adam_offload: optimizer states and step on the CPU (stages 1 to 3).
-        param_offload: parameters on the CPU until a layer needs them (stage 3).
-        zpg: ranks over which stage 3 keeps its secondary parameter shards (ZeRO++ hpZ); 1 has none.
-        grad_accum_dtype: "fp32" or "bf16", in which gradients add up over micro batches; None is fp32.
-        overlap_comm: reduces gradients while the backward pass still runs (stages 2 and 3).
-        on_cpu: the engine runs on CPU: small buckets, no pinned memory.
-        persistence_threshold: stage 3 leaves parameters of at most so many elements unsharded; None is DeepSpeed's.
+    loss, and DeepSpeed averages gradients over ranks. On CPU buckets are small and no memory is pinned.
 
     Raises:
         ValueError: a value out of range, or two options that exclude each other; the message names the flags.
     """
-    _check_stage(zero_stage)
-    if max_norm < 0:
-        raise ValueError(f"--max_norm must be >= 0 (0 does not clip), got {max_norm}")
-    if adam_offload and zero_stage == 0:
-        raise ValueError("--adam_offload needs sharded optimizer states: set --zero_stage 1, 2 or 3")
-    if param_offload and zero_stage != 3:
-        raise ValueError(f"--param_offload needs --zero_stage 3, got {zero_stage}")
-    if zpg != 1 and zero_stage != 3:
-        raise ValueError(f"--zpg {zpg} needs --zero_stage 3, got {zero_stage}")
-    if overlap_comm and zero_stage < 2:
-        raise ValueError(f"--overlap_comm needs --zero_stage 2 or 3, got {zero_stage}")
-    if bf16 and zero_stage == 0:
-        raise ValueError("--bf16 training needs fp32 master weights, which ZeRO keeps from stage 1: set --zero_stage 1")
-    if grad_accum_dtype is not None and grad_accum_dtype not in _GRAD_ACCUM_DTYPES:
-        raise ValueError(f"--grad_accum_dtype must be one of {', '.join(_GRAD_ACCUM_DTYPES)}, got {grad_accum_dtype!r}")
-    if grad_accum_dtype == "bf16" and not bf16:
-        raise ValueError("--grad_accum_dtype bf16 needs --bf16")
-
-    zero: dict[str, Any] = {"stage": zero_stage, "overlap_comm": overlap_comm}
+    config = _common_config(zero_stage, bf16, micro_batch_size, on_cpu, sharded=zero_stage == 3, offload=param_offload)
+    for is_wrong, message in (
+        (max_norm < 0, f"--max_norm must be >= 0 (0 does not clip), got {max_norm}"),
+        (adam_offload and zero_stage == 0, "--adam_offload needs sharded optimizer states: set --zero_stage 1, 2 or 3"),
+        (param_offload and zero_stage != 3, f"--param_offload needs --zero_stage 3, got {zero_stage}"),
+        (zpg != 1 and zero_stage != 3, f"--zpg {zpg} needs --zero_stage 3, got {zero_stage}"),
+        (overlap_comm and zero_stage < 2, f"--overlap_comm needs --zero_stage 2 or 3, got {zero_stage}"),
+        (
+            bf16 and zero_stage == 0,
+            "--bf16 training needs fp32 master weights, which ZeRO keeps from stage 1: set --zero_stage 1",
+        ),
+        (
+            grad_accum_dtype not in (None, "fp32", "bf16"),
+            f"--grad_accum_dtype must be one of fp32, bf16, got {grad_accum_dtype!r}",
+        ),
+        (grad_accum_dtype == "bf16" and not bf16, "--grad_accum_dtype bf16 needs --bf16"),
+    ):
+        if is_wrong:
+            raise ValueError(message)
+    zero = config["zero_optimization"]
+    zero |= {"stage": zero_stage, "overlap_comm": overlap_comm}
     if on_cpu:
         zero |= {"reduce_bucket_size": _CPU_BUCKET_ELEMENTS, "allgather_bucket_size": _CPU_BUCKET_ELEMENTS}
     if adam_offload:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": not on_cpu}
-    if zero_stage == 3:
-        zero |= _stage3_fields(param_offload, on_cpu, persistence_threshold)
-        if zpg != 1:
-            zero["zero_hpz_partition_size"] = zpg
-    return {
-        **_common_fields(micro_batch_size, bf16),
+    if zpg != 1:
+        zero["zero_hpz_partition_size"] = zpg
+    return config | {
         "managed_gradient_accumulation": False,
         # At stage 0 the strategy clips in a hook of the optimizer: the engine there does not report the norm.
         "gradient_clipping": 0.0 if zero_stage == 0 else max_norm,
-        "zero_optimization": zero,
         "data_types": {"grad_accum_dtype": grad_accum_dtype or "fp32"},
         # torch's AdamW also does the offloaded step: DeepSpeed's own is compiled at the first start.
         "zero_force_ds_cpu_optimizer": False,
@@ -108,58 +94,59 @@ def train_config(
 
 
 def eval_config(
-    *,
-    zero_stage: int,
-    bf16: bool = False,
-    offload: bool = False,
-    micro_batch_size: int = 1,
-    on_cpu: bool = False,
+    *, zero_stage: int, bf16: bool = False, offload: bool = False, micro_batch_size: int = 1, on_cpu: bool = False
 ) -> dict[str, Any]:
     """Configuration of an engine without optimizer: reference, reward model, EMA.
 
-    Without an optimizer there is nothing but parameters to shard, so stages 1 and 2 are stage 0.
-
-    Args:
-        zero_stage: 3 shards the parameters; 0, 1 and 2 replicate them.
-        bf16: parameters in bf16, else fp32.
-        offload: parameters live on the CPU and visit the device layer by layer; this is stage 3 at any ``zero_stage``.
-        micro_batch_size: samples per rank and forward.
-        on_cpu: the engine runs on CPU.
+    Without an optimizer there is nothing but parameters to shard, so stages 1 and 2 are stage 0. With ``offload``
+    parameters live on the CPU and visit the device layer by layer: stage 3 at any ``zero_stage``.
 
     Raises:
         ValueError: zero_stage is not 0, 1, 2 or 3.
     """
-    _check_stage(zero_stage)
-    zero: dict[str, Any] = {"stage": 0}
-    if zero_stage == 3 or offload:
-        # Threshold 0: the EMA is written into the shards, and a parameter kept unsharded would not notice.
-        zero = {"stage": 3, **_stage3_fields(offload, on_cpu, persistence_threshold=0)}
-    return {**_common_fields(micro_batch_size, bf16), "zero_optimization": zero}
+    sharded = zero_stage == 3 or offload
+    config = _common_config(zero_stage, bf16, micro_batch_size, on_cpu, sharded=sharded, offload=offload)
+    config["zero_optimization"]["stage"] = 3 if sharded else 0
+    if sharded:
+        # The EMA is written into the shards, and a parameter that is kept unsharded would not notice.
+        config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+    return config
 
 
-def _common_fields(micro_batch_size: int, bf16: bool) -> dict[str, Any]:
+def _common_config(
+    zero_stage: int, bf16: bool, micro_batch_size: int, on_cpu: bool, *, sharded: bool, offload: bool
+) -> dict[str, Any]:
+    if zero_stage not in (0, 1, 2, 3):
+        raise ValueError(f"--zero_stage must be one of 0, 1, 2, 3, got {zero_stage!r}")
+    zero: dict[str, Any] = {}
+    if sharded and offload:
+        zero["offload_param"] = {"device": "cpu", "pin_memory": not on_cpu}
+    if sharded and on_cpu:
+        zero["stage3_prefetch_bucket_size"] = _CPU_BUCKET_ELEMENTS
     return {
         "train_micro_batch_size_per_gpu": micro_batch_size,
         "gradient_accumulation_steps": 1,
         "steps_per_print": None,
         "bf16": {"enabled": bf16, "check_grad_overflow": True},
+        "zero_optimization": zero,
     }
 
 
-def _stage3_fields(param_offload: bool, on_cpu: bool, persistence_threshold: int | None) -> dict[str, Any]:
-    fields: dict[str, Any] = {}
-    if param_offload:
-        fields["offload_param"] = {"device": "cpu", "pin_memory": not on_cpu}
-    if persistence_threshold is not None:
-        fields["stage3_param_persistence_threshold"] = persistence_threshold
-    if on_cpu:
-        fields["stage3_prefetch_bucket_size"] = _CPU_BUCKET_ELEMENTS
-    return fields
+# ---------------------------------------------------------------------------------------------------------------------
+# one optimizer step
 
 
-def _check_stage(zero_stage: int) -> None:
-    if zero_stage not in ZERO_STAGES:
-        raise ValueError(f"--zero_stage must be one of 0, 1, 2, 3, got {zero_stage!r}")
+@dataclass(frozen=True)
+class StepOutcome:
+    """What one optimizer step did.
+
+    Attributes:
+        grad_norm: L2 norm of the gradient over all parameters and ranks, before clipping; inf for a skipped step.
+        skipped: the gradient was not finite, so that no rank changed anything.
+    """
+
+    grad_norm: float
+    skipped: bool
 
 
 def clip_and_check(max_norm: float) -> Callable[[torch.optim.Optimizer, Any, Any], None]:
@@ -167,10 +154,7 @@ def clip_and_check(max_norm: float) -> Callable[[torch.optim.Optimizer, Any, Any
 
     ZeRO does this inside its own optimizers. At stage 0 the engine steps the plain one, and reads the two attributes
     set here to report the norm and to decide whether the scheduler moves on. The gradient is the same on all ranks,
-    so is the decision.
-
-    Args:
-        max_norm: largest L2 norm of the gradient over all parameters; 0 does not clip.
+    and so is the decision.
     """
 
     def hook(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -199,26 +183,30 @@ def drop_gradients(engine: Any) -> None:
         TypeError: an optimizer of DeepSpeed that this version of lightppo does not know.
     """
     optimizer = engine.optimizer
+    kind = type(optimizer).__name__
     engine.zero_grad()
     engine._unmanaged_backward_count = 0  # by which the next step would count samples
     if isinstance(optimizer, torch.optim.Optimizer):  # stage 0: all there is are the gradients of the parameters
         return
-    kind = type(optimizer).__name__
-    if kind not in _DROP:
+    if kind not in ("BF16_Optimizer", "DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3"):
         raise TypeError(f"no way known to drop the gradients of DeepSpeed's {kind}: use deepspeed 0.19")
-    _DROP[kind](optimizer)
+    optimizer.zero_grad()  # all there is of bf16 at stage 1: fp32 gradients of the whole model
+    if kind == "DeepSpeedZeroOptimizer":
+        _drop_sums_of_shards(optimizer)
+    elif kind == "DeepSpeedZeroOptimizer_Stage3":
+        optimizer.averaged_gradients = {}
+        optimizer._offload_boundary_param_ids.clear()
+        optimizer.grad_partitions_flat_buffer.zero_()
+        if optimizer.offload_optimizer:  # the step takes a copy in fp32
+            optimizer.reset_cpu_buffers()
+            for shard in optimizer.fp32_partitioned_groups_flat:
+                shard.grad.zero_()
 
 
-def _drop_bf16(optimizer: Any) -> None:
-    """bf16 at stage 1: fp32 gradients of the whole model."""
-    optimizer.zero_grad()
-
-
-def _drop_zero12(optimizer: Any) -> None:
-    """Stages 1 and 2: sums of shards, on the device or, offloaded, in main memory."""
+def _drop_sums_of_shards(optimizer: Any) -> None:
+    """Stages 1 and 2: on the device or, offloaded, in main memory."""
     from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID
 
-    optimizer.zero_grad()
     for sums in (optimizer.averaged_gradients, optimizer.all_grad_tensors):
         for group in sums:  # not cleared: views of the gradients hold on to the dictionary and look for its keys
             sums[group] = None
@@ -234,37 +222,7 @@ def _drop_zero12(optimizer: Any) -> None:
         shard.grad.zero_()
 
 
-def _drop_zero3(optimizer: Any) -> None:
-    """Stage 3: sums of shards in one flat buffer, of which a step, offloaded, takes a copy in fp32."""
-    optimizer.zero_grad()
-    optimizer.averaged_gradients = {}
-    optimizer._offload_boundary_param_ids.clear()
-    optimizer.grad_partitions_flat_buffer.zero_()
-    if not optimizer.offload_optimizer:
-        return
-    optimizer.reset_cpu_buffers()
-    for shard in optimizer.fp32_partitioned_groups_flat:
-        shard.grad.zero_()
-
-
-_DROP = {
-    "BF16_Optimizer": _drop_bf16,
-    "DeepSpeedZeroOptimizer": _drop_zero12,
-    "DeepSpeedZeroOptimizer_Stage3": _drop_zero3,
-}
-
-
-@dataclass(frozen=True)
-class StepOutcome:
-    """What one optimizer step did.
-
-    Attributes:
-        grad_norm: L2 norm of the gradient over all parameters and ranks, before clipping; inf for a skipped step.
-        skipped: the gradient was not finite, so that no rank changed anything.
-    """
-
-    grad_norm: float
-    skipped: bool
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 class DeepspeedStrategy(DistributedStrategy):
@@ -320,13 +278,11 @@ class DeepspeedStrategy(DistributedStrategy):
         self.param_offload = param_offload
         self.grad_accum_dtype = grad_accum_dtype
         self.overlap_comm = overlap_comm
-        if zpg != 1 and zero_stage != 3:
-            raise ValueError(f"--zpg {zpg} needs --zero_stage 3, got {zero_stage}")
-        if overlap_comm and zero_stage < 2:
-            raise ValueError(f"--overlap_comm needs --zero_stage 2 or 3, got {zero_stage}")
         # engine → [calls of optimizer_step since the last step, calls that make a step]
         self._accumulation: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()
-        self.get_ds_train_config()  # an impossible combination fails here, before any process group
+        # An impossible combination fails here, before any process group.
+        train_config(zero_stage=zero_stage, zpg=zpg, overlap_comm=overlap_comm)
+        self.get_ds_train_config()
 
     @property
     def accumulated_gradient(self) -> int:
@@ -345,6 +301,9 @@ class DeepspeedStrategy(DistributedStrategy):
 
     # -- models and optimizers -----------------------------------------------------------------------------------
 
+    unwrap_model = staticmethod(zero3.unwrap_model)
+    gathered_parameters = staticmethod(zero3.gathered_parameters)
+
     def create_optimizer(
         self,
         model: nn.Module,
@@ -356,25 +315,18 @@ class DeepspeedStrategy(DistributedStrategy):
     ) -> torch.optim.AdamW:
         """AdamW over the trainable parameters; vectors (biases, norms) do not decay. Call it before ``prepare``.
 
-        Args:
-            model: an Actor-like wrapper or a module.
-            lr: learning rate at the start.
-            betas: decay of the first and second moment.
-            weight_decay: decoupled weight decay of matrices.
-            eps: added to the root of the second moment.
-
         Raises:
             ValueError: no parameter of the model is trainable.
         """
-        params = [p for p in engines.unwrap_model(model).parameters() if p.requires_grad]
+        params = [p for p in unwrap_model(model).parameters() if p.requires_grad]
         if not params:
             raise ValueError(f"{type(model).__name__} has no trainable parameter")
         matrices = [p for p in params if len(zero3.full_shape(p)) > 1]
         vectors = [p for p in params if len(zero3.full_shape(p)) <= 1]
         groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        groups = [group for group in groups if group["params"]]
         # Fused: one pass over the flat shards and no temporaries, four times as fast on a CPU too. Needs no compiling,
         # unlike FusedAdam and CPUAdam.
-        groups = [group for group in groups if group["params"]]
         return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
 
     def prepare(self, *models_or_tuples: Any, is_rlhf: bool = False) -> Any:
@@ -426,7 +378,7 @@ class DeepspeedStrategy(DistributedStrategy):
     def _attach_engine(self, model: nn.Module, optimizer: Any, scheduler: Any, config: dict[str, Any]) -> Any:
         import deepspeed
 
-        module = engines.unwrap_model(model)
+        module = unwrap_model(model)
         # Its bf16 optimizer prints memory tables from within, whatever the log level.
         with contextlib.redirect_stdout(None):
             engine, *_ = deepspeed.initialize(
@@ -438,17 +390,13 @@ class DeepspeedStrategy(DistributedStrategy):
             )
         if optimizer is None:
             engine.eval()
-        elif engines.zero_stage_of(engine) == 0:
+        elif zero_stage_of(engine) == 0:
             optimizer.register_step_pre_hook(clip_and_check(self.max_norm))
-        attribute = engines.engine_attribute(model)
+        attribute = zero3.engine_attribute(model)
         if attribute is None:
             return engine
         setattr(model, attribute, engine)
         return model
-
-    def unwrap_model(self, model: Any) -> nn.Module:
-        """The module without its engine; for an Actor, the Hugging Face model."""
-        return engines.unwrap_model(model)
 
     def get_ds_train_config(
         self,
@@ -508,11 +456,11 @@ class DeepspeedStrategy(DistributedStrategy):
             model: the prepared model.
             optim: accepted for scripts in the seed's style; the engine knows its optimizer.
         """
-        engines.get_engine(model, "backward").backward(loss)
+        get_engine(model, "backward").backward(loss)
 
     def accumulate(self, model: Any, micro_batches: int) -> None:
         """From now on every ``micro_batches``-th call of :meth:`optimizer_step` takes the step, the others count."""
-        self._accumulation[engines.get_engine(model, "accumulate")] = [0, micro_batches]
+        self._accumulation[get_engine(model, "accumulate")] = [0, micro_batches]
 
     def completes_step(self, model: Any) -> bool:
         """Whether the next call of :meth:`optimizer_step` takes the step, or is one more micro batch before it."""
@@ -536,7 +484,7 @@ class DeepspeedStrategy(DistributedStrategy):
         Returns:
             what came of it; ``None`` before the last micro batch of a step (:meth:`accumulate`).
         """
-        engine = engines.get_engine(model, "optimizer_step")
+        engine = get_engine(model, "optimizer_step")
         if (progress := self._accumulation.get(engine)) is not None:
             progress[0] = (progress[0] + 1) % progress[1]
             if progress[0]:
@@ -555,18 +503,14 @@ class DeepspeedStrategy(DistributedStrategy):
     def skip_step(self, model: Any, name: str = "model") -> None:
         """Throws away what ``backward`` gathered since the last step, as if those calls had never been. Collective.
 
-        Weights, optimizer and scheduler stay, and so does the count of steps. The ranks must decide alike; nothing is
-        communicated here. Without any ``backward`` before, it does nothing.
-
-        Args:
-            model: the prepared model.
-            name: of the model, for the message.
+        Weights, optimizer, scheduler and the count of steps stay. The ranks must decide alike; nothing is communicated
+        here. Without any ``backward`` before, it does nothing.
 
         Raises:
             ValueError: the model was not prepared with an optimizer.
         """
-        engine = engines.get_engine(model, "skip_step")
-        if not engines.has_optimizer(engine):
+        engine = get_engine(model, "skip_step")
+        if not zero3.has_optimizer(engine):
             raise ValueError(f"skip_step: {name} was prepared without an optimizer, so it has no gradient")
         drop_gradients(engine)
         if engine in self._accumulation:
@@ -582,144 +526,17 @@ class DeepspeedStrategy(DistributedStrategy):
         Between the micro batches of an optimizer step (:meth:`accumulate`) it does nothing. Collective where a sharded
         model goes into a whole average.
         """
-        engine = engines.find_engine(model)
+        engine = zero3.find_engine(model)
         if engine is not None and self._accumulation.get(engine, (0,))[0]:
             return
         zero3.moving_average(model, ema_model, beta, device)
 
-    def gathered_parameters(self, model: Any) -> AbstractContextManager[nn.Module]:
-        """Context: the whole model on every rank, for generation. Collective. See ``zero3.gathered_parameters``."""
-        return zero3.gathered_parameters(model)
-
-    def on_rank_0(self, action: Callable[[], Any], what: str) -> None:
-        """Runs ``action`` on rank 0 while the others wait. Collective.
-
-        Raises:
-            RuntimeError: ``action`` failed; on every rank, with ``what`` and rank 0's reason.
-        """
-        checkpoint.on_rank_0(action, what)
-
     # -- files ---------------------------------------------------------------------------------------------------
 
-    def save_ckpt(
-        self,
-        model: Any,
-        save_dir: str | os.PathLike[str],
-        tag: str | None = None,
-        max_num: int = 3,
-        max_mem: float = 1000,
-        client_state: dict[str, Any] | None = None,
-        protected_tags: Collection[str] = (),
-    ) -> str:
-        """Saves weights, optimizer and scheduler to ``save_dir/tag`` and marks it as the latest. Collective.
-
-        Until all ranks have written, the directory has another name; older ones go only then.
-
-        Args:
-            model: prepared; one without optimizer (EMA, reference) too.
-            save_dir: holds the checkpoints of this one model.
-            tag: name of this one; None is ``global_step{optimizer steps}``.
-            max_num: checkpoints to keep, this one included.
-            max_mem: GB (1e9 bytes) that all of them may take; the oldest go first, this one never.
-            client_state: plain values and tensors to get back from ``load_ckpt``; rank 0's is saved.
-            protected_tags: never removed.
-
-        Returns:
-            The tag.
-
-        Raises:
-            RuntimeError: writing failed; the message has rank 0's reason.
-        """
-        return checkpoint.save_checkpoint(
-            model,
-            save_dir,
-            tag,
-            client_state=client_state,
-            max_num=max_num,
-            max_mem=max_mem,
-            protected_tags=protected_tags,
-        )
-
-    def load_ckpt(
-        self,
-        model: Any,
-        load_dir: str | os.PathLike[str],
-        tag: str | None = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-    ) -> tuple[str, dict[str, Any]]:
-        """Loads a checkpoint into a freshly prepared model, its optimizer and its scheduler. Collective.
-
-        Args:
-            model: prepared in the same way as the one that was saved.
-            load_dir: as given to ``save_ckpt``.
-            tag: which one; None is the latest.
-            load_module_strict: refuse weights whose names do not fit.
-            load_optimizer_states: False takes the weights alone.
-            load_lr_scheduler_states: False leaves the scheduler where it is.
-
-        Returns:
-            The checkpoint's path, and the ``client_state`` saved with it.
-
-        Raises:
-            CheckpointError: no checkpoint there, or one of another world size, ZeRO stage or precision.
-        """
-        return checkpoint.load_checkpoint(
-            model,
-            load_dir,
-            tag,
-            load_module_strict=load_module_strict,
-            load_optimizer_states=load_optimizer_states,
-            load_lr_scheduler_states=load_lr_scheduler_states,
-        )
-
-    def save_model(self, model: Any, tokenizer: Any | None, output_dir: str | os.PathLike[str]) -> None:
-        """Writes weights, configuration, generation settings, tokenizer and model card for transformers. Collective.
-
-        The folder appears as a whole; where it exists and is not empty, files are replaced one by one.
-
-        Args:
-            model: prepared or plain; itself a Hugging Face model, or a wrapper that holds one.
-            tokenizer: saved along; None leaves it out.
-            output_dir: the folder.
-
-        Raises:
-            RuntimeError: writing failed; the message has rank 0's reason.
-            ValueError: there is no Hugging Face model inside.
-        """
-        checkpoint.save_model(model, tokenizer, output_dir)
-
-    def load_model(self, model: Any, path: str | os.PathLike[str], strict: bool = True) -> None:
-        """Loads weights into a model, also into the optimizer's fp32 masters of a prepared one. Collective then.
-
-        Args:
-            model: prepared or plain.
-            path: a Hugging Face folder, or a ``.safetensors``, ``.bin`` or ``.pt`` file.
-            strict: refuse missing and unexpected weights.
-
-        Raises:
-            FileNotFoundError: no weights there.
-            ValueError: names or shapes do not fit.
-        """
-        checkpoint.load_model(model, path, strict=strict)
-
-
-_STRATEGY_OPTIONS = (
-    "seed",
-    "max_norm",
-    "micro_train_batch_size",
-    "train_batch_size",
-    "zero_stage",
-    "bf16",
-    "zpg",
-    "adam_offload",
-    "param_offload",
-    "grad_accum_dtype",
-    "overlap_comm",
-    "full_determinism",
-    "timeout_minutes",
-)
+    save_ckpt = checkpoint.save_checkpoint
+    load_ckpt = checkpoint.load_checkpoint
+    save_model = checkpoint.save_model
+    load_model = staticmethod(checkpoint.load_model)
 
 
 def get_strategy(args: Any) -> DeepspeedStrategy:
@@ -727,7 +544,8 @@ def get_strategy(args: Any) -> DeepspeedStrategy:
 
     ``dist_timeout``, the flag's name, counts as ``timeout_minutes``.
     """
-    options = {name: getattr(args, name) for name in _STRATEGY_OPTIONS if hasattr(args, name)}
+    names = inspect.signature(DeepspeedStrategy).parameters.keys() - {"args"}
+    options = {name: getattr(args, name) for name in names if hasattr(args, name)}
     if hasattr(args, "dist_timeout"):
         options["timeout_minutes"] = args.dist_timeout
     return DeepspeedStrategy(args=args, **options)

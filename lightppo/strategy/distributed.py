@@ -1,4 +1,4 @@
-"""DistributedStrategy: being one rank among others, whatever shards the model."""
+"""DistributedStrategy: one rank among others, whatever shards the model. Process group, collectives, shares of data."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import random
 import socket
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sized
 from datetime import timedelta
@@ -22,14 +23,12 @@ from lightppo.errors import LaunchError
 
 logger = logging.getLogger(__name__)
 
+REDUCE_OPS = ("mean", "sum", "max", "min")
+
+# ---------------------------------------------------------------------------------------------------------------------
+# starting and ending a process
+
 _LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
-def find_free_port() -> int:
-    """A TCP port of the loopback interface that was free a moment ago."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 def ensure_launcher_variables() -> None:
@@ -48,7 +47,9 @@ def ensure_launcher_variables() -> None:
             f"start with `deepspeed --num_gpus N`, `torchrun --nproc_per_node N` or plain `python`"
         )
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
-    os.environ["MASTER_PORT"] = str(find_free_port())
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
+        sock.bind(("127.0.0.1", 0))  # a port that is free now
+        os.environ["MASTER_PORT"] = str(sock.getsockname()[1])
 
 
 def on_cuda() -> bool:
@@ -56,7 +57,7 @@ def on_cuda() -> bool:
     return torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR", "cuda") == "cuda"
 
 
-def quiet_third_parties() -> None:
+def _quiet_third_parties() -> None:
     """Keeps DeepSpeed to warnings and drops the FutureWarnings that it raises at every ZeRO-3 hook (~74 a run)."""
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if on_cuda() else "cpu")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(deepspeed|torch)\b.*")
@@ -68,49 +69,6 @@ def quiet_third_parties() -> None:
 
 def _not_about_skipped_steps(record: logging.LogRecord) -> bool:
     return "OVERFLOW! Skipping step" not in record.getMessage()  # optimizer_step reports it with the model's name
-
-
-def init_process_group(timeout: timedelta) -> torch.device:
-    """Joins the default process group (nccl on CUDA, gloo on CPU) and returns this rank's device.
-
-    Args:
-        timeout: a collective that takes longer than this ends the job instead of hanging for ever.
-
-    Raises:
-        LaunchError: there are more ranks on this node than GPUs.
-    """
-    quiet_third_parties()
-    import deepspeed
-
-    ensure_launcher_variables()  # a port that is free now: the import above takes seconds
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    if on_cuda():
-        local_rank = int(os.environ["LOCAL_RANK"])
-        if local_rank >= torch.cuda.device_count():
-            raise LaunchError(
-                f"local rank {local_rank} has no GPU: this node shows {torch.cuda.device_count()}; "
-                f"start fewer processes (--num_gpus) or check CUDA_VISIBLE_DEVICES"
-            )
-        device = torch.device("cuda", local_rank)
-        torch.cuda.set_device(device)
-    else:
-        device = torch.device("cpu")
-        # Joining gloo would compile this op for minutes, under a lock that a killed process leaves behind.
-        # Private hook of DeepSpeed 0.19; the plain gloo collectives take over.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    logging.getLogger("DeepSpeed").addFilter(_not_about_skipped_steps)
-    try:
-        deepspeed.init_distributed(timeout=timeout, verbose=False)
-    except torch.distributed.DistNetworkError as error:
-        if "EADDRINUSE" not in str(error):
-            raise
-        raise LaunchError(
-            f"port {os.environ['MASTER_PORT']} is in use, by another run perhaps: choose one with --master_port, "
-            "before the script's name"
-        ) from error
-    atexit.unregister(wait_for_torch_threads)  # a process may join a second group
-    atexit.register(wait_for_torch_threads)
-    return device
 
 
 # What torch calls the threads that release tensors after a collective and after a backward pass.
@@ -126,11 +84,9 @@ def wait_for_torch_threads(seconds: float = 10.0) -> bool:
     process aborts after all its work is done: "terminate called without an active exception". Destroying the group does
     not help: DeepSpeed's hooks hold it, and its threads with it, to the end.
 
-    Args:
-        seconds: longest wait; a thread that is still busy then is left alone.
-
     Returns:
-        whether all of them rest. Without /proc nothing is known of threads: they get a moment.
+        whether all of them rest. After so many ``seconds`` a busy thread is left alone; without /proc nothing is known
+        of threads, and they get a moment.
     """
     deadline, before = time.monotonic() + seconds, None
     while True:
@@ -159,104 +115,8 @@ def _torch_threads() -> dict[str, tuple[str, ...]]:
     return threads
 
 
-REDUCE_OPS = ("mean", "sum", "max", "min")
-
-
-def all_reduce(data: Any, op: str, device: torch.device) -> Any:
-    """Reduces over all ranks; every rank gets the result.
-
-    Args:
-        data: a tensor of one shape on all ranks, a float, an int or bool, or a dictionary of these with the same keys
-            on all ranks. Scalars of a dictionary travel together, as float64.
-        op: "mean", "sum", "max" or "min".
-        device: where this rank's process group communicates.
-
-    Returns:
-        The same structure. A tensor keeps shape, device and dtype, except that the mean of integers is float32 and
-        booleans count as int64. A float stays a float; an int stays one except under "mean".
-
-    Raises:
-        ValueError: unknown op.
-        TypeError: a value that cannot be reduced.
-    """
-    if op not in REDUCE_OPS:
-        raise ValueError(f"op must be one of {', '.join(REDUCE_OPS)}, got {op!r}")
-    if isinstance(data, dict):
-        # Sorted, so that ranks that filled their dictionaries in another order still agree.
-        scalars = sorted(key for key, value in data.items() if not isinstance(value, torch.Tensor | dict))
-        others = {key: all_reduce(data[key], op, device) for key in sorted(data.keys() - set(scalars))}
-        reduced = dict(zip(scalars, _reduce_scalars([data[key] for key in scalars], op, device)))
-        return {key: others[key] if key in others else reduced[key] for key in data}
-    if isinstance(data, torch.Tensor):
-        return _reduce_tensor(data, op, device)
-    return _reduce_scalars([data], op, device)[0]
-
-
-def _reduce_scalars(values: list[Any], op: str, device: torch.device) -> list[float | int]:
-    for value in values:
-        if not isinstance(value, bool | int | float):
-            raise TypeError(f"all_reduce takes tensors, numbers and dictionaries of them, got {type(value).__name__}")
-    if not values:
-        return []
-    reduced = _reduce_tensor(torch.tensor([float(value) for value in values], dtype=torch.float64), op, device)
-    keep_int = op != "mean"
-    return [
-        int(new) if keep_int and isinstance(old, int) else new
-        for old, new in zip(values, reduced.tolist(), strict=True)
-    ]
-
-
-def _reduce_tensor(tensor: torch.Tensor, op: str, device: torch.device) -> torch.Tensor:
-    buffer = tensor.detach().to(device).clone()
-    if buffer.dtype == torch.bool:
-        buffer = buffer.to(torch.int64)
-    if op == "mean":
-        if not buffer.is_floating_point():
-            buffer = buffer.float()
-        buffer /= dist.get_world_size()
-    dist.all_reduce(buffer, op={"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}.get(op, dist.ReduceOp.SUM))
-    return buffer.to(tensor.device)
-
-
-def all_gather(data: Any, device: torch.device) -> Any:
-    """Gathers from all ranks; every rank gets the result.
-
-    Args:
-        data: a tensor, a number, or a dictionary of these with the same keys on all ranks. Tensors may differ in
-            their first dimension, which may be 0.
-        device: where this rank's process group communicates.
-
-    Returns:
-        Tensors concatenated along their first dimension in rank order, in their dtype; a number or 0-d tensor becomes
-        (world size,), a float in float64.
-    """
-    if isinstance(data, dict):
-        gathered = {key: all_gather(data[key], device) for key in sorted(data)}
-        return {key: gathered[key] for key in data}
-    precise = torch.float64 if isinstance(data, float) else None
-    tensor = data.detach() if isinstance(data, torch.Tensor) else torch.tensor(data, dtype=precise)
-    local = tensor.to(device)
-    local = local.reshape(1) if local.dim() == 0 else local
-    sizes = [int(size) for size in all_gather_object(local.shape[0])]
-    padded = local.new_zeros((max(sizes), *local.shape[1:]))
-    padded[: local.shape[0]] = local
-    parts = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(parts, padded)
-    return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)]).to(tensor.device)
-
-
-def all_gather_object(obj: Any) -> list[Any]:
-    """Any picklable object of every rank, in rank order."""
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, obj)
-    return gathered
-
-
-def broadcast_object(obj: Any, src: int = 0) -> Any:
-    """Rank ``src``'s picklable object, on every rank."""
-    holder = [obj]
-    dist.broadcast_object_list(holder, src=src)
-    return holder[0]
+# ---------------------------------------------------------------------------------------------------------------------
+# ranks
 
 
 class RankSampler(Sampler[int]):
@@ -266,9 +126,6 @@ class RankSampler(Sampler[int]):
     to ``num_replicas - 1`` samples come twice, and none is lost, unless ``drop_last``.
 
     Args:
-        dataset: anything with a length.
-        num_replicas: number of ranks.
-        rank: this rank.
         shuffle: permute, differently every epoch; False keeps the order.
         seed: of the permutation; the same on all ranks.
         drop_last: leave the remainder out instead of wrapping around.
@@ -305,11 +162,7 @@ class RankSampler(Sampler[int]):
         self.set_epoch(0, consumed_samples)
 
     def set_epoch(self, epoch: int, consumed_samples: int = 0) -> None:
-        """Chooses the permutation and where in it to start.
-
-        Args:
-            epoch: number of the epoch.
-            consumed_samples: samples of this epoch that all ranks together have already taken.
+        """Chooses the permutation, and where in it to start: ``consumed_samples`` is what all ranks have taken of it.
 
         Raises:
             ValueError: more were taken than the epoch holds.
@@ -336,7 +189,7 @@ class RankSampler(Sampler[int]):
 
 
 class DistributedStrategy:
-    """Process group, seeds, collectives, each rank's share of the data, and messages from rank 0.
+    """The ranks of a run, as :class:`lightppo.ranks.Ranks` has them; see there for the collectives.
 
     Args:
         seed: of Python, NumPy and torch on every rank, and of samplers.
@@ -353,13 +206,47 @@ class DistributedStrategy:
     # -- processes -----------------------------------------------------------------------------------------------
 
     def setup_distributed(self, timeout: timedelta | None = None) -> None:
-        """Seeds, joins the process group (gloo or nccl) and picks this rank's device. Collective.
+        """Seeds, joins the process group (nccl on CUDA, gloo on CPU) and picks this rank's device. Collective.
 
         Args:
             timeout: longest wait for a collective; None is ``timeout_minutes``.
+
+        Raises:
+            LaunchError: half a launcher's variables, more ranks on this node than GPUs, or a port that is in use.
         """
         self.set_seed(self.seed)
-        self.device = init_process_group(timeout or timedelta(minutes=self.timeout_minutes))
+        _quiet_third_parties()
+        import deepspeed
+
+        ensure_launcher_variables()  # a port that is free now: the import above takes seconds
+        logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+        if on_cuda():
+            local_rank = int(os.environ["LOCAL_RANK"])
+            if local_rank >= torch.cuda.device_count():
+                raise LaunchError(
+                    f"local rank {local_rank} has no GPU: this node shows {torch.cuda.device_count()}; "
+                    f"start fewer processes (--num_gpus) or check CUDA_VISIBLE_DEVICES"
+                )
+            self.device = torch.device("cuda", local_rank)
+            torch.cuda.set_device(self.device)
+        else:
+            self.device = torch.device("cpu")
+            # Joining gloo would compile this op for minutes, under a lock that a killed process leaves behind.
+            # Private hook of DeepSpeed 0.19; the plain gloo collectives take over.
+            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        logging.getLogger("DeepSpeed").addFilter(_not_about_skipped_steps)
+        try:
+            timeout = timeout or timedelta(minutes=self.timeout_minutes)
+            deepspeed.init_distributed(timeout=timeout, verbose=False)
+        except dist.DistNetworkError as error:
+            if "EADDRINUSE" not in str(error):
+                raise
+            raise LaunchError(
+                f"port {os.environ['MASTER_PORT']} is in use, by another run perhaps: choose one with --master_port, "
+                "before the script's name"
+            ) from error
+        atexit.unregister(wait_for_torch_threads)  # a process may join a second group
+        atexit.register(wait_for_torch_threads)
 
     def set_seed(self, seed: int) -> None:
         """Seeds Python, NumPy and torch, alike on every rank."""
@@ -432,24 +319,108 @@ class DistributedStrategy:
     # -- communication -------------------------------------------------------------------------------------------
 
     def all_reduce(self, data: Any, op: str = "mean") -> Any:
-        """Reduces tensors, numbers or dictionaries of them. Collective. See ``collectives.all_reduce``."""
-        return all_reduce(data, op, self.device)
+        """Reduces over all ranks. Collective.
+
+        Args:
+            data: a tensor of one shape on all ranks, a float, an int or bool, or a dictionary of these with the same
+                keys on all ranks. Scalars of a dictionary travel together, as float64.
+            op: "mean", "sum", "max" or "min".
+
+        Returns:
+            The same structure. A tensor keeps shape, device and dtype, except that the mean of integers is float32 and
+            booleans count as int64. A float stays a float; an int stays one except under "mean".
+
+        Raises:
+            ValueError: unknown op.
+            TypeError: a value that cannot be reduced.
+        """
+        if op not in REDUCE_OPS:
+            raise ValueError(f"op must be one of {', '.join(REDUCE_OPS)}, got {op!r}")
+        if isinstance(data, torch.Tensor):
+            return self._reduce(data, op)
+        if not isinstance(data, dict):
+            return self.all_reduce({"": data}, op)[""]
+        # Sorted, so that ranks that filled their dictionaries in another order still agree.
+        scalars = sorted(key for key, value in data.items() if not isinstance(value, torch.Tensor | dict))
+        reduced = {key: self.all_reduce(data[key], op) for key in sorted(data.keys() - set(scalars))}
+        for key in scalars:
+            if not isinstance(data[key], bool | int | float):
+                kind = type(data[key]).__name__
+                raise TypeError(f"all_reduce takes tensors, numbers and dictionaries of them, got {kind}")
+        if scalars:
+            numbers = torch.tensor([float(data[key]) for key in scalars], dtype=torch.float64)
+            for key, number in zip(scalars, self._reduce(numbers, op).tolist(), strict=True):
+                reduced[key] = int(number) if op != "mean" and isinstance(data[key], int) else number
+        return {key: reduced[key] for key in data}
+
+    def _reduce(self, tensor: torch.Tensor, op: str) -> torch.Tensor:
+        buffer = tensor.detach().to(self.device).clone()
+        if buffer.dtype == torch.bool:
+            buffer = buffer.to(torch.int64)
+        if op == "mean":
+            if not buffer.is_floating_point():
+                buffer = buffer.float()
+            buffer /= dist.get_world_size()
+        dist.all_reduce(buffer, op={"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}.get(op, dist.ReduceOp.SUM))
+        return buffer.to(tensor.device)
 
     def all_gather(self, data: Any) -> Any:
-        """Concatenates tensors, numbers or dictionaries of them. Collective. See ``collectives.all_gather``."""
-        return all_gather(data, self.device)
+        """Gathers from all ranks, in rank order. Collective.
+
+        Args:
+            data: a tensor, a number, or a dictionary of these with the same keys on all ranks. Tensors may differ in
+                their first dimension, which may be 0.
+
+        Returns:
+            Tensors concatenated along their first dimension, in their dtype; a number or 0-d tensor becomes
+            (world size,), a float in float64.
+        """
+        if isinstance(data, dict):
+            gathered = {key: self.all_gather(data[key]) for key in sorted(data)}
+            return {key: gathered[key] for key in data}
+        precise = torch.float64 if isinstance(data, float) else None
+        tensor = data.detach() if isinstance(data, torch.Tensor) else torch.tensor(data, dtype=precise)
+        local = tensor.to(self.device)
+        local = local.reshape(1) if local.dim() == 0 else local
+        sizes = [int(size) for size in self.all_gather_object(local.shape[0])]
+        padded = local.new_zeros((max(sizes), *local.shape[1:]))
+        padded[: local.shape[0]] = local
+        parts = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(parts, padded)
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)]).to(tensor.device)
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         """Any picklable object of every rank, in rank order. Collective."""
-        return all_gather_object(obj)
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, obj)
+        return gathered
 
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
         """Rank ``src``'s picklable object on every rank. Collective."""
-        return broadcast_object(obj, src)
+        holder = [obj]
+        dist.broadcast_object_list(holder, src=src)
+        return holder[0]
 
     def same_count(self, n: int) -> int:
         """The largest ``n`` of all ranks: how often everybody has to run a collective. Collective."""
         return self.all_reduce(int(n), op="max")
+
+    def on_rank_0(self, action: Callable[[], Any], what: str) -> None:
+        """Runs ``action`` on rank 0 while the others wait. Collective.
+
+        Raises:
+            RuntimeError: ``action`` failed; on every rank, so that none hangs, with ``what`` and rank 0's reason.
+        """
+        error: Exception | None = None
+        if dist.get_rank() == 0:
+            try:
+                action()
+            except Exception as exception:
+                error = exception
+        reason = None if error is None else "".join(traceback.format_exception_only(error)).strip()
+        reason = self.broadcast_object(reason)
+        if reason is not None:
+            raise RuntimeError(f"rank 0 could not {what}: {reason}") from error
 
     def barrier(self) -> None:
         """Waits for all ranks. Collective."""
@@ -461,11 +432,7 @@ class DistributedStrategy:
             print(*msg, flush=True)
 
     def report_memory(self, prefix: str) -> dict[str, float]:
-        """Memory of this process in GiB, printed on rank 0: allocated and peak on a GPU, resident on a CPU.
-
-        Args:
-            prefix: what has just happened.
-        """
+        """Memory of this process in GiB, printed on rank 0: allocated and peak on a GPU, resident on a CPU."""
         if self.device.type == "cuda":
             memory = {
                 "allocated": torch.cuda.memory_allocated(self.device) / 2**30,

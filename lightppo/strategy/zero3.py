@@ -1,6 +1,8 @@
-"""What is special about sharded parameters: gathering them for generation, moving averages of shards, state dicts.
+"""Models in their engines: finding the module inside, gathering shards, moving averages, whole state dicts.
 
-Uses private parts of DeepSpeed 0.19 (hooks of ``DeepSpeedZeRoOffload``, ``ds_tensor``), all of them in this file.
+A class with ``engine_attribute = "model"`` (the Actor) keeps its engine under that attribute and stays outermost; every
+other module sits inside its engine. Both are told by attributes, so that nothing here imports a model class. Uses
+private parts of DeepSpeed 0.19 (``ds_tensor``, the hooks of ``DeepSpeedZeRoOffload``).
 """
 
 from __future__ import annotations
@@ -12,7 +14,106 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightppo.strategy.engines import find_engine, unwrap_model, zero_stage_of
+# ---------------------------------------------------------------------------------------------------------------------
+# lightppo model → DeepSpeed engine → module → Hugging Face model
+
+
+def engine_attribute(model: Any) -> str | None:
+    """Name of the attribute under which this class of model keeps its engine; None where the engine is outermost."""
+    return getattr(type(model), "engine_attribute", None)
+
+
+def _engine_or_module(model: Any) -> Any:
+    attribute = engine_attribute(model)
+    return getattr(model, attribute) if attribute else model
+
+
+def is_engine(model: Any) -> bool:
+    """True for a DeepSpeed engine, without importing DeepSpeed."""
+    return any(cls.__name__ == "DeepSpeedEngine" for cls in type(model).__mro__)
+
+
+def find_engine(model: Any) -> Any | None:
+    """The DeepSpeed engine of a prepared model, None of a plain module."""
+    inner = _engine_or_module(model)
+    return inner if is_engine(inner) else None
+
+
+def get_engine(model: Any, what_for: str) -> Any:
+    """The engine of a prepared model.
+
+    Raises:
+        ValueError: the model has no engine; the message says what it was needed for.
+    """
+    engine = find_engine(model)
+    if engine is None:
+        raise ValueError(f"{what_for} needs a model that went through strategy.prepare(), got {type(model).__name__}")
+    return engine
+
+
+def has_optimizer(engine: Any) -> bool:
+    """True where the engine trains; engines of frozen models carry a stand-in or nothing."""
+    optimizer = getattr(engine, "optimizer", None)
+    # At bf16 the stand-in of a replicated model has parameter groups too, and says that it is one.
+    return hasattr(optimizer, "param_groups") and getattr(optimizer, "using_real_optimizer", True)
+
+
+def zero_stage_of(engine: Any | None) -> int:
+    """ZeRO stage of an engine, 0 for None."""
+    return 0 if engine is None else int(engine.zero_optimization_stage())
+
+
+def unwrap_model(model: Any) -> nn.Module:
+    """The module without its engine; of a class with ``engine_attribute``, the module under that attribute."""
+    inner = _engine_or_module(model)
+    return inner.module if is_engine(inner) else inner
+
+
+def _hf_models(module: nn.Module) -> dict[str, nn.Module]:
+    """The Hugging Face models that a module is or directly holds, by name; "" is the module itself."""
+    parts = {"": module, **dict(module.named_children())}
+    found = {name: part for name, part in parts.items() if hasattr(part, "save_pretrained") and hasattr(part, "config")}
+    return {"": module} if "" in found else found
+
+
+def find_hf_model(model: Any) -> tuple[nn.Module, str]:
+    """The Hugging Face model inside a wrapper, and the prefix of its parameters in ``unwrap_model(model)``.
+
+    Raises:
+        ValueError: the model neither is nor directly holds exactly one Hugging Face model.
+    """
+    module = unwrap_model(model)
+    found = _hf_models(module)
+    if len(found) != 1:
+        raise ValueError(
+            f"{type(module).__name__} holds {len(found)} Hugging Face models ({', '.join(found) or 'none'}); exactly "
+            "one is needed to save or load it"
+        )
+    ((name, hf_model),) = found.items()
+    return hf_model, f"{name}." if name else ""
+
+
+def find_adapters(model: Any) -> Any | None:
+    """What knows the LoRA adapters of the Hugging Face model inside (``lightppo.models.lora.LoraExport``), or None.
+
+    A model with adapters trains these alone; its other weights are those it was loaded with.
+
+    Raises:
+        ValueError: the model holds weights in 4 bits and has no adapters, so that nothing knows how to save or send it.
+    """
+    module = unwrap_model(model)
+    found = list(_hf_models(module).values())
+    adapters = getattr(found[0], "lora", None) if len(found) == 1 else None
+    if adapters is None and any(hasattr(param, "quant_state") for param in module.parameters()):
+        raise ValueError(
+            f"{type(module).__name__} holds weights in 4 bits and has no adapters, so it cannot be saved or sent: call "
+            "add_adapters after loading it, or load it without load_in_4bit"
+        )
+    return adapters
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# shards
 
 
 def is_sharded(param: torch.Tensor) -> bool:
@@ -26,7 +127,7 @@ def full_shape(param: torch.Tensor) -> torch.Size:
 
 
 def forget_secondary_shard(param: torch.Tensor) -> None:
-    """To be called after writing into ``ds_tensor``: forwards read hpZ's copy of it as long as there is one.
+    """Call it after writing into ``ds_tensor``: forwards read hpZ's copy as long as there is one.
 
     DeepSpeed makes such copies in every ZeRO-3 engine of a process in which one engine asked for hpZ.
     """
@@ -35,9 +136,9 @@ def forget_secondary_shard(param: torch.Tensor) -> None:
 
 
 def parameter_count(model: nn.Module, trained_only: bool = False) -> int:
-    """Parameters of a model, or those of them that train; whole also where they are sharded or held in 4 bits."""
-    count = sum(full_shape(p).numel() for p in model.parameters() if p.requires_grad or not trained_only)
-    return count if trained_only else count + sum(getattr(m, "packed_weights", 0) for m in model.modules())
+    """Number of parameters of a model, or of those that train; all of them also where sharded or held in 4 bits."""
+    counted = [p for p in model.parameters() if p.requires_grad or not trained_only]
+    return sum((p.quant_state.shape if hasattr(p, "quant_state") else full_shape(p)).numel() for p in counted)
 
 
 @contextmanager
@@ -46,13 +147,7 @@ def gathered_parameters(model: Any) -> Iterator[nn.Module]:
 
     ZeRO-3's hooks are removed meanwhile, so that ranks may run different numbers of forwards, as generation does.
     Sharding and hooks come back at the end, also when the body raises. No training step inside. Below stage 3, and
-    nested in itself, it changes nothing.
-
-    Args:
-        model: a prepared model, or a plain module.
-
-    Yields:
-        The module without its engine, to call ``generate`` or ``forward`` on.
+    nested in itself, it changes nothing. Yields the module without its engine.
     """
     module = unwrap_model(model)
     engine = find_engine(model)
@@ -61,42 +156,33 @@ def gathered_parameters(model: Any) -> Iterator[nn.Module]:
         return
 
     import deepspeed
+    from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 
     # With an optimizer the hooks belong to a member of it, without one they are all that is there.
     offload = getattr(engine.optimizer, "parameter_offload", engine.optimizer)
     offload.partition_all_parameters()  # waits for prefetches under way and forgets which layers are active
     with deepspeed.zero.GatheredParameters(list(module.parameters())):
-        _remove_hooks(offload)
+        for hook in (*offload.forward_hooks, *offload.backward_hooks, offload.fwd_pre_hook):
+            hook.remove()
+        offload.forward_hooks.clear()
+        offload.backward_hooks.clear()
         engine._lightppo_gathered = True
         try:
             yield module
         finally:
             engine._lightppo_gathered = False
-            _register_hooks(offload)
-
-
-def _remove_hooks(offload: Any) -> None:
-    for hook in (*offload.forward_hooks, *offload.backward_hooks, offload.fwd_pre_hook):
-        hook.remove()
-    offload.forward_hooks.clear()
-    offload.backward_hooks.clear()
-
-
-def _register_hooks(offload: Any) -> None:
-    from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
-
-    depth = len(FWD_MODULE_STACK)
-    offload.setup_zero_stage3_hooks()
-    del FWD_MODULE_STACK[depth:]  # its root was pushed when the engine was made
+            depth = len(FWD_MODULE_STACK)
+            offload.setup_zero_stage3_hooks()
+            del FWD_MODULE_STACK[depth:]  # its root was pushed when the engine was made
 
 
 @torch.no_grad()
 def moving_average(model: Any, ema_model: Any, beta: float, device: torch.device | str | None = None) -> None:
     """ema ← beta · ema + (1 − beta) · model, parameter by parameter, in the wider precision of the two.
 
-    Two models sharded in the same way, and a whole model averaged into shards, need no communication; a sharded model
-    averaged into a whole one is gathered, one parameter at a time. The weights are those that the model's forward
-    uses: under bf16 not the optimizer's fp32 masters. Buffers that are part of a state dict are copied.
+    Two models sharded alike, and a whole model averaged into shards, need no communication; a sharded model averaged
+    into a whole one is gathered, one parameter at a time. The weights are those that the model's forward uses: under
+    bf16 not the optimizer's fp32 masters. Buffers of the state dict are copied.
 
     Args:
         model: the model that trains.
@@ -111,7 +197,13 @@ def moving_average(model: Any, ema_model: Any, beta: float, device: torch.device
         raise ValueError(f"ema beta must lie in [0, 1], got {beta}")
     source, target = unwrap_model(model), unwrap_model(ema_model)
     source_params, target_params = dict(source.named_parameters()), dict(target.named_parameters())
-    _check_same_architecture(source_params, target_params)
+    if source_params.keys() != target_params.keys():
+        odd = sorted(source_params.keys() ^ target_params.keys())
+        raise ValueError(f"the model and its EMA differ in {len(odd)} parameters, first {odd[0]!r}")
+    for name, param in source_params.items():
+        here, there = tuple(full_shape(param)), tuple(full_shape(target_params[name]))
+        if here != there:
+            raise ValueError(f"the model and its EMA differ in the shape of {name!r}: {here} and {there}")
     whole = zero_stage_of(find_engine(model)) == 3 and not any(map(is_sharded, target_params.values()))
     for name, ema_param in target_params.items():
         param = source_params[name]
@@ -121,20 +213,15 @@ def moving_average(model: Any, ema_model: Any, beta: float, device: torch.device
         else:
             new = _matching_part(param, ema_param)
         old = ema_param.ds_tensor if is_sharded(ema_param) else ema_param.data
-        old.copy_(_average(old, new, beta, device or old.device))
+        if beta != 0.0:  # at 0 the old values play no part, not even when they are not finite
+            place, dtype = device or old.device, torch.promote_types(old.dtype, new.dtype)
+            new = torch.lerp(old.to(place, dtype), new.to(place, dtype), 1.0 - beta)
+        old.copy_(new)
         forget_secondary_shard(ema_param)
     kept, buffers = target.state_dict(keep_vars=True).keys(), dict(source.named_buffers())
     for name, ema_buffer in target.named_buffers():
         if name in kept:  # the others are derived, some anew in every forward
             ema_buffer.copy_(buffers[name])
-
-
-def _average(old: torch.Tensor, new: torch.Tensor, beta: float, place: torch.device | str) -> torch.Tensor:
-    """beta · old + (1 − beta) · new. At beta 0 the old values play no part, not even when they are not finite."""
-    if beta == 0.0:
-        return new
-    dtype = torch.promote_types(old.dtype, new.dtype)
-    return torch.lerp(old.to(place, dtype), new.to(place, dtype), 1.0 - beta)
 
 
 def _matching_part(param: torch.Tensor, ema_param: torch.Tensor) -> torch.Tensor:
@@ -150,18 +237,6 @@ def _matching_part(param: torch.Tensor, ema_param: torch.Tensor) -> torch.Tensor
     start = size * torch.distributed.get_rank(ema_param.ds_process_group)
     part = param.data.flatten()[start : start + size]
     return torch.nn.functional.pad(part, (0, size - part.numel()))
-
-
-def _check_same_architecture(source: dict[str, nn.Parameter], target: dict[str, nn.Parameter]) -> None:
-    if source.keys() != target.keys():
-        odd = sorted(source.keys() ^ target.keys())
-        raise ValueError(f"the model and its EMA differ in {len(odd)} parameters, first {odd[0]!r}")
-    for name, param in source.items():
-        if full_shape(param) != full_shape(target[name]):
-            raise ValueError(
-                f"the model and its EMA differ in the shape of {name!r}: "
-                f"{tuple(full_shape(param))} and {tuple(full_shape(target[name]))}"
-            )
 
 
 @contextmanager
@@ -198,8 +273,8 @@ def load_full_state_dict(model: Any, state_dict: dict[str, torch.Tensor], strict
     Args:
         model: prepared or plain.
         state_dict: names as in ``unwrap_model(model)``; the same on every rank. One name is enough for tied parameters.
-        strict: every parameter and every entry must find its partner.
-        source: where the state dict comes from, for messages.
+        strict: every parameter and every entry must have its counterpart.
+        source: of the state dict, for messages.
 
     Raises:
         ValueError: names or shapes do not fit.

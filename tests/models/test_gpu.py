@@ -60,15 +60,19 @@ def test_shared_prompts_equal_padded_in_bfloat16(causal_lm: Callable[..., PreTra
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_in_4_bits_are_the_same_numbers_on_both_devices(dtype: torch.dtype) -> None:
-    from lightppo.models.quantised import QuantisedLinear
+    from lightppo.models.quantised import dense_weight, quantise
 
     torch.manual_seed(0)
-    layer = QuantisedLinear(torch.nn.Linear(256, 128, dtype=dtype)).requires_grad_(False)  # packed on the GPU
+    model = torch.nn.Sequential(torch.nn.Linear(256, 128, dtype=dtype))
+    quantise(model, set())  # packed on the GPU
+    layer = model[0]
     x = torch.randn(3, 5, 256, dtype=dtype, requires_grad=True)
-    on_cpu = layer.weight
+    on_cpu = dense_weight(layer)
     layer(x).sum().backward()
     gradient, x.grad = x.grad, None
     layer.cuda()
-    torch.testing.assert_close(layer.weight.cpu(), on_cpu, rtol=1e-6 if dtype == torch.float32 else 2**-7, atol=0)
+    torch.testing.assert_close(
+        dense_weight(layer).cpu(), on_cpu, rtol=1e-6 if dtype == torch.float32 else 2**-7, atol=0
+    )
     layer(x.cuda()).sum().backward()
     torch.testing.assert_close(x.grad, gradient, rtol=0, atol=1e-4 if dtype == torch.float32 else 0.05)

@@ -16,13 +16,12 @@ from transformers import AutoModelForCausalLM, OPTConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from lightppo.errors import ModelLoadError
-from lightppo.models import quantised
 from lightppo.models.acceleration import compile_layers
 from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic
 from lightppo.models.loading import head_names, load_causal_lm
 from lightppo.models.lora import AdaptersOff, LoraOptions, add_adapters, merge
-from lightppo.models.quantised import BLOCK, PIECES, Packing, QuantisedLinear, packings, quantise
+from lightppo.models.quantised import BLOCK, dense_weight, quantise, quantised_layers
 from lightppo.rollout.weight_sync import full_weights
 from lightppo.strategy.zero3 import parameter_count
 
@@ -71,12 +70,23 @@ def in_4bit(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
+def layer_in_4bit(dense: nn.Linear) -> nn.Linear:
+    model = nn.Sequential(dense)
+    quantise(model, set())
+    return model[0]
+
+
+def held_bytes(model: nn.Module) -> int:
+    states = [layer.weight.quant_state for layer in quantised_layers(model).values()]
+    scales = [t for s in states for t in (s.absmax, s.state2.absmax, s.offset)]
+    return sum(t.nbytes for t in (*model.state_dict(keep_vars=True).values(), *scales))
+
+
 def dense_twin(model: PreTrainedModel, dense: PreTrainedModel) -> PreTrainedModel:
     """``dense`` with the numbers that the bits of ``model`` stand for; both without adapters."""
     with torch.no_grad():
-        for name in packings(model):
-            layer, weight = dense.get_submodule(name), model.get_submodule(name).weight
-            layer.weight.copy_(weight.T if isinstance(layer, Conv1D) else weight)
+        for name, layer in quantised_layers(model).items():
+            dense.get_submodule(name).weight.copy_(dense_weight(layer))
     return dense
 
 
@@ -112,15 +122,16 @@ def gradients(actor: Actor, scored) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("shape", [(1, 64), (7, 320), (48, 128), (300, 192)])
 def test_what_the_bits_stand_for(shape, dtype):
     weight = (torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 0.05).to(dtype)
-    packed, scales, bits = Packing.pack(weight)
-    unpacked = Packing(shape, dtype).unpack(packed, scales, bits)
+    dense = nn.Linear(*shape[::-1], bias=False, dtype=dtype)
+    dense.weight.data.copy_(weight)
+    layer = layer_in_4bit(dense)
+    unpacked, packed, state = dense_weight(layer), layer.weight.data.flatten(), layer.weight.quant_state
     assert (unpacked.shape, unpacked.dtype) == (weight.shape, dtype)
 
-    outer = bits.view(torch.float32)
     blocks = weight.float().view(-1, BLOCK)
     # A scale in 8 bits: a step of its table (at most 1/64 of the largest) times the largest of 256 scales.
-    largest = outer[:-1].repeat_interleave(256)[: len(blocks)]
-    of_block = (quantised._scales_table(scales.device)[scales.int()] * largest + outer[-1])[:, None]
+    largest = state.state2.absmax.repeat_interleave(256)[: len(blocks)]
+    of_block = (state.state2.code[state.absmax.int()] * largest + state.offset)[:, None]
     assert ((of_block - blocks.abs().amax(1, keepdim=True)).abs() <= largest[:, None] / 64).all()
     # Two weights a byte, the first in its upper half; each the nearest of the 16 numbers times its scale.
     index = torch.stack([packed >> 4, packed & 15], 1).view(-1, BLOCK).long()
@@ -136,38 +147,33 @@ def test_what_the_bits_stand_for(shape, dtype):
 def test_a_layer_takes_4_13_bits_a_weight_and_computes_as_the_dense_one(dtype):
     torch.manual_seed(0)
     dense = nn.Linear(256, 128, dtype=dtype)
-    layer = QuantisedLinear(dense)
-    held = sum(buffer.numel() * buffer.element_size() for buffer in layer.buffers())
-    assert held == 128 * 256 // 2 + 128 * 256 // 64 + 4 * (128 * 256 // (64 * 256) + 1)
-    assert dict(layer.named_parameters()).keys() == {"bias"}
+    layer = layer_in_4bit(dense)
+    bias = layer.bias.nbytes
+    assert held_bytes(layer) == bias + 128 * 256 // 2 + 128 * 256 // 64 + 4 * (128 * 256 // (64 * 256) + 1)
 
-    dense.weight.data.copy_(layer.weight)
-    for p in (*dense.parameters(), *layer.parameters()):
-        p.requires_grad_(p.dim() == 1)  # a trained bias over a frozen weight
+    dense.weight.data.copy_(dense_weight(layer))
     x, upstream = torch.randn(2, 3, 5, 256, dtype=dtype), torch.randn(2, 3, 5, 128, dtype=dtype)
     results = []
-    for module in (layer, dense):
+    for module in (layer, dense.requires_grad_(False)):
         inputs = x.clone().requires_grad_()
         out = module(inputs)
         out.backward(upstream)
-        results.append((out, inputs.grad, module.bias.grad))
+        results.append((out, inputs.grad))
         assert torch.equal(module(x), out)
         with torch.no_grad():
-            assert torch.equal(module(x), out)
+            for mode in (module.eval, module.train):
+                assert torch.equal(mode()(x), out)
     for ours, theirs in zip(*results):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5 if dtype == torch.float32 else 0.06)
 
 
 def test_casts_of_the_model_leave_the_bits_alone(wide):
     model = in_4bit(wide())
-    before = {name: buffer.clone() for name, buffer in model.named_buffers() if name.endswith(PIECES)}
-    weights = {name: model.get_submodule(name).weight for name in packings(model)}
-    assert len(before) == 3 * len(weights) == 3 * 14
+    weights = {name: dense_weight(layer) for name, layer in quantised_layers(model).items()}
+    assert len(weights) == 14
     for cast in (torch.bfloat16, torch.float16, torch.float32):
         model.to(cast)
-    after = dict(model.named_buffers())
-    assert all(torch.equal(after[name], buffer) for name, buffer in before.items())
-    assert all(torch.equal(model.get_submodule(name).weight, weight) for name, weight in weights.items())
+    assert all(torch.equal(dense_weight(layer), weights[name]) for name, layer in quantised_layers(model).items())
 
 
 # -- models ----------------------------------------------------------------------------------------------------------
@@ -176,7 +182,7 @@ def test_casts_of_the_model_leave_the_bits_alone(wide):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_outputs_and_gradients_are_those_of_the_dense_model_of_the_same_numbers(family, pair, scored):
     ours, theirs = pair(family)
-    assert len(packings(ours.hf_model)) >= 8
+    assert len(quantised_layers(ours.hf_model)) >= 8
     one, other = gradients(ours, scored), gradients(theirs, scored)
     assert one.keys() == other.keys()
     assert all("lora_" in name for name in one)
@@ -251,7 +257,7 @@ def test_a_critic_keeps_its_value_head_and_trains_it(configs):
     before = critic(torch.arange(3, 11)[None], 3)
     add_adapters(critic, LORA)
     torch.testing.assert_close(critic(torch.arange(3, 11)[None], 3), before, atol=1e-6, rtol=0)
-    assert not isinstance(critic.hf_model.score, QuantisedLinear)
+    assert "score" not in quantised_layers(critic.hf_model)
     trained = [name for name, p in critic.named_parameters() if p.requires_grad and "lora_" not in name]
     assert trained == ["model.score.weight"]
 
@@ -262,22 +268,18 @@ def test_a_critic_keeps_its_value_head_and_trains_it(configs):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_weights_take_less_than_a_third_of_the_memory(family, wide):
     dense, model = wide(family), in_4bit(wide(family))
-
-    def held(m: nn.Module) -> int:
-        return sum(t.numel() * t.element_size() for t in m.state_dict(keep_vars=True).values())
-
-    assert held(model) < held(dense) / 3
+    assert held_bytes(model) < held_bytes(dense) / 3
     assert parameter_count(model) == parameter_count(dense)
     assert parameter_count(model, trained_only=True) == 0
 
 
 def test_heads_embeddings_and_narrow_layers_stay(wide, scored):
     model = in_4bit(wide(intermediate_size=96))
-    names = packings(model)
+    names = quantised_layers(model)
     ends = {name.rpartition(".")[2] for name in names}
     assert ends == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"}  # down_proj takes 96
     dense = dict(wide(intermediate_size=96).named_parameters())
-    kept = dict(model.named_parameters())
+    kept = {name: p for name, p in model.named_parameters() if name.removesuffix(".weight") not in names}
     assert kept.keys() == dense.keys() - {f"{name}.weight" for name in names}
     assert all(torch.equal(kept[name], dense[name]) for name in kept)
     assert not any(p.requires_grad for p in kept.values())
@@ -293,7 +295,7 @@ def test_heads_embeddings_and_narrow_layers_stay(wide, scored):
 def test_checkpoint_weights_are_the_unpacked_ones_with_the_adapters(family, targets, wide, scored):
     model = in_4bit(wide(family))
     merged = dense_twin(model, wide(family))
-    ends = {name.rpartition(".")[2] for name in packings(model)}
+    ends = {name.rpartition(".")[2] for name in quantised_layers(model)}
     actor = Actor(model).eval()
     add_adapters(actor, LoraOptions(rank=4, alpha=8.0, target_modules=tuple(ends.intersection(targets))))
     randomize_b(actor)
@@ -314,12 +316,12 @@ def test_checkpoint_weights_are_the_unpacked_ones_with_the_adapters(family, targ
 def test_loading_by_path_is_quantising_what_was_loaded(wide, tmp_path, scored):
     wide().save_pretrained(tmp_path)
     ours, theirs = Actor(str(tmp_path), load_in_4bit=True), Actor(in_4bit(load_causal_lm(str(tmp_path))))
-    assert len(packings(ours.hf_model)) == 14
+    assert len(quantised_layers(ours.hf_model)) == 14
     wrapped = Actor(wide())  # whose layers may be of another class by then
-    assert len(packings(in_4bit(wrapped.hf_model))) == 14
+    assert len(quantised_layers(in_4bit(wrapped.hf_model))) == 14
     assert all(torch.equal(a, b) for a, b in zip(ours.state_dict().values(), theirs.state_dict().values(), strict=True))
     half = Actor(str(tmp_path), load_in_4bit=True, bf16=True)
-    assert half.hf_model.model.layers[0].mlp.up_proj.weight.dtype == torch.bfloat16
+    assert dense_weight(half.hf_model.model.layers[0].mlp.up_proj).dtype == torch.bfloat16
     twin = Actor(dense_twin(half.hf_model, load_causal_lm(str(tmp_path), dtype="bf16")))
     torch.testing.assert_close(scored(half).log_probs, scored(twin).log_probs, atol=1e-2, rtol=0)
 
@@ -348,11 +350,11 @@ def test_other_refusals(wide, causal_lm, monkeypatch, tmp_path):
     with pytest.raises(ModelLoadError, match="load_in_4bit: only for loading by path"):
         Actor(wide(), load_in_4bit=True)
 
-    def broken(weight: torch.Tensor) -> None:
+    def broken(*_: object, **__: object) -> None:
         raise RuntimeError("no kernel for this device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Packing, "pack", staticmethod(broken))
+        patch.setattr("bitsandbytes.functional.quantize_4bit", broken)
         with pytest.raises(ModelLoadError, match=r"bitsandbytes cannot pack model\..*q_proj: no kernel for this"):
             quantise(*with_heads(wide()))
     find_spec = importlib.util.find_spec

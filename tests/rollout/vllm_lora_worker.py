@@ -11,7 +11,7 @@ import vllm_worker
 
 from lightppo.models.actor import Actor
 from lightppo.models.lora import LoraOptions, add_adapters
-from lightppo.models.quantised import packings
+from lightppo.models.quantised import quantised_layers
 
 
 def adapted_actor(*args, **options):
@@ -32,7 +32,7 @@ def main(folder, *cases):
         # What Case makes its actor of.
         vllm_worker.Actor = partial(adapted_actor, load_in_4bit=options.pop("load_in_4bit", False))
         case = vllm_worker.Case(os.path.join(folder, options.pop("model")), options)
-        seen = {"pushes": vllm_worker.pushes(case), "in_4bit": len(packings(case.actor))}
+        seen = {"pushes": vllm_worker.pushes(case), "in_4bit": len(quantised_layers(case.actor))}
         seen["difference"] = case.log_prob_difference(case.engine.generate(case.share(), vllm_worker.SAMPLED))
         case.close()
         results.append(seen)

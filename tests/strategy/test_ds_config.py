@@ -31,7 +31,6 @@ def test_every_option_changes_the_configuration():
         {"grad_accum_dtype": "bf16"},
         {"overlap_comm": True},
         {"on_cpu": True},
-        {"persistence_threshold": 0},
     ):
         assert train_config(**(base | option)) != plain, option
     assert train_config(**base, grad_accum_dtype="fp32") == plain  # the default adds micro batches up in fp32

@@ -91,12 +91,11 @@ class TestTorchThreads:
 
     END = """
 import os, sys, time
-from datetime import timedelta
 import torch
 import torch.distributed as dist
-from lightppo.strategy.distributed import init_process_group
+from lightppo.strategy.distributed import DistributedStrategy
 
-init_process_group(timedelta(minutes=5))
+DistributedStrategy(timeout_minutes=5).setup_distributed()
 
 def busy(future):  # in gloo's thread, which asks for the lock again and again
     end = time.monotonic() + 1.5

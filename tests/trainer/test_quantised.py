@@ -20,7 +20,7 @@ from lightppo import PPOTrainer
 from lightppo.errors import CheckpointError, ModelLoadError
 from lightppo.models.actor import Actor
 from lightppo.models.lora import AdaptersOff
-from lightppo.models.quantised import packings
+from lightppo.models.quantised import quantised_layers
 from lightppo.rollout.weight_sync import full_weights
 from lightppo.trainer import build, build_models
 
@@ -53,13 +53,13 @@ def test_what_a_run_holds(config_of, tmp_path):
     models = build_models.build_models(config, build.build_strategy(config))
     assert models.reference is None
     for model in (models.actor, models.critic):
-        assert len(packings(model)) == 14
+        assert len(quantised_layers(model)) == 14
         trained = sum(4 * p.numel() for p in model.parameters() if p.requires_grad)
         assert held_bytes(model) - trained < held_bytes(models.reward_models[0]) / 3
-    assert packings(models.reward_models[0]) == {}
+    assert quantised_layers(models.reward_models[0]) == {}
 
     dense = build_models.build_models(config.with_options(load_in_4bit=False), build.build_strategy(config))
-    assert packings(dense.actor) == {}
+    assert quantised_layers(dense.actor) == {}
 
 
 KL = {
@@ -80,7 +80,7 @@ def test_the_reference_gives_the_numbers_of_a_separate_one_in_4_bits(config_of, 
     copy = shutil.copytree(wide_model, tmp_path / "copy")
     options["ref_offload"] = zero_stage == 3  # of what is not in 4 bits
     separate = fitted(config_of(save_path=str(tmp_path / "separate"), ref_pretrain=str(copy), **options))
-    assert len(packings(separate.strategy.unwrap_model(separate.initial_model))) == 14
+    assert len(quantised_layers(separate.strategy.unwrap_model(separate.initial_model))) == 14
     ours, theirs = rows(tmp_path / "shared"), rows(tmp_path / "separate")
     assert ours == theirs
     if case == "in the reward":

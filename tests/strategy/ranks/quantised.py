@@ -14,7 +14,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic
-from lightppo.models.quantised import PIECES, packings
+from lightppo.models.quantised import dense_weight, quantised_layers
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.strategy.zero3 import is_sharded, parameter_count
 
@@ -42,8 +42,8 @@ def with_dense_twin(saved: Any, kind: type[Actor] | type[Critic]) -> Any:
             unset_hf_deepspeed_config()
             model, dense = kind(path, load_in_4bit=True).hf_model, kind(path).hf_model
             with torch.no_grad():
-                for name in packings(model):
-                    dense.get_submodule(name).weight.copy_(model.get_submodule(name).weight)
+                for name, layer in quantised_layers(model).items():
+                    dense.get_submodule(name).weight.copy_(dense_weight(layer))
             dense.save_pretrained(path + adapters.DENSE)
 
         strategy.on_rank_0(write, "save the dense model")
@@ -56,22 +56,28 @@ adapters.saved_model = with_dense_twin(adapters.saved_model, Actor)
 adapters.saved_critic = with_dense_twin(adapters.saved_critic, Critic)
 
 
+def layers_of(actor: Actor) -> dict[str, Any]:
+    return {key.replace(".base_layer", ""): layer for key, layer in quantised_layers(actor.hf_model).items()}
+
+
 def check_the_bits_are_nobodys_business(strategy: DeepspeedStrategy, work_dir: Path) -> None:
-    """Every rank holds all of them, and no engine casts, shards, reduces or trains them."""
+    """No engine casts, reduces or trains them; ZeRO-3 shards them."""
     path = adapters.saved_model(work_dir, strategy)
     for name, options in adapters.CKPT.items():
         role = make_strategy(**options)
-        alone = Actor(path, bf16=role.bf16, load_in_4bit=True).hf_model
-        bits = {key: b for key, b in alone.state_dict().items() if key.endswith(PIECES)}
+        bits = {key: layer.weight for key, layer in layers_of(Actor(path, bf16=role.bf16, load_in_4bit=True)).items()}
         actor, optimizer, scheduler = adapters.lora_actor(role, path)
         for step in range(2):
             adapters.train_step(role, actor, optimizer, scheduler, step)
-        held = {key.replace(".base_layer", ""): b for key, b in actor.hf_model.named_buffers() if key.endswith(PIECES)}
-        assert held.keys() == bits.keys(), name
-        assert all(torch.equal(held[key], b) and held[key].dtype == b.dtype for key, b in bits.items()), name
-        assert len(bits) == 3 * 14
-        dense = [p for p in actor.hf_model.parameters() if not p.requires_grad]
-        assert all(is_sharded(p) for p in dense) == (role.zero_stage == 3), name
+        frozen = [p for p in actor.hf_model.parameters() if not p.requires_grad]
+        assert all(is_sharded(p) for p in frozen) == (role.zero_stage == 3), name
+        with role.gathered_parameters(actor):
+            held = layers_of(actor)
+            assert held.keys() == bits.keys(), name
+            assert len(bits) == 14
+            for key, packed in bits.items():
+                assert held[key].weight.dtype == torch.uint8, name
+                assert torch.equal(held[key].weight.flatten(), packed.flatten()), name
         adapters_of = parameter_count(actor, trained_only=True)
         assert parameter_count(actor) == PACKED + adapters_of + 2 * 61 * 64 + 5 * 64, name
         role.barrier()

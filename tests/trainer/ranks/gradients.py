@@ -22,7 +22,7 @@ from lightppo.experience.experience import Experience
 from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic
 from lightppo.strategy.deepspeed import DeepspeedStrategy
-from lightppo.strategy.engines import get_engine
+from lightppo.strategy.zero3 import get_engine
 from lightppo.trainer import metrics as m
 
 PROMPTS, RESPONSES = [2, 9, 5, 12, 3, 1, 7, 4], [1, 20, 3, 2, 14, 6, 1, 9]  # lengths that differ a lot
