@@ -18,7 +18,7 @@ from lightppo.errors import ConfigError
 from lightppo.models import actor as actors
 from lightppo.models import critic as critics
 from lightppo.models import loading
-from lightppo.models.acceleration import use_liger_kernels
+from lightppo.models.loading import use_liger_kernels
 from lightppo.models.lora import LoraOptions, add_adapters
 
 # What the constructor means where it is given nothing; the command line has defaults of its own.

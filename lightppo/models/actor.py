@@ -13,8 +13,7 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from lightppo.algorithms.logprobs import linear_log_probs, log_probs_and_entropy, token_log_probs
-from lightppo.models.acceleration import activations_on_cpu
-from lightppo.models.cpu import CPULinear
+from lightppo.models.cpu import is_plain_linear
 from lightppo.models.loading import load_causal_lm
 from lightppo.models.packing import (
     action_predictors,
@@ -26,89 +25,6 @@ from lightppo.models.packing import (
     scatter,
 )
 from lightppo.models.wrapper import PretrainedWrapper, model_inputs, takes
-
-
-@dataclass(frozen=True)
-class HeadQuestion:
-    """What the head is asked.
-
-    Attributes:
-        select: takes the K positions to score out of what the head is given, (B, S, H) -> (K, H).
-        labels: (K,), the token to score at each.
-        temperature: log probs are those of softmax(logits / temperature).
-        valid_vocab_size: over the first so many tokens only; None: all.
-        entropy: the entropy too.
-        entropy_grad: with a gradient.
-    """
-
-    select: Callable[[Tensor], Tensor]
-    labels: Tensor
-    temperature: float
-    valid_vocab_size: int | None = None
-    entropy: bool = False
-    entropy_grad: bool = False
-
-
-class HeadAnswer:
-    """What the head returned while it was asked."""
-
-    def __init__(self) -> None:
-        self._returned: list[Tensor] = []
-
-    def record(self, scores: Tensor) -> Tensor:
-        self._returned.append(scores)
-        return scores
-
-    def is_untouched(self, logits: Tensor) -> bool:
-        """Whether the model called its head once and gave out, as ``logits``, what came from it, unchanged.
-
-        Told by the storage and the count of writes into it, so that it is the same on all ranks, whatever the values;
-        views that hooks make of the tensor share both.
-        """
-        if len(self._returned) != 1 or not isinstance(logits, Tensor):
-            return False
-        (scores,) = self._returned
-        same_place = scores.untyped_storage()._cdata == logits.untyped_storage()._cdata
-        return same_place and logits.shape == scores.shape and logits._version == scores._version == 0
-
-
-def scoring_head(model: PreTrainedModel) -> nn.Linear | None:
-    """The head, if it is a plain linear layer over the vocabulary that nobody has changed; else None."""
-    head = model.get_output_embeddings()
-    if type(head) not in (nn.Linear, CPULinear) or "forward" in vars(head):
-        return None
-    return head if head.out_features == model.config.get_text_config().vocab_size else None
-
-
-@contextmanager
-def asked(head: nn.Linear, question: HeadQuestion) -> Iterator[HeadAnswer]:
-    """Meanwhile the head returns (1, K, 1) log probs, or (1, K, 2) with the entropy; float32.
-
-    Args:
-        head: from :func:`scoring_head`.
-        question: what to return.
-    """
-    answer = HeadAnswer()
-
-    def forward(hidden: Tensor) -> Tensor:
-        log_probs, entropy = linear_log_probs(
-            question.select(hidden),
-            head.weight,
-            question.labels,
-            head.bias,
-            question.temperature,
-            entropy=question.entropy,
-            entropy_grad=question.entropy_grad,
-            valid_vocab_size=question.valid_vocab_size,
-        )
-        scores = log_probs.unsqueeze(-1) if entropy is None else stack([log_probs, entropy], dim=-1)
-        return answer.record(scores.unsqueeze(0))
-
-    head.forward = forward  # on the instance: module calls, and hooks around them, find it there
-    try:
-        yield answer
-    finally:
-        del head.forward
 
 
 @dataclass(frozen=True)
@@ -151,7 +67,10 @@ class Actor(PretrainedWrapper):
         ds_config: DeepSpeed config; stage 3 shards the weights while they load.
         valid_vocab_size: log probs are over the first so many tokens only (``valid_vocab_size(tokenizer)``), where
             the rollout engine never samples the others; None: over the whole embedding.
-        load_options: further arguments of :func:`lightppo.models.loading.load_causal_lm`.
+        options: also ``flag`` and the fields of :class:`lightppo.models.loading.LoadOptions`.
+
+    Attributes:
+        head_is_last: False once the model was seen to change what its head returns.
 
     Raises:
         ModelLoadError: see :func:`load_causal_lm`.
@@ -166,29 +85,15 @@ class Actor(PretrainedWrapper):
         pretrain_or_model: str | PreTrainedModel,
         *,
         temperature: float = 1.0,
-        packing_samples: bool = False,
-        share_prompts: bool = True,
-        bf16: bool = False,
-        use_flash_attention_2: bool = False,
-        ds_config: dict[str, Any] | None = None,
         valid_vocab_size: int | None = None,
-        **load_options: Any,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            pretrain_or_model,
-            load_causal_lm,
-            bf16=bf16,
-            use_flash_attention_2=use_flash_attention_2,
-            ds_config=ds_config,
-            packing_samples=packing_samples,
-            share_prompts=share_prompts,
-            load_options=load_options,
-        )
+        super().__init__(pretrain_or_model, load_causal_lm, **options)
         if not temperature > 0:
             raise ValueError(f"--temperature must be above 0 for training, got {temperature}")
         self.temperature = temperature
         self.valid_vocab_size = valid_vocab_size
-        self._head_is_last = True  # False once the model was seen to change what its head returns
+        self.head_is_last = True
 
     def forward(
         self,
@@ -279,11 +184,7 @@ class Actor(PretrainedWrapper):
         return takes(self.hf_model, "output_router_logits")
 
     def check_router(self) -> None:
-        """Refuse what can have no load-balancing loss, before any forward.
-
-        Raises:
-            ValueError: the model has no router.
-        """
+        """Raises ValueError where the model has no router, so that it can have no load-balancing loss."""
         if not self.has_router:
             raise ValueError(
                 f"--aux_loss_coef: {type(self.hf_model).__name__} gives no router logits, so it has no load-balancing "
@@ -349,7 +250,7 @@ class Actor(PretrainedWrapper):
 
     def _ask_head(self, batch: _Batch, entropy: bool, entropy_grad: bool, router_logits: bool) -> _Predicted | None:
         """None: this model's log probs are not its head's alone. All ranks see the same."""
-        head = scoring_head(self.hf_model) if self._head_is_last else None
+        head = scoring_head(self.hf_model) if self.head_is_last else None
         if head is None:
             return None
         selected_in_model = takes(self.hf_model, "logits_to_keep")
@@ -357,14 +258,12 @@ class Actor(PretrainedWrapper):
         def select(hidden: Tensor) -> Tensor:
             return batch.real_hidden(hidden if selected_in_model else hidden[:, batch.places])
 
-        question = HeadQuestion(
-            select, batch.real_labels(), self.temperature, self.valid_vocab_size, entropy, entropy_grad
-        )
         places = batch.places if selected_in_model else None
-        with asked(head, question) as answer:
+        options = {"valid_vocab_size": self.valid_vocab_size, "entropy": entropy, "entropy_grad": entropy_grad}
+        with scores_from_head(head, select, batch.real_labels(), self.temperature, **options) as returned:
             output = self._run(batch.input_ids, batch.attention_mask, batch.position_ids, places, router_logits)
-        self._head_is_last = answer.is_untouched(output.logits)
-        if not self._head_is_last:
+        self.head_is_last = is_untouched(returned, output.logits)
+        if not self.head_is_last:
             return None
         scores = output.logits[0]  # (K, 1 or 2), behind the hooks of the whole model
         if not entropy:
@@ -388,14 +287,14 @@ class Actor(PretrainedWrapper):
         if router_logits:
             inputs["output_router_logits"] = True
         partly = position_ids is not None and places is not None and not reads_mask
-        with activations_on_cpu(self.activation_offload), self._reading(places, input_ids) if partly else nullcontext():
+        with self._offloading(), self._reading(places, input_ids) if partly else nullcontext():
             output = self.model(**inputs)
         if places is not None and not in_model:
             output.logits = output.logits[:, places]
         return output
 
-    def _probe_packing(self, device: torch.device) -> None:
-        self._probe_packing_once(lambda ids, positions: self._run(ids, None, positions).logits, device)
+    def _run_rows(self, ids: Tensor, positions: Tensor) -> Tensor:
+        return self._run(ids, None, positions).logits
 
 
 @dataclass(frozen=True)
@@ -458,3 +357,58 @@ def _packed_by_caller(sequences: Tensor, position_ids: Tensor, lengths: list[int
     places = action_predictors(lengths, num_actions, sequences.device)  # (K,)
     real = torch.ones(1, len(places), dtype=torch.bool, device=sequences.device)  # (1, K)
     return _Batch(sequences, None, position_ids, places, sequences[0, places + 1], real, packed=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the head that returns log probs
+
+
+def scoring_head(model: PreTrainedModel) -> nn.Linear | None:
+    """The head, if it is a plain linear layer over the vocabulary that nobody has changed; else None."""
+    head = model.get_output_embeddings()
+    if not is_plain_linear(head):
+        return None
+    return head if head.out_features == model.config.get_text_config().vocab_size else None
+
+
+@contextmanager
+def scores_from_head(
+    head: nn.Linear, select: Callable[[Tensor], Tensor], labels: Tensor, temperature: float, **options: Any
+) -> Iterator[list[Tensor]]:
+    """Meanwhile the head returns (1, K, 1) log probs, or (1, K, 2) with the entropy; float32.
+
+    Args:
+        head: from :func:`scoring_head`.
+        select: takes the K positions to score out of what the head is given, (B, S, H) -> (K, H).
+        labels: (K,), the token to score at each.
+        temperature, options: as :func:`linear_log_probs` takes them.
+
+    Yields:
+        what the head has returned, for :func:`is_untouched`.
+    """
+    returned: list[Tensor] = []
+
+    def forward(hidden: Tensor) -> Tensor:
+        log_probs, entropy = linear_log_probs(select(hidden), head.weight, labels, head.bias, temperature, **options)
+        scores = log_probs.unsqueeze(-1) if entropy is None else stack([log_probs, entropy], dim=-1)
+        returned.append(scores.unsqueeze(0))
+        return returned[-1]
+
+    head.forward = forward  # on the instance: module calls, and hooks around them, find it there
+    try:
+        yield returned
+    finally:
+        del head.forward
+
+
+def is_untouched(returned: list[Tensor], logits: Tensor) -> bool:
+    """Whether the model called its head once and gave out, as ``logits``, what came from it, unchanged.
+
+    Told by the storage and the count of writes into it, so that it is the same on all ranks, whatever the values; views
+    that hooks make of the tensor share both.
+    """
+    if len(returned) != 1 or not isinstance(logits, Tensor):
+        return False
+    (scores,) = returned
+    same_place = scores.untyped_storage()._cdata == logits.untyped_storage()._cdata
+    return same_place and logits.shape == scores.shape and logits._version == scores._version == 0

@@ -1,4 +1,4 @@
-"""A model's linear layers by the faster matrix product of this machine's CPU."""
+"""A model's linear layers by the faster matrix product of this machine's CPU (:mod:`lightppo.algorithms.matmul`)."""
 
 from __future__ import annotations
 
@@ -25,12 +25,15 @@ class CPULinear(nn.Linear):
         return linear(input, self.weight, self.bias)
 
 
-def use_cpu_linear(model: nn.Module) -> None:
+def is_plain_linear(module: nn.Module) -> bool:
+    """A linear layer that nobody has changed but :func:`accelerate_on_cpu`."""
+    return type(module) in (nn.Linear, CPULinear) and "forward" not in vars(module)
+
+
+def accelerate_on_cpu(model: nn.Module) -> None:
     """Plain linear layers become :class:`CPULinear`, in place, where that is faster; weights and names stay."""
-    if not onednn_is_faster():
-        return
-    for module in model.modules():
-        if type(module) is nn.Linear and "forward" not in vars(module):
+    if onednn_is_faster():
+        for module in filter(is_plain_linear, model.modules()):
             module.__class__ = CPULinear
 
 

@@ -1,4 +1,4 @@
-"""A reward model: one score per finished sequence."""
+"""Models with a one-output head: critics (a value per position) and reward models (a score per sequence)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from lightppo.errors import ModelLoadError
-from lightppo.models.acceleration import activations_on_cpu
 from lightppo.models.loading import load_sequence_classifier, value_head
 from lightppo.models.packing import (
     action_predictors,
@@ -33,27 +32,8 @@ class SequenceRegressor(PretrainedWrapper):
 
     kind: Literal["critic", "reward"]
 
-    def __init__(
-        self,
-        pretrain_or_model: str | PreTrainedModel,
-        *,
-        bf16: bool = False,
-        use_flash_attention_2: bool = False,
-        ds_config: dict[str, Any] | None = None,
-        packing_samples: bool = False,
-        share_prompts: bool = True,
-        **load_options: Any,
-    ) -> None:
-        super().__init__(
-            pretrain_or_model,
-            partial(load_sequence_classifier, kind=self.kind),
-            bf16=bf16,
-            use_flash_attention_2=use_flash_attention_2,
-            ds_config=ds_config,
-            packing_samples=packing_samples,
-            share_prompts=share_prompts,
-            load_options=load_options,
-        )
+    def __init__(self, pretrain_or_model: str | PreTrainedModel, **options: Any) -> None:
+        super().__init__(pretrain_or_model, partial(load_sequence_classifier, kind=self.kind), **options)
         _, head = value_head(self.model)
         if head.out_features != 1:
             raise ModelLoadError(f"a {self.kind} needs one output, the model has {head.out_features}")
@@ -71,7 +51,7 @@ class SequenceRegressor(PretrainedWrapper):
 
     def _hidden(self, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None) -> ModelOutput:
         base = self.hf_model.base_model
-        with activations_on_cpu(self.activation_offload):
+        with self._offloading():
             return base(**model_inputs(base, input_ids, attention_mask, position_ids))
 
     def _score(self, hidden: Tensor) -> Tensor:
@@ -89,8 +69,8 @@ class Critic(SequenceRegressor):
     Args:
         pretrain_or_model: folder, hub id, or a built one-output sequence classifier.
         normalize_reward: values are (x - mean) / std where the config has the mean and std of a reward model.
-        packing_samples, share_prompts, bf16, use_flash_attention_2, ds_config: as in :class:`Actor`.
-        load_options: further arguments of :func:`lightppo.models.loading.load_sequence_classifier`.
+        options: as of :class:`lightppo.models.actor.Actor`, and further arguments of
+            :func:`lightppo.models.loading.load_sequence_classifier`.
     """
 
     kind = "critic"
@@ -163,8 +143,8 @@ class Critic(SequenceRegressor):
             hidden = hidden[:, action_predictors(lengths, num_actions, sequences.device, include_last)]
         return self._score(hidden), output
 
-    def _probe_packing(self, device: torch.device) -> None:
-        self._probe_packing_once(lambda ids, positions: self._hidden(ids, None, positions).last_hidden_state, device)
+    def _run_rows(self, ids: Tensor, positions: Tensor) -> Tensor:
+        return self._hidden(ids, None, positions).last_hidden_state
 
 
 class RewardModel(SequenceRegressor):
@@ -174,8 +154,7 @@ class RewardModel(SequenceRegressor):
         pretrain_or_model: folder, hub id, or a built one-output sequence classifier. A checkpoint without a head is
             an error unless ``init_value_head=True`` (a reward model that is about to be trained).
         normalize_reward: scores are (x - mean) / std, with the mean and std of the config.
-        bf16, use_flash_attention_2, ds_config: as in :class:`lightppo.models.actor.Actor`.
-        load_options: further arguments of :func:`lightppo.models.loading.load_sequence_classifier`.
+        options: as of :class:`Critic`, without packed rows.
 
     Raises:
         ModelLoadError: not a reward model; normalize_reward without mean and std in the config.
@@ -184,22 +163,9 @@ class RewardModel(SequenceRegressor):
     kind = "reward"
 
     def __init__(
-        self,
-        pretrain_or_model: str | PreTrainedModel,
-        *,
-        normalize_reward: bool = False,
-        bf16: bool = False,
-        use_flash_attention_2: bool = False,
-        ds_config: dict[str, Any] | None = None,
-        **load_options: Any,
+        self, pretrain_or_model: str | PreTrainedModel, *, normalize_reward: bool = False, **options: Any
     ) -> None:
-        super().__init__(
-            pretrain_or_model,
-            bf16=bf16,
-            use_flash_attention_2=use_flash_attention_2,
-            ds_config=ds_config,
-            **load_options,
-        )
+        super().__init__(pretrain_or_model, **options)
         if normalize_reward and not self._use_config_statistics():
             raise ModelLoadError(
                 f"--normalize_reward: the config of {self.hf_model.config.name_or_path or 'the reward model'} has no "

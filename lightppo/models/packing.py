@@ -1,4 +1,4 @@
-"""Which rows go through a model together: little padding, at most so many samples or tokens, even loads."""
+"""Packed rows: a batch without its padding in one row, its attention, prompts shared by samples, and micro batches."""
 
 from __future__ import annotations
 
@@ -20,9 +20,15 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from lightppo.config.micro_batches import MicroBatchSpec
 from lightppo.errors import PackingNotSupportedError
 
+PACKED_SDPA = "packed_sdpa"  # the name of packed_attention in transformers
+
 # Layers that attend inside the packed row by position ids. Recurrent and linear-attention layers carry state across
 # sequence borders; chunked attention cuts at multiples of the row index, not of the position.
 _PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# rows
 
 
 @dataclass(frozen=True)
@@ -46,11 +52,7 @@ def position_ids_from_mask(attention_mask: Tensor) -> Tensor:
 
 
 def pack(sequences: Tensor, attention_mask: Tensor) -> PackedRow:
-    """Drop the padding: (B, S) -> (1, T).
-
-    Args:
-        sequences: (B, S) token ids.
-        attention_mask: (B, S), 1 for real tokens; padding may be on both sides.
+    """Drop the padding, which may be on both sides: (B, S) -> (1, T).
 
     Raises:
         ValueError: no real token at all.
@@ -89,11 +91,7 @@ def action_predictors(
 ) -> Tensor:
     """Places (K,) in a packed row whose hidden states predict the last ``num_actions[i]`` tokens of sequence i.
 
-    Args:
-        lengths: length of each packed sequence.
-        num_actions: one number per sequence, less than its length.
-        device: of the result.
-        include_last: also the last place of each sequence.
+    With ``include_last`` the last place of each sequence too.
 
     Raises:
         ValueError: another number of entries than sequences, or no token left to predict the first action from.
@@ -143,6 +141,19 @@ def check_packing_layers(model: nn.Module) -> None:
         raise _not_supported(config.model_type, f"it has layers of type {', '.join(sorted(foreign))}")
 
 
+def relative_difference(a: Tensor, b: Tensor) -> float:
+    """Mean magnitude of a - b, relative to b's."""
+    return ((a.float() - b.float()).abs().mean() / b.float().abs().mean()).item()
+
+
+def rounding(dtype: torch.dtype) -> float:
+    """The largest :func:`relative_difference` that is rounding.
+
+    Rounding alone gives 1e-6 in fp32 (1e-3 with TF32) and 1e-2 in bf16; a neighbour in sight gives 0.1 and more.
+    """
+    return 3e-3 if dtype == torch.float32 else 1e-1
+
+
 @torch.no_grad()
 def probe_packing(model: nn.Module, run: Callable[[Tensor, Tensor], Tensor], device: torch.device) -> None:
     """Compare a sequence alone with the same sequence at the end of a packed row; they must agree.
@@ -165,14 +176,12 @@ def probe_packing(model: nn.Module, run: Callable[[Tensor, Tensor], Tensor], dev
     was_training = model.training
     model.eval()
     try:
-        alone = run(ids, positions).float()
+        alone = run(ids, positions)
         packed = run(torch.cat([other, ids], 1), torch.cat([torch.arange(5, device=device)[None], positions], 1))
     finally:
         model.train(was_training)
-    difference = ((packed[:, -4:].float() - alone).abs().mean() / alone.abs().mean()).item()
-    # Rounding alone gives 1e-6 in fp32 (1e-3 with TF32) and 1e-2 in bf16; a neighbour in sight gives 0.1 and more.
-    tolerance = 3e-3 if packed.dtype == torch.float32 else 1e-1
-    if not difference <= tolerance:  # NaN fails too
+    difference = relative_difference(packed[:, -4:], alone)
+    if not difference <= rounding(packed.dtype):  # NaN fails too
         raise _not_supported(
             config.model_type, f"a packed sequence sees its neighbour (relative difference {difference:.1e})"
         )
@@ -184,7 +193,8 @@ def _not_supported(model_type: str, reason: str) -> PackingNotSupportedError:
     )
 
 
-PACKED_SDPA = "packed_sdpa"
+# ---------------------------------------------------------------------------------------------------------------------
+# attention inside a packed row
 
 
 def use_packed_attention(model: PreTrainedModel) -> None:
@@ -235,9 +245,8 @@ def packed_attention(
         module: the attention layer.
         query: (1, H, T, D).
         key, value: (1, H_kv, T, D).
-        attention_mask: of :func:`lengths_as_mask` or :func:`segments_as_mask`, or what ``sdpa`` takes.
-        dropout, scaling: as ``sdpa`` takes them.
-        kwargs: read is ``sliding_window``: tokens that a position sees, itself included.
+        attention_mask: of these two, or what ``sdpa`` takes.
+        kwargs: ``sliding_window`` is read: tokens that a position sees, itself included.
 
     Returns:
         (1, T, H, D), and no weights.
@@ -248,7 +257,8 @@ def packed_attention(
     if query.shape[2] != sum(lengths):
         raise ValueError(f"a packed row of {query.shape[2]} tokens cannot hold sequences of {sum(lengths)}")
     window = _window(module, kwargs)
-    if _has_varlen_kernel(query) and dropout == 0:
+    half = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
+    if half and dropout == 0 and _varlen_kernel() is not None:
         return _varlen(query, key, value, lengths, parents, scaling, window), None
     options = {"dropout_p": dropout, "scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
     outputs = []
@@ -288,10 +298,6 @@ def _window(module: nn.Module, kwargs: dict[str, Any]) -> int | None:
     return None
 
 
-def _has_varlen_kernel(query: Tensor) -> bool:
-    return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and _varlen_kernel() is not None
-
-
 @cache
 def _varlen_kernel() -> Any:
     """torch's own kernel for packed rows, where this torch has one that takes a scale and a window; else None."""
@@ -327,6 +333,10 @@ def _varlen(
     return _varlen_kernel()(q, k, v, *borders, max(lengths), max(seen), **options)[None]
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# prompts that several samples share
+
+
 @dataclass(frozen=True)
 class SharedRow(PackedRow):
     """A packed row of segments; ``slots`` of several rows name the same places where their prompt is one.
@@ -343,15 +353,8 @@ class SharedRow(PackedRow):
 def pack_shared(sequences: Tensor, attention_mask: Tensor, num_actions: int) -> SharedRow | None:
     """Drop the padding, and of equal prompts all but one: (B, S) -> (1, T).
 
-    A prompt is the real tokens before the last A columns; equal are those with equal ids in the same columns.
-
-    Args:
-        sequences: (B, S) token ids.
-        attention_mask: (B, S), 1 for real tokens; padding may be on both sides.
-        num_actions: A.
-
-    Returns:
-        None where no two rows have the same prompt.
+    A prompt is the real tokens before the last A columns; prompts with equal ids in the same columns are equal. None
+    where no two rows have the same prompt.
     """
     real = attention_mask.bool()
     split = sequences.shape[1] - num_actions
@@ -427,6 +430,10 @@ def read(at_places: Tensor, reads: Tensor | None) -> Tensor:
 def all_share_prompts(models: Iterable[Any]) -> bool:
     """Whether each of these models (``None`` aside) says that it ``shares_prompts``."""
     return all(getattr(model, "shares_prompts", False) for model in models if model is not None)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# micro batches
 
 
 def micro_batches(

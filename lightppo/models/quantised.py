@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from lightppo.errors import ModelLoadError
-from lightppo.models.cpu import CPULinear
+from lightppo.models.cpu import is_plain_linear
 
 if TYPE_CHECKING:
     from bitsandbytes.nn import Linear4bit
@@ -112,7 +112,7 @@ def _fitting_layers(model: PreTrainedModel, heads: set[str]) -> list[str]:
         ModelLoadError: they are less than half of the body.
     """
     modules = dict(model.named_modules())
-    plain = {name: module for name, module in modules.items() if type(module) in (nn.Linear, CPULinear, Conv1D)}
+    plain = {name: module for name, module in modules.items() if is_plain_linear(module) or type(module) is Conv1D}
     widths = {name: m.weight.shape[0] if isinstance(m, Conv1D) else m.in_features for name, m in plain.items()}
     fitting = [name for name in plain if name not in heads and widths[name] % BLOCK == 0]
     outside = {f"{n}.weight" for n, m in modules.items() if n in heads or isinstance(m, nn.Embedding)}

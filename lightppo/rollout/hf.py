@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from lightppo.data.records import Prompt, Rollout
-from lightppo.models.acceleration import not_compiled
 from lightppo.models.cpu import packed_weights
 from lightppo.rollout.decode import BatchDecoder, CachedForward, DecodedBatch, SlotDecoder, can_use_slots
 from lightppo.rollout.engine import SamplingParams
@@ -35,8 +34,9 @@ def generation_mode(model: nn.Module) -> Iterator[None]:
         model.eval()
         for module in checkpointing:
             module.gradient_checkpointing = False
-        # Not inference_mode: buffers that a forward makes (rotary caches) must stay usable in training.
-        with torch.no_grad(), not_compiled(), packed_weights(model):
+        # Not inference_mode: buffers that a forward makes (rotary caches) must stay usable in training. Layers would be
+        # compiled again for every kind of cache.
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"), packed_weights(model):
             yield
     finally:
         for module in training:

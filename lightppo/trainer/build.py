@@ -32,10 +32,15 @@ from lightppo.experience.checks import RolloutCheck, RolloutReplay
 from lightppo.experience.maker import ExperienceMaker
 from lightppo.experience.sampler import GroupCollector, GroupFilter, RolloutSampler
 from lightppo.http import read_token, shown_url
-from lightppo.models.acceleration import check_activation_offload, compile_layers, use_liger_kernels
 from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic, RewardModel
-from lightppo.models.loading import get_tokenizer, valid_vocab_size
+from lightppo.models.loading import (
+    check_activation_offload,
+    compile_layers,
+    get_tokenizer,
+    use_liger_kernels,
+    valid_vocab_size,
+)
 from lightppo.models.lora import AdaptersOff, LoraOptions, add_adapters, check_peft
 from lightppo.models.quantised import check_bitsandbytes
 from lightppo.ranks import Ranks

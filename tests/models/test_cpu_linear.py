@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from lightppo.algorithms import matmul
 from lightppo.models import cpu
 from lightppo.models.actor import Actor
-from lightppo.models.cpu import CPULinear, packed_weights, use_cpu_linear
+from lightppo.models.cpu import CPULinear, accelerate_on_cpu, packed_weights
 from lightppo.models.critic import Critic
 
 pytestmark = pytest.mark.skipif(not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="this torch has no oneDNN")
@@ -52,7 +52,8 @@ def test_the_head_still_gives_log_probs_itself(
     sequences, mask, actions = ragged
     actor = Actor(causal_lm())
     assert type(actor.model.get_output_embeddings()) is CPULinear
-    assert actor._ask_head(actor._batch(sequences, actions, mask), False, False, False) is not None
+    actor(sequences, actions, mask)
+    assert actor.head_is_last
 
 
 def test_copies_and_names(classifier: Callable[..., PreTrainedModel], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,10 +77,10 @@ def test_only_plain_layers_and_only_where_it_is_faster(monkeypatch: pytest.Monke
     model = nn.Sequential(nn.Linear(2, 2), Scaled(2, 2), nn.Linear(2, 2))
     model[2].forward = lambda x: x
     monkeypatch.setattr(matmul, "onednn_suits_machine", lambda: False)
-    use_cpu_linear(model)
+    accelerate_on_cpu(model)
     assert type(model[0]) is nn.Linear
     monkeypatch.setattr(matmul, "onednn_suits_machine", lambda: True)
-    use_cpu_linear(model)
+    accelerate_on_cpu(model)
     assert [type(module) for module in model] == [CPULinear, Scaled, nn.Linear]
 
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, OPTConfig, PreTrainedModel
 from lightppo.models import wrapper
 from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic
-from lightppo.models.wrapper import _Rows, _Spread, only_at, position_wise, reads_alike
+from lightppo.models.wrapper import only_at, position_wise, reads_alike
 
 PARTS = {
     "llama": ["self_attn.q_proj", "self_attn.o_proj", "mlp"],
@@ -65,9 +65,9 @@ def test_actor(
         monkeypatch.setattr(wrapper, "READ_SHARE", share)
         actor = Actor(causal_lm(family), packing_samples=True)
         actor(sequences, actions, mask)  # the probe
-        assert actor._last_layer
+        assert actor.last_layer_parts
         seen: list[int] = []
-        count_rows(actor._last_layer[-1], seen)
+        count_rows(actor.last_layer_parts[-1], seen)
         log_probs = actor(sequences, actions, mask)
         (log_probs * weights).sum().backward()
         results.append((log_probs.detach(), gradients(actor), max(seen)))
@@ -94,7 +94,7 @@ def test_critic(
         monkeypatch.setattr(wrapper, "READ_SHARE", share)
         critic = Critic(classifier(family), packing_samples=True)
         values = critic(sequences, actions, mask, include_last=True)
-        assert critic._last_layer
+        assert critic.last_layer_parts
         (values * weights).sum().backward()
         results.append((values.detach(), gradients(critic)))
     torch.testing.assert_close(results[1][0], results[0][0], rtol=1e-5, atol=1e-5)
@@ -113,7 +113,7 @@ def test_opt_flattens_its_rows(ragged: tuple[Tensor, Tensor, int], monkeypatch) 
         torch.manual_seed(0)
         actor = Actor(AutoModelForCausalLM.from_config(config, attn_implementation="sdpa"), packing_samples=True)
         log_probs = actor(sequences, actions, mask)
-        assert len(actor._last_layer) == 4  # queries, output, fc1, fc2
+        assert len(actor.last_layer_parts) == 4  # queries, output, fc1, fc2
         log_probs.sum().backward()
         results.append((log_probs.detach(), gradients(actor)))
     torch.testing.assert_close(results[1][0], results[0][0], rtol=1e-5, atol=1e-5)
@@ -145,7 +145,7 @@ def test_the_layer_runs_whole(
         actor.score_actions(sequences, actions, mask, router_loss=True)
         assert seen == [mask.sum()]
     elif reason == "compiled":
-        assert actor._last_layer == []
+        assert actor.last_layer_parts == []
     else:
         actor(sequences, actions, mask)
         assert seen == [mask.sum()]
@@ -182,8 +182,11 @@ def test_a_layer_that_mixes_positions_elsewhere_is_found_out(causal_lm: Callable
 
 
 def test_gradients_of_gathered_and_spread_rows() -> None:
-    places = torch.tensor([0, 3, 4])
-    hidden = torch.randn(5, 2, dtype=torch.float64, requires_grad=True)
-    rows = torch.randn(3, 2, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x: _Rows.apply(x, places), hidden)
-    assert torch.autograd.gradcheck(lambda x: _Spread.apply(x, places, 5), rows)
+    module = nn.Linear(2, 3).double()
+    hidden = torch.randn(1, 5, 2, dtype=torch.float64, requires_grad=True)
+
+    def run(x: Tensor) -> Tensor:
+        with only_at([module], torch.tensor([0, 3, 4])):
+            return module(x)
+
+    assert torch.autograd.gradcheck(run, hidden)

@@ -175,8 +175,8 @@ def test_the_head_gives_log_probs_unless_it_has_an_adapter(causal_lm, scored):
     body = adapted(causal_lm()).eval()
     assert scoring_head(body.hf_model) is body.hf_model.lm_head
     fast = scored(body).log_probs
-    assert body._head_is_last
-    body._head_is_last = False  # the way through logits
+    assert body.head_is_last
+    body.head_is_last = False  # the way through logits
     torch.testing.assert_close(scored(body).log_probs, fast, atol=1e-6, rtol=0)
 
     with_head = adapted(causal_lm(), target_modules=("lm_head", "q_proj")).eval()

@@ -16,10 +16,9 @@ from transformers import AutoModelForCausalLM, OPTConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from lightppo.errors import ModelLoadError
-from lightppo.models.acceleration import compile_layers
 from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic
-from lightppo.models.loading import head_names, load_causal_lm
+from lightppo.models.loading import compile_layers, head_names, load_causal_lm
 from lightppo.models.lora import AdaptersOff, LoraOptions, add_adapters, merge
 from lightppo.models.quantised import BLOCK, dense_weight, quantise, quantised_layers
 from lightppo.rollout.weight_sync import full_weights

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, CohereConfig, GraniteConfig, PhiC
 
 from lightppo.algorithms import logprobs as head_module
 from lightppo.models import actor as actor_module
-from lightppo.models.actor import Actor, HeadQuestion, asked, scoring_head
+from lightppo.models.actor import Actor, is_untouched, scores_from_head, scoring_head
 
 Batch = tuple[Tensor, Tensor, int]
 MakeModel = Callable[..., PreTrainedModel]
@@ -75,14 +75,14 @@ def test_both_ways_agree(
     actor = Actor(causal_lm(family), temperature=0.7, packing_samples=packing_samples, valid_vocab_size=47)
     sequences, mask, num_actions = ragged
     assert_both_ways_agree(actor, (sequences % 47, mask, num_actions))
-    assert actor._head_is_last is (family != "gemma2")
+    assert actor.head_is_last is (family != "gemma2")
 
 
 @pytest.mark.parametrize("name", FURTHER)
 def test_bias_and_scaled_logits(name: str, ragged: Batch) -> None:
     actor = Actor(further(name), temperature=0.7)
     assert_both_ways_agree(actor, ragged)
-    assert actor._head_is_last is (name == "phi")
+    assert actor.head_is_last is (name == "phi")
 
 
 def test_a_model_that_takes_no_places(causal_lm: MakeModel, ragged: Batch, monkeypatch) -> None:
@@ -92,7 +92,7 @@ def test_a_model_that_takes_no_places(causal_lm: MakeModel, ragged: Batch, monke
     for packing_samples in (False, True):
         actor = Actor(causal_lm(), packing_samples=packing_samples)
         assert_both_ways_agree(actor, ragged)
-        assert actor._head_is_last
+        assert actor.head_is_last
 
 
 @pytest.mark.parametrize("packing_samples", [False, True])
@@ -139,16 +139,15 @@ def test_any_change_is_found_out(
     """Also in place, and with no real action at all."""
     model = causal_lm()
     for tokens in (3, 0):
-        question = HeadQuestion(lambda hidden: hidden[0], torch.zeros(tokens, dtype=torch.long), 1.0, entropy=True)
-        with torch.no_grad(), asked(model.lm_head, question) as answer:
-            scores = model.lm_head(torch.randn(1, tokens, 32))
-            assert answer.is_untouched(scores)
-            assert answer.is_untouched(scores.detach())  # as hooks make it
-            assert not answer.is_untouched(change(scores))
-        with torch.no_grad(), asked(model.lm_head, question) as answer:
-            assert not answer.is_untouched(scores)  # the head was not called
-            model.lm_head(torch.randn(1, tokens, 32))
-            assert not answer.is_untouched(model.lm_head(torch.randn(1, tokens, 32)))  # called twice
+        labels, hidden = torch.zeros(tokens, dtype=torch.long), torch.randn(1, tokens, 32)
+        for calls in (0, 1, 2):
+            with torch.no_grad(), scores_from_head(model.lm_head, lambda x: x[0], labels, 1.0, entropy=True) as answer:
+                scores = torch.zeros(1, tokens, 2)
+                for _ in range(calls):
+                    scores = model.lm_head(hidden)
+                assert is_untouched(answer, scores) is (calls == 1)
+                assert is_untouched(answer, scores.detach()) is (calls == 1)  # as hooks make it
+                assert not is_untouched(answer, change(scores))
 
 
 def test_heads_that_are_not_asked(causal_lm: MakeModel, ragged: Batch) -> None:
