@@ -1,6 +1,8 @@
-"""Continuous batching: finished responses leave at once, waiting prompts take their slots.
+"""Decoding with the trainer's own model: continuous batching, a cache written in place, a prompt once for its samples.
 
-After Orca's iteration-level scheduling (Yu et al. 2022, OSDI '22), with the cache of :mod:`lightppo.rollout.decode`.
+:class:`SlotDecoder` is after Orca's iteration-level scheduling (Yu et al. 2022, OSDI '22): a finished response leaves
+at once, and a waiting prompt takes its slot. :class:`BatchDecoder` takes models whose cache has more than keys and
+values.
 """
 
 from __future__ import annotations
@@ -22,6 +24,135 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from lightppo.models.packing import PACKED_SDPA
 from lightppo.rollout.sampling import NO_TOKEN, StopCriteria, TokenSampler
+
+# Columns added to a cache at a time on CPU, where attention over a whole buffer is faster than over a part of it.
+CPU_COLUMNS = 16
+# Elsewhere: at least so many, and by half of what is in use.
+OTHER_COLUMNS = 128
+# What a forward costs beside its positions, in positions.
+CALL_COST = {"cpu": 64, "other": 2048}
+# Prompts go through the model when this share of the slots is free: together they cost less than one by one.
+REFILL_SHARE = 1 / 8
+# Finished rows leave a BatchDecoder's batch when at most this share still runs: copying the cache is then worth it.
+COMPACT_BELOW = 0.75
+
+
+class CachedForward:
+    """The forward of a Hugging Face model, one step at a time: last-position logits from new ids and a growing cache.
+
+    Raises:
+        ValueError: the model cannot decode with a ``DynamicCache``.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model  # peft hides the signature
+        name, parameters = type(base).__name__, inspect.signature(base.forward).parameters
+        if getattr(base.config, "is_encoder_decoder", False):
+            raise ValueError(f"HF rollouts need a decoder-only model; {name} is an encoder-decoder")
+        if "past_key_values" not in parameters or not base._supports_default_dynamic_cache():
+            raise ValueError(f"HF rollouts need a model that takes a DynamicCache; {name} does not")
+        self.model = model
+        self.base = base
+        self.config = base.config
+        self.takes_position_ids = "position_ids" in parameters
+        self._keep = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+
+    def new_cache(self) -> Cache:
+        return DynamicCache(config=self.config)
+
+    def __call__(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, cache: Cache) -> Tensor:
+        """Logits (B, V) of the position behind the last of ``input_ids`` (B, L); the mask covers the cache too."""
+        positions = {"position_ids": position_ids} if self.takes_position_ids else {}
+        output = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            past_key_values=cache,
+            use_cache=True,
+            return_dict=True,
+            **positions,
+            **self._keep,
+        )
+        return output.logits[:, -1]
+
+
+def left_pad(prompts: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Token ids (B, P) with ``NO_TOKEN`` on the left of shorter prompts, their mask and position ids."""
+    width = max(len(prompt) for prompt in prompts)
+    ids = torch.tensor([[NO_TOKEN] * (width - len(prompt)) + prompt for prompt in prompts], device=device)
+    mask = (ids != NO_TOKEN).long()
+    return ids, mask, (mask.cumsum(dim=1) - 1).clamp_(min=0)
+
+
+@dataclass
+class DecodedBatch:
+    """Some responses; what stands behind ``lengths`` means nothing.
+
+    Attributes:
+        tokens: (B, max_new_tokens) long.
+        log_probs: (B, max_new_tokens) float32.
+        lengths: (B,) tokens of each response, the stop id included.
+        stopped: (B,) bool: ended by a stop id or string, not by the token limit.
+    """
+
+    tokens: Tensor
+    log_probs: Tensor
+    lengths: Tensor
+    stopped: Tensor
+
+
+class Decoder:
+    """Decodes many requests with one model.
+
+    Args:
+        forward: the model.
+        sampler: draws the tokens.
+        stop: tells which rows have ended.
+        slots: most rows at a time.
+        max_new_tokens: of a response.
+        device: of the model.
+
+    Attributes:
+        steps: forward passes made.
+        positions: positions computed in them: padding of prompts included, else only tokens.
+    """
+
+    def __init__(
+        self,
+        forward: CachedForward,
+        sampler: TokenSampler,
+        stop: StopCriteria,
+        *,
+        slots: int,
+        max_new_tokens: int,
+        device: torch.device,
+    ) -> None:
+        self.forward = forward
+        self.sampler = sampler
+        self.stop = stop
+        self.slots = slots
+        self.max_new_tokens = max_new_tokens
+        self.device = device
+        self.steps = 0
+        self.positions = 0
+
+    def run(
+        self, prompts: list[list[int]], uniforms: Callable[[list[int]], Tensor]
+    ) -> Iterator[tuple[list[int], DecodedBatch]]:
+        """Decodes all requests, the longest prompts best first.
+
+        Args:
+            prompts: non-empty lists of token ids.
+            uniforms: gives those of some requests by their numbers (places in ``prompts``), (k, max_new_tokens)
+                float64 on the device.
+
+        Yields:
+            Numbers of requests that have ended, and their responses.
+        """
+        raise NotImplementedError
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# attention of one new token
 
 SLOT_SDPA = "slot_sdpa"
 
@@ -56,14 +187,12 @@ def slot_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' ``sdpa``, but for one new token with an additive mask.
+    """transformers' ``sdpa``, but for one new token with a mask (B, 1, 1, S) that is added to the scores.
 
     Args:
         module: the attention layer.
         query: (B, H, L, D).
         key, value: (B, H_kv, S, D).
-        attention_mask: (B, 1, 1, S), added to the scores; or what ``sdpa`` takes.
-        dropout, scaling, kwargs: as ``sdpa`` takes them.
 
     Returns:
         (B, L, H, D), and no weights.
@@ -87,12 +216,11 @@ AttentionInterface.register(SLOT_SDPA, slot_attention)
 AttentionMaskInterface.register(SLOT_SDPA, sdpa_mask)
 
 
-# Columns added at a time on CPU, where attention over a whole buffer is faster than over a part of it.
-CPU_COLUMNS = 16
-# Elsewhere: at least so many, and by half of what is in use.
-OTHER_COLUMNS = 128
+# ---------------------------------------------------------------------------------------------------------------------
+# the cache
 
 
+@dataclass
 class Span:
     """Which part of the buffers is in use: rows ``0 … rows-1``, columns ``first … end-1``.
 
@@ -100,11 +228,10 @@ class Span:
         whole: attention gets the whole width of the buffers and masks what is not in use; else only what is in use.
     """
 
-    def __init__(self) -> None:
-        self.rows = 0
-        self.first = 0
-        self.end = 0
-        self.whole = False
+    rows: int
+    first: int
+    end: int
+    whole: bool = False
 
 
 class SlotLayer(DynamicLayer):
@@ -185,7 +312,7 @@ class SlotCache(DynamicCache):
     """The layers' buffers with one common :class:`Span`. One column per forward; call :meth:`advance` behind each.
 
     Args:
-        config: of the model; see :func:`can_use_slots`.
+        config: of the model; :func:`can_use_slots` holds for it.
         slots: most rows at a time.
         prompt_columns: of the longest prompt; the first rows end there.
         max_columns: most that one row can have.
@@ -193,19 +320,16 @@ class SlotCache(DynamicCache):
     """
 
     def __init__(self, config, *, slots: int, prompt_columns: int, max_columns: int, tight: bool) -> None:
-        self.span = Span()
-        self.span.first = self.span.end = prompt_columns
-        layers = [SlotLayer(self.span, getattr(layer, "sliding_window", None)) for layer in plain_layers(config)]
+        self.span = Span(rows=0, first=prompt_columns, end=prompt_columns)
+        plain = DynamicCache(config=config).layers
+        layers = [SlotLayer(self.span, getattr(layer, "sliding_window", None)) for layer in plain]
         Cache.__init__(self, layers=layers)
         self.slots = slots
         self.max_columns = max_columns
         self.tight = tight
         self.columns = prompt_columns + self._more(prompt_columns)
-
-    @property
-    def window(self) -> int | None:
-        """The smallest sliding window; None where every token sees all."""
-        return min((layer.sliding_window for layer in self.layers if layer.is_sliding), default=None)
+        # The smallest sliding window; None where every token sees all.
+        self.window = min((layer.sliding_window for layer in layers if layer.is_sliding), default=None)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -217,12 +341,9 @@ class SlotCache(DynamicCache):
         self.span.end += 1
 
     def append(self, prompts: Cache, rows: list[int], width: int) -> None:
-        """Puts prompts behind the last row, their last token in the last column.
+        """Puts ``rows`` of a cache of left-padded prompts behind the last row, their last token in the last column.
 
-        Args:
-            prompts: filled by a forward over left-padded prompts.
-            rows: of it; one may come several times.
-            width: tokens of the longest of them.
+        A row may come several times; the longest of them has ``width`` tokens.
         """
         for layer, source in zip(self.layers, prompts.layers):
             layer.append(source, rows, width, (self.slots, self.columns))
@@ -236,14 +357,10 @@ class SlotCache(DynamicCache):
         self.span.rows = rows
 
     def make_room(self, slots: int, at_least: int) -> int:
-        """Makes sure that there is a free column. Where there is none, all moves into new buffers.
+        """Makes sure that there is a free column. Where there is none, all moves into new buffers of ``slots`` rows.
 
-        Args:
-            slots: rows of new buffers.
-            at_least: columns that must lie before the first free one then, for prompts still to come.
-
-        Returns:
-            By how many columns everything has moved to the left (negative: to the right).
+        ``at_least`` so many columns lie before the first free one then, for prompts still to come. Returns by how many
+        columns everything has moved to the left (negative: to the right).
         """
         span = self.span
         if span.end < self.columns:
@@ -263,198 +380,18 @@ class SlotCache(DynamicCache):
         return max(OTHER_COLUMNS, min(columns // 2, self.max_columns - columns))
 
 
-def plain_layers(config) -> list:
-    """The layers that a ``DynamicCache`` has for this model."""
-    return DynamicCache(config=config).layers
-
-
 def can_use_slots(config) -> bool:
     """Whether a :class:`SlotCache` can stand in for the model's own: all layers attend to everything or to a sliding
     window. Recurrent states, chunked attention and indexed layers cannot."""
     text_config = config.get_text_config(decoder=True)
     chunked = getattr(text_config, "attention_chunk_size", None) is not None
     chunked |= "chunked_attention" in (getattr(text_config, "layer_types", None) or [])
-    layers = plain_layers(config)
-    return (
-        bool(layers) and not chunked and {type(layer) for layer in layers} <= {DynamicLayer, DynamicSlidingWindowLayer}
-    )
+    kinds = {type(layer) for layer in DynamicCache(config=config).layers}
+    return not chunked and bool(kinds) and kinds <= {DynamicLayer, DynamicSlidingWindowLayer}
 
 
-# Finished rows leave the batch when at most this share of it still runs: copying the cache is then worth it.
-COMPACT_BELOW = 0.75
-
-
-@dataclass
-class DecodedBatch:
-    """Responses of one micro batch, in the order of its prompts.
-
-    Attributes:
-        tokens: (B, max_new_tokens) long; behind ``lengths`` they mean nothing.
-        log_probs: (B, max_new_tokens) float32, same.
-        lengths: (B,) tokens of each response, the stop id included.
-        stopped: (B,) bool: ended by a stop id or string, not by the token limit.
-        steps: forward passes made.
-        positions: positions computed in them.
-    """
-
-    tokens: Tensor
-    log_probs: Tensor
-    lengths: Tensor
-    stopped: Tensor
-    steps: int = 0
-    positions: int = 0
-
-
-class CachedForward:
-    """The model's forward, one step at a time: last-position logits from new ids and a growing cache.
-
-    Args:
-        model: the Hugging Face model (PEFT-wrapped or not), on its device.
-
-    Raises:
-        ValueError: the model cannot decode with a ``DynamicCache``.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        base = model.get_base_model() if hasattr(model, "get_base_model") else model  # peft hides the signature
-        name, parameters = type(base).__name__, inspect.signature(base.forward).parameters
-        if getattr(base.config, "is_encoder_decoder", False):
-            raise ValueError(f"HF rollouts need a decoder-only model; {name} is an encoder-decoder")
-        if "past_key_values" not in parameters or not base._supports_default_dynamic_cache():
-            raise ValueError(f"HF rollouts need a model that takes a DynamicCache; {name} does not")
-        self.model = model
-        self.base = base
-        self.config = base.config
-        self.takes_position_ids = "position_ids" in parameters
-        self._keep = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
-
-    def new_cache(self) -> Cache:
-        return DynamicCache(config=self.config)
-
-    def __call__(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, cache: Cache) -> Tensor:
-        """Logits (B, V) of the position behind the last of ``input_ids`` (B, L); the mask covers the cache too."""
-        positions = {"position_ids": position_ids} if self.takes_position_ids else {}
-        output = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            past_key_values=cache,
-            use_cache=True,
-            return_dict=True,
-            **positions,
-            **self._keep,
-        )
-        return output.logits[:, -1]
-
-
-def left_pad(prompts: list[list[int]], device: torch.device) -> Tensor:
-    """Token ids (B, P) with ``NO_TOKEN`` on the left of shorter prompts."""
-    width = max(len(prompt) for prompt in prompts)
-    return torch.tensor([[NO_TOKEN] * (width - len(prompt)) + prompt for prompt in prompts], device=device)
-
-
-def can_drop_rows(cache: Cache) -> bool:
-    """Whether rows can be taken out of the cache: not where layers hold recurrent states, which would stay behind."""
-    recurrent = any(hasattr(layer, "update_recurrent_state") for layer in cache.layers)
-    return not recurrent and all(hasattr(layer, "batch_select_indices") for layer in cache.layers)
-
-
-@torch.no_grad()
-def decode(
-    forward: CachedForward,
-    prompts: list[list[int]],
-    uniforms: Tensor,
-    sampler: TokenSampler,
-    stop: StopCriteria,
-) -> DecodedBatch:
-    """Decodes one micro batch until every row has ended or has ``max_new_tokens``.
-
-    Args:
-        forward: the model.
-        prompts: B non-empty lists of token ids.
-        uniforms: (B, max_new_tokens) float64 on the model's device, row b for prompt b.
-        sampler: draws the tokens.
-        stop: tells which rows have ended.
-    """
-    device, (batch_size, max_new_tokens) = uniforms.device, uniforms.shape
-    prompt_ids = left_pad(prompts, device)  # (B, P)
-    prompt_width = prompt_ids.shape[1]
-    ids = torch.cat([prompt_ids, prompt_ids.new_zeros(batch_size, max_new_tokens)], dim=1)  # (B, P + max_new)
-    responses = ids[:, prompt_width:]  # a view: what is written here is seen in ids
-    log_probs = torch.zeros(batch_size, max_new_tokens, device=device)
-    lengths = torch.full((batch_size,), max_new_tokens, device=device)
-    stopped = torch.zeros(batch_size, dtype=torch.bool, device=device)
-
-    # What follows has b rows: those still in the batch, of which `done` have ended but have not left it yet.
-    rows = torch.arange(batch_size, device=device)
-    done = stopped.clone()
-    mask = (ids != NO_TOKEN).long()  # (b, P + max_new)
-    inputs = prompt_ids.clamp(min=0)  # (b, P), later (b, 1)
-    positions = (mask[:, :prompt_width].cumsum(dim=1) - 1).clamp_(min=0)
-    cache = forward.new_cache()
-    step = computed = 0
-    for step in range(max_new_tokens):
-        width = prompt_width + step
-        logits = forward(inputs, mask[:, :width], positions, cache)  # (b, V)
-        computed += inputs.numel()
-        history = ids[rows, :width] if sampler.needs_history else None
-        tokens, token_log_probs = sampler(logits, uniforms[:, step], step, history)
-        responses[rows, step] = tokens
-        log_probs[rows, step] = token_log_probs
-
-        ended = stop.ended(responses, rows, step + 1) & ~done
-        lengths[rows] = torch.where(ended, step + 1, lengths[rows])
-        stopped[rows] |= ended
-        done |= ended
-        running = len(rows) - int(done.sum())
-        if running == 0:
-            break
-        inputs, positions = tokens.unsqueeze(1), positions[:, -1:] + 1
-        if running <= COMPACT_BELOW * len(rows) and can_drop_rows(cache):
-            kept = (~done).nonzero().squeeze(1)
-            cache.batch_select_indices(kept)
-            rows, mask, inputs, positions, uniforms = (x[kept] for x in (rows, mask, inputs, positions, uniforms))
-            done = done.new_zeros(running)
-    return DecodedBatch(responses, log_probs, lengths, stopped, steps=step + 1, positions=computed)
-
-
-class BatchDecoder:
-    """:func:`decode`, one micro batch after the other: for models whose cache has more than keys and values.
-
-    Arguments, attributes and :meth:`run` as of :class:`~lightppo.rollout.decode.SlotDecoder`.
-    """
-
-    def __init__(
-        self,
-        forward: CachedForward,
-        sampler: TokenSampler,
-        stop: StopCriteria,
-        *,
-        slots: int,
-        max_new_tokens: int,
-        device: torch.device,
-    ) -> None:
-        self.forward = forward
-        self.sampler = sampler
-        self.stop = stop
-        self.slots = slots
-        self.device = device
-        self.steps = 0
-        self.positions = 0
-
-    def run(
-        self, prompts: list[list[int]], uniforms: Callable[[list[int]], Tensor]
-    ) -> Iterator[tuple[list[int], DecodedBatch]]:
-        """Decodes all requests; see ``SlotDecoder.run``."""
-        for first in range(0, len(prompts), self.slots):
-            numbers = list(range(first, min(first + self.slots, len(prompts))))
-            batch = decode(self.forward, [prompts[i] for i in numbers], uniforms(numbers), self.sampler, self.stop)
-            self.steps += batch.steps
-            self.positions += batch.positions
-            yield numbers, batch
-
-
-# What a forward costs beside its positions, in positions.
-CALL_COST = {"cpu": 64, "other": 2048}
+# ---------------------------------------------------------------------------------------------------------------------
+# continuous batching
 
 
 @dataclass
@@ -477,12 +414,6 @@ class Prefilled:
 class PromptQueue:
     """The requests of one call in their order, requests with equal prompts together.
 
-    Args:
-        forward: the model.
-        requests: token ids of each request.
-        max_prompts: in one forward.
-        device: of the model.
-
     Attributes:
         waiting: requests without a slot.
         forwards, positions: forward passes made and positions computed in them, padding included.
@@ -493,8 +424,7 @@ class PromptQueue:
     ) -> None:
         self._forward = forward
         self._device = device
-        self._max_prompts = max_prompts
-        self._call_cost = CALL_COST["cpu" if device.type == "cpu" else "other"]
+        self._max_prompts = max_prompts  # in one forward
         same: dict[tuple[int, ...], list[int]] = {}
         for number, ids in enumerate(requests):
             same.setdefault(tuple(ids), []).append(number)
@@ -518,8 +448,7 @@ class PromptQueue:
         return max((*block, *groups), default=0)
 
     def take(self, count: int) -> tuple[Prefilled, list[int], list[int]]:
-        """The next requests, at least one and at most ``count``: with their prompts, as rows of it, and their
-        numbers."""
+        """The next requests, 1 to ``count``: a block of prompts, the requests' rows in it, and their numbers."""
         if not self.at_hand:
             self._divide(count)
         block = self._block or self._through_the_model(self._parts.popleft())
@@ -534,14 +463,13 @@ class PromptQueue:
         while self._groups and count > 0 and len(groups) < self._max_prompts:
             groups.append(self._groups.popleft())
             count -= len(groups[-1][1])
-        parts = cheapest_parts([len(ids) for ids, _ in groups], self._call_cost)
+        call_cost = CALL_COST["cpu" if self._device.type == "cpu" else "other"]
+        parts = cheapest_parts([len(ids) for ids, _ in groups], call_cost)
         self._parts.extend(groups[first:end] for first, end in parts)
 
     def _through_the_model(self, groups: list[tuple[list[int], list[int]]]) -> Prefilled:
         prompts = [ids for ids, _ in groups]
-        padded = left_pad(prompts, self._device)  # (P, L)
-        mask = (padded >= 0).long()
-        positions = (mask.cumsum(dim=1) - 1).clamp_(min=0)
+        padded, mask, positions = left_pad(prompts, self._device)  # (P, L)
         cache = self._forward.new_cache()
         logits = self._forward(padded.clamp(min=0), mask, positions, cache)
         self.forwards += 1
@@ -551,14 +479,9 @@ class PromptQueue:
 
 
 def cheapest_parts(lengths: list[int], call_cost: int) -> list[tuple[int, int]]:
-    """Cuts a list of prompts into forwards so that their positions, padding included, and calls cost least.
+    """First and end of the parts of a list of prompts, so that their positions, padding included, and calls cost least.
 
-    Args:
-        lengths: of the prompts.
-        call_cost: of a forward, in positions.
-
-    Returns:
-        First and end of each part.
+    ``call_cost`` of a forward is in positions.
     """
     least, cut = [0], [0]  # of the first k prompts: their cost, and where the last part begins
     for end in range(1, len(lengths) + 1):
@@ -573,10 +496,6 @@ def cheapest_parts(lengths: list[int], call_cost: int) -> list[tuple[int, int]]:
         parts.append((cut[end], end))
         end = cut[end]
     return parts[::-1]
-
-
-# Prompts go through the model when this share of the slots is free: together they cost less than one by one.
-REFILL_SHARE = 1 / 8
 
 
 class Rows:
@@ -603,25 +522,24 @@ class Rows:
     def __len__(self) -> int:
         return len(self.numbers)
 
-    def append(self, numbers: list[int], starts: list[int], positions: Tensor, uniforms: Tensor) -> None:
-        """New rows, without a token yet."""
+    def append(self, numbers: list[int], starts: list[int], positions: Tensor, uniforms: Tensor) -> slice:
+        """New rows, without a token yet; returns where they are."""
         new = slice(len(self), len(self) + len(numbers))
         self.numbers += numbers
         self.starts += starts
-        self.uniforms[new] = uniforms
-        self.ages[new] = 0
-        self.positions[new] = positions
+        self.uniforms[new], self.ages[new], self.positions[new] = uniforms, 0, positions
+        return new
 
-    def write(self, new: slice, tokens: Tensor, log_probs: Tensor) -> None:
+    def write(self, rows: slice, tokens: Tensor, log_probs: Tensor) -> None:
         """The newest token of some rows."""
-        ages = self.ages[new].unsqueeze(1)
-        self.tokens[new].scatter_(1, ages, tokens.unsqueeze(1))
-        self.log_probs[new].scatter_(1, ages, log_probs.unsqueeze(1))
-        self.ages[new] += 1
-        self.positions[new] += 1
+        ages = self.ages[rows].unsqueeze(1)
+        self.tokens[rows].scatter_(1, ages, tokens.unsqueeze(1))
+        self.log_probs[rows].scatter_(1, ages, log_probs.unsqueeze(1))
+        self.ages[rows] += 1
+        self.positions[rows] += 1
 
     def remove(self, gone: list[int]) -> tuple[list[int], list[int]]:
-        """Takes rows out: the last ones move into the holes. Gives their old and new places."""
+        """Takes rows out: the last ones move into the holes. Returns their old and new places."""
         left = len(self) - len(gone)
         holes = [row for row in gone if row < left]
         movers = sorted(set(range(left, len(self))) - set(gone))
@@ -635,57 +553,14 @@ class Rows:
         return movers, holes
 
 
-class SlotDecoder:
-    """Decodes many requests in a fixed number of slots.
-
-    Args:
-        forward: the model; ``can_use_slots`` holds for it.
-        sampler: draws the tokens.
-        stop: tells which rows have ended.
-        slots: most rows at a time.
-        max_new_tokens: of a response.
-        device: of the model.
-
-    Attributes:
-        steps: forward passes made.
-        positions: positions computed in them: padding of prompts included, else only tokens.
-    """
-
-    def __init__(
-        self,
-        forward: CachedForward,
-        sampler: TokenSampler,
-        stop: StopCriteria,
-        *,
-        slots: int,
-        max_new_tokens: int,
-        device: torch.device,
-    ) -> None:
-        self.forward = forward
-        self.sampler = sampler
-        self.stop = stop
-        self.slots = slots
-        self.max_new_tokens = max_new_tokens
-        self.device = device
-        self.steps = 0
-        self.positions = 0
-        self.text_config = forward.config.get_text_config(decoder=True)
-        self.prepares_masks = forward.takes_position_ids and can_attend_to_slots(forward.base, self.text_config)
+class SlotDecoder(Decoder):
+    """Decodes in a fixed number of slots; ``can_use_slots`` must hold for the model."""
 
     @torch.no_grad()
     def run(
         self, prompts: list[list[int]], uniforms: Callable[[list[int]], Tensor]
     ) -> Iterator[tuple[list[int], DecodedBatch]]:
-        """Decodes all requests, the longest prompts best first.
-
-        Args:
-            prompts: non-empty lists of token ids.
-            uniforms: gives those of some requests by their numbers (places in ``prompts``), (k, max_new_tokens)
-                float64 on the device.
-
-        Yields:
-            Numbers of requests that have ended, and their responses.
-        """
+        """See :meth:`Decoder.run`."""
         queue = self._start(prompts)
         while True:
             if self._refills(queue):
@@ -701,6 +576,9 @@ class SlotDecoder:
         self.positions += queue.positions
 
     def _start(self, prompts: list[list[int]]) -> PromptQueue:
+        self.text_config = self.forward.config.get_text_config(decoder=True)
+        can_attend = can_attend_to_slots(self.forward.base, self.text_config)
+        self.prepares_masks = self.forward.takes_position_ids and can_attend
         self.slots = min(self.slots, len(prompts))
         longest = max(map(len, prompts), default=0)
         self.cache = SlotCache(
@@ -727,20 +605,18 @@ class SlotDecoder:
         self, block: Prefilled, rows: list[int], numbers: list[int], uniforms_of: Callable[[list[int]], Tensor]
     ) -> None:
         """Gives requests a slot and their first token."""
-        uniforms, span = uniforms_of(numbers), self.cache.span
-        new = slice(len(self.rows), len(self.rows) + len(rows))
+        uniforms, end = uniforms_of(numbers), self.cache.span.end
         prompts = [block.prompts[row] for row in rows]
         lengths = [len(prompt) for prompt in prompts]
+        index = torch.tensor([rows, lengths], device=self.device)
+        new = self.rows.append(numbers, [end - length for length in lengths], index[1] - 1, uniforms)
         history = None
         if self.history is not None:
-            history = left_pad(prompts, self.device)
+            history, *_ = left_pad(prompts, self.device)
             self.history[new] = NO_TOKEN
-            self.history[new, span.end - history.shape[1] : span.end] = history
-        index = torch.tensor([rows, lengths], device=self.device)
-        tokens, log_probs = self.sampler(block.logits[index[0]], uniforms[:, 0], 0, history)
+            self.history[new, end - history.shape[1] : end] = history
         self.cache.append(block.cache, rows, max(lengths))
-        self.rows.append(numbers, [span.end - length for length in lengths], index[1] - 1, uniforms)
-        self.rows.write(new, tokens, log_probs)
+        self.rows.write(new, *self.sampler(block.logits[index[0]], uniforms[:, 0], 0, history))
         self._see_starts()
 
     def _step(self, queue: PromptQueue) -> None:
@@ -763,11 +639,10 @@ class SlotDecoder:
 
     def _make_room(self, queue: PromptQueue) -> None:
         span = self.cache.span
-        first, end, columns = span.first, span.end, self.cache.columns
-        slots = min(self.slots, len(self.rows) + queue.waiting)
-        shift = self.cache.make_room(slots, queue.longest) if end == columns else 0
-        if end < columns:
+        first, end = span.first, span.end
+        if end < self.cache.columns:
             return
+        shift = self.cache.make_room(min(self.slots, len(self.rows) + queue.waiting), queue.longest)
         self.rows.starts = [start - shift for start in self.rows.starts]
         if self.history is not None:
             before, self.history = self.history, self._blank_history()
@@ -815,3 +690,67 @@ class SlotDecoder:
         hidden |= columns >= span.end
         added = torch.zeros(hidden.shape, dtype=self.cache.dtype, device=self.device)
         self._added = added.masked_fill_(hidden, torch.finfo(added.dtype).min)  # (b, columns)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# one micro batch after the other
+
+
+class BatchDecoder(Decoder):
+    """For models whose cache has more than keys and values: recurrent states, chunked attention, indexed layers."""
+
+    @torch.no_grad()
+    def run(
+        self, prompts: list[list[int]], uniforms: Callable[[list[int]], Tensor]
+    ) -> Iterator[tuple[list[int], DecodedBatch]]:
+        """See :meth:`Decoder.run`."""
+        for first in range(0, len(prompts), self.slots):
+            numbers = list(range(first, min(first + self.slots, len(prompts))))
+            yield numbers, self._decode([prompts[i] for i in numbers], uniforms(numbers))
+
+    def _decode(self, prompts: list[list[int]], uniforms: Tensor) -> DecodedBatch:
+        """Until every row has ended or has ``max_new_tokens``."""
+        batch_size, most = uniforms.shape
+        prompt_ids, mask, positions = left_pad(prompts, self.device)  # (B, P)
+        prompt_width = prompt_ids.shape[1]
+        ids = torch.cat([prompt_ids, prompt_ids.new_zeros(batch_size, most)], dim=1)  # (B, P + max_new)
+        responses = ids[:, prompt_width:]  # a view: what is written here is seen in ids
+        log_probs = torch.zeros(batch_size, most, device=self.device)
+        lengths = torch.full((batch_size,), most, device=self.device)
+        stopped = torch.zeros(batch_size, dtype=torch.bool, device=self.device)
+
+        # What follows has b rows: those still in the batch, of which `done` have ended but have not left it yet.
+        rows = torch.arange(batch_size, device=self.device)
+        done = stopped.clone()
+        mask = torch.cat([mask, mask.new_ones(batch_size, most)], dim=1)  # (b, P + max_new)
+        inputs = prompt_ids.clamp(min=0)  # (b, P), later (b, 1)
+        cache = self.forward.new_cache()
+        for step in range(most):
+            width = prompt_width + step
+            logits = self.forward(inputs, mask[:, :width], positions, cache)  # (b, V)
+            self.steps += 1
+            self.positions += inputs.numel()
+            history = ids[rows, :width] if self.sampler.needs_history else None
+            tokens, log_probs[rows, step] = self.sampler(logits, uniforms[:, step], step, history)
+            responses[rows, step] = tokens
+
+            ended = self.stop.ended(responses, rows, step + 1) & ~done
+            lengths[rows] = torch.where(ended, step + 1, lengths[rows])
+            stopped[rows] |= ended
+            done |= ended
+            running = len(rows) - int(done.sum())
+            if running == 0:
+                break
+            inputs, positions = tokens.unsqueeze(1), positions[:, -1:] + 1
+            if running <= COMPACT_BELOW * len(rows) and _can_drop_rows(cache):
+                kept = (~done).nonzero().squeeze(1)
+                cache.batch_select_indices(kept)
+                rows, mask, inputs, positions, uniforms = (x[kept] for x in (rows, mask, inputs, positions, uniforms))
+                done = done.new_zeros(running)
+        return DecodedBatch(responses, log_probs, lengths, stopped)
+
+
+def _can_drop_rows(cache: Cache) -> bool:
+    """Whether rows can be taken out of the cache: not where layers hold recurrent states, which would stay behind."""
+    recurrent = any(hasattr(layer, "update_recurrent_state") for layer in cache.layers)
+    return not recurrent and all(hasattr(layer, "batch_select_indices") for layer in cache.layers)

@@ -112,8 +112,6 @@ class HFRolloutEngine:
         """Samples ``sampling.n`` responses to each prompt; see ``RolloutEngine.generate``.
 
         Args:
-            prompts: of this rank.
-            sampling: how to sample.
             on_finished: gets rollouts that have ended, some at a time, while others are still to come; each once.
 
         Raises:
@@ -132,12 +130,17 @@ class HFRolloutEngine:
         order = sorted(range(len(requests)), key=lambda r: -len(requests[r][0].token_ids))
         rollouts: list[Rollout | None] = [None] * len(requests)
         with self.gather_parameters(), generation_mode(self.model), self._progress_bar(len(order)) as advance:
-            decoder = self._decoder(forward, sampler, stop, sampling)
+            device = next(self.model.parameters()).device  # offloaded ones are on it now
+            kind = SlotDecoder if can_use_slots(forward.config) else BatchDecoder
+            slots, most = self.micro_rollout_batch_size, sampling.max_new_tokens
+            decoder = kind(forward, sampler, stop.to(device), slots=slots, max_new_tokens=most, device=device)
+
+            def uniforms(numbers: list[int]) -> torch.Tensor:  # (B, max_new_tokens)
+                table = [request_uniforms(sampling.seed, *streams[order[i]], most) for i in numbers]
+                return torch.from_numpy(np.stack(table)).to(device)
+
             finished: list[Rollout] = []
-            for numbers, decoded in decoder.run(
-                [requests[r][0].token_ids for r in order],
-                lambda numbers: uniform_table([streams[order[i]] for i in numbers], sampling, decoder.device),
-            ):
+            for numbers, decoded in decoder.run([requests[r][0].token_ids for r in order], uniforms):
                 ended = self._to_rollouts([requests[order[i]] for i in numbers], decoded, stop)
                 for i, rollout in zip(numbers, ended):
                     rollouts[order[i]] = rollout
@@ -169,19 +172,6 @@ class HFRolloutEngine:
 
     def close(self) -> None:
         """Nothing to end."""
-
-    def _decoder(
-        self, forward: CachedForward, sampler: TokenSampler, stop: StopCriteria, sampling: SamplingParams
-    ) -> SlotDecoder | BatchDecoder:
-        device = next(self.model.parameters()).device  # inside gather_parameters: offloaded ones are on it then
-        return (SlotDecoder if can_use_slots(forward.config) else BatchDecoder)(
-            forward,
-            sampler,
-            stop.to(device),
-            slots=self.micro_rollout_batch_size,
-            max_new_tokens=sampling.max_new_tokens,
-            device=device,
-        )
 
     def _criteria(self, sampling: SamplingParams, vocab_size: int) -> tuple[StopCriteria, TokenSampler]:
         eos_ids = end_of_text_ids(self.tokenizer, getattr(self.model, "generation_config", None))
@@ -254,17 +244,13 @@ def raise_undrawable(requests: list[tuple[Prompt, int]], decoded: DecodedBatch) 
 
 
 def request_streams(prompts: list[Prompt], sampling: SamplingParams) -> list[tuple[int, int]]:
-    """(prompt index, sample number) of each of the ``len(prompts) * n`` requests; the k-th prompt with the same
-    index (from 0) gets the sample numbers k·n … k·n + n-1."""
+    """(prompt index, sample number) of each of the ``len(prompts) * n`` requests.
+
+    The k-th prompt with the same index (from 0) gets the sample numbers k·n … k·n + n-1.
+    """
     used: Counter[int] = Counter()
     streams = []
     for prompt in prompts:
         streams += [(prompt.index, used[prompt.index] + i) for i in range(sampling.n)]
         used[prompt.index] += sampling.n
     return streams
-
-
-def uniform_table(streams: list[tuple[int, int]], sampling: SamplingParams, device: torch.device) -> torch.Tensor:
-    """The uniforms of some requests, (B, max_new_tokens) float64."""
-    table = [request_uniforms(sampling.seed, index, sample, sampling.max_new_tokens) for index, sample in streams]
-    return torch.from_numpy(np.stack(table)).to(device)

@@ -1,4 +1,4 @@
-"""When a response ends: end-of-text ids, stop ids, stop strings; and which token sequences a bad word is."""
+"""How a token is drawn (random numbers, filters, log probs), and when a response ends (ids and strings)."""
 
 from __future__ import annotations
 
@@ -25,15 +25,16 @@ NO_TOKEN = -1
 """Fills left padding in token histories: no filter takes it for a token."""
 
 _BLOCK = 512  # tokens whose probabilities are summed at once where the vocabulary is large
+_TAIL_MARGIN = 4  # tokens without text (skipped special tokens) that may lie inside a stop string
+
+# ---------------------------------------------------------------------------------------------------------------------
+# drawing tokens
 
 
 def request_uniforms(seed: int, prompt_index: int, sample_index: int, count: int) -> np.ndarray:
-    """The uniforms of one request; a longer request begins with the same numbers.
+    """The uniforms of one request, (count,) float64 in [0, 1); a longer request begins with the same numbers.
 
     SHAKE-128 of the key, read as a stream: the same on every machine and version, unlike a seeded generator.
-
-    Returns:
-        (count,) float64 in [0, 1), multiples of 2^-52.
     """
     stream = hashlib.shake_128(f"lightppo/{seed}/{prompt_index}/{sample_index}".encode()).digest(8 * count)
     # 52 bits, not 53: u * total < total then holds after rounding, for any total.
@@ -52,12 +53,8 @@ def request_seed(seed: int, prompt_index: int, sample_index: int) -> int:
 def inverse_cdf(probs: Tensor, uniforms: Tensor) -> Tensor:
     """Draws from each row: the first token whose cumulated probability exceeds ``u * total``.
 
-    Args:
-        probs: (B, V), non-negative; rows need not sum to 1.
-        uniforms: (B,) float64 in [0, 1).
-
-    Returns:
-        (B,) token ids, long. A token of probability 0 is never drawn.
+    ``probs`` (B, V), whose rows need not sum to 1, and ``uniforms`` (B,) float64 in [0, 1) -> (B,) token ids, long. A
+    token of probability 0 is never drawn.
     """
     if probs.shape[-1] > 2 * _BLOCK:
         return _inverse_cdf_by_blocks(probs, uniforms)
@@ -175,7 +172,8 @@ class TokenSampler:
         return scores
 
 
-_TAIL_MARGIN = 4  # tokens without text (skipped special tokens) that may lie inside a stop string
+# ---------------------------------------------------------------------------------------------------------------------
+# ending responses
 
 
 def end_of_text_ids(tokenizer: PreTrainedTokenizerBase, generation_config: Any | None) -> list[int]:
