@@ -59,15 +59,10 @@ def check_peft() -> None:
 
 
 def add_adapters(model: PretrainedWrapper, options: LoraOptions, seed: int = 42) -> None:
-    """Freeze the model and put a trained adapter beside each target layer. A critic's value head trains too.
+    """Freeze an actor or critic and put a trained adapter beside each target layer; a value head trains too.
 
-    To be called before ``strategy.create_optimizer`` and ``prepare``. B is 0, so the model computes what it did; A is
-    drawn from ``seed`` alone, so it is the same on all ranks.
-
-    Args:
-        model: an actor or a critic, its weights whole or ZeRO-3 shards.
-        options: rank, scale, dropout and layers.
-        seed: of A.
+    Call it before ``strategy.create_optimizer`` and ``prepare``; weights may be ZeRO-3 shards. B is 0, so the model
+    computes what it did; A is drawn from ``seed`` alone, so it is the same on all ranks.
 
     Raises:
         ModelLoadError: peft is not installed, a target is no linear layer of the model (those there are are named),
@@ -104,12 +99,7 @@ def add_adapters(model: PretrainedWrapper, options: LoraOptions, seed: int = 42)
 def target_layers(model: PreTrainedModel, wanted: tuple[str, ...] = ()) -> list[str]:
     """The layers that get an adapter, by the ends of their names where these fit no other layer.
 
-    Args:
-        model: an unchanged Hugging Face model.
-        wanted: ends of names; empty or ``all-linear``: all linear layers but the head.
-
-    Raises:
-        ModelLoadError: see :func:`add_adapters`.
+    ``wanted`` are ends of names; empty or ``all-linear``: all linear layers but the head.
     """
     heads = head_names(model)
     linear = [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))]
@@ -164,12 +154,6 @@ class AdaptersOff:
 
     Stands where a reference :class:`Actor` would. Its forwards have no gradient, and may run between the actor's
     forward and its backward pass.
-
-    Args:
-        actor: with adapters; prepared or not.
-
-    Raises:
-        ValueError: the actor has no adapters.
     """
 
     def __init__(self, actor: Actor) -> None:
@@ -177,17 +161,10 @@ class AdaptersOff:
             raise ValueError("the reference can be the actor without its adapters only where the actor has adapters")
         self.actor = actor
 
-    @property
-    def temperature(self) -> float:
-        return self.actor.temperature
-
-    @property
-    def valid_vocab_size(self) -> int | None:
-        return self.actor.valid_vocab_size
-
-    @property
-    def shares_prompts(self) -> bool:
-        return self.actor.shares_prompts
+    def __getattr__(self, name: str) -> Any:
+        if name in ("temperature", "valid_vocab_size", "shares_prompts"):
+            return getattr(self.actor, name)
+        raise AttributeError(f"{type(self).__name__} has no {name!r}")
 
     @torch.no_grad()
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -211,15 +188,7 @@ class AdaptersOff:
 
 
 def merge(weight: Tensor, a: Tensor, b: Tensor, scaling: float, transposed: bool = False) -> Tensor:
-    """W + scaling · B A, summed in float32, in W's dtype.
-
-    Args:
-        weight: (out, in), or (in, out) where ``transposed`` (GPT-2's Conv1D).
-        a: (r, in).
-        b: (out, r).
-        scaling: alpha / r.
-        transposed: see ``weight``.
-    """
+    """W + scaling · B A, summed in float32, in W's dtype; ``transposed``: W is (in, out) (GPT-2's Conv1D)."""
     change = scaling * (b.float() @ a.float())
     return (weight.float() + (change.T if transposed else change)).to(weight.dtype)
 
@@ -236,10 +205,6 @@ class LoraExport:
     """What saving and sending a model needs to know of its adapters; ``hf_model.lora``.
 
     The frozen weights are never changed, so that nothing drifts however often they are merged.
-
-    Args:
-        config: peft's.
-        model: with adapters.
     """
 
     def __init__(self, config: Any, model: nn.Module) -> None:
@@ -258,11 +223,8 @@ class LoraExport:
     def merged(self, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Weights by the names of the model's checkpoint, from whole ones of the model with adapters.
 
-        Args:
-            state_dict: of all layers, or of some: all that belongs to a layer (:func:`layer_of`) must be there.
-
-        Returns:
-            New tensors where there is an adapter or where weights were held in 4 bits, the others as they were given.
+        ``state_dict`` is of all layers or of some; all that belongs to a layer (:func:`layer_of`) must be there. New
+        tensors where there is an adapter or where weights were held in 4 bits, the others as they were given.
         """
         result = {}
         for name, tensor in state_dict.items():

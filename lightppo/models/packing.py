@@ -147,10 +147,8 @@ def relative_difference(a: Tensor, b: Tensor) -> float:
 
 
 def rounding(dtype: torch.dtype) -> float:
-    """The largest :func:`relative_difference` that is rounding.
-
-    Rounding alone gives 1e-6 in fp32 (1e-3 with TF32) and 1e-2 in bf16; a neighbour in sight gives 0.1 and more.
-    """
+    """The largest :func:`relative_difference` that is rounding."""
+    # Rounding alone gives 1e-6 in fp32 (1e-3 with TF32) and 1e-2 in bf16; a neighbour in sight gives 0.1 and more.
     return 3e-3 if dtype == torch.float32 else 1e-1
 
 
@@ -162,9 +160,9 @@ def probe_packing(model: nn.Module, run: Callable[[Tensor, Tensor], Tensor], dev
     and with the real attention kernel). Every rank of a sharded model runs it at the same moment.
 
     Args:
-        model: the Hugging Face model, for its config and its mode (put in eval mode for the probe).
+        model: the Hugging Face model.
         run: (input_ids (1, T), position_ids (1, T)) -> outputs (1, T, ·).
-        device: where the inputs go.
+        device: of the inputs.
 
     Raises:
         PackingNotSupportedError: the outputs differ by more than rounding.
@@ -219,12 +217,10 @@ def lengths_as_mask(lengths: Tensor) -> Tensor:
 
 
 def segments_as_mask(lengths: Tensor, parents: Tensor) -> Tensor:
-    """Segments of a packed row in the place of its attention mask, (1, 1, 2, N) int64.
+    """Segments of a packed row, their lengths (N,) and parents (N,), as its attention mask: (1, 1, 2, N) int64.
 
-    Args:
-        lengths: (N,).
-        parents: (N,), the earlier segment that a segment continues: it attends to all of that, and causally to itself.
-            -1: a prompt or a whole sequence, which attends to itself alone; only such a segment is continued.
+    A parent is the earlier segment that a segment continues: it attends to all of that, and causally to itself. -1: a
+    prompt or a whole sequence, which attends to itself alone; only such a segment is continued.
     """
     return torch.stack([lengths.long(), parents.long()])[None, None]
 
@@ -257,9 +253,8 @@ def packed_attention(
     if query.shape[2] != sum(lengths):
         raise ValueError(f"a packed row of {query.shape[2]} tokens cannot hold sequences of {sum(lengths)}")
     window = _window(module, kwargs)
-    half = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
-    if half and dropout == 0 and _varlen_kernel() is not None:
-        return _varlen(query, key, value, lengths, parents, scaling, window), None
+    if dropout == 0 and (kernel := varlen_kernel(query)) is not None:
+        return _varlen(kernel, query, key, value, lengths, parents, scaling, window), None
     options = {"dropout_p": dropout, "scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
     outputs = []
     # split, not slices: the backward pass of a slice writes a whole row of zeros for each sequence
@@ -298,9 +293,13 @@ def _window(module: nn.Module, kwargs: dict[str, Any]) -> int | None:
     return None
 
 
+def varlen_kernel(query: Tensor) -> Callable[..., Tensor] | None:
+    """torch's own kernel for packed rows on a GPU, where this torch has one that takes a scale and a window."""
+    return _varlen_kernel() if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) else None
+
+
 @cache
-def _varlen_kernel() -> Any:
-    """torch's own kernel for packed rows, where this torch has one that takes a scale and a window; else None."""
+def _varlen_kernel() -> Callable[..., Tensor] | None:
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -310,6 +309,7 @@ def _varlen_kernel() -> Any:
 
 
 def _varlen(
+    kernel: Callable[..., Tensor],
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -330,7 +330,7 @@ def _varlen(
     borders = [torch.tensor([0, *accumulate(n)], dtype=torch.int32, device=q.device) for n in (lengths, seen)]
     back = -1 if window is None else window - 1
     options = {"scale": scaling, "window_size": (back, 0), "enable_gqa": q.shape[1] != k.shape[1]}
-    return _varlen_kernel()(q, k, v, *borders, max(lengths), max(seen), **options)[None]
+    return kernel(q, k, v, *borders, max(lengths), max(seen), **options)[None]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -377,7 +377,18 @@ def pack_shared(sequences: Tensor, attention_mask: Tensor, num_actions: int) -> 
     slots = torch.empty_like(places).index_put((order,), places)  # (B, S)
     leader = order[first][group]  # (B,)
     slots[:, :split] = torch.where(shared[:, None], slots[leader, :split], slots[:, :split])
-    lengths, parents = _shared_segments(*(x[order].tolist() for x in (of_prompt, of_response, shared, leads)))
+    lengths: list[int] = []  # of segments, none of them empty; rows of one prompt follow each other
+    parents: list[int] = []
+    parent = -1
+    of_rows = (x[order].tolist() for x in (of_prompt, of_response, shared, leads))
+    for prompt, response, is_shared, is_first in zip(*of_rows):
+        if is_shared and is_first:
+            parent = len(lengths)
+            lengths.append(prompt)
+            parents.append(-1)
+        if new := response if is_shared else prompt + response:
+            lengths.append(new)
+            parents.append(parent if is_shared else -1)
     return SharedRow(
         input_ids=sequences[order][kept[order]].unsqueeze(0),  # (1, T)
         position_ids=position_ids_from_mask(attention_mask)[order][kept[order]].unsqueeze(0),  # (1, T)
@@ -387,43 +398,20 @@ def pack_shared(sequences: Tensor, attention_mask: Tensor, num_actions: int) -> 
     )
 
 
-def _shared_segments(
-    prompts: list[int], responses: list[int], shared: list[bool], leads: list[bool]
-) -> tuple[list[int], list[int]]:
-    """Lengths and parents; rows of one prompt follow each other. No segment is empty."""
-    lengths: list[int] = []
-    parents: list[int] = []
-    parent = -1
-    for prompt, response, is_shared, is_first in zip(prompts, responses, shared, leads):
-        if is_shared and is_first:
-            parent = len(lengths)
-            lengths.append(prompt)
-            parents.append(-1)
-        new = response if is_shared else prompt + response
-        if new:
-            lengths.append(new)
-            parents.append(parent if is_shared else -1)
-    return lengths, parents
-
-
 def distinct_places(places: Tensor) -> tuple[Tensor, Tensor | None]:
     """Places (K,) that are read -> the different ones (U,) in ascending order, and which of them each read takes (K,).
 
-    The last token of a shared prompt predicts the first action of several rows. None: no place is read twice, and they
-    stay as they are.
+    The last token of a shared prompt predicts the first action of several rows. None: no place is read twice.
     """
     different, reads = torch.unique(places, return_inverse=True)
     return (places, None) if len(different) == len(places) else (different, reads)
 
 
 def read(at_places: Tensor, reads: Tensor | None) -> Tensor:
-    """(U, …) at the different places -> (K, …), for each read; ``reads`` as of :func:`distinct_places`.
-
-    By an embedding, whose backward pass adds in one order; of indexing torch promises that in its deterministic mode
-    only.
-    """
+    """(U, …) at the different places -> (K, …), for each read; ``reads`` as of :func:`distinct_places`."""
     if reads is None:
         return at_places
+    # the backward pass of an embedding adds in one order; that of indexing in torch's deterministic mode only
     return embedding(reads, at_places.reshape(len(at_places), -1)).view(len(reads), *at_places.shape[1:])
 
 
@@ -463,7 +451,7 @@ def micro_batches(
         prompts: of packed rows; those with the same one share it. None: no row shares its prompt.
 
     Returns:
-        numbers of the rows of each micro batch; none for no rows.
+        numbers of the rows of each micro batch.
     """
     total = [prompt + response for prompt, response in lengths]
     if spec.unit == "tokens" and not packed:
@@ -472,7 +460,10 @@ def micro_batches(
     if spec.unit == "samples":
         order = [i for group in groups for i in group]
         return [order[i : i + spec.size] for i in range(0, len(order), spec.size)]
-    units = [unit for group in groups for unit in _cut(group, lengths, spec.size)]
+    units = []  # rows of one prompt, cut into as few parts as fit the budget, each with the prompt
+    for group in groups:
+        cuts = _fitting([lengths[i][1] for i in group], max(1, spec.size - lengths[group[0]][0]))
+        units += [[group[i] for i in cut] for cut in cuts]
     parts = _fitting([_tokens(unit, lengths) for unit in units], spec.size, at_least)
     return [[i for unit in part for i in units[unit]] for part in parts]
 
@@ -488,12 +479,6 @@ def _groups(lengths: Sequence[tuple[int, int]], prompts: Sequence[Hashable]) -> 
 def _tokens(group: Sequence[int], lengths: Sequence[tuple[int, int]]) -> int:
     """Of rows with one prompt, which counts once."""
     return lengths[group[0]][0] + sum(lengths[i][1] for i in group)
-
-
-def _cut(group: list[int], lengths: Sequence[tuple[int, int]], budget: int) -> list[list[int]]:
-    """Rows of one prompt in as few parts as fit the budget, each with the prompt."""
-    parts = _fitting([lengths[i][1] for i in group], max(1, budget - lengths[group[0]][0]))
-    return [[group[i] for i in part] for part in parts]
 
 
 def _fitting(tokens: Sequence[int], budget: int, at_least: int = 0) -> list[list[int]]:

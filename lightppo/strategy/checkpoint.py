@@ -74,9 +74,6 @@ def save_checkpoint(
 
     Returns:
         The tag.
-
-    Raises:
-        RuntimeError: writing failed; the message has rank 0's reason.
     """
     engine = get_engine(model, "saving a checkpoint")
     if max_num < 1:
@@ -396,14 +393,7 @@ def save_model(ranks: Ranks, model: Any, tokenizer: Any | None, output_dir: str 
 
     The folder appears as a whole; where it exists and is not empty, files are replaced one by one.
 
-    Args:
-        model: prepared or plain; itself a Hugging Face model, or a wrapper that holds one.
-        tokenizer: saved along; None leaves it out.
-        output_dir: the folder.
-
-    Raises:
-        RuntimeError: writing failed; the message has rank 0's reason.
-        ValueError: there is no Hugging Face model inside.
+    The model is prepared or plain, itself a Hugging Face model or a wrapper that holds one.
     """
     hf_model, prefix = find_hf_model(model)
     state_dict = full_state_dict(model, ranks.is_rank_0())
@@ -493,14 +483,7 @@ def _move_files(staging: Path, output_dir: Path) -> None:
 def load_model(model: Any, path: str | os.PathLike[str], strict: bool = True) -> None:
     """Loads weights into a model, also into the optimizer's fp32 masters of a prepared one. Collective then.
 
-    Args:
-        model: prepared or plain.
-        path: a Hugging Face folder, or a ``.safetensors``, ``.bin`` or ``.pt`` file.
-        strict: refuse missing and unexpected weights.
-
-    Raises:
-        FileNotFoundError: no weights there.
-        ValueError: names or shapes do not fit.
+    ``path`` is a Hugging Face folder, or a ``.safetensors``, ``.bin`` or ``.pt`` file.
     """
     state_dict = _read_weights(path)
     if state_dict.keys().isdisjoint(unwrap_model(model).state_dict().keys()):

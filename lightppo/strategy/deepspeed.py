@@ -51,7 +51,7 @@ def train_config(
     """Configuration of an engine that trains; the options are those of :class:`DeepspeedStrategy`.
 
     Any number of ``backward`` calls make one step (``managed_gradient_accumulation: false``): the caller scales the
-    loss, and DeepSpeed averages gradients over ranks. On CPU buckets are small and no memory is pinned.
+    loss, and DeepSpeed averages gradients over ranks.
 
     Raises:
         ValueError: a value out of range, or two options that exclude each other; the message names the flags.
@@ -98,11 +98,8 @@ def eval_config(
 ) -> dict[str, Any]:
     """Configuration of an engine without optimizer: reference, reward model, EMA.
 
-    Without an optimizer there is nothing but parameters to shard, so stages 1 and 2 are stage 0. With ``offload``
-    parameters live on the CPU and visit the device layer by layer: stage 3 at any ``zero_stage``.
-
-    Raises:
-        ValueError: zero_stage is not 0, 1, 2 or 3.
+    There is nothing but parameters to shard, so stages 1 and 2 are stage 0. With ``offload`` parameters live on the CPU
+    and visit the device layer by layer: stage 3 at any ``zero_stage``.
     """
     sharded = zero_stage == 3 or offload
     config = _common_config(zero_stage, bf16, micro_batch_size, on_cpu, sharded=sharded, offload=offload)
@@ -178,9 +175,6 @@ def drop_gradients(engine: Any) -> None:
     offloaded ZeRO-2 and ZeRO-1 keep the gradient of a parameter until the first backward pass of the next step
     overwrites it. A parameter that gets its gradient only from a later pass would have it added to the old one, and
     one that gets none would be stepped on with the old one.
-
-    Raises:
-        TypeError: an optimizer of DeepSpeed that this version of lightppo does not know.
     """
     optimizer = engine.optimizer
     kind = type(optimizer).__name__
@@ -286,11 +280,7 @@ class DeepspeedStrategy(DistributedStrategy):
 
     @property
     def accumulated_gradient(self) -> int:
-        """Micro batches per rank and optimizer step.
-
-        Raises:
-            ValueError: train_batch_size is not a multiple of micro_train_batch_size × ranks.
-        """
+        """Micro batches per rank and optimizer step."""
         per_forward = self.micro_train_batch_size * self.world_size
         if self.train_batch_size % per_forward:
             raise ValueError(
@@ -313,11 +303,7 @@ class DeepspeedStrategy(DistributedStrategy):
         weight_decay: float = 0.0,
         eps: float = 1e-8,
     ) -> torch.optim.AdamW:
-        """AdamW over the trainable parameters; vectors (biases, norms) do not decay. Call it before ``prepare``.
-
-        Raises:
-            ValueError: no parameter of the model is trainable.
-        """
+        """AdamW over the trainable parameters; vectors (biases, norms) do not decay. Call it before ``prepare``."""
         params = [p for p in unwrap_model(model).parameters() if p.requires_grad]
         if not params:
             raise ValueError(f"{type(model).__name__} has no trainable parameter")
@@ -343,10 +329,6 @@ class DeepspeedStrategy(DistributedStrategy):
         Returns:
             The like of every argument, a single one unpacked. A model of a class with ``engine_attribute`` comes
             back itself, with the engine under that attribute; any other comes back as its engine.
-
-        Raises:
-            RuntimeError: there is no process group yet.
-            ValueError: a tuple that is not of three, or a training model with a configuration for evaluation.
         """
         if not dist.is_initialized():
             raise RuntimeError("call strategy.setup_distributed() before strategy.prepare()")
@@ -406,11 +388,9 @@ class DeepspeedStrategy(DistributedStrategy):
         adam_offload: bool | None = None,
         param_offload: bool | None = None,
     ) -> dict[str, Any]:
-        """DeepSpeed configuration of a model that trains.
+        """DeepSpeed configuration of a model that trains; what is None is the strategy's.
 
-        Args:
-            is_actor: accepted for scripts in the seed's style; the roles need no different engines.
-            zero_stage: of this role; None is the strategy's. So for ``adam_offload`` and ``param_offload``.
+        ``is_actor`` is there for scripts in the seed's style: the roles need no different engines.
         """
         zero_stage = self.zero_stage if zero_stage is None else zero_stage
         return train_config(
@@ -429,12 +409,9 @@ class DeepspeedStrategy(DistributedStrategy):
     def get_ds_eval_config(
         self, offload: bool = False, *, zero_stage: int | None = None, bf16: bool | None = None
     ) -> dict[str, Any]:
-        """DeepSpeed configuration of a model that only runs forward: sharded at ZeRO-3, replicated below.
+        """DeepSpeed configuration of a model that only runs forward; what is None is the strategy's.
 
-        Args:
-            offload: parameters on the CPU until a layer needs them.
-            zero_stage: of this role; None is the strategy's.
-            bf16: of this role; None is the strategy's. An EMA wants False.
+        Sharded at ZeRO-3, replicated below; with ``offload``, on the CPU until a layer needs it. An EMA wants fp32.
         """
         return eval_config(
             zero_stage=self.zero_stage if zero_stage is None else zero_stage,
@@ -449,12 +426,8 @@ class DeepspeedStrategy(DistributedStrategy):
     def backward(self, loss: torch.Tensor, model: Any, optim: Any = None) -> None:
         """Adds a loss's gradient to the step under way. Collective from ZeRO-2 on: the same number on all ranks.
 
-        Gradients add up over calls and are averaged over ranks, with no other scaling.
-
-        Args:
-            loss: scalar, from a forward through the engine.
-            model: the prepared model.
-            optim: accepted for scripts in the seed's style; the engine knows its optimizer.
+        Gradients add up over calls and are averaged over ranks, with no other scaling. The engine knows its optimizer;
+        ``optim`` is there for scripts in the seed's style, here and below.
         """
         get_engine(model, "backward").backward(loss)
 
@@ -476,8 +449,6 @@ class DeepspeedStrategy(DistributedStrategy):
         stay, and the gradient is dropped.
 
         Args:
-            optim: accepted for scripts in the seed's style; the engine knows its optimizer.
-            model: the prepared model.
             scheduler: the one given to ``prepare``, or another to move along; None moves that of ``prepare`` too.
             name: of the model, for the warning about a skipped step.
 
@@ -505,9 +476,6 @@ class DeepspeedStrategy(DistributedStrategy):
 
         Weights, optimizer, scheduler and the count of steps stay. The ranks must decide alike; nothing is communicated
         here. Without any ``backward`` before, it does nothing.
-
-        Raises:
-            ValueError: the model was not prepared with an optimizer.
         """
         engine = get_engine(model, "skip_step")
         if not zero3.has_optimizer(engine):

@@ -12,12 +12,13 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sized
 from datetime import timedelta
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, DistributedSampler, Sampler
 
 from lightppo.errors import LaunchError
 
@@ -58,13 +59,13 @@ def on_cuda() -> bool:
 
 
 def _quiet_third_parties() -> None:
-    """Keeps DeepSpeed to warnings and drops the FutureWarnings that it raises at every ZeRO-3 hook (~74 a run)."""
+    """Drops the FutureWarnings that DeepSpeed raises at every ZeRO-3 hook (~74 a run), and its messages."""
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if on_cuda() else "cpu")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(deepspeed|torch)\b.*")
     warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"deepspeed\b.*")
     # A frozen embedding or a first layer gives backward hooks an input without gradient: harmless.
     warnings.filterwarnings("ignore", message=r".*Full backward hook is firing when gradients are computed.*")
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    logging.getLogger("DeepSpeed").addFilter(_not_about_skipped_steps)
 
 
 def _not_about_skipped_steps(record: logging.LogRecord) -> bool:
@@ -119,17 +120,12 @@ def _torch_threads() -> dict[str, tuple[str, ...]]:
 # ranks
 
 
-class RankSampler(Sampler[int]):
-    """Indices of one rank: every ``num_replicas``-th of a seeded permutation of the dataset.
+class RankSampler(DistributedSampler):
+    """torch's sampler of one rank's share of a seeded permutation, which can begin in the middle of an epoch.
 
     All ranks get the same number, as collectives need it. Where the size does not divide, the epoch wraps around: up
-    to ``num_replicas - 1`` samples come twice, and none is lost, unless ``drop_last``.
-
-    Args:
-        shuffle: permute, differently every epoch; False keeps the order.
-        seed: of the permutation; the same on all ranks.
-        drop_last: leave the remainder out instead of wrapping around.
-        consumed_samples: samples that all ranks together have already taken from the first epoch.
+    to ``num_replicas - 1`` samples come twice, and none is lost, unless ``drop_last``. ``consumed_samples`` is what all
+    ranks together have already taken of the first epoch.
 
     Raises:
         ValueError: the dataset is empty, or smaller than the number of ranks with ``drop_last``.
@@ -151,14 +147,10 @@ class RankSampler(Sampler[int]):
             raise ValueError("the dataset is empty")
         if drop_last and size < num_replicas:
             raise ValueError(f"{size} samples on {num_replicas} ranks leave nothing with drop_last=True")
-        self.dataset, self.num_replicas, self.rank = dataset, num_replicas, rank
-        self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
-        self.samples_per_rank = size // num_replicas if drop_last else -(-size // num_replicas)
-        if not drop_last and size % num_replicas:
-            repeated = self.samples_per_rank * num_replicas - size
+        super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)
+        if self.total_size > size:
+            repeated = self.total_size - size
             logger.info("%d samples on %d ranks: %d come twice per epoch", size, num_replicas, repeated)
-        self.epoch = 0
-        self._skip = 0
         self.set_epoch(0, consumed_samples)
 
     def set_epoch(self, epoch: int, consumed_samples: int = 0) -> None:
@@ -167,25 +159,17 @@ class RankSampler(Sampler[int]):
         Raises:
             ValueError: more were taken than the epoch holds.
         """
-        skip = consumed_samples // self.num_replicas
-        if skip > self.samples_per_rank:
-            total = self.samples_per_rank * self.num_replicas
+        self._skip = consumed_samples // self.num_replicas
+        if self._skip > self.num_samples:
+            total = self.total_size
             raise ValueError(f"consumed_samples={consumed_samples} is more than one epoch of {total} samples")
-        self.epoch, self._skip = epoch, skip
+        super().set_epoch(epoch)
 
     def __iter__(self) -> Iterator[int]:
-        size = len(self.dataset)
-        if self.shuffle:
-            generator = torch.Generator().manual_seed(self.seed + self.epoch)
-            order = torch.randperm(size, generator=generator).tolist()
-        else:
-            order = list(range(size))
-        total = self.samples_per_rank * self.num_replicas
-        order = (order * -(-total // size))[:total]
-        return iter(order[self.rank : total : self.num_replicas][self._skip :])
+        return islice(super().__iter__(), self._skip, None)
 
     def __len__(self) -> int:
-        return self.samples_per_rank - self._skip
+        return self.num_samples - self._skip
 
 
 class DistributedStrategy:
@@ -207,9 +191,6 @@ class DistributedStrategy:
 
     def setup_distributed(self, timeout: timedelta | None = None) -> None:
         """Seeds, joins the process group (nccl on CUDA, gloo on CPU) and picks this rank's device. Collective.
-
-        Args:
-            timeout: longest wait for a collective; None is ``timeout_minutes``.
 
         Raises:
             LaunchError: half a launcher's variables, more ranks on this node than GPUs, or a port that is in use.
@@ -234,7 +215,6 @@ class DistributedStrategy:
             # Joining gloo would compile this op for minutes, under a lock that a killed process leaves behind.
             # Private hook of DeepSpeed 0.19; the plain gloo collectives take over.
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        logging.getLogger("DeepSpeed").addFilter(_not_about_skipped_steps)
         try:
             timeout = timeout or timedelta(minutes=self.timeout_minutes)
             deepspeed.init_distributed(timeout=timeout, verbose=False)
@@ -284,10 +264,9 @@ class DistributedStrategy:
         sampler: Sampler | None = None,
         consumed_samples: int = 0,
     ) -> DataLoader:
-        """A dataloader that gives this rank its share.
+        """A dataloader that gives this rank its share of a map-style dataset.
 
         Args:
-            dataset: map-style.
             batch_size: samples per rank and batch.
             pin_memory: page-locked batches; without a GPU there is nothing to lock for.
             shuffle: seeded, differently every epoch (``dataloader.sampler.set_epoch``).
@@ -329,10 +308,6 @@ class DistributedStrategy:
         Returns:
             The same structure. A tensor keeps shape, device and dtype, except that the mean of integers is float32 and
             booleans count as int64. A float stays a float; an int stays one except under "mean".
-
-        Raises:
-            ValueError: unknown op.
-            TypeError: a value that cannot be reduced.
         """
         if op not in REDUCE_OPS:
             raise ValueError(f"op must be one of {', '.join(REDUCE_OPS)}, got {op!r}")

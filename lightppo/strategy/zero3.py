@@ -40,11 +40,7 @@ def find_engine(model: Any) -> Any | None:
 
 
 def get_engine(model: Any, what_for: str) -> Any:
-    """The engine of a prepared model.
-
-    Raises:
-        ValueError: the model has no engine; the message says what it was needed for.
-    """
+    """The engine of a prepared model; the error of a plain one says what it was needed for."""
     engine = find_engine(model)
     if engine is None:
         raise ValueError(f"{what_for} needs a model that went through strategy.prepare(), got {type(model).__name__}")
@@ -189,9 +185,6 @@ def moving_average(model: Any, ema_model: Any, beta: float, device: torch.device
         ema_model: its average, of the same architecture; keep it in fp32: at beta near 1 the steps vanish in bf16.
         beta: weight of the past, in [0, 1]; 0 makes an exact copy, rounded only where the average is less precise.
         device: where the arithmetic takes place; None is where the average lives.
-
-    Raises:
-        ValueError: beta out of range, or the two models differ in names or shapes.
     """
     if not 0.0 <= beta <= 1.0:
         raise ValueError(f"ema beta must lie in [0, 1], got {beta}")
@@ -270,14 +263,8 @@ def full_state_dict(model: Any, is_rank_0: bool) -> dict[str, torch.Tensor] | No
 def load_full_state_dict(model: Any, state_dict: dict[str, torch.Tensor], strict: bool, source: str) -> None:
     """Copies whole parameters into a model, sharded or not, and into the optimizer's fp32 masters. Collective.
 
-    Args:
-        model: prepared or plain.
-        state_dict: names as in ``unwrap_model(model)``; the same on every rank. One name is enough for tied parameters.
-        strict: every parameter and every entry must have its counterpart.
-        source: of the state dict, for messages.
-
-    Raises:
-        ValueError: names or shapes do not fit.
+    Names are as in ``unwrap_model(model)``; one is enough for tied parameters. ``strict``: every parameter and every
+    entry must have its counterpart. ``source`` is for messages.
     """
     module, engine = unwrap_model(model), find_engine(model)
     names_of: dict[int, list[str]] = {}

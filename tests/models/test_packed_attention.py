@@ -130,8 +130,7 @@ def test_what_a_gpu_kernel_is_given(segments: tuple, window: int | None, monkeyp
     if parents is not None:
         mask = segments_as_mask(torch.tensor(lengths), torch.tensor(parents))
     expected, _ = packed_attention(nn.Module(), q, k, v, mask, scaling=0.5, sliding_window=window)
-    monkeypatch.setattr(packed_attention_module, "_has_varlen_kernel", lambda query: True)
-    monkeypatch.setattr(packed_attention_module, "_varlen_kernel", lambda: lower_right_kernel)
+    monkeypatch.setattr(packed_attention_module, "varlen_kernel", lambda query: lower_right_kernel)
     out, _ = packed_attention(nn.Module(), q, k, v, mask, scaling=0.5, sliding_window=window)
     torch.testing.assert_close(out, expected)
     factor = torch.randn_like(out)
