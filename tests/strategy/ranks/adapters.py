@@ -183,6 +183,8 @@ def check_adapters_train_as_in_plain_peft(strategy: DeepspeedStrategy, work_dir:
             torch.testing.assert_close(weights.pop(name), expected, atol=3e-5, rtol=0, msg=lambda m: f"{variant}: {m}")  # noqa: B023
             assert not torch.equal(expected, first[name])
         for name, weight in weights.items():  # what is left is frozen
+            if weight.dtype == torch.uint8:
+                continue  # in 4 bits; see quantised.py
             assert torch.equal(weight, base[name.replace(".base_layer", "")]), (variant, name)
         trained = sum(p.numel() for p in last.values())
         assert sum(state_elements(optimizer, actor)) <= 2 * trained + 16 * len(last), variant  # + padding of shards
