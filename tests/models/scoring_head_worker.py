@@ -1,4 +1,4 @@
-"""Ranks of test_scoring_head.py: one step of SGD per model and ZeRO stage; the change of the weights is the gradient.
+"""Ranks of test_actor.py: one step of SGD per model and ZeRO stage; the change of the weights is the gradient.
 
 Usage: scoring_head_worker.py FOLDER; the launcher may put --local_rank first.
 """

@@ -1,3 +1,5 @@
+"""Loading models and tokenizers, and what makes a loaded model faster or smaller."""
+
 from __future__ import annotations
 
 import logging
@@ -9,16 +11,25 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import BertConfig, LlamaForCausalLM, PreTrainedModel
+from support.ranks import run_ranks
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
+from transformers import BertConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from lightppo.errors import ModelLoadError
 from lightppo.models import loading
 from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic, RewardModel, get_llm_for_sequence_regression
 from lightppo.models.loading import (
+    check_activation_offload,
+    compile_layers,
+    decoder_layers,
+    get_tokenizer,
     load_causal_lm,
     load_sequence_classifier,
     resolve_attn_implementation,
+    use_liger_kernels,
+    valid_vocab_size,
 )
 
 MakeModel = Callable[..., PreTrainedModel]
@@ -271,3 +282,231 @@ def test_stage_3_before_the_process_group_is_an_error(causal_lm: MakeModel, tmp_
 def test_algorithms_stay_without_transformers() -> None:
     code = "import sys, lightppo, lightppo.models; assert not {'transformers', 'deepspeed'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# under ZeRO-3
+
+
+WORKER = Path(__file__).with_name("zero3_worker.py")
+
+
+@pytest.fixture
+def weights(ragged: tuple[Tensor, Tensor, int]) -> Tensor:
+    return torch.linspace(-1, 1, 4 * ragged[2]).view(4, ragged[2])
+
+
+def test_loading_under_zero3(
+    causal_lm: Callable[..., PreTrainedModel],
+    classifier: Callable[..., PreTrainedModel],
+    ragged: tuple[Tensor, Tensor, int],
+    weights: Tensor,
+    tmp_path: Path,
+) -> None:
+    models = {name: causal_lm(name) for name in ("llama", "qwen2", "mixtral")}
+    for name, model in models.items():
+        model.save_pretrained(tmp_path / name)
+    models["reward"] = classifier()
+    models["reward"].save_pretrained(tmp_path / "reward")
+    renamed = load_file(tmp_path / "reward" / "model.safetensors")
+    renamed["value_head.weight"] = renamed.pop("score.weight")
+    save_file(renamed, tmp_path / "reward" / "model.safetensors", metadata={"format": "pt"})
+    sequences, mask, num_actions = ragged
+    batch = {"sequences": sequences, "mask": mask, "num_actions": num_actions, "weights": weights}
+    torch.save(batch, tmp_path / "batch.pt")
+
+    run_ranks(WORKER, tmp_path, launcher="torchrun", timeout=400)
+    ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)]
+
+    for seen in ranks:
+        for name in (*models, "critic", "scratch"):
+            assert seen[name]["held"] == 0, name  # no full parameter stays on a rank
+            # a shard is half of a parameter; odd sizes are padded by one element
+            assert seen[name]["total"] / 2 <= seen[name]["shards"] < seen[name]["total"] * 0.51, name
+        for name, model in models.items():
+            assert seen[name]["weights"].keys() == dict(model.named_parameters()).keys(), name
+            for key, weight in model.named_parameters():
+                assert torch.equal(seen[name]["weights"][key], weight), (name, key)
+        for name in ("critic", "scratch"):
+            for key, weight in ranks[0][name]["weights"].items():
+                assert torch.equal(seen[name]["weights"][key], weight), (name, key)
+        assert torch.equal(seen["critic"]["weights"]["score.weight"], seen["plain_head"])  # as without sharding
+        assert seen["zero3_while_alive"] is True
+        assert seen["zero3_after_plain"] is False
+    scratch = ranks[0]["scratch"]["weights"]["lm_head.weight"]
+    assert not torch.equal(scratch, models["llama"].lm_head.weight)
+    assert float(scratch.std()) > 0.1  # initializer_range 0.2
+
+    # The packed forward of the sharded engines, with checkpointing, against one padded process of plain torch.
+    actor, critic = Actor(str(tmp_path / "llama")), Critic(str(tmp_path / "llama"), seed=7)
+    heads = {"Actor": actor.model.lm_head.weight, "Critic": critic.model.score.weight}
+    for wrapper in (actor, critic):
+        name = type(wrapper).__name__
+        out = wrapper(sequences, num_actions, mask)
+        (out * weights).sum().backward()
+        for seen in ranks:
+            torch.testing.assert_close(seen[f"{name}_out"], out.detach(), atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(seen[f"{name}_grad"], heads[name].grad, atol=1e-4, rtol=1e-5)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# tokenizers
+
+
+Save = Callable[..., str]
+FULL = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
+
+
+def llama(rows: int) -> PreTrainedModel:
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=rows, **sizes))
+
+
+def test_padding_side_and_ids(save_tokenizer: Save) -> None:
+    tokenizer = get_tokenizer(save_tokenizer(**FULL))
+    # 4 special tokens, then the digits: "1" is 5
+    assert tokenizer(["1", "1+2"], padding=True, add_special_tokens=False).input_ids == [[0, 0, 5], [5, 14, 6]]
+    assert get_tokenizer(save_tokenizer(**FULL), padding_side="right").padding_side == "right"
+
+
+def test_eos_pads_where_there_is_no_pad_token(save_tokenizer: Save, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="lightppo.models.loading"):
+        tokenizer = get_tokenizer(save_tokenizer(eos_token="</s>"))
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id == 2
+    assert "has no pad token; EOS '</s>' pads" in caplog.text
+    assert tokenizer.bos_token_id is None  # a model without BOS is fine
+    assert tokenizer("1").input_ids == [5]
+
+
+def test_no_eos_is_an_error(save_tokenizer: Save) -> None:
+    with pytest.raises(ModelLoadError, match=r'--pretrain .*has no EOS token.*Set "eos_token"'):
+        get_tokenizer(save_tokenizer(pad_token="<pad>"))
+    with pytest.raises(ModelLoadError, match="has no EOS token"):
+        get_tokenizer(save_tokenizer())
+
+
+@pytest.mark.parametrize("path", ["/nowhere/tokenizer", "./nowhere"])
+def test_missing_path(path: str) -> None:
+    with pytest.raises(ModelLoadError, match=f"--reward_pretrain {path}: no such folder"):
+        get_tokenizer(path, flag="--reward_pretrain")
+
+
+def test_folder_without_a_tokenizer(tmp_path: Path) -> None:
+    llama(8).save_pretrained(tmp_path)
+    with pytest.raises(ModelLoadError, match=r"--pretrain .* could not be loaded"):
+        get_tokenizer(str(tmp_path))
+
+
+def test_tokenizer_must_fit_the_embedding(save_tokenizer: Save) -> None:
+    path = save_tokenizer(**FULL)  # 19 entries, ids 0 to 18
+    with pytest.raises(ModelLoadError, match="largest id is 18, but the model has only 18 embedding rows"):
+        get_tokenizer(path, llama(18))
+    tokenizer = get_tokenizer(path, llama(19))
+    assert valid_vocab_size(tokenizer) == 19
+    padded = llama(64)  # rows beyond the tokenizer are fine, and never to be sampled
+    assert valid_vocab_size(get_tokenizer(path, padded)) == 19 < padded.config.vocab_size
+
+
+@pytest.mark.parametrize("wrap", [lambda m: m, Actor, nn.DataParallel], ids=["hf", "actor", "engine"])
+def test_the_model_learns_the_pad_token(save_tokenizer: Save, wrap: Callable[[nn.Module], nn.Module]) -> None:
+    model = llama(32)
+    assert model.config.pad_token_id is None
+    get_tokenizer(save_tokenizer(**FULL), wrap(model))
+    assert model.config.pad_token_id == 0
+    assert model.generation_config.pad_token_id == 0
+
+
+def test_a_thing_that_is_no_model(save_tokenizer: Save) -> None:
+    with pytest.raises(TypeError, match="not Linear"):
+        get_tokenizer(save_tokenizer(**FULL), nn.Linear(1, 1))
+
+
+def test_log_probs_ignore_padding_rows(save_tokenizer: Save) -> None:
+    tokenizer = get_tokenizer(save_tokenizer(**FULL))
+    torch.manual_seed(0)
+    actor = Actor(llama(64), valid_vocab_size=valid_vocab_size(tokenizer))
+    rows = torch.tensor([[5, 14, 6, token] for token in range(19)])
+    with torch.no_grad():
+        total = actor(rows, 1).exp().sum()
+    torch.testing.assert_close(total, torch.tensor(1.0))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# compiled layers, kernels, offloaded activations
+
+
+Batch = tuple[torch.Tensor, torch.Tensor, int]
+
+
+@pytest.fixture
+def fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def gradients_of(model: Actor | Critic, batch: Batch) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    sequences, mask, num_actions = batch
+    model.zero_grad()
+    out = model(sequences, num_actions, mask)
+    out.square().sum().backward()
+    return out.detach(), [p.grad for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("packing", [False, True])
+def test_compiled_layers_give_the_same(packing: bool, causal_lm: MakeModel, ragged: Batch) -> None:
+    plain = gradients_of(Actor(causal_lm(), packing_samples=packing), ragged)
+    actor, counter = Actor(causal_lm(), packing_samples=packing), CompileCounter()
+    names = [name for name, _ in actor.named_parameters()]
+    compile_layers(actor.hf_model, backend=counter)
+    torch.testing.assert_close(gradients_of(actor, ragged), plain, atol=1e-5, rtol=1e-4)
+    assert counter.frame_count > 0
+    assert names == [name for name, _ in actor.named_parameters()]
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_decoding_does_not_compile(causal_lm: MakeModel, ragged: Batch) -> None:
+    from lightppo.rollout.hf import generation_mode
+
+    model, counter = causal_lm(), CompileCounter()
+    compile_layers(model, backend=counter)
+    with generation_mode(model):
+        model(ragged[0])
+    assert counter.frame_count == 0
+    model(ragged[0])
+    assert counter.frame_count > 0
+
+
+def test_layers_are_found_by_the_names_that_transformers_gives(family: str, causal_lm: MakeModel) -> None:
+    assert len(decoder_layers(causal_lm(family))) == 2
+
+
+def test_a_model_that_names_no_layers(causal_lm: MakeModel) -> None:
+    model = causal_lm()
+    model._no_split_modules = None
+    with pytest.raises(ModelLoadError, match="--torch_compile: LlamaForCausalLM does not say which"):
+        compile_layers(model)
+
+
+def test_offloaded_activations_give_the_same(
+    causal_lm: MakeModel, classifier: MakeModel, ragged: Batch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved, real = [], torch.autograd.graph.save_on_cpu
+    monkeypatch.setattr(torch.autograd.graph, "save_on_cpu", lambda **options: moved.append(options) or real(**options))
+    for model in (Actor(causal_lm()), Critic(classifier())):
+        plain = gradients_of(model, ragged)
+        model.activation_offload = True
+        torch.testing.assert_close(gradients_of(model, ragged), plain)
+        with torch.no_grad():  # nothing is kept
+            model(ragged[0], ragged[2], ragged[1])
+    assert len(moved) == 2
+
+
+def test_what_needs_a_gpu_says_so(causal_lm: MakeModel) -> None:
+    with pytest.raises(ModelLoadError, match="--activation_offload moves activations from a GPU"):
+        check_activation_offload(torch.device("cpu"))
+    check_activation_offload(torch.device("cuda"))
+    if not torch.cuda.is_available():
+        with pytest.raises(ModelLoadError, match=r"--use_liger_kernel: .*there is no CUDA device"):
+            use_liger_kernels(causal_lm())

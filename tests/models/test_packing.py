@@ -1,17 +1,52 @@
+"""Packed rows: their attention, shared prompts, and the micro batches that become rows."""
+
 from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    Gemma2Config,
+    MistralConfig,
+    OPTConfig,
+    PreTrainedModel,
+    Qwen2Config,
+)
 
+from lightppo.config.micro_batches import MicroBatchSpec
+from lightppo.models import packing as packed_attention_module
+from lightppo.models.actor import Actor
+from lightppo.models.critic import Critic
+from lightppo.models.lora import LoraOptions, add_adapters
 from lightppo.models.packing import (
+    PACKED_SDPA,
     action_predictors,
     check_num_actions,
+    distinct_places,
+    lengths_as_mask,
+    lengths_from_position_ids,
+    micro_batches,
     pack,
+    pack_shared,
+    packed_attention,
     position_ids_from_lengths,
     position_ids_from_mask,
+    read,
     real_actions,
     scatter,
+    segments_as_mask,
+    takes_lengths,
+    use_packed_attention,
 )
+from lightppo.models.wrapper import _say_that_nothing_is_shared
+from tests.models.conftest import _COMMON, _KV
 
 #           left pad   prompt   response  right pad
 SEQUENCES = torch.tensor([[0, 0, 11, 12, 13, 0], [21, 22, 23, 24, 25, 26]])
@@ -77,3 +112,565 @@ def test_position_ids_from_lengths() -> None:
 def test_num_actions_out_of_range(num_actions: object) -> None:
     with pytest.raises(ValueError, match=r"must be between 1 and 5 \(S - 1\)"):
         check_num_actions(num_actions, 6)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# attention inside a packed row
+
+
+MakeModel = Callable[..., PreTrainedModel]
+Batch = tuple[torch.Tensor, torch.Tensor, int]
+
+
+def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int], window: int | None) -> torch.Tensor:
+    """The definition: softmax over the earlier positions of the same sequence, head by head. (1, T, H, D)"""
+    total, heads = q.shape[2], q.shape[1]
+    owner = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    i, j = torch.meshgrid(torch.arange(total), torch.arange(total), indexing="ij")
+    seen = (owner[:, None] == owner) & (j <= i) & (i - j < (window or total))
+    k, v = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (k, v))
+    scores = (q @ k.transpose(2, 3)) * 0.5
+    return (scores.masked_fill(~seen, float("-inf")).softmax(-1) @ v).transpose(1, 2)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("window", [None, 3])
+def test_outputs_and_gradients_are_those_of_the_definition(kv_heads: int, window: int | None) -> None:
+    torch.manual_seed(0)
+    lengths = [5, 1, 7]
+    q, k, v = (torch.randn(1, h, 13, 8, requires_grad=True) for h in (4, kv_heads, kv_heads))
+    out, weights = packed_attention(
+        nn.Module(), q, k, v, lengths_as_mask(torch.tensor(lengths)), scaling=0.5, sliding_window=window
+    )
+    expected = plain(q, k, v, lengths, window)
+    assert weights is None
+    torch.testing.assert_close(out, expected)
+    factor = torch.randn_like(out)
+    got = torch.autograd.grad((out * factor).sum(), (q, k, v))
+    torch.testing.assert_close(got, torch.autograd.grad((expected * factor).sum(), (q, k, v)))
+
+
+def continued(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int], parents: list[int], window: int | None
+) -> torch.Tensor:
+    """The definition: each segment behind the one it continues, by ``plain``. (1, T, H, D)"""
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    outputs = []
+    for i, p in enumerate(parents):
+        own = list(range(starts[i], starts[i] + lengths[i]))
+        before = [] if p < 0 else list(range(starts[p], starts[p] + lengths[p]))
+        whole = plain(*(x[:, :, before + own] for x in (q, k, v)), [len(before) + len(own)], window)
+        outputs.append(whole[:, len(before) :])
+    return torch.cat(outputs, 1)
+
+
+SEGMENTS = [3, 4, 1, 6, 2, 5], [-1, 0, 0, -1, -1, 4]
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("window", [None, 1, 2, 3, 5, 50])
+def test_segments_continue_their_parents(kv_heads: int, window: int | None) -> None:
+    torch.manual_seed(0)
+    lengths, parents = SEGMENTS
+    q, k, v = (torch.randn(1, h, 21, 8, requires_grad=True) for h in (4, kv_heads, kv_heads))
+    mask = segments_as_mask(torch.tensor(lengths), torch.tensor(parents))
+    assert mask.shape == (1, 1, 2, 6)
+    out, _ = packed_attention(nn.Module(), q, k, v, mask, scaling=0.5, sliding_window=window)
+    expected = continued(q, k, v, lengths, parents, window)
+    torch.testing.assert_close(out, expected)
+    factor = torch.randn_like(out)
+    got = torch.autograd.grad((out * factor).sum(), (q, k, v))
+    torch.testing.assert_close(got, torch.autograd.grad((expected * factor).sum(), (q, k, v)))
+
+
+def lower_right_kernel(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_q: torch.Tensor,
+    cu_k: torch.Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float,
+    window_size: tuple[int, int],
+    enable_gqa: bool,
+) -> torch.Tensor:
+    """What torch says of its kernel for packed rows: (T, H, D) and borders; windows end at the lower right."""
+    assert (cu_q.dtype, cu_k.dtype) == (torch.int32, torch.int32)
+    q_lengths, k_lengths = cu_q.diff().tolist(), cu_k.diff().tolist()
+    assert (max(q_lengths), max(k_lengths)) == (max_q, max_k)
+    outputs = []
+    for a, b, c in zip(q.split(q_lengths), k.split(k_lengths), v.split(k_lengths), strict=True):
+        new, total = len(a), len(b)
+        i, j = torch.meshgrid(torch.arange(total - new, total), torch.arange(total), indexing="ij")
+        seen = j <= i + window_size[1]
+        if window_size[0] >= 0:
+            seen &= i - j <= window_size[0]
+        a, b, c = (x.transpose(0, 1) for x in (a, b, c))
+        outputs.append(
+            nn.functional.scaled_dot_product_attention(a, b, c, attn_mask=seen, scale=scale, enable_gqa=enable_gqa)
+        )
+    return torch.cat(outputs, 1).transpose(0, 1)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("segments", [SEGMENTS, ([5, 1, 7], None)], ids=["shared", "alone"])
+def test_what_a_gpu_kernel_is_given(segments: tuple, window: int | None, monkeypatch) -> None:
+    """The call of a kernel with borders for queries and keys, by one that is written out."""
+    torch.manual_seed(0)
+    lengths, parents = segments
+    q, k, v = (torch.randn(1, h, sum(lengths), 8, requires_grad=True) for h in (4, 2, 2))
+    mask = lengths_as_mask(torch.tensor(lengths))
+    if parents is not None:
+        mask = segments_as_mask(torch.tensor(lengths), torch.tensor(parents))
+    expected, _ = packed_attention(nn.Module(), q, k, v, mask, scaling=0.5, sliding_window=window)
+    monkeypatch.setattr(packed_attention_module, "varlen_kernel", lambda query: lower_right_kernel)
+    out, _ = packed_attention(nn.Module(), q, k, v, mask, scaling=0.5, sliding_window=window)
+    torch.testing.assert_close(out, expected)
+    factor = torch.randn_like(out)
+    got = torch.autograd.grad((out * factor).sum(), (q, k, v))
+    torch.testing.assert_close(got, torch.autograd.grad((expected * factor).sum(), (q, k, v)))
+
+
+def test_lengths_that_do_not_fit_are_refused() -> None:
+    q = torch.randn(1, 2, 4, 8)
+    with pytest.raises(ValueError, match="a packed row of 4 tokens cannot hold sequences of 5"):
+        packed_attention(nn.Module(), q, q, q, lengths_as_mask(torch.tensor([2, 3])), sliding_window=None)
+
+
+def test_a_layer_that_hides_its_window_is_refused() -> None:
+    q, layer = torch.randn(1, 2, 4, 8), nn.Module()
+    layer.config = Gemma2Config()
+    with pytest.raises(NotImplementedError, match="--packing_samples: Module has a sliding window and does not tell"):
+        packed_attention(layer, q, q, q, lengths_as_mask(torch.tensor([4])))
+
+
+def test_lengths_from_position_ids() -> None:
+    assert lengths_from_position_ids(torch.tensor([[0, 1, 2, 0, 0, 1]])).tolist() == [3, 1, 2]
+
+
+def test_only_sdpa_is_replaced(causal_lm: MakeModel, attention: str) -> None:
+    model = causal_lm("llama", attention)
+    use_packed_attention(model)
+    assert takes_lengths(model) == (attention == "sdpa")
+    assert model.config._attn_implementation == (PACKED_SDPA if attention == "sdpa" else "eager")
+
+
+def windowed(kind: str) -> PreTrainedModel:
+    """Models that look back 3 tokens, in all layers or every other."""
+    torch.manual_seed(0)
+    configs = {
+        "mistral": lambda: MistralConfig(**_COMMON, **_KV, sliding_window=3),
+        "qwen2": lambda: Qwen2Config(
+            **_COMMON, num_key_value_heads=2, use_sliding_window=True, sliding_window=3, max_window_layers=1
+        ),
+        "opt": lambda: OPTConfig(
+            **{**_COMMON, "initializer_range": 0.02}, init_std=0.2, ffn_dim=48, word_embed_proj_dim=32
+        ),  # no window; makes no mask from position ids
+        "gemma2": lambda: Gemma2Config(**_COMMON, **_KV, sliding_window=3, attn_logit_softcapping=None),
+    }
+    return AutoModelForCausalLM.from_config(configs[kind](), attn_implementation="sdpa")
+
+
+@pytest.mark.parametrize("kind", ["mistral", "qwen2", "gemma2", "opt"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_windows_and_gradient_checkpointing(kind: str, checkpointing: bool, ragged: Batch) -> None:
+    sequences, mask, num_actions = ragged
+    gradients, log_probs = [], []
+    for packing in (False, True):
+        actor = Actor(windowed(kind), packing_samples=packing)
+        actor.train()
+        if checkpointing:
+            actor.gradient_checkpointing_enable()
+        log_probs.append(actor(sequences, num_actions, mask))
+        log_probs[-1].sum().backward()
+        gradients.append([p.grad for p in actor.parameters()])
+    assert takes_lengths(actor.hf_model)
+    torch.testing.assert_close(log_probs[0], log_probs[1], atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(gradients[0], gradients[1], atol=2e-4, rtol=1e-3)
+
+
+def test_no_mask_of_the_whole_row_is_made(causal_lm: MakeModel, classifier: MakeModel, ragged: Batch) -> None:
+    """What the layers get is as long as there are sequences, in actor and critic."""
+    sequences, mask, num_actions = ragged
+    seen: list[torch.Size] = []
+
+    def note(module: nn.Module, args: tuple, kwargs: dict) -> None:
+        seen.append(kwargs["attention_mask"].shape)
+
+    for model in (Actor(causal_lm(), packing_samples=True), Critic(classifier(), packing_samples=True)):
+        model(sequences, num_actions, mask)  # the first call also compares packed with alone
+        hook = model.hf_model.base_model.layers[0].self_attn.register_forward_pre_hook(note, with_kwargs=True)
+        model(sequences, num_actions, mask)
+        hook.remove()
+    assert seen == [torch.Size([1, 1, 1, 4])] * 2
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# prompts that several samples share
+
+
+Rows = list[tuple[list[int], list[int]]]
+
+
+def batch_of(rows: Rows) -> Batch:
+    """(prompt, response) of each row -> (sequences, attention_mask, A)."""
+    width, actions = max(len(p) for p, _ in rows), max(len(r) for _, r in rows)
+    sequences = torch.zeros(len(rows), width + actions, dtype=torch.long)
+    mask = torch.zeros_like(sequences)
+    for b, (prompt, response) in enumerate(rows):
+        columns = slice(width - len(prompt), width + len(response))
+        sequences[b, columns] = torch.tensor(prompt + response)
+        mask[b, columns] = 1
+    return sequences, mask, actions
+
+
+def test_by_hand() -> None:
+    # Row 1 has a prompt of its own that begins like the other; padding has the id 0, like row 1's last prompt token.
+    row = pack_shared(*batch_of([([5, 6], [10, 11]), ([5, 6, 0], [20]), ([5, 6], [30, 31, 32])]))
+    assert row is not None
+    # prompts sorted: [-1, 5, 6] before [5, 6, 0]
+    assert row.input_ids.tolist() == [[5, 6, 10, 11, 30, 31, 32, 5, 6, 0, 20]]
+    assert row.position_ids.tolist() == [[0, 1, 2, 3, 2, 3, 4, 0, 1, 2, 3]]
+    assert (row.lengths.tolist(), row.parents.tolist()) == ([2, 2, 3, 4], [-1, 0, 0, -1])
+    assert row.slots[0, 1:5].tolist() == [0, 1, 2, 3]
+    assert row.slots[1, :4].tolist() == [7, 8, 9, 10]
+    assert row.slots[2, 1:6].tolist() == [0, 1, 4, 5, 6]
+
+
+def test_nothing_shared() -> None:
+    assert pack_shared(*batch_of([([5, 6], [10]), ([6, 5], [10]), ([6], [5])])) is None
+    assert pack_shared(*batch_of([([5, 6], [10])])) is None
+    assert pack_shared(*batch_of([([], [1, 2]), ([], [1, 2])])) is None  # no prompt at all
+    sequences, mask, _ = batch_of([([5, 6], [10]), ([5, 6], [10])])
+    assert pack_shared(sequences, mask, 3) is None
+
+
+def test_a_batch_without_padding_and_rows_without_response() -> None:
+    sequences = torch.tensor([[3, 4, 7], [3, 4, 8]])
+    row = pack_shared(sequences, torch.ones_like(sequences), 1)
+    assert row is not None
+    assert row.input_ids.tolist() == [[3, 4, 7, 8]]
+    assert (row.lengths.tolist(), row.parents.tolist()) == ([2, 1, 1], [-1, 0, 0])
+    row = pack_shared(*batch_of([([3, 4], []), ([3, 4], [7, 8]), ([3, 4], [])]))
+    assert row is not None
+    assert (row.lengths.tolist(), row.parents.tolist()) == ([2, 2], [-1, 0])
+
+
+def test_each_row_is_found_in_its_places() -> None:
+    """Random groups: tokens and positions of every row are where its slots say, and no token stands twice."""
+    draw = torch.Generator().manual_seed(0)
+    number = lambda low, high: int(torch.randint(low, high, (1,), generator=draw))  # noqa: E731
+    for _ in range(20):
+        prompts = [[number(0, 3) for _ in range(number(1, 4))] for _ in range(3)]
+        rows = [(prompts[number(0, 3)], [number(0, 9) for _ in range(number(1, 6))]) for _ in range(8)]
+        sequences, mask, actions = batch_of(rows)
+        row = pack_shared(sequences, mask, actions)
+        assert row is not None
+        alone = pack(sequences, mask)
+        real = mask.bool()
+        assert torch.equal(row.input_ids[0, row.slots[real]], sequences[real])
+        assert torch.equal(row.position_ids[0, row.slots[real]], alone.position_ids[0])
+        tokens = sum(map(len, {tuple(p): p for p, _ in rows}.values())) + sum(len(r) for _, r in rows)
+        assert row.input_ids.shape[1] == tokens == int(row.lengths.sum())
+        assert sorted(set(row.slots[real].tolist())) == list(range(tokens))
+        for b, (_, response) in enumerate(rows):  # a response follows itself without a gap
+            own = row.slots[b, -actions:][: len(response)]
+            assert own.tolist() == list(range(int(own[0]), int(own[0]) + len(response)))
+
+
+def test_distinct_places_and_their_reads() -> None:
+    places = torch.tensor([4, 5, 9, 4, 7])
+    different, reads = distinct_places(places)
+    assert reads is not None
+    assert different.tolist() == [4, 5, 7, 9]
+    assert torch.equal(different[reads], places)
+    x = torch.randn(4, 3, requires_grad=True)
+    assert torch.equal(read(x, reads), x[reads])
+    read(x, reads).sum().backward()
+    assert x.grad[:, 0].tolist() == [2, 1, 1, 1]
+    once = torch.tensor([3, 1])
+    assert distinct_places(once) == (once, None)
+    assert read(x, None) is x
+    assert read(torch.tensor([1.5, 2.5]), torch.tensor([1, 1, 0])).tolist() == [2.5, 2.5, 1.5]
+
+
+def test_gradients_of_reads_are_summed_in_one_order() -> None:
+    """With two threads, and many rows to one place."""
+    draw = torch.Generator().manual_seed(0)
+    reads = torch.arange(40_000) % 3
+    x, factor = torch.randn(3, 8, requires_grad=True), torch.randn(40_000, 8, generator=draw)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        gradients = [torch.autograd.grad(read(x, reads), x, factor)[0] for _ in range(8)]
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(gradients[0], other) for other in gradients)
+    expected = torch.stack([factor[reads == i].double().sum(0) for i in range(3)])
+    torch.testing.assert_close(gradients[0].double(), expected, atol=1e-3, rtol=0)
+
+
+# -- models that cannot tell the difference
+
+
+FAMILIES = ["llama", "qwen2", "qwen3", "gemma2", "gpt2", "gpt_neox", "opt", "mixtral"]
+ACTIONS = 4 + 3 + 2 + 1 + 8 + 3 + 6 + 7 + 5
+SHARED_TOKENS = 9 + 5 + 1 + 6 + ACTIONS
+
+
+def make(family: str, usual: MakeModel, kind: Any = AutoModelForCausalLM) -> PreTrainedModel:
+    if family != "opt":
+        return usual(family)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_labels": 1}
+    config = OPTConfig(**sizes, vocab_size=48, max_position_embeddings=64, word_embed_proj_dim=32, init_std=0.2)
+    return kind.from_config(config, attn_implementation="sdpa")
+
+
+@pytest.fixture
+def groups() -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Three prompts of 5, 1 and 9 tokens with 3, 2 and 3 samples in a row that mixes them, one more alone."""
+    draw = torch.Generator().manual_seed(2)
+    ids = lambda n: torch.randint(3, 48, (n,), generator=draw).tolist()  # noqa: E731
+    long, short, middle, alone = ids(9), ids(1), ids(5), ids(6)
+    rows = [(long, ids(4)), (middle, ids(3)), (short, ids(2)), (long, ids(1)), (alone, ids(8))]
+    rows += [(middle, ids(3)), (long, ids(6)), (short, ids(7)), (middle, ids(5))]
+    return batch_of(rows)
+
+
+@contextmanager
+def counted(model: Actor | Critic) -> Iterator[list[int]]:
+    """Tokens of each forward."""
+    tokens: list[int] = []
+    hook = model.hf_model.get_input_embeddings().register_forward_hook(
+        lambda module, args, output: tokens.append(args[0].numel())
+    )
+    try:
+        yield tokens
+    finally:
+        hook.remove()
+
+
+def scores_and_gradients(actor: Actor, batch: Batch, **asked: bool) -> tuple[list[torch.Tensor], dict]:
+    sequences, mask, num_actions = batch
+    actor.train()
+    actor.zero_grad()
+    scores = actor.score_actions(sequences, num_actions, mask, entropy=True, entropy_grad=True, **asked)
+    weights = torch.linspace(-1, 1, scores.log_probs.numel()).view_as(scores.log_probs)
+    loss = ((scores.log_probs + 2 * scores.entropy) * weights).sum()
+    values = [scores.log_probs, scores.entropy]
+    if asked.get("logits"):
+        values.append(scores.logits)
+        loss = loss + scores.logits.square().mean(-1).sum()
+    loss.div(int(scores.real.sum())).backward()
+    return [v.detach() for v in values], {n: p.grad for n, p in actor.named_parameters() if p.grad is not None}
+
+
+def assert_same(found: tuple[list, dict], expected: tuple[list, dict]) -> None:
+    torch.testing.assert_close(found[0], expected[0], atol=1e-5, rtol=1e-5)
+    assert found[1].keys() == expected[1].keys()
+    assert max(float(g.abs().max()) for g in expected[1].values()) > 1e-2
+    for name, gradient in expected[1].items():
+        torch.testing.assert_close(found[1][name], gradient, atol=1e-5, rtol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_actor_says_the_same(family: str, checkpointing: bool, causal_lm: MakeModel, groups: Batch) -> None:
+    expected = scores_and_gradients(Actor(make(family, causal_lm)), groups)
+    actor = Actor(make(family, causal_lm), packing_samples=True)
+    if checkpointing:
+        actor.gradient_checkpointing_enable()
+    scores_and_gradients(actor, groups)  # the first forward also compares packed with alone
+    with counted(actor) as tokens:
+        found = scores_and_gradients(actor, groups)
+    assert set(tokens) == {SHARED_TOKENS}
+    assert_same(found, expected)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_actor_gives_the_same_logits(family: str, causal_lm: MakeModel, groups: Batch) -> None:
+    expected = scores_and_gradients(Actor(causal_lm(family)), groups, logits=True)
+    assert_same(scores_and_gradients(Actor(causal_lm(family), packing_samples=True), groups, logits=True), expected)
+    sequences, mask, num_actions = groups
+    _, output = Actor(causal_lm(family), packing_samples=True)(sequences, num_actions, mask, return_output=True)
+    assert output.logits.shape == (1, ACTIONS, 48)  # one for each action, also of the shared last prompt token
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("include_last", [False, True])
+def test_critic_says_the_same(family: str, include_last: bool, classifier: MakeModel, groups: Batch) -> None:
+    sequences, mask, num_actions = groups
+    results = []
+    for packing in (False, True):
+        critic = Critic(make(family, classifier, AutoModelForSequenceClassification), packing_samples=packing).train()
+        critic(sequences, num_actions, mask)
+        with counted(critic) as tokens:
+            values = critic(sequences, num_actions, mask, include_last=include_last)
+        weights = torch.linspace(-1, 1, values.numel()).view_as(values)
+        (values * weights).sum().div(ACTIONS).backward()
+        results.append(([values.detach()], {n: p.grad for n, p in critic.named_parameters() if p.grad is not None}))
+    assert tokens == [SHARED_TOKENS]
+    assert_same(results[1], results[0])
+
+
+def test_adapters_say_the_same(causal_lm: MakeModel, groups: Batch) -> None:
+    results = []
+    for packing in (False, True):
+        actor = Actor(causal_lm(), packing_samples=packing)
+        add_adapters(actor, LoraOptions(rank=4, alpha=8), seed=1)
+        with torch.no_grad():  # adapters begin as nothing
+            torch.manual_seed(3)
+            for name, parameter in actor.named_parameters():
+                if "lora_B" in name:
+                    parameter.normal_(std=0.2)
+        results.append(scores_and_gradients(actor, groups))
+    assert all("lora_" in name for name in results[0][1])
+    assert_same(results[1], results[0])
+
+
+def test_rows_are_shared_only_where_asked_and_possible(causal_lm: MakeModel, groups: Batch) -> None:
+    sequences, mask, num_actions = groups
+    real = int(mask.sum())
+    cases = [
+        (Actor(causal_lm(), packing_samples=True), True),
+        (Actor(causal_lm(), packing_samples=True, share_prompts=False), False),
+        (Actor(causal_lm()), False),
+        (Actor(causal_lm(attention="eager"), packing_samples=True), False),
+    ]
+    for actor, shares in cases:
+        actor(sequences, num_actions, mask)
+        assert actor.shares_prompts == shares
+        with counted(actor) as tokens:
+            actor(sequences, num_actions, mask)
+        assert tokens == [SHARED_TOKENS if shares else real if actor.packing_samples else sequences.numel()]
+    assert real > SHARED_TOKENS
+
+
+def test_an_attention_that_cannot_share_says_so_once(causal_lm: MakeModel, caplog: pytest.LogCaptureFixture) -> None:
+    _say_that_nothing_is_shared.cache_clear()
+    for _ in range(2):
+        Actor(causal_lm(attention="eager"), packing_samples=True)
+    assert [record.getMessage() for record in caplog.records if "share_prompts" in record.getMessage()] == [
+        "--share_prompts needs --attn_implementation sdpa; with eager every sample brings its prompt along"
+    ]
+    caplog.clear()
+    _say_that_nothing_is_shared.cache_clear()
+    Actor(causal_lm(attention="eager"), packing_samples=True, share_prompts=False)
+    Actor(causal_lm(attention="eager"))
+    assert not caplog.records
+
+
+def test_the_load_balancing_loss_counts_every_sample(causal_lm: MakeModel, groups: Batch) -> None:
+    """Where it is asked for, prompts are not shared: it is the mean over all tokens."""
+    sequences, mask, num_actions = groups
+    losses = []
+    for packing in (False, True):
+        actor = Actor(causal_lm("mixtral"), packing_samples=packing).eval()
+        losses.append(actor.score_actions(sequences, num_actions, mask, router_loss=True).router_loss)
+    torch.testing.assert_close(losses[1], losses[0], atol=1e-5, rtol=1e-5)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# micro batches
+
+
+LENGTHS = [(3, 2), (4, 9), (1, 1), (4, 4), (2, 8)]  # 5, 13, 2, 8, 10 tokens
+
+
+def test_by_samples_longest_first() -> None:
+    assert micro_batches(LENGTHS, MicroBatchSpec(2), packed=True) == [[1, 4], [3, 0], [2]]
+    assert micro_batches(LENGTHS, MicroBatchSpec(9), packed=False) == [[1, 4, 3, 0, 2]]
+    assert micro_batches([], MicroBatchSpec(2), packed=True) == []
+
+
+def test_packed_by_tokens_has_even_loads() -> None:
+    # 38 tokens, 20 a part: 13 | 10, then 8 to the part of 10, 5 to that of 13, 2 to either: 18 | 18 + 2
+    assert micro_batches(LENGTHS, MicroBatchSpec(20, "tokens"), packed=True) == [[1, 0, 2], [4, 3]]
+    assert micro_batches(LENGTHS, MicroBatchSpec(100, "tokens"), packed=True) == [[1, 4, 3, 0, 2]]
+    # as many parts as another rank has
+    assert len(micro_batches(LENGTHS, MicroBatchSpec(100, "tokens"), packed=True, at_least=3)) == 3
+    assert len(micro_batches(LENGTHS, MicroBatchSpec(100, "tokens"), packed=True, at_least=9)) == 5
+
+
+def test_padded_by_tokens_counts_the_padding() -> None:
+    # 2 × (longest prompt 4 + longest response 9) = 26; 3 × (4 + 4) = 24
+    assert micro_batches(LENGTHS, MicroBatchSpec(26, "tokens"), packed=False) == [[1, 4], [3, 0, 2]]
+    # 2 × (longest prompt 4 + longest response 8) = 24
+    assert micro_batches(LENGTHS, MicroBatchSpec(24, "tokens"), packed=False) == [[1], [4, 3], [0, 2]]
+
+
+def test_a_row_beyond_the_budget_is_alone() -> None:
+    for packed in (False, True):
+        assert [1] in micro_batches(LENGTHS, MicroBatchSpec(12, "tokens"), packed=packed)
+        assert micro_batches([(5, 5), (6, 6)], MicroBatchSpec(1, "tokens"), packed=packed) == [[1], [0]]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("budget", [1, 40, 97, 1000, 10**6])
+def test_every_row_once_and_within_the_budget(packed: bool, budget: int) -> None:
+    draw = random.Random(budget)
+    for count in (1, 2, 30):
+        lengths = [(draw.randint(1, 40), draw.randint(1, 60)) for _ in range(count)]
+        parts = micro_batches(lengths, MicroBatchSpec(budget, "tokens"), packed=packed)
+        assert sorted(i for part in parts for i in part) == list(range(count))
+        for part in parts:
+            rows = [lengths[i] for i in part]
+            padded = len(rows) * (max(p for p, _ in rows) + max(r for _, r in rows))
+            assert len(part) == 1 or (sum(map(sum, rows)) if packed else padded) <= budget
+
+
+def tokens_of(part: list[int], lengths: list[tuple[int, int]], prompts: list[str]) -> int:
+    """Of a packed row in which a prompt stands once."""
+    shared = {prompts[i]: lengths[i][0] for i in part}
+    return sum(shared.values()) + sum(lengths[i][1] for i in part)
+
+
+SHARED = [(3, 2), (4, 9), (3, 1), (4, 4), (2, 8), (3, 5)]
+PROMPTS = ["a", "b", "a", "b", "c", "a"]  # 3 + 8, 4 + 13, 2 + 8 tokens
+
+
+def test_rows_of_a_prompt_stay_together() -> None:
+    # groups by their tokens, and the rows of one by theirs: b 17, a 11, c 10
+    assert micro_batches(SHARED, MicroBatchSpec(9), packed=True, prompts=PROMPTS) == [[1, 3, 5, 0, 2, 4]]
+    assert micro_batches(SHARED, MicroBatchSpec(2), packed=True, prompts=PROMPTS) == [[1, 3], [5, 0], [2, 4]]
+    # 38 tokens, 21 a part: b | a and c
+    budget = MicroBatchSpec(21, "tokens")
+    assert micro_batches(SHARED, budget, packed=True, prompts=PROMPTS) == [[1, 3], [5, 0, 2, 4]]
+    # as many parts as other ranks have, but no group is cut for that
+    assert len(micro_batches(SHARED, budget, packed=True, prompts=PROMPTS, at_least=3)) == 3
+    assert len(micro_batches(SHARED, budget, packed=True, prompts=PROMPTS, at_least=9)) == 3
+
+
+def test_padded_rows_share_nothing() -> None:
+    for spec in (MicroBatchSpec(2), MicroBatchSpec(26, "tokens")):
+        expected = micro_batches(SHARED, spec, packed=False)
+        assert micro_batches(SHARED, spec, packed=False, prompts=PROMPTS) == expected
+
+
+def test_a_group_beyond_the_budget_is_cut_into_parts_with_the_prompt() -> None:
+    # prompt of 5, responses of 6, 3, 3 and 2 within 14: at most 9 of responses; 14 / 9 -> 2 parts: 6 + 2 and 3 + 3
+    lengths = [(5, 6), (5, 3), (5, 3), (5, 2)]
+    parts = micro_batches(lengths, MicroBatchSpec(14, "tokens"), packed=True, prompts=["a"] * 4)
+    assert sorted(map(sorted, parts)) == [[0, 3], [1, 2]]
+    # no room for a prompt and a token of a response: one row each
+    parts = micro_batches(lengths, MicroBatchSpec(4, "tokens"), packed=True, prompts=["a"] * 4)
+    assert sorted(parts) == [[0], [1], [2], [3]]
+
+
+@pytest.mark.parametrize("budget", [1, 40, 97, 300, 10**6])
+def test_shared_rows_once_and_within_the_budget(budget: int) -> None:
+    draw = random.Random(budget)
+    for count in (1, 2, 30, 80):
+        longest = {name: draw.randint(1, 40) for name in "abcdefgh"}
+        prompts = [draw.choice("abcdefgh") for _ in range(count)]
+        lengths = [(longest[name], draw.randint(1, 60)) for name in prompts]
+        parts = micro_batches(lengths, MicroBatchSpec(budget, "tokens"), packed=True, prompts=prompts)
+        assert sorted(i for part in parts for i in part) == list(range(count))
+        assert all(len(part) == 1 or tokens_of(part, lengths, prompts) <= budget for part in parts)
+        for name in set(prompts):  # together wherever all of one prompt fit
+            rows = [i for i in range(count) if prompts[i] == name]
+            if tokens_of(rows, lengths, prompts) <= budget:
+                assert sum(1 for part in parts if set(rows) & set(part)) == 1

@@ -1,4 +1,4 @@
-"""One rank of test_zero3_loading.py: loads models under ZeRO-3 and writes what it saw."""
+"""One rank of test_loading.py: loads models under ZeRO-3 and writes what it saw."""
 
 from __future__ import annotations
 

@@ -1,5 +1,11 @@
+"""Rollouts by the actor itself: the protocol of engines, sampling, batches, adapters."""
+
+from __future__ import annotations
+
 import contextlib
 import math
+import subprocess
+import sys
 from collections import Counter
 from itertools import pairwise
 
@@ -8,8 +14,66 @@ import torch
 from transformers import BloomConfig, BloomForCausalLM, Lfm2Config, Lfm2ForCausalLM, MistralConfig, MistralForCausalLM
 
 from lightppo.data.records import Prompt
-from lightppo.rollout.engine import SamplingParams
+from lightppo.models.actor import Actor
+from lightppo.models.lora import AdaptersOff, LoraOptions, add_adapters
+from lightppo.rollout.engine import RolloutEngine, SamplingParams
 from lightppo.rollout.hf import HFRolloutEngine
+from lightppo.rollout.weight_sync import full_weights
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_new_tokens", 0),
+        ("min_new_tokens", -1),
+        ("min_new_tokens", 1025),
+        ("temperature", -0.1),
+        ("temperature", float("nan")),
+        ("temperature", float("inf")),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("top_k", -2),
+        ("repetition_penalty", 0.0),
+        ("n", 0),
+        ("stop", ("",)),
+        ("stop", "END"),
+        ("stop_token_ids", (-1,)),
+        ("bad_words", (" ",)),
+    ],
+)
+def test_values_out_of_range_are_named(name, value):
+    with pytest.raises(ValueError, match=name):
+        SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("params", "greedy", "log_prob_temperature"),
+    [
+        (SamplingParams(temperature=0.7), False, 0.7),
+        (SamplingParams(temperature=0.0), True, 1.0),
+        (SamplingParams(temperature=0.7, do_sample=False), True, 1.0),
+    ],
+)
+def test_temperature_zero_or_no_sampling_is_greedy(params, greedy, log_prob_temperature):
+    assert params.greedy is greedy
+    assert params.log_prob_temperature == log_prob_temperature
+
+
+def test_lists_become_tuples_so_that_parameters_stay_hashable():
+    assert hash(SamplingParams(stop=["a"], stop_token_ids=[3])) == hash(
+        SamplingParams(stop=("a",), stop_token_ids=(3,))
+    )
+
+
+def test_hf_engine_is_a_rollout_engine(llama, tokenizer, actor_of):
+    assert isinstance(HFRolloutEngine(actor_of(llama), tokenizer), RolloutEngine)
+
+
+def test_protocol_module_loads_neither_torch_nor_transformers():
+    code = "import sys, lightppo.rollout.engine as e; print('torch' in sys.modules, 'transformers' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.split()[-2:] == ["False", "False"]
+
 
 EOS_ID = 1
 
@@ -369,3 +433,45 @@ class TestModelState:
         assert len(rollouts) == count
         micro_batches = -(-count // 2)
         assert events == ["enter"] + ["forward"] * (2 * micro_batches) + ["leave"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# adapters
+
+
+SAMPLING = {
+    "greedy": SamplingParams(max_new_tokens=12, temperature=0.0),
+    "sampled": SamplingParams(max_new_tokens=12, n=2, seed=4),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLING)
+def test_rollouts_are_those_of_the_merged_model(make_llama, tokenizer, prompts, name):
+    def rollouts(actor):
+        engine = HFRolloutEngine(actor, tokenizer, micro_rollout_batch_size=4)
+        return [(r.response_ids, r.log_probs) for r in engine.generate(prompts, SAMPLING[name])]
+
+    actor = Actor(make_llama())
+    before = rollouts(actor)
+    add_adapters(actor, LoraOptions(rank=4, dropout=0.5))  # dropout is off in rollouts
+    actor.train()
+    assert [ids for ids, _ in rollouts(actor)] == [ids for ids, _ in before]
+
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in actor.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    merged = make_llama()
+    merged.load_state_dict(dict(full_weights(actor)))
+    ours, theirs = rollouts(actor), rollouts(Actor(merged))
+    assert [ids for ids, _ in ours] == [ids for ids, _ in theirs]
+    assert [ids for ids, _ in ours] != [ids for ids, _ in before]
+    for (_, a), (_, b) in zip(ours, theirs):
+        torch.testing.assert_close(torch.tensor(a), torch.tensor(b), atol=1e-4, rtol=0)
+
+    actor.eval()
+    ids = torch.tensor([prompts[2].token_ids])
+    reference, separate = AdaptersOff(actor).score_actions(ids, 5), Actor(make_llama()).eval().score_actions(ids, 5)
+    assert torch.equal(reference.log_probs, separate.log_probs)
+    assert not torch.equal(actor.score_actions(ids, 5).log_probs, reference.log_probs)

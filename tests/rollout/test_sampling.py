@@ -1,11 +1,22 @@
+"""How a token is drawn, and when a response ends."""
+
 import hashlib
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from lightppo.rollout.engine import SamplingParams
-from lightppo.rollout.sampling import NO_TOKEN, TokenSampler, inverse_cdf, request_uniforms
+from lightppo.rollout.sampling import (
+    NO_TOKEN,
+    StopCriteria,
+    TokenSampler,
+    bad_word_ids,
+    end_of_text_ids,
+    inverse_cdf,
+    request_uniforms,
+)
 
 
 def draw(params: SamplingParams, logits: torch.Tensor, uniforms, *, history=None, step=0, **options):
@@ -201,3 +212,97 @@ def test_each_row_has_its_own_minimum_length():
     tokens, log_probs = draw(params, logits, [0.5] * 4, step=step, suppressed_ids=[1])
     assert (tokens == 1).tolist() == [False, False, True, True]
     assert log_probs[:2].tolist() == pytest.approx([-30.0, -30.0], abs=1e-4)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# ends of responses
+
+
+def criteria(tokenizer, **params) -> StopCriteria:
+    return StopCriteria(tokenizer, SamplingParams(**params), eos_ids=[1], vocab_size=30)
+
+
+def lengths_until_end(stop: StopCriteria, ids: list[int]) -> int | None:
+    rows = torch.tensor([0])
+    for length in range(1, len(ids) + 1):
+        if stop.ended(torch.tensor([ids]), rows, length).item():
+            return length
+    return None
+
+
+@pytest.mark.parametrize(
+    ("configured", "expected"), [(None, [1]), (1, [1]), (5, [1, 5]), ([7, 5, 1], [1, 5, 7])], ids=str
+)
+def test_end_of_text_ids_of_tokenizer_and_model(tokenizer, configured, expected):
+    assert end_of_text_ids(tokenizer, SimpleNamespace(eos_token_id=configured)) == expected
+
+
+def test_end_of_text_ids_without_a_generation_config(tokenizer):
+    assert end_of_text_ids(tokenizer, None) == [1]
+
+
+def test_ids_end_a_response_and_ignore_eos_leaves_only_the_stop_ids(tokenizer):
+    text = [3, 1, 4, 9, 5]
+    assert lengths_until_end(criteria(tokenizer), text) == 2
+    assert lengths_until_end(criteria(tokenizer, ignore_eos=True), text) is None
+    assert lengths_until_end(criteria(tokenizer, ignore_eos=True, stop_token_ids=(9,)), text) == 4
+
+
+def test_stop_string_ends_with_its_last_character_and_is_cut(tokenizer):
+    stop = criteria(tokenizer, stop=("cd", "bcd"))
+    ids = tokenizer.encode("aabcda")
+    assert lengths_until_end(stop, ids) == 5
+    assert stop.trim(ids[:5], "aabcd") == "aa"  # the earliest string counts: bcd begins before cd
+    assert stop.trim(ids[:2], "aa") == "aa"
+
+
+def test_stop_string_longer_than_one_step_back_is_found_in_a_long_text(tokenizer):
+    stop = criteria(tokenizer, stop=("0123456789",))
+    ids = tokenizer.encode("a" * 40 + "0123456789")
+    assert lengths_until_end(stop, ids) == 50
+
+
+def test_special_tokens_inside_do_not_hide_a_stop_string(tokenizer):
+    stop = criteria(tokenizer, stop=("ab",), ignore_eos=True)
+    assert lengths_until_end(stop, [5, 3, 1, 1, 4]) == 5
+
+
+def test_stop_string_must_lie_behind_the_minimum(tokenizer):
+    stop = criteria(tokenizer, stop=("ab",), min_new_tokens=3)
+    ids = tokenizer.encode("ababab")
+    # The first "ab" and the one over the boundary (tokens 3, 4) do not count; the third "ab" ends at 6.
+    assert lengths_until_end(stop, ids) == 6
+    assert stop.trim(ids, "ababab") == "abab"
+
+
+def test_rows_of_different_lengths(tokenizer):
+    stop = criteria(tokenizer, stop=("ab",), min_new_tokens=2)
+    texts = ["ccab", "abab", "ab", "cab", "cccc"]
+    responses = torch.tensor([tokenizer.encode(text.ljust(6, "a")) for text in texts])
+    lengths = torch.tensor([4, 4, 2, 3, 4])
+    # "ab" must lie behind the first two tokens as a whole.
+    expected = [True, True, False, False, False]
+    assert stop.ended(responses, torch.arange(5), lengths).tolist() == expected
+    rows = torch.tensor([4, 0])
+    assert stop.ended(responses, rows, lengths[rows]).tolist() == [False, True]
+
+
+def test_unknown_stop_id_is_named(tokenizer):
+    with pytest.raises(ValueError, match=r"stop_token_ids \[30\]"):
+        criteria(tokenizer, stop_token_ids=(3, 30))
+
+
+def test_bad_words_become_token_sequences(tokenizer):
+    assert bad_word_ids(tokenizer, ("ab", "c")) == [tokenizer.encode("ab"), tokenizer.encode("c")]
+
+
+def test_bad_word_behind_a_space_is_banned_too():
+    # A tokenizer in whose vocabulary a word behind a space is another token, as in byte-level BPE.
+    ids = {"cat": [5], " cat": [6]}
+    fake = SimpleNamespace(encode=lambda text, add_special_tokens: ids[text], unk_token_id=None)
+    assert bad_word_ids(fake, ("cat",)) == [[5], [6]]
+
+
+def test_bad_word_without_tokens_is_named(tokenizer):
+    with pytest.raises(ValueError, match=r"bad_words.*'Ω'"):
+        bad_word_ids(tokenizer, ("Ω",))

@@ -1,4 +1,4 @@
-"""LoRA adapters under ZeRO on real ranks: what is checked is in ranks/adapters.py."""
+"""LoRA adapters under ZeRO on real ranks, over dense weights and over weights in 4 bits; see ranks/."""
 
 from __future__ import annotations
 
@@ -20,3 +20,21 @@ def test_adapters_in_one_process(run_checks):
     checks = ("check_adapters_train_as_in_plain_peft", "check_critic", "check_write")
     run_checks("adapters.py", *checks, launcher="python", world_size=1, timeout=300)
     run_checks("adapters.py", "check_resume", launcher="python", world_size=1, timeout=400)
+
+
+def test_quantised_weights_on_two_ranks(run_checks, tmp_path):
+    """As test_adapters.py: training, exports, a critic, rollouts; then a checkpoint, and going on from it."""
+    save_tokenizer(tmp_path / "tokenizer")
+    run_checks(
+        "quantised.py",
+        *("check_the_bits_are_nobodys_business", "check_adapters_train_as_in_plain_peft", "check_export"),
+        *("check_critic", "check_rollouts", "check_write"),
+        timeout=500,
+    )
+    run_checks("quantised.py", "check_resume", timeout=200)
+
+
+def test_quantised_weights_in_one_process(run_checks):
+    checks = ("check_the_bits_are_nobodys_business", "check_critic", "check_write")
+    run_checks("quantised.py", *checks, launcher="python", world_size=1, timeout=300)
+    run_checks("quantised.py", "check_resume", launcher="python", world_size=1, timeout=200)
