@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn, stack
@@ -29,16 +29,16 @@ from lightppo.models.wrapper import PretrainedWrapper, model_inputs, takes
 
 @dataclass(frozen=True)
 class ActionScores:
-    """What one forward says about the last A tokens of each sequence.
+    """What one forward says about the last A tokens of each sequence; None: not asked for.
 
     Attributes:
         log_probs: (B, A) float32, under the temperature; 0 where ``real`` is False.
         real: (B, A) bool, the action and the token before it are no padding; K places in all.
         entropy: (B, A) float32, of the distribution each action was drawn from, under the temperature, in nats; 0 where
-            ``real`` is False. None: not asked for.
+            ``real`` is False.
         logits: (K, V) of the real actions, row by row as ``log_probs[real]``, over the valid vocabulary, in the model's
-            dtype, not divided by the temperature. None: not asked for.
-        router_loss: scalar, the load-balancing loss over the real tokens of the batch. None: not asked for.
+            dtype, not divided by the temperature.
+        router_loss: scalar, the load-balancing loss over the real tokens of the batch.
     """
 
     log_probs: Tensor
@@ -119,7 +119,6 @@ class Actor(PretrainedWrapper):
             packed_seq_lens.
 
         Raises:
-            ValueError: num_actions or packed_seq_lens that do not fit the sequences.
             PackingNotSupportedError: at the first packed forward, if the model mixes packed sequences.
         """
         if packed_seq_lens is not None:
@@ -157,12 +156,7 @@ class Actor(PretrainedWrapper):
             entropy_grad: with a gradient (an entropy bonus); False: detached.
             logits: give the logits of the real actions (the KL over the whole vocabulary).
             router_loss: give the load-balancing loss of a mixture of experts (Fedus et al. 2021, arXiv:2101.03961,
-                eq. 4-6).
-
-        Raises:
-            ValueError: num_actions that do not fit; router_loss with a model that has no router, or whose router gets
-                no gradient (see :meth:`check_router`).
-            PackingNotSupportedError: as in :meth:`forward`.
+                eq. 4-6); an error with a model that has no router, or whose router gets no gradient.
         """
         if router_loss:
             self.check_router()
@@ -299,25 +293,16 @@ class Actor(PretrainedWrapper):
 
 @dataclass(frozen=True)
 class _Batch:
-    """What one forward takes, and where in it the K real actions are.
+    """What one forward takes, and where in it the K real actions are."""
 
-    Attributes:
-        input_ids, attention_mask, position_ids: (B, S), or one packed row (1, T), whose mask may be its segments.
-        places: (A,) or packed (U,), the different positions of a row that go through the head.
-        labels: (B, A) or packed (K,), the token after each place; 0 where it is padding.
-        real: (B, A) bool, with K True.
-        packed: one row, without padding.
-        reads: packed (K,), which of the places predicts each action; None: each its own.
-    """
-
-    input_ids: Tensor
-    attention_mask: Tensor | None
-    position_ids: Tensor | None
-    places: Tensor
-    labels: Tensor
-    real: Tensor
-    packed: bool
-    reads: Tensor | None = None
+    input_ids: Tensor  # (B, S), or one packed row (1, T)
+    attention_mask: Tensor | None  # (B, S); of a packed row its segments, or None
+    position_ids: Tensor | None  # of a packed row
+    places: Tensor  # (A,) or packed (U,), the different positions of a row that go through the head
+    labels: Tensor  # (B, A) or packed (K,), the token after each place; 0 where it is padding
+    real: Tensor  # (B, A) bool, with K True
+    packed: bool  # one row, without padding
+    reads: Tensor | None = None  # packed (K,), which of the places predicts each action; None: each its own
 
     def real_hidden(self, at_places: Tensor) -> Tensor:
         """(B, A, H), or packed (1, U, H), -> (K, H)."""
@@ -336,21 +321,13 @@ class _Batch:
         return logits if self.packed else logits[self.real]
 
 
-@dataclass(frozen=True)
-class _Predicted:
-    """What a forward says of the actions: (K,) of the real ones, or (B, A).
-
-    Attributes:
-        output: the model's output.
-        log_probs: (K,) or (B, A).
-        entropy: the same; None: not asked for.
-        logits: (K, V) or (B, A, V), over the valid vocabulary; None where the head gave log probs.
-    """
+class _Predicted(NamedTuple):
+    """What a forward says of the actions: (K,) of the real ones, or (B, A)."""
 
     output: ModelOutput
     log_probs: Tensor
     entropy: Tensor | None = None
-    logits: Tensor | None = None
+    logits: Tensor | None = None  # (K, V) or (B, A, V), over the valid vocabulary; None where the head gave log probs
 
 
 def _packed_by_caller(sequences: Tensor, position_ids: Tensor, lengths: list[int], num_actions: list[int]) -> _Batch:

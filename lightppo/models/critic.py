@@ -25,12 +25,9 @@ from lightppo.models.wrapper import PretrainedWrapper, model_inputs
 
 
 class SequenceRegressor(PretrainedWrapper):
-    """A one-output sequence classifier, called position by position.
+    """A one-output sequence classifier, called position by position."""
 
-    Subclasses say which checkpoints they take by ``kind``.
-    """
-
-    kind: Literal["critic", "reward"]
+    kind: Literal["critic", "reward"]  # which checkpoints a subclass takes
 
     def __init__(self, pretrain_or_model: str | PreTrainedModel, **options: Any) -> None:
         super().__init__(pretrain_or_model, partial(load_sequence_classifier, kind=self.kind), **options)
@@ -103,10 +100,6 @@ class Critic(SequenceRegressor):
         Returns:
             (B, A) float32, the value of position S - A - 1 + t in column t, 0 where that position is padding;
             (B, A + 1) with include_last; (B, S) without num_actions; one row with packed_seq_lens.
-
-        Raises:
-            ValueError: num_actions or packed_seq_lens that do not fit the sequences.
-            PackingNotSupportedError: at the first packed forward, if the model mixes packed sequences.
         """
         if packed_seq_lens is not None:
             values, output = self._values_packed_by_caller(sequences, num_actions, packed_seq_lens, include_last)
@@ -173,18 +166,7 @@ class RewardModel(SequenceRegressor):
             )
 
     def forward(self, sequences: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Score sequences padded on either side.
-
-        Args:
-            sequences: (B, S) token ids.
-            attention_mask: (B, S), 1 = real token; None: no padding.
-
-        Returns:
-            (B,) float32.
-
-        Raises:
-            ValueError: a row without real tokens.
-        """
+        """Scores (B,) float32 of sequences (B, S), padded on either side; mask None: no padding."""
         if attention_mask is None:
             attention_mask = torch.ones_like(sequences)
         empty = (attention_mask.sum(-1) == 0).nonzero().flatten().tolist()
@@ -199,11 +181,7 @@ class RewardModel(SequenceRegressor):
 def get_llm_for_sequence_regression(
     path: str, model_type: Literal["critic", "reward"], **options: Any
 ) -> Critic | RewardModel:
-    """The seed's constructor: a :class:`Critic` or a :class:`RewardModel` with the given options.
-
-    Raises:
-        ValueError: another model_type.
-    """
+    """The seed's constructor: a :class:`Critic` or a :class:`RewardModel` with the given options."""
     classes: dict[str, type[Critic] | type[RewardModel]] = {"critic": Critic, "reward": RewardModel}
     if model_type not in classes:
         raise ValueError(f"model_type must be 'critic' or 'reward', not {model_type!r}")

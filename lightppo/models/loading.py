@@ -169,11 +169,7 @@ def _load_config(path: str, flag: str, options: LoadOptions) -> tuple[str, Pretr
 
 
 def _model_path(path: str, flag: str, needed_file: str | None) -> str:
-    """``~`` expanded; hub ids are left to the hub.
-
-    Raises:
-        ModelLoadError: plainly a path on disk (or a URL), but not there, or the folder lacks ``needed_file``.
-    """
+    """``~`` expanded; hub ids are left to the hub. An error where it is plainly a path or URL, and not there."""
     if not path:
         raise ModelLoadError(f"{flag} is empty: give a folder with a Hugging Face model, or a hub id")
     folder = Path(path).expanduser()
@@ -278,8 +274,7 @@ def _loading(
 ) -> Iterator[tuple[_Zero3LoadConfig | None, dict[str, Any]]]:
     """For the time of loading: errors name the flag, transformers is quiet and knows whether the model is sharded.
 
-    Yields:
-        what the model must hold on to, and the keyword arguments for transformers.
+    Yields what the model must hold on to, and the keyword arguments for transformers.
     """
     attention = resolve_attn_implementation(options.attn_implementation, options.dtype, classes.get(type(config), None))
     zero3 = None if options.load_in_4bit else _zero3_config(options.ds_config, options.dtype)
@@ -287,20 +282,15 @@ def _loading(
         hf_deepspeed.unset_hf_deepspeed_config()
     else:
         hf_deepspeed.set_hf_deepspeed_config(zero3)
+    kwargs = {"dtype": DTYPES[options.dtype], "attn_implementation": attention}
+    kwargs["trust_remote_code"] = options.trust_remote_code
     # No load report and no progress bar: missing weights are checked here, and errors say more than a table.
     level, bar = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()
     try:
         with _errors_name(path, flag):
-            yield (
-                zero3,
-                {
-                    "dtype": DTYPES[options.dtype],
-                    "attn_implementation": attention,
-                    "trust_remote_code": options.trust_remote_code,
-                },
-            )
+            yield zero3, kwargs
     finally:
         hf_logging.set_verbosity(level)
         if bar:
@@ -350,11 +340,7 @@ _HEAD_LIKE = re.compile(r"(^|[._])(v_head|value_head|score|reward_head|regressio
 
 
 def value_head(model: PreTrainedModel) -> tuple[str, nn.Linear]:
-    """Name and module of the linear layer that makes the score.
-
-    Raises:
-        ModelLoadError: not exactly one linear layer beside the base model.
-    """
+    """Name and module of the linear layer that makes the score."""
     heads = [
         (name, child)
         for name, child in model.named_children()
@@ -540,11 +526,7 @@ def _fit_to_model(tokenizer: PreTrainedTokenizerBase, model: nn.Module, path: st
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The model's repeated blocks, which transformers names for it.
-
-    Raises:
-        ModelLoadError: it names none.
-    """
+    """The model's repeated blocks, which transformers names for it; an error where it names none."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     layers = [module for module in model.modules() if type(module).__name__ in names]
     if not layers:
@@ -553,11 +535,8 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def compile_layers(model: PreTrainedModel, backend: str = "inductor") -> None:
-    """torch.compile for each layer, in place, for rows of any length; names and weights stay as they are.
-
-    Layer by layer: that compiles one block instead of the whole model, and leaves the head, where log probs are made
-    chunk by chunk, alone.
-    """
+    """torch.compile for each layer, in place, for rows of any length; names and weights stay as they are."""
+    # Layer by layer: that compiles one block, and leaves the head, where log probs are made chunk by chunk, alone.
     for layer in decoder_layers(model):
         layer.compile(dynamic=True, backend=backend)
 
@@ -566,9 +545,6 @@ def use_liger_kernels(model: PreTrainedModel) -> None:
     """Liger's kernels (Hsu et al. 2024, arXiv:2410.10989) for norms, rotary embeddings and MLPs, in place.
 
     The loss kernels stay out: log probs are made without logits here anyway.
-
-    Raises:
-        ModelLoadError: liger-kernel is not installed, or there is no GPU.
     """
     missing = []
     if importlib.util.find_spec("liger_kernel") is None:

@@ -33,17 +33,11 @@ _PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
 
 @dataclass(frozen=True)
 class PackedRow:
-    """The real tokens of a batch in one row.
+    """The real tokens of a batch in one row."""
 
-    Attributes:
-        input_ids: (1, T).
-        position_ids: (1, T), starting again at 0 for each sequence.
-        slots: (B, S), the place of each token in the row; only meaningful where the attention mask is 1.
-    """
-
-    input_ids: Tensor
-    position_ids: Tensor
-    slots: Tensor
+    input_ids: Tensor  # (1, T)
+    position_ids: Tensor  # (1, T), starting again at 0 for each sequence
+    slots: Tensor  # (B, S), the place of each token in the row; only meaningful where the attention mask is 1
 
 
 def position_ids_from_mask(attention_mask: Tensor) -> Tensor:
@@ -52,11 +46,7 @@ def position_ids_from_mask(attention_mask: Tensor) -> Tensor:
 
 
 def pack(sequences: Tensor, attention_mask: Tensor) -> PackedRow:
-    """Drop the padding, which may be on both sides: (B, S) -> (1, T).
-
-    Raises:
-        ValueError: no real token at all.
-    """
+    """Drop the padding, which may be on both sides: (B, S) -> (1, T)."""
     real = attention_mask.bool()
     if not bool(real.any()):
         raise ValueError("cannot pack a batch whose attention_mask is 0 everywhere")
@@ -74,11 +64,7 @@ def lengths_from_position_ids(position_ids: Tensor) -> Tensor:
 
 
 def position_ids_from_lengths(lengths: list[int], row: Tensor) -> Tensor:
-    """Position ids (1, T) of a row (1, T) that was packed by the caller.
-
-    Raises:
-        ValueError: the lengths do not add up to T, or the row is not one row.
-    """
+    """Position ids (1, T) of a row (1, T) that was packed by the caller."""
     if row.dim() != 2 or row.shape[0] != 1:
         raise ValueError(f"packed_seq_lens needs sequences of shape (1, T), got {tuple(row.shape)}")
     if any(n < 1 for n in lengths) or sum(lengths) != row.shape[1]:
@@ -92,9 +78,6 @@ def action_predictors(
     """Places (K,) in a packed row whose hidden states predict the last ``num_actions[i]`` tokens of sequence i.
 
     With ``include_last`` the last place of each sequence too.
-
-    Raises:
-        ValueError: another number of entries than sequences, or no token left to predict the first action from.
     """
     if not isinstance(num_actions, list) or len(num_actions) != len(lengths):
         raise ValueError(f"num_actions must be a list with one entry for each of {len(lengths)} packed sequences")
@@ -126,11 +109,7 @@ def scatter(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def check_packing_layers(model: nn.Module) -> None:
-    """Refuse, from the model's class and config alone, the families that cannot be packed.
-
-    Raises:
-        PackingNotSupportedError: no position ids, or layers that look across sequence borders.
-    """
+    """Refuse, from the model's class and config alone, the families that cannot be packed."""
     config = model.config.get_text_config()
     base = model.base_model
     if "position_ids" not in inspect.signature(base.forward).parameters:
@@ -339,15 +318,10 @@ def _varlen(
 
 @dataclass(frozen=True)
 class SharedRow(PackedRow):
-    """A packed row of segments; ``slots`` of several rows name the same places where their prompt is one.
+    """A packed row of segments; ``slots`` of several rows name the same places where their prompt is one."""
 
-    Attributes:
-        lengths: (N,), tokens of each segment.
-        parents: (N,), the segment that it continues; -1: none.
-    """
-
-    lengths: Tensor
-    parents: Tensor
+    lengths: Tensor  # (N,), tokens of each segment
+    parents: Tensor  # (N,), the segment that it continues; -1: none
 
 
 def pack_shared(sequences: Tensor, attention_mask: Tensor, num_actions: int) -> SharedRow | None:

@@ -112,11 +112,7 @@ class PretrainedWrapper(nn.Module):
         return self.packing_samples and self.share_prompts and takes_lengths(self.hf_model) and not balances
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
-        """Recompute activations in the backward pass; non-reentrant unless the kwargs say ``use_reentrant``.
-
-        Raises:
-            ModelLoadError: the family has no gradient checkpointing.
-        """
+        """Recompute activations in the backward pass; non-reentrant unless the kwargs say ``use_reentrant``."""
         if not self.hf_model.supports_gradient_checkpointing:
             raise ModelLoadError(f"{type(self.hf_model).__name__} does not support --gradient_checkpointing")
         kwargs = {"use_reentrant": False, **(gradient_checkpointing_kwargs or {})}

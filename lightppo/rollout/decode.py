@@ -85,19 +85,12 @@ def left_pad(prompts: list[list[int]], device: torch.device) -> tuple[Tensor, Te
 
 @dataclass
 class DecodedBatch:
-    """Some responses; what stands behind ``lengths`` means nothing.
+    """Some responses; what stands behind ``lengths`` means nothing."""
 
-    Attributes:
-        tokens: (B, max_new_tokens) long.
-        log_probs: (B, max_new_tokens) float32.
-        lengths: (B,) tokens of each response, the stop id included.
-        stopped: (B,) bool: ended by a stop id or string, not by the token limit.
-    """
-
-    tokens: Tensor
-    log_probs: Tensor
-    lengths: Tensor
-    stopped: Tensor
+    tokens: Tensor  # (B, max_new_tokens) long
+    log_probs: Tensor  # (B, max_new_tokens) float32
+    lengths: Tensor  # (B,) tokens of each response, the stop id included
+    stopped: Tensor  # (B,) bool: ended by a stop id or string, not by the token limit
 
 
 class Decoder:
@@ -222,16 +215,12 @@ AttentionMaskInterface.register(SLOT_SDPA, sdpa_mask)
 
 @dataclass
 class Span:
-    """Which part of the buffers is in use: rows ``0 … rows-1``, columns ``first … end-1``.
-
-    Attributes:
-        whole: attention gets the whole width of the buffers and masks what is not in use; else only what is in use.
-    """
+    """Which part of the buffers is in use: rows ``0 … rows-1``, columns ``first … end-1``."""
 
     rows: int
     first: int
     end: int
-    whole: bool = False
+    whole: bool = False  # attention gets all of the buffers' width and masks what is not in use; else what is in use
 
 
 class SlotLayer(DynamicLayer):
@@ -396,28 +385,16 @@ def can_use_slots(config) -> bool:
 
 @dataclass
 class Prefilled:
-    """Some prompts after their forward.
-
-    Attributes:
-        prompts: the token ids.
-        cache: keys and values of the left-padded prompts.
-        logits: (P, V) behind the last token of each.
-        waiting: (row of the prompt, number of the request) of samples without a slot yet.
-    """
+    """Some prompts after their forward."""
 
     prompts: list[list[int]]
-    cache: Cache
-    logits: Tensor
-    waiting: deque[tuple[int, int]]
+    cache: Cache  # keys and values of the left-padded prompts
+    logits: Tensor  # (P, V) behind the last token of each
+    waiting: deque[tuple[int, int]]  # row of the prompt, number of the request: samples without a slot yet
 
 
 class PromptQueue:
-    """The requests of one call in their order, requests with equal prompts together.
-
-    Attributes:
-        waiting: requests without a slot.
-        forwards, positions: forward passes made and positions computed in them, padding included.
-    """
+    """The requests of one call in their order, requests with equal prompts together."""
 
     def __init__(
         self, forward: CachedForward, requests: list[list[int]], max_prompts: int, device: torch.device
@@ -431,9 +408,9 @@ class PromptQueue:
         self._groups = deque((list(ids), numbers) for ids, numbers in same.items())
         self._parts: deque[list[tuple[list[int], list[int]]]] = deque()  # each for one forward
         self._block: Prefilled | None = None
-        self.waiting = len(requests)
+        self.waiting = len(requests)  # without a slot
         self.forwards = 0
-        self.positions = 0
+        self.positions = 0  # computed in these, padding included
 
     @property
     def at_hand(self) -> bool:
@@ -499,25 +476,16 @@ def cheapest_parts(lengths: list[int], call_cost: int) -> list[tuple[int, int]]:
 
 
 class Rows:
-    """What is known of each response in a slot; row r of every tensor, as in the cache.
-
-    Attributes:
-        numbers: of the requests.
-        starts: first column of each row.
-        tokens, log_probs: (slots, max_new_tokens) so far.
-        uniforms: (slots, max_new_tokens).
-        ages: (slots,) tokens so far.
-        positions: (slots,) of the newest token, from 0 at the prompt's first.
-    """
+    """What is known of each response in a slot; row r of every tensor, as in the cache."""
 
     def __init__(self, slots: int, max_new_tokens: int, device: torch.device) -> None:
-        self.numbers: list[int] = []
-        self.starts: list[int] = []
+        self.numbers: list[int] = []  # of the requests
+        self.starts: list[int] = []  # first columns
         self.tokens = torch.zeros(slots, max_new_tokens, dtype=torch.long, device=device)
         self.log_probs = torch.zeros(slots, max_new_tokens, device=device)
         self.uniforms = torch.zeros(slots, max_new_tokens, dtype=torch.float64, device=device)
-        self.ages = torch.zeros(slots, dtype=torch.long, device=device)
-        self.positions = torch.zeros(slots, dtype=torch.long, device=device)
+        self.ages = torch.zeros(slots, dtype=torch.long, device=device)  # tokens so far
+        self.positions = torch.zeros(slots, dtype=torch.long, device=device)  # of the newest token in prompt + response
 
     def __len__(self) -> int:
         return len(self.numbers)

@@ -161,11 +161,7 @@ def load_checkpoint(
 
 
 def latest_tag(load_dir: str | os.PathLike[str]) -> str | None:
-    """The tag that ``load_dir`` would resume from; None where there is no checkpoint.
-
-    Raises:
-        CheckpointError: the directory does not exist, or its marker names a checkpoint that is not whole.
-    """
+    """The tag that ``load_dir`` would resume from; None where there is no checkpoint."""
     load_dir = Path(load_dir)
     if not load_dir.is_dir():
         raise CheckpointError(f"{load_dir} is not a directory")

@@ -12,7 +12,7 @@ import inspect
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -219,63 +219,32 @@ def _drop_sums_of_shards(optimizer: Any) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+@dataclass(eq=False, repr=False)
 class DeepspeedStrategy(DistributedStrategy):
     """One process per GPU, or per CPU rank, on DeepSpeed ZeRO.
-
-    Args:
-        seed: of Python, NumPy and torch on every rank, and of samplers.
-        max_norm: largest L2 norm of a gradient; 0 does not clip.
-        micro_train_batch_size: samples per rank and forward in training.
-        train_batch_size: samples over all ranks per optimizer step.
-        zero_stage: 0 to 3, for models whose own configuration does not say otherwise.
-        bf16: bf16 parameters, fp32 masters; False is fp32.
-        args: kept as ``.args`` for scripts in the seed's style; nothing in lightppo reads it.
-        zpg: ranks per secondary ZeRO-3 shard group (hpZ); 1 has none.
-        adam_offload: optimizer states on the CPU.
-        param_offload: ZeRO-3 parameters on the CPU.
-        grad_accum_dtype: "fp32" or "bf16", in which gradients of micro batches add up; None is fp32.
-        overlap_comm: reduce gradients while the backward pass runs.
-        full_determinism: deterministic kernels only, slower; an operation that has none raises.
-        timeout_minutes: a collective that takes longer ends the job.
 
     Raises:
         ValueError: options that exclude each other; see ``train_config``.
     """
 
-    def __init__(
-        self,
-        seed: int = 42,
-        max_norm: float = 1.0,
-        micro_train_batch_size: int = 1,
-        train_batch_size: int = 1,
-        zero_stage: int = 2,
-        bf16: bool = False,
-        args: Any = None,
-        *,
-        zpg: int = 1,
-        adam_offload: bool = False,
-        param_offload: bool = False,
-        grad_accum_dtype: str | None = None,
-        overlap_comm: bool = False,
-        full_determinism: bool = False,
-        timeout_minutes: float = 30,
-    ) -> None:
-        super().__init__(seed=seed, full_determinism=full_determinism, timeout_minutes=timeout_minutes)
-        self.args = args
-        self.max_norm = max_norm
-        self.micro_train_batch_size = micro_train_batch_size
-        self.train_batch_size = train_batch_size
-        self.zero_stage = zero_stage
-        self.bf16 = bf16
-        self.zpg = zpg
-        self.adam_offload = adam_offload
-        self.param_offload = param_offload
-        self.grad_accum_dtype = grad_accum_dtype
-        self.overlap_comm = overlap_comm
-        # engine → [calls of optimizer_step since the last step, calls that make a step]
-        self._accumulation: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()
+    max_norm: float = 1.0  # largest L2 norm of a gradient; 0 does not clip
+    micro_train_batch_size: int = 1  # samples per rank and forward in training
+    train_batch_size: int = 1  # samples over all ranks per optimizer step
+    zero_stage: int = 2  # 0 to 3, for models whose own configuration does not say otherwise
+    bf16: bool = False  # bf16 parameters, fp32 masters; False is fp32
+    args: Any = None  # for scripts in the seed's style; nothing in lightppo reads it
+    _: KW_ONLY
+    zpg: int = 1  # ranks per secondary ZeRO-3 shard group (hpZ); 1 has none
+    adam_offload: bool = False  # optimizer states on the CPU
+    param_offload: bool = False  # ZeRO-3 parameters on the CPU
+    grad_accum_dtype: str | None = None  # "fp32" or "bf16", in which gradients of micro batches add up; None is fp32
+    overlap_comm: bool = False  # reduce gradients while the backward pass runs
+    # engine → [calls of optimizer_step since the last step, calls that make a step]
+    _accumulation: WeakKeyDictionary[Any, list[int]] = field(default_factory=WeakKeyDictionary, init=False)
+
+    def __post_init__(self) -> None:
         # An impossible combination fails here, before any process group.
-        train_config(zero_stage=zero_stage, zpg=zpg, overlap_comm=overlap_comm)
+        train_config(zero_stage=self.zero_stage, zpg=self.zpg, overlap_comm=self.overlap_comm)
         self.get_ds_train_config()
 
     @property

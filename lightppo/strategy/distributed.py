@@ -11,6 +11,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sized
+from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import islice
 from pathlib import Path
@@ -172,20 +173,14 @@ class RankSampler(DistributedSampler):
         return self.num_samples - self._skip
 
 
+@dataclass(eq=False, repr=False)
 class DistributedStrategy:
-    """The ranks of a run, as :class:`lightppo.ranks.Ranks` has them; see there for the collectives.
+    """The ranks of a run, as :class:`lightppo.ranks.Ranks` has them."""
 
-    Args:
-        seed: of Python, NumPy and torch on every rank, and of samplers.
-        full_determinism: deterministic kernels only, slower; an operation that has none raises.
-        timeout_minutes: a collective that takes longer ends the job.
-    """
-
-    def __init__(self, seed: int = 42, full_determinism: bool = False, timeout_minutes: float = 30) -> None:
-        self.seed = seed
-        self.full_determinism = full_determinism
-        self.timeout_minutes = timeout_minutes
-        self.device = torch.device("cpu")
+    seed: int = 42  # of Python, NumPy and torch on every rank, and of samplers
+    full_determinism: bool = field(default=False, kw_only=True)  # slower; an operation that has no such kernel raises
+    timeout_minutes: float = field(default=30, kw_only=True)  # a collective that takes longer ends the job
+    device: torch.device = field(default=torch.device("cpu"), init=False)
 
     # -- processes -----------------------------------------------------------------------------------------------
 
