@@ -51,29 +51,18 @@ ATTN_IMPLEMENTATIONS = ("auto", "eager", "sdpa", "flash_attention_2")
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """How a model is loaded.
+    """How a model is loaded."""
 
-    Attributes:
-        attn_implementation: one of ``ATTN_IMPLEMENTATIONS``.
-        dtype: of the weights.
-        ds_config: DeepSpeed config; at ZeRO stage 3 the weights are sharded while they load.
-        trust_remote_code: run the model code that comes with the checkpoint.
-        init_from_scratch: random weights from the config alone (the folder needs only config.json).
-        override_config: config attributes to set before the model is built.
-        external_lib: comma-separated modules to import first (they may register model classes).
-        seed: of random weights.
-        load_in_4bit: hold the weights of linear layers in 4 bits (:func:`lightppo.models.quantised.quantise`); every
-            rank loads the whole model for it, and ``strategy.prepare`` shards it.
-    """
-
-    attn_implementation: str = "auto"
-    dtype: Literal["fp32", "bf16"] = "fp32"
-    ds_config: dict[str, Any] | None = None
-    trust_remote_code: bool = False
-    init_from_scratch: bool = False
-    override_config: dict[str, Any] | None = None
-    external_lib: str | None = None
-    seed: int = 42
+    attn_implementation: str = "auto"  # one of ATTN_IMPLEMENTATIONS
+    dtype: Literal["fp32", "bf16"] = "fp32"  # of the weights
+    ds_config: dict[str, Any] | None = None  # DeepSpeed's; at ZeRO stage 3 the weights are sharded while they load
+    trust_remote_code: bool = False  # run the model code that comes with the checkpoint
+    init_from_scratch: bool = False  # random weights from the config alone (the folder needs only config.json)
+    override_config: dict[str, Any] | None = None  # config attributes to set before the model is built
+    external_lib: str | None = None  # comma-separated modules to import first (they may register model classes)
+    seed: int = 42  # of random weights
+    # Hold the weights of linear layers in 4 bits (lightppo.models.quantised): every rank loads the whole model for it,
+    # and strategy.prepare shards it.
     load_in_4bit: bool = False
 
 

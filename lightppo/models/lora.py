@@ -36,19 +36,14 @@ _ALL_LINEAR = "all-linear"
 
 @dataclass(frozen=True)
 class LoraOptions:
-    """What the adapters are.
+    """What the adapters are: the layer's output is W x + alpha / r · B A x."""
 
-    Attributes:
-        rank: r, of A (r, in) and B (out, r).
-        alpha: the layer's output is W x + alpha / r · B A x.
-        dropout: of x before A, in training mode only. Then the log probs of training differ from those of the
-            experience by the noise, and so do the probability ratios.
-        target_modules: ends of the names of linear layers; none, or ``all-linear``: all but the head.
-    """
-
-    rank: int
+    rank: int  # r, of A (r, in) and B (out, r)
     alpha: float = 16.0
+    # Of x before A, in training mode only. Then the log probs of training differ from those of the experience by the
+    # noise, and so do the probability ratios.
     dropout: float = 0.0
+    # Ends of the names of linear layers; none, or all-linear: all but the head.
     target_modules: tuple[str, ...] = ()
 
 

@@ -94,20 +94,7 @@ class DecodedBatch:
 
 
 class Decoder:
-    """Decodes many requests with one model.
-
-    Args:
-        forward: the model.
-        sampler: draws the tokens.
-        stop: tells which rows have ended.
-        slots: most rows at a time.
-        max_new_tokens: of a response.
-        device: of the model.
-
-    Attributes:
-        steps: forward passes made.
-        positions: positions computed in them: padding of prompts included, else only tokens.
-    """
+    """Decodes many requests with one model, at most ``slots`` at a time."""
 
     def __init__(
         self,
@@ -125,8 +112,8 @@ class Decoder:
         self.slots = slots
         self.max_new_tokens = max_new_tokens
         self.device = device
-        self.steps = 0
-        self.positions = 0
+        self.steps = 0  # forward passes made
+        self.positions = 0  # positions computed in them: padding of prompts included, else only tokens
 
     def run(
         self, prompts: list[list[int]], uniforms: Callable[[list[int]], Tensor]

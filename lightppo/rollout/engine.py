@@ -22,41 +22,27 @@ class SamplingParams:
     Penalties and bans act on the raw logits, then temperature, then top-k, then top-p (the order of transformers and
     vLLM).
 
-    Attributes:
-        max_new_tokens: most tokens of one response, >= 1.
-        min_new_tokens: no end-of-text or stop id before this many tokens; stop strings are looked for behind them.
-        temperature: logits are divided by it; 0 is greedy.
-        top_p: smallest set of tokens with at least this probability, in (0, 1]; 1 is off.
-        top_k: the k likeliest tokens; -1 or 0 is off.
-        repetition_penalty: logits of ids seen in prompt or response are divided (if positive) or multiplied (if
-            negative) by it (Keskar et al. 2019, CTRL, arXiv:1909.05858); 1 is off.
-        n: samples per prompt.
-        stop: strings that end a response; the text is cut before the string, the ids are kept.
-        stop_token_ids: ids that end a response, beside the end-of-text ids; kept in the ids.
-        bad_words: words that are never completed.
-        do_sample: False is greedy.
-        ignore_eos: go on behind end-of-text ids.
-        seed: with ``Prompt.index`` and the sample number it fixes the random numbers of a response.
-        first_token_temperature: instead of ``temperature`` for the first token of a response (FIRE, arXiv:2410.21236);
-            its recorded log prob stays that at ``temperature``. Only engines with ``heats_first_token`` can.
-
     Raises:
         ValueError: a value out of range; the message names it.
     """
 
-    max_new_tokens: int = 1024
-    min_new_tokens: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
+    max_new_tokens: int = 1024  # most tokens of one response, >= 1
+    min_new_tokens: int = 0  # no end-of-text or stop id before so many tokens; stop strings are looked for behind them
+    temperature: float = 1.0  # logits are divided by it; 0 is greedy
+    top_p: float = 1.0  # smallest set of tokens with at least this probability, in (0, 1]; 1 is off
+    top_k: int = -1  # the k likeliest tokens; -1 or 0 is off
+    # Logits of ids seen in prompt or response are divided (if positive) or multiplied (if negative) by it
+    # (Keskar et al. 2019, CTRL, arXiv:1909.05858); 1 is off.
     repetition_penalty: float = 1.0
-    n: int = 1
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    bad_words: tuple[str, ...] = ()
-    do_sample: bool = True
-    ignore_eos: bool = False
-    seed: int = 0
+    n: int = 1  # samples per prompt
+    stop: tuple[str, ...] = ()  # strings that end a response; the text is cut before the string, the ids are kept
+    stop_token_ids: tuple[int, ...] = ()  # ids that end a response, beside the end-of-text ids; kept in the ids
+    bad_words: tuple[str, ...] = ()  # never completed
+    do_sample: bool = True  # False is greedy
+    ignore_eos: bool = False  # go on behind end-of-text ids
+    seed: int = 0  # with Prompt.index and the sample number it fixes the random numbers of a response
+    # Instead of temperature for the first token of a response (FIRE, arXiv:2410.21236); its recorded log prob stays
+    # that at temperature. Only engines with heats_first_token can.
     first_token_temperature: float | None = None
 
     def __post_init__(self) -> None:

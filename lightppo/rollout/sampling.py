@@ -42,10 +42,7 @@ def request_uniforms(seed: int, prompt_index: int, sample_index: int, count: int
 
 
 def request_seed(seed: int, prompt_index: int, sample_index: int) -> int:
-    """The seed of one request, for engines that take a number rather than uniforms; in [0, 2^63).
-
-    As :func:`request_uniforms` does, it hashes the key, so that neighbouring keys have unrelated seeds.
-    """
+    """The seed of one request, for engines that take a number rather than uniforms; in [0, 2^63)."""
     key = hashlib.sha256(f"lightppo/{seed}/{prompt_index}/{sample_index}".encode()).digest()
     return int.from_bytes(key[:8], "little") >> 1
 
@@ -87,7 +84,7 @@ class TokenSampler:
     """Samples the next token of every row of a batch.
 
     Args:
-        sampling: the parameters; ``stop`` and ``n`` are not its matter.
+        sampling: all but ``stop`` and ``n``.
         valid_vocab_size: ids from here on (rows that pad the model's vocabulary) are never sampled.
         log_prob_vocab_size: log probs are over so many ids, as in the trainer; None is all.
         suppressed_ids: ids that may not come before ``min_new_tokens``.
@@ -185,11 +182,7 @@ def end_of_text_ids(tokenizer: PreTrainedTokenizerBase, generation_config: Any |
 
 
 def bad_word_ids(tokenizer: PreTrainedTokenizerBase, words: tuple[str, ...]) -> list[list[int]]:
-    """Token sequences of bad words, at the start of a text and behind a space (as vLLM has it).
-
-    Raises:
-        ValueError: the tokenizer has no tokens for a word.
-    """
+    """Token sequences of bad words, at the start of a text and behind a space (as vLLM has it)."""
     sequences: list[list[int]] = []
     for word in words:
         plain, spaced = (tokenizer.encode(prefix + word.strip(), add_special_tokens=False) for prefix in ("", " "))
@@ -204,16 +197,8 @@ def bad_word_ids(tokenizer: PreTrainedTokenizerBase, words: tuple[str, ...]) -> 
 class StopCriteria:
     """Tells which rows of a batch have ended, and cuts stop strings off their texts.
 
-    A stop string must lie behind the first ``min_new_tokens`` tokens as a whole.
-
-    Args:
-        tokenizer: decodes the tails that stop strings are looked for in.
-        sampling: ``stop``, ``stop_token_ids``, ``ignore_eos`` and ``min_new_tokens`` are read.
-        eos_ids: the end-of-text ids.
-        vocab_size: number of logits of the model.
-
-    Raises:
-        ValueError: a stop id that is no id of the model.
+    A stop string must lie behind the first ``min_new_tokens`` tokens as a whole. A stop id that is no id of the model
+    (whose logits are ``vocab_size``) is an error.
     """
 
     def __init__(
@@ -239,15 +224,9 @@ class StopCriteria:
         return self
 
     def ended(self, responses: Tensor, rows: Tensor, length: int | Tensor) -> Tensor:
-        """Which rows end with their newest token.
+        """Which of the ``rows`` (b,) of ``responses`` (B, max_new_tokens) end with their newest token; (b,) bool.
 
-        Args:
-            responses: (B, max_new_tokens) the ids of the whole batch.
-            rows: (b,) the rows asked about.
-            length: tokens that each of these has, the newest one included; (b,) where they differ.
-
-        Returns:
-            (b,) bool.
+        ``length`` is the number of tokens that each of these has, the newest one included; (b,) where they differ.
         """
         ended = self._is_stop[responses[rows, length - 1]]
         if self._strings:
