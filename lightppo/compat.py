@@ -284,7 +284,10 @@ def get_llm_for_sequence_regression(
     Raises:
         ValueError: another ``model_type``.
     """
-    model = critics.get_llm_for_sequence_regression(path, model_type, **options)
+    classes = {"critic": critics.Critic, "reward": critics.RewardModel}
+    if model_type not in classes:
+        raise ValueError(f"model_type must be 'critic' or 'reward', not {model_type!r}")
+    model = classes[model_type](path, **options)
     _adapt(model, lora_rank, lora_alpha, lora_dropout, target_modules)
     return model
 

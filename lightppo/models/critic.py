@@ -176,13 +176,3 @@ class RewardModel(SequenceRegressor):
         last = length - 1 - attention_mask.long().flip(-1).argmax(-1)  # (B,)
         hidden = self._hidden(sequences, attention_mask, None).last_hidden_state  # (B, S, H)
         return self._score(hidden[torch.arange(len(last), device=last.device), last])
-
-
-def get_llm_for_sequence_regression(
-    path: str, model_type: Literal["critic", "reward"], **options: Any
-) -> Critic | RewardModel:
-    """The seed's constructor: a :class:`Critic` or a :class:`RewardModel` with the given options."""
-    classes: dict[str, type[Critic] | type[RewardModel]] = {"critic": Critic, "reward": RewardModel}
-    if model_type not in classes:
-        raise ValueError(f"model_type must be 'critic' or 'reward', not {model_type!r}")
-    return classes[model_type](path, **options)

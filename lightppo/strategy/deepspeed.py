@@ -406,7 +406,7 @@ class DeepspeedStrategy(DistributedStrategy):
 
     def completes_step(self, model: Any) -> bool:
         """Whether the next call of :meth:`optimizer_step` takes the step, or is one more micro batch before it."""
-        done, needed = self._accumulation.get(engines.get_engine(model, "completes_step"), (0, 1))
+        done, needed = self._accumulation.get(get_engine(model, "completes_step"), (0, 1))
         return done + 1 >= needed
 
     def optimizer_step(

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from transformers import BertConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from lightppo.compat import get_llm_for_sequence_regression
 from lightppo.errors import ModelLoadError
 from lightppo.models import loading
 from lightppo.models.actor import Actor
-from lightppo.models.critic import Critic, RewardModel, get_llm_for_sequence_regression
+from lightppo.models.critic import Critic, RewardModel
 from lightppo.models.loading import (
     check_activation_offload,
     compile_layers,

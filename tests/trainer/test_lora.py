@@ -18,7 +18,7 @@ from lightppo import PPOTrainer
 from lightppo.errors import CheckpointError, ConfigError, ModelLoadError
 from lightppo.models.lora import AdaptersOff
 from lightppo.strategy.zero3 import is_engine, parameter_count
-from lightppo.trainer import build, build_models
+from lightppo.trainer import build
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -61,7 +61,7 @@ def test_the_reference_gives_the_numbers_of_a_separate_one(make_config, tmp_path
 def test_what_a_run_holds(make_config, tiny_model):
     """No second copy of the model: the actor, the critic, and their adapters."""
     config = make_config(**LORA).resolved()
-    models = build_models.build_models(config, build.build_strategy(config))
+    models = build.build_models(config, build.build_strategy(config))
     assert models.reference is None
     plain = parameter_count(AutoModelForCausalLM.from_pretrained(tiny_model))
     # rank 4 × (in + out) of q 64, k and v 48, o 64, gate, up and down 96; two layers
@@ -71,7 +71,7 @@ def test_what_a_run_holds(make_config, tiny_model):
     assert parameter_count(models.critic, trained_only=True) == adapters + 32  # the value head
 
     some = make_config(**LORA, target_modules=("q_proj", "v_proj"), init_kl_coef=0.0).resolved()
-    models = build_models.build_models(some, build.build_strategy(some))
+    models = build.build_models(some, build.build_strategy(some))
     assert models.reference is None
     assert parameter_count(models.actor, trained_only=True) == 2 * 4 * (64 + 48)
 

@@ -22,7 +22,7 @@ from lightppo.models.actor import Actor
 from lightppo.models.lora import AdaptersOff
 from lightppo.models.quantised import quantised_layers
 from lightppo.rollout.weight_sync import full_weights
-from lightppo.trainer import build, build_models
+from lightppo.trainer import build
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -50,7 +50,7 @@ def test_what_a_run_holds(config_of, tmp_path):
     LlamaForSequenceClassification(tiny_config(**WIDE, num_labels=1)).save_pretrained(tmp_path / "rm")
     options = {"reward_pretrain": (str(tmp_path / "rm"),), "reward_fn": None, "init_critic_from_actor": True}
     config = config_of(**options, init_kl_coef=0.1).resolved()
-    models = build_models.build_models(config, build.build_strategy(config))
+    models = build.build_models(config, build.build_strategy(config))
     assert models.reference is None
     for model in (models.actor, models.critic):
         assert len(quantised_layers(model)) == 14
@@ -58,7 +58,7 @@ def test_what_a_run_holds(config_of, tmp_path):
         assert held_bytes(model) - trained < held_bytes(models.reward_models[0]) / 3
     assert quantised_layers(models.reward_models[0]) == {}
 
-    dense = build_models.build_models(config.with_options(load_in_4bit=False), build.build_strategy(config))
+    dense = build.build_models(config.with_options(load_in_4bit=False), build.build_strategy(config))
     assert quantised_layers(dense.actor) == {}
 
 
