@@ -107,7 +107,7 @@ def _lowest(log_probs: Tensor) -> float:
 
 
 def _in_chunks(fn: Callable[..., Tensor], chunk_size: int, logits: Tensor, *aligned: Tensor) -> Tensor:
-    """Apply ``fn`` to chunks of at most ``chunk_size`` tokens; the result's leading shape is that of ``logits``."""
+    """Apply ``fn`` to chunks of at most ``chunk_size`` tokens; the result has the leading shape of ``logits``."""
     shape = logits.shape[:-1]
     if shape.numel() <= chunk_size:
         return fn(logits, *aligned)

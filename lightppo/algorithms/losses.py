@@ -338,7 +338,7 @@ def _token_means(token_metrics: Metrics, mask: Tensor, normalizer: LossNormalize
     return {name: aggregate_loss(x.detach(), mask, "token-mean", normalizer) for name, x in token_metrics.items()}
 
 
-IGNORE_INDEX = -100
+IGNORE_INDEX = -100  # labels with this value have no loss
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data import Sampler
 
+from lightppo.algorithms.losses import IGNORE_INDEX
 from lightppo.data.records import Prompt
 from lightppo.data.rows import (
     ORIGIN_COLUMN,
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DATA_SOURCE_KEY = "data_source"
-IGNORE_INDEX = -100  # labels with this value have no loss
 Truncation = Literal["error", "left", "right", "middle", "drop"]
 SFTTruncation = Literal["error", "right", "drop"]
 
