@@ -1,7 +1,7 @@
-"""GroupCollector: the groups that one step trains on, from the surplus of earlier steps and new generation batches.
+"""Prompts → sampled, scored and selected groups of rollouts: what a step trains on.
 
-All ranks decide together, in :meth:`GroupCollector._agree`, whether a step needs another generation batch. Groups stay
-on the rank that sampled them.
+All ranks decide together, in ``GroupCollector._agree``, whether a step needs another generation batch. Groups stay on
+the rank that sampled them, unless they are shared out evenly at the end.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 from torch import Tensor
@@ -24,8 +23,6 @@ from lightppo.rewards.source import AsyncScorer, RewardSource, describe_sample, 
 from lightppo.rollout.engine import RolloutEngine, SamplingParams
 
 logger = logging.getLogger(__name__)
-
-FinalScores = Callable[[Sequence[Rollout]], Tensor]
 
 
 def best_of_n(group: Sequence[Rollout], n: int, tie: Literal["shorter", "longer"] = "shorter") -> list[Rollout]:
@@ -41,30 +38,11 @@ def best_of_n(group: Sequence[Rollout], n: int, tie: Literal["shorter", "longer"
     return [group[i] for i in sorted(ranked[:n])]
 
 
-def _scores(group: Sequence[Rollout], _: FinalScores | None) -> list[float | None]:
-    return [r.reward for r in group]
-
-
-def _sequence_rewards(group: Sequence[Rollout], _: FinalScores | None) -> list[float | None]:
-    return [r.reward if r.token_rewards is None else sum(r.token_rewards) for r in group]
-
-
-def _final_rewards(group: Sequence[Rollout], final_scores: FinalScores | None) -> list[float | None]:
-    if final_scores is None:
-        raise ValueError("--filter_metric seq_final_reward needs the shaping of scores: pass final_scores")
-    return final_scores(group).tolist()
-
-
-def _accuracies(group: Sequence[Rollout], _: FinalScores | None) -> list[float | None]:
-    return [r.extras.get("acc", r.extras.get("accuracy")) for r in group]
-
-
 # Any other name is one of the numbers that the reward source gives beside the score.
-FILTER_METRICS: dict[str, Callable[[Sequence[Rollout], FinalScores | None], list[float | None]]] = {
-    "score": _scores,
-    "acc": _accuracies,
-    "seq_reward": _sequence_rewards,
-    "seq_final_reward": _final_rewards,
+FILTER_METRICS: dict[str, Callable[[Rollout], float | None]] = {
+    "score": lambda r: r.reward,
+    "acc": lambda r: r.extras.get("acc", r.extras.get("accuracy")),
+    "seq_reward": lambda r: r.reward if r.token_rewards is None else sum(r.token_rewards),
 }
 
 EQUAL, LOW, HIGH, UNMEASURED = REASONS = ("rejected_equal", "rejected_low", "rejected_high", "rejected_unmeasured")
@@ -78,6 +56,7 @@ class Verdict:
     mean: float | None = None
 
 
+@dataclass
 class GroupFilter:
     """Keeps the groups that can teach something.
 
@@ -86,22 +65,16 @@ class GroupFilter:
 
     Source: DAPO, arXiv:2503.14476, equation 11: 0 < number of correct answers < group size.
 
-    Args:
+    Attributes:
         metric: ``score``, ``acc`` (``accuracy``), ``seq_reward`` (sum of token scores where there are such),
             ``seq_final_reward`` (after shaping, before KL), or a name in ``Rollout.extras``.
         limits: the range.
         final_scores: shaped scores (B,) of samples, for ``seq_final_reward``.
     """
 
-    def __init__(
-        self,
-        metric: str = "score",
-        limits: tuple[float, float] | None = None,
-        final_scores: FinalScores | None = None,
-    ) -> None:
-        self.metric = metric
-        self.limits = limits
-        self.final_scores = final_scores
+    metric: str = "score"
+    limits: tuple[float, float] | None = None
+    final_scores: Callable[[Sequence[Rollout]], Tensor] | None = None
 
     def __call__(self, group: Sequence[Rollout]) -> Verdict:
         """Judge the scored samples of one prompt, at least one."""
@@ -116,10 +89,12 @@ class GroupFilter:
         return Verdict(LOW if mean <= low else HIGH if mean >= high else None, mean)
 
     def _values(self, group: Sequence[Rollout]) -> list[float | None]:
-        known = FILTER_METRICS.get(self.metric)
-        if known is not None:
-            return known(group, self.final_scores)
-        return [r.extras.get(self.metric) for r in group]
+        if self.metric != "seq_final_reward":
+            of = FILTER_METRICS.get(self.metric, lambda r: r.extras.get(self.metric))
+            return [of(r) for r in group]
+        if self.final_scores is None:
+            raise ValueError("--filter_metric seq_final_reward needs the shaping of scores: pass final_scores")
+        return self.final_scores(group).tolist()
 
 
 FAILURE_COUNTS = ("failures", "timeouts")  # what reward sources count of their own tries
@@ -140,18 +115,18 @@ class SampledBatch:
     prompt_scores: dict[int, float] = field(default_factory=dict)
 
 
+@dataclass
 class RolloutSampler:
     """Samples responses and has them scored.
 
-    Args:
+    Attributes:
         engine: generates.
         reward_source: scores.
         sampling: how to sample; ``n`` is what is sampled per prompt, ``seed`` the seed of the run.
         min_group_size: smallest group the advantage estimator can use.
         greedy_baseline: each prompt is also answered greedily, as ``Rollout.baseline`` of its samples (ReMax).
         dense: the source must give token scores, and only then may it.
-        group_size: best of n: so many of the ``n`` samples of a prompt are kept, those with the highest scores.
-            ``None``: all.
+        group_size: best of n: so many of the ``n`` samples of a prompt are kept; ``None``: all.
         tie: which of equal scores best of n keeps.
         check: looks at each scored batch of samples and may refuse it; called on every rank alike.
         scorer: scores what is finished while the engine generates the rest (``--async_rewards``); the engine must
@@ -159,38 +134,23 @@ class RolloutSampler:
         inspect: looks at each batch of samples before it is scored; called on every rank alike.
     """
 
-    def __init__(
-        self,
-        engine: RolloutEngine,
-        reward_source: RewardSource,
-        sampling: SamplingParams,
-        min_group_size: int = 1,
-        *,
-        greedy_baseline: bool = False,
-        dense: bool = False,
-        group_size: int | None = None,
-        tie: Literal["shorter", "longer"] = "shorter",
-        check: Callable[[Sequence[Rollout]], None] = lambda rollouts: None,
-        scorer: AsyncScorer | None = None,
-        inspect: Callable[[Sequence[Rollout]], None] = lambda rollouts: None,
-    ) -> None:
-        self.engine = engine
-        self.reward_source = reward_source
-        self.sampling = sampling
-        self.min_group_size = min_group_size
-        self.greedy_baseline = greedy_baseline
-        self.dense = dense
-        self.group_size = sampling.n if group_size is None else group_size
-        self.tie = tie
-        self.check = check
-        self.scorer = scorer
-        self.inspect = inspect
+    engine: RolloutEngine
+    reward_source: RewardSource
+    sampling: SamplingParams
+    min_group_size: int = 1
+    _: KW_ONLY
+    greedy_baseline: bool = False
+    dense: bool = False
+    group_size: int | None = None
+    tie: Literal["shorter", "longer"] = "shorter"
+    check: Callable[[Sequence[Rollout]], None] = lambda rollouts: None
+    scorer: AsyncScorer | None = None
+    inspect: Callable[[Sequence[Rollout]], None] = lambda rollouts: None
 
-    def with_sampling(self, sampling: SamplingParams) -> RolloutSampler:
-        """The same, but sampling otherwise."""
-        other = copy(self)
-        other.sampling = sampling
-        return other
+    @property
+    def keeps_best(self) -> bool:
+        """Whether fewer samples are kept than sampled."""
+        return self.group_size is not None and self.group_size < self.sampling.n
 
     def generate(self, prompts: Sequence[Prompt], step: int) -> list[Rollout]:
         """n responses to each prompt. The same seed and step give the same responses."""
@@ -227,7 +187,7 @@ class RolloutSampler:
         self._check_token_scores(scored)
         groups = group_by_prompt(scored)
         best = scored
-        if self.group_size < self.sampling.n:
+        if self.keeps_best:
             best = [r for group in groups for r in best_of_n(group, self.group_size, self.tie)]
         sizes = Counter(r.prompt.index for r in best)
         kept = [
@@ -236,7 +196,7 @@ class RolloutSampler:
             if sizes[r.prompt.index] >= self.min_group_size and (r.baseline is None or r.baseline.reward is not None)
         ]
         left_out = {"unscored": len(rollouts) - len(scored), "small_group": len(best) - len(kept), **totals}
-        if self.group_size < self.sampling.n:
+        if self.keeps_best:
             left_out["not_best"] = len(scored) - len(best)
         if left_out["unscored"] or left_out["small_group"]:
             logger.warning(
@@ -273,12 +233,12 @@ class PromptSource(Protocol):
     def take(self) -> list[Prompt]: ...
 
 
+@dataclass
 class OneBatch:
     """A :class:`PromptSource` of a single batch."""
 
-    def __init__(self, prompts: list[Prompt]) -> None:
-        self.prompts = prompts
-        self.exhausted = False
+    prompts: list[Prompt]
+    exhausted: bool = False
 
     def take(self) -> list[Prompt]:
         self.exhausted = True
@@ -301,7 +261,7 @@ class CollectedStep:
         rollouts: of this rank, whole groups.
         groups: trained on by all ranks, repeated ones included.
         repeated: positions in ``rollouts`` that are trained on once more (``--on_exhausted reuse``).
-        counts: over all ranks, by the names of ``trainer.metric_names.METRICS`` without ``rollout/``.
+        counts: over all ranks, by the names of ``trainer.metrics.METRICS`` without ``rollout/``.
         prompt_scores: mean score of each prompt that this rank sampled in this step.
         surplus: accepted groups that wait for the next step, all ranks.
     """
@@ -350,6 +310,7 @@ class Standing:
         return sum(self.available)
 
 
+@dataclass
 class GroupCollector:
     """Samples until a step has its groups.
 
@@ -360,7 +321,7 @@ class GroupCollector:
 
     Source: dynamic sampling of DAPO, arXiv:2503.14476, section 3.2.
 
-    Args:
+    Attributes:
         sampler: samples and scores one generation batch.
         strategy: agreement of the ranks.
         groups_per_step: prompts to train on per step, over all ranks; ``None``: as they come.
@@ -371,31 +332,20 @@ class GroupCollector:
         replay: saves and replays what the engine samples.
         balance: shares the rollouts out between the ranks; ``None``: they stay where they were sampled.
         timer: makes a context for the time of ``rollout`` and of ``reward``.
+        surplus: accepted groups of this rank that wait for training.
     """
 
-    def __init__(
-        self,
-        sampler: RolloutSampler,
-        strategy: Ranks,
-        *,
-        groups_per_step: int | None = None,
-        group_filter: GroupFilter | None = None,
-        max_batches: int = 1,
-        on_exhausted: Literal["train_short", "raise", "reuse"] = "train_short",
-        replay: RolloutReplay | None = None,
-        balance: Callable[[list[Rollout]], list[Rollout]] | None = None,
-        timer: Callable[[str], AbstractContextManager] = lambda phase: nullcontext(),
-    ) -> None:
-        self.sampler = sampler
-        self.strategy = strategy
-        self.groups_per_step = groups_per_step
-        self.group_filter = group_filter
-        self.max_batches = max_batches
-        self.on_exhausted = on_exhausted
-        self.replay = replay
-        self.balance = balance
-        self.timer = timer
-        self.surplus: list[Group] = []
+    sampler: RolloutSampler
+    strategy: Ranks
+    _: KW_ONLY
+    groups_per_step: int | None = None
+    group_filter: GroupFilter | None = None
+    max_batches: int = 1
+    on_exhausted: Literal["train_short", "raise", "reuse"] = "train_short"
+    replay: RolloutReplay | None = None
+    balance: Callable[[list[Rollout]], list[Rollout]] | None = None
+    timer: Callable[[str], AbstractContextManager] = lambda phase: nullcontext()
+    surplus: list[Group] = field(default_factory=list)
 
     def collect(self, source: PromptSource | list[Prompt], step: int) -> CollectedStep:
         """The groups of one step. Collective.
@@ -509,7 +459,7 @@ class GroupCollector:
             rollouts += group.rollouts
         own = {"unscored": 0, "small_group": 0, "generated_samples": 0, "generated_tokens": 0, "judged": 0}
         own |= {f"reward/{name}": 0.0 for name in FAILURE_COUNTS}
-        if self.sampler.group_size < self.sampler.sampling.n:
+        if self.sampler.keeps_best:
             own["not_best"] = 0
         own |= tally.counts | {name: tally.reasons[name] for name in REASONS}
         own |= {

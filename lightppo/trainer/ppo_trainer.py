@@ -660,7 +660,7 @@ class PPOTrainer(SeedAttributes):
         batch = list(prompts) if labels is None else (list(prompts), list(labels))
         config = with_generation(self.config, options, self.tokenizer) if options else self.config
         records = as_prompts(batch, self.tokenizer, config.data.prompt_max_len)
-        sampler = self.sampler.sampler.with_sampling(sampling_params(config))
+        sampler = replace(self.sampler.sampler, sampling=sampling_params(config))
         return sampler.score(sampler.generate(records, self.state.global_step + 1)).rollouts
 
     def _actor_trains(self, step: int) -> bool:
