@@ -1,4 +1,4 @@
-"""Whether an engine with weights of its own samples from the actor: its log probs against the trainer's."""
+"""Rollouts looked at: in files for people, saved and replayed, and an engine's log probs against the trainer's."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -52,22 +53,22 @@ def _row(rollout: Rollout, step: int) -> dict[str, Any]:
     }
 
 
+@dataclass
 class RolloutReplay:
     """Saves what the engine samples, and gives it back in a later run instead of sampling; for debugging.
 
     A file holds one generation batch of one rank, keyed by step, batch and rank. Rewards are not kept: they are
     computed again. Where any rank lacks its file, all ranks sample and save.
 
-    Args:
+    Attributes:
         folder: made if missing.
         strategy: rank and agreement.
-        reuse: the first batch that was saved is that of every step, whatever the prompts are.
+        reuse: every step gets the first batch that was saved, whatever its prompts are.
     """
 
-    def __init__(self, folder: str | Path, strategy: Ranks, *, reuse: bool = False) -> None:
-        self.folder = Path(folder)
-        self.strategy = strategy
-        self.reuse = reuse
+    folder: str | Path
+    strategy: Ranks
+    reuse: bool = False
 
     def rollouts(
         self, prompts: Sequence[Prompt], step: int, batch: int, sample: Callable[[], list[Rollout]]
@@ -78,7 +79,7 @@ class RolloutReplay:
             ConfigError: the saved ones are of other prompts, or the prompts cannot be saved.
         """
         key = "first" if self.reuse else f"step{step}_batch{batch}"
-        path = self.folder / f"{key}_rank{self.strategy.get_rank()}of{self.strategy.world_size}.json"
+        path = Path(self.folder) / f"{key}_rank{self.strategy.get_rank()}of{self.strategy.world_size}.json"
         if self.strategy.all_reduce(int(path.is_file()), "min"):
             groups = [from_plain(values) for values in json.loads(path.read_text())]
             if not self.reuse and [g[0].prompt.token_ids for g in groups] != [p.token_ids for p in prompts]:

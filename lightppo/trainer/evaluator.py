@@ -11,9 +11,9 @@ from pathlib import Path
 
 from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import RewardError
+from lightppo.ranks import Ranks
 from lightppo.rewards.source import RewardSource, score_rollouts
 from lightppo.rollout.engine import RolloutEngine, SamplingParams
-from lightppo.strategy.deepspeed import DeepspeedStrategy
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,38 +113,31 @@ def _metrics_of(samples: Sequence[EvalSample], threshold: float, prefix: str) ->
     return metrics
 
 
+@dataclass
 class Evaluator:
     """Samples and scores the held-out prompts, shared out over ranks.
 
-    Args:
+    Attributes:
         engine: generates.
         reward_source: scores.
         prompts: the held-out prompts, the same on every rank.
         sampling: how to sample; the same random numbers at every evaluation.
         strategy: shares out and gathers.
         threshold: a score of at least this is correct.
-        folder: ``step{N}.jsonl`` with all samples go here, written by rank 0.
+        folder: rank 0 writes all samples to ``step{N}.jsonl`` in it.
     """
 
-    def __init__(
-        self,
-        engine: RolloutEngine,
-        reward_source: RewardSource,
-        prompts: Sequence[Prompt],
-        sampling: SamplingParams,
-        strategy: DeepspeedStrategy,
-        *,
-        threshold: float = 0.5,
-        folder: str | Path | None = None,
-    ) -> None:
-        self.engine = engine
-        self.reward_source = reward_source
-        self.prompts = prompts
+    engine: RolloutEngine
+    reward_source: RewardSource
+    prompts: Sequence[Prompt]
+    sampling: SamplingParams
+    strategy: Ranks
+    threshold: float = 0.5
+    folder: Path | None = None
+
+    def __post_init__(self) -> None:
         # Apart from every training step's seed: the samples of prompt i are not those of training prompt i.
-        self.sampling = replace(sampling, seed=-1 - sampling.seed)
-        self.strategy = strategy
-        self.threshold = threshold
-        self.folder = Path(folder) if folder is not None else None
+        self.sampling = replace(self.sampling, seed=-1 - self.sampling.seed)
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Metrics of the current weights, the same on every rank. Collective."""

@@ -15,22 +15,23 @@ from torch import Tensor
 from lightppo.algorithms.losses import IGNORE_INDEX
 from lightppo.data.records import Prompt
 from lightppo.errors import ConfigError
+from lightppo.ranks import Ranks
 from lightppo.trainer.checkpointing import TrainerState
 
 
+@dataclass
 class PromptFilter:
     """Gathers the mean scores of an episode's prompts, and leaves the best solved ones out of the next.
 
-    Args:
+    Attributes:
         threshold: prompts with a higher mean score may be left out; ``None``: no filter.
         max_share: of the prompts of the episode, at most; the highest scores first.
         strategy: gathers over ranks.
     """
 
-    def __init__(self, threshold: float | None, max_share: float, strategy: Any) -> None:
-        self.threshold = threshold
-        self.max_share = max_share
-        self.strategy = strategy
+    threshold: float | None
+    max_share: float
+    strategy: Ranks
 
     def restore(self, dataloader: Iterable, state: TrainerState) -> None:
         """Leave out what was left out before, at the start of a run.
@@ -51,16 +52,9 @@ class PromptFilter:
     def after_step(
         self, dataloader: Any, state: TrainerState, prompt_scores: Mapping[int, float], ends_episode: bool
     ) -> dict[str, float]:
-        """Take the scores of a step; at the end of the episode, leave prompts out. Collective.
+        """Take a step's mean score of each prompt into the state; at the end of the episode, leave prompts out.
 
-        Args:
-            dataloader: of the prompts.
-            state: gets the scores and what is left out.
-            prompt_scores: mean score of each prompt that this rank sampled.
-            ends_episode: this was the episode's last step.
-
-        Returns:
-            what to log; empty without a filter.
+        Returns what to log; empty without a filter. Collective.
         """
         if self.threshold is None:
             return {}

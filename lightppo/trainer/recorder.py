@@ -9,6 +9,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,32 +24,25 @@ from lightppo.trainer.metrics import with_namespace
 logger = logging.getLogger(__name__)
 
 
+@dataclass
 class Cadence:
     """Due at multiples of ``steps``, at the end of every ``epochs``-th episode, and ``seconds`` after the last time.
 
-    Args:
+    Attributes:
         steps: PPO steps; below 1: never by steps.
         epochs: episodes; ``None``: never by episodes.
         seconds: wall clock; ``None``: never by time.
         agree: makes rank 0's clock decide for all: ``agree(value)`` returns rank 0's value on every rank.
-        clock: seconds.
     """
 
-    def __init__(
-        self,
-        steps: int = -1,
-        epochs: int | None = None,
-        seconds: float | None = None,
-        *,
-        agree: Callable[[bool], bool] = bool,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.steps = steps
-        self.epochs = epochs
-        self.seconds = seconds
-        self.agree = agree
-        self.clock = clock
-        self.last = clock()
+    steps: int = -1
+    epochs: int | None = None
+    seconds: float | None = None
+    agree: Callable[[bool], bool] = bool
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self.last = self.clock()
 
     @property
     def active(self) -> bool:
