@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lightppo.strategy import checkpoint, zero3
 from lightppo.strategy.distributed import DistributedStrategy, on_cuda
-from lightppo.strategy.zero3 import get_engine, unwrap_model, zero_stage_of
+from lightppo.strategy.zero3 import find_engine, get_engine, unwrap_model, zero_stage_of
 
 logger = logging.getLogger(__name__)
 
@@ -402,7 +402,8 @@ class DeepspeedStrategy(DistributedStrategy):
 
     def accumulate(self, model: Any, micro_batches: int) -> None:
         """From now on every ``micro_batches``-th call of :meth:`optimizer_step` takes the step, the others count."""
-        self._accumulation[get_engine(model, "accumulate")] = [0, micro_batches]
+        if (engine := find_engine(model)) is not None:
+            self._accumulation[engine] = [0, micro_batches]
 
     def completes_step(self, model: Any) -> bool:
         """Whether the next call of :meth:`optimizer_step` takes the step, or is one more micro batch before it."""

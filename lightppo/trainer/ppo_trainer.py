@@ -282,8 +282,7 @@ class PPOTrainer(SeedAttributes):
         micro_batches = self._with_pretrain(minibatch.micro_batches)
         of_critic = micro_batches if minibatch.critic_micro_batches is None else minibatch.critic_micro_batches
         self.strategy.accumulate(self.actor, len(micro_batches))
-        if self.critic is not None:
-            self.strategy.accumulate(self.critic, len(of_critic))
+        self.strategy.accumulate(self.critic, len(of_critic))
         if self.critic is None or of_critic is micro_batches:
             done = [(e, self.training_step(e, global_steps)) for e in micro_batches]
         else:
@@ -606,8 +605,7 @@ class PPOTrainer(SeedAttributes):
     def _accumulate_alone(self) -> None:
         """A loop in the seed's style takes a step every ``train_batch_size`` samples; ``fit`` says it for each step."""
         for model in (self.actor, self.critic):
-            if model is not None:
-                self.strategy.accumulate(model, self._lone_accumulation())
+            self.strategy.accumulate(model, self._lone_accumulation())
 
     def _lone_accumulation(self) -> int:
         """Micro batches that hold the ``train_batch_size`` of the strategy."""

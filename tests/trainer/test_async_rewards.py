@@ -29,7 +29,7 @@ def test_the_run_is_the_same(make_config, tmp_path):
     after, beside = trainer_of("after"), trainer_of("beside", async_rewards=True)
     order: list[str] = []
     score, generate = beside.reward_source.score, beside.rollout_engine._to_rollouts
-    beside.sampler.scorer.source.score = lambda rollouts: order.append("scored") or score(rollouts)
+    beside.sampler.sampler.scorer.source.score = lambda rollouts: order.append("scored") or score(rollouts)
     beside.rollout_engine._to_rollouts = lambda *parts: order.append("generated") or generate(*parts)
     for trainer in (after, beside):
         trainer.fit()

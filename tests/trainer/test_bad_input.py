@@ -221,7 +221,7 @@ def test_a_reward_server_that_cannot_be_reached(make_config):
         closed.bind(("127.0.0.1", 0))  # bound, but nobody listens
         url = f"http://127.0.0.1:{closed.getsockname()[1]}/score"
         trainer = PPOTrainer.from_config(make_config(reward_fn=None, remote_rm_url=url, remote_rm_retries=0))
-        with pytest.raises(UserError, match=rf"reward server {url}: ConnectionError: .*\(1 of 1 tries\)"):
+        with pytest.raises(UserError, match=url):
             trainer.fit()
 
 

@@ -364,9 +364,9 @@ def test_tokenising_processes(make_config, tokenizer, monkeypatch):
     asked = []
 
     class Pool(concurrent.futures.ProcessPoolExecutor):
-        def __init__(self, workers: int, **options: Any) -> None:
+        def __init__(self, workers: int, *more: Any, **options: Any) -> None:
             asked.append(workers)
-            super().__init__(workers, **options)
+            super().__init__(workers, *more, **options)
 
     monkeypatch.setattr(concurrent.futures, "ProcessPoolExecutor", Pool)
     alone = prompts_of(make_config(), tokenizer)

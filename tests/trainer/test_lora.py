@@ -147,8 +147,8 @@ def test_a_trainer_made_by_hand_cannot_move_the_actor_without_its_adapters(make_
     with pytest.raises(
         ConfigError, match="--ref_ema_eta and --ref_reset_steps need a reference with weights of its own"
     ):
-        PPOTrainer(trainer.strategy, trainer.actor, None, None, trainer.initial_model, None, *[None] * 4, config=config,
-                   tokenizer=trainer.tokenizer)  # fmt: skip
+        models = (trainer.actor, trainer.critic, None, trainer.initial_model, None)
+        PPOTrainer(trainer.strategy, *models, *[None] * 4, config=config, tokenizer=trainer.tokenizer)
 
 
 @pytest.mark.slow
