@@ -149,9 +149,7 @@ class Actor(PretrainedWrapper):
         """Log probs of the last actions, and what else is asked for, from one forward; packed or padded alike.
 
         Args:
-            sequences: (B, S) token ids, padded on either side.
-            num_actions: A.
-            attention_mask: (B, S), 1 = real token; None: no padding.
+            sequences, num_actions, attention_mask: as in :meth:`forward`.
             entropy: give the entropy.
             entropy_grad: with a gradient (an entropy bonus); False: detached.
             logits: give the logits of the real actions (the KL over the whole vocabulary).
@@ -168,7 +166,7 @@ class Actor(PretrainedWrapper):
             log_probs=batch.per_action(predicted.log_probs),  # (B, A)
             real=batch.real,
             entropy=batch.per_action(predicted.entropy) if entropy else None,  # (B, A)
-            logits=batch.real_logits(predicted.logits) if logits else None,
+            logits=batch.of_real(predicted.logits) if logits else None,
             router_loss=self._router_loss(predicted.output) if router_loss else None,
         )
 
@@ -254,7 +252,7 @@ class Actor(PretrainedWrapper):
 
         places = batch.places if selected_in_model else None
         options = {"valid_vocab_size": self.valid_vocab_size, "entropy": entropy, "entropy_grad": entropy_grad}
-        with scores_from_head(head, select, batch.real_labels(), self.temperature, **options) as returned:
+        with scores_from_head(head, select, batch.of_real(batch.labels), self.temperature, **options) as returned:
             output = self._run(batch.input_ids, batch.attention_mask, batch.position_ids, places, router_logits)
         self.head_is_last = is_untouched(returned, output.logits)
         if not self.head_is_last:
@@ -308,17 +306,13 @@ class _Batch:
         """(B, A, H), or packed (1, U, H), -> (K, H)."""
         return read(at_places[0], self.reads) if self.packed else at_places[self.real]
 
-    def real_labels(self) -> Tensor:
-        """(K,)."""
-        return self.labels if self.packed else self.labels[self.real]
-
     def per_action(self, values: Tensor) -> Tensor:
         """(K,) or (B, A) -> (B, A), 0 where padded."""
         return scatter(values, self.real) if values.dim() == 1 else values.masked_fill(~self.real, 0)
 
-    def real_logits(self, logits: Tensor) -> Tensor:
-        """(K, V) or (B, A, V) -> (K, V)."""
-        return logits if self.packed else logits[self.real]
+    def of_real(self, values: Tensor) -> Tensor:
+        """(K, …) or (B, A, …) -> (K, …)."""
+        return values if self.packed else values[self.real]
 
 
 class _Predicted(NamedTuple):
@@ -352,10 +346,9 @@ def scoring_head(model: PreTrainedModel) -> nn.Linear | None:
 def scores_from_head(
     head: nn.Linear, select: Callable[[Tensor], Tensor], labels: Tensor, temperature: float, **options: Any
 ) -> Iterator[list[Tensor]]:
-    """Meanwhile the head returns (1, K, 1) log probs, or (1, K, 2) with the entropy; float32.
+    """Meanwhile the :func:`scoring_head` returns (1, K, 1) log probs, or (1, K, 2) with the entropy; float32.
 
     Args:
-        head: from :func:`scoring_head`.
         select: takes the K positions to score out of what the head is given, (B, S, H) -> (K, H).
         labels: (K,), the token to score at each.
         temperature, options: as :func:`linear_log_probs` takes them.

@@ -102,8 +102,13 @@ class Critic(SequenceRegressor):
             (B, A + 1) with include_last; (B, S) without num_actions; one row with packed_seq_lens.
         """
         if packed_seq_lens is not None:
-            values, output = self._values_packed_by_caller(sequences, num_actions, packed_seq_lens, include_last)
-            return (values, output) if return_output else values
+            position_ids = position_ids_from_lengths(packed_seq_lens, sequences)
+            self._probe_packing(sequences.device)
+            output = self._hidden(sequences, None, position_ids)
+            hidden = output.last_hidden_state  # (1, T, H)
+            if num_actions is not None:
+                hidden = hidden[:, action_predictors(packed_seq_lens, num_actions, sequences.device, include_last)]
+            return (self._score(hidden), output) if return_output else self._score(hidden)
         if attention_mask is None:
             attention_mask = torch.ones_like(sequences)
         length = sequences.shape[1]
@@ -125,17 +130,6 @@ class Critic(SequenceRegressor):
             values = self._score(output.last_hidden_state[:, columns]).masked_fill(~mask, 0)
         return (values, output) if return_output else values
 
-    def _values_packed_by_caller(
-        self, sequences: Tensor, num_actions: list[int] | None, lengths: list[int], include_last: bool
-    ) -> tuple[Tensor, ModelOutput]:
-        position_ids = position_ids_from_lengths(lengths, sequences)
-        self._probe_packing(sequences.device)
-        output = self._hidden(sequences, None, position_ids)
-        hidden = output.last_hidden_state  # (1, T, H)
-        if num_actions is not None:
-            hidden = hidden[:, action_predictors(lengths, num_actions, sequences.device, include_last)]
-        return self._score(hidden), output
-
     def _run_rows(self, ids: Tensor, positions: Tensor) -> Tensor:
         return self._hidden(ids, None, positions).last_hidden_state
 
@@ -148,9 +142,6 @@ class RewardModel(SequenceRegressor):
             an error unless ``init_value_head=True`` (a reward model that is about to be trained).
         normalize_reward: scores are (x - mean) / std, with the mean and std of the config.
         options: as of :class:`Critic`, without packed rows.
-
-    Raises:
-        ModelLoadError: not a reward model; normalize_reward without mean and std in the config.
     """
 
     kind = "reward"

@@ -112,8 +112,7 @@ def load_sequence_classifier(
         options: fields of :class:`LoadOptions`; the seed is that of a new head too.
 
     Raises:
-        ModelLoadError: as :func:`load_causal_lm`; also no head where one is needed, a head with a bias or with
-            several outputs, a family without a sequence-classification class.
+        ModelLoadError: as :func:`load_causal_lm`; also no head where one is needed, or a head that is no such layer.
     """
     o, flag = LoadOptions(**options), flag or ("--critic_pretrain" if kind == "critic" else "--reward_pretrain")
     path, config = _load_config(path, flag, o)
@@ -215,9 +214,6 @@ def resolve_attn_implementation(name: str, dtype: str, model_class: type | None 
     """Turn the flag into what transformers takes; None lets it choose sdpa, or eager where a family has no sdpa.
 
     "auto" is flash_attention_2 where there is CUDA, an installed flash-attn, bf16 and a family that can use it.
-
-    Raises:
-        ModelLoadError: unknown name or dtype, or flash_attention_2 where it cannot run.
     """
     if name not in ATTN_IMPLEMENTATIONS:
         raise ModelLoadError(f"--attn_implementation {name!r} is not one of {', '.join(ATTN_IMPLEMENTATIONS)}")
@@ -245,10 +241,7 @@ def resolve_attn_implementation(name: str, dtype: str, model_class: type | None 
 
 
 class _Zero3LoadConfig:
-    """What transformers asks for to shard at load time; it keeps only a weak reference, so the model holds this.
-
-    Stands in for ``transformers.integrations.HfDeepSpeedConfig``, which needs accelerate for these two attributes.
-    """
+    """In place of ``transformers.integrations.HfDeepSpeedConfig``, which needs accelerate for these two attributes."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self.config = config
@@ -461,9 +454,6 @@ def get_tokenizer(
         model: HF model, Actor, Critic or RewardModel; checked, and its config gets the pad token.
         use_fast: False: a tokenizer in Python, an error where transformers has none (for most families since 5.0).
         flag: the flag that ``path`` came from, for error messages.
-
-    Raises:
-        ModelLoadError: no tokenizer there, no EOS, or ids beyond the model's embedding.
     """
     path = _model_path(path, flag, needed_file=None)
     with _errors_name(path, flag):

@@ -189,10 +189,7 @@ def merge(weight: Tensor, a: Tensor, b: Tensor, scaling: float, transposed: bool
 
 
 def layer_of(name: str) -> str:
-    """The layer that a parameter belongs to; an adapter and the frozen weight below it belong to the same.
-
-    ``model.layers.0.q_proj.lora_A.default.weight`` → ``model.layers.0.q_proj``.
-    """
+    """The layer of a parameter: ``model.layers.0.q_proj.lora_A.default.weight`` → ``model.layers.0.q_proj``."""
     return _WITHIN.sub("", name.rpartition(".")[0])
 
 

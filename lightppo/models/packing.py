@@ -138,13 +138,7 @@ def probe_packing(model: nn.Module, run: Callable[[Tensor, Tensor], Tensor], dev
     One pass of 4 and one of 9 tokens, at the first packed forward (so that it also runs sharded, on the real device
     and with the real attention kernel). Every rank of a sharded model runs it at the same moment.
 
-    Args:
-        model: the Hugging Face model.
-        run: (input_ids (1, T), position_ids (1, T)) -> outputs (1, T, ·).
-        device: of the inputs.
-
-    Raises:
-        PackingNotSupportedError: the outputs differ by more than rounding.
+    ``run`` takes input_ids (1, T) and position_ids (1, T), and gives outputs (1, T, ·).
     """
     config = model.config.get_text_config()
     other = torch.tensor([[7, 3, 5, 2, 6]], device=device) % config.vocab_size

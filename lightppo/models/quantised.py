@@ -35,11 +35,7 @@ def quantise(model: PreTrainedModel, heads: set[str]) -> None:
 
     NF4 in blocks of 64, whose scales are held in 8 bits (double quantisation): 4.13 bits a weight. Heads, embeddings,
     norms, biases and layers whose rows are no whole number of blocks stay as they are. Call it before adapters are
-    added, on a model that is not sharded.
-
-    Args:
-        model: loaded.
-        heads: names of its output head's modules.
+    added, on a model that is not sharded. ``heads`` are the names of its output head's modules.
 
     Raises:
         ModelLoadError: bitsandbytes is not installed or does not work on this device; the model is sharded, or less
@@ -66,9 +62,7 @@ def quantised_layers(model: nn.Module) -> dict[str, Linear4bit]:
 def dense_weight(layer: Linear4bit, packed: Tensor | None = None) -> Tensor:
     """The weight as the model's checkpoint has it: (out, in), or (in, out) of GPT-2's Conv1D. A new tensor.
 
-    Args:
-        layer: of :func:`quantised_layers`.
-        packed: the whole of the layer's weight, where the layer has a shard of it.
+    ``packed`` is the whole of the layer's 4-bit weight, where the layer has a shard of it.
     """
     from bitsandbytes.functional import dequantize_4bit
 
@@ -106,11 +100,7 @@ def _leave_scales_out(layer: Linear4bit, state_dict: dict[str, Tensor], prefix: 
 
 
 def _fitting_layers(model: PreTrainedModel, heads: set[str]) -> list[str]:
-    """Names of the layers that can be held in 4 bits.
-
-    Raises:
-        ModelLoadError: they are less than half of the body.
-    """
+    """Names of the layers that can be held in 4 bits; an error where they are less than half of the body."""
     modules = dict(model.named_modules())
     plain = {name: module for name, module in modules.items() if is_plain_linear(module) or type(module) is Conv1D}
     widths = {name: m.weight.shape[0] if isinstance(m, Conv1D) else m.in_features for name, m in plain.items()}

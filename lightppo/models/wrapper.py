@@ -184,7 +184,7 @@ def model_inputs(
     """Keyword arguments for a Hugging Face forward without a cache.
 
     Args:
-        module: the module whose forward takes them; position ids are left out where it has none.
+        module: position ids are left out where its forward has none.
         input_ids: (B, S), or (1, T) packed.
         attention_mask: (B, S); of a packed row None, or its segments (:func:`segments_as_mask`).
         position_ids: (1, T) of a packed row; None: counted from the attention mask.

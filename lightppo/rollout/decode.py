@@ -118,15 +118,9 @@ class Decoder:
     def run(
         self, prompts: list[list[int]], uniforms: Callable[[list[int]], Tensor]
     ) -> Iterator[tuple[list[int], DecodedBatch]]:
-        """Decodes all requests, the longest prompts best first.
+        """Decodes all requests, the longest prompts best first; yields the numbers of some, and their responses.
 
-        Args:
-            prompts: non-empty lists of token ids.
-            uniforms: gives those of some requests by their numbers (places in ``prompts``), (k, max_new_tokens)
-                float64 on the device.
-
-        Yields:
-            Numbers of requests that have ended, and their responses.
+        ``uniforms`` gives those of requests by their numbers (places in ``prompts``), (k, max_new_tokens) float64.
         """
         raise NotImplementedError
 
@@ -169,13 +163,7 @@ def slot_attention(
 ) -> tuple[Tensor, None]:
     """transformers' ``sdpa``, but for one new token with a mask (B, 1, 1, S) that is added to the scores.
 
-    Args:
-        module: the attention layer.
-        query: (B, H, L, D).
-        key, value: (B, H_kv, S, D).
-
-    Returns:
-        (B, L, H, D), and no weights.
+    ``query`` (B, H, L, D), ``key`` and ``value`` (B, H_kv, S, D) -> (B, L, H, D), and no weights.
     """
     added = attention_mask is not None and attention_mask.is_floating_point()
     if query.shape[2] != 1 or not added or dropout or kwargs.get("position_bias") is not None:
@@ -211,13 +199,9 @@ class Span:
 
 
 class SlotLayer(DynamicLayer):
-    """Keys and values of one layer, (slots, heads, columns, head width).
+    """Keys and values of one layer, (slots, heads, columns, head width); the span is the same object in all layers.
 
     What is not in use is finite in every row that is: a masked column has weight 0, and 0 times NaN is NaN.
-
-    Args:
-        span: what is in use, the same object in all layers.
-        sliding_window: tokens that a token sees, itself included; None is all.
     """
 
     is_croppable = False
@@ -287,12 +271,8 @@ class SlotLayer(DynamicLayer):
 class SlotCache(DynamicCache):
     """The layers' buffers with one common :class:`Span`. One column per forward; call :meth:`advance` behind each.
 
-    Args:
-        config: of the model; :func:`can_use_slots` holds for it.
-        slots: most rows at a time.
-        prompt_columns: of the longest prompt; the first rows end there.
-        max_columns: most that one row can have.
-        tight: add few columns at a time.
+    The first rows end at ``prompt_columns``, the length of the longest prompt; no row can have more than
+    ``max_columns``. ``tight``: few columns are added at a time.
     """
 
     def __init__(self, config, *, slots: int, prompt_columns: int, max_columns: int, tight: bool) -> None:

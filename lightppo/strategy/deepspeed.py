@@ -293,7 +293,7 @@ class DeepspeedStrategy(DistributedStrategy):
 
         Args:
             *models_or_tuples: modules, ``(model, optimizer, scheduler)`` with the scheduler possibly None, or None.
-            is_rlhf: accepted for scripts in the seed's style; the engines are the same.
+            is_rlhf: for scripts in the seed's style; the engines are the same.
 
         Returns:
             The like of every argument, a single one unpacked. A model of a class with ``engine_attribute`` comes

@@ -123,10 +123,8 @@ def full_shape(param: torch.Tensor) -> torch.Size:
 
 
 def forget_secondary_shard(param: torch.Tensor) -> None:
-    """Call it after writing into ``ds_tensor``: forwards read hpZ's copy as long as there is one.
-
-    DeepSpeed makes such copies in every ZeRO-3 engine of a process in which one engine asked for hpZ.
-    """
+    """Call it after writing into ``ds_tensor``: forwards read hpZ's copy as long as there is one."""
+    # DeepSpeed makes such copies in every ZeRO-3 engine of a process in which one engine asked for hpZ.
     if getattr(param, "ds_secondary_tensor", None) is not None:
         param.ds_secondary_tensor = None
 
