@@ -93,7 +93,7 @@ class PretrainedWrapper(nn.Module):
             check_packing_layers(self.hf_model)
             use_packed_attention(self.hf_model)
             if share_prompts and not takes_lengths(self.hf_model):
-                _say_that_nothing_is_shared(self.hf_model.config._attn_implementation)
+                warn_that_nothing_is_shared(self.hf_model.config._attn_implementation)
 
     @property
     def hf_model(self) -> PreTrainedModel:
@@ -166,7 +166,7 @@ class PretrainedWrapper(nn.Module):
 
 
 @cache
-def _say_that_nothing_is_shared(attention: str) -> None:
+def warn_that_nothing_is_shared(attention: str) -> None:
     """Once per process and kind of attention."""
     logger.warning(
         "--share_prompts needs --attn_implementation sdpa; with %s every sample brings its prompt along", attention

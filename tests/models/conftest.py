@@ -28,7 +28,7 @@ from transformers import (
 )
 
 VOCAB = 48
-_COMMON = {
+COMMON = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -40,13 +40,13 @@ _COMMON = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-_KV = {"num_key_value_heads": 2, "head_dim": 8}
+KV = {"num_key_value_heads": 2, "head_dim": 8}
 CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
-    "llama": lambda: LlamaConfig(**_COMMON, **_KV, attention_dropout=0.1),
-    "qwen2": lambda: Qwen2Config(**_COMMON, num_key_value_heads=2, tie_word_embeddings=True),
-    "qwen3": lambda: Qwen3Config(**_COMMON, **_KV),
-    "gemma": lambda: GemmaConfig(**_COMMON, **_KV),  # tied
-    "gemma2": lambda: Gemma2Config(**_COMMON, **_KV, sliding_window=4),
+    "llama": lambda: LlamaConfig(**COMMON, **KV, attention_dropout=0.1),
+    "qwen2": lambda: Qwen2Config(**COMMON, num_key_value_heads=2, tie_word_embeddings=True),
+    "qwen3": lambda: Qwen3Config(**COMMON, **KV),
+    "gemma": lambda: GemmaConfig(**COMMON, **KV),  # tied
+    "gemma2": lambda: Gemma2Config(**COMMON, **KV, sliding_window=4),
     "gpt2": lambda: GPT2Config(
         vocab_size=VOCAB,
         n_embd=32,
@@ -58,10 +58,10 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
         bos_token_id=1,
         eos_token_id=2,
     ),
-    "gpt_neox": lambda: GPTNeoXConfig(**_COMMON, attention_dropout=0.1, hidden_dropout=0.1),
-    "mixtral": lambda: MixtralConfig(**_COMMON, **_KV, num_local_experts=4, router_jitter_noise=0.1),
+    "gpt_neox": lambda: GPTNeoXConfig(**COMMON, attention_dropout=0.1, hidden_dropout=0.1),
+    "mixtral": lambda: MixtralConfig(**COMMON, **KV, num_local_experts=4, router_jitter_noise=0.1),
     "qwen2_moe": lambda: Qwen2MoeConfig(
-        **_COMMON,
+        **COMMON,
         num_key_value_heads=2,
         num_experts=4,
         num_experts_per_tok=2,

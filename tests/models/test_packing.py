@@ -45,8 +45,8 @@ from lightppo.models.packing import (
     takes_lengths,
     use_packed_attention,
 )
-from lightppo.models.wrapper import _say_that_nothing_is_shared
-from tests.models.conftest import _COMMON, _KV
+from lightppo.models.wrapper import warn_that_nothing_is_shared
+from tests.models.conftest import COMMON, KV
 
 #           left pad   prompt   response  right pad
 SEQUENCES = torch.tensor([[0, 0, 11, 12, 13, 0], [21, 22, 23, 24, 25, 26]])
@@ -261,14 +261,14 @@ def windowed(kind: str) -> PreTrainedModel:
     """Models that look back 3 tokens, in all layers or every other."""
     torch.manual_seed(0)
     configs = {
-        "mistral": lambda: MistralConfig(**_COMMON, **_KV, sliding_window=3),
+        "mistral": lambda: MistralConfig(**COMMON, **KV, sliding_window=3),
         "qwen2": lambda: Qwen2Config(
-            **_COMMON, num_key_value_heads=2, use_sliding_window=True, sliding_window=3, max_window_layers=1
+            **COMMON, num_key_value_heads=2, use_sliding_window=True, sliding_window=3, max_window_layers=1
         ),
         "opt": lambda: OPTConfig(
-            **{**_COMMON, "initializer_range": 0.02}, init_std=0.2, ffn_dim=48, word_embed_proj_dim=32
+            **{**COMMON, "initializer_range": 0.02}, init_std=0.2, ffn_dim=48, word_embed_proj_dim=32
         ),  # no window; makes no mask from position ids
-        "gemma2": lambda: Gemma2Config(**_COMMON, **_KV, sliding_window=3, attn_logit_softcapping=None),
+        "gemma2": lambda: Gemma2Config(**COMMON, **KV, sliding_window=3, attn_logit_softcapping=None),
     }
     return AutoModelForCausalLM.from_config(configs[kind](), attn_implementation="sdpa")
 
@@ -550,14 +550,14 @@ def test_rows_are_shared_only_where_asked_and_possible(causal_lm: MakeModel, gro
 
 
 def test_an_attention_that_cannot_share_says_so_once(causal_lm: MakeModel, caplog: pytest.LogCaptureFixture) -> None:
-    _say_that_nothing_is_shared.cache_clear()
+    warn_that_nothing_is_shared.cache_clear()
     for _ in range(2):
         Actor(causal_lm(attention="eager"), packing_samples=True)
     assert [record.getMessage() for record in caplog.records if "share_prompts" in record.getMessage()] == [
         "--share_prompts needs --attn_implementation sdpa; with eager every sample brings its prompt along"
     ]
     caplog.clear()
-    _say_that_nothing_is_shared.cache_clear()
+    warn_that_nothing_is_shared.cache_clear()
     Actor(causal_lm(attention="eager"), packing_samples=True, share_prompts=False)
     Actor(causal_lm(attention="eager"))
     assert not caplog.records
