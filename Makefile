@@ -68,7 +68,7 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 
 docs: $(INSTALLED)
-	$(BIN)/python -m lightppo.config.reference --write
+	$(BIN)/python -c "from lightppo.config import cli; cli.write_flags_page()"
 	$(BIN)/python -m lightppo.trainer.metrics --write
 
 # Longer than the tests and only on an idle machine: QUICK=1 shows whether it works, not how fast anything is.

@@ -8,24 +8,20 @@
 ``--help`` lists all options.
 """
 
-import dataclasses
 import math
 import os
-import sys
 from collections.abc import Sequence
 from typing import Literal
 
-import tyro
+from lightppo.config.cli import parse_section
+from lightppo.option import Section, option
 
-from lightppo.config.fields import option, out_of_range, section
 
-
-@section
-class SFTConfig:
+class SFTConfig(Section):
     """Train a causal language model on demonstrations."""
 
-    pretrain: str | None = option(None, "Model to start from: folder or hub id. Required.")
-    dataset: str | None = option(None, "Demonstrations: file, folder or hub name; several with commas. Required.")
+    pretrain: str | None = option(None, "Model to start from: folder or hub id.", required=True)
+    dataset: str | None = option(None, "Demonstrations: file, folder or hub name; several with commas.", required=True)
     dataset_split: str = option("train", "Split of the dataset.")
     input_key: str = option("input", "Column of the prompt.")
     output_key: str | None = option(None, "Column of the completion. None: tries the usual names.")
@@ -70,14 +66,7 @@ class SFTConfig:
 
 def problems(config: SFTConfig, world_size: int) -> list[str]:
     """What is wrong with the options, one message each."""
-    found = [out_of_range(f.name, getattr(config, f.name), f) for f in dataclasses.fields(config)]
-    if any(found):
-        return [problem for problem in found if problem]
     found = []
-    if config.pretrain is None:
-        found.append("--pretrain is required: a folder with a model, or a hub id")
-    if config.dataset is None:
-        found.append("--dataset is required: demonstrations, such as a JSONL file")
     if config.num_epochs is not None and config.max_steps is not None:
         found.append("--num_epochs and --max_steps are both given: leave one out")
     for flag in ("lora_alpha", "lora_dropout", "target_modules"):
@@ -96,13 +85,7 @@ def problems(config: SFTConfig, world_size: int) -> list[str]:
 
 def parse_args(argv: Sequence[str] | None = None) -> SFTConfig:
     """The options, checked before anything loads; exit code 2 with one line per problem."""
-    is_rank_0 = os.environ.get("RANK", "0") == "0"
-    config = tyro.cli(SFTConfig, args=argv, prog="train_sft.py", use_underscores=True, console_outputs=is_rank_0)
-    if found := problems(config, int(os.environ.get("WORLD_SIZE", "1"))):
-        if is_rank_0:
-            print("\n".join(f"train_sft.py: error: {problem}" for problem in found), file=sys.stderr)
-        raise SystemExit(2)
-    return config
+    return parse_section(SFTConfig, problems, argv, "train_sft.py")
 
 
 def train(config: SFTConfig) -> None:

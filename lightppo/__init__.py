@@ -37,6 +37,8 @@ _PUBLIC = {
     "PolicyLoss": "lightppo.algorithms.losses",
     "ValueLoss": "lightppo.algorithms.losses",
     "GPTLMLoss": "lightppo.algorithms.losses",
+    "estimator": "lightppo.algorithms.entries",
+    "policy_loss": "lightppo.algorithms.entries",
     "FixedKLController": "lightppo.algorithms.kl",
     "AdaptiveKLController": "lightppo.algorithms.kl",
 }
@@ -57,5 +59,7 @@ def __dir__() -> list[str]:
 
 
 if TYPE_CHECKING:
+    from lightppo.algorithms.entries import estimator as estimator
+    from lightppo.algorithms.entries import policy_loss as policy_loss
     from lightppo.config import PPOConfig as PPOConfig
     from lightppo.trainer.ppo_trainer import PPOTrainer as PPOTrainer

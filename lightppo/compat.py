@@ -11,15 +11,14 @@ from typing import Any, Literal
 from torch import nn
 
 from lightppo.config import PPOConfig, rules
-from lightppo.config.fields import nearest
-from lightppo.config.ppo import all_options
-from lightppo.config.values import alternatives, kind_of
+from lightppo.config.options import all_options
 from lightppo.errors import ConfigError
 from lightppo.models import actor as actors
 from lightppo.models import critic as critics
 from lightppo.models import loading
 from lightppo.models.loading import use_liger_kernels
 from lightppo.models.lora import LoraOptions, add_adapters
+from lightppo.option import nearest
 
 # What the constructor means where it is given nothing; the command line has defaults of its own.
 CONSTRUCTOR_DEFAULTS: dict[str, Any] = {
@@ -73,7 +72,7 @@ def constructor_config(
             problem = f"max_norm {options['max_norm']} is not the strategy's ({strategy.max_norm}): set it there"
             raise ConfigError(problem)
         return config
-    if problems := config.value_problems() or rules.trainer_contradictions(config, strategy.world_size):
+    if problems := config.value_problems() or rules.contradictions(config, strategy.world_size, by_hand=True):
         raise ConfigError("\n".join(problems))
     return config.resolved()
 
@@ -104,7 +103,7 @@ def config_from_options(args: Any, options: Mapping[str, Any], tokenizer: Any = 
         values["eps_clip"] = None  # then what belongs to the loss: 0.2 for PPO's
     config = PPOConfig().with_options(**values | _generation(options))
     config = config.with_options(**_special_tokens(config, options, tokenizer))
-    if problems := rules.trainer_contradictions(config, world_size):
+    if problems := rules.contradictions(config, world_size, by_hand=True):
         raise ConfigError("\n".join(problems))
     return config.resolved()
 
@@ -136,7 +135,7 @@ def _generation(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _options_of(args: Any) -> dict[str, Any]:
     """Those attributes of a namespace that are options, in our types; None counts only where it is a value."""
-    optional = {f.name: type(None) in alternatives(kind_of(f)) for _, f in all_options()}
+    optional = {option.name: option.may_be_none for option in all_options()}
     given = vars(args) if args is not None else {}
     values = {n: v for n, v in given.items() if n in optional and (v is not None or optional[n])}
     for name in ("reward_pretrain", "remote_rm_url"):  # the seed separates them by commas

@@ -7,8 +7,8 @@ import functools
 import os
 import types
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, ClassVar, Literal, Union, dataclass_transform, get_args, get_origin, get_type_hints
 
 _BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 _ONE = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "None"}
@@ -28,11 +28,10 @@ class Option:
         ge, gt, le, lt: range of every number; ``None`` as a value is always inside.
         names: the table that a value must be found in, see :class:`lightppo.algorithms.entries.Table`.
         below: option of the same algorithm that must be larger.
-        only_with: conditions without which it would do nothing, see :func:`lightppo.config.rules.unmet`.
+        only_with: conditions without which it would do nothing, see :func:`lightppo.config.rules.condition_text`.
         off: values besides the default that ask for nothing, and so need no ``only_with``.
         resume_safe: a resumed run may change it; everything else must stay as it was.
         required: every run must set it.
-        usual: shown by ``--help``; ``--help all`` shows the others too.
         owner: the section that it belongs to, ``config.<owner>.<name>``.
     """
 
@@ -51,7 +50,6 @@ class Option:
     off: tuple[Any, ...] = ()
     resume_safe: bool = False
     required: bool = False
-    usual: bool = False
     owner: str = ""
 
     @property
@@ -78,7 +76,8 @@ class Option:
         """The type in words: ``a list of texts or None``."""
         if self.names is None:
             return _in_words(self.type)
-        return f"one of {', '.join(self.names)}" + (" or None" if self.may_be_none else "")
+        names = [*self.names, "path.py:name"] if self.names.decorator else self.names
+        return f"one of {', '.join(names)}" + (" or None" if self.may_be_none else "")
 
     def is_set(self, value: Any) -> bool:
         """Whether a value asks for something that the default does not."""
@@ -95,12 +94,71 @@ class Option:
         try:
             value = _adapter(self.type, **self.bounds).validate_python(value)
         except ValidationError:
-            choices = map(str, get_args(self.kind)) if get_origin(self.kind) is Literal else ()
+            choices = [choice for choice in get_args(self.kind) if isinstance(choice, str)]
             wanted = " ".join(filter(None, (self.type_text, self.range_text)))
             raise ValueError(f"--{self.name} must be {wanted}, not {value!r}{nearest(str(value), choices)}") from None
         if self.names is not None and value is not None:
             self.names.find(value)
         return value
+
+
+def option(default: Any, help: str, *, only_with: str | tuple[str, ...] = (), **more: Any) -> Any:
+    """The declaration of an option in the body of a :class:`Section`; ``more`` is as in :class:`Option`."""
+    conditions = (only_with,) if isinstance(only_with, str) else only_with
+    return Option("", None, default, help, only_with=conditions, **more)
+
+
+@dataclass_transform(kw_only_default=True, field_specifiers=(option,))
+class Section:
+    """Values of the options that one part of a run reads, as attributes::
+
+        class TrainingConfig(Section):
+            "Training: batches, epochs, optimizers."
+
+            train_batch_size: int = option(128, "Samples per optimizer step.", unit="samples over all ranks", ge=1)
+
+    ``own=TABLE`` adds the own options of all entries of a table of algorithms, also of those that are added later;
+    ``resume_safe=True`` holds for all options of the section.
+    """
+
+    _declared: ClassVar[dict[str, Option]] = {}
+    _own: ClassVar[Any] = None
+
+    def __init_subclass__(cls, own: Any = None, resume_safe: bool = False) -> None:
+        owner = cls.__name__.removesuffix("Config").lower()
+        cls._own = own
+        cls._declared = {}
+        for name, kind in get_type_hints(cls).items():
+            if name not in cls.__annotations__:
+                continue
+            declared = cls.__dict__[name]
+            safe = resume_safe or declared.resume_safe
+            cls._declared[name] = replace(declared, name=name, type=kind, owner=owner, resume_safe=safe)
+            delattr(cls, name)
+
+    @classmethod
+    def options(cls) -> dict[str, Option]:
+        """The options by name."""
+        owner = cls.__name__.removesuffix("Config").lower()
+        own = {} if cls._own is None else cls._own.flag_options()
+        return cls._declared | {name: replace(option, owner=owner) for name, option in own.items()}
+
+    def __init__(self, **values: Any) -> None:
+        defaults = {name: option.default for name, option in self.options().items()}
+        if unknown := values.keys() - defaults.keys():
+            raise TypeError(f"{type(self).__name__} has no option {min(unknown)!r}{nearest(min(unknown), defaults)}")
+        vars(self).update(defaults | values)
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("_") and name in (options := self.options()):
+            return options[name].default  # of an algorithm that was added since
+        raise AttributeError(f"{type(self).__name__} has no option {name!r}")
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and vars(self) == vars(other)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import ast
-import dataclasses
+import inspect
 import re
 from pathlib import Path
 
 import pytest
 
-from lightppo.algorithms.entries import POLICY_LOSSES
-from lightppo.config.ppo import PPOConfig, all_options
+from lightppo.algorithms.entries import TABLES
+from lightppo.config.options import all_options, sections
+from lightppo.rewards import build
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lightppo"
 
-SECTIONS = {
-    home.name: {f.name for f in dataclasses.fields(home.default_factory)} for home in dataclasses.fields(PPOConfig)
-}
-SECTION_OF_CLASS = {home.default_factory.__name__: home.name for home in dataclasses.fields(PPOConfig)}
+SECTIONS = {title: section.options().keys() for title, section in sections().items()}
+SECTION_OF_CLASS = {section.__name__: title for title, section in sections().items()}
 
 # Read elsewhere, and why.
 READ_ELSEWHERE = {
@@ -86,18 +85,21 @@ def live_options() -> set[tuple[str, str]]:
         if path.parent.name != "config":
             found |= reads(path.read_text())
     decide = ("resolutions", "takes_old_from_training", "old_log_probs_from", "micro_batch_spec", "reward_plan")
-    for name in ("rules.py", "algorithm_rules.py", "reward_rules.py", "old_log_probs.py", "micro_batches.py"):
-        rules = ast.parse((PACKAGE / "config" / name).read_text())
-        for node in rules.body:
-            if getattr(node, "name", None) in decide:
-                found |= reads(node)
-    # an option of one policy loss is read by its name in the loss's traits (trainer/update.py)
-    return found | {("loss", name) for traits in POLICY_LOSSES.values() for name in traits.defaults}
+    for node in ast.parse((PACKAGE / "config" / "rules.py").read_text()).body:
+        if getattr(node, "name", None) in decide:
+            found |= reads(node)
+    # the parts of rewards are made with the options that have the names of their parameters
+    made = re.findall(r"_(?:make|options_of)\((\w+), config", inspect.getsource(build))
+    kinds = [getattr(build, name) for name in made if hasattr(build, name)]
+    found |= {("verifier", name) for kind in kinds for name in inspect.signature(kind).parameters}
+    # an algorithm's own options are read by the names in its entry
+    own = {name for table in TABLES for name in table.flag_options()}
+    return found | {(one.owner, one.name) for one in all_options() if one.name in own}
 
 
 def test_every_option_is_read():
     live = live_options()
-    dead = {f.name for home, f in all_options() if (home, f.name) not in live}
+    dead = {one.name for one in all_options() if (one.owner, one.name) not in live}
     assert dead == set(READ_ELSEWHERE), "an option that nothing reads, or one in READ_ELSEWHERE that is read now"
 
 
@@ -125,5 +127,5 @@ def test_every_option_is_named_by_a_test():
     here = Path(__file__)
     tests = [p.read_text() for p in here.parent.rglob("*.py") if p != here and here.parent / "config" not in p.parents]
     words = set(re.findall(r"\w+", " ".join(tests)))
-    unnamed = {f.name for _, f in all_options()} - words
+    unnamed = {one.name for one in all_options()} - words
     assert not unnamed, f"write a test of what these change: {sorted(unnamed)}"

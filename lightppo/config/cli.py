@@ -1,22 +1,40 @@
-"""Command line and YAML → PPOConfig. Mistakes end with exit code 2 and one line each, before any model is loaded."""
+"""Command line and YAML → options, by argparse out of the declarations; ``--help``; docs/flags.md.
 
-import dataclasses
+Mistakes end with exit code 2 and one line each, before any model is loaded.
+"""
+
+import argparse
 import os
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
-import tyro
 import yaml
 
-from lightppo.config.ppo import PPOConfig, all_options
-from lightppo.config.values import alternatives, kind_of
+from lightppo.config.options import PPOConfig, all_options, sections
+from lightppo.config.rules import condition_text
 from lightppo.errors import ConfigError
+from lightppo.option import Option, Section, nearest
+
+S = TypeVar("S", bound=Section)
 
 _DESCRIPTION = (
     "Train a causal language model with PPO. One process per GPU (or CPU rank): deepspeed, torchrun or python."
 )
+# What --help shows: the options that most people set, on one screen.
+_SCREEN = {
+    "Run": "config save_path save_steps eval_steps use_wandb",
+    "Model": "pretrain bf16 lora_rank gradient_checkpointing zero_stage",
+    "Data": "prompt_data eval_data input_key label_key apply_chat_template prompt_max_len",
+    "Reward (one of them)": "reward_fn reward_source reward_pretrain remote_rm_url",
+    "Rollout": "rollout_engine rollout_batch_size n_samples_per_prompt generate_max_len temperature",
+    "Algorithm": "advantage_estimator policy_loss init_kl_coef use_kl_loss",
+    "Training": "train_batch_size micro_train_batch_size max_epochs num_episodes actor_learning_rate "
+    "critic_learning_rate packing_samples",
+}
 
 
 def parse_args(argv: Sequence[str] | None = None, prog: str = "train_ppo.py") -> PPOConfig:
@@ -29,71 +47,138 @@ def parse_args(argv: Sequence[str] | None = None, prog: str = "train_ppo.py") ->
     Raises:
         SystemExit: code 2 on an unknown flag or key, a value out of range or a contradiction; code 0 after ``--help``.
     """
-    arguments = _spell_out_switches(sys.argv[1:] if argv is None else argv)
-    try:
-        defaults = _with_file(arguments)
-    except ConfigError as error:
-        _fail(prog, error)
-    config = tyro.cli(
-        PPOConfig,
-        args=arguments,
-        default=defaults,
-        prog=prog,
-        description=_DESCRIPTION,
-        use_underscores=True,
-        config=(tyro.conf.OmitArgPrefixes,),
-        console_outputs=_is_rank_0(),
-    )
-    try:
+    arguments = sys.argv[1:] if argv is None else argv
+    if "--help" in arguments or "-h" in arguments:
+        _print(help_text(prog, "all" in arguments))
+        raise SystemExit(0)
+    with exit_on_mistakes(prog):
+        flags = read_flags(arguments, list(all_options()))
+        config = PPOConfig()
+        if flags.get("config") is not None:
+            config = _with_file(config, flags["config"])
+        config = config.with_options(**flags)
         config.validate(world_size=int(os.environ.get("WORLD_SIZE", "1")))
-    except ConfigError as error:
-        _fail(prog, error)
     return config.resolved()
 
 
-def _is_rank_0() -> bool:
-    return os.environ.get("RANK", "0") == "0"
+def parse_section(kind: type[S], check: Callable[[S, int], list[str]], argv: Sequence[str] | None, prog: str) -> S:
+    """The options of a script that has one section, checked.
 
+    Args:
+        kind: the section.
+        check: what is wrong with values that are each in range, for so many ranks.
+        argv: arguments; ``None`` for those of this process.
+        prog: name of the script in messages.
 
-def _fail(prog: str, error: ConfigError) -> None:
-    if _is_rank_0():
-        for line in str(error).split("\n"):
-            print(f"{prog}: error: {line}", file=sys.stderr)
-    raise SystemExit(2)
-
-
-def _spell_out_switches(arguments: Sequence[str]) -> list[str]:
-    """``--adv_norm`` → ``--adv_norm True`` and ``--no_adv_norm`` → ``--adv_norm False``.
-
-    Switches that may also be None take a value on tyro's command line; these are spelled like all other switches here.
+    Raises:
+        SystemExit: as :func:`parse_args`.
     """
-    switches = {f.name for _, f in all_options() if {bool, type(None)} == set(alternatives(kind_of(f)))}
-    spelled: list[str] = []
-    for i, argument in enumerate(arguments):
-        name = argument.removeprefix("--").replace("-", "_") if argument.startswith("--") else ""
-        following = arguments[i + 1] if i + 1 < len(arguments) else "--"
-        if name in switches and following.startswith("--"):
-            spelled += [f"--{name}", "True"]
-        elif name.removeprefix("no_") in switches and name.startswith("no_"):
-            spelled += [f"--{name.removeprefix('no_')}", "False"]
-        else:
-            spelled.append(argument)
-    return spelled
+    arguments = sys.argv[1:] if argv is None else argv
+    if "--help" in arguments or "-h" in arguments:
+        _print("\n".join([f"usage: {prog} [flags]", "", *_section_lines(kind)]) + "\n")
+        raise SystemExit(0)
+    with exit_on_mistakes(prog):
+        options = kind.options()
+        config = kind(**read_flags(arguments, list(options.values())))
+        missing = [option for option in options.values() if option.required and not getattr(config, option.name)]
+        problems = [f"--{option.name} is required: {option.help}" for option in missing]
+        if problems := problems + check(config, int(os.environ.get("WORLD_SIZE", "1"))):
+            raise ConfigError("\n".join(problems))
+    return config
 
 
-def _with_file(arguments: Sequence[str]) -> PPOConfig:
-    """The defaults with the options of the ``--config`` file over them."""
-    path = None
-    for i, argument in enumerate(arguments):
-        if argument.startswith("--config="):
-            path = argument.removeprefix("--config=")
-        elif argument == "--config" and i + 1 < len(arguments):
-            path = arguments[i + 1]
-    if path is None or path == "None":
-        return PPOConfig()
+@contextmanager
+def exit_on_mistakes(prog: str) -> Iterator[None]:
+    """Turns a ``ConfigError`` into exit code 2, and prints its lines on rank 0."""
     try:
-        values = _read_yaml(path)
-        return PPOConfig().with_options(**values)
+        yield
+    except ConfigError as error:
+        for line in str(error).split("\n"):
+            _print(f"{prog}: error: {line}\n", sys.stderr)
+        raise SystemExit(2) from None
+
+
+def _print(text: str, file: Any = None) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        print(text, end="", file=file)
+
+
+# -- flags and YAML --------------------------------------------------------------------------------------------------
+
+
+def read_flags(arguments: Sequence[str], options: Sequence[Option]) -> dict[str, Any]:
+    """The options that are given, in their types.
+
+    Raises:
+        ConfigError: unknown flags (the nearest is named), values of the wrong type or out of range; one line each.
+    """
+    # --train-batch-size is --train_batch_size
+    spelled = [re.sub(r"^--[A-Za-z][\w-]*", lambda m: "--" + m[0][2:].replace("-", "_"), text) for text in arguments]
+    given, unknown = _parser(options).parse_known_args(spelled)
+    problems = []
+    for i, text in enumerate(unknown):
+        name = text.partition("=")[0]
+        if name.startswith("--"):
+            problems.append(f"unknown flag {name}{nearest(name, [f'--{option.name}' for option in options])}")
+        elif i == 0 or not unknown[i - 1].startswith("--"):
+            problems.append(f"unexpected argument {text!r}")
+    values = {}
+    for option in options:
+        if option.name in given:
+            try:
+                values[option.name] = option.conform(_typed(getattr(given, option.name), option))
+            except ValueError as error:
+                problems.append(str(error))
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return values
+
+
+class _Parser(argparse.ArgumentParser):
+    # argparse's own takes -1e5 for a flag
+    _negative_number = re.compile(r"-(\d+\.?\d*|\.\d+)(e[-+]?\d+)?$|-inf$", re.IGNORECASE)
+
+    def error(self, message: str) -> Any:
+        raise ConfigError(message)
+
+
+class _Switch(argparse.Action):
+    """``--x``, ``--no_x``, and ``--x True``, ``False`` or ``None`` where None is a value."""
+
+    def __call__(self, parser: Any, namespace: Any, value: Any, flag: str | None = None) -> None:
+        setattr(namespace, self.dest, value or str(flag == f"--{self.dest}"))
+
+
+def _parser(options: Iterable[Option]) -> argparse.ArgumentParser:
+    parser = _Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    parser._negative_number_matcher = _Parser._negative_number
+    for option in options:
+        flags = [f"--{option.name}"]
+        if option.kind is bool:
+            flags.append(f"--no_{option.name}")
+            parser.add_argument(*flags, action=_Switch, nargs="?" if option.may_be_none else 0)
+        else:
+            parser.add_argument(*flags, nargs="*" if get_origin(option.kind) is tuple else None)
+    return parser
+
+
+def _typed(value: str | list[str], option: Option) -> Any:
+    """What a text on the command line means; numbers are left to the option's validator."""
+    if isinstance(value, list) and value != ["None"]:
+        return value
+    text = value[0] if isinstance(value, list) else value
+    meant = {"None": None} if option.may_be_none else {}
+    if option.kind is bool:
+        meant |= {"True": True, "False": False}
+    if get_origin(option.kind) is Literal:
+        meant |= {str(choice): choice for choice in get_args(option.kind)}
+    return meant.get(text, value)
+
+
+def _with_file(config: PPOConfig, path: str) -> PPOConfig:
+    """The config with the options of the ``--config`` file."""
+    try:
+        return config.with_options(**_read_yaml(path))
     except ConfigError as error:
         raise ConfigError("\n".join(f"--config {path}: {line}" for line in str(error).split("\n"))) from error
 
@@ -109,9 +194,8 @@ def _read_yaml(path: str) -> dict[str, Any]:
         return {}
     if not isinstance(values, dict):
         raise ConfigError(f"must be a mapping of option to value, not a {type(values).__name__}")
-    homes = {home.name for home in dataclasses.fields(PPOConfig)}
     for name, value in values.items():
-        if isinstance(value, dict) and name in homes:
+        if isinstance(value, dict) and name in sections():
             raise ConfigError(f"sections are not nested: write the options of {name!r} at the top level")
     if "config" in values:
         raise ConfigError("the file names another with 'config': give one file only")
@@ -128,3 +212,109 @@ class _Loader(yaml.SafeLoader):
                 problem = f"option {key.value!r} is given twice"
                 raise yaml.constructor.ConstructorError(problem=problem, problem_mark=key.start_mark)
         return super().construct_mapping(node, deep)
+
+
+# -- help and docs/flags.md ------------------------------------------------------------------------------------------
+
+
+def help_text(prog: str, everything: bool) -> str:
+    """One screen of the usual options, or all of them by section with unit, range, default and what they act with."""
+    options = {option.name: option for option in all_options()}
+    lines = [f"usage: {prog} --pretrain MODEL --prompt_data FILE --reward_fn FILE.py [--config FILE.yaml] [flags]"]
+    if everything:
+        lines += ["", _DESCRIPTION]
+        for section in sections().values():
+            lines += ["", *_section_lines(section)]
+        return "\n".join(lines) + "\n"
+    for title, names in _SCREEN.items():
+        lines.append(f"{title}:")
+        for option in map(options.__getitem__, names.split()):
+            text = option.help.partition(". ")[0].rstrip(".")
+            default = "required" if option.required else _shown(option.default)
+            note = "" if option.default in (None, (), False) and not option.required else f" [{default}]"
+            lines.append(f"  --{option.name:<23} {text}{note}")
+    lines.append("--help all shows all options, docs/flags.md their table.")
+    return "\n".join(lines) + "\n"
+
+
+def _section_lines(section: type[Section]) -> Iterator[str]:
+    yield section.__doc__ or ""
+    for option in section.options().values():
+        yield f"  {_spelled(option)}"
+        yield f"      {description(option)} (default: {_shown(option.default)})"
+
+
+def description(option: Option) -> str:
+    """Help text with unit, range and what the option acts with."""
+    conditions = " and ".join(map(condition_text, option.only_with))
+    notes = ["required" * option.required, option.unit, option.range_text, conditions and f"with {conditions}"]
+    return option.help + (f" [{'; '.join(filter(None, notes))}]" if any(notes) else "")
+
+
+def _spelled(option: Option) -> str:
+    if option.kind is bool:
+        return f"--{option.name}, --no_{option.name}"
+    several = " ..." if get_origin(option.kind) is tuple else ""
+    choices = get_args(option.kind) if get_origin(option.kind) is Literal else option.names
+    kind = get_args(option.kind)[0] if several else option.kind
+    return f"--{option.name} " + ("|".join(map(str, choices)) if choices else _METAVARS[kind] + several)
+
+
+_METAVARS = {int: "N", float: "NUMBER", str: "TEXT"}
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, tuple):
+        return " ".join(map(str, value)) if value else "none"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "flags.md"
+
+_HEAD = """\
+# Flags
+
+<!-- Generated by `make docs` from lightppo/config/options.py and lightppo/algorithms/entries.py: edit those. -->
+
+All options of `examples/train_ppo.py`, as `--help all` shows them. The same names are the keys of a
+`--config FILE.yaml` and of `PPOConfig.from_flat(...)`; flags win over the file, and the last of a repeated flag wins.
+
+- true or false: `--bf16` or `--no_bf16`; in YAML `true` or `false`.
+- several values: `--stop A B`; in YAML a list.
+- None: `--value_clip None`; in YAML `null`.
+
+*Only with*: elsewhere the option would do nothing, and is refused. *Resume*: "free" options may change when a run goes
+on from a checkpoint; a change of any other is refused.
+"""
+
+_COLUMNS = ("Flag", "Type", "Default", "Meaning", "Unit", "Range", "Only with", "Resume")
+
+
+def flags_page() -> str:
+    """The page: one table per section."""
+    parts = [_HEAD]
+    for section in sections().values():
+        table = [_COLUMNS, ["---"] * len(_COLUMNS), *map(_row, section.options().values())]
+        lines = "\n".join("| " + " | ".join(cells) + " |" for cells in table)
+        parts.append(f"## {(section.__doc__ or '').rstrip('.')}\n\n{lines}\n")
+    return "\n".join(parts)
+
+
+def _row(option: Option) -> list[str]:
+    default = option.default
+    cells = [
+        f"`--{option.name}`",
+        option.type_text,
+        _shown(default) if isinstance(default, bool) or default == () else f"`{_shown(default)}`",
+        option.help + " Required." * option.required,
+        option.unit or "",
+        option.range_text,
+        " and ".join(map(condition_text, option.only_with)),
+        "free" if option.resume_safe else "fixed",
+    ]
+    return [cell.replace("|", "\\|") for cell in cells]
+
+
+def write_flags_page() -> None:
+    """Write docs/flags.md."""
+    PAGE.write_text(flags_page(), encoding="utf-8")

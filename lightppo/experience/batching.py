@@ -22,7 +22,7 @@ from lightppo.algorithms.entries import POLICY_LOSSES, load
 from lightppo.algorithms.losses import PolicyLoss
 from lightppo.algorithms.masking import LossNormalizer, whiten
 from lightppo.algorithms.selection import Selection
-from lightppo.config.micro_batches import MicroBatchSpec
+from lightppo.config.rules import MicroBatchSpec
 from lightppo.data.records import Rollout
 from lightppo.experience.experience import Experience
 from lightppo.models.packing import micro_batches

@@ -27,8 +27,7 @@ from lightppo.algorithms.shaping import (
     zero_truncated,
 )
 from lightppo.config import PPOConfig, RewardConfig
-from lightppo.config.micro_batches import micro_batch_spec
-from lightppo.config.old_log_probs import old_log_probs_from
+from lightppo.config.rules import micro_batch_spec, old_log_probs_from
 from lightppo.data.records import Rollout, seed_of_step
 from lightppo.experience.batching import MicroBatching, ReplayBuffer, select_tokens
 from lightppo.experience.experience import Experience

@@ -17,7 +17,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from lightppo.config.micro_batches import MicroBatchSpec
+from lightppo.config.rules import MicroBatchSpec
 from lightppo.errors import PackingNotSupportedError
 
 PACKED_SDPA = "packed_sdpa"  # the name of packed_attention in transformers

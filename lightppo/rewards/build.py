@@ -1,7 +1,7 @@
 """From a config, or from options one by one, to one reward source. Heavy packages are loaded once they are needed.
 
 To add a built-in source: a class with ``name`` and ``score`` in a file of its own, whose arguments have the names of
-its options; a line in ``BUILT_IN_SOURCES`` and in ``BUILT_IN`` of ``config.reward_rules``; its options in
+its options; a line in ``BUILT_IN_SOURCES`` and in ``BUILT_IN`` of ``config.rules``; its options in
 ``config.verifier_section``; a test; a section in docs/verifiers.md.
 """
 
@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightppo.config import PPOConfig, VerifierConfig
-from lightppo.config.micro_batches import MicroBatchSpec, micro_batch_spec
-from lightppo.config.reward_rules import ANY_ROUTE, Plan, reward_plan
+from lightppo.config.rules import ANY_ROUTE, MicroBatchSpec, Plan, micro_batch_spec, reward_plan
 from lightppo.errors import ConfigError
 from lightppo.http import check_url, read_token, shown_url
 from lightppo.ranks import Ranks

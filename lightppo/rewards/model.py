@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 import torch
 from torch import Tensor, nn
 
-from lightppo.config.micro_batches import MicroBatchSpec
+from lightppo.config.rules import MicroBatchSpec
 from lightppo.data.records import Rollout
 from lightppo.data.rows import PromptTemplate, Rendered
 from lightppo.errors import BadRowError, DataError, RewardError

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightppo.config.engine_section import EngineConfig
+from lightppo.config.options import EngineConfig
 from lightppo.errors import RolloutError
 from lightppo.rollout.server_client import VLLMServer
 from lightppo.rollout.server_pool import ServerPool

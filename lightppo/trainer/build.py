@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import os
@@ -21,9 +20,8 @@ from transformers import get_scheduler
 
 from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS
 from lightppo.config import PPOConfig
-from lightppo.config.adapter_rules import reference_is_actor, uses_adapters
-from lightppo.config.algorithm_rules import advice, moves_reference, needs_critic
-from lightppo.config.reward_rules import reward_plan
+from lightppo.config.options import sections
+from lightppo.config.rules import advice, moves_reference, needs_critic, reference_is_actor, reward_plan, uses_adapters
 from lightppo.data.datasets import PromptDataset, RolloutBatchSampler, SFTDataset
 from lightppo.data.readers import blending_datasets, check_data_paths, stage_to_local
 from lightppo.errors import ConfigError
@@ -698,11 +696,10 @@ def public_options(config: PPOConfig) -> dict[str, Any]:
 def described(config: PPOConfig) -> str:
     """All options, one line per section."""
     public = public_options(config)
-    lines = []
-    for home in dataclasses.fields(config):
-        names = [f.name for f in dataclasses.fields(getattr(config, home.name))]
-        lines.append(f"{home.name}: " + " ".join(f"{name}={public[name]!r}" for name in names))
-    return "\n".join(lines)
+    return "\n".join(
+        f"{title}: " + " ".join(f"{name}={public[name]!r}" for name in section.options())
+        for title, section in sections().items()
+    )
 
 
 def save_run_config(config: PPOConfig, strategy: DeepspeedStrategy) -> None:

@@ -16,9 +16,7 @@ from lightppo.algorithms.kl import make_kl_controller
 from lightppo.algorithms.losses import GPTLMLoss, ValueLoss
 from lightppo.compat import SeedAttributes, constructor_config, generation_options, overlay_args, with_generation
 from lightppo.config import PPOConfig
-from lightppo.config.algorithm_rules import moves_reference, needs_critic
-from lightppo.config.micro_batches import micro_batch_spec
-from lightppo.config.old_log_probs import old_log_probs_from
+from lightppo.config.rules import micro_batch_spec, moves_reference, needs_critic, old_log_probs_from
 from lightppo.data.records import Rollout
 from lightppo.errors import ConfigError, RewardError
 from lightppo.experience.batching import Minibatch, ReplayBuffer, StepPart, lone_part, minibatches

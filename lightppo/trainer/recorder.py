@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from lightppo.config import PPOConfig
-from lightppo.config.sections import LoggingConfig
+from lightppo.config.options import LoggingConfig
 from lightppo.errors import ConfigError
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.trainer.checkpointing import RunCheckpointer

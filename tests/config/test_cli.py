@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from lightppo.config import parse_args
-from lightppo.config.fields import range_text
-from lightppo.config.ppo import PPOConfig, all_options
+from lightppo.config import cli, parse_args
+from lightppo.config.options import PPOConfig, all_options
+from lightppo.config.rules import condition_text
+from lightppo.option import Section, option
 
 ROOT = Path(__file__).parents[2]
+REQUIRED_FLAGS = ("pretrain", "prompt_data")
 
 
 def test_flags_of_every_kind(parse):
@@ -90,15 +92,17 @@ def test_arguments_of_the_process(monkeypatch):
         ("--model.pretrain x", ["--model.pretrain"]),
         ("stray", ["stray"]),
         ("--gamma abc", ["--gamma", "abc"]),
-        ("--gamma", ["--gamma", "Missing"]),
+        ("--gamma", ["--gamma", "expected one argument"]),
         ("--num_episodes 1.5", ["--num_episodes", "1.5"]),
-        ("--adam_betas 0.9", ["--adam_betas", "Expected 2"]),
+        ("--adam_betas 0.9", ["--adam_betas", "2 numbers"]),
         ("--zero_stage 4", ["--zero_stage", "'4'"]),
         ("--advantage_estimator ppo", ["--advantage_estimator", "group_norm"]),
         ("--bf16 True", ["True"]),
-        ("--gamma 2", ["train_ppo.py: error: --gamma 2.0 is out of range: it must be ≥0 ≤1\n"]),
-        ("--gamma nan", ["train_ppo.py: error: --gamma must be a number, not nan\n"]),
-        ("--train_batch_size 0", ["train_ppo.py: error: --train_batch_size 0 is out of range: it must be ≥1\n"]),
+        ("--adv_norm yes", ["--adv_norm", "'yes'"]),
+        ("--gamma 2", ["train_ppo.py: error: --gamma must be a number ≥0 ≤1, not '2'\n"]),
+        ("--gamma nan", ["train_ppo.py: error: --gamma", "'nan'"]),
+        ("--train_batch_size 0", ["train_ppo.py: error: --train_batch_size", "≥1"]),
+        ("--zero_stage None", ["--zero_stage", "None"]),
     ],
 )
 def test_refused_flags(refusal, flags, fragments):
@@ -106,15 +110,19 @@ def test_refused_flags(refusal, flags, fragments):
     assert all(fragment in printed for fragment in fragments), printed
 
 
-def test_every_problem_has_its_line(capsys):
+def test_every_problem_has_its_line(refusal):
+    lines = refusal("--gama 1 --gamma 2 --top_p 3 stray").splitlines()
+    named = [re.search(r"--\w+|'stray'", line.removeprefix("train_ppo.py: error: "))[0] for line in lines]
+    assert sorted(named) == ["'stray'", "--gama", "--gamma", "--top_p"]
+    assert "'stray'" in refusal("--gamma 1 stray")
+
+
+def test_what_every_run_needs(capsys):
     with pytest.raises(SystemExit):
         parse_args([], prog="run.py")
-    assert capsys.readouterr().err.splitlines() == [
-        "run.py: error: --pretrain is required: the path or hub name of the causal LM to train",
-        "run.py: error: --prompt_data is required: a file, folder or hub name with prompts",
-        "run.py: error: no reward: set --reward_fn path.py, --remote_rm_url URL, --reward_pretrain MODEL or a built-in "
-        "--reward_source (math, format, code)",
-    ]
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split()[:3] for line in lines[:2]] == [["run.py:", "error:", f"--{name}"] for name in REQUIRED_FLAGS]
+    assert all(flag in lines[2] for flag in ("--reward_fn", "--remote_rm_url", "--reward_pretrain", "--reward_source"))
 
 
 @pytest.mark.parametrize("flags", ["--gama 1", "--gamma 2", "--help", "--config /nowhere.yaml"])
@@ -134,19 +142,30 @@ def test_the_number_of_ranks_comes_from_the_launcher(parse, refusal, monkeypatch
     assert "--train_batch_size 43 is not divisible by the 2 ranks" in printed
 
 
-def test_help_shows_unit_range_and_default_of_every_flag(parse, capsys):
+def test_help_is_one_screen_of_the_usual_options(parse, capsys):
     with pytest.raises(SystemExit) as stopped:
         parse("--help")
     assert stopped.value.code == 0
-    # boxes and line breaks of the terminal away
-    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    for _, f in all_options():
-        meta = f.metadata
-        notes = [note for note in (meta["unit"], range_text(meta["bounds"])) if note]
-        shown = " ".join(map(str, f.default)) if isinstance(f.default, tuple) else f.default
-        values = f", --no_{f.name}" if isinstance(f.default, bool) else r"( \S+){1,4}?"
-        words = [meta["help"], *([f"[{'; '.join(notes)}]"] if notes else []), f"(default: {shown})"]
-        assert re.search(f"--{f.name}{values} {re.escape(' '.join(words))}", text), f.name
+    lines = capsys.readouterr().out.splitlines()
+    flags = {line.split()[0].removeprefix("--") for line in lines if line.startswith("  --")}
+    assert len(lines) <= 48
+    assert max(map(len, lines)) <= 120
+    assert flags < PPOConfig().flat().keys()
+    assert all(any(f"--{name} " in line and "[required]" in line for line in lines) for name in REQUIRED_FLAGS)
+    assert "--help all" in lines[-1]
+
+
+def test_help_all_shows_unit_range_condition_and_default_of_every_flag(parse, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        parse("--help all")
+    assert stopped.value.code == 0
+    lines = iter(capsys.readouterr().out.splitlines())
+    for one in all_options():
+        spelled = next(line for line in lines if line.startswith(f"  --{one.name}"))
+        assert f"--no_{one.name}" in spelled or one.kind is not bool
+        text = next(lines)
+        shown = [one.help, one.unit or "", one.range_text, *map(condition_text, one.only_with), "(default: "]
+        assert all(word in text for word in shown), one.name
 
 
 def test_config_file_under_flags(parse, yaml_file):
@@ -181,12 +200,12 @@ def test_empty_config_file(parse, yaml_file):
         ("train-batch-size: 8\n", "unknown option 'train-batch-size' (did you mean 'train_batch_size'?)"),
         ("5: 8\n", "unknown option '5'"),
         ("algorithm:\n  gamma: 1\n", "sections are not nested: write the options of 'algorithm' at the top level"),
-        ("gamma:\n  a: 1\n", "--gamma must be a number, not {'a': 1}"),
-        ("gamma: 2\n", "--gamma 2.0 is out of range: it must be ≥0 ≤1"),
-        ("gamma: high\n", "--gamma must be a number, not 'high'"),
+        ("gamma:\n  a: 1\n", "--gamma must be a number ≥0 ≤1, not {'a': 1}"),
+        ("gamma: 2\n", "--gamma must be a number ≥0 ≤1, not 2"),
+        ("gamma: high\n", "--gamma must be a number ≥0 ≤1, not 'high'"),
         ("bf16: 1\n", "--bf16 must be true or false, not 1"),
         ("zero_stage: 5\n", "--zero_stage must be one of 0, 1, 2, 3, not 5"),
-        ("max_norm: null\n", "--max_norm must be a number, not None"),
+        ("max_norm: null\n", "--max_norm must be a number ≥0, not None"),
         ("gamma: 1\ngamma: 0.9\n", "is not YAML: option 'gamma' is given twice"),
         ("config: other.yaml\n", "the file names another with 'config': give one file only"),
         ("- gamma\n", "must be a mapping of option to value, not a list"),
@@ -214,7 +233,7 @@ def test_config_files_that_cannot_be_read(refusal, tmp_path):
 
 
 def test_mistakes_are_told_before_anything_heavy_is_loaded():
-    """Also through the example script: exit code 2 with the standard library, tyro and yaml."""
+    """Also through the example script: exit code 2 with the standard library, pydantic and yaml."""
     runs = [["--gama", "1"], ["--gamma", "2"], ["--pretrain", "m"], ["--config", "/nowhere.yaml"]]
     code = f"""
 import json, runpy, sys
@@ -238,3 +257,64 @@ print(json.dumps([codes, sorted(sys.modules)]))
 
 def test_round_trip_of_a_parsed_config(parse):
     assert PPOConfig.from_flat(parse("--gamma 0.5 --bf16").flat()) == parse("--gamma 0.5 --bf16")
+
+
+class PaperConfig(Section):
+    """Paper."""
+
+    size: str | None = option(None, "Format.", required=True)
+    sheets: int = option(1, "Number.", ge=1)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--size A4 --sheets 2", 2),
+        ("--sheets 2", ["--size is required"]),
+        ("--size A4 --sheets 0", ["--sheets"]),
+        ("--size A4 --sheats 2", ["--sheats", "--sheets"]),
+        ("--size A4 --sheets 9", ["too many for 1"]),
+    ],
+)
+def test_a_script_with_one_section(flags, expected, capsys):
+    check = lambda paper, ranks: [f"too many for {ranks}"] if paper.sheets > 8 else []  # noqa: E731
+    run = lambda: cli.parse_section(PaperConfig, check, flags.split(), "print.py")  # noqa: E731
+    if isinstance(expected, int):
+        assert run().sheets == expected
+        return
+    with pytest.raises(SystemExit) as stopped:
+        run()
+    assert stopped.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert all(word in line for word in ("print.py: error: ", *expected))
+
+
+# -- docs/flags.md ---------------------------------------------------------------------------------------------------
+
+
+def test_the_page_is_up_to_date():
+    assert cli.PAGE.read_text(encoding="utf-8") == cli.flags_page(), "run `make docs`"
+
+
+def test_rows():
+    rows = [line for line in cli.flags_page().split("\n") if line.startswith("| `--")]
+    assert [row.split("`")[1] for row in rows] == [f"--{one.name}" for one in all_options()]
+    cells = {row.split("`")[1]: [cell.strip() for cell in row.split(" | ")] for row in rows}
+    assert cells["--lambd"][1:6] == ["a number", "`0.95`", "GAE's λ.", "", "≥0 ≤1"]
+    assert "--advantage_estimator" in cells["--lambd"][6]
+    assert cells["--prompt_max_len"][4:7] == ["tokens", "≥1", ""]
+    (clip,) = (row for row in rows if row.startswith("| `--reward_clip_range`"))
+    assert clip.startswith("| `--reward_clip_range` | 2 numbers or None | `-10.0 10.0` |")
+    (workers,) = (row for row in rows if row.startswith("| `--data_num_workers`"))
+    assert workers.endswith("|  | ≥0 |  | free |")
+
+
+def test_every_row_has_as_many_cells_as_the_head():
+    table = [line.replace("\\|", "") for line in cli.flags_page().split("\n") if line.startswith("|")]
+    assert {line.count("|") for line in table} == {9}
+
+
+def test_the_page_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(cli, "PAGE", tmp_path / "flags.md")
+    cli.write_flags_page()
+    assert cli.PAGE.read_text(encoding="utf-8") == cli.flags_page()

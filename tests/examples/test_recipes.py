@@ -17,8 +17,8 @@ from support.tiny import sums, write_jsonl
 from support.world import one_rank
 
 from lightppo.config import PPOConfig, parse_args
-from lightppo.config.algorithm_rules import advice, needs_critic
-from lightppo.config.ppo import all_options
+from lightppo.config.options import all_options
+from lightppo.config.rules import advice, needs_critic
 
 FOLDER = REPO / "examples" / "recipes"
 PAGE = REPO / "docs" / "recipes.md"
@@ -72,7 +72,7 @@ def test_each_option_says_something_new(recipe):
 
 def test_no_machine_and_no_path(recipe):
     of_the_user = {"model", "data", "strategy", "checkpoint", "evaluation", "logging"}
-    homes = {option.name: home for home, option in all_options()}
+    homes = {option.name: option.owner for option in all_options()}
     assert [name for name in said(recipe) if homes[name] in of_the_user] == []
 
 

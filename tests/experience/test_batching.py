@@ -13,7 +13,7 @@ from torch import Tensor
 from lightppo.algorithms.entries import LOSS_AGG_MODES
 from lightppo.algorithms.losses import PolicyLoss, ValueLoss
 from lightppo.algorithms.masking import LossNormalizer
-from lightppo.config.micro_batches import MicroBatchSpec
+from lightppo.config.rules import MicroBatchSpec
 from lightppo.experience.batching import Minibatch, minibatches, plan_step
 from lightppo.experience.experience import Experience
 

@@ -20,7 +20,7 @@ from transformers import (
     Qwen2Config,
 )
 
-from lightppo.config.micro_batches import MicroBatchSpec
+from lightppo.config.rules import MicroBatchSpec
 from lightppo.models import packing as packed_attention_module
 from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic

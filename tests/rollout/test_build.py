@@ -7,15 +7,14 @@ from typing import get_args
 import pytest
 
 from lightppo.config import PPOConfig
-from lightppo.config.engine_section import EngineConfig
-from lightppo.config.values import kind_of
+from lightppo.config.options import EngineConfig
 from lightppo.errors import ConfigError
 from lightppo.rollout.hf import HFRolloutEngine
 from lightppo.trainer.build import ENGINES, build_rollout_engine
 
 
 def test_every_value_of_the_option_has_an_entry():
-    assert set(get_args(kind_of(EngineConfig.__dataclass_fields__["rollout_engine"]))) == set(ENGINES)
+    assert set(get_args(EngineConfig.options()["rollout_engine"].type)) == set(ENGINES)
 
 
 def test_hf(llama, tokenizer, actor_of):

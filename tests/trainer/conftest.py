@@ -92,7 +92,7 @@ def trainer_with(parts, tmp_path) -> Callable[..., Any]:
     from support.sampled import SCORES
 
     from lightppo import PPOTrainer
-    from lightppo.config.algorithm_rules import needs_critic
+    from lightppo.config.rules import needs_critic
 
     def make(reward_source=None, rollout_engine=None, **options: Any) -> PPOTrainer:
         small = {"rollout_batch_size": 2, "n_samples_per_prompt": 2, "prompt_max_len": 12, "generate_max_len": 5,

@@ -133,9 +133,9 @@ def test_an_option_that_is_none_and_like_none():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"eps_clip": 1.5}, "--eps_clip 1.5 is out of range"),
+        ({"eps_clip": 1.5}, "--eps_clip must be .*1.5"),
         ({"temperature": -1}, "--temperature"),
-        ({"max_new_tokens": 0}, "--generate_max_len 0"),
+        ({"max_new_tokens": 0}, "--generate_max_len must be .*0"),
         ({"min_new_tokens": 9, "max_new_tokens": 4}, "--min_new_tokens 9 exceeds --generate_max_len 4"),
         ({"max_epochs": "two"}, "max_epochs"),
     ],
@@ -231,7 +231,7 @@ def test_a_config_made_in_code_is_checked_and_resolved():
     with pytest.raises(ConfigError, match="--train_batch_size 3 is not divisible by the 2 ranks"):
         constructor_config(config, SimpleNamespace(world_size=2), {}, None)
     config.loss.eps_clip = 2.0  # past from_flat's checks
-    with pytest.raises(ConfigError, match=r"--eps_clip 2\.0 is out of range"):
+    with pytest.raises(ConfigError, match=r"--eps_clip must be .*2\.0"):
         constructor_config(config, SimpleNamespace(world_size=3), {}, None)
 
 

@@ -158,7 +158,7 @@ class TestBadInput:
             (["--lora_alpha", "8"], "--lora_alpha has no effect without adapters: set --lora_rank"),
             (["--target_modules", "q_proj"], "--target_modules has no effect without adapters"),
             (["--load_in_4bit"], "--load_in_4bit holds weights that do not train in 4 bits: set --lora_rank"),
-            (["--learning_rate", "0"], "--learning_rate 0.0 is out of range: it must be >0"),
+            (["--learning_rate", "0"], "--learning_rate must be a number >0"),
             (["--learning_rat", "1e-3"], "--learning_rate"),
         ],
     )

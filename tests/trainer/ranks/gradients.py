@@ -16,7 +16,7 @@ from lightppo import PPOTrainer
 from lightppo.algorithms.entries import POLICY_LOSSES
 from lightppo.algorithms.losses import GPTLMLoss
 from lightppo.config import PPOConfig
-from lightppo.config.micro_batches import MicroBatchSpec
+from lightppo.config.rules import MicroBatchSpec
 from lightppo.experience.batching import Minibatch, ReplayBuffer, minibatches
 from lightppo.experience.experience import Experience
 from lightppo.models.actor import Actor

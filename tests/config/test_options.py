@@ -1,17 +1,16 @@
-"""run_config.yaml, as a run writes it, is read back by --config to the same options, whatever their values."""
+"""PPOConfig: from flags and values and back, ranges, run_config.yaml, changes on resume."""
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
-from types import NoneType
 from typing import Any, Literal, get_args, get_origin
 
 import pytest
 
-from lightppo.config import PPOConfig, parse_args, rules
-from lightppo.config.ppo import all_options, unsafe_changes
-from lightppo.config.values import alternatives, kind_of
+from lightppo.config import AlgorithmConfig, PPOConfig, parse_args, rules
+from lightppo.config.options import all_options, unsafe_changes
+from lightppo.errors import ConfigError
+from lightppo.option import Option
 
 TRICKY = [
     "None",
@@ -53,10 +52,11 @@ def back(tmp_path, monkeypatch):
     return run
 
 
-def other_value(option: dataclasses.Field, text: str) -> Any:
+def other_value(option: Option, text: str) -> Any:
     """A value of the option's type and range that is not its default, with ``text`` wherever there is text."""
-    kind = next(kind for kind in alternatives(kind_of(option)) if kind is not NoneType)
-    bounds = option.metadata["bounds"]
+    kind, bounds = option.kind, option.bounds
+    if option.names is not None:
+        return next(name for name in option.names if name != option.default)
     if kind is bool:
         return not option.default
     if kind is str:
@@ -74,7 +74,7 @@ def other_value(option: dataclasses.Field, text: str) -> Any:
 
 @pytest.mark.parametrize("text", TRICKY)
 def test_every_option_with_another_value(back, text):
-    values = {f.name: other_value(f, text) for _, f in all_options() if f.name not in ("config", "save_path")}
+    values = {o.name: other_value(o, text) for o in all_options() if o.name not in ("config", "save_path")}
     # what these stand for would be resolved into others
     values |= {"flash_attn": False, "load_checkpoint": True}
     defaults = PPOConfig().flat()
@@ -84,8 +84,8 @@ def test_every_option_with_another_value(back, text):
 
 
 def test_defaults_none_and_empty(back):
-    none = {f.name: None for _, f in all_options() if NoneType in alternatives(kind_of(f))}
-    empty = {f.name: () for _, f in all_options() if Ellipsis in get_args(kind_of(f))}
+    none = {o.name: None for o in all_options() if o.may_be_none}
+    empty = {o.name: () for o in all_options() if Ellipsis in get_args(o.type)}
     assert {"value_clip", "reward_clip_range"} < none.keys()  # where None is not the default
     assert {"stop", "reward_pretrain"} < empty.keys()
     config = PPOConfig().with_options(**none, **empty).resolved()
@@ -140,4 +140,72 @@ def test_unchanged_and_unknown_options_are_no_change():
      "actor_learning_rate", "zero_stage", "bf16", "seed", "enable_ema", "init_kl_coef"],
 )  # fmt: skip
 def test_options_that_make_the_run_are_not_free(name):
-    assert not next(f for _, f in all_options() if f.name == name).metadata["resume_safe"]
+    assert not next(o for o in all_options() if o.name == name).resume_safe
+
+
+def test_every_default_is_of_its_type_and_in_range():
+    assert PPOConfig().value_problems() == []
+
+
+def test_names_are_unique_over_the_sections():
+    names = [o.name for o in all_options()]
+    assert len(names) == len(set(names)) > 100
+
+
+# Below and above each end of a range that occurs: (option, values inside, values outside).
+@pytest.mark.parametrize(
+    ("name", "inside", "outside"),
+    [
+        ("rollout_batch_size", [1], [0, -1]),  # ≥1
+        ("min_new_tokens", [0], [-1]),  # ≥0
+        ("top_k", [-1], [-2]),  # ≥-1
+        ("gamma", [0, 1], [-0.01, 1.01]),  # ≥0 ≤1
+        ("top_p", [0.01, 1], [0, 1.01]),  # >0 ≤1
+        ("eps_clip", [0.01, 1], [0, 1.01]),  # >0 ≤1
+        ("ema_beta", [0, 0.99], [-0.1, 1]),  # ≥0 <1
+        ("kl_target", [None, 0.1], [0]),  # >0, or not checked
+        ("adam_betas", [(0, 0.9)], [(0.9, 1.0), (-0.1, 0.9)]),  # each entry
+        ("stop_token_ids", [(), (0, 7)], [(7, -1)]),
+        ("eval_correct_threshold", [-5.0, 5.0], []),  # no range
+    ],
+)
+def test_ranges(name, inside, outside):
+    for value in inside:
+        assert PPOConfig.from_flat({name: value}).flat()[name] == value
+    for value in outside:
+        with pytest.raises(ConfigError, match=f"^--{name} must be .*[≥>]"):
+            PPOConfig.from_flat({name: value})
+
+
+def test_from_flat_names_every_mistake():
+    with pytest.raises(ConfigError) as error:
+        PPOConfig.from_flat(gama=1, bf16="yes", top_p=2, gamma=0.5)
+    assert str(error.value).split("\n") == [
+        "unknown option 'gama' (did you mean 'gamma'?)",
+        "--bf16 must be true or false, not 'yes'",
+        "--top_p must be a number >0 ≤1, not 2",
+    ]
+
+
+def test_from_flat_takes_a_mapping_and_keywords():
+    config = PPOConfig.from_flat({"gamma": 0.5, "lambd": 0.5}, lambd=1)
+    assert (config.algorithm.gamma, config.algorithm.lambd) == (0.5, 1.0)
+
+
+def test_with_options_leaves_the_original_alone():
+    config = PPOConfig()
+    changed = config.with_options(gamma=0.5)
+    assert (config.algorithm.gamma, changed.algorithm.gamma) == (1.0, 0.5)
+    assert changed.flat() == {**config.flat(), "gamma": 0.5}
+
+
+def test_sections_made_by_hand_are_checked_too():
+    config = PPOConfig(algorithm=AlgorithmConfig(advantage_estimator="gaee"))
+    for check in (config.validate, config.resolved):
+        with pytest.raises(ConfigError, match=r"--advantage_estimator: .*'gaee'.*gae, reinforce, "):
+            check()
+
+
+def test_every_option_says_what_it_does():
+    for one in all_options():
+        assert one.help.endswith((".", ")")), one.name
