@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+T = TypeVar("T")
 
 
 @runtime_checkable
@@ -83,3 +85,11 @@ class Alone:
 
     def print(self, *parts: Any) -> None:
         print(*parts, flush=True)
+
+
+def level(parts: Sequence[T], ranks: Ranks, filler: Callable[[], T]) -> list[T]:
+    """Fillers and this rank's parts: as many on every rank, so that collectives in the models' passes meet. Collective.
+
+    The fillers come first, so that the last part is a real one on every rank that has any.
+    """
+    return [*(filler() for _ in range(ranks.same_count(len(parts)) - len(parts))), *parts]

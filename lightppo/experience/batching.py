@@ -26,7 +26,7 @@ from lightppo.config.rules import MicroBatchSpec
 from lightppo.data.records import Rollout
 from lightppo.experience.experience import Experience
 from lightppo.models.packing import micro_batches
-from lightppo.ranks import Ranks
+from lightppo.ranks import Ranks, level
 
 TOLERANCE = 0.02  # of the mean: what is left of the difference is not worth another exchange
 
@@ -308,7 +308,6 @@ def plan_step(
         scale: constant of ``seq-mean-token-sum-norm``.
         device: the training device.
     """
-    missing = ranks.same_count(len(micro_batches)) - len(micro_batches)
     normalizer = LossNormalizer.from_masks(
         [m.action_mask for m in micro_batches] or [Experience.placeholder(device).action_mask],
         all_reduce_sum=lambda x: ranks.all_reduce(x, "sum"),
@@ -316,8 +315,8 @@ def plan_step(
         scale=scale,
     )
     part = StepPart(normalizer, ranks.all_reduce(len(micro_batches), "sum") / ranks.world_size)
-    placeholders = [replace(Experience.placeholder(device), part=replace(part, has_samples=False))] * missing
-    return [*placeholders, *(replace(m, part=part) for m in micro_batches)]
+    placeholder = replace(Experience.placeholder(device), part=replace(part, has_samples=False))
+    return level([replace(m, part=part) for m in micro_batches], ranks, lambda: placeholder)
 
 
 def lone_part(experience: Experience, ranks: Ranks, *, scale: float = 1.0, accumulation: int = 1) -> StepPart:

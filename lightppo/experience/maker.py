@@ -32,7 +32,7 @@ from lightppo.data.records import Rollout, seed_of_step
 from lightppo.experience.batching import MicroBatching, ReplayBuffer, select_tokens
 from lightppo.experience.experience import Experience
 from lightppo.models.packing import all_share_prompts
-from lightppo.ranks import Ranks
+from lightppo.ranks import Ranks, level
 
 
 class ScoreShaper:
@@ -284,9 +284,7 @@ class ExperienceMaker:
         plan = []
         for name, run in self._calls():
             parts = self.batching.split(lengths, self.micro_batches[name], prompts)
-            # A rank with fewer runs its last one again.
-            parts += parts[-1:] * (self.strategy.same_count(len(parts)) - len(parts))
-            plan += [(run, rows) for rows in parts]
+            plan += [(run, rows) for rows in level(parts, self.strategy, lambda parts=parts: parts[-1])]
         for run, rows in self.progress(plan):
             run(batch, torch.tensor(rows, device=device), batch.select(rows), passes)
         if batch.kl is not None and not self._full_kl:

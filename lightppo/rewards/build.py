@@ -67,7 +67,7 @@ def build_reward(config: PPOConfig, reward_models: Sequence[Any], tokenizer: Any
                 "device": ranks.device,
                 "pad_token_id": tokenizer.pad_token_id,
                 "micro_batch_size": micro_batch_spec(config, "reward"),
-                "same_count": ranks.same_count,
+                "ranks": ranks,
                 "model_options": {
                     "inputs": reward_inputs(config, tokenizer),
                     "reward_max_length": r.reward_max_length,
@@ -233,7 +233,7 @@ def build_reward_source(
     device: torch.device | str = "cpu",
     pad_token_id: int | None = None,
     micro_batch_size: int | MicroBatchSpec = 8,
-    same_count: Callable[[int], int] = lambda count: count,
+    ranks: Ranks | None = None,
     remote_timeout: float = 60.0,
     remote_retries: int = 3,
     remote_token: str | None = None,
@@ -250,7 +250,7 @@ def build_reward_source(
             :class:`RewardSource` or the file of one, by default its ``reward_func`` or ``compute_score``; with reward
             models what combines their tensors, by default the file's ``reward_fn``.
         reward_models: see :class:`~lightppo.rewards.model.RewardModelSource`, as ``device``, ``pad_token_id``,
-            ``micro_batch_size`` and ``same_count``, which only models need.
+            ``micro_batch_size`` and ``ranks``, which only models need.
         on_remote_failure: ``on_reward_failure`` of ``RemoteReward``.
         function_options: further arguments of ``FunctionReward``.
         model_options: further arguments of ``RewardModelSource``.
@@ -279,7 +279,7 @@ def build_reward_source(
         device=device,
         pad_token_id=pad_token_id,
         micro_batch_size=micro_batch_size,
-        same_count=same_count,
+        ranks=ranks,
         **(model_options or {}),
     )
 

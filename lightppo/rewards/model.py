@@ -13,6 +13,7 @@ from lightppo.data.records import Rollout
 from lightppo.data.rows import PromptTemplate, Rendered
 from lightppo.errors import BadRowError, DataError, RewardError
 from lightppo.models.packing import micro_batches
+from lightppo.ranks import Alone, Ranks, level
 from lightppo.rewards.source import RewardOutput, describe_sample
 
 if TYPE_CHECKING:
@@ -183,8 +184,7 @@ class RewardModelSource:
         reward_fn: ``reward_fn([scores (B,), …]) -> (B,)``, one tensor per model, float32 on the CPU, B = all samples
             of this rank. Needed with several models. Each model's own score is then metric ``<name>_<i>``.
         device: where the ids go.
-        same_count: maximum of a number over all ranks. ZeRO-3 shards need all ranks in every forward, so a rank
-            with fewer batches adds empty ones.
+        ranks: ZeRO-3 shards need all of them in every forward, so a rank with fewer batches adds empty ones.
         micro_batch_size: rows per forward, or a budget of tokens.
         pad_token_id: fills rows that have the actor's ids; masked out.
         inputs: what each model reads, see :class:`RewardInputs`; one for all models, or one each.
@@ -210,7 +210,7 @@ class RewardModelSource:
         device: torch.device | str,
         pad_token_id: int | None = None,
         micro_batch_size: int | MicroBatchSpec,
-        same_count: Callable[[int], int] = lambda count: count,
+        ranks: Ranks | None = None,
         inputs: Sequence[RewardInputs] | None = None,
         reward_max_length: int | None = None,
         reward_truncation: Truncation = "error",
@@ -236,7 +236,7 @@ class RewardModelSource:
         self.reward_fn = reward_fn
         self.device = torch.device(device)
         self.micro_batch = micro_batch_size
-        self.same_count = same_count
+        self.ranks = ranks or Alone(device)
         self.reward_max_length = reward_max_length
         self.reward_truncation: Truncation = reward_truncation
         self.name = name
@@ -287,10 +287,9 @@ class RewardModelSource:
     def _score_rows(self, model_index: int, rows: list[list[int]]) -> Tensor:
         """(n,) scores of rows, in their order, by as many forwards as on any rank."""
         parts = micro_batches([(len(row), 0) for row in rows], self.micro_batch, packed=False)
-        parts += [[]] * (self.same_count(len(parts)) - len(parts))
         filler = [[self.inputs[model_index].pad_token_id]]
         scores = torch.empty(len(rows))
-        for places in parts:
+        for places in level(parts, self.ranks, list):
             batch = self._forward(model_index, [rows[i] for i in places] or filler)
             if places:
                 scores[places] = batch

@@ -146,7 +146,7 @@ class PPOTrainer(SeedAttributes):
             device=strategy.device,
             pad_token_id=tokenizer.pad_token_id,
             micro_batch_size=micro_batch_spec(config, "reward"),
-            same_count=strategy.same_count,
+            ranks=strategy,
         )
         self.experience_maker = ExperienceMaker(
             *(actor, critic, initial_model, strategy, self.kl_ctl, config),

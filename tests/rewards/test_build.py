@@ -104,12 +104,14 @@ def test_a_file_may_build_a_source(module, rollouts):
 @pytest.mark.parametrize("as_file", [True, False])
 def test_reward_fn_combines_reward_models(module, rollouts, as_file):
     asked = []
+    ranks = Alone()
+    ranks.same_count = lambda count: asked.append(count) or count
     source = build_reward_source(
         reward_fn=module if as_file else lambda scores: scores[0] + scores[1],
         reward_models=[length, lambda s, m: torch.ones(len(s))],
         pad_token_id=0,
         micro_batch_size=3,
-        same_count=lambda count: asked.append(count) or count,
+        ranks=ranks,
         device="cpu",
     )
     assert isinstance(source, RewardModelSource)

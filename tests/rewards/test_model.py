@@ -15,6 +15,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Llam
 
 from lightppo.errors import RewardError
 from lightppo.models.critic import RewardModel
+from lightppo.ranks import Alone
 from lightppo.rewards import RewardModelSource, score_rollouts
 from lightppo.rewards.model import PlainText, Retemplated, SameIds, check_same_ids
 
@@ -98,15 +99,16 @@ def test_every_rank_does_the_same_number_of_forwards(rollouts, n):
     models = [LastToken(), LastToken()]
     asked = []
 
-    def same_count(count):
-        asked.append(count)
-        return 4  # another rank has four micro batches
+    class OneOfMany(Alone):
+        def same_count(self, count):
+            asked.append(count)
+            return 4  # another rank has four micro batches
 
     alone = source(LastToken()).score(rollouts[:n]).scores if n else []
-    output = source(*models, reward_fn=lambda scores: scores[0], same_count=same_count).score(rollouts[:n])
+    output = source(*models, reward_fn=lambda scores: scores[0], ranks=OneOfMany()).score(rollouts[:n])
     assert asked == [(n + 1) // 2] * 2  # of each model
     assert [len(model.seen) for model in models] == [4, 4]
-    assert models[0].seen[-1] == ([[PAD]], [[1]])
+    assert models[0].seen[0] == ([[PAD]], [[1]])
     assert output.scores == alone
 
 

@@ -27,7 +27,7 @@ def main(folder: Path, plain: str, judge: str, splits: list[int]) -> None:
         lambda scores: scores[0] - 2 * scores[1],
         device=strategy.device,
         micro_batch_size=2,
-        same_count=strategy.same_count,
+        ranks=strategy,
         inputs=[SameIds(0), Retemplated(AutoTokenizer.from_pretrained(judge))],
     )
     rollouts = [
