@@ -11,10 +11,7 @@ from __future__ import annotations
 
 import ast
 import functools
-import hashlib
 import importlib
-import importlib.util
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,6 +19,7 @@ from typing import Any, TypeVar
 
 from lightppo.errors import ConfigError
 from lightppo.option import Option, nearest
+from lightppo.user_code import load_python_function
 
 E = TypeVar("E")
 F = TypeVar("F", bound=Callable)
@@ -209,7 +207,9 @@ def load(function: str | Callable) -> Callable:
     if not isinstance(function, str):
         return function
     where, _, name = function.rpartition(":")
-    return getattr(_run_file(where) if where.endswith(".py") else importlib.import_module(where), name)
+    if where.endswith(".py"):
+        return load_python_function(function, name)
+    return getattr(importlib.import_module(where), name)
 
 
 def metric_names() -> dict[str, str]:
@@ -262,18 +262,6 @@ def _entry_of_file(spec: str, flag: str, decorator: str) -> Any:
             except (ValueError, TypeError) as error:
                 raise ConfigError(f"{flag} {spec}: {path}:{node.lineno}: @{decorator}: {error}") from None
     return kind(f"{path}:{name}", **traits)
-
-
-@functools.cache
-def _run_file(path: str) -> Any:
-    """The module of a file, run once."""
-    file = Path(path).expanduser().absolute()
-    # a name of its own, so that a file called math.py hides nothing; in sys.modules, for dataclasses and pickle
-    name = f"lightppo_file_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
-    spec = importlib.util.spec_from_file_location(name, file)
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 # -- the tables ------------------------------------------------------------------------------------------------------

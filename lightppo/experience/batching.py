@@ -121,7 +121,8 @@ def _tokens(group: Sequence[Rollout], prompt_once: bool) -> int:
 
 def selection_of(loss: Any) -> Selection | None:
     """What singles out tokens of a rollout for this policy loss; ``None``: it treats all alike."""
-    entry = POLICY_LOSSES.get(getattr(loss, "policy_loss", None))
+    name = getattr(loss, "policy_loss", None)
+    entry = None if name is None else POLICY_LOSSES.find(name)
     return None if entry is None or entry.selection is None else load(entry.selection)
 
 

@@ -36,3 +36,124 @@ def test_unknown_names_are_refused_with_the_nearest():
         ADVANTAGE_ESTIMATORS.find("gea")
     with pytest.raises(ConfigError, match=r"--kl_estimator: unknown name 'mine.py:k9'"):
         entries.KL_ESTIMATORS.find("mine.py:k9")  # not from a file
+
+
+# -- entries of the user's own ---------------------------------------------------------------------------------------
+
+OWN = """
+import torch
+
+from lightppo import estimator, policy_loss
+
+open("{marker}", "w").close()
+
+
+@estimator(per_sample=True, min_group_size=2, whiten=True)
+def spread(groups, **_):
+    return groups.advantage * 2
+
+
+def plain(*, token_rewards, action_mask, **_):
+    return token_rewards * action_mask, token_rewards.clone()
+
+
+@policy_loss(eps_clip=None, loss_agg_mode="seq-mean-token-sum")
+def linear(x):
+    return -x.log_ratio * x.advantages, x.metrics(x.beyond_limit(x.log_ratio))
+"""
+MISSPELT = """
+@estimator(needs_critics=True)
+def misspelt(**_): ...
+"""
+
+
+@pytest.fixture
+def own(tmp_path):
+    """``own("name")``: path.py:name of a file that says so when it is run."""
+    (tmp_path / "own.py").write_text(OWN.replace("{marker}", str(tmp_path / "was_run")))
+    return lambda name: f"{tmp_path / 'own.py'}:{name}"
+
+
+def test_the_command_line_reads_files_and_does_not_run_them(own, tmp_path):
+    from lightppo.config import PPOConfig
+
+    config = PPOConfig.from_flat(
+        pretrain="m", prompt_data="d", reward_fn="r.py", advantage_estimator=own("spread"), policy_loss=own("linear")
+    )
+    with pytest.raises(ConfigError, match=r"--advantage_estimator .*own\.py:spread .*--n_samples_per_prompt"):
+        config.validate()
+    resolved = config.with_options(n_samples_per_prompt=2).resolved()
+    resolved.validate()
+    assert resolved.algorithm.adv_norm is True  # whiten
+    assert (resolved.loss.eps_clip_low, resolved.loss.loss_agg_mode) == (None, "seq-mean-token-sum")
+    assert not ADVANTAGE_ESTIMATORS.find(own("plain")).needs_critic
+    assert not (tmp_path / "was_run").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "word"),
+    [("sprad", "did you mean 'spread'"), ("misspelt", "needs_critics"), ("", "no function ''")],
+)
+def test_functions_that_are_not_there_or_say_something_wrong(own, tmp_path, name, word):
+    (tmp_path / "own.py").write_text(OWN + MISSPELT)
+    with pytest.raises(ConfigError, match=rf"--advantage_estimator .*{word}"):
+        ADVANTAGE_ESTIMATORS.find(own(name))
+
+
+def test_files_that_are_not_there_or_no_python(tmp_path):
+    with pytest.raises(ConfigError, match=r"--policy_loss .*nowhere\.py:f"):
+        POLICY_LOSSES.find(f"{tmp_path}/nowhere.py:f")
+    (tmp_path / "bad.py").write_text("def f(:")
+    with pytest.raises(ConfigError, match=r"--policy_loss .*is not Python"):
+        POLICY_LOSSES.find(f"{tmp_path}/bad.py:f")
+
+
+def test_functions_of_files_run(own):
+    import torch
+
+    from lightppo.algorithms.losses import PolicyLoss
+
+    mask = torch.ones(4, 2, dtype=torch.bool)
+    rewards = torch.tensor([[0.0, 1.0], [0.0, 3.0], [0.0, 5.0], [0.0, 5.0]])
+    arguments = {"token_rewards": rewards, "action_mask": mask, "scores": rewards.sum(1)}
+    groups = torch.tensor([0, 0, 1, 1])
+    advantages, _ = ADVANTAGE_ESTIMATORS.find(own("spread")).fn(**arguments, group_ids=groups)
+    assert advantages[:, 0].tolist() == [-2.0, 2.0, 0.0, 0.0]  # twice the distance from the group's mean
+
+    log_probs = torch.zeros(4, 2, requires_grad=True)
+    loss, metrics = PolicyLoss(policy_loss=own("linear"))(log_probs, log_probs, advantages, mask)
+    loss.backward()
+    assert torch.equal(log_probs.grad, -advantages / 8)  # token-mean over 8 tokens
+    assert metrics["clip_ratio"] == 0
+
+
+@pytest.fixture
+def tables_as_they_were():
+    before = [dict(table) for table in TABLES]
+    yield
+    for table, entries_ in zip(TABLES, before):
+        table.clear()
+        table.update(entries_)
+
+
+@pytest.mark.usefixtures("tables_as_they_were")
+def test_an_entry_from_python_is_a_name_with_flags_checks_and_metrics():
+    from lightppo.config import PPOConfig, parse_args
+    from lightppo.config.cli import flags_page
+    from lightppo.option import Option
+
+    power = Option("mine_power", float, 2.0, "exponent.", gt=0)
+    POLICY_LOSSES["mine"] = entries.PolicyLossEntry(
+        "lightppo.algorithms.losses:ppo_policy_loss", options=(power,), metrics={"mine_share": "share of it"}
+    )
+    needed = ["--pretrain=m", "--prompt_data=d", "--reward_fn=r.py"]
+    assert parse_args([*needed, "--policy_loss", "mine"]).loss.mine_power == 2.0
+    assert parse_args([*needed, "--policy_loss", "mine", "--mine_power", "3"]).flat()["mine_power"] == 3.0
+    for flags, word in ((["--mine_power", "3"], "policy_loss mine"), (["--policy_loss=mine", "--mine_power=0"], ">0")):
+        with pytest.raises(ConfigError, match=f"--mine_power .*{word}"):
+            PPOConfig.from_flat(
+                dict(flag.removeprefix("--").split("=") for flag in needed)
+                | ({"mine_power": 3.0} if "3" in flags else {"policy_loss": "mine", "mine_power": 0})
+            ).validate()
+    assert "`--mine_power`" in flags_page()
+    assert entries.metric_names()["mine_share"] == "share of it"

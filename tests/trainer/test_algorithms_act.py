@@ -238,6 +238,39 @@ def test_every_loss_trains_and_its_metrics_are_documented(trainer_with, name):
     assert status["actor_grad_norm"] > 0
 
 
+OWN = """
+import torch
+
+from lightppo import estimator, policy_loss
+
+
+@estimator(per_sample=True, min_group_size=2)
+def centred(groups, **_):
+    return groups.advantage
+
+
+@policy_loss(eps_clip=None, selection="{here}:every_token")
+def linear(x):
+    assert x.selected.any()
+    return -x.log_ratio * x.advantages, x.metrics(x.beyond_limit(x.log_ratio), mine=x.log_ratio + 3)
+
+
+def every_token(log_probs, advantages, uniforms, **_):
+    return torch.ones_like(log_probs, dtype=torch.bool)
+"""
+
+
+@pytest.mark.usefixtures("kept")
+def test_an_estimator_and_a_loss_of_a_file_train(trainer_with, tmp_path):
+    path = tmp_path / "own.py"
+    path.write_text(OWN.replace("{here}", str(path)))
+    trainer = trainer_with(advantage_estimator=f"{path}:centred", policy_loss=f"{path}:linear")
+    sample(trainer)
+    status = trainer.ppo_train(1)
+    assert status["actor_grad_norm"] > 0
+    assert with_namespace(status)["train/mine"] == pytest.approx(3.0, abs=0.1)
+
+
 def one_row(ids: list[int], seed: int) -> Experience:
     generator = torch.Generator().manual_seed(seed)
     a = len(ids)
