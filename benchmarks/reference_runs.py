@@ -379,7 +379,7 @@ def compare(options: argparse.Namespace, path: Path, names: list[str]) -> int:
     runs, start = chosen(names), time.monotonic()
     if missing := [name for name in runs if not is_recorded(content, name)]:
         print(f"{path} lacks these, or has them with other flags: {', '.join(missing)}")
-        runs = {} if names else {name: run for name, run in runs.items() if name not in missing}
+        runs = {name: run for name, run in runs.items() if name not in missing}
     equal, different = [], []
     for name, result in run_all(options, runs) if runs else ():
         failed = isinstance(result, RunFailed)
@@ -391,7 +391,7 @@ def compare(options: argparse.Namespace, path: Path, names: list[str]) -> int:
     left = len(runs) - len(equal) - len(different)
     counts = f"{len(equal)} equal, {len(different)} different, {left} not run{' (-k goes on)' if left else ''}"
     print(f"{counts}, {time.monotonic() - start:.0f} s")
-    return int(bool(different) or not equal)
+    return int(bool(different or (names and missing)) or not equal)
 
 
 def recorded_base(options: argparse.Namespace) -> Path:

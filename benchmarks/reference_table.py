@@ -190,6 +190,7 @@ RUNS = {
     "reward-prime": Run(
         GROUPS + "--reward_fn reward.py:compute_score --reward_manager prime --reward_timeout 60 --reward_workers 2",
         "rewards",
+        forked=False,  # its pool of processes hangs in one
     ),
     "reward-async": Run(GROUPS + "--reward_fn reward.py:compute_score --async_rewards", "rewards"),
     "reward-sources": Run(
