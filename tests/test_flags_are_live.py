@@ -11,7 +11,7 @@ import pytest
 
 from lightppo.algorithms.entries import TABLES
 from lightppo.config.options import all_options, sections
-from lightppo.rewards import build
+from lightppo.rewards import registry
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lightppo"
@@ -89,8 +89,8 @@ def live_options() -> set[tuple[str, str]]:
         if getattr(node, "name", None) in decide:
             found |= reads(node)
     # the parts of rewards are made with the options that have the names of their parameters
-    made = re.findall(r"_(?:make|options_of)\((\w+), config", inspect.getsource(build))
-    kinds = [getattr(build, name) for name in made if hasattr(build, name)]
+    made = re.findall(r"_(?:make|options_of)\((\w+), config", inspect.getsource(registry))
+    kinds = [getattr(registry, name) for name in made if hasattr(registry, name)]
     found |= {("verifier", name) for kind in kinds for name in inspect.signature(kind).parameters}
     # an algorithm's own options are read by the names in its entry
     own = {name for table in TABLES for name in table.flag_options()}

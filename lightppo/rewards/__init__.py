@@ -17,8 +17,8 @@ _PUBLIC = {
     "RemoteReward": "lightppo.rewards.remote",
     "read_token": "lightppo.http",
     "RewardModelSource": "lightppo.rewards.model",
-    "build_reward_source": "lightppo.rewards.build",
-    "check_reward_options": "lightppo.rewards.build",
+    "build_reward_source": "lightppo.rewards.registry",
+    "check_reward_options": "lightppo.rewards.registry",
 }
 
 __all__ = list(_PUBLIC)
@@ -35,10 +35,10 @@ def __getattr__(name: str) -> Any:
 if TYPE_CHECKING:
     from lightppo.errors import RewardError as RewardError
     from lightppo.http import read_token as read_token
-    from lightppo.rewards.build import build_reward_source as build_reward_source
-    from lightppo.rewards.build import check_reward_options as check_reward_options
     from lightppo.rewards.function import FunctionReward as FunctionReward
     from lightppo.rewards.model import RewardModelSource as RewardModelSource
+    from lightppo.rewards.registry import build_reward_source as build_reward_source
+    from lightppo.rewards.registry import check_reward_options as check_reward_options
     from lightppo.rewards.remote import RemoteReward as RemoteReward
     from lightppo.rewards.source import AsyncScorer as AsyncScorer
     from lightppo.rewards.source import CombinedReward as CombinedReward

@@ -42,7 +42,7 @@ from lightppo.models.loading import (
 from lightppo.models.lora import AdaptersOff, LoraOptions, add_adapters, check_peft
 from lightppo.models.quantised import check_bitsandbytes
 from lightppo.ranks import Ranks
-from lightppo.rewards.build import build_reward, check_reward_options
+from lightppo.rewards.registry import build_reward, check_reward_options
 from lightppo.rewards.source import AsyncScorer, RewardSource, check_verifier_status
 from lightppo.rollout.engine import RolloutEngine, SamplingParams
 from lightppo.strategy.deepspeed import DeepspeedStrategy

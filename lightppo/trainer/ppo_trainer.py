@@ -26,7 +26,7 @@ from lightppo.experience.maker import ExperienceMaker
 from lightppo.experience.sampler import CollectedStep
 from lightppo.models.lora import AdaptersOff
 from lightppo.models.packing import all_share_prompts
-from lightppo.rewards.build import build_reward_source
+from lightppo.rewards.registry import build_reward_source
 from lightppo.rewards.source import close_source
 from lightppo.rollout.engine import RolloutEngine
 from lightppo.strategy.zero3 import parameter_count

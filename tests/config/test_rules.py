@@ -649,7 +649,7 @@ def test_routes_from_a_file(tmp_path):
 
 
 def test_built_in_sources_are_those_of_the_table():
-    from lightppo.rewards.build import BUILT_IN_SOURCES
+    from lightppo.rewards.registry import BUILT_IN_SOURCES
 
     assert tuple(BUILT_IN_SOURCES) == BUILT_IN
 

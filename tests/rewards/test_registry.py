@@ -24,10 +24,10 @@ from lightppo.rewards import (
     build_reward_source,
     check_reward_options,
 )
-from lightppo.rewards import build as rewards_build
-from lightppo.rewards.build import build_reward
+from lightppo.rewards import registry as rewards_build
 from lightppo.rewards.formats import has_think
 from lightppo.rewards.model import Retemplated, SameIds
+from lightppo.rewards.registry import build_reward
 
 URL = "http://127.0.0.1:5000/get_reward"
 
