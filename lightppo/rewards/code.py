@@ -1,7 +1,7 @@
-"""Rewards for programs: the last fenced block of a response is run on the test cases of its row.
+"""Rewards for programs: the last fenced block of a response runs on the test cases of its row.
 
-Who runs it is a verifier: the sandbox on this machine, or a service (:mod:`lightppo.rewards.services`). What a program
-prints or returns is compared here, outside: no program sees what is expected of it.
+A verifier runs it: the sandbox on this machine, or a service (:mod:`lightppo.rewards.services`). Outputs are compared
+here, outside, so that no program sees the expected ones.
 """
 
 from __future__ import annotations
@@ -26,52 +26,39 @@ from lightppo.sandbox import ProgramRun, SandboxPool
 logger = logging.getLogger(__name__)
 
 CodeScore = Literal["all", "share"]
-COMPARISONS = ("exact", "lines", "float", "set")  # each accepts what those before it accept
+COMPARISONS = ("exact", "lines", "float", "set")  # each also accepts what the ones before it accept
 
 _PYTHON_TAGS = ("", "python", "py", "python3")
-_LONGEST_INT = 4000  # digits; longer ones are compared as text, which Python may refuse to convert
+_LONGEST_INT = 4000  # digits; longer integers, which Python may refuse to convert, are compared as text
 _FENCE = re.compile(r"([ \t]*)(`{3,})([^`]*)$")
 
 
 class BadTestsError(ValueError):
-    """A row without usable test cases; the message says what is missing."""
+    """A row has no usable test cases; the message says what is missing."""
 
 
 @dataclass(frozen=True)
 class CodeCase:
-    """One test case.
+    """One test case."""
 
-    Attributes:
-        given: standard input; for calls the JSON list of the arguments.
-        expected: the text to be printed; for calls the values that are right.
-        raw: the row's own input and output, as text.
-    """
-
-    given: str
-    expected: Any
-    raw: tuple[str, str]
+    given: str  # standard input; for calls the arguments as a JSON list
+    expected: Any  # the text to print; for calls the list of right values
+    raw: tuple[str, str]  # the row's own input and output, as text
 
 
 @dataclass(frozen=True)
 class CodeTests:
-    """All test cases of a row; ``function`` is None where programs read standard input."""
+    """All test cases of a row."""
 
-    function: str | None
+    function: str | None  # None: programs read standard input
     cases: tuple[CodeCase, ...]
 
 
 def find_tests(prompt: Prompt, most: int | None = None) -> CodeTests:
-    """The test cases of a row, in AReaL's form (``input_output``) or verl's (``reward_model.ground_truth``).
+    """The first ``most`` test cases of a row.
 
-    Both are an object, or its JSON, with ``inputs``, ``outputs`` and optionally ``fn_name``. A label of that form is
-    taken too.
-
-    Args:
-        prompt: the row.
-        most: number of cases to take, from the first.
-
-    Raises:
-        BadTestsError: none of these, or one that does not fit together.
+    They are in AReaL's form (``input_output``) or verl's (``reward_model.ground_truth``): an object, or its JSON, with
+    ``inputs``, ``outputs`` and optionally ``fn_name``; a label of this form works too. Raises :class:`BadTestsError`.
     """
     model = prompt.extra.get("reward_model")
     places = {
@@ -123,7 +110,7 @@ def _script_case(given: Any, expected: Any, place: str) -> CodeCase:
 
 
 def _call_case(given: Any, expected: Any, place: str) -> CodeCase:
-    """Arguments: one line of JSON each, or a list. Value: JSON, or itself, or itself in a list of one."""
+    """Reads a call: one line of JSON per argument or a list; the expected value as JSON, bare or in a list."""
     if isinstance(given, str):
         try:
             arguments = [_load(line) for line in given.split("\n") if line.strip()]
@@ -146,10 +133,7 @@ def _text_of_value(value: Any) -> str:
 
 
 def last_program(response: str) -> str | None:
-    """The last fenced block of a response that is tagged as Python, or not tagged; None where there is none.
-
-    Blocks inside ``<think>…</think>`` do not count, nor does one that was never closed.
-    """
+    """The last closed fenced block outside ``<think>…</think>`` that is tagged as Python or untagged, if any."""
     program = None
     block: list[str] | None = None
     fence, indent, tag = "", "", ""
@@ -171,16 +155,16 @@ def last_program(response: str) -> str | None:
 class Comparison:
     """When an output is right.
 
-    Attributes:
-        code_compare: the laxest comparison that counts. Of what is printed:
+    Args:
+        code_compare: the most lenient comparison that counts; each one also accepts what those before it accept.
 
             - ``exact``: the same text;
-            - ``lines``: the same lines, without spaces around them and without empty ones;
-            - ``float``: the same words per line, where two numbers that are not both whole may differ by the tolerance;
+            - ``lines``: the same lines, ignoring spaces around them and empty lines;
+            - ``float``: the same words per line; two numbers may differ by the tolerance unless both are whole;
             - ``set``: the same lines in any order, with the same words in any order.
 
-            Of what is returned, ``exact`` and ``lines`` mean equal, and ``set`` any order of the outermost list.
-        code_float_tolerance: relative to the expected number; a thousandth of it is added.
+            For return values, ``exact`` and ``lines`` mean equal, and ``set`` ignores the order of the outermost list.
+        code_float_tolerance: relative to the expected number; a thousandth of it is added as absolute tolerance.
     """
 
     code_compare: str = "float"
@@ -193,7 +177,7 @@ class Comparison:
             raise ValueError(f"--code_float_tolerance must be in [0, 1), got {self.code_float_tolerance}")
 
     def printed(self, printed: str, case: CodeCase) -> bool:
-        """Whether a program printed what it had to."""
+        """Whether a program printed the right text."""
         if printed == case.expected:
             return True
         ours, theirs = (
@@ -209,8 +193,8 @@ class Comparison:
         return self._allows("set") and _bag(our_words) == _bag(their_words)
 
     def returned(self, answer: str, case: CodeCase) -> bool:
-        """Whether a function returned what it had to; ``answer`` is the JSON of its value, where tuples are lists."""
-        # an answer far longer than the expected one is wrong: not worth the memory
+        """Whether a function returned the right value; ``answer`` is the value as JSON, where tuples are lists."""
+        # an answer far longer than the expected one is wrong, and not worth the memory
         if len(answer) > 32 * max(len(json.dumps(value)) for value in case.expected) + 1024:
             return False
         try:
@@ -263,24 +247,18 @@ def _bag(lines: Sequence[Sequence[str]]) -> Counter[tuple[str, ...]]:
 
 @dataclass
 class CodeVerdict:
-    """What is known of a program.
+    """How a program did on its tests."""
 
-    Attributes:
-        passed: one answer per test, in their order; shorter where it was not worth going on.
-        timeouts: tests that took too long.
-        compile_error: it is no Python.
-    """
-
-    passed: list[bool] = field(default_factory=list)
-    timeouts: int = 0
-    compile_error: bool = False
+    passed: list[bool] = field(default_factory=list)  # in the order of the tests; shorter if the run stopped early
+    timeouts: int = 0  # tests that took too long
+    compile_error: bool = False  # the program is not valid Python
 
 
 class CodeVerifier(Protocol):
-    """Runs programs on test cases. ``verify`` is called by ``concurrency`` threads at a time.
+    """Runs programs on test cases; up to ``concurrency`` threads call ``verify`` at a time.
 
-    It raises :class:`RewardError` where nothing is known about the program; with ``first_failure_ends`` it may stop at
-    the first test that fails.
+    ``verify`` raises :class:`RewardError` when it learned nothing about the program; with ``first_failure_ends`` it may
+    stop at the first test that fails.
     """
 
     concurrency: int
@@ -294,10 +272,7 @@ class SandboxVerifier:
     """Runs programs in the sandboxes of this rank.
 
     Args:
-        pool: the sandboxes.
-        comparison: when an output is right.
-        code_total_timeout: seconds that all tests of one program may take together; tests after that count as timed
-            out.
+        code_total_timeout: seconds for all tests of one program together; tests not reached by then count as timed out.
     """
 
     def __init__(
@@ -311,11 +286,7 @@ class SandboxVerifier:
         self.concurrency = pool.size
 
     def verify(self, code: str, tests: CodeTests, *, first_failure_ends: bool) -> CodeVerdict:
-        """Runs the program on all tests.
-
-        Raises:
-            SandboxError: the sandbox failed, twice.
-        """
+        """Runs the program on all tests; raises :class:`SandboxError` if the sandbox failed twice."""
         verdict = CodeVerdict()
         left = self.code_total_timeout
         while len(verdict.passed) < len(tests.cases) and left > 0:
@@ -334,7 +305,7 @@ class SandboxVerifier:
     def _judge_script(
         self, code: str, function: None, cases: Sequence[CodeCase], left: float, verdict: CodeVerdict
     ) -> float:
-        """One test, which is one run; returns the seconds it took."""
+        """Runs one test in a process of its own; returns the seconds it took."""
         run = self.pool.run(code, stdin=cases[0].given, total_seconds=left)
         verdict.compile_error = "compile_error" in _line(run, 0)
         good = run.ended == "exit" and run.code == 0
@@ -345,7 +316,7 @@ class SandboxVerifier:
     def _judge_calls(
         self, code: str, function: str, cases: Sequence[CodeCase], left: float, verdict: CodeVerdict
     ) -> float:
-        """As many tests as one process gets through; the one that it dies in has failed."""
+        """Runs as many tests as one process survives; it fails the test it dies in. Returns the seconds it took."""
         run = self.pool.run(code, function=function, calls=[case.given for case in cases], total_seconds=left)
         loading = _line(run, 0)
         verdict.compile_error = "compile_error" in loading
@@ -363,7 +334,7 @@ class SandboxVerifier:
 
 
 def _line(run: ProgramRun, position: int) -> dict[str, Any]:
-    """A line of answers, or nothing where there is none or it makes no sense: it may be the program's own."""
+    """One line of the answers, or ``{}`` if it is missing or malformed: the program may have written it itself."""
     try:
         content = json.loads(run.answers[position][:2000])
     except (IndexError, ValueError, RecursionError):
@@ -375,28 +346,22 @@ _VALUE = '{"value":'
 
 
 def _value_text(answer: str) -> str:
-    """The JSON of a returned value, not yet looked at; empty, which is no JSON, where the call failed."""
+    """The returned value as unparsed JSON; empty, which is not JSON, if the call failed."""
     return answer[len(_VALUE) : -1] if answer.startswith(_VALUE) else ""
 
 
 class CodeReward:
-    """Scores responses by running the program in their last fenced block.
+    """Scores a response by running the program in its last fenced block.
 
-    A response without a program scores 0, as does a program that fails. A program about which the verifier knows
-    nothing is unscored, or an error, by ``on_reward_failure``; where that is so for all programs it is an error.
+    A response without a program scores 0. If the verifier learns nothing about a program, the sample is unscored or the
+    run ends, by ``on_reward_failure``; if that happens to all programs, it is always an error.
 
     Metrics: ``pass_share``, ``timeouts`` (tests), ``compile_errors``, ``no_code`` and ``failures`` (0 or 1).
 
     Args:
-        verifier: who runs programs.
-        code_score: ``all``: 1 where all tests pass, else 0; ``share``: the share of tests that pass.
-        code_max_tests: number of test cases to look at, from the first; all by default.
-        on_reward_failure: ``unscored`` or ``error``.
-        name: what errors and metrics call it.
-        extract: takes the program out of a response; None where there is none.
-
-    Raises:
-        ValueError: a name or number out of range.
+        code_score: ``all``: 1 if all tests pass, else 0; ``share``: the share of tests that pass.
+        code_max_tests: use only the first so many test cases; None: all.
+        extract: takes the program out of a response; returns None if there is no program.
     """
 
     minimum = 0.0
@@ -424,11 +389,10 @@ class CodeReward:
         self._extract = extract
 
     def score(self, rollouts: list[Rollout]) -> RewardOutput:
-        """Scores the samples, as many at a time as the verifier takes.
+        """Scores the samples, as many at a time as the verifier allows.
 
         Raises:
-            RewardError: a row without usable test cases; or the verifier failed and ``on_reward_failure`` is
-                ``error``, or it failed with every program.
+            RewardError: a row lacks usable test cases, or the verifier failed (see the class).
         """
         tests = self._find_tests(rollouts)
         programs = [self._extract(rollout.response_text) for rollout in rollouts]

@@ -15,9 +15,9 @@ _THINK_ANSWER = (*_THINK, "<answer>", "</answer>")
 
 
 def has_think(text: str) -> bool:
-    """Begins with ``<think>…</think>``, once; then comes the answer, in any form.
+    """Whether the text begins with one ``<think>…</think>`` and then has an answer in any form.
 
-    The opening tag may be missing, as chat templates of reasoning models put it into the prompt.
+    The opening tag may be missing, because chat templates of reasoning models put it into the prompt.
     """
     tags, between = _split(text)
     return (
@@ -29,7 +29,7 @@ def has_think(text: str) -> bool:
 
 
 def has_think_answer(text: str) -> bool:
-    """Is ``<think>…</think><answer>…</answer>`` with nothing but white space around and between, each tag once.
+    """True for ``<think>…</think><answer>…</answer>``, each tag once, with only white space around and between.
 
     The opening ``<think>`` may be missing.
     """
@@ -38,7 +38,7 @@ def has_think_answer(text: str) -> bool:
 
 
 def _split(text: str) -> tuple[list[str], list[str]]:
-    """The tags in order and the texts around them; a missing first ``<think>`` is put in front."""
+    """The tags in order and the texts around them; adds a missing first ``<think>``."""
     tags = _TAG.findall(text)
     if tags and tags[0] == "</think>":
         text, tags = "<think>" + text, ["<think>", *tags]
@@ -49,14 +49,9 @@ FORMATS: dict[str, Callable[[str], bool]] = {"think": has_think, "think_answer":
 
 
 class FormatReward:
-    """1 where the response has the form, else 0.
+    """1 if the response has the form, else 0.
 
-    Args:
-        reward_format: name in :data:`FORMATS`, or any ``check(response) -> bool``.
-        name: what errors and metrics call it.
-
-    Raises:
-        ValueError: no such form.
+    ``reward_format`` is a name in :data:`FORMATS` or a function ``check(response) -> bool``.
     """
 
     minimum = 0.0
@@ -75,18 +70,13 @@ class FormatReward:
 
 
 class XmlFormatCheck:
-    """Lets a wrong answer in the form ``<think>…</think><answer>…</answer>`` cost less than one without it.
+    """Punishes a wrong answer less if it has the form ``<think>…</think><answer>…</answer>``.
 
-    Where ``source`` gives its minimum, the score becomes −0.8 with the form and −1 without; all others stay. Metric per
+    A sample that scores ``source``'s minimum gets −0.8 with the form and −1 without; all other scores stay. Metric per
     sample: ``xml_format``, 1 with the form.
 
     Args:
-        source: scores answers; must have the attribute ``minimum``, or ``minimum`` must be given.
-        minimum: the score of a wrong answer.
-        name: what errors and metrics call it; the source's name by default.
-
-    Raises:
-        ValueError: the minimum is not known.
+        minimum: the score of a wrong answer; by default the source's attribute ``minimum``.
 
     Source: AReaL, ``check_xml_format``.
     """
@@ -108,11 +98,7 @@ class XmlFormatCheck:
         close_source(self.source)
 
     def score(self, rollouts: list[Rollout]) -> RewardOutput:
-        """Scores the samples.
-
-        Raises:
-            RewardError: the source failed, or has a metric of the same name.
-        """
+        """Scores the samples."""
         output = check_output(self.source.score(rollouts), rollouts, self.source.name)
         if "xml_format" in output.metrics:
             raise RewardError(f"{self.source.name} has a metric 'xml_format', which --check_xml_format writes")

@@ -1,7 +1,7 @@
-"""Rewards written as a Python function: our own convention, and those of OpenRLHF, verl, TRL and AReaL.
+"""Rewards written as a Python function: our own convention and the conventions of OpenRLHF, verl, TRL and AReaL.
 
-A function is recognised by the names of its parameters. Where they fit no convention, or several, it is refused with a
-text that says how to name its convention; nothing is guessed.
+The names of its parameters tell a function's convention. If none fits, or several do, the function is refused with a
+text that says how to name the convention; nothing is guessed.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ _KINDS = inspect.Parameter
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """What was read from one call, and which of its scores could not be used."""
+    """What one call returned, and which of its scores cannot be used."""
 
     output: RewardOutput
     bad: list[bool]
 
 
-_Reading = tuple[_Answer | None, str | None]  # why it is no full answer
+_Reading = tuple[_Answer | None, str | None]  # the text says why the answer is incomplete
 
 
 def _read_list(value: Any, part: list[Rollout], label: str) -> _Reading:
-    """A list or tensor of scores, or ``dict(rewards, scores, extra_logs)``; what can be used of it if not all can."""
+    """Reads a list or tensor of scores, or ``dict(rewards, scores, extra_logs)``, and keeps what can be used of it."""
     try:
         output = output_from_result(value, len(part), label)
     except RewardError as error:
@@ -65,7 +65,7 @@ def _read_list(value: Any, part: list[Rollout], label: str) -> _Reading:
 
 
 def _read_sample(value: Any, part: list[Rollout], label: str) -> _Reading:
-    """A score, a dict with ``score``, a tuple that begins with it, or ``None``."""
+    """Reads a score, a dict with ``score``, a tuple that begins with the score, or ``None``."""
     score, metrics = value, {}
     if isinstance(value, Mapping):
         if "score" not in value:
@@ -82,7 +82,7 @@ def _read_sample(value: Any, part: list[Rollout], label: str) -> _Reading:
 
 
 def _read_samples(value: Any, part: list[Rollout], label: str) -> _Reading:
-    """A list with one entry per sample, each as :func:`_read_sample` reads it."""
+    """Reads a list with one entry per sample, each as :func:`_read_sample` does."""
     values = value.tolist() if hasattr(value, "tolist") else value
     if not isinstance(values, (list, tuple)) or len(values) != len(part):
         return None, f"it returned {shown(value)}; a list with one entry for each of {len(part)} samples is needed"
@@ -94,15 +94,15 @@ def _read_samples(value: Any, part: list[Rollout], label: str) -> _Reading:
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """One convention: how a function of it is told from others, what it is given, and how its answer is read."""
+    """One convention: how to recognise its functions, what to pass to them, and how to read what they return."""
 
-    shape: str  # how a function of it looks, for error texts
-    needs: frozenset[str]  # parameter names that tell it from the others
-    named: Callable[[Rollout], Values]  # of one sample, by keyword; wins over columns of the data of the same name
+    shape: str  # its signature, for error texts
+    needs: frozenset[str]  # parameter names that tell it from the other conventions
+    named: Callable[[Rollout], Values]  # one sample's arguments; they win over data columns
     per_sample: bool = False  # called once per sample; otherwise once, with lists of one entry per sample
-    positional: tuple[str, ...] = ()  # of ``named``, what is given by position
-    columns: Callable[[Rollout], Values] = lambda rollout: {}  # of the data, of one sample, also by keyword
-    always: Values = field(default_factory=dict)  # by keyword, whatever the samples
+    positional: tuple[str, ...] = ()  # names in ``named`` that are passed by position
+    columns: Callable[[Rollout], Values] = lambda rollout: {}  # one sample's data columns
+    always: Values = field(default_factory=dict)  # keywords passed in every call
     open_ended: bool = False  # only functions with **kwargs are recognised
     read: Callable[[Any, list[Rollout], str], _Reading] = _read_list  # value, samples of the call, name for errors
 
@@ -141,7 +141,7 @@ def _verl_batch(rollout: Rollout) -> Values:
 
 
 def _trl(rollout: Rollout) -> Values:
-    """With a chat as prompt, the completion is a chat too: one message of the assistant."""
+    """If the prompt is a chat, the completion is one too: one message of the assistant."""
     chat = rollout.prompt.messages
     text = rollout.response_text
     return {
@@ -170,7 +170,7 @@ def _row_and_chat(rollout: Rollout) -> Values:
 
 
 def discard(*args: Any) -> None:
-    """TRL's ``log_extra(column, values)`` and ``log_metric(name, value)``: accepted, kept nowhere."""
+    """Stands for TRL's ``log_extra(column, values)`` and ``log_metric(name, value)``; keeps nothing."""
 
 
 STYLES: dict[str, Style] = {
@@ -213,7 +213,7 @@ STYLES: dict[str, Style] = {
     ),
 }
 
-# Words that mean something in some convention: among the first three, each is only right where our own has it.
+# Words with a meaning in some convention: among the first three parameters, each must stand where our own has it.
 _WORDS = frozenset(
     {"query", "queries", "prompt", "prompts", "label", "labels", "response", "responses", "completion", "completions"}
     | {"data_source", "data_sources", "ground_truth", "ground_truths", "solution_str", "solution_strs", "extra_info"}
@@ -221,15 +221,15 @@ _WORDS = frozenset(
 )
 
 
-# Names that tell another convention; prompt_ids is a keyword of our own too.
+# Names that mark another convention; prompt_ids is a keyword of our own too.
 _FOREIGN = frozenset().union(*(style.needs for key, style in STYLES.items() if key != "queries")) - {"prompt_ids"}
 
 
 def recognise(fn: RewardFunction, name: str) -> str:
-    """The name in :data:`STYLES` of the convention that a function follows.
+    """The convention that a function follows, as a name in :data:`STYLES`.
 
     Raises:
-        ValueError: none, or several; says how to name one.
+        ValueError: no convention fits, or several do.
     """
     parameters = _signature(fn, name).parameters.values()
     names = {p.name for p in parameters} - _filled(fn)
@@ -248,17 +248,13 @@ def recognise(fn: RewardFunction, name: str) -> str:
 
 
 def _in_place(parameters: Sequence[_KINDS]) -> bool:
-    """True where no known word stands among the first three in a place that is not its own."""
+    """True if each known word among the first three parameters stands where our own convention has it."""
     by_position = [p.name for p in parameters if p.kind in (_KINDS.POSITIONAL_ONLY, _KINDS.POSITIONAL_OR_KEYWORD)]
     return all(word == right or word not in _WORDS for word, right in zip(by_position, STYLES["queries"].positional))
 
 
 class BoundFunction:
-    """A reward function and how to call it; ``style`` is a name in :data:`STYLES`, or ``"auto"``.
-
-    Raises:
-        ValueError: no such style, the function cannot be called that way, or it cannot be recognised.
-    """
+    """A reward function and how to call it; ``style`` is a name in :data:`STYLES`, or ``"auto"``."""
 
     def __init__(self, fn: RewardFunction, name: str, style: str = "auto") -> None:
         if style != "auto" and style not in STYLES:
@@ -282,15 +278,11 @@ class BoundFunction:
 
     @property
     def per_sample(self) -> bool:
-        """True where each sample is a call of its own."""
+        """True if the function is called once per sample."""
         return self.style.per_sample
 
     def calls(self, rollouts: list[Rollout]) -> list[Call]:
-        """The calls that score the samples: one each, or one with lists.
-
-        Raises:
-            RewardError: the function needs something that is not there.
-        """
+        """The calls that score the samples: one per sample, or one with lists."""
         rows = [(self.style.named(rollout), self.style.columns(rollout)) for rollout in rollouts]
         if self.per_sample:
             return [self._call(columns | named) for named, columns in rows]
@@ -320,7 +312,7 @@ class BoundFunction:
 
 
 def _filled(fn: RewardFunction) -> set[str]:
-    """What a partial has filled in by keyword: a parameter still, but not ours to give, nor to recognise it by."""
+    """The keywords that a partial has filled in: still parameters, but not ours to set, nor signs of a convention."""
     return set(fn.keywords) if isinstance(fn, functools.partial) else set()
 
 
@@ -338,35 +330,33 @@ def _is_coroutine_function(fn: RewardFunction) -> bool:
 
 
 class FunctionReward:
-    """Scores with a Python function, sync or async, of our own convention or of OpenRLHF's, verl's, TRL's or AReaL's.
+    """Scores with a Python function, sync or async, in our own convention or OpenRLHF's, verl's, TRL's or AReaL's.
 
-    Our own, ``reward_func(queries, prompts, labels, **extra)``, is called once with all samples of the rank.
-    ``queries`` (prompt + response), ``prompts`` and ``labels`` are lists with one entry per sample, given by position.
-    By keyword, and only where the function names them or takes ``**extra``, also one entry per sample:
+    Ours, ``reward_func(queries, prompts, labels, **extra)``, is called once with all samples of the rank. ``queries``
+    (prompt + response), ``prompts`` and ``labels`` are lists with one entry per sample, passed by position. If the
+    function names them or takes ``**extra``, these lists follow by keyword:
 
     - ``responses`` (text), ``prompt_ids``, ``response_ids``, ``finish_reasons`` (``"stop"`` | ``"length"``),
       ``data_sources``;
     - every further column of the data, ``None`` for rows without it;
-    - ``extras``: all further columns as one dict per sample; the way to a column whose name is taken above.
+    - ``extras``: all further columns as one dict per sample, also columns whose name is taken above.
 
-    It returns a list or tensor of scores, or ``dict(rewards, scores, extra_logs)``; ``None`` = unscored. The other
-    conventions are in :data:`STYLES`; one called per sample returns a score, a dict with
-    ``score`` (its other numbers become metrics), or a tuple that begins with the score.
+    It returns a list or tensor of scores, or ``dict(rewards, scores, extra_logs)``; ``None`` means unscored. The other
+    conventions are in :data:`STYLES`; a function that is called per sample returns a score, a dict with ``score`` (its
+    other numbers become metrics), or a tuple that begins with the score.
 
-    A call that raises, exceeds its limit or returns something else is a failure: tried again, then an error, or
-    ``None`` for its samples. It is never a score. Metrics per sample, where failures do not end the run at once:
-    ``failures`` (tries that failed) and ``timeouts`` (tries that ran into the limit).
+    A call that raises, runs past its limit or returns something else has failed: it is tried again, and then it is an
+    error or leaves its samples unscored. It never becomes a score. Metrics per sample, with retries or ``"unscored"``:
+    ``failures`` (tries that failed) and ``timeouts`` (tries that ran past the limit).
 
     Args:
-        fn: the function.
-        name: what errors and metrics call it; the function's own name by default.
-        reward_fn_style: name of its convention; ``"auto"``: by the names of its parameters.
+        reward_fn_style: the convention's name; ``"auto"``: told by the names of the parameters.
         reward_manager: who runs the calls, see :mod:`lightppo.rewards.runners`.
         reward_workers: calls at a time.
-        reward_timeout: wall-clock seconds of one call; ``None``: no limit.
-        reward_retries: further tries of a call that failed.
+        reward_timeout: wall-clock seconds per call; ``None``: no limit.
+        reward_retries: further tries of a failed call.
         on_reward_failure: ``"error"`` or ``"unscored"``.
-        spec: for ``reward_manager="prime"``, where to load the function from, if its module does not tell.
+        spec: where ``reward_manager="prime"`` loads the function from, if its module does not tell.
 
     Raises:
         ValueError: the function cannot be recognised or called that way, or an argument is out of range.
@@ -405,10 +395,10 @@ class FunctionReward:
         )
 
     def score(self, rollouts: list[Rollout]) -> RewardOutput:
-        """Scores the samples; no sample, no call.
+        """Scores the samples; without samples it makes no call.
 
         Raises:
-            RewardError: a failure with ``on_reward_failure="error"``, or the function needs what is not there.
+            RewardError: a call failed with ``on_reward_failure="error"``, or the function needs a missing argument.
         """
         if not rollouts:
             return RewardOutput([])
@@ -441,7 +431,7 @@ class FunctionReward:
 
 
 def _counts(settled: list[Settled], answers: list[_Answer]) -> dict[str, list[float | None]]:
-    """Failed tries per sample; a last try that failed as a whole did not for those that it scored."""
+    """Failed tries per sample; a last try that failed only in part does not count for the samples it scored."""
     pairs = list(zip(settled, answers))
     return {
         "failures": [float(s.failures - (s.problem is not None and not bad)) for s, a in pairs for bad in a.bad],

@@ -1,7 +1,7 @@
-r"""Rewards for mathematical answers: 1 where the response's final answer equals the label, else 0.
+"""Rewards for mathematical answers: 1 if the response's final answer equals the label, else 0.
 
-Most answers are numbers or the same text, which :func:`compare` decides at once. The rest (LaTeX, algebra, sets,
-intervals) is compared by the math-verify library in worker processes that are killed at their limit.
+:func:`compare` decides at once on numbers and equal texts. The math-verify library compares the rest (LaTeX, algebra,
+sets, intervals) in worker processes that are killed at their limit.
 """
 
 from __future__ import annotations
@@ -35,26 +35,20 @@ Pair = tuple[str, str]
 
 
 class MathReward:
-    r"""Scores responses by their final answer (see :func:`find_answer`).
+    """Scores a response by its final answer (see :func:`find_answer`).
 
-    A response without an answer, or with one that is no mathematics, is wrong. A comparison that runs into the limit of
-    time or memory, or takes its worker down, is a failure: never a score.
+    A response without an answer, or whose answer is not mathematics, is wrong. A comparison that runs into a limit or
+    kills its worker has failed; it never becomes a score.
 
-    Metrics per sample: ``answered`` (1 where an answer was found), ``failures`` and ``timeouts`` (tries of the
-    comparison that failed; those that ran into the time limit).
+    Metrics per sample: ``answered`` (1 if an answer was found), ``failures`` (tries of the comparison that failed) and
+    ``timeouts`` (tries that ran past the time limit).
 
     Args:
-        reward_timeout: wall-clock seconds for one comparison; ``None``: 5.
-        reward_workers: processes for comparisons that take algebra, which start when the first one comes. ``None``: as
-            many as this rank has cores.
-        on_reward_failure: ``"unscored"``: the sample gets ``None``; ``"error"``: a :class:`RewardError`.
-        reward_retries: further tries of a failed comparison. As the same expression takes as long the second time, only
-            of use on machines with little memory or time to spare.
-        math_unmarked: a response that marks no answer is taken at its last formula or number.
-        name: what errors and metrics call it.
-
-    Raises:
-        ValueError: math-verify is not installed, or an argument out of range.
+        reward_timeout: wall-clock seconds per comparison; ``None``: 5.
+        reward_workers: processes for comparisons by the library; ``None``: one per core of this rank.
+        reward_retries: further tries of a failed comparison. The same expression takes as long the second time, so this
+            helps only on machines short of memory or time.
+        math_unmarked: take the last formula or number of a response that marks no answer.
     """
 
     minimum = 0.0
@@ -86,10 +80,10 @@ class MathReward:
         )
 
     def score(self, rollouts: list[Rollout]) -> RewardOutput:
-        """Scores the samples; equal questions (the same label and answer) are compared once.
+        """Scores the samples; each different pair of label and answer is compared once.
 
         Raises:
-            RewardError: a label that is no answer, or a failure with ``on_reward_failure="error"``.
+            RewardError: a label is not an answer, or a comparison failed with ``on_reward_failure="error"``.
         """
         golds = [self._golds(rollouts, i) for i in range(len(rollouts))]
         answers = [find_answer(rollout.response_text, unmarked=self.math_unmarked) for rollout in rollouts]
@@ -137,10 +131,10 @@ def _read(_: int, value: Any) -> tuple[Any, str | None]:
 
 
 def equal_by_library(gold: str, answer: str) -> bool:
-    """Equality of two answers by math-verify; runs in a worker process, where nothing bounds it but being killed.
+    """Whether math-verify finds two answers equal; runs in a worker process, where only a kill limits it.
 
     Raises:
-        MemoryError, RecursionError: it cannot be told.
+        MemoryError, RecursionError: the library cannot decide.
     """
     from math_verify import LatexExtractionConfig, parse, verify
     from sympy import Basic, MatrixBase
@@ -157,16 +151,16 @@ def equal_by_library(gold: str, answer: str) -> bool:
         return bool(verify(parsed(gold), parsed(answer), timeout_seconds=None, raise_on_error=True))
     except (MemoryError, RecursionError):
         raise
-    except Exception:  # of kinds that cannot be compared, e.g. a number and a matrix
+    except Exception:  # kinds that cannot be compared, e.g. a number and a matrix
         return False
 
 
 # Final answers in texts: where they stand, and which are equal without any algebra.
 
-_MIN_DIGITS = 6  # a decimal with at least as many significant digits may stand for the number it is rounded from
-_FLOAT_DIGITS = 15  # as many as a double may have
+_MIN_DIGITS = 6  # a decimal with so many significant digits may stand for the number it is rounded from
+_FLOAT_DIGITS = 15  # of a double
 
-# Every pattern runs in the trainer on texts that a model wrote: no unbounded repetition of what may overlap.
+# Every pattern runs in the trainer on texts that a model wrote: nothing that may overlap repeats without bound.
 _BOX = re.compile(r"\\(?:boxed|fbox)\s{0,3}")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _BARE_BOX = re.compile(r"[^\s${}\\]{1,50}")
@@ -177,7 +171,7 @@ _ANSWER_IS = re.compile(
     r"\banswers?\b(?: to [^.\n]{0,80}?)? {0,2}\*{0,2} ?(?:\bis\b|\bare\b|[:=]) {0,2}:?\s{0,4}", re.I
 )
 _SENTENCE_END = re.compile(r"\n|[.!?](?=\s|$)")
-_FORMULA = re.compile(  # a dollar sign may be money: those of a formula have spaces inside on both ends or on none
+_FORMULA = re.compile(  # a dollar sign may be money; a formula has a space inside both of its signs or inside neither
     r"\$\$(?P<display>.{1,500}?)\$\$|\\\((?P<round>.{1,500}?)\\\)|\\\[(?P<square>.{1,500}?)\\\]"
     r"|(?<![\\\d])\$(?P<inline>(?![ $])[^$\n]{1,500}?(?<![ \\])|(?= )[^$\n]{1,500}?(?<= ))\$(?!\d)",
     re.DOTALL,
@@ -233,10 +227,9 @@ _TEXT_COMMAND = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|o
 
 
 def gold_answers(label: object) -> list[str]:
-    """The answers that count as right: of a label with a worked solution its final answer; of a list each entry's.
+    """The answers that count as right: the label's final answer if it is a worked solution; a list has one per entry.
 
-    Raises:
-        ValueError: no text, number or list of them, or an empty one.
+    Raises ``ValueError`` if the label is empty, or not a text, a number or a list of these.
     """
     labels = label if isinstance(label, (list, tuple)) else [label]
     answers = []
@@ -252,16 +245,15 @@ def gold_answers(label: object) -> list[str]:
 
 
 def find_answer(response: str, *, unmarked: bool = True) -> str | None:
-    r"""The final answer of a response, or ``None`` if it gives none.
+    r"""The final answer of a response, or ``None``.
 
-    Thoughts do not count: only what follows the last ``</think>``, nothing where thinking has not ended, and only
-    what is in the last ``<answer>…</answer>`` where there is one. There, the first that is found:
+    Only the text after the last ``</think>`` counts (none of it if thinking has not ended), and in it only the last
+    ``<answer>…</answer>`` if there is one. The first of these is taken:
 
-    1. the last ``\boxed{…}``; several in a row (``\boxed{1}, \boxed{2}``) are one answer of several parts. One that is
-       not closed does not count;
-    2. what follows the last ``####``, to the end of the line;
-    3. what follows the last "answer is", "answer:", "answer =", to the end of the sentence: its formula if it has one,
-       else its leading number if it has one;
+    1. the last closed ``\boxed{…}``; several in a row (``\boxed{1}, \boxed{2}``) are one answer of several parts;
+    2. the text after the last ``####``, to the end of the line;
+    3. the text after the last "answer is", "answer:" or "answer =", to the end of the sentence: its formula if it has
+       one, else its leading number if it has one;
     4. the whole ``<answer>``;
     5. ``unmarked``: the last formula in ``$…$``, ``\(…\)``, ``\[…\]`` or the last number, whichever comes later.
     """
@@ -302,7 +294,7 @@ def _boxed(text: str) -> str | None:
 
 
 def _closing_braces(text: str) -> dict[int, int]:
-    """Position of each opening brace that is closed → of the brace that closes it; escaped ones are text."""
+    """Position of each opening brace → position of its closing brace; escaped braces are text."""
     closing: dict[int, int] = {}
     opened: list[int] = []
     for match in _BRACE.finditer(text):
@@ -356,22 +348,15 @@ def _content(match: re.Match[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """A number as it is written.
-
-    Attributes:
-        value: exactly.
-        decimals: digits after the decimal point; ``None`` where it is no decimal (a fraction).
-        digits: significant digits of a decimal.
-        percent: a percent sign follows.
-    """
+    """A number as it is written."""
 
     value: Fraction
-    decimals: int | None
-    digits: int
-    percent: bool
+    decimals: int | None  # digits after the decimal point; None for a fraction
+    digits: int  # significant digits of a decimal
+    percent: bool  # a percent sign follows
 
     def stands_for(self, other: Number) -> bool:
-        """True where this is a decimal that ``other`` is rounded to; at least 6 significant digits."""
+        """True if this is a decimal with at least 6 significant digits and ``other`` rounds to it."""
         if not self.decimals or self.digits < _MIN_DIGITS:
             return False
         error = abs(self.value - other.value)
@@ -380,15 +365,18 @@ class Number:
 
 
 def tidy(answer: str) -> str:
-    """The answer without what never changes its meaning: math mode, spacing commands, a full stop."""
+    """The answer without parts that never change its meaning: math mode, spacing commands, a full stop."""
     for pattern, replacement in _REPLACED:
         answer = pattern.sub(replacement, answer)
     return answer.strip().rstrip(".").strip()
 
 
 def as_number(answer: str) -> Number | None:
-    """Reads an answer that is one number: integer, decimal, fraction, mixed or scientific, with thousands separators,
-    currency, percent sign and unit. Units are dropped: ``5 cm`` is 5."""
+    """Reads an answer that is one number; None for any other answer.
+
+    Integers, decimals, fractions, mixed and scientific numbers, with thousands separators, currency, percent sign and
+    unit; the unit is dropped (``5 cm`` is 5).
+    """
     text = tidy(answer)
     text = re.sub(r"^\\?[A-Za-z]\w*\s*=\s*", "", text)
     match = _NUMBER.fullmatch(_UNIT_TEXT.sub(_unit_or_text, text)) if len(text) <= _LONGEST_NUMBER else None
@@ -416,13 +404,13 @@ def as_number(answer: str) -> Number | None:
 
 
 def _unit_or_text(match: re.Match[str]) -> str:
-    """Of ``\\text{…}`` behind a number, words that are no unit stay to be seen; a unit becomes one that _tail knows."""
+    r"""Replaces ``\\text{…}`` behind a number by a unit that _tail knows, or keeps its words if they are not a unit."""
     words = match.group(1).lower().split()
     return f" {match.group(1)} " if any(w in _NO_UNITS or w in _MULTIPLIERS or "%" in w for w in words) else " unit "
 
 
 def _tail(text: str) -> tuple[bool, int, bool]:
-    """What follows a number: (is it only percent sign, multiplier and unit?, factor, percent sign?)."""
+    """Reads what follows a number: (is it only percent sign, multiplier and unit?, factor, percent sign?)."""
     percent = _PERCENT.match(text.lstrip())
     if percent:
         return not percent.string[percent.end() :].strip(), 1, True
@@ -441,7 +429,7 @@ def _tail(text: str) -> tuple[bool, int, bool]:
 
 
 def compare(gold: str, answer: str) -> bool | None:
-    """Whether two answers are equal; ``None`` where that takes algebra."""
+    """Whether two answers are equal; ``None`` if telling takes algebra."""
     a, b = as_number(gold), as_number(answer)
     if a is not None and b is not None:
         return same_number(a, b)
@@ -451,9 +439,9 @@ def compare(gold: str, answer: str) -> bool | None:
 
 
 def same_number(a: Number, b: Number) -> bool:
-    """Equality of value; a decimal with 6 or more significant digits also equals what it is rounded from.
+    """Whether two numbers are equal; a decimal with at least 6 significant digits also equals what it is rounded from.
 
-    Where only one has a percent sign, it may be a unit or a division: 50% is 50 and 0.5.
+    If only one has a percent sign, the sign may be a unit or a division: 50% equals 50 and 0.5.
     """
     if a.percent != b.percent:
         plain, percent = (b, a) if a.percent else (a, b)

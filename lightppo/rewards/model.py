@@ -1,4 +1,4 @@
-"""Rewards from models that live in the training processes, and what they read."""
+"""Rewards from models that live in the training processes, and the inputs of these models."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ Truncation = Literal["error", "left"]
 class RewardInputs(Protocol):
     """Turns finished samples into rows of ids for one reward model.
 
-    A row ends where the model was taught to score: behind the end of the turn, or end-of-text. An answer that the token
-    limit cut is left open, without either, as its ids are.
+    A row ends where the model was trained to score: behind the end of the turn, or end-of-text. An answer that was cut
+    at the token limit stays open.
     """
 
     pad_token_id: int  # fills rows; masked out
     bos_token_id: int | None  # stays in front of a row that is cut from the left
 
     def encode(self, rollouts: list[Rollout]) -> list[list[int]]:
-        """One row per sample; a sample that cannot be written in the model's form is a :class:`RewardError`."""
+        """One row per sample; a sample that does not fit the model's form raises :class:`RewardError`."""
         ...
 
 
 class SameIds:
-    """Prompt and response ids as they are, for a model that shares the actor's tokenizer."""
+    """Prompt and response ids unchanged, for a model that shares the actor's tokenizer."""
 
     def __init__(self, pad_token_id: int, bos_token_id: int | None = None) -> None:
         self.pad_token_id = pad_token_id
@@ -50,9 +50,9 @@ class SameIds:
 
 
 class PlainText:
-    """Prompt + response as text, in the ids of another tokenizer; end-of-text behind a finished answer.
+    """Prompt + response as text, in the ids of another tokenizer, with end-of-text behind a finished answer.
 
-    A begin-of-text that the tokenizer puts in front is there once, also where the prompt's text has it already.
+    A begin-of-text that the tokenizer adds appears once, even if the prompt's text already has it.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -70,11 +70,11 @@ class PlainText:
 
 
 class Retemplated:
-    """Prompt and response as a chat in the template and the ids of another tokenizer.
+    """Prompt and response as a chat, in the template and the ids of another tokenizer.
 
-    The chat is ``Prompt.messages`` where the data has one, else the prompt's text as a user message; the response is
-    the assistant's last message (where the chat ends in the assistant's words, it goes on with them). A tokenizer
-    without a chat template gets plain-text prompts as :class:`PlainText` does; chats are then an error.
+    The chat is ``Prompt.messages``, or the prompt's text as a user message; the response is the assistant's last
+    message (or continues it, if the chat ends in the assistant's words). A tokenizer without a chat template reads
+    plain-text prompts like :class:`PlainText`; chats are then an error.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -110,9 +110,9 @@ def fit_lengths(
     bos_token_id: int | None,
     source_name: str,
 ) -> tuple[list[list[int]], list[bool]]:
-    """Rows of at most ``reward_max_length`` ids, and which of them were cut; a row without ids is an error.
+    """Rows of at most ``reward_max_length`` ids, and which rows were cut; a row without ids is an error.
 
-    ``"left"`` cuts the start, as the score is at the end; a begin-of-text stays.
+    ``"left"`` cuts the start, because the score is at the end, and keeps a begin-of-text.
     """
     cut = [reward_max_length is not None and len(row) > reward_max_length for row in rows]
     if [] in rows:
@@ -133,7 +133,7 @@ def fit_lengths(
 
 
 def check_input_options(reward_max_length: int | None, reward_truncation: str) -> None:
-    """Refuses what the flags of these names cannot be, with a ``ValueError`` that names the flag."""
+    """Refuses values out of range, with a ``ValueError`` that names the flag."""
     if reward_max_length is not None and reward_max_length < 2:
         raise ValueError(f"--reward_max_length must be at least 2, got {reward_max_length}")
     if reward_truncation not in get_args(Truncation):
@@ -143,7 +143,7 @@ def check_input_options(reward_max_length: int | None, reward_truncation: str) -
 
 
 def check_same_ids(actor: PreTrainedTokenizerBase, reward: PreTrainedTokenizerBase, path: str) -> None:
-    """Refuses a reward model at ``path`` whose tokenizer reads the actor's ids as other words, but for special ones."""
+    """Refuses a reward model whose tokenizer gives the actor's ids other meanings; special tokens may differ."""
     own = {index: token for token, index in reward.get_vocab().items()}
     special = set(actor.all_special_tokens)
     other = [token for token, index in actor.get_vocab().items() if own.get(index) != token and token not in special]
@@ -175,29 +175,23 @@ def _special_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, int | None]:
 class RewardModelSource:
     """Scores prompt + response with one or several reward models.
 
-    Rows go through a model longest first, so that the rows of one forward are of like lengths. Metric
-    ``input_truncated``: 1 for a sample that was cut for one of the models; only with ``reward_max_length``.
+    Rows go through a model longest first, so that the rows of one forward have similar lengths. Metric
+    ``input_truncated``: 1 for a sample that was cut for any model; only with ``reward_max_length``.
 
     Args:
-        models: callables ``model(sequences (B, S), attention_mask (B, S)) -> (B,)``; modules are put in evaluation
-            mode. Rows are right-padded.
-        reward_fn: ``reward_fn([scores (B,), …]) -> (B,)``, one tensor per model, float32 on the CPU, B = all samples
-            of this rank. Needed with several models. Each model's own score is then metric ``<name>_<i>``.
-        device: where the ids go.
-        ranks: ZeRO-3 shards need all of them in every forward, so a rank with fewer batches adds empty ones.
+        models: callables ``model(sequences (B, S), attention_mask (B, S)) -> (B,)``, for right-padded rows; modules are
+            put into evaluation mode.
+        reward_fn: ``reward_fn([scores (B,), …]) -> (B,)``, one float32 CPU tensor per model, B = all samples of this
+            rank. Needed with several models; each model's own score is then metric ``<name>_<i>``.
+        ranks: with ZeRO-3 every rank must join every forward, so a rank with fewer batches adds empty ones.
         micro_batch_size: rows per forward, or a budget of tokens.
-        pad_token_id: fills rows that have the actor's ids; masked out.
-        inputs: what each model reads, see :class:`RewardInputs`; one for all models, or one each.
-            ``None``: prompt and response ids as they are, as the models share the actor's tokenizer.
-        reward_max_length: most tokens of a row; ``None``: no limit.
-        reward_truncation: a longer row is an ``"error"``, or cut on the ``"left"``.
-        name: what errors and metrics call it.
-
-    Attributes:
-        needs_all_ranks: it acts on all ranks together, in the order of the program.
+        pad_token_id: fills rows with the actor's ids; masked out.
+        inputs: one :class:`RewardInputs` for all models, or one each; ``None``: the actor's ids unchanged.
+        reward_max_length: most tokens per row; ``None``: no limit.
+        reward_truncation: ``"error"``, or cut a longer row on the ``"left"``.
 
     Raises:
-        ValueError: no model, several without ``reward_fn``, another number of inputs, or a number out of range.
+        ValueError: no model, several without ``reward_fn``, a wrong number of inputs, or a number out of range.
     """
 
     needs_all_ranks = True
@@ -246,7 +240,7 @@ class RewardModelSource:
         """Scores the samples. Collective: a rank without samples takes part too.
 
         Raises:
-            RewardError: a model or ``reward_fn`` returned another shape, or a sample has no token or too many.
+            RewardError: a model or ``reward_fn`` returned a wrong shape, or a sample has no token or too many.
         """
         n = len(rollouts)
         rows_of, truncated = self._rows(rollouts)
@@ -267,7 +261,7 @@ class RewardModelSource:
         return RewardOutput(combined.float().tolist(), metrics)
 
     def _rows(self, rollouts: list[Rollout]) -> tuple[list[list[list[int]]], list[bool]]:
-        """Each model's rows, and which samples were cut for one of them."""
+        """Each model's rows, and which samples were cut for any model."""
         encoded: dict[int, list[list[int]]] = {}  # models that read the same share the work
         truncated = [False] * len(rollouts)
         for reads in self.inputs:
@@ -285,7 +279,7 @@ class RewardModelSource:
         return [encoded[id(reads)] for reads in self.inputs], truncated
 
     def _score_rows(self, model_index: int, rows: list[list[int]]) -> Tensor:
-        """(n,) scores of rows, in their order, by as many forwards as on any rank."""
+        """(n,) scores in the order of the rows; every rank runs the same number of forwards."""
         parts = micro_batches([(len(row), 0) for row in rows], self.micro_batch, packed=False)
         filler = [[self.inputs[model_index].pad_token_id]]
         scores = torch.empty(len(rows))

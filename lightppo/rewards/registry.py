@@ -1,8 +1,8 @@
-"""From a config, or from options one by one, to one reward source. Heavy packages are loaded once they are needed.
+"""Makes one reward source from a config, or from options one by one; loads heavy packages only when needed.
 
-To add a built-in source: a class with ``name`` and ``score`` in a file of its own, whose arguments have the names of
-its options; a line in ``BUILT_IN_SOURCES`` and in ``BUILT_IN`` of ``config.rules``; its options in
-``config.verifier_section``; a test; a section in docs/verifiers.md.
+To add a built-in source: a class with ``name`` and ``score`` in its own file, with its options as arguments; a line in
+``BUILT_IN_SOURCES`` and in ``BUILT_IN`` of ``config.rules``; its options in ``config.verifier_section``; a test; a
+section in docs/verifiers.md.
 """
 
 from __future__ import annotations
@@ -44,11 +44,10 @@ _COMBINE_NAME = "reward_fn"
 
 
 def build_reward(config: PPOConfig, reward_models: Sequence[Any], tokenizer: Any, ranks: Ranks) -> RewardSource:
-    """Where rewards come from: servers, a Python file, the prepared reward models, built-in verifiers, or a sum.
+    """The reward source of a run: servers, a Python file, the prepared reward models, built-in verifiers, or a sum.
 
     Raises:
-        ConfigError: a reward file that fails when run or has no such function, a token that is missing, a verifier
-            that cannot run on this machine.
+        ConfigError: a reward file fails or lacks the function, a token is missing, or a verifier cannot run here.
     """
     r, v = config.reward, config.verifier
     try:
@@ -91,11 +90,9 @@ def build_reward(config: PPOConfig, reward_models: Sequence[Any], tokenizer: Any
 
 
 def planned_source(plan: Plan, config: VerifierConfig, own: Mapping[str, Callable[[], RewardSource]]) -> RewardSource:
-    """The source that ``--reward_source`` or ``--reward_routes`` describes: one, or a weighted sum, by route.
+    """The source that ``--reward_source`` or ``--reward_routes`` describes.
 
-    Args:
-        plan: route → source → weight.
-        own: what makes the run's ``function``, ``server`` and ``model``.
+    ``plan`` maps route → source → weight; ``own`` makes the run's ``function``, ``server`` and ``model``.
     """
     makers = {name: partial(make, config) for name, make in BUILT_IN_SOURCES.items()} | dict(own)
     made = {name: makers[name]() for name in dict.fromkeys(name for weights in plan.values() for name in weights)}
@@ -107,11 +104,7 @@ def planned_source(plan: Plan, config: VerifierConfig, own: Mapping[str, Callabl
 
 
 def reward_inputs(config: PPOConfig, tokenizer: Any) -> list[RewardInputs]:
-    """What reward models read: the actor's ids, or the chat in the template and ids of their own tokenizers.
-
-    Raises:
-        ValueError: a reward model whose own tokenizer reads the actor's ids as other words.
-    """
+    """What reward models read: the actor's ids, or the chat in the template and ids of their own tokenizers."""
     from transformers import AutoTokenizer
 
     from lightppo.data.readers import stage_to_local
@@ -150,7 +143,7 @@ def code_source(config: VerifierConfig) -> CodeReward:
 
 
 def _verifier(config: VerifierConfig) -> CodeVerifier:
-    """Who runs the programs: a service, or this machine's sandboxes."""
+    """Runs the programs: a service, or this machine's sandboxes."""
     if config.function_call_url is not None:
         return _make(FunctionCallVerifier, config)
     comparison = _make(Comparison, config)
@@ -168,7 +161,7 @@ BUILT_IN_SOURCES: dict[str, Callable[[VerifierConfig], RewardSource]] = {
 
 
 def function_options(config: VerifierConfig) -> dict[str, Any]:
-    """How ``--reward_fn`` is called: further arguments of ``FunctionReward``."""
+    """Further arguments of ``FunctionReward`` for ``--reward_fn``."""
     return _options_of(FunctionReward, config) | {"on_reward_failure": config.on_reward_failure or "error"}
 
 
@@ -177,7 +170,7 @@ def _make(kind: Callable[..., Any], config: VerifierConfig, **given: Any) -> Any
 
 
 def _options_of(kind: Callable[..., Any], config: VerifierConfig) -> dict[str, Any]:
-    """The options that are arguments of ``kind``, by their names."""
+    """The options that ``kind`` takes as arguments, matched by name."""
     return {name: getattr(config, name) for name in inspect.signature(kind).parameters if hasattr(config, name)}
 
 
@@ -199,7 +192,7 @@ def check_reward_options(
     ============================ ============================= ==========================
 
     Raises:
-        ValueError: no source, two of them, an address of another form or a file that is not there; names the flags.
+        ValueError: no source or two, an invalid address, or a missing file; names the flags.
     """
     urls = _as_urls(remote_rm_url)
     if urls and n_reward_models:
@@ -244,19 +237,19 @@ def build_reward_source(
     """Makes the reward source that the options of :func:`check_reward_options` describe.
 
     Args:
-        remote_rm_url: servers (see :class:`~lightppo.rewards.remote.RemoteReward`, as ``remote_…``), or one
-            ``path.py[:name]``, by default its ``reward_func``, or ``compute_score``.
-        reward_fn: without reward models a function (see :class:`~lightppo.rewards.function.FunctionReward`), a
-            :class:`RewardSource` or the file of one, by default its ``reward_func`` or ``compute_score``; with reward
-            models what combines their tensors, by default the file's ``reward_fn``.
-        reward_models: see :class:`~lightppo.rewards.model.RewardModelSource`, as ``device``, ``pad_token_id``,
+        remote_rm_url: servers (``remote_…``: see :class:`~lightppo.rewards.remote.RemoteReward`), or one
+            ``path.py[:name]``, by default its ``reward_func`` or ``compute_score``.
+        reward_fn: without reward models, a function (see :class:`~lightppo.rewards.function.FunctionReward`), a
+            :class:`RewardSource` or a file with either; with reward models, the function that combines their tensors,
+            in a file by default ``reward_fn``.
+        reward_models: see :class:`~lightppo.rewards.model.RewardModelSource`, also for ``device``, ``pad_token_id``,
             ``micro_batch_size`` and ``ranks``, which only models need.
         on_remote_failure: ``on_reward_failure`` of ``RemoteReward``.
         function_options: further arguments of ``FunctionReward``.
         model_options: further arguments of ``RewardModelSource``.
 
     Raises:
-        ValueError: as :func:`check_reward_options`, or a file that has no such function.
+        ValueError: as :func:`check_reward_options`, or the file lacks the function.
     """
     urls = _as_urls(remote_rm_url)
     kind = check_reward_options(remote_rm_url=urls, reward_fn=reward_fn, n_reward_models=len(reward_models))

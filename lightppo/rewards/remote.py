@@ -1,7 +1,7 @@
 """Rewards from HTTP servers: POST ``{"query", "prompts", "labels"}``, get ``{"rewards", "scores"?, "extra_logs"?}``.
 
-All values are lists with one entry per sample; ``query`` is prompt + response. A server that is dead or lies is tried
-again with back-off. Then it is an error that names it, or its samples are unscored; it never becomes a score.
+All values are lists with one entry per sample; ``query`` is prompt + response. A request that fails is tried again with
+back-off; then it is an error that names the server, or its samples are unscored. It never becomes a score.
 """
 
 from __future__ import annotations
@@ -30,23 +30,21 @@ logger = logging.getLogger(__name__)
 
 
 class RemoteReward:
-    """Shares the samples of this rank out over several servers and asks them in parallel.
+    """Splits the samples of this rank over several servers and asks them in parallel.
 
-    Metrics per sample, where there are retries or ``on_reward_failure="unscored"``: ``failures`` (requests for it that
-    failed) and ``timeouts`` (requests that ran into the limit), each plus what the server itself sent under that name.
+    Metrics per sample, with retries or ``on_reward_failure="unscored"``: ``failures`` (failed requests for the sample)
+    and ``timeouts`` (requests that ran past the limit), each plus what the server itself sent under that name.
 
     Args:
-        urls: http(s) addresses, all of the same service. Each gets a run of consecutive samples of nearly equal length.
-        timeout: limit of one request, in seconds.
+        urls: http(s) addresses of servers of the same service.
+        timeout: seconds per request.
         retries: further tries after a failed request; see :class:`~lightppo.http.HTTPClient`.
-        on_reward_failure: what comes after the last try of a request: an ``"error"``, or its samples are
-            ``"unscored"``. What no retry can help (a 4xx, a redirect) is an error always.
+        on_reward_failure: after the last try, ``"error"`` or ``"unscored"``. What no retry can help (a 4xx, a redirect)
+            is always an error.
         token: sent as ``Authorization: Bearer …``; see :func:`lightppo.http.read_token`.
-        sleep: waits that many seconds between tries.
-        name: what errors and metrics call it.
 
     Raises:
-        ValueError: no URL, a URL that is not http(s) or has a password in it, or a limit out of range.
+        ValueError: no URL, a URL that is not http(s) or contains a password, or a limit out of range.
     """
 
     def __init__(
@@ -77,11 +75,7 @@ class RemoteReward:
         self._servers = [HTTPClient(url, "reward server", **options) for url in urls]
 
     def score(self, rollouts: list[Rollout]) -> RewardOutput:
-        """Scores the samples.
-
-        Raises:
-            RewardError: naming every server that gave no usable answer after the retries, and why.
-        """
+        """Scores the samples; the :class:`RewardError` names every server that gave no usable answer, and why."""
         shares = [share for share in zip(self._servers, _share_out(rollouts, len(self._servers))) if share[1]]
         if not shares:
             return RewardOutput([])
@@ -99,7 +93,7 @@ class RemoteReward:
             server.close()
 
     def _ask(self, server: HTTPClient, rollouts: list[Rollout]) -> _Answer:
-        """One server's share, after the retries."""
+        """Asks one server for its share, with retries."""
         payload, answer = _payload(rollouts, server.name), _Answer()
 
         def read(result: dict) -> RewardOutput:
@@ -126,7 +120,7 @@ class RemoteReward:
 
 @dataclass
 class _Answer:
-    """What one server's share came to, and the tries for it that failed."""
+    """The answer to one server's share, and the tries that failed."""
 
     output: RewardOutput | None = None
     error: RequestError | None = None

@@ -1,4 +1,4 @@
-"""Who runs the calls of a reward function: this thread, a pool of threads, an event loop, or processes that are killed.
+"""Runs the calls of a reward function: in this thread, in threads, in an event loop, or in killable processes.
 
 | manager | per-sample functions | functions of a batch |
 |---|---|---|
@@ -63,22 +63,16 @@ def build_runner(
     reward_timeout: float | None = None,
     spec: str | None = None,
 ) -> Runner:
-    """Makes what runs the calls of a function.
+    """Makes the runner for a function; raises ``ValueError`` if function and manager do not fit.
 
     Args:
-        fn: the function.
-        name: what errors call it.
-        per_sample: it takes one sample, not a whole batch.
-        is_async: it is a coroutine function.
-        shape: how it is called, for errors.
+        per_sample: the function takes one sample, not a whole batch.
+        shape: how the function is called, for error texts.
         reward_manager: see the table above.
-        reward_workers: calls at a time. ``None``: 16 threads or coroutines, or as many processes as there are cores.
-        reward_timeout: wall-clock limit of one call in seconds. A thread that exceeds it cannot be stopped, only left
-            behind; a process is killed. ``prime`` must have one.
-        spec: for ``prime``, where worker processes load the function from: ``path.py:name`` or ``module:name``.
-
-    Raises:
-        ValueError: the function does not suit the manager, or a number is out of range.
+        reward_workers: calls at a time. ``None``: 16 threads or coroutines, or one process per core.
+        reward_timeout: wall-clock seconds per call. Past it, a thread is left behind, as threads cannot be stopped; a
+            process is killed. ``prime`` needs a limit.
+        spec: where ``prime`` workers load the function from: ``path.py:name`` or ``module:name``.
     """
     if reward_manager not in get_args(ManagerName):
         raise ValueError(f"--reward_manager must be one of {', '.join(get_args(ManagerName))}, got {reward_manager!r}")
@@ -102,10 +96,10 @@ def build_runner(
 
 
 def function_spec(fn: Callable[..., Any], name: str) -> str:
-    """How another process finds a function: ``path.py:name`` for one in a file of its own, else ``module:name``.
+    """How another process finds a function: ``path.py:name`` if it has its own file, else ``module:name``.
 
     Raises:
-        ValueError: it cannot, as for a lambda, a nested function or one of the script itself.
+        ValueError: it cannot, e.g. a lambda, a nested function or a function of the script itself.
     """
     module = sys.modules.get(getattr(fn, "__module__", None) or "")
     path = getattr(fn, "__qualname__", "")
@@ -119,7 +113,7 @@ def function_spec(fn: Callable[..., Any], name: str) -> str:
 
 
 def awaited(value: Any) -> Any:
-    """The value of an awaitable, run to its end here; any other value as it is."""
+    """The value, awaited to its end if it is awaitable."""
     if not inspect.isawaitable(value):
         return value
 
@@ -130,7 +124,7 @@ def awaited(value: Any) -> Any:
 
 
 def call_here(fn: Callable[..., Any], call: Call) -> Outcome:
-    """One call in this thread; an exception is an outcome too."""
+    """One call in this thread; an exception becomes an outcome too."""
     try:
         return Outcome(awaited(fn(*call.args, **call.kwargs)))
     except (Exception, SystemExit) as error:
@@ -142,12 +136,9 @@ def _late(timeout: float) -> Outcome:
 
 
 class ThreadRunner:
-    """Runs calls in threads; a single call, or all with one worker, without a limit in the thread of the caller.
+    """Runs calls in up to ``workers`` threads; without a time limit, a single call or worker needs no thread.
 
-    Args:
-        fn: what is called.
-        workers: calls at a time.
-        timeout: seconds for one call, from its start; what takes longer is left behind, and its answer not looked at.
+    ``timeout`` is in seconds per call, from its start; a call that takes longer is left behind and its answer ignored.
     """
 
     def __init__(self, fn: Callable[..., Any], workers: int = 16, timeout: float | None = None) -> None:
@@ -157,11 +148,7 @@ class ThreadRunner:
         self._stuck: list[threading.Thread] = []
 
     def run(self, calls: Sequence[Call]) -> list[Outcome]:
-        """One outcome per call, in their order.
-
-        Raises:
-            RewardError: too many calls of this and earlier batches still hang.
-        """
+        """One outcome per call, in order; raises :class:`RewardError` if too many calls hang."""
         if self.timeout is None and (len(calls) <= 1 or self.workers == 1):
             return [call_here(self.fn, call) for call in calls]
         outcomes: dict[int, Outcome] = {}
@@ -213,13 +200,10 @@ class ThreadRunner:
 
 
 class LoopRunner:
-    """Runs coroutine functions in one event loop, which lives as long as this object, in a thread of its own.
+    """Runs coroutine functions in one event loop, which lives in its own thread as long as this object.
 
-    Args:
-        fn: the coroutine function.
-        concurrency: calls at a time.
-        timeout: seconds for one call; it is then cancelled, and not waited for.
-        grace: seconds beyond the limits of its calls, after which the loop counts as blocked.
+    A call that takes more than ``timeout`` seconds is cancelled, and not waited for. After ``grace`` more seconds the
+    loop counts as blocked.
     """
 
     def __init__(
@@ -233,10 +217,10 @@ class LoopRunner:
         self._blocked = 0
 
     def run(self, calls: Sequence[Call]) -> list[Outcome]:
-        """One outcome per call, in their order. Where the function blocks the loop, all that wait for it are late.
+        """One outcome per call, in order. If the function blocks the loop, all calls that wait for it are late.
 
         Raises:
-            RewardError: it has blocked too many loops.
+            RewardError: the function has blocked too many loops.
         """
         if self._loop is None:
             if self._blocked > _MAX_BLOCKED:
@@ -280,23 +264,19 @@ class LoopRunner:
 
 
 class KillablePool:
-    """Calls one function in worker processes, with limits on wall-clock time and memory that nothing can talk out of.
+    """Calls one function in worker processes, with limits on wall-clock time and memory that no function can evade.
 
-    The pool is pebble's. Ours is what a trainer needs beyond it: a worker imports only what the target needs and never
-    runs the script again, is killed with the processes that it started, and dies with this process, however that ends;
-    a pool that breaks is replaced. Workers start with the first call. This is no sandbox: they have this process's
+    The pool is pebble's. We add what a trainer needs: a worker imports only what the target needs and never runs the
+    script again, is killed together with the processes it started, and dies with this process, however that ends; a
+    broken pool is replaced. Workers start with the first call. This is not a sandbox: workers have this process's
     rights.
 
     Args:
-        target: what is called: ``package.module:function`` or ``path.py:function``; may be a coroutine function.
-        workers: processes.
-        timeout: wall-clock limit of one call in seconds, from when a loaded worker gets it.
-        memory_mb: a worker whose resident memory grows beyond this many MiB is killed; looked at every 0.1 s.
-        preload: modules that a worker imports before its first call, outside of the limit.
-        quiet: what workers print is thrown away.
-
-    Raises:
-        ValueError: a number out of range.
+        target: ``package.module:function`` or ``path.py:function``; may be a coroutine function.
+        timeout: wall-clock seconds per call, from when a loaded worker gets it.
+        memory_mb: kill a worker whose resident memory exceeds this many MiB; checked every 0.1 s.
+        preload: modules that a worker imports before its first call, outside the time limit.
+        quiet: discard what workers print.
     """
 
     def __init__(
@@ -320,7 +300,7 @@ class KillablePool:
         self._closer.atexit = False  # pebble ends the workers then
 
     def run(self, calls: Sequence[Call]) -> list[Outcome]:
-        """Calls the target with each of ``calls``; one outcome each, in their order.
+        """Calls the target with each of ``calls``; one outcome each, in order.
 
         Raises:
             WorkerStartError: no worker can load the target.
@@ -355,7 +335,7 @@ class KillablePool:
         return [pid for running in self._running for pid in running.workers.pids()]
 
     def close(self) -> None:
-        """Kills the workers; calls under way fail. Safe to call again."""
+        """Kills the workers; running calls fail. May be called again."""
         self._closer()
 
     def __enter__(self) -> KillablePool:
@@ -386,7 +366,7 @@ def _end_all(pools: list[_RunningPool], owner: int) -> None:
 
 
 class _RunningPool:
-    """pebble's pool with our workers. It breaks where a worker dies that has no call: then make another one."""
+    """pebble's pool with our workers. It breaks if a worker dies without a call; then make another one."""
 
     def __init__(self, n_workers: int, memory_mb: int | None, setup: tuple[Any, ...]) -> None:
         self.workers = _Workers(memory_mb)
@@ -396,7 +376,7 @@ class _RunningPool:
         self._started.wait()
 
     def _keep(self) -> None:
-        """The kernel ends a worker with the thread that started it: this one, for the first ones, or the pool's own."""
+        """The kernel ends a worker with the thread that started it: this one first, later the pool's."""
         with contextlib.suppress(BrokenProcessPool):  # schedule tries again and tells
             _ = self._pool.active
         self._started.set()
@@ -430,7 +410,7 @@ class _RunningPool:
 
 
 class _Workers(SpawnContext):
-    """How pebble starts workers."""
+    """Makes pebble start our workers."""
 
     def __init__(self, memory_mb: int | None) -> None:
         super().__init__()
@@ -452,7 +432,7 @@ class _Workers(SpawnContext):
 
 
 class _Worker(SpawnProcess):
-    """pebble's view of a worker process, with a group of processes, a limit on memory and a forked trainer in mind."""
+    """A worker process for pebble, with a process group, a memory limit and a guard against forks of the trainer."""
 
     def __init__(self, memory_mb: int | None, **options: Any) -> None:
         super().__init__(**options)
@@ -469,7 +449,7 @@ class _Worker(SpawnProcess):
             _starting.worker = False
 
     def is_alive(self) -> bool:
-        """pebble asks every 0.1 s. A death is told the second time: by then it knows whose call that was."""
+        """pebble asks every 0.1 s. A death is reported the second time, when pebble knows whose call that was."""
         if os.getpid() != self._owner:
             return False
         if super().is_alive():
@@ -486,7 +466,7 @@ class _Worker(SpawnProcess):
         return True
 
     def terminate(self) -> None:
-        """Kills the worker and its process group, at once."""
+        """Kills the worker and its process group at once."""
         if os.getpid() == self._owner:
             self._mourned = True
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -499,13 +479,13 @@ class _Worker(SpawnProcess):
 
     @property
     def exitcode(self) -> int | None:
-        """pebble takes 0 for an end that it has asked for, which it never does."""
+        """pebble takes 0 for an end that it asked for, which it never does."""
         code = super().exitcode
         return _EXIT_0 if code == 0 else code
 
     @property
     def end(self) -> str:
-        """How it ended; nothing while it runs."""
+        """How the worker ended; empty while it runs."""
         code = self.exitcode
         if self._excess or code is None:
             return self._excess
@@ -513,7 +493,7 @@ class _Worker(SpawnProcess):
 
 
 def _data_for_worker(name: str) -> dict[str, Any]:
-    """What multiprocessing tells a new process: for our workers without the script, which it would run again."""
+    """What multiprocessing tells a new process; our workers do not get the script, which they would run again."""
     data = _data_for_process(name)
     if getattr(_starting, "worker", False):
         data = {key: value for key, value in data.items() if not key.startswith("init_main_")}
@@ -562,7 +542,7 @@ def _load_target(target: str) -> Callable[..., Any]:
 
 
 def _answer(payload: bytes) -> str:
-    """In a worker: one call. JSON goes back, so that nothing a function returns has to be unpickled in the trainer."""
+    """One call in a worker. It answers in JSON, so that the trainer never unpickles what a function returns."""
     if isinstance(_loaded, str):
         return json.dumps({"unloadable": _loaded})
     try:
@@ -578,7 +558,7 @@ def _text(error: BaseException) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """A result as JSON has it: numbers of numpy and torch as Python's, tuples as lists."""
+    """A result for JSON: numbers of numpy and torch become Python's, tuples become lists."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, dict):

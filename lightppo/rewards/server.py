@@ -1,4 +1,4 @@
-"""A reward source behind HTTP: what :class:`~lightppo.rewards.remote.RemoteReward` asks.
+"""A reward source behind HTTP, for :class:`~lightppo.rewards.remote.RemoteReward`.
 
 ``POST /get_reward`` (or ``/``) takes ``{"query", "prompts", "labels"}`` and answers ``{"rewards", "scores"?,
 "extra_logs"?}``; ``GET /health`` says that the server is up. Errors are ``{"error": message}``.
@@ -59,7 +59,7 @@ class ScoreRequest(BaseModel):
         return self
 
     def rollouts(self) -> list[Rollout]:
-        """The samples as sources take them; ids are unknown here, and every answer counts as finished."""
+        """The samples for a source: without ids, and every response counts as finished."""
         labels = self.labels or [None] * len(self.query)
         return [
             Rollout(Prompt(prompt, [], label=label, index=i), 0, [], query[len(prompt) :], "stop")
@@ -68,22 +68,15 @@ class ScoreRequest(BaseModel):
 
 
 class RewardApp:
-    """Answers requests with the scores of one source.
+    """Answers requests with the scores of one source; ``app`` is the FastAPI application.
 
     Args:
-        source: scores; samples have texts and labels, no ids.
-        token: what ``Authorization: Bearer …`` must say; ``None``: everyone may ask.
-        max_samples: most samples of one request.
+        source: gets samples with texts and labels, but without ids.
+        token: required as ``Authorization: Bearer …``; ``None``: everyone may ask.
+        max_samples: most samples per request.
         max_bytes: longest request.
-        max_concurrent: requests that the source scores at a time; it must stand that if above 1. Others wait; one
-            whose client has gone meanwhile is not scored.
-
-    Attributes:
-        app: the FastAPI application.
-        has_token: whether strangers are kept out.
-
-    Raises:
-        ValueError: a number below 1, or a token that no header can carry.
+        max_concurrent: requests that the source scores at a time; above 1 the source must be thread-safe. Others wait,
+            and are not scored if their client leaves meanwhile.
     """
 
     def __init__(
@@ -178,7 +171,7 @@ def serve(
         started: gets the URL once the port is open.
 
     Raises:
-        ValueError: an address that strangers could reach, without a token.
+        ValueError: strangers could reach the address without a token.
         OSError: the address cannot be listened on.
     """
     check_bind(host, reward_app.has_token)
@@ -200,7 +193,7 @@ def serve(
 
 
 class _Gate:
-    """Before anything is read: the token. While the body is read: its length."""
+    """Checks the token before anything is read, and the length while the body is read."""
 
     def __init__(self, app: Any, *, token: str | None, max_bytes: int) -> None:
         self._app = app
@@ -238,7 +231,7 @@ class _Gate:
 
 
 async def _in_thread(function: Callable[..., Any], *args: Any) -> Any:
-    """Runs a function in a thread of its own, which does not keep the process alive."""
+    """Runs a function in its own thread, which does not keep the process alive."""
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()  # the waiting coroutine may be cancelled; the thread goes on
 
@@ -271,7 +264,7 @@ def _error(status: int, message: str) -> JSONResponse:
 
 
 async def _explain_request(request: Request, error: Exception) -> JSONResponse:
-    """What is wrong with a request, without what it said: that may be long, or not for the log."""
+    """Says what is wrong with a request without quoting it: it may be long, or not for the log."""
     assert isinstance(error, RequestValidationError)
     parts = [f"{'.'.join(map(str, e['loc'][1:])) or 'body'}: {e['msg']}" for e in error.errors()[:3]]
     if "application/json" not in request.headers.get("content-type", ""):

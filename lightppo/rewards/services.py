@@ -1,7 +1,7 @@
 """Verifiers that let a service run the programs: SandboxFusion, and AReaL's function-call service.
 
-A service that is dead, slow or talks nonsense is tried again with back-off and then is an error that names it. It never
-becomes a failed test.
+A request that fails is tried again with back-off, and then is an error that names the service. It never becomes a
+failed test.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _WAIT_SECONDS = 30.0  # beyond a program's own limits: the service's queue and t
 
 
 def _client(url: str, path: str, flag: str, **options: Any) -> HTTPClient:
-    """``path`` is added where the address has none."""
+    """A client for ``url``, with ``path`` added if the address has no path."""
     parts = urlsplit(url)
     url = url if parts.path not in ("", "/") else parts._replace(path=path).geturl()
     return HTTPClient(url, f"--{flag}", max_bytes=_MOST_BYTES, **options)
@@ -65,18 +65,17 @@ print("MARK" + json.dumps(value), file=output, flush=True)
 
 
 class SandboxFusionVerifier:
-    """Has programs run by `SandboxFusion <https://github.com/bytedance/SandboxFusion>`_, one request per test.
+    """Lets `SandboxFusion <https://github.com/bytedance/SandboxFusion>`_ run programs, one request per test.
 
-    Outputs are compared here, as for the local sandbox.
+    Outputs are compared here, as with the local sandbox.
 
     Args:
-        sandbox_fusion_url: ``http://host:port/run_code``; the path is added where there is none.
-        comparison: when an output is right.
-        sandbox_fusion_max_concurrent: requests under way at a time.
+        sandbox_fusion_url: ``http://host:port/run_code``; a missing path is added.
+        sandbox_fusion_max_concurrent: requests at a time.
         sandbox_fusion_memory_limit_mb: sent as ``memory_limit_MB``.
         sandbox_fusion_language: sent as ``language``; functions are called in ``python`` only.
         sandbox_fusion_retries: further tries of a failed request.
-        code_timeout: sent as ``compile_timeout`` and ``run_timeout``, seconds.
+        code_timeout: seconds, sent as ``compile_timeout`` and ``run_timeout``.
     """
 
     def __init__(
@@ -107,7 +106,7 @@ class SandboxFusionVerifier:
         self._timeout = code_timeout
 
     def verify(self, code: str, tests: CodeTests, *, first_failure_ends: bool) -> CodeVerdict:
-        """Runs the program on all tests; raises :class:`RewardError` where the service gave no usable answer."""
+        """Runs the program on all tests; raises :class:`RewardError` if the service gave no usable answer."""
         if tests.function is not None and self._language != "python":
             raise RewardError(f"tests that call {tests.function}() need --sandbox_fusion_language python")
         verdict = CodeVerdict()
@@ -157,7 +156,7 @@ _NOT_PYTHON = ("SyntaxError", "IndentationError", "TabError")
 
 
 def _read_run(answer: dict[str, Any]) -> dict[str, Any]:
-    """What SandboxFusion says of a program: its own failures are errors here, the program's are not."""
+    """What SandboxFusion says about a program; failures of the service, not of the program, are errors here."""
     if answer["status"] not in ("Success", "Failed"):
         raise ValueError(f"status {answer['status']}: {answer.get('message')}")
     compiled, ran = answer.get("compile_result"), answer.get("run_result")
@@ -175,15 +174,15 @@ def _read_run(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 class FunctionCallVerifier:
-    """Has programs run and compared by AReaL's function-call service.
+    """Lets AReaL's function-call service run programs and compare outputs.
 
     Args:
-        function_call_url: the service's address; ``/apis/functioncalls`` is added where there is no path.
-        function_call_max_concurrent: requests under way at a time.
-        function_call_batch_size: tests per request, where the first failure ends (a share needs one test each).
-        function_call_memory_limit_mb: sent as ``memory``, rounded up to 256; 0 = the service's own limit.
+        function_call_url: the service's address; ``/apis/functioncalls`` is added if it has no path.
+        function_call_max_concurrent: requests at a time.
+        function_call_batch_size: tests per request if the first failure ends (a share needs one request per test).
+        function_call_memory_limit_mb: sent as ``memory``, rounded up to 256; 0: the service's own limit.
         function_call_retries: further tries of a failed request.
-        code_timeout: sent as ``timeout``: seconds per test.
+        code_timeout: seconds per test, sent as ``timeout``.
     """
 
     def __init__(
@@ -214,7 +213,7 @@ class FunctionCallVerifier:
         self._timeout = code_timeout
 
     def verify(self, code: str, tests: CodeTests, *, first_failure_ends: bool) -> CodeVerdict:
-        """Has the program judged on all tests; raises :class:`RewardError` where the service gave no usable answer."""
+        """Lets the service judge the program on all tests; raises :class:`RewardError` if it gave no usable answer."""
         verdict = CodeVerdict()
         size = self._batch if first_failure_ends else 1
         for start in range(0, len(tests.cases), size):

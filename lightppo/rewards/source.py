@@ -1,4 +1,4 @@
-"""The reward protocol, and what holds for every source: checks, failures, weighted sums, scoring in the background.
+"""The reward protocol and what holds for every source: checks, failures, weighted sums, scoring in the background.
 
 Strings and lists only, no tensors. A source is any object with ``name`` and ``score``::
 
@@ -32,19 +32,19 @@ DEFAULT_ROUTE = "*"
 
 @dataclass(slots=True)
 class RewardOutput:
-    """What a source says about n samples, in their order."""
+    """The answer of a source about n samples, in their order."""
 
-    scores: list[float | None]  # None = unscored: the sample leaves its group and the statistics
+    scores: list[float | None]  # None: unscored; the sample leaves its group and the statistics
     metrics: dict[str, list[float | None]] = field(default_factory=dict)  # logged as reward/<name>
-    token_scores: list[list[float] | None] | None = None  # for dense rewards: per sample one per response token
+    token_scores: list[list[float] | None] | None = None  # dense rewards: per sample one number per response token
 
 
 @runtime_checkable
 class RewardSource(Protocol):
-    """Gives scores to finished samples of one rank, also to none: under ZeRO-3 a model must still take part.
+    """Scores the finished samples of one rank; it is also called without samples, because ZeRO-3 needs all ranks.
 
-    ``score`` raises :class:`RewardError` where it cannot score. A source that acts on all ranks together also has
-    ``needs_all_ranks = True``: it is never called in another thread.
+    ``score`` raises :class:`RewardError` if it cannot score. A source that acts on all ranks together also has
+    ``needs_all_ranks = True``; it is never called in another thread.
     """
 
     name: str
@@ -53,7 +53,7 @@ class RewardSource(Protocol):
 
 
 def close_source(source: RewardSource) -> None:
-    """Ends the processes that a source has started, where it has such."""
+    """Ends the processes that a source has started, if it has a ``close``."""
     close = getattr(source, "close", None)
     if close is not None:
         close()
@@ -67,19 +67,19 @@ def describe_sample(rollouts: Sequence[Rollout], position: int) -> str:
 
 
 def shown(value: Any, chars: int = 300) -> str:
-    """Start of a value's text, for error texts."""
+    """The start of a value's text, for error texts."""
     text = value if isinstance(value, str) else repr(value)
     return text if len(text) <= chars else text[:chars] + "…"
 
 
 def finite(value: Any) -> float | None:
-    """A number of Python, numpy or a 0-d tensor as a float; ``None`` for anything else, NaN and infinity too."""
+    """A finite number of Python or numpy, or a 0-d tensor, as a float; ``None`` for anything else."""
     number = _to_float(value)
     return number if number is not None and math.isfinite(number) else None
 
 
 def check_output(output: RewardOutput, rollouts: Sequence[Rollout], source_name: str) -> RewardOutput:
-    """The same answer with plain Python floats.
+    """The answer with plain Python floats.
 
     Raises:
         RewardError: a wrong length, or a value that is not a finite number; names source, sample and prompt.
@@ -99,7 +99,7 @@ def check_output(output: RewardOutput, rollouts: Sequence[Rollout], source_name:
 
 
 def score_rollouts(source: RewardSource, rollouts: list[Rollout]) -> RewardOutput:
-    """Scores samples and writes the checked answer into them; where that fails, no sample is changed."""
+    """Scores samples and writes the checked answer into them; if that fails, no sample changes."""
     output = check_output(source.score(rollouts), rollouts, source.name)
     write_output(output, rollouts)
     return output
@@ -116,12 +116,12 @@ def write_output(output: RewardOutput, rollouts: Sequence[Rollout]) -> None:
 def output_from_result(result: Any, n: int, source_name: str) -> RewardOutput:
     """Reads what reward functions and servers return: a list or tensor of n scores, or a dict.
 
-    Keys of the dict: ``rewards`` (needed; what training uses), ``scores`` (n numbers, kept as metric ``score``),
-    ``extra_logs`` (name → n numbers, or one number for the whole batch), ``token_scores`` (for dense rewards: per
-    sample one number per response token). Values are not looked at here; that is :func:`check_output`'s.
+    Keys of the dict: ``rewards`` (required; used for training), ``scores`` (n numbers, kept as metric ``score``),
+    ``extra_logs`` (name → n numbers, or one number for the batch), ``token_scores`` (per sample one number per response
+    token). :func:`check_output` checks the values.
 
     Raises:
-        RewardError: another type, no ``rewards``, or another key.
+        RewardError: another type, no ``rewards``, or an unknown key.
     """
     if not isinstance(result, Mapping):
         return RewardOutput(_as_list(result, source_name, "the result"))
@@ -149,7 +149,7 @@ def output_from_result(result: Any, n: int, source_name: str) -> RewardOutput:
 
 
 def join_outputs(outputs: Sequence[RewardOutput]) -> RewardOutput:
-    """Answers about consecutive runs of samples as one, in order; what some of them lack is ``None`` there."""
+    """Joins answers about consecutive runs of samples, in order; ``None`` where an answer lacks a metric."""
     names = dict.fromkeys(name for output in outputs for name in output.metrics)
     joined = RewardOutput([score for output in outputs for score in output.scores], {name: [] for name in names})
     dense = any(output.token_scores is not None for output in outputs)
@@ -164,7 +164,7 @@ def join_outputs(outputs: Sequence[RewardOutput]) -> RewardOutput:
 
 
 def _to_float(value: Any) -> float | None:
-    """A number of Python, numpy or a 0-d tensor as a float; ``None`` for anything else, strings too."""
+    """A number of Python or numpy, or a 0-d tensor, as a float; ``None`` for anything else, also for strings."""
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
         value = value.item()
     if not isinstance(value, (bool, int, float)):
@@ -236,7 +236,7 @@ class Call:
 
 @dataclass(slots=True)
 class Outcome:
-    """What one call came to."""
+    """The outcome of one call."""
 
     value: Any = None  # means nothing where there is an error
     error: str | None = None
@@ -248,8 +248,8 @@ class Outcome:
 class Settled:
     """A call after its last try."""
 
-    result: Any = None  # read from the last answer that could be read, also where a part of it cannot be used
-    problem: str | None = None  # why the last try is not a full answer
+    result: Any = None  # from the last readable answer, even if a part of it cannot be used
+    problem: str | None = None  # why the last try gave no full answer
     cause: BaseException | None = None  # the exception behind the problem
     failures: int = 0  # tries without a full answer, time-outs included
     timeouts: int = 0
@@ -260,7 +260,7 @@ Reader = Callable[[int, Any], tuple[Any, str | None]]
 
 
 def check_failure_options(on_reward_failure: str, reward_retries: int, reward_timeout: float | None) -> None:
-    """Refuses what the flags of these names cannot be, with a ``ValueError`` that names the flag."""
+    """Refuses values out of range, with a ``ValueError`` that names the flag."""
     if on_reward_failure not in get_args(OnFailure):
         raise ValueError(f"--on_reward_failure must be one of {', '.join(get_args(OnFailure))}, "
                          f"got {on_reward_failure!r}")  # fmt: skip
@@ -271,10 +271,10 @@ def check_failure_options(on_reward_failure: str, reward_retries: int, reward_ti
 
 
 def settle(run: Runner, calls: Sequence[Call], read: Reader, retries: int) -> list[Settled]:
-    """Runs calls, and those that failed again, up to ``retries`` times more.
+    """Runs calls, and runs those that failed again, up to ``retries`` times.
 
-    ``run`` gives one outcome per call, in their order; ``read`` turns (position of the call, returned value) into
-    (result, why that is no full answer, or ``None``).
+    ``run`` returns one outcome per call, in order; ``read`` turns (position of the call, returned value) into (result,
+    why the result is incomplete or ``None``).
     """
     settled = [Settled() for _ in calls]
     pending = list(range(len(calls)))
@@ -301,10 +301,11 @@ def check_verifier_status(
     source_name: str = "the reward source",
     ranks: Ranks | None = None,
 ) -> None:
-    """Raises where the scores of a whole batch, before any shaping, are at the source's minimum, or all are missing:
-    more likely a broken verifier. The error shows one sample. Collective: a rank without samples takes part too.
+    """Raises :class:`RewardError` if all scores of a batch, before shaping, are missing or at the source's minimum.
 
-    Source: AReaL, ``check_verifier_status`` (there: the mean is at the minimum).
+    The verifier is then more likely broken than the model. Collective: a rank without samples takes part too.
+
+    Source: AReaL, ``check_verifier_status`` (which looks at the mean).
     """
     scores = [rollout.reward for rollout in rollouts if rollout.reward is not None]
     counts = {"samples": len(rollouts), "scored": len(scores), "above": sum(score > minimum for score in scores)}
@@ -337,21 +338,20 @@ def _example(rollouts: Sequence[Rollout]) -> str:
 class RoutedReward:
     """Weighted sums of sources, by data source or label: Σ weight · score over the sources of the sample's route.
 
-    A sample that any source of its route leaves unscored is unscored. Each source's own score is metric ``<name>``, its
-    metrics are ``<name>/<metric>``, ``None`` for the samples of other routes; ``failures`` and ``timeouts`` of the
-    sources are added up as well. Token scores are added with the same weights.
+    If one source of its route leaves a sample unscored, the sample is unscored. Each source's own score is metric
+    ``<name>`` and its metrics are ``<name>/<metric>``, ``None`` for samples of other routes; ``failures`` and
+    ``timeouts`` of the sources are also added up. Token scores are added with the same weights.
 
-    Every source is called once per ``score``, with all its samples and also with none, in the order in which the
-    routes name them: a reward model under ZeRO-3 acts on all ranks together.
+    Every ``score`` calls each source once, also without samples, in the order of the routes: a reward model under
+    ZeRO-3 acts on all ranks together.
 
     Args:
-        routes: data source or label → (source, weight) pairs. ``"*"`` takes the samples that have no route of their
-            own. A source may be on several routes; different sources need different names.
+        routes: data source or label → (source, weight) pairs; ``"*"`` takes the samples without a route of their own.
+            A source may be on several routes; different sources need different names.
         by: ``"data_source"``, or ``"label"``: a string, or a number as Python writes it.
 
     Raises:
-        ValueError: no route, a route without sources, equal names, a source twice on a route, or a weight that is not
-            finite.
+        ValueError: an empty route, equal names, a source twice on a route, or a weight that is not finite.
     """
 
     def __init__(
@@ -390,10 +390,10 @@ class RoutedReward:
         return any(getattr(source, "needs_all_ranks", False) for source, _ in self._plan)
 
     def score(self, rollouts: list[Rollout]) -> RewardOutput:
-        """Scores with every source, also where an earlier one left a sample unscored.
+        """Scores with every source, even if an earlier source left a sample unscored.
 
         Raises:
-            RewardError: a sample without a route, or a source that failed.
+            RewardError: a sample has no route, or a source failed.
         """
         n = len(rollouts)
         routes = [self._route(rollouts, i) for i in range(n)]
@@ -455,20 +455,16 @@ class CombinedReward(RoutedReward):
 
 
 class AsyncScorer:
-    """Scores finished samples in threads of its own, part by part, while the engine still generates the others.
+    """Scores finished samples in threads, part by part, while the engine still generates the others.
 
-    ``submit`` what is finished, as often as something is; ``collect`` waits for all of it. The source is called once
-    per part, so it must judge each sample by itself: a source that compares samples sees only the samples of a part.
-    With more than one worker it must allow several calls at a time.
+    ``submit`` finished samples as often as there are any; ``collect`` waits for all of them. The source is called once
+    per part, so it must judge each sample by itself, and with more than one worker it must be thread-safe.
 
     Args:
-        source: makes the scores. It must not act on all ranks together, as reward models do: the threads of different
-            ranks would meet in any order, and with the collectives of generation.
+        source: must not act on all ranks together, as reward models do: the ranks' threads would meet in any order, and
+            would mix with the collectives of generation.
         max_workers: parts scored at a time.
-        timeout: seconds that ``collect`` waits at most; ``None``: as long as it takes.
-
-    Raises:
-        ValueError: such a source, or a number out of range.
+        timeout: most seconds that ``collect`` waits; ``None``: no limit.
     """
 
     def __init__(self, source: RewardSource, max_workers: int = 1, *, timeout: float | None = None) -> None:
@@ -490,11 +486,7 @@ class AsyncScorer:
         self._ended = False
 
     def submit(self, rollouts: list[Rollout]) -> None:
-        """Has samples scored; returns at once. What goes wrong is raised by :meth:`collect`.
-
-        Raises:
-            RuntimeError: after :meth:`close`, or after a time-out.
-        """
+        """Has samples scored and returns at once; :meth:`collect` raises their errors."""
         if self._ended:
             raise RuntimeError("this AsyncScorer has ended")
         part = (list(rollouts), Future())
@@ -507,14 +499,11 @@ class AsyncScorer:
             thread.start()
 
     def collect(self) -> RewardOutput:
-        """Waits for everything submitted since the last call, and writes the scores into the samples.
-
-        Returns:
-            One answer about all samples, in the order in which they were submitted.
+        """Waits for all samples submitted since the last call; writes their scores into them and returns them in order.
 
         Raises:
-            RewardError: the source failed on a part (the first one submitted), or the time limit. No sample is changed
-                then. Whatever else the source raises comes as it is.
+            RewardError: the source failed on a part (the first one submitted), or the time limit has passed. No sample
+                changes then. Other exceptions of the source pass unchanged.
         """
         parts, self._parts = self._parts, []
         late = wait([future for _, future in parts], self.timeout).not_done
@@ -530,7 +519,7 @@ class AsyncScorer:
         return output
 
     def close(self) -> None:
-        """Ends the threads once they have scored what they are at; nothing more can be submitted."""
+        """Ends the threads once they have scored their present part; nothing more can be submitted."""
         self._ended = True
         for _ in self._threads:
             self._waiting.put(None)
