@@ -1,8 +1,4 @@
-"""Advantage estimators: pure functions with one keyword-only signature.
-
-To add one: write the function, add its entry to ``entries.ADVANTAGE_ESTIMATORS``, a test with numbers worked out by
-hand, and a section in docs/algorithms.md. Nothing else in the library names an estimator. One that compares the samples
-of a prompt by their scores is a function of :class:`ScoreGroups`; :class:`OnEveryToken` makes an estimator of it.
+"""Advantage estimators: pure functions with one keyword-only signature. docs/algorithms.md says how to add one.
 
 Notation: B sequences, A action positions, G samples of one prompt, m the action mask, r token rewards, V values,
 s = Σ_t r_t of a sequence, R_t = Σ_{k≥0} γ^k r_{t+k} over the trained tokens.
@@ -46,10 +42,12 @@ class AdvantageFn(Protocol):
         all_reduce_sum: AllReduceSum,
         **_: object,
     ) -> tuple[Tensor, Tensor]:
-        """Advantages and returns. Every rank calls it, also one without samples (B = 0).
+        """Advantages (B, A) before whitening, and returns (B, A), the critic's target; both 0 at masked positions.
+
+        Every rank calls it, even a rank without samples (B = 0).
 
         Args:
-            token_rewards: (B, A), KL penalty included where it is part of the reward.
+            token_rewards: (B, A), including the KL penalty if the KL is part of the reward.
             action_mask: (B, A), True = trained token; holes allowed.
             scores: (B,), s = Σ of ``token_rewards``.
             values: (B, A), V before each action; ``None`` without a critic.
@@ -58,12 +56,9 @@ class AdvantageFn(Protocol):
             gamma: discount per trained token.
             lambd: λ of GAE.
             std_eps: added to a group's standard deviation (``--grpo_std_eps``).
-            divide_std: ``False``: a group's scores are not divided by it (``--no_group_std_norm``).
-            baseline_scores: (B,), score of the greedy answer to each row's prompt; ``None`` where none was generated.
+            divide_std: whether a group's scores are divided by their standard deviation (``--no_group_std_norm``).
+            baseline_scores: (B,), score of the greedy answer to each row's prompt; ``None`` if none was generated.
             all_reduce_sum: sums a small tensor over all ranks.
-
-        Returns:
-            advantages (B, A) before whitening and returns (B, A), the critic's target; 0 at masked positions.
         """
         ...
 
@@ -81,8 +76,8 @@ def gae(
 ) -> tuple[Tensor, Tensor]:
     """Generalized advantage estimation: δ_t = r_t + γV_{t+1} - V_t, A_t = δ_t + γλA_{t+1}, returns = A + V.
 
-    t + 1 is the next trained token: V and A pass through positions with m = 0 undiscounted. After the last one V is
-    ``bootstrap_values``. Source: Schulman et al. 2016 (arXiv:1506.02438), eq. 16.
+    t + 1 is the next trained token: V and A pass through positions with m = 0 undiscounted. After the last trained
+    token, V is ``bootstrap_values``. Source: Schulman et al. 2016 (arXiv:1506.02438), eq. 16.
     """
     if values is None:
         raise ValueError("--advantage_estimator gae needs values: give a critic (--critic_pretrain)")
@@ -105,7 +100,7 @@ def gae(
 
 
 def reward_to_go(token_rewards: Tensor, action_mask: Tensor, gamma: float = 1.0) -> Tensor:
-    """R_t (B, A), 0 at masked positions: GAE with V = 0 and λ = 1. Holes in the mask take no discount."""
+    """R_t (B, A), 0 at masked positions: GAE with V = 0 and λ = 1. Holes in the mask are not discounted."""
     zeros = torch.zeros_like(token_rewards)
     return gae(token_rewards=token_rewards, action_mask=action_mask, values=zeros, gamma=gamma, lambd=1.0)[0]
 
@@ -113,7 +108,7 @@ def reward_to_go(token_rewards: Tensor, action_mask: Tensor, gamma: float = 1.0)
 def reinforce(*, token_rewards: Tensor, action_mask: Tensor, gamma: float = 1.0, **_) -> tuple[Tensor, Tensor]:
     """REINFORCE++: A_t = R_t, whitened over the whole batch afterwards; returns = A.
 
-    The KL belongs into the reward; then the penalty of later tokens counts for each token.
+    Put the KL into the reward, so that each token also pays for the KL of later tokens.
     Source: Hu et al. 2025 (arXiv:2501.03262v9), §3.1, eq. 4; the whitening is its eq. 5.
     """
     returns = reward_to_go(token_rewards, action_mask, gamma)
@@ -129,10 +124,9 @@ def remax(
     gamma: float = 1.0,
     **_,
 ) -> tuple[Tensor, Tensor]:
-    """ReMax: A_t = R_t - b, b the score of the greedy answer to the same prompt.
+    """ReMax: A_t = R_t - b, where b is the score of the greedy answer to the same prompt, without a KL penalty.
 
-    b depends on the prompt only, so the gradient has no bias. It is the plain score, without a KL penalty.
-    Source: Li et al. 2023 (arXiv:2310.10505), the gradient estimator with a subtractive baseline and its Algorithm 1.
+    b depends on the prompt only, so the gradient is unbiased. Source: Li et al. 2023 (arXiv:2310.10505), Algorithm 1.
     """
     if baseline_scores is None:
         raise ValueError(
@@ -147,10 +141,9 @@ def remax(
 def group_adv_norm(
     *, token_rewards: Tensor, action_mask: Tensor, group_ids: Tensor | None, gamma: float = 1.0, **_
 ) -> tuple[Tensor, Tensor]:
-    """A_t = (R_t - μ_G) / (σ_G + 1e-5), μ_G and σ_G of R over the group's trained tokens.
+    """A_t = (R_t - μ_G) / (σ_G + 1e-5), with μ_G and σ_G of R over the group's trained tokens.
 
-    :func:`group_normalize`, where the source is, does the same to the advantages of any estimator
-    (``--adv_norm_scope group``).
+    ``--adv_norm_scope group`` does the same to any estimator's advantages: :func:`group_normalize`.
     """
     returns = reward_to_go(token_rewards, action_mask, gamma)
     return group_normalize(returns, action_mask, group_ids, min_size=2), returns
@@ -158,15 +151,10 @@ def group_adv_norm(
 
 @dataclass(frozen=True)
 class Groups:
-    """N values that fall into groups. Each method gives every value the statistic of its group: (N,) → (N,).
+    """N values that fall into groups. Each method gives every value the statistic of its group: (N,) → (N,)."""
 
-    Attributes:
-        index: (N,) the number of each value's group, 0 … count - 1.
-        count: groups; some may have no value.
-    """
-
-    index: Tensor
-    count: int
+    index: Tensor  # (N,), the group of each value, 0 … count - 1
+    count: int  # number of groups; some may be empty
 
     def sum(self, values: Tensor) -> Tensor:
         return values.new_zeros(self.count).index_add(0, self.index, values)[self.index]
@@ -176,26 +164,21 @@ class Groups:
         return lowest.scatter_reduce(0, self.index, values, "amax")[self.index]
 
     def deviation(self, values: Tensor, weights: Tensor) -> Tensor:
-        """Each value minus the weighted mean Σ w·x / Σ w of its group, w > 0; an exact 0 where all are equal."""
+        """Each value minus the weighted mean Σ w·x / Σ w of its group, w > 0; exactly 0 if all values are equal."""
         relative = values - self.max(values)
         return relative - self.sum(weights * relative) / self.sum(weights)
 
 
 @dataclass(frozen=True)
 class ScoreGroups(Groups):
-    """The N samples of a batch that have trained tokens, by prompt. All float64.
+    """The N samples of a batch that have trained tokens, grouped by prompt. All tensors are float64."""
 
-    Attributes:
-        scores: (N,) s of each sample.
-        tokens: (N,) trained tokens of each sample.
-    """
-
-    scores: Tensor
-    tokens: Tensor
+    scores: Tensor  # (N,), s of each sample
+    tokens: Tensor  # (N,), trained tokens of each sample
 
     @classmethod
     def from_batch(cls, scores: Tensor, action_mask: Tensor, group_ids: Tensor | None) -> ScoreGroups:
-        """N samples out of B rows, in their order; rows without a trained token may have any score."""
+        """The N of B rows that have a trained token, in their order; the scores of the others are ignored."""
         index, count = _number_groups(group_ids, action_mask, min_size=2)
         tokens = action_mask.bool().sum(dim=1)  # (B,)
         require_one_per_row(action_mask, scores=scores)
@@ -204,7 +187,7 @@ class ScoreGroups(Groups):
 
     @property
     def size(self) -> Tensor:
-        """(N,) members of each sample's group."""
+        """(N,) number of samples in each sample's group."""
         return self.sum(torch.ones_like(self.scores))
 
     @property
@@ -214,7 +197,7 @@ class ScoreGroups(Groups):
 
     @property
     def std(self) -> Tensor:
-        """(N,) unbiased (G - 1) standard deviation of each sample's group, 0 for one member."""
+        """(N,) unbiased (G - 1) standard deviation of each sample's group; 0 for a group of one."""
         return (self.sum(self.advantage.square()) / (self.size - 1).clamp(min=1)).sqrt()
 
     def over_std(self, advantage: Tensor, std_eps: float) -> Tensor:
@@ -241,12 +224,10 @@ def _number_groups(group_ids: Tensor | None, action_mask: Tensor, min_size: int 
 def group_normalize(
     advantages: Tensor, action_mask: Tensor, group_ids: Tensor | None, eps: float = 1e-5, *, min_size: int = 1
 ) -> Tensor:
-    """x ← (x - μ_G) / (σ_G + eps), μ_G and σ_G (biased) over the trained tokens of all samples of the group.
+    """x ← (x - μ_G) / (σ_G + eps), with μ_G and σ_G (biased) over the trained tokens of all samples of the group.
 
-    Every token counts the same, so long answers weigh more. A group with one trained token, or with equal ones, gets an
-    exact 0. Groups may have one sample (``min_size`` rows): its tokens are compared with each other. Masked positions
-    become 0; shapes as in :class:`AdvantageFn`.
-
+    Every token counts the same, so long answers weigh more. A group whose trained tokens are all equal gets exactly 0.
+    A group of one sample is allowed unless ``min_size`` forbids it. Masked positions become 0.
     Source: ``group_adv_norm`` of AReaL (Fu et al. 2025, arXiv:2505.24298).
     """
     require_same_shape(advantages=advantages, action_mask=action_mask)
@@ -263,10 +244,7 @@ def group_normalize(
 
 
 class SequenceAdvantageFn(Protocol):
-    """The advantage (N,) of every trained token of each sample, float64; options as in :class:`AdvantageFn`.
-
-    Every rank calls it, also one without samples. A function names the options it uses and takes the rest as ``**_``.
-    """
+    """The advantage (N,) of each sample, float64; arguments and ranks as in :class:`AdvantageFn`."""
 
     def __call__(
         self, groups: ScoreGroups, *, std_eps: float, divide_std: bool, all_reduce_sum: AllReduceSum, **_: object
@@ -275,7 +253,7 @@ class SequenceAdvantageFn(Protocol):
 
 @dataclass(frozen=True)
 class OnEveryToken:
-    """An estimator that gives each sample one number, put on all its trained tokens; returns are the rewards to go."""
+    """An estimator that gives all trained tokens of a sample the same advantage; returns are the rewards to go."""
 
     sequence_fn: SequenceAdvantageFn
 
@@ -293,7 +271,7 @@ class OnEveryToken:
         all_reduce_sum: AllReduceSum = identity,
         **_,
     ) -> tuple[Tensor, Tensor]:
-        """See :class:`AdvantageFn`."""
+        """An :class:`AdvantageFn`."""
         returns = reward_to_go(token_rewards, action_mask, gamma)
         groups = ScoreGroups.from_batch(scores, action_mask, group_ids)
         of_samples = self.sequence_fn(groups, std_eps=std_eps, divide_std=divide_std, all_reduce_sum=all_reduce_sum)
@@ -303,18 +281,17 @@ class OnEveryToken:
 
 
 def rloo(groups: ScoreGroups, **_) -> Tensor:
-    """A = s - mean of the other samples' s = (s - mean_G)·G/(G - 1): REINFORCE leave-one-out.
+    """REINFORCE leave-one-out: A = s - mean of the other samples' s = (s - mean_G)·G/(G - 1).
 
-    The baseline does not depend on the sample, so the gradient has no bias.
+    The baseline does not depend on the sample, so the gradient is unbiased.
     Source: Ahmadian et al. 2024 (arXiv:2402.14740), §2.3.
     """
     return groups.advantage * groups.size / (groups.size - 1).clamp(min=1)
 
 
 def group_norm(groups: ScoreGroups, *, std_eps: float = 1e-6, divide_std: bool = True, **_) -> Tensor:
-    """A = (s - mean_G) / (std_G + std_eps): GRPO, std with G - 1.
+    """GRPO: A = (s - mean_G) / (std_G + std_eps), std with G - 1. ``--no_group_std_norm`` makes it ``dr_grpo``.
 
-    Without the division (``--no_group_std_norm``) it is ``dr_grpo``.
     Source: Shao et al. 2024 (arXiv:2402.03300), §4.1.2.
     """
     return groups.over_std(groups.advantage, std_eps) if divide_std else groups.advantage
@@ -323,14 +300,14 @@ def group_norm(groups: ScoreGroups, *, std_eps: float = 1e-6, divide_std: bool =
 def dr_grpo(groups: ScoreGroups, **_) -> Tensor:
     """A = s - mean_G: GRPO without the division, which would weigh prompts by how much their scores agree.
 
-    The other half of the method is a loss divided by a constant and not by each answer's length
+    The other half of the method is a loss divided by a constant instead of each answer's length
     (``--loss_agg_mode seq-mean-token-sum-norm``). Source: Liu et al. 2025 (arXiv:2503.20783), §3.2.
     """
     return groups.advantage
 
 
 def reinforce_baseline(groups: ScoreGroups, **_) -> Tensor:
-    """A = s - mean_G, whitened over the whole batch afterwards: REINFORCE++ with a baseline, γ = 1.
+    """REINFORCE++ with a baseline, γ = 1: A = s - mean_G, whitened over the whole batch afterwards.
 
     Source: Hu et al. 2025 (arXiv:2501.03262v9), §3.2, eqs. 6 and 7.
     """
@@ -338,20 +315,20 @@ def reinforce_baseline(groups: ScoreGroups, **_) -> Tensor:
 
 
 def opo(groups: ScoreGroups, **_) -> Tensor:
-    """A = s - b,  b = Σ_G len·s / Σ_G len, len the trained tokens of a sample.
+    """A = s - b,  b = Σ_G len·s / Σ_G len, where len counts the trained tokens of a sample.
 
-    b leaves the gradient the least variance where the squared gradient norm of an answer is proportional to its length.
-    The paper trains strictly on-policy: one optimizer step per rollout, no KL and no entropy term.
+    b minimises the gradient's variance if an answer's squared gradient norm is proportional to its length. The paper
+    trains strictly on-policy: one optimizer step per rollout, no KL and no entropy term.
     Source: Hao et al. 2025 (arXiv:2505.23585), the optimal reward baseline.
     """
     return groups.deviation(groups.scores, groups.tokens)
 
 
 def gpg(groups: ScoreGroups, *, all_reduce_sum: AllReduceSum = identity, **_) -> Tensor:
-    """A = α·(s - mean_G),  α = samples / samples with s ≠ 0, both over all ranks; α = 1 where no s ≠ 0.
+    """A = α·(s - mean_G),  α = samples / samples with s ≠ 0, both over all ranks; α = 1 if every s is 0.
 
-    α makes up for samples without a signal; the paper counts groups for it, B/(B - M) with M groups of equal scores.
-    The count of samples is meant for scores of 0 and 1: with the KL in the reward no s is 0 and α is 1.
+    α makes up for samples without a signal; the paper counts groups instead, B/(B - M) with M groups of equal scores.
+    Counting samples suits scores of 0 and 1; with the KL in the reward, no s is 0 and α is 1.
     Source: Chu et al. 2025 (arXiv:2504.02546), §2.2.
     """
     counts = torch.stack([torch.ones_like(groups.scores).sum(), groups.scores.count_nonzero().double()])
@@ -363,8 +340,8 @@ def gpg(groups: ScoreGroups, *, all_reduce_sum: AllReduceSum = identity, **_) ->
 def grpo_passk(groups: ScoreGroups, *, std_eps: float = 1e-6, divide_std: bool = True, **_) -> Tensor:
     """A = (max_G s - max of the other samples' s) / (std_G + std_eps): what a sample adds to the best of the group.
 
-    So the best sample gets max - second and all others 0; where several share the maximum, none adds anything and all
-    get 0. ``--no_group_std_norm``: not divided, the leave-one-out gradient of pass@G as in the paper.
+    The best sample gets max - second and all others 0; if several share the maximum, all get 0. With
+    ``--no_group_std_norm`` it is the paper's leave-one-out gradient of pass@G.
     Source: Tang et al. 2025 (arXiv:2503.19595): A_i = f(y) - f(y without i) with f = max.
     """
     best = groups.max(groups.scores)
@@ -377,9 +354,8 @@ def grpo_passk(groups: ScoreGroups, *, std_eps: float = 1e-6, divide_std: bool =
 
 
 def cpgd(groups: ScoreGroups, *, std_eps: float = 1e-6, divide_std: bool = True, **_) -> Tensor:
-    """A = ω·(s - mean_G),  ω = 1/(std_G + std_eps), or 1 with ``--no_group_std_norm``.
+    """A = ω·(s - mean_G),  ω = 1/(std_G + std_eps), or 1 with ``--no_group_std_norm``; for ``--policy_loss cpgd``.
 
-    The advantage of CPGD; what sets the method apart is its loss (``--policy_loss cpgd``).
     Source: Liu et al. 2025 (arXiv:2505.12504), §4.3, eq. 2 with STD weight or equal weight.
     """
     return group_norm(groups, std_eps=std_eps, divide_std=divide_std)

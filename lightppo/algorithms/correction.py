@@ -1,16 +1,12 @@
-"""Off-policy correction: constant weights for tokens that were sampled by another policy than the one that is trained.
+"""Off-policy correction: constant weights for tokens that a policy other than the trained one has sampled.
 
 The rollout engine samples with π_rollout; the trainer scores the same tokens with π_old before its first update. They
-differ by kernels and precision, and by staleness where rollouts are older than the weights. A weight w(ρ) of each
-token's loss, ρ = π_old / π_rollout, takes the expectation back to π_old (importance sampling), or leaves out what is
-too far away to be corrected. The ratio of the policy loss is still taken to π_old, so that the three policies
-(behaviour, proximal, current) stay apart: weight × clipped loss.
+differ by kernels and precision, and by age if rollouts are older than the weights. A weight w(ρ) on each token's loss,
+ρ = π_old / π_rollout, corrects the expectation to π_old (importance sampling), or drops what is too far away to be
+corrected. The policy loss still takes its ratio to π_old: weight × clipped loss. docs/algorithms.md says how to add
+one.
 
-To add one: write the function, add its entry to ``entries.CORRECTIONS``, a test with numbers worked out by hand, and a
-section in docs/algorithms.md. The tests over the whole table find it.
-
-Notation: d = log ρ = log_probs - rollout_log_probs of a token. Wherever a ratio is formed, of a token or of a row, its
-logarithm stops at ±20.
+Notation: d = log ρ = log_probs - rollout_log_probs of a token, limited to ±20 before it is exponentiated.
 """
 
 from __future__ import annotations
@@ -36,22 +32,21 @@ from lightppo.algorithms.masking import (
 
 
 class CorrectionFn(Protocol):
-    """The signature of all corrections. A function names what it uses and takes the rest as ``**_``."""
+    """The signature of all corrections. A function names the arguments it uses and takes the rest as ``**_``."""
 
     def __call__(self, log_ratio: Tensor, *, action_mask: Tensor, low: float | None, high: float | None) -> Tensor:
-        """Weight of each token: (B, A), or (B, 1) where the tokens of a row share theirs.
+        """Weight of each token: (B, A), or (B, 1) if the tokens of a row share it.
 
         Args:
-            log_ratio: (B, A) float64, d within ±20; 0 at masked positions, where the weight does not matter.
+            log_ratio: (B, A) float64, d within ±20; 0 at masked positions, where the weight is ignored.
             action_mask: (B, A) bool.
-            low: lower bound, ``None`` for corrections without one.
-            high: upper bound, likewise.
+            low, high: bounds, ``None`` for a correction without.
         """
         ...
 
 
 def none(log_ratio: Tensor, **_) -> Tensor:
-    """1: the policy that sampled is taken for the policy that is trained."""
+    """1: no correction."""
     return torch.ones_like(log_ratio)
 
 
@@ -67,14 +62,14 @@ def tis(log_ratio: Tensor, *, high: float, **_) -> Tensor:
 def seq_tis(log_ratio: Tensor, *, high: float, **_) -> Tensor:
     """min(Π ρ, high) of the row, on each of its tokens: unbiased up to the truncation, with more variance.
 
-    The product drifts from 1 with the length of the row, so that long rows end up near 0 or at the bound. Source: Liu,
-    Li et al. 2025, "When Speed Kills Stability" (richardli.xyz/rl-collapse).
+    The product drifts away from 1 as rows get longer, so long rows end up near 0 or at the bound. Source: Liu, Li et
+    al. 2025, "When Speed Kills Stability" (richardli.xyz/rl-collapse).
     """
     return _row_product(log_ratio).clamp(max=high)
 
 
 def icepop(log_ratio: Tensor, *, low: float, high: float, **_) -> Tensor:
-    """ρ where low ≤ ρ ≤ high, else 0: tokens on which engine and trainer disagree are not trained.
+    """ρ if low ≤ ρ ≤ high, else 0: tokens on which engine and trainer disagree are not trained.
 
     Source: Ling Team 2025, Ring-1T (arXiv:2510.18855), IcePop, with α = low and β = high.
     """
@@ -83,17 +78,17 @@ def icepop(log_ratio: Tensor, *, low: float, high: float, **_) -> Tensor:
 
 
 def seq_mask(log_ratio: Tensor, *, action_mask: Tensor, low: float, high: float, **_) -> Tensor:
-    """1 where the geometric mean of the row's ρ is in [low, high], else 0: rows are dropped, nothing is reweighted.
+    """1 if the geometric mean of the row's ρ is in [low, high], else 0: rows are dropped, not reweighted.
 
-    The mean does not drift with the length, and is near 1: a difference of 0.001 per token is a lot. Source: geometric
-    rejection of Liu, Li et al. 2025, "When Speed Kills Stability", part 3 (richardli.xyz/rl-collapse-3).
+    The mean does not drift with the length and stays near 1: a difference of 0.001 per token is a lot. Source:
+    geometric rejection of Liu, Li et al. 2025, "When Speed Kills Stability", part 3 (richardli.xyz/rl-collapse-3).
     """
     mean = _row_mean(log_ratio, action_mask)
     return ((mean >= low) & (mean <= high)).to(log_ratio.dtype)
 
 
 def seq_mask_tis(log_ratio: Tensor, *, action_mask: Tensor, low: float, high: float, **_) -> Tensor:
-    """ρ of each token in the rows that :func:`seq_mask` keeps, 0 in the others. The tokens' ρ is not truncated.
+    """ρ of each token, not truncated, in the rows that :func:`seq_mask` keeps; 0 in the others.
 
     Source: the combination of the two above, as ``seq-mask-tis`` in OpenRLHF.
     """
@@ -101,9 +96,9 @@ def seq_mask_tis(log_ratio: Tensor, *, action_mask: Tensor, low: float, high: fl
 
 
 def decoupled(log_ratio: Tensor, *, high: float, **_) -> Tensor:
-    """ρ = π_prox / π_behave where ρ ≤ high, else 0: weight × clipped loss is decoupled PPO.
+    """ρ = π_prox / π_behave if ρ ≤ high, else 0: weight × clipped loss is then decoupled PPO.
 
-    The old log probs belong to the proximal policy, the clip is around it, and ρ corrects for the behaviour policy.
+    The old log probs are the proximal policy's, the clip is around it, and ρ corrects for the behaviour policy.
     Sources: Hilton et al. 2021 (arXiv:2110.00641), §2; for language models Fu et al. 2025 (AReaL, arXiv:2505.24298),
     whose code adds the bound.
     """
@@ -124,22 +119,14 @@ def correction_weights(
 ) -> Tensor:
     """The constant factor (B, A) on each token's loss, 0 at masked positions.
 
-    The loss is divided by all trained tokens, also those of weight 0.
+    The loss is divided by all trained tokens, including those of weight 0.
 
     Args:
-        name: one of ``entries.CORRECTIONS``.
-        log_probs: (B, A), log probs of the sampled tokens under the trainer's policy before its first update: what the
-            policy loss takes as old log probs (decoupled PPO: the proximal policy).
-        rollout_log_probs: (B, A), under the policy that sampled, as the engine gave them (the behaviour policy).
+        log_probs: (B, A), under the trainer's policy before its first update (decoupled PPO: the proximal policy).
+        rollout_log_probs: (B, A), under the policy that sampled (the behaviour policy), as the engine returned them.
         action_mask: (B, A), True = trained token.
-        low: lower bound of the ratio; ``None``: the correction's default.
-        high: upper bound, likewise.
-        veto: rows with a token of ρ < veto get weight 0: a token that the trainer finds impossible says that the rest
-            of the row, too, comes from elsewhere. ``None``: no veto.
-
-    Raises:
-        ValueError: unknown name, a bound or veto that the correction does not have, bounds that make no sense, shapes
-            differ, or NaN among the log probs of trained tokens.
+        low, high: bounds of the ratio; ``None``: the correction's default.
+        veto: rows with a token of ρ < veto get weight 0: one impossible token makes the row suspect. ``None``: no veto.
     """
     correction = CORRECTIONS.find(name)
     low, high = _checked_bounds(name, correction, low, high)
@@ -159,7 +146,7 @@ def correction_weights(
 def _checked_bounds(
     name: str, correction: CorrectionEntry, low: float | None, high: float | None
 ) -> tuple[float | None, float | None]:
-    """The bounds, completed with the correction's own."""
+    """The bounds; defaults from the correction's entry."""
     for side, given, own in (("low", low, correction.low), ("high", high, correction.high)):
         if given is not None and own is None:
             raise ValueError(f"--correction_{side}: --rollout_correction {name} has no such bound; leave it out")
@@ -174,9 +161,9 @@ def _checked_bounds(
 
 @torch.no_grad()
 def normalize_weights(weights: Tensor, mask: Tensor, all_reduce_sum: AllReduceSum = identity) -> Tensor:
-    """Weights (B, A) divided by their mean over the trained tokens of all ranks, those of weight 0 included.
+    """Weights (B, A) divided by their mean over the trained tokens of all ranks, so that the step size stays the same.
 
-    So the correction does not change the step size. Masked positions become 0; all weights 0: unchanged.
+    Tokens of weight 0 count in the mean. Masked positions become 0. If all weights are 0, they stay 0.
     """
     require_same_shape(weights=weights, mask=mask)
     kept = zero_where_masked(weights, mask)
@@ -195,12 +182,11 @@ def mismatch_terms(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -
     ``k3_kl``       trained token        e^d - d - 1                         mean: the same KL, never negative (k3)
     ``logp_diff``   trained token        abs(d)                              maximum
     ``ratio``       trained token        ρ = e^d                             χ² and effective share of the tokens
-    ``ppl_ratio``   row with such        e^(-mean d) = ppl_old / ppl_rollout mean
-    ``seq_ratio``   row with such        Π ρ                                 χ² and effective share of the rows
+    ``ppl_ratio``   row with tokens      e^(-mean d) = ppl_old / ppl_rollout mean
+    ``seq_ratio``   row with tokens      Π ρ                                 χ² and effective share of the rows
     =============== ==================== =================================== ==========================================
 
-    Arguments as in :func:`correction_weights`. Source of the estimators: Schulman, "Approximating KL Divergence"
-    (joschu.net/blog/kl-approx.html).
+    Source of the estimators: Schulman, "Approximating KL Divergence" (joschu.net/blog/kl-approx.html).
     """
     mask = mask.bool()
     log_ratio = _log_ratio(log_probs, rollout_log_probs, mask)
@@ -235,13 +221,13 @@ def _row_product(log_ratio: Tensor) -> Tensor:
 
 
 def _row_mean(log_ratio: Tensor, mask: Tensor) -> Tensor:
-    """Geometric mean of ρ over the row's trained tokens, (B, 1); 1 where there are none."""
+    """Geometric mean of ρ over the row's trained tokens, (B, 1); 1 for a row without any."""
     return masked_mean(log_ratio, mask, dim=1).unsqueeze(1).exp()
 
 
 @dataclass
 class Summary:
-    """Count, sum, sum of squares, minimum and maximum of numbers, mergeable over ranks."""
+    """Count, sum, sum of squares, minimum and maximum of numbers; can be merged over ranks."""
 
     count: int = 0
     total: float = 0.0
@@ -251,7 +237,7 @@ class Summary:
 
     @classmethod
     def of(cls, values: Tensor) -> Summary:
-        """Of all entries of a tensor; NaN marks a missing number and is left out."""
+        """Summary of all entries of a tensor; NaN marks a missing number and is skipped."""
         values = values.double()
         values = values[~values.isnan()]
         if values.numel() == 0:
@@ -284,7 +270,7 @@ def chi_square(ratios: Summary) -> float:
 
 
 def effective_share(weights: Summary) -> float:
-    """(Σw)² / (n·Σw²): Kish's effective sample size, as a share of the n samples. 1: all weigh the same; 0: none does.
+    """(Σw)² / (n·Σw²): Kish's effective sample size as a share of the n samples; 1 if all weigh the same.
 
     Source: Kish 1965, "Survey Sampling"; for importance weights Kong 1992, "A Note on Importance Sampling".
     """
@@ -307,5 +293,5 @@ MISMATCH_METRICS: dict[str, tuple[str, Callable[[Summary], float]]] = {
 
 
 def mismatch_metrics(summaries: Mapping[str, Summary]) -> dict[str, float]:
-    """The numbers of ``MISMATCH_METRICS``, from a summary over all ranks of each vector of :func:`mismatch_terms`."""
+    """All ``MISMATCH_METRICS``, from a summary over all ranks of each vector of :func:`mismatch_terms`."""
     return {name: aggregate(summaries[term]) for name, (term, aggregate) in MISMATCH_METRICS.items()}

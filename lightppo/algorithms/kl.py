@@ -24,7 +24,7 @@ LOG_RATIO_LIMIT = 20.0  # e^20 = 4.9e8: far outside any sane update, far inside 
 
 
 def limited(log_ratio: Tensor) -> Tensor:
-    """A log ratio within ±20, safe to exponentiate."""
+    """A log ratio limited to ±20, safe to exponentiate."""
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
@@ -34,35 +34,33 @@ def k1(log_ratio: Tensor) -> Tensor:
 
 
 def absolute(log_ratio: Tensor) -> Tensor:
-    """|d|: in expectation at least the KL. As a loss its expected gradient is the gradient of Σ_v |p - q|."""
+    """|d|: in expectation at least the KL. As a loss, its expected gradient is the gradient of Σ_v |p - q|."""
     return log_ratio.abs()
 
 
 def k2(log_ratio: Tensor) -> Tensor:
-    """½d²: biased in value, never negative. Its gradient is the gradient of the KL."""
+    """½d²: biased, never negative. As a loss, its expected gradient is the gradient of the KL."""
     return 0.5 * log_ratio.square()
 
 
 def k3(log_ratio: Tensor) -> Tensor:
     """e^{-d} + d - 1 with d in ±20: unbiased, never negative, low variance near 0.
 
-    As a loss its expected gradient is the gradient of KL(q || p), the other direction.
+    As a loss, its expected gradient is the gradient of KL(q || p), the other direction.
     """
     log_ratio = limited(log_ratio)
     return (-log_ratio).expm1() + log_ratio
 
 
 def full_kl(logits: Tensor, ref_logits: Tensor, temperature: float = 1.0, chunk_size: int | None = None) -> Tensor:
-    """Σ_v p_v (log p_v - log q_v) with p, q = softmax(logits / temperature), (N,): the KL itself, no estimate.
+    """Σ_v p_v (log p_v - log q_v) with p, q = softmax(logits / temperature), (N,): the exact KL.
 
-    Only a chunk of rows is ever held in float32, also in the backward pass, which computes the distributions again and
-    can be taken once (no second derivatives). A token of p = 0 adds 0, whatever q is; p > 0 where q = 0 gives inf, and
-    NaN gradients, because that is the KL: forbid tokens in both or in neither.
+    Only one chunk of rows is in float32 at a time; the backward pass (once only) recomputes the distributions. A token
+    with p = 0 adds 0. p > 0 where q = 0 gives inf, and NaN gradients: forbid tokens in both models or in neither.
 
     Args:
         logits: (N, V), any float type; the gradient is (p_v / temperature)(d_v - KL).
-        ref_logits: (N, V), never has a gradient.
-        temperature: the sampling temperature, above 0.
+        ref_logits: (N, V), never gets a gradient.
         chunk_size: rows per chunk, ``None`` = by memory; it does not change the result.
     """
     require_same_shape(logits=logits, ref_logits=ref_logits)
@@ -100,7 +98,7 @@ class _FullKL(torch.autograd.Function):
 
 
 def _probs_and_log_ratio(logits: Tensor, ref_logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """p and d of a chunk; d is 0 where p is 0, because 0 · log 0 is 0 there and not NaN."""
+    """p and d of a chunk; d is 0 where p is 0, so that 0 · log 0 counts as 0 instead of NaN."""
     log_p, log_q = log_softmax(logits, temperature), log_softmax(ref_logits, temperature)
     p = log_p.exp()
     return p, (log_p - log_q).masked_fill(p == 0, 0.0)
@@ -115,18 +113,16 @@ def approx_kl(
 ) -> Tensor:
     """Estimate KL(policy || reference) at each sampled token, (B, A) in nats, from d = log_probs - ref_log_probs.
 
-    What the expected gradients are, as a loss and in the reward, is in docs/algorithms_rewards.md. They hold for tokens
-    sampled from the policy itself. Sources: Schulman, "Approximating KL Divergence"
-    (joschu.net/blog/kl-approx.html); the gradients: Tang and Munos 2025 (arXiv:2506.09477), Liu et al. 2025
-    (arXiv:2510.01555).
+    docs/algorithms_rewards.md gives the expected gradients, as a loss and in the reward, for tokens that the policy
+    itself sampled. Sources: Schulman, "Approximating KL Divergence" (joschu.net/blog/kl-approx.html); the gradients:
+    Tang and Munos 2025 (arXiv:2506.09477), Liu et al. 2025 (arXiv:2510.01555).
 
     Args:
-        log_probs: (B, A), log probs of the sampled tokens under the policy; has a gradient where they have one.
-        ref_log_probs: (B, A), under the reference.
-        estimator: one of ``entries.KL_ESTIMATORS`` that is not over the vocabulary.
-        clip: ``--kl_clip``: limits the value to ±clip. Beyond it the gradient is 0, but a straight-through estimator
-            keeps the gradient of k2. ``None``: no limit.
-        action_mask: (B, A), True = trained token; others come out 0 and without gradient, whatever lies there.
+        log_probs, ref_log_probs: (B, A), of the sampled tokens.
+        estimator: one of ``entries.KL_ESTIMATORS``, except the one over the vocabulary.
+        clip: ``--kl_clip``: limits the value to ±clip; a clipped value has no gradient, except that a straight-through
+            estimator keeps the gradient of k2. ``None``: no limit.
+        action_mask: (B, A), True = trained token; the others become 0 and get no gradient.
     """
     entry = KL_ESTIMATORS.find(estimator)
     if entry.over_vocabulary:
@@ -150,7 +146,7 @@ def approx_kl(
 
 
 class KLController:
-    """The KL coefficient, ``value``, and what survives a restart."""
+    """The KL coefficient, ``value``, and its state in checkpoints."""
 
     kind: str
 
@@ -160,9 +156,7 @@ class KLController:
     def update(self, current_kl: float, n_samples: int) -> None:
         """Call once per rollout batch, on every rank with the same numbers.
 
-        Args:
-            current_kl: KL of the rollout to the reference, over all ranks, before any update on it.
-            n_samples: samples of the rollout batch over all ranks.
+        ``current_kl`` is the rollout's KL before any update on it; both numbers are over all ranks.
         """
         raise NotImplementedError
 
@@ -170,7 +164,7 @@ class KLController:
         return {"kind": self.kind, "value": self.value}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the coefficient over; the rest are flags. ValueError for a controller of another kind."""
+        """Restore the coefficient; everything else comes from flags. ValueError for a state of another kind."""
         if state.get("kind") != self.kind:
             raise ValueError(
                 f"the KL controller of the checkpoint is {state.get('kind')}, this run has {self.kind}: "
@@ -186,15 +180,15 @@ def _checked_coef(coef: float) -> float:
 
 
 class FixedKLController(KLController):
-    """A coefficient that stays what the flag says."""
+    """A coefficient that never changes."""
 
     kind = "fixed"
 
     def update(self, current_kl: float, n_samples: int) -> None:
-        """Nothing to learn."""
+        """Nothing to do."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The flag wins over the checkpoint, and a difference is logged."""
+        """Keep the flag's value; a different value in the checkpoint is logged."""
         flag = self.value
         super().load_state_dict(state)
         if self.value != flag:
@@ -209,7 +203,7 @@ class AdaptiveKLController(KLController):
 
     Args:
         init_coef: the first coefficient, at least 0.
-        target: wanted KL per update, in the unit of what ``update`` is given; above 0.
+        target: wanted KL, in the unit of ``update``'s ``current_kl``; above 0.
         horizon: samples over which an error of 20% or more changes the coefficient by about 20%; above 0.
     """
 
@@ -224,7 +218,7 @@ class AdaptiveKLController(KLController):
         self.horizon = horizon
 
     def update(self, current_kl: float, n_samples: int) -> None:
-        """See the base class. ValueError for a KL that is not finite, or a horizon too short for the batch."""
+        """ValueError if the KL is not finite, or the horizon too short for the batch."""
         if not math.isfinite(current_kl):
             raise ValueError(
                 f"the KL of this rollout is {current_kl}: the policy or the reference gives broken log probs"
@@ -240,5 +234,5 @@ class AdaptiveKLController(KLController):
 
 
 def make_kl_controller(init: float, target: float | None, horizon: float) -> KLController:
-    """Adaptive where ``--kl_target`` is set, fixed otherwise."""
+    """Adaptive if ``--kl_target`` is set, fixed otherwise."""
     return FixedKLController(init) if target is None else AdaptiveKLController(init, target, horizon)

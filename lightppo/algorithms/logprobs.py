@@ -1,6 +1,6 @@
 """Log probs and entropy: from logits chunk by chunk, or straight from hidden states through the output head.
 
-Softmax and sums are in float32 (float64 for float64 input), so are the results. T tokens, H hidden size, V vocabulary.
+Softmax, sums and results are in float32 (float64 for float64 input). T tokens, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch.autograd.function import once_differentiable
 from lightppo.algorithms.masking import at_least_float32
 from lightppo.algorithms.matmul import linear, product
 
-CHUNK_ELEMENTS = 1 << 26  # of a float32 chunk: 256 MB, whatever the vocabulary
+CHUNK_ELEMENTS = 1 << 26  # numbers in a float32 chunk: 256 MB, whatever the vocabulary
 
 
 def rows_per_chunk(vocab_size: int, chunk_size: int | None, temperature: float) -> int:
-    """``chunk_size``, or ``None``: as many rows as have ``CHUNK_ELEMENTS`` numbers. Refuses numbers out of range."""
+    """``chunk_size``, or for ``None`` as many rows as make up ``CHUNK_ELEMENTS`` numbers. Checks both values."""
     if not temperature > 0:
         raise ValueError(f"--temperature must be above 0 for log probs, got {temperature}; greedy decoding has none")
     if chunk_size is not None and chunk_size < 1:
@@ -35,12 +35,11 @@ def log_softmax(logits: Tensor, temperature: float) -> Tensor:
 def token_log_probs(logits: Tensor, labels: Tensor, temperature: float = 1.0, chunk_size: int | None = None) -> Tensor:
     """log softmax(logits / temperature) at ``labels``, (...).
 
-    Without gradients only one chunk of logits is ever held in float32. With gradients autograd keeps one float32 copy.
+    Without gradients only one chunk is in float32 at a time; with gradients autograd keeps a float32 copy.
 
     Args:
         logits: (..., V), any float type.
         labels: (...), integer ids in [0, V).
-        temperature: the sampling temperature, above 0.
         chunk_size: tokens per chunk, ``None`` = ``CHUNK_ELEMENTS`` / V; it does not change the result.
     """
 
@@ -60,8 +59,7 @@ def log_probs_and_entropy(
 ) -> tuple[Tensor, Tensor]:
     """:func:`token_log_probs`, and the entropy of the same distribution in nats: (...) each, one softmax per chunk.
 
-    Logits of -inf (forbidden tokens) add 0 to the entropy. With ``entropy_grad=False`` it is detached; either way
-    autograd keeps no more than for the log probs alone.
+    Logits of -inf (forbidden tokens) add 0 to the entropy. Autograd keeps no more than for the log probs alone.
     """
 
     def both(chunk: Tensor, ids: Tensor) -> Tensor:
@@ -85,9 +83,9 @@ def _gather(log_probs: Tensor, ids: Tensor) -> Tensor:
 
 
 class _Entropy(torch.autograd.Function):
-    """-Σ e^x·x of log probs x (..., V); its gradient -e^x·(x + 1) needs x alone, which log_softmax keeps anyway.
+    """-Σ e^x·x of log probs x (..., V); its gradient -e^x·(x + 1) needs only x, which log_softmax keeps anyway.
 
-    By plain autograd the exponential and the product would be kept too, each as large as the logits in float32.
+    Plain autograd would also keep the exponential and the product, each as large as the logits in float32.
     """
 
     @staticmethod
@@ -102,7 +100,7 @@ class _Entropy(torch.autograd.Function):
 
 
 def _lowest(log_probs: Tensor) -> float:
-    """A floor that keeps 0 · -inf of a forbidden token from being NaN."""
+    """A floor that prevents 0 · -inf = NaN for a forbidden token."""
     return torch.finfo(log_probs.dtype).min
 
 
@@ -134,29 +132,25 @@ def linear_log_probs(
 ) -> tuple[Tensor, Tensor | None]:
     """:func:`log_probs_and_entropy` of the logits hidden·weightᵀ + bias, which are never held at once: (T,) each.
 
-    It has a backward of its own through the output head, and is once differentiable. With x = logits / temperature,
-    p = softmax(x), E the entropy, y the label:
+    It has a backward pass of its own through the output head, and is once differentiable. With x = logits /
+    temperature, p = softmax(x), E the entropy, y the label:
 
         ∂ log p_y / ∂x_v = [v = y] - p_v          ∂E / ∂x_v = -p_v (log p_v + E)
 
-    The forward goes over chunks of tokens and keeps one number per token, log Σ_v e^{x_v}. The backward goes over
-    blocks of the vocabulary, recomputes the logits of the block for all tokens and writes the block's rows of the
-    weight gradient once, so that low-precision weights get a gradient that is rounded once. Where all tokens fit into
-    one chunk their log softmax is kept instead, and nothing is recomputed. Either way the memory beyond the gradients
-    does not grow with tokens × vocabulary: at most three float32 buffers of chunk_size × V numbers. Matrix products
-    are in the dtype of the weight, as in the model.
+    The forward pass takes chunks of tokens and keeps one number per token, log Σ_v e^{x_v}. The backward pass takes
+    blocks of the vocabulary, recomputes each block's logits for all tokens, and writes the block's rows of the weight
+    gradient once, so that low-precision weights get a gradient that is rounded once. If all tokens fit into one chunk,
+    their log softmax is kept instead and nothing is recomputed. Beyond the gradients, memory is at most three float32
+    buffers of chunk_size × V numbers. Matrix products are in the dtype of the weight, as in the model.
 
     Args:
-        hidden: (T, H), what goes into the head.
+        hidden: (T, H), the input of the head.
         weight: (V, H).
         labels: (T,), integer ids in [0, V).
         bias: (V,), or None.
-        temperature: the sampling temperature, above 0.
-        chunk_size: tokens per chunk, ``None`` = ``CHUNK_ELEMENTS`` / V; it changes the result by rounding only.
-        entropy: compute the entropy; else it is None.
-        entropy_grad: with a gradient; False: detached.
-        valid_vocab_size: the distribution is over the first so many tokens; the other rows of the weight get a gradient
-            of 0. None: all.
+        chunk_size: tokens per chunk, ``None`` = ``CHUNK_ELEMENTS`` / V; it changes only the rounding.
+        valid_vocab_size: how many ids, from 0, the distribution covers; the weight's other rows get gradient 0. None:
+            all.
     """
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(f"hidden {tuple(hidden.shape)} must be (T, H) and weight {tuple(weight.shape)} (V, H)")
@@ -177,7 +171,7 @@ def linear_log_probs(
 
 @dataclass(frozen=True)
 class _Plan:
-    """What is computed: over the first ``rows`` of the vocabulary, ``chunk_size`` · ``rows`` logits at a time."""
+    """What to compute: over the first ``rows`` of the vocabulary, ``chunk_size`` · ``rows`` logits at a time."""
 
     temperature: float
     chunk_size: int
@@ -188,7 +182,7 @@ class _Plan:
 
 @dataclass(frozen=True)
 class _Scores:
-    """(T,) each: log probs; entropy if asked for; log Σ e^x and (T, V) log softmax where the backward needs them."""
+    """(T,) each: log probs; entropy if asked for; log Σ e^x and (T, V) log softmax if the backward pass needs them."""
 
     log_probs: Tensor
     entropy: Tensor | None = None
@@ -216,7 +210,7 @@ def _score(
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, block: slice, temperature: float) -> Tensor:
-    """(T, block), over the temperature, in a buffer that may be written into."""
+    """(T, block), divided by the temperature, in a buffer that may be overwritten."""
     logits = at_least_float32(linear(hidden, weight[block], None if bias is None else bias[block]))
     return logits if temperature == 1.0 else logits.div_(temperature)
 
@@ -236,7 +230,7 @@ def _score_chunk(logits: Tensor, labels: Tensor, entropy: bool, keep: bool, sum_
 
 
 class _LinearLogProbs(torch.autograd.Function):
-    """See :func:`linear_log_probs`."""
+    """Autograd for :func:`linear_log_probs`."""
 
     @staticmethod
     def forward(

@@ -1,10 +1,7 @@
-"""Losses: policy, value, and language modelling.
+"""Losses: policy, value, and language modelling. docs/algorithms.md says how to add a policy loss.
 
-To add a policy loss: write the function, add its entry to ``entries.POLICY_LOSSES``, a test with numbers worked out by
-hand, and a section in docs/algorithms.md. The tests over the whole table find it.
-
-Each loss returns one micro batch's share of the loss of the whole optimizer step; see
-:func:`lightppo.algorithms.masking.aggregate_loss` for what that means and why it does not depend on the micro batches.
+Each loss returns one micro batch's share of the loss of the whole optimizer step
+(:func:`lightppo.algorithms.masking.aggregate_loss`).
 
 Notation: d = log_probs - old_log_probs, ρ = e^d the ratio (d within ±20), A the advantage, sg(x) x without gradient.
 """
@@ -32,25 +29,15 @@ DRIFT_SLOPE_LIMIT = 2.0  # cpgd: the drift pulls a token back with at most this 
 
 @dataclass(frozen=True)
 class LossInputs:
-    """What a policy loss sees of a micro batch: (B, A) each, 0 at masked positions.
+    """What a policy loss sees of a micro batch: (B, A) each, 0 at masked positions."""
 
-    Attributes:
-        log_probs: of the current policy; the only input with a gradient.
-        old_log_probs: of the policy that the ratio is taken to.
-        advantages: A.
-        action_mask: bool, for losses that look at whole sequences.
-        eps_low: how far below 1 the ratio may fall; ``None`` for losses that clip nothing.
-        eps_high: how far above 1 the ratio may rise; likewise.
-        selected: bool, the tokens that the loss's selection singled out; ``None`` for losses without one.
-    """
-
-    log_probs: Tensor
-    old_log_probs: Tensor
+    log_probs: Tensor  # of the current policy; the only input with a gradient
+    old_log_probs: Tensor  # of the policy in the ratio's denominator
     advantages: Tensor
-    action_mask: Tensor
-    eps_low: float | None = None
-    eps_high: float | None = None
-    selected: Tensor | None = None
+    action_mask: Tensor  # bool
+    eps_low: float | None = None  # how far below 1 the ratio may fall; None: the loss does not clip
+    eps_high: float | None = None  # how far above 1 the ratio may rise; None: the loss does not clip
+    selected: Tensor | None = None  # bool, tokens singled out by the loss's selection; None: it has no selection
 
     @cached_property
     def log_ratio(self) -> Tensor:
@@ -67,22 +54,20 @@ class LossInputs:
         return values.sum(dim=1, keepdim=True) / self.action_mask.sum(dim=1, keepdim=True).clamp(min=1)
 
     def clipped_surrogate(self, ratio: Tensor) -> TokenLoss:
-        """-min(ρA, clip(ρ, 1 - ε_low, 1 + ε_high)·A), and where the clip took the gradient away."""
+        """-min(ρA, clip(ρ, 1 - ε_low, 1 + ε_high)·A), and the tokens that lose their gradient to the clip."""
         loss = -ratio * self.advantages
         clipped_loss = -ratio.clamp(1.0 - self.eps_low, 1.0 + self.eps_high) * self.advantages
         return torch.maximum(loss, clipped_loss), clipped_loss > loss
 
     def beyond_limit(self, log_ratio: Tensor) -> Tensor:
-        """Where the limit on log ratios takes a gradient away."""
+        """The tokens that lose their gradient to the limit on log ratios."""
         return (log_ratio.detach().abs() > LOG_RATIO_LIMIT) & (self.advantages != 0)
 
     def metrics(self, lost: Tensor | None = None, *, ratio: Tensor | None = None, **own: Tensor) -> Metrics:
-        """What every loss reports, and its own: (B, A) each, without gradient, as floats.
+        """The metrics of every loss, and the loss's own: (B, A) each, without gradient, as floats.
 
-        Args:
-            lost: ``clip_ratio``, where clipping took away the gradient through the ratio; ``None``: nowhere.
-            ratio: before clipping, ``None``: ρ; losses with one ratio per row give the row's.
-            **own: further metrics of the loss.
+        ``lost`` are the tokens that lose their gradient to a clip (``clip_ratio``); ``ratio`` is before clipping,
+        default ρ.
         """
         within = limited(self.log_ratio.detach())
         found = {
@@ -94,7 +79,7 @@ class LossInputs:
 
 
 class PolicyLossFn(Protocol):
-    """The signature of all policy losses; the options are the entry's, by flag name."""
+    """The signature of all policy losses; ``options`` are the entry's options by flag name."""
 
     def __call__(self, x: LossInputs, **options: float | None) -> TokenLoss:
         """Loss of each token (B, A), and :meth:`LossInputs.metrics`; a token's gradient comes from its own loss."""
@@ -102,10 +87,10 @@ class PolicyLossFn(Protocol):
 
 
 def ppo_policy_loss(x: LossInputs, *, dual_clip: float | None = None) -> TokenLoss:
-    """-min(ρA, clip(ρ, 1 - ε_low, 1 + ε_high)·A); with ``dual_clip`` c, where A < 0, at most -cA.
+    """-min(ρA, clip(ρ, 1 - ε_low, 1 + ε_high)·A); with ``dual_clip`` c, at most -cA where A < 0.
 
-    Where A < 0, nothing else bounds the loss of a token that has become far more probable; dual clip lets such a token
-    go (no gradient above ρ = c) instead of letting it rule the step.
+    Where A < 0, nothing else bounds the loss of a token that has become far more probable. Dual clip removes its
+    gradient above ρ = c, so that it cannot dominate the step.
 
     Sources: Schulman et al. 2017 (arXiv:1707.06347), eq. 7; two epsilons ("clip-higher"): DAPO (arXiv:2503.14476),
     eq. 10; dual clip: Ye et al. 2020 (arXiv:1912.09729).
@@ -120,12 +105,11 @@ def ppo_policy_loss(x: LossInputs, *, dual_clip: float | None = None) -> TokenLo
 
 
 def gspo_policy_loss(x: LossInputs) -> TokenLoss:
-    """PPO's loss with the ratio of the row, s = exp(mean d of its trained tokens), so whole rows are clipped.
+    """PPO's loss with one ratio per row, s = exp(mean d of its trained tokens), so whole rows are clipped.
 
     Each token gets sg(s)·exp(log_probs - sg(log_probs)): the value s, and the gradient -sA to its own log prob. With
-    one advantage per row and ``seq-mean-token-mean`` that is the gradient of -min(sA, clip(s)·A) itself, spread over
-    the row's tokens; with ``token-mean`` long rows weigh more.
-
+    one advantage per row and ``seq-mean-token-mean``, this is the gradient of -min(sA, clip(s)·A) itself, spread over
+    the row's tokens; with ``token-mean``, long rows weigh more.
     Source: Zheng et al. 2025 (arXiv:2507.18071), §4.1 and the token form of §4.3.
     """
     log_row_ratio = x.row_mean(x.log_ratio.detach())  # (B, 1)
@@ -137,10 +121,8 @@ def gspo_policy_loss(x: LossInputs) -> TokenLoss:
 def cispo_policy_loss(x: LossInputs) -> TokenLoss:
     """-sg(clip(ρ, 1 - ε_low, 1 + ε_high))·A·log_probs: REINFORCE with a bounded weight, so no token loses its gradient.
 
-    ``clip_ratio`` is 0, therefore; ``weight_clip_ratio`` counts the tokens whose weight was cut.
-
-    Sources: MiniMax-M1 (arXiv:2506.13585), eq. 4 and 5; ScaleRL (arXiv:2510.13786) bounds the weight above only
-    (ε_low 1).
+    So ``clip_ratio`` is 0; ``weight_clip_ratio`` counts the tokens whose weight was cut. Sources: MiniMax-M1
+    (arXiv:2506.13585), eq. 4 and 5; ScaleRL (arXiv:2510.13786) bounds the weight above only (ε_low 1).
     """
     ratio = x.ratio.detach()
     weight = ratio.clamp(1.0 - x.eps_low, 1.0 + x.eps_high)
@@ -148,12 +130,11 @@ def cispo_policy_loss(x: LossInputs) -> TokenLoss:
 
 
 def gmpo_policy_loss(x: LossInputs) -> TokenLoss:
-    """-A·(geometric mean of the row's clipped ratios); unlike gspo, the clip acts on each token.
+    """-A·(geometric mean of the row's clipped ratios); unlike gspo, it clips token by token.
 
-    d becomes min(d, ε_high) where A > 0 and max(d, -ε_low) where A < 0: the epsilons bound log-ratios, not ratios. With
-    c the result, each token gets sg(exp(mean c))·exp(c - sg(c)): the value of the row, and a gradient to its own log
-    prob alone. With one advantage per row and ``seq-mean-token-mean`` that is the gradient of the paper's loss.
-
+    d becomes min(d, ε_high) where A > 0 and max(d, -ε_low) where A < 0: the epsilons bound log ratios, not ratios. With
+    c the result, each token gets sg(exp(mean c))·exp(c - sg(c)): the row's value, and a gradient to its own log prob
+    alone. With one advantage per row and ``seq-mean-token-mean``, this is the gradient of the paper's loss.
     Source: Zhao et al. 2025 (arXiv:2507.20673).
     """
     within, sign = limited(x.log_ratio), x.advantages.sign()
@@ -167,8 +148,7 @@ def gmpo_policy_loss(x: LossInputs) -> TokenLoss:
 def sapo_policy_loss(x: LossInputs, *, sapo_tau_pos: float, sapo_tau_neg: float) -> TokenLoss:
     """-A·(4/τ)·σ(τ(ρ - 1)), τ by the sign of A: a smooth gate in place of the clip.
 
-    Its slope in ρ, 4σ(1 - σ), is 1 at ρ = 1 and falls to 0 on both sides, faster with larger τ; ``sapo_gate`` logs it.
-
+    Its slope in ρ, 4σ(1 - σ), is 1 at ρ = 1 and falls to 0 on both sides, faster for larger τ; ``sapo_gate`` logs it.
     Source: Gao et al. 2025 (arXiv:2511.20347).
     """
     tau = torch.full_like(x.log_ratio, sapo_tau_neg).masked_fill(x.advantages > 0, sapo_tau_pos)  # (B, A)
@@ -180,10 +160,8 @@ def sapo_policy_loss(x: LossInputs, *, sapo_tau_pos: float, sapo_tau_neg: float)
 def clip_cov_policy_loss(x: LossInputs, **_) -> TokenLoss:
     """PPO's loss; ``selected`` tokens have loss 0 and no gradient.
 
-    They are few, drawn among the tokens of high covariance between log prob and advantage, which make the entropy fall:
-    see :func:`lightppo.algorithms.selection.select_clip_cov`, which takes the options.
-
-    Source: Cui et al. 2025 (arXiv:2505.22617), Clip-Cov.
+    :func:`lightppo.algorithms.selection.select_clip_cov` draws them: a few tokens whose log prob and advantage have a
+    high covariance, which makes the entropy fall. Source: Cui et al. 2025 (arXiv:2505.22617), Clip-Cov.
     """
     loss, lost = x.clipped_surrogate(x.ratio)
     lost = lost | (x.selected & (x.advantages != 0)) | x.beyond_limit(x.log_ratio)
@@ -193,8 +171,7 @@ def clip_cov_policy_loss(x: LossInputs, **_) -> TokenLoss:
 def kl_cov_policy_loss(x: LossInputs, *, kl_cov_coef: float, **_) -> TokenLoss:
     """-ρA, without a clip; ``selected`` tokens also pay coef·|d|, which holds them in place.
 
-    The slope of |x| at 0 is 0, so the term acts from the second optimizer step on a rollout on.
-
+    The slope of |x| at 0 is 0, so the term has no effect in the first optimizer step on a rollout.
     Source: Cui et al. 2025 (arXiv:2505.22617), KL-Cov.
     """
     penalty = (kl_cov_coef * x.log_ratio.abs()).masked_fill(~x.selected, 0.0)
@@ -202,7 +179,7 @@ def kl_cov_policy_loss(x: LossInputs, *, kl_cov_coef: float, **_) -> TokenLoss:
 
 
 def gpg_policy_loss(x: LossInputs) -> TokenLoss:
-    """-A·log_probs: the policy gradient, without ratio or clip. The old log probs serve the metrics alone.
+    """-A·log_probs: the policy gradient, without ratio or clip. Only the metrics use the old log probs.
 
     Source: Chu et al. 2025 (arXiv:2504.02546).
     """
@@ -212,12 +189,11 @@ def gpg_policy_loss(x: LossInputs) -> TokenLoss:
 def cpgd_policy_loss(x: LossInputs, *, cpgd_drift_coef: float) -> TokenLoss:
     """-min(d·A, clip(d, ln(1 - ε_low), ln(1 + ε_high))·A) + coef·min(sg(ρ) - 1, 2)·d.
 
-    PPO's clip around the gradient of REINFORCE: inside it each token's gradient is -A, not -ρA. The second term is the
-    paper's policy drift, the KL from the old to the current policy: its gradient is the k3 estimator's, ρ - 1, cut at
+    PPO's clip around REINFORCE's gradient: inside it each token's gradient is -A, not -ρA. The second term is the
+    paper's policy drift, the KL from the old to the current policy. Its gradient is the k3 estimator's, ρ - 1, cut at
     2, so it also pulls back tokens beyond the clip. (The paper multiplies by ln π instead of d: another value, the same
-    gradient; with d it is never negative.) Nothing that has a gradient is exponentiated, so d has no limit.
-
-    Source: Liu et al. 2025 (arXiv:2505.12504), §4.3, eq. 2.
+    gradient; with d it is never negative.) Nothing with a gradient is exponentiated, so d has no limit. Source: Liu et
+    al. 2025 (arXiv:2505.12504), §4.3, eq. 2.
     """
     lowest = math.log1p(-x.eps_low) if x.eps_low < 1 else -math.inf
     loss = -x.log_ratio * x.advantages
@@ -232,12 +208,11 @@ class PolicyLoss:
     """The policy loss of one micro batch. Refuses unknown names and values out of range.
 
     Attributes:
-        clip_eps_low: ε below, above 0 and at most 1, which is no lower bound (``--eps_clip``, ``--eps_clip_low``);
-            ``None``: what the loss is defined with, 0.2 for ppo.
-        clip_eps_high: ε above, above 0 (``--eps_clip``, ``--eps_clip_high``); ``None`` likewise.
-        policy_loss: one of ``entries.POLICY_LOSSES`` or ``path.py:name`` (``--policy_loss``).
-        loss_agg_mode: one of ``entries.LOSS_AGG_MODES``, whatever the loss's paper takes.
-        options: the loss's own options by flag name; those left out, or ``None``, have their default.
+        clip_eps_low: ε below, above 0 and at most 1 (no lower bound); ``None``: the loss's default, 0.2 for ppo.
+        clip_eps_high: ε above, above 0; ``None`` likewise.
+        policy_loss: one of ``entries.POLICY_LOSSES`` or ``path.py:name``.
+        loss_agg_mode: one of ``entries.LOSS_AGG_MODES``, regardless of the mode in the loss's paper.
+        options: the loss's own options by flag name; missing ones and ``None`` get their default.
     """
 
     clip_eps_low: float | None = None
@@ -267,19 +242,15 @@ class PolicyLoss:
     ) -> tuple[Tensor, Metrics]:
         """Loss, and detached scalars, at least ``clip_ratio``, ``ratio``, ``approx_kl``.
 
-        The scalars are shares of the token means of the step, to be summed over micro batches and averaged over ranks
-        like the loss. All but ``log_probs`` are constants: gradients into them are cut, so ``old_log_probs`` may be
-        ``log_probs`` itself in the first step on a rollout.
+        The scalars are shares of the step's token means: sum them over micro batches and average over ranks, like the
+        loss. Only ``log_probs`` gets a gradient, so ``old_log_probs`` may be ``log_probs`` itself in the first step on
+        a rollout.
 
         Args:
-            log_probs: (B, A), current policy.
-            old_log_probs: (B, A), the policy the ratio is taken to.
-            advantages: (B, A).
-            action_mask: (B, A), True = trained token.
+            log_probs, old_log_probs, advantages, action_mask: (B, A), as in :class:`LossInputs`.
             normalizer: counts of the whole optimizer step; ``None`` = this micro batch is the step.
-            weights: (B, A), a factor on each token's loss (off-policy correction, high-entropy mask). A weight of 0
-                leaves a token without gradient; it still counts in the normalizer, in the metrics and in the ratio of
-                its row. ``None`` = all 1.
+            weights: (B, A), a factor on each token's loss (off-policy correction, high-entropy mask). A token of weight
+                0 has no gradient; it still counts in the normalizer, the metrics and its row's ratio. ``None`` = all 1.
             selected: (B, A), the tokens that clip_cov and kl_cov single out; ``None`` for all other losses.
         """
         require_same_shape(
@@ -320,7 +291,7 @@ class PolicyLoss:
 def _checked_epsilons(
     name: str, default: tuple[float, float] | None, low: float | None, high: float | None
 ) -> tuple[float | None, float | None]:
-    """The epsilons of a loss, completed with its own."""
+    """The epsilons; defaults from the loss's entry."""
     if default is None:
         if low is not None or high is not None:
             raise ValueError(f"--eps_clip: policy_loss {name!r} clips nothing; leave the epsilons out")
@@ -334,7 +305,7 @@ def _checked_epsilons(
 
 
 def _token_means(token_metrics: Metrics, mask: Tensor, normalizer: LossNormalizer) -> Metrics:
-    """This micro batch's share of the token means of the step, without gradient."""
+    """This micro batch's share of the step's token means, without gradient."""
     return {name: aggregate_loss(x.detach(), mask, "token-mean", normalizer) for name, x in token_metrics.items()}
 
 
@@ -349,8 +320,8 @@ class ValueLoss:
 
     Attributes:
         value_clip: c, in units of the value, above 0; ``None`` = no clipping, ½(V - R)² (``--value_clip``).
-        huber_delta: δ above 0: an error e counts δ(|e| - δ/2) instead of ½e² where |e| > δ (Huber 1964); ``None`` = ½e²
-            everywhere (``--value_huber_delta``).
+        huber_delta: δ above 0: an error e with |e| > δ costs δ(|e| - δ/2) (Huber 1964); ``None`` = ½e² everywhere
+            (``--value_huber_delta``).
         loss_agg_mode: one of ``entries.LOSS_AGG_MODES``.
     """
 
@@ -373,15 +344,11 @@ class ValueLoss:
         action_mask: Tensor,
         normalizer: LossNormalizer | None = None,
     ) -> tuple[Tensor, Metrics]:
-        """Loss, and ``value_clip_ratio``, the share of tokens whose clipped error is the larger one.
-
-        The share is a token mean of the step like the metrics of :class:`PolicyLoss`.
+        """Loss, and ``value_clip_ratio``, the share of the step's tokens whose clipped error is the larger one.
 
         Args:
-            values: (B, A), current critic.
-            old_values: (B, A), the critic at rollout time.
-            returns: (B, A), the target.
-            action_mask: (B, A), True = trained token.
+            values, old_values: (B, A), of the current critic and of the critic at rollout time.
+            returns, action_mask: (B, A), the target, and True = trained token.
             normalizer: counts of the whole optimizer step; ``None`` = this micro batch is the step.
         """
         require_same_shape(values=values, old_values=old_values, returns=returns, action_mask=action_mask)
@@ -418,19 +385,19 @@ class GPTLMLoss:
     IGNORE_INDEX = IGNORE_INDEX
 
     def num_tokens(self, labels: Tensor) -> int:
-        """How many tokens of ``labels`` (B, S) the loss counts: what ``normalizer_tokens`` is the global sum of."""
+        """Tokens of ``labels`` (B, S) that the loss counts; their sum over the step is ``normalizer_tokens``."""
         return int((labels[:, 1:] != self.IGNORE_INDEX).sum())
 
     def __call__(
         self, logits: Tensor, labels: Tensor, normalizer_tokens: float | None = None, dp_size: int = 1
     ) -> Tensor:
-        """Loss of one micro batch; an exact 0 with a grad_fn where all labels are -100.
+        """Loss of one micro batch; exactly 0, with a grad_fn, if all labels are -100.
 
         Args:
             logits: (B, S, V); position t predicts label t + 1.
-            labels: (B, S), ids, or -100 where nothing is learned.
-            normalizer_tokens: counted tokens of the whole optimizer step, over all ranks and micro batches; ``None`` =
-                this micro batch is the step.
+            labels: (B, S), ids, or -100 for no loss.
+            normalizer_tokens: tokens of the whole optimizer step, over all ranks; ``None`` = this micro batch is the
+                step.
             dp_size: data-parallel ranks.
         """
         if labels.shape != logits.shape[:-1]:
@@ -439,5 +406,5 @@ class GPTLMLoss:
         mask = labels != self.IGNORE_INDEX  # (B, S-1)
         token_loss = -token_log_probs(logits[:, :-1], labels.masked_fill(~mask, 0))
         tokens = float(mask.sum()) if normalizer_tokens is None else normalizer_tokens
-        # token-mean reads the tokens alone
+        # token-mean needs only the tokens
         return aggregate_loss(token_loss, mask, "token-mean", LossNormalizer(tokens, sequences=0, dp_size=dp_size))

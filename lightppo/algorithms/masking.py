@@ -1,10 +1,8 @@
 """Masked means, whitening over all ranks, and the aggregation of token losses.
 
-A mask has one meaning everywhere: True (nonzero) = the token counts. Masked positions may hold anything, NaN included;
-they never reach a result or a gradient. This room does not know torch.distributed: a function that needs all ranks
-takes ``all_reduce_sum``, which sums a tensor over them, and must be called by every rank, also one without tokens.
-
-Notation: B sequences, A action positions, m the mask, dp the number of data-parallel ranks.
+In a mask, True (nonzero) = the token counts. Masked positions may hold anything, even NaN; they never reach a result
+or a gradient. A function that needs all ranks takes ``all_reduce_sum``, which sums a tensor over them, and every rank
+must call it, even a rank without tokens. B sequences, A action positions, m the mask, dp data-parallel ranks.
 """
 
 from __future__ import annotations
@@ -26,31 +24,31 @@ def identity(tensor: Tensor) -> Tensor:
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:
-    """``tensor`` in float32, or unchanged where it is float64."""
+    """``tensor`` in float32; float64 stays."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def zero_where_masked(tensor: Tensor, mask: Tensor) -> Tensor:
-    """float32 or float64, 0 at masked positions: a NaN or -inf there must not reach a gradient as 0 · NaN."""
+    """float32 or float64, 0 at masked positions, so that a NaN or -inf there cannot reach a gradient as 0 · NaN."""
     return at_least_float32(tensor).masked_fill(~mask.bool(), 0.0)
 
 
 def require_same_shape(**tensors: Tensor | None) -> None:
-    """Raise ValueError for tensors that would broadcast against each other unnoticed; ``None`` is skipped."""
+    """ValueError for tensors that would broadcast against each other unnoticed; ``None`` is skipped."""
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items() if tensor is not None}
     if len(set(shapes.values())) > 1:
         raise ValueError("shapes must be equal: " + ", ".join(f"{name} {shape}" for name, shape in shapes.items()))
 
 
 def require_one_per_row(mask: Tensor, **tensors: Tensor | None) -> None:
-    """Raise ValueError for a tensor that does not have the shape (B,) of the rows of a mask (B, A)."""
+    """ValueError unless the tensors have the shape (B,) for a mask (B, A); ``None`` is skipped."""
     for name, tensor in tensors.items():
         if tensor is not None and tensor.shape != mask.shape[:1]:
             raise ValueError(f"{name} {tuple(tensor.shape)} must have one entry per row of {tuple(mask.shape)}")
 
 
 def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Mean of the unmasked values over ``dim`` (``None``: over all); 0 where everything is masked."""
+    """Mean of the unmasked values over ``dim`` (``None``: over all); 0 if everything is masked."""
     require_same_shape(values=values, mask=mask)
     kept, mask = zero_where_masked(values, mask), mask.bool()
     if dim is None:
@@ -71,12 +69,11 @@ def whiten(
 ) -> Tensor:
     """(x - mean) / sqrt(var + eps) over the unmasked tokens of all ranks; masked positions become 0.
 
-    Sums are taken in float64 and the variance in two passes (the mean is reduced first), so that a large common offset
-    or equal values leave no rounding noise. With fewer than two unmasked tokens the values come back unchanged.
+    float64 sums and a two-pass variance keep a large common offset from adding rounding noise. With fewer than two
+    unmasked tokens, the values are returned unchanged.
 
     Args:
-        values: (B, A).
-        mask: (B, A).
+        values, mask: (B, A).
         shift_mean: ``False`` adds the mean back, so that only the scale changes.
         divide_std: ``False`` only subtracts the mean (``--no_adv_std_norm``).
         unbiased: divide the variance by n - 1 (Bessel) instead of n.
@@ -99,19 +96,12 @@ def whiten(
 
 @dataclass(frozen=True)
 class LossNormalizer:
-    """What a loss is divided by: counts over all ranks and all micro batches of ONE optimizer step.
+    """The divisor of a loss: counts over all ranks and all micro batches of ONE optimizer step."""
 
-    Attributes:
-        tokens: unmasked tokens.
-        sequences: rows with at least one unmasked token.
-        dp_size: data-parallel ranks whose gradients are averaged.
-        scale: constant of ``seq-mean-token-sum-norm``, in tokens: a horizon such as ``generate_max_len``.
-    """
-
-    tokens: float
-    sequences: float
-    dp_size: int = 1
-    scale: float = 1.0
+    tokens: float  # unmasked
+    sequences: float  # rows with at least one unmasked token
+    dp_size: int = 1  # data-parallel ranks, whose gradients are averaged
+    scale: float = 1.0  # constant of seq-mean-token-sum-norm, in tokens: a horizon such as generate_max_len
 
     def __post_init__(self) -> None:
         if self.tokens < 0 or self.sequences < 0:
@@ -123,7 +113,7 @@ class LossNormalizer:
     def from_masks(
         cls, masks: Iterable[Tensor], *, all_reduce_sum: AllReduceSum = identity, dp_size: int = 1, scale: float = 1.0
     ) -> LossNormalizer:
-        """Count the (B, A) masks of this rank's micro batches of a step, and add up over all ranks."""
+        """Count the (B, A) masks of this rank's micro batches of a step, and sum over all ranks."""
         counts = torch.zeros(2, dtype=torch.float64)
         for mask in masks:
             trained = mask.bool()
@@ -148,15 +138,15 @@ def aggregate_loss(token_loss: Tensor, mask: Tensor, mode: str, normalizer: Loss
     """One micro batch's share of the loss of the whole optimizer step.
 
     The loss of a step is one sum over the tokens (or rows) of all ranks r and micro batches k, divided by a global
-    count N:  L = 1/N · Σ_r Σ_k S_rk,  S_rk = Σ m·token_loss of that micro batch. What the training engine makes of the
-    returned scalars L_rk is: backward adds the gradients of a rank's micro batches, and data parallelism (DDP, ZeRO)
-    averages over the dp ranks: gradient = 1/dp · Σ_r Σ_k ∇L_rk. So L_rk = dp · S_rk / N gives exactly ∇L, whatever the
-    micro-batch size, padding, packing or number of ranks. Two things must hold: N is counted once per step
-    (:meth:`LossNormalizer.from_masks`), and the engine does not divide by accumulation steps itself
+    count N:  L = 1/N · Σ_r Σ_k S_rk,  S_rk = Σ m·token_loss of that micro batch. From the returned scalars L_rk, the
+    training engine computes gradient = 1/dp · Σ_r Σ_k ∇L_rk: backward adds up a rank's micro batches, and data
+    parallelism (DDP, ZeRO) averages over the dp ranks. So L_rk = dp · S_rk / N gives exactly ∇L, whatever the
+    micro-batch size, padding, packing or number of ranks. This requires that N is counted once per step
+    (:meth:`LossNormalizer.from_masks`) and that the engine does not divide by accumulation steps itself
     (``managed_gradient_accumulation: false``).
 
     ============================ =======================================================
-    mode                         global loss (rows without a trained token count nowhere)
+    mode                         global loss (rows without a trained token do not count)
     ============================ =======================================================
     ``token-mean``               Σ m·l / tokens
     ``seq-mean-token-sum``       Σ m·l / sequences
@@ -167,18 +157,11 @@ def aggregate_loss(token_loss: Tensor, mask: Tensor, mode: str, normalizer: Loss
     Sources: token-mean DAPO (arXiv:2503.14476); seq-mean-token-mean GRPO (arXiv:2402.03300); constant scale Dr. GRPO
     (arXiv:2503.20783).
 
+    A fully masked micro batch gives exactly 0, with a grad_fn, so that every rank runs the same backward pass.
+
     Args:
-        token_loss: (B, A).
-        mask: (B, A), nonzero = trained token.
-        mode: one of ``entries.LOSS_AGG_MODES``.
+        token_loss, mask: (B, A), nonzero = trained token.
         normalizer: counts of the whole step; ``None`` = this micro batch is the step, on one rank, with scale 1.
-
-    Returns:
-        A scalar, float32 or float64. A fully masked micro batch gives an exact 0 that still has a grad_fn, so that
-        every rank runs the same backward.
-
-    Raises:
-        ValueError: unknown mode, shapes differ, or the normalizer counts nothing while the mask has tokens.
     """
     entry = LOSS_AGG_MODES.find(mode)
     require_same_shape(token_loss=token_loss, mask=mask)

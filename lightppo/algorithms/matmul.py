@@ -1,9 +1,7 @@
-"""Matrix products of float32 on a CPU, by the faster of the two libraries that torch has for them.
+"""Matrix products of float32 on a CPU, by the faster of torch's two libraries.
 
-torch multiplies float32 matrices by its BLAS. Where that is Intel's MKL and the processor is AMD's, MKL leaves AVX-512
-unused; oneDNN, which torch uses for convolutions and bfloat16, has kernels for it, and on a Zen 5 they are 2.3 times as
-fast. The precision is the same, float32 all the way; sums are rounded in another order. The output head's log probs
-need these products as much as the layers do (models/cpu.py), so they are here, below both.
+Intel's MKL, torch's usual choice, leaves AVX-512 unused on AMD processors. oneDNN has kernels for it that are 2.3 times
+as fast on a Zen 5. Precision is the same, float32 throughout; sums are rounded in another order.
 """
 
 from __future__ import annotations
@@ -19,10 +17,10 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 # oneDNN compiles a kernel of about 1 MB for every shape, and torch would keep 1024 of them twice: nearly every micro
-# batch has another shape. These are enough for one pass through a model.
+# batch has another shape. These numbers are enough for one pass through a model.
 _KEPT_KERNELS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": 32, "LRU_CACHE_CAPACITY": 1}
 _PACKED_FOR_ROWS = 64
-_ROWS_STEP = 8  # of a batch that shrinks row by row, every size would be a kernel to compile
+_ROWS_STEP = 8  # row counts are rounded up to this: a batch that shrinks row by row would compile a kernel per size
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -45,10 +43,7 @@ def packed(weight: Tensor) -> Tensor:
 
 
 def linear_packed(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """:func:`linear` without a graph, for few rows whose number changes from call to call; weight from :func:`packed`.
-
-    Only where :func:`by_onednn` says yes.
-    """
+    """:func:`linear` with a :func:`packed` weight, without a graph, for few rows. Needs :func:`by_onednn`."""
     rows = x.reshape(-1, x.shape[-1])
     missing = -len(rows) % _ROWS_STEP
     if missing:
@@ -57,7 +52,7 @@ def linear_packed(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 
 
 def by_onednn(x: Tensor, weight: Tensor) -> bool:
-    """Whether these are multiplied by oneDNN."""
+    """Whether oneDNN multiplies these two."""
     return (
         x.dtype is weight.dtype is torch.float32
         and x.is_cpu
@@ -69,13 +64,13 @@ def by_onednn(x: Tensor, weight: Tensor) -> bool:
 
 
 def onednn_is_faster() -> bool:
-    """On this machine; never while compiling, and not where ``torch.backends.mkldnn`` is switched off."""
+    """Whether to use oneDNN: never while compiling, nor if ``torch.backends.mkldnn`` is switched off."""
     return not torch.compiler.is_compiling() and torch._C._get_mkldnn_enabled() and onednn_suits_machine()
 
 
 @cache
 def onednn_suits_machine() -> bool:
-    """By processor and build, not by measuring: a run that is resumed must round as before."""
+    """Judged by processor and build instead of by timing, because a resumed run must round as before."""
     cpuinfo = Path("/proc/cpuinfo")
     suits = (
         torch.backends.mkl.is_available()
@@ -87,7 +82,7 @@ def onednn_suits_machine() -> bool:
     )
     if suits:
         for variable, kernels in _KEPT_KERNELS.items():
-            os.environ.setdefault(variable, str(kernels))  # read at the first product
+            os.environ.setdefault(variable, str(kernels))  # torch reads them at the first product
     return suits
 
 
@@ -96,7 +91,7 @@ def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 
 
 class _Linear(torch.autograd.Function):
-    """See :func:`linear`."""
+    """Autograd for :func:`linear`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -1,9 +1,8 @@
 """Which tokens of a rollout an algorithm singles out, over all ranks.
 
-All functions work on 1-d tensors that hold this rank's N trained tokens, in any order, and every rank must call them
-together, also one that has no token. What is chosen depends neither on how the tokens are spread over the ranks nor on
-their order: ties are settled by random numbers that belong to the tokens, and tokens that are equal in these too stay
-together. ΣN are the trained tokens of all ranks.
+Tensors are 1-d and hold this rank's N trained tokens; ΣN counts the trained tokens of all ranks. Every rank must call
+these functions, even without tokens. The choice depends neither on the tokens' order nor on their spread over ranks:
+random numbers that belong to the tokens break ties, and tokens with equal random numbers too stay together.
 """
 
 from __future__ import annotations
@@ -17,17 +16,17 @@ from torch import Tensor
 
 from lightppo.algorithms.masking import AllReduceSum, at_least_float32, identity, require_same_shape
 
-AllGather = Callable[[Tensor], Tensor]  # concatenates 1-d tensors, which may differ in length, over all ranks
+AllGather = Callable[[Tensor], Tensor]  # concatenates 1-d tensors of any lengths over all ranks
 
 
 @torch.no_grad()
 def top_share(values: Tensor, ratio: float, all_gather: AllGather = identity) -> Tensor:
-    """The ceil(ratio·ΣN) largest values (N,) over all ranks, as (N,) bool; values equal to the smallest are all in."""
+    """(N,) bool: the ceil(ratio·ΣN) largest values over all ranks, and all values equal to the smallest of them."""
     _check(ratio, values=values)
     everywhere = _gathered(values, all_gather)
     if everywhere.numel() == 0:  # the same on every rank
         return torch.zeros_like(values, dtype=torch.bool)
-    # 0.07 · 100 is 7.000000000000001, and 7 is meant
+    # rounded, because 0.07 · 100 is 7.000000000000001
     count = max(1, math.ceil(round(ratio * everywhere.numel(), 6)))
     return values >= _kth_largest(everywhere, count)
 
@@ -48,10 +47,9 @@ class Selection(Protocol):
         """The tokens that a policy loss singles out, (N,) bool.
 
         Args:
-            log_probs: (N,), under the policy at the start of the rollout's updates.
-            advantages: (N,), as the loss takes them.
+            log_probs: (N,), under the policy before the first update on this rollout.
             uniforms: (N,), a random number in [0, 1) for each token, which must not depend on ranks.
-            options: the loss's options, complete (``PolicyLoss.options``).
+            options: all of the loss's options (``PolicyLoss.options``).
         """
         ...
 
@@ -68,8 +66,8 @@ def select_clip_cov(
 ) -> Tensor:
     """max(1, ⌊clip_cov_ratio·ΣN⌋) tokens, uniformly drawn among those with clip_cov_low < covariance < clip_cov_high.
 
-    All of these where there are fewer. Source: Cui et al. 2025 (arXiv:2505.22617), Clip-Cov, and its code for the
-    rounding. Arguments: :class:`Selection`.
+    Takes all candidates if they are fewer. Source: Cui et al. 2025 (arXiv:2505.22617), Clip-Cov, and its code for the
+    rounding.
     """
     _check(options["clip_cov_ratio"], log_probs=log_probs, advantages=advantages, uniforms=uniforms)
     covariances = covariance(log_probs, advantages, all_reduce_sum)
@@ -90,9 +88,9 @@ def select_kl_cov(
     all_reduce_sum: AllReduceSum = identity,
     all_gather: AllGather = identity,
 ) -> Tensor:
-    """The max(1, ⌊kl_cov_ratio·ΣN⌋) tokens of the largest covariance; ``uniforms`` settle ties.
+    """The max(1, ⌊kl_cov_ratio·ΣN⌋) tokens of the largest covariance; ``uniforms`` break ties.
 
-    Source: Cui et al. 2025 (arXiv:2505.22617), KL-Cov, and its code for the rounding. Arguments: :class:`Selection`.
+    Source: Cui et al. 2025 (arXiv:2505.22617), KL-Cov, and its code for the rounding.
     """
     _check(options["kl_cov_ratio"], log_probs=log_probs, advantages=advantages, uniforms=uniforms)
     covariances = covariance(log_probs, advantages, all_reduce_sum)
@@ -104,9 +102,8 @@ def select_kl_cov(
 def covariance(log_probs: Tensor, advantages: Tensor, all_reduce_sum: AllReduceSum = identity) -> Tensor:
     """(log_prob - mean)·(advantage - mean) of each token (N,), the means over the trained tokens of all ranks.
 
-    Positive where the policy grows surer of what it was sure of: the tokens that make its entropy fall. Computed in
-    float64, so that ranks do not show in the rounding. ValueError on every rank where any value is not finite.
-
+    High for tokens that make the policy's entropy fall. In float64, so that the number of ranks does not change the
+    rounding. ValueError on every rank if a value is not finite.
     Source: Cui et al. 2025 (arXiv:2505.22617), the centred product of Clip-Cov and KL-Cov.
     """
     _check(log_probs=log_probs, advantages=advantages)
@@ -133,12 +130,12 @@ def _total(tokens: Tensor, all_reduce_sum: AllReduceSum) -> int:
 
 
 def _floor_share(ratio: float, total: int) -> int:
-    # 0.29 · 100 is 28.999999999999996, and 29 is meant
+    # rounded, because 0.29 · 100 is 28.999999999999996
     return max(1, math.floor(round(ratio * total, 6)))
 
 
 def _gathered(values: Tensor, all_gather: AllGather) -> Tensor:
-    """The values of all ranks; refuses NaN on every rank at once, so that none is left waiting in a collective."""
+    """The values of all ranks; refuses NaN on every rank at once, so that no rank is left waiting in a collective."""
     everywhere = all_gather(values)
     if everywhere.isnan().any():
         raise ValueError(f"{int(everywhere.isnan().sum())} of {everywhere.numel()} tokens are NaN: cannot rank them")

@@ -25,7 +25,7 @@ from lightppo.algorithms.masking import (
 
 
 def clip_scores(scores: Tensor, clip_range: tuple[float, float] | None) -> Tensor:
-    """Scores clipped to ``--reward_clip_range`` (low, high); ``None`` leaves them as they are."""
+    """Scores clipped to ``--reward_clip_range`` (low, high); ``None``: unchanged."""
     if clip_range is None:
         return scores
     low, high = clip_range
@@ -35,10 +35,9 @@ def clip_scores(scores: Tensor, clip_range: tuple[float, float] | None) -> Tenso
 
 
 def scale_scores(scores: Tensor, bias: float = 0.0, scaling: float = 1.0, max_clip: float | None = None) -> Tensor:
-    """clip((score - bias) · scaling, ±max_clip), in the flags' words.
+    """clip((score - bias) · scaling, ±max_clip), from ``--reward_bias``, ``--reward_scaling``, ``--max_reward_clip``.
 
-    ``--reward_bias`` is in units of the score, ``--reward_scaling`` is not 0 (a negative one turns costs into rewards),
-    ``--max_reward_clip`` is in units of the result (``None``: no limit).
+    The bias is in units of the score, scaling is not 0, the limit is in units of the result (``None``: no limit).
     """
     if not (math.isfinite(bias) and math.isfinite(scaling) and scaling != 0):
         raise ValueError(f"--reward_bias ({bias}) must be finite, --reward_scaling ({scaling}) finite and not 0")
@@ -49,7 +48,7 @@ def scale_scores(scores: Tensor, bias: float = 0.0, scaling: float = 1.0, max_cl
 
 
 def zero_truncated(scores: Tensor, truncated: Tensor) -> Tensor:
-    """0 for truncated answers, whatever their scores (``--mask_no_eos_with_zero``); they stay, with their KL."""
+    """Score 0 for truncated answers, which still pay for their KL (``--mask_no_eos_with_zero``)."""
     require_same_shape(scores=scores, truncated=truncated)
     return zero_where_masked(scores, ~truncated.bool())
 
@@ -57,10 +56,9 @@ def zero_truncated(scores: Tensor, truncated: Tensor) -> Tensor:
 def stop_properly(scores: Tensor, truncated: Tensor, coef: float) -> Tensor:
     """Truncated answers score less: min(score, coef · score) for coef in [0, 1], min(score, coef) below 0.
 
-    The minimum is there so that no answer gains by not ending: half of a negative score would be a higher score.
-    ``coef`` is ``--stop_properly_penalty``: 1 changes nothing, 0 takes every positive score away.
-
-    Source: the recipe of ProRL v2 (NVIDIA 2025), which multiplies every truncated score.
+    The minimum keeps an answer from gaining by not ending: half of a negative score would be a higher score. ``coef``
+    is ``--stop_properly_penalty``: 1 changes nothing, 0 removes every positive score. Source: the recipe of ProRL v2
+    (NVIDIA 2025), which multiplies every truncated score.
     """
     require_same_shape(scores=scores, truncated=truncated)
     if not (math.isfinite(coef) and coef <= 1):
@@ -80,9 +78,8 @@ def overlong_penalty(lengths: Tensor, max_len: int, buffer_len: int, factor: flo
 
     Args:
         lengths: (B,), response lengths L in tokens.
-        max_len: ``--generate_max_len``, tokens.
-        buffer_len: ``--overlong_buffer_len``: the last tokens before max_len, over which the penalty grows.
-        factor: ``--overlong_penalty_factor``, the largest penalty, in units of the score, at least 0.
+        buffer_len: the last tokens before max_len, over which the penalty grows.
+        factor: the largest penalty, in units of the score, at least 0.
     """
     if not 0 < buffer_len <= max_len:
         raise ValueError(
@@ -96,11 +93,11 @@ def overlong_penalty(lengths: Tensor, max_len: int, buffer_len: int, factor: flo
 
 @torch.no_grad()
 def dense_rewards(token_scores: Tensor, action_mask: Tensor, delta: bool) -> Tensor:
-    """Rewards of the trained tokens from scores of the reward source, both (B, A); untrained positions are 0.
+    """Rewards of the trained tokens from a reward source's token scores, both (B, A); 0 at untrained positions.
 
-    With ``delta`` (``--reward_delta``) a score judges the answer up to its token, and the reward is its difference to
-    the score of the trained token before (the first: its own score), so that a row sums to its last score. Without, a
-    score judges its own token and is its reward.
+    With ``delta`` (``--reward_delta``), a score judges the answer up to its token, and the reward is its difference to
+    the previous trained token's score (or to 0), so that a row sums to its last score. Otherwise the score is the
+    reward.
     """
     require_same_shape(token_scores=token_scores, action_mask=action_mask)
     mask = action_mask.bool()
@@ -108,8 +105,8 @@ def dense_rewards(token_scores: Tensor, action_mask: Tensor, delta: bool) -> Ten
     if not delta or mask.shape[1] == 0:
         return scores
     positions = torch.arange(mask.shape[1], device=mask.device)
-    latest = torch.where(mask, positions, -1).cummax(dim=1).values  # (B, A), the last trained one up to here, or -1
-    before = torch.nn.functional.pad(latest[:, :-1], (1, 0), value=-1)  # (B, A), the last trained one before
+    latest = torch.where(mask, positions, -1).cummax(dim=1).values  # (B, A), last trained position up to here, or -1
+    before = torch.nn.functional.pad(latest[:, :-1], (1, 0), value=-1)  # (B, A), last trained position before here
     previous = scores.gather(1, before.clamp(min=0)).masked_fill(before < 0, 0.0)
     return (scores - previous).masked_fill(~mask, 0.0)
 
@@ -130,8 +127,7 @@ def compute_token_rewards(
     Args:
         scores: (B,), one per response.
         action_mask: (B, A), True = trained token.
-        kl: (B, A), see :func:`lightppo.algorithms.kl.approx_kl`.
-        kl_coef: its coefficient; 0 where the KL is a loss term instead (``--use_kl_loss``).
+        kl_coef: 0 if the KL is a loss term instead (``--use_kl_loss``).
         token_scores: (B, A), dense rewards, 0 on untrained tokens, or ``None``.
     """
     require_same_shape(action_mask=action_mask, kl=kl, token_scores=token_scores)
@@ -157,7 +153,7 @@ def compute_token_rewards(
 
 @dataclass(frozen=True)
 class Moments:
-    """Weight (count, where all weigh 1), mean and biased variance of numbers; 0 where there are none."""
+    """Weight (the count, if all weigh 1), mean and biased variance of numbers; all 0 for an empty set."""
 
     weight: float = 0.0
     mean: float = 0.0
@@ -168,11 +164,9 @@ class Moments:
     def of(
         cls, values: Tensor, mask: Tensor | None = None, all_reduce_sum: AllReduceSum = identity, name: str = "values"
     ) -> Moments:
-        """Of the unmasked values of all ranks: float64, in two passes (the mean is reduced first).
+        """Moments of the unmasked values of all ranks: float64, in two passes (the mean is reduced first).
 
-        Raises:
-            ValueError: shapes differ, or an unmasked value on any rank is NaN or infinite (on every rank); the message
-                calls the values ``name``.
+        ValueError on every rank if an unmasked value is NaN or infinite; the message calls the values ``name``.
         """
         require_same_shape(values=values, mask=mask)
         kept = torch.ones_like(values, dtype=torch.bool) if mask is None else mask.bool()
@@ -187,10 +181,10 @@ class Moments:
         return cls(count, mean, all_reduce_sum(squares).item() / count)
 
     def mixed_with(self, batch: Moments, share: float, weight: float) -> Moments:
-        """1 - share of these numbers and share of the batch's, under a new total weight.
+        """A mixture of 1 - share of these moments and share of the batch's, under a new total weight.
 
-        With share = n_batch / n this is the merge of Chan, Golub and LeVeque 1979. Unlike E[x²] - E[x]² it loses
-        nothing where the mean is large against the deviation.
+        With share = n_batch / n, this is the merge of Chan, Golub and LeVeque 1979. Unlike E[x²] - E[x]², it stays
+        precise when the mean is large against the deviation.
         """
         step = batch.mean - self.mean
         variance = (1.0 - share) * self.variance + share * batch.variance + share * (1.0 - share) * step * step
@@ -200,8 +194,8 @@ class Moments:
 class RunningMeanStd:
     """Normalises scores by the mean and standard deviation of all scores ever seen (``--reward_running_norm``).
 
-    The result depends neither on how the scores lie on the ranks nor on the order of the batches (but for the last
-    bits of float64). ``eps`` is added to the standard deviation: scores that differ by less count as equal.
+    The result depends neither on the ranks nor on the order of the batches (up to the last bits of float64). ``eps`` is
+    added to the standard deviation: scores that differ by less count as equal.
     """
 
     def __init__(self, eps: float = 1e-6) -> None:
@@ -212,7 +206,7 @@ class RunningMeanStd:
 
     @property
     def count(self) -> float:
-        """Numbers seen."""
+        """How many numbers were seen."""
         return self._moments.weight
 
     @property
@@ -225,7 +219,7 @@ class RunningMeanStd:
         return math.sqrt(self._moments.variance)
 
     def update(self, values: Tensor, mask: Tensor | None = None, all_reduce_sum: AllReduceSum = identity) -> None:
-        """Once per rollout batch and before :meth:`normalize`, on every rank; errors of :meth:`Moments.of`."""
+        """Call once per rollout batch and before :meth:`normalize`, on every rank; errors of :meth:`Moments.of`."""
         batch = Moments.of(values, mask, all_reduce_sum, name="scores")
         count = self.count + batch.weight
         if batch.weight:
@@ -233,7 +227,7 @@ class RunningMeanStd:
 
     @torch.no_grad()
     def normalize(self, values: Tensor) -> Tensor:
-        """(x - mean) / (std + eps); unchanged while fewer than two numbers have been seen."""
+        """(x - mean) / (std + eps); unchanged until two numbers have been seen."""
         values = at_least_float32(values)
         if self.count < 2:
             return values
@@ -247,13 +241,13 @@ class RunningMeanStd:
 
 
 def _exponential(weight: float, count: float, beta: float) -> tuple[float, float]:
-    """A rollout fades by beta with each one after it; dividing by the sum of the weights is the debiasing."""
+    """Each later rollout multiplies a rollout's weight by beta; dividing by the sum of weights removes the bias."""
     weight = beta * weight + (1.0 - beta)
     return weight, (1.0 - beta) / weight
 
 
 def _moving_average(weight: float, count: float, beta: float) -> tuple[float, float]:
-    """All returns ever, each the same."""
+    """All returns ever seen weigh the same."""
     return weight + count, count / (weight + count)
 
 
@@ -267,18 +261,17 @@ VALUE_NORM_KINDS: dict[str, Callable[[float, float, float], tuple[float, float]]
 class ValueNorm:
     """Statistics of the returns, so that the critic's outputs stay near mean 0 and variance 1 whatever the rewards.
 
-    Per rollout: ``denormalize`` the critic's outputs to values and compute advantages and returns from them; then
-    ``update`` with the returns; then ``normalize`` the returns as the critic's targets, and ``normalize_old`` the
-    values as what the value clip compares with. Before the first update the mean is 0 and the standard deviation 1.
-    All three are elementwise: what lies at masked positions is mapped like the rest.
+    Per rollout: ``denormalize`` the critic's outputs to values and compute advantages and returns from them; ``update``
+    with the returns; ``normalize`` the returns as the critic's targets, and ``normalize_old`` the values for the value
+    clip. Before the first update the mean is 0 and the standard deviation 1. Masked positions are mapped like the rest.
 
     The critic's last layer is not rescaled when the statistics move. Source: the value normalisation of MAPPO, Yu et
     al. 2022 (arXiv:2103.01955), after van Hasselt et al. 2016 (arXiv:1602.07714), without the latter's rescaling.
 
     Args:
-        kind: ``--value_norm``, one of ``VALUE_NORM_KINDS``.
-        beta: ``--value_norm_beta``: what a rollout's weight is multiplied by per later rollout; for ``exp`` only.
-        eps: ``--value_norm_eps``: the variance is never taken to be less, in units of the return squared.
+        kind: one of ``VALUE_NORM_KINDS``.
+        beta: the factor on a rollout's weight per later rollout; for ``exp`` only.
+        eps: the least variance, in units of the return squared.
     """
 
     def __init__(self, kind: str = "exp", beta: float = 0.99995, eps: float = 1e-5) -> None:
@@ -293,16 +286,16 @@ class ValueNorm:
 
     @property
     def mean(self) -> float:
-        """Mean of the returns, 0 before the first."""
+        """Mean of the returns; 0 before the first update."""
         return self._moments.mean
 
     @property
     def std(self) -> float:
-        """Standard deviation of the returns, at least sqrt(eps); 1 before the first."""
+        """Standard deviation of the returns, at least sqrt(eps); 1 before the first update."""
         return math.sqrt(max(self._moments.variance, self.eps)) if self._moments.weight else 1.0
 
     def update(self, returns: Tensor, mask: Tensor | None = None, all_reduce_sum: AllReduceSum = identity) -> None:
-        """Once per rollout batch, on every rank, with returns that are not normalised; errors of :meth:`Moments.of`."""
+        """Call once per rollout batch, on every rank, with unnormalised returns; errors of :meth:`Moments.of`."""
         batch = Moments.of(returns, mask, all_reduce_sum, name="returns")
         self._old = (self.mean, self.std)
         if batch.weight:
@@ -310,15 +303,15 @@ class ValueNorm:
             self._moments = self._moments.mixed_with(batch, share, weight)
 
     def denormalize(self, values: Tensor) -> Tensor:
-        """The critic's outputs as returns: x · std + mean, with the statistics as they are now."""
+        """The critic's outputs as returns: x · std + mean, with the current statistics."""
         return _affine(values, self.std, self.mean)
 
     def normalize(self, returns: Tensor) -> Tensor:
-        """(x - mean) / std with the statistics as they are now; nothing is clipped."""
+        """(x - mean) / std with the current statistics; nothing is clipped."""
         return _affine(returns, 1.0 / self.std, -self.mean / self.std)
 
     def normalize_old(self, values: Tensor) -> Tensor:
-        """(x - mean) / std with the statistics before the last update: the inverse of ``denormalize`` before it."""
+        """(x - mean) / std with the statistics before the last update: undoes a ``denormalize`` made before it."""
         mean, std = self._old
         return _affine(values, 1.0 / std, -mean / std)
 
@@ -333,7 +326,7 @@ class ValueNorm:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the statistics over; beta and eps are flags. ValueError for a state of another kind."""
+        """Restore the statistics; beta and eps come from flags. ValueError for a state of another kind."""
         if state["kind"] != self.kind:
             raise ValueError(
                 f"the value statistics of the checkpoint are of kind {state['kind']}, this run has {self.kind}: "

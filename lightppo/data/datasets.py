@@ -45,7 +45,7 @@ SFTTruncation = Literal["error", "right", "drop"]
 
 
 class _PreparedDataset(TorchDataset):
-    """Rows that are checked and tokenised at construction, so that bad data shows then."""
+    """Rows that are checked and tokenised at construction, so that bad data shows up then."""
 
     def __init__(self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase) -> None:
         check_dataset(dataset)
@@ -60,7 +60,7 @@ class _PreparedDataset(TorchDataset):
         input_key: str | None,
         **fields: Any,
     ) -> None:
-        """Decide how rows are read, and tokenise them all; options not given are looked up in ``strategy.args``."""
+        """Decide how rows are read, and tokenise them all; missing options are looked up in ``strategy.args``."""
         columns = self.dataset.column_names
         self.fields = resolve_fields(columns, input_key=setting(input_key, strategy, "input_key", "input"), **fields)
         read = {name: keys for name in ("prompt", "completion", "label") if (keys := getattr(self.fields, name))}
@@ -93,7 +93,7 @@ class _PreparedDataset(TorchDataset):
 
     @property
     def report(self) -> DatasetReport:
-        """Counts of rows kept, truncated and dropped by reason."""
+        """Counts of rows kept, truncated, and dropped by reason."""
         return self._rows.report
 
     def __len__(self) -> int:
@@ -111,29 +111,24 @@ class _PreparedDataset(TorchDataset):
 
 
 class PromptDataset(_PreparedDataset):
-    """Map-style dataset of prompts. All rows are checked and tokenised at construction, so that bad data shows then.
+    """Map-style dataset of prompts. All rows are checked and tokenised at construction; DataError names a bad row.
 
-    ``Prompt.index`` is the row's number in ``dataset``, also where rows before it were dropped.
-    ``Prompt.extra`` has every column but the prompt's own, the label's included.
+    ``Prompt.index`` is the row's number in ``dataset``, even if earlier rows were dropped. ``Prompt.extra`` has every
+    column except the prompt's, including the label's.
 
     Args:
-        dataset: a ``datasets.Dataset``, best from :func:`~lightppo.data.readers.blending_datasets`, which keeps the
-            file and line of each row.
-        tokenizer: a Hugging Face tokenizer.
-        strategy: only for scripts in the seed's style: options not given are looked up in ``strategy.args``.
-        input_template: text with one ``{}`` where the prompt goes.
-        input_key: column (or dotted key) of the prompt; the forms of ``docs/data.md`` are recognised without it.
-        label_key: column (or dotted key) of the ground truth; a row without a value is then bad.
+        dataset: best from :func:`~lightppo.data.readers.blending_datasets`, which keeps each row's file and line.
+        strategy: only for scripts in the seed's style: missing options are looked up in ``strategy.args``.
+        input_template: text with one ``{}`` for the prompt.
+        input_key: column (or dotted key) of the prompt; None recognises the forms in ``docs/data.md``.
+        label_key: column (or dotted key) of the ground truth, which every row must then have.
         apply_chat_template: render text prompts as a user message of the tokenizer's chat template.
         prompt_max_len: limit, in tokens.
-        truncation: what becomes of a longer prompt: ``error`` (a bad row), cut on a side, or ``drop``.
-        system_prompt: system message for chats that have none.
+        truncation: treatment of a longer prompt: ``error`` (a bad row), cut on a side, or ``drop``.
+        system_prompt: system message for chats without one.
         on_bad_row: ``error`` or ``skip`` (counted in ``report``, named in the log).
         filter_overlong: drop prompts over the limit, whatever ``truncation`` says.
         num_workers: processes that tokenise; 0: this one.
-
-    Raises:
-        DataError: no such column, an empty dataset, a bad row, options that do not fit the data.
     """
 
     def __init__(
@@ -174,7 +169,7 @@ class PromptDataset(_PreparedDataset):
         return self.__getitems__([self._checked(position)])[0]
 
     def __getitems__(self, positions: list[int]) -> list[Prompt]:
-        """Several prompts with one access to the table, as torch's DataLoader asks for a batch."""
+        """Several prompts with one access to the table; torch's DataLoader calls it for a batch."""
         if not positions:
             return []
         numbers = [int(self._rows.row_numbers[position]) for position in positions]
@@ -204,11 +199,11 @@ class PromptDataset(_PreparedDataset):
 
     @staticmethod
     def collate_fn(prompts: list[Prompt]) -> list[Prompt]:
-        """A batch is the list itself (possibly empty: a rank's share of the last batch)."""
+        """The list itself; empty if this rank has no share of the last batch."""
         return prompts
 
     def positions_of(self, indices: Iterable[int]) -> list[int]:
-        """Where the prompts of these row numbers (``Prompt.index``) are in this dataset; KeyError for unused rows."""
+        """Positions of the prompts with these row numbers (``Prompt.index``); KeyError for unused rows."""
         positions = {int(number): position for position, number in enumerate(self._rows.row_numbers)}
         return [positions[index] for index in indices]
 
@@ -238,9 +233,9 @@ class PromptDataset(_PreparedDataset):
 
 
 def truncate_ids(token_ids: list[int], max_len: int, side: Literal["left", "right", "middle"]) -> list[int]:
-    """Cut ids to ``max_len``: ``left`` takes off the beginning, ``right`` the end, ``middle`` keeps both ends.
+    """Cut ids to ``max_len``: ``left`` removes the beginning, ``right`` the end, ``middle`` keeps both ends.
 
-    An odd budget gives ``middle`` one id more of the end than of the beginning.
+    If the budget is odd, ``middle`` keeps one id more of the end.
     """
     begin = {"left": 0, "right": max_len, "middle": max_len // 2}[side]
     if len(token_ids) <= max_len:
@@ -251,19 +246,16 @@ def truncate_ids(token_ids: list[int], max_len: int, side: Literal["left", "righ
 class SFTDataset(_PreparedDataset):
     """Map-style dataset of token ids and labels. All rows are checked and tokenised at construction.
 
-    Labels equal the ids where there is a loss, ``IGNORE_INDEX`` elsewhere (the loss shifts them, not the data). The
-    loss is on the completion and on the end-of-text after it, or, with ``pretrain_mode``, on everything.
+    Labels equal the ids, not shifted, or ``IGNORE_INDEX`` for no loss. The loss covers the completion and the
+    end-of-text after it, or everything with ``pretrain_mode``. Other arguments and errors as in :class:`PromptDataset`.
 
-    Args as for :class:`PromptDataset`, and:
+    Args:
         max_len: limit of prompt and completion together, in tokens.
         pretrain_mode: rows are text to model as a whole; ``input_key`` is then the column of the text.
         output_key: column of the completion; None tries the known names (``pretrain_mode``: the input is all text).
-        truncation: a row over ``max_len``: ``error`` (a bad row; the default for SFT), cut on the ``right`` (the
-            default for ``pretrain_mode``), or ``drop``. A row whose prompt leaves no room for a completion is bad.
+        truncation: for rows over ``max_len``: ``error`` (a bad row; default), cut on the ``right`` (default with
+            ``pretrain_mode``), or ``drop``. A row whose prompt leaves no room for a completion is bad.
         padding_side: of ``collate_fn``.
-
-    Raises:
-        DataError: no such column, an empty dataset, a bad row, a tokenizer without end-of-text.
     """
 
     def __init__(
@@ -296,7 +288,7 @@ class SFTDataset(_PreparedDataset):
             raise DataError(f"padding_side is {padding_side!r}; left or right")
         if tokenizer.eos_token_id is None:
             raise DataError("the tokenizer has no end-of-text (eos) token: the model could not learn to stop; set one")
-        if not pretrain_mode:  # documents are not asked anything: a system prompt of the run is for its prompts
+        if not pretrain_mode:  # documents ask nothing: the run's system prompt is for its prompts
             system_prompt = setting(system_prompt, strategy, "system_prompt", None)
         self.template = PromptTemplate(
             tokenizer,
@@ -320,7 +312,7 @@ class SFTDataset(_PreparedDataset):
         """Pad to the longest row: ``input_ids``, ``attention_mask`` (1 = real token), ``labels``, all (B, S) long."""
         pad_id = self.tokenizer.pad_token_id
         if pad_id is None:
-            pad_id = self.tokenizer.eos_token_id  # any id does: masked, and without labels
+            pad_id = self.tokenizer.eos_token_id  # any id will do: it is masked and has no label
 
         def padded(tensors: list[torch.Tensor], value: int) -> torch.Tensor:
             return torch.nn.utils.rnn.pad_sequence(tensors, True, value, padding_side=self.padding_side)
@@ -359,7 +351,7 @@ class SFTDataset(_PreparedDataset):
         return start, whole
 
     def _closed_chat(self, messages: Chat) -> Rendered:
-        # The line break that templates put after the last turn is not the answer's.
+        # The line break that templates put after the last turn is not part of the answer.
         return Rendered(self.template.chat_text(messages).rstrip("\n"), is_chat=True, messages=messages)
 
     def _encode(self, rendered: list[tuple[Rendered, Rendered]]) -> Iterator[Outcome]:
@@ -370,7 +362,7 @@ class SFTDataset(_PreparedDataset):
         prompts = self.template.encode_rendered([prompt for prompt, _ in rendered])
         for (prompt, whole), prompt_ids, ids in zip(rendered, prompts, wholes):
             if ids[: len(prompt_ids)] != prompt_ids:
-                # A token would span the boundary. A rollout starts from the prompt's own ids: so does training.
+                # A token would span the boundary. A rollout starts from the prompt's own ids, so training does too.
                 rest = self.template.encode([whole.text[len(prompt.text) :]], special_tokens=False)[0]
                 ids = prompt_ids + rest
             yield self._fit(ids, len(prompt_ids))
@@ -397,21 +389,17 @@ class SFTDataset(_PreparedDataset):
 class RolloutBatchSampler(Sampler[list[int]]):
     """Batches of prompt positions for one rank.
 
-    The order of an epoch and its cut into global batches depend on the seed, the epoch and the position only, never on
-    the number of ranks. Rank r gets ``batch[r::world_size]`` of every global batch: all ranks yield equally many
-    batches, and on the last, short one a rank's share may be an EMPTY list. No prompt is dropped or repeated, but for
-    those that :meth:`leave_out` names.
+    An epoch's order and its global batches depend only on seed, epoch and position, not on the number of ranks. Rank r
+    gets ``batch[r::world_size]`` of every global batch: all ranks yield equally many batches, and a rank's share of the
+    last one may be an EMPTY list. Prompts are neither dropped nor repeated, except those in :meth:`leave_out`.
 
     The position (``consumed_samples``) counts prompts over all ranks within the epoch, and moves on when a batch is
-    yielded: it is exact for a ``DataLoader(batch_sampler=…, num_workers=0)``, which asks for a batch when it needs it.
+    yielded. So it is exact only for ``DataLoader(batch_sampler=…, num_workers=0)``, which does not prefetch.
 
     Args:
         num_samples: prompts in the dataset.
-        batch_size: prompts per batch over all ranks (``gen_batch_size``).
-        rank: this rank.
-        world_size: number of ranks.
-        shuffle: a new order each epoch; else the dataset's.
-        seed: of the orders.
+        batch_size: prompts per batch over all ranks.
+        shuffle: a new order each epoch; otherwise the dataset's.
     """
 
     def __init__(
@@ -439,7 +427,7 @@ class RolloutBatchSampler(Sampler[list[int]]):
         self._left_out: frozenset[int] = frozenset()
 
     def leave_out(self, positions: Iterable[int]) -> None:
-        """Leave these prompts out of all further passes, beside those left out before; the same on every rank."""
+        """Leave these prompts out of all further passes, in addition to earlier ones; call it alike on every rank."""
         left_out = self._left_out | set(positions)
         if unknown := sorted(p for p in left_out if not 0 <= p < self.num_samples):
             raise ValueError(f"prompt {unknown[0]} of {self.num_samples} cannot be left out")
@@ -449,12 +437,12 @@ class RolloutBatchSampler(Sampler[list[int]]):
 
     @property
     def epoch_size(self) -> int:
-        """Prompts of an epoch."""
+        """Prompts per epoch."""
         return self.num_samples - len(self._left_out)
 
     @property
     def batches_per_epoch(self) -> int:
-        """Batches of a whole epoch."""
+        """Batches in a whole epoch."""
         return -(-self.epoch_size // self.batch_size)
 
     def order(self) -> list[int]:
@@ -468,7 +456,7 @@ class RolloutBatchSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         order, start = self.order(), self._start
-        self._start = 0  # a resumed position counts once; the next pass is a whole one
+        self._start = 0  # a resumed position counts once; the next pass is complete
         self.consumed_samples = start
         for begin in range(start, len(order), self.batch_size):
             batch = order[begin : begin + self.batch_size]
@@ -476,16 +464,11 @@ class RolloutBatchSampler(Sampler[list[int]]):
             yield batch[self.rank :: self.world_size]
 
     def __len__(self) -> int:
-        """Batches that the next pass yields (equal on all ranks); less than an epoch's after a resume."""
+        """Batches in the next pass (equal on all ranks); after a resume, fewer than in an epoch."""
         return -(-(self.epoch_size - self._start) // self.batch_size)
 
     def set_epoch(self, epoch: int, consumed_samples: int = 0) -> None:
-        """Choose the order of the next pass and where it starts.
-
-        Args:
-            epoch: number of the epoch.
-            consumed_samples: prompts of this epoch already used, over all ranks. All of them: an empty pass.
-        """
+        """Choose the next pass's order, and its start: how many prompts of this epoch all ranks have used."""
         if not 0 <= consumed_samples <= self.epoch_size:
             raise ValueError(
                 f"consumed_samples is {consumed_samples}, but an epoch has {self.epoch_size} prompts; "
@@ -495,12 +478,12 @@ class RolloutBatchSampler(Sampler[list[int]]):
         self.consumed_samples = self._start = consumed_samples
 
     def state_dict(self) -> dict[str, Any]:
-        """Epoch, position, and what must not change for the position to mean the same."""
+        """Epoch, position, and what must stay the same for the position to keep its meaning."""
         names = ("epoch", "consumed_samples", "num_samples", "shuffle", "seed")
         return {name: getattr(self, name) for name in names} | {"left_out": sorted(self._left_out)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after the prompts that the saved run had used; another world or batch size is fine."""
+        """Continue after the prompts that the saved run had used; world size and batch size may differ."""
         for name in ("num_samples", "shuffle", "seed"):
             if state[name] != getattr(self, name):
                 raise ValueError(

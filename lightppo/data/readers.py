@@ -1,6 +1,6 @@
 """From ``--prompt_data a.jsonl,folder,owner/name`` to one dataset: copying URLs, reading files, splits, blending.
 
-Every row keeps where it came from in the hidden column ``__origin__`` (file and line), so that errors can name it.
+The hidden column ``__origin__`` keeps each row's file and line, so that errors can name them.
 """
 
 from __future__ import annotations
@@ -55,23 +55,20 @@ def blending_datasets(
     *,
     flag: str = "--prompt_data",
 ) -> Dataset:
-    """Load one or several sources into one dataset.
+    """Load one or several sources into one dataset; DataError names a bad source.
 
     Args:
         paths: comma separated: files (JSON, JSONL, CSV, TSV, parquet, arrow), folders of them, folders made by
             ``save_to_disk``, fsspec URLs of these, hub names (``owner/name``, ``owner/name@config``).
         probs: probability of each source, comma separated, sum 1. None: one source after the other, each row once.
-        strategy: its rank 0 logs; all ranks load alike.
-        seed: of the blend.
-        max_count: rows taken from each source, at most.
-        return_eval: of the seed's signature; only False. Call again with another ``train_split`` for the other data.
-        stopping_strategy: with ``probs``: ``all_exhausted`` ends when each source was used whole (rows of the others
-            then repeat), ``first_exhausted`` when the first one is (rows of the others are then unused). Both logged.
-        train_split: the split to read, of sources that have splits. A single file has none: all its rows are read.
+        strategy: its rank 0 logs; all ranks load the same.
+        max_count: most rows to take from each source.
+        return_eval: for scripts in the seed's style; only False. Call again with another ``train_split`` for other
+            data.
+        stopping_strategy: with ``probs``: ``all_exhausted`` stops when every source is used up (some rows repeat),
+            ``first_exhausted`` when the first one is (some rows stay unused). Both are logged.
+        train_split: the split to read from sources with splits. A single file has none: all its rows are read.
         flag: name of the option, for messages (``--pretrain_data``).
-
-    Raises:
-        DataError: a source that is missing, unreadable, empty or without the split; bad probabilities.
     """
     if return_eval:
         raise DataError("return_eval: call blending_datasets once per split, with train_split='test' for the second")
@@ -99,9 +96,9 @@ def blending_datasets(
 def check_data_paths(
     paths: str | list[str], probs: str | list[float] | None = None, *, flag: str = "--prompt_data"
 ) -> None:
-    """Check sources without reading them and without the network: for the start of a run, before models load.
+    """Check sources at the start of a run, before models load, without reading them and without the network.
 
-    Local paths must exist and have a format; URLs must have a known scheme; other words must look like hub names.
+    Local paths must exist and have a known format; URLs must have a known scheme; other words must look like hub names.
     DataError names the flag and the source.
     """
     sources = _split_paths(paths, flag)
@@ -138,9 +135,9 @@ def parse_probs(probs: str | list[float] | None, count: int, flag: str = "--prom
 def interleave_indices(
     counts: list[int], probs: list[float], seed: int, stopping_strategy: StoppingStrategy
 ) -> tuple[np.ndarray, list[int]]:
-    """Row numbers of a random blend in the concatenation of the sources, and how many rows of each were drawn.
+    """Row numbers of a random blend in the concatenated sources, and how many rows of each source were drawn.
 
-    Each source comes in its own order, from the start again where it is used up.
+    Rows of a source come in order, and from the start again once it is used up.
     """
     from datasets import Dataset, interleave_datasets
 
@@ -152,7 +149,7 @@ def interleave_indices(
 
 
 def _concatenate(parts: list[Dataset], names: list[str]) -> Dataset:
-    """One dataset after the other. Columns that some lack are None there; columns of differing types become JSON."""
+    """One dataset after the other. A missing column becomes None; columns of differing types become JSON."""
     from datasets import concatenate_datasets
 
     if len(parts) == 1:
@@ -189,7 +186,7 @@ def _as_json(dataset: Dataset, columns: list[str], name: str) -> Dataset:
 
 
 def _classify(source: str, flag: str) -> Literal["file", "folder", "url", "hub"]:
-    """What a source is, by its form and by what is on this machine. No network."""
+    """Kind of a source, judged by its form and this machine's files. No network."""
     if _is_remote(source):
         try:
             check_scheme(source, flag)
@@ -243,7 +240,7 @@ def _load_hub(source: str, split: str, flag: str) -> Dataset:
 
 
 def _load_folder(path: Path, source: str, split: str, limit: int, flag: str) -> Dataset:
-    """A folder made by ``save_to_disk``, or one of data files, those of the split by their names."""
+    """A folder made by ``save_to_disk``, or the data files in a folder whose names fit the split."""
     from datasets import DatasetDict, load_from_disk
 
     if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
@@ -268,7 +265,7 @@ def _load_folder(path: Path, source: str, split: str, limit: int, flag: str) -> 
 
 
 def _files_of_split(path: Path, source: str, split: str, flag: str) -> list[Path]:
-    """Data files whose name (or folder) has the split's name as a word; files that name no split are of ``train``."""
+    """Data files whose name or folder has the split's name as a word; for ``train`` else files that name no split."""
     found = sorted(f.relative_to(path) for f in path.rglob("*") if f.is_file() and file_format(f))
     files = [f for f in found if not any(part.startswith(".") for part in f.parts)]
     if not files:
@@ -287,7 +284,7 @@ def _files_of_split(path: Path, source: str, split: str, flag: str) -> list[Path
 
 
 def _split_named_by(relative: Path, split: str) -> str | None:
-    """The split that a file's path names; its own name says more than its folders."""
+    """The split that a file's path names; the file name goes before its folders."""
     for part in reversed(relative.parts):
         if re.search(rf"(?<![a-z0-9]){re.escape(split)}(?![a-z0-9])", part.lower()):
             return _SPLIT_WORDS.get(split, split)
@@ -301,7 +298,7 @@ def _split_named_by(relative: Path, split: str) -> str | None:
 
 
 def file_format(path: str | Path) -> str | None:
-    """Format of a file by its name (compression aside), such as ``.jsonl``, or None."""
+    """A file's format by its name (compression aside), such as ``.jsonl``, or None."""
     suffixes = [s.lower() for s in Path(path).suffixes]
     if suffixes and suffixes[-1] in _COMPRESSED:
         suffixes.pop()
@@ -309,14 +306,10 @@ def file_format(path: str | Path) -> str | None:
 
 
 def read_file(path: str | Path, *, shown_as: str | None = None, limit: int | None = None) -> Dataset:
-    """Read one local data file: JSON Lines, a JSON array of objects, CSV, TSV (also compressed), parquet or arrow.
+    """Read a local data file: JSON Lines, a JSON array of objects, CSV, TSV (each may be compressed), parquet or arrow.
 
     Origins are ``file:line`` for JSON Lines, ``file, row n`` (from 1) for the others; errors name them too.
-
-    Args:
-        path: the file.
-        shown_as: the name that errors and origins give (the URL, say); default ``path``.
-        limit: at most this many rows.
+    ``shown_as`` replaces the path in errors and origins (by the URL, say).
     """
     name = shown_as or str(path)
     suffix = file_format(path)
@@ -331,7 +324,7 @@ def read_file(path: str | Path, *, shown_as: str | None = None, limit: int | Non
 
 
 def _with_origins(dataset: Dataset, name: str) -> Dataset:
-    """Add the hidden column; data that has it (a blend saved earlier) keeps its own."""
+    """Add the hidden column, unless the data has it already (a blend saved earlier)."""
     if ORIGIN_COLUMN in dataset.column_names:
         return dataset
     return dataset.add_column(ORIGIN_COLUMN, [f"{name}, row {i + 1}" for i in range(len(dataset))])
@@ -340,12 +333,12 @@ def _with_origins(dataset: Dataset, name: str) -> Dataset:
 def _open_text(path: str | Path) -> TextIO:
     import fsspec
 
-    # utf-8-sig: a byte order mark is no part of the first key. newline="": the csv module's wish.
+    # utf-8-sig: drops a byte order mark, which is not part of the first key. newline="": as the csv module requires.
     return fsspec.open(str(path), "rt", encoding="utf-8-sig", newline="", compression="infer").open()
 
 
 def _json_rows(path: str | Path, name: str) -> Rows:
-    """Rows of a JSON array or of JSON lines, told apart by the first character."""
+    """Rows of a JSON array or of JSON lines; the first character decides."""
     try:
         with _open_text(path) as file:
             first = next((c for c in iter(lambda: file.read(1), "") if not c.isspace()), "")
@@ -393,7 +386,7 @@ def _no_constant(name: str) -> float:
 
 
 def _csv_rows(path: str | Path, name: str, delimiter: str) -> Rows:
-    """Every cell is text, nothing is guessed (``007`` stays ``007``)."""
+    """Every cell is text; nothing is guessed (``007`` stays ``007``)."""
     csv.field_size_limit(2**31 - 1)  # the default, 128 KiB, is less than a long document
     number = 0
     try:
@@ -416,13 +409,13 @@ def _csv_rows(path: str | Path, name: str, delimiter: str) -> Rows:
 
 
 def _dataset_of(rows: Rows, limit: int | None) -> Dataset:
-    """Columns of the rows; a key that a row lacks is None there."""
+    """Columns of the rows; None for a key that a row lacks."""
     from datasets import Dataset, Features, Json, Value
 
     columns: dict[str, list[Any]] = {}
     origins: list[str] = []
     for origin, row in islice(rows, limit):
-        for key in row:  # in the file's order, which every rank and run sees alike
+        for key in row:  # in the file's order, so it is the same on every rank and run
             if key not in columns:
                 columns[key] = [None] * len(origins)
         for key, values in columns.items():
@@ -442,8 +435,7 @@ def _dataset_of(rows: Rows, limit: int | None) -> Dataset:
 
 
 def _json_texts(values: list[Any]) -> list[str | None]:
-    """Values for a ``datasets.Json`` column. Written as JSON here: the feature itself would take the text "4" for a
-    4, and rounds floats to ten digits."""
+    """Written as JSON here: ``datasets.Json`` would take the text "4" for a 4, and rounds floats to ten digits."""
     return [None if v is None else json.dumps(v, allow_nan=False) for v in values]
 
 
@@ -466,19 +458,18 @@ def _read_mapped(kind: str, path: str | Path, name: str) -> Dataset:
 
 
 def stage_to_local(url: str, *, cache_dir: str | Path | None = None, timeout_s: float = 3600.0) -> str:
-    """Local path of a file or folder; a URL is copied to this node's cache first, unless an equal copy is there.
+    """Local path of a file or folder; a URL is first copied to this node's cache, unless an equal copy is there.
 
-    A copy is made under a temporary name, its size checked, and put in place with ``os.replace``: there are no half
-    copies. A remote file that changed (by what its file system tells: size, time, etag) is copied anew.
+    Copies are made under a temporary name, checked for size, then renamed, so no half copy is ever used. If the remote
+    file has changed (size, time, etag), it is copied again.
 
     Args:
-        url: fsspec URL. A local path or ``file://`` URL is returned as a path, without a copy.
-        cache_dir: where copies go; default ``$LIGHTPPO_CACHE``, else ``~/.cache/lightppo``. A disk of the node.
-        timeout_s: seconds to wait for another process of the node that is copying.
+        url: fsspec URL, local path or ``file://`` URL; the last two are not copied.
+        cache_dir: a folder on the node's disk; default ``$LIGHTPPO_CACHE``, else ``~/.cache/lightppo``.
+        timeout_s: seconds to wait while another process of the node copies; then TimeoutError.
 
     Raises:
         StagingError: unknown scheme, nothing there, a failed or short copy.
-        TimeoutError: the other process did not finish in time.
     """
     if not _is_remote(url):
         return url.split("://", 1)[-1]
@@ -518,7 +509,7 @@ def stage_to_local(url: str, *, cache_dir: str | Path | None = None, timeout_s: 
 
 
 def check_scheme(url: str, flag: str = "the URL") -> None:
-    """StagingError for a URL whose scheme fsspec does not know, or whose package is not installed. No network."""
+    """StagingError if fsspec does not know the URL's scheme or its package is not installed. No network."""
     from fsspec import available_protocols, get_filesystem_class
 
     scheme = url.split("://")[0]
@@ -540,14 +531,14 @@ def _local_path(source: str) -> str:
 
 
 def _version(info: dict[str, Any]) -> str:
-    """What tells of a change, as far as the file system knows."""
+    """Whatever the file system tells about a change."""
     return str(
         next((info[k] for k in ("ETag", "etag", "md5Hash", "mtime", "LastModified", "created") if info.get(k)), "")
     )
 
 
 def _copy(fs: Any, remote: str, target: Path, url: str, *, is_folder: bool, size: int | None) -> None:
-    """Copy under a temporary name beside the target, check, rename. Only the holder of the lock comes here."""
+    """Copy under a temporary name beside the target, check, rename. Only the lock's holder may call this."""
     temporary = target.with_name(f".{target.name}.partial")
     _remove(temporary)  # left by a process that was killed
     logger.info("copying %s (%s bytes) to %s", url, "?" if size is None else size, target)

@@ -12,63 +12,40 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(slots=True)
 class Prompt:
-    """One prompt, as the model will see it.
+    """One prompt, as the model will see it."""
 
-    Attributes:
-        text: the prompt after chat template or input template.
-        token_ids: ``text`` tokenised, at most ``prompt_max_len`` ids.
-        label: ground truth for rule rewards; any JSON value, ``None`` where the data has none.
-        index: row number in the (blended) dataset; names the prompt and keys its random numbers.
-        data_source: name of the source the row came from; evaluation and reward weights go by it.
-        extra: all other columns of the row, handed to reward functions.
-        messages: the raw chat where the row was a chat, for re-templating by a reward model.
-    """
-
-    text: str
+    text: str  # after chat template or input template
     token_ids: list[int]
-    label: Any = None
-    index: int = 0
-    data_source: str = "default"
-    extra: dict[str, Any] = field(default_factory=dict)
-    messages: list[dict[str, Any]] | None = None
+    label: Any = None  # ground truth for rule rewards; any JSON value
+    index: int = 0  # row number in the (blended) dataset; identifies the prompt and seeds its random numbers
+    data_source: str = "default"  # selects evaluation and reward weights
+    extra: dict[str, Any] = field(default_factory=dict)  # the row's other columns, for reward functions
+    messages: list[dict[str, Any]] | None = None  # the raw chat, if the row was one; reward models render it again
 
 
 @dataclass(slots=True)
 class Rollout:
-    """One sampled response.
-
-    Attributes:
-        prompt: what was asked.
-        sample_index: which of the n samples of this prompt, from 0.
-        response_ids: sampled ids, the end-of-text or stop id included if one was sampled.
-        response_text: ``response_ids`` decoded without special tokens.
-        finish_reason: ``"stop"`` (end-of-text, stop id, stop string) or ``"length"`` (cut by the token limit).
-        log_probs: log prob of each response id under the sampling temperature, or ``None`` if the engine has none.
-        reward: the scalar score, ``None`` until scored.
-        token_rewards: optional score per response token.
-        extras: named numbers from the reward source, logged as ``reward/<name>``.
-        baseline: the greedy answer to the same prompt, where the advantage estimator compares with it.
-    """
+    """One sampled response."""
 
     prompt: Prompt
-    sample_index: int
-    response_ids: list[int]
-    response_text: str
-    finish_reason: FinishReason
-    log_probs: list[float] | None = None
-    reward: float | None = None
-    token_rewards: list[float] | None = None
-    extras: dict[str, float] = field(default_factory=dict)
-    baseline: Rollout | None = None
+    sample_index: int  # number among the prompt's samples, from 0
+    response_ids: list[int]  # including the end-of-text or stop id, if one was sampled
+    response_text: str  # response_ids decoded without special tokens
+    finish_reason: FinishReason  # "stop": end-of-text, stop id or stop string; "length": cut by the token limit
+    log_probs: list[float] | None = None  # per response id, under the sampling temperature
+    reward: float | None = None  # None until scored
+    token_rewards: list[float] | None = None  # one score per response token
+    extras: dict[str, float] = field(default_factory=dict)  # numbers from the reward source, logged as reward/<name>
+    baseline: Rollout | None = None  # the greedy answer to the prompt, if the advantage estimator needs it
 
     @property
     def truncated(self) -> bool:
-        """True where the token limit cut the response."""
+        """True if the token limit cut the response."""
         return self.finish_reason == "length"
 
 
 def to_plain(group: Sequence[Rollout]) -> dict[str, Any]:
-    """Samples of one prompt, which is kept once, as is their greedy baseline."""
+    """Samples of one prompt as plain values; the prompt and its greedy baseline are stored once."""
     baseline = group[0].baseline
     return {
         "prompt": _fields(group[0].prompt),
@@ -84,14 +61,14 @@ def _fields(record: Prompt | Rollout) -> dict[str, Any]:
 
 
 def from_plain(values: Mapping[str, Any]) -> list[Rollout]:
-    """From :func:`to_plain`."""
+    """Inverse of :func:`to_plain`."""
     prompt = Prompt(**values["prompt"])
     baseline = Rollout(prompt, **values["baseline"]) if values["baseline"] is not None else None
     return [Rollout(prompt, **sample, baseline=baseline) for sample in values["samples"]]
 
 
 def group_by_prompt(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
-    """The samples of each prompt, of rollouts as engines give them: a prompt's together, ``sample_index`` rising."""
+    """Groups a list in which the samples of a prompt stand together, with rising ``sample_index``."""
     groups: list[list[Rollout]] = []
     for rollout in rollouts:
         last = groups[-1][-1] if groups else None
@@ -103,5 +80,5 @@ def group_by_prompt(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
 
 
 def seed_of_step(seed: int, step: int) -> int:
-    """A seed for each step of a run; steps of one run never share one."""
+    """A seed for each step; no two steps of a run share one."""
     return seed * 1_000_000_007 + step

@@ -1,4 +1,4 @@
-"""Rows become prompts and token ids: which columns are read, how prompts become text, what becomes of bad rows.
+"""Rows become prompts and token ids: which columns are read, how prompts become text, how bad rows are treated.
 
 Every row is checked and tokenised once, before training.
 """
@@ -39,24 +39,18 @@ PREFERENCE_KEYS = ("chosen", "rejected")
 
 @dataclass(frozen=True)
 class RowFields:
-    """The keys that are tried, in order, for each part of a row; the first one with a value in the row counts.
-
-    Attributes:
-        label_required: an explicit label key: a row without it is bad; ``completion_required`` likewise.
-        preference: the prompt may be the common beginning of ``chosen`` and ``rejected``.
-        documents: text columns are whole documents, without a completion.
-    """
+    """The keys to try, in order, for each part of a row; the first key with a value in the row counts."""
 
     prompt: tuple[str, ...]
     completion: tuple[str, ...] = ()
     label: tuple[str, ...] = ()
-    label_required: bool = False
-    completion_required: bool = False
-    preference: bool = False
-    documents: bool = False
+    label_required: bool = False  # a row without a label is bad
+    completion_required: bool = False  # a row without a completion is bad
+    preference: bool = False  # the prompt may be the common beginning of chosen and rejected
+    documents: bool = False  # text columns are whole documents, without a completion
 
     def columns_in(self, columns: Iterable[str]) -> list[str]:
-        """The data's columns that are needed to render a row."""
+        """The columns that are needed to render a row."""
         keys = [*self.prompt, *self.completion, *self.label, *(PREFERENCE_KEYS if self.preference else ())]
         used = {_column_of(key, columns) for key in keys}
         return [c for c in columns if c in used]
@@ -71,16 +65,15 @@ def resolve_fields(
     supervised: bool = False,
     documents: bool = False,
 ) -> RowFields:
-    """Decide which keys are read from data with these columns; DataError lists the columns where none fits.
+    """Decide which keys are read from data with these columns; DataError lists the columns if none fits.
 
     Args:
-        columns: names of the columns.
-        input_key: the prompt's key. The default name falls back on the known forms where no such column exists.
+        input_key: the prompt's key. If there is no column of the default name, the known names are tried.
         label_key: the ground truth's key; None tries the known names.
         output_key: the completion's key; None tries the known names (``supervised`` only).
         supervised: rows need a completion too.
-        documents: rows may be plain text (pretraining); the prompt's key then holds all of it, unless ``output_key``
-            says otherwise or the row has one of the forms with a completion.
+        documents: rows may be plain text (pretraining), all of it under the prompt's key, unless there is an
+            ``output_key`` or the row has a completion in a known form.
     """
 
     def known(keys: Iterable[str]) -> tuple[str, ...]:
@@ -117,7 +110,7 @@ def resolve_fields(
 
 
 def _column_of(key: str, columns: Iterable[str]) -> str | None:
-    """The column that holds ``key``: itself, or the one before the first dot."""
+    """The column that holds ``key``: itself, or the part before the first dot."""
     columns = set(columns)
     return next((name for name in (key, key.split(".")[0]) if name in columns), None)
 
@@ -142,10 +135,9 @@ def _first_value(row: Mapping[str, Any], keys: Iterable[str]) -> tuple[str | Non
 
 
 def read_prompt(row: Mapping[str, Any], fields: RowFields) -> tuple[str | Chat, str | None]:
-    """The prompt of a row, and the key it was found under (None: from ``chosen`` and ``rejected``).
+    """The prompt of a row, and its key (None: from ``chosen`` and ``rejected``).
 
-    A chat under ``messages`` that ends with an assistant turn is a finished conversation: the prompt is what comes
-    before.
+    If a chat under ``messages`` ends with an assistant turn, the prompt is everything before it.
     """
     prompt, key, _ = _prompt_and_chosen(row, fields)
     if key == "messages" and isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
@@ -156,7 +148,7 @@ def read_prompt(row: Mapping[str, Any], fields: RowFields) -> tuple[str | Chat, 
 
 
 def read_label(row: Mapping[str, Any], fields: RowFields) -> Any:
-    """The ground truth of a row, any JSON value; None where the data has none."""
+    """The ground truth of a row, any JSON value or None."""
     key, value = _first_value(row, fields.label)
     if key is None and fields.label_required:
         raise BadRowError("missing", f"no label: {fields.label[0]!r} missing or null")
@@ -173,7 +165,7 @@ def read_example(row: Mapping[str, Any], fields: RowFields) -> tuple[str | Chat,
         raise BadRowError("missing", f"no completion: {fields.completion[0]!r} missing or null")
     if output is None and fields.preference and row.get("chosen") is not None:
         output, answer = "chosen", row["chosen"]
-    # A conversation holds its own answer; a column beside it (AReaL's `answer`) is then a label.
+    # A conversation holds its own answer, so another column (AReaL's `answer`) is a label.
     finished = isinstance(prompt, list) and len(prompt) > 1 and prompt[-1]["role"] == "assistant"
     if finished and not fields.completion_required:
         return prompt[:-1], prompt[-1:]
@@ -191,10 +183,7 @@ def read_example(row: Mapping[str, Any], fields: RowFields) -> tuple[str | Chat,
 
 
 def _prompt_and_chosen(row: Mapping[str, Any], fields: RowFields) -> tuple[str | Chat, str | None, str | Chat | None]:
-    """Prompt and its key; or where no key has a value, what a preference pair begins with, None and the chosen answer.
-
-    What both answers begin with is, in chats, their common messages; in text, all up to the last assistant's turn.
-    """
+    """Prompt, its key, None; without a key, the common beginning of a preference pair, None, and the chosen answer."""
     key, value = _first_value(row, fields.prompt)
     if key is not None:
         return _text_or_chat(value, repr(key)), key, None
@@ -263,38 +252,26 @@ def _shown(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Rendered:
-    """A prompt as text.
+    """A prompt as text."""
 
-    Attributes:
-        text: what the model reads.
-        is_chat: made by a chat template, which has put all special tokens in place.
-        messages: the chat behind it, without the added system prompt; None for plain text.
-    """
-
-    text: str
-    is_chat: bool
-    messages: Chat | None
+    text: str  # what the model reads
+    is_chat: bool  # made by a chat template, which adds all special tokens
+    messages: Chat | None  # the chat behind it, without an added system prompt; None for plain text
 
 
 @dataclass(frozen=True)
 class PromptTemplate:
-    """How prompts become text, and text becomes ids; the same for rollouts and for supervised training.
+    """How prompts become text, and text becomes ids, for rollouts and supervised training alike.
 
-    A chat goes through the tokenizer's chat template always: it has no other form as text. Plain text does so with
-    ``apply_chat_template`` (as one user message), else through ``input_template``, else it stays as it is. DataError
-    where these options contradict each other or the data, or the tokenizer has no chat template.
-
-    Args:
-        tokenizer: a Hugging Face tokenizer.
-        apply_chat_template: render plain text as a user message too.
-        input_template: text with one ``{}`` where the prompt goes.
-        system_prompt: system message put before chats that have none of their own.
+    A chat always goes through the tokenizer's chat template. Plain text does so with ``apply_chat_template`` (as one
+    user message), else through ``input_template`` with its one ``{}``, else it stays. DataError if these options
+    contradict each other or the data, or the tokenizer has no chat template.
     """
 
     tokenizer: PreTrainedTokenizerBase
     apply_chat_template: bool = False
     input_template: str | None = None
-    system_prompt: str | None = None
+    system_prompt: str | None = None  # put before chats without a system message
 
     def __post_init__(self) -> None:
         if self.input_template is not None:
@@ -318,7 +295,7 @@ class PromptTemplate:
         return f"the tokenizer {getattr(self.tokenizer, 'name_or_path', '') or type(self.tokenizer).__name__}"
 
     def render(self, prompt: str | Chat) -> Rendered:
-        """Text of one prompt; a chat that ends in the assistant's words is to be continued, not answered."""
+        """Text of one prompt; a chat that ends with an assistant turn is to be continued, not answered."""
         if isinstance(prompt, str) and not self.apply_chat_template:
             if self.system_prompt is not None:
                 raise DataError("--system_prompt needs chat rows or --apply_chat_template; the prompts are plain text")
@@ -331,12 +308,7 @@ class PromptTemplate:
         return Rendered(self.chat_text(messages, add_generation_prompt=not continued, **options), True, messages)
 
     def chat_text(self, messages: Chat, **options: Any) -> str:
-        """Messages through the chat template, system prompt added; without options the last turn is closed.
-
-        Args:
-            messages: the chat.
-            **options: of the tokenizer's ``apply_chat_template``.
-        """
+        """Messages through the chat template, with the system prompt; the last turn is closed by default."""
         from jinja2 import TemplateError
 
         if self.input_template is not None:
@@ -353,12 +325,10 @@ class PromptTemplate:
             raise BadRowError("template", f"the chat template refuses it: {type(error).__name__}: {error}") from error
 
     def encode(self, texts: list[str], *, special_tokens: bool) -> list[list[int]]:
-        """Token ids of texts.
+        """Token ids of rendered texts.
 
-        Args:
-            texts: rendered texts.
-            special_tokens: let the tokenizer put its begin-of-text in front (plain text). Never for chats, whose
-                template did it. An end-of-text that the tokenizer appends is taken off: a prompt goes on.
+        ``special_tokens`` lets the tokenizer add its begin-of-text: for plain text, not for chats, whose template adds
+        it. An end-of-text that the tokenizer appends is removed, because a prompt goes on.
         """
         if not texts:
             return []
@@ -371,7 +341,7 @@ class PromptTemplate:
     def encode_rendered(self, rendered: list[Rendered]) -> list[list[int]]:
         """Token ids of rendered prompts, in their order."""
         bos = self.tokenizer.bos_token
-        # Chats, and texts that begin with a begin-of-text, get no second one.
+        # Chats, and texts with a begin-of-text, get no second one.
         is_plain = [not r.is_chat and not (bos and r.text.startswith(bos)) for r in rendered]
         found = {
             plain: iter(self.encode([r.text for r, p in zip(rendered, is_plain) if p is plain], special_tokens=plain))
@@ -407,11 +377,11 @@ EncodeChunk = Callable[[list[dict[str, Any]]], list[Outcome]]
 
 @dataclass
 class DatasetReport:
-    """How many rows the data has, and what became of them."""
+    """How many rows the data has, and how they were treated."""
 
     rows: int = 0
     kept: int = 0
-    truncated: int = 0  # of those kept
+    truncated: int = 0  # rows kept, but cut
     dropped: dict[str, int] = field(default_factory=dict)  # by reason: missing, wrong_type, empty, overlong, template
 
     def __str__(self) -> str:
@@ -421,12 +391,12 @@ class DatasetReport:
 
 @dataclass(frozen=True)
 class PreparedRows:
-    """The N kept rows: ids in one flat array, so that a million prompts do not become a billion Python objects."""
+    """The N kept rows: ids in one flat array, because a million prompts as lists would be a billion Python objects."""
 
     row_numbers: np.ndarray  # (N,) in the dataset
-    prompt_lengths: np.ndarray  # (N,) how many of a row's ids are the prompt
-    truncated: np.ndarray  # (N,) whether it was cut
-    offsets: np.ndarray  # (N + 1,) where its ids begin in flat_ids
+    prompt_lengths: np.ndarray  # (N,) how many ids of a row are the prompt
+    truncated: np.ndarray  # (N,) whether the row was cut
+    offsets: np.ndarray  # (N + 1,) where a row's ids begin in flat_ids
     flat_ids: np.ndarray  # of all rows
     report: DatasetReport
 
@@ -439,12 +409,12 @@ class PreparedRows:
 
 
 def origin_of(row: Mapping[str, Any], number: int) -> str:
-    """Where a row came from: file and line where the loader kept them, else its number in the dataset, from 1."""
+    """A row's file and line if the loader kept them, else its number in the dataset, from 1."""
     return row.get(ORIGIN_COLUMN) or f"row {number + 1}"
 
 
 def setting(given: Any, strategy: Any, name: str, default: Any) -> Any:
-    """A keyword where given, else ``strategy.args.<name>`` (scripts in the seed's style), else the default."""
+    """The keyword if given, else ``strategy.args.<name>`` (scripts in the seed's style), else the default."""
     if given is not None:
         return given
     value = getattr(getattr(strategy, "args", None), name, None)
@@ -452,7 +422,7 @@ def setting(given: Any, strategy: Any, name: str, default: Any) -> Any:
 
 
 def check_dataset(dataset: Any) -> None:
-    """Refuse what is not a non-empty map-style dataset."""
+    """Refuse anything but a non-empty map-style dataset."""
     if not hasattr(dataset, "column_names") or not hasattr(dataset, "__len__"):
         raise TypeError(f"a datasets.Dataset is needed (see blending_datasets), not {type(dataset).__name__}")
     if len(dataset) == 0:
@@ -470,12 +440,10 @@ def prepare_rows(
     """Encode all rows in order.
 
     Args:
-        dataset: the rows.
         columns: the columns that ``encode_chunk`` reads.
         encode_chunk: rows -> one outcome each.
-        on_bad_row: ``error`` raises at the first bad row, named by file and line; ``skip`` leaves bad rows out, counted
-            and logged.
-        num_workers: processes that encode; 0 or 1 for this one.
+        on_bad_row: ``error`` raises at the first bad row, naming file and line; ``skip`` counts and logs bad rows.
+        num_workers: processes that encode; 0 or 1: this one.
     """
     if on_bad_row not in ("error", "skip"):
         raise DataError(f"--on_bad_row is {on_bad_row!r}; error or skip")
