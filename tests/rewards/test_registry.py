@@ -23,8 +23,8 @@ from lightppo.rewards import (
     RewardModelSource,
     build_reward_source,
     check_reward_options,
+    registry,
 )
-from lightppo.rewards import registry as rewards_build
 from lightppo.rewards.formats import has_think
 from lightppo.rewards.model import Retemplated, SameIds
 from lightppo.rewards.registry import build_reward
@@ -282,8 +282,8 @@ def test_options_of_formats(source):
 def test_options_of_functions():
     options = {"reward_fn_style": "trl", "reward_manager": "prime", "reward_workers": 2, "reward_timeout": 3.0}
     config = PPOConfig.from_flat(**options, reward_retries=1, on_reward_failure="unscored").verifier
-    assert rewards_build.function_options(config) == options | {"reward_retries": 1, "on_reward_failure": "unscored"}
-    assert rewards_build.function_options(PPOConfig().verifier)["on_reward_failure"] == "error"
+    assert registry.function_options(config) == options | {"reward_retries": 1, "on_reward_failure": "unscored"}
+    assert registry.function_options(PPOConfig().verifier)["on_reward_failure"] == "error"
 
 
 @pytest.fixture
@@ -292,7 +292,7 @@ def made(monkeypatch):
     seen = {}
 
     def record(name):
-        kind = getattr(rewards_build, name)
+        kind = getattr(registry, name)
 
         @wraps(kind)
         def make(**options):
@@ -300,7 +300,7 @@ def made(monkeypatch):
             seen.update({key: value for key, value in options.items() if isinstance(value, (str, bool, int, float))})
             return SimpleNamespace(size=1, concurrency=1, close=lambda: None)
 
-        monkeypatch.setattr(rewards_build, name, make)
+        monkeypatch.setattr(registry, name, make)
 
     names = ("SandboxPool", "SandboxLimits", "SandboxVerifier", "Comparison", "CodeReward")
     for name in (*names, "SandboxFusionVerifier", "FunctionCallVerifier"):
