@@ -232,7 +232,7 @@ class DeepspeedStrategy(DistributedStrategy):
     train_batch_size: int = 1  # samples over all ranks per optimizer step
     zero_stage: int = 2  # 0 to 3, for models whose own configuration does not say otherwise
     bf16: bool = False  # bf16 parameters, fp32 masters; False is fp32
-    args: Any = None  # for scripts in the seed's style; nothing in lightppo reads it
+    args: Any = None  # of scripts in the seed's style
     _: KW_ONLY
     zpg: int = 1  # ranks per secondary ZeRO-3 shard group (hpZ); 1 has none
     adam_offload: bool = False  # optimizer states on the CPU

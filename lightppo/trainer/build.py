@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -154,24 +154,10 @@ def build_strategy(config: PPOConfig) -> DeepspeedStrategy:
     Raises:
         ConfigError: ZeRO options that exclude each other.
     """
-    s, t = config.strategy, config.training
-    options = {
-        "seed": s.seed,
-        "max_norm": t.max_norm,
-        "micro_train_batch_size": t.micro_train_batch_size,
-        "train_batch_size": config.resolved().training.train_batch_size,
-        "zero_stage": s.zero_stage,
-        "bf16": config.model.bf16,
-        "zpg": s.zpg,
-        "adam_offload": s.adam_offload,
-        "param_offload": s.param_offload,
-        "grad_accum_dtype": s.grad_accum_dtype,
-        "overlap_comm": s.overlap_comm,
-        "full_determinism": s.full_determinism,
-        "timeout_minutes": s.dist_timeout,
-    }
+    flat = config.resolved().flat()
+    same_name = {f.name: flat[f.name] for f in fields(DeepspeedStrategy) if f.name in flat}
     try:
-        return DeepspeedStrategy(**options)
+        return DeepspeedStrategy(**same_name, timeout_minutes=config.strategy.dist_timeout)
     except ValueError as error:
         raise ConfigError(str(error)) from error
 
@@ -452,19 +438,16 @@ def build_sampler(
         inspect=check.first,
     )
     prompt_once = t.packing_samples and t.share_prompts and t.shuffle == "groups"
+    group_filter = GroupFilter(s.filter_metric, s.filter_range, maker.shaper.final_scores)
     selects = s.dynamic_sampling or s.gen_batch_size > config.rollout.rollout_batch_size
     return GroupCollector(
         sampler,
         strategy,
         groups_per_step=config.rollout.rollout_batch_size if selects else None,
-        group_filter=GroupFilter(s.filter_metric, s.filter_range, maker.shaper.final_scores)
-        if s.dynamic_sampling
-        else None,
+        group_filter=group_filter if s.dynamic_sampling else None,
         max_batches=s.max_num_gen_batches if s.dynamic_sampling else 1,
         on_exhausted=s.on_exhausted,
-        replay=RolloutReplay(s.skip_rollout, strategy, reuse=s.skip_rollout_reuse)
-        if s.skip_rollout is not None
-        else None,
+        replay=None if s.skip_rollout is None else RolloutReplay(s.skip_rollout, strategy, s.skip_rollout_reuse),
         balance=partial(balance_ranks, strategy=strategy, prompt_once=prompt_once) if t.balance_ranks else None,
         timer=timer,
     )
@@ -487,12 +470,7 @@ def _verifier_check(config: PPOConfig, strategy: Ranks, source: RewardSource) ->
     minimum = getattr(source, "minimum", None) if minimum is None else minimum
     if minimum is None:
         raise ConfigError(f"--check_verifier_status: {source.name} does not say its lowest score; set --reward_minimum")
-    return partial(
-        check_verifier_status,
-        minimum=minimum,
-        source_name=source.name,
-        ranks=strategy,
-    )
+    return partial(check_verifier_status, minimum=minimum, source_name=source.name, ranks=strategy)
 
 
 def _scorer(config: PPOConfig, engine: RolloutEngine, source: RewardSource) -> AsyncScorer:
@@ -508,19 +486,11 @@ def _scorer(config: PPOConfig, engine: RolloutEngine, source: RewardSource) -> A
 def sampling_params(config: PPOConfig) -> SamplingParams:
     """How training rollouts are sampled."""
     r, s = config.rollout, config.sampling
+    same_name = {f.name: getattr(r, f.name) for f in fields(SamplingParams) if hasattr(r, f.name)}
     return SamplingParams(
+        **same_name,
         max_new_tokens=r.generate_max_len,
-        min_new_tokens=r.min_new_tokens,
-        temperature=r.temperature,
-        top_p=r.top_p,
-        top_k=r.top_k,
-        repetition_penalty=r.repetition_penalty,
         n=s.generation_size or r.n_samples_per_prompt,
-        stop=r.stop,
-        stop_token_ids=r.stop_token_ids,
-        bad_words=r.bad_words,
-        do_sample=r.do_sample,
-        ignore_eos=r.ignore_eos,
         seed=config.strategy.seed,
         first_token_temperature=s.fire_temperature if s.fire_sampling else None,
     )
@@ -540,16 +510,9 @@ def eval_sampling_params(config: PPOConfig) -> SamplingParams:
 
 
 def build_rollout_engine(config: PPOConfig, strategy: Any, actor: Any, tokenizer: Any) -> RolloutEngine:
-    """The engine that the options ask for, with the actor's present weights. Collective.
+    """The engine that ``--rollout_engine`` names, with the actor's present weights. Collective.
 
-    Args:
-        config: resolved.
-        strategy: of the run, set up.
-        actor: prepared.
-        tokenizer: of the actor.
-
-    Raises:
-        ConfigError: the engine is not installed, or cannot run this model with these options.
+    Raises ConfigError where the engine is not installed, or cannot run this model with these options.
     """
     return ENGINES[config.engine.rollout_engine](config, strategy, actor, tokenizer)
 
