@@ -83,7 +83,10 @@ def positions_of(workloads: ModuleType, changes: list[str], tmp_path, name: str 
             collate=Experience.collate,
             device=strategy.device,
         ):
-            for some, parts in ((actor, minibatch.micro_batches), (critic, minibatch.of_critic)):
+            for some, parts in (
+                (actor, minibatch.micro_batches),
+                (critic, (minibatch.critic_micro_batches or minibatch.micro_batches)),
+            ):
                 for part in parts if some is not None else ():
                     some(part.sequences, part.num_actions, part.attention_mask)
     tokens = sum(len(r.prompt.token_ids) + len(r.response_ids) for r in rollouts)
