@@ -5,8 +5,11 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import os
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -101,13 +104,12 @@ def test_metrics_exist(page):
 
 
 def test_every_algorithm_has_its_section_or_line():
-    """Headings of the two pages, or for KL estimators and corrections lines of their tables."""
-    pages = [(REPO / "docs" / name).read_text(encoding="utf-8") for name in ("algorithms.md", "algorithms_rewards.md")]
-    headings = {word for page in pages for line in re.findall(r"^### (.+)$", page, re.MULTILINE)
-                for word in re.findall(r"[\w+]+", line)}  # fmt: skip
-    lines = {name for page in pages for line in re.findall(r"^\| (`.+)$", page, re.MULTILINE)
+    """Headings, or for KL estimators and corrections lines of their tables."""
+    page = (REPO / "docs" / "algorithms.md").read_text(encoding="utf-8")
+    headings = {word for line in re.findall(r"^### (.+)$", page, re.MULTILINE) for word in re.findall(r"[\w+]+", line)}
+    lines = {name for line in re.findall(r"^\| (`.+)$", page, re.MULTILINE)
              for name in re.findall(r"`([^`]+)`", line.split(" | ")[0])}  # fmt: skip
-    lines |= {name for page in pages for name in re.findall(r"^\| \[`([^`]+)`\]", page, re.MULTILINE)}
+    lines |= set(re.findall(r"^\| \[`([^`]+)`\]", page, re.MULTILINE))
     assert sorted({*ADVANTAGE_ESTIMATORS, *POLICY_LOSSES} - headings) == []
     assert sorted({*KL_ESTIMATORS, *CORRECTIONS} - lines) == []
 
@@ -208,3 +210,29 @@ def test_example_runs(name, tmp_path):
     made["extending-6"] = "trained/model.safetensors"
     if name in made:
         assert (tmp_path / made[name]).is_file()
+
+
+# -- the tutorial ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_tutorial(tmp_path):
+    """Every block in the order of the page: Python goes into the file that its first line names, bash is run."""
+    (tmp_path / "my_task").mkdir()
+    (tmp_path / "examples").symlink_to(REPO / "examples")
+    page = (REPO / "docs" / "tutorial.md").read_text(encoding="utf-8")
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = os.environ | {"PATH": path, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "2"}
+    languages = []
+    for language, block in re.findall(r"^```(\w*)\n(.*?)\n```", page, re.DOTALL | re.MULTILINE):
+        languages.append(language)
+        if language == "python":
+            (tmp_path / block.split("\n")[0].removeprefix("# ")).write_text(block + "\n")
+        else:
+            done = subprocess.run(
+                ["bash", "-euo", "pipefail", "-c", block],
+                capture_output=True, text=True, timeout=500, cwd=tmp_path, env=environment,
+            )  # fmt: skip
+            assert done.returncode == 0, f"{block}\n{done.stdout[-2000:]}{done.stderr[-4000:]}"
+    assert languages == ["python", "bash", "python", "python", "bash", "bash", "python", "bash", "bash"]
+    assert (tmp_path / "my_task" / "trained" / "model.safetensors").is_file()

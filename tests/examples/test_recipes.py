@@ -21,7 +21,7 @@ from lightppo.config.options import all_options
 from lightppo.config.rules import advice, needs_critic
 
 FOLDER = REPO / "examples" / "recipes"
-PAGE = REPO / "docs" / "recipes.md"
+PAGE = REPO / "docs" / "choosing.md"
 RECIPES = {path.stem: path for path in sorted(FOLDER.glob("*.yaml"))}
 NEEDED = {"pretrain": "model", "prompt_data": "prompts.jsonl", "reward_fn": "reward.py"}
 # A recipe says these also where they are the defaults: what it is, and how many optimizer steps a rollout has.
