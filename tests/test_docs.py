@@ -83,9 +83,10 @@ def known_flags() -> set[str]:
     calls = [node for server in servers for node in ast.walk(server) if isinstance(node, ast.Call)]
     added = [call.args[0].value for call in calls if getattr(call.func, "attr", None) == "add_argument"]
     names |= {flag.removeprefix("--") for flag in added}
-    quickstart = ast.parse((REPO / "examples" / "quickstart" / "run.py").read_text())
-    main = next(node for node in quickstart.body if isinstance(node, ast.FunctionDef) and node.name == "main")
-    names |= {argument.arg for argument in main.args.args}
+    for file in ("run.py", "make_assets.py"):
+        quickstart = ast.parse((REPO / "examples" / "quickstart" / file).read_text())
+        main = next(node for node in quickstart.body if isinstance(node, ast.FunctionDef) and node.name == "main")
+        names |= {argument.arg for argument in main.args.args}
     return names | {f"no_{name}" for name in names}
 
 
@@ -222,7 +223,7 @@ def test_the_tutorial(tmp_path):
     (tmp_path / "examples").symlink_to(REPO / "examples")
     page = (REPO / "docs" / "tutorial.md").read_text(encoding="utf-8")
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = os.environ | {"PATH": path, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "2"}
+    environment = os.environ | {"PATH": path, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
     languages = []
     for language, block in re.findall(r"^```(\w*)\n(.*?)\n```", page, re.DOTALL | re.MULTILINE):
         languages.append(language)

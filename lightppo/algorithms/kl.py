@@ -113,7 +113,7 @@ def approx_kl(
 ) -> Tensor:
     """Estimate KL(policy || reference) at each sampled token, (B, A) in nats, from d = log_probs - ref_log_probs.
 
-    docs/algorithms_rewards.md gives the expected gradients, as a loss and in the reward, for tokens that the policy
+    docs/algorithms.md gives the expected gradients, as a loss and in the reward, for tokens that the policy
     itself sampled. Sources: Schulman, "Approximating KL Divergence" (joschu.net/blog/kl-approx.html); the gradients:
     Tang and Munos 2025 (arXiv:2506.09477), Liu et al. 2025 (arXiv:2510.01555).
 

@@ -2,7 +2,7 @@
 
 To add a built-in source: a class with ``name`` and ``score`` in its own file, with its options as arguments; a line in
 ``BUILT_IN_SOURCES`` and in ``BUILT_IN`` of ``config.rules``; its options in ``config.verifier_section``; a test; a
-section in docs/verifiers.md.
+section in docs/rewards.md.
 """
 
 from __future__ import annotations

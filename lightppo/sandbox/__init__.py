@@ -2,7 +2,7 @@
 
 One door: ``SandboxPool(SandboxLimits(...)).run(code)`` gives a ``ProgramRun``. ``pool`` starts sandboxes and talks to
 them, ``probe`` attacks each kind before it is used; ``supervisor`` and ``walls`` run inside, on the standard library
-alone. ``docs/verifiers.md`` says what is kept out on which machine.
+alone. ``docs/rewards.md`` says what is kept out on which machine.
 """
 
 from lightppo.sandbox.pool import ISOLATIONS, ProgramRun, SandboxLimits, SandboxPool, default_processes

@@ -323,7 +323,7 @@ class SandboxPool:
             sandbox.close()
             reasons.append(f"{isolation}: does not give {', '.join(missing)}")
         raise SandboxRefusedError(
-            f"no sandbox for code on this machine: {'; '.join(reasons)}. See docs/verifiers.md for what it needs, use "
+            f"no sandbox for code on this machine: {'; '.join(reasons)}. See docs/rewards.md for what it needs, use "
             "--sandbox_fusion_url, or set --allow_unsafe_code_execution in a throw-away container"
         )
 
