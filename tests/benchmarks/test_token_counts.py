@@ -16,7 +16,7 @@ from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 
 from lightppo.algorithms.kl import FixedKLController
 from lightppo.config import parse_args
-from lightppo.config.rules import micro_batch_spec
+from lightppo.config.rules import micro_batch_spec, old_log_probs_from
 from lightppo.data.records import Prompt, Rollout
 from lightppo.experience.batching import ReplayBuffer, minibatches
 from lightppo.experience.experience import Experience
@@ -65,7 +65,13 @@ def positions_of(workloads: ModuleType, changes: list[str], tmp_path, name: str 
     for some in models:
         some.hf_model.get_input_embeddings().register_forward_hook(note)
     maker = ExperienceMaker(
-        actor, critic, reference, strategy, FixedKLController(0.05), config, old_log_probs="rollout"
+        actor,
+        critic,
+        reference,
+        strategy,
+        FixedKLController(0.05),
+        config,
+        old_log_probs=old_log_probs_from(config, exact_rollout=True),
     )
     rollouts, buffer = rollouts_of(workload, workloads), ReplayBuffer(1)
     buffer.extend(maker.make_experience_list(rollouts))

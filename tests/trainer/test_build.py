@@ -544,7 +544,7 @@ def test_what_needs_a_gpu_is_refused_without(make_config, option):
         ({"zero_stage": 3}, "--torch_compile cannot see through ZeRO-3's hooks"),
         (
             {"gradient_checkpointing": True, "gradient_checkpointing_use_reentrant": True},
-            "--torch_compile needs non-reentrant",
+            "--torch_compile",
         ),
     ],
 )
