@@ -29,55 +29,38 @@ from lightppo.models.wrapper import PretrainedWrapper, model_inputs, takes
 
 @dataclass(frozen=True)
 class ActionScores:
-    """What one forward says about the last A tokens of each sequence; None: not asked for.
+    """Results of one forward for the last A tokens of each sequence; None: not asked for."""
 
-    Attributes:
-        log_probs: (B, A) float32, under the temperature; 0 where ``real`` is False.
-        real: (B, A) bool, the action and the token before it are no padding; K places in all.
-        entropy: (B, A) float32, of the distribution each action was drawn from, under the temperature, in nats; 0 where
-            ``real`` is False.
-        logits: (K, V) of the real actions, row by row as ``log_probs[real]``, over the valid vocabulary, in the model's
-            dtype, not divided by the temperature.
-        router_loss: scalar, the load-balancing loss over the real tokens of the batch.
-    """
-
-    log_probs: Tensor
-    real: Tensor
-    entropy: Tensor | None = None
-    logits: Tensor | None = None
-    router_loss: Tensor | None = None
+    log_probs: Tensor  # (B, A) float32, under the temperature; 0 unless real
+    real: Tensor  # (B, A) bool, the action and the token before it are not padding; K places in all
+    entropy: Tensor | None = None  # (B, A) float32, in nats, under the temperature; 0 unless real
+    logits: Tensor | None = None  # (K, V), valid ids, rows as log_probs[real]; model's dtype, before the temperature
+    router_loss: Tensor | None = None  # scalar, the load-balancing loss over the real tokens of the batch
 
 
 class Actor(PretrainedWrapper):
     """A causal LM that gives the log probs of the last A tokens of each sequence.
 
-    Where no logits are asked for, none of more than one chunk of tokens are made: the head itself returns log probs
-    (:func:`lightppo.algorithms.logprobs.linear_log_probs`), so that memory does not grow with tokens × vocabulary. That
-    needs a head that is a plain linear layer with nothing after it. Models that change the logits (Gemma 2's soft
-    capping, the scaling of Cohere and Granite) or have another kind of head (adapters, quantised) are found out at the
-    first forward, which is then run again, and go through all logits of the actions from there on.
+    Unless logits are asked for, the head itself returns log probs chunk by chunk
+    (:func:`lightppo.algorithms.logprobs.linear_log_probs`), so memory does not grow with tokens × vocabulary. This
+    needs a plain linear head with nothing after it. The first forward of any other model (Gemma 2's soft capping, the
+    scaling of Cohere and Granite, adapters or 4 bits in the head) detects this and runs again; from then on all logits
+    are made.
 
     Args:
         pretrain_or_model: folder, hub id, or a built model (its dropout is set to 0 in place).
         temperature: log probs are those of softmax(logits / temperature), as in sampling.
         packing_samples: drop the padding in forwards with num_actions; results are the same.
-        share_prompts: packed, equal prompts of a batch go through the model once; results are the same.
+        share_prompts: when packed, run equal prompts of a batch once; results are the same.
         bf16: weights in bfloat16.
         use_flash_attention_2: the seed's name for ``attn_implementation="flash_attention_2"``.
         ds_config: DeepSpeed config; stage 3 shards the weights while they load.
-        valid_vocab_size: log probs are over the first so many tokens only (``valid_vocab_size(tokenizer)``), where
-            the rollout engine never samples the others; None: over the whole embedding.
-        options: also ``flag`` and the fields of :class:`lightppo.models.loading.LoadOptions`.
-
-    Attributes:
-        head_is_last: False once the model was seen to change what its head returns.
-
-    Raises:
-        ModelLoadError: see :func:`load_causal_lm`.
-        PackingNotSupportedError: packing_samples with a family that cannot be packed.
+        valid_vocab_size: the ids, from 0, that log probs cover and the rollout engine samples
+            (``valid_vocab_size(tokenizer)``); None: all rows of the embedding.
+        options: ``flag`` and the fields of :class:`lightppo.models.loading.LoadOptions`.
     """
 
-    # strategy.prepare puts the engine there and returns the Actor itself
+    # strategy.prepare puts the engine under this attribute and returns the Actor itself
     engine_attribute = "model"
 
     def __init__(
@@ -93,7 +76,7 @@ class Actor(PretrainedWrapper):
             raise ValueError(f"--temperature must be above 0 for training, got {temperature}")
         self.temperature = temperature
         self.valid_vocab_size = valid_vocab_size
-        self.head_is_last = True
+        self.head_is_last = True  # False once the model was seen to change what its head returns
 
     def forward(
         self,
@@ -103,23 +86,17 @@ class Actor(PretrainedWrapper):
         return_output: bool = False,
         packed_seq_lens: list[int] | None = None,
     ) -> Tensor | ModelOutput | tuple[Tensor, ModelOutput]:
-        """Log probs of the last actions of each sequence.
+        """Log probs (B, A) float32 of the last actions; 0 if the action or the token before it is padding.
 
         Args:
             sequences: (B, S) token ids, padded on either side; or (1, T) with packed_seq_lens.
-            num_actions: A; with packed_seq_lens a list, one number per sequence. None: no log probs are computed,
-                the model's output is returned with the logits of all positions (as the LM loss needs them).
+            num_actions: A; with packed_seq_lens a list, one number per sequence. None: return only the model's output,
+                with the logits of all positions (for the LM loss).
             attention_mask: (B, S), 1 = real token; None: no padding.
             return_output: return the model's output too. Its logits are those of the predicting positions only,
-                (B, A, V), or (1, K, V) over the real actions where the forward was packed.
-            packed_seq_lens: lengths of the sequences that the caller packed into one row.
-
-        Returns:
-            (B, A) float32, 0 where the action or the token before it is padding; (1, sum of num_actions) with
-            packed_seq_lens.
-
-        Raises:
-            PackingNotSupportedError: at the first packed forward, if the model mixes packed sequences.
+                (B, A, V), or (1, K, V) over the real actions of a packed forward.
+            packed_seq_lens: lengths of sequences that the caller packed into one row; log probs are (1, sum of
+                num_actions).
         """
         if packed_seq_lens is not None:
             position_ids = position_ids_from_lengths(packed_seq_lens, sequences)
@@ -146,15 +123,14 @@ class Actor(PretrainedWrapper):
         logits: bool = False,
         router_loss: bool = False,
     ) -> ActionScores:
-        """Log probs of the last actions, and what else is asked for, from one forward; packed or padded alike.
+        """Log probs of the last actions, and more on request, from one forward; the same for packed and padded batches.
 
         Args:
             sequences, num_actions, attention_mask: as in :meth:`forward`.
-            entropy: give the entropy.
-            entropy_grad: with a gradient (an entropy bonus); False: detached.
-            logits: give the logits of the real actions (the KL over the whole vocabulary).
-            router_loss: give the load-balancing loss of a mixture of experts (Fedus et al. 2021, arXiv:2101.03961,
-                eq. 4-6); an error with a model that has no router, or whose router gets no gradient.
+            entropy_grad: the entropy has a gradient (an entropy bonus).
+            logits: return the logits of the real actions (the KL over the whole vocabulary).
+            router_loss: return the load-balancing loss of a mixture of experts (Fedus et al. 2021, arXiv:2101.03961,
+                eq. 4-6); an error for a model without a router, or if the router gets no gradient.
         """
         if router_loss:
             self.check_router()
@@ -172,11 +148,11 @@ class Actor(PretrainedWrapper):
 
     @property
     def has_router(self) -> bool:
-        """Whether the model is a mixture of experts whose forward gives router logits when asked."""
+        """Whether the model is a mixture of experts whose forward can return router logits."""
         return takes(self.hf_model, "output_router_logits")
 
     def check_router(self) -> None:
-        """Raises ValueError where the model has no router, so that it can have no load-balancing loss."""
+        """ValueError for a model without a router, which has no load-balancing loss."""
         if not self.has_router:
             raise ValueError(
                 f"--aux_loss_coef: {type(self.hf_model).__name__} gives no router logits, so it has no load-balancing "
@@ -201,7 +177,7 @@ class Actor(PretrainedWrapper):
     def _batch(
         self, sequences: Tensor, num_actions: int, attention_mask: Tensor | None, router_loss: bool = False
     ) -> _Batch:
-        """What one forward takes, packed or padded; only positions that predict an action go through the head."""
+        """Inputs of one forward, packed or padded; only positions that predict an action go through the head."""
         if attention_mask is None:
             attention_mask = torch.ones_like(sequences)
         length = sequences.shape[1]
@@ -226,7 +202,7 @@ class Actor(PretrainedWrapper):
         entropy_grad: bool = False,
         router_logits: bool = False,
     ) -> _Predicted:
-        """One forward, through the head's log probs where that is enough and possible, else through logits."""
+        """One forward, through the head's log probs if that is enough and possible, else through logits."""
         if not logits:
             predicted = self._ask_head(batch, entropy, entropy_grad, router_logits)
             if predicted is not None:
@@ -241,7 +217,7 @@ class Actor(PretrainedWrapper):
         return _Predicted(output, *both, logits=over)
 
     def _ask_head(self, batch: _Batch, entropy: bool, entropy_grad: bool, router_logits: bool) -> _Predicted | None:
-        """None: this model's log probs are not its head's alone. All ranks see the same."""
+        """None if this model's log probs do not come from its head alone. All ranks agree on it."""
         head = scoring_head(self.hf_model) if self.head_is_last else None
         if head is None:
             return None
@@ -291,23 +267,23 @@ class Actor(PretrainedWrapper):
 
 @dataclass(frozen=True)
 class _Batch:
-    """What one forward takes, and where in it the K real actions are."""
+    """Inputs of one forward, and the places of its K real actions."""
 
     input_ids: Tensor  # (B, S), or one packed row (1, T)
     attention_mask: Tensor | None  # (B, S); of a packed row its segments, or None
     position_ids: Tensor | None  # of a packed row
-    places: Tensor  # (A,) or packed (U,), the different positions of a row that go through the head
+    places: Tensor  # (A,) or packed (U,), the distinct positions of a row that go through the head
     labels: Tensor  # (B, A) or packed (K,), the token after each place; 0 where it is padding
-    real: Tensor  # (B, A) bool, with K True
+    real: Tensor  # (B, A) bool, K of them True
     packed: bool  # one row, without padding
-    reads: Tensor | None = None  # packed (K,), which of the places predicts each action; None: each its own
+    reads: Tensor | None = None  # packed (K,), the number of the place that predicts each action; None: each its own
 
     def real_hidden(self, at_places: Tensor) -> Tensor:
         """(B, A, H), or packed (1, U, H), -> (K, H)."""
         return read(at_places[0], self.reads) if self.packed else at_places[self.real]
 
     def per_action(self, values: Tensor) -> Tensor:
-        """(K,) or (B, A) -> (B, A), 0 where padded."""
+        """(K,) or (B, A) -> (B, A), 0 at padding."""
         return scatter(values, self.real) if values.dim() == 1 else values.masked_fill(~self.real, 0)
 
     def of_real(self, values: Tensor) -> Tensor:
@@ -316,7 +292,7 @@ class _Batch:
 
 
 class _Predicted(NamedTuple):
-    """What a forward says of the actions: (K,) of the real ones, or (B, A)."""
+    """Results of a forward: (K,) for the real actions, or (B, A)."""
 
     output: ModelOutput
     log_probs: Tensor
@@ -335,7 +311,7 @@ def _packed_by_caller(sequences: Tensor, position_ids: Tensor, lengths: list[int
 
 
 def scoring_head(model: PreTrainedModel) -> nn.Linear | None:
-    """The head, if it is a plain linear layer over the vocabulary that nobody has changed; else None."""
+    """The head, if it is an unmodified linear layer over the vocabulary; else None."""
     head = model.get_output_embeddings()
     if not is_plain_linear(head):
         return None
@@ -346,15 +322,10 @@ def scoring_head(model: PreTrainedModel) -> nn.Linear | None:
 def scores_from_head(
     head: nn.Linear, select: Callable[[Tensor], Tensor], labels: Tensor, temperature: float, **options: Any
 ) -> Iterator[list[Tensor]]:
-    """Meanwhile the :func:`scoring_head` returns (1, K, 1) log probs, or (1, K, 2) with the entropy; float32.
+    """Makes the :func:`scoring_head` return (1, K, 1) float32 log probs, or (1, K, 2) with the entropy.
 
-    Args:
-        select: takes the K positions to score out of what the head is given, (B, S, H) -> (K, H).
-        labels: (K,), the token to score at each.
-        temperature, options: as :func:`linear_log_probs` takes them.
-
-    Yields:
-        what the head has returned, for :func:`is_untouched`.
+    ``select`` takes the K positions to score from the head's input, (B, S, H) -> (K, H); ``labels`` (K,) are their
+    tokens. Yields a list of the head's results, for :func:`is_untouched`.
     """
     returned: list[Tensor] = []
 
@@ -372,10 +343,9 @@ def scores_from_head(
 
 
 def is_untouched(returned: list[Tensor], logits: Tensor) -> bool:
-    """Whether the model called its head once and gave out, as ``logits``, what came from it, unchanged.
+    """Whether the model called its head once and returned its result unchanged as ``logits``.
 
-    Told by the storage and the count of writes into it, so that it is the same on all ranks, whatever the values; views
-    that hooks make of the tensor share both.
+    Compares storage and write count, which hooks' views share, so that all ranks agree whatever the values.
     """
     if len(returned) != 1 or not isinstance(logits, Tensor):
         return False

@@ -26,12 +26,12 @@ class CPULinear(nn.Linear):
 
 
 def is_plain_linear(module: nn.Module) -> bool:
-    """A linear layer that nobody has changed but :func:`accelerate_on_cpu`."""
+    """A linear layer that nothing but :func:`accelerate_on_cpu` has changed."""
     return type(module) in (nn.Linear, CPULinear) and "forward" not in vars(module)
 
 
 def accelerate_on_cpu(model: nn.Module) -> None:
-    """Plain linear layers become :class:`CPULinear`, in place, where that is faster; weights and names stay."""
+    """Plain linear layers become :class:`CPULinear` in place, if that is faster; weights and names stay."""
     if onednn_is_faster():
         for module in filter(is_plain_linear, model.modules()):
             module.__class__ = CPULinear
@@ -39,7 +39,7 @@ def accelerate_on_cpu(model: nn.Module) -> None:
 
 @contextmanager
 def packed_weights(model: nn.Module) -> Iterator[None]:
-    """For many forwards of few rows without gradients: meanwhile :class:`CPULinear` layers hold a copy that suits."""
+    """Gives :class:`CPULinear` layers packed copies of their weights, for many small forwards without gradients."""
     layers = [module for module in model.modules() if type(module) is CPULinear]
     fitting = [layer for layer in layers if by_onednn(layer.weight, layer.weight)]
     if sum(layer.weight.nbytes for layer in fitting) > PACKED_BYTES or torch.is_grad_enabled():

@@ -37,7 +37,7 @@ class SequenceRegressor(PretrainedWrapper):
         self.mean, self.std = 0.0, 1.0
 
     def _use_config_statistics(self) -> bool:
-        """Take ``mean`` and ``std`` of the config; False where it has none."""
+        """Take ``mean`` and ``std`` from the config; False if it has none."""
         mean, std = getattr(self.hf_model.config, "mean", None), getattr(self.hf_model.config, "std", None)
         if mean is None or std is None:
             return False
@@ -60,14 +60,13 @@ class SequenceRegressor(PretrainedWrapper):
 class Critic(SequenceRegressor):
     """Values of the positions from which actions are predicted.
 
-    Built from a causal LM (the head is new), a reward model or another critic; saved, it is a plain
+    Built from a causal LM (with a new head), a reward model or another critic, and saved as a plain
     ``AutoModelForSequenceClassification`` checkpoint.
 
     Args:
         pretrain_or_model: folder, hub id, or a built one-output sequence classifier.
-        normalize_reward: values are (x - mean) / std where the config has the mean and std of a reward model.
-        options: as of :class:`lightppo.models.actor.Actor`, and further arguments of
-            :func:`lightppo.models.loading.load_sequence_classifier`.
+        normalize_reward: values are (x - mean) / std if the config has the mean and std of a reward model.
+        options: see :class:`lightppo.models.actor.Actor` and :func:`lightppo.models.loading.load_sequence_classifier`.
     """
 
     kind = "critic"
@@ -88,18 +87,13 @@ class Critic(SequenceRegressor):
         packed_seq_lens: list[int] | None = None,
         include_last: bool = False,
     ) -> Tensor | tuple[Tensor, ModelOutput]:
-        """Values before each of the last A actions.
+        """Values (B, A) float32 before each of the last A actions: column t is position S - A - 1 + t, 0 at padding.
 
         Args:
             sequences, attention_mask, packed_seq_lens: as in :meth:`Actor.forward`.
-            num_actions: A, or a list with packed_seq_lens; None: values of all positions.
+            num_actions: A, or a list with packed_seq_lens; None: values of all positions, (B, S).
             return_output: return the base model's output too.
-            include_last: one more column, the value after the last position, so that column t + 1 is the value
-                after action t (to bootstrap an unfinished response).
-
-        Returns:
-            (B, A) float32, the value of position S - A - 1 + t in column t, 0 where that position is padding;
-            (B, A + 1) with include_last; (B, S) without num_actions; one row with packed_seq_lens.
+            include_last: (B, A + 1), with the value after the last position, to bootstrap an unfinished response.
         """
         if packed_seq_lens is not None:
             position_ids = position_ids_from_lengths(packed_seq_lens, sequences)
@@ -139,9 +133,9 @@ class RewardModel(SequenceRegressor):
 
     Args:
         pretrain_or_model: folder, hub id, or a built one-output sequence classifier. A checkpoint without a head is
-            an error unless ``init_value_head=True`` (a reward model that is about to be trained).
+            an error unless ``init_value_head=True`` (to train a new reward model).
         normalize_reward: scores are (x - mean) / std, with the mean and std of the config.
-        options: as of :class:`Critic`, without packed rows.
+        options: as in :class:`Critic`, without packed rows.
     """
 
     kind = "reward"

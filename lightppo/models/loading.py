@@ -1,7 +1,7 @@
-"""Hugging Face models and tokenizers, loaded the way RL needs them, and what makes a loaded model faster.
+"""Hugging Face models and tokenizers, loaded for RL, and ways to make a loaded model faster.
 
-Dropout is 0, attention is the one asked for (or an error says why not), weights come out sharded under ZeRO-3, and
-nothing that is missing from a checkpoint is made up silently: only a critic's value head may be new.
+Dropout is 0, attention is as requested (or an error says why not), ZeRO-3 shards weights while they load, and a missing
+weight is an error: only a critic's value head may be new.
 """
 
 from __future__ import annotations
@@ -55,28 +55,22 @@ class LoadOptions:
 
     attn_implementation: str = "auto"  # one of ATTN_IMPLEMENTATIONS
     dtype: Literal["fp32", "bf16"] = "fp32"  # of the weights
-    ds_config: dict[str, Any] | None = None  # DeepSpeed's; at ZeRO stage 3 the weights are sharded while they load
+    ds_config: dict[str, Any] | None = None  # DeepSpeed's; ZeRO stage 3 shards the weights while they load
     trust_remote_code: bool = False  # run the model code that comes with the checkpoint
     init_from_scratch: bool = False  # random weights from the config alone (the folder needs only config.json)
     override_config: dict[str, Any] | None = None  # config attributes to set before the model is built
     external_lib: str | None = None  # comma-separated modules to import first (they may register model classes)
     seed: int = 42  # of random weights
-    # Hold the weights of linear layers in 4 bits (lightppo.models.quantised): every rank loads the whole model for it,
+    # Hold the weights of linear layers in 4 bits (lightppo.models.quantised): every rank loads the whole model,
     # and strategy.prepare shards it.
     load_in_4bit: bool = False
 
 
 def load_causal_lm(path: str, *, flag: str = "--pretrain", **options: Any) -> PreTrainedModel:
-    """Load (or make) a causal LM without dropout, in eval mode.
+    """Load (or make) a causal LM without dropout, in eval mode; ModelLoadError says what is wrong.
 
-    Args:
-        path: folder or hub id.
-        flag: the flag that ``path`` came from, for error messages.
-        options: fields of :class:`LoadOptions`.
-
-    Raises:
-        ModelLoadError: path not found, weights missing from the checkpoint, unsupported attention or dtype; a model
-            that cannot be held in 4 bits.
+    ``flag`` is where the folder or hub id came from, for error messages; ``options`` are fields of
+    :class:`LoadOptions`.
     """
     o = LoadOptions(**options)
     path, config = _load_config(path, flag, o)
@@ -100,19 +94,14 @@ def load_sequence_classifier(
 ) -> PreTrainedModel:
     """Load a model with a one-output head (critic, reward) from a classifier, a value-head model or a plain causal LM.
 
-    A new head is drawn from N(0, 1/(hidden + 1)) with its own generator, so it is the same on all ranks and at all
-    ZeRO stages.
+    A new head is drawn from N(0, 1/(hidden + 1)) with a generator of its own, so it is the same on all ranks and at all
+    ZeRO stages. Errors as in :func:`load_causal_lm`.
 
     Args:
-        path: folder or hub id.
         kind: "critic": a checkpoint without a head gets a new one. "reward": that is an error.
         value_head_prefix: the head's name in the checkpoint, e.g. ``score``, ``value_head``, ``v_head.summary``.
-        init_value_head: True: a new head in any case. False: never. None: by ``kind``.
-        flag: the flag that ``path`` came from, for error messages.
-        options: fields of :class:`LoadOptions`; the seed is that of a new head too.
-
-    Raises:
-        ModelLoadError: as :func:`load_causal_lm`; also no head where one is needed, or a head that is no such layer.
+        init_value_head: True: always a new head. False: never. None: by ``kind``.
+        options: fields of :class:`LoadOptions`; the seed also draws a new head.
     """
     o, flag = LoadOptions(**options), flag or ("--critic_pretrain" if kind == "critic" else "--reward_pretrain")
     path, config = _load_config(path, flag, o)
@@ -157,7 +146,7 @@ def _load_config(path: str, flag: str, options: LoadOptions) -> tuple[str, Pretr
 
 
 def _model_path(path: str, flag: str, needed_file: str | None) -> str:
-    """``~`` expanded; hub ids are left to the hub. An error where it is plainly a path or URL, and not there."""
+    """``~`` expanded; hub ids are left to the hub. A path or URL that does not exist is an error."""
     if not path:
         raise ModelLoadError(f"{flag} is empty: give a folder with a Hugging Face model, or a hub id")
     folder = Path(path).expanduser()
@@ -172,13 +161,13 @@ def _model_path(path: str, flag: str, needed_file: str | None) -> str:
 
 @contextmanager
 def _errors_name(path: str, flag: str) -> Iterator[None]:
-    """Put the flag and the path in front of what transformers says."""
+    """Put the flag and the path in front of transformers' error messages."""
     try:
         yield
     except ModelLoadError:
         raise
     except (OSError, ValueError, RuntimeError, KeyError) as error:
-        # One line, and not all of the pages of class names that transformers may list.
+        # One line: transformers may list pages of class names.
         reason = textwrap.shorten(str(error), 1000, placeholder=" …")
         raise ModelLoadError(f"{flag} {path} could not be loaded: {reason}") from error
 
@@ -211,9 +200,9 @@ def _zero_dropout_attributes(owner: PretrainedConfig | nn.Module) -> None:
 
 
 def resolve_attn_implementation(name: str, dtype: str, model_class: type | None = None) -> str | None:
-    """Turn the flag into what transformers takes; None lets it choose sdpa, or eager where a family has no sdpa.
+    """Turn the flag into transformers' value; None lets it choose sdpa, or eager for families without sdpa.
 
-    "auto" is flash_attention_2 where there is CUDA, an installed flash-attn, bf16 and a family that can use it.
+    "auto" means flash_attention_2 if there is CUDA, an installed flash-attn, bf16 and a suitable family.
     """
     if name not in ATTN_IMPLEMENTATIONS:
         raise ModelLoadError(f"--attn_implementation {name!r} is not one of {', '.join(ATTN_IMPLEMENTATIONS)}")
@@ -241,7 +230,7 @@ def resolve_attn_implementation(name: str, dtype: str, model_class: type | None 
 
 
 class _Zero3LoadConfig:
-    """In place of ``transformers.integrations.HfDeepSpeedConfig``, which needs accelerate for these two attributes."""
+    """Replaces ``transformers.integrations.HfDeepSpeedConfig``, which needs accelerate for these two attributes."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self.config = config
@@ -254,9 +243,9 @@ class _Zero3LoadConfig:
 def _loading(
     options: LoadOptions, config: PretrainedConfig, classes: Any, path: str, flag: str
 ) -> Iterator[tuple[_Zero3LoadConfig | None, dict[str, Any]]]:
-    """For the time of loading: errors name the flag, transformers is quiet and knows whether the model is sharded.
+    """While loading, errors name the flag, and transformers is quiet and knows whether the model is sharded.
 
-    Yields what the model must hold on to, and the keyword arguments for transformers.
+    Yields an object that the model must keep alive, and keyword arguments for transformers.
     """
     attention = resolve_attn_implementation(options.attn_implementation, options.dtype, classes.get(type(config), None))
     zero3 = None if options.load_in_4bit else _zero3_config(options.ds_config, options.dtype)
@@ -317,7 +306,7 @@ def _finish(model: PreTrainedModel, zero3: _Zero3LoadConfig | None, load_in_4bit
 # ---------------------------------------------------------------------------------------------------------------------
 # heads
 
-# Names of other people's heads, to tell "no head yet" from "a head under a name you did not give".
+# Names of other people's heads, to tell "no head yet" from "a head under another name".
 _HEAD_LIKE = re.compile(r"(^|[._])(v_head|value_head|score|reward_head|regression_head|classifier|summary)[._]")
 
 
@@ -337,7 +326,7 @@ def value_head(model: PreTrainedModel) -> tuple[str, nn.Linear]:
 
 
 def head_names(model: PreTrainedModel) -> set[str]:
-    """Names of the output head of a causal LM, or of the value head."""
+    """Names of a causal LM's output head, or of the value head."""
     if not model.can_generate():
         return {value_head(model)[0]}
     head = model.get_output_embeddings()
@@ -346,7 +335,7 @@ def head_names(model: PreTrainedModel) -> set[str]:
 
 @torch.no_grad()
 def _set_value_head(model: PreTrainedModel, weight: Tensor | None, *, seed: int) -> None:
-    """Set the head to ``weight`` (1, hidden), or to N(0, 1/(hidden + 1)) when None; a bias is set to 0."""
+    """Set the head to ``weight`` (1, hidden), or to N(0, 1/(hidden + 1)) for None; a bias becomes 0."""
     _, head = value_head(model)
     if weight is None:
         generator = torch.Generator().manual_seed(seed)
@@ -359,7 +348,7 @@ def _set_value_head(model: PreTrainedModel, weight: Tensor | None, *, seed: int)
 
 @contextmanager
 def _gathered(params: list[nn.Parameter]) -> Iterator[None]:
-    """Full parameters inside the block, changes of rank 0 kept; nothing to do where they are not ZeRO-3 shards."""
+    """Full parameters inside the block, keeping rank 0's changes; does nothing unless they are ZeRO-3 shards."""
     if not any(hasattr(param, "ds_id") for param in params):
         yield
         return
@@ -421,7 +410,7 @@ def _find(path: str, filename: str) -> str | None:
 
 @contextmanager
 def _opened(file: str) -> Iterator[tuple[Iterable[str], Any]]:
-    """Names of the tensors of a checkpoint file, and what reads one by its name, on CPU."""
+    """Names of a checkpoint file's tensors, and a function that reads one by name, on CPU."""
     if file.endswith(".safetensors"):
         from safetensors import safe_open
 
@@ -446,13 +435,13 @@ def get_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """Load a tokenizer that has EOS and a pad token and fits the model.
 
-    Without a pad token EOS pads (masks come from lengths, never from comparing with the pad id). A model with more
-    embedding rows than the tokenizer has entries is fine: sample with :func:`valid_vocab_size`. A missing BOS is fine.
+    A missing pad token becomes EOS (masks come from lengths, never from the pad id). A missing BOS is fine, and so is a
+    model with more embedding rows than the tokenizer has entries: sample with :func:`valid_vocab_size`.
 
     Args:
         path: folder or hub id.
         model: HF model, Actor, Critic or RewardModel; checked, and its config gets the pad token.
-        use_fast: False: a tokenizer in Python, an error where transformers has none (for most families since 5.0).
+        use_fast: False: a tokenizer in Python, which transformers 5 has for few families (else an error).
         flag: the flag that ``path`` came from, for error messages.
     """
     path = _model_path(path, flag, needed_file=None)
@@ -478,7 +467,7 @@ def get_tokenizer(
 
 
 def valid_vocab_size(tokenizer: PreTrainedTokenizerBase) -> int:
-    """One more than the largest id of the tokenizer; logits from there on belong to padding rows of the embedding."""
+    """The tokenizer's largest id plus one; higher logits belong to padding rows of the embedding."""
     return max(tokenizer.get_vocab().values()) + 1
 
 
@@ -505,7 +494,7 @@ def _fit_to_model(tokenizer: PreTrainedTokenizerBase, model: nn.Module, path: st
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The model's repeated blocks, which transformers names for it; an error where it names none."""
+    """The model's repeated blocks, by transformers' names for them; an error if it names none."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     layers = [module for module in model.modules() if type(module).__name__ in names]
     if not layers:
@@ -514,8 +503,8 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def compile_layers(model: PreTrainedModel, backend: str = "inductor") -> None:
-    """torch.compile for each layer, in place, for rows of any length; names and weights stay as they are."""
-    # Layer by layer: that compiles one block, and leaves the head, where log probs are made chunk by chunk, alone.
+    """torch.compile for each layer, in place, for rows of any length; names and weights stay."""
+    # Layer by layer: compiles one block, and leaves out the head, which makes log probs chunk by chunk.
     for layer in decoder_layers(model):
         layer.compile(dynamic=True, backend=backend)
 
@@ -523,7 +512,7 @@ def compile_layers(model: PreTrainedModel, backend: str = "inductor") -> None:
 def use_liger_kernels(model: PreTrainedModel) -> None:
     """Liger's kernels (Hsu et al. 2024, arXiv:2410.10989) for norms, rotary embeddings and MLPs, in place.
 
-    The loss kernels stay out: log probs are made without logits here anyway.
+    Not its loss kernels: log probs are made without logits anyway.
     """
     missing = []
     if importlib.util.find_spec("liger_kernel") is None:
@@ -538,7 +527,7 @@ def use_liger_kernels(model: PreTrainedModel) -> None:
 
 
 def check_activation_offload(device: torch.device) -> None:
-    """Raises ModelLoadError where activations are in CPU memory anyway."""
+    """ModelLoadError on a CPU, where activations are in CPU memory anyway."""
     if device.type == "cpu":
         raise ModelLoadError(
             "--activation_offload moves activations from a GPU to CPU memory; here is none: leave it out"

@@ -1,8 +1,7 @@
 """LoRA: adapters inside a Hugging Face model (arXiv:2106.09685), the reference without them, merged weights.
 
-peft puts its layers into the model itself, so that the model keeps its class and its forward, and everything that takes
-a Hugging Face model takes one with adapters. Uses one private name of peft (``_disable_adapters``): its public switch
-also takes the gradient from the adapters' parameters, which ZeRO has already seen.
+peft puts its layers into the model itself, so the model keeps its class and its forward. This file uses peft's private
+``_disable_adapters``: its public switch also freezes the adapters' parameters, which ZeRO has already seen.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from lightppo.models.quantised import dense_weight, quantised_layers
 from lightppo.models.wrapper import PretrainedWrapper
 
 _NAME = "default"  # of the only adapter, as peft calls it
-_BASE = ".base_layer."  # between the name of a layer with an adapter and that of its frozen weight
+_BASE = ".base_layer."  # between the names of a layer with an adapter and of its frozen weight
 _WITHIN = re.compile(r"\.(base_layer|lora_[AB]\..+)$")
 _PEFT_PREFIX = "base_model.model."  # of every name in an adapter's file
 _ALL_LINEAR = "all-linear"
@@ -36,19 +35,19 @@ _ALL_LINEAR = "all-linear"
 
 @dataclass(frozen=True)
 class LoraOptions:
-    """What the adapters are: the layer's output is W x + alpha / r · B A x."""
+    """Shape and place of the adapters: a layer's output is W x + alpha / r · B A x."""
 
     rank: int  # r, of A (r, in) and B (out, r)
     alpha: float = 16.0
-    # Of x before A, in training mode only. Then the log probs of training differ from those of the experience by the
-    # noise, and so do the probability ratios.
+    # On x before A, in training mode only. Then training's log probs differ from the experience's by the
+    # noise, and the probability ratios with them.
     dropout: float = 0.0
-    # Ends of the names of linear layers; none, or all-linear: all but the head.
+    # Ends of the names of linear layers; empty, or all-linear: all but the head.
     target_modules: tuple[str, ...] = ()
 
 
 def check_peft() -> None:
-    """Raises ModelLoadError where peft is not installed; imports nothing."""
+    """ModelLoadError if peft is not installed; imports nothing."""
     if importlib.util.find_spec("peft") is None:
         raise ModelLoadError("--lora_rank needs peft: pip install 'lightppo[lora]', or pip install peft")
 
@@ -56,12 +55,12 @@ def check_peft() -> None:
 def add_adapters(model: PretrainedWrapper, options: LoraOptions, seed: int = 42) -> None:
     """Freeze an actor or critic and put a trained adapter beside each target layer; a value head trains too.
 
-    Call it before ``strategy.create_optimizer`` and ``prepare``; weights may be ZeRO-3 shards. B is 0, so the model
-    computes what it did; A is drawn from ``seed`` alone, so it is the same on all ranks.
+    Call it before ``strategy.create_optimizer`` and ``prepare``; weights may be ZeRO-3 shards. B is 0, so the model's
+    results stay the same at first; A depends only on ``seed``, so it is the same on all ranks.
 
     Raises:
-        ModelLoadError: peft is not installed, a target is no linear layer of the model (those there are are named),
-            or it is a head tied to the embedding, which could not be merged.
+        ModelLoadError: peft is missing, a target is no linear layer of the model, or it is a head tied to the
+            embedding.
     """
     check_peft()
     from peft import LoraConfig, inject_adapter_in_model
@@ -87,12 +86,12 @@ def add_adapters(model: PretrainedWrapper, options: LoraOptions, seed: int = 42)
         head.requires_grad_(True)
         config.modules_to_save = [name]
     if any(layer.transposed for layer in quantised_layers(hf_model).values()):
-        config.fan_in_fan_out = True  # as the adapter's file says for the dense model; here those layers are as others
+        config.fan_in_fan_out = True  # for the adapter's file, which is about the dense model
     hf_model.lora = LoraExport(config, hf_model)  # found there by the strategy when it saves
 
 
 def target_layers(model: PreTrainedModel, wanted: tuple[str, ...] = ()) -> list[str]:
-    """The layers that get an adapter, by the ends of their names where these fit no other layer.
+    """The layers that get an adapter: ends of their names if these fit no other layer, else whole names.
 
     ``wanted`` are ends of names; empty or ``all-linear``: all linear layers but the head.
     """
@@ -103,7 +102,7 @@ def target_layers(model: PreTrainedModel, wanted: tuple[str, ...] = ()) -> list[
     else:
         chosen = [name for name in linear if name.endswith(tuple(f".{end}" for end in wanted)) or name in wanted]
         unknown = [end for end in wanted if not any(name == end or name.endswith(f".{end}") for name in linear)]
-        # The head of a causal LM is no layer of the critic, which takes the same options.
+        # The critic takes the same options, but has no lm_head.
         unknown = [end for end in unknown if end != "lm_head" or model.can_generate()]
         if unknown or not chosen:
             ends = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
@@ -132,7 +131,7 @@ def target_layers(model: PreTrainedModel, wanted: tuple[str, ...] = ()) -> list[
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Meanwhile the model computes what it did before it had adapters. Gradients and parameters are not touched."""
+    """Switches the adapters off; gradients and parameters are not touched."""
     layers = list(_layers(model).values())
     before = [layer._disable_adapters for layer in layers]
     for layer in layers:
@@ -145,10 +144,10 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 
 class AdaptersOff:
-    """The reference of a run with LoRA: the actor itself, without its adapters. No weights of its own.
+    """The reference of a run with LoRA: the actor without its adapters. It has no weights of its own.
 
-    Stands where a reference :class:`Actor` would. Its forwards have no gradient, and may run between the actor's
-    forward and its backward pass.
+    Replaces a reference :class:`Actor`. Its forwards have no gradient, and may run between the actor's forward and
+    backward passes.
     """
 
     def __init__(self, actor: Actor) -> None:
@@ -174,7 +173,7 @@ class AdaptersOff:
             return self.actor.score_actions(*args, **kwargs)
 
     def eval(self) -> AdaptersOff:
-        """Nothing to switch: the frozen layers compute the same in both modes."""
+        """Does nothing: the frozen layers behave the same in both modes."""
         return self
 
 
@@ -194,9 +193,9 @@ def layer_of(name: str) -> str:
 
 
 class LoraExport:
-    """What saving and sending a model needs to know of its adapters; ``hf_model.lora``.
+    """Merges and writes a model's adapters, for saving and sending; ``hf_model.lora``.
 
-    The frozen weights are never changed, so that nothing drifts however often they are merged.
+    The frozen weights never change, so repeated merging does not drift.
     """
 
     def __init__(self, config: Any, model: nn.Module) -> None:
@@ -213,10 +212,10 @@ class LoraExport:
         return f"LoRA adapters of rank {self.config.r}, alpha {self.config.lora_alpha:g}, on {targets}{beside}"
 
     def merged(self, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Weights by the names of the model's checkpoint, from whole ones of the model with adapters.
+        """Weights by the names of the model's checkpoint, from full weights of the model with adapters.
 
-        ``state_dict`` is of all layers or of some; all that belongs to a layer (:func:`layer_of`) must be there. New
-        tensors where there is an adapter or where weights were held in 4 bits, the others as they were given.
+        ``state_dict`` may cover some layers only, but each completely (:func:`layer_of`). Merged and 4-bit weights come
+        back as new tensors, the others unchanged.
         """
         result = {}
         for name, tensor in state_dict.items():
@@ -233,7 +232,7 @@ class LoraExport:
         return result
 
     def write(self, state_dict: Mapping[str, Tensor], folder: Path) -> None:
-        """The adapter alone, as ``PeftModel.from_pretrained`` loads it."""
+        """The adapter alone, for ``PeftModel.from_pretrained``."""
         from safetensors.torch import save_file
 
         heads = tuple(f"{name}." for name in self.config.modules_to_save or ())
@@ -250,7 +249,7 @@ class LoraExport:
 
 
 def _layers(model: nn.Module) -> dict[str, Any]:
-    """Layers with an adapter, by name; none where peft was never used."""
+    """Layers with an adapter, by name; empty if peft was never used."""
     if getattr(model, "peft_config", None) is None:
         return {}
     from peft.tuners.lora import LoraLayer

@@ -1,4 +1,4 @@
-"""Packed rows: a batch without its padding in one row, its attention, prompts shared by samples, and micro batches."""
+"""Packed rows: a batch without its padding in one row, its attention, shared prompts, and micro batches."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class PackedRow:
     """The real tokens of a batch in one row."""
 
     input_ids: Tensor  # (1, T)
-    position_ids: Tensor  # (1, T), starting again at 0 for each sequence
-    slots: Tensor  # (B, S), the place of each token in the row; only meaningful where the attention mask is 1
+    position_ids: Tensor  # (1, T), restarting at 0 for each sequence
+    slots: Tensor  # (B, S), the place of each token in the row; valid only where the attention mask is 1
 
 
 def position_ids_from_mask(attention_mask: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ def lengths_from_position_ids(position_ids: Tensor) -> Tensor:
 
 
 def position_ids_from_lengths(lengths: list[int], row: Tensor) -> Tensor:
-    """Position ids (1, T) of a row (1, T) that was packed by the caller."""
+    """Position ids (1, T) of a row (1, T) that the caller packed."""
     if row.dim() != 2 or row.shape[0] != 1:
         raise ValueError(f"packed_seq_lens needs sequences of shape (1, T), got {tuple(row.shape)}")
     if any(n < 1 for n in lengths) or sum(lengths) != row.shape[1]:
@@ -75,9 +75,9 @@ def position_ids_from_lengths(lengths: list[int], row: Tensor) -> Tensor:
 def action_predictors(
     lengths: list[int], num_actions: list[int], device: torch.device, include_last: bool = False
 ) -> Tensor:
-    """Places (K,) in a packed row whose hidden states predict the last ``num_actions[i]`` tokens of sequence i.
+    """Places (K,) in a packed row that predict the last ``num_actions[i]`` tokens of sequence i.
 
-    With ``include_last`` the last place of each sequence too.
+    ``include_last`` adds the last place of each sequence.
     """
     if not isinstance(num_actions, list) or len(num_actions) != len(lengths):
         raise ValueError(f"num_actions must be a list with one entry for each of {len(lengths)} packed sequences")
@@ -92,13 +92,13 @@ def action_predictors(
 
 
 def check_num_actions(num_actions: int, sequence_length: int) -> None:
-    """Raises ValueError unless every action has a position before it to be predicted from."""
+    """ValueError unless every action has a position before it to predict it."""
     if not isinstance(num_actions, int) or not 0 < num_actions < sequence_length:
         raise ValueError(f"num_actions = {num_actions} must be between 1 and {sequence_length - 1} (S - 1)")
 
 
 def real_actions(attention_mask: Tensor, num_actions: int) -> Tensor:
-    """(B, S) -> (B, A) bool: the action token and the token it is predicted from are both real."""
+    """(B, S) -> (B, A) bool: the action token and the token that predicts it are both real."""
     real = attention_mask.bool()
     return real[:, -num_actions:] & real[:, -num_actions - 1 : -1]
 
@@ -109,12 +109,12 @@ def scatter(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def check_packing_layers(model: nn.Module) -> None:
-    """Refuse, from the model's class and config alone, the families that cannot be packed."""
+    """Refuse families that cannot be packed, judging by the model's class and config alone."""
     config = model.config.get_text_config()
     base = model.base_model
     if "position_ids" not in inspect.signature(base.forward).parameters:
         raise _not_supported(config.model_type, f"{type(base).__name__}.forward takes no position_ids")
-    # DeepSeek-like configs leave layer_types out; then all layers are of one kind and the probe below decides.
+    # DeepSeek-like configs have no layer_types; then all layers are of one kind and the probe below decides.
     foreign = set(getattr(config, "layer_types", None) or ()) - _PACKABLE_LAYERS
     if foreign:
         raise _not_supported(config.model_type, f"it has layers of type {', '.join(sorted(foreign))}")
@@ -126,19 +126,18 @@ def relative_difference(a: Tensor, b: Tensor) -> float:
 
 
 def rounding(dtype: torch.dtype) -> float:
-    """The largest :func:`relative_difference` that is rounding."""
+    """The largest :func:`relative_difference` that counts as rounding."""
     # Rounding alone gives 1e-6 in fp32 (1e-3 with TF32) and 1e-2 in bf16; a neighbour in sight gives 0.1 and more.
     return 3e-3 if dtype == torch.float32 else 1e-1
 
 
 @torch.no_grad()
 def probe_packing(model: nn.Module, run: Callable[[Tensor, Tensor], Tensor], device: torch.device) -> None:
-    """Compare a sequence alone with the same sequence at the end of a packed row; they must agree.
+    """Check that a sequence gets the same outputs alone and at the end of a packed row.
 
-    One pass of 4 and one of 9 tokens, at the first packed forward (so that it also runs sharded, on the real device
-    and with the real attention kernel). Every rank of a sharded model runs it at the same moment.
-
-    ``run`` takes input_ids (1, T) and position_ids (1, T), and gives outputs (1, T, ·).
+    Two passes of 4 and 9 tokens at the first packed forward, so that they run sharded, on the real device and with the
+    real attention kernel; every rank of a sharded model runs them together. ``run`` maps input_ids (1, T) and
+    position_ids (1, T) to outputs (1, T, ·).
     """
     config = model.config.get_text_config()
     other = torch.tensor([[7, 3, 5, 2, 6]], device=device) % config.vocab_size
@@ -169,10 +168,7 @@ def _not_supported(model_type: str, reason: str) -> PackingNotSupportedError:
 
 
 def use_packed_attention(model: PreTrainedModel) -> None:
-    """Let a model that attends by ``sdpa`` take :func:`lengths_as_mask`; all else it does as before.
-
-    Models with another attention (flash_attention_2 has kernels for packed rows, eager has none) stay as they are.
-    """
+    """Let a model with ``sdpa`` attention take :func:`lengths_as_mask` as well; other models stay as they are."""
     if model.config._attn_implementation == "sdpa":
         AttentionInterface.register(PACKED_SDPA, packed_attention)
         AttentionMaskInterface.register(PACKED_SDPA, sdpa_mask)
@@ -180,20 +176,20 @@ def use_packed_attention(model: PreTrainedModel) -> None:
 
 
 def takes_lengths(model: PreTrainedModel) -> bool:
-    """Whether a packed row may bring its lengths instead of a mask."""
+    """Whether lengths may replace the mask of a packed row."""
     return model.config._attn_implementation == PACKED_SDPA
 
 
 def lengths_as_mask(lengths: Tensor) -> Tensor:
-    """(N,) lengths of the sequences of a packed row -> (1, 1, 1, N) int64, in the place of its attention mask."""
+    """(N,) lengths of a packed row's sequences -> (1, 1, 1, N) int64, in place of its attention mask."""
     return lengths.long()[None, None, None]
 
 
 def segments_as_mask(lengths: Tensor, parents: Tensor) -> Tensor:
-    """Segments of a packed row, their lengths (N,) and parents (N,), as its attention mask: (1, 1, 2, N) int64.
+    """A packed row's segments, lengths (N,) and parents (N,), as its attention mask: (1, 1, 2, N) int64.
 
-    A parent is the earlier segment that a segment continues: it attends to all of that, and causally to itself. -1: a
-    prompt or a whole sequence, which attends to itself alone; only such a segment is continued.
+    A segment attends causally to itself and to all of its parent, the earlier segment that it continues. A parent of -1
+    marks a prompt or a whole sequence; only these can be continued.
     """
     return torch.stack([lengths.long(), parents.long()])[None, None]
 
@@ -208,17 +204,10 @@ def packed_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' ``sdpa``, but for a packed row with :func:`lengths_as_mask` or :func:`segments_as_mask`.
+    """transformers' ``sdpa``, extended to packed rows with :func:`lengths_as_mask` or :func:`segments_as_mask`.
 
-    Args:
-        module: the attention layer.
-        query: (1, H, T, D).
-        key, value: (1, H_kv, T, D).
-        attention_mask: of these two, or what ``sdpa`` takes.
-        kwargs: ``sliding_window`` is read: tokens that a position sees, itself included.
-
-    Returns:
-        (1, T, H, D), and no weights.
+    query (1, H, T, D), key and value (1, H_kv, T, D) -> (1, T, H, D), and no weights. ``sliding_window`` in ``kwargs``
+    is the number of tokens that a position sees, including itself.
     """
     if attention_mask is None or attention_mask.dtype != torch.int64:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
@@ -230,7 +219,7 @@ def packed_attention(
         return _varlen(kernel, query, key, value, lengths, parents, scaling, window), None
     options = {"dropout_p": dropout, "scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
     outputs = []
-    # split, not slices: the backward pass of a slice writes a whole row of zeros for each sequence
+    # split, not slices: a slice's backward pass writes a whole row of zeros for each sequence
     keys, values = (_continued(x.split(lengths, 2), parents, 2) for x in (key, value))
     for q, k, v in zip(query.split(lengths, 2), keys, values):
         new, total = q.shape[2], k.shape[2]
@@ -245,13 +234,13 @@ def packed_attention(
 
 
 def _segments(mask: Tensor) -> tuple[list[int], list[int]]:
-    """Lengths and parents, of either kind of mask."""
+    """Lengths and parents from either kind of mask."""
     rows = mask.flatten(0, 2).tolist()
     return rows[0], rows[1] if len(rows) == 2 else [-1] * len(rows[0])
 
 
 def _continued(segments: Sequence[Tensor], parents: list[int], dim: int) -> list[Tensor]:
-    """Each segment behind the one it continues. The backward pass adds up what a prompt gets from all of them."""
+    """Each segment after its parent. The backward pass sums the gradients that a prompt gets from its responses."""
     return [x if p < 0 else torch.cat([segments[p], x], dim) for x, p in zip(segments, parents)]
 
 
@@ -267,7 +256,7 @@ def _window(module: nn.Module, kwargs: dict[str, Any]) -> int | None:
 
 
 def varlen_kernel(query: Tensor) -> Callable[..., Tensor] | None:
-    """torch's own kernel for packed rows on a GPU, where this torch has one that takes a scale and a window."""
+    """torch's own kernel for packed rows on a GPU, if this torch has one that takes a scale and a window."""
     return _varlen_kernel() if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) else None
 
 
@@ -293,8 +282,7 @@ def _varlen(
 ) -> Tensor:
     """(1, H, T, D) three times -> (1, T, H, D) on a GPU.
 
-    The kernel's causal window ends at the lower right: the last query sees the last key, so that a response sees all
-    of the prompt before it.
+    The kernel's causal window is aligned to the last query and key, so a response sees all of its prompt.
     """
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (q, k, v))  # (T, H, D)
     seen = [n if p < 0 else lengths[p] + n for n, p in zip(lengths, parents)]
@@ -312,17 +300,16 @@ def _varlen(
 
 @dataclass(frozen=True)
 class SharedRow(PackedRow):
-    """A packed row of segments; ``slots`` of several rows name the same places where their prompt is one."""
+    """A packed row of segments, in which ``slots`` of several rows may name the same places: their shared prompt."""
 
     lengths: Tensor  # (N,), tokens of each segment
-    parents: Tensor  # (N,), the segment that it continues; -1: none
+    parents: Tensor  # (N,), the segment that each continues; -1: none
 
 
 def pack_shared(sequences: Tensor, attention_mask: Tensor, num_actions: int) -> SharedRow | None:
-    """Drop the padding, and of equal prompts all but one: (B, S) -> (1, T).
+    """Drop the padding, and keep equal prompts once: (B, S) -> (1, T). None if no two rows have the same prompt.
 
-    A prompt is the real tokens before the last A columns; prompts with equal ids in the same columns are equal. None
-    where no two rows have the same prompt.
+    A prompt is the real tokens before the last A columns; equal prompts have equal ids in the same columns.
     """
     real = attention_mask.bool()
     split = sequences.shape[1] - num_actions
@@ -334,7 +321,7 @@ def pack_shared(sequences: Tensor, attention_mask: Tensor, num_actions: int) -> 
     shared = (group.bincount()[group] > 1) & (of_prompt > 0)  # (B,)
     if not bool(shared.any()):
         return None
-    order = group.argsort(stable=True)  # rows of one prompt one after the other
+    order = group.argsort(stable=True)  # rows of one prompt stand together
     in_order = group[order]
     first = torch.ones_like(in_order, dtype=torch.bool)
     first[1:] = in_order[1:] != in_order[:-1]
@@ -345,7 +332,7 @@ def pack_shared(sequences: Tensor, attention_mask: Tensor, num_actions: int) -> 
     slots = torch.empty_like(places).index_put((order,), places)  # (B, S)
     leader = order[first][group]  # (B,)
     slots[:, :split] = torch.where(shared[:, None], slots[leader, :split], slots[:, :split])
-    lengths: list[int] = []  # of segments, none of them empty; rows of one prompt follow each other
+    lengths: list[int] = []  # of non-empty segments; rows of one prompt follow each other
     parents: list[int] = []
     parent = -1
     of_rows = (x[order].tolist() for x in (of_prompt, of_response, shared, leads))
@@ -367,7 +354,7 @@ def pack_shared(sequences: Tensor, attention_mask: Tensor, num_actions: int) -> 
 
 
 def distinct_places(places: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Places (K,) that are read -> the different ones (U,) in ascending order, and which of them each read takes (K,).
+    """Places (K,) to read -> the distinct ones (U,), ascending, and the number (K,) of the one that each read takes.
 
     The last token of a shared prompt predicts the first action of several rows. None: no place is read twice.
     """
@@ -376,15 +363,15 @@ def distinct_places(places: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def read(at_places: Tensor, reads: Tensor | None) -> Tensor:
-    """(U, …) at the different places -> (K, …), for each read; ``reads`` as of :func:`distinct_places`."""
+    """(U, …) at the distinct places -> (K, …), one per read; ``reads`` from :func:`distinct_places`."""
     if reads is None:
         return at_places
-    # the backward pass of an embedding adds in one order; that of indexing in torch's deterministic mode only
+    # an embedding's backward pass always adds in the same order; indexing's only in torch's deterministic mode
     return embedding(reads, at_places.reshape(len(at_places), -1)).view(len(reads), *at_places.shape[1:])
 
 
 def all_share_prompts(models: Iterable[Any]) -> bool:
-    """Whether each of these models (``None`` aside) says that it ``shares_prompts``."""
+    """Whether every one of these models (except ``None``) has ``shares_prompts``."""
     return all(getattr(model, "shares_prompts", False) for model in models if model is not None)
 
 
@@ -400,26 +387,23 @@ def micro_batches(
     at_least: int = 0,
     prompts: Sequence[Hashable] | None = None,
 ) -> list[list[int]]:
-    """Split rows into micro batches; every row is in exactly one.
+    """Split rows into micro batches, returned as lists of row numbers; every row is in exactly one.
 
-    By samples: rows of like lengths together, longest first (a lack of memory shows at once). By tokens: a packed
-    micro batch holds at most so many real tokens, and all hold about the same number; a padded one at most so many
-    with its padding. A row of more tokens than the budget is a micro batch of its own.
+    By samples: rows of similar length together, longest first, so that running out of memory shows at once. By tokens:
+    a packed micro batch holds at most the budget in real tokens, and all hold about the same number; a padded one holds
+    at most the budget including padding. A row above the budget is a micro batch of its own.
 
-    Rows that share a prompt stay together, and its tokens count once. Only a group of more tokens than the budget is
-    cut, into parts that each hold the prompt; by samples, also one at the border of a micro batch.
+    Rows that share a prompt stay together, and its tokens count once. Only a group above the budget is cut, into parts
+    that each hold the prompt; by samples, also a group at the border of a micro batch.
 
     Args:
         lengths: prompt and response tokens of each row.
         spec: the most that one micro batch holds.
-        packed: rows take their real tokens only; else all of a micro batch are padded to its longest prompt and
+        packed: rows take only their real tokens; otherwise all of a micro batch are padded to its longest prompt and
             longest response.
-        at_least: so many micro batches where there are as many rows (or groups of a prompt) and the split is by tokens
-            of packed rows: what other ranks need anyway.
-        prompts: of packed rows; those with the same one share it. None: no row shares its prompt.
-
-    Returns:
-        numbers of the rows of each micro batch.
+        at_least: with packed rows and a split by tokens: the least number of micro batches, as far as there are rows
+            (or groups of a prompt), because other ranks need that many anyway.
+        prompts: of packed rows; equal ones are shared. None: no sharing.
     """
     total = [prompt + response for prompt, response in lengths]
     if spec.unit == "tokens" and not packed:
@@ -428,7 +412,7 @@ def micro_batches(
     if spec.unit == "samples":
         order = [i for group in groups for i in group]
         return [order[i : i + spec.size] for i in range(0, len(order), spec.size)]
-    units = []  # rows of one prompt, cut into as few parts as fit the budget, each with the prompt
+    units = []  # rows of one prompt, cut into as few parts as fit the budget
     for group in groups:
         cuts = _fitting([lengths[i][1] for i in group], max(1, spec.size - lengths[group[0]][0]))
         units += [[group[i] for i in cut] for cut in cuts]
@@ -437,7 +421,7 @@ def micro_batches(
 
 
 def _groups(lengths: Sequence[tuple[int, int]], prompts: Sequence[Hashable]) -> list[list[int]]:
-    """Rows of each prompt, most tokens first; so are the rows of one."""
+    """Rows of each prompt, most tokens first, also within a prompt."""
     found: dict[Hashable, list[int]] = {}
     for i in sorted(range(len(lengths)), key=lambda i: (-sum(lengths[i]), i)):
         found.setdefault(prompts[i], []).append(i)
@@ -445,16 +429,16 @@ def _groups(lengths: Sequence[tuple[int, int]], prompts: Sequence[Hashable]) -> 
 
 
 def _tokens(group: Sequence[int], lengths: Sequence[tuple[int, int]]) -> int:
-    """Of rows with one prompt, which counts once."""
+    """Tokens of rows with one prompt, which counts once."""
     return lengths[group[0]][0] + sum(lengths[i][1] for i in group)
 
 
 def _fitting(tokens: Sequence[int], budget: int, at_least: int = 0) -> list[list[int]]:
-    """Few parts of about equal sums within the budget; what is above it is a part of its own."""
+    """Few parts of about equal sums within the budget; an item above the budget is a part of its own."""
     if not tokens:
         return []
     count = max(1, -(-sum(tokens) // budget), min(at_least, len(tokens)))
-    while True:  # ends: at as many parts as there are to share out, every part is one
+    while True:  # ends at the latest when every part has one item
         parts = _even(tokens, count)
         if all(len(part) == 1 or sum(tokens[i] for i in part) <= budget for part in parts):
             return parts
@@ -462,7 +446,7 @@ def _fitting(tokens: Sequence[int], budget: int, at_least: int = 0) -> list[list
 
 
 def _padded(order: list[int], lengths: Sequence[tuple[int, int]], budget: int) -> list[list[int]]:
-    """Rows one after the other, as long as rows × (longest prompt + longest response) stays within the budget."""
+    """Consecutive rows, as long as rows × (longest prompt + longest response) stays within the budget."""
     parts: list[list[int]] = []
     width = (0, 0)
     for i in order:
@@ -477,7 +461,7 @@ def _padded(order: list[int], lengths: Sequence[tuple[int, int]], budget: int) -
 
 
 def _even(tokens: Sequence[int], count: int) -> list[list[int]]:
-    """So many parts of about equal sums: the most that is left goes to the lightest part (Graham 1969, LPT)."""
+    """``count`` parts of about equal sums: the largest remaining item goes to the lightest part (Graham 1969, LPT)."""
     parts: list[list[int]] = [[] for _ in range(count)]
     loads = [(0, part) for part in range(count)]
     for i in sorted(range(len(tokens)), key=lambda i: (-tokens[i], i)):

@@ -1,8 +1,8 @@
 """Frozen linear layers with their weights in 4 bits (QLoRA, arXiv:2305.14314), for models that train adapters.
 
-The layers are bitsandbytes' ``Linear4bit``, with one thing switched off: on a CPU with AVX512-BF16 it would pack a
-weight anew at the first forward without gradient and compute in bf16 from then on, and gradients would be wrong.
-bitsandbytes' unpacking on CPUs is wrong where a row is no whole number of blocks; such layers stay as they are.
+The layers are bitsandbytes' ``Linear4bit`` with its AVX512-BF16 path off, which repacks weights at the first forward
+without gradient and makes later gradients wrong. bitsandbytes' unpacking on CPUs is wrong if a row is not a whole
+number of blocks; such layers stay dense.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BLOCK = 64  # weights of a row that share a scale
 
 
 def check_bitsandbytes() -> None:
-    """Raises ModelLoadError where bitsandbytes is not installed; imports nothing."""
+    """ModelLoadError if bitsandbytes is not installed; imports nothing."""
     if importlib.util.find_spec("bitsandbytes") is None:
         raise ModelLoadError("--load_in_4bit needs bitsandbytes: pip install 'lightppo[qlora]', or bitsandbytes alone")
 
@@ -33,13 +33,12 @@ def check_bitsandbytes() -> None:
 def quantise(model: PreTrainedModel, heads: set[str]) -> None:
     """Hold the weights of the body's linear layers in 4 bits, in place, and freeze the model.
 
-    NF4 in blocks of 64, whose scales are held in 8 bits (double quantisation): 4.13 bits a weight. Heads, embeddings,
-    norms, biases and layers whose rows are no whole number of blocks stay as they are. Call it before adapters are
-    added, on a model that is not sharded. ``heads`` are the names of its output head's modules.
+    NF4 in blocks of 64 with 8-bit scales (double quantisation): 4.13 bits a weight. ``heads`` (module names),
+    embeddings, norms, biases and layers whose rows are not whole blocks stay dense. Call it on an unsharded model,
+    before adapters.
 
     Raises:
-        ModelLoadError: bitsandbytes is not installed or does not work on this device; the model is sharded, or less
-            than half of the weights of its body are in such layers (fused experts, narrow layers).
+        ModelLoadError: bitsandbytes is missing or fails, or under half of the body's weights are in such layers.
     """
     check_bitsandbytes()
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
@@ -51,18 +50,18 @@ def quantise(model: PreTrainedModel, heads: set[str]) -> None:
             quantised = _quantised(model.get_submodule(name))
         except (RuntimeError, ImportError) as error:
             raise ModelLoadError(f"--load_in_4bit: bitsandbytes cannot pack {name}: {error}") from error
-        model.set_submodule(name, quantised)  # the dense weight goes before the next is packed
+        model.set_submodule(name, quantised)  # frees the dense weight before the next is packed
 
 
 def quantised_layers(model: nn.Module) -> dict[str, Linear4bit]:
-    """The layers of a model that are held in 4 bits, by name."""
+    """A model's layers in 4 bits, by name."""
     return {name: m for name, m in model.named_modules() if hasattr(m._parameters.get("weight"), "quant_state")}
 
 
 def dense_weight(layer: Linear4bit, packed: Tensor | None = None) -> Tensor:
-    """The weight as the model's checkpoint has it: (out, in), or (in, out) of GPT-2's Conv1D. A new tensor.
+    """The weight as in the model's checkpoint, a new tensor: (out, in), or (in, out) for GPT-2's Conv1D.
 
-    ``packed`` is the whole of the layer's 4-bit weight, where the layer has a shard of it.
+    ``packed`` is the layer's whole 4-bit weight, if the layer itself has only a shard.
     """
     from bitsandbytes.functional import dequantize_4bit
 
@@ -89,18 +88,18 @@ def _quantised(layer: nn.Linear | Conv1D) -> Linear4bit:
 
 
 def _bring_scales(layer: Linear4bit, args: tuple[Any, ...]) -> None:
-    """ZeRO-3 moves the weight to the device, and leaves where they were the scales, which are no parameter."""
+    """ZeRO-3 moves the weight to the device but not the scales, because they are not a parameter."""
     layer.weight.quant_state.to(args[0].device)
 
 
 def _leave_scales_out(layer: Linear4bit, state_dict: dict[str, Tensor], prefix: str, metadata: Any) -> None:
-    """A state dict has parameters and buffers, as under ZeRO-3: no checkpoint here has a weight in 4 bits in it."""
+    """Keeps state dicts to parameters and buffers, as under ZeRO-3; checkpoints never contain 4-bit weights."""
     for name in [name for name in state_dict if name.startswith(f"{prefix}weight.")]:
         del state_dict[name]
 
 
 def _fitting_layers(model: PreTrainedModel, heads: set[str]) -> list[str]:
-    """Names of the layers that can be held in 4 bits; an error where they are less than half of the body."""
+    """Names of the layers that can be held in 4 bits; an error if they have less than half of the body's weights."""
     modules = dict(model.named_modules())
     plain = {name: module for name, module in modules.items() if is_plain_linear(module) or type(module) is Conv1D}
     widths = {name: m.weight.shape[0] if isinstance(m, Conv1D) else m.in_features for name, m in plain.items()}

@@ -40,18 +40,7 @@ READ_SHARE = 0.9
 
 
 class PretrainedWrapper(nn.Module):
-    """A module around one Hugging Face model.
-
-    Attributes:
-        model: the Hugging Face model, or the DeepSpeed engine that strategy.prepare put in its place.
-        ds_config: the DeepSpeed config it was loaded under, for strategy.prepare; None: the strategy's own.
-        packing_samples: forwards drop the padding and run one row.
-        share_prompts: in such a row a prompt of several samples stands once, where the model can do so
-            (:attr:`shares_prompts`).
-        activation_offload: what a forward keeps for its backward pass waits in CPU memory.
-        last_layer_parts: what of the last layer runs at the positions of a packed row that are read, and only there;
-            none before the first packed forward.
-    """
+    """A module around one Hugging Face model."""
 
     def __init__(
         self,
@@ -78,17 +67,17 @@ class PretrainedWrapper(nn.Module):
             if given:
                 raise ModelLoadError(f"{', '.join(given)}: only for loading by path, but a built model was given")
             disable_dropout(pretrain_or_model)
-            self.model: nn.Module = pretrain_or_model
+            self.model: nn.Module = pretrain_or_model  # strategy.prepare puts the DeepSpeed engine in its place
         else:
             dtype = "bf16" if bf16 else "fp32"
             self.model = load(pretrain_or_model, dtype=dtype, ds_config=ds_config, **load_options)
         accelerate_on_cpu(self.model)
-        self.ds_config = ds_config
+        self.ds_config = ds_config  # for strategy.prepare; None: the strategy's own
         self.packing_samples = packing_samples
         self.share_prompts = share_prompts
-        self.activation_offload = False
+        self.activation_offload = False  # activations wait for the backward pass in CPU memory
         self._packing_probed = False
-        self.last_layer_parts: list[nn.Module] = []
+        self.last_layer_parts: list[nn.Module] = []  # run at the read positions only; set at the first packed forward
         if packing_samples:
             check_packing_layers(self.hf_model)
             use_packed_attention(self.hf_model)
@@ -104,9 +93,8 @@ class PretrainedWrapper(nn.Module):
     def shares_prompts(self) -> bool:
         """Whether equal prompts of a batch go through the model once.
 
-        That needs packed rows, and an attention that takes segments: sdpa. flash_attention_2 tells sequences by their
-        position ids, which cannot say it. The load-balancing loss counts every token of every sample; a forward that
-        makes it shares nothing.
+        Needs packed rows and sdpa, which can take segments; flash_attention_2 separates sequences by their position ids
+        alone. Not with a load-balancing loss, which counts every token of every sample.
         """
         balances = getattr(self.hf_model.config, "output_router_logits", False)
         return self.packing_samples and self.share_prompts and takes_lengths(self.hf_model) and not balances
@@ -123,11 +111,11 @@ class PretrainedWrapper(nn.Module):
         self.hf_model.gradient_checkpointing_disable()
 
     def _run_rows(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """(1, T) token ids and positions of a packed row -> (1, T, ·), what subclasses read."""
+        """(1, T) token ids and positions of a packed row -> (1, T, ·), as the subclass reads them."""
         raise NotImplementedError
 
     def _probe_packing(self, device: torch.device) -> None:
-        """At the first packed forward: does the model keep sequences apart, and does its last layer take positions?"""
+        """At the first packed forward: are sequences kept apart, and can the last layer run at some positions only?"""
         if self._packing_probed:
             return
         check_packing_layers(self.hf_model)
@@ -140,9 +128,9 @@ class PretrainedWrapper(nn.Module):
     def _pack(
         self, sequences: Tensor, attention_mask: Tensor, num_actions: int | None
     ) -> tuple[PackedRow, Tensor | None]:
-        """The packed row of a batch (B, S), and what its attention is given; None: it follows from the position ids.
+        """The packed row of a batch (B, S), and its attention mask; None: it follows from the position ids.
 
-        What stands before the last ``num_actions`` columns is a prompt; None: no prompt is shared.
+        Columns before the last ``num_actions`` are the prompt; None: no prompt is shared.
         """
         if num_actions is not None and self.shares_prompts:
             row = pack_shared(sequences, attention_mask, num_actions)
@@ -151,15 +139,15 @@ class PretrainedWrapper(nn.Module):
         return pack(sequences, attention_mask), None
 
     def _reading(self, places: Tensor, row: Tensor) -> AbstractContextManager:
-        """For a forward of which only some positions of a packed row are read: (K,) of (1, T)."""
+        """Context for a forward of which only the positions ``places`` (K,) of a packed row (1, T) are read."""
         worth_it = 0 < len(places) < READ_SHARE * row.shape[1]
-        # a checkpointed layer runs once more in the backward pass, outside of this
+        # a checkpointed layer runs again in the backward pass, outside of this context
         if not worth_it or (torch.is_grad_enabled() and getattr(self.hf_model, "is_gradient_checkpointing", False)):
             return nullcontext()
         return only_at(self.last_layer_parts, places)
 
     def _offloading(self) -> AbstractContextManager:
-        """What a forward keeps for its backward pass waits in CPU memory, page-locked where there is a GPU."""
+        """Keeps activations in CPU memory until the backward pass, page-locked if there is a GPU."""
         if not self.activation_offload or not torch.is_grad_enabled():
             return nullcontext()
         return torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available())
@@ -184,12 +172,11 @@ def model_inputs(
     """Keyword arguments for a Hugging Face forward without a cache.
 
     Args:
-        module: position ids are left out where its forward has none.
         input_ids: (B, S), or (1, T) packed.
-        attention_mask: (B, S); of a packed row None, or its segments (:func:`segments_as_mask`).
+        attention_mask: (B, S); for a packed row None, or its segments (:func:`segments_as_mask`).
         position_ids: (1, T) of a packed row; None: counted from the attention mask.
-        lengths: a packed row may bring its lengths for the attention; False where the model's forward itself reads the
-            mask (the load-balancing loss does): then it makes one of (T, T) from the position ids.
+        lengths: a packed row may pass its lengths to the attention; False if the model's forward itself reads the mask
+            (for the load-balancing loss): then it makes one of (T, T) from the position ids.
     """
     if attention_mask is None and lengths and takes_lengths(module):
         attention_mask = lengths_as_mask(lengths_from_position_ids(position_ids))
@@ -205,16 +192,16 @@ def takes(module: nn.Module, name: str) -> bool:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# the last layer at read positions alone: 0.92 of the time of training, 0.91 of scoring
+# the last layer at the read positions only: takes 0.92 of the time of training, 0.91 of scoring
 
-_QUERY_AND_OUTPUT = {"q_proj", "o_proj", "out_proj", "dense", "c_proj"}  # of an attention, as families name them
+_QUERY_AND_OUTPUT = {"q_proj", "o_proj", "out_proj", "dense", "c_proj"}  # model families' names in an attention
 
 
 def position_wise(model: PreTrainedModel) -> list[nn.Module]:
-    """The parts of the last layer that take one position at a time and give nothing to others.
+    """The parts of the last layer that treat each position on its own.
 
-    Queries and output of its attention, and what stands beside the attention (MLP or experts); none where the layer is
-    not built of such parts, or is compiled. Norms and activations cost less than moving their rows.
+    These are the attention's queries and output, and the MLP or experts beside it; empty for other or compiled layers.
+    Norms and activations are left out: they cost less than moving their rows.
     """
     try:
         layer = decoder_layers(model)[-1]
@@ -231,7 +218,7 @@ def position_wise(model: PreTrainedModel) -> list[nn.Module]:
 
 @contextmanager
 def only_at(modules: list[nn.Module], places: Tensor) -> Iterator[None]:
-    """Meanwhile the modules run at ``places`` (K,) of a packed row alone, in any order, and give zeros elsewhere."""
+    """Makes the modules run only at ``places`` (K,) of a packed row, in any order, and return zeros elsewhere."""
     places = places.unique()
     before = [vars(module).get("forward") for module in modules]
     for module in modules:
@@ -247,14 +234,14 @@ def only_at(modules: list[nn.Module], places: Tensor) -> Iterator[None]:
 
 
 def _at_places(forward: Callable[..., Any], places: Tensor, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """``hidden`` (1, T, H), or (T, H) as some families flatten it. A module that is given more runs as ever."""
+    """``hidden`` is (1, T, H), or (T, H) in some families. With further arguments the module runs as usual."""
     if args or kwargs:
         return forward(hidden, *args, **kwargs)
     shape = hidden.shape[:-1]
-    # an embedding: the backward pass of indexing is slow
+    # an embedding, because indexing has a slow backward pass
     rows = embedding(places, hidden.reshape(shape.numel(), -1))  # (K, H)
     output = forward(rows.view(*shape[:-1], *rows.shape))
-    output, *rest = output if isinstance(output, tuple) else (output,)  # experts may add what their router said
+    output, *rest = output if isinstance(output, tuple) else (output,)  # experts may add their router's logits
     output = output.reshape(len(places), -1)
     spread = output.new_zeros(shape.numel(), output.shape[1]).index_copy_(0, places, output)  # (T, H')
     return (spread.view(*shape, -1), *rest) if rest else spread.view(*shape, -1)
@@ -264,9 +251,9 @@ def _at_places(forward: Callable[..., Any], places: Tensor, hidden: Tensor, *arg
 def reads_alike(
     model: PreTrainedModel, modules: list[nn.Module], run: Callable[[Tensor, Tensor], Tensor], device: torch.device
 ) -> bool:
-    """Whether the model says the same at some positions when ``modules`` of its last layer run at these alone.
+    """Whether outputs at some positions stay the same if ``modules`` of the last layer run only there.
 
-    ``run`` is as of :func:`probe_packing`. Every rank of a sharded model runs it at the same moment.
+    ``run`` as in :func:`probe_packing`; every rank of a sharded model runs it together.
     """
     positions = torch.arange(9, device=device).unsqueeze(0)
     ids = (7 * positions + 3) % model.config.get_text_config().vocab_size

@@ -1,6 +1,6 @@
 """Checkpoints of engines, and models in Hugging Face format: written whole or not at all.
 
-``DeepspeedStrategy`` has what is here as its methods ``save_ckpt``, ``load_ckpt``, ``save_model`` and ``load_model``.
+``DeepspeedStrategy`` offers these functions as ``save_ckpt``, ``load_ckpt``, ``save_model`` and ``load_model``.
 """
 
 from __future__ import annotations
@@ -59,21 +59,18 @@ def save_checkpoint(
     client_state: dict[str, Any] | None = None,
     protected_tags: Collection[str] = (),
 ) -> str:
-    """Saves weights, optimizer and scheduler to ``save_dir/tag`` and marks it as the latest. Collective.
+    """Saves weights, optimizer and scheduler to ``save_dir/tag``, marks it as the latest, returns the tag. Collective.
 
-    Until all ranks have written, the directory has another name; older ones go only then.
+    The directory gets its name once all ranks have written; older checkpoints are removed only then.
 
     Args:
-        model: prepared; one without optimizer (EMA, reference) too.
+        model: prepared, with or without an optimizer (EMA, reference).
         save_dir: holds the checkpoints of this one model.
-        tag: name of this one; None is ``global_step{optimizer steps}``.
-        max_num: checkpoints to keep, this one included.
-        max_mem: GB (1e9 bytes) that all of them may take; the oldest go first, this one never.
+        tag: name of this checkpoint; None is ``global_step{optimizer steps}``.
+        max_num: checkpoints to keep, including this one.
+        max_mem: GB (1e9 bytes) that all of them may take; the oldest are removed first, this one never.
         client_state: plain values and tensors to get back from ``load_ckpt``; rank 0's is saved.
         protected_tags: never removed.
-
-    Returns:
-        The tag.
     """
     engine = get_engine(model, "saving a checkpoint")
     if max_num < 1:
@@ -100,7 +97,7 @@ def save_checkpoint(
         marker = save_dir / f"{LATEST}.tmp"
         marker.write_text(tag)
         os.replace(marker, save_dir / LATEST)
-        # Only now: the new checkpoint is whole before an old one goes.
+        # Only now: the new checkpoint is complete before an old one is removed.
         _rotate(save_dir, keep={tag, *protected_tags}, max_num=max_num, max_mem=max_mem)
 
     ranks.on_rank_0(commit, f"complete the checkpoint {save_dir / tag}")
@@ -119,18 +116,17 @@ def load_checkpoint(
     """Loads a checkpoint into a freshly prepared model, its optimizer and its scheduler. Collective.
 
     Args:
-        model: prepared in the same way as the one that was saved.
-        load_dir: as given to ``save_ckpt``.
-        tag: which one; None is the latest.
+        model: prepared like the saved one.
+        tag: None is the latest.
         load_module_strict: refuse weights whose names do not fit.
-        load_optimizer_states: False takes the weights alone.
-        load_lr_scheduler_states: False leaves the scheduler where it is.
+        load_optimizer_states: False loads only the weights.
+        load_lr_scheduler_states: False leaves the scheduler alone.
 
     Returns:
         The checkpoint's path, and the ``client_state`` saved with it.
 
     Raises:
-        CheckpointError: no checkpoint there, or one of another world size, ZeRO stage or precision.
+        CheckpointError: no checkpoint there, or another world size, ZeRO stage or precision.
     """
     engine = get_engine(model, "loading a checkpoint")
     load_dir = Path(load_dir)
@@ -161,7 +157,7 @@ def load_checkpoint(
 
 
 def latest_tag(load_dir: str | os.PathLike[str]) -> str | None:
-    """The tag that ``load_dir`` would resume from; None where there is no checkpoint."""
+    """The tag to resume from in ``load_dir``; None if there is no checkpoint."""
     load_dir = Path(load_dir)
     if not load_dir.is_dir():
         raise CheckpointError(f"{load_dir} is not a directory")
@@ -176,7 +172,7 @@ def latest_tag(load_dir: str | os.PathLike[str]) -> str | None:
 
 
 def list_tags(save_dir: str | os.PathLike[str]) -> list[str]:
-    """Tags of the whole checkpoints in a directory, oldest first."""
+    """Tags of the complete checkpoints in a directory, oldest first."""
     found = [path for path in Path(save_dir).iterdir() if (path / _META).is_file() and path.suffix != _INCOMPLETE]
     return [path.name for path in sorted(found, key=lambda path: ((path / _META).stat().st_mtime_ns, path.name))]
 
@@ -186,7 +182,7 @@ def rng_state() -> dict[str, Any]:
     import numpy
 
     name, keys, *rest = numpy.random.get_state()
-    # A tensor in place of the array: what is saved loads without running code (weights_only).
+    # A tensor in place of the array, so that it loads with weights_only.
     keys = torch.from_numpy(keys.astype(numpy.int64))
     state = {"python": random.getstate(), "numpy": (name, keys, *rest), "torch": torch.get_rng_state()}
     if torch.cuda.is_available():
@@ -195,7 +191,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def restore_rng_state(state: dict[str, Any]) -> None:
-    """Puts back what ``rng_state`` returned on this rank."""
+    """Restores what ``rng_state`` returned on this rank."""
     import numpy
 
     random.setstate(state["python"])
@@ -207,7 +203,7 @@ def restore_rng_state(state: dict[str, Any]) -> None:
 
 
 def _shape(engine: Any) -> dict[str, Any]:
-    """What a run must have in common with the run that saved."""
+    """Properties that a run must share with the run that saved."""
     return {
         "world_size": dist.get_world_size(),
         "zero_stage": zero_stage_of(engine),
@@ -234,11 +230,11 @@ def _check_fits(ranks: Ranks, engine: Any, path: Path, load_optimizer_states: bo
                 f"number of processes, --zero_stage and --bf16, or start from its HF export with --pretrain"
             )
     if not load_optimizer_states and zero_stage_of(engine) == 3 and latest_tag(path.parent) != path.name:
-        # DeepSpeed rebuilds ZeRO-3 weights from the tag in the marker, whatever tag it is asked for.
+        # DeepSpeed rebuilds ZeRO-3 weights from the marker's tag, whatever tag we ask for.
         raise CheckpointError(f"at ZeRO-3 weights alone load from the latest tag only, and {path.name!r} is not it")
     if adapters:
         frozen, in_4bit = zip(*ranks.all_gather_object(_frozen_sums(engine.module)))
-        # Kernels of another machine may sum in another order; another model is far away.
+        # Another machine's kernels may sum in another order; another model's sums are far off.
         alike = all(math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-9) for a, b in zip(meta["frozen"], frozen, strict=True))
         if not alike or meta.get("in_4bit", list(in_4bit)) != list(in_4bit):
             raise CheckpointError(
@@ -253,9 +249,9 @@ def _adapters(model: Any) -> str | None:
 
 
 def _frozen_sums(module: torch.nn.Module) -> tuple[float, int]:
-    """Sums over this rank's frozen weights, by which another model's are told: magnitudes, and bytes of 4-bit weights.
+    """Two sums over this rank's frozen weights, to recognise the model: magnitudes, and the bytes of 4-bit weights.
 
-    The two apart, since one changed weight in 4 bits is too small beside the sum of the others.
+    They are separate because one changed 4-bit weight would vanish in the sum of the others.
     """
     frozen = [_own_part(p) for p in module.parameters() if not p.requires_grad]
     dense = [torch.linalg.vector_norm(p, 1, dtype=torch.float64) for p in frozen if p.is_floating_point()]
@@ -263,7 +259,7 @@ def _frozen_sums(module: torch.nn.Module) -> tuple[float, int]:
 
 
 def _own_part(param: torch.nn.Parameter) -> torch.Tensor:
-    """What this rank holds, without the padding of the last shard, which is never written."""
+    """This rank's part, without the padding of the last shard, which is never written."""
     if not is_sharded(param):
         return param.detach()
     size = param.ds_tensor.numel()
@@ -292,7 +288,7 @@ def _frozen_left_out(engine: Any) -> Iterator[None]:
 
 
 def _load_trained(strict: bool, source: str, src: dict[str, torch.Tensor], dst: torch.nn.Module) -> None:
-    """Takes the weights of a checkpoint without the frozen ones."""
+    """Loads a checkpoint that has no frozen weights."""
     missing, unexpected = dst.load_state_dict(src, strict=False)
     odd = sorted({*missing} - _frozen_names(dst) | {*unexpected})
     if strict and odd:
@@ -300,7 +296,7 @@ def _load_trained(strict: bool, source: str, src: dict[str, torch.Tensor], dst: 
 
 
 def _save_without_optimizer(ranks: Ranks, engine: Any, directory: Path) -> None:
-    """Each rank writes what it holds: its shards under ZeRO-3, else everything by rank 0."""
+    """Each rank writes its shards under ZeRO-3; otherwise rank 0 writes everything."""
     rank, error = ranks.get_rank(), None
     if zero_stage_of(engine) == 3 or rank == 0:
         try:
@@ -356,7 +352,7 @@ def _rotate(save_dir: Path, keep: set[str], max_num: int, max_mem: float) -> Non
         if len(sizes) <= max_num and sum(sizes.values()) <= max_mem * 1e9:
             return
         doomed = save_dir / f"{tag}{_INCOMPLETE}"
-        os.replace(save_dir / tag, doomed)  # whole or gone, also when this is interrupted
+        os.replace(save_dir / tag, doomed)  # whole or gone, even if this is interrupted
         shutil.rmtree(doomed)
         del sizes[tag]
 
@@ -364,7 +360,7 @@ def _rotate(save_dir: Path, keep: set[str], max_num: int, max_mem: float) -> Non
 # ---------------------------------------------------------------------------------------------------------------------
 # Hugging Face folders
 
-ADAPTER = "adapter"  # folder inside an export, of a model with adapters
+ADAPTER = "adapter"  # folder inside the export of a model with adapters
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
 _MODEL_CARD = """---
 library_name: transformers
@@ -387,9 +383,8 @@ model = {auto_class}.from_pretrained("{name}")
 def save_model(ranks: Ranks, model: Any, tokenizer: Any | None, output_dir: str | os.PathLike[str]) -> None:
     """Writes weights, configuration, generation settings, tokenizer and model card for transformers. Collective.
 
-    The folder appears as a whole; where it exists and is not empty, files are replaced one by one.
-
-    The model is prepared or plain, itself a Hugging Face model or a wrapper that holds one.
+    The folder appears complete; if it exists and is not empty, files are replaced one by one. ``model`` is a Hugging
+    Face model or a wrapper around one, prepared or not.
     """
     hf_model, prefix = find_hf_model(model)
     state_dict = full_state_dict(model, ranks.is_rank_0())
@@ -403,7 +398,7 @@ def _write(hf_model: Any, prefix: str, state_dict: Any, tokenizer: Any | None, o
     if output_dir.exists() and not output_dir.is_dir():
         raise FileExistsError(f"{output_dir} is a file, not a directory")
     inside = output_dir.is_dir() and any(output_dir.iterdir())
-    # A folder that holds other things (checkpoints, say) is filled file by file; any other appears as a whole.
+    # A folder with other things in it (checkpoints, say) is filled file by file; any other appears complete.
     staging = output_dir / ".saving" if inside else output_dir.with_name(f".{output_dir.name}.saving")
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
@@ -432,7 +427,7 @@ def _write(hf_model: Any, prefix: str, state_dict: Any, tokenizer: Any | None, o
 
 @contextlib.contextmanager
 def _savable_generation_config(hf_model: Any) -> Iterator[None]:
-    """Some hub models carry sampling settings without ``do_sample``, which transformers reads but refuses to write."""
+    """Some hub models have sampling settings without ``do_sample``, which transformers reads but refuses to write."""
     original = getattr(hf_model, "generation_config", None)
     if original is None:
         yield
@@ -451,7 +446,7 @@ def _savable_generation_config(hf_model: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_progress_bar() -> Iterator[None]:
-    """transformers shows one per save, also where nobody looks."""
+    """transformers shows a bar per save, even on ranks whose output nobody sees."""
     from transformers.utils import logging as hf_logging
 
     shown = hf_logging.is_progress_bar_enabled()
@@ -470,14 +465,14 @@ def _move_files(staging: Path, output_dir: Path) -> None:
         if target.is_dir():
             shutil.rmtree(target)
         os.replace(path, target)
-    for pattern in _WEIGHT_FILES:  # shards of an earlier, larger save would be taken for part of this model
+    for pattern in _WEIGHT_FILES:  # loading would take shards of an earlier, larger save for part of this model
         for path in output_dir.glob(pattern):
             if path.name not in new:
                 path.unlink()
 
 
 def load_model(model: Any, path: str | os.PathLike[str], strict: bool = True) -> None:
-    """Loads weights into a model, also into the optimizer's fp32 masters of a prepared one. Collective then.
+    """Loads weights into a model and, if it is prepared, into the optimizer's fp32 masters (then collective).
 
     ``path`` is a Hugging Face folder, or a ``.safetensors``, ``.bin`` or ``.pt`` file.
     """
@@ -489,7 +484,7 @@ def load_model(model: Any, path: str | os.PathLike[str], strict: bool = True) ->
 
 
 def _read_weights(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
-    """All weights of a Hugging Face folder, or of one ``.safetensors``, ``.bin`` or ``.pt`` file, on the CPU."""
+    """All weights of a Hugging Face folder or a weight file, on the CPU."""
     from safetensors.torch import load_file
 
     path = Path(path)

@@ -1,7 +1,7 @@
-"""DeepspeedStrategy: everything that depends on how many processes there are and how they share a model.
+"""DeepspeedStrategy: everything that depends on the number of processes and on how they share a model.
 
-Knows modules, optimizers and collectives; no reinforcement learning. Every method marked *collective* must be called
-by all ranks in the same order.
+It knows modules, optimizers and collectives, but no reinforcement learning. All ranks must call methods marked
+*collective*, in the same order.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lightppo.strategy.zero3 import find_engine, get_engine, unwrap_model, zero_
 
 logger = logging.getLogger(__name__)
 
-# Small on CPU, where a bucket is a copy in main memory. On GPU DeepSpeed's own sizes stand.
+# Small on CPU, where a bucket is a copy in main memory. GPUs keep DeepSpeed's own sizes.
 _CPU_BUCKET_ELEMENTS = 1_000_000
 
 
@@ -51,10 +51,8 @@ def train_config(
     """Configuration of an engine that trains; the options are those of :class:`DeepspeedStrategy`.
 
     Any number of ``backward`` calls make one step (``managed_gradient_accumulation: false``): the caller scales the
-    loss, and DeepSpeed averages gradients over ranks.
-
-    Raises:
-        ValueError: a value out of range, or two options that exclude each other; the message names the flags.
+    loss, and DeepSpeed averages gradients over ranks. ValueError names flags with bad values or that exclude each
+    other.
     """
     config = _common_config(zero_stage, bf16, micro_batch_size, on_cpu, sharded=zero_stage == 3, offload=param_offload)
     for is_wrong, message in (
@@ -85,10 +83,10 @@ def train_config(
         zero["zero_hpz_partition_size"] = zpg
     return config | {
         "managed_gradient_accumulation": False,
-        # At stage 0 the strategy clips in a hook of the optimizer: the engine there does not report the norm.
+        # At stage 0 the strategy clips in an optimizer hook, because the engine does not report the norm.
         "gradient_clipping": 0.0 if zero_stage == 0 else max_norm,
         "data_types": {"grad_accum_dtype": grad_accum_dtype or "fp32"},
-        # torch's AdamW also does the offloaded step: DeepSpeed's own is compiled at the first start.
+        # torch's AdamW also takes the offloaded step: DeepSpeed's own would be compiled at the first start.
         "zero_force_ds_cpu_optimizer": False,
     }
 
@@ -98,14 +96,14 @@ def eval_config(
 ) -> dict[str, Any]:
     """Configuration of an engine without optimizer: reference, reward model, EMA.
 
-    There is nothing but parameters to shard, so stages 1 and 2 are stage 0. With ``offload`` parameters live on the CPU
-    and visit the device layer by layer: stage 3 at any ``zero_stage``.
+    Stages 1 and 2 become stage 0, because there are only parameters to shard. With ``offload``, at any ``zero_stage``,
+    parameters stay on the CPU and visit the device layer by layer (stage 3).
     """
     sharded = zero_stage == 3 or offload
     config = _common_config(zero_stage, bf16, micro_batch_size, on_cpu, sharded=sharded, offload=offload)
     config["zero_optimization"]["stage"] = 3 if sharded else 0
     if sharded:
-        # The EMA is written into the shards, and a parameter that is kept unsharded would not notice.
+        # The EMA is written into the shards; a parameter that is kept unsharded would miss the change.
         config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
     return config
 
@@ -135,23 +133,17 @@ def _common_config(
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What one optimizer step did.
+    """What one optimizer step did."""
 
-    Attributes:
-        grad_norm: L2 norm of the gradient over all parameters and ranks, before clipping; inf for a skipped step.
-        skipped: the gradient was not finite, so that no rank changed anything.
-    """
-
-    grad_norm: float
-    skipped: bool
+    grad_norm: float  # L2 norm over all parameters and ranks, before clipping; inf for a skipped step
+    skipped: bool  # the gradient was not finite, so no rank changed anything
 
 
 def clip_and_check(max_norm: float) -> Callable[[torch.optim.Optimizer, Any, Any], None]:
-    """A pre-step hook for a plain optimizer at stage 0: clips the averaged gradient, or takes a non-finite one away.
+    """Stage 0's pre-step hook for a plain optimizer: clips the averaged gradient, or drops it if it is not finite.
 
-    ZeRO does this inside its own optimizers. At stage 0 the engine steps the plain one, and reads the two attributes
-    set here to report the norm and to decide whether the scheduler moves on. The gradient is the same on all ranks,
-    and so is the decision.
+    ZeRO does this inside its own optimizers. At stage 0 the engine reads the two attributes set here to report the norm
+    and to decide whether to move the scheduler. All ranks have the same gradient, so they decide alike.
     """
 
     def hook(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -169,22 +161,21 @@ def clip_and_check(max_norm: float) -> Callable[[torch.optim.Optimizer, Any, Any
 
 
 def drop_gradients(engine: Any) -> None:
-    """Leaves no trace of the backward passes since the last step: the next one starts from gradients of zero.
+    """Removes all traces of the backward passes since the last step, without communication.
 
-    Communicates nothing. DeepSpeed 0.19.8 itself leaves traces, also after a step that it takes: ZeRO-3 and the
-    offloaded ZeRO-2 and ZeRO-1 keep the gradient of a parameter until the first backward pass of the next step
-    overwrites it. A parameter that gets its gradient only from a later pass would have it added to the old one, and
-    one that gets none would be stepped on with the old one.
+    DeepSpeed 0.19.8 leaves traces even after a step: ZeRO-3 and the offloaded ZeRO-1 and ZeRO-2 keep a parameter's
+    gradient until the first backward pass of the next step overwrites it. A parameter that gets its gradient only from
+    a later pass would add to the old one; a parameter without a new gradient would be stepped with the old one.
     """
     optimizer = engine.optimizer
     kind = type(optimizer).__name__
     engine.zero_grad()
-    engine._unmanaged_backward_count = 0  # by which the next step would count samples
-    if isinstance(optimizer, torch.optim.Optimizer):  # stage 0: all there is are the gradients of the parameters
+    engine._unmanaged_backward_count = 0  # the next step counts samples by it
+    if isinstance(optimizer, torch.optim.Optimizer):  # stage 0: has only the parameters' gradients
         return
     if kind not in ("BF16_Optimizer", "DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3"):
         raise TypeError(f"no way known to drop the gradients of DeepSpeed's {kind}: use deepspeed 0.19")
-    optimizer.zero_grad()  # all there is of bf16 at stage 1: fp32 gradients of the whole model
+    optimizer.zero_grad()  # enough for bf16 at stage 1: fp32 gradients of the whole model
     if kind == "DeepSpeedZeroOptimizer":
         _drop_sums_of_shards(optimizer)
     elif kind == "DeepSpeedZeroOptimizer_Stage3":
@@ -202,7 +193,7 @@ def _drop_sums_of_shards(optimizer: Any) -> None:
     from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID
 
     for sums in (optimizer.averaged_gradients, optimizer.all_grad_tensors):
-        for group in sums:  # not cleared: views of the gradients hold on to the dictionary and look for its keys
+        for group in sums:  # None instead of clear(): views of the gradients still look up the dictionary's keys
             sums[group] = None
     optimizer._release_ipg_buffers()
     optimizer.micro_step_id = INITIAL_MICRO_STEP_ID
@@ -221,23 +212,19 @@ def _drop_sums_of_shards(optimizer: Any) -> None:
 
 @dataclass(eq=False, repr=False)
 class DeepspeedStrategy(DistributedStrategy):
-    """One process per GPU, or per CPU rank, on DeepSpeed ZeRO.
-
-    Raises:
-        ValueError: options that exclude each other; see ``train_config``.
-    """
+    """One process per GPU, or per CPU rank, on DeepSpeed ZeRO. ValueError names options that exclude each other."""
 
     max_norm: float = 1.0  # largest L2 norm of a gradient; 0 does not clip
     micro_train_batch_size: int = 1  # samples per rank and forward in training
     train_batch_size: int = 1  # samples over all ranks per optimizer step
-    zero_stage: int = 2  # 0 to 3, for models whose own configuration does not say otherwise
+    zero_stage: int = 2  # 0 to 3, unless a model has a configuration of its own
     bf16: bool = False  # bf16 parameters, fp32 masters; False is fp32
     args: Any = None  # of scripts in the seed's style
     _: KW_ONLY
     zpg: int = 1  # ranks per secondary ZeRO-3 shard group (hpZ); 1 has none
     adam_offload: bool = False  # optimizer states on the CPU
     param_offload: bool = False  # ZeRO-3 parameters on the CPU
-    grad_accum_dtype: str | None = None  # "fp32" or "bf16", in which gradients of micro batches add up; None is fp32
+    grad_accum_dtype: str | None = None  # "fp32" or "bf16", for the sum of micro batches' gradients; None is fp32
     overlap_comm: bool = False  # reduce gradients while the backward pass runs
     # engine → [calls of optimizer_step since the last step, calls that make a step]
     _accumulation: WeakKeyDictionary[Any, list[int]] = field(default_factory=WeakKeyDictionary, init=False)
@@ -287,17 +274,18 @@ class DeepspeedStrategy(DistributedStrategy):
     def prepare(self, *models_or_tuples: Any, is_rlhf: bool = False) -> Any:
         """Puts models into engines. Collective.
 
-        The configuration is the model's own ``ds_config`` where it carries one, else this strategy's: for training
-        in a tuple with an optimizer, for evaluation (offloaded if the model says ``_offload = True``) alone, also where
-        the model carries one for training.
+        In a tuple with an optimizer, a model is configured by its own ``ds_config``, else by this strategy's for
+        training. Alone, by its own if that is for evaluation, else by this strategy's (offloaded if
+        ``model._offload``).
 
         Args:
-            *models_or_tuples: modules, ``(model, optimizer, scheduler)`` with the scheduler possibly None, or None.
-            is_rlhf: for scripts in the seed's style; the engines are the same.
+            *models_or_tuples: modules, ``(model, optimizer, scheduler)`` (the scheduler may be None), or None.
+            is_rlhf: changes nothing; for scripts in the seed's style.
 
         Returns:
-            The like of every argument, a single one unpacked. A model of a class with ``engine_attribute`` comes
-            back itself, with the engine under that attribute; any other comes back as its engine.
+            One result per argument, a single one unpacked: the model itself if its class has ``engine_attribute``
+                (which then
+            holds the engine), otherwise the engine.
         """
         if not dist.is_initialized():
             raise RuntimeError("call strategy.setup_distributed() before strategy.prepare()")
@@ -310,7 +298,7 @@ class DeepspeedStrategy(DistributedStrategy):
         if not isinstance(item, tuple):
             config = getattr(item, "ds_config", None)
             if config is None or not config.get("managed_gradient_accumulation", True):
-                # none, or one for training, which DeepSpeed refuses without an optimizer
+                # DeepSpeed refuses a configuration for training without an optimizer
                 config = self.get_ds_eval_config(offload=getattr(item, "_offload", False))
             return self._attach_engine(item, None, None, config)
         if len(item) != 3:
@@ -330,7 +318,7 @@ class DeepspeedStrategy(DistributedStrategy):
         import deepspeed
 
         module = unwrap_model(model)
-        # Its bf16 optimizer prints memory tables from within, whatever the log level.
+        # DeepSpeed's bf16 optimizer prints memory tables, whatever the log level.
         with contextlib.redirect_stdout(None):
             engine, *_ = deepspeed.initialize(
                 model=module,
@@ -357,9 +345,9 @@ class DeepspeedStrategy(DistributedStrategy):
         adam_offload: bool | None = None,
         param_offload: bool | None = None,
     ) -> dict[str, Any]:
-        """DeepSpeed configuration of a model that trains; what is None is the strategy's.
+        """DeepSpeed configuration of a model that trains; None means the strategy's value.
 
-        ``is_actor`` is there for scripts in the seed's style: the roles need no different engines.
+        ``is_actor`` changes nothing; scripts in the seed's style pass it.
         """
         zero_stage = self.zero_stage if zero_stage is None else zero_stage
         return train_config(
@@ -378,7 +366,7 @@ class DeepspeedStrategy(DistributedStrategy):
     def get_ds_eval_config(
         self, offload: bool = False, *, zero_stage: int | None = None, bf16: bool | None = None
     ) -> dict[str, Any]:
-        """DeepSpeed configuration of a model that only runs forward; what is None is the strategy's.
+        """DeepSpeed configuration of a model that only runs forward; None means the strategy's value.
 
         Sharded at ZeRO-3, replicated below; with ``offload``, on the CPU until a layer needs it. An EMA wants fp32.
         """
@@ -393,37 +381,34 @@ class DeepspeedStrategy(DistributedStrategy):
     # -- steps ---------------------------------------------------------------------------------------------------
 
     def backward(self, loss: torch.Tensor, model: Any, optim: Any = None) -> None:
-        """Adds a loss's gradient to the step under way. Collective from ZeRO-2 on: the same number on all ranks.
+        """Adds a loss's gradient to the current step. Collective from ZeRO-2 on: equally many calls on all ranks.
 
-        Gradients add up over calls and are averaged over ranks, with no other scaling. The engine knows its optimizer;
-        ``optim`` is there for scripts in the seed's style, here and below.
+        Gradients add up over calls and are averaged over ranks, with no other scaling. ``optim``, here and below, is
+        for scripts in the seed's style; the engine knows its optimizer.
         """
         get_engine(model, "backward").backward(loss)
 
     def accumulate(self, model: Any, micro_batches: int) -> None:
-        """From now on every ``micro_batches``-th call of :meth:`optimizer_step` takes the step, the others count."""
+        """From now on only every ``micro_batches``-th call of :meth:`optimizer_step` takes the step."""
         if (engine := find_engine(model)) is not None:
             self._accumulation[engine] = [0, micro_batches]
 
     def completes_step(self, model: Any) -> bool:
-        """Whether the next call of :meth:`optimizer_step` takes the step, or is one more micro batch before it."""
+        """Whether the next call of :meth:`optimizer_step` takes the step."""
         done, needed = self._accumulation.get(get_engine(model, "completes_step"), (0, 1))
         return done + 1 >= needed
 
     def optimizer_step(
         self, optim: Any, model: Any, scheduler: LRScheduler | None = None, name: str = "model"
     ) -> StepOutcome | None:
-        """Clips and takes one optimizer step with what ``backward`` gathered, then moves the scheduler. Collective.
+        """Clips and takes one optimizer step with the gradient from ``backward``, then moves the scheduler. Collective.
 
-        A gradient that is not finite on any rank makes all ranks skip the step: weights, optimizer and scheduler
-        stay, and the gradient is dropped.
+        If the gradient is not finite on any rank, all ranks skip the step and drop the gradient; weights, optimizer and
+        scheduler stay. Returns None before the last micro batch of a step (:meth:`accumulate`).
 
         Args:
-            scheduler: the one given to ``prepare``, or another to move along; None moves that of ``prepare`` too.
+            scheduler: an extra scheduler to move; the one given to ``prepare`` always moves.
             name: of the model, for the warning about a skipped step.
-
-        Returns:
-            what came of it; ``None`` before the last micro batch of a step (:meth:`accumulate`).
         """
         engine = get_engine(model, "optimizer_step")
         if (progress := self._accumulation.get(engine)) is not None:
@@ -442,10 +427,9 @@ class DeepspeedStrategy(DistributedStrategy):
         return StepOutcome(grad_norm=math.inf if skipped else grad_norm, skipped=skipped)
 
     def skip_step(self, model: Any, name: str = "model") -> None:
-        """Throws away what ``backward`` gathered since the last step, as if those calls had never been. Collective.
+        """Drops the gradient since the last step, as if those ``backward`` calls had never happened. Collective.
 
-        Weights, optimizer, scheduler and the count of steps stay. The ranks must decide alike; nothing is communicated
-        here. Without any ``backward`` before, it does nothing.
+        Weights, optimizer, scheduler and step count stay. Nothing is communicated, so the ranks must decide alike.
         """
         engine = get_engine(model, "skip_step")
         if not zero3.has_optimizer(engine):
@@ -461,8 +445,7 @@ class DeepspeedStrategy(DistributedStrategy):
     ) -> None:
         """ema ← beta · ema + (1 − beta) · model; beta 0 copies. See ``zero3.moving_average``.
 
-        Between the micro batches of an optimizer step (:meth:`accumulate`) it does nothing. Collective where a sharded
-        model goes into a whole average.
+        Does nothing between an optimizer step's micro batches. Collective if a sharded model goes into a whole average.
         """
         engine = zero3.find_engine(model)
         if engine is not None and self._accumulation.get(engine, (0,))[0]:
@@ -478,9 +461,9 @@ class DeepspeedStrategy(DistributedStrategy):
 
 
 def get_strategy(args: Any) -> DeepspeedStrategy:
-    """A strategy from any object with attributes named like ``DeepspeedStrategy``'s arguments; absent ones default.
+    """A strategy from any object whose attributes have the names of ``DeepspeedStrategy``'s arguments.
 
-    ``dist_timeout``, the flag's name, counts as ``timeout_minutes``.
+    Missing attributes get defaults; ``dist_timeout``, the flag's name, becomes ``timeout_minutes``.
     """
     names = inspect.signature(DeepspeedStrategy).parameters.keys() - {"args"}
     options = {name: getattr(args, name) for name in names if hasattr(args, name)}

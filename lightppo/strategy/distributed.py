@@ -1,4 +1,4 @@
-"""DistributedStrategy: one rank among others, whatever shards the model. Process group, collectives, shares of data."""
+"""DistributedStrategy: one rank among others, however models are sharded: process group, collectives, data shares."""
 
 from __future__ import annotations
 
@@ -36,13 +36,12 @@ _LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTE
 def ensure_launcher_variables() -> None:
     """Makes a plain ``python script.py`` a world of one process; leaves a launcher's variables alone.
 
-    Raises:
-        LaunchError: only some of RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT are set.
+    LaunchError if only some of RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT are set.
     """
     missing = [name for name in _LAUNCHER_VARIABLES if name not in os.environ]
     if not missing:
         return
-    # A cluster's shell may export an address of its own; only a rank says that a launcher started this process.
+    # A cluster's shell may export an address of its own; only a rank proves that a launcher started this process.
     if "RANK" in os.environ or int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise LaunchError(
             f"the launcher set RANK or WORLD_SIZE but not {', '.join(missing)}; "
@@ -55,7 +54,7 @@ def ensure_launcher_variables() -> None:
 
 
 def on_cuda() -> bool:
-    """True when engines run on GPUs: there is one, and DS_ACCELERATOR (DeepSpeed's own switch) does not say cpu."""
+    """True if engines run on GPUs: there is one, and DS_ACCELERATOR (DeepSpeed's own switch) does not say cpu."""
     return torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR", "cuda") == "cuda"
 
 
@@ -73,26 +72,22 @@ def _not_about_skipped_steps(record: logging.LogRecord) -> bool:
     return "OVERFLOW! Skipping step" not in record.getMessage()  # optimizer_step reports it with the model's name
 
 
-# What torch calls the threads that release tensors after a collective and after a backward pass.
+# torch's names of the threads that release tensors after a collective and after a backward pass.
 _TORCH_THREADS = ("pt_gloo_runloop", "pt_autograd")
 _TASKS = Path("/proc/self/task")
 
 
 def wait_for_torch_threads(seconds: float = 10.0) -> bool:
-    """Waits until torch's own threads rest: the last thing a process does before Python ends.
+    """Waits until torch's own threads are idle, as the last thing before Python ends; False if they are not in time.
 
-    A collective is over for its caller a moment before gloo's thread has let go of its tensors, and for that the
-    thread needs Python's lock. One that waits for the lock while Python ends is thrown out of a C++ destructor, and the
-    process aborts after all its work is done: "terminate called without an active exception". Destroying the group does
-    not help: DeepSpeed's hooks hold it, and its threads with it, to the end.
-
-    Returns:
-        whether all of them rest. After so many ``seconds`` a busy thread is left alone; without /proc nothing is known
-        of threads, and they get a moment.
+    gloo's thread releases a collective's tensors a moment after the caller has returned, and needs Python's lock for
+    it. If Python ends while the thread waits for the lock, the process aborts after all its work is done: "terminate
+    called without an active exception". Destroying the group does not help, because DeepSpeed's hooks keep it and its
+    threads alive. Without /proc, the threads just get a moment.
     """
     deadline, before = time.monotonic() + seconds, None
     while True:
-        time.sleep(0.03)  # without the lock; who waits for it asks every 5 ms
+        time.sleep(0.03)  # releases the lock; a waiting thread asks for it every 5 ms
         if not _TASKS.is_dir():
             return True
         now = _torch_threads()
@@ -104,7 +99,7 @@ def wait_for_torch_threads(seconds: float = 10.0) -> bool:
 
 
 def _torch_threads() -> dict[str, tuple[str, ...]]:
-    """Of each of torch's threads, by its number: its state (R, S, D, …) and how often it was taken off a core."""
+    """Each torch thread's state (R, S, D, …) and how often it was taken off a core, by thread number."""
     threads = {}
     for task in _TASKS.iterdir():
         try:
@@ -122,14 +117,11 @@ def _torch_threads() -> dict[str, tuple[str, ...]]:
 
 
 class RankSampler(DistributedSampler):
-    """torch's sampler of one rank's share of a seeded permutation, which can begin in the middle of an epoch.
+    """torch's sampler of one rank's share of a seeded permutation, which can also start in the middle of an epoch.
 
-    All ranks get the same number, as collectives need it. Where the size does not divide, the epoch wraps around: up
-    to ``num_replicas - 1`` samples come twice, and none is lost, unless ``drop_last``. ``consumed_samples`` is what all
-    ranks together have already taken of the first epoch.
-
-    Raises:
-        ValueError: the dataset is empty, or smaller than the number of ranks with ``drop_last``.
+    All ranks get equally many samples, as collectives require: up to ``num_replicas - 1`` samples come twice per epoch,
+    or are left out with ``drop_last``. ``consumed_samples`` counts what all ranks have already taken of the first
+    epoch.
     """
 
     def __init__(
@@ -155,11 +147,7 @@ class RankSampler(DistributedSampler):
         self.set_epoch(0, consumed_samples)
 
     def set_epoch(self, epoch: int, consumed_samples: int = 0) -> None:
-        """Chooses the permutation, and where in it to start: ``consumed_samples`` is what all ranks have taken of it.
-
-        Raises:
-            ValueError: more were taken than the epoch holds.
-        """
+        """Chooses the permutation, and its start: ``consumed_samples`` counts what all ranks have taken of it."""
         self._skip = consumed_samples // self.num_replicas
         if self._skip > self.num_samples:
             total = self.total_size
@@ -175,11 +163,11 @@ class RankSampler(DistributedSampler):
 
 @dataclass(eq=False, repr=False)
 class DistributedStrategy:
-    """The ranks of a run, as :class:`lightppo.ranks.Ranks` has them."""
+    """The ranks of a run, as in :class:`lightppo.ranks.Ranks`."""
 
     seed: int = 42  # of Python, NumPy and torch on every rank, and of samplers
-    full_determinism: bool = field(default=False, kw_only=True)  # slower; an operation that has no such kernel raises
-    timeout_minutes: float = field(default=30, kw_only=True)  # a collective that takes longer ends the job
+    full_determinism: bool = field(default=False, kw_only=True)  # slower; operations without such a kernel raise
+    timeout_minutes: float = field(default=30, kw_only=True)  # a longer collective ends the job
     device: torch.device = field(default=torch.device("cpu"), init=False)
 
     # -- processes -----------------------------------------------------------------------------------------------
@@ -187,14 +175,13 @@ class DistributedStrategy:
     def setup_distributed(self, timeout: timedelta | None = None) -> None:
         """Seeds, joins the process group (nccl on CUDA, gloo on CPU) and picks this rank's device. Collective.
 
-        Raises:
-            LaunchError: half a launcher's variables, more ranks on this node than GPUs, or a port that is in use.
+        LaunchError for incomplete launcher variables, more ranks on this node than GPUs, or a port in use.
         """
         self.set_seed(self.seed)
         _quiet_third_parties()
         import deepspeed
 
-        ensure_launcher_variables()  # a port that is free now: the import above takes seconds
+        ensure_launcher_variables()  # after the import, which takes seconds: the port must still be free
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
         if on_cuda():
             local_rank = int(os.environ["LOCAL_RANK"])
@@ -259,15 +246,15 @@ class DistributedStrategy:
         sampler: Sampler | None = None,
         consumed_samples: int = 0,
     ) -> DataLoader:
-        """A dataloader that gives this rank its share of a map-style dataset.
+        """A dataloader for this rank's share of a map-style dataset.
 
         Args:
             batch_size: samples per rank and batch.
-            pin_memory: page-locked batches; without a GPU there is nothing to lock for.
-            shuffle: seeded, differently every epoch (``dataloader.sampler.set_epoch``).
-            collate_fn: list of samples → batch; ``None``: the ``collate_fn`` of the dataset, where it has one.
-            drop_last: leave out what does not fill every rank's batch; else the last batch is smaller.
-            sampler: in place of the built-in ``RankSampler``; then ``shuffle`` and ``consumed_samples`` are its own.
+            pin_memory: page-locked batches; ignored without a GPU.
+            shuffle: seeded, different every epoch (``dataloader.sampler.set_epoch``).
+            collate_fn: list of samples → batch; ``None``: the dataset's own ``collate_fn``, if any.
+            drop_last: drop samples that do not fill every rank's batch; otherwise the last batch is smaller.
+            sampler: replaces ``RankSampler``, and with it ``shuffle`` and ``consumed_samples``.
             consumed_samples: samples that all ranks together have taken already.
         """
         if sampler is None:
@@ -286,7 +273,7 @@ class DistributedStrategy:
             sampler=sampler,
             drop_last=drop_last,
             collate_fn=collate_fn or getattr(dataset, "collate_fn", None),
-            generator=torch.Generator(),  # of its own: beginning an epoch draws no number of the global one
+            generator=torch.Generator(),  # its own, so that starting an epoch does not draw from the global one
             pin_memory=pin_memory and on_cuda(),
         )
 
@@ -296,13 +283,13 @@ class DistributedStrategy:
         """Reduces over all ranks. Collective.
 
         Args:
-            data: a tensor of one shape on all ranks, a float, an int or bool, or a dictionary of these with the same
-                keys on all ranks. Scalars of a dictionary travel together, as float64.
+            data: a tensor of one shape on all ranks, a number, or a dictionary of these with the same keys on all
+                ranks. A dictionary's scalars travel together, as float64.
             op: "mean", "sum", "max" or "min".
 
         Returns:
             The same structure. A tensor keeps shape, device and dtype, except that the mean of integers is float32 and
-            booleans count as int64. A float stays a float; an int stays one except under "mean".
+            booleans count as int64. A float stays a float, an int an int except under "mean".
         """
         if op not in REDUCE_OPS:
             raise ValueError(f"op must be one of {', '.join(REDUCE_OPS)}, got {op!r}")
@@ -310,7 +297,7 @@ class DistributedStrategy:
             return self._reduce(data, op)
         if not isinstance(data, dict):
             return self.all_reduce({"": data}, op)[""]
-        # Sorted, so that ranks that filled their dictionaries in another order still agree.
+        # Sorted, because ranks may have filled their dictionaries in different orders.
         scalars = sorted(key for key, value in data.items() if not isinstance(value, torch.Tensor | dict))
         reduced = {key: self.all_reduce(data[key], op) for key in sorted(data.keys() - set(scalars))}
         for key in scalars:
@@ -335,15 +322,10 @@ class DistributedStrategy:
         return buffer.to(tensor.device)
 
     def all_gather(self, data: Any) -> Any:
-        """Gathers from all ranks, in rank order. Collective.
+        """Gathers tensors, numbers, or dictionaries of these (same keys everywhere) in rank order. Collective.
 
-        Args:
-            data: a tensor, a number, or a dictionary of these with the same keys on all ranks. Tensors may differ in
-                their first dimension, which may be 0.
-
-        Returns:
-            Tensors concatenated along their first dimension, in their dtype; a number or 0-d tensor becomes
-            (world size,), a float in float64.
+        Tensors are concatenated along their first dimension, whose size may differ or be 0, in their dtype. A number or
+        0-d tensor becomes (world size,), a float in float64.
         """
         if isinstance(data, dict):
             gathered = {key: self.all_gather(data[key]) for key in sorted(data)}
@@ -360,7 +342,7 @@ class DistributedStrategy:
         return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)]).to(tensor.device)
 
     def all_gather_object(self, obj: Any) -> list[Any]:
-        """Any picklable object of every rank, in rank order. Collective."""
+        """A picklable object from every rank, in rank order. Collective."""
         gathered: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, obj)
         return gathered
@@ -372,14 +354,13 @@ class DistributedStrategy:
         return holder[0]
 
     def same_count(self, n: int) -> int:
-        """The largest ``n`` of all ranks: how often everybody has to run a collective. Collective."""
+        """The largest ``n`` of all ranks: how often every rank has to run a collective. Collective."""
         return self.all_reduce(int(n), op="max")
 
     def on_rank_0(self, action: Callable[[], Any], what: str) -> None:
         """Runs ``action`` on rank 0 while the others wait. Collective.
 
-        Raises:
-            RuntimeError: ``action`` failed; on every rank, so that none hangs, with ``what`` and rank 0's reason.
+        If it fails, every rank raises RuntimeError with ``what`` and rank 0's reason, so that no rank hangs.
         """
         error: Exception | None = None
         if dist.get_rank() == 0:

@@ -1,8 +1,7 @@
 """Models in their engines: finding the module inside, gathering shards, moving averages, whole state dicts.
 
-A class with ``engine_attribute = "model"`` (the Actor) keeps its engine under that attribute and stays outermost; every
-other module sits inside its engine. Both are told by attributes, so that nothing here imports a model class. Uses
-private parts of DeepSpeed 0.19 (``ds_tensor``, the hooks of ``DeepSpeedZeRoOffload``).
+A class with ``engine_attribute = "model"`` (the Actor) stays outermost and keeps its engine under that attribute; any
+other module sits inside its engine. Uses private parts of DeepSpeed 0.19 (``ds_tensor``, ``DeepSpeedZeRoOffload``).
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch import nn
 
 
 def engine_attribute(model: Any) -> str | None:
-    """Name of the attribute under which this class of model keeps its engine; None where the engine is outermost."""
+    """The attribute under which this class of model keeps its engine; None if the engine is outermost."""
     return getattr(type(model), "engine_attribute", None)
 
 
@@ -34,13 +33,13 @@ def is_engine(model: Any) -> bool:
 
 
 def find_engine(model: Any) -> Any | None:
-    """The DeepSpeed engine of a prepared model, None of a plain module."""
+    """The DeepSpeed engine of a prepared model, None for a plain module."""
     inner = _engine_or_module(model)
     return inner if is_engine(inner) else None
 
 
 def get_engine(model: Any, what_for: str) -> Any:
-    """The engine of a prepared model; the error of a plain one says what it was needed for."""
+    """The engine of a prepared model; for a plain one, the error says what needed it."""
     engine = find_engine(model)
     if engine is None:
         raise ValueError(f"{what_for} needs a model that went through strategy.prepare(), got {type(model).__name__}")
@@ -48,9 +47,9 @@ def get_engine(model: Any, what_for: str) -> Any:
 
 
 def has_optimizer(engine: Any) -> bool:
-    """True where the engine trains; engines of frozen models carry a stand-in or nothing."""
+    """True if the engine trains; engines of frozen models have a stand-in or nothing."""
     optimizer = getattr(engine, "optimizer", None)
-    # At bf16 the stand-in of a replicated model has parameter groups too, and says that it is one.
+    # At bf16 a replicated model's stand-in also has parameter groups, but says that it is a stand-in.
     return hasattr(optimizer, "param_groups") and getattr(optimizer, "using_real_optimizer", True)
 
 
@@ -60,7 +59,7 @@ def zero_stage_of(engine: Any | None) -> int:
 
 
 def unwrap_model(model: Any) -> nn.Module:
-    """The module without its engine; of a class with ``engine_attribute``, the module under that attribute."""
+    """The module without its engine; for a class with ``engine_attribute``, the module under that attribute."""
     inner = _engine_or_module(model)
     return inner.module if is_engine(inner) else inner
 
@@ -73,11 +72,7 @@ def _hf_models(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def find_hf_model(model: Any) -> tuple[nn.Module, str]:
-    """The Hugging Face model inside a wrapper, and the prefix of its parameters in ``unwrap_model(model)``.
-
-    Raises:
-        ValueError: the model neither is nor directly holds exactly one Hugging Face model.
-    """
+    """The Hugging Face model inside a wrapper, and the prefix of its parameters in ``unwrap_model(model)``."""
     module = unwrap_model(model)
     found = _hf_models(module)
     if len(found) != 1:
@@ -90,12 +85,9 @@ def find_hf_model(model: Any) -> tuple[nn.Module, str]:
 
 
 def find_adapters(model: Any) -> Any | None:
-    """What knows the LoRA adapters of the Hugging Face model inside (``lightppo.models.lora.LoraExport``), or None.
+    """The ``lightppo.models.lora.LoraExport`` of the Hugging Face model inside, or None.
 
-    A model with adapters trains these alone; its other weights are those it was loaded with.
-
-    Raises:
-        ValueError: the model holds weights in 4 bits and has no adapters, so that nothing knows how to save or send it.
+    A model with adapters trains only these; its other weights are as loaded.
     """
     module = unwrap_model(model)
     found = list(_hf_models(module).values())
@@ -113,7 +105,7 @@ def find_adapters(model: Any) -> Any | None:
 
 
 def is_sharded(param: torch.Tensor) -> bool:
-    """True for a parameter of which this rank holds a ZeRO-3 shard."""
+    """True if this rank holds a ZeRO-3 shard of the parameter."""
     return hasattr(param, "ds_tensor")
 
 
@@ -123,25 +115,25 @@ def full_shape(param: torch.Tensor) -> torch.Size:
 
 
 def forget_secondary_shard(param: torch.Tensor) -> None:
-    """Call it after writing into ``ds_tensor``: forwards read hpZ's copy as long as there is one."""
-    # DeepSpeed makes such copies in every ZeRO-3 engine of a process in which one engine asked for hpZ.
+    """Call it after writing into ``ds_tensor``: forwards prefer hpZ's copy if there is one."""
+    # DeepSpeed makes these copies in every ZeRO-3 engine of a process as soon as one engine asks for hpZ.
     if getattr(param, "ds_secondary_tensor", None) is not None:
         param.ds_secondary_tensor = None
 
 
 def parameter_count(model: nn.Module, trained_only: bool = False) -> int:
-    """Number of parameters of a model, or of those that train; all of them also where sharded or held in 4 bits."""
+    """Number of (trained) parameters of a model, counted in full even if sharded or held in 4 bits."""
     counted = [p for p in model.parameters() if p.requires_grad or not trained_only]
     return sum((p.quant_state.shape if hasattr(p, "quant_state") else full_shape(p)).numel() for p in counted)
 
 
 @contextmanager
 def gathered_parameters(model: Any) -> Iterator[nn.Module]:
-    """Holds the whole model on every rank for the duration: gathered once, not per layer and token.
+    """Holds the whole model on every rank for the duration, gathered once instead of per layer and token.
 
-    ZeRO-3's hooks are removed meanwhile, so that ranks may run different numbers of forwards, as generation does.
-    Sharding and hooks come back at the end, also when the body raises. No training step inside. Below stage 3, and
-    nested in itself, it changes nothing. Yields the module without its engine.
+    Yields the module without its engine. ZeRO-3's hooks are off meanwhile, so ranks may run different numbers of
+    forwards, as in generation, but no training step. Sharding and hooks come back at the end, even after an error.
+    Changes nothing below stage 3 or inside itself.
     """
     module = unwrap_model(model)
     engine = find_engine(model)
@@ -152,9 +144,9 @@ def gathered_parameters(model: Any) -> Iterator[nn.Module]:
     import deepspeed
     from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 
-    # With an optimizer the hooks belong to a member of it, without one they are all that is there.
+    # The hooks' owner is a member of the optimizer, or stands in its place if there is none.
     offload = getattr(engine.optimizer, "parameter_offload", engine.optimizer)
-    offload.partition_all_parameters()  # waits for prefetches under way and forgets which layers are active
+    offload.partition_all_parameters()  # waits for running prefetches and forgets which layers are active
     with deepspeed.zero.GatheredParameters(list(module.parameters())):
         for hook in (*offload.forward_hooks, *offload.backward_hooks, offload.fwd_pre_hook):
             hook.remove()
@@ -174,15 +166,13 @@ def gathered_parameters(model: Any) -> Iterator[nn.Module]:
 def moving_average(model: Any, ema_model: Any, beta: float, device: torch.device | str | None = None) -> None:
     """ema ← beta · ema + (1 − beta) · model, parameter by parameter, in the wider precision of the two.
 
-    Two models sharded alike, and a whole model averaged into shards, need no communication; a sharded model averaged
-    into a whole one is gathered, one parameter at a time. The weights are those that the model's forward uses: under
-    bf16 not the optimizer's fp32 masters. Buffers of the state dict are copied.
+    A sharded model averaged into a whole one is gathered, one parameter at a time; other combinations need no
+    communication. The weights are the forward's: under bf16 not the optimizer's fp32 masters. Buffers are copied.
 
     Args:
-        model: the model that trains.
-        ema_model: its average, of the same architecture; keep it in fp32: at beta near 1 the steps vanish in bf16.
-        beta: weight of the past, in [0, 1]; 0 makes an exact copy, rounded only where the average is less precise.
-        device: where the arithmetic takes place; None is where the average lives.
+        ema_model: keep it in fp32: at beta near 1 the steps vanish in bf16.
+        beta: weight of the past, in [0, 1]; 0 makes an exact copy, up to the average's precision.
+        device: does the arithmetic; None is the average's device.
     """
     if not 0.0 <= beta <= 1.0:
         raise ValueError(f"ema beta must lie in [0, 1], got {beta}")
@@ -204,26 +194,26 @@ def moving_average(model: Any, ema_model: Any, beta: float, device: torch.device
         else:
             new = _matching_part(param, ema_param)
         old = ema_param.ds_tensor if is_sharded(ema_param) else ema_param.data
-        if beta != 0.0:  # at 0 the old values play no part, not even when they are not finite
+        if beta != 0.0:  # at 0 the old values do not count, even if they are not finite
             place, dtype = device or old.device, torch.promote_types(old.dtype, new.dtype)
             new = torch.lerp(old.to(place, dtype), new.to(place, dtype), 1.0 - beta)
         old.copy_(new)
         forget_secondary_shard(ema_param)
     kept, buffers = target.state_dict(keep_vars=True).keys(), dict(source.named_buffers())
     for name, ema_buffer in target.named_buffers():
-        if name in kept:  # the others are derived, some anew in every forward
+        if name in kept:  # the others are derived, some in every forward
             ema_buffer.copy_(buffers[name])
 
 
 def _matching_part(param: torch.Tensor, ema_param: torch.Tensor) -> torch.Tensor:
-    """The elements of ``param`` that this rank holds of ``ema_param``."""
+    """The elements of ``param`` that belong to this rank's part of ``ema_param``."""
     if is_sharded(param) == is_sharded(ema_param):
         if not is_sharded(param):
             return param.data
         if param.ds_tensor.numel() != ema_param.ds_tensor.numel():
             raise ValueError("the model and its EMA are sharded over different numbers of ranks; set the same --zpg")
         return param.ds_tensor
-    # A whole parameter, and the average's shard of it: shards are equal slices of the flat parameter, zero-padded.
+    # A whole parameter into a shard: shards are equal slices of the flat parameter, zero-padded.
     size = ema_param.ds_tensor.numel()
     start = size * torch.distributed.get_rank(ema_param.ds_process_group)
     part = param.data.flatten()[start : start + size]
@@ -261,8 +251,8 @@ def full_state_dict(model: Any, is_rank_0: bool) -> dict[str, torch.Tensor] | No
 def load_full_state_dict(model: Any, state_dict: dict[str, torch.Tensor], strict: bool, source: str) -> None:
     """Copies whole parameters into a model, sharded or not, and into the optimizer's fp32 masters. Collective.
 
-    Names are as in ``unwrap_model(model)``; one is enough for tied parameters. ``strict``: every parameter and every
-    entry must have its counterpart. ``source`` is for messages.
+    Names are as in ``unwrap_model(model)``; tied parameters need one of theirs. ``strict``: names must match exactly.
+    ``source`` is for messages.
     """
     module, engine = unwrap_model(model), find_engine(model)
     names_of: dict[int, list[str]] = {}
