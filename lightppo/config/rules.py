@@ -377,7 +377,11 @@ _PAIRS = (
     ("async_rewards", "skip_rollout", "cannot go together: replayed samples are not generated"),
     ("async_rewards", "reward_pretrain", "cannot go together: a reward model does not run beside generation"),
     ("aux_loss_coef", "gradient_checkpointing_use_reentrant", "give no gradient together"),
-    ("torch_compile", "gradient_checkpointing_use_reentrant", "cannot go together: it needs the other form"),
+    (
+        "torch_compile",
+        "gradient_checkpointing_use_reentrant",
+        "cannot go together: a compiled layer needs the checkpointing without re-entrance",
+    ),
 )
 
 
