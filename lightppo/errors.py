@@ -1,4 +1,4 @@
-"""Every error that a user sees and can mend: told in one line, with exit code 1. Anything else keeps its traceback.
+"""Every error that a user can fix: shown in one line, with exit code 1. Other errors keep their traceback.
 
 A message names the flag, file, line or rank, and says what to do.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 
 class UserError(Exception):
-    """Something that the user can mend."""
+    """An error that the user can fix."""
 
 
 class ConfigError(UserError, ValueError):
@@ -19,11 +19,7 @@ class DataError(UserError, ValueError):
 
 
 class BadRowError(DataError):
-    """One row that cannot be used.
-
-    Attributes:
-        reason: short name that the reports count by: missing, wrong_type, empty, overlong, template.
-    """
+    """One row that cannot be used. Reports count by ``reason``: missing, wrong_type, empty, overlong, template."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(reason, message)  # both, so that it pickles between processes
@@ -47,11 +43,10 @@ class PackingNotSupportedError(UserError, ValueError):
 
 
 class RequestError(UserError, RuntimeError):
-    """A server gave no usable answer. Another try may help, but for the subclass :class:`RefusedError`.
+    """A server gave no usable answer. Another try may help, except for :class:`RefusedError`.
 
-    Attributes:
-        status: HTTP status of its answer, if there was one.
-        timed_out: there was no whole answer, or no connection, within the limit.
+    ``status`` is the HTTP status, if there was an answer; ``timed_out``: no connection or whole answer within the
+    limit.
     """
 
     def __init__(self, message: str, *, status: int | None = None, timed_out: bool = False) -> None:
@@ -69,11 +64,11 @@ class SlowServerError(RequestError):
 
 
 class RefusedError(RequestError):
-    """An answer that no retry mends: a redirect, or a client error."""
+    """An answer that no retry can change: a redirect or a client error."""
 
 
 class RewardError(UserError, RuntimeError):
-    """A reward source failed, or gave an answer that cannot be used. Never replaced by a score."""
+    """A reward source failed, or gave an unusable answer. It never becomes a score."""
 
 
 class WorkerStartError(RewardError):
@@ -85,7 +80,7 @@ class SandboxError(RewardError):
 
 
 class SandboxRefusedError(SandboxError, ValueError):
-    """No sandbox can be had here, and running without one is not allowed."""
+    """No sandbox works here, and running without one is not allowed."""
 
 
 class RolloutError(UserError, RuntimeError):
@@ -97,11 +92,11 @@ class RolloutMismatchError(RolloutError):
 
 
 class CheckpointError(UserError, ValueError):
-    """A directory is not a checkpoint, or not one of this run's shape."""
+    """A directory is not a checkpoint, or its shape does not fit this run."""
 
 
 class LaunchError(UserError, RuntimeError):
-    """This process cannot become a rank: the environment, the port or the GPUs are not as they must be."""
+    """This process cannot become a rank: the environment, the port or the GPUs are not right."""
 
 
 class ReportError(UserError, ValueError):

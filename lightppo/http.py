@@ -1,4 +1,4 @@
-"""Servers that are asked over HTTP: the one client, and how their addresses and tokens are checked and kept secret."""
+"""The one HTTP client for servers we ask, and the checks that keep their addresses safe and their tokens secret."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_PASSING_STATUS = (408, 425, 429)  # client errors that say "later"; every other one stays however often it is asked
+_PASSING_STATUS = (408, 425, 429)  # client errors that say "later"; all others are final
 _LONGEST_WAIT = 30.0  # seconds between tries
 _QUIET_SECONDS = 5.0  # between two warnings that say the same
 _READ_BYTES = 1 << 16
@@ -39,31 +39,26 @@ Read = Callable[[dict[str, Any]], T]
 class HTTPClient:
     """Asks one server for JSON objects. Threads may share it.
 
-    A failure that may pass is tried again, with waits of 1, 2, 4, … up to 30 seconds between the tries: no connection,
-    a time-out, HTTP 5xx, 408, 425 or 429, an answer that cannot be used. A redirect or another client error is final.
-    Proxies are not used for this machine's own addresses; cookies and ``~/.netrc`` never.
+    A failure that may pass (no connection, a time-out, HTTP 5xx, 408, 425 or 429, an unusable answer) is tried again
+    after 1, 2, 4, … up to 30 seconds. A redirect or another client error is final. Proxies are not used for this
+    machine's own addresses; cookies and ``~/.netrc`` are never used.
 
     Args:
-        url: http(s) address; a request's path is added to it.
+        url: http(s) address; a request's path is appended.
         what: what logs and errors call the server, in front of its address.
-        timeout: limit of one try, in seconds: of any silence, and of the whole answer (looked at when bytes arrive, so
-            that a server that drips is left after at most twice this).
-        connect_timeout: limit of connecting, where it is shorter.
+        timeout: seconds per try, for any silence and for the whole answer (checked when bytes arrive, so a server that
+            drips is left after at most twice this).
+        connect_timeout: seconds for connecting, if shorter.
         retries: further tries after a failure that may pass.
-        retry_timeouts: whether a time-out is a failure that may pass.
-        token: sent as ``Authorization: Bearer …``; see :func:`read_token`. Never in logs and errors.
-        max_concurrent: requests under way at a time; others wait. ``None``: no limit.
+        retry_timeouts: whether a time-out may pass.
+        token: sent as ``Authorization: Bearer …``, never logged; see :func:`read_token`.
+        max_concurrent: requests at a time, others wait; ``None``: no limit.
         max_bytes: the longest answer.
-        keep_alive: use a connection for several requests. A request fails where the server closes the connection at
-            that moment, as servers do after some idle seconds.
-        sleep: waits that many seconds between tries.
-
-    Attributes:
-        name: what logs and errors call it: ``what`` and the address without its secrets.
+        keep_alive: use a connection for several requests. A request fails if the server closes an idle connection at
+            that moment.
 
     Raises:
-        ValueError: an address that is not http(s) or has a password in it, a token that no header can carry, or a limit
-            out of range.
+        ValueError: an address that is not http(s) or contains a password, an invalid token, or a limit out of range.
     """
 
     def __init__(
@@ -108,20 +103,19 @@ class HTTPClient:
         return self._ask("GET", path, None, read, **options)
 
     def post(self, path: str, body: Mapping[str, Any] | bytes, read: Read[T] = dict, **options: Any) -> T:
-        """Sends a JSON object, and again until ``read`` makes something of the answer.
+        """Sends a JSON object, again and again until ``read`` accepts the answer.
 
         Args:
-            path: added to the address; errors show it without its query.
-            body: the object, or its bytes.
-            read: takes what is needed out of the answer, ``{}`` where that is empty. Raises ``ValueError``,
-                ``TypeError``, ``LookupError`` or a ``UserError`` for an answer that cannot be used.
-            timeout: of each try, in place of the client's.
-            tries: in place of ``retries + 1``.
-            on_failure: called with the error of every try that fails, before the next one.
+            path: appended to the address; errors show it without its query.
+            read: takes the result out of the answer (``{}`` for an empty one). It raises ``ValueError``, ``TypeError``,
+                ``LookupError`` or a ``UserError`` for an unusable answer.
+            timeout: per try, instead of the client's.
+            tries: instead of ``retries + 1``.
+            on_failure: called with the error of every failed try, before the next one.
 
         Raises:
-            RequestError: the last try's failure, which names the server. Its class says more: :class:`RefusedError`
-                (final), :class:`UnreachableError` (no connection), :class:`SlowServerError` (a time-out).
+            RequestError: the last try failed. Subclasses: :class:`RefusedError` (final), :class:`UnreachableError` (no
+                connection), :class:`SlowServerError` (a time-out).
         """
         if not isinstance(body, bytes):
             try:
@@ -131,11 +125,11 @@ class HTTPClient:
         return self._ask("POST", path, body, read, **options)
 
     def clean(self, text: str) -> str:
-        """One line without this server's secrets."""
+        """The text in one line, without this server's secrets."""
         return cleaned(text, self._secrets)
 
     def close(self) -> None:
-        """Ends connections that rest, and waits between tries: what failed is not tried again."""
+        """Ends idle connections and waits between tries; nothing is tried again."""
         self._closed.set()
         if "_kept" in vars(self):
             self._kept.close()
@@ -209,7 +203,7 @@ class HTTPClient:
         raise kind(f"{self.name}: {route}{self.clean(reason)}", status=status, timed_out=timed_out)
 
     def _send(self, method: str, path: str, content: bytes | None, timeout: float) -> tuple[int, bytes]:
-        """Status and answer; the time-out of requests is between two bytes, the deadline is for a server that drips."""
+        """Status and answer. requests' time-out only limits gaps between bytes; the deadline is for a dripping server."""
         import requests
 
         deadline = time.monotonic() + timeout
@@ -246,7 +240,9 @@ class HTTPClient:
         import requests
 
         session = requests.Session()
-        session.cookies.set_policy(DefaultCookiePolicy(allowed_domains=[]))  # with none, threads can share the session
+        session.cookies.set_policy(
+            DefaultCookiePolicy(allowed_domains=[])
+        )  # without cookies, threads can share the session
         adapter = requests.adapters.HTTPAdapter(pool_connections=1, pool_maxsize=self._max_concurrent or 1024)
         session.mount("http://", adapter)
         session.mount("https://", adapter)
@@ -262,13 +258,13 @@ class HTTPClient:
         return {"no_proxy": host} if is_loopback(host) else None  # a proxy cannot reach this machine's loopback
 
     def _authorise(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
-        """The token or nothing; given to every request, so that ``~/.netrc`` is never read and sent instead."""
+        """Adds the token, if any. Every request gets this, or requests would read ``~/.netrc`` and send it."""
         if self._token is not None:
             request.headers["Authorization"] = f"Bearer {self._token}"
         return request
 
     def _log_retry(self, state: tenacity.RetryCallState) -> None:
-        """One warning for the hundreds of requests that fail together."""
+        """Logs one warning for the hundreds of requests that fail together."""
         error, wait, now = state.outcome.exception(), state.next_action.sleep, time.monotonic()
         says = (type(error), getattr(error, "status", None), wait)
         quiet = now - self._warned_at.get(says, float("-inf")) < _QUIET_SECONDS
@@ -290,13 +286,10 @@ def _parsed(answer: bytes) -> dict[str, Any]:
 
 
 def read_token(*, env: str | None = None, file: str | None = None, option: str = "--remote_rm_token_env") -> str | None:
-    """Reads a bearer token from an environment variable or from a file; ``None`` where neither is given.
+    """Reads a bearer token from an environment variable or a file; ``None`` if neither is given.
 
-    Args:
-        option: the flag that named the variable, for errors.
-
-    Raises:
-        ValueError: both given, variable unset, file missing, or a token with characters no header can carry.
+    ``option`` is the flag that named the variable. Raises ``ValueError`` if both are given, it is missing, or the token
+    has characters that no header can carry.
     """
     if env is not None and file is not None:
         raise ValueError("the token of a server comes from a variable or from a file, not from both")
@@ -320,14 +313,9 @@ def check_token(token: str, where: str) -> str:
 
 
 def check_url(url: str, option: str = "--remote_rm_url", token_option: str | None = "--remote_rm_token_env") -> None:
-    """Refuses what is not an http(s) address with a host, or has a user or password in it.
+    """Refuses, with a ``ValueError``, an address that is not http(s) with a host, or that contains a user or password.
 
-    Args:
-        option: the flag that the address comes from, for errors.
-        token_option: the flag that takes a token instead, if there is one.
-
-    Raises:
-        ValueError: naming the flag.
+    ``option`` is the flag of the address; ``token_option`` the flag that takes a token instead, if any.
     """
     try:
         parts = urlsplit(url)
@@ -352,7 +340,7 @@ def shown_url(url: str) -> str:
 
 
 def secret_texts(urls: Sequence[str], token: str | None) -> list[str]:
-    """Whatever must not be shown, in the forms in which an error text may hold it; longest first."""
+    """The texts that must not be shown, in every form in which an error may hold them; longest first."""
     secrets = {token, quote(token, safe=""), json.dumps(token)[1:-1]} if token else set()
     for url in urls:
         query = urlsplit(url).query
@@ -363,7 +351,7 @@ def secret_texts(urls: Sequence[str], token: str | None) -> list[str]:
 
 
 def cleaned(text: str, secrets: Sequence[str]) -> str:
-    """One line of at most 300 characters without the secrets."""
+    """The text in one line of at most 300 characters, without the secrets."""
     for secret in secrets:  # before cutting, which could leave half of one
         text = text.replace(secret, "***")
     text = " ".join(text.split())
@@ -371,11 +359,7 @@ def cleaned(text: str, secrets: Sequence[str]) -> str:
 
 
 def check_bind(host: str, has_token: bool, token_option: str = "--token_env") -> None:
-    """Refuses an address to listen on that other machines can reach, unless a token keeps strangers out.
-
-    Raises:
-        ValueError: naming the flags.
-    """
+    """Refuses, with a ``ValueError``, to listen where other machines can connect unless a token keeps strangers out."""
     if not has_token and not is_loopback(host):
         raise ValueError(
             f"--host {host} can be reached from other machines: set {token_option} NAME, the environment variable of "
@@ -384,7 +368,7 @@ def check_bind(host: str, has_token: bool, token_option: str = "--token_env") ->
 
 
 def is_loopback(host: str) -> bool:
-    """Whether every address of a host name or IP address is of this machine alone; an unknown name is not."""
+    """Whether every address of a host name or IP address belongs to this machine alone; False for an unknown name."""
     if not host:
         return False  # all interfaces
     try:

@@ -1,4 +1,4 @@
-"""What a part needs of the ranks: one protocol, and the one that stands for a process alone."""
+"""What a part needs of the ranks: one protocol, and its implementation for a single process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 class Ranks(Protocol):
     """One rank among others. Every method but ``get_rank``, ``is_rank_0`` and ``print`` is collective.
 
-    :class:`lightppo.strategy.distributed.DistributedStrategy` is one; so is :class:`Alone`.
+    Implemented by :class:`lightppo.strategy.distributed.DistributedStrategy` and by :class:`Alone`.
     """
 
     device: Any  # where the tensors of this rank live
@@ -31,16 +31,16 @@ class Ranks(Protocol):
         """Concatenates tensors along their first dimension, which may differ, in rank order."""
 
     def all_gather_object(self, obj: Any) -> list[Any]:
-        """Any picklable object of every rank, in rank order."""
+        """Collects a picklable object from every rank, in rank order."""
 
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
         """Rank ``src``'s object on every rank."""
 
     def same_count(self, count: int) -> int:
-        """The largest ``count`` of all ranks: how often everybody has to run a collective."""
+        """The largest ``count`` of all ranks: how often each must run a collective."""
 
     def on_rank_0(self, action: Callable[[], Any], what: str) -> None:
-        """Runs ``action`` on rank 0; its failure is raised on every rank."""
+        """Runs ``action`` on rank 0; if it fails, every rank raises."""
 
     def barrier(self) -> None: ...
 
@@ -49,7 +49,7 @@ class Ranks(Protocol):
 
 
 class Alone:
-    """The ranks of a process without others: every collective returns what it was given."""
+    """The ranks of a single process: every collective returns its argument."""
 
     world_size = 1
 
@@ -88,8 +88,8 @@ class Alone:
 
 
 def level(parts: Sequence[T], ranks: Ranks, filler: Callable[[], T]) -> list[T]:
-    """Fillers and this rank's parts: as many on every rank, so that collectives in the models' passes meet. Collective.
+    """This rank's parts after as many fillers as make all ranks' counts equal, so that collectives match. Collective.
 
-    The fillers come first, so that the last part is a real one on every rank that has any.
+    The fillers come first, so that the last part is real on every rank that has any.
     """
     return [*(filler() for _ in range(ranks.same_count(len(parts)) - len(parts))), *parts]

@@ -1,4 +1,4 @@
-"""Python objects in files of the user's own, as flags name them: ``path.py`` or ``path.py:name``."""
+"""Python objects in the user's own files, named by flags as ``path.py`` or ``path.py:name``."""
 
 from __future__ import annotations
 
@@ -11,16 +11,14 @@ from typing import Any
 
 
 def load_python_function(spec: str, default_name: str, *, option: str = "") -> Callable[..., Any]:
-    """Loads a function from ``path.py`` or ``path.py:name``.
-
-    The file is run anew, from exactly that path: no search path is consulted and none is changed.
+    """Loads a function from ``path.py`` or ``path.py:name``; runs the file anew, from exactly that path.
 
     Args:
-        default_name: the function's name where ``spec`` has none.
+        default_name: the function's name if ``spec`` has none.
         option: the flag that errors name, e.g. ``--reward_fn``.
 
     Raises:
-        ValueError: no such file or function (what is there is named), or the file fails when run.
+        ValueError: no such file or function (the text names those that exist), or the file fails when run.
     """
     value = load_python_object(spec, default_name, option=option)
     if not callable(value):
@@ -29,9 +27,9 @@ def load_python_function(spec: str, default_name: str, *, option: str = "") -> C
 
 
 def load_python_object(spec: str, *default_names: str, option: str = "") -> Any:
-    """:func:`load_python_function` for any object of a module, e.g. a reward source built there.
+    """Loads any object of a file, e.g. a reward source, as :func:`load_python_function` does.
 
-    Where ``spec`` has no name, it is the first of ``default_names`` that the module has.
+    Without a name in ``spec``, takes the first of ``default_names`` that the module has.
     """
     path, name = split_python_spec(spec, default_names[0], option=option)
     module = _run_file(path, option)
@@ -48,11 +46,7 @@ def load_python_object(spec: str, *default_names: str, option: str = "") -> Any:
 
 
 def split_python_spec(spec: str, default_name: str, *, option: str = "") -> tuple[Path, str]:
-    """Splits ``path.py[:name]`` and looks whether the file is there.
-
-    Raises:
-        ValueError: another form, or no such file (its neighbours are named).
-    """
+    """Splits ``path.py[:name]`` and checks that the file exists; a ``ValueError`` names its neighbours if not."""
     head, colon, name = spec.rpartition(":")
     if not colon or spec.endswith(".py"):
         head, name = spec, default_name

@@ -1,7 +1,7 @@
 """From the replay buffer to optimizer steps: which samples, in which micro batches, divided by which totals.
 
-All ranks agree on two counts here and nowhere else: optimizer steps per epoch and micro batches per optimizer step. A
-rank with fewer micro batches runs fully masked ones, so that ZeRO-3's collectives always meet.
+Only here do ranks agree on two counts: optimizer steps per epoch and micro batches per optimizer step. A rank with
+fewer micro batches runs fully masked ones, so that ZeRO-3's collectives always match.
 """
 
 from __future__ import annotations
@@ -28,30 +28,23 @@ from lightppo.experience.experience import Experience
 from lightppo.models.packing import micro_batches
 from lightppo.ranks import Ranks, level
 
-TOLERANCE = 0.02  # of the mean: what is left of the difference is not worth another exchange
+TOLERANCE = 0.02  # of the mean: a smaller difference is not worth another exchange
 
 
 class Group(NamedTuple):
-    """The samples of one prompt on one rank: their tokens and number, and the prompt's index."""
+    """The samples of one prompt on one rank."""
 
     tokens: int
-    samples: int
-    index: int
+    samples: int  # their number
+    index: int  # the prompt's
 
 
 def balance_ranks(rollouts: Sequence[Rollout], strategy: Ranks, *, prompt_once: bool = False) -> list[Rollout]:
-    """Swap whole groups between ranks until all hold about as many tokens. Collective.
+    """Swaps whole groups between ranks until all hold about the same number of tokens. Collective.
 
-    Groups are swapped for groups of as many samples, so that every rank keeps its number of samples, and with it every
-    optimizer step its batch size. Which groups are swapped follows from their lengths alone.
-
-    Args:
-        rollouts: of this rank.
-        strategy: gathers over ranks.
-        prompt_once: a prompt goes through the models once for all its samples, and counts once.
-
-    Returns:
-        this rank's rollouts: those that stay in their order, then those that came.
+    Groups are swapped only for groups with as many samples, so every rank keeps its number of samples and every
+    optimizer step its batch size. The choice depends only on lengths. With ``prompt_once`` a prompt counts once for all
+    its samples, as it goes through the models once. Returns the rollouts that stay, in order, and then those that came.
     """
     if strategy.world_size == 1:
         return list(rollouts)
@@ -74,10 +67,8 @@ def balance_ranks(rollouts: Sequence[Rollout], strategy: Ranks, *, prompt_once: 
 def swapped(ranks: Sequence[Sequence[Group]], tolerance: float = TOLERANCE) -> list[list[Group]]:
     """The groups of each rank after swaps between the heaviest and the lightest rank.
 
-    Args:
-        ranks: groups of each rank. One whose prompt is on several ranks stays where it is: on one rank the two would be
-            one group.
-        tolerance: no more swaps where the heaviest rank is above the mean by at most this share.
+    Swapping ends when the heaviest rank is at most ``tolerance`` above the mean. A group whose prompt is on several
+    ranks stays: on one rank the two would become one group.
     """
     result = [list(groups) for groups in ranks]
     indices = [group.index for groups in ranks for group in groups]
@@ -98,7 +89,7 @@ def swapped(ranks: Sequence[Sequence[Group]], tolerance: float = TOLERANCE) -> l
 
 
 def _best_swap(heavy: list[Group], light: list[Group], gap: int, shared: set[int]) -> tuple[Group, Group] | None:
-    """A group of each whose swap brings the loads nearest to each other; ``None``: none brings them nearer."""
+    """The pair of groups whose swap narrows the gap most; ``None`` if no swap narrows it."""
     best: tuple[float, Group, Group] | None = None
     partners: dict[int, list[Group]] = defaultdict(list)
     for group in sorted(light):
@@ -120,20 +111,17 @@ def _tokens(group: Sequence[Rollout], prompt_once: bool) -> int:
 
 
 def selection_of(loss: Any) -> Selection | None:
-    """What singles out tokens of a rollout for this policy loss; ``None``: it treats all alike."""
+    """The function that selects tokens for this policy loss; ``None`` if the loss treats all tokens alike."""
     name = getattr(loss, "policy_loss", None)
     entry = None if name is None else POLICY_LOSSES.find(name)
     return None if entry is None or entry.selection is None else load(entry.selection)
 
 
 def select_tokens(items: Sequence[Experience], loss: PolicyLoss, ranks: Ranks, seed: int) -> None:
-    """Set ``selected`` of all rows, where the loss selects tokens at all. Collective then.
+    """Sets ``selected`` of all rows if the loss selects tokens; then collective.
 
-    Args:
-        items: one-row experiences of this rank, with log probs and final advantages; may be none.
-        loss: names the selection and its options.
-        ranks: reductions over ranks.
-        seed: of this rollout; a token's random number follows from it, its row's token ids and its place.
+    ``items`` are this rank's one-row experiences, with log probs and final advantages; there may be none. A token's
+    random number depends on ``seed``, its row's token ids and its position.
     """
     select = selection_of(loss)
     if select is None:
@@ -153,12 +141,12 @@ def select_tokens(items: Sequence[Experience], loss: PolicyLoss, ranks: Ranks, s
 
 
 def _trained(rows: Sequence[Tensor], masks: Sequence[Tensor]) -> Tensor:
-    """The trained tokens of all rows, one after the other (N,)."""
+    """The trained tokens of all rows, concatenated (N,)."""
     return torch.cat([row[mask] for row, mask in zip(rows, masks)]) if rows else torch.zeros(0)
 
 
 def _uniforms(item: Experience, seed: int) -> Tensor:
-    """Random numbers of a row (A,), the same on whatever rank and in whatever order the row comes."""
+    """Random numbers of a row (A,), independent of its rank and of the order of rows."""
     key = zlib.crc32(item.sequences.cpu().numpy().tobytes(), seed & 0xFFFF_FFFF)
     generator = torch.Generator().manual_seed(key)
     return torch.rand(item.num_actions, generator=generator).to(item.sequences.device)
@@ -172,7 +160,7 @@ class ReplayBuffer:
         limit: most rows kept, oldest out first; 0 keeps all.
         cpu_offload: keep every tensor on the CPU.
         device: where :meth:`sample` and :meth:`collate_fn` put their batches.
-        pin_memory: batches go to a GPU through page-locked memory.
+        pin_memory: copy batches to a GPU through page-locked memory.
     """
 
     def __init__(
@@ -191,7 +179,7 @@ class ReplayBuffer:
         self.items: list[Experience] = []
 
     def append(self, experience: Experience) -> None:
-        """Add all rows of a batch."""
+        """Adds all rows of a batch."""
         if self.cpu_offload:
             experience = experience.to_device("cpu")
         self.items += experience.split()
@@ -199,27 +187,23 @@ class ReplayBuffer:
             self.items = self.items[-self.limit :]
 
     def extend(self, experiences: Iterable[Experience]) -> None:
-        """Add several batches."""
+        """Adds several batches."""
         for experience in experiences:
             self.append(experience)
 
     def fill(self, experiences: Iterable[Experience], repeated: Sequence[int] = ()) -> None:
-        """Add all rows of this rollout, and once more those at the places ``repeated``, as they are."""
+        """Adds all rows of this rollout, then the rows at the positions ``repeated`` again."""
         experiences = list(experiences)
         self.extend(experiences)
         rows = self.items[-sum(len(part) for part in experiences) :]
         self.extend([replace(rows[i]) for i in repeated])
 
     def clear(self) -> None:
-        """Forget all rows."""
+        """Removes all rows."""
         self.items.clear()
 
     def sample(self) -> Experience:
-        """``sample_batch_size`` different rows as one batch.
-
-        Raises:
-            ValueError: if the buffer holds fewer.
-        """
+        """``sample_batch_size`` different rows as one batch; ``ValueError`` if the buffer holds fewer."""
         if len(self) < self.sample_batch_size:
             raise ValueError(f"the replay buffer holds {len(self)} samples, fewer than {self.sample_batch_size}")
         return self.collate_fn(random.sample(self.items, self.sample_batch_size))
@@ -236,20 +220,14 @@ class ReplayBuffer:
         return (batch.pin_memory() if self.pin_memory and self.cpu_offload else batch).to_device(self.device)
 
     def normalize(self, attribute: str, strategy: Ranks, divide_std: bool = True, **options: Any) -> None:
-        """Whiten a per-action tensor over the trained tokens of all rows on all ranks.
+        """Whitens the advantages over the trained tokens of all rows on all ranks.
 
-        Args:
-            attribute: only ``"advantages"``.
-            strategy: its ``all_reduce`` sums over ranks.
-            divide_std: ``False`` only subtracts the mean.
-            options: further ones of :func:`lightppo.algorithms.masking.whiten`.
-
-        Raises:
-            ValueError: on another attribute.
+        ``attribute`` must be ``"advantages"``; ``divide_std=False`` only subtracts the mean; for ``options`` see
+        :func:`lightppo.algorithms.masking.whiten`.
         """
         if attribute != "advantages":
             raise ValueError(f"only 'advantages' can be normalised, not {attribute!r}")
-        # A rank without samples still takes part in the reduction, with nothing.
+        # A rank without samples still takes part in the reduction, with empty tensors.
         lengths = [item.num_actions for item in self.items]
         values = torch.cat([item.advantages[0] for item in self.items]) if lengths else torch.zeros(0)  # (ΣA,)
         mask = torch.cat([item.action_mask[0] for item in self.items]) if lengths else torch.zeros(0, dtype=torch.bool)
@@ -266,48 +244,32 @@ class ReplayBuffer:
 
 @dataclass(frozen=True)
 class StepPart:
-    """What a micro batch must know of the optimizer step that it is part of.
+    """What a micro batch must know about its optimizer step."""
 
-    Attributes:
-        normalizer: trained tokens and sequences of the step, over all ranks and micro batches.
-        status_scale: a metric is a micro batch's share of the step; times this it is a number whose mean over the
-            micro batches with samples, of all ranks, is the metric of the step.
-        loss_scale: factor of the loss beside the normalizer; 1 where the step was planned.
-        has_samples: ``False``: a placeholder, which only keeps the collectives of the ranks level.
-        pretrain: batch for the PTX loss, the labelled tokens of all such batches of the step, and how many of them a
-            rank has; placeholders have one too.
-    """
-
-    normalizer: LossNormalizer
+    normalizer: LossNormalizer  # trained tokens and sequences of the step, over all ranks and micro batches
+    # A metric is a micro batch's share of the step. Times this factor, its mean over the micro batches with samples, of
+    # all ranks, is the metric of the step.
     status_scale: float = 1.0
-    loss_scale: float = 1.0
-    has_samples: bool = True
-    pretrain: tuple[Any, float, int] | None = None
+    loss_scale: float = 1.0  # factor of the loss beside the normalizer; 1 if the step was planned
+    has_samples: bool = True  # False: a placeholder that only keeps the ranks' collectives level
+    # batch for the PTX loss, labelled tokens of all such batches of the step, and how many of them a rank has
+    pretrain: tuple[Any, float, int] | None = None  # placeholders have one too
 
 
 @dataclass
 class Minibatch:
-    """One optimizer step as this rank sees it, in micro batches; as many on every rank.
+    """One optimizer step on this rank, in micro batches; their number is the same on every rank."""
 
-    Attributes:
-        micro_batches: of the actor.
-        critic_micro_batches: the same samples for the critic; ``None``: in the actor's micro batches.
-    """
-
-    micro_batches: list[Experience]
-    critic_micro_batches: list[Experience] | None = None
+    micro_batches: list[Experience]  # the actor's
+    critic_micro_batches: list[Experience] | None = None  # the same samples; None: in the actor's micro batches
 
 
 def plan_step(
     micro_batches: Sequence[Experience], ranks: Ranks, *, scale: float = 1.0, device: torch.device
 ) -> list[Experience]:
-    """This rank's micro batches, completed to the common count and told the totals of the step. Collective.
+    """Gives this rank's micro batches the totals of the step, and adds placeholders up to the common count. Collective.
 
-    Args:
-        micro_batches: on the training device; placeholders come in front of them where other ranks have more.
-        ranks: reductions.
-        scale: constant of ``seq-mean-token-sum-norm``.
-        device: the training device.
+    ``scale`` is the constant of ``seq-mean-token-sum-norm``.
     """
     normalizer = LossNormalizer.from_masks(
         [m.action_mask for m in micro_batches] or [Experience.placeholder(device).action_mask],
@@ -321,7 +283,7 @@ def plan_step(
 
 
 def lone_part(experience: Experience, ranks: Ranks, *, scale: float = 1.0, accumulation: int = 1) -> StepPart:
-    """The part of a micro batch outside a planned step: one of ``accumulation`` that weigh the same. Collective."""
+    """The part of a micro batch outside a planned step, one of ``accumulation`` that weigh the same. Collective."""
     normalizer = LossNormalizer.from_masks(
         [experience.action_mask],
         all_reduce_sum=lambda x: ranks.all_reduce(x, "sum"),
@@ -333,31 +295,25 @@ def lone_part(experience: Experience, ranks: Ranks, *, scale: float = 1.0, accum
 
 @dataclass(frozen=True)
 class MicroBatching:
-    """How rows become micro batches, on all ranks alike.
-
-    Attributes:
-        ranks: reductions over ranks.
-        packed: rows go through the models without padding.
-        share_prompts: packed, a prompt goes through them once for all its rows in a micro batch.
-    """
+    """How rows become micro batches, the same on all ranks."""
 
     ranks: Ranks
-    packed: bool = False
-    share_prompts: bool = False
+    packed: bool = False  # rows go through the models without padding
+    share_prompts: bool = False  # if packed, a prompt runs once for all its rows in a micro batch
 
     def split(
         self, lengths: Sequence[tuple[int, int]], spec: MicroBatchSpec, prompts: Sequence[bytes]
     ) -> list[list[int]]:
         """Row numbers of each micro batch, see :func:`lightppo.models.packing.micro_batches`. Collective.
 
-        Ranks that can cut their rows into as many parts as the rank with most of them do so.
+        A rank cuts its rows into as many parts as the rank with the most parts, if it has enough rows.
         """
         options = {"packed": self.packed, "prompts": prompts if self.share_prompts else None}
         parts = micro_batches(lengths, spec, **options)
         return micro_batches(lengths, spec, at_least=self.ranks.same_count(len(parts)), **options)
 
     def split_rows(self, rows: Sequence[Experience], spec: MicroBatchSpec) -> list[list[Experience]]:
-        """The same of one-row experiences. Collective."""
+        """Splits one-row experiences as :meth:`split` does. Collective."""
         prompts = [row.prompts()[0] for row in rows] if self.share_prompts else ()
         numbers = self.split([row.row_lengths()[0] for row in rows], spec, prompts)
         return [[rows[i] for i in part] for part in numbers]
@@ -378,25 +334,22 @@ def minibatches(
     device: torch.device,
     loss_scale: float = 1.0,
 ) -> Iterator[Minibatch]:
-    """Split this rank's samples into optimizer steps, every sample in exactly one.
+    """Splits this rank's samples into optimizer steps, every sample into exactly one.
 
     Args:
-        items: one-row experiences of this rank.
-        ranks: reductions over ranks.
-        train_batch_size: samples per optimizer step over all ranks; where it does not divide, steps are smaller.
-        actor: what one forward and backward pass of the actor holds on this rank.
-        critic: the same of the critic; ``None``: as the actor.
+        train_batch_size: samples per optimizer step over all ranks; steps are smaller if it does not divide.
+        actor: rows or tokens in one forward and backward pass of the actor on this rank.
+        critic: the same limit for the critic; ``None``: as for the actor.
         packed: the passes run without padding.
-        share_prompts: packed, actor and critic run a prompt once for all its samples of a micro batch.
-        shuffle: what is drawn: single samples, or all samples of a prompt one after the other, so that only a prompt
-            at the border of two steps is in both.
-        generator: shuffles the samples; as seeded on this rank.
+        share_prompts: if packed, actor and critic run a prompt once for all its samples in a micro batch.
+        shuffle: draw single samples, or all samples of a prompt together, so that only a prompt at the border of two
+            steps is in both.
+        generator: shuffles the samples, with a seed of this rank.
         collate: rows → padded batch on the training device.
-        device: the training device.
         loss_scale: constant of ``seq-mean-token-sum-norm``.
 
     Raises:
-        ValueError: ``train_batch_size`` is smaller than the number of ranks: some steps would have no sample.
+        ValueError: ``train_batch_size`` is below the number of ranks, so some steps would have no sample.
     """
     if train_batch_size < ranks.world_size:
         raise ValueError(
@@ -420,7 +373,7 @@ def minibatches(
 
 
 def _groups_together(order: Tensor, prompts: Sequence[bytes]) -> Tensor:
-    """The same samples, those of one prompt where the first of them was."""
+    """The same samples, with all samples of a prompt moved to its first one."""
     place: dict[bytes, int] = {}
     for i in order.tolist():
         place.setdefault(prompts[i], len(place))

@@ -1,4 +1,4 @@
-"""Rollouts looked at: in files for people, saved and replayed, and an engine's log probs against the trainer's."""
+"""Checks on rollouts: files for people to read, save and replay, and the engine's log probs against the trainer's."""
 
 from __future__ import annotations
 
@@ -23,13 +23,9 @@ logger = logging.getLogger(__name__)
 
 
 def write_step(folder: str | Path, step: int, rollouts: Sequence[Rollout], strategy: Ranks) -> None:
-    """Write ``stepN.jsonl``: one line per sample of all ranks, by prompt and sample number. Collective.
+    """Writes ``stepN.jsonl``: one line per sample of all ranks, by prompt and sample number. Collective.
 
-    Args:
-        folder: made if missing; the file of the same step of an earlier run is replaced.
-        step: number of the PPO step.
-        rollouts: scored samples of this rank.
-        strategy: gathers, and lets rank 0 write.
+    Makes the folder if needed, and replaces the file of the same step of an earlier run.
     """
     rows = [row for part in strategy.all_gather_object([_row(r, step) for r in rollouts]) for row in part]
     rows.sort(key=lambda row: (row["index"], row["sample_index"]))
@@ -55,28 +51,23 @@ def _row(rollout: Rollout, step: int) -> dict[str, Any]:
 
 @dataclass
 class RolloutReplay:
-    """Saves what the engine samples, and gives it back in a later run instead of sampling; for debugging.
+    """Saves what the engine samples, and returns it in a later run instead of sampling; for debugging.
 
-    A file holds one generation batch of one rank, keyed by step, batch and rank. Rewards are not kept: they are
-    computed again. Where any rank lacks its file, all ranks sample and save.
-
-    Attributes:
-        folder: made if missing.
-        strategy: rank and agreement.
-        reuse: every step gets the first batch that was saved, whatever its prompts are.
+    A file holds one generation batch of one rank, keyed by step, batch and rank. Rewards are not saved but computed
+    again. If any rank lacks its file, all ranks sample and save.
     """
 
     folder: str | Path
     strategy: Ranks
-    reuse: bool = False
+    reuse: bool = False  # every step gets the first saved batch, whatever its prompts are
 
     def rollouts(
         self, prompts: Sequence[Prompt], step: int, batch: int, sample: Callable[[], list[Rollout]]
     ) -> list[Rollout]:
-        """The saved rollouts of this generation batch, or those that ``sample`` gives. Collective.
+        """The saved rollouts of this generation batch, or else the rollouts from ``sample``. Collective.
 
         Raises:
-            ConfigError: the saved ones are of other prompts, or the prompts cannot be saved.
+            ConfigError: the saved rollouts have other prompts, or the prompts cannot be saved.
         """
         key = "first" if self.reuse else f"step{step}_batch{batch}"
         path = Path(self.folder) / f"{key}_rank{self.strategy.get_rank()}of{self.strategy.world_size}.json"
@@ -101,7 +92,7 @@ class RolloutReplay:
 
 
 def _write(path: Path, text: str) -> None:
-    """Whole or not at all."""
+    """Writes the whole file or nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_text(text, encoding="utf-8")
@@ -113,15 +104,10 @@ NAMED_WEIGHTS = 5
 
 
 class RolloutCheck:
-    """Compares log probs at the first rollouts, and watches ``rollout/logp_diff_mean`` from then on.
+    """Compares log probs at the first rollouts, and then watches ``rollout/logp_diff_mean``.
 
-    Engines that sample with the actor itself are only watched: what makes a copy says ``keeps_weights = True``.
-
-    Args:
-        actor: prepared.
-        engine: sampled the rollouts; may have ``differing_weights()`` → (names, names that cannot be compared).
-        strategy: reduces over ranks.
-        config: resolved; read are ``--rollout_check``, ``--logp_diff_tolerance`` and the types.
+    An engine that samples with the actor itself is only watched; an engine with a copy has ``keeps_weights = True``,
+    and may have ``differing_weights()`` → (names, names that cannot be compared).
     """
 
     def __init__(self, actor: Any, engine: RolloutEngine, strategy: Any, config: PPOConfig) -> None:
@@ -136,10 +122,10 @@ class RolloutCheck:
 
     @torch.no_grad()
     def first(self, rollouts: Sequence[Rollout]) -> None:
-        """Compare on the first call, and do nothing on later ones. Collective: a rank may have no rollouts.
+        """Compares on the first call and does nothing later. Collective: a rank may have no rollouts.
 
         Raises:
-            RolloutMismatchError: the mean difference is above the tolerance, with ``--rollout_check error``.
+            RolloutMismatchError: with ``--rollout_check error``, the mean difference exceeds the tolerance.
         """
         if not self.pending:
             return
@@ -158,7 +144,7 @@ class RolloutCheck:
             logger.warning("%s", message)
 
     def difference(self, rollouts: Sequence[Rollout]) -> tuple[float, float]:
-        """(mean, max) over all ranks' tokens of \\|engine's log prob - trainer's\\|, in nats. Collective."""
+        r"""(mean, max) of \|engine's log prob - trainer's\| over the tokens of all ranks, in nats. Collective."""
         batch = Experience.from_rollouts(rollouts) if rollouts else Experience.placeholder()
         batch.to_device(self.strategy.device)
         temperature, training = self.actor.temperature, self.actor.training
@@ -181,7 +167,7 @@ class RolloutCheck:
         return (sums["total"] / sums["count"] if sums["count"] else 0.0), largest
 
     def watch(self, status: Mapping[str, float], step: int) -> None:
-        """Warn where a step's ``logp_diff_mean`` is above the tolerance, and again when it has doubled."""
+        """Warns if a step's ``logp_diff_mean`` exceeds the tolerance, and again when it has doubled."""
         mean = status.get("logp_diff_mean", 0.0)
         if self.mode == "off" or not mean > self._warned_at:
             return
@@ -196,7 +182,7 @@ class RolloutCheck:
             )
 
     def _suspects(self) -> str:
-        """Collective."""
+        """Says which weights differ. Collective."""
         if not hasattr(self.engine, "differing_weights"):
             return "This engine cannot say which weights differ"
         differing, unknown = self.engine.differing_weights()
@@ -212,5 +198,5 @@ class RolloutCheck:
 
 
 def default_tolerance(config: PPOConfig) -> float:
-    """0.001 where trainer and engine are fp32, 0.1 where one of them is not: well above what rounding makes."""
+    """0.001 if trainer and engine run in fp32, else 0.1: well above rounding errors."""
     return 0.1 if config.model.bf16 or config.engine.vllm_dtype in ("bfloat16", "float16") else 0.001

@@ -1,4 +1,4 @@
-"""Experience: a batch of responses as training sees it, and its one conversion from rollouts.
+"""Experience: a batch of responses for training, converted from rollouts in one place.
 
 Layout of a row, S positions of which the last A are the action positions::
 
@@ -37,39 +37,22 @@ _ACTION_TENSORS = (
 
 @dataclass
 class Experience:
-    """B responses with what policy optimisation needs of them.
+    """B responses with the tensors that policy optimisation needs."""
 
-    Attributes:
-        sequences: token ids (B, S).
-        attention_mask: 1 where a token is real (B, S).
-        action_mask: True where a token is trained (B, A).
-        action_log_probs: of the policy before this rollout's updates (B, A).
-        base_action_log_probs: of the reference model (B, A).
-        rollout_log_probs: as the rollout engine sampled them (B, A).
-        values: critic's values before each action (B, A).
-        returns: regression targets of the critic (B, A).
-        advantages: (B, A).
-        kl: per-token KL estimate between policy and reference (B, A).
-        loss_weights: constant factor of each token's policy loss (B, A): off-policy correction, high-entropy tokens.
-        selected: tokens that the policy loss treats differently (B, A) bool: clip_cov, kl_cov.
-        info: one number per sample (B,): reward, response_length, total_length, kl, return, ...
-        part: of which optimizer step it is a micro batch (``batching.StepPart``); ``None`` elsewhere.
-    """
-
-    sequences: Tensor
-    attention_mask: Tensor
-    action_mask: Tensor
-    action_log_probs: Tensor | None = None
-    base_action_log_probs: Tensor | None = None
-    rollout_log_probs: Tensor | None = None
-    values: Tensor | None = None
-    returns: Tensor | None = None
-    advantages: Tensor | None = None
-    kl: Tensor | None = None
-    loss_weights: Tensor | None = None
-    selected: Tensor | None = None
-    info: dict[str, Tensor] = field(default_factory=dict)
-    part: Any = None
+    sequences: Tensor  # (B, S) token ids
+    attention_mask: Tensor  # (B, S) 1: a real token
+    action_mask: Tensor  # (B, A) True: a trained token
+    action_log_probs: Tensor | None = None  # (B, A) the policy's, before this rollout's updates
+    base_action_log_probs: Tensor | None = None  # (B, A) the reference model's
+    rollout_log_probs: Tensor | None = None  # (B, A) the rollout engine's, as sampled
+    values: Tensor | None = None  # (B, A) the critic's, before each action
+    returns: Tensor | None = None  # (B, A) regression targets of the critic
+    advantages: Tensor | None = None  # (B, A)
+    kl: Tensor | None = None  # (B, A) KL estimate between policy and reference per token
+    loss_weights: Tensor | None = None  # (B, A) constant factors of the policy loss: correction, high-entropy tokens
+    selected: Tensor | None = None  # (B, A) bool: tokens that the policy loss treats differently (clip_cov, kl_cov)
+    info: dict[str, Tensor] = field(default_factory=dict)  # (B,) each: reward, response_length, kl, return, ...
+    part: Any = None  # batching.StepPart of a micro batch: its share of an optimizer step; else None
 
     def __len__(self) -> int:
         return self.sequences.size(0)
@@ -95,17 +78,17 @@ class Experience:
         return [(total - r, r) for total, r in zip(self.total_lengths.tolist(), responses)]
 
     def prompts(self) -> list[bytes]:
-        """The prompt of each row: the same bytes for the same token ids."""
+        """The prompt of each row as bytes, equal for equal token ids."""
         split = self.sequences.size(1) - self.num_actions
         ids, real = self.sequences[:, :split].cpu(), self.attention_mask[:, :split].bool().cpu()
         return [row[mask].numpy().tobytes() for row, mask in zip(ids, real)]
 
     @classmethod
     def from_rollouts(cls, rollouts: Sequence[Rollout]) -> Self:
-        """Token ids and masks of scored rollouts; ``info`` holds the reward where there is one, and the lengths.
+        """Token ids and masks of scored rollouts; ``info`` holds lengths and truncation.
 
         Raises:
-            ValueError: no rollouts, or one has an empty prompt, an empty response or log probs of another length.
+            ValueError: no rollouts, an empty prompt or response, or log probs of another length.
         """
         if not rollouts:
             raise ValueError("no rollouts: an Experience needs at least one row")
@@ -138,7 +121,7 @@ class Experience:
 
     @classmethod
     def placeholder(cls, device: torch.device | str = "cpu") -> Self:
-        """One row of two tokens with nothing to train: what a rank runs while other ranks still have micro batches."""
+        """One row of two tokens with nothing to train, for a rank that runs out of micro batches before others."""
         tensors = {name: torch.zeros(1, 1, device=device) for name in _ACTION_TENSORS}
         return cls(
             sequences=torch.zeros(1, 2, dtype=torch.long, device=device),
@@ -148,7 +131,7 @@ class Experience:
         )
 
     def select(self, rows: Sequence[int] | Tensor) -> Self:
-        """These rows, with the padding that they no longer need cut off on both sides."""
+        """These rows, without the padding on both sides that they no longer need."""
         rows = torch.as_tensor(rows, dtype=torch.long, device=self.sequences.device)
         attention = self.attention_mask[rows]
         split = self.sequences.size(1) - self.num_actions  # columns before the action positions
@@ -163,7 +146,7 @@ class Experience:
         )
 
     def without_rows(self) -> Self:
-        """The same tensors with no row: what a rank without samples brings to computations over all ranks."""
+        """The same tensors without rows, for a rank without samples in computations over all ranks."""
         return dataclasses.replace(self)._map(lambda x: x[:0])
 
     def split(self, size: int = 1) -> list[Self]:
@@ -191,10 +174,9 @@ class Experience:
 
     @classmethod
     def collate(cls, parts: Sequence[Experience]) -> Self:
-        """One batch from several, padded to the longest prompt and the longest response.
+        """Joins parts into one batch, padded to the longest prompt and the longest response.
 
-        Raises:
-            ValueError: if there are no parts, or they hold different tensors.
+        Raises ``ValueError`` without parts, or if the parts hold different tensors.
         """
         if not parts:
             raise ValueError("nothing to collate")
@@ -207,7 +189,7 @@ class Experience:
         splits = [p.sequences.size(1) - p.num_actions for p in parts]  # columns before the action positions
 
         def sequence_shaped(name: str) -> Tensor:
-            """(ΣB, S): prompts to the right, responses to the left of where they meet."""
+            """(ΣB, S): prompts are padded on the left, responses on the right."""
             left = [row[:split] for p, split in zip(parts, splits) for row in getattr(p, name)]
             right = [row[split:] for p, split in zip(parts, splits) for row in getattr(p, name)]
             return torch.cat([_pad(left, left=True), _pad(right)], 1)
@@ -233,16 +215,16 @@ class Experience:
         return self
 
     def to_device(self, device: torch.device | str) -> Self:
-        """Move every tensor, in place; returns itself."""
-        # Not to the CPU: that copy returns before the numbers are there, and nothing would wait for them.
+        """Moves every tensor in place; returns itself."""
+        # Not to the CPU: that copy returns before the numbers have arrived, and nothing would wait for them.
         non_blocking = torch.device(device).type != "cpu"
         return self._map(lambda x: x.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Self:
-        """Pin every tensor for fast copies to a GPU, in place; returns itself."""
+        """Pins every tensor in place for fast copies to a GPU; returns itself."""
         return self._map(lambda x: x.pin_memory())
 
 
 def _pad(rows: Sequence[Tensor], left: bool = False) -> Tensor:
-    """Stack 1-d tensors to the longest, zeros elsewhere (B, longest)."""
+    """Stacks 1-d tensors, padded with zeros to the longest (B, longest)."""
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side="left" if left else "right")

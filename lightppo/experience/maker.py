@@ -38,11 +38,7 @@ from lightppo.ranks import Ranks, level
 class ScoreShaper:
     """Shapes the scores of one rank's samples, in the order of the flags in ``--help``.
 
-    Args:
-        config: which steps, and how.
-        max_len: longest response, tokens (``--generate_max_len``).
-        all_reduce_sum: sums over ranks, for the running statistics.
-        device: where the scores go.
+    ``max_len`` is the longest response in tokens (``--generate_max_len``).
     """
 
     def __init__(
@@ -55,12 +51,12 @@ class ScoreShaper:
         self.running = RunningMeanStd() if config.reward_running_norm else None
 
     def observe(self, rollouts: Sequence[Rollout]) -> None:
-        """Take the samples of this rollout into the running statistics. Collective, also for a rank without samples."""
+        """Adds the samples of this rollout to the running statistics. Collective, also for a rank without samples."""
         if self.running is not None:
             self.running.update(self._scaled(rollouts), all_reduce_sum=self.all_reduce_sum)
 
     def shape(self, rollouts: Sequence[Rollout]) -> Tensor:
-        """The score of each response (B,); with dense rewards what is added at its end."""
+        """The score of each response (B,); with dense rewards, the reward added at its end."""
         c = self.config
         scores = self._scaled(rollouts)  # (B,)
         truncated = torch.tensor([r.truncated for r in rollouts], dtype=torch.bool, device=self.device)
@@ -87,7 +83,7 @@ class ScoreShaper:
         return dense_rewards(scale_scores(rows, **self._scale()), action_mask, c.reward_delta)
 
     def final_scores(self, rollouts: Sequence[Rollout]) -> Tensor:
-        """What training maximises for each sample, before KL (B,): shaped scores, and the sum of dense rewards."""
+        """What training maximises for each sample before KL (B,): shaped scores plus the sum of dense rewards."""
         scores = self.shape(rollouts)
         if not self.config.use_dense_reward:
             return scores
@@ -96,7 +92,7 @@ class ScoreShaper:
         return scores + self.token_scores(rollouts, mask).sum(-1)
 
     def overlong(self, rollouts: Sequence[Rollout]) -> Tensor:
-        """The penalty of each response for its length, at most 0 (B,)."""
+        """The penalty for the length of each response, at most 0 (B,)."""
         lengths = torch.tensor([len(r.response_ids) for r in rollouts], dtype=torch.float32, device=self.device)
         return overlong_penalty(
             lengths, self.max_len, self.config.overlong_buffer_len, self.config.overlong_penalty_factor
@@ -107,7 +103,7 @@ class ScoreShaper:
         return self.running.state_dict() if self.running is not None else None
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """From ``state_dict``."""
+        """Restores ``state_dict``."""
         if self.running is not None and state is not None:
             self.running.load_state_dict(state)
 
@@ -128,28 +124,25 @@ class KLController(Protocol):
 
 @dataclass
 class Passes:
-    """What the forward passes give beside the experience: values after each response (B,), entropy (B, A)."""
+    """What the forward passes return beside the experience."""
 
-    last_values: Tensor
-    entropy: Tensor
+    last_values: Tensor  # (B,) after each response
+    entropy: Tensor  # (B, A)
 
 
 class ExperienceMaker:
     """Turns the scored rollouts of one rank into experience.
 
-    Forward passes run in evaluation mode, in micro batches of rows of like length; every rank runs the same number of
-    them. Advantages are computed over all rows of the rank at once, since groups may span micro batches.
+    Forward passes run in evaluation mode, in micro batches of rows of similar length; every rank runs the same number.
+    Advantages are computed over all rows of the rank at once, because groups may span micro batches.
 
     Args:
-        actor: gives action log probs (B, A).
-        critic: gives values (B, A); ``None`` where the estimator needs none.
+        critic: ``None`` if the estimator needs no values.
         initial_model: the reference policy; ``None`` without KL.
-        strategy: device, reductions over ranks and the common count of micro batches.
         kl_ctl: its ``value`` is the KL coefficient of the token rewards.
-        config: resolved; read are algorithm, loss, correction and the micro batch size.
         shaper: scores → what training maximises; ``None``: made from the config.
-        value_norm: the critic's values are normalised by it; ``None``: they are as they are.
-        old_log_probs: where the log probs before the update come from; ``None``: as ``old_log_probs_from`` says.
+        value_norm: normalises the critic's values; ``None``: they stay as they are.
+        old_log_probs: the source of the log probs before the update; ``None``: as ``old_log_probs_from`` says.
         sample: prompts, labels and generation options → scored rollouts, for scripts in the seed's style.
         progress: wraps the micro batches in a progress bar.
     """
@@ -197,24 +190,24 @@ class ExperienceMaker:
         all_labels: Sequence[Any] | None = None,
         **generate_kwargs: Any,
     ) -> list[Experience]:
-        """Experience of all rollouts of this rank, in their order, in parts of the micro batch size. Collective.
+        """Experience of all rollouts of this rank, in order, in parts of the micro batch size. Collective.
 
         Args:
-            rollouts: scored rollouts; the samples of one prompt are one group. May be empty, on some ranks. In the
-                seed's style prompts as texts, which are then sampled and scored first.
-            all_labels: of such prompts.
-            generate_kwargs: how to sample such prompts; by default as the trainer does.
+            rollouts: scored rollouts, grouped by prompt; may be empty on some ranks. Scripts in the seed's style pass
+                prompts as texts, which are first sampled and scored.
+            all_labels: labels of these prompts.
+            generate_kwargs: sampling options for these prompts; by default the trainer's.
 
         Raises:
-            ValueError: if a rollout has no reward, or a group is smaller than the estimator allows.
+            ValueError: a rollout has no reward, or a group is smaller than the estimator allows.
         """
         if any(isinstance(rollout, str) for rollout in rollouts):
             if self.sample is None:
                 raise ValueError("this ExperienceMaker has nothing to sample prompts with: pass scored rollouts")
             rollouts = self.sample(rollouts, all_labels, **generate_kwargs)
         self._check(rollouts)
-        # A rank without samples goes through everything, since there are collectives on the way: through the models
-        # with one row that stands for nothing, from then on with none.
+        # A rank without samples joins in everything, because there are collectives on the way: in the models with a
+        # placeholder row, from then on without rows.
         batch = Experience.from_rollouts(rollouts) if rollouts else Experience.placeholder()
         batch.to_device(self.strategy.device)
         passes = self._run_models(batch)
@@ -230,7 +223,9 @@ class ExperienceMaker:
         return batch.split(self.micro_rollout_batch_size) if rollouts else []
 
     def normalize(self, buffer: ReplayBuffer, loss: Any, step: int) -> None:
-        """Whiten the advantages over all ranks, clip them, select the tokens that the loss treats apart. Collective."""
+        """Whitens the advantages over all ranks, clips them, and selects the tokens the loss treats differently.
+        Collective.
+        """
         a = self.algorithm
         if a.adv_norm and a.adv_norm_scope == "batch":
             options = {"shift_mean": a.adv_shift_mean, "unbiased": a.adv_std_unbiased, "eps": a.adv_norm_eps}
@@ -265,7 +260,7 @@ class ExperienceMaker:
             )
 
     def _run_models(self, batch: Experience) -> Passes:
-        """Fill in log probs, KL and values: each model goes through all rows, in micro batches of its own."""
+        """Fills in log probs, KL and values; each model runs all rows in its own micro batches."""
         shape, device = batch.action_mask.shape, batch.sequences.device
         zeros = lambda: torch.zeros(shape, dtype=torch.float32, device=device)  # noqa: E731
         if self.old_log_probs == "rollout":
@@ -292,14 +287,9 @@ class ExperienceMaker:
         return passes
 
     def sampled_kl(self, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-        """``--kl_estimator`` of each sampled token, as ``rollout/kl`` shows it: k1 for ``full``, which needs logits.
+        """``--kl_estimator`` of each sampled token, as in ``rollout/kl``: float32, in nats, without gradient.
 
-        Args:
-            log_probs: of the actor, any shape.
-            ref_log_probs: of the reference, the same shape.
-
-        Returns:
-            that shape, float32, in nats, without gradient.
+        ``full`` needs logits, so k1 stands for it here. Both inputs have the same shape, as has the result.
         """
         a = self.algorithm
         estimator = "k1" if a.kl_estimator == "full" else a.kl_estimator
@@ -311,11 +301,11 @@ class ExperienceMaker:
 
     @property
     def _full_kl(self) -> bool:
-        """Whole distributions are compared only where the reward needs it: the KL loss makes its own."""
+        """Whole distributions are compared only if the reward needs it: the KL loss compares its own."""
         return self._has_kl and self.algorithm.kl_estimator == "full" and self.algorithm.use_kl_in_reward
 
     def _calls(self) -> list[tuple[str, Callable[[Experience, Tensor, Experience, Passes], None]]]:
-        """What goes through which model: name of the micro-batch spec, function of (batch, rows, part, passes)."""
+        """Which models run: name of the micro-batch spec, function of (batch, rows, part, passes)."""
         calls = []
         if self.old_log_probs == "forward":
             calls.append(("actor", self._run_actor))
@@ -326,7 +316,7 @@ class ExperienceMaker:
         return calls
 
     def _run_actor(self, batch: Experience, rows: Tensor, part: Experience, passes: Passes) -> None:
-        """Log probs of the actor; with the reference beside it where whole distributions are compared."""
+        """Log probs of the actor, and of the reference beside it if whole distributions are compared."""
         a, inputs = part.num_actions, (part.sequences, part.num_actions, part.attention_mask)
         wants_entropy = self.loss.high_entropy_token_ratio is not None
         actor = self.actor.score_actions(*inputs, entropy=wants_entropy, logits=self._full_kl)
@@ -354,7 +344,7 @@ class ExperienceMaker:
         passes.last_values[rows] = values.gather(1, part.response_lengths[:, None]).squeeze(1)
 
     def _add_advantages(self, batch: Experience, rollouts: Sequence[Rollout], bootstrap_values: Tensor) -> None:
-        """Token rewards → advantages, returns; with ``--value_norm`` its statistics take the returns in."""
+        """Token rewards → advantages and returns; updates the statistics of ``--value_norm``."""
         config, device, mask = self.algorithm, self.strategy.device, batch.action_mask
         if batch.kl is not None:
             batch.kl = batch.kl.masked_fill(~mask, 0.0)

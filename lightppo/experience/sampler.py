@@ -1,7 +1,7 @@
-"""Prompts → sampled, scored and selected groups of rollouts: what a step trains on.
+"""Prompts → sampled, scored and selected groups of rollouts for a training step.
 
 All ranks decide together, in ``GroupCollector._agree``, whether a step needs another generation batch. Groups stay on
-the rank that sampled them, unless they are shared out evenly at the end.
+the rank that sampled them, unless they are balanced at the end.
 """
 
 from __future__ import annotations
@@ -26,12 +26,9 @@ logger = logging.getLogger(__name__)
 
 
 def best_of_n(group: Sequence[Rollout], n: int, tie: Literal["shorter", "longer"] = "shorter") -> list[Rollout]:
-    """The ``n`` scored samples with the highest scores, in the order they were sampled.
+    """The ``n`` samples with the highest scores, in the order they were sampled.
 
-    Args:
-        group: scored samples of one prompt.
-        n: how many; fewer samples are all kept.
-        tie: which of equal scores is the better one; of equal lengths too, the one sampled first.
+    ``tie`` says which of two equal scores wins; if the lengths are equal too, the earlier sample wins.
     """
     sign = 1 if tie == "shorter" else -1
     ranked = sorted(range(len(group)), key=lambda i: (-group[i].reward, sign * len(group[i].response_ids), i))
@@ -50,40 +47,36 @@ EQUAL, LOW, HIGH, UNMEASURED = REASONS = ("rejected_equal", "rejected_low", "rej
 
 @dataclass(frozen=True)
 class Verdict:
-    """``reason`` is ``None`` for a group to keep; ``mean`` of the metric, ``None`` where a sample has no value."""
+    """The filter's answer about a group."""
 
-    reason: str | None
-    mean: float | None = None
+    reason: str | None  # None: keep the group
+    mean: float | None = None  # of the metric; None if a sample has no value
 
 
 @dataclass
 class GroupFilter:
     """Keeps the groups that can teach something.
 
-    Without a range: those whose samples differ in the metric (standard deviation above 0). With one: those whose mean
-    lies inside, ends excluded: (0, 1) of an accuracy is the same as differing.
+    Without ``limits``: groups whose samples differ in the metric (standard deviation above 0). With ``limits``: groups
+    whose mean lies strictly between them; (0, 1) of an accuracy is the same as differing.
 
     Source: DAPO, arXiv:2503.14476, equation 11: 0 < number of correct answers < group size.
-
-    Attributes:
-        metric: ``score``, ``acc`` (``accuracy``), ``seq_reward`` (sum of token scores where there are such),
-            ``seq_final_reward`` (after shaping, before KL), or a name in ``Rollout.extras``.
-        limits: the range.
-        final_scores: shaped scores (B,) of samples, for ``seq_final_reward``.
     """
 
+    # score, acc (accuracy), seq_reward (sum of token scores, if any), seq_final_reward (after shaping, before KL), or a
+    # name in Rollout.extras
     metric: str = "score"
     limits: tuple[float, float] | None = None
-    final_scores: Callable[[Sequence[Rollout]], Tensor] | None = None
+    final_scores: Callable[[Sequence[Rollout]], Tensor] | None = None  # shaped scores (B,), for seq_final_reward
 
     def __call__(self, group: Sequence[Rollout]) -> Verdict:
-        """Judge the scored samples of one prompt, at least one."""
+        """Judges the scored samples of one prompt, at least one."""
         values = self._values(group)
         if any(value is None for value in values):
             return Verdict(UNMEASURED)
         mean = sum(values) / len(values)
         if self.limits is None:
-            # not by a computed deviation, which rounding may put above 0 for equal values
+            # not by the standard deviation, which rounding may put above 0 for equal values
             return Verdict(EQUAL if min(values) == max(values) else None, mean)
         low, high = self.limits
         return Verdict(LOW if mean <= low else HIGH if mean >= high else None, mean)
@@ -97,54 +90,38 @@ class GroupFilter:
         return self.final_scores(group).tolist()
 
 
-FAILURE_COUNTS = ("failures", "timeouts")  # what reward sources count of their own tries
+FAILURE_COUNTS = ("failures", "timeouts")  # which reward sources count themselves
 
 
 @dataclass
 class SampledBatch:
-    """Scored rollouts of this rank.
+    """Scored rollouts of this rank."""
 
-    Attributes:
-        rollouts: those to train on.
-        left_out: counts of the others, by reason; and of the reward source's failures and time-outs.
-        prompt_scores: mean score of each prompt (by ``Prompt.index``) over all of its scored samples.
-    """
-
-    rollouts: list[Rollout]
+    rollouts: list[Rollout]  # to train on
+    # counts of the others by reason, and of the reward source's failures and time-outs
     left_out: dict[str, float] = field(default_factory=dict)
+    # Prompt.index → mean score of all its scored samples
     prompt_scores: dict[int, float] = field(default_factory=dict)
 
 
 @dataclass
 class RolloutSampler:
-    """Samples responses and has them scored.
-
-    Attributes:
-        engine: generates.
-        reward_source: scores.
-        sampling: how to sample; ``n`` is what is sampled per prompt, ``seed`` the seed of the run.
-        min_group_size: smallest group the advantage estimator can use.
-        greedy_baseline: each prompt is also answered greedily, as ``Rollout.baseline`` of its samples (ReMax).
-        dense: the source must give token scores, and only then may it.
-        group_size: best of n: so many of the ``n`` samples of a prompt are kept; ``None``: all.
-        tie: which of equal scores best of n keeps.
-        check: looks at each scored batch of samples and may refuse it; called on every rank alike.
-        scorer: scores what is finished while the engine generates the rest (``--async_rewards``); the engine must
-            take ``on_finished``. ``None``: all are scored after generation.
-        inspect: looks at each batch of samples before it is scored; called on every rank alike.
-    """
+    """Samples responses and has them scored."""
 
     engine: RolloutEngine
     reward_source: RewardSource
-    sampling: SamplingParams
-    min_group_size: int = 1
+    sampling: SamplingParams  # with n samples per prompt and the seed of the run
+    min_group_size: int = 1  # smallest group that the advantage estimator can use
     _: KW_ONLY
-    greedy_baseline: bool = False
-    dense: bool = False
-    group_size: int | None = None
-    tie: Literal["shorter", "longer"] = "shorter"
+    greedy_baseline: bool = False  # also answer each prompt greedily, as Rollout.baseline of its samples (ReMax)
+    dense: bool = False  # the source must give token scores; without it, it must not
+    group_size: int | None = None  # best of n: keep so many of the n samples of a prompt; None: all
+    tie: Literal["shorter", "longer"] = "shorter"  # see best_of_n
+    # sees each scored batch on every rank, and may refuse it by an exception
     check: Callable[[Sequence[Rollout]], None] = lambda rollouts: None
+    # scores finished samples while the engine, which must take on_finished, generates the rest (--async_rewards)
     scorer: AsyncScorer | None = None
+    # sees each batch before it is scored, on every rank
     inspect: Callable[[Sequence[Rollout]], None] = lambda rollouts: None
 
     @property
@@ -153,7 +130,7 @@ class RolloutSampler:
         return self.group_size is not None and self.group_size < self.sampling.n
 
     def generate(self, prompts: Sequence[Prompt], step: int) -> list[Rollout]:
-        """n responses to each prompt. The same seed and step give the same responses."""
+        """n responses to each prompt; the same seed and step give the same responses."""
         sampling = replace(self.sampling, seed=seed_of_step(self.sampling.seed, step))
         early = {} if self.scorer is None else {"on_finished": self.scorer.submit}
         rollouts = self.engine.generate(list(prompts), sampling, **early)
@@ -165,14 +142,13 @@ class RolloutSampler:
         return rollouts
 
     def score(self, rollouts: list[Rollout]) -> SampledBatch:
-        """Score; samples that the source leaves unscored (``None``) leave their group and are counted.
+        """Scores the rollouts; samples that the source leaves unscored (``None``) leave their group and are counted.
 
-        A group that thereby becomes too small for the estimator, or loses its greedy baseline, is left out as a whole,
-        and counted too.
+        A group that becomes too small for the estimator, or whose greedy baseline is unscored, is left out and counted
+        too.
 
         Raises:
-            RewardError: the source failed, or it gave token scores without ``dense``, or none with it; what ``check``
-                raises.
+            RewardError: the source failed, or it gave token scores without ``dense`` or none with it.
         """
         baselines = {id(r.baseline): r.baseline for r in rollouts if r.baseline is not None}
         everything = [*rollouts, *baselines.values()]
@@ -181,7 +157,7 @@ class RolloutSampler:
         else:
             self.scorer.collect()
         self.check(rollouts)
-        # Totals, not means over the samples that stay: those that failed for good are not among them.
+        # Totals, not means over the samples that stay, which lack the samples that failed for good.
         totals = {f"reward/{name}": sum(r.extras.pop(name, 0.0) for r in everything) for name in FAILURE_COUNTS}
         scored = [r for r in rollouts if r.reward is not None]
         self._check_token_scores(scored)
@@ -222,13 +198,9 @@ class RolloutSampler:
 
 
 class PromptSource(Protocol):
-    """Generation batches of one episode, of this rank.
+    """Generation batches of one episode on this rank."""
 
-    Attributes:
-        exhausted: no batch is left; the same on every rank.
-    """
-
-    exhausted: bool
+    exhausted: bool  # no batch is left; the same on every rank
 
     def take(self) -> list[Prompt]: ...
 
@@ -255,23 +227,14 @@ class Group:
 
 @dataclass
 class CollectedStep:
-    """What a step trains on.
+    """What a step trains on."""
 
-    Attributes:
-        rollouts: of this rank, whole groups.
-        groups: trained on by all ranks, repeated ones included.
-        repeated: positions in ``rollouts`` that are trained on once more (``--on_exhausted reuse``).
-        counts: over all ranks, by the names of ``trainer.metrics.METRICS`` without ``rollout/``.
-        prompt_scores: mean score of each prompt that this rank sampled in this step.
-        surplus: accepted groups that wait for the next step, all ranks.
-    """
-
-    rollouts: list[Rollout]
-    groups: int
-    repeated: list[int]
-    counts: dict[str, float]
-    prompt_scores: dict[int, float]
-    surplus: int
+    rollouts: list[Rollout]  # this rank's, in whole groups
+    groups: int  # trained on by all ranks, repeated groups included
+    repeated: list[int]  # positions in rollouts that are trained on again (--on_exhausted reuse)
+    counts: dict[str, float]  # over all ranks, named as in trainer.metrics.METRICS without rollout/
+    prompt_scores: dict[int, float]  # mean score of each prompt that this rank sampled in this step
+    surplus: int  # accepted groups of all ranks that wait for the next step
 
 
 @dataclass
@@ -287,23 +250,15 @@ class Tally:
 
 @dataclass(frozen=True)
 class Standing:
-    """Where a step stands, over all ranks.
+    """The state of a step over all ranks."""
 
-    Attributes:
-        available: accepted groups of each rank.
-        sampled, scored: samples of this step.
-        judged, unmeasured: groups of this step that the filter has seen, and those without its metric.
-        names: numbers that the reward source gives.
-        exhausted: the episode has no more prompts.
-    """
-
-    available: list[int]
-    sampled: int
+    available: list[int]  # accepted groups of each rank
+    sampled: int  # samples of this step
     scored: int
-    judged: int
-    unmeasured: int
-    names: list[str]
-    exhausted: bool
+    judged: int  # groups of this step that the filter has seen
+    unmeasured: int  # of these, groups without the metric
+    names: list[str]  # metrics of the reward source
+    exhausted: bool  # the episode has no more prompts
 
     @property
     def total(self) -> int:
@@ -314,54 +269,41 @@ class Standing:
 class GroupCollector:
     """Samples until a step has its groups.
 
-    Without ``groups_per_step``: one generation batch, of which all groups are trained on. With it: accepted groups that
-    a step does not need are the surplus, first in line in the next step. The surplus is state: save it with
-    :meth:`state_dict`. An episode ends when its prompts are used up and its surplus is trained on; its last step may be
-    short, or even empty.
+    Without ``groups_per_step``, a step trains on all groups of one generation batch. With it, accepted groups that a
+    step does not need are the surplus, which the next step trains on first; save it with :meth:`state_dict`. An episode
+    ends when its prompts are used up and its surplus is trained on; its last step may be short or even empty.
 
     Source: dynamic sampling of DAPO, arXiv:2503.14476, section 3.2.
-
-    Attributes:
-        sampler: samples and scores one generation batch.
-        strategy: agreement of the ranks.
-        groups_per_step: prompts to train on per step, over all ranks; ``None``: as they come.
-        group_filter: ``None``: every scored group is accepted.
-        max_batches: most generation batches of a step; 0: any number.
-        on_exhausted: what follows where these have too few groups: ``train_short`` trains on those there are, ``raise``
-            stops, ``reuse`` trains on some of them twice.
-        replay: saves and replays what the engine samples.
-        balance: shares the rollouts out between the ranks; ``None``: they stay where they were sampled.
-        timer: makes a context for the time of ``rollout`` and of ``reward``.
-        surplus: accepted groups of this rank that wait for training.
     """
 
     sampler: RolloutSampler
     strategy: Ranks
     _: KW_ONLY
-    groups_per_step: int | None = None
-    group_filter: GroupFilter | None = None
-    max_batches: int = 1
+    groups_per_step: int | None = None  # prompts to train on per step, over all ranks
+    group_filter: GroupFilter | None = None  # None: accept every scored group
+    max_batches: int = 1  # most generation batches per step; 0: no limit
+    # if these give too few groups: train on those there are, stop, or train on some of them twice
     on_exhausted: Literal["train_short", "raise", "reuse"] = "train_short"
     replay: RolloutReplay | None = None
-    balance: Callable[[list[Rollout]], list[Rollout]] | None = None
-    timer: Callable[[str], AbstractContextManager] = lambda phase: nullcontext()
-    surplus: list[Group] = field(default_factory=list)
+    balance: Callable[[list[Rollout]], list[Rollout]] | None = None  # swaps rollouts between ranks
+    timer: Callable[[str], AbstractContextManager] = lambda phase: nullcontext()  # times "rollout" and "reward"
+    surplus: list[Group] = field(default_factory=list)  # accepted groups of this rank that wait for training
 
     def collect(self, source: PromptSource | list[Prompt], step: int) -> CollectedStep:
         """The groups of one step. Collective.
 
         Args:
-            source: prompts of the episode, of which as many generation batches are taken as are needed; or one batch.
+            source: prompts of the episode, taken in as many generation batches as needed; or one batch.
             step: number of the PPO step; with the seed of the run it fixes the random numbers.
 
         Raises:
-            RewardError: none of the samples was scored, no sample has the metric of the filter, or too few groups were
-                accepted with ``on_exhausted="raise"``.
+            RewardError: no sample was scored, no sample has the filter's metric, or too few groups were accepted with
+                ``on_exhausted="raise"``.
         """
         collected = self._collect(OneBatch(source) if isinstance(source, list) else source, step)
         if getattr(self.sampler.engine, "keeps_weights", False):
             self.sampler.engine.sleep()  # until the next push of weights, or the next rollouts
-        # Repeated groups are named by their place on this rank, so these stay.
+        # Repeated groups are named by their place on this rank, so with any of them nothing moves.
         if self.balance is not None and collected.groups and not self.strategy.same_count(len(collected.repeated)):
             collected.rollouts = self.balance(collected.rollouts)
         return collected
@@ -379,7 +321,7 @@ class GroupCollector:
             self._generate(source, step, tally)
         missing = max(0, self.groups_per_step - standing.total)
         repeats = [0] * len(standing.available)
-        # The end of an episode is short without any policy, as it is without a filter.
+        # on_exhausted does not apply at the end of an episode, nor without a filter.
         if missing and not standing.exhausted and self.group_filter is not None:
             repeats = self._short(standing, tally, step, missing)
         shares = balanced_shares(standing.available, self.groups_per_step)
@@ -388,7 +330,7 @@ class GroupCollector:
         return self._finish(step, tally, shares[rank], extra, standing.total - sum(shares))
 
     def _generate(self, source: PromptSource, step: int, tally: Tally) -> None:
-        """One generation batch: sample, score, accept or reject."""
+        """One generation batch: samples, scores, accepts or rejects."""
         prompts, sample = source.take(), self.sampler.generate
         with self.timer("rollout"):
             if self.replay is None:
@@ -412,10 +354,10 @@ class GroupCollector:
         tally.names |= {name for r in batch.rollouts for name in r.extras}
 
     def _agree(self, source: PromptSource, tally: Tally, step: int) -> Standing:
-        """Where the step stands on all ranks: what every decision is made from, the same on every rank. Collective.
+        """The state of the step over all ranks, on which every decision rests. Collective.
 
         Raises:
-            RewardError: on every rank, if nothing was scored, or no sample has the metric.
+            RewardError: on every rank, if no sample was scored or none has the metric.
         """
         sampled = tally.counts["generated_samples"]
         own = (
@@ -440,7 +382,7 @@ class GroupCollector:
         return standing
 
     def _short(self, standing: Standing, tally: Tally, step: int, missing: int) -> list[int]:
-        """What ``on_exhausted`` makes of too few groups: the groups that each rank trains on once more."""
+        """Applies ``on_exhausted`` to too few groups; returns how many groups each rank trains on again."""
         text = (
             f"step {step}: {standing.total} of {self.groups_per_step} groups accepted after {tally.batches} generation "
             f"batches (--max_num_gen_batches); {standing.judged} were sampled"
@@ -451,7 +393,7 @@ class GroupCollector:
         return repeated_shares(standing.available, missing if self.on_exhausted == "reuse" else 0)
 
     def _finish(self, step: int, tally: Tally, share: int, extra: list[int], surplus: int) -> CollectedStep:
-        """Take this rank's share out of the surplus, oldest first, and total the counts. Collective."""
+        """Takes this rank's share out of the surplus, oldest first, and totals the counts. Collective."""
         chosen, self.surplus = self.surplus[:share], self.surplus[share:]
         rollouts, places = [], []
         for group in chosen:
@@ -474,7 +416,7 @@ class GroupCollector:
         return CollectedStep(rollouts, trained, repeated, counts, tally.prompt_scores, surplus)
 
     def _counts(self, totals: dict[str, float], batches: int, surplus: int) -> dict[str, float]:
-        """The counts of all ranks as they are logged; of selection only where there is any."""
+        """The counts of all ranks for the logs; counts of selection only if there is a selection."""
         judged, rejected = totals.pop("judged"), {name: totals.pop(name) for name in REASONS}
         groups = {name: totals.pop(name) for name in ("trained_groups", "reused_groups", "stale_groups", "staleness")}
         if self.groups_per_step is None:
@@ -492,12 +434,12 @@ class GroupCollector:
         return [{"step": group.step, **to_plain(group.rollouts)} for group in self.surplus]
 
     def load_state_dict(self, state: Sequence[dict[str, Any]]) -> None:
-        """From ``state_dict``."""
+        """Restores ``state_dict``."""
         self.surplus = [Group(from_plain(values), values["step"]) for values in state]
 
 
 def balanced_shares(available: Sequence[int], needed: int) -> list[int]:
-    """How many groups each rank gives, ``needed`` in all or everything: equally many, as far as they have them.
+    """How many groups each rank gives, ``needed`` in total or all: as equal as possible.
 
     ``([5, 1, 4], 8)`` → ``[4, 1, 3]``.
     """
@@ -509,7 +451,7 @@ def balanced_shares(available: Sequence[int], needed: int) -> list[int]:
 
 
 def repeated_shares(available: Sequence[int], missing: int) -> list[int]:
-    """How many of its groups each rank trains on once more, ``missing`` in all: none where no rank has a group.
+    """How many of its groups each rank trains on again, ``missing`` in total; zeros if no rank has a group.
 
     ``([2, 0, 1], 3)`` → ``[1, 0, 2]``: three and three.
     """

@@ -1,7 +1,7 @@
-"""Decoding with the trainer's own model: continuous batching, a cache written in place, a prompt once for its samples.
+"""Decoding with the trainer's own model: continuous batching, a cache written in place, one pass per prompt.
 
-:class:`SlotDecoder` is after Orca's iteration-level scheduling (Yu et al. 2022, OSDI '22): a finished response leaves
-at once, and a waiting prompt takes its slot. :class:`BatchDecoder` takes models whose cache has more than keys and
+:class:`SlotDecoder` follows Orca's iteration-level scheduling (Yu et al. 2022, OSDI '22): a finished response leaves at
+once, and a waiting request takes its slot. :class:`BatchDecoder` is for models whose cache holds more than keys and
 values.
 """
 
@@ -25,11 +25,11 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from lightppo.models.packing import PACKED_SDPA
 from lightppo.rollout.sampling import NO_TOKEN, StopCriteria, TokenSampler
 
-# Columns added to a cache at a time on CPU, where attention over a whole buffer is faster than over a part of it.
+# Columns added to a cache at a time on the CPU, where attention is faster over a whole buffer than over a part.
 CPU_COLUMNS = 16
-# Elsewhere: at least so many, and by half of what is in use.
+# Elsewhere: at least so many, and half of the columns in use.
 OTHER_COLUMNS = 128
-# What a forward costs beside its positions, in positions.
+# Fixed cost of a forward, in positions.
 CALL_COST = {"cpu": 64, "other": 2048}
 # Prompts go through the model when this share of the slots is free: together they cost less than one by one.
 REFILL_SHARE = 1 / 8
@@ -38,7 +38,7 @@ COMPACT_BELOW = 0.75
 
 
 class CachedForward:
-    """The forward of a Hugging Face model, one step at a time: last-position logits from new ids and a growing cache.
+    """One decoding step of a Hugging Face model: last-position logits from new ids and a growing cache.
 
     Raises:
         ValueError: the model cannot decode with a ``DynamicCache``.
@@ -61,7 +61,7 @@ class CachedForward:
         return DynamicCache(config=self.config)
 
     def __call__(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, cache: Cache) -> Tensor:
-        """Logits (B, V) of the position behind the last of ``input_ids`` (B, L); the mask covers the cache too."""
+        """Logits (B, V) behind the last of ``input_ids`` (B, L); the mask covers the cache too."""
         positions = {"position_ids": position_ids} if self.takes_position_ids else {}
         output = self.model(
             input_ids=input_ids,
@@ -85,7 +85,7 @@ def left_pad(prompts: list[list[int]], device: torch.device) -> tuple[Tensor, Te
 
 @dataclass
 class DecodedBatch:
-    """Some responses; what stands behind ``lengths`` means nothing."""
+    """Decoded responses; entries beyond ``lengths`` mean nothing."""
 
     tokens: Tensor  # (B, max_new_tokens) long
     log_probs: Tensor  # (B, max_new_tokens) float32
@@ -113,14 +113,14 @@ class Decoder:
         self.max_new_tokens = max_new_tokens
         self.device = device
         self.steps = 0  # forward passes made
-        self.positions = 0  # positions computed in them: padding of prompts included, else only tokens
+        self.positions = 0  # positions computed in them, with the padding of prompts
 
     def run(
         self, prompts: list[list[int]], uniforms: Callable[[list[int]], Tensor]
     ) -> Iterator[tuple[list[int], DecodedBatch]]:
-        """Decodes all requests, the longest prompts best first; yields the numbers of some, and their responses.
+        """Decodes all requests; yields the numbers of some requests and their responses. Put the longest prompts first.
 
-        ``uniforms`` gives those of requests by their numbers (places in ``prompts``), (k, max_new_tokens) float64.
+        ``uniforms`` maps request numbers (places in ``prompts``) to (k, max_new_tokens) float64.
         """
         raise NotImplementedError
 
@@ -132,7 +132,7 @@ SLOT_SDPA = "slot_sdpa"
 
 
 def can_attend_to_slots(model: nn.Module, config: PretrainedConfig) -> bool:
-    """Whether :func:`slot_attention` can stand in for the model's own: scaled dot products and nothing else."""
+    """Whether :func:`slot_attention` can replace the model's attention: scaled dot products and nothing else."""
     return (
         config._attn_implementation in ("sdpa", PACKED_SDPA)
         and getattr(model, "_supports_attention_backend", False)
@@ -142,7 +142,7 @@ def can_attend_to_slots(model: nn.Module, config: PretrainedConfig) -> bool:
 
 @contextmanager
 def attention_to_slots(config: PretrainedConfig) -> Iterator[None]:
-    """The model attends by :func:`slot_attention` inside; ``config`` is that of its text layers."""
+    """Inside, the model attends by :func:`slot_attention`; ``config`` is the config of its text layers."""
     before = config._attn_implementation
     config._attn_implementation = SLOT_SDPA
     try:
@@ -190,18 +190,18 @@ AttentionMaskInterface.register(SLOT_SDPA, sdpa_mask)
 
 @dataclass
 class Span:
-    """Which part of the buffers is in use: rows ``0 … rows-1``, columns ``first … end-1``."""
+    """The part of the buffers in use: rows ``0 … rows-1``, columns ``first … end-1``."""
 
     rows: int
     first: int
     end: int
-    whole: bool = False  # attention gets all of the buffers' width and masks what is not in use; else what is in use
+    whole: bool = False  # attention gets the buffers' full width and masks unused columns; else only the used ones
 
 
 class SlotLayer(DynamicLayer):
-    """Keys and values of one layer, (slots, heads, columns, head width); the span is the same object in all layers.
+    """Keys and values of one layer, (slots, heads, columns, head width); all layers share one span.
 
-    What is not in use is finite in every row that is: a masked column has weight 0, and 0 times NaN is NaN.
+    Unused columns of used rows must be finite: a masked column has weight 0, and 0 times NaN is NaN.
     """
 
     is_croppable = False
@@ -214,7 +214,7 @@ class SlotLayer(DynamicLayer):
         self.buffers: list[Tensor] = []  # keys, values
 
     def append(self, source: DynamicLayer, rows: list[int], width: int, shape: tuple[int, int]) -> None:
-        """New rows from a layer of a prompts' cache; see :meth:`SlotCache.append`. ``shape``: slots, columns."""
+        """Adds rows from a layer of a prompts' cache; see :meth:`SlotCache.append`. ``shape``: slots, columns."""
         span, states = self.span, (source.keys, source.values)
         if not self.buffers:
             self.buffers = [x.new_empty(shape[0], x.shape[1], shape[1], x.shape[3]) for x in states]
@@ -228,7 +228,7 @@ class SlotLayer(DynamicLayer):
             target[:, :, span.end :] = 0
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Writes one new column; gives what attention looks at, as views (rows, heads, width, head width)."""
+        """Writes one new column; returns what attention looks at, as views (rows, heads, width, head width)."""
         span = self.span
         for buffer, states in zip(self.buffers, (key_states, value_states)):
             buffer[: span.rows, :, span.end : span.end + 1] = states
@@ -241,7 +241,7 @@ class SlotLayer(DynamicLayer):
         return self.span.end - self.span.first
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Width of what :meth:`update` gives where not ``whole``, and its distance from the first column in use."""
+        """Width of the result of :meth:`update` if not ``whole``, and its distance from the first column in use."""
         end = self.span.end + query_length
         return end - self._first(end), self._first(end) - self.span.first
 
@@ -253,7 +253,7 @@ class SlotLayer(DynamicLayer):
             buffer[index[1], :, columns] = buffer[index[0], :, columns]
 
     def lay_out(self, slots: int, columns: int, end: int) -> None:
-        """Moves what is in use into new buffers, so that it ends before column ``end``."""
+        """Moves the used part into new buffers, so that it ends before column ``end``."""
         span = self.span
         first = end - (span.end - span.first)
         for i, old in enumerate(self.buffers):  # one after the other: little memory is held twice
@@ -264,15 +264,15 @@ class SlotLayer(DynamicLayer):
             self.buffers[i] = new
 
     def _first(self, end: int) -> int:
-        """First column that is looked at from column ``end - 1``."""
+        """The first column that column ``end - 1`` looks at."""
         return self.span.first if self.sliding_window is None else max(self.span.first, end - self.sliding_window)
 
 
 class SlotCache(DynamicCache):
-    """The layers' buffers with one common :class:`Span`. One column per forward; call :meth:`advance` behind each.
+    """The layers' buffers with one common :class:`Span`. Each forward writes one column; call :meth:`advance` after it.
 
-    The first rows end at ``prompt_columns``, the length of the longest prompt; no row can have more than
-    ``max_columns``. ``tight``: few columns are added at a time.
+    The first rows end at ``prompt_columns``, the length of the longest prompt; a row has at most ``max_columns``.
+    ``tight``: add few columns at a time.
     """
 
     def __init__(self, config, *, slots: int, prompt_columns: int, max_columns: int, tight: bool) -> None:
@@ -284,39 +284,39 @@ class SlotCache(DynamicCache):
         self.max_columns = max_columns
         self.tight = tight
         self.columns = prompt_columns + self._more(prompt_columns)
-        # The smallest sliding window; None where every token sees all.
+        # The smallest sliding window; None if every token sees all.
         self.window = min((layer.sliding_window for layer in layers if layer.is_sliding), default=None)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of keys and values."""
+        """The type of keys and values."""
         return self.layers[0].dtype
 
     def advance(self) -> None:
-        """The column that the forward has written is in use from now on."""
+        """Marks the column that the forward has written as used."""
         self.span.end += 1
 
     def append(self, prompts: Cache, rows: list[int], width: int) -> None:
-        """Puts ``rows`` of a cache of left-padded prompts behind the last row, their last token in the last column.
+        """Adds ``rows`` (repeats allowed) of a cache of left-padded prompts; their last token goes to the last column.
 
-        A row may come several times; the longest of them has ``width`` tokens.
+        The longest of these rows has ``width`` tokens.
         """
         for layer, source in zip(self.layers, prompts.layers):
             layer.append(source, rows, width, (self.slots, self.columns))
         self.span.rows += len(rows)
 
     def move_rows(self, sources: list[int], targets: list[int], rows: int) -> None:
-        """Copies some rows over others; ``rows`` of them are in use then."""
+        """Copies some rows over others; afterwards ``rows`` rows are in use."""
         if sources:
             for layer in self.layers:
                 layer.move_rows(sources, targets)
         self.span.rows = rows
 
     def make_room(self, slots: int, at_least: int) -> int:
-        """Makes sure that there is a free column. Where there is none, all moves into new buffers of ``slots`` rows.
+        """Makes sure that a column is free; if none is, moves everything into new buffers of ``slots`` rows.
 
-        ``at_least`` so many columns lie before the first free one then, for prompts still to come. Returns by how many
-        columns everything has moved to the left (negative: to the right).
+        At least ``at_least`` columns then lie before the first free one, for waiting prompts. Returns by how many
+        columns everything moved to the left (negative: to the right).
         """
         span = self.span
         if span.end < self.columns:
@@ -337,8 +337,7 @@ class SlotCache(DynamicCache):
 
 
 def can_use_slots(config) -> bool:
-    """Whether a :class:`SlotCache` can stand in for the model's own: all layers attend to everything or to a sliding
-    window. Recurrent states, chunked attention and indexed layers cannot."""
+    """Whether a :class:`SlotCache` can replace the model's cache: all layers attend fully or in a sliding window."""
     text_config = config.get_text_config(decoder=True)
     chunked = getattr(text_config, "attention_chunk_size", None) is not None
     chunked |= "chunked_attention" in (getattr(text_config, "layer_types", None) or [])
@@ -356,12 +355,12 @@ class Prefilled:
 
     prompts: list[list[int]]
     cache: Cache  # keys and values of the left-padded prompts
-    logits: Tensor  # (P, V) behind the last token of each
+    logits: Tensor  # (P, V) behind the last token of each prompt
     waiting: deque[tuple[int, int]]  # row of the prompt, number of the request: samples without a slot yet
 
 
 class PromptQueue:
-    """The requests of one call in their order, requests with equal prompts together."""
+    """The requests of one call in order, requests with equal prompts together."""
 
     def __init__(
         self, forward: CachedForward, requests: list[list[int]], max_prompts: int, device: torch.device
@@ -381,12 +380,12 @@ class PromptQueue:
 
     @property
     def at_hand(self) -> bool:
-        """Whether a request waits whose prompt has been through the model, or was to go with others that have."""
+        """Whether requests wait whose prompts have been through the model, or are already divided into parts."""
         return self._block is not None or bool(self._parts)
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest prompt that waits; 0 where none does."""
+        """Tokens of the longest waiting prompt; 0 if no prompt waits."""
         block = [] if self._block is None else [len(self._block.prompts[row]) for row, _ in self._block.waiting]
         groups = (len(ids) for part in (*self._parts, self._groups) for ids, _ in part)
         return max((*block, *groups), default=0)
@@ -402,7 +401,7 @@ class PromptQueue:
         return block, rows, numbers
 
     def _divide(self, count: int) -> None:
-        """Makes parts of the prompts of the next ``count`` requests."""
+        """Divides the prompts of the next ``count`` requests into parts."""
         groups: list[tuple[list[int], list[int]]] = []
         while self._groups and count > 0 and len(groups) < self._max_prompts:
             groups.append(self._groups.popleft())
@@ -423,9 +422,9 @@ class PromptQueue:
 
 
 def cheapest_parts(lengths: list[int], call_cost: int) -> list[tuple[int, int]]:
-    """First and end of the parts of a list of prompts, so that their positions, padding included, and calls cost least.
+    """(first, end) of consecutive parts of a list of prompts, so that positions (with padding) plus calls cost least.
 
-    ``call_cost`` of a forward is in positions.
+    ``call_cost`` is the cost of one forward, in positions.
     """
     least, cut = [0], [0]  # of the first k prompts: their cost, and where the last part begins
     for end in range(1, len(lengths) + 1):
@@ -443,7 +442,7 @@ def cheapest_parts(lengths: list[int], call_cost: int) -> list[tuple[int, int]]:
 
 
 class Rows:
-    """What is known of each response in a slot; row r of every tensor, as in the cache."""
+    """The responses in the slots; row r of every tensor is row r of the cache."""
 
     def __init__(self, slots: int, max_new_tokens: int, device: torch.device) -> None:
         self.numbers: list[int] = []  # of the requests
@@ -458,7 +457,7 @@ class Rows:
         return len(self.numbers)
 
     def append(self, numbers: list[int], starts: list[int], positions: Tensor, uniforms: Tensor) -> slice:
-        """New rows, without a token yet; returns where they are."""
+        """Adds rows without tokens; returns where they are."""
         new = slice(len(self), len(self) + len(numbers))
         self.numbers += numbers
         self.starts += starts
@@ -466,7 +465,7 @@ class Rows:
         return new
 
     def write(self, rows: slice, tokens: Tensor, log_probs: Tensor) -> None:
-        """The newest token of some rows."""
+        """Writes the newest token of some rows."""
         ages = self.ages[rows].unsqueeze(1)
         self.tokens[rows].scatter_(1, ages, tokens.unsqueeze(1))
         self.log_probs[rows].scatter_(1, ages, log_probs.unsqueeze(1))
@@ -474,7 +473,7 @@ class Rows:
         self.positions[rows] += 1
 
     def remove(self, gone: list[int]) -> tuple[list[int], list[int]]:
-        """Takes rows out: the last ones move into the holes. Returns their old and new places."""
+        """Removes rows; the last rows move into the holes. Returns their old and new places."""
         left = len(self) - len(gone)
         holes = [row for row in gone if row < left]
         movers = sorted(set(range(left, len(self))) - set(gone))
@@ -489,7 +488,7 @@ class Rows:
 
 
 class SlotDecoder(Decoder):
-    """Decodes in a fixed number of slots; ``can_use_slots`` must hold for the model."""
+    """Decodes in a fixed number of slots; needs a model with ``can_use_slots``."""
 
     @torch.no_grad()
     def run(
@@ -555,7 +554,7 @@ class SlotDecoder(Decoder):
         self._see_starts()
 
     def _step(self, queue: PromptQueue) -> None:
-        """One more token for every row."""
+        """Decodes one more token for every row."""
         self._make_room(queue)
         rows, span, end = self.rows, self.cache.span, self.cache.span.end
         active = slice(0, len(rows))
@@ -585,7 +584,7 @@ class SlotDecoder(Decoder):
         self._see_starts()
 
     def _step_mask(self) -> Tensor:
-        """The mask of one new token per row, ready for every layer or (b, width) for transformers to build on."""
+        """The mask of one new token per row: ready for every layer, or (b, width) as input for transformers."""
         span, columns = self.cache.span, self.cache.columns
         prepared = self.prepares_masks and (self.cache.window is None or self.cache.window >= columns)
         span.whole = prepared and self.cache.tight
@@ -617,7 +616,7 @@ class SlotDecoder(Decoder):
         return numbers, ended
 
     def _see_starts(self) -> None:
-        """What follows from the rows' first columns: the columns in use and the mask."""
+        """Updates the columns in use and the mask from the rows' first columns."""
         span, starts = self.cache.span, self.rows.starts
         span.first = min(starts, default=span.end)
         columns = torch.arange(self.cache.columns, device=self.device)
@@ -632,7 +631,7 @@ class SlotDecoder(Decoder):
 
 
 class BatchDecoder(Decoder):
-    """For models whose cache has more than keys and values: recurrent states, chunked attention, indexed layers."""
+    """Decodes one micro batch after the other, for caches with recurrent states, chunked attention, indexed layers."""
 
     @torch.no_grad()
     def run(
@@ -644,7 +643,7 @@ class BatchDecoder(Decoder):
             yield numbers, self._decode([prompts[i] for i in numbers], uniforms(numbers))
 
     def _decode(self, prompts: list[list[int]], uniforms: Tensor) -> DecodedBatch:
-        """Until every row has ended or has ``max_new_tokens``."""
+        """Decodes until every row has ended or has ``max_new_tokens``."""
         batch_size, most = uniforms.shape
         prompt_ids, mask, positions = left_pad(prompts, self.device)  # (B, P)
         prompt_width = prompt_ids.shape[1]
@@ -686,6 +685,6 @@ class BatchDecoder(Decoder):
 
 
 def _can_drop_rows(cache: Cache) -> bool:
-    """Whether rows can be taken out of the cache: not where layers hold recurrent states, which would stay behind."""
+    """Whether the cache can drop rows: not with recurrent states, which would stay behind."""
     recurrent = any(hasattr(layer, "update_recurrent_state") for layer in cache.layers)
     return not recurrent and all(hasattr(layer, "batch_select_indices") for layer in cache.layers)

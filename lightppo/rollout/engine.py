@@ -1,6 +1,6 @@
-"""What a rollout engine is: prompts and sampling parameters in, samples with token ids and log probs out.
+"""The protocol of rollout engines: prompts and sampling parameters in, samples with token ids and log probs out.
 
-Light on purpose (standard library only): the config and the trainer import it, the engines live beside it.
+Standard library only, because the config and the trainer import it.
 """
 
 from __future__ import annotations
@@ -17,17 +17,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to sample; the same meaning in every engine.
+    """How to sample; every engine gives these the same meaning.
 
     Penalties and bans act on the raw logits, then temperature, then top-k, then top-p (the order of transformers and
-    vLLM).
-
-    Raises:
-        ValueError: a value out of range; the message names it.
+    vLLM). A value out of range is a ``ValueError`` that names it.
     """
 
     max_new_tokens: int = 1024  # most tokens of one response, >= 1
-    min_new_tokens: int = 0  # no end-of-text or stop id before so many tokens; stop strings are looked for behind them
+    min_new_tokens: int = 0  # no stop id before so many tokens; stop strings count only behind them
     temperature: float = 1.0  # logits are divided by it; 0 is greedy
     top_p: float = 1.0  # smallest set of tokens with at least this probability, in (0, 1]; 1 is off
     top_k: int = -1  # the k likeliest tokens; -1 or 0 is off
@@ -41,8 +38,8 @@ class SamplingParams:
     do_sample: bool = True  # False is greedy
     ignore_eos: bool = False  # go on behind end-of-text ids
     seed: int = 0  # with Prompt.index and the sample number it fixes the random numbers of a response
-    # Instead of temperature for the first token of a response (FIRE, arXiv:2410.21236); its recorded log prob stays
-    # that at temperature. Only engines with heats_first_token can.
+    # Replaces temperature for the first token of a response (FIRE, arXiv:2410.21236), but not in its recorded log prob.
+    # Only for engines with heats_first_token.
     first_token_temperature: float | None = None
 
     def __post_init__(self) -> None:
@@ -71,39 +68,39 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """True where the likeliest token is taken, without random numbers."""
+        """True if the likeliest token is taken, without random numbers."""
         return not self.do_sample or self.temperature == 0
 
     @property
     def log_prob_temperature(self) -> float:
-        """The temperature that recorded log probs are taken at: 1 where sampling is greedy."""
+        """The temperature of recorded log probs; 1 if sampling is greedy."""
         return 1.0 if self.greedy else self.temperature
 
 
 @runtime_checkable
 class RolloutEngine(Protocol):
-    """Samples responses with the weights of the actor as of the last :meth:`sync_weights`.
+    """Samples responses with the actor's weights as of the last :meth:`sync_weights`.
 
-    Every rank has its own engine and brings its own prompts. All ranks call every method together, a rank without
-    prompts with an empty list: an engine may hold collectives.
+    Every rank has its own engine and its own prompts. All ranks call every method together, a rank without prompts with
+    an empty list, because an engine may use collectives.
     """
 
     def generate(self, prompts: list[Prompt], sampling: SamplingParams) -> list[Rollout]:
         """Samples ``sampling.n`` responses to each prompt.
 
         Returns:
-            ``len(prompts) * n`` rollouts in the order of the prompts, the samples of a prompt one behind the other.
-            ``log_probs`` are log softmax(logits / temperature) of the sampled ids before any filter, float32: what
-            the trainer computes for the same ids.
+            ``len(prompts) * n`` rollouts, in the order of the prompts, the samples of a prompt together. ``log_probs``
+            are log softmax(logits / temperature) of the sampled ids before any filter, float32, as the trainer computes
+            them.
         """
         ...
 
     def sync_weights(self, actor: nn.Module) -> None:
-        """Makes the next rollouts come from the present weights of ``actor``."""
+        """Makes the next rollouts use the present weights of ``actor``."""
         ...
 
     def sleep(self) -> None:
-        """Frees what the engine holds on the device while the trainer trains."""
+        """Frees device memory while the trainer trains."""
         ...
 
     def wake(self) -> None:
@@ -111,5 +108,5 @@ class RolloutEngine(Protocol):
         ...
 
     def close(self) -> None:
-        """Ends the engine; it generates no more."""
+        """Ends the engine."""
         ...

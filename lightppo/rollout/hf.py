@@ -1,4 +1,4 @@
-"""Rollouts by the trainer's own Hugging Face model: no second copy of the weights, any causal LM, CPU or GPU."""
+"""Rollouts with the trainer's own Hugging Face model: no second copy of the weights, any causal LM, CPU or GPU."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from lightppo.rollout.sampling import StopCriteria, TokenSampler, bad_word_ids, 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# ``on_finished`` is called when rollouts of this share of the slots have ended: reward models like batches.
+# ``on_finished`` is called when this share of the slots has ended, because reward models like batches.
 REPORT_SHARE = 1 / 8
 
 
 @contextmanager
 def generation_mode(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients, checkpointing or compiled layers; every module gets its own mode back."""
+    """Evaluation mode without gradients, checkpointing or compiled layers; restores each module's mode at the end."""
     training = [module for module in model.modules() if module.training]
     checkpointing = [module for module in model.modules() if vars(module).get("gradient_checkpointing")]
     try:
@@ -49,33 +49,32 @@ class HFRolloutEngine:
     """A :class:`~lightppo.rollout.engine.RolloutEngine` that decodes with ``actor.model`` itself.
 
     Requests take ``micro_rollout_batch_size`` slots, the longest prompts first; when a response ends, the next request
-    takes its slot. A prompt goes through the model once for all its samples. The random numbers of a
-    response follow from (``sampling.seed``, ``prompt.index``, sample number) alone, so in float32 a response depends
-    neither on the micro batch size nor on the other prompts, their order or the number of ranks. Where one call holds
-    the same ``prompt.index`` k times, these prompts get the sample numbers 0 … k·n-1: no two responses share random
-    numbers. Another rollout of the same prompt takes another seed.
+    takes its slot. A prompt goes through the model once for all its samples. The random numbers of a response depend
+    only on (``sampling.seed``, ``prompt.index``, sample number), so in float32 a response does not depend on the micro
+    batch size, the other prompts, their order or the number of ranks. If one call holds a ``prompt.index`` k times,
+    these prompts get the sample numbers 0 … k·n-1, so that no two responses share random numbers. For another rollout
+    of the same prompt, change the seed.
 
-    No collectives happen inside ``gather_parameters``, so ranks may bring different numbers of prompts, also none.
+    There are no collectives inside ``gather_parameters``, so ranks may bring different numbers of prompts, or none.
 
     Args:
-        actor: has ``.model``, the Hugging Face model or the DeepSpeed engine around it; recorded log probs are over
-            its ``valid_vocab_size`` first ids where it has that, else over the whole embedding.
-        tokenizer: decodes responses; its length bounds the sampled ids where ``valid_vocab_size`` is None.
+        actor: has ``.model``, a Hugging Face model or the DeepSpeed engine around it; log probs are over its first
+            ``valid_vocab_size`` ids if it has this attribute, else over the whole embedding.
+        tokenizer: decodes responses; its length limits the sampled ids if ``valid_vocab_size`` is None.
         micro_rollout_batch_size: sequences decoded together (n samples of a prompt are n sequences).
-        gather_parameters: makes the context in which the whole ``generate`` call runs, entered once by every rank;
-            under ZeRO-3 it holds the full parameters.
+        gather_parameters: makes the context around ``generate``, which every rank enters once; under ZeRO-3 it holds
+            the full parameters.
         valid_vocab_size: ids from here on are never sampled.
-        progress: show a progress bar.
 
     Attributes:
         last_stats: of the last ``generate``: ``generated_tokens``, ``prompt_tokens`` (once per sample),
-            ``decode_steps`` (forward passes), ``decode_positions`` (computed in these; beside padding, the tokens of
-            each different prompt and all but the last of each response), ``seconds``.
+            ``decode_steps`` (forward passes), ``decode_positions`` (positions computed in them, padding included),
+            ``seconds``.
     """
 
     heats_first_token = True  # takes SamplingParams.first_token_temperature
     reports_finished = True  # takes generate's on_finished
-    exact_log_probs = True  # in float32 those that a forward pass of the actor gives
+    exact_log_probs = True  # in float32 they equal those of a forward pass of the actor
 
     def __init__(
         self,
@@ -99,7 +98,7 @@ class HFRolloutEngine:
 
     @property
     def model(self) -> nn.Module:
-        """The Hugging Face model, out of its DeepSpeed engine."""
+        """The Hugging Face model without its DeepSpeed engine."""
         model = self.actor.model
         return getattr(model, "module", model)
 
@@ -111,12 +110,11 @@ class HFRolloutEngine:
     ) -> list[Rollout]:
         """Samples ``sampling.n`` responses to each prompt; see ``RolloutEngine.generate``.
 
-        Args:
-            on_finished: gets rollouts that have ended, some at a time, while others are still to come; each once.
+        ``on_finished`` gets each rollout once, in batches, as soon as they have ended.
 
         Raises:
-            ValueError: an empty prompt, one that with ``max_new_tokens`` exceeds the model's positions, or a stop id
-                or bad word unknown to the model.
+            ValueError: an empty prompt, a prompt that exceeds the model's positions with ``max_new_tokens``, or a stop
+                id or bad word unknown to the model.
             FloatingPointError: no token could be drawn (NaN weights, or every token banned).
         """
         start = time.perf_counter()
@@ -130,7 +128,7 @@ class HFRolloutEngine:
         order = sorted(range(len(requests)), key=lambda r: -len(requests[r][0].token_ids))
         rollouts: list[Rollout | None] = [None] * len(requests)
         with self.gather_parameters(), generation_mode(self.model), self._progress_bar(len(order)) as advance:
-            device = next(self.model.parameters()).device  # offloaded ones are on it now
+            device = next(self.model.parameters()).device  # offloaded parameters are on it now
             kind = SlotDecoder if can_use_slots(forward.config) else BatchDecoder
             slots, most = self.micro_rollout_batch_size, sampling.max_new_tokens
             decoder = kind(forward, sampler, stop.to(device), slots=slots, max_new_tokens=most, device=device)
@@ -161,11 +159,11 @@ class HFRolloutEngine:
         return rollouts
 
     def sync_weights(self, actor: nn.Module) -> None:
-        """Takes ``actor`` as the model to decode with; its weights are used in place."""
+        """Decodes with ``actor`` from now on; its weights are used in place."""
         self.actor = actor
 
     def sleep(self) -> None:
-        """Nothing to free: the weights are the trainer's, the cache ends with each micro batch."""
+        """Nothing to free: the weights are the trainer's, and the cache ends with each call."""
 
     def wake(self) -> None:
         """Nothing to take back."""
@@ -232,7 +230,7 @@ def check_lengths(prompts: list[Prompt], sampling: SamplingParams, position_limi
 
 
 def raise_undrawable(requests: list[tuple[Prompt, int]], decoded: DecodedBatch) -> None:
-    """Raises FloatingPointError where a token was recorded without a finite log prob (see ``TokenSampler``)."""
+    """Raises FloatingPointError if a recorded token has no finite log prob (see ``TokenSampler``)."""
     within = torch.arange(decoded.tokens.shape[1], device=decoded.lengths.device) < decoded.lengths.unsqueeze(1)
     bad = (within & ~decoded.log_probs.isfinite()).nonzero().tolist()
     if bad:

@@ -34,7 +34,7 @@ _TAIL_MARGIN = 4  # tokens without text (skipped special tokens) that may lie in
 def request_uniforms(seed: int, prompt_index: int, sample_index: int, count: int) -> np.ndarray:
     """The uniforms of one request, (count,) float64 in [0, 1); a longer request begins with the same numbers.
 
-    SHAKE-128 of the key, read as a stream: the same on every machine and version, unlike a seeded generator.
+    They come from SHAKE-128 of the key: the same on every machine and version, unlike a seeded generator.
     """
     stream = hashlib.shake_128(f"lightppo/{seed}/{prompt_index}/{sample_index}".encode()).digest(8 * count)
     # 52 bits, not 53: u * total < total then holds after rounding, for any total.
@@ -42,16 +42,16 @@ def request_uniforms(seed: int, prompt_index: int, sample_index: int, count: int
 
 
 def request_seed(seed: int, prompt_index: int, sample_index: int) -> int:
-    """The seed of one request, for engines that take a number rather than uniforms; in [0, 2^63)."""
+    """The seed of one request in [0, 2^63), for engines that take a seed rather than uniforms."""
     key = hashlib.sha256(f"lightppo/{seed}/{prompt_index}/{sample_index}".encode()).digest()
     return int.from_bytes(key[:8], "little") >> 1
 
 
 def inverse_cdf(probs: Tensor, uniforms: Tensor) -> Tensor:
-    """Draws from each row: the first token whose cumulated probability exceeds ``u * total``.
+    """Draws from each row the first token whose cumulated probability exceeds ``u * total``.
 
-    ``probs`` (B, V), whose rows need not sum to 1, and ``uniforms`` (B,) float64 in [0, 1) -> (B,) token ids, long. A
-    token of probability 0 is never drawn.
+    ``probs`` (B, V), rows need not sum to 1, and ``uniforms`` (B,) float64 in [0, 1) -> (B,) token ids, long. A token
+    of probability 0 is never drawn.
     """
     if probs.shape[-1] > 2 * _BLOCK:
         return _inverse_cdf_by_blocks(probs, uniforms)
@@ -62,7 +62,7 @@ def inverse_cdf(probs: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def _inverse_cdf_by_blocks(probs: Tensor, uniforms: Tensor) -> Tensor:
-    """The block by the blocks' sums, then the token in it: one pass over ``probs`` and no cumulated copy of it."""
+    """Finds the block by the blocks' sums, then the token in it: one pass over ``probs`` without a cumulated copy."""
     vocab_size = probs.shape[-1]
     whole = vocab_size // _BLOCK * _BLOCK
     sums = probs[:, :whole].unflatten(1, (-1, _BLOCK)).sum(dim=-1)
@@ -84,9 +84,8 @@ class TokenSampler:
     """Samples the next token of every row of a batch.
 
     Args:
-        sampling: all but ``stop`` and ``n``.
-        valid_vocab_size: ids from here on (rows that pad the model's vocabulary) are never sampled.
-        log_prob_vocab_size: log probs are over so many ids, as in the trainer; None is all.
+        valid_vocab_size: ids from here on (which pad the model's vocabulary) are never sampled.
+        log_prob_vocab_size: log probs are over so many ids, as in the trainer; None: all.
         suppressed_ids: ids that may not come before ``min_new_tokens``.
         bad_word_ids: token sequences that are never completed.
     """
@@ -120,7 +119,7 @@ class TokenSampler:
 
     @property
     def needs_history(self) -> bool:
-        """True where a penalty or ban looks at the ids so far."""
+        """True if a penalty or ban looks at earlier ids."""
         return self._repetition is not None or self._bad_words is not None
 
     def __call__(
@@ -130,14 +129,13 @@ class TokenSampler:
 
         Args:
             logits: (B, V) raw logits.
-            uniforms: (B,) float64 in [0, 1); unused where greedy.
-            step: number of tokens that each response has already; (B,) where they differ, all >= 1 then.
-            history: (B, S) prompt and response so far, left padding ``NO_TOKEN``; None where not ``needs_history``.
+            uniforms: (B,) float64 in [0, 1); unused if greedy.
+            step: number of tokens that each response already has; (B,), all >= 1, if they differ.
+            history: (B, S) prompt and response so far, left padding ``NO_TOKEN``; None unless ``needs_history``.
 
         Returns:
             tokens (B,) long, and log_probs (B,) float32: log softmax(logits / temperature) before every penalty and
-            filter. NaN or infinite in rows from which no token can be drawn: logits that are
-            NaN or +inf, or every token banned.
+            filter; not finite in rows where no token can be drawn (logits NaN or +inf, or every token banned).
         """
         logits = logits[:, : self.log_prob_vocab_size].float()
         scaled = logits if self.temperature == 1.0 else logits / self.temperature
@@ -174,7 +172,7 @@ class TokenSampler:
 
 
 def end_of_text_ids(tokenizer: PreTrainedTokenizerBase, generation_config: Any | None) -> list[int]:
-    """The ids that end a text: the tokenizer's and those of the model's generation config (an id or a list)."""
+    """The ids that end a text, from the tokenizer and from the model's generation config (an id or a list)."""
     ids = {tokenizer.eos_token_id}
     configured = getattr(generation_config, "eos_token_id", None)
     ids.update(configured if isinstance(configured, list | tuple) else [configured])
@@ -182,7 +180,7 @@ def end_of_text_ids(tokenizer: PreTrainedTokenizerBase, generation_config: Any |
 
 
 def bad_word_ids(tokenizer: PreTrainedTokenizerBase, words: tuple[str, ...]) -> list[list[int]]:
-    """Token sequences of bad words, at the start of a text and behind a space (as vLLM has it)."""
+    """Token sequences of bad words, at the start of a text and behind a space (as in vLLM)."""
     sequences: list[list[int]] = []
     for word in words:
         plain, spaced = (tokenizer.encode(prefix + word.strip(), add_special_tokens=False) for prefix in ("", " "))
@@ -197,8 +195,8 @@ def bad_word_ids(tokenizer: PreTrainedTokenizerBase, words: tuple[str, ...]) -> 
 class StopCriteria:
     """Tells which rows of a batch have ended, and cuts stop strings off their texts.
 
-    A stop string must lie behind the first ``min_new_tokens`` tokens as a whole. A stop id that is no id of the model
-    (whose logits are ``vocab_size``) is an error.
+    A stop string must lie entirely behind the first ``min_new_tokens`` tokens. A stop id beyond the model's
+    ``vocab_size`` logits is an error.
     """
 
     def __init__(
@@ -226,7 +224,7 @@ class StopCriteria:
     def ended(self, responses: Tensor, rows: Tensor, length: int | Tensor) -> Tensor:
         """Which of the ``rows`` (b,) of ``responses`` (B, max_new_tokens) end with their newest token; (b,) bool.
 
-        ``length`` is the number of tokens that each of these has, the newest one included; (b,) where they differ.
+        ``length`` counts the tokens of each row, the newest one included; (b,) if the rows differ.
         """
         ended = self._is_stop[responses[rows, length - 1]]
         if self._strings:

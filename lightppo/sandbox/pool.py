@@ -1,4 +1,4 @@
-"""Sandboxes seen from outside: started, attacked, handed programs, replaced where they break."""
+"""The outside of the sandboxes: starts and attacks them, gives them programs, replaces those that break."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from lightppo.sandbox.probe import PROTECTIONS, probe
 
 logger = logging.getLogger(__name__)
 
-ISOLATIONS = ("namespaces", "bubblewrap", "landlock")  # tried in this order; "none" only where it is allowed
+ISOLATIONS = ("namespaces", "bubblewrap", "landlock")  # tried in this order; "none" only if allowed
 _ENVIRONMENT = {
     **{"PATH": "/usr/bin:/bin", "HOME": "/tmp", "TMPDIR": "/tmp", "LANG": "C.UTF-8"},
     **{"PYTHONUTF8": "1", "PYTHONHASHSEED": "0", "MALLOC_ARENA_MAX": "2"},
@@ -43,21 +43,13 @@ _SHOWN_CHARS = 500
 
 @dataclass(frozen=True)
 class SandboxLimits:
-    """What one program may use.
+    """What one program may use."""
 
-    Attributes:
-        code_timeout: seconds by the wall clock of one run, or of one call of a function.
-        code_memory_limit_mb: address space of each process, and resident memory of all of a program's processes.
-        code_file_limit_mb: of each file, and of all files of a program together.
-        code_output_limit_mb: of what it prints, and of what its function returns.
-        code_max_processes: processes and threads of a program.
-    """
-
-    code_timeout: float = 6.0
-    code_memory_limit_mb: int = 1024
-    code_file_limit_mb: int = 16
-    code_output_limit_mb: int = 16
-    code_max_processes: int = 16
+    code_timeout: float = 6.0  # wall-clock seconds of one run, or of one function call
+    code_memory_limit_mb: int = 1024  # address space of each process, and resident memory of all together
+    code_file_limit_mb: int = 16  # each file, and all files together
+    code_output_limit_mb: int = 16  # printed output, and returned values
+    code_max_processes: int = 16  # processes and threads
 
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:
@@ -69,34 +61,26 @@ class SandboxLimits:
 
 @dataclass
 class ProgramRun:
-    """How a program ended. All text is the program's own: to be compared, never to be believed.
+    """How a program ended. All text comes from the program: compare it, never trust it."""
 
-    Attributes:
-        ended: ``exit`` | ``signal`` | ``timeout`` | ``output`` | ``memory`` | ``processes``; the last four name the
-            limit that it was killed for.
-        code: exit code, or the signal's number with a minus sign.
-        stdout: what it printed.
-        stderr: the beginning of its error output.
-        answers: where a function was called: one line of JSON for the loading, then one per finished call.
-        seconds: by the wall clock.
-    """
-
+    # exit | signal | timeout | output | memory | processes; the last four name the limit that it was killed for
     ended: str
-    code: int
+    code: int  # exit code, or minus the signal's number
     stdout: str
-    stderr: str
+    stderr: str  # only the beginning
+    # where a function was called: one line of JSON for the loading, then one per finished call
     answers: list[str] = field(default_factory=list)
-    seconds: float = 0.0
+    seconds: float = 0.0  # wall clock
 
 
 class Sandbox:
-    """One process that runs one program at a time. Used by one thread at a time.
+    """One process that runs one program at a time, for one thread at a time.
 
     Raises:
-        SandboxError: this isolation is not to be had here; the text says why.
+        SandboxError: this machine does not offer the isolation; the text says why.
     """
 
-    # The package without its __init__.py: what runs inside needs nothing of this half.
+    # The package without its __init__.py, because the inside needs nothing of this half.
     STARTER = (
         "import sys, types; room = sys.modules['room'] = types.ModuleType('room'); room.__path__ = [sys.argv.pop(1)]; "
         "from room import supervisor; supervisor.main()"
@@ -158,18 +142,17 @@ class Sandbox:
         seconds: float | None = None,
         total_seconds: float | None = None,
     ) -> ProgramRun:
-        """Runs a program as a script, or loads it and calls a function of it.
+        """Runs a program as a script, or loads it and calls its function.
 
         Args:
-            code: Python source.
             stdin: standard input of a script.
-            function: name of the function, or of the method of a class ``Solution``.
-            calls: arguments of each call: a JSON list.
-            seconds: time limit of the run, or of each call and of the loading; by default ``code_timeout``.
-            total_seconds: for all calls together; by default no less than each may take.
+            function: name of a function, or of a method of a class ``Solution``.
+            calls: arguments of each call, as a JSON list.
+            seconds: time limit of the run, or of the loading and of each call; default ``code_timeout``.
+            total_seconds: time limit of all calls together; default: each may take its full time.
 
         Raises:
-            SandboxError: nothing is known about the program; the process was killed.
+            SandboxError: the sandbox failed and learned nothing about the program; its process was killed.
         """
         limits = self._limits
         seconds = limits.code_timeout if seconds is None else seconds
@@ -188,7 +171,7 @@ class Sandbox:
         return ProgramRun(**report)
 
     def attack(self) -> set[str]:
-        """Which of :data:`~lightppo.sandbox.probe.PROTECTIONS` hold, by trying."""
+        """Finds out by trying which of :data:`~lightppo.sandbox.probe.PROTECTIONS` hold."""
 
         def run(code: str, function: str, arguments: list[Any]) -> tuple[str, list[str]]:
             done = self.run(code, function=function, calls=[json.dumps(arguments)], seconds=_ATTACK_SECONDS)
@@ -218,7 +201,7 @@ class Sandbox:
         self._socket.close()
 
     def _exchange(self, request: dict[str, Any] | None, seconds: float) -> dict[str, Any]:
-        """Sends a request, where there is one, and takes the report. Any failure ends the process."""
+        """Sends a request, if any, and returns the report. Any failure ends the process."""
         if self._process is None:
             raise SandboxError("the sandbox is closed")
         deadline = time.monotonic() + seconds
@@ -262,7 +245,7 @@ class Sandbox:
 
 
 def _environment() -> dict[str, str]:
-    libraries = os.environ.get("LD_LIBRARY_PATH")  # the interpreter may not start without
+    libraries = os.environ.get("LD_LIBRARY_PATH")  # the interpreter may not start without them
     return _ENVIRONMENT | ({"LD_LIBRARY_PATH": libraries} if libraries else {})
 
 
@@ -270,14 +253,13 @@ class SandboxPool:
     """Sandboxes for the threads of one rank, with the strongest isolation that this machine allows.
 
     Args:
-        limits: of each program.
-        code_processes: how many programs run at a time; ``None``: :func:`default_processes`.
-        allow_unsafe_code_execution: where no isolation is to be had, run programs all the same, with limits on time and
-            memory only. They can then read, change and send away whatever this user can.
-        isolations: what is tried, best first.
+        code_processes: programs that run at a time; ``None``: :func:`default_processes`.
+        allow_unsafe_code_execution: without any isolation, run programs all the same, limited only in time and memory.
+            They can then read, change and send away whatever this user can.
+        isolations: tried in this order, best first.
 
     Raises:
-        SandboxRefusedError: no isolation keeps out everything of :data:`PROTECTIONS`; the text says which and why.
+        SandboxRefusedError: no isolation gives all :data:`PROTECTIONS`; the text says which are missing and why.
     """
 
     def __init__(
@@ -328,10 +310,10 @@ class SandboxPool:
         )
 
     def run(self, code: str, **options: Any) -> ProgramRun:
-        """:meth:`Sandbox.run` in the next idle sandbox; a sandbox that fails is replaced, and the program run again.
+        """:meth:`Sandbox.run` in the next idle sandbox; replaces a sandbox that fails and runs the program again.
 
         Raises:
-            SandboxError: two sandboxes failed with it.
+            SandboxError: two sandboxes failed on it.
         """
         if not self._close.alive:
             raise SandboxError("the sandbox is closed")
@@ -370,7 +352,7 @@ def _close_all(sandboxes: list[Sandbox], owner: int) -> None:
 
 
 def default_processes() -> int:
-    """How many worker processes suit this rank: its share of the cores it may use, at least one and at most 16."""
+    """Worker processes that suit this rank: its share of the available cores, from 1 to 16."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(max(cores // ranks, 1), 16)

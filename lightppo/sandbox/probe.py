@@ -1,4 +1,4 @@
-"""What a sandbox really keeps out, seen by trying: a program of ours is run in it and attacks things of ours."""
+"""Finds out what a sandbox really keeps out: a program of ours runs in it and attacks targets of ours."""
 
 from __future__ import annotations
 
@@ -88,14 +88,11 @@ Run = Callable[[str, str, list[Any]], tuple[str, list[str]]]
 
 
 def probe(run: Run, *, memory_mb: int, max_processes: int, environment: set[str], own_processes: bool) -> set[str]:
-    """Attacks a sandbox; returns those of :data:`PROTECTIONS` that hold.
+    """Attacks a sandbox; returns the :data:`PROTECTIONS` that hold.
 
-    Args:
-        run: runs code and calls a function of it with arguments; returns how it ended and the lines of its answers.
-        memory_mb: the limit of a program's memory.
-        max_processes: the limit of a program's processes.
-        environment: the names of variables that a program may see.
-        own_processes: the sandbox is known to have process numbers of its own, so that ours mean nothing there.
+    ``run`` runs code and calls its function with arguments; it returns how the program ended and the lines of its
+    answers. ``environment`` names the variables that a program may see. ``own_processes``: the sandbox has its own
+    process numbers, so that ours mean nothing there.
     """
     with _targets() as facts:
         _, lines = run(_ATTACKS, "attack", [facts | {"trainer": os.getpid(), "memory_mb": memory_mb}])
@@ -121,7 +118,7 @@ def _value(lines: list[str]) -> Any:
 
 @contextlib.contextmanager
 def _targets() -> Iterator[dict[str, Any]]:
-    """A file, a port and an abstract socket that anybody on the machine could use."""
+    """A file, a port and an abstract socket that everybody on the machine could use."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lightppo-probe-")))
         folder.chmod(0o777)

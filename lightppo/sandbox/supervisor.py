@@ -1,6 +1,6 @@
-"""The process that untrusted programs run in: it comes up behind its walls, forks for every program, watches and kills.
+"""The process that untrusted programs run in: it walls itself in, forks for every program, watches and kills.
 
-Standard library only: it is started without site-packages. No expected output ever comes here: verdicts are made
+Standard library only, because it starts without site-packages. It never sees expected outputs: verdicts are made
 outside.
 """
 
@@ -40,11 +40,11 @@ _SYSTEM = (
     "/etc/localtime", "/usr/share/zoneinfo",
 )  # fmt: skip
 _LOOK_SECONDS = 1.0
-_LEAST_LANDLOCK = 3  # before, files that may be read could be emptied
+_LEAST_LANDLOCK = 3  # earlier versions let programs truncate readable files
 
 
 def main() -> None:
-    """Its orders are the first argument, as JSON: ``isolation``, ``site_packages``, ``bubblewrap``, ``inside``."""
+    """Takes its orders as JSON in the first argument: ``isolation``, ``site_packages``, ``bubblewrap``, ``inside``."""
     orders = json.loads(sys.argv[1])
     os.umask(0o022)
     os.closerange(3, 1 << 16)
@@ -56,7 +56,7 @@ def main() -> None:
         parent = os.getppid()
         orders["from_root"] = os.geteuid() == 0
         with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
-            file.write("1000")  # where memory is short, the kernel takes this process and not the trainer
+            file.write("1000")  # if memory is short, the kernel kills this process and not the trainer
         watched = _start(orders, readable, links)
     except OSError as error:
         _refuse(error)
@@ -69,10 +69,10 @@ def _refuse(error: BaseException) -> None:
 
 
 def _guard(watched: int, parent: int) -> None:
-    """Waits for the end of the process, or of the trainer, which takes the process with it."""
+    """Waits until the process ends, or kills it when the trainer ends."""
     poller = select.poll()
     poller.register(os.pidfd_open(watched), select.POLLIN)
-    poller.register(_TRAINER, 0)  # a hang-up is told all the same
+    poller.register(_TRAINER, 0)  # hang-ups are always reported
     while not poller.poll(1000 * _LOOK_SECONDS) and os.getppid() == parent:
         pass
     os.kill(watched, signal.SIGKILL)
@@ -81,7 +81,7 @@ def _guard(watched: int, parent: int) -> None:
 
 
 def _start(orders: dict[str, Any], readable: Sequence[str], links: dict[str, str]) -> int:
-    """Starts the process that serves; returns the one to watch, which ends with it."""
+    """Starts the process that serves; returns the process to watch, which ends with it."""
     if orders["isolation"] == "namespaces":
         return walls.fork_inside(lambda: _serve(orders, readable, links))
     if orders["isolation"] == "landlock":
@@ -116,11 +116,7 @@ def _bubblewrap_command(orders: dict[str, Any], readable: Sequence[str], links: 
 
 
 def _readable(site_packages: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """What programs may read: the interpreter's modules and shared libraries.
-
-    Returns:
-        real paths, none below another; symbolic links that lead to them, place → target.
-    """
+    """What programs may read, the interpreter's modules and libraries: real paths, and links (place → target)."""
     with open("/proc/self/maps", encoding="utf-8", errors="replace") as file:
         mapped = {line.split(maxsplit=5)[-1].strip() for line in file}
     loaded = {os.path.dirname(path) for path in mapped if path.startswith("/") and ".so" in path}
@@ -231,7 +227,7 @@ class _Watch:
         return {reader: name for name, (reader, _) in pipes.items()}, process
 
     def report(self) -> dict[str, Any]:
-        """Waits for the end, in one way or another, and clears up."""
+        """Waits for the program's end, cleans up and reports."""
         process = os.pidfd_open(self._process)
         try:
             self._watch(process)
@@ -248,13 +244,13 @@ class _Watch:
     def _watch(self, process: int) -> None:
         poller = select.poll()
         poller.register(process, select.POLLIN)
-        poller.register(_TRAINER, 0)  # a hang-up is told all the same
+        poller.register(_TRAINER, 0)  # hang-ups are always reported
         for reader in self._readers:
             poller.register(reader, select.POLLIN)
         answered, begun, since, looked = 0, False, self._start, self._start
         while not self._ended:
             now = time.monotonic()
-            if not begun and self._output["ready"]:  # locking itself in is not the program's time
+            if not begun and self._output["ready"]:  # its own locking-in does not count as the program's time
                 begun, since, self._start = True, now, now
             end = min(since + self._request["seconds"], self._start + self._request["total_seconds"])
             if now >= (end if begun else self._start + _BEGIN_SECONDS):
@@ -275,7 +271,7 @@ class _Watch:
                 self._ended = self._ended or self._walls.excess(self._process, self._limits)
 
     def _read(self, reader: int) -> bool:
-        """Takes what is there; False at the end of the pipe."""
+        """Takes what has arrived; False at the end of the pipe."""
         try:
             data = os.read(reader, _READ_BYTES)
         except BlockingIOError:
@@ -290,7 +286,7 @@ class _Watch:
         return bool(data)
 
     def _clear_up(self) -> int:
-        """Kills whatever is left and takes what it had written; returns the program's status."""
+        """Kills what is left, takes its last output, and returns the program's status."""
         status = self._walls.kill(self._process, _REAP_SECONDS)
         for reader in self._readers:
             left = self._limits["code_output_limit_mb"] * _MEBIBYTE // _READ_BYTES + 2
@@ -301,7 +297,7 @@ class _Watch:
 
 
 def _as_file(text: str) -> int:
-    """Standard input as an unlinked file in memory, to be read only."""
+    """Standard input as an unlinked, read-only file in memory."""
     descriptor = os.memfd_create("stdin", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
     _write_all(descriptor, text.encode("utf-8", "surrogatepass"))
     os.lseek(descriptor, 0, os.SEEK_SET)
@@ -311,16 +307,16 @@ def _as_file(text: str) -> int:
 
 
 def _place_descriptors(descriptors: list[int]) -> None:
-    """Makes these 0, 1, 2, … and closes all others."""
+    """Makes these descriptors 0, 1, 2, … and closes all others."""
     high = [os.dup2(descriptor, 100 + i) for i, descriptor in enumerate(descriptors)]
     for i, descriptor in enumerate(high):
         os.dup2(descriptor, i)
     os.closerange(len(high), 1 << 16)
 
 
-# The program: a fork gives up what it must not have, runs the code, and ends. Nothing it says is believed.
+# The program: a fork gives up its rights, runs the code, and ends. Nothing it says is trusted.
 
-# What solutions of public datasets take for granted: names from these modules, and the modules.
+# Solutions in public datasets expect these modules and their names.
 PRELUDE_MODULES = (
     "string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics",
     "itertools", "functools", "operator", "io", "sys", "json", "builtins", "typing",
@@ -358,7 +354,7 @@ def _run_program(request: dict[str, Any], prelude: dict[str, Any], wall: walls.W
     random.seed(_SEED)
     sys.setrecursionlimit(_RECURSION_LIMIT)
     wall.close()
-    # its closing tells that all of the above was done; from here on the code is in control
+    # tells the parent that all of the above is done; from here on the code is in control
     os.write(_READY, b"+")
     os.close(_READY)
     if request.get("function") is None:
@@ -407,7 +403,7 @@ def _compiled(code: str) -> types.CodeType | None:
 
 
 def _run_script(code: str, prelude: dict[str, Any]) -> int:
-    """As ``python program.py`` would."""
+    """Runs the code as ``python program.py`` would."""
     compiled = _compiled(code)
     if compiled is None:
         return 1
@@ -435,7 +431,7 @@ def _show_traceback() -> None:
 
 
 def _run_calls(code: str, function: str, calls: list[str], prelude: dict[str, Any]) -> int:
-    """Loads the code once and answers every call with one line, after one line for the loading."""
+    """Loads the code once and answers with one line for the loading, then one per call."""
     compiled = _compiled(code)
     if compiled is None:
         return 1
@@ -457,7 +453,7 @@ def _run_calls(code: str, function: str, calls: list[str], prelude: dict[str, An
 
 
 def _find(names: dict[str, Any], function: str, prelude: dict[str, Any]) -> Callable[..., Any]:
-    """The method of a fresh ``Solution``, or the function."""
+    """The method of a new ``Solution``, or the function."""
     solution = names.get("Solution")
     if isinstance(solution, type) and hasattr(solution, function):
         return getattr(solution(), function)
@@ -467,7 +463,7 @@ def _find(names: dict[str, Any], function: str, prelude: dict[str, Any]) -> Call
 
 
 def _with_int_keys(argument: Any) -> Any:
-    """JSON has only strings as keys: back to numbers where all of them are."""
+    """Turns keys, which JSON has only as strings, back into integers if all of them are integers."""
     if isinstance(argument, dict) and all(key.removeprefix("-").isdecimal() for key in argument):
         return {int(key): value for key, value in argument.items()}
     return argument
@@ -486,7 +482,7 @@ def _answer(content: dict[str, Any]) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON lacks, as lists: sets in order, queues and views, arrays."""
+    """Turns values that JSON lacks into lists: sorted sets, queues, views, arrays."""
     if isinstance(value, (set, frozenset)):
         try:
             return sorted(value)

@@ -1,7 +1,7 @@
-"""What stands between a program and the rest of the machine: namespaces, Landlock, seccomp, and a look at what it uses.
+"""The walls between a program and the machine: namespaces, Landlock, seccomp, and a check of what the program uses.
 
-With the kernel calls that Python's os module lacks. Standard library only: this runs inside the sandbox process, which
-is started without site-packages.
+Holds the kernel calls that Python's os module lacks. Standard library only, because it runs inside the sandbox process,
+which starts without site-packages.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 DEVICES = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")
-INNER_ID = 1000  # of the programs, as seen inside a user namespace
+INNER_ID = 1000  # the programs' user, inside a user namespace
 _NOBODY = 65534
 _MEBIBYTE = 1 << 20
 
@@ -63,22 +63,22 @@ def _mount(source: str, target: str, kind: str | None, flags: int, options: str 
 
 
 def _unmount(target: str) -> None:
-    """Takes a mount away at once, whoever still uses it."""
+    """Removes a mount at once, even if it is still in use."""
     _checked(_libc.umount2(target.encode(), ctypes.c_int(_MNT_DETACH)), f"umount {target}")
 
 
 def die_with_parent() -> None:
-    """This process is killed when the one that forked it ends."""
+    """Has the kernel kill this process when its parent ends."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def become_supervisor() -> None:
-    """Nobody may trace this process; the orphans of programs become its children."""
+    """Forbids tracing this process, and makes it adopt the orphans of programs."""
     _prctl(_PR_SET_DUMPABLE, 0)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-# Landlock: a process gives up, for good and for its children, all files but those that it names.
+# Landlock: a process gives up all files except the ones it names, for good and for its children.
 
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446  # the same numbers on all machines
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR, _TRUNCATE = 1 << 0, 1 << 1, 1 << 2, 1 << 3, 1 << 14
@@ -87,7 +87,7 @@ _NEWEST_BIT = {1: 12, 2: 13, 3: 14, 4: 14}  # kernel's version → last right it
 
 
 def landlock_version() -> int:
-    """The kernel's Landlock version; 0 where there is none."""
+    """The kernel's Landlock version; 0 without Landlock."""
     try:
         return _syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint32(1))
     except OSError:
@@ -95,9 +95,9 @@ def landlock_version() -> int:
 
 
 def _restrict_files(readable: Sequence[str], writable: Sequence[str]) -> None:
-    """Leaves reading below ``readable`` and reading and writing below ``writable``; nothing can be executed.
+    """Allows only reading below ``readable``, and reading and writing below ``writable``; nothing can be executed.
 
-    From version 4 TCP is closed too, from version 6 signals to and abstract sockets of processes outside.
+    From version 4 on this also closes TCP, from version 6 signals to outside processes and their abstract sockets.
     """
     known = landlock_version()
     every_right = (1 << (_NEWEST_BIT.get(known, 15) + 1)) - 1
@@ -121,9 +121,9 @@ def _restrict_files(readable: Sequence[str], writable: Sequence[str]) -> None:
         os.close(rules)
 
 
-# seccomp: what a small program has no use for fails, or is answered as if the kernel had it not. The wall against
-# networks, signals and the like where namespaces are forbidden, and a second one where they are not. 32-bit calls kill
-# the process: they would go round the numbers below.
+# seccomp: calls that a small program does not need fail, or are answered as if the kernel lacked them. Where namespaces
+# are forbidden this is the only wall against networks and signals, elsewhere a second one. 32-bit calls kill the
+# process, because they would bypass the numbers below.
 
 _AUDIT_ARCH = (0xC000003E, 0xC00000B7)
 _NO = -1  # the machine has no such call
@@ -147,7 +147,7 @@ _REFUSED = {
     "setns": (308, 268), "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430),
     "fsconfig": (431, 431), "fsmount": (432, 432), "fspick": (433, 433), "mount_setattr": (442, 442),
     "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265), "fanotify_init": (300, 262),
-    # memory that no limit counts, and what outlives its process
+    # memory that no limit counts, and objects that outlive their process
     "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "shmat": (30, 196),
     "shmctl": (31, 195), "semget": (64, 190), "semop": (65, 193), "semctl": (66, 191), "semtimedop": (220, 192),
     "msgget": (68, 186), "msgsnd": (69, 189), "msgrcv": (70, 188), "msgctl": (71, 187), "mq_open": (240, 180),
@@ -164,7 +164,7 @@ _UNKNOWN = {  # libraries fall back on older calls
     "clone3": (435, 435), "io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "io_uring_register": (427, 427),
 }  # fmt: skip
 _FORKS = {"fork": (57, _NO), "vfork": (58, _NO)}
-# Without a mount namespace: what Landlock does not look at.
+# Without a mount namespace: calls that Landlock does not check.
 _METADATA = {
     "chmod": (90, _NO), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452), "chown": (92, _NO),
     "fchown": (93, 55), "lchown": (94, _NO), "fchownat": (260, 54), "utime": (132, _NO), "utimes": (235, _NO),
@@ -176,21 +176,21 @@ _SIGNALS = {"tkill": (200, 130), "rt_sigqueueinfo": (129, 138), "rt_tgsigqueuein
 _OWN_SIGNALS = {"kill": (62, 129), "tgkill": (234, 131)}  # first argument: a process
 _OWN_ONLY = {"prlimit64": (302, 261), "sched_setaffinity": (203, 122)}  # first argument 0: the caller
 _FCNTL, _IOCTL = {"fcntl": (72, 25)}, {"ioctl": (16, 29)}
-_FCNTL_SET_OWNER, _IOCTL_SET_OWNER = (8, 15), (0x8901, 0x8902)  # who is told of input, by a signal
+_FCNTL_SET_OWNER, _IOCTL_SET_OWNER = (8, 15), (0x8901, 0x8902)  # whom the kernel signals on input
 _CLONE, _PRCTL, _SECCOMP = {"clone": (56, 220)}, {"prctl": (157, 167)}, {"seccomp": (317, 277)}
 _SOCKETPAIR, _MMAP = {"socketpair": (53, 199)}, {"mmap": (9, 222)}
 
 _AF_UNIX = 1
 _SHARED_ANONYMOUS = 0x21
 _CLONE_THREAD = 0x00010000
-_FIRST_UNJUDGED = 463  # calls that kernels learned after these lists were made
+_FIRST_UNJUDGED = 463  # newer calls than these lists know
 
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _AND, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
 
 
 def seccomp_available() -> bool:
-    """True where this machine's calls are known and the kernel filters them."""
+    """True if we know this machine's calls and the kernel can filter them."""
     if _COLUMN is None or struct.calcsize("P") != 8:
         return False
     try:  # asks whether "kill the process" is a known answer, which needs a filtering kernel
@@ -202,10 +202,10 @@ def seccomp_available() -> bool:
 
 
 def _filter_calls(own_processes: bool, own_files: bool) -> None:
-    """Filters the calls of this process and of its children, for good. Needs ``no_new_privs``.
+    """Filters the calls of this process and its children, for good. Needs ``no_new_privs``.
 
-    ``own_processes``: a namespace keeps other processes away, so forks and signals are open. ``own_files``: a namespace
-    keeps other files away, so modes and times of files may be changed.
+    ``own_processes``: a namespace hides other processes, so forks and signals are allowed. ``own_files``: a namespace
+    hides other files, so the program may change modes and times of files.
     """
     program = _filter(own_processes, own_files)
     buffer = ctypes.create_string_buffer(program, len(program))
@@ -230,7 +230,7 @@ def _argument(position: int) -> bytes:
 
 
 def _refuse_by_argument(position: int, value: int, *, allowed: bool) -> bytes:
-    """Refuses the call where the argument is this one, or, where this one is ``allowed``, any other."""
+    """Refuses the call if the argument has this value, or any other value if this one is ``allowed``."""
     return _argument(position) + _step(_EQUAL, value, int(allowed), int(not allowed)) + _REFUSE + _CALL_NUMBER
 
 
@@ -239,7 +239,7 @@ def _numbers(table: dict[str, tuple[int, int]]) -> list[int]:
 
 
 def _when(table: dict[str, tuple[int, int]], *steps: bytes) -> bytes:
-    """For the calls of the table, the steps; they end with the number of the call loaded again or with an answer."""
+    """Steps for the calls of the table; they end with an answer, or load the call's number again."""
     body = b"".join(steps)
     return b"".join(_step(_EQUAL, number, 0, len(body) // 8) + body for number in _numbers(table))
 
@@ -272,23 +272,19 @@ def _filter(own_processes: bool, own_files: bool) -> bytes:
     return b"".join([*parts, _step(_RETURN, _ALLOW)])
 
 
-# Namespaces: nothing outside is there to be seen. The new root is a small tmpfs with the interpreter and its libraries,
-# read-only, four harmless devices, the namespace's own /proc where that is allowed, and /tmp, made anew for every
-# program.
+# Namespaces: nothing outside is visible. The new root is a small tmpfs with the interpreter and its libraries,
+# read-only, four harmless devices, the namespace's own /proc where allowed, and a new /tmp for every program.
 
 _ROOT_BYTES, _ROOT_FILES = 1 << 20, 4096
-_WORK, _WORK_FILES = "/tmp", 1024  # of the programs
-_beneath: dict[str, str] = {}  # what is to be seen below it, and where it is kept
+_WORK, _WORK_FILES = "/tmp", 1024  # the programs' folder
+_beneath: dict[str, str] = {}  # place to show below it → where it is kept
 
 
 def fork_inside(main: Callable[[], None]) -> int:
     """Forks a process that makes the namespaces and runs ``main`` as their first process.
 
-    Returns:
-        The process to watch: it ends with the namespaces, and they end with it.
-
-    Raises:
-        OSError: the kernel, or what contains us, allows no such namespaces.
+    Returns the process to watch, which lives as long as the namespaces. Raises ``OSError`` if the kernel, or a
+    container around us, does not allow such namespaces.
     """
     ours, theirs = socket.socketpair()
     watched = os.fork()
@@ -309,7 +305,7 @@ def fork_inside(main: Callable[[], None]) -> int:
 
 
 def _enter(channel: socket.socket, main: Callable[[], None]) -> None:
-    """In lockstep with the process outside, which maps the ids."""
+    """Enters the namespaces in lockstep with the process outside, which maps the ids."""
     die_with_parent()
     _checked(_libc.unshare(ctypes.c_int(_NEW_NAMESPACES)), "unshare")
     channel.sendall(b"+")
@@ -338,7 +334,7 @@ def _expect_sign(channel: socket.socket) -> None:
 
 
 def _map_ids(process: int) -> None:
-    """Root keeps its id inside and gives programs another one; everybody else has but his own."""
+    """Root keeps its id inside and programs get another one; any other user has only their own id."""
     one = {"uid_map": f"{INNER_ID} {os.geteuid()} 1", "gid_map": f"{INNER_ID} {os.getegid()} 1"}
     if os.geteuid() == 0:
         with contextlib.suppress(PermissionError):  # root without CAP_SETUID
@@ -356,11 +352,9 @@ def _write(process: int, texts: dict[str, str]) -> None:
 
 
 def build_root(readable: Sequence[str], links: dict[str, str]) -> bool:
-    """Makes the new root and enters it; returns True where /proc could be mounted.
+    """Makes the new root and enters it; returns True if /proc could be mounted.
 
-    Args:
-        readable: files and folders to show, by their real paths.
-        links: symbolic links to make: place → target.
+    ``readable`` are the real paths of files and folders to show; ``links`` are symbolic links to make, place → target.
     """
     _mount("none", "/", None, _MS_REC | _MS_PRIVATE)
     base = next(path for path in ("/tmp", "/var/tmp", "/dev/shm", "/mnt") if os.path.isdir(path))
@@ -396,7 +390,7 @@ def build_root(readable: Sequence[str], links: dict[str, str]) -> bool:
 
 
 def _make_place(source: str, place: str) -> None:
-    """What a file or folder can be mounted on."""
+    """Makes the file or folder that ``source`` is mounted on."""
     if os.path.isdir(source):
         os.makedirs(place, exist_ok=True)
     else:
@@ -424,7 +418,7 @@ def _show(source: str, place: str, flags: int) -> None:
 
 
 def _renew_work_folder(byte_limit: int, first: bool) -> None:
-    """An empty /tmp of the programs; what the last one left is gone with the old one."""
+    """Mounts a new, empty /tmp for the next program; the old one goes with all it holds."""
     if not first:
         _unmount(_WORK)
     options = f"size={byte_limit},nr_inodes={_WORK_FILES},mode=0700"
@@ -449,14 +443,10 @@ _WRITABLE_DEVICES = ("/dev/null", "/dev/full")
 
 
 class Walls:
-    """What is closed, counted and killed on this machine, and how.
+    """Closes, counts and kills in the way that this machine allows.
 
-    Args:
-        isolation: ``namespaces``, ``bubblewrap``, ``landlock`` or ``none``.
-        readable: files and folders that programs may read.
-        has_proc: /proc shows the processes. Without, a program may not fork.
-        shares_root: programs run under the id of the machine's root, which no limit of processes holds; nor may they
-            fork then.
+    ``has_proc``: /proc shows the processes; without it a program may not fork. ``shares_root``: programs run under the
+    machine's root id, which no process limit stops, so they may not fork either.
     """
 
     def __init__(self, isolation: str, readable: Sequence[str], has_proc: bool, shares_root: bool) -> None:
@@ -476,7 +466,7 @@ class Walls:
         self.layers = [name for name, there in layers.items() if there]
 
     def prepare(self, limits: dict[str, Any]) -> None:
-        """An empty folder for the next program, and the limit of processes as the kernel counts them here."""
+        """Makes an empty folder for the next program, and sets the process limit as the kernel counts it here."""
         if self._own_folder:
             _renew_work_folder(limits["code_file_limit_mb"] * _MEBIBYTE, self._first)
             self._first = False
@@ -485,7 +475,7 @@ class Walls:
             limits["processes"] = self._tasks_of_user() + _SPARE_TASKS
 
     def close(self) -> None:
-        """In a program's process: gives up all rights, for good. A wall that must stand and does not is an OSError."""
+        """Gives up all rights for good, in a program's process. Raises OSError if a wall that must stand does not."""
         os.chdir(_WORK if self._own_folder else "/")
         _prctl(_PR_SET_NO_NEW_PRIVS, 1)
         if self._own_folder and os.getuid() != INNER_ID:
@@ -506,7 +496,7 @@ class Walls:
                 _filter_calls(self._own_processes, self._own_namespaces)
 
     def excess(self, process: int, limits: dict[str, Any]) -> str:
-        """``memory`` or ``processes`` where all of a program's processes together have too much, else nothing."""
+        """``memory`` or ``processes`` if a program's processes together exceed that limit, else empty."""
         if not self._has_proc:
             return ""
         kilobytes = tasks = 0
@@ -518,10 +508,9 @@ class Walls:
         return "memory" if kilobytes > limits["code_memory_limit_mb"] * 1024 else ""
 
     def kill(self, process: int, seconds: float) -> int:
-        """Kills a program and all that came of it, and waits until nothing is left; returns its wait status.
+        """Kills a program and all its descendants and waits for them; returns its wait status.
 
-        Raises:
-            OSError: something is left after ``seconds``.
+        Raises ``OSError`` if something is left after ``seconds``.
         """
         end = time.monotonic() + seconds
         status = None
@@ -561,7 +550,7 @@ class Walls:
 
 
 def _statuses(processes: Sequence[int] | None = None) -> Iterator[dict[str, str]]:
-    """/proc's status of these processes, or of all but this one."""
+    """/proc's status of these processes, or of all processes but this one."""
     for name in map(str, processes) if processes is not None else os.listdir("/proc"):
         if not name.isdecimal() or name == str(os.getpid()):
             continue
@@ -579,7 +568,7 @@ def _take_id(number: int) -> None:
 
 
 def _nobody_can_read(paths: Sequence[str]) -> bool:
-    """Whether the interpreter's files are open to a user without any rights."""
+    """Whether a user without any rights can read the interpreter's files."""
     process = os.fork()
     if process == 0:
         try:
