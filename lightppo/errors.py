@@ -1,7 +1,4 @@
-"""Every error that a user can fix: shown in one line, with exit code 1. Other errors keep their traceback.
-
-A message names the flag, file, line or rank, and says what to do.
-"""
+"""Every error that a user can fix. A message names the flag, file, line or rank, and says what to do."""
 
 from __future__ import annotations
 
@@ -43,16 +40,12 @@ class PackingNotSupportedError(UserError, ValueError):
 
 
 class RequestError(UserError, RuntimeError):
-    """A server gave no usable answer. Another try may help, except for :class:`RefusedError`.
-
-    ``status`` is the HTTP status, if there was an answer; ``timed_out``: no connection or whole answer within the
-    limit.
-    """
+    """A server gave no usable answer. Another try may help, except for :class:`RefusedError`."""
 
     def __init__(self, message: str, *, status: int | None = None, timed_out: bool = False) -> None:
         super().__init__(message)
-        self.status = status
-        self.timed_out = timed_out
+        self.status = status  # HTTP status, if there was an answer
+        self.timed_out = timed_out  # no connection, or no whole answer, within the limit
 
 
 class UnreachableError(RequestError):

@@ -37,28 +37,22 @@ Read = Callable[[dict[str, Any]], T]
 
 
 class HTTPClient:
-    """Asks one server for JSON objects. Threads may share it.
+    """Asks one server for JSON objects; threads may share it.
 
     A failure that may pass (no connection, a time-out, HTTP 5xx, 408, 425 or 429, an unusable answer) is tried again
     after 1, 2, 4, … up to 30 seconds. A redirect or another client error is final. Proxies are not used for this
     machine's own addresses; cookies and ``~/.netrc`` are never used.
 
     Args:
-        url: http(s) address; a request's path is appended.
-        what: what logs and errors call the server, in front of its address.
+        what: what logs and errors call the server.
         timeout: seconds per try, for any silence and for the whole answer (checked when bytes arrive, so a server that
             drips is left after at most twice this).
         connect_timeout: seconds for connecting, if shorter.
-        retries: further tries after a failure that may pass.
-        retry_timeouts: whether a time-out may pass.
+        retries: further tries after a failure that may pass; ``retry_timeouts=False`` makes time-outs final.
         token: sent as ``Authorization: Bearer …``, never logged; see :func:`read_token`.
         max_concurrent: requests at a time, others wait; ``None``: no limit.
         max_bytes: the longest answer.
-        keep_alive: use a connection for several requests. A request fails if the server closes an idle connection at
-            that moment.
-
-    Raises:
-        ValueError: an address that is not http(s) or contains a password, an invalid token, or a limit out of range.
+        keep_alive: reuse connections; a request fails if the server closes its idle connection just then.
     """
 
     def __init__(
@@ -106,16 +100,13 @@ class HTTPClient:
         """Sends a JSON object, again and again until ``read`` accepts the answer.
 
         Args:
-            path: appended to the address; errors show it without its query.
-            read: takes the result out of the answer (``{}`` for an empty one). It raises ``ValueError``, ``TypeError``,
+            read: takes the result out of the answer (``{}`` for an empty one); raises ``ValueError``, ``TypeError``,
                 ``LookupError`` or a ``UserError`` for an unusable answer.
-            timeout: per try, instead of the client's.
-            tries: instead of ``retries + 1``.
-            on_failure: called with the error of every failed try, before the next one.
+            options: ``timeout`` per try, ``tries``, and ``on_failure(error)``, called for every failed try.
 
         Raises:
-            RequestError: the last try failed. Subclasses: :class:`RefusedError` (final), :class:`UnreachableError` (no
-                connection), :class:`SlowServerError` (a time-out).
+            RequestError: the last try failed: :class:`RefusedError`, :class:`UnreachableError`,
+                :class:`SlowServerError`.
         """
         if not isinstance(body, bytes):
             try:
@@ -203,7 +194,7 @@ class HTTPClient:
         raise kind(f"{self.name}: {route}{self.clean(reason)}", status=status, timed_out=timed_out)
 
     def _send(self, method: str, path: str, content: bytes | None, timeout: float) -> tuple[int, bytes]:
-        """Status and answer. requests' time-out only limits gaps between bytes; the deadline is for a dripping server."""
+        """Status and answer. requests' time-out limits gaps between bytes, the deadline is for servers that drip."""
         import requests
 
         deadline = time.monotonic() + timeout
@@ -288,8 +279,7 @@ def _parsed(answer: bytes) -> dict[str, Any]:
 def read_token(*, env: str | None = None, file: str | None = None, option: str = "--remote_rm_token_env") -> str | None:
     """Reads a bearer token from an environment variable or a file; ``None`` if neither is given.
 
-    ``option`` is the flag that named the variable. Raises ``ValueError`` if both are given, it is missing, or the token
-    has characters that no header can carry.
+    ``ValueError`` names ``option``, the flag of the variable, or the file, and never shows the token.
     """
     if env is not None and file is not None:
         raise ValueError("the token of a server comes from a variable or from a file, not from both")
@@ -313,10 +303,7 @@ def check_token(token: str, where: str) -> str:
 
 
 def check_url(url: str, option: str = "--remote_rm_url", token_option: str | None = "--remote_rm_token_env") -> None:
-    """Refuses, with a ``ValueError``, an address that is not http(s) with a host, or that contains a user or password.
-
-    ``option`` is the flag of the address; ``token_option`` the flag that takes a token instead, if any.
-    """
+    """Refuses what is not an http(s) address with a host, or contains a user or password, with a ``ValueError``."""
     try:
         parts = urlsplit(url)
         host, port_ok = parts.hostname, parts.port != 0

@@ -10,10 +10,7 @@ T = TypeVar("T")
 
 @runtime_checkable
 class Ranks(Protocol):
-    """One rank among others. Every method but ``get_rank``, ``is_rank_0`` and ``print`` is collective.
-
-    Implemented by :class:`lightppo.strategy.distributed.DistributedStrategy` and by :class:`Alone`.
-    """
+    """One rank among others. Every method but ``get_rank``, ``is_rank_0`` and ``print`` is collective."""
 
     device: Any  # where the tensors of this rank live
 
@@ -88,8 +85,9 @@ class Alone:
 
 
 def level(parts: Sequence[T], ranks: Ranks, filler: Callable[[], T]) -> list[T]:
-    """This rank's parts after as many fillers as make all ranks' counts equal, so that collectives match. Collective.
+    """Adds fillers to this rank's parts until all ranks have equally many, so that the models' collectives match.
+    Collective.
 
-    The fillers come first, so that the last part is real on every rank that has any.
+    Fillers come first, so that the last part is real on every rank that has any.
     """
     return [*(filler() for _ in range(ranks.same_count(len(parts)) - len(parts))), *parts]

@@ -13,12 +13,8 @@ from typing import Any
 def load_python_function(spec: str, default_name: str, *, option: str = "") -> Callable[..., Any]:
     """Loads a function from ``path.py`` or ``path.py:name``; runs the file anew, from exactly that path.
 
-    Args:
-        default_name: the function's name if ``spec`` has none.
-        option: the flag that errors name, e.g. ``--reward_fn``.
-
-    Raises:
-        ValueError: no such file or function (the text names those that exist), or the file fails when run.
+    ``default_name`` is for a ``spec`` without a name, ``option`` is the flag that errors name. A ``ValueError`` says
+    what is missing and what is there, or how the file failed.
     """
     value = load_python_object(spec, default_name, option=option)
     if not callable(value):
@@ -27,9 +23,9 @@ def load_python_function(spec: str, default_name: str, *, option: str = "") -> C
 
 
 def load_python_object(spec: str, *default_names: str, option: str = "") -> Any:
-    """Loads any object of a file, e.g. a reward source, as :func:`load_python_function` does.
+    """Like :func:`load_python_function`, for any object, e.g. a reward source.
 
-    Without a name in ``spec``, takes the first of ``default_names`` that the module has.
+    If ``spec`` has no name, takes the first of ``default_names`` that the module has.
     """
     path, name = split_python_spec(spec, default_names[0], option=option)
     module = _run_file(path, option)

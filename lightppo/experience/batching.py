@@ -1,7 +1,7 @@
 """From the replay buffer to optimizer steps: which samples, in which micro batches, divided by which totals.
 
-Only here do ranks agree on two counts: optimizer steps per epoch and micro batches per optimizer step. A rank with
-fewer micro batches runs fully masked ones, so that ZeRO-3's collectives always match.
+Ranks agree on steps per epoch and on micro batches per step; a rank with fewer runs fully masked ones, so that ZeRO-3's
+collectives always match.
 """
 
 from __future__ import annotations
@@ -42,9 +42,8 @@ class Group(NamedTuple):
 def balance_ranks(rollouts: Sequence[Rollout], strategy: Ranks, *, prompt_once: bool = False) -> list[Rollout]:
     """Swaps whole groups between ranks until all hold about the same number of tokens. Collective.
 
-    Groups are swapped only for groups with as many samples, so every rank keeps its number of samples and every
-    optimizer step its batch size. The choice depends only on lengths. With ``prompt_once`` a prompt counts once for all
-    its samples, as it goes through the models once. Returns the rollouts that stay, in order, and then those that came.
+    Only groups of equally many samples are swapped, so every rank keeps its number of samples. With ``prompt_once`` a
+    prompt counts once for all its samples, as it goes through the models once.
     """
     if strategy.world_size == 1:
         return list(rollouts)
@@ -67,8 +66,8 @@ def balance_ranks(rollouts: Sequence[Rollout], strategy: Ranks, *, prompt_once: 
 def swapped(ranks: Sequence[Sequence[Group]], tolerance: float = TOLERANCE) -> list[list[Group]]:
     """The groups of each rank after swaps between the heaviest and the lightest rank.
 
-    Swapping ends when the heaviest rank is at most ``tolerance`` above the mean. A group whose prompt is on several
-    ranks stays: on one rank the two would become one group.
+    The heaviest should end at most the share ``tolerance`` above the mean. A group whose prompt is on several ranks
+    stays: on one rank the two would become one group.
     """
     result = [list(groups) for groups in ranks]
     indices = [group.index for groups in ranks for group in groups]
@@ -120,8 +119,7 @@ def selection_of(loss: Any) -> Selection | None:
 def select_tokens(items: Sequence[Experience], loss: PolicyLoss, ranks: Ranks, seed: int) -> None:
     """Sets ``selected`` of all rows if the loss selects tokens; then collective.
 
-    ``items`` are this rank's one-row experiences, with log probs and final advantages; there may be none. A token's
-    random number depends on ``seed``, its row's token ids and its position.
+    A token's random number depends on ``seed``, its row's token ids and its position.
     """
     select = selection_of(loss)
     if select is None:
@@ -156,7 +154,6 @@ class ReplayBuffer:
     """A list of one-row experiences.
 
     Args:
-        sample_batch_size: rows that :meth:`sample` returns.
         limit: most rows kept, oldest out first; 0 keeps all.
         cpu_offload: keep every tensor on the CPU.
         device: where :meth:`sample` and :meth:`collate_fn` put their batches.
@@ -220,11 +217,7 @@ class ReplayBuffer:
         return (batch.pin_memory() if self.pin_memory and self.cpu_offload else batch).to_device(self.device)
 
     def normalize(self, attribute: str, strategy: Ranks, divide_std: bool = True, **options: Any) -> None:
-        """Whitens the advantages over the trained tokens of all rows on all ranks.
-
-        ``attribute`` must be ``"advantages"``; ``divide_std=False`` only subtracts the mean; for ``options`` see
-        :func:`lightppo.algorithms.masking.whiten`.
-        """
+        """Whitens the advantages (the only ``attribute``) over the trained tokens of all ranks; see ``whiten``."""
         if attribute != "advantages":
             raise ValueError(f"only 'advantages' can be normalised, not {attribute!r}")
         # A rank without samples still takes part in the reduction, with empty tensors.
@@ -267,10 +260,7 @@ class Minibatch:
 def plan_step(
     micro_batches: Sequence[Experience], ranks: Ranks, *, scale: float = 1.0, device: torch.device
 ) -> list[Experience]:
-    """Gives this rank's micro batches the totals of the step, and adds placeholders up to the common count. Collective.
-
-    ``scale`` is the constant of ``seq-mean-token-sum-norm``.
-    """
+    """Gives this rank's micro batches the step's totals, and adds placeholders up to the common count. Collective."""
     normalizer = LossNormalizer.from_masks(
         [m.action_mask for m in micro_batches] or [Experience.placeholder(device).action_mask],
         all_reduce_sum=lambda x: ranks.all_reduce(x, "sum"),
@@ -304,10 +294,7 @@ class MicroBatching:
     def split(
         self, lengths: Sequence[tuple[int, int]], spec: MicroBatchSpec, prompts: Sequence[bytes]
     ) -> list[list[int]]:
-        """Row numbers of each micro batch, see :func:`lightppo.models.packing.micro_batches`. Collective.
-
-        A rank cuts its rows into as many parts as the rank with the most parts, if it has enough rows.
-        """
+        """Row numbers of each micro batch; ranks make equally many if they have enough rows. Collective."""
         options = {"packed": self.packed, "prompts": prompts if self.share_prompts else None}
         parts = micro_batches(lengths, spec, **options)
         return micro_batches(lengths, spec, at_least=self.ranks.same_count(len(parts)), **options)
@@ -338,18 +325,14 @@ def minibatches(
 
     Args:
         train_batch_size: samples per optimizer step over all ranks; steps are smaller if it does not divide.
-        actor: rows or tokens in one forward and backward pass of the actor on this rank.
-        critic: the same limit for the critic; ``None``: as for the actor.
+        actor: rows or tokens in one forward and backward pass on this rank; ``critic``: the same, ``None`` as for the
+            actor.
         packed: the passes run without padding.
-        share_prompts: if packed, actor and critic run a prompt once for all its samples in a micro batch.
-        shuffle: draw single samples, or all samples of a prompt together, so that only a prompt at the border of two
-            steps is in both.
-        generator: shuffles the samples, with a seed of this rank.
+        share_prompts: if packed, the models run a prompt once for all its samples in a micro batch.
+        shuffle: draw single samples, or all samples of a prompt together; then only a prompt at a border is in two
+            steps.
         collate: rows → padded batch on the training device.
         loss_scale: constant of ``seq-mean-token-sum-norm``.
-
-    Raises:
-        ValueError: ``train_batch_size`` is below the number of ranks, so some steps would have no sample.
     """
     if train_batch_size < ranks.world_size:
         raise ValueError(

@@ -23,10 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 def write_step(folder: str | Path, step: int, rollouts: Sequence[Rollout], strategy: Ranks) -> None:
-    """Writes ``stepN.jsonl``: one line per sample of all ranks, by prompt and sample number. Collective.
-
-    Makes the folder if needed, and replaces the file of the same step of an earlier run.
-    """
+    """Writes ``stepN.jsonl``: one line per sample of all ranks, by prompt and sample number. Collective."""
     rows = [row for part in strategy.all_gather_object([_row(r, step) for r in rollouts]) for row in part]
     rows.sort(key=lambda row: (row["index"], row["sample_index"]))
     path = Path(folder) / f"step{step}.jsonl"
@@ -53,8 +50,8 @@ def _row(rollout: Rollout, step: int) -> dict[str, Any]:
 class RolloutReplay:
     """Saves what the engine samples, and returns it in a later run instead of sampling; for debugging.
 
-    A file holds one generation batch of one rank, keyed by step, batch and rank. Rewards are not saved but computed
-    again. If any rank lacks its file, all ranks sample and save.
+    A file holds one generation batch of one rank, without rewards. If any rank lacks its file, all ranks sample and
+    save.
     """
 
     folder: str | Path
@@ -64,11 +61,7 @@ class RolloutReplay:
     def rollouts(
         self, prompts: Sequence[Prompt], step: int, batch: int, sample: Callable[[], list[Rollout]]
     ) -> list[Rollout]:
-        """The saved rollouts of this generation batch, or else the rollouts from ``sample``. Collective.
-
-        Raises:
-            ConfigError: the saved rollouts have other prompts, or the prompts cannot be saved.
-        """
+        """The saved rollouts of this generation batch, or else the rollouts from ``sample``. Collective."""
         key = "first" if self.reuse else f"step{step}_batch{batch}"
         path = Path(self.folder) / f"{key}_rank{self.strategy.get_rank()}of{self.strategy.world_size}.json"
         if self.strategy.all_reduce(int(path.is_file()), "min"):
@@ -106,8 +99,7 @@ NAMED_WEIGHTS = 5
 class RolloutCheck:
     """Compares log probs at the first rollouts, and then watches ``rollout/logp_diff_mean``.
 
-    An engine that samples with the actor itself is only watched; an engine with a copy has ``keeps_weights = True``,
-    and may have ``differing_weights()`` → (names, names that cannot be compared).
+    An engine that samples with the actor itself is only watched; an engine with a copy has ``keeps_weights = True``.
     """
 
     def __init__(self, actor: Any, engine: RolloutEngine, strategy: Any, config: PPOConfig) -> None:
@@ -122,11 +114,7 @@ class RolloutCheck:
 
     @torch.no_grad()
     def first(self, rollouts: Sequence[Rollout]) -> None:
-        """Compares on the first call and does nothing later. Collective: a rank may have no rollouts.
-
-        Raises:
-            RolloutMismatchError: with ``--rollout_check error``, the mean difference exceeds the tolerance.
-        """
+        """Compares on the first call and does nothing later. Collective: a rank may have no rollouts."""
         if not self.pending:
             return
         self.pending = False

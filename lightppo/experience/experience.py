@@ -85,11 +85,7 @@ class Experience:
 
     @classmethod
     def from_rollouts(cls, rollouts: Sequence[Rollout]) -> Self:
-        """Token ids and masks of scored rollouts; ``info`` holds lengths and truncation.
-
-        Raises:
-            ValueError: no rollouts, an empty prompt or response, or log probs of another length.
-        """
+        """Token ids and masks of scored rollouts; ``info`` holds lengths and truncation."""
         if not rollouts:
             raise ValueError("no rollouts: an Experience needs at least one row")
         for rollout in rollouts:
@@ -174,10 +170,7 @@ class Experience:
 
     @classmethod
     def collate(cls, parts: Sequence[Experience]) -> Self:
-        """Joins parts into one batch, padded to the longest prompt and the longest response.
-
-        Raises ``ValueError`` without parts, or if the parts hold different tensors.
-        """
+        """Joins parts into one batch, padded to the longest prompt and the longest response."""
         if not parts:
             raise ValueError("nothing to collate")
         present = {name for name in _ACTION_TENSORS if getattr(parts[0], name) is not None}

@@ -36,10 +36,7 @@ from lightppo.ranks import Ranks, level
 
 
 class ScoreShaper:
-    """Shapes the scores of one rank's samples, in the order of the flags in ``--help``.
-
-    ``max_len`` is the longest response in tokens (``--generate_max_len``).
-    """
+    """Shapes the scores of one rank's samples, in the order of the flags in ``--help``."""
 
     def __init__(
         self, config: RewardConfig, max_len: int, all_reduce_sum: AllReduceSum, device: torch.device | str
@@ -137,13 +134,10 @@ class ExperienceMaker:
     Advantages are computed over all rows of the rank at once, because groups may span micro batches.
 
     Args:
-        critic: ``None`` if the estimator needs no values.
-        initial_model: the reference policy; ``None`` without KL.
+        critic, initial_model: ``None`` without values, without KL.
         kl_ctl: its ``value`` is the KL coefficient of the token rewards.
-        shaper: scores → what training maximises; ``None``: made from the config.
-        value_norm: normalises the critic's values; ``None``: they stay as they are.
         old_log_probs: the source of the log probs before the update; ``None``: as ``old_log_probs_from`` says.
-        sample: prompts, labels and generation options → scored rollouts, for scripts in the seed's style.
+        sample: (prompts, labels, generation options) → scored rollouts, for scripts in the seed's style.
         progress: wraps the micro batches in a progress bar.
     """
 
@@ -192,11 +186,8 @@ class ExperienceMaker:
     ) -> list[Experience]:
         """Experience of all rollouts of this rank, in order, in parts of the micro batch size. Collective.
 
-        Args:
-            rollouts: scored rollouts, grouped by prompt; may be empty on some ranks. Scripts in the seed's style pass
-                prompts as texts, which are first sampled and scored.
-            all_labels: labels of these prompts.
-            generate_kwargs: sampling options for these prompts; by default the trainer's.
+        Ranks may have no rollouts. Scripts in the seed's style pass prompts as texts, their labels and sampling
+        options; these are sampled and scored first.
 
         Raises:
             ValueError: a rollout has no reward, or a group is smaller than the estimator allows.
@@ -287,10 +278,7 @@ class ExperienceMaker:
         return passes
 
     def sampled_kl(self, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-        """``--kl_estimator`` of each sampled token, as in ``rollout/kl``: float32, in nats, without gradient.
-
-        ``full`` needs logits, so k1 stands for it here. Both inputs have the same shape, as has the result.
-        """
+        """``--kl_estimator`` of each sampled token, k1 in place of ``full``; float32, in nats, without gradient."""
         a = self.algorithm
         estimator = "k1" if a.kl_estimator == "full" else a.kl_estimator
         return approx_kl(log_probs.detach(), ref_log_probs, estimator, a.kl_clip).float()

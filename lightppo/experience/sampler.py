@@ -1,7 +1,6 @@
 """Prompts → sampled, scored and selected groups of rollouts for a training step.
 
-All ranks decide together, in ``GroupCollector._agree``, whether a step needs another generation batch. Groups stay on
-the rank that sampled them, unless they are balanced at the end.
+All ranks decide together, in ``GroupCollector._agree``, whether a step needs another generation batch.
 """
 
 from __future__ import annotations
@@ -26,10 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 def best_of_n(group: Sequence[Rollout], n: int, tie: Literal["shorter", "longer"] = "shorter") -> list[Rollout]:
-    """The ``n`` samples with the highest scores, in the order they were sampled.
-
-    ``tie`` says which of two equal scores wins; if the lengths are equal too, the earlier sample wins.
-    """
+    """The ``n`` samples with the highest scores, in their order; ``tie`` (by length) decides between equal scores."""
     sign = 1 if tie == "shorter" else -1
     ranked = sorted(range(len(group)), key=lambda i: (-group[i].reward, sign * len(group[i].response_ids), i))
     return [group[i] for i in sorted(ranked[:n])]
@@ -55,12 +51,10 @@ class Verdict:
 
 @dataclass
 class GroupFilter:
-    """Keeps the groups that can teach something.
+    """Keeps groups that can teach something: the samples differ in the metric.
 
-    Without ``limits``: groups whose samples differ in the metric (standard deviation above 0). With ``limits``: groups
-    whose mean lies strictly between them; (0, 1) of an accuracy is the same as differing.
-
-    Source: DAPO, arXiv:2503.14476, equation 11: 0 < number of correct answers < group size.
+    With ``limits``, their mean must lie strictly between these. Source: DAPO, arXiv:2503.14476, equation 11: 0 < number
+    of correct answers < group size.
     """
 
     # score, acc (accuracy), seq_reward (sum of token scores, if any), seq_final_reward (after shaping, before KL), or a
@@ -146,9 +140,6 @@ class RolloutSampler:
 
         A group that becomes too small for the estimator, or whose greedy baseline is unscored, is left out and counted
         too.
-
-        Raises:
-            RewardError: the source failed, or it gave token scores without ``dense`` or none with it.
         """
         baselines = {id(r.baseline): r.baseline for r in rollouts if r.baseline is not None}
         everything = [*rollouts, *baselines.values()]
@@ -269,9 +260,9 @@ class Standing:
 class GroupCollector:
     """Samples until a step has its groups.
 
-    Without ``groups_per_step``, a step trains on all groups of one generation batch. With it, accepted groups that a
-    step does not need are the surplus, which the next step trains on first; save it with :meth:`state_dict`. An episode
-    ends when its prompts are used up and its surplus is trained on; its last step may be short or even empty.
+    Without ``groups_per_step``, a step trains on one generation batch. With it, accepted groups that a step does not
+    need are the surplus, which the next step trains on first; save it with :meth:`state_dict`. An episode ends when its
+    prompts and its surplus are used up; its last step may be short or even empty.
 
     Source: dynamic sampling of DAPO, arXiv:2503.14476, section 3.2.
     """
@@ -290,15 +281,10 @@ class GroupCollector:
     surplus: list[Group] = field(default_factory=list)  # accepted groups of this rank that wait for training
 
     def collect(self, source: PromptSource | list[Prompt], step: int) -> CollectedStep:
-        """The groups of one step. Collective.
-
-        Args:
-            source: prompts of the episode, taken in as many generation batches as needed; or one batch.
-            step: number of the PPO step; with the seed of the run it fixes the random numbers.
+        """The groups of one step, from as many generation batches as it needs. Collective.
 
         Raises:
-            RewardError: no sample was scored, no sample has the filter's metric, or too few groups were accepted with
-                ``on_exhausted="raise"``.
+            RewardError: no sample was scored, no sample has the filter's metric, or ``on_exhausted="raise"`` applies.
         """
         collected = self._collect(OneBatch(source) if isinstance(source, list) else source, step)
         if getattr(self.sampler.engine, "keeps_weights", False):
@@ -354,11 +340,7 @@ class GroupCollector:
         tally.names |= {name for r in batch.rollouts for name in r.extras}
 
     def _agree(self, source: PromptSource, tally: Tally, step: int) -> Standing:
-        """The state of the step over all ranks, on which every decision rests. Collective.
-
-        Raises:
-            RewardError: on every rank, if no sample was scored or none has the metric.
-        """
+        """The state of the step over all ranks, on which every decision rests. Collective."""
         sampled = tally.counts["generated_samples"]
         own = (
             len(self.surplus),
@@ -439,10 +421,7 @@ class GroupCollector:
 
 
 def balanced_shares(available: Sequence[int], needed: int) -> list[int]:
-    """How many groups each rank gives, ``needed`` in total or all: as equal as possible.
-
-    ``([5, 1, 4], 8)`` → ``[4, 1, 3]``.
-    """
+    """How many groups each rank gives, ``needed`` in total or all, as equal as possible: ([5, 1, 4], 8) → [4, 1, 3]."""
     shares = [0] * len(available)
     for _ in range(min(needed, sum(available))):
         open_ranks = (r for r in range(len(shares)) if shares[r] < available[r])
@@ -451,10 +430,7 @@ def balanced_shares(available: Sequence[int], needed: int) -> list[int]:
 
 
 def repeated_shares(available: Sequence[int], missing: int) -> list[int]:
-    """How many of its groups each rank trains on again, ``missing`` in total; zeros if no rank has a group.
-
-    ``([2, 0, 1], 3)`` → ``[1, 0, 2]``: three and three.
-    """
+    """How many groups each rank trains on again, ``missing`` in total if there are any: ([2, 0, 1], 3) → [1, 0, 2]."""
     repeats = [0] * len(available)
     holders = [r for r in range(len(available)) if available[r] > 0]
     for _ in range(missing if holders else 0):

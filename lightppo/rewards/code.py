@@ -1,7 +1,7 @@
 """Rewards for programs: the last fenced block of a response runs on the test cases of its row.
 
-A verifier runs it: the sandbox on this machine, or a service (:mod:`lightppo.rewards.services`). Outputs are compared
-here, outside, so that no program sees the expected ones.
+The sandbox or a service (:mod:`lightppo.rewards.services`) runs it. Outputs are compared here, outside, so that no
+program sees the expected ones.
 """
 
 from __future__ import annotations
@@ -55,11 +55,7 @@ class CodeTests:
 
 
 def find_tests(prompt: Prompt, most: int | None = None) -> CodeTests:
-    """The first ``most`` test cases of a row.
-
-    They are in AReaL's form (``input_output``) or verl's (``reward_model.ground_truth``): an object, or its JSON, with
-    ``inputs``, ``outputs`` and optionally ``fn_name``; a label of this form works too. Raises :class:`BadTestsError`.
-    """
+    """The first ``most`` test cases of a row, in AReaL's or verl's form: an object with ``inputs`` and ``outputs``."""
     model = prompt.extra.get("reward_model")
     places = {
         "input_output": prompt.extra.get("input_output"),
@@ -257,8 +253,7 @@ class CodeVerdict:
 class CodeVerifier(Protocol):
     """Runs programs on test cases; up to ``concurrency`` threads call ``verify`` at a time.
 
-    ``verify`` raises :class:`RewardError` when it learned nothing about the program; with ``first_failure_ends`` it may
-    stop at the first test that fails.
+    ``verify`` raises :class:`RewardError` if it learned nothing about the program.
     """
 
     concurrency: int
@@ -271,8 +266,7 @@ class CodeVerifier(Protocol):
 class SandboxVerifier:
     """Runs programs in the sandboxes of this rank.
 
-    Args:
-        code_total_timeout: seconds for all tests of one program together; tests not reached by then count as timed out.
+    Tests that do not begin within ``code_total_timeout`` seconds of one program count as timed out.
     """
 
     def __init__(
@@ -351,12 +345,11 @@ def _value_text(answer: str) -> str:
 
 
 class CodeReward:
-    """Scores a response by running the program in its last fenced block.
+    """Scores a response by running the program in its last fenced block; a response without a program scores 0.
 
-    A response without a program scores 0. If the verifier learns nothing about a program, the sample is unscored or the
-    run ends, by ``on_reward_failure``; if that happens to all programs, it is always an error.
-
-    Metrics: ``pass_share``, ``timeouts`` (tests), ``compile_errors``, ``no_code`` and ``failures`` (0 or 1).
+    If the verifier learns nothing about a program, ``on_reward_failure`` applies; if that happens to all programs, it
+    is an error. Metrics: ``pass_share``, ``timeouts`` (tests), ``compile_errors``, ``no_code`` and ``failures`` (0 or
+    1).
 
     Args:
         code_score: ``all``: 1 if all tests pass, else 0; ``share``: the share of tests that pass.
@@ -389,11 +382,7 @@ class CodeReward:
         self._extract = extract
 
     def score(self, rollouts: list[Rollout]) -> RewardOutput:
-        """Scores the samples, as many at a time as the verifier allows.
-
-        Raises:
-            RewardError: a row lacks usable test cases, or the verifier failed (see the class).
-        """
+        """Scores the samples, as many at a time as the verifier allows."""
         tests = self._find_tests(rollouts)
         programs = [self._extract(rollout.response_text) for rollout in rollouts]
         work = [i for i, program in enumerate(programs) if program is not None]

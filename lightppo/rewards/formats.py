@@ -15,10 +15,7 @@ _THINK_ANSWER = (*_THINK, "<answer>", "</answer>")
 
 
 def has_think(text: str) -> bool:
-    """Whether the text begins with one ``<think>…</think>`` and then has an answer in any form.
-
-    The opening tag may be missing, because chat templates of reasoning models put it into the prompt.
-    """
+    """Whether the text is ``<think>…</think>`` and then an answer; the opening tag may be in the prompt instead."""
     tags, between = _split(text)
     return (
         tags[:2] == list(_THINK)
@@ -29,10 +26,7 @@ def has_think(text: str) -> bool:
 
 
 def has_think_answer(text: str) -> bool:
-    """True for ``<think>…</think><answer>…</answer>``, each tag once, with only white space around and between.
-
-    The opening ``<think>`` may be missing.
-    """
+    """True for ``<think>…</think><answer>…</answer>``, each tag once, with only white space around and between."""
     tags, between = _split(text)
     return tags == list(_THINK_ANSWER) and not any(between[i].strip() for i in (0, 2, 4))
 
@@ -49,10 +43,7 @@ FORMATS: dict[str, Callable[[str], bool]] = {"think": has_think, "think_answer":
 
 
 class FormatReward:
-    """1 if the response has the form, else 0.
-
-    ``reward_format`` is a name in :data:`FORMATS` or a function ``check(response) -> bool``.
-    """
+    """1 if the response has the form (a name in :data:`FORMATS` or a function ``check(response) -> bool``), else 0."""
 
     minimum = 0.0
 
@@ -72,13 +63,8 @@ class FormatReward:
 class XmlFormatCheck:
     """Punishes a wrong answer less if it has the form ``<think>…</think><answer>…</answer>``.
 
-    A sample that scores ``source``'s minimum gets −0.8 with the form and −1 without; all other scores stay. Metric per
-    sample: ``xml_format``, 1 with the form.
-
-    Args:
-        minimum: the score of a wrong answer; by default the source's attribute ``minimum``.
-
-    Source: AReaL, ``check_xml_format``.
+    A sample that scores ``minimum`` (by default the source's) gets −0.8 with the form and −1 without; all other scores
+    stay. Metric: ``xml_format``, 1 with the form. Source: AReaL, ``check_xml_format``.
     """
 
     well_formed, malformed = -0.8, -1.0

@@ -1,7 +1,6 @@
 """Rewards written as a Python function: our own convention and the conventions of OpenRLHF, verl, TRL and AReaL.
 
-The names of its parameters tell a function's convention. If none fits, or several do, the function is refused with a
-text that says how to name the convention; nothing is guessed.
+Parameter names tell the convention; if none fits, or several do, the function is refused rather than guessed.
 """
 
 from __future__ import annotations
@@ -226,11 +225,7 @@ _FOREIGN = frozenset().union(*(style.needs for key, style in STYLES.items() if k
 
 
 def recognise(fn: RewardFunction, name: str) -> str:
-    """The convention that a function follows, as a name in :data:`STYLES`.
-
-    Raises:
-        ValueError: no convention fits, or several do.
-    """
+    """The convention that a function follows, a name in :data:`STYLES`; ``ValueError`` if none fits or several do."""
     parameters = _signature(fn, name).parameters.values()
     names = {p.name for p in parameters} - _filled(fn)
     open_ended = any(p.kind is _KINDS.VAR_KEYWORD for p in parameters)
@@ -334,20 +329,13 @@ class FunctionReward:
 
     Ours, ``reward_func(queries, prompts, labels, **extra)``, is called once with all samples of the rank. ``queries``
     (prompt + response), ``prompts`` and ``labels`` are lists with one entry per sample, passed by position. If the
-    function names them or takes ``**extra``, these lists follow by keyword:
-
-    - ``responses`` (text), ``prompt_ids``, ``response_ids``, ``finish_reasons`` (``"stop"`` | ``"length"``),
-      ``data_sources``;
-    - every further column of the data, ``None`` for rows without it;
-    - ``extras``: all further columns as one dict per sample, also columns whose name is taken above.
+    function names them or takes ``**extra``, these lists follow by keyword: ``responses`` (text), ``prompt_ids``,
+    ``response_ids``, ``finish_reasons`` (``"stop"`` | ``"length"``), ``data_sources``; every further column of the
+    data; and ``extras``, all further columns as one dict per sample.
 
     It returns a list or tensor of scores, or ``dict(rewards, scores, extra_logs)``; ``None`` means unscored. The other
-    conventions are in :data:`STYLES`; a function that is called per sample returns a score, a dict with ``score`` (its
-    other numbers become metrics), or a tuple that begins with the score.
-
-    A call that raises, runs past its limit or returns something else has failed: it is tried again, and then it is an
-    error or leaves its samples unscored. It never becomes a score. Metrics per sample, with retries or ``"unscored"``:
-    ``failures`` (tries that failed) and ``timeouts`` (tries that ran past the limit).
+    conventions are in :data:`STYLES`. A call that fails never becomes a score. Metrics per sample, with retries or
+    ``"unscored"``: ``failures`` (tries that failed) and ``timeouts`` (tries that ran past the limit).
 
     Args:
         reward_fn_style: the convention's name; ``"auto"``: told by the names of the parameters.
@@ -357,9 +345,6 @@ class FunctionReward:
         reward_retries: further tries of a failed call.
         on_reward_failure: ``"error"`` or ``"unscored"``.
         spec: where ``reward_manager="prime"`` loads the function from, if its module does not tell.
-
-    Raises:
-        ValueError: the function cannot be recognised or called that way, or an argument is out of range.
     """
 
     def __init__(
@@ -395,11 +380,7 @@ class FunctionReward:
         )
 
     def score(self, rollouts: list[Rollout]) -> RewardOutput:
-        """Scores the samples; without samples it makes no call.
-
-        Raises:
-            RewardError: a call failed with ``on_reward_failure="error"``, or the function needs a missing argument.
-        """
+        """Scores the samples; a failed call is a :class:`RewardError` with ``on_reward_failure="error"``."""
         if not rollouts:
             return RewardOutput([])
         parts = [[rollout] for rollout in rollouts] if self._bound.per_sample else [rollouts]

@@ -1,7 +1,7 @@
 """Rewards for mathematical answers: 1 if the response's final answer equals the label, else 0.
 
-:func:`compare` decides at once on numbers and equal texts. The math-verify library compares the rest (LaTeX, algebra,
-sets, intervals) in worker processes that are killed at their limit.
+:func:`compare` decides at once on numbers and equal texts; math-verify compares the rest in worker processes that are
+killed at their limit.
 """
 
 from __future__ import annotations
@@ -35,19 +35,15 @@ Pair = tuple[str, str]
 
 
 class MathReward:
-    """Scores a response by its final answer (see :func:`find_answer`).
+    """Scores a response by its final answer (see :func:`find_answer`); without an answer it is wrong.
 
-    A response without an answer, or whose answer is not mathematics, is wrong. A comparison that runs into a limit or
-    kills its worker has failed; it never becomes a score.
-
-    Metrics per sample: ``answered`` (1 if an answer was found), ``failures`` (tries of the comparison that failed) and
-    ``timeouts`` (tries that ran past the time limit).
+    A comparison that runs into a limit or kills its worker never becomes a score. Metrics per sample: ``answered`` (1
+    if an answer was found), ``failures`` (failed tries) and ``timeouts``.
 
     Args:
         reward_timeout: wall-clock seconds per comparison; ``None``: 5.
         reward_workers: processes for comparisons by the library; ``None``: one per core of this rank.
-        reward_retries: further tries of a failed comparison. The same expression takes as long the second time, so this
-            helps only on machines short of memory or time.
+        reward_retries: further tries; they help only if the machine is short of memory or time.
         math_unmarked: take the last formula or number of a response that marks no answer.
     """
 
@@ -80,11 +76,7 @@ class MathReward:
         )
 
     def score(self, rollouts: list[Rollout]) -> RewardOutput:
-        """Scores the samples; each different pair of label and answer is compared once.
-
-        Raises:
-            RewardError: a label is not an answer, or a comparison failed with ``on_reward_failure="error"``.
-        """
+        """Scores the samples; each different pair of label and answer is compared once."""
         golds = [self._golds(rollouts, i) for i in range(len(rollouts))]
         answers = [find_answer(rollout.response_text, unmarked=self.math_unmarked) for rollout in rollouts]
         pairs = [[] if answer is None else [(gold, answer) for gold in row] for row, answer in zip(golds, answers)]
@@ -131,11 +123,7 @@ def _read(_: int, value: Any) -> tuple[Any, str | None]:
 
 
 def equal_by_library(gold: str, answer: str) -> bool:
-    """Whether math-verify finds two answers equal; runs in a worker process, where only a kill limits it.
-
-    Raises:
-        MemoryError, RecursionError: the library cannot decide.
-    """
+    """Whether math-verify finds two answers equal; runs in a worker process, where only a kill limits it."""
     from math_verify import LatexExtractionConfig, parse, verify
     from sympy import Basic, MatrixBase
 
@@ -227,10 +215,7 @@ _TEXT_COMMAND = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|o
 
 
 def gold_answers(label: object) -> list[str]:
-    """The answers that count as right: the label's final answer if it is a worked solution; a list has one per entry.
-
-    Raises ``ValueError`` if the label is empty, or not a text, a number or a list of these.
-    """
+    """The right answers: one per entry of a list, each the whole text or a worked solution's final answer."""
     labels = label if isinstance(label, (list, tuple)) else [label]
     answers = []
     for entry in labels:
@@ -372,10 +357,9 @@ def tidy(answer: str) -> str:
 
 
 def as_number(answer: str) -> Number | None:
-    """Reads an answer that is one number; None for any other answer.
+    """Reads an answer that is one number, with thousands separators, currency, percent sign or unit; else None.
 
-    Integers, decimals, fractions, mixed and scientific numbers, with thousands separators, currency, percent sign and
-    unit; the unit is dropped (``5 cm`` is 5).
+    Integers, decimals, fractions, mixed and scientific numbers count; the unit is dropped (``5 cm`` is 5).
     """
     text = tidy(answer)
     text = re.sub(r"^\\?[A-Za-z]\w*\s*=\s*", "", text)

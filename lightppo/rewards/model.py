@@ -26,8 +26,8 @@ Truncation = Literal["error", "left"]
 class RewardInputs(Protocol):
     """Turns finished samples into rows of ids for one reward model.
 
-    A row ends where the model was trained to score: behind the end of the turn, or end-of-text. An answer that was cut
-    at the token limit stays open.
+    A row ends as the model was trained to score: behind the end of the turn, or end-of-text. A truncated answer stays
+    open.
     """
 
     pad_token_id: int  # fills rows; masked out
@@ -50,10 +50,7 @@ class SameIds:
 
 
 class PlainText:
-    """Prompt + response as text, in the ids of another tokenizer, with end-of-text behind a finished answer.
-
-    A begin-of-text that the tokenizer adds appears once, even if the prompt's text already has it.
-    """
+    """Prompt + response as text, in the ids of another tokenizer, with end-of-text behind a finished answer."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.pad_token_id, self.bos_token_id = _special_ids(tokenizer)
@@ -72,9 +69,8 @@ class PlainText:
 class Retemplated:
     """Prompt and response as a chat, in the template and the ids of another tokenizer.
 
-    The chat is ``Prompt.messages``, or the prompt's text as a user message; the response is the assistant's last
-    message (or continues it, if the chat ends in the assistant's words). A tokenizer without a chat template reads
-    plain-text prompts like :class:`PlainText`; chats are then an error.
+    The response is the assistant's last message, or continues it. A tokenizer without a chat template reads plain-text
+    prompts like :class:`PlainText`; chats are then an error.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -110,10 +106,7 @@ def fit_lengths(
     bos_token_id: int | None,
     source_name: str,
 ) -> tuple[list[list[int]], list[bool]]:
-    """Rows of at most ``reward_max_length`` ids, and which rows were cut; a row without ids is an error.
-
-    ``"left"`` cuts the start, because the score is at the end, and keeps a begin-of-text.
-    """
+    """Rows of at most ``reward_max_length`` ids, and which were cut; cutting keeps begin-of-text and the scored end."""
     cut = [reward_max_length is not None and len(row) > reward_max_length for row in rows]
     if [] in rows:
         raise RewardError(f"{source_name}: {describe_sample(rollouts, rows.index([]))} has no token")
@@ -173,14 +166,12 @@ def _special_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, int | None]:
 
 
 class RewardModelSource:
-    """Scores prompt + response with one or several reward models.
+    """Scores prompt + response with one or several reward models, longest rows first (for little padding).
 
-    Rows go through a model longest first, so that the rows of one forward have similar lengths. Metric
-    ``input_truncated``: 1 for a sample that was cut for any model; only with ``reward_max_length``.
+    Metric ``input_truncated``: 1 for a sample that was cut for any model; only with ``reward_max_length``.
 
     Args:
-        models: callables ``model(sequences (B, S), attention_mask (B, S)) -> (B,)``, for right-padded rows; modules are
-            put into evaluation mode.
+        models: callables ``model(sequences (B, S), attention_mask (B, S)) -> (B,)``, for right-padded rows.
         reward_fn: ``reward_fn([scores (B,), …]) -> (B,)``, one float32 CPU tensor per model, B = all samples of this
             rank. Needed with several models; each model's own score is then metric ``<name>_<i>``.
         ranks: with ZeRO-3 every rank must join every forward, so a rank with fewer batches adds empty ones.
@@ -189,9 +180,6 @@ class RewardModelSource:
         inputs: one :class:`RewardInputs` for all models, or one each; ``None``: the actor's ids unchanged.
         reward_max_length: most tokens per row; ``None``: no limit.
         reward_truncation: ``"error"``, or cut a longer row on the ``"left"``.
-
-    Raises:
-        ValueError: no model, several without ``reward_fn``, a wrong number of inputs, or a number out of range.
     """
 
     needs_all_ranks = True
@@ -237,11 +225,7 @@ class RewardModelSource:
 
     @torch.no_grad()
     def score(self, rollouts: list[Rollout]) -> RewardOutput:
-        """Scores the samples. Collective: a rank without samples takes part too.
-
-        Raises:
-            RewardError: a model or ``reward_fn`` returned a wrong shape, or a sample has no token or too many.
-        """
+        """Scores the samples. Collective: a rank without samples takes part too."""
         n = len(rollouts)
         rows_of, truncated = self._rows(rollouts)
         scores = []

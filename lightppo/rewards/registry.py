@@ -1,8 +1,8 @@
 """Makes one reward source from a config, or from options one by one; loads heavy packages only when needed.
 
-To add a built-in source: a class with ``name`` and ``score`` in its own file, with its options as arguments; a line in
-``BUILT_IN_SOURCES`` and in ``BUILT_IN`` of ``config.rules``; its options in ``config.verifier_section``; a test; a
-section in docs/rewards.md.
+A new built-in source is a class in its own file with its options as arguments, a line in ``BUILT_IN_SOURCES`` and in
+``BUILT_IN`` of ``config.rules``, its options in ``config.verifier_section``, a test, and a section in
+docs/rewards.md.
 """
 
 from __future__ import annotations
@@ -44,11 +44,7 @@ _COMBINE_NAME = "reward_fn"
 
 
 def build_reward(config: PPOConfig, reward_models: Sequence[Any], tokenizer: Any, ranks: Ranks) -> RewardSource:
-    """The reward source of a run: servers, a Python file, the prepared reward models, built-in verifiers, or a sum.
-
-    Raises:
-        ConfigError: a reward file fails or lacks the function, a token is missing, or a verifier cannot run here.
-    """
+    """The reward source of a run: servers, a Python file, the prepared reward models, built-in verifiers, or a sum."""
     r, v = config.reward, config.verifier
     try:
         function = {"reward_fn": r.reward_fn, "function_options": function_options(v)}
@@ -90,10 +86,7 @@ def build_reward(config: PPOConfig, reward_models: Sequence[Any], tokenizer: Any
 
 
 def planned_source(plan: Plan, config: VerifierConfig, own: Mapping[str, Callable[[], RewardSource]]) -> RewardSource:
-    """The source that ``--reward_source`` or ``--reward_routes`` describes.
-
-    ``plan`` maps route → source → weight; ``own`` makes the run's ``function``, ``server`` and ``model``.
-    """
+    """The source of ``--reward_source`` or ``--reward_routes``; ``own`` makes function, server and model sources."""
     makers = {name: partial(make, config) for name, make in BUILT_IN_SOURCES.items()} | dict(own)
     made = {name: makers[name]() for name in dict.fromkeys(name for weights in plan.values() for name in weights)}
     routes = {route: [(made[name], weight) for name, weight in weights.items()] for route, weights in plan.items()}
@@ -190,9 +183,6 @@ def check_reward_options(
     –                            function, source or its file  –
     –                            combines, needed for several  one or several
     ============================ ============================= ==========================
-
-    Raises:
-        ValueError: no source or two, an invalid address, or a missing file; names the flags.
     """
     urls = _as_urls(remote_rm_url)
     if urls and n_reward_models:
@@ -239,17 +229,12 @@ def build_reward_source(
     Args:
         remote_rm_url: servers (``remote_…``: see :class:`~lightppo.rewards.remote.RemoteReward`), or one
             ``path.py[:name]``, by default its ``reward_func`` or ``compute_score``.
-        reward_fn: without reward models, a function (see :class:`~lightppo.rewards.function.FunctionReward`), a
-            :class:`RewardSource` or a file with either; with reward models, the function that combines their tensors,
-            in a file by default ``reward_fn``.
+        reward_fn: a function (see :class:`~lightppo.rewards.function.FunctionReward`), a :class:`RewardSource` or a
+            file with either; with reward models, the function that combines their tensors, in a file by default
+            ``reward_fn``.
         reward_models: see :class:`~lightppo.rewards.model.RewardModelSource`, also for ``device``, ``pad_token_id``,
             ``micro_batch_size`` and ``ranks``, which only models need.
-        on_remote_failure: ``on_reward_failure`` of ``RemoteReward``.
-        function_options: further arguments of ``FunctionReward``.
-        model_options: further arguments of ``RewardModelSource``.
-
-    Raises:
-        ValueError: as :func:`check_reward_options`, or the file lacks the function.
+        function_options, model_options: further arguments of ``FunctionReward`` and ``RewardModelSource``.
     """
     urls = _as_urls(remote_rm_url)
     kind = check_reward_options(remote_rm_url=urls, reward_fn=reward_fn, n_reward_models=len(reward_models))

@@ -1,7 +1,6 @@
 """Rewards from HTTP servers: POST ``{"query", "prompts", "labels"}``, get ``{"rewards", "scores"?, "extra_logs"?}``.
 
-All values are lists with one entry per sample; ``query`` is prompt + response. A request that fails is tried again with
-back-off; then it is an error that names the server, or its samples are unscored. It never becomes a score.
+All values are lists with one entry per sample; ``query`` is prompt + response.
 """
 
 from __future__ import annotations
@@ -32,19 +31,15 @@ logger = logging.getLogger(__name__)
 class RemoteReward:
     """Splits the samples of this rank over several servers and asks them in parallel.
 
-    Metrics per sample, with retries or ``on_reward_failure="unscored"``: ``failures`` (failed requests for the sample)
-    and ``timeouts`` (requests that ran past the limit), each plus what the server itself sent under that name.
+    Metrics per sample, with retries or ``on_reward_failure="unscored"``: ``failures`` (failed requests) and
+    ``timeouts``, each plus what the server itself sent under that name.
 
     Args:
         urls: http(s) addresses of servers of the same service.
         timeout: seconds per request.
         retries: further tries after a failed request; see :class:`~lightppo.http.HTTPClient`.
-        on_reward_failure: after the last try, ``"error"`` or ``"unscored"``. What no retry can help (a 4xx, a redirect)
-            is always an error.
+        on_reward_failure: after the last try, ``"error"`` or ``"unscored"``; what no retry can help is always an error.
         token: sent as ``Authorization: Bearer …``; see :func:`lightppo.http.read_token`.
-
-    Raises:
-        ValueError: no URL, a URL that is not http(s) or contains a password, or a limit out of range.
     """
 
     def __init__(

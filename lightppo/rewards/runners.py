@@ -66,12 +66,10 @@ def build_runner(
     """Makes the runner for a function; raises ``ValueError`` if function and manager do not fit.
 
     Args:
-        per_sample: the function takes one sample, not a whole batch.
-        shape: how the function is called, for error texts.
+        per_sample: the function takes one sample, not a whole batch; ``shape`` shows how, in error texts.
         reward_manager: see the table above.
         reward_workers: calls at a time. ``None``: 16 threads or coroutines, or one process per core.
-        reward_timeout: wall-clock seconds per call. Past it, a thread is left behind, as threads cannot be stopped; a
-            process is killed. ``prime`` needs a limit.
+        reward_timeout: wall-clock seconds per call. Past it a process is killed, a thread only left behind.
         spec: where ``prime`` workers load the function from: ``path.py:name`` or ``module:name``.
     """
     if reward_manager not in get_args(ManagerName):
@@ -96,11 +94,7 @@ def build_runner(
 
 
 def function_spec(fn: Callable[..., Any], name: str) -> str:
-    """How another process finds a function: ``path.py:name`` if it has its own file, else ``module:name``.
-
-    Raises:
-        ValueError: it cannot, e.g. a lambda, a nested function or a function of the script itself.
-    """
+    """How another process finds a function: ``path.py:name`` if it has its own file, else ``module:name``."""
     module = sys.modules.get(getattr(fn, "__module__", None) or "")
     path = getattr(fn, "__qualname__", "")
     if module is None or module.__name__ == "__main__" or getattr(module, path, None) is not fn:
@@ -136,10 +130,7 @@ def _late(timeout: float) -> Outcome:
 
 
 class ThreadRunner:
-    """Runs calls in up to ``workers`` threads; without a time limit, a single call or worker needs no thread.
-
-    ``timeout`` is in seconds per call, from its start; a call that takes longer is left behind and its answer ignored.
-    """
+    """Runs calls in up to ``workers`` threads; a call that takes more than ``timeout`` seconds is left behind."""
 
     def __init__(self, fn: Callable[..., Any], workers: int = 16, timeout: float | None = None) -> None:
         self.fn = fn
@@ -202,8 +193,7 @@ class ThreadRunner:
 class LoopRunner:
     """Runs coroutine functions in one event loop, which lives in its own thread as long as this object.
 
-    A call that takes more than ``timeout`` seconds is cancelled, and not waited for. After ``grace`` more seconds the
-    loop counts as blocked.
+    A call that takes more than ``timeout`` seconds is cancelled; ``grace`` seconds later the loop counts as blocked.
     """
 
     def __init__(
@@ -217,11 +207,7 @@ class LoopRunner:
         self._blocked = 0
 
     def run(self, calls: Sequence[Call]) -> list[Outcome]:
-        """One outcome per call, in order. If the function blocks the loop, all calls that wait for it are late.
-
-        Raises:
-            RewardError: the function has blocked too many loops.
-        """
+        """One outcome per call, in order. If the function blocks the loop, all calls that wait for it are late."""
         if self._loop is None:
             if self._blocked > _MAX_BLOCKED:
                 raise RewardError(
@@ -268,8 +254,7 @@ class KillablePool:
 
     The pool is pebble's. We add what a trainer needs: a worker imports only what the target needs and never runs the
     script again, is killed together with the processes it started, and dies with this process, however that ends; a
-    broken pool is replaced. Workers start with the first call. This is not a sandbox: workers have this process's
-    rights.
+    broken pool is replaced. This is not a sandbox: workers have this process's rights.
 
     Args:
         target: ``package.module:function`` or ``path.py:function``; may be a coroutine function.
@@ -300,12 +285,7 @@ class KillablePool:
         self._closer.atexit = False  # pebble ends the workers then
 
     def run(self, calls: Sequence[Call]) -> list[Outcome]:
-        """Calls the target with each of ``calls``; one outcome each, in order.
-
-        Raises:
-            WorkerStartError: no worker can load the target.
-            RewardError: the pool is closed, or the arguments cannot be pickled.
-        """
+        """Calls the target with each of ``calls``; one outcome each, in order."""
         try:
             payloads = [pickle.dumps((call.args, call.kwargs)) for call in calls]
         except Exception as error:  # whatever __reduce__ of a user's object raises

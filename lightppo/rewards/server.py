@@ -1,7 +1,7 @@
 """A reward source behind HTTP, for :class:`~lightppo.rewards.remote.RemoteReward`.
 
-``POST /get_reward`` (or ``/``) takes ``{"query", "prompts", "labels"}`` and answers ``{"rewards", "scores"?,
-"extra_logs"?}``; ``GET /health`` says that the server is up. Errors are ``{"error": message}``.
+``POST /get_reward`` (or ``/``) takes and answers what ``RemoteReward`` says; ``GET /health`` says that the server is
+up.
 """
 
 from __future__ import annotations
@@ -73,8 +73,7 @@ class RewardApp:
     Args:
         source: gets samples with texts and labels, but without ids.
         token: required as ``Authorization: Bearer …``; ``None``: everyone may ask.
-        max_samples: most samples per request.
-        max_bytes: longest request.
+        max_samples, max_bytes: limits of one request.
         max_concurrent: requests that the source scores at a time; above 1 the source must be thread-safe. Others wait,
             and are not scored if their client leaves meanwhile.
     """
@@ -169,10 +168,6 @@ def serve(
         host: where to listen; other than loopback only with a token.
         port: 0: any free port.
         started: gets the URL once the port is open.
-
-    Raises:
-        ValueError: strangers could reach the address without a token.
-        OSError: the address cannot be listened on.
     """
     check_bind(host, reward_app.has_token)
     config = uvicorn.Config(

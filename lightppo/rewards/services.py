@@ -1,7 +1,6 @@
 """Verifiers that let a service run the programs: SandboxFusion, and AReaL's function-call service.
 
-A request that fails is tried again with back-off, and then is an error that names the service. It never becomes a
-failed test.
+A service that fails is asked again with back-off, and then is an error; it never becomes a failed test.
 """
 
 from __future__ import annotations
@@ -67,12 +66,9 @@ print("MARK" + json.dumps(value), file=output, flush=True)
 class SandboxFusionVerifier:
     """Lets `SandboxFusion <https://github.com/bytedance/SandboxFusion>`_ run programs, one request per test.
 
-    Outputs are compared here, as with the local sandbox.
-
     Args:
         sandbox_fusion_url: ``http://host:port/run_code``; a missing path is added.
         sandbox_fusion_max_concurrent: requests at a time.
-        sandbox_fusion_memory_limit_mb: sent as ``memory_limit_MB``.
         sandbox_fusion_language: sent as ``language``; functions are called in ``python`` only.
         sandbox_fusion_retries: further tries of a failed request.
         code_timeout: seconds, sent as ``compile_timeout`` and ``run_timeout``.
@@ -178,10 +174,8 @@ class FunctionCallVerifier:
 
     Args:
         function_call_url: the service's address; ``/apis/functioncalls`` is added if it has no path.
-        function_call_max_concurrent: requests at a time.
         function_call_batch_size: tests per request if the first failure ends (a share needs one request per test).
         function_call_memory_limit_mb: sent as ``memory``, rounded up to 256; 0: the service's own limit.
-        function_call_retries: further tries of a failed request.
         code_timeout: seconds per test, sent as ``timeout``.
     """
 

@@ -41,10 +41,9 @@ class RewardOutput:
 
 @runtime_checkable
 class RewardSource(Protocol):
-    """Scores the finished samples of one rank; it is also called without samples, because ZeRO-3 needs all ranks.
+    """Scores finished samples of one rank, possibly none; raises :class:`RewardError` if it cannot.
 
-    ``score`` raises :class:`RewardError` if it cannot score. A source that acts on all ranks together also has
-    ``needs_all_ranks = True``; it is never called in another thread.
+    A source that acts on all ranks together has ``needs_all_ranks = True``; it is never called in another thread.
     """
 
     name: str
@@ -79,11 +78,7 @@ def finite(value: Any) -> float | None:
 
 
 def check_output(output: RewardOutput, rollouts: Sequence[Rollout], source_name: str) -> RewardOutput:
-    """The answer with plain Python floats.
-
-    Raises:
-        RewardError: a wrong length, or a value that is not a finite number; names source, sample and prompt.
-    """
+    """The answer with plain Python floats; a :class:`RewardError` names source and sample of an unusable value."""
     if not isinstance(output, RewardOutput):
         raise RewardError(f"{source_name}: score() must return a RewardOutput, got {type(output).__name__}")
     scores = _numbers(output.scores, rollouts, source_name, "score")
@@ -119,9 +114,6 @@ def output_from_result(result: Any, n: int, source_name: str) -> RewardOutput:
     Keys of the dict: ``rewards`` (required; used for training), ``scores`` (n numbers, kept as metric ``score``),
     ``extra_logs`` (name → n numbers, or one number for the batch), ``token_scores`` (per sample one number per response
     token). :func:`check_output` checks the values.
-
-    Raises:
-        RewardError: another type, no ``rewards``, or an unknown key.
     """
     if not isinstance(result, Mapping):
         return RewardOutput(_as_list(result, source_name, "the result"))
@@ -255,7 +247,8 @@ class Settled:
     timeouts: int = 0
 
 
-Runner = Callable[[Sequence[Call]], list[Outcome]]
+Runner = Callable[[Sequence[Call]], list[Outcome]]  # one outcome per call, in order
+# (position of the call, returned value) → (result, why the result is incomplete or None)
 Reader = Callable[[int, Any], tuple[Any, str | None]]
 
 
@@ -271,11 +264,7 @@ def check_failure_options(on_reward_failure: str, reward_retries: int, reward_ti
 
 
 def settle(run: Runner, calls: Sequence[Call], read: Reader, retries: int) -> list[Settled]:
-    """Runs calls, and runs those that failed again, up to ``retries`` times.
-
-    ``run`` returns one outcome per call, in order; ``read`` turns (position of the call, returned value) into (result,
-    why the result is incomplete or ``None``).
-    """
+    """Runs calls, and runs those that failed again, up to ``retries`` times."""
     settled = [Settled() for _ in calls]
     pending = list(range(len(calls)))
     for _ in range(retries + 1):
@@ -301,11 +290,10 @@ def check_verifier_status(
     source_name: str = "the reward source",
     ranks: Ranks | None = None,
 ) -> None:
-    """Raises :class:`RewardError` if all scores of a batch, before shaping, are missing or at the source's minimum.
+    """Raises if all scores of a batch, before shaping, are missing or at the source's minimum. Collective.
 
-    The verifier is then more likely broken than the model. Collective: a rank without samples takes part too.
-
-    Source: AReaL, ``check_verifier_status`` (which looks at the mean).
+    The verifier is then more likely broken than the model. Source: AReaL, ``check_verifier_status`` (looks at the
+    mean).
     """
     scores = [rollout.reward for rollout in rollouts if rollout.reward is not None]
     counts = {"samples": len(rollouts), "scored": len(scores), "above": sum(score > minimum for score in scores)}
@@ -340,18 +328,12 @@ class RoutedReward:
 
     If one source of its route leaves a sample unscored, the sample is unscored. Each source's own score is metric
     ``<name>`` and its metrics are ``<name>/<metric>``, ``None`` for samples of other routes; ``failures`` and
-    ``timeouts`` of the sources are also added up. Token scores are added with the same weights.
-
-    Every ``score`` calls each source once, also without samples, in the order of the routes: a reward model under
-    ZeRO-3 acts on all ranks together.
+    ``timeouts`` are also added up. Every ``score`` calls each source once, also without samples, in the order of the
+    routes: a reward model under ZeRO-3 acts on all ranks together.
 
     Args:
         routes: data source or label → (source, weight) pairs; ``"*"`` takes the samples without a route of their own.
-            A source may be on several routes; different sources need different names.
         by: ``"data_source"``, or ``"label"``: a string, or a number as Python writes it.
-
-    Raises:
-        ValueError: an empty route, equal names, a source twice on a route, or a weight that is not finite.
     """
 
     def __init__(
@@ -390,11 +372,7 @@ class RoutedReward:
         return any(getattr(source, "needs_all_ranks", False) for source, _ in self._plan)
 
     def score(self, rollouts: list[Rollout]) -> RewardOutput:
-        """Scores with every source, even if an earlier source left a sample unscored.
-
-        Raises:
-            RewardError: a sample has no route, or a source failed.
-        """
+        """Scores with every source, even if an earlier source left a sample unscored."""
         n = len(rollouts)
         routes = [self._route(rollouts, i) for i in range(n)]
         totals: list[float | None] = [0.0] * n
@@ -457,14 +435,9 @@ class CombinedReward(RoutedReward):
 class AsyncScorer:
     """Scores finished samples in threads, part by part, while the engine still generates the others.
 
-    ``submit`` finished samples as often as there are any; ``collect`` waits for all of them. The source is called once
-    per part, so it must judge each sample by itself, and with more than one worker it must be thread-safe.
-
-    Args:
-        source: must not act on all ranks together, as reward models do: the ranks' threads would meet in any order, and
-            would mix with the collectives of generation.
-        max_workers: parts scored at a time.
-        timeout: most seconds that ``collect`` waits; ``None``: no limit.
+    The source is called once per part, so it must judge each sample by itself, and with more than one worker it must be
+    thread-safe. It must not act on all ranks together, as reward models do: the ranks' threads would meet in any order,
+    and would mix with the collectives of generation. ``collect`` waits at most ``timeout`` seconds.
     """
 
     def __init__(self, source: RewardSource, max_workers: int = 1, *, timeout: float | None = None) -> None:
@@ -501,9 +474,7 @@ class AsyncScorer:
     def collect(self) -> RewardOutput:
         """Waits for all samples submitted since the last call; writes their scores into them and returns them in order.
 
-        Raises:
-            RewardError: the source failed on a part (the first one submitted), or the time limit has passed. No sample
-                changes then. Other exceptions of the source pass unchanged.
+        If the source fails on a part, or the time limit has passed, it raises and no sample changes.
         """
         parts, self._parts = self._parts, []
         late = wait([future for _, future in parts], self.timeout).not_done

@@ -1,8 +1,7 @@
 """Decoding with the trainer's own model: continuous batching, a cache written in place, one pass per prompt.
 
 :class:`SlotDecoder` follows Orca's iteration-level scheduling (Yu et al. 2022, OSDI '22): a finished response leaves at
-once, and a waiting request takes its slot. :class:`BatchDecoder` is for models whose cache holds more than keys and
-values.
+once, and a waiting request takes its slot.
 """
 
 from __future__ import annotations
@@ -38,11 +37,7 @@ COMPACT_BELOW = 0.75
 
 
 class CachedForward:
-    """One decoding step of a Hugging Face model: last-position logits from new ids and a growing cache.
-
-    Raises:
-        ValueError: the model cannot decode with a ``DynamicCache``.
-    """
+    """One decoding step of a Hugging Face model: last-position logits from new ids and a growing ``DynamicCache``."""
 
     def __init__(self, model: nn.Module) -> None:
         base = model.get_base_model() if hasattr(model, "get_base_model") else model  # peft hides the signature
@@ -271,8 +266,7 @@ class SlotLayer(DynamicLayer):
 class SlotCache(DynamicCache):
     """The layers' buffers with one common :class:`Span`. Each forward writes one column; call :meth:`advance` after it.
 
-    The first rows end at ``prompt_columns``, the length of the longest prompt; a row has at most ``max_columns``.
-    ``tight``: add few columns at a time.
+    The first rows end at ``prompt_columns``; a row has at most ``max_columns``. ``tight``: add few columns at a time.
     """
 
     def __init__(self, config, *, slots: int, prompt_columns: int, max_columns: int, tight: bool) -> None:
@@ -315,8 +309,8 @@ class SlotCache(DynamicCache):
     def make_room(self, slots: int, at_least: int) -> int:
         """Makes sure that a column is free; if none is, moves everything into new buffers of ``slots`` rows.
 
-        At least ``at_least`` columns then lie before the first free one, for waiting prompts. Returns by how many
-        columns everything moved to the left (negative: to the right).
+        The first free column is then at least number ``at_least``. Returns by how many columns everything moved to the
+        left.
         """
         span = self.span
         if span.end < self.columns:
@@ -422,10 +416,7 @@ class PromptQueue:
 
 
 def cheapest_parts(lengths: list[int], call_cost: int) -> list[tuple[int, int]]:
-    """(first, end) of consecutive parts of a list of prompts, so that positions (with padding) plus calls cost least.
-
-    ``call_cost`` is the cost of one forward, in positions.
-    """
+    """(first, end) of consecutive parts of the prompts, so that positions (with padding) plus calls cost least."""
     least, cut = [0], [0]  # of the first k prompts: their cost, and where the last part begins
     for end in range(1, len(lengths) + 1):
         best, longest = (float("inf"), 0), 0

@@ -1,7 +1,4 @@
-"""The protocol of rollout engines: prompts and sampling parameters in, samples with token ids and log probs out.
-
-Standard library only, because the config and the trainer import it.
-"""
+"""The protocol of rollout engines. Standard library only, because the config and the trainer import it."""
 
 from __future__ import annotations
 
@@ -19,8 +16,7 @@ if TYPE_CHECKING:
 class SamplingParams:
     """How to sample; every engine gives these the same meaning.
 
-    Penalties and bans act on the raw logits, then temperature, then top-k, then top-p (the order of transformers and
-    vLLM). A value out of range is a ``ValueError`` that names it.
+    Penalties and bans act on the raw logits, then temperature, top-k and top-p (the order of transformers and vLLM).
     """
 
     max_new_tokens: int = 1024  # most tokens of one response, >= 1
@@ -81,17 +77,15 @@ class SamplingParams:
 class RolloutEngine(Protocol):
     """Samples responses with the actor's weights as of the last :meth:`sync_weights`.
 
-    Every rank has its own engine and its own prompts. All ranks call every method together, a rank without prompts with
-    an empty list, because an engine may use collectives.
+    Every rank has its own engine. All ranks call every method together, because an engine may use collectives; a rank
+    without prompts passes an empty list.
     """
 
     def generate(self, prompts: list[Prompt], sampling: SamplingParams) -> list[Rollout]:
-        """Samples ``sampling.n`` responses to each prompt.
+        """Samples ``sampling.n`` responses to each prompt, and returns them in the order of the prompts.
 
-        Returns:
-            ``len(prompts) * n`` rollouts, in the order of the prompts, the samples of a prompt together. ``log_probs``
-            are log softmax(logits / temperature) of the sampled ids before any filter, float32, as the trainer computes
-            them.
+        ``log_probs`` are log softmax(logits / temperature) of the sampled ids before any filter, float32, as in the
+        trainer.
         """
         ...
 

@@ -51,25 +51,16 @@ class HFRolloutEngine:
     Requests take ``micro_rollout_batch_size`` slots, the longest prompts first; when a response ends, the next request
     takes its slot. A prompt goes through the model once for all its samples. The random numbers of a response depend
     only on (``sampling.seed``, ``prompt.index``, sample number), so in float32 a response does not depend on the micro
-    batch size, the other prompts, their order or the number of ranks. If one call holds a ``prompt.index`` k times,
-    these prompts get the sample numbers 0 … k·n-1, so that no two responses share random numbers. For another rollout
-    of the same prompt, change the seed.
-
-    There are no collectives inside ``gather_parameters``, so ranks may bring different numbers of prompts, or none.
+    batch size, the other prompts, their order or the number of ranks. For another rollout of the same prompt, change
+    the seed. ``last_stats`` counts tokens, forward passes, positions computed in them (padding included) and seconds.
 
     Args:
         actor: has ``.model``, a Hugging Face model or the DeepSpeed engine around it; log probs are over its first
             ``valid_vocab_size`` ids if it has this attribute, else over the whole embedding.
-        tokenizer: decodes responses; its length limits the sampled ids if ``valid_vocab_size`` is None.
         micro_rollout_batch_size: sequences decoded together (n samples of a prompt are n sequences).
-        gather_parameters: makes the context around ``generate``, which every rank enters once; under ZeRO-3 it holds
-            the full parameters.
-        valid_vocab_size: ids from here on are never sampled.
-
-    Attributes:
-        last_stats: of the last ``generate``: ``generated_tokens``, ``prompt_tokens`` (once per sample),
-            ``decode_steps`` (forward passes), ``decode_positions`` (positions computed in them, padding included),
-            ``seconds``.
+        gather_parameters: makes the context around ``generate``; under ZeRO-3 it holds the full parameters. There are
+            no collectives inside, so ranks may bring different numbers of prompts, or none.
+        valid_vocab_size: ids from here on are never sampled; ``None``: the tokenizer's length.
     """
 
     heats_first_token = True  # takes SamplingParams.first_token_temperature
@@ -108,13 +99,10 @@ class HFRolloutEngine:
         sampling: SamplingParams,
         on_finished: Callable[[list[Rollout]], object] = lambda rollouts: None,
     ) -> list[Rollout]:
-        """Samples ``sampling.n`` responses to each prompt; see ``RolloutEngine.generate``.
-
-        ``on_finished`` gets each rollout once, in batches, as soon as they have ended.
+        """Samples ``sampling.n`` responses to each prompt; ``on_finished`` gets each rollout once, soon after its end.
 
         Raises:
-            ValueError: an empty prompt, a prompt that exceeds the model's positions with ``max_new_tokens``, or a stop
-                id or bad word unknown to the model.
+            ValueError: a prompt is empty or too long for the model, or a stop id or bad word is unknown to it.
             FloatingPointError: no token could be drawn (NaN weights, or every token banned).
         """
         start = time.perf_counter()
@@ -242,10 +230,7 @@ def raise_undrawable(requests: list[tuple[Prompt, int]], decoded: DecodedBatch) 
 
 
 def request_streams(prompts: list[Prompt], sampling: SamplingParams) -> list[tuple[int, int]]:
-    """(prompt index, sample number) of each of the ``len(prompts) * n`` requests.
-
-    The k-th prompt with the same index (from 0) gets the sample numbers k·n … k·n + n-1.
-    """
+    """(prompt index, sample number) of each request; the k-th prompt with an index gets numbers k·n … k·n + n-1."""
     used: Counter[int] = Counter()
     streams = []
     for prompt in prompts:

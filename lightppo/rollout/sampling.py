@@ -87,7 +87,6 @@ class TokenSampler:
         valid_vocab_size: ids from here on (which pad the model's vocabulary) are never sampled.
         log_prob_vocab_size: log probs are over so many ids, as in the trainer; None: all.
         suppressed_ids: ids that may not come before ``min_new_tokens``.
-        bad_word_ids: token sequences that are never completed.
     """
 
     def __init__(
@@ -125,17 +124,16 @@ class TokenSampler:
     def __call__(
         self, logits: Tensor, uniforms: Tensor, step: int | Tensor, history: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Samples one token per row.
+        """Samples one token per row: tokens (B,) long, and log_probs (B,) float32.
+
+        Log probs are log softmax(logits / temperature) before every penalty and filter, and not finite where no token
+        can be drawn (logits NaN or +inf, or every token banned).
 
         Args:
             logits: (B, V) raw logits.
             uniforms: (B,) float64 in [0, 1); unused if greedy.
             step: number of tokens that each response already has; (B,), all >= 1, if they differ.
             history: (B, S) prompt and response so far, left padding ``NO_TOKEN``; None unless ``needs_history``.
-
-        Returns:
-            tokens (B,) long, and log_probs (B,) float32: log softmax(logits / temperature) before every penalty and
-            filter; not finite in rows where no token can be drawn (logits NaN or +inf, or every token banned).
         """
         logits = logits[:, : self.log_prob_vocab_size].float()
         scaled = logits if self.temperature == 1.0 else logits / self.temperature
@@ -195,8 +193,7 @@ def bad_word_ids(tokenizer: PreTrainedTokenizerBase, words: tuple[str, ...]) -> 
 class StopCriteria:
     """Tells which rows of a batch have ended, and cuts stop strings off their texts.
 
-    A stop string must lie entirely behind the first ``min_new_tokens`` tokens. A stop id beyond the model's
-    ``vocab_size`` logits is an error.
+    A stop string must lie entirely behind the first ``min_new_tokens`` tokens.
     """
 
     def __init__(
@@ -222,7 +219,7 @@ class StopCriteria:
         return self
 
     def ended(self, responses: Tensor, rows: Tensor, length: int | Tensor) -> Tensor:
-        """Which of the ``rows`` (b,) of ``responses`` (B, max_new_tokens) end with their newest token; (b,) bool.
+        """Which ``rows`` (b,) of ``responses`` (B, max_new_tokens) end with their newest token; (b,) bool.
 
         ``length`` counts the tokens of each row, the newest one included; (b,) if the rows differ.
         """

@@ -1,7 +1,7 @@
-"""Runs untrusted programs where they can do no harm; what they print or return comes back as text.
+"""Runs untrusted programs where they can do no harm.
 
-One door: ``SandboxPool(SandboxLimits(...)).run(code)`` gives a ``ProgramRun``. ``pool`` starts sandboxes, ``probe``
-attacks each kind before use; ``supervisor`` and ``walls`` run inside. See ``docs/rewards.md``.
+``SandboxPool(SandboxLimits(...)).run(code)`` gives a ``ProgramRun``. ``supervisor`` and ``walls`` run inside the
+sandbox; ``docs/rewards.md`` says what is kept out on which machine.
 """
 
 from lightppo.sandbox.pool import ISOLATIONS, ProgramRun, SandboxLimits, SandboxPool, default_processes

@@ -74,11 +74,7 @@ class ProgramRun:
 
 
 class Sandbox:
-    """One process that runs one program at a time, for one thread at a time.
-
-    Raises:
-        SandboxError: this machine does not offer the isolation; the text says why.
-    """
+    """One process that runs one program at a time, for one thread at a time."""
 
     # The package without its __init__.py, because the inside needs nothing of this half.
     STARTER = (
@@ -142,17 +138,13 @@ class Sandbox:
         seconds: float | None = None,
         total_seconds: float | None = None,
     ) -> ProgramRun:
-        """Runs a program as a script, or loads it and calls its function.
+        """Runs a program as a script, or loads it and calls a function; :class:`SandboxError` if the sandbox failed.
 
         Args:
-            stdin: standard input of a script.
             function: name of a function, or of a method of a class ``Solution``.
             calls: arguments of each call, as a JSON list.
-            seconds: time limit of the run, or of the loading and of each call; default ``code_timeout``.
+            seconds: time limit of the script, or of the loading and of each call; default ``code_timeout``.
             total_seconds: time limit of all calls together; default: each may take its full time.
-
-        Raises:
-            SandboxError: the sandbox failed and learned nothing about the program; its process was killed.
         """
         limits = self._limits
         seconds = limits.code_timeout if seconds is None else seconds
@@ -252,14 +244,12 @@ def _environment() -> dict[str, str]:
 class SandboxPool:
     """Sandboxes for the threads of one rank, with the strongest isolation that this machine allows.
 
+    Raises :class:`SandboxRefusedError` if no isolation gives all :data:`PROTECTIONS`.
+
     Args:
         code_processes: programs that run at a time; ``None``: :func:`default_processes`.
         allow_unsafe_code_execution: without any isolation, run programs all the same, limited only in time and memory.
             They can then read, change and send away whatever this user can.
-        isolations: tried in this order, best first.
-
-    Raises:
-        SandboxRefusedError: no isolation gives all :data:`PROTECTIONS`; the text says which are missing and why.
     """
 
     def __init__(
@@ -310,11 +300,7 @@ class SandboxPool:
         )
 
     def run(self, code: str, **options: Any) -> ProgramRun:
-        """:meth:`Sandbox.run` in the next idle sandbox; replaces a sandbox that fails and runs the program again.
-
-        Raises:
-            SandboxError: two sandboxes failed on it.
-        """
+        """:meth:`Sandbox.run` in the next idle sandbox. If it fails, replaces it and tries the program once more."""
         if not self._close.alive:
             raise SandboxError("the sandbox is closed")
         failure = None

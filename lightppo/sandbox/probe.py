@@ -90,9 +90,8 @@ Run = Callable[[str, str, list[Any]], tuple[str, list[str]]]
 def probe(run: Run, *, memory_mb: int, max_processes: int, environment: set[str], own_processes: bool) -> set[str]:
     """Attacks a sandbox; returns the :data:`PROTECTIONS` that hold.
 
-    ``run`` runs code and calls its function with arguments; it returns how the program ended and the lines of its
-    answers. ``environment`` names the variables that a program may see. ``own_processes``: the sandbox has its own
-    process numbers, so that ours mean nothing there.
+    ``run`` calls a function of some code, and returns how that ended and its answers. ``environment``: variables that a
+    program may see. ``own_processes``: the sandbox has its own process numbers, so ours mean nothing there.
     """
     with _targets() as facts:
         _, lines = run(_ATTACKS, "attack", [facts | {"trainer": os.getpid(), "memory_mb": memory_mb}])

@@ -1,7 +1,6 @@
 """The process that untrusted programs run in: it walls itself in, forks for every program, watches and kills.
 
-Standard library only, because it starts without site-packages. It never sees expected outputs: verdicts are made
-outside.
+Standard library only, as it starts without site-packages. It never sees expected outputs: verdicts are made outside.
 """
 
 from __future__ import annotations

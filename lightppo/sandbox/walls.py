@@ -1,7 +1,6 @@
 """The walls between a program and the machine: namespaces, Landlock, seccomp, and a check of what the program uses.
 
-Holds the kernel calls that Python's os module lacks. Standard library only, because it runs inside the sandbox process,
-which starts without site-packages.
+Standard library only, as it runs inside the sandbox process, which starts without site-packages.
 """
 
 from __future__ import annotations
@@ -281,11 +280,7 @@ _beneath: dict[str, str] = {}  # place to show below it → where it is kept
 
 
 def fork_inside(main: Callable[[], None]) -> int:
-    """Forks a process that makes the namespaces and runs ``main`` as their first process.
-
-    Returns the process to watch, which lives as long as the namespaces. Raises ``OSError`` if the kernel, or a
-    container around us, does not allow such namespaces.
-    """
+    """Forks a process that runs ``main`` as the first process of new namespaces; returns the process to watch."""
     ours, theirs = socket.socketpair()
     watched = os.fork()
     if watched == 0:
@@ -352,10 +347,7 @@ def _write(process: int, texts: dict[str, str]) -> None:
 
 
 def build_root(readable: Sequence[str], links: dict[str, str]) -> bool:
-    """Makes the new root and enters it; returns True if /proc could be mounted.
-
-    ``readable`` are the real paths of files and folders to show; ``links`` are symbolic links to make, place → target.
-    """
+    """Makes the new root from ``readable`` (real paths) and ``links`` (place → target); True if /proc was mounted."""
     _mount("none", "/", None, _MS_REC | _MS_PRIVATE)
     base = next(path for path in ("/tmp", "/var/tmp", "/dev/shm", "/mnt") if os.path.isdir(path))
     # opened first: the base that is mounted over may be on the way to some of them
@@ -508,10 +500,7 @@ class Walls:
         return "memory" if kilobytes > limits["code_memory_limit_mb"] * 1024 else ""
 
     def kill(self, process: int, seconds: float) -> int:
-        """Kills a program and all its descendants and waits for them; returns its wait status.
-
-        Raises ``OSError`` if something is left after ``seconds``.
-        """
+        """Kills a program and all its descendants and waits for them; returns its wait status."""
         end = time.monotonic() + seconds
         status = None
         while time.monotonic() < end:
