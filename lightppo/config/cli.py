@@ -283,11 +283,11 @@ All options of `examples/train_ppo.py`, as `--help all` shows them. The same nam
 - several values: `--stop A B`; in YAML a list.
 - None: `--value_clip None`; in YAML `null`.
 
-*Only with*: elsewhere the option would do nothing, and is refused. *Resume*: "free" options may change when a run goes
-on from a checkpoint; a change of any other is refused.
+*With*: elsewhere the option would do nothing, and is refused. Options with a star may change when a run goes on from a
+checkpoint; a change of any other is refused.
 """
 
-_COLUMNS = ("Flag", "Type", "Default", "Meaning", "Unit", "Range", "Only with", "Resume")
+_COLUMNS = ("Flag", "Values", "Default", "Meaning")
 
 
 def flags_page() -> str:
@@ -302,15 +302,13 @@ def flags_page() -> str:
 
 def _row(option: Option) -> list[str]:
     default = option.default
+    kind = " ".join(part for part in (option.type_text, option.range_text) if part)
+    with_others = " and ".join(map(condition_text, option.only_with))
     cells = [
-        f"`--{option.name}`",
-        option.type_text,
+        f"`--{option.name}`" + "*" * option.resume_safe,
+        ", ".join(part for part in (kind, option.unit) if part),
         _shown(default) if isinstance(default, bool) or default == () else f"`{_shown(default)}`",
-        option.help + " Required." * option.required,
-        option.unit or "",
-        option.range_text,
-        " and ".join(map(condition_text, option.only_with)),
-        "free" if option.resume_safe else "fixed",
+        option.help + " Required." * option.required + f" *With* {with_others}." * bool(with_others),
     ]
     return [cell.replace("|", "\\|") for cell in cells]
 
