@@ -106,9 +106,8 @@ def reward_to_go(token_rewards: Tensor, action_mask: Tensor, gamma: float = 1.0)
 
 
 def reinforce(*, token_rewards: Tensor, action_mask: Tensor, gamma: float = 1.0, **_) -> tuple[Tensor, Tensor]:
-    """REINFORCE++: A_t = R_t, whitened over the whole batch afterwards; returns = A.
+    """REINFORCE++: A_t = R_t, whitened over the whole batch afterwards; returns = A. Expects the KL in the reward.
 
-    Put the KL into the reward, so that each token also pays for the KL of later tokens.
     Source: Hu et al. 2025 (arXiv:2501.03262v9), §3.1, eq. 4; the whitening is its eq. 5.
     """
     returns = reward_to_go(token_rewards, action_mask, gamma)
@@ -141,10 +140,7 @@ def remax(
 def group_adv_norm(
     *, token_rewards: Tensor, action_mask: Tensor, group_ids: Tensor | None, gamma: float = 1.0, **_
 ) -> tuple[Tensor, Tensor]:
-    """A_t = (R_t - μ_G) / (σ_G + 1e-5), with μ_G and σ_G of R over the group's trained tokens.
-
-    ``--adv_norm_scope group`` does the same to any estimator's advantages: :func:`group_normalize`.
-    """
+    """A_t = (R_t - μ_G) / (σ_G + 1e-5), with μ_G and σ_G of R over the group's trained tokens."""
     returns = reward_to_go(token_rewards, action_mask, gamma)
     return group_normalize(returns, action_mask, group_ids, min_size=2), returns
 
@@ -227,7 +223,6 @@ def group_normalize(
     """x ← (x - μ_G) / (σ_G + eps), with μ_G and σ_G (biased) over the trained tokens of all samples of the group.
 
     Every token counts the same, so long answers weigh more. A group whose trained tokens are all equal gets exactly 0.
-    A group of one sample is allowed unless ``min_size`` forbids it. Masked positions become 0.
     Source: ``group_adv_norm`` of AReaL (Fu et al. 2025, arXiv:2505.24298).
     """
     require_same_shape(advantages=advantages, action_mask=action_mask)
@@ -281,36 +276,25 @@ class OnEveryToken:
 
 
 def rloo(groups: ScoreGroups, **_) -> Tensor:
-    """REINFORCE leave-one-out: A = s - mean of the other samples' s = (s - mean_G)·G/(G - 1).
-
-    The baseline does not depend on the sample, so the gradient is unbiased.
-    Source: Ahmadian et al. 2024 (arXiv:2402.14740), §2.3.
-    """
+    """REINFORCE leave-one-out (arXiv:2402.14740, §2.3): A = s - mean of the others' s = (s - mean_G)·G/(G - 1)."""
     return groups.advantage * groups.size / (groups.size - 1).clamp(min=1)
 
 
 def group_norm(groups: ScoreGroups, *, std_eps: float = 1e-6, divide_std: bool = True, **_) -> Tensor:
-    """GRPO: A = (s - mean_G) / (std_G + std_eps), std with G - 1. ``--no_group_std_norm`` makes it ``dr_grpo``.
-
-    Source: Shao et al. 2024 (arXiv:2402.03300), §4.1.2.
-    """
+    """GRPO (arXiv:2402.03300, §4.1.2): A = (s - mean_G) / (std_G + std_eps), or ``dr_grpo`` without ``divide_std``."""
     return groups.over_std(groups.advantage, std_eps) if divide_std else groups.advantage
 
 
 def dr_grpo(groups: ScoreGroups, **_) -> Tensor:
-    """A = s - mean_G: GRPO without the division, which would weigh prompts by how much their scores agree.
+    """A = s - mean_G (arXiv:2503.20783, §3.2): GRPO without the division, which favours prompts whose scores agree.
 
-    The other half of the method is a loss divided by a constant instead of each answer's length
-    (``--loss_agg_mode seq-mean-token-sum-norm``). Source: Liu et al. 2025 (arXiv:2503.20783), §3.2.
+    The other half of the method is ``--loss_agg_mode seq-mean-token-sum-norm``: divide by a constant, not by lengths.
     """
     return groups.advantage
 
 
 def reinforce_baseline(groups: ScoreGroups, **_) -> Tensor:
-    """REINFORCE++ with a baseline, γ = 1: A = s - mean_G, whitened over the whole batch afterwards.
-
-    Source: Hu et al. 2025 (arXiv:2501.03262v9), §3.2, eqs. 6 and 7.
-    """
+    """REINFORCE++ with baseline (arXiv:2501.03262v9, §3.2): A = s - mean_G, whitened over the batch later; γ = 1."""
     return groups.advantage
 
 
@@ -318,8 +302,8 @@ def opo(groups: ScoreGroups, **_) -> Tensor:
     """A = s - b,  b = Σ_G len·s / Σ_G len, where len counts the trained tokens of a sample.
 
     b minimises the gradient's variance if an answer's squared gradient norm is proportional to its length. The paper
-    trains strictly on-policy: one optimizer step per rollout, no KL and no entropy term.
-    Source: Hao et al. 2025 (arXiv:2505.23585), the optimal reward baseline.
+    (Hao et al. 2025, arXiv:2505.23585) trains strictly on-policy: one optimizer step per rollout, no KL and no entropy
+    term.
     """
     return groups.deviation(groups.scores, groups.tokens)
 
@@ -340,9 +324,9 @@ def gpg(groups: ScoreGroups, *, all_reduce_sum: AllReduceSum = identity, **_) ->
 def grpo_passk(groups: ScoreGroups, *, std_eps: float = 1e-6, divide_std: bool = True, **_) -> Tensor:
     """A = (max_G s - max of the other samples' s) / (std_G + std_eps): what a sample adds to the best of the group.
 
-    The best sample gets max - second and all others 0; if several share the maximum, all get 0. With
-    ``--no_group_std_norm`` it is the paper's leave-one-out gradient of pass@G.
-    Source: Tang et al. 2025 (arXiv:2503.19595): A_i = f(y) - f(y without i) with f = max.
+    The best sample gets max - second and all others 0; if several share the maximum, all get 0. Undivided, it is the
+    leave-one-out gradient of pass@G. Source: Tang et al. 2025 (arXiv:2503.19595): A_i = f(y) - f(y without i) with f =
+    max.
     """
     best = groups.max(groups.scores)
     is_best = groups.scores == best
@@ -354,8 +338,5 @@ def grpo_passk(groups: ScoreGroups, *, std_eps: float = 1e-6, divide_std: bool =
 
 
 def cpgd(groups: ScoreGroups, *, std_eps: float = 1e-6, divide_std: bool = True, **_) -> Tensor:
-    """A = ω·(s - mean_G),  ω = 1/(std_G + std_eps), or 1 with ``--no_group_std_norm``; for ``--policy_loss cpgd``.
-
-    Source: Liu et al. 2025 (arXiv:2505.12504), §4.3, eq. 2 with STD weight or equal weight.
-    """
+    """A = ω·(s - mean_G),  ω = 1/(std_G + std_eps) or 1 (arXiv:2505.12504, §4.3, eq. 2); for ``--policy_loss cpgd``."""
     return group_norm(groups, std_eps=std_eps, divide_std=divide_std)

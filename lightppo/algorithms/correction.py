@@ -1,10 +1,8 @@
 """Off-policy correction: constant weights for tokens that a policy other than the trained one has sampled.
 
 The rollout engine samples with π_rollout; the trainer scores the same tokens with π_old before its first update. They
-differ by kernels and precision, and by age if rollouts are older than the weights. A weight w(ρ) on each token's loss,
-ρ = π_old / π_rollout, corrects the expectation to π_old (importance sampling), or drops what is too far away to be
-corrected. The policy loss still takes its ratio to π_old: weight × clipped loss. docs/algorithms.md says how to add
-one.
+differ by kernels, precision and age. A weight w(ρ) on each token's loss, ρ = π_old / π_rollout, corrects for this
+(importance sampling) or drops tokens that are too far off. The policy loss still takes its ratio to π_old.
 
 Notation: d = log ρ = log_probs - rollout_log_probs of a token, limited to ±20 before it is exponentiated.
 """
@@ -62,17 +60,14 @@ def tis(log_ratio: Tensor, *, high: float, **_) -> Tensor:
 def seq_tis(log_ratio: Tensor, *, high: float, **_) -> Tensor:
     """min(Π ρ, high) of the row, on each of its tokens: unbiased up to the truncation, with more variance.
 
-    The product drifts away from 1 as rows get longer, so long rows end up near 0 or at the bound. Source: Liu, Li et
-    al. 2025, "When Speed Kills Stability" (richardli.xyz/rl-collapse).
+    Long rows drift to 0 or to the bound. Source: Liu, Li et al. 2025, "When Speed Kills Stability"
+    (richardli.xyz/rl-collapse).
     """
     return _row_product(log_ratio).clamp(max=high)
 
 
 def icepop(log_ratio: Tensor, *, low: float, high: float, **_) -> Tensor:
-    """ρ if low ≤ ρ ≤ high, else 0: tokens on which engine and trainer disagree are not trained.
-
-    Source: Ling Team 2025, Ring-1T (arXiv:2510.18855), IcePop, with α = low and β = high.
-    """
+    """ρ if low ≤ ρ ≤ high, else 0: IcePop of Ling Team 2025, Ring-1T (arXiv:2510.18855), with α = low and β = high."""
     ratio = log_ratio.exp()
     return torch.where((ratio >= low) & (ratio <= high), ratio, 0.0)
 
@@ -88,19 +83,15 @@ def seq_mask(log_ratio: Tensor, *, action_mask: Tensor, low: float, high: float,
 
 
 def seq_mask_tis(log_ratio: Tensor, *, action_mask: Tensor, low: float, high: float, **_) -> Tensor:
-    """ρ of each token, not truncated, in the rows that :func:`seq_mask` keeps; 0 in the others.
-
-    Source: the combination of the two above, as ``seq-mask-tis`` in OpenRLHF.
-    """
+    """ρ of each token, not truncated, in the rows that :func:`seq_mask` keeps; 0 in the others (OpenRLHF's name)."""
     return seq_mask(log_ratio, action_mask=action_mask, low=low, high=high) * log_ratio.exp()
 
 
 def decoupled(log_ratio: Tensor, *, high: float, **_) -> Tensor:
     """ρ = π_prox / π_behave if ρ ≤ high, else 0: weight × clipped loss is then decoupled PPO.
 
-    The old log probs are the proximal policy's, the clip is around it, and ρ corrects for the behaviour policy.
-    Sources: Hilton et al. 2021 (arXiv:2110.00641), §2; for language models Fu et al. 2025 (AReaL, arXiv:2505.24298),
-    whose code adds the bound.
+    The old log probs are the proximal policy's. Sources: Hilton et al. 2021 (arXiv:2110.00641), §2; for language models
+    Fu et al. 2025 (AReaL, arXiv:2505.24298), whose code adds the bound.
     """
     ratio = log_ratio.exp()
     return torch.where(ratio <= high, ratio, 0.0)
@@ -161,10 +152,7 @@ def _checked_bounds(
 
 @torch.no_grad()
 def normalize_weights(weights: Tensor, mask: Tensor, all_reduce_sum: AllReduceSum = identity) -> Tensor:
-    """Weights (B, A) divided by their mean over the trained tokens of all ranks, so that the step size stays the same.
-
-    Tokens of weight 0 count in the mean. Masked positions become 0. If all weights are 0, they stay 0.
-    """
+    """Weights (B, A) divided by their mean over the trained tokens of all ranks, to keep the step size the same."""
     require_same_shape(weights=weights, mask=mask)
     kept = zero_where_masked(weights, mask)
     total, count = all_reduce_sum(torch.stack([kept.double().sum(), mask.bool().sum().double()])).tolist()
@@ -270,10 +258,7 @@ def chi_square(ratios: Summary) -> float:
 
 
 def effective_share(weights: Summary) -> float:
-    """(Σw)² / (n·Σw²): Kish's effective sample size as a share of the n samples; 1 if all weigh the same.
-
-    Source: Kish 1965, "Survey Sampling"; for importance weights Kong 1992, "A Note on Importance Sampling".
-    """
+    """(Σw)² / (n·Σw²): Kish's effective sample size (1965) as a share of the n samples; 1 if all weigh the same."""
     if not weights.count:
         return math.nan
     return weights.total**2 / (weights.count * weights.squares) if weights.squares else 0.0

@@ -44,10 +44,7 @@ def k2(log_ratio: Tensor) -> Tensor:
 
 
 def k3(log_ratio: Tensor) -> Tensor:
-    """e^{-d} + d - 1 with d in ±20: unbiased, never negative, low variance near 0.
-
-    As a loss, its expected gradient is the gradient of KL(q || p), the other direction.
-    """
+    """e^{-d} + d - 1, d in ±20: unbiased, never negative, low variance. As a loss, its gradient is KL(q || p)'s."""
     log_ratio = limited(log_ratio)
     return (-log_ratio).expm1() + log_ratio
 
@@ -154,10 +151,7 @@ class KLController:
         self.value = _checked_coef(coef)
 
     def update(self, current_kl: float, n_samples: int) -> None:
-        """Call once per rollout batch, on every rank with the same numbers.
-
-        ``current_kl`` is the rollout's KL before any update on it; both numbers are over all ranks.
-        """
+        """Call once per rollout batch with its KL before any update on it; both numbers are over all ranks."""
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
@@ -197,14 +191,10 @@ class FixedKLController(KLController):
 
 
 class AdaptiveKLController(KLController):
-    """Steers the coefficient so that the measured KL stays near a target.
+    """Steers the coefficient so that the measured KL stays near a target, in the unit of ``update``'s ``current_kl``.
 
     value *= 1 + clip(kl / target - 1, ±0.2) · n / horizon. Source: Ziegler et al. 2019 (arXiv:1909.08593), §2.2.
-
-    Args:
-        init_coef: the first coefficient, at least 0.
-        target: wanted KL, in the unit of ``update``'s ``current_kl``; above 0.
-        horizon: samples over which an error of 20% or more changes the coefficient by about 20%; above 0.
+    ``horizon`` is the number of samples over which an error of 20% or more changes the coefficient by about 20%.
     """
 
     kind = "adaptive"

@@ -33,14 +33,10 @@ def log_softmax(logits: Tensor, temperature: float) -> Tensor:
 
 
 def token_log_probs(logits: Tensor, labels: Tensor, temperature: float = 1.0, chunk_size: int | None = None) -> Tensor:
-    """log softmax(logits / temperature) at ``labels``, (...).
+    """log softmax(logits / temperature) at ``labels``: logits (..., V) of any float type, labels (...) in [0, V).
 
     Without gradients only one chunk is in float32 at a time; with gradients autograd keeps a float32 copy.
-
-    Args:
-        logits: (..., V), any float type.
-        labels: (...), integer ids in [0, V).
-        chunk_size: tokens per chunk, ``None`` = ``CHUNK_ELEMENTS`` / V; it does not change the result.
+    ``chunk_size``, in tokens, does not change the result; ``None`` is ``CHUNK_ELEMENTS`` / V.
     """
 
     def gather(chunk: Tensor, ids: Tensor) -> Tensor:
@@ -57,10 +53,7 @@ def log_probs_and_entropy(
     chunk_size: int | None = None,
     entropy_grad: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """:func:`token_log_probs`, and the entropy of the same distribution in nats: (...) each, one softmax per chunk.
-
-    Logits of -inf (forbidden tokens) add 0 to the entropy. Autograd keeps no more than for the log probs alone.
-    """
+    """:func:`token_log_probs`, and the entropy of the same distribution in nats: (...) each, one softmax per chunk."""
 
     def both(chunk: Tensor, ids: Tensor) -> Tensor:
         log_probs = log_softmax(chunk, temperature)
@@ -83,10 +76,7 @@ def _gather(log_probs: Tensor, ids: Tensor) -> Tensor:
 
 
 class _Entropy(torch.autograd.Function):
-    """-Σ e^x·x of log probs x (..., V); its gradient -e^x·(x + 1) needs only x, which log_softmax keeps anyway.
-
-    Plain autograd would also keep the exponential and the product, each as large as the logits in float32.
-    """
+    """-Σ e^x·x of log probs x; its gradient -e^x·(x + 1) needs only x, so autograd keeps no more (V)-sized tensors."""
 
     @staticmethod
     def forward(ctx, log_probs: Tensor) -> Tensor:

@@ -1,8 +1,6 @@
 """Losses: policy, value, and language modelling. docs/algorithms.md says how to add a policy loss.
 
-Each loss returns one micro batch's share of the loss of the whole optimizer step
-(:func:`lightppo.algorithms.masking.aggregate_loss`).
-
+Each returns one micro batch's share of the whole optimizer step's loss: see :func:`.masking.aggregate_loss`.
 Notation: d = log_probs - old_log_probs, ρ = e^d the ratio (d within ±20), A the advantage, sg(x) x without gradient.
 """
 
@@ -64,11 +62,7 @@ class LossInputs:
         return (log_ratio.detach().abs() > LOG_RATIO_LIMIT) & (self.advantages != 0)
 
     def metrics(self, lost: Tensor | None = None, *, ratio: Tensor | None = None, **own: Tensor) -> Metrics:
-        """The metrics of every loss, and the loss's own: (B, A) each, without gradient, as floats.
-
-        ``lost`` are the tokens that lose their gradient to a clip (``clip_ratio``); ``ratio`` is before clipping,
-        default ρ.
-        """
+        """Metrics (B, A) without gradient; ``lost`` tokens lost theirs to a clip, ``ratio`` is before the clip."""
         within = limited(self.log_ratio.detach())
         found = {
             "clip_ratio": torch.zeros_like(within) if lost is None else lost,
@@ -89,9 +83,7 @@ class PolicyLossFn(Protocol):
 def ppo_policy_loss(x: LossInputs, *, dual_clip: float | None = None) -> TokenLoss:
     """-min(ρA, clip(ρ, 1 - ε_low, 1 + ε_high)·A); with ``dual_clip`` c, at most -cA where A < 0.
 
-    Where A < 0, nothing else bounds the loss of a token that has become far more probable. Dual clip removes its
-    gradient above ρ = c, so that it cannot dominate the step.
-
+    Where A < 0, nothing else bounds the loss of a token that has become far more probable.
     Sources: Schulman et al. 2017 (arXiv:1707.06347), eq. 7; two epsilons ("clip-higher"): DAPO (arXiv:2503.14476),
     eq. 10; dual clip: Ye et al. 2020 (arXiv:1912.09729).
     """
@@ -146,10 +138,9 @@ def gmpo_policy_loss(x: LossInputs) -> TokenLoss:
 
 
 def sapo_policy_loss(x: LossInputs, *, sapo_tau_pos: float, sapo_tau_neg: float) -> TokenLoss:
-    """-A·(4/τ)·σ(τ(ρ - 1)), τ by the sign of A: a smooth gate in place of the clip.
+    """-A·(4/τ)·σ(τ(ρ - 1)), τ by the sign of A: a smooth gate in place of the clip (Gao et al. 2025, arXiv:2511.20347).
 
     Its slope in ρ, 4σ(1 - σ), is 1 at ρ = 1 and falls to 0 on both sides, faster for larger τ; ``sapo_gate`` logs it.
-    Source: Gao et al. 2025 (arXiv:2511.20347).
     """
     tau = torch.full_like(x.log_ratio, sapo_tau_neg).masked_fill(x.advantages > 0, sapo_tau_pos)  # (B, A)
     gate = torch.sigmoid(tau * (x.ratio - 1.0))
@@ -158,10 +149,9 @@ def sapo_policy_loss(x: LossInputs, *, sapo_tau_pos: float, sapo_tau_neg: float)
 
 
 def clip_cov_policy_loss(x: LossInputs, **_) -> TokenLoss:
-    """PPO's loss; ``selected`` tokens have loss 0 and no gradient.
+    """PPO's loss without the ``selected`` tokens, whose covariance of log prob and advantage makes the entropy fall.
 
-    :func:`lightppo.algorithms.selection.select_clip_cov` draws them: a few tokens whose log prob and advantage have a
-    high covariance, which makes the entropy fall. Source: Cui et al. 2025 (arXiv:2505.22617), Clip-Cov.
+    Source: Cui et al. 2025 (arXiv:2505.22617), Clip-Cov; see :func:`lightppo.algorithms.selection.select_clip_cov`.
     """
     loss, lost = x.clipped_surrogate(x.ratio)
     lost = lost | (x.selected & (x.advantages != 0)) | x.beyond_limit(x.log_ratio)
@@ -169,20 +159,16 @@ def clip_cov_policy_loss(x: LossInputs, **_) -> TokenLoss:
 
 
 def kl_cov_policy_loss(x: LossInputs, *, kl_cov_coef: float, **_) -> TokenLoss:
-    """-ρA, without a clip; ``selected`` tokens also pay coef·|d|, which holds them in place.
+    """-ρA, without a clip; ``selected`` tokens also pay coef·|d| (KL-Cov, Cui et al. 2025, arXiv:2505.22617).
 
     The slope of |x| at 0 is 0, so the term has no effect in the first optimizer step on a rollout.
-    Source: Cui et al. 2025 (arXiv:2505.22617), KL-Cov.
     """
     penalty = (kl_cov_coef * x.log_ratio.abs()).masked_fill(~x.selected, 0.0)
     return -x.ratio * x.advantages + penalty, x.metrics(x.beyond_limit(x.log_ratio), selected_ratio=x.selected)
 
 
 def gpg_policy_loss(x: LossInputs) -> TokenLoss:
-    """-A·log_probs: the policy gradient, without ratio or clip. Only the metrics use the old log probs.
-
-    Source: Chu et al. 2025 (arXiv:2504.02546).
-    """
+    """-A·log_probs (arXiv:2504.02546): the policy gradient, without ratio or clip. Old log probs are for metrics."""
     return -x.advantages * x.log_probs, x.metrics()
 
 
@@ -205,21 +191,13 @@ def cpgd_policy_loss(x: LossInputs, *, cpgd_drift_coef: float) -> TokenLoss:
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """The policy loss of one micro batch. Refuses unknown names and values out of range.
+    """The policy loss of one micro batch. Refuses unknown names and values out of range."""
 
-    Attributes:
-        clip_eps_low: ε below, above 0 and at most 1 (no lower bound); ``None``: the loss's default, 0.2 for ppo.
-        clip_eps_high: ε above, above 0; ``None`` likewise.
-        policy_loss: one of ``entries.POLICY_LOSSES`` or ``path.py:name``.
-        loss_agg_mode: one of ``entries.LOSS_AGG_MODES``, regardless of the mode in the loss's paper.
-        options: the loss's own options by flag name; missing ones and ``None`` get their default.
-    """
-
-    clip_eps_low: float | None = None
-    clip_eps_high: float | None = None
-    policy_loss: str = "ppo"
-    loss_agg_mode: str = "token-mean"
-    options: Mapping[str, float | None] = field(default_factory=dict)
+    clip_eps_low: float | None = None  # above 0, at most 1 (no lower bound); None: the loss's default, 0.2 for ppo
+    clip_eps_high: float | None = None  # above 0; None: the loss's default
+    policy_loss: str = "ppo"  # one of entries.POLICY_LOSSES, or path.py:name
+    loss_agg_mode: str = "token-mean"  # one of entries.LOSS_AGG_MODES, whatever the loss's paper uses
+    options: Mapping[str, float | None] = field(default_factory=dict)  # by flag name; missing or None: the default
 
     def __post_init__(self) -> None:
         entry = POLICY_LOSSES.find(self.policy_loss)
@@ -316,18 +294,13 @@ IGNORE_INDEX = -100  # labels with this value have no loss
 class ValueLoss:
     """½·max((V - R)², (clip(V, V_old ± c) - R)²) of one micro batch.
 
-    Source: the clipped value loss of OpenAI's PPO code; see Engstrom et al. 2020 (arXiv:2005.12729), §3.
-
-    Attributes:
-        value_clip: c, in units of the value, above 0; ``None`` = no clipping, ½(V - R)² (``--value_clip``).
-        huber_delta: δ above 0: an error e with |e| > δ costs δ(|e| - δ/2) (Huber 1964); ``None`` = ½e² everywhere
-            (``--value_huber_delta``).
-        loss_agg_mode: one of ``entries.LOSS_AGG_MODES``.
+    With δ (Huber 1964), an error e with |e| > δ costs δ(|e| - δ/2) instead of ½e². Source: the clipped value loss of
+    OpenAI's PPO code; see Engstrom et al. 2020 (arXiv:2005.12729), §3.
     """
 
-    value_clip: float | None = 0.2
+    value_clip: float | None = 0.2  # c, in units of the value, above 0; None: no clipping
     loss_agg_mode: str = "token-mean"
-    huber_delta: float | None = None
+    huber_delta: float | None = None  # δ, above 0; None: ½e² everywhere
 
     def __post_init__(self) -> None:
         LOSS_AGG_MODES.find(self.loss_agg_mode)
@@ -346,10 +319,8 @@ class ValueLoss:
     ) -> tuple[Tensor, Metrics]:
         """Loss, and ``value_clip_ratio``, the share of the step's tokens whose clipped error is the larger one.
 
-        Args:
-            values, old_values: (B, A), of the current critic and of the critic at rollout time.
-            returns, action_mask: (B, A), the target, and True = trained token.
-            normalizer: counts of the whole optimizer step; ``None`` = this micro batch is the step.
+        All (B, A): ``old_values`` are the critic's at rollout time, ``returns`` the target. Without a ``normalizer``,
+        this micro batch is the whole optimizer step.
         """
         require_same_shape(values=values, old_values=old_values, returns=returns, action_mask=action_mask)
         mask = action_mask.bool()
@@ -377,10 +348,7 @@ class ValueLoss:
 
 
 class GPTLMLoss:
-    """Next-token cross entropy, for supervised training and for PTX beside PPO; mean over the tokens of the step.
-
-    Source of PTX: Ouyang et al. 2022 (arXiv:2203.02155), eq. 2.
-    """
+    """Next-token cross entropy, mean over the step's tokens; for supervised training and PTX (arXiv:2203.02155)."""
 
     IGNORE_INDEX = IGNORE_INDEX
 
@@ -398,7 +366,6 @@ class GPTLMLoss:
             labels: (B, S), ids, or -100 for no loss.
             normalizer_tokens: tokens of the whole optimizer step, over all ranks; ``None`` = this micro batch is the
                 step.
-            dp_size: data-parallel ranks.
         """
         if labels.shape != logits.shape[:-1]:
             raise ValueError(f"labels {tuple(labels.shape)} do not fit logits {tuple(logits.shape)}")

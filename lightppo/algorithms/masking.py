@@ -1,8 +1,7 @@
 """Masked means, whitening over all ranks, and the aggregation of token losses.
 
 In a mask, True (nonzero) = the token counts. Masked positions may hold anything, even NaN; they never reach a result
-or a gradient. A function that needs all ranks takes ``all_reduce_sum``, which sums a tensor over them, and every rank
-must call it, even a rank without tokens. B sequences, A action positions, m the mask, dp data-parallel ranks.
+or a gradient. Every rank must call a function that takes ``all_reduce_sum``, even a rank without tokens.
 """
 
 from __future__ import annotations
@@ -67,16 +66,11 @@ def whiten(
     unbiased: bool = False,
     eps: float = 1e-8,
 ) -> Tensor:
-    """(x - mean) / sqrt(var + eps) over the unmasked tokens of all ranks; masked positions become 0.
+    """(x - mean) / sqrt(var + eps) over the unmasked tokens of all ranks, (B, A); masked positions become 0.
 
     float64 sums and a two-pass variance keep a large common offset from adding rounding noise. With fewer than two
-    unmasked tokens, the values are returned unchanged.
-
-    Args:
-        values, mask: (B, A).
-        shift_mean: ``False`` adds the mean back, so that only the scale changes.
-        divide_std: ``False`` only subtracts the mean (``--no_adv_std_norm``).
-        unbiased: divide the variance by n - 1 (Bessel) instead of n.
+    unmasked tokens, the values are returned unchanged. ``shift_mean=False`` adds the mean back, so that only the scale
+    changes; ``unbiased`` divides the variance by n - 1 (Bessel) instead of n.
     """
     require_same_shape(values=values, mask=mask)
     values, mask = zero_where_masked(values, mask), mask.bool()

@@ -1,8 +1,8 @@
 """Which tokens of a rollout an algorithm singles out, over all ranks.
 
-Tensors are 1-d and hold this rank's N trained tokens; ΣN counts the trained tokens of all ranks. Every rank must call
-these functions, even without tokens. The choice depends neither on the tokens' order nor on their spread over ranks:
-random numbers that belong to the tokens break ties, and tokens with equal random numbers too stay together.
+Tensors are 1-d and hold this rank's N trained tokens; ΣN counts all ranks'. Every rank must call these functions, even
+without tokens. The choice depends neither on the tokens' order nor on their ranks: random numbers that belong to the
+tokens break ties.
 """
 
 from __future__ import annotations
@@ -64,10 +64,9 @@ def select_clip_cov(
     all_reduce_sum: AllReduceSum = identity,
     all_gather: AllGather = identity,
 ) -> Tensor:
-    """max(1, ⌊clip_cov_ratio·ΣN⌋) tokens, uniformly drawn among those with clip_cov_low < covariance < clip_cov_high.
+    """max(1, ⌊clip_cov_ratio·ΣN⌋) random tokens (or fewer) with clip_cov_low < covariance < clip_cov_high.
 
-    Takes all candidates if they are fewer. Source: Cui et al. 2025 (arXiv:2505.22617), Clip-Cov, and its code for the
-    rounding.
+    Source: Cui et al. 2025 (arXiv:2505.22617), Clip-Cov, and its code for the rounding.
     """
     _check(options["clip_cov_ratio"], log_probs=log_probs, advantages=advantages, uniforms=uniforms)
     covariances = covariance(log_probs, advantages, all_reduce_sum)
@@ -100,11 +99,9 @@ def select_kl_cov(
 
 @torch.no_grad()
 def covariance(log_probs: Tensor, advantages: Tensor, all_reduce_sum: AllReduceSum = identity) -> Tensor:
-    """(log_prob - mean)·(advantage - mean) of each token (N,), the means over the trained tokens of all ranks.
+    """(log_prob - mean)·(advantage - mean) of each token (N,), over all ranks; high values make the entropy fall.
 
-    High for tokens that make the policy's entropy fall. In float64, so that the number of ranks does not change the
-    rounding. ValueError on every rank if a value is not finite.
-    Source: Cui et al. 2025 (arXiv:2505.22617), the centred product of Clip-Cov and KL-Cov.
+    In float64, so that the number of ranks does not change the rounding. Source: Cui et al. 2025 (arXiv:2505.22617).
     """
     _check(log_probs=log_probs, advantages=advantages)
     exact_log_probs, exact_advantages = log_probs.double(), advantages.double()

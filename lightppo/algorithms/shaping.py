@@ -35,10 +35,7 @@ def clip_scores(scores: Tensor, clip_range: tuple[float, float] | None) -> Tenso
 
 
 def scale_scores(scores: Tensor, bias: float = 0.0, scaling: float = 1.0, max_clip: float | None = None) -> Tensor:
-    """clip((score - bias) · scaling, ±max_clip), from ``--reward_bias``, ``--reward_scaling``, ``--max_reward_clip``.
-
-    The bias is in units of the score, scaling is not 0, the limit is in units of the result (``None``: no limit).
-    """
+    """clip((score - bias) · scaling, ±max_clip): ``max_clip`` is in units of the result, None for no limit."""
     if not (math.isfinite(bias) and math.isfinite(scaling) and scaling != 0):
         raise ValueError(f"--reward_bias ({bias}) must be finite, --reward_scaling ({scaling}) finite and not 0")
     if max_clip is not None and not max_clip > 0:
@@ -56,9 +53,8 @@ def zero_truncated(scores: Tensor, truncated: Tensor) -> Tensor:
 def stop_properly(scores: Tensor, truncated: Tensor, coef: float) -> Tensor:
     """Truncated answers score less: min(score, coef · score) for coef in [0, 1], min(score, coef) below 0.
 
-    The minimum keeps an answer from gaining by not ending: half of a negative score would be a higher score. ``coef``
-    is ``--stop_properly_penalty``: 1 changes nothing, 0 removes every positive score. Source: the recipe of ProRL v2
-    (NVIDIA 2025), which multiplies every truncated score.
+    The minimum keeps an answer from gaining by not ending: half of a negative score would be a higher score.
+    Source: the recipe of ProRL v2 (NVIDIA 2025), which multiplies every truncated score.
     """
     require_same_shape(scores=scores, truncated=truncated)
     if not (math.isfinite(coef) and coef <= 1):
@@ -72,14 +68,9 @@ def stop_properly(scores: Tensor, truncated: Tensor, coef: float) -> Tensor:
 
 
 def overlong_penalty(lengths: Tensor, max_len: int, buffer_len: int, factor: float) -> Tensor:
-    """min(-(L - (max_len - buffer_len)) / buffer_len · factor, 0), at least -factor: what to add to the scores.
+    """min(-(L - (max_len - buffer_len)) / buffer_len · factor, 0), at least -factor, to add to the scores.
 
-    Source: DAPO (arXiv:2503.14476), eq. 13, soft overlong punishment, with a factor.
-
-    Args:
-        lengths: (B,), response lengths L in tokens.
-        buffer_len: the last tokens before max_len, over which the penalty grows.
-        factor: the largest penalty, in units of the score, at least 0.
+    Source: DAPO (arXiv:2503.14476), eq. 13, soft overlong punishment, with a factor. ``lengths`` (B,) are L in tokens.
     """
     if not 0 < buffer_len <= max_len:
         raise ValueError(
@@ -164,10 +155,7 @@ class Moments:
     def of(
         cls, values: Tensor, mask: Tensor | None = None, all_reduce_sum: AllReduceSum = identity, name: str = "values"
     ) -> Moments:
-        """Moments of the unmasked values of all ranks: float64, in two passes (the mean is reduced first).
-
-        ValueError on every rank if an unmasked value is NaN or infinite; the message calls the values ``name``.
-        """
+        """Moments of the unmasked values of all ranks, in float64 and two passes. ``name`` is for the error message."""
         require_same_shape(values=values, mask=mask)
         kept = torch.ones_like(values, dtype=torch.bool) if mask is None else mask.bool()
         exact = values.double().masked_fill(~kept, 0.0)
@@ -181,10 +169,9 @@ class Moments:
         return cls(count, mean, all_reduce_sum(squares).item() / count)
 
     def mixed_with(self, batch: Moments, share: float, weight: float) -> Moments:
-        """A mixture of 1 - share of these moments and share of the batch's, under a new total weight.
+        """A mixture of these moments and the batch's, by share. Unlike E[x²] - E[x]², it is precise for large means.
 
-        With share = n_batch / n, this is the merge of Chan, Golub and LeVeque 1979. Unlike E[x²] - E[x]², it stays
-        precise when the mean is large against the deviation.
+        With share = n_batch / n, this is the merge of Chan, Golub and LeVeque 1979.
         """
         step = batch.mean - self.mean
         variance = (1.0 - share) * self.variance + share * batch.variance + share * (1.0 - share) * step * step
@@ -194,8 +181,7 @@ class Moments:
 class RunningMeanStd:
     """Normalises scores by the mean and standard deviation of all scores ever seen (``--reward_running_norm``).
 
-    The result depends neither on the ranks nor on the order of the batches (up to the last bits of float64). ``eps`` is
-    added to the standard deviation: scores that differ by less count as equal.
+    The result does not depend on ranks or the order of batches. Scores that differ by less than ``eps`` count as equal.
     """
 
     def __init__(self, eps: float = 1e-6) -> None:
@@ -263,15 +249,10 @@ class ValueNorm:
 
     Per rollout: ``denormalize`` the critic's outputs to values and compute advantages and returns from them; ``update``
     with the returns; ``normalize`` the returns as the critic's targets, and ``normalize_old`` the values for the value
-    clip. Before the first update the mean is 0 and the standard deviation 1. Masked positions are mapped like the rest.
+    clip. ``beta`` (``exp`` only) is the factor on a rollout's weight per later rollout, ``eps`` the least variance.
 
     The critic's last layer is not rescaled when the statistics move. Source: the value normalisation of MAPPO, Yu et
     al. 2022 (arXiv:2103.01955), after van Hasselt et al. 2016 (arXiv:1602.07714), without the latter's rescaling.
-
-    Args:
-        kind: one of ``VALUE_NORM_KINDS``.
-        beta: the factor on a rollout's weight per later rollout; for ``exp`` only.
-        eps: the least variance, in units of the return squared.
     """
 
     def __init__(self, kind: str = "exp", beta: float = 0.99995, eps: float = 1e-5) -> None:

@@ -114,21 +114,18 @@ class PromptDataset(_PreparedDataset):
     """Map-style dataset of prompts. All rows are checked and tokenised at construction; DataError names a bad row.
 
     ``Prompt.index`` is the row's number in ``dataset``, even if earlier rows were dropped. ``Prompt.extra`` has every
-    column except the prompt's, including the label's.
+    column except the prompt's, including the label's. Missing options are looked up in ``strategy.args`` (for scripts
+    in the seed's style); keys may be dotted.
 
     Args:
         dataset: best from :func:`~lightppo.data.readers.blending_datasets`, which keeps each row's file and line.
-        strategy: only for scripts in the seed's style: missing options are looked up in ``strategy.args``.
         input_template: text with one ``{}`` for the prompt.
-        input_key: column (or dotted key) of the prompt; None recognises the forms in ``docs/data.md``.
-        label_key: column (or dotted key) of the ground truth, which every row must then have.
-        apply_chat_template: render text prompts as a user message of the tokenizer's chat template.
+        input_key: column of the prompt; None recognises the forms in ``docs/data.md``.
+        label_key: column of the ground truth, which every row must then have.
         prompt_max_len: limit, in tokens.
         truncation: treatment of a longer prompt: ``error`` (a bad row), cut on a side, or ``drop``.
         system_prompt: system message for chats without one.
         on_bad_row: ``error`` or ``skip`` (counted in ``report``, named in the log).
-        filter_overlong: drop prompts over the limit, whatever ``truncation`` says.
-        num_workers: processes that tokenise; 0: this one.
     """
 
     def __init__(
@@ -233,10 +230,7 @@ class PromptDataset(_PreparedDataset):
 
 
 def truncate_ids(token_ids: list[int], max_len: int, side: Literal["left", "right", "middle"]) -> list[int]:
-    """Cut ids to ``max_len``: ``left`` removes the beginning, ``right`` the end, ``middle`` keeps both ends.
-
-    If the budget is odd, ``middle`` keeps one id more of the end.
-    """
+    """Cut ids to ``max_len``: ``left`` removes the beginning, ``right`` the end, ``middle`` keeps both ends."""
     begin = {"left": 0, "right": max_len, "middle": max_len // 2}[side]
     if len(token_ids) <= max_len:
         return token_ids
@@ -252,10 +246,8 @@ class SFTDataset(_PreparedDataset):
     Args:
         max_len: limit of prompt and completion together, in tokens.
         pretrain_mode: rows are text to model as a whole; ``input_key`` is then the column of the text.
-        output_key: column of the completion; None tries the known names (``pretrain_mode``: the input is all text).
-        truncation: for rows over ``max_len``: ``error`` (a bad row; default), cut on the ``right`` (default with
-            ``pretrain_mode``), or ``drop``. A row whose prompt leaves no room for a completion is bad.
-        padding_side: of ``collate_fn``.
+        output_key: column of the completion; None tries the known names.
+        truncation: ``error`` (default), cut on the ``right`` (default with ``pretrain_mode``) or ``drop``.
     """
 
     def __init__(
@@ -387,19 +379,12 @@ class SFTDataset(_PreparedDataset):
 
 
 class RolloutBatchSampler(Sampler[list[int]]):
-    """Batches of prompt positions for one rank.
+    """Batches of prompt positions for one rank; ``batch_size`` is over all ranks.
 
     An epoch's order and its global batches depend only on seed, epoch and position, not on the number of ranks. Rank r
     gets ``batch[r::world_size]`` of every global batch: all ranks yield equally many batches, and a rank's share of the
-    last one may be an EMPTY list. Prompts are neither dropped nor repeated, except those in :meth:`leave_out`.
-
-    The position (``consumed_samples``) counts prompts over all ranks within the epoch, and moves on when a batch is
-    yielded. So it is exact only for ``DataLoader(batch_sampler=…, num_workers=0)``, which does not prefetch.
-
-    Args:
-        num_samples: prompts in the dataset.
-        batch_size: prompts per batch over all ranks.
-        shuffle: a new order each epoch; otherwise the dataset's.
+    last one may be an EMPTY list. The position (``consumed_samples``) counts prompts over all ranks within the epoch,
+    and moves on when a batch is yielded; so use it with ``DataLoader(num_workers=0)``, which does not prefetch.
     """
 
     def __init__(

@@ -61,14 +61,12 @@ def blending_datasets(
         paths: comma separated: files (JSON, JSONL, CSV, TSV, parquet, arrow), folders of them, folders made by
             ``save_to_disk``, fsspec URLs of these, hub names (``owner/name``, ``owner/name@config``).
         probs: probability of each source, comma separated, sum 1. None: one source after the other, each row once.
-        strategy: its rank 0 logs; all ranks load the same.
         max_count: most rows to take from each source.
         return_eval: for scripts in the seed's style; only False. Call again with another ``train_split`` for other
             data.
         stopping_strategy: with ``probs``: ``all_exhausted`` stops when every source is used up (some rows repeat),
-            ``first_exhausted`` when the first one is (some rows stay unused). Both are logged.
+            ``first_exhausted`` when the first one is (some rows stay unused).
         train_split: the split to read from sources with splits. A single file has none: all its rows are read.
-        flag: name of the option, for messages (``--pretrain_data``).
     """
     if return_eval:
         raise DataError("return_eval: call blending_datasets once per split, with train_split='test' for the second")
@@ -96,11 +94,7 @@ def blending_datasets(
 def check_data_paths(
     paths: str | list[str], probs: str | list[float] | None = None, *, flag: str = "--prompt_data"
 ) -> None:
-    """Check sources at the start of a run, before models load, without reading them and without the network.
-
-    Local paths must exist and have a known format; URLs must have a known scheme; other words must look like hub names.
-    DataError names the flag and the source.
-    """
+    """Check sources before models load, without reading them or using the network. DataError names the source."""
     sources = _split_paths(paths, flag)
     parse_probs(probs, len(sources), flag)
     for source in sources:
@@ -135,10 +129,7 @@ def parse_probs(probs: str | list[float] | None, count: int, flag: str = "--prom
 def interleave_indices(
     counts: list[int], probs: list[float], seed: int, stopping_strategy: StoppingStrategy
 ) -> tuple[np.ndarray, list[int]]:
-    """Row numbers of a random blend in the concatenated sources, and how many rows of each source were drawn.
-
-    Rows of a source come in order, and from the start again once it is used up.
-    """
+    """Row numbers of a random blend in the concatenated sources, and how many rows of each source were drawn."""
     from datasets import Dataset, interleave_datasets
 
     ends = np.cumsum(counts)
@@ -464,12 +455,8 @@ def stage_to_local(url: str, *, cache_dir: str | Path | None = None, timeout_s: 
     file has changed (size, time, etag), it is copied again.
 
     Args:
-        url: fsspec URL, local path or ``file://`` URL; the last two are not copied.
         cache_dir: a folder on the node's disk; default ``$LIGHTPPO_CACHE``, else ``~/.cache/lightppo``.
         timeout_s: seconds to wait while another process of the node copies; then TimeoutError.
-
-    Raises:
-        StagingError: unknown scheme, nothing there, a failed or short copy.
     """
     if not _is_remote(url):
         return url.split("://", 1)[-1]

@@ -67,13 +67,8 @@ def resolve_fields(
 ) -> RowFields:
     """Decide which keys are read from data with these columns; DataError lists the columns if none fits.
 
-    Args:
-        input_key: the prompt's key. If there is no column of the default name, the known names are tried.
-        label_key: the ground truth's key; None tries the known names.
-        output_key: the completion's key; None tries the known names (``supervised`` only).
-        supervised: rows need a completion too.
-        documents: rows may be plain text (pretraining), all of it under the prompt's key, unless there is an
-            ``output_key`` or the row has a completion in a known form.
+    None, or a default name without a column, tries the known names. ``supervised`` rows need a completion too;
+    ``documents`` may be plain text (pretraining), unless a completion is found.
     """
 
     def known(keys: Iterable[str]) -> tuple[str, ...]:
@@ -135,10 +130,7 @@ def _first_value(row: Mapping[str, Any], keys: Iterable[str]) -> tuple[str | Non
 
 
 def read_prompt(row: Mapping[str, Any], fields: RowFields) -> tuple[str | Chat, str | None]:
-    """The prompt of a row, and its key (None: from ``chosen`` and ``rejected``).
-
-    If a chat under ``messages`` ends with an assistant turn, the prompt is everything before it.
-    """
+    """A row's prompt (without a chat's final answer) and its key (None: from ``chosen`` and ``rejected``)."""
     prompt, key, _ = _prompt_and_chosen(row, fields)
     if key == "messages" and isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
         if len(prompt) == 1:
@@ -325,11 +317,7 @@ class PromptTemplate:
             raise BadRowError("template", f"the chat template refuses it: {type(error).__name__}: {error}") from error
 
     def encode(self, texts: list[str], *, special_tokens: bool) -> list[list[int]]:
-        """Token ids of rendered texts.
-
-        ``special_tokens`` lets the tokenizer add its begin-of-text: for plain text, not for chats, whose template adds
-        it. An end-of-text that the tokenizer appends is removed, because a prompt goes on.
-        """
+        """Token ids; ``special_tokens`` adds a begin-of-text (chats have it already) but no end-of-text."""
         if not texts:
             return []
         ids = self.tokenizer(texts, add_special_tokens=special_tokens, verbose=False)["input_ids"]
@@ -437,13 +425,9 @@ def prepare_rows(
     on_bad_row: BadRowPolicy = "error",
     num_workers: int = 0,
 ) -> PreparedRows:
-    """Encode all rows in order.
+    """Encode all rows in order; ``columns`` are what ``encode_chunk`` (rows -> one outcome each) reads.
 
-    Args:
-        columns: the columns that ``encode_chunk`` reads.
-        encode_chunk: rows -> one outcome each.
-        on_bad_row: ``error`` raises at the first bad row, naming file and line; ``skip`` counts and logs bad rows.
-        num_workers: processes that encode; 0 or 1: this one.
+    ``on_bad_row`` ``error`` raises at the first bad row, naming file and line; ``skip`` counts and logs bad rows.
     """
     if on_bad_row not in ("error", "skip"):
         raise DataError(f"--on_bad_row is {on_bad_row!r}; error or skip")

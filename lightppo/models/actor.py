@@ -52,11 +52,8 @@ class Actor(PretrainedWrapper):
         temperature: log probs are those of softmax(logits / temperature), as in sampling.
         packing_samples: drop the padding in forwards with num_actions; results are the same.
         share_prompts: when packed, run equal prompts of a batch once; results are the same.
-        bf16: weights in bfloat16.
-        use_flash_attention_2: the seed's name for ``attn_implementation="flash_attention_2"``.
         ds_config: DeepSpeed config; stage 3 shards the weights while they load.
-        valid_vocab_size: the ids, from 0, that log probs cover and the rollout engine samples
-            (``valid_vocab_size(tokenizer)``); None: all rows of the embedding.
+        valid_vocab_size: number of ids, from 0, that log probs cover and the engine samples; None: all embedding rows.
         options: ``flag`` and the fields of :class:`lightppo.models.loading.LoadOptions`.
     """
 
@@ -343,10 +340,7 @@ def scores_from_head(
 
 
 def is_untouched(returned: list[Tensor], logits: Tensor) -> bool:
-    """Whether the model called its head once and returned its result unchanged as ``logits``.
-
-    Compares storage and write count, which hooks' views share, so that all ranks agree whatever the values.
-    """
+    """Whether the model called its head once and returned its result unchanged; by storage, so that all ranks agree."""
     if len(returned) != 1 or not isinstance(logits, Tensor):
         return False
     (scores,) = returned

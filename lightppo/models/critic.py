@@ -58,15 +58,11 @@ class SequenceRegressor(PretrainedWrapper):
 
 
 class Critic(SequenceRegressor):
-    """Values of the positions from which actions are predicted.
+    """Values of the positions from which actions are predicted; (x - mean) / std with ``normalize_reward``.
 
     Built from a causal LM (with a new head), a reward model or another critic, and saved as a plain
-    ``AutoModelForSequenceClassification`` checkpoint.
-
-    Args:
-        pretrain_or_model: folder, hub id, or a built one-output sequence classifier.
-        normalize_reward: values are (x - mean) / std if the config has the mean and std of a reward model.
-        options: see :class:`lightppo.models.actor.Actor` and :func:`lightppo.models.loading.load_sequence_classifier`.
+    ``AutoModelForSequenceClassification`` checkpoint. ``options`` as for :class:`lightppo.models.actor.Actor` and
+    :func:`lightppo.models.loading.load_sequence_classifier`.
     """
 
     kind = "critic"
@@ -129,13 +125,9 @@ class Critic(SequenceRegressor):
 
 
 class RewardModel(SequenceRegressor):
-    """Scores at the last real token of each sequence.
+    """Scores at the last real token of each sequence; (x - mean) / std of the config with ``normalize_reward``.
 
-    Args:
-        pretrain_or_model: folder, hub id, or a built one-output sequence classifier. A checkpoint without a head is
-            an error unless ``init_value_head=True`` (to train a new reward model).
-        normalize_reward: scores are (x - mean) / std, with the mean and std of the config.
-        options: as in :class:`Critic`, without packed rows.
+    A checkpoint without a head is an error unless ``init_value_head=True`` (to train a new reward model).
     """
 
     kind = "reward"

@@ -67,11 +67,7 @@ class LoadOptions:
 
 
 def load_causal_lm(path: str, *, flag: str = "--pretrain", **options: Any) -> PreTrainedModel:
-    """Load (or make) a causal LM without dropout, in eval mode; ModelLoadError says what is wrong.
-
-    ``flag`` is where the folder or hub id came from, for error messages; ``options`` are fields of
-    :class:`LoadOptions`.
-    """
+    """Load (or make) a causal LM without dropout, in eval mode; ``options`` are fields of :class:`LoadOptions`."""
     o = LoadOptions(**options)
     path, config = _load_config(path, flag, o)
     with _loading(o, config, MODEL_FOR_CAUSAL_LM_MAPPING, path, flag) as (zero3, kwargs):
@@ -95,13 +91,12 @@ def load_sequence_classifier(
     """Load a model with a one-output head (critic, reward) from a classifier, a value-head model or a plain causal LM.
 
     A new head is drawn from N(0, 1/(hidden + 1)) with a generator of its own, so it is the same on all ranks and at all
-    ZeRO stages. Errors as in :func:`load_causal_lm`.
+    ZeRO stages.
 
     Args:
         kind: "critic": a checkpoint without a head gets a new one. "reward": that is an error.
         value_head_prefix: the head's name in the checkpoint, e.g. ``score``, ``value_head``, ``v_head.summary``.
         init_value_head: True: always a new head. False: never. None: by ``kind``.
-        options: fields of :class:`LoadOptions`; the seed also draws a new head.
     """
     o, flag = LoadOptions(**options), flag or ("--critic_pretrain" if kind == "critic" else "--reward_pretrain")
     path, config = _load_config(path, flag, o)
@@ -243,10 +238,7 @@ class _Zero3LoadConfig:
 def _loading(
     options: LoadOptions, config: PretrainedConfig, classes: Any, path: str, flag: str
 ) -> Iterator[tuple[_Zero3LoadConfig | None, dict[str, Any]]]:
-    """While loading, errors name the flag, and transformers is quiet and knows whether the model is sharded.
-
-    Yields an object that the model must keep alive, and keyword arguments for transformers.
-    """
+    """While loading, errors name the flag, and transformers is quiet and knows whether the model is sharded."""
     attention = resolve_attn_implementation(options.attn_implementation, options.dtype, classes.get(type(config), None))
     zero3 = None if options.load_in_4bit else _zero3_config(options.ds_config, options.dtype)
     if zero3 is None:
@@ -433,16 +425,10 @@ def get_tokenizer(
     trust_remote_code: bool = False,
     flag: str = "--pretrain",
 ) -> PreTrainedTokenizerBase:
-    """Load a tokenizer that has EOS and a pad token and fits the model.
+    """Load a tokenizer that has EOS and a pad token and fits the model, whose config gets the pad token.
 
     A missing pad token becomes EOS (masks come from lengths, never from the pad id). A missing BOS is fine, and so is a
     model with more embedding rows than the tokenizer has entries: sample with :func:`valid_vocab_size`.
-
-    Args:
-        path: folder or hub id.
-        model: HF model, Actor, Critic or RewardModel; checked, and its config gets the pad token.
-        use_fast: False: a tokenizer in Python, which transformers 5 has for few families (else an error).
-        flag: the flag that ``path`` came from, for error messages.
     """
     path = _model_path(path, flag, needed_file=None)
     with _errors_name(path, flag):
@@ -510,10 +496,7 @@ def compile_layers(model: PreTrainedModel, backend: str = "inductor") -> None:
 
 
 def use_liger_kernels(model: PreTrainedModel) -> None:
-    """Liger's kernels (Hsu et al. 2024, arXiv:2410.10989) for norms, rotary embeddings and MLPs, in place.
-
-    Not its loss kernels: log probs are made without logits anyway.
-    """
+    """Liger's kernels (arXiv:2410.10989), except its loss, for norms, rotary embeddings and MLPs, in place."""
     missing = []
     if importlib.util.find_spec("liger_kernel") is None:
         missing.append("liger-kernel is not installed (pip install liger-kernel)")

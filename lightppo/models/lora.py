@@ -57,10 +57,6 @@ def add_adapters(model: PretrainedWrapper, options: LoraOptions, seed: int = 42)
 
     Call it before ``strategy.create_optimizer`` and ``prepare``; weights may be ZeRO-3 shards. B is 0, so the model's
     results stay the same at first; A depends only on ``seed``, so it is the same on all ranks.
-
-    Raises:
-        ModelLoadError: peft is missing, a target is no linear layer of the model, or it is a head tied to the
-            embedding.
     """
     check_peft()
     from peft import LoraConfig, inject_adapter_in_model
@@ -91,10 +87,7 @@ def add_adapters(model: PretrainedWrapper, options: LoraOptions, seed: int = 42)
 
 
 def target_layers(model: PreTrainedModel, wanted: tuple[str, ...] = ()) -> list[str]:
-    """The layers that get an adapter: ends of their names if these fit no other layer, else whole names.
-
-    ``wanted`` are ends of names; empty or ``all-linear``: all linear layers but the head.
-    """
+    """The layers that get an adapter: ends of their names if these fit no other layer, else whole names."""
     heads = head_names(model)
     linear = [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))]
     if wanted in ((), (_ALL_LINEAR,)):
@@ -144,10 +137,9 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 
 class AdaptersOff:
-    """The reference of a run with LoRA: the actor without its adapters. It has no weights of its own.
+    """The reference of a run with LoRA: the actor without its adapters, called like a reference :class:`Actor`.
 
-    Replaces a reference :class:`Actor`. Its forwards have no gradient, and may run between the actor's forward and
-    backward passes.
+    Its forwards have no gradient, and may run between the actor's forward and backward passes.
     """
 
     def __init__(self, actor: Actor) -> None:
@@ -193,10 +185,7 @@ def layer_of(name: str) -> str:
 
 
 class LoraExport:
-    """Merges and writes a model's adapters, for saving and sending; ``hf_model.lora``.
-
-    The frozen weights never change, so repeated merging does not drift.
-    """
+    """Merges and writes a model's adapters (``hf_model.lora``); the frozen weights never change, so nothing drifts."""
 
     def __init__(self, config: Any, model: nn.Module) -> None:
         layers = _layers(model)
@@ -212,11 +201,7 @@ class LoraExport:
         return f"LoRA adapters of rank {self.config.r}, alpha {self.config.lora_alpha:g}, on {targets}{beside}"
 
     def merged(self, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Weights by the names of the model's checkpoint, from full weights of the model with adapters.
-
-        ``state_dict`` may cover some layers only, but each completely (:func:`layer_of`). Merged and 4-bit weights come
-        back as new tensors, the others unchanged.
-        """
+        """Weights as in the model's checkpoint, from all layers or from some complete ones (:func:`layer_of`)."""
         result = {}
         for name, tensor in state_dict.items():
             if _is_adapter(name):

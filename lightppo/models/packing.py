@@ -75,10 +75,7 @@ def position_ids_from_lengths(lengths: list[int], row: Tensor) -> Tensor:
 def action_predictors(
     lengths: list[int], num_actions: list[int], device: torch.device, include_last: bool = False
 ) -> Tensor:
-    """Places (K,) in a packed row that predict the last ``num_actions[i]`` tokens of sequence i.
-
-    ``include_last`` adds the last place of each sequence.
-    """
+    """Places (K,) in a packed row that predict the last ``num_actions[i]`` tokens of sequence i."""
     if not isinstance(num_actions, list) or len(num_actions) != len(lengths):
         raise ValueError(f"num_actions must be a list with one entry for each of {len(lengths)} packed sequences")
     places, start = [], 0
@@ -186,10 +183,9 @@ def lengths_as_mask(lengths: Tensor) -> Tensor:
 
 
 def segments_as_mask(lengths: Tensor, parents: Tensor) -> Tensor:
-    """A packed row's segments, lengths (N,) and parents (N,), as its attention mask: (1, 1, 2, N) int64.
+    """A packed row's segments, lengths and parents (N,), as its attention mask: (1, 1, 2, N) int64.
 
-    A segment attends causally to itself and to all of its parent, the earlier segment that it continues. A parent of -1
-    marks a prompt or a whole sequence; only these can be continued.
+    A segment also sees all of its parent, the earlier segment that it continues; -1: none. Parents have no parents.
     """
     return torch.stack([lengths.long(), parents.long()])[None, None]
 
@@ -204,10 +200,10 @@ def packed_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' ``sdpa``, extended to packed rows with :func:`lengths_as_mask` or :func:`segments_as_mask`.
+    """transformers' ``sdpa``, also for packed rows with :func:`lengths_as_mask` or :func:`segments_as_mask`.
 
-    query (1, H, T, D), key and value (1, H_kv, T, D) -> (1, T, H, D), and no weights. ``sliding_window`` in ``kwargs``
-    is the number of tokens that a position sees, including itself.
+    query (1, H, T, D), key and value (1, H_kv, T, D) -> (1, T, H, D). A ``sliding_window`` includes the position
+    itself.
     """
     if attention_mask is None or attention_mask.dtype != torch.int64:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
@@ -280,10 +276,7 @@ def _varlen(
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
-    """(1, H, T, D) three times -> (1, T, H, D) on a GPU.
-
-    The kernel's causal window is aligned to the last query and key, so a response sees all of its prompt.
-    """
+    """(1, H, T, D) three times -> (1, T, H, D) on a GPU. The kernel aligns its window to the last query and key."""
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (q, k, v))  # (T, H, D)
     seen = [n if p < 0 else lengths[p] + n for n, p in zip(lengths, parents)]
     if seen != lengths:
@@ -307,10 +300,7 @@ class SharedRow(PackedRow):
 
 
 def pack_shared(sequences: Tensor, attention_mask: Tensor, num_actions: int) -> SharedRow | None:
-    """Drop the padding, and keep equal prompts once: (B, S) -> (1, T). None if no two rows have the same prompt.
-
-    A prompt is the real tokens before the last A columns; equal prompts have equal ids in the same columns.
-    """
+    """Drop padding, and keep equal prompts (before the last A columns) once: (B, S) -> (1, T). None: all differ."""
     real = attention_mask.bool()
     split = sequences.shape[1] - num_actions
     prompts = sequences[:, :split].masked_fill(~real[:, :split], -1)  # (B, S - A)
@@ -354,10 +344,7 @@ def pack_shared(sequences: Tensor, attention_mask: Tensor, num_actions: int) -> 
 
 
 def distinct_places(places: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Places (K,) to read -> the distinct ones (U,), ascending, and the number (K,) of the one that each read takes.
-
-    The last token of a shared prompt predicts the first action of several rows. None: no place is read twice.
-    """
+    """Places (K,) to read -> distinct places (U,), ascending, and the number (K,) of each in it; None if K = U."""
     different, reads = torch.unique(places, return_inverse=True)
     return (places, None) if len(different) == len(places) else (different, reads)
 
@@ -398,11 +385,7 @@ def micro_batches(
 
     Args:
         lengths: prompt and response tokens of each row.
-        spec: the most that one micro batch holds.
-        packed: rows take only their real tokens; otherwise all of a micro batch are padded to its longest prompt and
-            longest response.
-        at_least: with packed rows and a split by tokens: the least number of micro batches, as far as there are rows
-            (or groups of a prompt), because other ranks need that many anyway.
+        at_least: with packed rows and a split by tokens: the least number of micro batches, which other ranks need.
         prompts: of packed rows; equal ones are shared. None: no sharing.
     """
     total = [prompt + response for prompt, response in lengths]

@@ -36,9 +36,6 @@ def quantise(model: PreTrainedModel, heads: set[str]) -> None:
     NF4 in blocks of 64 with 8-bit scales (double quantisation): 4.13 bits a weight. ``heads`` (module names),
     embeddings, norms, biases and layers whose rows are not whole blocks stay dense. Call it on an unsharded model,
     before adapters.
-
-    Raises:
-        ModelLoadError: bitsandbytes is missing or fails, or under half of the body's weights are in such layers.
     """
     check_bitsandbytes()
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
@@ -59,10 +56,7 @@ def quantised_layers(model: nn.Module) -> dict[str, Linear4bit]:
 
 
 def dense_weight(layer: Linear4bit, packed: Tensor | None = None) -> Tensor:
-    """The weight as in the model's checkpoint, a new tensor: (out, in), or (in, out) for GPT-2's Conv1D.
-
-    ``packed`` is the layer's whole 4-bit weight, if the layer itself has only a shard.
-    """
+    """The weight as in the checkpoint, (out, in) or GPT-2's (in, out); ``packed``: a sharded layer's whole weight."""
     from bitsandbytes.functional import dequantize_4bit
 
     packed, state = layer.weight.data if packed is None else packed, layer.weight.quant_state

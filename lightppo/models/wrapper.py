@@ -91,11 +91,7 @@ class PretrainedWrapper(nn.Module):
 
     @property
     def shares_prompts(self) -> bool:
-        """Whether equal prompts of a batch go through the model once.
-
-        Needs packed rows and sdpa, which can take segments; flash_attention_2 separates sequences by their position ids
-        alone. Not with a load-balancing loss, which counts every token of every sample.
-        """
+        """Whether equal prompts go through the model once: packed, with sdpa, and without a load-balancing loss."""
         balances = getattr(self.hf_model.config, "output_router_logits", False)
         return self.packing_samples and self.share_prompts and takes_lengths(self.hf_model) and not balances
 
@@ -128,10 +124,7 @@ class PretrainedWrapper(nn.Module):
     def _pack(
         self, sequences: Tensor, attention_mask: Tensor, num_actions: int | None
     ) -> tuple[PackedRow, Tensor | None]:
-        """The packed row of a batch (B, S), and its attention mask; None: it follows from the position ids.
-
-        Columns before the last ``num_actions`` are the prompt; None: no prompt is shared.
-        """
+        """The packed row of a batch (B, S), and its attention mask, or None if position ids say it all."""
         if num_actions is not None and self.shares_prompts:
             row = pack_shared(sequences, attention_mask, num_actions)
             if row is not None:
@@ -169,14 +162,12 @@ def model_inputs(
     *,
     lengths: bool = True,
 ) -> dict[str, Any]:
-    """Keyword arguments for a Hugging Face forward without a cache.
+    """Keyword arguments for a Hugging Face forward without a cache, of a batch (B, S) or a packed row (1, T).
 
     Args:
-        input_ids: (B, S), or (1, T) packed.
         attention_mask: (B, S); for a packed row None, or its segments (:func:`segments_as_mask`).
         position_ids: (1, T) of a packed row; None: counted from the attention mask.
-        lengths: a packed row may pass its lengths to the attention; False if the model's forward itself reads the mask
-            (for the load-balancing loss): then it makes one of (T, T) from the position ids.
+        lengths: False if the model's forward itself reads the mask, as the load-balancing loss does.
     """
     if attention_mask is None and lengths and takes_lengths(module):
         attention_mask = lengths_as_mask(lengths_from_position_ids(position_ids))
@@ -198,9 +189,8 @@ _QUERY_AND_OUTPUT = {"q_proj", "o_proj", "out_proj", "dense", "c_proj"}  # model
 
 
 def position_wise(model: PreTrainedModel) -> list[nn.Module]:
-    """The parts of the last layer that treat each position on its own.
+    """The parts of the last layer that treat each position on its own: queries, attention output, MLP or experts.
 
-    These are the attention's queries and output, and the MLP or experts beside it; empty for other or compiled layers.
     Norms and activations are left out: they cost less than moving their rows.
     """
     try:
@@ -251,10 +241,7 @@ def _at_places(forward: Callable[..., Any], places: Tensor, hidden: Tensor, *arg
 def reads_alike(
     model: PreTrainedModel, modules: list[nn.Module], run: Callable[[Tensor, Tensor], Tensor], device: torch.device
 ) -> bool:
-    """Whether outputs at some positions stay the same if ``modules`` of the last layer run only there.
-
-    ``run`` as in :func:`probe_packing`; every rank of a sharded model runs it together.
-    """
+    """Whether outputs at some positions stay the same if ``modules`` of the last layer run only there."""
     positions = torch.arange(9, device=device).unsqueeze(0)
     ids = (7 * positions + 3) % model.config.get_text_config().vocab_size
     places = torch.tensor([2, 5, 8], device=device)

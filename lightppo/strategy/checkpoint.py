@@ -64,8 +64,6 @@ def save_checkpoint(
     The directory gets its name once all ranks have written; older checkpoints are removed only then.
 
     Args:
-        model: prepared, with or without an optimizer (EMA, reference).
-        save_dir: holds the checkpoints of this one model.
         tag: name of this checkpoint; None is ``global_step{optimizer steps}``.
         max_num: checkpoints to keep, including this one.
         max_mem: GB (1e9 bytes) that all of them may take; the oldest are removed first, this one never.
@@ -113,20 +111,15 @@ def load_checkpoint(
     load_optimizer_states: bool = True,
     load_lr_scheduler_states: bool = True,
 ) -> tuple[str, dict[str, Any]]:
-    """Loads a checkpoint into a freshly prepared model, its optimizer and its scheduler. Collective.
+    """Loads a checkpoint into a model prepared like the saved one, its optimizer and its scheduler. Collective.
+
+    Returns the checkpoint's path, and the ``client_state`` saved with it.
 
     Args:
-        model: prepared like the saved one.
         tag: None is the latest.
         load_module_strict: refuse weights whose names do not fit.
         load_optimizer_states: False loads only the weights.
         load_lr_scheduler_states: False leaves the scheduler alone.
-
-    Returns:
-        The checkpoint's path, and the ``client_state`` saved with it.
-
-    Raises:
-        CheckpointError: no checkpoint there, or another world size, ZeRO stage or precision.
     """
     engine = get_engine(model, "loading a checkpoint")
     load_dir = Path(load_dir)
@@ -249,10 +242,7 @@ def _adapters(model: Any) -> str | None:
 
 
 def _frozen_sums(module: torch.nn.Module) -> tuple[float, int]:
-    """Two sums over this rank's frozen weights, to recognise the model: magnitudes, and the bytes of 4-bit weights.
-
-    They are separate because one changed 4-bit weight would vanish in the sum of the others.
-    """
+    """Sums of this rank's frozen weights and, apart because one changed byte would vanish, of its 4-bit weights."""
     frozen = [_own_part(p) for p in module.parameters() if not p.requires_grad]
     dense = [torch.linalg.vector_norm(p, 1, dtype=torch.float64) for p in frozen if p.is_floating_point()]
     return sum(map(float, dense)), sum(int(p.sum(dtype=torch.int64)) for p in frozen if not p.is_floating_point())
@@ -383,8 +373,7 @@ model = {auto_class}.from_pretrained("{name}")
 def save_model(ranks: Ranks, model: Any, tokenizer: Any | None, output_dir: str | os.PathLike[str]) -> None:
     """Writes weights, configuration, generation settings, tokenizer and model card for transformers. Collective.
 
-    The folder appears complete; if it exists and is not empty, files are replaced one by one. ``model`` is a Hugging
-    Face model or a wrapper around one, prepared or not.
+    The folder appears complete; if it exists and is not empty, files are replaced one by one.
     """
     hf_model, prefix = find_hf_model(model)
     state_dict = full_state_dict(model, ranks.is_rank_0())
@@ -472,10 +461,7 @@ def _move_files(staging: Path, output_dir: Path) -> None:
 
 
 def load_model(model: Any, path: str | os.PathLike[str], strict: bool = True) -> None:
-    """Loads weights into a model and, if it is prepared, into the optimizer's fp32 masters (then collective).
-
-    ``path`` is a Hugging Face folder, or a ``.safetensors``, ``.bin`` or ``.pt`` file.
-    """
+    """Loads a weight file or Hugging Face folder into a model and its fp32 masters. Collective if prepared."""
     state_dict = _read_weights(path)
     if state_dict.keys().isdisjoint(unwrap_model(model).state_dict().keys()):
         _, prefix = find_hf_model(model)

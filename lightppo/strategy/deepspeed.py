@@ -94,11 +94,7 @@ def train_config(
 def eval_config(
     *, zero_stage: int, bf16: bool = False, offload: bool = False, micro_batch_size: int = 1, on_cpu: bool = False
 ) -> dict[str, Any]:
-    """Configuration of an engine without optimizer: reference, reward model, EMA.
-
-    Stages 1 and 2 become stage 0, because there are only parameters to shard. With ``offload``, at any ``zero_stage``,
-    parameters stay on the CPU and visit the device layer by layer (stage 3).
-    """
+    """Configuration of an engine without optimizer: stage 3 at ZeRO-3 or with ``offload``, else stage 0."""
     sharded = zero_stage == 3 or offload
     config = _common_config(zero_stage, bf16, micro_batch_size, on_cpu, sharded=sharded, offload=offload)
     config["zero_optimization"]["stage"] = 3 if sharded else 0
@@ -272,20 +268,14 @@ class DeepspeedStrategy(DistributedStrategy):
         return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
 
     def prepare(self, *models_or_tuples: Any, is_rlhf: bool = False) -> Any:
-        """Puts models into engines. Collective.
+        """Puts models, or tuples ``(model, optimizer, scheduler or None)``, into engines; None stays None. Collective.
 
         In a tuple with an optimizer, a model is configured by its own ``ds_config``, else by this strategy's for
         training. Alone, by its own if that is for evaluation, else by this strategy's (offloaded if
         ``model._offload``).
 
-        Args:
-            *models_or_tuples: modules, ``(model, optimizer, scheduler)`` (the scheduler may be None), or None.
-            is_rlhf: changes nothing; for scripts in the seed's style.
-
-        Returns:
-            One result per argument, a single one unpacked: the model itself if its class has ``engine_attribute``
-                (which then
-            holds the engine), otherwise the engine.
+        Returns one result per argument, a single one unpacked: the model itself if its class has ``engine_attribute``
+        (which then holds the engine), otherwise the engine. ``is_rlhf`` changes nothing.
         """
         if not dist.is_initialized():
             raise RuntimeError("call strategy.setup_distributed() before strategy.prepare()")
@@ -345,10 +335,7 @@ class DeepspeedStrategy(DistributedStrategy):
         adam_offload: bool | None = None,
         param_offload: bool | None = None,
     ) -> dict[str, Any]:
-        """DeepSpeed configuration of a model that trains; None means the strategy's value.
-
-        ``is_actor`` changes nothing; scripts in the seed's style pass it.
-        """
+        """Configuration of a model that trains; None means the strategy's value. ``is_actor`` changes nothing."""
         zero_stage = self.zero_stage if zero_stage is None else zero_stage
         return train_config(
             zero_stage=zero_stage,
@@ -366,10 +353,7 @@ class DeepspeedStrategy(DistributedStrategy):
     def get_ds_eval_config(
         self, offload: bool = False, *, zero_stage: int | None = None, bf16: bool | None = None
     ) -> dict[str, Any]:
-        """DeepSpeed configuration of a model that only runs forward; None means the strategy's value.
-
-        Sharded at ZeRO-3, replicated below; with ``offload``, on the CPU until a layer needs it. An EMA wants fp32.
-        """
+        """Configuration of a model that only runs forward; None means the strategy's value. An EMA needs fp32."""
         return eval_config(
             zero_stage=self.zero_stage if zero_stage is None else zero_stage,
             bf16=self.bf16 if bf16 is None else bf16,
@@ -381,11 +365,7 @@ class DeepspeedStrategy(DistributedStrategy):
     # -- steps ---------------------------------------------------------------------------------------------------
 
     def backward(self, loss: torch.Tensor, model: Any, optim: Any = None) -> None:
-        """Adds a loss's gradient to the current step. Collective from ZeRO-2 on: equally many calls on all ranks.
-
-        Gradients add up over calls and are averaged over ranks, with no other scaling. ``optim``, here and below, is
-        for scripts in the seed's style; the engine knows its optimizer.
-        """
+        """Adds a loss's gradient, averaged over ranks, to the step. Collective from ZeRO-2 on. ``optim`` is unused."""
         get_engine(model, "backward").backward(loss)
 
     def accumulate(self, model: Any, micro_batches: int) -> None:
@@ -404,11 +384,8 @@ class DeepspeedStrategy(DistributedStrategy):
         """Clips and takes one optimizer step with the gradient from ``backward``, then moves the scheduler. Collective.
 
         If the gradient is not finite on any rank, all ranks skip the step and drop the gradient; weights, optimizer and
-        scheduler stay. Returns None before the last micro batch of a step (:meth:`accumulate`).
-
-        Args:
-            scheduler: an extra scheduler to move; the one given to ``prepare`` always moves.
-            name: of the model, for the warning about a skipped step.
+        scheduler stay. Returns None before the last micro batch of a step (:meth:`accumulate`). ``scheduler`` moves in
+        addition to the one given to ``prepare``.
         """
         engine = get_engine(model, "optimizer_step")
         if (progress := self._accumulation.get(engine)) is not None:
@@ -427,10 +404,7 @@ class DeepspeedStrategy(DistributedStrategy):
         return StepOutcome(grad_norm=math.inf if skipped else grad_norm, skipped=skipped)
 
     def skip_step(self, model: Any, name: str = "model") -> None:
-        """Drops the gradient since the last step, as if those ``backward`` calls had never happened. Collective.
-
-        Weights, optimizer, scheduler and step count stay. Nothing is communicated, so the ranks must decide alike.
-        """
+        """Drops the gradient since the last step. All ranks must call it; nothing is communicated."""
         engine = get_engine(model, "skip_step")
         if not zero3.has_optimizer(engine):
             raise ValueError(f"skip_step: {name} was prepared without an optimizer, so it has no gradient")
@@ -461,10 +435,7 @@ class DeepspeedStrategy(DistributedStrategy):
 
 
 def get_strategy(args: Any) -> DeepspeedStrategy:
-    """A strategy from any object whose attributes have the names of ``DeepspeedStrategy``'s arguments.
-
-    Missing attributes get defaults; ``dist_timeout``, the flag's name, becomes ``timeout_minutes``.
-    """
+    """A strategy from any object with attributes named like its arguments; ``dist_timeout`` is ``timeout_minutes``."""
     names = inspect.signature(DeepspeedStrategy).parameters.keys() - {"args"}
     options = {name: getattr(args, name) for name in names if hasattr(args, name)}
     if hasattr(args, "dist_timeout"):

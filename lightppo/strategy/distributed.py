@@ -34,10 +34,7 @@ _LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTE
 
 
 def ensure_launcher_variables() -> None:
-    """Makes a plain ``python script.py`` a world of one process; leaves a launcher's variables alone.
-
-    LaunchError if only some of RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT are set.
-    """
+    """Makes a plain ``python script.py`` a world of one process; LaunchError if a launcher set only some variables."""
     missing = [name for name in _LAUNCHER_VARIABLES if name not in os.environ]
     if not missing:
         return
@@ -120,8 +117,7 @@ class RankSampler(DistributedSampler):
     """torch's sampler of one rank's share of a seeded permutation, which can also start in the middle of an epoch.
 
     All ranks get equally many samples, as collectives require: up to ``num_replicas - 1`` samples come twice per epoch,
-    or are left out with ``drop_last``. ``consumed_samples`` counts what all ranks have already taken of the first
-    epoch.
+    or are left out with ``drop_last``.
     """
 
     def __init__(
@@ -250,7 +246,6 @@ class DistributedStrategy:
 
         Args:
             batch_size: samples per rank and batch.
-            pin_memory: page-locked batches; ignored without a GPU.
             shuffle: seeded, different every epoch (``dataloader.sampler.set_epoch``).
             collate_fn: list of samples → batch; ``None``: the dataset's own ``collate_fn``, if any.
             drop_last: drop samples that do not fill every rank's batch; otherwise the last batch is smaller.
@@ -280,16 +275,11 @@ class DistributedStrategy:
     # -- communication -------------------------------------------------------------------------------------------
 
     def all_reduce(self, data: Any, op: str = "mean") -> Any:
-        """Reduces over all ranks. Collective.
+        """Mean, sum, max or min of a tensor, a number, or a dictionary of these over all ranks. Collective.
 
-        Args:
-            data: a tensor of one shape on all ranks, a number, or a dictionary of these with the same keys on all
-                ranks. A dictionary's scalars travel together, as float64.
-            op: "mean", "sum", "max" or "min".
-
-        Returns:
-            The same structure. A tensor keeps shape, device and dtype, except that the mean of integers is float32 and
-            booleans count as int64. A float stays a float, an int an int except under "mean".
+        Shapes and keys must be the same on all ranks. Tensors keep shape, device and dtype, except that the mean of
+        integers is float32 and booleans count as int64. Numbers travel as float64 and keep their type, except the mean
+        of ints.
         """
         if op not in REDUCE_OPS:
             raise ValueError(f"op must be one of {', '.join(REDUCE_OPS)}, got {op!r}")
@@ -358,10 +348,7 @@ class DistributedStrategy:
         return self.all_reduce(int(n), op="max")
 
     def on_rank_0(self, action: Callable[[], Any], what: str) -> None:
-        """Runs ``action`` on rank 0 while the others wait. Collective.
-
-        If it fails, every rank raises RuntimeError with ``what`` and rank 0's reason, so that no rank hangs.
-        """
+        """Runs ``action`` on rank 0 while the others wait; its failure is a RuntimeError on every rank. Collective."""
         error: Exception | None = None
         if dist.get_rank() == 0:
             try:

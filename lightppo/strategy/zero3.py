@@ -85,10 +85,7 @@ def find_hf_model(model: Any) -> tuple[nn.Module, str]:
 
 
 def find_adapters(model: Any) -> Any | None:
-    """The ``lightppo.models.lora.LoraExport`` of the Hugging Face model inside, or None.
-
-    A model with adapters trains only these; its other weights are as loaded.
-    """
+    """The ``LoraExport`` of the Hugging Face model inside, or None; ValueError for 4-bit weights without adapters."""
     module = unwrap_model(model)
     found = list(_hf_models(module).values())
     adapters = getattr(found[0], "lora", None) if len(found) == 1 else None
@@ -129,11 +126,10 @@ def parameter_count(model: nn.Module, trained_only: bool = False) -> int:
 
 @contextmanager
 def gathered_parameters(model: Any) -> Iterator[nn.Module]:
-    """Holds the whole model on every rank for the duration, gathered once instead of per layer and token.
+    """Holds the whole model on every rank, gathered once instead of per layer and token; yields it without its engine.
 
-    Yields the module without its engine. ZeRO-3's hooks are off meanwhile, so ranks may run different numbers of
-    forwards, as in generation, but no training step. Sharding and hooks come back at the end, even after an error.
-    Changes nothing below stage 3 or inside itself.
+    ZeRO-3's hooks are off meanwhile, so ranks may run different numbers of forwards, as in generation, but no training
+    step. They come back at the end, even after an error. Changes nothing below stage 3 or inside itself.
     """
     module = unwrap_model(model)
     engine = find_engine(model)
@@ -164,15 +160,10 @@ def gathered_parameters(model: Any) -> Iterator[nn.Module]:
 
 @torch.no_grad()
 def moving_average(model: Any, ema_model: Any, beta: float, device: torch.device | str | None = None) -> None:
-    """ema ← beta · ema + (1 − beta) · model, parameter by parameter, in the wider precision of the two.
+    """ema ← beta · ema + (1 − beta) · model, parameter by parameter, on ``device``; beta 0 copies.
 
-    A sharded model averaged into a whole one is gathered, one parameter at a time; other combinations need no
-    communication. The weights are the forward's: under bf16 not the optimizer's fp32 masters. Buffers are copied.
-
-    Args:
-        ema_model: keep it in fp32: at beta near 1 the steps vanish in bf16.
-        beta: weight of the past, in [0, 1]; 0 makes an exact copy, up to the average's precision.
-        device: does the arithmetic; None is the average's device.
+    Only a sharded model averaged into a whole one is gathered, one parameter at a time. The weights are the forward's:
+    under bf16 not the optimizer's fp32 masters. Keep the average in fp32: at beta near 1 the steps vanish in bf16.
     """
     if not 0.0 <= beta <= 1.0:
         raise ValueError(f"ema beta must lie in [0, 1], got {beta}")
@@ -229,10 +220,7 @@ def _gather(param: nn.Parameter, modifier_rank: int | None = None) -> Iterator[N
 
 
 def full_state_dict(model: Any, is_rank_0: bool) -> dict[str, torch.Tensor] | None:
-    """Whole parameters and persistent buffers on the CPU, on rank 0; None elsewhere. Collective under ZeRO-3.
-
-    Tied parameters stay one tensor under several names.
-    """
+    """Whole parameters and buffers on the CPU, on rank 0; tied parameters stay one tensor. Collective under ZeRO-3."""
     engine = find_engine(model)
     if zero_stage_of(engine) == 3:
         return engine._zero3_consolidated_16bit_state_dict()
@@ -251,8 +239,7 @@ def full_state_dict(model: Any, is_rank_0: bool) -> dict[str, torch.Tensor] | No
 def load_full_state_dict(model: Any, state_dict: dict[str, torch.Tensor], strict: bool, source: str) -> None:
     """Copies whole parameters into a model, sharded or not, and into the optimizer's fp32 masters. Collective.
 
-    Names are as in ``unwrap_model(model)``; tied parameters need one of theirs. ``strict``: names must match exactly.
-    ``source`` is for messages.
+    Names are as in ``unwrap_model(model)``; tied parameters need one of theirs. ``source`` is for messages.
     """
     module, engine = unwrap_model(model), find_engine(model)
     names_of: dict[int, list[str]] = {}
