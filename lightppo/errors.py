@@ -1,4 +1,7 @@
-"""Every error that a user can fix. A message names the flag, file, line or rank, and says what to do."""
+"""Every error that a user can fix: shown in one line, with exit code 1, while other errors keep their traceback.
+
+A message names the flag, file, line or rank, and says what to do.
+"""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 _PASSING_STATUS = (408, 425, 429)  # client errors that say "later"; all others are final
 _LONGEST_WAIT = 30.0  # seconds between tries
-_QUIET_SECONDS = 5.0  # between two warnings that say the same
+_QUIET_SECONDS = 5.0  # between equal warnings
 _READ_BYTES = 1 << 16
 _SNIPPET_CHARS = 300
 
@@ -231,9 +231,7 @@ class HTTPClient:
         import requests
 
         session = requests.Session()
-        session.cookies.set_policy(
-            DefaultCookiePolicy(allowed_domains=[])
-        )  # without cookies, threads can share the session
+        session.cookies.set_policy(DefaultCookiePolicy(allowed_domains=[]))  # so that threads can share the session
         adapter = requests.adapters.HTTPAdapter(pool_connections=1, pool_maxsize=self._max_concurrent or 1024)
         session.mount("http://", adapter)
         session.mount("https://", adapter)
@@ -307,7 +305,7 @@ def check_url(url: str, option: str = "--remote_rm_url", token_option: str | Non
     try:
         parts = urlsplit(url)
         host, port_ok = parts.hostname, parts.port != 0
-    except ValueError:  # e.g. a port that is no number; its text may quote a password
+    except ValueError:  # e.g. a port that is not a number; its text may quote a password
         host, port_ok = None, False
     if host and parts.username is None and parts.password is None and parts.scheme in ("http", "https") and port_ok:
         return

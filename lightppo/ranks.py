@@ -85,9 +85,8 @@ class Alone:
 
 
 def level(parts: Sequence[T], ranks: Ranks, filler: Callable[[], T]) -> list[T]:
-    """Adds fillers to this rank's parts until all ranks have equally many, so that the models' collectives match.
-    Collective.
+    """Puts fillers before this rank's parts until all ranks have equally many, so that collectives match. Collective.
 
-    Fillers come first, so that the last part is real on every rank that has any.
+    The last part is then real on every rank that has any.
     """
     return [*(filler() for _ in range(ranks.same_count(len(parts)) - len(parts))), *parts]

@@ -64,10 +64,9 @@ def balance_ranks(rollouts: Sequence[Rollout], strategy: Ranks, *, prompt_once: 
 
 
 def swapped(ranks: Sequence[Sequence[Group]], tolerance: float = TOLERANCE) -> list[list[Group]]:
-    """The groups of each rank after swaps between the heaviest and the lightest rank.
+    """The groups of each rank after swaps, which end when the heaviest rank is at most ``tolerance`` above the mean.
 
-    The heaviest should end at most the share ``tolerance`` above the mean. A group whose prompt is on several ranks
-    stays: on one rank the two would become one group.
+    A group whose prompt is on several ranks stays: on one rank the two would become one group.
     """
     result = [list(groups) for groups in ranks]
     indices = [group.index for groups in ranks for group in groups]
@@ -325,12 +324,11 @@ def minibatches(
 
     Args:
         train_batch_size: samples per optimizer step over all ranks; steps are smaller if it does not divide.
-        actor: rows or tokens in one forward and backward pass on this rank; ``critic``: the same, ``None`` as for the
-            actor.
+        actor: rows or tokens in one forward and backward pass on this rank.
+        critic: the same limit for the critic; ``None``: as for the actor.
         packed: the passes run without padding.
         share_prompts: if packed, the models run a prompt once for all its samples in a micro batch.
-        shuffle: draw single samples, or all samples of a prompt together; then only a prompt at a border is in two
-            steps.
+        shuffle: draw single samples, or all samples of a prompt together; steps then split at most two prompts each.
         collate: rows → padded batch on the training device.
         loss_scale: constant of ``seq-mean-token-sum-norm``.
     """

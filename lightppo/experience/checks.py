@@ -50,8 +50,7 @@ def _row(rollout: Rollout, step: int) -> dict[str, Any]:
 class RolloutReplay:
     """Saves what the engine samples, and returns it in a later run instead of sampling; for debugging.
 
-    A file holds one generation batch of one rank, without rewards. If any rank lacks its file, all ranks sample and
-    save.
+    A file holds a generation batch of one rank, without rewards. If any rank lacks its file, all ranks sample and save.
     """
 
     folder: str | Path

@@ -134,7 +134,8 @@ class ExperienceMaker:
     Advantages are computed over all rows of the rank at once, because groups may span micro batches.
 
     Args:
-        critic, initial_model: ``None`` without values, without KL.
+        critic: ``None`` if the estimator needs no values.
+        initial_model: the reference model; ``None`` without KL.
         kl_ctl: its ``value`` is the KL coefficient of the token rewards.
         old_log_probs: the source of the log probs before the update; ``None``: as ``old_log_probs_from`` says.
         sample: (prompts, labels, generation options) → scored rollouts, for scripts in the seed's style.
@@ -214,9 +215,7 @@ class ExperienceMaker:
         return batch.split(self.micro_rollout_batch_size) if rollouts else []
 
     def normalize(self, buffer: ReplayBuffer, loss: Any, step: int) -> None:
-        """Whitens the advantages over all ranks, clips them, and selects the tokens the loss treats differently.
-        Collective.
-        """
+        """Whitens and clips the advantages over all ranks, and selects tokens for the loss. Collective."""
         a = self.algorithm
         if a.adv_norm and a.adv_norm_scope == "batch":
             options = {"shift_mean": a.adv_shift_mean, "unbiased": a.adv_std_unbiased, "eps": a.adv_norm_eps}

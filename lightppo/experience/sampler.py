@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 def best_of_n(group: Sequence[Rollout], n: int, tie: Literal["shorter", "longer"] = "shorter") -> list[Rollout]:
-    """The ``n`` samples with the highest scores, in their order; ``tie`` (by length) decides between equal scores."""
+    """The ``n`` samples with the highest scores, in sampling order; ``tie`` decides between equal scores by length."""
     sign = 1 if tie == "shorter" else -1
     ranked = sorted(range(len(group)), key=lambda i: (-group[i].reward, sign * len(group[i].response_ids), i))
     return [group[i] for i in sorted(ranked[:n])]
@@ -51,10 +51,9 @@ class Verdict:
 
 @dataclass
 class GroupFilter:
-    """Keeps groups that can teach something: the samples differ in the metric.
+    """Keeps groups that can teach something: their samples differ in the metric, or their mean lies within ``limits``.
 
-    With ``limits``, their mean must lie strictly between these. Source: DAPO, arXiv:2503.14476, equation 11: 0 < number
-    of correct answers < group size.
+    ``limits`` themselves are excluded. Source: DAPO, arXiv:2503.14476, equation 11: 0 < number correct < group size.
     """
 
     # score, acc (accuracy), seq_reward (sum of token scores, if any), seq_final_reward (after shaping, before KL), or a
@@ -138,8 +137,7 @@ class RolloutSampler:
     def score(self, rollouts: list[Rollout]) -> SampledBatch:
         """Scores the rollouts; samples that the source leaves unscored (``None``) leave their group and are counted.
 
-        A group that becomes too small for the estimator, or whose greedy baseline is unscored, is left out and counted
-        too.
+        A group that becomes too small for the estimator, or whose greedy baseline is unscored, is left out and counted.
         """
         baselines = {id(r.baseline): r.baseline for r in rollouts if r.baseline is not None}
         everything = [*rollouts, *baselines.values()]

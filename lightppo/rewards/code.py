@@ -116,7 +116,7 @@ def _call_case(given: Any, expected: Any, place: str) -> CodeCase:
         arguments = list(given) if isinstance(given, (list, tuple)) else [given]
     values = [expected]
     if isinstance(expected, str):
-        with contextlib.suppress(ValueError, RecursionError):  # then it is a plain text
+        with contextlib.suppress(ValueError, RecursionError):  # otherwise it is plain text
             values = [_load(expected)]
     elif isinstance(expected, list) and len(expected) == 1:
         values.append(expected[0])
@@ -314,7 +314,7 @@ class SandboxVerifier:
         run = self.pool.run(code, function=function, calls=[case.given for case in cases], total_seconds=left)
         loading = _line(run, 0)
         verdict.compile_error = "compile_error" in loading
-        if "loaded" not in loading:  # it never will
+        if "loaded" not in loading:  # the program cannot be loaded
             verdict.passed += [False] * len(cases)
             verdict.timeouts += len(cases) * (run.ended == "timeout")
             return run.seconds
@@ -348,8 +348,7 @@ class CodeReward:
     """Scores a response by running the program in its last fenced block; a response without a program scores 0.
 
     If the verifier learns nothing about a program, ``on_reward_failure`` applies; if that happens to all programs, it
-    is an error. Metrics: ``pass_share``, ``timeouts`` (tests), ``compile_errors``, ``no_code`` and ``failures`` (0 or
-    1).
+    is an error. Metrics: ``pass_share``, ``timeouts`` (tests), ``compile_errors``, ``no_code``, ``failures``.
 
     Args:
         code_score: ``all``: 1 if all tests pass, else 0; ``share``: the share of tests that pass.

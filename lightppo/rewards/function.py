@@ -331,11 +331,13 @@ class FunctionReward:
     (prompt + response), ``prompts`` and ``labels`` are lists with one entry per sample, passed by position. If the
     function names them or takes ``**extra``, these lists follow by keyword: ``responses`` (text), ``prompt_ids``,
     ``response_ids``, ``finish_reasons`` (``"stop"`` | ``"length"``), ``data_sources``; every further column of the
-    data; and ``extras``, all further columns as one dict per sample.
+    data, with ``None`` for rows without it; and ``extras``, all further columns as one dict per sample.
 
     It returns a list or tensor of scores, or ``dict(rewards, scores, extra_logs)``; ``None`` means unscored. The other
-    conventions are in :data:`STYLES`. A call that fails never becomes a score. Metrics per sample, with retries or
-    ``"unscored"``: ``failures`` (tries that failed) and ``timeouts`` (tries that ran past the limit).
+    conventions are in :data:`STYLES`; a function that is called per sample returns a score, a dict with ``score`` (its
+    other numbers become metrics), or a tuple that begins with the score. A call that raises, runs past its limit or
+    returns something else never becomes a score. Metrics per sample, with retries or ``"unscored"``: ``failures``
+    (tries that failed) and ``timeouts`` (tries that ran past the limit).
 
     Args:
         reward_fn_style: the convention's name; ``"auto"``: told by the names of the parameters.

@@ -193,7 +193,7 @@ _NUMBER = re.compile(
     (?P<tail>.*)""",
     re.VERBOSE | re.DOTALL,
 )
-_LONGEST_NUMBER = 200  # characters; whatever is longer is no number that a question asks for
+_LONGEST_NUMBER = 200  # characters; a longer text is not a number that a question asks for
 _UNIT_TEXT = re.compile(r"\\(?:text|textrm|mathrm|mbox|rm)\s*\{\s*([^{}\d]*?)\s*\}\s*(?:\^\s*\{?\s*-?\d\s*\}?)?")
 _WORD = r"[A-Za-z]{2,}(?![A-Za-z])\.?(?:\s*\^\s*\{?[23]\}?|[²³])?"
 _UNIT = re.compile(rf"(?:/\s*)?{_WORD}(?:(?:\s*/\s*|\s+){_WORD})*")
@@ -318,7 +318,7 @@ def _after_phrase(text: str) -> str | None:
 
 
 def _last_formula_or_number(text: str) -> str | None:
-    if _BOX.search(text):  # cut off inside of it
+    if _BOX.search(text):  # the response was cut off inside the box
         return None
     formulas = list(_FORMULA.finditer(text))
     numbers = list(_NUMBER_IN_TEXT.finditer(text))
@@ -388,7 +388,7 @@ def as_number(answer: str) -> Number | None:
 
 
 def _unit_or_text(match: re.Match[str]) -> str:
-    r"""Replaces ``\\text{…}`` behind a number by a unit that _tail knows, or keeps its words if they are not a unit."""
+    r"""Replaces ``\text{…}`` behind a number by a unit that _tail knows, or keeps its words if they are not a unit."""
     words = match.group(1).lower().split()
     return f" {match.group(1)} " if any(w in _NO_UNITS or w in _MULTIPLIERS or "%" in w for w in words) else " unit "
 

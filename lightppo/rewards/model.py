@@ -26,7 +26,7 @@ Truncation = Literal["error", "left"]
 class RewardInputs(Protocol):
     """Turns finished samples into rows of ids for one reward model.
 
-    A row ends as the model was trained to score: behind the end of the turn, or end-of-text. A truncated answer stays
+    A row ends as the model was trained to score: with the end of the turn or of the text. A truncated answer stays
     open.
     """
 
@@ -90,7 +90,7 @@ class Retemplated:
         chat = rollout.prompt.messages
         messages: list[dict[str, Any]] = [{"role": "user", "content": rollout.prompt.text}] if chat is None else chat
         try:
-            if rollout.truncated:  # no template closes what is not finished
+            if rollout.truncated:  # an unfinished answer must stay open
                 return self._template.render(messages).text + rollout.response_text
             return self._template.chat_text(_answered(messages, rollout.response_text))
         except (BadRowError, DataError) as error:
@@ -246,7 +246,7 @@ class RewardModelSource:
 
     def _rows(self, rollouts: list[Rollout]) -> tuple[list[list[list[int]]], list[bool]]:
         """Each model's rows, and which samples were cut for any model."""
-        encoded: dict[int, list[list[int]]] = {}  # models that read the same share the work
+        encoded: dict[int, list[list[int]]] = {}  # models with the same inputs share the work
         truncated = [False] * len(rollouts)
         for reads in self.inputs:
             if id(reads) in encoded:

@@ -1,8 +1,7 @@
 """Makes one reward source from a config, or from options one by one; loads heavy packages only when needed.
 
-A new built-in source is a class in its own file with its options as arguments, a line in ``BUILT_IN_SOURCES`` and in
-``BUILT_IN`` of ``config.rules``, its options in ``config.verifier_section``, a test, and a section in
-docs/rewards.md.
+A new built-in source needs a file with its class, whose arguments are its options; lines in ``BUILT_IN_SOURCES`` and in
+``BUILT_IN`` of ``config.rules``; the options in ``config.verifier_section``; a test; a section in docs/rewards.md.
 """
 
 from __future__ import annotations

@@ -40,12 +40,12 @@ from lightppo.rewards.source import Call, Outcome, Runner
 ManagerName = Literal["auto", "naive", "batch", "prime"]
 
 _THREADS = 16
-_MAX_STUCK = 64  # threads given up on, before nothing more is started
-_MAX_BLOCKED = 4  # event loops given up on
+_MAX_STUCK = 64  # abandoned threads at most
+_MAX_BLOCKED = 4  # abandoned event loops at most
 _LONG = 3600.0  # seconds; waits without a limit are made of these, so that signals get through
 _START_TRIES = 3
 _START_SECONDS = 120  # until a worker has loaded its target; imports are slow on a busy machine
-_LOOK_SECONDS = 1.0  # between two looks whether a pool of processes still runs
+_LOOK_SECONDS = 1.0  # between checks that a pool of processes still runs
 _MAX_ANSWER = 16 << 20  # characters
 _PR_SET_PDEATHSIG = 1
 _EXIT_0 = 256  # stands for exit code 0
@@ -85,7 +85,7 @@ def build_runner(
     if reward_manager == "prime":
         if reward_timeout is None:
             raise ValueError("--reward_manager prime needs --reward_timeout, the seconds after which a call is killed")
-        from lightppo.sandbox import default_processes  # here, as worker processes import this file
+        from lightppo.sandbox import default_processes  # here, because worker processes import this file
 
         workers = reward_workers or default_processes()
         return KillablePool(spec or function_spec(fn, name), workers=workers, timeout=reward_timeout).run
@@ -193,7 +193,8 @@ class ThreadRunner:
 class LoopRunner:
     """Runs coroutine functions in one event loop, which lives in its own thread as long as this object.
 
-    A call that takes more than ``timeout`` seconds is cancelled; ``grace`` seconds later the loop counts as blocked.
+    A call that takes more than ``timeout`` seconds is cancelled. The loop counts as blocked ``grace`` seconds after the
+    last call should have ended.
     """
 
     def __init__(
@@ -280,7 +281,7 @@ class KillablePool:
         self.timeout = timeout
         self._options = (workers, memory_mb, (target, tuple(preload), quiet))
         self._lock = threading.Lock()
-        self._running: list[_RunningPool] = []  # none or one
+        self._running: list[_RunningPool] = []  # at most one
         self._closer = weakref.finalize(self, _end_all, self._running, os.getpid())
         self._closer.atexit = False  # pebble ends the workers then
 
@@ -365,12 +366,12 @@ class _RunningPool:
     def schedule(self, payload: bytes, timeout: float) -> Future[str]:
         try:
             return self._pool.schedule(_answer, (payload,), timeout=timeout)
-        except RuntimeError as error:  # it is not active any more
+        except RuntimeError as error:  # the pool has ended
             raise BrokenProcessPool(str(error)) from None
 
     def outcome(self, future: Future[str], timeout: float) -> Outcome:
         while not wait((future,), _LOOK_SECONDS).done:
-            if not self._pool.active:  # it leaves its calls behind
+            if not self._pool.active:  # an ended pool leaves its calls waiting
                 raise BrokenProcessPool("ended")
         try:
             answer = json.loads(future.result())
@@ -385,7 +386,7 @@ class _RunningPool:
     def end(self) -> None:
         self._pool.stop()
         self._ended.set()
-        with contextlib.suppress(RuntimeError):  # collected in a thread of the pool's own, which ends now
+        with contextlib.suppress(RuntimeError):  # garbage-collected in a thread of the pool itself
             self._pool.join()
 
 
@@ -442,7 +443,7 @@ class _Worker(SpawnProcess):
             return True
         if self._mourned:
             return False
-        self.terminate()  # what it has started lives on
+        self.terminate()  # the processes that it has started live on
         return True
 
     def terminate(self) -> None:
@@ -451,7 +452,7 @@ class _Worker(SpawnProcess):
             self._mourned = True
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
-            self.kill()  # where it has no group of its own yet
+            self.kill()  # in case it has no process group yet
 
     def join(self, timeout: float | None = None) -> None:
         if os.getpid() == self._owner:
@@ -483,17 +484,17 @@ def _data_for_worker(name: str) -> dict[str, Any]:
 _starting = threading.local()
 _data_for_process, spawn.get_preparation_data = spawn.get_preparation_data, _data_for_worker
 
-_loaded: Callable[..., Any] | str = ""  # in a worker: the target, or why there is none
+_loaded: Callable[..., Any] | str = ""  # in a worker: the target, or why it could not be loaded
 
 
 def _load(target: str, preload: Sequence[str], quiet: bool) -> None:
-    """The start of a worker process."""
+    """Prepares a worker process and loads its target."""
     global _loaded
     os.setsid()  # a Ctrl-C is the trainer's, and a kill reaches the worker's children
     if sys.platform == "linux":  # ended by the kernel when the trainer ends, however it ends
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     parent = multiprocessing.parent_process()
-    if parent is None or os.getppid() != parent.pid:  # it ended before
+    if parent is None or os.getppid() != parent.pid:  # the trainer has ended already
         os._exit(1)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""

@@ -1,7 +1,6 @@
 """A reward source behind HTTP, for :class:`~lightppo.rewards.remote.RemoteReward`.
 
-``POST /get_reward`` (or ``/``) takes and answers what ``RemoteReward`` says; ``GET /health`` says that the server is
-up.
+``POST /get_reward`` (or ``/``) scores samples; ``GET /health`` says that the server is up.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from lightppo.rewards.source import RewardOutput, RewardSource, check_output, cl
 
 logger = logging.getLogger(__name__)
 
-_CLIENT_GONE = 499  # nobody reads it; for the log
+_CLIENT_GONE = 499  # only for the log, as the client has left
 _Message = MutableMapping[str, Any]
 _Receive = Callable[[], Awaitable[_Message]]
 _Send = Callable[[_Message], Awaitable[None]]
@@ -115,7 +114,7 @@ class RewardApp:
             return _error(413, f"{n} samples in one request; --max_samples is {self.max_samples}")
         try:
             return await self._score_in_turn(body, request)
-        except asyncio.CancelledError:  # the server ends, and what it waits for is taking too long
+        except asyncio.CancelledError:  # the server ends and has waited long enough
             logger.error("%d samples not scored: the server was ended", n)
             return _error(503, "the server was ended before the samples were scored")
 
@@ -212,7 +211,7 @@ class _Gate:
             nonlocal read
             message = await receive()
             read += len(message.get("body", b""))
-            if read > self._max_bytes:  # a client that did not tell the length
+            if read > self._max_bytes:  # the client sent no content-length
                 raise HTTPException(413, self._too_long)
             return message
 

@@ -230,10 +230,10 @@ class Call:
 class Outcome:
     """The outcome of one call."""
 
-    value: Any = None  # means nothing where there is an error
+    value: Any = None  # meaningless if there is an error
     error: str | None = None
     timed_out: bool = False  # the error is the time limit
-    cause: BaseException | None = None  # the exception, where the call ran in this process
+    cause: BaseException | None = None  # the exception, if the call ran in this process
 
 
 @dataclass(slots=True)
@@ -292,7 +292,7 @@ def check_verifier_status(
 ) -> None:
     """Raises if all scores of a batch, before shaping, are missing or at the source's minimum. Collective.
 
-    The verifier is then more likely broken than the model. Source: AReaL, ``check_verifier_status`` (looks at the
+    The verifier is then more likely broken than the model. Source: AReaL, ``check_verifier_status`` (there, of the
     mean).
     """
     scores = [rollout.reward for rollout in rollouts if rollout.reward is not None]
@@ -326,10 +326,10 @@ def _example(rollouts: Sequence[Rollout]) -> str:
 class RoutedReward:
     """Weighted sums of sources, by data source or label: Σ weight · score over the sources of the sample's route.
 
-    If one source of its route leaves a sample unscored, the sample is unscored. Each source's own score is metric
-    ``<name>`` and its metrics are ``<name>/<metric>``, ``None`` for samples of other routes; ``failures`` and
-    ``timeouts`` are also added up. Every ``score`` calls each source once, also without samples, in the order of the
-    routes: a reward model under ZeRO-3 acts on all ranks together.
+    If one source of its route leaves a sample unscored, the sample is unscored. Token scores are added with the same
+    weights. Each source's own score is metric ``<name>`` and its metrics are ``<name>/<metric>``, ``None`` for samples
+    of other routes; ``failures`` and ``timeouts`` are also added up. Every ``score`` calls each source once, also
+    without samples, in the order of the routes: a reward model under ZeRO-3 acts on all ranks together.
 
     Args:
         routes: data source or label → (source, weight) pairs; ``"*"`` takes the samples without a route of their own.

@@ -309,7 +309,7 @@ class SlotCache(DynamicCache):
     def make_room(self, slots: int, at_least: int) -> int:
         """Makes sure that a column is free; if none is, moves everything into new buffers of ``slots`` rows.
 
-        The first free column is then at least number ``at_least``. Returns by how many columns everything moved to the
+        The first free column is then at least number ``at_least``. Returns how many columns everything moved to the
         left.
         """
         span = self.span
@@ -494,7 +494,7 @@ class SlotDecoder(Decoder):
                 break
             else:
                 self._step(queue)
-            gone = self._ended().nonzero().squeeze(1).tolist()  # the one wait for the device in a step
+            gone = self._ended().nonzero().squeeze(1).tolist()  # the only wait for the device in a step
             if gone:
                 yield self._leave(gone)
         self.steps += queue.forwards

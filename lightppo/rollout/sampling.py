@@ -74,7 +74,7 @@ def _inverse_cdf_by_blocks(probs: Tensor, uniforms: Tensor) -> Tensor:
     tokens = blocks * _BLOCK + torch.arange(_BLOCK, device=probs.device)  # (B, block)
     inside = probs.gather(1, tokens.clamp(max=vocab_size - 1)).double().masked_fill_(tokens >= vocab_size, 0)
     inner = inside.cumsum(dim=-1)
-    # The sums above are rounded otherwise: the target must stay inside, else a token of probability 0 could be drawn.
+    # The sums above are rounded differently: the target must stay inside, else a token of probability 0 could be drawn.
     within = torch.minimum((targets - before).clamp_(min=0), inner[:, -1:].nextafter(inner.new_zeros(1)))
     tokens = blocks * _BLOCK + torch.searchsorted(inner, within, right=True)
     return tokens.squeeze(1).clamp_(max=vocab_size - 1)

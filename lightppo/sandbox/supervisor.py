@@ -47,7 +47,7 @@ def main() -> None:
     orders = json.loads(sys.argv[1])
     os.umask(0o022)
     os.closerange(3, 1 << 16)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a namespace's first process is deaf only without handlers
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a namespace's first process ignores only unhandled signals
     try:
         readable, links = _readable(orders["site_packages"])
         if orders.get("inside"):
@@ -208,7 +208,7 @@ class _Watch:
         stdin = _as_file(self._request.get("stdin") or "")
         process = os.fork()
         if process == 0:
-            leave, status = os._exit, 1  # the program may have patched the module's
+            leave, status = os._exit, 1  # the program may have patched os._exit
             try:
                 calls = self._request.get("function") is not None
                 stdout = os.open("/dev/null", os.O_WRONLY) if calls else pipes["stdout"][1]
@@ -471,7 +471,7 @@ def _with_int_keys(argument: Any) -> Any:
 def _described(error: BaseException) -> str:
     try:
         return f"{type(error).__name__}: {error}"[:500]
-    except BaseException:  # its text is the program's code
+    except BaseException:  # the program defines the error's text
         return "an exception without a text"
 
 

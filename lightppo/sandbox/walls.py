@@ -125,7 +125,7 @@ def _restrict_files(readable: Sequence[str], writable: Sequence[str]) -> None:
 # process, because they would bypass the numbers below.
 
 _AUDIT_ARCH = (0xC000003E, 0xC00000B7)
-_NO = -1  # the machine has no such call
+_NO = -1  # this machine lacks the call
 _X32_BIT = 0x40000000
 
 # name: (x86_64, aarch64)
@@ -395,7 +395,7 @@ def _show(source: str, place: str, flags: int) -> None:
     try:
         _mount(source, place, None, _MS_BIND)
         whole = True
-    except OSError:  # mounts below it that may not be uncovered
+    except OSError:  # it has mounts below that may not be uncovered
         _mount(source, place, None, _MS_BIND | _MS_REC)
         whole = False
     # what the outer mount forbids must stay forbidden, or the kernel refuses
@@ -423,13 +423,13 @@ def _renew_work_folder(byte_limit: int, first: bool) -> None:
 def _show_beneath() -> None:
     for place, kept in _beneath.items():
         _make_place(kept, place)
-        _mount(kept, place, None, _MS_BIND | _MS_REC)  # as read-only as it is there
+        _mount(kept, place, None, _MS_BIND | _MS_REC)  # read-only, like its source
 
 
 # All together
 
-_TRUSTED_PROCESSES = 2  # ours that may count under the programs' id
-_SPARE_TASKS = 1024  # where the limit of processes counts all of a user's
+_TRUSTED_PROCESSES = 2  # our own processes that may count under the programs' id
+_SPARE_TASKS = 1024  # for a limit that counts all of a user's processes
 _COUNT_SECONDS = 1.0
 _WRITABLE_DEVICES = ("/dev/null", "/dev/full")
 
@@ -444,7 +444,7 @@ class Walls:
     def __init__(self, isolation: str, readable: Sequence[str], has_proc: bool, shares_root: bool) -> None:
         self._own_namespaces = isolation in ("namespaces", "bubblewrap")
         self._own_folder = isolation == "namespaces"
-        # several processes only where they can be counted
+        # a program may fork only if its processes can be counted
         self._own_processes = self._own_namespaces and has_proc and not shares_root
         self._may_miss = contextlib.suppress(*[OSError] * (isolation == "none"))
         self._readable = [path for path in [*readable, *DEVICES] if os.path.exists(path)]
@@ -525,7 +525,7 @@ class Walls:
             if not self._seccomp:  # it could fork, and leave its group
                 targets += [int(s["Pid"]) for s in _statuses() if s.get("PPid") == str(os.getpid())]
         for target in targets:
-            with contextlib.suppress(OSError):  # nobody is left
+            with contextlib.suppress(OSError):  # no process is left
                 os.kill(target, signal.SIGKILL)
 
     def _tasks_of_user(self) -> int:
