@@ -83,7 +83,7 @@ def seq_mask(log_ratio: Tensor, *, action_mask: Tensor, low: float, high: float,
 
 
 def seq_mask_tis(log_ratio: Tensor, *, action_mask: Tensor, low: float, high: float, **_) -> Tensor:
-    """ρ of each token, not truncated, in the rows that :func:`seq_mask` keeps; 0 in the others (OpenRLHF's name)."""
+    """ρ of each token, untruncated, in the rows that :func:`seq_mask` keeps; else 0 (``seq-mask-tis`` in OpenRLHF)."""
     return seq_mask(log_ratio, action_mask=action_mask, low=low, high=high) * log_ratio.exp()
 
 
@@ -264,7 +264,7 @@ def effective_share(weights: Summary) -> float:
     return weights.total**2 / (weights.count * weights.squares) if weights.squares else 0.0
 
 
-# metric → the vector of mismatch_terms it is made from, and how
+# metric → its vector of mismatch_terms, and the function that turns the vector's summary into the metric
 MISMATCH_METRICS: dict[str, tuple[str, Callable[[Summary], float]]] = {
     "kl": ("kl", lambda s: s.mean),
     "k3_kl": ("k3_kl", lambda s: s.mean),

@@ -151,7 +151,7 @@ class KLController:
         self.value = _checked_coef(coef)
 
     def update(self, current_kl: float, n_samples: int) -> None:
-        """Call once per rollout batch with its KL before any update on it; both numbers are over all ranks."""
+        """Call once per rollout batch, with the batch's KL before any update on it; both numbers are over all ranks."""
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:

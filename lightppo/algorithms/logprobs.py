@@ -76,7 +76,7 @@ def _gather(log_probs: Tensor, ids: Tensor) -> Tensor:
 
 
 class _Entropy(torch.autograd.Function):
-    """-Σ e^x·x of log probs x; its gradient -e^x·(x + 1) needs only x, so autograd keeps no more (V)-sized tensors."""
+    """-Σ e^x·x of log probs x (..., V); its gradient -e^x·(x + 1) needs only x, which log_softmax keeps anyway."""
 
     @staticmethod
     def forward(ctx, log_probs: Tensor) -> Tensor:
@@ -211,7 +211,7 @@ def _score_chunk(logits: Tensor, labels: Tensor, entropy: bool, keep: bool, sum_
     log_probs = _gather(log_softmax, labels)
     log_sum = entropies = None
     if sum_up and not keep:
-        top, where = logits.max(dim=-1)  # x - log p is the same at every v; where x is largest it is most exact
+        top, where = logits.max(dim=-1)  # x - log p is the same at every v, and most exact where x is largest
         log_sum = top - _gather(log_softmax, where)
     if entropy:
         probabilities = torch.exp(log_softmax, out=logits)
@@ -250,7 +250,7 @@ class _LinearLogProbs(torch.autograd.Function):
         from_log_probs, from_entropy = (
             None if g is None else (g / plan.temperature).unsqueeze(-1) for g in (from_log_probs, from_entropy)
         )
-        # at least all rows where log_softmax is kept
+        # a single block if log_softmax is kept
         width = max(1, plan.chunk_size * plan.rows // max(1, len(hidden)))
         for start in range(0, plan.rows, width):
             block = slice(start, min(start + width, plan.rows))
@@ -282,7 +282,7 @@ def _to_logits(
     term = None
     if from_entropy is not None:
         probabilities = log_probs.exp()
-        term = log_probs.clamp_(min=_lowest(log_probs)) if overwrite else log_probs.clone()  # the kept one is floored
+        term = log_probs.clamp_(min=_lowest(log_probs)) if overwrite else log_probs.clone()  # a kept one has its floor
         term.add_(entropy.unsqueeze(-1))
         # p · (log p + E) first: 0 for a forbidden token, whatever the gradient
         term.mul_(probabilities).mul_(from_entropy)

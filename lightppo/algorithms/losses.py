@@ -62,7 +62,7 @@ class LossInputs:
         return (log_ratio.detach().abs() > LOG_RATIO_LIMIT) & (self.advantages != 0)
 
     def metrics(self, lost: Tensor | None = None, *, ratio: Tensor | None = None, **own: Tensor) -> Metrics:
-        """Metrics (B, A) without gradient; ``lost`` tokens lost theirs to a clip, ``ratio`` is before the clip."""
+        """Metrics (B, A) without gradient: clipping hit the ``lost`` tokens, ``ratio`` is from before clipping."""
         within = limited(self.log_ratio.detach())
         found = {
             "clip_ratio": torch.zeros_like(within) if lost is None else lost,
@@ -254,7 +254,7 @@ class PolicyLoss:
         token_loss, token_metrics = POLICY_LOSSES.find(self.policy_loss).fn(inputs, **self.options)
         if weights is not None:
             weights = zero_where_masked(weights.detach(), mask)
-            token_loss = (token_loss * weights).masked_fill(weights == 0, 0.0)  # also where the loss is not finite
+            token_loss = (token_loss * weights).masked_fill(weights == 0, 0.0)  # even if the loss is not finite
         loss = aggregate_loss(token_loss, mask, self.loss_agg_mode, normalizer)
         return loss, _token_means(token_metrics, mask, normalizer)
 

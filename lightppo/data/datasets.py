@@ -179,7 +179,7 @@ class PromptDataset(_PreparedDataset):
         rendered = self.template.render(prompt)
         token_ids = self._rows.token_ids(position)
         text = rendered.text
-        if self._rows.truncated[position]:  # the text is what the model sees, begin-of-text of plain text aside
+        if self._rows.truncated[position]:  # the text shows what the model sees, except plain text's begin-of-text
             text = self.tokenizer.decode(token_ids, skip_special_tokens=not rendered.is_chat)
         source = row.get(DATA_SOURCE_KEY)
         # A conversation's own column stays: its last turn is not in the prompt.

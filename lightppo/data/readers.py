@@ -129,7 +129,7 @@ def parse_probs(probs: str | list[float] | None, count: int, flag: str = "--prom
 def interleave_indices(
     counts: list[int], probs: list[float], seed: int, stopping_strategy: StoppingStrategy
 ) -> tuple[np.ndarray, list[int]]:
-    """Row numbers of a random blend in the concatenated sources, and how many rows of each source were drawn."""
+    """Row numbers of a random blend in the concatenated sources, and how many rows of each source it drew."""
     from datasets import Dataset, interleave_datasets
 
     ends = np.cumsum(counts)
@@ -222,7 +222,7 @@ def _load_hub(source: str, split: str, flag: str) -> Dataset:
     name, _, config = source.partition("@")
     try:
         dataset = datasets.load_dataset(name, config or None, split=split)
-    except Exception as error:  # datasets, the hub client and the network each raise their own kinds
+    except Exception as error:  # datasets, the hub client and the network raise errors without a common base
         raise DataError(
             f"{flag} {source}: no such file or folder here, and as a hub dataset it cannot be loaded "
             f"(split {split!r}): {type(error).__name__}: {error}"
@@ -470,7 +470,7 @@ def stage_to_local(url: str, *, cache_dir: str | Path | None = None, timeout_s: 
         is_folder = info["type"] == "directory"
         # find() only for folders: over HTTP it would read a file in search of links
         found: dict[str, dict[str, Any]] = fs.find(remote, detail=True) if is_folder else {remote: info}
-    except Exception as error:  # each file system raises its own kinds
+    except Exception as error:  # each file system raises its own errors
         raise StagingError(f"{url} cannot be read: {type(error).__name__}: {error}") from error
     if not found:
         raise StagingError(f"{url} is an empty folder, or does not exist")
@@ -518,7 +518,7 @@ def _local_path(source: str) -> str:
 
 
 def _version(info: dict[str, Any]) -> str:
-    """Whatever the file system tells about a change."""
+    """The ETag, checksum or time that tells of a change, as far as the file system knows one."""
     return str(
         next((info[k] for k in ("ETag", "etag", "md5Hash", "mtime", "LastModified", "created") if info.get(k)), "")
     )
@@ -531,7 +531,7 @@ def _copy(fs: Any, remote: str, target: Path, url: str, *, is_folder: bool, size
     logger.info("copying %s (%s bytes) to %s", url, "?" if size is None else size, target)
     try:
         fs.get(remote.rstrip("/"), str(temporary), recursive=is_folder)
-    except Exception as error:  # each file system raises its own kinds
+    except Exception as error:  # each file system raises its own errors
         _remove(temporary)
         raise StagingError(f"copying {url} to {target.parent} failed: {type(error).__name__}: {error}") from error
     files = [temporary] if temporary.is_file() else [p for p in temporary.rglob("*") if p.is_file()]

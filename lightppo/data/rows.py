@@ -175,7 +175,7 @@ def read_example(row: Mapping[str, Any], fields: RowFields) -> tuple[str | Chat,
 
 
 def _prompt_and_chosen(row: Mapping[str, Any], fields: RowFields) -> tuple[str | Chat, str | None, str | Chat | None]:
-    """Prompt, its key, None; without a key, the common beginning of a preference pair, None, and the chosen answer."""
+    """(prompt, its key, None), or from a preference pair (common beginning, None, rest of the chosen answer)."""
     key, value = _first_value(row, fields.prompt)
     if key is not None:
         return _text_or_chat(value, repr(key)), key, None
@@ -188,7 +188,7 @@ def _prompt_and_chosen(row: Mapping[str, Any], fields: RowFields) -> tuple[str |
         if 0 < cut < len(chosen):
             return chosen[:cut], None, chosen[cut:]
     elif isinstance(chosen, str) and isinstance(rejected, str):
-        turn = "\n\nAssistant:"  # the form of hh-rlhf, the one public set of such texts
+        turn = "\n\nAssistant:"  # as in hh-rlhf, the one public data set of this kind
         start = chosen.rfind(turn, 0, _shared(chosen, rejected))
         cut = start + len(turn)
         if start >= 0 and chosen[:start].strip() and chosen[cut:].strip():
@@ -349,7 +349,7 @@ class Encoded(NamedTuple):
     """One usable row."""
 
     token_ids: Any  # prompt and completion
-    prompt_length: int  # how many of them are the prompt
+    prompt_length: int  # how many of these tokens are the prompt
     truncated: bool
 
 

@@ -49,7 +49,7 @@ class Actor(PretrainedWrapper):
 
     Args:
         pretrain_or_model: folder, hub id, or a built model (its dropout is set to 0 in place).
-        temperature: log probs are those of softmax(logits / temperature), as in sampling.
+        temperature: log probs come from softmax(logits / temperature), as in sampling.
         packing_samples: drop the padding in forwards with num_actions; results are the same.
         share_prompts: when packed, run equal prompts of a batch once; results are the same.
         ds_config: DeepSpeed config; stage 3 shards the weights while they load.
@@ -90,7 +90,7 @@ class Actor(PretrainedWrapper):
             num_actions: A; with packed_seq_lens a list, one number per sequence. None: return only the model's output,
                 with the logits of all positions (for the LM loss).
             attention_mask: (B, S), 1 = real token; None: no padding.
-            return_output: return the model's output too. Its logits are those of the predicting positions only,
+            return_output: return the model's output too. Its logits cover only the predicting positions,
                 (B, A, V), or (1, K, V) over the real actions of a packed forward.
             packed_seq_lens: lengths of sequences that the caller packed into one row; log probs are (1, sum of
                 num_actions).

@@ -85,11 +85,8 @@ class Critic(SequenceRegressor):
     ) -> Tensor | tuple[Tensor, ModelOutput]:
         """Values (B, A) float32 before each of the last A actions: column t is position S - A - 1 + t, 0 at padding.
 
-        Args:
-            sequences, attention_mask, packed_seq_lens: as in :meth:`Actor.forward`.
-            num_actions: A, or a list with packed_seq_lens; None: values of all positions, (B, S).
-            return_output: return the base model's output too.
-            include_last: (B, A + 1), with the value after the last position, to bootstrap an unfinished response.
+        Arguments as in :meth:`Actor.forward`. Without ``num_actions``: all positions, (B, S). ``include_last`` adds the
+        value after the last position, (B, A + 1), to bootstrap an unfinished response.
         """
         if packed_seq_lens is not None:
             position_ids = position_ids_from_lengths(packed_seq_lens, sequences)

@@ -26,10 +26,10 @@ from lightppo.models.loading import head_names, value_head
 from lightppo.models.quantised import dense_weight, quantised_layers
 from lightppo.models.wrapper import PretrainedWrapper
 
-_NAME = "default"  # of the only adapter, as peft calls it
+_NAME = "default"  # peft's name for the only adapter
 _BASE = ".base_layer."  # between the names of a layer with an adapter and of its frozen weight
 _WITHIN = re.compile(r"\.(base_layer|lora_[AB]\..+)$")
-_PEFT_PREFIX = "base_model.model."  # of every name in an adapter's file
+_PEFT_PREFIX = "base_model.model."  # starts every name in an adapter's file
 _ALL_LINEAR = "all-linear"
 
 
@@ -70,7 +70,7 @@ def add_adapters(model: PretrainedWrapper, options: LoraOptions, seed: int = 42)
         lora_alpha=options.alpha,
         lora_dropout=options.dropout,
         target_modules=targets,
-        fan_in_fan_out=any(isinstance(m, Conv1D) for m in hf_model.modules()),  # GPT-2's layers, its weights transposed
+        fan_in_fan_out=any(isinstance(m, Conv1D) for m in hf_model.modules()),  # GPT-2's layers: transposed weights
         task_type="CAUSAL_LM" if hf_model.can_generate() else "SEQ_CLS",
         base_model_name_or_path=hf_model.config.name_or_path or None,
     )
@@ -83,7 +83,7 @@ def add_adapters(model: PretrainedWrapper, options: LoraOptions, seed: int = 42)
         config.modules_to_save = [name]
     if any(layer.transposed for layer in quantised_layers(hf_model).values()):
         config.fan_in_fan_out = True  # for the adapter's file, which is about the dense model
-    hf_model.lora = LoraExport(config, hf_model)  # found there by the strategy when it saves
+    hf_model.lora = LoraExport(config, hf_model)  # the strategy looks for it here when it saves
 
 
 def target_layers(model: PreTrainedModel, wanted: tuple[str, ...] = ()) -> list[str]:

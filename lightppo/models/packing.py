@@ -315,7 +315,7 @@ def pack_shared(sequences: Tensor, attention_mask: Tensor, num_actions: int) -> 
     in_order = group[order]
     first = torch.ones_like(in_order, dtype=torch.bool)
     first[1:] = in_order[1:] != in_order[:-1]
-    leads = torch.zeros_like(shared).index_put((order,), first)  # (B,), the row that brings the prompt
+    leads = torch.zeros_like(shared).index_put((order,), first)  # (B,), whether the row brings the prompt
     kept = real.clone()
     kept[:, :split] &= (leads | ~shared)[:, None]
     places = (kept[order].flatten().long().cumsum(0) - 1).view_as(sequences)
@@ -344,7 +344,7 @@ def pack_shared(sequences: Tensor, attention_mask: Tensor, num_actions: int) -> 
 
 
 def distinct_places(places: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Places (K,) to read -> distinct places (U,), ascending, and the number (K,) of each in it; None if K = U."""
+    """Places (K,) to read -> the distinct places (U,), ascending, and each read's index (K,) into them; None: K = U."""
     different, reads = torch.unique(places, return_inverse=True)
     return (places, None) if len(different) == len(places) else (different, reads)
 

@@ -91,7 +91,7 @@ class PretrainedWrapper(nn.Module):
 
     @property
     def shares_prompts(self) -> bool:
-        """Whether equal prompts go through the model once: packed, with sdpa, and without a load-balancing loss."""
+        """Whether equal prompts go through the model once; needs packing and sdpa, and no load-balancing loss."""
         balances = getattr(self.hf_model.config, "output_router_logits", False)
         return self.packing_samples and self.share_prompts and takes_lengths(self.hf_model) and not balances
 
@@ -124,7 +124,7 @@ class PretrainedWrapper(nn.Module):
     def _pack(
         self, sequences: Tensor, attention_mask: Tensor, num_actions: int | None
     ) -> tuple[PackedRow, Tensor | None]:
-        """The packed row of a batch (B, S), and its attention mask, or None if position ids say it all."""
+        """The packed row of a batch (B, S), and its attention mask; None: it follows from the position ids."""
         if num_actions is not None and self.shares_prompts:
             row = pack_shared(sequences, attention_mask, num_actions)
             if row is not None:
@@ -164,10 +164,8 @@ def model_inputs(
 ) -> dict[str, Any]:
     """Keyword arguments for a Hugging Face forward without a cache, of a batch (B, S) or a packed row (1, T).
 
-    Args:
-        attention_mask: (B, S); for a packed row None, or its segments (:func:`segments_as_mask`).
-        position_ids: (1, T) of a packed row; None: counted from the attention mask.
-        lengths: False if the model's forward itself reads the mask, as the load-balancing loss does.
+    A packed row's mask is None, or its segments (:func:`segments_as_mask`). ``lengths`` is False if the model's forward
+    itself reads the mask, as the load-balancing loss does.
     """
     if attention_mask is None and lengths and takes_lengths(module):
         attention_mask = lengths_as_mask(lengths_from_position_ids(position_ids))

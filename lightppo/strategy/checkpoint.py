@@ -113,13 +113,8 @@ def load_checkpoint(
 ) -> tuple[str, dict[str, Any]]:
     """Loads a checkpoint into a model prepared like the saved one, its optimizer and its scheduler. Collective.
 
-    Returns the checkpoint's path, and the ``client_state`` saved with it.
-
-    Args:
-        tag: None is the latest.
-        load_module_strict: refuse weights whose names do not fit.
-        load_optimizer_states: False loads only the weights.
-        load_lr_scheduler_states: False leaves the scheduler alone.
+    Returns the checkpoint's path, and the ``client_state`` saved with it. ``tag`` None is the latest;
+    ``load_module_strict`` refuses weights whose names do not fit.
     """
     engine = get_engine(model, "loading a checkpoint")
     load_dir = Path(load_dir)
@@ -242,7 +237,7 @@ def _adapters(model: Any) -> str | None:
 
 
 def _frozen_sums(module: torch.nn.Module) -> tuple[float, int]:
-    """Sums of this rank's frozen weights and, apart because one changed byte would vanish, of its 4-bit weights."""
+    """Two sums over this rank's frozen weights: dense ones, and 4-bit ones, whose changes would vanish in one sum."""
     frozen = [_own_part(p) for p in module.parameters() if not p.requires_grad]
     dense = [torch.linalg.vector_norm(p, 1, dtype=torch.float64) for p in frozen if p.is_floating_point()]
     return sum(map(float, dense)), sum(int(p.sum(dtype=torch.int64)) for p in frozen if not p.is_floating_point())

@@ -48,11 +48,10 @@ def train_config(
     overlap_comm: bool = False,
     on_cpu: bool = False,
 ) -> dict[str, Any]:
-    """Configuration of an engine that trains; the options are those of :class:`DeepspeedStrategy`.
+    """Configuration of an engine that trains; options as in :class:`DeepspeedStrategy`.
 
     Any number of ``backward`` calls make one step (``managed_gradient_accumulation: false``): the caller scales the
-    loss, and DeepSpeed averages gradients over ranks. ValueError names flags with bad values or that exclude each
-    other.
+    loss, and DeepSpeed averages gradients over ranks.
     """
     config = _common_config(zero_stage, bf16, micro_batch_size, on_cpu, sharded=zero_stage == 3, offload=param_offload)
     for is_wrong, message in (
@@ -404,7 +403,7 @@ class DeepspeedStrategy(DistributedStrategy):
         return StepOutcome(grad_norm=math.inf if skipped else grad_norm, skipped=skipped)
 
     def skip_step(self, model: Any, name: str = "model") -> None:
-        """Drops the gradient since the last step. All ranks must call it; nothing is communicated."""
+        """Drops the gradient since the last step. Collective: all ranks must decide alike."""
         engine = get_engine(model, "skip_step")
         if not zero3.has_optimizer(engine):
             raise ValueError(f"skip_step: {name} was prepared without an optimizer, so it has no gradient")

@@ -75,7 +75,7 @@ _TASKS = Path("/proc/self/task")
 
 
 def wait_for_torch_threads(seconds: float = 10.0) -> bool:
-    """Waits until torch's own threads are idle, as the last thing before Python ends; False if they are not in time.
+    """Waits until torch's own threads are idle, as the last thing before Python ends; False if ``seconds`` pass first.
 
     gloo's thread releases a collective's tensors a moment after the caller has returned, and needs Python's lock for
     it. If Python ends while the thread waits for the lock, the process aborts after all its work is done: "terminate
@@ -162,7 +162,7 @@ class DistributedStrategy:
     """The ranks of a run, as in :class:`lightppo.ranks.Ranks`."""
 
     seed: int = 42  # of Python, NumPy and torch on every rank, and of samplers
-    full_determinism: bool = field(default=False, kw_only=True)  # slower; operations without such a kernel raise
+    full_determinism: bool = field(default=False, kw_only=True)  # slower; nondeterministic operations raise
     timeout_minutes: float = field(default=30, kw_only=True)  # a longer collective ends the job
     device: torch.device = field(default=torch.device("cpu"), init=False)
 
@@ -277,9 +277,8 @@ class DistributedStrategy:
     def all_reduce(self, data: Any, op: str = "mean") -> Any:
         """Mean, sum, max or min of a tensor, a number, or a dictionary of these over all ranks. Collective.
 
-        Shapes and keys must be the same on all ranks. Tensors keep shape, device and dtype, except that the mean of
-        integers is float32 and booleans count as int64. Numbers travel as float64 and keep their type, except the mean
-        of ints.
+        Shapes and keys must be the same on all ranks. Tensors keep shape, device and dtype, but the mean of integers is
+        float32 and booleans count as int64. Numbers travel as float64; an int stays an int except under "mean".
         """
         if op not in REDUCE_OPS:
             raise ValueError(f"op must be one of {', '.join(REDUCE_OPS)}, got {op!r}")
