@@ -97,16 +97,11 @@ class HTTPClient:
         return self._ask("GET", path, None, read, **options)
 
     def post(self, path: str, body: Mapping[str, Any] | bytes, read: Read[T] = dict, **options: Any) -> T:
-        """Sends a JSON object, again and again until ``read`` accepts the answer.
+        """Sends a JSON object, again and again until ``read`` accepts the answer; raises :class:`RequestError`.
 
-        Args:
-            read: takes the result out of the answer (``{}`` for an empty one); raises ``ValueError``, ``TypeError``,
-                ``LookupError`` or a ``UserError`` for an unusable answer.
-            options: ``timeout`` per try, ``tries``, and ``on_failure(error)``, called for every failed try.
-
-        Raises:
-            RequestError: the last try failed: :class:`RefusedError`, :class:`UnreachableError`,
-                :class:`SlowServerError`.
+        ``read`` takes the result out of the answer (``{}`` for an empty one), and raises ``ValueError``, ``TypeError``,
+        ``LookupError`` or a ``UserError`` for an unusable one. Options: ``timeout`` per try, ``tries``,
+        ``on_failure(error)``.
         """
         if not isinstance(body, bytes):
             try:

@@ -85,8 +85,5 @@ class Alone:
 
 
 def level(parts: Sequence[T], ranks: Ranks, filler: Callable[[], T]) -> list[T]:
-    """Puts fillers before this rank's parts until all ranks have equally many, so that collectives match. Collective.
-
-    The last part is then real on every rank that has any.
-    """
+    """Fillers, then this rank's parts: equally many on every rank, so that collectives match. Collective."""
     return [*(filler() for _ in range(ranks.same_count(len(parts)) - len(parts))), *parts]

@@ -13,8 +13,7 @@ from typing import Any
 def load_python_function(spec: str, default_name: str, *, option: str = "") -> Callable[..., Any]:
     """Loads a function from ``path.py`` or ``path.py:name``; runs the file anew, from exactly that path.
 
-    ``default_name`` is for a ``spec`` without a name, ``option`` is the flag that errors name. A ``ValueError`` says
-    what is missing and what is there, or how the file failed.
+    A ``ValueError`` names the flag ``option``, and says what is missing and what is there, or how the file failed.
     """
     value = load_python_object(spec, default_name, option=option)
     if not callable(value):

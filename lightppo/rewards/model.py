@@ -26,8 +26,7 @@ Truncation = Literal["error", "left"]
 class RewardInputs(Protocol):
     """Turns finished samples into rows of ids for one reward model.
 
-    A row ends as the model was trained to score: with the end of the turn or of the text. A truncated answer stays
-    open.
+    A row ends as the model was trained to score: with the end of turn or of text. A truncated answer stays open.
     """
 
     pad_token_id: int  # fills rows; masked out

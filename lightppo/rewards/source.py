@@ -292,8 +292,7 @@ def check_verifier_status(
 ) -> None:
     """Raises if all scores of a batch, before shaping, are missing or at the source's minimum. Collective.
 
-    The verifier is then more likely broken than the model. Source: AReaL, ``check_verifier_status`` (there, of the
-    mean).
+    The verifier is then more likely broken than the model. Source: AReaL, ``check_verifier_status`` (of the mean).
     """
     scores = [rollout.reward for rollout in rollouts if rollout.reward is not None]
     counts = {"samples": len(rollouts), "scored": len(scores), "above": sum(score > minimum for score in scores)}

@@ -291,10 +291,7 @@ class SlotCache(DynamicCache):
         self.span.end += 1
 
     def append(self, prompts: Cache, rows: list[int], width: int) -> None:
-        """Adds ``rows`` (repeats allowed) of a cache of left-padded prompts; their last token goes to the last column.
-
-        The longest of these rows has ``width`` tokens.
-        """
+        """Adds ``rows`` of a cache of left-padded prompts, at most ``width`` tokens, to end in the last column."""
         for layer, source in zip(self.layers, prompts.layers):
             layer.append(source, rows, width, (self.slots, self.columns))
         self.span.rows += len(rows)
@@ -309,8 +306,7 @@ class SlotCache(DynamicCache):
     def make_room(self, slots: int, at_least: int) -> int:
         """Makes sure that a column is free; if none is, moves everything into new buffers of ``slots`` rows.
 
-        The first free column is then at least number ``at_least``. Returns how many columns everything moved to the
-        left.
+        The first free column is then at least number ``at_least``. Returns how many columns everything moved left.
         """
         span = self.span
         if span.end < self.columns:

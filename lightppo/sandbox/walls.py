@@ -203,8 +203,7 @@ def seccomp_available() -> bool:
 def _filter_calls(own_processes: bool, own_files: bool) -> None:
     """Filters the calls of this process and its children, for good. Needs ``no_new_privs``.
 
-    ``own_processes``: a namespace hides other processes, so forks and signals are allowed. ``own_files``: a namespace
-    hides other files, so the program may change modes and times of files.
+    With ``own_processes`` and ``own_files``, namespaces hide all others, so forks, signals and file modes are allowed.
     """
     program = _filter(own_processes, own_files)
     buffer = ctypes.create_string_buffer(program, len(program))
