@@ -35,10 +35,7 @@ class CorrectionFn(Protocol):
     def __call__(self, log_ratio: Tensor, *, action_mask: Tensor, low: float | None, high: float | None) -> Tensor:
         """Weight of each token: (B, A), or (B, 1) if the tokens of a row share it.
 
-        Args:
-            log_ratio: (B, A) float64, d within ±20; 0 at masked positions, where the weight is ignored.
-            action_mask: (B, A) bool.
-            low, high: bounds, ``None`` for a correction without.
+        ``log_ratio`` is d (B, A) float64 within ±20, 0 at masked positions, where the weight is ignored.
         """
         ...
 

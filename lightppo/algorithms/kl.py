@@ -50,15 +50,11 @@ def k3(log_ratio: Tensor) -> Tensor:
 
 
 def full_kl(logits: Tensor, ref_logits: Tensor, temperature: float = 1.0, chunk_size: int | None = None) -> Tensor:
-    """Σ_v p_v (log p_v - log q_v) with p, q = softmax(logits / temperature), (N,): the exact KL.
+    """Σ_v p_v (log p_v - log q_v) with p, q = softmax(logits / temperature), (N, V) -> (N,): the exact KL.
 
-    Only one chunk of rows is in float32 at a time; the backward pass (once only) recomputes the distributions. A token
-    with p = 0 adds 0. p > 0 where q = 0 gives inf, and NaN gradients: forbid tokens in both models or in neither.
-
-    Args:
-        logits: (N, V), any float type; the gradient is (p_v / temperature)(d_v - KL).
-        ref_logits: (N, V), never gets a gradient.
-        chunk_size: rows per chunk, ``None`` = by memory; it does not change the result.
+    Its gradient is (p_v / temperature)(d_v - KL); ``ref_logits`` get none. Only one chunk of rows is in float32 at a
+    time; the backward pass (once only) recomputes the distributions. A token with p = 0 adds 0. p > 0 where q = 0 gives
+    inf, and NaN gradients: forbid tokens in both models or in neither.
     """
     require_same_shape(logits=logits, ref_logits=ref_logits)
     if logits.dim() != 2:
@@ -110,15 +106,12 @@ def approx_kl(
 ) -> Tensor:
     """Estimate KL(policy || reference) at each sampled token, (B, A) in nats, from d = log_probs - ref_log_probs.
 
-    docs/algorithms.md gives the expected gradients, as a loss and in the reward, for tokens that the policy
-    itself sampled. Sources: Schulman, "Approximating KL Divergence" (joschu.net/blog/kl-approx.html); the gradients:
-    Tang and Munos 2025 (arXiv:2506.09477), Liu et al. 2025 (arXiv:2510.01555).
+    docs/algorithms_rewards.md gives the expected gradients, as a loss and in the reward. Sources: Schulman,
+    "Approximating KL Divergence" (joschu.net/blog/kl-approx.html); the gradients: Tang and Munos 2025
+    (arXiv:2506.09477), Liu et al. 2025 (arXiv:2510.01555).
 
     Args:
-        log_probs, ref_log_probs: (B, A), of the sampled tokens.
-        estimator: one of ``entries.KL_ESTIMATORS``, except the one over the vocabulary.
-        clip: ``--kl_clip``: limits the value to ±clip; a clipped value has no gradient, except that a straight-through
-            estimator keeps the gradient of k2. ``None``: no limit.
+        clip: limits the value to ±clip; a clipped value has no gradient, except k2's in a straight-through estimator.
         action_mask: (B, A), True = trained token; the others become 0 and get no gradient.
     """
     entry = KL_ESTIMATORS.find(estimator)

@@ -225,7 +225,6 @@ class PolicyLoss:
         a rollout.
 
         Args:
-            log_probs, old_log_probs, advantages, action_mask: (B, A), as in :class:`LossInputs`.
             normalizer: counts of the whole optimizer step; ``None`` = this micro batch is the step.
             weights: (B, A), a factor on each token's loss (off-policy correction, high-entropy mask). A token of weight
                 0 has no gradient; it still counts in the normalizer, the metrics and its row's ratio. ``None`` = all 1.
@@ -361,11 +360,8 @@ class GPTLMLoss:
     ) -> Tensor:
         """Loss of one micro batch; exactly 0, with a grad_fn, if all labels are -100.
 
-        Args:
-            logits: (B, S, V); position t predicts label t + 1.
-            labels: (B, S), ids, or -100 for no loss.
-            normalizer_tokens: tokens of the whole optimizer step, over all ranks; ``None`` = this micro batch is the
-                step.
+        Position t of ``logits`` (B, S, V) predicts label t + 1. ``normalizer_tokens`` counts the whole optimizer step
+        over all ranks; ``None``: this micro batch is the step.
         """
         if labels.shape != logits.shape[:-1]:
             raise ValueError(f"labels {tuple(labels.shape)} do not fit logits {tuple(logits.shape)}")

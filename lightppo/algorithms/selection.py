@@ -46,10 +46,8 @@ class Selection(Protocol):
     ) -> Tensor:
         """The tokens that a policy loss singles out, (N,) bool.
 
-        Args:
-            log_probs: (N,), under the policy before the first update on this rollout.
-            uniforms: (N,), a random number in [0, 1) for each token, which must not depend on ranks.
-            options: all of the loss's options (``PolicyLoss.options``).
+        ``log_probs`` are from before the first update on the rollout. ``uniforms``, in [0, 1) and independent of ranks,
+        break ties. ``options`` are all of the loss's options (``PolicyLoss.options``).
         """
         ...
 

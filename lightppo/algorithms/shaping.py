@@ -114,12 +114,8 @@ def compute_token_rewards(
     """r_t = -kl_coef·kl_t + token_scores_t on trained tokens, plus the score at the last trained token: (B, A).
 
     Source: the KL-in-reward form of RLHF, Ouyang et al. 2022 (arXiv:2203.02155), eq. 2, spread over the tokens.
-
-    Args:
-        scores: (B,), one per response.
-        action_mask: (B, A), True = trained token.
-        kl_coef: 0 if the KL is a loss term instead (``--use_kl_loss``).
-        token_scores: (B, A), dense rewards, 0 on untrained tokens, or ``None``.
+    ``scores`` are (B,); ``token_scores`` (B, A) are 0 on untrained tokens; ``kl_coef`` is 0 if the KL is a loss term
+    instead.
     """
     require_same_shape(action_mask=action_mask, kl=kl, token_scores=token_scores)
     require_one_per_row(action_mask, scores=scores)

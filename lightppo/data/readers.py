@@ -452,11 +452,8 @@ def stage_to_local(url: str, *, cache_dir: str | Path | None = None, timeout_s: 
     """Local path of a file or folder; a URL is first copied to this node's cache, unless an equal copy is there.
 
     Copies are made under a temporary name, checked for size, then renamed, so no half copy is ever used. If the remote
-    file has changed (size, time, etag), it is copied again.
-
-    Args:
-        cache_dir: a folder on the node's disk; default ``$LIGHTPPO_CACHE``, else ``~/.cache/lightppo``.
-        timeout_s: seconds to wait while another process of the node copies; then TimeoutError.
+    file has changed (size, time, etag), it is copied again. ``cache_dir`` defaults to ``$LIGHTPPO_CACHE``, else
+    ``~/.cache/lightppo``; ``timeout_s`` limits the wait for another process's copy.
     """
     if not _is_remote(url):
         return url.split("://", 1)[-1]

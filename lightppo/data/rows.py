@@ -256,8 +256,7 @@ class PromptTemplate:
     """How prompts become text, and text becomes ids, for rollouts and supervised training alike.
 
     A chat always goes through the tokenizer's chat template. Plain text does so with ``apply_chat_template`` (as one
-    user message), else through ``input_template`` with its one ``{}``, else it stays. DataError if these options
-    contradict each other or the data, or the tokenizer has no chat template.
+    user message), else through ``input_template`` with its one ``{}``, else it stays.
     """
 
     tokenizer: PreTrainedTokenizerBase

@@ -122,12 +122,8 @@ class Actor(PretrainedWrapper):
     ) -> ActionScores:
         """Log probs of the last actions, and more on request, from one forward; the same for packed and padded batches.
 
-        Args:
-            sequences, num_actions, attention_mask: as in :meth:`forward`.
-            entropy_grad: the entropy has a gradient (an entropy bonus).
-            logits: return the logits of the real actions (the KL over the whole vocabulary).
-            router_loss: return the load-balancing loss of a mixture of experts (Fedus et al. 2021, arXiv:2101.03961,
-                eq. 4-6); an error for a model without a router, or if the router gets no gradient.
+        ``entropy_grad``: the entropy has a gradient (an entropy bonus). ``logits``: of the real actions (exact KL).
+        ``router_loss``: the load-balancing loss of a mixture of experts (Fedus et al. 2021, arXiv:2101.03961, eq. 4-6).
         """
         if router_loss:
             self.check_router()
@@ -319,10 +315,9 @@ def scoring_head(model: PreTrainedModel) -> nn.Linear | None:
 def scores_from_head(
     head: nn.Linear, select: Callable[[Tensor], Tensor], labels: Tensor, temperature: float, **options: Any
 ) -> Iterator[list[Tensor]]:
-    """Makes the :func:`scoring_head` return (1, K, 1) float32 log probs, or (1, K, 2) with the entropy.
+    """Makes the :func:`scoring_head` return (1, K, 1) float32 log probs of ``labels``, or (1, K, 2) with the entropy.
 
-    ``select`` takes the K positions to score from the head's input, (B, S, H) -> (K, H); ``labels`` (K,) are their
-    tokens. Yields a list of the head's results, for :func:`is_untouched`.
+    ``select`` picks the scored positions, (B, S, H) -> (K, H). Yields the head's results, for :func:`is_untouched`.
     """
     returned: list[Tensor] = []
 

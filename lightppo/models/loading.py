@@ -1,7 +1,6 @@
-"""Hugging Face models and tokenizers, loaded for RL, and ways to make a loaded model faster.
+"""Hugging Face models and tokenizers, loaded for RL: no dropout, the requested attention, sharded under ZeRO-3.
 
-Dropout is 0, attention is as requested (or an error says why not), ZeRO-3 shards weights while they load, and a missing
-weight is an error: only a critic's value head may be new.
+A weight missing from a checkpoint is an error: only a critic's value head may be new.
 """
 
 from __future__ import annotations
@@ -90,13 +89,9 @@ def load_sequence_classifier(
 ) -> PreTrainedModel:
     """Load a model with a one-output head (critic, reward) from a classifier, a value-head model or a plain causal LM.
 
-    A new head is drawn from N(0, 1/(hidden + 1)) with a generator of its own, so it is the same on all ranks and at all
-    ZeRO stages.
-
-    Args:
-        kind: "critic": a checkpoint without a head gets a new one. "reward": that is an error.
-        value_head_prefix: the head's name in the checkpoint, e.g. ``score``, ``value_head``, ``v_head.summary``.
-        init_value_head: True: always a new head. False: never. None: by ``kind``.
+    If a critic's checkpoint has no head (``init_value_head``: in any case), a new one is drawn from N(0, 1/(hidden +
+    1)), the same on all ranks and at all ZeRO stages. ``value_head_prefix`` is the head's name in the checkpoint, e.g.
+    ``score``.
     """
     o, flag = LoadOptions(**options), flag or ("--critic_pretrain" if kind == "critic" else "--reward_pretrain")
     path, config = _load_config(path, flag, o)
@@ -195,10 +190,7 @@ def _zero_dropout_attributes(owner: PretrainedConfig | nn.Module) -> None:
 
 
 def resolve_attn_implementation(name: str, dtype: str, model_class: type | None = None) -> str | None:
-    """Turn the flag into transformers' value; None lets it choose sdpa, or eager for families without sdpa.
-
-    "auto" means flash_attention_2 if there is CUDA, an installed flash-attn, bf16 and a suitable family.
-    """
+    """The flag for transformers. "auto" is flash_attention_2 if usable, else None, and transformers chooses."""
     if name not in ATTN_IMPLEMENTATIONS:
         raise ModelLoadError(f"--attn_implementation {name!r} is not one of {', '.join(ATTN_IMPLEMENTATIONS)}")
     if dtype not in DTYPES:

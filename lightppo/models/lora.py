@@ -1,7 +1,6 @@
 """LoRA: adapters inside a Hugging Face model (arXiv:2106.09685), the reference without them, merged weights.
 
-peft puts its layers into the model itself, so the model keeps its class and its forward. This file uses peft's private
-``_disable_adapters``: its public switch also freezes the adapters' parameters, which ZeRO has already seen.
+Uses peft's private ``_disable_adapters``: its public switch also freezes adapters, which ZeRO has already seen.
 """
 
 from __future__ import annotations

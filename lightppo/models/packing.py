@@ -380,13 +380,9 @@ def micro_batches(
     a packed micro batch holds at most the budget in real tokens, and all hold about the same number; a padded one holds
     at most the budget including padding. A row above the budget is a micro batch of its own.
 
-    Rows that share a prompt stay together, and its tokens count once. Only a group above the budget is cut, into parts
-    that each hold the prompt; by samples, also a group at the border of a micro batch.
-
-    Args:
-        lengths: prompt and response tokens of each row.
-        at_least: with packed rows and a split by tokens: the least number of micro batches, which other ranks need.
-        prompts: of packed rows; equal ones are shared. None: no sharing.
+    Rows with equal ``prompts`` stay together, and the prompt's tokens count once. Only a group above the budget is cut,
+    into parts that each hold the prompt; by samples, also a group at the border of a micro batch. ``lengths`` are
+    prompt and response tokens; ``at_least`` is how many packed micro batches other ranks need.
     """
     total = [prompt + response for prompt, response in lengths]
     if spec.unit == "tokens" and not packed:

@@ -1,7 +1,6 @@
 """DeepspeedStrategy: everything that depends on the number of processes and on how they share a model.
 
-It knows modules, optimizers and collectives, but no reinforcement learning. All ranks must call methods marked
-*collective*, in the same order.
+All ranks must call methods marked *collective*, in the same order.
 """
 
 from __future__ import annotations
@@ -382,9 +381,9 @@ class DeepspeedStrategy(DistributedStrategy):
     ) -> StepOutcome | None:
         """Clips and takes one optimizer step with the gradient from ``backward``, then moves the scheduler. Collective.
 
-        If the gradient is not finite on any rank, all ranks skip the step and drop the gradient; weights, optimizer and
-        scheduler stay. Returns None before the last micro batch of a step (:meth:`accumulate`). ``scheduler`` moves in
-        addition to the one given to ``prepare``.
+        If the gradient is not finite on any rank, all ranks skip the step and drop the gradient. Returns None before
+        the last micro batch of a step (:meth:`accumulate`). ``scheduler`` moves in addition to the one given to
+        ``prepare``.
         """
         engine = get_engine(model, "optimizer_step")
         if (progress := self._accumulation.get(engine)) is not None:

@@ -169,10 +169,7 @@ class DistributedStrategy:
     # -- processes -----------------------------------------------------------------------------------------------
 
     def setup_distributed(self, timeout: timedelta | None = None) -> None:
-        """Seeds, joins the process group (nccl on CUDA, gloo on CPU) and picks this rank's device. Collective.
-
-        LaunchError for incomplete launcher variables, more ranks on this node than GPUs, or a port in use.
-        """
+        """Seeds, joins the process group (nccl on CUDA, gloo on CPU) and picks this rank's device. Collective."""
         self.set_seed(self.seed)
         _quiet_third_parties()
         import deepspeed
@@ -242,15 +239,11 @@ class DistributedStrategy:
         sampler: Sampler | None = None,
         consumed_samples: int = 0,
     ) -> DataLoader:
-        """A dataloader for this rank's share of a map-style dataset.
+        """A dataloader for this rank's share of a map-style dataset; ``batch_size`` is per rank.
 
-        Args:
-            batch_size: samples per rank and batch.
-            shuffle: seeded, different every epoch (``dataloader.sampler.set_epoch``).
-            collate_fn: list of samples → batch; ``None``: the dataset's own ``collate_fn``, if any.
-            drop_last: drop samples that do not fill every rank's batch; otherwise the last batch is smaller.
-            sampler: replaces ``RankSampler``, and with it ``shuffle`` and ``consumed_samples``.
-            consumed_samples: samples that all ranks together have taken already.
+        The order is seeded and differs every epoch (``dataloader.sampler.set_epoch``). ``consumed_samples`` counts the
+        samples that all ranks have already taken. ``sampler`` replaces ``RankSampler``; ``collate_fn`` defaults to the
+        dataset's own.
         """
         if sampler is None:
             sampler = RankSampler(
