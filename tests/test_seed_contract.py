@@ -295,7 +295,7 @@ def logged(out: Path) -> list[dict]:
 
 @pytest.mark.slow
 def test_one_process_trains_and_resumes(assets, tmp_path):
-    run_script(assets, tmp_path, "--enable_ema", "--save_hf_ckpt", launcher="python", world_size=1)
+    run_script(assets, tmp_path, "--enable_ema", "--save_hf_ckpt", world_size=1)
     rows = logged(tmp_path)
     assert [row["step"] for row in rows] == [1, 2, 3]  # 20 prompts in batches of 8: 8 + 8 + 4
     assert [row["rollout/samples"] for row in rows] == [8, 8, 4]
@@ -325,7 +325,7 @@ def test_one_process_trains_and_resumes(assets, tmp_path):
     AutoModelForSequenceClassification.from_pretrained(tmp_path / "model_critic")
 
     # The script's own resume: consumed_samples from the checkpoint, then only what is left.
-    resumed = run_script(assets, tmp_path, "--num_episodes=2", "--load_checkpoint", launcher="python", world_size=1)
+    resumed = run_script(assets, tmp_path, "--num_episodes=2", "--load_checkpoint", world_size=1)
     assert "consumed_samples: 24" in resumed.output
     assert [row["step"] for row in logged(tmp_path)] == [1, 2, 3, 4, 5, 6]
 

@@ -85,11 +85,11 @@ def test_a_run_that_is_killed_goes_on_as_if_nothing_had_happened(assets, tmp_pat
             save_steps=2,
             total_training_steps=7,  # 20 prompts in batches of 4: the second episode begins at step 6
         )
-        return run_ranks(SCRIPT, *arguments, launcher="deepspeed", **options)
+        return run_ranks(SCRIPT, *arguments, **options)
 
     launch(tmp_path / "whole")
     # Call 1 scores the evaluation before training, call k + 1 the rollouts of step k (call 7: the evaluation after 5).
-    killed = launch(tmp_path / "killed", check=False, env={"DIE_AT": "8"})
+    killed = launch(tmp_path / "killed", launcher="deepspeed", check=False, env={"DIE_AT": "8"})
     assert killed.returncode != 0
     assert max(steps(tmp_path / "killed")) == 5
     assert (tmp_path / "killed" / "ckpt" / "latest").read_text() == "global_step4"
@@ -192,7 +192,7 @@ def test_deepspeed_zero3_moving_reference_full_kl_and_corrections_resume(assets,
             save_steps=1,
             benchmark_steps=2,
         )
-        run_ranks(SCRIPT, *arguments, launcher="deepspeed")
+        run_ranks(SCRIPT, *arguments)
         return steps(tmp_path)
 
     whole = launch()

@@ -580,9 +580,7 @@ def test_gradients_at_every_zero_stage(world_size: int, causal_lm: MakeModel, ra
         ((scores.log_probs + 2 * scores.entropy) * batch["weights"]).sum().backward()
         expected[name] = {n: p.grad for n, p in actor.model.named_parameters()}
         assert max(float(g.abs().max()) for g in expected[name].values()) > 1e-2
-    run_ranks(
-        WORKER, tmp_path, launcher="python" if world_size == 1 else "deepspeed", world_size=world_size, timeout=400
-    )
+    run_ranks(WORKER, tmp_path, world_size=world_size, timeout=400)
     found = torch.load(tmp_path / "found.pt")
     for name, stage in worker.CASES:
         assert found[name, stage].keys() == expected[name].keys()

@@ -316,7 +316,7 @@ def test_loading_under_zero3(
     batch = {"sequences": sequences, "mask": mask, "num_actions": num_actions, "weights": weights}
     torch.save(batch, tmp_path / "batch.pt")
 
-    run_ranks(WORKER, tmp_path, launcher="torchrun", timeout=400)
+    run_ranks(WORKER, tmp_path, timeout=400)
     ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)]
 
     for seen in ranks:

@@ -369,7 +369,7 @@ def test_uneven_ranks_under_zero3(judge, other, asked, tmp_path):
     ]
     (tmp_path / "rows.json").write_text(json.dumps(rows))
     splits = [6, 0, 5]
-    run_ranks(WORKER, tmp_path, plain, judge, json.dumps(splits), launcher="torchrun", timeout=300)
+    run_ranks(WORKER, tmp_path, plain, judge, json.dumps(splits), timeout=300)
     ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
     expected = judged(judge, Retemplated(other), asked)
     with torch.no_grad():

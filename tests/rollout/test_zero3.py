@@ -26,7 +26,7 @@ def test_ranks_with_different_numbers_of_prompts(tmp_path, llama, tokenizer, act
         prompts, SamplingParams(max_new_tokens=8, n=2, seed=3)
     )
     whole = [r.response_ids for r in rollouts]
-    run_ranks(WORKER, tmp_path, json.dumps({"texts": TEXTS, "splits": SPLITS}), launcher="torchrun", timeout=300)
+    run_ranks(WORKER, tmp_path, json.dumps({"texts": TEXTS, "splits": SPLITS}), timeout=300)
     ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
     for first, second in zip(ranks[0]["before"], ranks[1]["before"]):
         assert first + second == whole  # the same samples as one process draws

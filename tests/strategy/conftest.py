@@ -1,4 +1,4 @@
-"""Checks that run on several ranks: scripts in ``ranks/`` under the real launchers."""
+"""Checks that run on several ranks: scripts in ``ranks/``."""
 
 from __future__ import annotations
 

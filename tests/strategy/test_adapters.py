@@ -18,8 +18,8 @@ def test_adapters_on_two_ranks(run_checks, tmp_path):
 
 def test_adapters_in_one_process(run_checks):
     checks = ("check_adapters_train_as_in_plain_peft", "check_critic", "check_write")
-    run_checks("adapters.py", *checks, launcher="python", world_size=1, timeout=300)
-    run_checks("adapters.py", "check_resume", launcher="python", world_size=1, timeout=400)
+    run_checks("adapters.py", *checks, world_size=1, timeout=300)
+    run_checks("adapters.py", "check_resume", world_size=1, timeout=400)
 
 
 def test_quantised_weights_on_two_ranks(run_checks, tmp_path):
@@ -36,5 +36,5 @@ def test_quantised_weights_on_two_ranks(run_checks, tmp_path):
 
 def test_quantised_weights_in_one_process(run_checks):
     checks = ("check_the_bits_are_nobodys_business", "check_critic", "check_write")
-    run_checks("quantised.py", *checks, launcher="python", world_size=1, timeout=300)
-    run_checks("quantised.py", "check_resume", launcher="python", world_size=1, timeout=200)
+    run_checks("quantised.py", *checks, world_size=1, timeout=300)
+    run_checks("quantised.py", "check_resume", world_size=1, timeout=200)

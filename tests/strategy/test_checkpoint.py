@@ -9,14 +9,10 @@ def test_written_by_two_ranks_and_resumed_by_two_new_ones(run_checks):
         "check_write",
         "check_rotation_and_errors",
         "check_save_model",
-        launcher="deepspeed",
-        world_size=2,
     )
     run_checks(
         "files.py",
         "check_resume",
         "check_weights_alone",
         "check_folders_and_bad_models",
-        launcher="torchrun",
-        world_size=2,
     )

@@ -103,7 +103,7 @@ def test_two_ranks_under_the_deepspeed_launcher(run_checks):
 
 def test_one_process_without_a_launcher(run_checks):
     checks = ("check_zero_equals_plain_torch", "check_skip_step", "check_moving_average")
-    run_checks("engines.py", *checks, launcher="python", world_size=1, timeout=400)
+    run_checks("engines.py", *checks, world_size=1, timeout=400)
 
 
 def test_a_rank_that_is_lost_ends_the_job(tmp_path):

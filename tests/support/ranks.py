@@ -1,21 +1,43 @@
-"""Running a script on several ranks under the real launchers."""
+"""Running a script on several ranks: under the real launchers, or forked from a process that has the imports done."""
 
 from __future__ import annotations
 
+import functools
+import multiprocessing
 import os
 import random
 import socket
 import subprocess
 import sys
+import tempfile
 import uuid
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import psutil
 import pytest
 
 REPO = Path(__file__).parents[2]
-_LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+ENVIRONMENT = {
+    "CUDA_VISIBLE_DEVICES": "",
+    "DS_ACCELERATOR": "cpu",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "ARROW_DEFAULT_MEMORY_POOL": "system",  # Arrow's own has a thread, which a fork would lack
+    "PYTHONPATH": os.pathsep.join([str(REPO), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
+    "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+}
+PRELOADED = (
+    "deepspeed",
+    "datasets",
+    "peft",
+    "lightppo.compat",
+    "lightppo.trainer.build",
+    "lightppo.trainer.supervised",
+)
 
 
 @dataclass(frozen=True)
@@ -61,36 +83,47 @@ def launch_command(launcher: str, world_size: int, script: Path, args: list[str]
 def run_ranks(
     script: Path,
     *args: str | Path,
-    launcher: str = "deepspeed",
+    launcher: str = "fork",
     world_size: int = 2,
     timeout: float = 400,
     check: bool = True,
     env: dict[str, str] | None = None,
 ) -> RanksResult:
-    """Runs ``script args…`` on CPU ranks in a session of its own; nothing of it outlives the call.
+    """Runs ``script args…`` on CPU ranks in sessions of their own; nothing of it outlives the call.
 
     Args:
         script: path of a Python script.
         *args: its arguments.
-        launcher: "deepspeed", "torchrun", or "python" (one rank without a launcher).
+        launcher: "deepspeed", "torchrun", "python" (one rank without a launcher), or "fork": the same without the
+            imports, which take longer than most tests. The others are for what depends on how a process starts or ends.
         world_size: number of ranks; 1 for "python".
         timeout: seconds until the whole run is killed and the test fails.
         check: fail the test when the exit code is not 0.
-        env: additional environment variables.
+        env: additional environment variables; for "fork" none that are read at import.
     """
+    words = [str(arg) for arg in args]
     marker = f"lightppo-test-{uuid.uuid4()}"
-    environment = {name: value for name, value in os.environ.items() if name not in _LAUNCHER_VARIABLES}
-    environment |= {
-        "LIGHTPPO_TEST_RUN": marker,
-        "CUDA_VISIBLE_DEVICES": "",
-        "DS_ACCELERATOR": "cpu",
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": os.pathsep.join([str(REPO), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        **(env or {}),
-    }
-    command = launch_command(launcher, world_size, script, [str(arg) for arg in args])
+    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
+    environment |= {"LIGHTPPO_TEST_RUN": marker, **ENVIRONMENT, **(env or {})}
+    try:
+        if launcher == "fork":
+            code, output = run_forked(script, words, world_size, environment, timeout)
+        else:
+            command = launch_command(launcher, world_size, script, words)
+            code, output = run_launcher(command, environment, timeout, marker)
+    finally:
+        # torchrun starts its workers in further sessions, so the process group alone would miss them.
+        kill_marked(marker)
+    if code is None or (check and code != 0):
+        end = f"took longer than {timeout} s" if code is None else f"ended with {code}"
+        pytest.fail(f"{launcher}, {world_size} ranks of {script} {' '.join(words)}: {end}:\n{output[-6000:]}")
+    return RanksResult(code, output)
+
+
+def run_launcher(
+    command: list[str], environment: dict[str, str], timeout: float, marker: str
+) -> tuple[int | None, str]:
+    """Exit code, None after the time-out, and output."""
     process = subprocess.Popen(
         command,
         env=environment,
@@ -100,20 +133,46 @@ def run_ranks(
         text=True,
         start_new_session=True,
     )
-    timed_out = False
     try:
         output, _ = process.communicate(timeout=timeout)
+        return process.returncode, output
     except subprocess.TimeoutExpired:
-        timed_out = True
-    finally:
-        # torchrun starts its workers in further sessions, so the process group alone would miss them.
         kill_marked(marker)
-    if timed_out:
         output, _ = process.communicate()
-        pytest.fail(f"{' '.join(command)} took longer than {timeout} s:\n{output[-6000:]}")
-    if check and process.returncode != 0:
-        pytest.fail(f"{' '.join(command)} ended with {process.returncode}:\n{output[-6000:]}")
-    return RanksResult(process.returncode, output)
+        return None, output
+
+
+def run_forked(
+    script: Path, words: list[str], world_size: int, environment: dict[str, str], timeout: float
+) -> tuple[int | None, str]:
+    """As :func:`run_launcher`, with the variables that a launcher sets; a single rank has none."""
+    ranks = [environment]
+    if world_size > 1:
+        shared = environment | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        shared |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world_size))
+        ranks = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world_size)]
+    with tempfile.NamedTemporaryFile("r", prefix="lightppo-ranks-", errors="replace") as log:
+        job = {"script": str(script), "words": words, "environments": ranks, "folder": os.getcwd(), "log": log.name}
+        server = fork_server()
+        try:
+            server.send(job | {"timeout": timeout})
+            code = server.recv()
+        except BaseException:  # of a test that is broken off: the server ends, and its ranks with it
+            server.close()
+            fork_server.cache_clear()
+            raise
+        return code, log.read()
+
+
+@functools.cache
+def fork_server() -> Connection:
+    """This end of the connection to a process of support/fork_server.py, which ends with it."""
+    ours, its = multiprocessing.Pipe()
+    with its:
+        command = [sys.executable, "-u", str(Path(__file__).with_name("fork_server.py")), str(its.fileno()), *PRELOADED]
+        environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
+        subprocess.Popen(command, env=environment | ENVIRONMENT, pass_fds=[its.fileno()], start_new_session=True)
+    return ours
 
 
 def kill_marked(marker: str) -> None:

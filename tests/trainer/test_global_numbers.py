@@ -1,4 +1,4 @@
-"""One rank and two (gloo, the real launcher) agree on everything that is over all ranks, however samples are spread."""
+"""One rank and two (gloo) agree on everything that is over all ranks, however samples are spread."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ pytestmark = pytest.mark.slow
 def found(tiny_model, tmp_path_factory) -> dict[int, dict[Any, Any]]:
     """What each number of ranks found."""
     out, cases = tmp_path_factory.mktemp("global"), {}
-    for world_size, launcher in ((1, "python"), (2, "deepspeed")):
+    for world_size in (1, 2):
         path = out / f"{world_size}.pt"
-        run_ranks(SCRIPT, tiny_model, path, launcher=launcher, world_size=world_size, timeout=300)
+        run_ranks(SCRIPT, tiny_model, path, world_size=world_size, timeout=300)
         cases[world_size] = torch.load(path)
     return cases
 

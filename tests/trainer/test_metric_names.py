@@ -87,7 +87,6 @@ def test_a_run_logs_what_is_documented_and_nothing_else(tiny_model, tmp_path):
         *("--rollout_batch_size=4", "--train_batch_size=2", "--micro_train_batch_size=1", "--generate_max_len=4"),
         *("--prompt_max_len=16", "--use_kl_loss", "--peak_tflops=1", "--eval_n_samples=3", "--num_examine=0"),
         *("--dual_clip=3", "--high_entropy_token_ratio=0.5"),
-        launcher="python",
         world_size=1,
     )
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

@@ -1,4 +1,4 @@
-"""Dynamic sampling under ZeRO-3 on two ranks, with the real launcher: one rank has nothing, no hang, resumed."""
+"""Dynamic sampling under ZeRO-3 on two ranks: one rank has nothing, no hang, resumed."""
 
 from __future__ import annotations
 

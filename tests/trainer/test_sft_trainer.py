@@ -1,4 +1,4 @@
-"""examples/train_sft.py and SFTTrainer: against plain torch, under every launcher; bad input."""
+"""examples/train_sft.py and SFTTrainer: against plain torch, on one rank and two; bad input."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def options(model: str, dataset: str, folder: Path, micro: int, *more: str) -> l
 
 @pytest.mark.parametrize(
     ("launcher", "world_size", "micro", "zero_stage"),
-    [("python", 1, 1, 1), ("deepspeed", 2, 2, 3), ("torchrun", 2, 1, 2)],
+    [("fork", 1, 1, 1), ("deepspeed", 2, 2, 3), ("fork", 2, 1, 2)],
 )
 def test_steps_are_those_of_plain_torch(tiny_model, dataset, plain, tmp_path, launcher, world_size, micro, zero_stage):
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -109,7 +109,7 @@ def test_steps_are_those_of_plain_torch(tiny_model, dataset, plain, tmp_path, la
 
 def test_max_steps_goes_on_into_further_epochs_and_the_rate_falls(tiny_model, dataset, tmp_path):
     arguments = [a for a in options(tiny_model, dataset, tmp_path, 4) if not a.startswith(("--num_epochs", "--lr_sch"))]
-    run_ranks(SCRIPT, *arguments, "--max_steps=5", "--lr_scheduler=linear", launcher="python", world_size=1)
+    run_ranks(SCRIPT, *arguments, "--max_steps=5", "--lr_scheduler=linear", world_size=1)
     logged = [json.loads(line) for line in (tmp_path / "sft.jsonl").read_text().splitlines()]
     assert [row["train/epoch"] for row in logged] == [0, 0, 0, 1, 1]
     # linear to 0 over 5 steps: 5/5, 4/5, … of the peak
@@ -176,9 +176,7 @@ class TestBadInput:
         assert "--micro_train_batch_size 8 × 3 ranks" in capsys.readouterr().err
 
     def test_a_missing_model_or_column_is_one_line(self, tiny_model, dataset, tmp_path):
-        result = run_ranks(
-            SCRIPT, "--pretrain=/no/such", f"--dataset={dataset}", launcher="python", world_size=1, check=False
-        )
+        result = run_ranks(SCRIPT, "--pretrain=/no/such", f"--dataset={dataset}", world_size=1, check=False)
         assert result.returncode == 1
         assert "train_sft.py: error: --pretrain /no/such" in result.output
         assert "Traceback" not in result.output

@@ -1,0 +1,96 @@
+"""A process that has heavy imports done, and forks ranks of scripts which then need not do them.
+
+    python -u fork_server.py FD MODULE…
+
+FD is one end of a ``multiprocessing.Pipe``. A job that comes through it has a script, its words, a folder, a log, the
+environment of each rank and a time-out; what goes back is an exit code, or None after the time-out.
+
+Nothing is computed here before a fork, so there are no threads that a rank would miss. A forked rank differs from one
+of a launcher in this: what modules read from the environment while they are imported, and the seed of ``hash``, are
+the server's; and Python is not taken down at the end.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import importlib
+import multiprocessing
+import os
+import runpy
+import signal
+import sys
+import time
+from contextlib import suppress
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkProcess
+from pathlib import Path
+from typing import Any
+
+GRACE = 10  # seconds that ranks have after one has failed, to say why they fail too
+
+
+def main() -> None:
+    control = Connection(int(sys.argv[1]))
+    for name in sys.argv[2:]:
+        with suppress(ImportError):  # of an extra that is not installed; a script that needs it says so
+            importlib.import_module(name)
+    # Arrow's jemalloc stops its thread before a fork, and starts it after one.
+    threads = {(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()}
+    assert len(threads - {"jemalloc_bg_thd"}) == 1, f"an import started threads, which forks would lack: {threads}"
+    gc.freeze()  # no rank copies what it never touches
+    while True:
+        try:
+            job = control.recv()
+        except EOFError:  # the tests have ended
+            return
+        start = multiprocessing.get_context("fork").Process
+        ranks = [start(target=run, args=(control, job, environment)) for environment in job["environments"]]
+        for rank in ranks:
+            rank.start()
+        control.send(watch(ranks, control, job["timeout"]))
+
+
+def run(control: Connection, job: dict[str, Any], environment: dict[str, str]) -> None:
+    """As ``python -u script words…`` would, in a session of its own."""
+    os.setsid()
+    control.close()
+    log = os.open(job["log"], os.O_WRONLY | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(job["folder"])
+    sys.argv = [job["script"], *job["words"]]
+    sys.path[:1] = [str(Path(job["script"]).parent), *environment["PYTHONPATH"].split(os.pathsep)]
+    try:
+        runpy.run_path(job["script"], run_name="__main__")
+    finally:
+        atexit._run_exitfuncs()
+
+
+def watch(ranks: list[ForkProcess], control: Connection, timeout: float) -> int | None:
+    """Waits for ranks to end. What is left is killed soon after one has failed, and as soon as time or tests are over.
+
+    Returns:
+        the first exit code that is not 0, as a launcher does; None after the time-out.
+    """
+    deadline, first = time.monotonic() + timeout, 0
+    while running := [rank for rank in ranks if rank.exitcode is None]:
+        ready = wait([control, *(rank.sentinel for rank in running)], max(0, deadline - time.monotonic()))
+        if not ready or control in ready:
+            first = first or None
+            break
+        if not first and (first := next((rank.exitcode for rank in running if rank.exitcode), 0)):
+            deadline = min(deadline, time.monotonic() + GRACE)
+    for rank in ranks:
+        rank.kill()
+        with suppress(ProcessLookupError):
+            os.killpg(rank.pid, signal.SIGKILL)  # also what a rank that has ended left behind
+        rank.join()
+        rank.close()
+    return first
+
+
+if __name__ == "__main__":
+    main()
