@@ -3,6 +3,7 @@
 import os
 import random
 import sys
+from itertools import islice
 
 import pytest
 
@@ -11,7 +12,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    slow_files_first(items, shares=getattr(config, "workerinput", {}).get("workercount", 1))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
@@ -20,6 +22,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+def slow_files_first(items: list[pytest.Item], shares: int) -> None:
+    """Each test process begins with files of long tests, so that what is left for whoever has time is short.
+
+    With --dist worksteal, a process starts with a part of the list, and takes from the end of another's.
+    """
+    slow_files = list(dict.fromkeys(item.path for item in items if item.get_closest_marker("slow")))
+    parts: list[list[pytest.Item]] = [[] for _ in range(shares)]
+    for item in items:
+        if item.path in slow_files:
+            parts[slow_files.index(item.path) % shares].append(item)
+    others = iter([item for item in items if item.path not in slow_files])
+    length = len(items) // shares
+    items[:] = [item for part in parts for item in (*part, *islice(others, max(0, length - len(part))))] + list(others)
 
 
 @pytest.fixture(autouse=True)

@@ -28,7 +28,7 @@ class JsonServer:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
         self.reset()
         server = self
 
@@ -37,15 +37,15 @@ class JsonServer:
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or "null")
-                with server._lock:
+                with server.lock:
                     server.requests.append((self.path, body))
                     server.headers.append(dict(self.headers))
                     n = len(server.requests)
-                    server._now += 1
-                    server.most_at_once = max(server.most_at_once, server._now)
+                    server.now += 1
+                    server.most_at_once = max(server.most_at_once, server.now)
                 status, answer = server.reply(self.path, body, n)
-                with server._lock:
-                    server._now -= 1
+                with server.lock:
+                    server.now -= 1
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(answer)))
                 if server.location:
@@ -72,7 +72,7 @@ class JsonServer:
         """As new, at the same address."""
         self.requests: list[tuple[str, Any]] = []
         self.headers: list[dict[str, str]] = []
-        self.most_at_once = self._now = 0
+        self.most_at_once = self.now = 0
         self.reply: Callable[[str, Any, int], Reply] = lambda path, body, n: ok()
         self.location: str | None = None
         self.cookie: str | None = None

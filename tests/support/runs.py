@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,14 @@ def rows(folder: Path) -> list[dict[str, Any]]:
         for row in found
         if "rollout/reward" in row
     ]
+
+
+def forget_checkpoints(folder: Path, after: int) -> None:
+    """Removes those of later steps: the run goes on from ``after`` when it is started again."""
+    later = [path for path in folder.glob("_*/global_step*") if int(path.name.removeprefix("global_step")) > after]
+    assert later, f"{folder} has no checkpoint after step {after}"
+    for path in later:
+        shutil.rmtree(path)
 
 
 def whole_weights(trainer: Any, name: str) -> dict[str, Any]:

@@ -229,7 +229,7 @@ def test_state_and_random_numbers_come_back(tmp_path):
 
 def test_random_numbers_of_every_rank_are_in_the_checkpoint(tmp_path):
     def save(strategy: FakeStrategy) -> None:
-        mine = SavingStrategy(strategy.rank, 2, strategy._exchange)
+        mine = SavingStrategy(strategy.rank, 2, strategy.exchange)
         gather = mine.all_gather_object
         # Threads share one generator; what a rank hands in is its own.
         mine.all_gather_object = lambda obj: gather({"of rank": mine.rank} if isinstance(obj, dict) else obj)
