@@ -15,7 +15,7 @@ from lightppo.errors import ModelLoadError
 from lightppo.models.actor import Actor, scoring_head
 from lightppo.models.critic import Critic
 from lightppo.models.lora import AdaptersOff, LoraOptions, adapters_off, add_adapters, layer_of, merge, target_layers
-from lightppo.rollout.weight_sync import full_weights
+from lightppo.rollout.weights import full_weights
 
 
 def adapted(model: PreTrainedModel, **options) -> Actor:

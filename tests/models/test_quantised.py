@@ -21,7 +21,7 @@ from lightppo.models.critic import Critic
 from lightppo.models.loading import compile_layers, head_names, load_causal_lm
 from lightppo.models.lora import AdaptersOff, LoraOptions, add_adapters, merge
 from lightppo.models.quantised import BLOCK, dense_weight, quantise, quantised_layers
-from lightppo.rollout.weight_sync import full_weights
+from lightppo.rollout.weights import full_weights
 from lightppo.strategy.zero3 import parameter_count
 
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma", "gemma2", "gpt2", "gpt_neox", "opt")

@@ -18,7 +18,7 @@ from lightppo.models.actor import Actor
 from lightppo.models.lora import AdaptersOff, LoraOptions, add_adapters
 from lightppo.rollout.engine import RolloutEngine, SamplingParams
 from lightppo.rollout.hf import HFRolloutEngine
-from lightppo.rollout.weight_sync import full_weights
+from lightppo.rollout.weights import full_weights
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from lightppo.rollout.server_worker import KeyGate
-from lightppo.rollout.serving import server_command, server_environment, socket_folder
+from lightppo.rollout.serving import KeyGate, server_command, server_environment, socket_folder
 
 REPO = Path(__file__).parents[2]
 
@@ -37,13 +36,15 @@ def gpu(monkeypatch):
 def test_the_command_has_what_pushes_need(installed, gpu):
     command = server_command("model", "127.0.0.1", 8000, ["--dtype", "float32"])
     assert command[:3] == [sys.executable, "-m", "lightppo.rollout.serving"]
-    options = dict(zip(command[3::2], command[4::2]))
-    assert options == {
+    assert command[3:].count("--enable-scale-out") == 1
+    words = [word for word in command[3:] if word != "--enable-scale-out"]
+    assert dict(zip(words[::2], words[1::2])) == {
         "--model": "model",
         "--host": "127.0.0.1",
         "--port": "8000",
-        "--worker-extension-cls": "lightppo.rollout.server_worker.WeightReceiver",
-        "--middleware": "lightppo.rollout.server_worker.KeyGate",
+        "--worker-extension-cls": "lightppo.rollout.vllm_worker.WorkerExtension",
+        "--weight-transfer-config": '{"backend": "lightppo"}',
+        "--middleware": "lightppo.rollout.serving.KeyGate",
         "--generation-config": "vllm",
         "--uvicorn-log-level": "warning",
         "--dtype": "float32",
@@ -82,6 +83,7 @@ def test_without_vllm_it_says_so(monkeypatch):
         (["--api-key", "s3cret"], "--api-key cannot be given here: name the variable of the key by --api_key_env"),
         (["--api_key=s3cret"], "--api-key cannot be given here"),
         (["--worker_extension_cls", "mine.Worker"], "--worker-extension-cls cannot be given here"),
+        (["--weight-transfer-config", "{}"], "--weight-transfer-config cannot be given here"),
         (["--data-parallel-size", "2"], "--data-parallel-size cannot be given here: .*start several servers"),
         (["--api_key_env", "NO_SUCH_KEY"], "--api_key_env: environment variable NO_SUCH_KEY is not set"),
     ],

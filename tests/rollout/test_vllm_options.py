@@ -2,23 +2,23 @@
 
 import importlib.util
 import math
+from types import SimpleNamespace
 
 import pytest
 from support.tiny import tiny_config
+from transformers import LlamaConfig
 
 from lightppo.config import PPOConfig
 from lightppo.data.records import Prompt
 from lightppo.errors import ConfigError
-from lightppo.rollout import vllm_options
 from lightppo.rollout.engine import SamplingParams
 from lightppo.rollout.sampling import request_seed
-from lightppo.rollout.vllm_options import (
+from lightppo.rollout.vllm import (
     ResponseReader,
     check_installed,
-    check_request_lengths,
     cpu_kv_cache_bytes,
     engine_arguments,
-    vllm_sampling,
+    set_environment,
     vocabulary_limits,
 )
 
@@ -74,18 +74,33 @@ def test_size_of_the_kv_cache_on_a_cpu():
     assert cpu_kv_cache_bytes(tiny_config(), 10**6, 4096) == 4 << 30
 
 
-def test_sampling_parameters():
+def model(vocab_size=30):
+    return SimpleNamespace(config=LlamaConfig(vocab_size=vocab_size), generation_config=None)
+
+
+@pytest.fixture
+def reader_of(tokenizer):
+    def make(sampling, prompts=(), max_model_len=100):
+        return ResponseReader(tokenizer, model(), prompts, sampling, max_model_len)
+
+    return make
+
+
+def test_sampling_parameters(reader_of):
     sampling = SamplingParams(
-        max_new_tokens=9, min_new_tokens=2, temperature=0.5, top_p=0.9, top_k=5, repetition_penalty=1.1, stop=("x",)
-    )
-    told = vllm_sampling(sampling, [2, 7], seed=11)
+        max_new_tokens=9, min_new_tokens=2, temperature=0.5, top_p=0.9, top_k=5, repetition_penalty=1.1, stop=("x",),
+        stop_token_ids=(7,),
+    )  # fmt: skip
+    told = reader_of(sampling).parameters((5, 1))
     assert told == {
         "max_tokens": 9, "min_tokens": 2, "temperature": 0.5, "top_p": 0.9, "top_k": 5, "repetition_penalty": 1.1,
-        "seed": 11, "stop_token_ids": [2, 7], "ignore_eos": True, "logprobs": 0, "stop": ["x"],
+        "seed": request_seed(0, 5, 1), "stop_token_ids": [1, 7], "ignore_eos": True, "logprobs": 0, "detokenize": True,
+        "stop": ["x"],
     }  # fmt: skip
     for greedy in (SamplingParams(do_sample=False, temperature=0.5, top_p=0.3, top_k=2), SamplingParams(temperature=0)):
-        told = vllm_sampling(greedy, [], seed=0)
+        told = reader_of(greedy).parameters((0, 0))
         assert (told["temperature"], told["top_p"], told["top_k"]) == (0.0, 1.0, 0)
+        assert not told["detokenize"]
 
 
 def test_seeds_of_requests():
@@ -101,9 +116,8 @@ class TestAnswers:
     prompt = Prompt("ab", [3, 4], index=5)
 
     @pytest.fixture
-    def reader(self, tokenizer):
-        sampling = SamplingParams(stop=("c",), stop_token_ids=(9,))
-        return ResponseReader(tokenizer, sampling, generation_config=None, vocab_size=30)
+    def reader(self, reader_of):
+        return reader_of(SamplingParams(stop=("c",), stop_token_ids=(9,)))
 
     def test_a_rollout(self, reader, tokenizer):
         ids = tokenizer.encode("dac")
@@ -126,11 +140,13 @@ class TestAnswers:
         with pytest.raises(RuntimeError, match="prompt 5"):
             reader.rollout(self.prompt, 0, [4], log_probs, reason)
 
-    def test_unknown_words_and_ids(self, tokenizer):
+    def test_unknown_words_and_ids(self, reader_of):
         with pytest.raises(ValueError, match="bad_words"):
-            ResponseReader(tokenizer, SamplingParams(bad_words=("Ω",)), generation_config=None, vocab_size=30)
+            reader_of(SamplingParams(bad_words=("Ω",)))
         with pytest.raises(ValueError, match="stop_token_ids"):
-            ResponseReader(tokenizer, SamplingParams(stop_token_ids=(30,)), generation_config=None, vocab_size=30)
+            reader_of(SamplingParams(stop_token_ids=(30,)))
+        with pytest.raises(ValueError, match="first_token_temperature"):
+            reader_of(SamplingParams(first_token_temperature=2.0))
 
 
 class Bounded:
@@ -149,16 +165,16 @@ class Bounded:
     ],
 )
 def test_vocabulary_limits(tokenizer, actor, vocab_size, expected):
-    assert vocabulary_limits(tokenizer, actor, vocab_size) == expected
+    assert vocabulary_limits(tokenizer, actor, model(vocab_size)) == expected
 
 
-def test_lengths():
+def test_lengths(reader_of):
     prompts = [Prompt("", [1] * 6, index=0), Prompt("", [1] * 7, index=1)]
-    check_request_lengths(prompts, SamplingParams(max_new_tokens=3), 10)
+    reader_of(SamplingParams(max_new_tokens=3), prompts, 10)
     with pytest.raises(ValueError, match=r"prompt 1 has 7 tokens.*--max_model_len"):
-        check_request_lengths(prompts, SamplingParams(max_new_tokens=4), 10)
+        reader_of(SamplingParams(max_new_tokens=4), prompts, 10)
     with pytest.raises(ValueError, match="prompt 2 has no tokens"):
-        check_request_lengths([Prompt("", [], index=2)], SamplingParams(), 5000)
+        reader_of(SamplingParams(), [Prompt("", [], index=2)], 5000)
 
 
 def test_environment(monkeypatch):
@@ -168,7 +184,7 @@ def test_environment(monkeypatch):
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")  # cannot be
     import os
 
-    vllm_options.set_environment()
+    set_environment()
     assert os.environ["VLLM_LOGGING_LEVEL"] == "DEBUG"
     assert os.environ["VLLM_NO_USAGE_STATS"] == "1"
     assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "0"

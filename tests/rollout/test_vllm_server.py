@@ -1,30 +1,35 @@
 """The server engine over fake servers: sharing out, weight pushes, lost servers, errors on every rank."""
 
+import base64
 import json
 import logging
+import math
 import os
 import subprocess
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from support.fake_vllm import FakeVLLM, made_up_ids, tensors_of
+from support.fake_vllm import FakeVLLM, answers, made_up_ids
 from support.ranks import free_port
 
 from lightppo.config import PPOConfig
 from lightppo.data.records import Prompt
-from lightppo.errors import RolloutError
+from lightppo.errors import RefusedError, RequestError, RolloutError, UnreachableError
 from lightppo.models.actor import Actor
 from lightppo.models.lora import LoraOptions, add_adapters
 from lightppo.rollout.engine import RolloutEngine, SamplingParams
 from lightppo.rollout.sampling import request_seed
-from lightppo.rollout.server_worker import architecture
-from lightppo.rollout.vllm_server import VLLMServerRolloutEngine
+from lightppo.rollout.vllm_server import VLLMServer, VLLMServerRolloutEngine
+from lightppo.rollout.weights import architecture, full_weights, trainer_fingerprints
 from lightppo.trainer.launch import run
 
 GREEDY = SamplingParams(max_new_tokens=3, do_sample=False)
+GENERATE = "/inference/v1/generate"
+STEPS = ["/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update"]
+PUSH = ["/pause?mode=abort", *(route for step in STEPS for route in (step, "lightppo_problem"))]
+PUSH += ["/update_weight_version", "/resume"]
 
 
 class OneRank:
@@ -79,11 +84,15 @@ def build(fakes, llama, tokenizer, tmp_path):
 
 
 def completions(server):
-    return [body for route, body in server.requests if route == "/v1/completions"]
+    return server.bodies(GENERATE)
 
 
 def failing(text=b"engine is dead", after=0):
     return lambda body, n: (500, text) if n > after else None
+
+
+def admit_failing(server):
+    server.replies["lightppo_admit"] = failing()
 
 
 class TestGenerate:
@@ -108,6 +117,7 @@ class TestGenerate:
         )
         build(urls=[fakes[0].url]).generate(prompts[:1], sampling)
         (body,) = completions(fakes[0])
+        body = body["sampling_params"]
         expected = {"max_tokens": 4, "min_tokens": 2, "temperature": 0.7, "top_p": 0.9, "top_k": 5, "stop": ["ab"]}
         assert expected.items() <= body.items()
         assert body["stop_token_ids"] == [1, 7]
@@ -118,7 +128,7 @@ class TestGenerate:
         lengths = [12, 6, 6, 3]
         prompts = [Prompt("a" * n, tokenizer.encode("a" * n), index=i) for i, n in enumerate(lengths)]
         build(vllm_server_concurrency=4).generate(prompts, GREEDY)
-        shares = [sorted(len(body["prompt"]) for body in completions(server)) for server in fakes]
+        shares = [sorted(len(body["token_ids"]) for body in completions(server)) for server in fakes]
         assert sorted(shares) == [[3, 12], [6, 6]]
 
     def test_no_prompts(self, build):
@@ -142,10 +152,10 @@ class TestGenerate:
     def test_log_probs_that_are_no_numbers_are_an_error(self, build, fakes, prompts):
         def reply(body, n):
             choice = fakes[0].choice(body)
-            choice["logprobs"]["token_logprobs"][1] = None
+            choice["logprobs"]["content"][1]["logprob"] = -9999.0  # what vLLM makes of NaN
             return 200, json.dumps({"choices": [choice]}).encode()
 
-        fakes[0].replies["/v1/completions"] = reply
+        fakes[0].replies[GENERATE] = reply
         with pytest.raises(FloatingPointError, match="prompt 100, response token 1"):
             build(urls=[fakes[0].url]).generate(prompts[:1], GREEDY)
 
@@ -154,90 +164,120 @@ class TestLostServers:
     def test_its_requests_go_to_the_others(self, build, fakes, prompts, caplog):
         engine = build(vllm_server_concurrency=1)
         whole = [r.response_ids for r in engine.generate(prompts, GREEDY)]
-        fakes[0].replies["/v1/completions"] = failing(after=len(completions(fakes[0])) + 1)
+        fakes[0].replies[GENERATE] = failing(after=len(completions(fakes[0])) + 1)
         with caplog.at_level(logging.WARNING):
             again = [r.response_ids for r in engine.generate(prompts, GREEDY)]
         assert again == whole
-        assert f"vLLM server {fakes[0].url}: /v1/completions: HTTP 500: engine is dead; lost until" in caplog.text
+        assert (
+            f"vLLM server {fakes[0].url}: /inference/v1/generate: HTTP 500: engine is dead; lost until" in caplog.text
+        )
         asked = len(completions(fakes[0]))
         engine.generate(prompts, GREEDY)  # it is not asked again
         assert len(completions(fakes[0])) == asked
 
     def test_it_comes_back_with_the_next_push(self, build, fakes, prompts, llama, caplog):
         engine = build()
-        fakes[0].replies["/v1/completions"] = failing()
+        fakes[0].replies[GENERATE] = failing()
         engine.generate(prompts, GREEDY)
-        assert list(engine.pool.lost) == [0]
+        assert list(engine.lost) == [0]
         fakes[0].replies.clear()
         with caplog.at_level(logging.INFO, logger="lightppo"):
             engine.sync_weights(llama)
-        assert engine.pool.lost == {}
+        assert engine.lost == {}
         assert f"vLLM server {fakes[0].url} is used again" in caplog.text
         before = len(completions(fakes[0]))
         engine.generate(prompts, GREEDY)
         assert len(completions(fakes[0])) > before
 
-    def test_a_push_that_fails_loses_a_server_but_not_the_run(self, build, fakes, prompts, llama):
+    @pytest.mark.parametrize("step", [*STEPS, "/resume"])
+    def test_a_push_that_fails_loses_a_server_but_not_the_run(self, build, fakes, prompts, llama, step):
         engine = build()
-        fakes[1].replies["lightppo_load"] = failing()
+        fakes[1].replies[step] = failing()
         engine.sync_weights(llama)
-        assert list(engine.pool.lost) == [1]
+        assert list(engine.lost) == [1]
+        assert f"{step}: HTTP 500: engine is dead" in engine.lost[1]
         before = len(completions(fakes[1]))
         assert len(engine.generate(prompts, GREEDY)) == len(prompts)
         assert len(completions(fakes[1])) == before
+        assert fakes[1].routes()[-1] == "/resume"
         # Still away at the next push: looked at once, and no weights are sent.
-        fakes[1].replies["lightppo_describe"] = failing()
-        loads = fakes[1].count("/pause?mode=abort")
+        admit_failing(fakes[1])
+        loads = fakes[1].routes().count("/update_weights")
         engine.sync_weights(llama)
-        assert fakes[1].count("/pause?mode=abort") == loads
+        assert fakes[1].routes().count("/update_weights") == loads
 
-    def test_one_that_was_started_anew_is_not_asked(self, build, fakes, prompts, llama, caplog):
+    def test_what_its_workers_say_loses_it_too(self, build, fakes, llama):
         engine = build()
-        fakes[0].described["version"] = None
-        engine.generate(prompts, GREEDY)
-        assert completions(fakes[0]) == []
+        problems = [{"problem": None}, {"problem": "ValueError: no layer of that name"}]
+        fakes[0].replies["lightppo_problem"] = answers({"results": problems})
+        engine.sync_weights(llama)
+        assert list(engine.lost) == [0]
+        assert "/init_weight_transfer_engine: ValueError: no layer of that name" in engine.lost[0]
+
+    def test_what_a_killed_trainer_has_begun_is_ended_first(self, build, fakes):
+        assert fakes[0].answer("/start_weight_update", {}, {})[0] == 200
+        engine = build()
+        assert engine.lost == {}
+        assert fakes[0].loaded[0].keys() == fakes[1].loaded[0].keys()
+
+    def test_one_that_was_started_anew_does_not_count(self, build, fakes, prompts, llama, caplog):
+        engine = build()
+        whole = [r.response_ids for r in engine.generate(prompts, GREEDY)]
+        fakes[0].version = "default"
+        reported = []
+        assert [r.response_ids for r in engine.generate(prompts, GREEDY, on_finished=reported.extend)] == whole
+        assert len(reported) == len(prompts)
         assert f"vLLM server {fakes[0].url} has other weights than were pushed: was it started anew?" in caplog.text
+        before = len(completions(fakes[0]))
         engine.sync_weights(llama)
         engine.generate(prompts, GREEDY)
-        assert completions(fakes[0]) != []
+        assert len(completions(fakes[0])) > before
 
-    def test_one_that_was_started_anew_meanwhile_does_not_count(self, build, fakes, prompts):
+    def test_weights_that_change_within_a_response_do_not_count(self, build, fakes, prompts):
         engine = build(vllm_server_concurrency=1)
-        whole = [r.response_ids for r in engine.generate(prompts, GREEDY)]
-        asked = len(completions(fakes[1]))
 
-        def lie(body, n):
-            fakes[0].described["version"] = None
-            choice = fakes[0].choice(body) | {"token_ids": [3, 3, 3]}
+        def reply(body, n):
+            choice = fakes[0].choice(body)
+            choice["weight_versions"] = [*choice["weight_versions"], {"version": "other", "start": 2, "end": 3}]
             return 200, json.dumps({"choices": [choice]}).encode()
 
-        fakes[0].replies["/v1/completions"] = lie
-        assert [r.response_ids for r in engine.generate(prompts, GREEDY)] == whole
-        assert len(completions(fakes[1])) - asked == len(prompts)
+        fakes[0].replies[GENERATE] = reply
+        assert len(engine.generate(prompts, GREEDY)) == len(prompts)
+        assert list(engine.lost) == [0]
 
     def test_with_none_left_all_are_named(self, build, fakes, prompts, llama):
         engine = build()
-        fakes[0].replies["/v1/completions"] = failing()
-        fakes[1].replies["/v1/completions"] = failing(b"<html>Bad Gateway")
+        fakes[0].replies[GENERATE] = failing()
+        fakes[1].replies[GENERATE] = failing(b"<html>Bad Gateway")
         with pytest.raises(RolloutError) as caught:
             engine.generate(prompts, GREEDY)
         message = str(caught.value)
         assert message.startswith("--vllm_server_url: none of the 2 servers is left: ")
         for server, reason in zip(fakes, ["engine is dead", "<html>Bad Gateway"]):
-            assert f"vLLM server {server.url}: /v1/completions: HTTP 500: {reason}" in message
+            assert f"vLLM server {server.url}: /inference/v1/generate: HTTP 500: {reason}" in message
         assert "start them again by examples/serve_vllm.py" in message
         with pytest.raises(RolloutError, match="none of the 2 servers is left"):
             engine.generate(prompts, GREEDY)
         for server in fakes:
-            server.replies["/collective_rpc"] = failing()
+            admit_failing(server)
         with pytest.raises(RolloutError, match="none of the 2 servers is left"):
             engine.sync_weights(llama)
 
     def test_a_refusal_is_an_error_at_once(self, build, fakes, prompts):
         engine = build()
-        fakes[0].replies["/v1/completions"] = lambda body, n: (401, b"who are you")
+        fakes[0].replies[GENERATE] = lambda body, n: (401, b"who are you")
         with pytest.raises(RolloutError, match="HTTP 401: who are you; set --vllm_server_api_key_env"):
             engine.generate(prompts, GREEDY)
+
+    def test_every_rank_expects_the_version_that_rank_0_pushed(self, build, fakes, prompts):
+        strategy = OneRank()
+        told = [({}, [False, False]), (None, "of rank 0", {})]
+        strategy.is_rank_0, strategy.broadcast_object = lambda: False, lambda obj: told.pop(0)
+        engine = build(strategy)
+        for server in fakes:
+            server.version = "of rank 0"
+        assert len(engine.generate(prompts, GREEDY)) == len(prompts)
+        assert engine.lost == {}
 
     def test_what_another_rank_met_ends_the_call_here_too(self, build, fakes, prompts):
         with pytest.raises(RolloutError, match="rank 1: ValueError: prompt 3 has no tokens"):
@@ -246,7 +286,7 @@ class TestLostServers:
     def test_a_server_that_another_rank_lost_is_lost_here_too(self, build, fakes, prompts):
         engine = build(OneRank([(None, {1: "vLLM server x: gone"})]))
         engine.generate(prompts, GREEDY)
-        assert engine.pool.lost == {1: "vLLM server x: gone"}
+        assert engine.lost == {1: "vLLM server x: gone"}
 
 
 class TestWeights:
@@ -264,7 +304,7 @@ class TestWeights:
             assert all(torch.equal(second[name], value) for name, value in llama.state_dict().items())
             assert torch.equal(second["model.embed_tokens.weight"], second["lm_head.weight"])  # tied, under both names
             assert torch.equal(first["lm_head.weight"] + 1.0, second["lm_head.weight"])
-        versions = [body["kwargs"]["version"] for _, body in fakes[0].requests if body.get("method") == "lightppo_load"]
+        versions = [body["new_version"] for body in fakes[0].bodies("/update_weight_version")]
         assert len(set(versions)) == 2
         assert engine.version == versions[-1]
         assert list(tmp_path.iterdir()) == []
@@ -289,24 +329,44 @@ class TestWeights:
         expected = llama.state_dict()[name] + 2 * 0.1 * lora_a.sum(dim=0)
         assert torch.allclose(pushed[name], expected, atol=1e-6)
 
-    def test_weights_in_several_files(self, build, fakes, llama, monkeypatch):
-        monkeypatch.setattr("lightppo.rollout.weight_files.FILE_BYTES", 5000)
-        build()
-        files = next(b["kwargs"]["files"] for _, b in fakes[0].requests if b.get("method") == "lightppo_load")
-        assert len(files) > 3
-        assert fakes[0].loaded[0].keys() == llama.state_dict().keys()
+    @pytest.mark.parametrize("sync", ["disk", "collective"])
+    def test_in_several_buckets(self, build, fakes, llama, monkeypatch, tmp_path, sync):
+        monkeypatch.setattr("lightppo.rollout.weights.BUCKET_BYTES", 5000)
+        most = []
+
+        def count(body, n):
+            most.append(len(list(tmp_path.glob("*/*"))))
+
+        fakes[0].replies["/update_weights"] = count
+        build(vllm_server_sync=sync, vllm_server_sync_dir=str(tmp_path) if sync == "disk" else None)
+        assert len(most) > 3
+        assert max(most) == (2 if sync == "disk" else 0)
+        for server in fakes:
+            assert server.loaded[0].keys() == llama.state_dict().keys()
+            assert all(torch.equal(server.loaded[0][name], value) for name, value in llama.state_dict().items())
 
     @pytest.mark.parametrize("where", ["shm", "auto"])
     def test_shared_memory_is_left_as_it_was(self, build, fakes, where):
         build(vllm_server_sync=where, vllm_server_sync_dir=None)
-        (files,) = (b["kwargs"]["files"] for _, b in fakes[0].requests if b.get("method") == "lightppo_load")
+        (told,) = fakes[0].bodies("/update_weights")
         own = f"lightppo-weights-{os.getpid()}-"  # others may be at a push of theirs
-        assert files[0].startswith(f"/dev/shm/{own}")
+        assert told["update_info"]["path"].startswith(f"/dev/shm/{own}")
         assert not [path for path in Path("/dev/shm").iterdir() if path.name.startswith(own)]
 
+    def test_without_room_in_shared_memory_auto_takes_the_disk(self, build, fakes, monkeypatch, tmp_path):
+        monkeypatch.setattr("lightppo.rollout.weights.SHARED_MEMORY", tmp_path / "missing")
+        build(vllm_server_sync="auto", vllm_server_sync_dir=None)
+        (told,) = fakes[0].bodies("/update_weights")
+        assert not told["update_info"]["path"].startswith("/dev/shm")
+
+    def test_the_server_is_paused_and_told_in_order(self, build, fakes):
+        build()
+        assert fakes[0].routes() == ["lightppo_admit", "lightppo_admit", *PUSH]
+        assert fakes[0].bodies("/collective_rpc")[0]["args"] == [None, None]  # the tokenizer has all 30 ids
+
     def test_files_of_a_failed_push_are_removed(self, build, fakes, tmp_path):
-        fakes[0].replies["lightppo_load"] = failing()
-        with pytest.raises(RolloutError, match=f"vLLM server {fakes[0].url}: /collective_rpc: HTTP 500"):
+        fakes[0].replies["/update_weights"] = failing()
+        with pytest.raises(RolloutError, match=f"vLLM server {fakes[0].url}: /update_weights: HTTP 500"):
             build()  # the first push must reach all servers
         assert list(tmp_path.iterdir()) == []
 
@@ -323,28 +383,50 @@ class TestWeights:
         build()
         assert sorted(tmp_path.iterdir()) == sorted([folders["new"], folders["running"]])
 
-    def test_weights_that_the_server_cannot_take(self, build, fakes):
-        answer = json.dumps({"results": [{"error": "AssertionError: shape"}]}).encode()
-        fakes[1].replies["lightppo_load"] = lambda body, n: (200, answer)
-        with pytest.raises(RolloutError, match=f"{fakes[1].url} could not load the weights: AssertionError: shape"):
-            build()
+    def test_after_an_error_in_the_weights_nothing_is_generated(self, build, llama, monkeypatch, prompts):
+        engine = build()
+
+        def weights(*args):
+            yield "a", torch.ones(2)
+            raise ZeroDivisionError
+
+        monkeypatch.setattr("lightppo.rollout.vllm_server.full_weights", weights)
+        with pytest.raises(ZeroDivisionError):
+            engine.sync_weights(llama)
+        with pytest.raises(RolloutError, match="has other weights than were pushed"):
+            engine.generate(prompts, GREEDY)
 
     def test_a_folder_that_does_not_exist(self, build, tmp_path):
-        with pytest.raises(RolloutError, match=r"--vllm_server_sync disk: .*nowhere cannot be written: No such file"):
+        with pytest.raises(RolloutError, match=r"--vllm_server_sync disk: .*nowhere: No such file"):
             build(vllm_server_sync_dir=str(tmp_path / "nowhere"))
 
-    def test_no_room(self, build, monkeypatch):
-        monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
-        with pytest.raises(RolloutError, match=r"the weights need 0\.0 GB, .* has 0\.0 GB free: make room"):
-            build()
+    def test_no_room(self, build, monkeypatch, tmp_path):
+        def save_file(tensors, path):
+            raise OSError(28, "No space left on device")
 
-    def test_weights_that_differ_are_asked_for(self, build, fakes):
+        monkeypatch.setattr("safetensors.torch.save_file", save_file)
+        with pytest.raises(RolloutError, match=r"--vllm_server_sync disk: .*No space left on device.*make room"):
+            build()
+        assert list(tmp_path.iterdir()) == []
+
+    def test_weights_that_differ_are_named(self, build, fakes, llama):
         engine = build()
-        answers = [{"differing": ["a.weight"], "unknown": []}, {"differing": [], "unknown": ["b"]}]
-        for server, answer in zip(fakes, answers):
-            content = json.dumps({"results": [answer]}).encode()
-            server.replies["lightppo_differing"] = lambda body, n, content=content: (200, content)
-        assert engine.differing_weights() == (["a.weight"], ["b"])
+        prints = {name: values[0] for name, values in trainer_fingerprints(full_weights(llama)).items()}
+        for server, odd in zip(fakes, ["model.norm.weight", "lm_head.weight"]):
+            theirs = prints | {odd: prints[odd] + 1}
+            theirs.pop("model.embed_tokens.weight")
+            coded = {n: base64.b64encode(value.detach().numpy().tobytes()).decode() for n, value in theirs.items()}
+            server.replies["lightppo_fingerprints"] = answers({"results": [{"prints": coded, "packed": {}}]})
+        assert engine.differing_weights() == (["lm_head.weight", "model.norm.weight"], ["model.embed_tokens.weight"])
+        fakes[1].replies["lightppo_fingerprints"] = failing()
+        with pytest.raises(RolloutError, match="engine is dead"):
+            engine.differing_weights()
+
+    def test_a_part_of_a_weight_cannot_be_compared(self, build, fakes, llama):
+        described = {"results": [fakes[0].described] * 2}
+        for server in fakes:
+            server.replies["lightppo_admit"] = answers(described)
+        assert build().differing_weights() == ([], sorted(llama.state_dict()))
 
 
 class TestCollective:
@@ -374,52 +456,39 @@ class TestCollective:
 
     def test_a_server_that_fails_is_lost_and_the_others_get_the_weights(self, collective, fakes, llama):
         engine = collective()
-        fakes[1].replies["lightppo_load"] = failing()
-        engine.sync_weights(llama)
-        assert list(engine.pool.lost) == [1]
-        assert f"{fakes[1].url}: /collective_rpc: HTTP 500: engine is dead" in engine.pool.lost[1]
-        assert fakes[1].count("/collective_rpc") == 3 + 2  # a broadcast has one try
-        assert len(fakes[0].loaded) == 2
-        fakes[1].replies.clear()
-        engine.sync_weights(llama)
-        assert engine.pool.lost == {}
+        for step in ("/init_weight_transfer_engine", "/update_weights"):
+            fakes[1].replies[step] = failing()
+            engine.sync_weights(llama)
+            assert list(engine.lost) == [1]
+            assert f"{fakes[1].url}: {step}: HTTP 500: engine is dead" in engine.lost[1]
+            assert len(fakes[0].loaded) == len(fakes[1].loaded) + 1
+            fakes[1].replies.clear()
+            engine.sync_weights(llama)
+            assert engine.lost == {}
+            fakes[0].loaded.pop()
 
     def test_one_that_is_away_is_not_waited_for(self, collective, fakes, llama):
         engine = collective()
-        fakes[0].replies["lightppo_describe"] = failing()
+        admit_failing(fakes[0])
         engine.sync_weights(llama)
-        assert list(engine.pool.lost) == [0]
+        assert list(engine.lost) == [0]
         assert len(fakes[1].loaded) == 2
 
-    def test_one_that_says_it_has_what_it_did_not_take_is_lost(self, collective, fakes, llama):
-        engine = collective(vllm_server_timeout=20.0)
-        fakes[0].replies["lightppo_load"] = lambda body, n: (
-            200,
-            json.dumps({"results": [{"version": body["kwargs"]["version"]}]}).encode(),
-        )
+    @pytest.mark.parametrize("step", ["/init_weight_transfer_engine", "/update_weights"])
+    def test_one_that_says_it_has_what_it_did_not_take_is_lost(self, collective, fakes, llama, step):
+        engine = collective(vllm_server_timeout=2.0)
+        fakes[0].replies[step] = answers({})
+        with torch.no_grad():
+            llama.lm_head.weight = torch.nn.Parameter(torch.zeros(30, 1 << 16))  # more than the kernel takes at once
         engine.sync_weights(llama)
-        assert engine.pool.lost == {
-            0: f"vLLM server {fakes[0].url}: its workers did not come for 5 s (0.25 of --vllm_server_timeout)"
-        }
+        assert list(engine.lost) == [0]
+        assert f"{fakes[0].url}: the weights did not get there: " in engine.lost[0]
+        assert len(fakes[1].loaded) == 2
 
     def test_an_address_of_another_machine(self, collective):
         message = r"--vllm_server_sync_address 192\.0\.2\.1: this machine cannot listen there"
         with pytest.raises(RolloutError, match=message):
             collective(vllm_server_sync_address="192.0.2.1")
-
-    def test_fingerprints_come_this_way_too(self, collective, fakes):
-        engine = collective()
-        seen = []
-
-        def compare(body, n):
-            seen.append(tensors_of(None, body["kwargs"]["broadcast"]))
-            return 200, json.dumps({"results": [{"differing": ["a.weight"], "unknown": []}]}).encode()
-
-        for server in fakes:
-            server.replies["lightppo_differing"] = compare
-        assert engine.differing_weights() == (["a.weight"], [])
-        assert "lm_head.weight:1" in seen[0]
-        assert seen[0].keys() == seen[1].keys()
 
 
 class TestStart:
@@ -467,7 +536,7 @@ class TestStart:
 
     def test_the_key_comes_from_a_variable_and_is_never_shown(self, build, fakes, monkeypatch, caplog):
         monkeypatch.setenv("MY_KEY", "s3cret")
-        fakes[0].replies["/v1/completions"] = failing(b"s3cret is not my key")
+        fakes[0].replies[GENERATE] = failing(b"s3cret is not my key")
         engine = build(vllm_server_api_key_env="MY_KEY", urls=[fakes[0].url])
         assert fakes[0].headers["Authorization"] == "Bearer s3cret"
         with pytest.raises(RolloutError) as caught:
@@ -498,7 +567,7 @@ class TestSleep:
             routes = server.routes()
             assert routes.count(f"/sleep?level={level}") == 1
             assert routes.count("/wake_up") == 1
-            assert routes.index("/wake_up") < routes.index("/v1/completions")
+            assert routes.index("/wake_up") < routes.index(GENERATE)
             assert len(server.loaded) == loads
 
     def test_not_if_told_so(self, build, fakes):
@@ -522,3 +591,175 @@ class TestSleep:
         engine.close()
         engine.close()
         assert len(fakes[0].requests) == asked
+
+
+class TestSharingOut:
+    """Two servers that answer when the test lets them."""
+
+    @pytest.fixture
+    def gate(self, fakes):
+        """Answers of the first server wait for the event; which were asked."""
+        opened = threading.Event()
+        fakes[0].replies[GENERATE] = lambda body, n: (opened.wait(60), None)[1]
+        yield opened
+        opened.set()
+
+    def test_a_fast_server_takes_from_a_slow_one(self, build, fakes, prompts, gate):
+        engine, seen = build(vllm_server_concurrency=1), []
+
+        def on_finished(rollouts):
+            seen.extend(rollouts)
+            if len(seen) == len(prompts) - 1:  # the first server is still at its first request
+                gate.set()
+
+        engine.generate(prompts, GREEDY, on_finished=on_finished)
+        assert [len(completions(server)) for server in fakes] == [1, len(prompts) - 1]
+
+    def test_what_a_lost_server_leaves_late_is_taken_over(self, build, fakes, prompts, gate):
+        engine, seen = build(vllm_server_concurrency=2), []
+        fakes[0].replies[GENERATE] = lambda body, n: (gate.wait(60), (500, b"late"))[1]
+
+        def on_finished(rollouts):
+            seen.extend(rollouts)
+            if len(seen) == len(prompts) - 2:
+                gate.set()
+
+        assert len(engine.generate(prompts, GREEDY, on_finished=on_finished)) == len(prompts)
+        assert "late" in engine.lost[0]
+
+    def test_no_more_requests_in_flight_than_allowed(self, build, fakes, prompts):
+        lock, now, most = threading.Lock(), [0], [0]
+        both = threading.Barrier(2)  # two at a time are reached: both must be inside to get on
+
+        def reply(body, n):
+            with lock:
+                now[0] += 1
+                most[0] = max(most[0], now[0])
+            both.wait(60)
+            with lock:
+                now[0] -= 1
+
+        fakes[0].replies[GENERATE] = reply
+        build(urls=[fakes[0].url], vllm_server_concurrency=2).generate(prompts, GREEDY)
+        assert most == [2]
+
+    def test_ranks_prefer_different_servers(self, build, fakes, prompts):
+        strategy = OneRank()
+        engine = build(strategy)
+        for rank in (0, 1):
+            strategy.get_rank = lambda rank=rank: rank
+            engine.generate(prompts[:1], GREEDY)
+            assert [len(completions(server)) for server in fakes] == [1, rank]
+
+    def test_an_error_ends_the_requests_that_wait(self, build, fakes, prompts):
+        def fail(rollouts):
+            raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            build(vllm_server_concurrency=1).generate(prompts, GREEDY, on_finished=fail)
+        assert sum(len(completions(server)) for server in fakes) < len(prompts)
+
+
+class TestOneServer:
+    ASKED = {"max_tokens": 3, "seed": 5, "logprobs": 0}
+
+    @pytest.fixture
+    def server(self, fakes):
+        made = VLLMServer(fakes[0].url, (28, None), timeout=20.0, retries=0, key="s3cret-Key/+==")
+        fakes[0].version = "v1"
+        yield made
+        made.close()
+
+    def complete(self, server):
+        return server.complete(self.ASKED, [4, 7], 30, "v1")
+
+    def test_a_completion_is_asked_by_ids_and_read_by_ids(self, server, fakes):
+        completion = self.complete(server)
+        assert completion == (made_up_ids([4, 7], 5, 3, 30), [-0.5] * 3, "length")
+        assert completions(fakes[0]) == [{"token_ids": [4, 7], "sampling_params": self.ASKED}]
+        assert fakes[0].headers["Authorization"] == "Bearer s3cret-Key/+=="
+
+    @pytest.mark.parametrize(
+        ("status", "advice"),
+        [
+            (401, "set --vllm_server_api_key_env"),
+            (403, "set --vllm_server_api_key_env"),
+            (404, "start it by examples/serve_vllm.py"),
+            (422, "HTTP 422"),
+        ],
+    )
+    def test_what_no_retry_mends_says_what_to_do(self, server, fakes, status, advice):
+        for route, ask in {GENERATE: lambda: self.complete(server), "lightppo_admit": server.admit}.items():
+            fakes[0].replies[route] = answers(b"<html>s3cret-Key/+== is wrong", status)
+            with pytest.raises(RefusedError) as caught:
+                ask()
+            message = str(caught.value)
+            assert message.startswith(f"vLLM server {fakes[0].url}: ")
+            assert f"HTTP {status}: <html>*** is wrong" in message
+            assert advice in message
+
+    GOOD = {
+        "token_ids": [1],
+        "finish_reason": "stop",
+        "logprobs": {"content": [{"logprob": -1.0}]},
+        "weight_versions": [{"version": "v1", "start": 0, "end": 1}],
+    }
+    LIES = {
+        "no_choices": {"text": "abc"},
+        "no_choice": {"choices": []},
+        "two_choices": {"choices": [GOOD, GOOD]},
+        "no_ids": {"choices": [{"text": "abc", "finish_reason": "stop"}]},
+        "no_log_probs": {"choices": [GOOD | {"logprobs": None}]},
+        "aborted": {"choices": [GOOD | {"finish_reason": "abort"}]},
+        "no_tokens": {"choices": [GOOD | {"token_ids": []}]},
+        "too_many": {"choices": [GOOD | {"token_ids": [1] * 4}]},
+        "unknown_id": {"choices": [GOOD | {"token_ids": [30]}]},
+        "negative_id": {"choices": [GOOD | {"token_ids": [-1]}]},
+        "true_as_id": {"choices": [GOOD | {"token_ids": [True]}]},
+        "text_as_ids": {"choices": [GOOD | {"token_ids": "abc"}]},
+        "fewer_log_probs": {"choices": [GOOD | {"token_ids": [1, 2]}]},
+        "text_log_probs": {"choices": [GOOD | {"logprobs": {"content": ["x"]}}]},
+        "no_version": {"choices": [GOOD | {"weight_versions": None}]},
+    }
+
+    @pytest.mark.parametrize("lie", LIES)
+    def test_an_answer_that_cannot_be_used_loses_the_server(self, server, fakes, lie):
+        fakes[0].replies[GENERATE] = answers(self.LIES[lie])
+        with pytest.raises(RequestError, match="its answer cannot be used"):
+            self.complete(server)
+
+    def test_log_probs_that_are_no_numbers_stay_so(self, server, fakes):
+        choice = self.GOOD | {"logprobs": {"content": [{"logprob": -9999.0, "rank": None}]}}
+        fakes[0].replies[GENERATE] = answers({"choices": [choice]})
+        assert math.isnan(self.complete(server).log_probs[0])
+
+    def test_a_silent_server_is_left_at_the_limit(self, fakes):
+        never = threading.Event()
+        fakes[0].replies[GENERATE] = lambda body, n: (never.wait(60), None)[1]
+        server = VLLMServer(fakes[0].url, (None, None), timeout=1.0, retries=3)
+        with pytest.raises(RequestError, match="timed out"):
+            self.complete(server)
+        never.set()
+        assert len(fakes[0].requests) == 1  # the wait was long enough
+
+    def test_a_closed_port_is_unreachable(self):
+        server = VLLMServer(f"http://127.0.0.1:{free_port()}", (None, None), timeout=5.0, retries=0)
+        with pytest.raises(UnreachableError, match="/inference/v1/generate: ConnectionError"):
+            self.complete(server)
+
+    @pytest.mark.parametrize("answer", [{}, {"results": None}, {"results": []}, {"results": ["CPUWorker"]}, [1]])
+    def test_an_rpc_without_results(self, server, fakes, answer):
+        fakes[0].replies["lightppo_admit"] = answers(answer)
+        with pytest.raises(RequestError, match="its answer cannot be used"):
+            server.admit()
+
+    def test_another_version_of_lightppo_is_refused(self, server, fakes):
+        fakes[0].described["protocol"] = 0
+        with pytest.raises(RefusedError, match=r"another version of lightppo: start it by examples/serve_vllm\.py"):
+            server.admit()
+
+    def test_workers_that_differ_lose_the_server(self, server, fakes):
+        other = fakes[0].described | {"max_model_len": 5}
+        fakes[0].replies["lightppo_admit"] = answers({"results": [fakes[0].described, other]})
+        with pytest.raises(RequestError, match="its workers differ"):
+            server.admit()

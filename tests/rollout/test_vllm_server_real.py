@@ -1,4 +1,5 @@
-"""Real vLLM servers: under the launcher with ZeRO 3 on two ranks, beside the engine in process, in a whole run.
+"""Real vLLM servers, one of them with two workers: under the launcher with ZeRO 3 on two ranks, beside the engine in
+process, in a whole run; weights by files and by torch.distributed; trainers and servers that are killed.
 
 Servers are started once for the whole file, also where it is shared out over several test processes.
 """
@@ -23,7 +24,7 @@ pytestmark = [
 
 WORKER = Path(__file__).with_name("vllm_server_worker.py")
 # Heads of 32, the smallest that vLLM's attention takes on a CPU; 21 rows of the embedding are no tokens.
-SHAPE = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 64}
+SHAPE = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 64}
 TOKENS = 43
 REWARD = "def reward_func(queries, prompts, labels):\n    return [float(len(query)) for query in queries]\n"
 
@@ -33,8 +34,8 @@ def see_everything(root: Path) -> dict:
     for name, changes in {"untied": {}, "tied": {"tie_word_embeddings": True}}.items():
         save_causal_lm(root / name, max_position_embeddings=256, **SHAPE, **changes)
     models = [str(root / name) for name in ("untied", "untied", "tied")]
-    shared_memory = set(SHARED_MEMORY.glob("lightppo*"))
-    servers = Servers(models, root)
+    shared_memory = shared_files()
+    servers = Servers(models, root, more=[{}, {"tensor-parallel-size": 2}, {}])
     try:
         servers.wait()
         first, second, third = servers.urls
@@ -43,10 +44,14 @@ def see_everything(root: Path) -> dict:
 
         def launch(task, model, urls, others, **options):
             words = map(json.dumps, (urls, others, pids[:2]))
-            run_ranks(WORKER, root, task, model, *words, env=environment, timeout=500, **options)
+            return run_ranks(WORKER, root, task, model, *words, env=environment, timeout=500, **options)
 
         seen = {"urls": servers.urls}
-        launch("one_server", "tied", [third], [], launcher="python", world_size=1)
+        alone = {"launcher": "python", "world_size": 1}
+        seen["killed_trainer"] = launch(
+            "killed_trainer", "untied", [first, second], [], check=False, **alone
+        ).returncode
+        launch("one_server", "tied", [third], [], **alone)
         seen["run"] = whole_run(root, third, environment)
         launch("two_servers", "untied", [first, second], [third])
         seen["two"] = [json.loads((root / f"two_servers-rank{rank}.json").read_text()) for rank in range(2)]
@@ -54,11 +59,17 @@ def see_everything(root: Path) -> dict:
         seen["exit_code"] = servers.terminate(2)
         seen["leftovers"] = servers.leftovers()
         seen["logs"] = "".join(log.read_text() for log in servers.logs)
-        left = set(SHARED_MEMORY.glob("lightppo*")) - shared_memory
+        seen["sockets"] = len(list(servers.sockets.iterdir()))
+        left = shared_files() - shared_memory
         seen["shared_memory"] = [path.name for path in left if not of_a_running_process(path)]
         return seen
     finally:
         servers.close()
+
+
+def shared_files() -> set[Path]:
+    """Of trainers, and of workers that share a model."""
+    return {*SHARED_MEMORY.glob("lightppo*"), *SHARED_MEMORY.glob("vllm_dist*")}
 
 
 def of_a_running_process(path: Path) -> bool:
@@ -113,11 +124,19 @@ def rank(request, seen):
     return seen["one"] if request.param == "tied" else seen["two"][int(request.param[-1])]
 
 
-def test_greedy_tokens_are_those_of_the_trainer_before_and_after_pushes(rank):
-    first, second, third = rank["pushes"]
+@pytest.mark.parametrize("sync", ["pushes", "collective"])
+def test_greedy_tokens_are_those_of_the_trainer_after_every_push(rank, sync, seen):
+    if rank is seen["one"] and sync == "collective":
+        pytest.skip("by files only")
+    first, second, third = rank[sync]
     for pushed in (first, second, third):
         assert pushed["server"] == pushed["hf"]
     assert first["server"] != second["server"] != third["server"]
+
+
+def test_a_trainer_killed_in_mid_push_leaves_the_servers_to_the_next_one(seen):
+    """All other tests are of the next one."""
+    assert seen["killed_trainer"] == -9
 
 
 @pytest.mark.parametrize("case", ["stop", "minimum", "penalty"])
@@ -166,22 +185,43 @@ def test_another_model_is_an_error_on_every_rank(seen):
         assert "tie_word_embeddings True for False" in message
 
 
+def test_a_server_with_the_weights_of_another_run_is_not_believed(seen):
+    for rank in seen["two"]:
+        (message, _), lost = rank["taken"]
+        assert message == "no error"
+        assert list(lost) == ["0"]
+        assert "has other weights than were pushed" in lost["0"]
+
+
+def test_weights_of_another_model_are_an_error_that_names_them(seen):
+    for rank in seen["two"]:
+        message, _ = rank["wrong_names"]
+        assert "of_another_model" in message
+        assert all(url in message for url in seen["urls"][:2])
+        (after,) = rank["after_wrong_names"]
+        assert after["server"] == after["hf"]
+
+
 def test_a_server_killed_in_mid_rollout_changes_no_sample(seen):
     for rank in seen["two"]:
         assert rank["killed_one"] == rank["before"]
         assert rank["after"] == rank["before"]
-        assert list(rank["lost"]) == ["0"]
-        assert seen["urls"][0] in rank["lost"]["0"]
+        assert list(rank["lost"]) == ["1"]
+        assert seen["urls"][1] in rank["lost"]["1"]
 
 
 def test_without_any_server_every_rank_ends_with_an_error(seen):
+    """The last one was killed in mid-push."""
     for rank in seen["two"]:
         message, seconds = rank["killed_both"]
         assert "none of the 2 servers is left" in message
-        assert seen["urls"][0] in message
-        assert seen["urls"][1] in message
+        assert all(url in message for url in seen["urls"][:2])
         assert seconds < 120  # not --vllm_server_timeout
         assert "none of the 2 servers is left" in rank["then"][0]
+
+
+def test_the_default_group_is_what_it_was(seen):
+    assert [rank["initialized"] for rank in seen["two"]] == [2, 2]
 
 
 def test_a_whole_run(seen):
@@ -189,9 +229,11 @@ def test_a_whole_run(seen):
     assert len(steps) == 2
     for step in steps:
         assert step["rollout/logp_diff_max"] < 1e-4
+    assert "rollout check: log probs differ by" in seen["run"]["output"]
 
 
 def test_nothing_is_left_behind(seen):
     assert seen["exit_code"] == 0
     assert seen["leftovers"] == []
+    assert seen["sockets"] == 2  # those of killed servers, which the next one removes
     assert seen["shared_memory"] == []

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import signal
 import sys
 import time
 
@@ -15,6 +16,7 @@ from lightppo.config import PPOConfig
 from lightppo.data.records import Prompt
 from lightppo.errors import RolloutError
 from lightppo.models.actor import Actor
+from lightppo.rollout import vllm_server, weights
 from lightppo.rollout.engine import SamplingParams
 from lightppo.rollout.hf import HFRolloutEngine
 from lightppo.strategy.deepspeed import DeepspeedStrategy
@@ -22,6 +24,8 @@ from lightppo.trainer.build import build_rollout_engine
 
 GREEDY = SamplingParams(max_new_tokens=20, temperature=0.0)
 SAMPLED = SamplingParams(max_new_tokens=20, temperature=0.7, top_p=0.95, n=2, seed=5)
+FULL_WEIGHTS = vllm_server.full_weights
+WRONG = "model.layers.0.mlp.of_another_model.weight"
 
 
 def make_prompts(tokenizer, count=8):
@@ -73,14 +77,14 @@ class Case:
         self.strategy.backward(-self.actor(ids, 30).mean(), self.actor, self.optimizer)
         self.strategy.optimizer_step(self.optimizer, self.actor, None)
 
-    def pushes(self):
-        """Greedy tokens of both engines with the first weights, and after each of two optimizer steps."""
-        seen = []
+    def pushes(self, engine=None):
+        """Greedy tokens of both engines with the present weights, and after each of two optimizer steps."""
+        engine, seen = engine or self.engine, []
         for step in range(3):
             if step:
                 self.train()
-                self.engine.sync_weights(self.actor)
-            seen.append({"server": facts(self.engine.generate(self.mine(), GREEDY)), "hf": self.greedy_hf()})
+            engine.sync_weights(self.actor)
+            seen.append({"server": facts(engine.generate(self.mine(), GREEDY)), "hf": self.greedy_hf()})
         return seen
 
     def greedy_hf(self):
@@ -110,6 +114,31 @@ def facts(rollouts):
     return [[r.prompt.index, r.sample_index, r.response_ids, r.finish_reason, r.response_text] for r in rollouts]
 
 
+def push_with(engine, actor, change):
+    """One push of changed weights; ``change`` gets each name and its number."""
+
+    def changed(*args):
+        for i, (name, tensor) in enumerate(FULL_WEIGHTS(*args)):
+            yield change(name, i), tensor
+
+    vllm_server.full_weights = changed
+    try:
+        engine.sync_weights(actor)
+    finally:
+        vllm_server.full_weights = FULL_WEIGHTS
+
+
+def killed_trainer(case):
+    """Ends in the middle of its second push."""
+
+    def change(name, i):
+        if i == 15:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return name
+
+    push_with(case.engine, case.actor, change)
+
+
 def two_servers(case, others, pids):
     """Everything that needs two servers of one model; both are dead at the end."""
     seen = {"pushes": case.pushes()}
@@ -117,19 +146,34 @@ def two_servers(case, others, pids):
     seen |= {"sampled": facts(rollouts), "difference": case.log_prob_difference(rollouts)}
     again = case.engine.generate(list(reversed(case.mine())), SAMPLED)
     seen["reversed"] = facts(again)
-    alone = case.build(vllm_server_url=case.options["vllm_server_url"][1:])
+    alone = case.build(vllm_server_url=case.options["vllm_server_url"][:1])
     seen["one_server"] = facts(alone.generate(case.mine(), SAMPLED))
-    alone.close()
-    case.engine.sync_weights(case.actor)  # the other engine's push made these weights another engine's
+    seen["taken"] = case.error_of(lambda: case.engine.generate(case.mine(), GREEDY)), case.engine.lost
     case.train()
-    seen["unpushed"] = case.engine.differing_weights()
-    case.engine.sync_weights(case.actor)
-    seen["pushed"] = case.engine.differing_weights()
+    seen["unpushed"] = alone.differing_weights()
+    alone.sync_weights(case.actor)
+    seen["pushed"] = alone.differing_weights()
+    alone.close()
 
     os.environ["WRONG_KEY"] = "open-barley"
     seen["wrong_key"] = case.error_of(lambda: case.build(vllm_server_api_key_env="WRONG_KEY"))
     seen["other_model"] = case.error_of(lambda: case.build(vllm_server_url=others))
-    seen["before"] = facts(case.engine.generate(case.mine(), SAMPLED))
+
+    collective = case.build(vllm_server_sync="collective")
+    seen["collective"] = case.pushes(collective)
+    halves = []
+
+    def misname(name, i):
+        """The second half of a layer that vLLM loads in two, so that the error finds it half loaded."""
+        if name.startswith("model.layers.0.mlp.") and ("gate" in name or "up" in name):
+            halves.append(name)
+            return WRONG if len(halves) == 2 else name
+        return name
+
+    seen["wrong_names"] = case.error_of(lambda: push_with(collective, case.actor, misname))
+    collective.sync_weights(case.actor)
+    seen["after_wrong_names"] = case.pushes(collective)[:1]
+    seen["before"] = facts(collective.generate(case.mine(), SAMPLED))
 
     def kill(pid):
         """When the first response of rank 0 is there; the others are under way."""
@@ -138,12 +182,19 @@ def two_servers(case, others, pids):
 
     # One request at a time and server, so that the kill comes in mid-rollout.
     slow = case.build(vllm_server_concurrency=1)
-    seen["killed_one"] = facts(slow.generate(case.mine(), SAMPLED, on_finished=kill(pids[0])))
-    seen["lost"] = slow.pool.lost
+    seen["killed_one"] = facts(slow.generate(case.mine(), SAMPLED, on_finished=kill(pids[1])))
+    seen["lost"] = slow.lost
     slow.sync_weights(case.actor)
     seen["after"] = facts(slow.generate(case.mine(), SAMPLED))
-    seen["killed_both"] = case.error_of(lambda: slow.generate(case.mine(), SAMPLED, on_finished=kill(pids[1])))
-    seen["then"] = case.error_of(lambda: slow.sync_weights(case.actor))
+
+    def kill_other(name, i):
+        if i == 15 and case.rank == 0:
+            kill_server(pids[0])
+        return name
+
+    seen["killed_both"] = case.error_of(lambda: push_with(collective, case.actor, kill_other))
+    seen["then"] = case.error_of(lambda: slow.generate(case.mine(), SAMPLED))
+    seen["initialized"] = dist.get_world_size()  # the default group is what it was
     case.engine.close()
     return seen
 
@@ -170,7 +221,11 @@ def one_server(case):
 
 
 def main(folder, task, model, urls, others, pids):
-    case = Case(os.path.join(folder, model), urls, zero_stage=3 if task == "two_servers" else 0)
+    weights.BUCKET_BYTES = 1 << 16  # several, for a tiny model
+    sync = {"vllm_server_sync": "collective"} if task == "killed_trainer" else {}
+    case = Case(os.path.join(folder, model), urls, zero_stage=3 if task == "two_servers" else 0, **sync)
+    if task == "killed_trainer":
+        killed_trainer(case)
     seen = two_servers(case, others, pids) if task == "two_servers" else one_server(case)
     with open(os.path.join(folder, f"{task}-rank{case.rank}.json"), "w") as file:
         json.dump(seen, file)

@@ -8,7 +8,9 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from lightppo.rollout.server_worker import PROTOCOL
+import torch
+
+from lightppo.rollout.weights import PROTOCOL, GlooGroup
 
 Reply = tuple[int, bytes] | None
 
@@ -18,15 +20,10 @@ def made_up_ids(prompt: list[int], seed: int, max_tokens: int, vocab_size: int) 
     return [(sum(prompt) + seed + i) % vocab_size for i in range(max_tokens)]
 
 
-def tensors_of(files: list[str] | None, broadcast: dict[str, Any] | None) -> dict[str, Any]:
-    """What the trainer brings, by files or by a broadcast."""
-    from safetensors.torch import load_file
-
-    from lightppo.rollout.weight_broadcast import receive_tensors
-
-    if broadcast is not None:
-        return dict(receive_tensors(broadcast, 1))
-    return {name: tensor for path in files or () for name, tensor in load_file(path).items()}
+def answers(content: Any, status: int = 200) -> Callable[[dict[str, Any], int], Reply]:
+    """A reply that is always the same."""
+    content = content if isinstance(content, bytes) else json.dumps(content).encode()
+    return lambda body, n: (status, content)
 
 
 class FakeVLLM:
@@ -34,12 +31,12 @@ class FakeVLLM:
 
     Attributes:
         requests: (route, body) of all requests, in their order.
-        replies: route → function of (body, number of the request to this route from 1) → (status, bytes), or ``None``
-            for the usual answer.
+        replies: route, or method of an RPC → function of (body, number of the request to this route from 1) → (status,
+            bytes), or ``None`` for the usual answer.
         described: what the server says of itself.
-        loaded: tensors of each push, by name.
+        version: of its weights.
+        loaded: tensors of each whole push, by name.
         headers: of the last request.
-        drip: writes an answer instead of all at once.
     """
 
     def __init__(self, architecture: dict[str, Any], port: int = 0) -> None:
@@ -47,17 +44,17 @@ class FakeVLLM:
         self.replies: dict[str, Callable[[dict[str, Any], int], Reply]] = {}
         self.headers: dict[str, str] = {}
         self.loaded: list[dict[str, Any]] = []
-        self.drip: Callable[[Any, bytes], None] | None = None
+        self.version = "default"
         self.described = {
             "protocol": PROTOCOL,
-            "version": None,
             "model": "some-model",
             "dtype": "float32",
             "max_model_len": 256,
-            "device": "cpu",
+            "gpu": None,
             "sleep_mode": False,
             "architecture": architecture,
         }
+        self._active, self._arrived, self._group = False, {}, None
         self._lock = threading.Lock()
         server = self
 
@@ -69,13 +66,8 @@ class FakeVLLM:
                 status, content = server.answer(self.path, body, dict(self.headers))
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(content)))
-                if 300 <= status < 400:
-                    self.send_header("Location", "http://127.0.0.1:9/elsewhere")
                 self.end_headers()
-                if server.drip:
-                    server.drip(self.wfile, content)
-                else:
-                    self.wfile.write(content)
+                self.wfile.write(content)
 
             def log_message(self, *args: Any) -> None:
                 pass
@@ -84,8 +76,7 @@ class FakeVLLM:
         self._http.daemon_threads = True
         self._http.handle_error = lambda *args: None  # a client that left
         self._http.block_on_close = False  # a test's handler may be waiting for ever
-        self.port = self._http.server_port
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.url = f"http://127.0.0.1:{self._http.server_port}"
         self._thread = threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
         self._thread.start()
 
@@ -93,8 +84,8 @@ class FakeVLLM:
         """The routes asked, in order; of RPCs the method."""
         return [body.get("method", route) for route, body in self.requests]
 
-    def count(self, route: str) -> int:
-        return sum(asked == route for asked, _ in self.requests)
+    def bodies(self, route: str) -> list[dict[str, Any]]:
+        return [body for asked, body in self.requests if asked == route]
 
     def answer(self, path: str, body: dict[str, Any], headers: dict[str, str]) -> tuple[int, bytes]:
         route = path.partition("?")[0]
@@ -104,35 +95,54 @@ class FakeVLLM:
             number = sum(asked.partition("?")[0] == route for asked, _ in self.requests)
         reply = self.replies.get(body.get("method", route)) or self.replies.get(route)
         made = reply(body, number) if reply else None
-        return made or (200, json.dumps(self._usual(route, body)).encode())
+        return made or self._usual(route, body)
 
-    def _usual(self, route: str, body: dict[str, Any]) -> dict[str, Any]:
+    def _usual(self, route: str, body: dict[str, Any]) -> tuple[int, bytes]:
+        answer: dict[str, Any] = {}
         if route == "/collective_rpc":
-            return {"results": [getattr(self, body["method"])(**body["kwargs"])]}
-        if route == "/v1/completions":
-            return {"choices": [self.choice(body)]}
-        return {"success": True}
+            if body["method"] == "lightppo_admit":
+                self._active = False
+            known = {"lightppo_admit": self.described, "lightppo_problem": {"problem": None}}
+            answer = {"results": [known[body["method"]]]}
+        elif route == "/inference/v1/generate":
+            answer = {"choices": [self.choice(body)]}
+        elif route == "/start_weight_update":
+            if self._active:
+                return 500, b"start_weight_update called while a weight update is already active"
+            self._active, self._arrived = True, {}
+        elif route == "/init_weight_transfer_engine":
+            info = body["init_info"]
+            self._group = GlooGroup.join(info, 1) if info["transport"] == "gloo" else None
+        elif route == "/update_weights":
+            self._arrived |= self._tensors(body["update_info"])
+        elif route == "/finish_weight_update":
+            self._active = False
+            self.loaded.append(self._arrived)
+        elif route == "/update_weight_version":
+            self.version = body["new_version"]
+        return 200, json.dumps(answer).encode()
+
+    def _tensors(self, told: dict[str, Any]) -> dict[str, Any]:
+        from safetensors.torch import load_file
+
+        if "path" in told:
+            return load_file(told["path"])
+        dtypes = [getattr(torch, name) for name in told["dtype_names"]]
+        tensors = [torch.empty(shape, dtype=dtype) for shape, dtype in zip(told["shapes"], dtypes)]
+        self._group.begin(tensors)
+        self._group.wait()
+        return dict(zip(told["names"], tensors))
 
     def choice(self, body: dict[str, Any]) -> dict[str, Any]:
-        vocab_size = self.described["architecture"]["vocab_size"]
-        ids = made_up_ids(body["prompt"], body["seed"], body["max_tokens"], vocab_size)
-        log_probs = [-0.5] * len(ids)
-        choice = {"index": 0, "token_ids": ids, "prompt_token_ids": body["prompt"], "finish_reason": "length"}
-        return choice | {"logprobs": {"token_logprobs": log_probs}}
-
-    def lightppo_describe(self) -> dict[str, Any]:
-        return self.described
-
-    def lightppo_load(
-        self,
-        version: str,
-        vocabulary_limits: list[int | None],
-        files: list[str] | None = None,
-        broadcast: dict[str, Any] | None = None,
-    ) -> dict[str, Any]:
-        self.loaded.append(tensors_of(files, broadcast))
-        self.described["version"] = version
-        return {"version": version}
+        vocab_size, sampling = self.described["architecture"]["vocab_size"], body["sampling_params"]
+        ids = made_up_ids(body["token_ids"], sampling["seed"], sampling["max_tokens"], vocab_size)
+        return {
+            "index": 0,
+            "token_ids": ids,
+            "finish_reason": "length",
+            "logprobs": {"content": [{"token_id": i, "logprob": -0.5} for i in ids]},
+            "weight_versions": [{"version": self.version, "start": 0, "end": len(ids)}],
+        }
 
     def close(self) -> None:
         self._http.shutdown()

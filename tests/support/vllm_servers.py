@@ -73,7 +73,7 @@ class Servers:
                 )
             self.urls.append(f"http://127.0.0.1:{port}")
 
-    def wait(self, seconds: float = 480) -> None:
+    def wait(self, seconds: float = 900) -> None:
         """Until all are up."""
         deadline = time.monotonic() + seconds
         for url, process, log in zip(self.urls, self.processes, self.logs):

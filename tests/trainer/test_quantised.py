@@ -21,7 +21,7 @@ from lightppo.errors import CheckpointError, ModelLoadError
 from lightppo.models.actor import Actor
 from lightppo.models.lora import AdaptersOff
 from lightppo.models.quantised import quantised_layers
-from lightppo.rollout.weight_sync import full_weights
+from lightppo.rollout.weights import full_weights
 from lightppo.trainer import build
 
 pytestmark = pytest.mark.usefixtures("world")

@@ -20,7 +20,7 @@ from lightppo.models.critic import Critic
 from lightppo.models.lora import AdaptersOff, LoraOptions, add_adapters
 from lightppo.rollout.engine import SamplingParams
 from lightppo.rollout.hf import HFRolloutEngine
-from lightppo.rollout.weight_sync import full_weights
+from lightppo.rollout.weights import full_weights
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 
 ACTIONS, KL_COEF, STEPS = 4, 0.5, 4

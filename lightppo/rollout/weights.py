@@ -1,0 +1,417 @@
+"""The actor's weights as its checkpoint has them, and how they travel to vLLM servers: by files, gloo or NCCL.
+
+What a worker of vLLM does with weights that have come is in ``vllm_worker.py``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import importlib.util
+import os
+import secrets
+import shutil
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import psutil
+import torch
+from torch import Tensor, distributed, nn
+
+from lightppo.errors import RolloutError
+from lightppo.strategy.zero3 import find_adapters, find_engine, find_hf_model, full_shape, zero_stage_of
+
+if TYPE_CHECKING:
+    from lightppo.config.options import EngineConfig
+
+GATHERED_NUMEL = 1 << 26
+"""Parameters that are gathered together under ZeRO-3; one module's are never parted."""
+BUCKET_BYTES = 256 << 20
+"""Weights that travel together, one tensor at least. Two buckets are held at a time."""
+SHARED_MEMORY = Path("/dev/shm")
+PROTOCOL = 3
+"""Raised whenever trainer and servers have to be of the same version of lightppo."""
+
+Bucket = list[tuple[str, Tensor]]
+
+_FOLDER = "lightppo-weights-"
+_STALE_SECONDS = 3600.0  # longer than any push; a process that we cannot see may be at it
+_CONNECT_SECONDS = 30.0
+
+
+@torch.no_grad()
+def full_weights(actor: Any, strategy: Any = None, bucket_numel: int = GATHERED_NUMEL) -> Iterator[tuple[str, Tensor]]:
+    """Names and whole tensors of the actor's checkpoint, as ``save_pretrained`` has them, module by module. Collective.
+
+    All ranks must iterate together and to the end: under ZeRO-3 they gather together. Tied weights come under each of
+    their names. Below ZeRO-3 the tensors are the actor's own and change with the next optimizer step. LoRA adapters are
+    merged into new tensors; the frozen weights stay as they are.
+    """
+    model, _ = find_hf_model(actor)
+    sharded = zero_stage_of(find_engine(actor)) == 3
+    convert, adapters = _checkpoint_names(model), find_adapters(model)
+    for group in _module_groups(model, bucket_numel):
+        whole = _gathered_copies(group) if sharded else {name: tensor.detach() for name, tensor in group.items()}
+        yield from convert(whole if adapters is None else adapters.merged(whole)).items()
+
+
+def _module_groups(model: nn.Module, bucket_numel: int) -> Iterator[dict[str, Tensor]]:
+    """Parameters and saved buffers of whole modules, up to ``bucket_numel`` elements, one module at least."""
+    from lightppo.models.lora import layer_of
+
+    group: dict[str, Tensor] = {}
+    numel, last_module = 0, None
+    for name, tensor in model.state_dict(keep_vars=True).items():  # every name of a tied weight
+        module, size = layer_of(name), full_shape(tensor).numel()
+        if group and module != last_module and numel + size > bucket_numel:
+            yield group
+            group, numel = {}, 0
+        group[name] = tensor
+        numel, last_module = numel + size, module
+    if group:
+        yield group
+
+
+def _gathered_copies(group: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of whole tensors: what ZeRO-3 gathers is gone at the end of the context."""
+    import deepspeed
+
+    params = [tensor for tensor in group.values() if isinstance(tensor, nn.Parameter)]
+    with deepspeed.zero.GatheredParameters(list({id(p): p for p in params}.values())):
+        copies = {id(tensor): tensor.detach().clone() for tensor in group.values()}
+    return {name: copies[id(tensor)] for name, tensor in group.items()}
+
+
+def _checkpoint_names(model: nn.Module) -> Any:
+    """The step from names and shapes in memory to those of checkpoints (transformers fuses experts, for example)."""
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:  # transformers 4: the same in memory as on disk
+        return lambda tensors: tensors
+    return lambda tensors: revert_weight_conversion(model, tensors)
+
+
+def buckets(weights: Iterable[tuple[str, Tensor]]) -> Iterator[Bucket]:
+    """Weights in their order, ``BUCKET_BYTES`` together."""
+    held: Bucket = []
+    held_bytes = 0
+    for name, tensor in weights:
+        if held and held_bytes + tensor.nbytes > BUCKET_BYTES:
+            yield held
+            held, held_bytes = [], 0
+        held.append((name, tensor.detach()))
+        held_bytes += tensor.nbytes
+    if held:
+        yield held
+
+
+_SHAPES = (
+    "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "tie_word_embeddings", "num_local_experts", "num_experts",
+)  # fmt: skip
+
+
+def architecture(config: Any) -> dict[str, Any]:
+    """What two models must have in common to take the same weights: entries of a Hugging Face config, where set."""
+    text = config.get_text_config(decoder=True)
+    values = {name: getattr(text, name, None) for name in _SHAPES}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+# -- how they travel ---------------------------------------------------------------------------------------------------
+
+
+class Transport(Protocol):
+    """Brings one push to several servers (``vllm_server.VLLMServer``), each in a thread of its own."""
+
+    def open(self, server: Any) -> None: ...
+
+    def pack(self, bucket: Bucket) -> Any:
+        """Once for all servers; what was packed before the last bucket may be forgotten."""
+
+    def send(self, server: Any, packed: Any) -> None:
+        """Returns when the server has loaded it."""
+
+    def close(self) -> None: ...
+
+
+def open_transport(engine: EngineConfig, device: torch.device) -> Transport:
+    """What ``--vllm_server_sync`` says, for weights on ``device``."""
+    if engine.vllm_server_sync == "collective":
+        return Broadcasts(engine.vllm_server_sync_address, engine.vllm_server_timeout, device)
+    return Files(engine.vllm_server_sync, engine.vllm_server_sync_dir)
+
+
+class Files:
+    """safetensors files, one per bucket, that this user alone can read; "auto" is memory with room for two buckets."""
+
+    def __init__(self, where: str, shared_folder: str | None) -> None:
+        self._where, self._paths, self._count = where, [], 0
+        has_room = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > 2.2 * BUCKET_BYTES
+        in_memory = where == "shm" or (where == "auto" and has_room)
+        self._root = SHARED_MEMORY if in_memory else Path(shared_folder or tempfile.gettempdir())
+        try:
+            _remove_stale(self._root)
+            self._folder = Path(tempfile.mkdtemp(prefix=f"{_FOLDER}{os.getpid()}-", dir=self._root))
+        except OSError as error:
+            raise self._error(error.strerror) from error
+
+    def open(self, server: Any) -> None:
+        server.push_step("/init_weight_transfer_engine", {"init_info": {"transport": "files"}})
+
+    def pack(self, bucket: Bucket) -> Path:
+        from safetensors import SafetensorError
+        from safetensors.torch import save_file
+
+        while len(self._paths) > 1:
+            self._paths.pop(0).unlink()
+        self._paths.append(self._folder / f"{self._count}.safetensors")
+        self._count += 1
+        # copies: tied ones may not share memory
+        tensors = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in bucket}
+        try:
+            save_file(tensors, self._paths[-1])
+        except (OSError, SafetensorError) as error:
+            raise self._error(str(error)) from error
+        return self._paths[-1]
+
+    def send(self, server: Any, packed: Path) -> None:
+        server.push_step("/update_weights", {"update_info": {"path": str(packed)}})
+
+    def close(self) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _error(self, reason: str | None) -> RolloutError:
+        return RolloutError(
+            f"--vllm_server_sync {self._where}: weights cannot be written to {self._root}: {reason}; make room there, "
+            "or set --vllm_server_sync disk and --vllm_server_sync_dir"
+        )
+
+
+def _remove_stale(root: Path) -> None:
+    """Removes what runs left that were killed in a push: it may be gigabytes of memory."""
+    for folder in root.glob(f"{_FOLDER}*"):
+        pid = folder.name.removeprefix(_FOLDER).partition("-")[0]
+        with suppress(OSError):  # gone meanwhile, or another user's
+            old = time.time() - folder.stat().st_mtime > _STALE_SECONDS
+            if old and pid.isdigit() and not psutil.pid_exists(int(pid)):
+                shutil.rmtree(folder)
+
+
+class Broadcasts:
+    """A group per server and push: rank 0 is this process, the others are the server's workers.
+
+    NCCL where this process and every worker have a GPU of their own (vLLM's own group, so that vLLM must be installed
+    here too), otherwise gloo. Nothing listens anywhere but at ``address``.
+    """
+
+    def __init__(self, address: str, seconds: float, device: torch.device) -> None:
+        self._address, self._seconds, self._device = address, seconds, device
+        self._groups: dict[Any, Any] = {}
+
+    def open(self, server: Any) -> None:
+        gpus, size = [gpu_of(self._device), *server.gpus], len(server.gpus) + 1
+        try:
+            listener = socket.create_server((self._address, 0), family=_family(self._address))
+        except OSError as error:
+            raise RolloutError(
+                f"--vllm_server_sync_address {self._address}: this machine cannot listen there: {error.strerror}"
+            ) from None
+        place = {"address": self._address, "port": listener.getsockname()[1], "size": size}
+        if None not in gpus and len(set(gpus)) == size and importlib.util.find_spec("vllm"):
+            listener.close()
+            self._meet(server, {"transport": "nccl", **place}, lambda: NCCLGroup(**place, device=self._device))
+            return
+        key = secrets.token_hex(16)
+        # by its number alone the store would listen on every address
+        store = distributed.TCPStore(
+            self._address, place["port"], is_master=True, wait_for_workers=False,
+            timeout=timedelta(seconds=min(_CONNECT_SECONDS, self._seconds)), master_listen_fd=listener.detach(),
+        )  # fmt: skip
+        info = {"transport": "gloo", **place, "key": key, "seconds": self._seconds}
+        self._meet(server, info, lambda: GlooGroup(store, key, 0, size, self._address, self._seconds))
+
+    def _meet(self, server: Any, info: dict[str, Any], join: Any) -> None:
+        """Both ends wait for each other. If the server fails, this end is left to its time-out."""
+        executor = ThreadPoolExecutor(1)
+        joined = executor.submit(join)
+        executor.shutdown(wait=False)
+        server.push_step("/init_weight_transfer_engine", {"init_info": info})
+        self._groups[server] = joined.result(_CONNECT_SECONDS)
+
+    def pack(self, bucket: Bucket) -> Bucket:
+        return [(name, tensor.contiguous()) for name, tensor in bucket]
+
+    def send(self, server: Any, packed: Bucket) -> None:
+        group = self._groups[server]
+        group.begin([tensor for _, tensor in packed])
+        told = {
+            "names": [name for name, _ in packed],
+            "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in packed],
+            "shapes": [list(tensor.shape) for _, tensor in packed],
+        }
+        server.push_step("/update_weights", {"update_info": told})
+        group.wait()
+
+    def close(self) -> None:
+        for group in self._groups.values():
+            group.close()
+        self._groups.clear()
+
+
+class GlooGroup:
+    """Broadcasts from rank 0 through CPU memory, beside the default group of torch.distributed, which is not touched.
+
+    Members meet in a store and prove to each other that they have the key of this push. Only bytes travel. A lost
+    connection or a time-out is a RuntimeError.
+    """
+
+    def __init__(self, store: Any, key: str, rank: int, size: int, address: str, seconds: float) -> None:
+        store.set(str(rank), _proof(key, rank))
+        for other in range(size):
+            if not hmac.compare_digest(store.get(str(other)), _proof(key, other).encode()):
+                raise RuntimeError(f"member {other} of the group came with another key than that of this push")
+        options = distributed.ProcessGroupGloo._Options()
+        options._devices = [distributed.ProcessGroupGloo.create_device(hostname=address)]
+        options._timeout = timedelta(seconds=min(_CONNECT_SECONDS, seconds))
+        self._group: Any = distributed.ProcessGroupGloo(distributed.PrefixStore("group", store), rank, size, options)
+        self._limit = timedelta(seconds=seconds)
+        self._under_way: list[tuple[Any, Tensor]] = []
+
+    @classmethod
+    def join(cls, info: dict[str, Any], rank: int) -> GlooGroup:
+        """A worker's end, by what :meth:`Broadcasts.open` told its server."""
+        address, port, seconds = info["address"], info["port"], info["seconds"]
+        store = distributed.TCPStore(address, port, timeout=timedelta(seconds=min(_CONNECT_SECONDS, seconds)))
+        with socket.socket(_family(address), socket.SOCK_DGRAM) as sock:
+            sock.connect((address, port))  # sends nothing; tells this machine's address on the way there
+            own = sock.getsockname()[0]
+        return cls(store, info["key"], rank, info["size"], own, seconds)
+
+    def begin(self, tensors: Iterable[Tensor]) -> None:
+        """Begins to send contiguous tensors from rank 0, or to fill those of other ranks, which are in CPU memory."""
+        options = distributed.BroadcastOptions()
+        options.rootRank, options.rootTensor, options.asyncOp, options.timeout = 0, 0, True, self._limit
+        for tensor in tensors:
+            if tensor.numel():
+                content = tensor.cpu().view(-1).view(torch.uint8)
+                self._under_way.append((self._group.broadcast([content], options), content))
+
+    def wait(self) -> None:
+        for work, _ in self._under_way:
+            work.wait(self._limit)
+        self._under_way.clear()
+
+    def close(self) -> None:
+        """Ends the group without waiting for what is under way."""
+        held = [self._group, self._under_way]
+        is_hanging = not all(work.is_completed() for work, _ in self._under_way)
+        self._group, self._under_way = None, []
+        if is_hanging:  # gloo's end waits for its operations, which end at their time-outs
+            threading.Thread(target=held.clear, name="weight-group", daemon=True).start()
+
+
+class NCCLGroup:
+    """The trainer's end of vLLM's own NCCL group, whose other end is ``NCCLWeightTransferEngine``."""
+
+    def __init__(self, address: str, port: int, size: int, device: torch.device) -> None:
+        from vllm.distributed.weight_transfer.nccl_common import trainer_init
+
+        self._device = device
+        with torch.cuda.device(device):
+            self._group = trainer_init({"master_address": address, "master_port": port, "world_size": size})
+
+    def begin(self, tensors: Iterable[Tensor]) -> None:
+        with torch.cuda.device(self._device):
+            for tensor in tensors:
+                self._group.broadcast(tensor, src=0, stream=torch.cuda.current_stream())
+
+    def wait(self) -> None:
+        torch.cuda.synchronize(self._device)
+
+    def close(self) -> None:
+        self._group.destroy()
+
+
+def gpu_of(device: torch.device) -> str | None:
+    """Which GPU that is, the same in all processes; ``None`` without one."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
+
+
+def _proof(key: str, rank: int) -> str:
+    """Somebody who has the key says so; the key itself does not travel here."""
+    return hmac.new(key.encode(), str(rank).encode(), hashlib.sha256).hexdigest()
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][0]
+
+
+# -- whether they have arrived -----------------------------------------------------------------------------------------
+
+
+def probe_vector(width: int, device: torch.device | str = "cpu") -> Tensor:
+    """A fixed vector (width,) with entries in [-1, 1], the same everywhere."""
+    return torch.sin(torch.arange(1, width + 1, dtype=torch.float64) * 12.9898).float().to(device)
+
+
+def trainer_fingerprints(weights: Iterable[tuple[str, Tensor]]) -> dict[str, tuple[Tensor, ...]]:
+    """What each pushed weight should act like: W x for a matrix and a fixed x, the weight itself for a vector.
+
+    A matrix comes with x W too: some models (GPT-2) have their linear layers the other way round in the checkpoint.
+    """
+    prints = {}
+    for name, weight in weights:
+        weight = weight.detach().float()
+        matrices = (weight, weight.T) if weight.dim() == 2 else ()
+        prints[name] = tuple((m @ probe_vector(m.shape[-1], m.device)).cpu() for m in matrices) or (weight.cpu(),)
+    return prints
+
+
+def differing_weights(
+    trainer: dict[str, tuple[Tensor, ...]], engine: dict[str, Tensor], packed: dict[str, list[str]], tolerance: float
+) -> tuple[list[str], list[str]]:
+    """Which of the trainer's weights the engine does not have.
+
+    Args:
+        trainer: of :func:`trainer_fingerprints`.
+        engine: the same of the engine's weights, by the engine's names.
+        packed: fused layer → the layers it is made of, in their order.
+        tolerance: largest difference relative to the size of the fingerprint.
+
+    Returns:
+        (differing, unknown): names in the trainer; unknown are those without a counterpart of the same shape.
+    """
+    parts: dict[str, Tensor] = dict(engine)
+    for name, value in engine.items():
+        module, _, kind = name.rpartition(".")
+        parent, _, leaf = module.rpartition(".")
+        names = [f"{parent}.{part}.{kind}" for part in packed.get(leaf, [])]
+        sizes = [trainer[n][0].shape[0] if n in trainer else -1 for n in names]
+        if names and min(sizes) > 0 and sum(sizes) == value.shape[0]:
+            parts.update(zip(names, value.split(sizes)))
+    differing, unknown = [], []
+    for name, expected in trainer.items():
+        found = parts.get(name)
+        # of the same shape, or of a vocabulary that vLLM padded
+        comparable = [
+            e for e in expected if found is not None and found.shape[1:] == e.shape[1:] and len(found) >= len(e)
+        ]
+        if not comparable:
+            unknown.append(name)
+        elif not any(_close(found[: len(e)], e, tolerance) for e in comparable):
+            differing.append(name)
+    return differing, unknown
+
+
+def _close(found: Tensor, expected: Tensor, tolerance: float) -> bool:
+    scale = expected.square().mean().sqrt() + 1e-12
+    return bool((found - expected).abs().max() <= tolerance * scale)  # False where either is NaN
