@@ -126,7 +126,7 @@ def main() -> None:
     parser.add_argument("--run_dir", type=Path, default=Path("runs/bench"))
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--sides", nargs="+", choices=("trl", "lightppo"), default=["trl", "lightppo"],
-                        help="the other side's numbers are those of the compare.json that is there")  # fmt: skip
+                        help="take the other side's numbers from the compare.json that is there")  # fmt: skip
     parser.add_argument("--iterations", type=int, default=3, help="measured ones, after one to warm up")
     parser.add_argument("--rounds", type=int, default=2, help="runs of each side, in turn")
     parser.add_argument("--quick", action="store_true", help="one measured iteration: does it work?")

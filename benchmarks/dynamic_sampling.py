@@ -3,7 +3,7 @@
     make quickstart && python benchmarks/dynamic_sampling.py [--quickstart runs/quickstart] [--seeds 1 2] [--steps 120]
 
 Both runs start from the quickstart's supervised model and are GRPO with groups of four; they differ in
-``--dynamic_sampling`` alone. The accuracy is that of sampled answers to held-out prompts.
+``--dynamic_sampling`` alone. The accuracy is measured on sampled answers to held-out prompts.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class Option:
 
     @property
     def bounds(self) -> dict[str, float]:
-        """Those of ge, gt, le and lt that are given."""
+        """The bounds that are given, among ge, gt, le and lt."""
         return {key: getattr(self, key) for key in _BOUNDS if getattr(self, key) is not None}
 
     @property
@@ -185,7 +185,7 @@ def _in_words(kind: Any) -> str:
 
 @functools.cache
 def _adapter(kind: Any, **bounds: float) -> Any:
-    """pydantic's validator of a type, as strict as YAML and code need: true is no number, a NaN is none either."""
+    """pydantic's validator of a type, as strict as YAML and code need: true and NaN are no numbers."""
     from pydantic import AfterValidator, BeforeValidator, Field, StrictBool, TypeAdapter
 
     def annotated(kind: Any) -> Any:

@@ -107,7 +107,7 @@ def correction_weights(
 ) -> Tensor:
     """The constant factor (B, A) on each token's loss, 0 at masked positions.
 
-    The loss is divided by all trained tokens, including those of weight 0.
+    The loss is divided by all trained tokens, including tokens of weight 0.
 
     Args:
         log_probs: (B, A), under the trainer's policy before its first update (decoupled PPO: the proximal policy).

@@ -81,7 +81,7 @@ class EstimatorEntry(Entry):
         discounted: ``--gamma`` acts on its advantages.
         divides_by_std: it divides by the standard deviation of the group (``--no_group_std_norm``, ``--grpo_std_eps``).
         policy_loss: the loss that belongs to it, where ``--policy_loss`` says nothing.
-        loss_agg_mode: the aggregation that belongs to it; ``None``: that of the loss.
+        loss_agg_mode: the aggregation that belongs to it; ``None``: as the loss says.
     """
 
     per_sample: bool = False
@@ -121,7 +121,7 @@ class KLEntry(Entry):
     """A KL estimator; the function is one of d at the sampled tokens, or of two sets of logits.
 
     Attributes:
-        gradient_of: straight-through: the value is that of the function, the gradient that of this function of d.
+        gradient_of: straight-through: the value comes from the function, the gradient from this function of d.
         over_vocabulary: needs both distributions, see :func:`lightppo.algorithms.kl.full_kl`.
     """
 

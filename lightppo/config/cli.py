@@ -41,7 +41,7 @@ def parse_args(argv: Sequence[str] | None = None, prog: str = "train_ppo.py") ->
     """Parse flags (and ``--config FILE.yaml`` beneath them) into a resolved, checked config.
 
     Args:
-        argv: arguments; ``None`` for those of this process.
+        argv: arguments; ``None`` for the arguments of this process.
         prog: name of the program in messages.
 
     Raises:
@@ -67,7 +67,7 @@ def parse_section(kind: type[S], check: Callable[[S, int], list[str]], argv: Seq
     Args:
         kind: the section.
         check: what is wrong with values that are each in range, for so many ranks.
-        argv: arguments; ``None`` for those of this process.
+        argv: arguments; ``None`` for the arguments of this process.
         prog: name of the script in messages.
 
     Raises:

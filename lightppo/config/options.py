@@ -328,7 +328,7 @@ class SamplingConfig(Section):
     )
     skip_rollout_reuse: bool = safe(
         False,
-        "The first rollout of --skip_rollout is that of every step, whatever the prompts are.",
+        "Every step gets the first rollout of --skip_rollout, whatever its prompts are.",
         only_with="skip_rollout",
     )
 

@@ -199,7 +199,7 @@ def _needs_pass(config: PPOConfig) -> list[str]:
     """Why recorded log probs would not do."""
     a, r, correction = config.algorithm, config.rollout, config.correction.rollout_correction
     reasons = {
-        f"--rollout_correction {correction} compares them with those of a pass": correction != "none",
+        f"--rollout_correction {correction} compares them with the log probs of a pass": correction != "none",
         "--high_entropy_token_ratio needs the entropy that a pass gives": (
             config.loss.high_entropy_token_ratio is not None
         ),
@@ -291,7 +291,7 @@ def _weights(where: str, weights: dict[str, Any]) -> dict[str, float]:
 
 
 def resolutions(config: PPOConfig) -> dict[str, Any]:
-    """What every "None means …" option stands for. Those of a part that the run does not have stay None."""
+    """What every "None means …" option stands for. Options of a part that the run lacks stay None."""
     m, a, o, t, s, r = config.model, config.algorithm, config.loss, config.training, config.strategy, config.rollout
     estimator, loss, correction = estimator_entry(config), policy_loss_entry(config), _correction_entry(config)
     frozen_stage = 3 if s.zero_stage == 3 else 0

@@ -67,7 +67,7 @@ class RolloutReplay:
             groups = [from_plain(values) for values in json.loads(path.read_text())]
             if not self.reuse and [g[0].prompt.token_ids for g in groups] != [p.token_ids for p in prompts]:
                 raise ConfigError(
-                    f"--skip_rollout {self.folder}: {path.name} is of other prompts than those of step {step}; run "
+                    f"--skip_rollout {self.folder}: {path.name} holds other prompts than step {step} has; run "
                     "with the data, --seed and batch sizes it was saved with, name another folder, or set "
                     "--skip_rollout_reuse"
                 )

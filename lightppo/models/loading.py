@@ -505,5 +505,5 @@ def check_activation_offload(device: torch.device) -> None:
     """ModelLoadError on a CPU, where activations are in CPU memory anyway."""
     if device.type == "cpu":
         raise ModelLoadError(
-            "--activation_offload moves activations from a GPU to CPU memory; here is none: leave it out"
+            "--activation_offload moves activations from a GPU to CPU memory, and there is no GPU here: leave it out"
         )

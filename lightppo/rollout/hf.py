@@ -65,7 +65,7 @@ class HFRolloutEngine:
 
     heats_first_token = True  # takes SamplingParams.first_token_temperature
     reports_finished = True  # takes generate's on_finished
-    exact_log_probs = True  # in float32 they equal those of a forward pass of the actor
+    exact_log_probs = True  # in float32 they equal the log probs of a forward pass of the actor
 
     def __init__(
         self,

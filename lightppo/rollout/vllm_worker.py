@@ -83,7 +83,7 @@ def install_sampler(worker: Any, valid_vocab_size: int | None, log_prob_vocab_si
 
 @torch.no_grad()
 def push_weights(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
-    """Replaces the weights of an engine in this process by those of a checkpoint, which are read to their end.
+    """Replaces the weights of an engine in this process by a checkpoint's, which are read to their end.
 
     Returns:
         Parameters of the engine's model that no pushed weight went into.
@@ -101,7 +101,7 @@ def push_weights(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> list[str
 
 
 class Reload:
-    """One replacement of a model's weights by those of a checkpoint, in place and layer by layer.
+    """One replacement of a model's weights by a checkpoint's, in place and layer by layer.
 
     A plain ``load_weights`` on a live model is wrong: vLLM may have packed its linear layers in another form.
     """

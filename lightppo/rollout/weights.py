@@ -91,7 +91,7 @@ def _gathered_copies(group: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _checkpoint_names(model: nn.Module) -> Any:
-    """The step from names and shapes in memory to those of checkpoints (transformers fuses experts, for example)."""
+    """The step from names and shapes in memory to names and shapes of checkpoints (transformers fuses experts, for example)."""
     try:
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError:  # transformers 4: the same in memory as on disk
@@ -278,7 +278,7 @@ class GlooGroup:
         store.set(str(rank), _proof(key, rank))
         for other in range(size):
             if not hmac.compare_digest(store.get(str(other)), _proof(key, other).encode()):
-                raise RuntimeError(f"member {other} of the group came with another key than that of this push")
+                raise RuntimeError(f"member {other} of the group came with the key of another push")
         options = distributed.ProcessGroupGloo._Options()
         options._devices = [distributed.ProcessGroupGloo.create_device(hostname=address)]
         options._timeout = timedelta(seconds=min(_CONNECT_SECONDS, seconds))
@@ -297,7 +297,7 @@ class GlooGroup:
         return cls(store, info["key"], rank, info["size"], own, seconds)
 
     def begin(self, tensors: Iterable[Tensor]) -> None:
-        """Begins to send contiguous tensors from rank 0, or to fill those of other ranks, which are in CPU memory."""
+        """Begins to send contiguous tensors from rank 0, or to fill the tensors of other ranks, which are in CPU memory."""
         options = distributed.BroadcastOptions()
         options.rootRank, options.rootTensor, options.asyncOp, options.timeout = 0, 0, True, self._limit
         for tensor in tensors:

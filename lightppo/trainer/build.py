@@ -602,7 +602,7 @@ def check_router(config: PPOConfig, actor: Actor) -> None:
     """``--aux_loss_coef`` needs a mixture of experts.
 
     Raises:
-        ConfigError: the actor is none.
+        ConfigError: the actor has no router.
     """
     if config.loss.aux_loss_coef > 0:
         try:
@@ -619,7 +619,7 @@ def check_disk_space(config: PPOConfig, parameters: dict[str, int], exported: in
         parameters: number of parameters per model that its checkpoints hold (with LoRA those that train). Trained ones
             have weights, fp32 master weights and two fp32 moments, the moving average (``ema``) and a moving
             ``reference`` fp32 weights.
-        exported: number of parameters in an export of the actor; ``None``: those of its checkpoint.
+        exported: number of parameters in an export of the actor; ``None``: as many as in its checkpoint.
 
     Raises:
         ConfigError: naming the folder, what is needed and what is free.

@@ -157,7 +157,7 @@ class RunCheckpointer:
         return note["value"] if note is not None and note["metric"] == metric else None
 
     def find(self, root: str | Path) -> str | None:
-        """Tag of the last checkpoint of which every part is whole; ``None`` where there is none.
+        """Tag of the last checkpoint with all parts whole, or ``None``.
 
         Raises:
             CheckpointError: if there are checkpoints but none holds all parts of this run.

@@ -136,7 +136,7 @@ class Evaluator:
     folder: Path | None = None
 
     def __post_init__(self) -> None:
-        # Apart from every training step's seed: the samples of prompt i are not those of training prompt i.
+        # Apart from every training step's seed: evaluation prompt i does not get the samples of training prompt i.
         self.sampling = replace(self.sampling, seed=-1 - self.sampling.seed)
 
     def evaluate(self, step: int) -> dict[str, float]:

@@ -296,7 +296,7 @@ class PPOTrainer(SeedAttributes):
         """One micro batch of actor and critic. Collective.
 
         Gradients add up; at the last micro batch of ``train_batch_size`` samples the optimizers step. In ``fit`` each
-        micro batch weighs by its tokens among those of the whole step. In a loop of a script's own, where the other
+        micro batch weighs by its share of the tokens of the step. In a loop of a script's own, where the other
         micro batches are not known, all of them weigh the same.
 
         Args:

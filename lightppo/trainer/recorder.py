@@ -78,7 +78,7 @@ class JsonlSink:
 
     Args:
         path: the file. A new run (``start_step`` 0) puts an older file aside; a resumed one keeps the rows up to
-            ``start_step`` and drops those of steps that will be done again.
+            ``start_step`` and drops rows of steps that will be done again.
         start_step: step that the run starts from.
     """
 

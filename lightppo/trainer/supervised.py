@@ -127,7 +127,7 @@ class SFTTrainer:
 def total_steps(
     strategy: DeepspeedStrategy, train_dataloader: DataLoader, num_epochs: int = 1, max_steps: int | None = None
 ) -> int:
-    """Optimizer steps of a run: ``max_steps`` if given, else those of ``num_epochs``.
+    """Optimizer steps of a run: ``max_steps`` if given, else the steps of ``num_epochs``.
 
     Args:
         strategy: with the process group up.
