@@ -91,7 +91,7 @@ def _gathered_copies(group: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _checkpoint_names(model: nn.Module) -> Any:
-    """The step from names and shapes in memory to names and shapes of checkpoints (transformers fuses experts, for example)."""
+    """From names and shapes in memory to names and shapes of checkpoints (transformers fuses experts, for example)."""
     try:
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError:  # transformers 4: the same in memory as on disk
@@ -297,7 +297,7 @@ class GlooGroup:
         return cls(store, info["key"], rank, info["size"], own, seconds)
 
     def begin(self, tensors: Iterable[Tensor]) -> None:
-        """Begins to send contiguous tensors from rank 0, or to fill the tensors of other ranks, which are in CPU memory."""
+        """Begins to send contiguous tensors from rank 0, or to fill tensors of other ranks, which are in CPU memory."""
         options = distributed.BroadcastOptions()
         options.rootRank, options.rootTensor, options.asyncOp, options.timeout = 0, 0, True, self._limit
         for tensor in tensors:

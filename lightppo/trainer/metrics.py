@@ -145,7 +145,7 @@ TensorBoard and Weights & Biases where these are on. An evaluation writes a row 
 (Unix seconds) and the names below; `<…>` stands for any text. A number that is not defined is `null`. A name is missing
 where its part is: no `rollout/kl` without a reference model, no `train/critic_loss` without a critic.
 
-All numbers are over all ranks. `PPOTrainer.ppo_train` returns the numbers of `rollout/` and `train/` without the namespace.
+All numbers are over all ranks. `PPOTrainer.ppo_train` returns `rollout/` and `train/` without the namespace.
 """
 
 _NAMESPACES = {
