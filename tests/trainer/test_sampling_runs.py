@@ -222,7 +222,7 @@ def test_a_replayed_run_is_the_run(config_of, tmp_path, monkeypatch):
     assert str(rows_of(again.config)) == str(rows_of(first.config))
     ours, theirs = weights(again), weights(first)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    with pytest.raises(ConfigError, match="--skip_rollout .* step 1"):
+    with pytest.raises(ConfigError, match="--skip_rollout"):
         fitted(config_of("other", seed=7, **options))
 
 
