@@ -258,7 +258,7 @@ class VLLMServerRolloutEngine:
         self._admit(server)
         server.pause()
         way.open(server)
-        server.push_step("/start_weight_update")
+        server.post("/start_weight_update")
 
     def _begin(self, among: Iterable[int], step: Callable[[VLLMServer], object]) -> Callable[[], dict[int, str]]:
         """Has several servers do something at the same time; what is returned waits, and says which failed and why."""

@@ -165,7 +165,7 @@ class Files:
             raise self._error(error.strerror) from error
 
     def open(self, server: Any) -> None:
-        server.push_step("/init_weight_transfer_engine", {"init_info": {"transport": "files"}})
+        server.post("/init_weight_transfer_engine", {"init_info": {"transport": "files"}})
 
     def pack(self, bucket: Bucket) -> Path:
         from safetensors import SafetensorError
