@@ -201,9 +201,11 @@ def two_servers(case, others, pids):
 
 def one_server(case):
     """A tied model, and the engine in this process beside it."""
-    seen = {"greedy": facts(case.engine.generate(case.mine(), GREEDY))}
-    like = {"stop": SamplingParams(max_new_tokens=20, do_sample=False, stop=("88",), stop_token_ids=(15,))}
-    like["minimum"] = SamplingParams(max_new_tokens=20, do_sample=False, min_new_tokens=9, stop_token_ids=(12,))
+    greedy = case.engine.generate(case.mine(), GREEDY)
+    seen = {"greedy": facts(greedy)}
+    stop_id, words = greedy[0].response_ids[12], case.tokenizer.decode(greedy[2].response_ids[9:11])
+    like = {"stop": SamplingParams(max_new_tokens=20, do_sample=False, stop=(words,), stop_token_ids=(stop_id,))}
+    like["minimum"] = SamplingParams(max_new_tokens=20, do_sample=False, min_new_tokens=9, stop_token_ids=(stop_id,))
     like["penalty"] = SamplingParams(max_new_tokens=20, do_sample=False, repetition_penalty=1.3, bad_words=("a", "12"))
     for name, sampling in like.items():
         seen[name] = {"server": facts(case.engine.generate(case.mine(), sampling))}
