@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,9 @@ import pytest
 from lightppo.algorithms.entries import TABLES
 from lightppo.config.options import all_options, sections
 from lightppo.rewards import registry
+from lightppo.rollout.engine import SamplingParams
+from lightppo.rollout.vllm import engine_arguments
+from lightppo.strategy.deepspeed import DeepspeedStrategy
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lightppo"
@@ -92,6 +96,10 @@ def live_options() -> set[tuple[str, str]]:
     made = re.findall(r"_(?:make|options_of)\((\w+), config", inspect.getsource(registry))
     kinds = [getattr(registry, name) for name in made if hasattr(registry, name)]
     found |= {("verifier", name) for kind in kinds for name in inspect.signature(kind).parameters}
+    # what is made of all options that have the names of its fields or arguments
+    found |= {("rollout", field.name) for field in fields(SamplingParams)}
+    found |= {("strategy", field.name) for field in fields(DeepspeedStrategy)}
+    found |= {("engine", name) for name in re.findall(r'"(\w+)"', inspect.getsource(engine_arguments))}
     # an algorithm's own options are read by the names in its entry
     own = {name for table in TABLES for name in table.flag_options()}
     return found | {(one.owner, one.name) for one in all_options() if one.name in own}
