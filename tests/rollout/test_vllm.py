@@ -66,7 +66,7 @@ def one_rank(folder):
     """[untied, tied, and one of each family]."""
     cases = [{"model": "untied", "zero_stage": 0, "extras": True}, {"model": "tied", "zero_stage": 0}]
     cases += [{"model": name, "zero_stage": 0, "brief": True} for name in FAMILIES]
-    run_ranks(WORKER, folder, *map(json.dumps, cases), launcher="python", world_size=1, timeout=500)
+    run_ranks(WORKER, folder, *map(json.dumps, cases), vllm=True, world_size=1, timeout=500)
     return json.loads((folder / "rank0of1.json").read_text())
 
 

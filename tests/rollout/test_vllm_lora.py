@@ -25,7 +25,7 @@ def test_greedy_tokens_and_log_probs_are_those_of_the_actor_with_its_adapters(tm
         {"model": "untied", "zero_stage": 2},
         {"model": "tied", "zero_stage": 3, "load_in_4bit": True},
     ]
-    run_ranks(WORKER, tmp_path, *map(json.dumps, cases), launcher="torchrun", timeout=500)
+    run_ranks(WORKER, tmp_path, *map(json.dumps, cases), vllm=True, timeout=500)
     for rank in range(2):
         everything = json.loads((tmp_path / f"lora_rank{rank}.json").read_text())
         assert [seen["in_4bit"] for seen in everything] == [0, 0, 14]

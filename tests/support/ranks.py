@@ -38,6 +38,8 @@ PRELOADED = (
     "lightppo.trainer.build",
     "lightppo.trainer.supervised",
 )
+WITH_VLLM = ("lightppo.rollout.vllm", "vllm", "vllm.v1.engine.llm_engine", "vllm.v1.worker.cpu_worker")
+READ_BY_VLLM = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_USE_V2_MODEL_RUNNER": "0"}  # while it is imported
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,7 @@ def run_ranks(
     script: Path,
     *args: str | Path,
     launcher: str = "fork",
+    vllm: bool = False,
     world_size: int = 2,
     timeout: float = 400,
     check: bool = True,
@@ -96,6 +99,7 @@ def run_ranks(
         *args: its arguments.
         launcher: "deepspeed", "torchrun", "python" (one rank without a launcher), or "fork": the same without the
             imports, which take longer than most tests. The others are for what depends on how a process starts or ends.
+        vllm: vLLM, too, is imported before the fork.
         world_size: number of ranks; 1 for "python".
         timeout: seconds until the whole run is killed and the test fails.
         check: fail the test when the exit code is not 0.
@@ -107,7 +111,7 @@ def run_ranks(
     environment |= {"LIGHTPPO_TEST_RUN": marker, **ENVIRONMENT, **(env or {})}
     try:
         if launcher == "fork":
-            code, output = run_forked(script, words, world_size, environment, timeout)
+            code, output = run_forked(script, words, world_size, environment, timeout, vllm)
         else:
             command = launch_command(launcher, world_size, script, words)
             code, output = run_launcher(command, environment, timeout, marker)
@@ -143,7 +147,7 @@ def run_launcher(
 
 
 def run_forked(
-    script: Path, words: list[str], world_size: int, environment: dict[str, str], timeout: float
+    script: Path, words: list[str], world_size: int, environment: dict[str, str], timeout: float, vllm: bool
 ) -> tuple[int | None, str]:
     """As :func:`run_launcher`, with the variables that a launcher sets; a single rank has none."""
     ranks = [environment]
@@ -153,7 +157,7 @@ def run_forked(
         ranks = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world_size)]
     with tempfile.NamedTemporaryFile("r", prefix="lightppo-ranks-", errors="replace") as log:
         job = {"script": str(script), "words": words, "environments": ranks, "folder": os.getcwd(), "log": log.name}
-        server = fork_server()
+        server = fork_server(vllm)
         try:
             server.send(job | {"timeout": timeout})
             code = server.recv()
@@ -165,13 +169,15 @@ def run_forked(
 
 
 @functools.cache
-def fork_server() -> Connection:
+def fork_server(vllm: bool) -> Connection:
     """This end of the connection to a process of support/fork_server.py, which ends with it."""
     ours, its = multiprocessing.Pipe()
     with its:
-        command = [sys.executable, "-u", str(Path(__file__).with_name("fork_server.py")), str(its.fileno()), *PRELOADED]
+        modules = PRELOADED + WITH_VLLM * vllm
+        command = [sys.executable, "-u", str(Path(__file__).with_name("fork_server.py")), str(its.fileno()), *modules]
         environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
-        subprocess.Popen(command, env=environment | ENVIRONMENT, pass_fds=[its.fileno()], start_new_session=True)
+        environment |= ENVIRONMENT | (READ_BY_VLLM if vllm else {})
+        subprocess.Popen(command, env=environment, pass_fds=[its.fileno()], start_new_session=True)
     return ours
 
 
