@@ -232,7 +232,7 @@ class EngineConfig(Section, resume_safe=True):
     )
     vllm_server_api_key_env: str | None = server(None, "Environment variable that holds the API key of the servers.")
     vllm_server_timeout: float = server(
-        600.0, "Longest wait for one response or one load of weights.", unit="seconds", gt=0
+        600.0, "Longest wait for one response, or for one bucket of weights in a push.", unit="seconds", gt=0
     )
     vllm_server_retries: int = server(
         2,
