@@ -6,61 +6,28 @@ s = Σ_t r_t of a sequence, R_t = Σ_{k≥0} γ^k r_{t+k} over the trained token
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightppo.algorithms.masking import (
-    AllReduceSum,
-    at_least_float32,
-    identity,
-    require_one_per_row,
-    require_same_shape,
-    zero_where_masked,
-)
+from lightppo.algorithms.masking import AllReduceSum, at_least_float32, identity, require_same_shape, zero_where_masked
 
+AdvantageFn = Callable[..., tuple[Tensor, Tensor]]
+"""Advantages (B, A) before whitening, and returns (B, A), the critic's target; both 0 at masked positions. Every rank
+calls it, even one without samples (B = 0). A function names the keyword arguments it uses, and takes the rest as **_:
 
-class AdvantageFn(Protocol):
-    """The signature of all estimators. A function names the arguments it uses and takes the rest as ``**_``."""
-
-    def __call__(
-        self,
-        *,
-        token_rewards: Tensor,
-        action_mask: Tensor,
-        scores: Tensor,
-        values: Tensor | None,
-        bootstrap_values: Tensor | None,
-        group_ids: Tensor | None,
-        gamma: float,
-        lambd: float,
-        std_eps: float,
-        divide_std: bool,
-        baseline_scores: Tensor | None,
-        all_reduce_sum: AllReduceSum,
-        **_: object,
-    ) -> tuple[Tensor, Tensor]:
-        """Advantages (B, A) before whitening, and returns (B, A), the critic's target; both 0 at masked positions.
-
-        Every rank calls it, even a rank without samples (B = 0).
-
-        Args:
-            token_rewards: (B, A), including the KL penalty if the KL is part of the reward.
-            action_mask: (B, A), True = trained token; holes allowed.
-            scores: (B,), s = Σ of ``token_rewards``.
-            values: (B, A), V before each action; ``None`` without a critic.
-            bootstrap_values: (B,), V after the last token of a truncated response, 0 for a finished one; ``None`` = 0.
-            group_ids: (B,) integers, equal for the samples of one prompt, in any order.
-            gamma: discount per trained token.
-            lambd: λ of GAE.
-            std_eps: added to a group's standard deviation (``--grpo_std_eps``).
-            divide_std: whether a group's scores are divided by their standard deviation (``--no_group_std_norm``).
-            baseline_scores: (B,), score of the greedy answer to each row's prompt; ``None`` if none was generated.
-            all_reduce_sum: sums a small tensor over all ranks.
-        """
-        ...
+- token_rewards (B, A), including the KL penalty if the KL is in the reward; action_mask (B, A), holes allowed
+- scores (B,), s; group_ids (B,) integers, equal for the samples of one prompt, in any order
+- values (B, A), V before each action, and bootstrap_values (B,), V after the last token of a truncated response, 0 for
+  a finished one; None without a critic
+- baseline_scores (B,), score of the greedy answer to each row's prompt; None if none was generated
+- gamma, the discount per trained token; lambd, λ of GAE
+- std_eps, added to a group's standard deviation; divide_std, whether a group's scores are divided by it
+- all_reduce_sum, sums a small tensor over all ranks
+"""
 
 
 @torch.no_grad()
@@ -82,7 +49,7 @@ def gae(
     if values is None:
         raise ValueError("--advantage_estimator gae needs values: give a critic (--critic_pretrain)")
     require_same_shape(token_rewards=token_rewards, action_mask=action_mask, values=values)
-    require_one_per_row(action_mask, bootstrap_values=bootstrap_values)
+    require_same_shape(bootstrap_values=bootstrap_values, rows=action_mask.any(dim=1))
     mask = action_mask.bool()
     rewards = at_least_float32(token_rewards)
     values = zero_where_masked(values, mask)
@@ -116,22 +83,15 @@ def reinforce(*, token_rewards: Tensor, action_mask: Tensor, gamma: float = 1.0,
 
 @torch.no_grad()
 def remax(
-    *,
-    token_rewards: Tensor,
-    action_mask: Tensor,
-    baseline_scores: Tensor | None = None,
-    gamma: float = 1.0,
-    **_,
+    *, token_rewards: Tensor, action_mask: Tensor, baseline_scores: Tensor | None = None, gamma: float = 1.0, **_
 ) -> tuple[Tensor, Tensor]:
     """ReMax: A_t = R_t - b, where b is the score of the greedy answer to the same prompt, without a KL penalty.
 
-    b depends on the prompt only, so the gradient is unbiased. Source: Li et al. 2023 (arXiv:2310.10505), Algorithm 1.
+    Source: Li et al. 2023 (arXiv:2310.10505), Algorithm 1.
     """
     if baseline_scores is None:
-        raise ValueError(
-            "--advantage_estimator remax needs baseline_scores: generate and score the greedy answer to each prompt"
-        )
-    require_one_per_row(action_mask, baseline_scores=baseline_scores)
+        raise ValueError("--advantage_estimator remax needs baseline_scores: score the greedy answer to each prompt")
+    require_same_shape(baseline_scores=baseline_scores, rows=action_mask.any(dim=1))
     returns = reward_to_go(token_rewards, action_mask, gamma)
     baseline = baseline_scores.to(returns.dtype).unsqueeze(1)  # (B, 1)
     return (returns - baseline).masked_fill(~action_mask.bool(), 0.0), returns
@@ -177,7 +137,7 @@ class ScoreGroups(Groups):
         """The N of B rows that have a trained token, in their order; the scores of the others are ignored."""
         index, count = _number_groups(group_ids, action_mask, min_size=2)
         tokens = action_mask.bool().sum(dim=1)  # (B,)
-        require_one_per_row(action_mask, scores=scores)
+        require_same_shape(scores=scores, rows=action_mask.any(dim=1))
         member = tokens > 0
         return cls(index=index[member], count=count, scores=scores[member].double(), tokens=tokens[member].double())
 
@@ -204,14 +164,14 @@ class ScoreGroups(Groups):
 def _number_groups(group_ids: Tensor | None, action_mask: Tensor, min_size: int = 1) -> tuple[Tensor, int]:
     """Group numbers 0 … count - 1 of the rows (B,), and count."""
     if group_ids is None:
-        raise ValueError("the samples of one prompt are to be compared: group_ids must be given")
-    require_one_per_row(action_mask, group_ids=group_ids)
+        raise ValueError("this estimator compares the samples of one prompt: give group_ids")
+    require_same_shape(group_ids=group_ids, rows=action_mask.any(dim=1))
     ids, index, sizes = torch.unique(group_ids, return_inverse=True, return_counts=True)
     small = sizes < min_size
     if small.any():
         raise ValueError(
-            f"group {ids[small][0].item()} has {sizes[small][0].item()} sample(s), this advantage estimator needs at "
-            f"least {min_size} per prompt: set --n_samples_per_prompt to {min_size} or more"
+            f"group {ids[small][0].item()} has {sizes[small][0].item()} sample(s): this estimator needs "
+            f"--n_samples_per_prompt {min_size} or more"
         )
     return index, len(ids)
 
@@ -222,7 +182,7 @@ def group_normalize(
 ) -> Tensor:
     """x ← (x - μ_G) / (σ_G + eps), with μ_G and σ_G (biased) over the trained tokens of all samples of the group.
 
-    Every token counts the same, so long answers weigh more. A group whose trained tokens are all equal gets exactly 0.
+    A group whose trained tokens are all equal gets exactly 0.
     Source: ``group_adv_norm`` of AReaL (Fu et al. 2025, arXiv:2505.24298).
     """
     require_same_shape(advantages=advantages, action_mask=action_mask)
@@ -238,38 +198,18 @@ def group_normalize(
     return result.masked_scatter(mask, normalized.to(result.dtype))
 
 
-class SequenceAdvantageFn(Protocol):
-    """The advantage (N,) of each sample, float64; arguments and ranks as in :class:`AdvantageFn`."""
-
-    def __call__(
-        self, groups: ScoreGroups, *, std_eps: float, divide_std: bool, all_reduce_sum: AllReduceSum, **_: object
-    ) -> Tensor: ...
-
-
 @dataclass(frozen=True)
 class OnEveryToken:
-    """An estimator that gives all trained tokens of a sample the same advantage; returns are the rewards to go."""
+    """An :data:`AdvantageFn` that gives all trained tokens of a sample one advantage; returns are the rewards to go."""
 
-    sequence_fn: SequenceAdvantageFn
+    sequence_fn: Callable[..., Tensor]  # (groups: ScoreGroups, **arguments of AdvantageFn) -> (N,) float64
 
     @torch.no_grad()
     def __call__(
-        self,
-        *,
-        token_rewards: Tensor,
-        action_mask: Tensor,
-        scores: Tensor,
-        group_ids: Tensor | None,
-        gamma: float = 1.0,
-        std_eps: float = 1e-6,
-        divide_std: bool = True,
-        all_reduce_sum: AllReduceSum = identity,
-        **_,
+        self, *, token_rewards: Tensor, action_mask: Tensor, scores: Tensor, group_ids: Tensor | None, **more: Any
     ) -> tuple[Tensor, Tensor]:
-        """An :class:`AdvantageFn`."""
-        returns = reward_to_go(token_rewards, action_mask, gamma)
-        groups = ScoreGroups.from_batch(scores, action_mask, group_ids)
-        of_samples = self.sequence_fn(groups, std_eps=std_eps, divide_std=divide_std, all_reduce_sum=all_reduce_sum)
+        returns = reward_to_go(token_rewards, action_mask, more.get("gamma", 1.0))
+        of_samples = self.sequence_fn(ScoreGroups.from_batch(scores, action_mask, group_ids), **more)
         mask = action_mask.bool()
         per_row = returns.new_zeros(len(mask)).masked_scatter(mask.any(dim=1), of_samples.to(returns.dtype))  # (B,)
         return torch.where(mask, per_row.unsqueeze(1), 0.0), returns
@@ -299,11 +239,9 @@ def reinforce_baseline(groups: ScoreGroups, **_) -> Tensor:
 
 
 def opo(groups: ScoreGroups, **_) -> Tensor:
-    """A = s - b,  b = Σ_G len·s / Σ_G len, where len counts the trained tokens of a sample.
+    """OPO (arXiv:2505.23585): A = s - b,  b = Σ_G len·s / Σ_G len, where len counts the trained tokens of a sample.
 
-    b minimises the gradient's variance if an answer's squared gradient norm is proportional to its length. The paper
-    (Hao et al. 2025, arXiv:2505.23585) trains strictly on-policy: one optimizer step per rollout, no KL and no entropy
-    term.
+    b minimises the gradient's variance if an answer's squared gradient norm is proportional to its length.
     """
     return groups.deviation(groups.scores, groups.tokens)
 
@@ -311,9 +249,8 @@ def opo(groups: ScoreGroups, **_) -> Tensor:
 def gpg(groups: ScoreGroups, *, all_reduce_sum: AllReduceSum = identity, **_) -> Tensor:
     """A = α·(s - mean_G),  α = samples / samples with s ≠ 0, both over all ranks; α = 1 if every s is 0.
 
-    α makes up for samples without a signal; the paper counts groups instead, B/(B - M) with M groups of equal scores.
-    Counting samples suits scores of 0 and 1; with the KL in the reward, no s is 0 and α is 1.
-    Source: Chu et al. 2025 (arXiv:2504.02546), §2.2.
+    α makes up for samples without a signal. Source: Chu et al. 2025 (arXiv:2504.02546), §2.2, which counts groups
+    instead: B/(B - M) with M groups of equal scores.
     """
     counts = torch.stack([torch.ones_like(groups.scores).sum(), groups.scores.count_nonzero().double()])
     samples, nonzero = all_reduce_sum(counts).tolist()
@@ -324,16 +261,14 @@ def gpg(groups: ScoreGroups, *, all_reduce_sum: AllReduceSum = identity, **_) ->
 def grpo_passk(groups: ScoreGroups, *, std_eps: float = 1e-6, divide_std: bool = True, **_) -> Tensor:
     """A = (max_G s - max of the other samples' s) / (std_G + std_eps): what a sample adds to the best of the group.
 
-    The best sample gets max - second and all others 0; if several share the maximum, all get 0. Undivided, it is the
-    leave-one-out gradient of pass@G. Source: Tang et al. 2025 (arXiv:2503.19595): A_i = f(y) - f(y without i) with f =
-    max.
+    The best sample gets max - second and all others 0; if several share the maximum, all get 0.
+    Source: Tang et al. 2025 (arXiv:2503.19595): A_i = f(y) - f(y without i) with f = max, undivided.
     """
     best = groups.max(groups.scores)
     is_best = groups.scores == best
     alone = is_best & (groups.sum(is_best.double()) == 1)
     second = groups.max(groups.scores.masked_fill(alone, -torch.inf))
-    best_of_others = torch.where(alone & (groups.size > 1), second, best)
-    advantage = best - best_of_others
+    advantage = best - torch.where(alone & (groups.size > 1), second, best)
     return groups.over_std(advantage, std_eps) if divide_std else advantage
 
 

@@ -2,8 +2,7 @@
 
 The rollout engine samples with π_rollout; the trainer scores the same tokens with π_old before its first update. They
 differ by kernels, precision and age. A weight w(ρ) on each token's loss, ρ = π_old / π_rollout, corrects for this
-(importance sampling) or drops tokens that are too far off. The policy loss still takes its ratio to π_old.
-
+or drops tokens that are too far off. The policy loss still takes its ratio to π_old.
 Notation: d = log ρ = log_probs - rollout_log_probs of a token, limited to ±20 before it is exponentiated.
 """
 
@@ -12,12 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from lightppo.algorithms.entries import CORRECTIONS, CorrectionEntry
+from lightppo.algorithms.entries import CORRECTIONS
 from lightppo.algorithms.kl import k3, limited
 from lightppo.algorithms.masking import (
     AllReduceSum,
@@ -28,16 +26,9 @@ from lightppo.algorithms.masking import (
     zero_where_masked,
 )
 
-
-class CorrectionFn(Protocol):
-    """The signature of all corrections. A function names the arguments it uses and takes the rest as ``**_``."""
-
-    def __call__(self, log_ratio: Tensor, *, action_mask: Tensor, low: float | None, high: float | None) -> Tensor:
-        """Weight of each token: (B, A), or (B, 1) if the tokens of a row share it.
-
-        ``log_ratio`` is d (B, A) float64 within ±20, 0 at masked positions, where the weight is ignored.
-        """
-        ...
+CorrectionFn = Callable[..., Tensor]
+"""``(log_ratio, *, action_mask, low, high)`` → weight of each token, (B, A), or (B, 1) if the tokens of a row share it.
+``log_ratio`` is d (B, A) float64 within ±20, 0 at masked positions, where the weight is ignored."""
 
 
 def none(log_ratio: Tensor, **_) -> Tensor:
@@ -48,17 +39,15 @@ def none(log_ratio: Tensor, **_) -> Tensor:
 def tis(log_ratio: Tensor, *, high: float, **_) -> Tensor:
     """min(ρ, high) of each token: truncated importance sampling. Biased, with bounded variance; drops nothing.
 
-    Source: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"
-    (fengyao.notion.site/off-policy-rl); the truncation: Ionides 2008, "Truncated Importance Sampling".
+    Source: Yao et al. 2025 (fengyao.notion.site/off-policy-rl), after Ionides 2008, "Truncated Importance Sampling".
     """
     return log_ratio.exp().clamp(max=high)
 
 
 def seq_tis(log_ratio: Tensor, *, high: float, **_) -> Tensor:
-    """min(Π ρ, high) of the row, on each of its tokens: unbiased up to the truncation, with more variance.
+    """min(Π ρ, high) of the row, on each of its tokens: unbiased up to the truncation; long rows drift to 0 or high.
 
-    Long rows drift to 0 or to the bound. Source: Liu, Li et al. 2025, "When Speed Kills Stability"
-    (richardli.xyz/rl-collapse).
+    Source: Liu, Li et al. 2025, "When Speed Kills Stability" (richardli.xyz/rl-collapse).
     """
     return _row_product(log_ratio).clamp(max=high)
 
@@ -72,8 +61,7 @@ def icepop(log_ratio: Tensor, *, low: float, high: float, **_) -> Tensor:
 def seq_mask(log_ratio: Tensor, *, action_mask: Tensor, low: float, high: float, **_) -> Tensor:
     """1 if the geometric mean of the row's ρ is in [low, high], else 0: rows are dropped, not reweighted.
 
-    The mean does not drift with the length and stays near 1: a difference of 0.001 per token is a lot. Source:
-    geometric rejection of Liu, Li et al. 2025, "When Speed Kills Stability", part 3 (richardli.xyz/rl-collapse-3).
+    Source: geometric rejection of Liu, Li et al. 2025, part 3 (richardli.xyz/rl-collapse-3).
     """
     mean = _row_mean(log_ratio, action_mask)
     return ((mean >= low) & (mean <= high)).to(log_ratio.dtype)
@@ -87,8 +75,7 @@ def seq_mask_tis(log_ratio: Tensor, *, action_mask: Tensor, low: float, high: fl
 def decoupled(log_ratio: Tensor, *, high: float, **_) -> Tensor:
     """ρ = π_prox / π_behave if ρ ≤ high, else 0: weight × clipped loss is then decoupled PPO.
 
-    The old log probs are the proximal policy's. Sources: Hilton et al. 2021 (arXiv:2110.00641), §2; for language models
-    Fu et al. 2025 (AReaL, arXiv:2505.24298), whose code adds the bound.
+    Sources: Hilton et al. 2021 (arXiv:2110.00641), §2; AReaL (arXiv:2505.24298), whose code adds the bound.
     """
     ratio = log_ratio.exp()
     return torch.where(ratio <= high, ratio, 0.0)
@@ -107,44 +94,21 @@ def correction_weights(
 ) -> Tensor:
     """The constant factor (B, A) on each token's loss, 0 at masked positions.
 
-    The loss is divided by all trained tokens, including tokens of weight 0.
-
     Args:
         log_probs: (B, A), under the trainer's policy before its first update (decoupled PPO: the proximal policy).
-        rollout_log_probs: (B, A), under the policy that sampled (the behaviour policy), as the engine returned them.
-        action_mask: (B, A), True = trained token.
+        rollout_log_probs: (B, A), under the policy that sampled, as the engine returned them.
         low, high: bounds of the ratio; ``None``: the correction's default.
-        veto: rows with a token of ρ < veto get weight 0: one impossible token makes the row suspect. ``None``: no veto.
+        veto: rows with a token of ρ < veto get weight 0; ``None``: no veto.
     """
     correction = CORRECTIONS.find(name)
-    low, high = _checked_bounds(name, correction, low, high)
-    if veto is not None and (name == "none" or not 0 < veto < 1):
-        problem = "needs a --rollout_correction" if name == "none" else "must be above 0 and below 1"
-        raise ValueError(f"--correction_veto {veto:g} {problem}; leave it out for no veto")
-    mask = action_mask.bool()
+    low, high = (own if x is None else x for x, own in ((low, correction.low), (high, correction.high)))
+    mask = kept = action_mask.bool()
     log_ratio = _log_ratio(log_probs, rollout_log_probs, mask)
-    kept = mask
     if veto is not None:
         kept = mask & ~(log_ratio < math.log(veto)).any(dim=1, keepdim=True)
     weights = correction.fn(limited(log_ratio), action_mask=mask, low=low, high=high)
     dtype = torch.promote_types(at_least_float32(log_probs).dtype, at_least_float32(rollout_log_probs).dtype)
     return torch.where(kept, weights, 0.0).to(dtype)
-
-
-def _checked_bounds(
-    name: str, correction: CorrectionEntry, low: float | None, high: float | None
-) -> tuple[float | None, float | None]:
-    """The bounds; defaults from the correction's entry."""
-    for side, given, own in (("low", low, correction.low), ("high", high, correction.high)):
-        if given is not None and own is None:
-            raise ValueError(f"--correction_{side}: --rollout_correction {name} has no such bound; leave it out")
-        if given is not None and not (math.isfinite(given) and given > 0):
-            raise ValueError(f"--correction_{side} must be a ratio above 0, got {given:g}")
-    low = correction.low if low is None else low
-    high = correction.high if high is None else high
-    if low is not None and high is not None and low >= high:
-        raise ValueError(f"--correction_low {low:g} must be below --correction_high {high:g}")
-    return low, high
 
 
 @torch.no_grad()
@@ -158,32 +122,18 @@ def normalize_weights(weights: Tensor, mask: Tensor, all_reduce_sum: AllReduceSu
 
 @torch.no_grad()
 def mismatch_terms(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """How far the policy that sampled is from the trainer's, as float64 vectors that can be summed up over ranks.
-
-    =============== ==================== =================================== ==========================================
-    name            one entry per        entry                               metrics (:data:`MISMATCH_METRICS`)
-    =============== ==================== =================================== ==========================================
-    ``kl``          trained token        -d                                  mean: KL(π_rollout ‖ π_old), unbiased (k1)
-    ``k3_kl``       trained token        e^d - d - 1                         mean: the same KL, never negative (k3)
-    ``logp_diff``   trained token        abs(d)                              maximum
-    ``ratio``       trained token        ρ = e^d                             χ² and effective share of the tokens
-    ``ppl_ratio``   row with tokens      e^(-mean d) = ppl_old / ppl_rollout mean
-    ``seq_ratio``   row with tokens      Π ρ                                 χ² and effective share of the rows
-    =============== ==================== =================================== ==========================================
-
-    Source of the estimators: Schulman, "Approximating KL Divergence" (joschu.net/blog/kl-approx.html).
-    """
+    """How far engine and trainer are apart: float64 vectors of trained tokens (N,), or of rows that have any (R,)."""
     mask = mask.bool()
     log_ratio = _log_ratio(log_probs, rollout_log_probs, mask)
     rows = mask.any(dim=1)
     d, within = log_ratio[mask], limited(log_ratio)  # (N,), (B, A)
     return {
-        "kl": -d,
-        "k3_kl": k3(-d),
+        "kl": -d,  # mean: KL(π_rollout ‖ π_old), unbiased
+        "k3_kl": k3(-d),  # e^d - d - 1; mean: the same KL, never negative (joschu.net/blog/kl-approx.html)
         "logp_diff": d.abs(),
-        "ratio": within[mask].exp(),
-        "ppl_ratio": 1 / _row_mean(within, mask)[rows, 0],  # (R,)
-        "seq_ratio": _row_product(within)[rows, 0],  # (R,)
+        "ratio": within[mask].exp(),  # ρ
+        "ppl_ratio": 1 / _row_mean(within, mask)[rows, 0],  # e^(-mean d) = ppl_old / ppl_rollout
+        "seq_ratio": _row_product(within)[rows, 0],  # Π ρ
     }
 
 
@@ -191,11 +141,9 @@ def _log_ratio(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Te
     """d (B, A) in float64, where differences of float32 numbers are exact; 0 at masked positions."""
     require_same_shape(log_probs=log_probs, rollout_log_probs=rollout_log_probs, action_mask=mask)
     log_ratio = (log_probs.double() - rollout_log_probs.double()).masked_fill(~mask, 0.0)
-    # a comparison with NaN is False: a bound would drop the token without a word
-    if broken := int(log_ratio.isnan().sum()):
+    if broken := int(log_ratio.isnan().sum()):  # a bound would drop these tokens without a word
         raise ValueError(
-            f"{broken} of {int(mask.sum())} trained tokens have a NaN log prob: the actor's weights hold NaN, or the "
-            "rollout engine gives broken log probs"
+            f"{broken} of {int(mask.sum())} trained tokens have a NaN log prob: of the actor or the engine"
         )
     return log_ratio
 
@@ -207,7 +155,7 @@ def _row_product(log_ratio: Tensor) -> Tensor:
 
 def _row_mean(log_ratio: Tensor, mask: Tensor) -> Tensor:
     """Geometric mean of ρ over the row's trained tokens, (B, 1); 1 for a row without any."""
-    return masked_mean(log_ratio, mask, dim=1).unsqueeze(1).exp()
+    return masked_mean(log_ratio, mask).unsqueeze(1).exp()
 
 
 @dataclass
@@ -261,19 +209,16 @@ def effective_share(weights: Summary) -> float:
     return weights.total**2 / (weights.count * weights.squares) if weights.squares else 0.0
 
 
-# metric → its vector of mismatch_terms, and the function that turns the vector's summary into the metric
-MISMATCH_METRICS: dict[str, tuple[str, Callable[[Summary], float]]] = {
-    "kl": ("kl", lambda s: s.mean),
-    "k3_kl": ("k3_kl", lambda s: s.mean),
-    "logp_diff_max": ("logp_diff", lambda s: s.high if s.count else math.nan),
-    "ppl_ratio": ("ppl_ratio", lambda s: s.mean),
-    "chi2_token": ("ratio", chi_square),
-    "chi2_seq": ("seq_ratio", chi_square),
-    "ess_token": ("ratio", effective_share),
-    "ess_seq": ("seq_ratio", effective_share),
-}
-
-
 def mismatch_metrics(summaries: Mapping[str, Summary]) -> dict[str, float]:
-    """All ``MISMATCH_METRICS``, from a summary over all ranks of each vector of :func:`mismatch_terms`."""
-    return {name: aggregate(summaries[term]) for name, (term, aggregate) in MISMATCH_METRICS.items()}
+    """The metrics, from a summary over all ranks of each vector of :func:`mismatch_terms`."""
+    tokens, rows, difference = summaries["ratio"], summaries["seq_ratio"], summaries["logp_diff"]
+    return {
+        "kl": summaries["kl"].mean,
+        "k3_kl": summaries["k3_kl"].mean,
+        "logp_diff_max": difference.high if difference.count else math.nan,
+        "ppl_ratio": summaries["ppl_ratio"].mean,
+        "chi2_token": chi_square(tokens),
+        "chi2_seq": chi_square(rows),
+        "ess_token": effective_share(tokens),
+        "ess_seq": effective_share(rows),
+    }

@@ -1,10 +1,7 @@
 """Every algorithm by name: its function, its defaults and options, its metrics, and what it asks of a run.
 
-Free of torch: the command line reads these tables, and a function is imported when it is first used. An algorithm is
-its function, one entry here, one test with numbers worked out by hand, and one section in docs/algorithms.md; flags,
-``--help``, docs/flags.md, docs/metrics.md and the tests over whole tables follow from the entry. From Python an entry
-is added by ``ADVANTAGE_ESTIMATORS["mine"] = EstimatorEntry(mine)``, before the command line is read; from a file by
-``--advantage_estimator path.py:name`` (see :func:`estimator`).
+Free of torch: the command line reads these tables, and a function is imported when it is first used. Flags, ``--help``,
+docs/flags.md, docs/metrics.md and the tests over whole tables follow from an entry. docs/extending.md: how to add one.
 """
 
 from __future__ import annotations
@@ -27,17 +24,11 @@ F = TypeVar("F", bound=Callable)
 
 @dataclass(frozen=True)
 class Entry:
-    """What all entries have.
+    """What all entries have."""
 
-    Attributes:
-        function: ``"module:name"`` or ``"path.py:name"``, or the function itself.
-        options: its own. Their flags exist in every run; beside another entry they would do nothing, and are refused.
-        metrics: names that it adds to ``train/`` → meaning.
-    """
-
-    function: str | Callable
-    options: tuple[Option, ...] = ()
-    metrics: Mapping[str, str] = field(default_factory=dict)
+    function: str | Callable  # "module:name" or "path.py:name", or the function itself
+    options: tuple[Option, ...] = ()  # its own; beside another entry they would do nothing, and are refused
+    metrics: Mapping[str, str] = field(default_factory=dict)  # names that it adds to train/ → meaning
 
     @functools.cached_property
     def fn(self) -> Callable:
@@ -50,11 +41,7 @@ class Entry:
         return {option.name: option.default for option in self.options}
 
     def completed(self, given: Mapping[str, Any], name: str) -> dict[str, Any]:
-        """Its own options: those given, and the defaults of those left out or ``None``; ``name`` is for errors.
-
-        Raises:
-            ValueError: an option that it does not have, or a value out of range.
-        """
+        """Its own options, checked: those given, and the defaults of those left out or ``None``."""
         if unknown := given.keys() - self.defaults.keys():
             known = ", ".join(self.defaults) or "none"
             raise ValueError(f"--{min(unknown)} is no option of {name}; it has: {known}")
@@ -69,30 +56,17 @@ class Entry:
 
 @dataclass(frozen=True)
 class EstimatorEntry(Entry):
-    """An advantage estimator; the function is an :class:`lightppo.algorithms.advantages.AdvantageFn`.
+    """An advantage estimator; the function is an :data:`lightppo.algorithms.advantages.AdvantageFn`."""
 
-    Attributes:
-        per_sample: the function gives each sample one number, from the scores of its group; see
-            :class:`lightppo.algorithms.advantages.OnEveryToken`.
-        needs_critic: it reads values, so a critic must be trained.
-        min_group_size: smallest number of samples per prompt it is defined for.
-        whiten: its advantages are whitened over all ranks unless ``--adv_norm`` says otherwise.
-        needs_greedy_baseline: it compares with the greedy answer to the same prompt, which must be sampled and scored.
-        discounted: ``--gamma`` acts on its advantages.
-        divides_by_std: it divides by the standard deviation of the group (``--no_group_std_norm``, ``--grpo_std_eps``).
-        policy_loss: the loss that belongs to it, where ``--policy_loss`` says nothing.
-        loss_agg_mode: the aggregation that belongs to it; ``None``: as the loss says.
-    """
-
-    per_sample: bool = False
-    needs_critic: bool = False
-    min_group_size: int = 1
-    whiten: bool = False
-    needs_greedy_baseline: bool = False
-    discounted: bool = False
-    divides_by_std: bool = False
-    policy_loss: str = "ppo"
-    loss_agg_mode: str | None = None
+    per_sample: bool = False  # one number per sample, by lightppo.algorithms.advantages.OnEveryToken
+    needs_critic: bool = False  # it reads values
+    min_group_size: int = 1  # least samples per prompt
+    whiten: bool = False  # over all ranks, unless --adv_norm says otherwise
+    needs_greedy_baseline: bool = False  # compares with the greedy answer, which is sampled and scored too
+    discounted: bool = False  # --gamma acts
+    divides_by_std: bool = False  # by the standard deviation of the group: --no_group_std_norm, --grpo_std_eps act
+    policy_loss: str = "ppo"  # where --policy_loss says nothing
+    loss_agg_mode: str | None = None  # where --loss_agg_mode says nothing; None: as the loss says
 
     @functools.cached_property
     def fn(self) -> Callable:
@@ -102,79 +76,50 @@ class EstimatorEntry(Entry):
 
 @dataclass(frozen=True)
 class PolicyLossEntry(Entry):
-    """A policy loss; the function is a :class:`lightppo.algorithms.losses.PolicyLossFn`.
+    """A policy loss; the function is a :data:`lightppo.algorithms.losses.PolicyLossFn`."""
 
-    Attributes:
-        eps_clip: (low, high) where ``--eps_clip`` and its two sides say nothing; ``None``: the loss clips nothing.
-        loss_agg_mode: the aggregation it is defined with.
-        selection: ``"module:name"`` of the function that singles out tokens of the rollout, a
-            :class:`lightppo.algorithms.selection.Selection`; ``None``: it treats all alike.
-    """
-
-    eps_clip: tuple[float, float] | None = (0.2, 0.2)
-    loss_agg_mode: str = "token-mean"
-    selection: str | Callable | None = None
+    eps_clip: tuple[float, float] | None = (0.2, 0.2)  # low, high where the flags say nothing; None: it clips nothing
+    loss_agg_mode: str = "token-mean"  # the aggregation that it is defined with
+    selection: str | Callable | None = None  # singles out tokens: a lightppo.algorithms.selection.Selection
 
 
 @dataclass(frozen=True)
 class KLEntry(Entry):
-    """A KL estimator; the function is one of d at the sampled tokens, or of two sets of logits.
+    """A KL estimator; the function is one of d at the sampled tokens, or of two sets of logits."""
 
-    Attributes:
-        gradient_of: straight-through: the value comes from the function, the gradient from this function of d.
-        over_vocabulary: needs both distributions, see :func:`lightppo.algorithms.kl.full_kl`.
-    """
-
-    gradient_of: str | None = None
-    over_vocabulary: bool = False
+    gradient_of: str | None = None  # straight-through: the value is the function's, the gradient this one's
+    over_vocabulary: bool = False  # needs the logits of both models: lightppo.algorithms.kl.full_kl
 
 
 @dataclass(frozen=True)
 class CorrectionEntry(Entry):
-    """An off-policy correction; the function is a :class:`lightppo.algorithms.correction.CorrectionFn`.
+    """An off-policy correction; the function is a :data:`lightppo.algorithms.correction.CorrectionFn`."""
 
-    Attributes:
-        low: lower bound of the importance weight where ``--correction_low`` says nothing; ``None``: it has none.
-        high: upper bound where ``--correction_high`` says nothing; ``None``: it has none.
-    """
-
-    low: float | None = None
+    low: float | None = None  # bound of the weight where --correction_low says nothing; None: it has no such bound
     high: float | None = None
 
 
 @dataclass(frozen=True)
 class AggregationEntry(Entry):
-    """How token losses become one number: their sum, divided by the function of the step's ``LossNormalizer``.
+    """How token losses become one number: their sum, divided by the function of the step's ``LossNormalizer``."""
 
-    Attributes:
-        mean_of_rows: each row is divided by its own number of trained tokens first.
-    """
-
-    mean_of_rows: bool = False
+    mean_of_rows: bool = False  # each row is divided by its own number of trained tokens first
 
 
 class Table(dict[str, E]):
-    """The names that one flag takes; a dictionary of entries to which one can be added.
-
-    Args:
-        flag: such as ``--policy_loss``.
-        entries: name → entry.
-        decorator: name of the decorator of functions in files of the user's own; ``None``: it takes no file.
-    """
+    """The names that one flag takes; ``decorator`` is for functions in files of the user's own, if it takes those."""
 
     def __init__(self, flag: str, entries: Mapping[str, E], decorator: str | None = None) -> None:
         super().__init__(entries)
         self.flag, self.decorator = flag, decorator
 
     def find(self, name: str) -> E:
-        """The entry of a name, or of ``path.py:name``.
-
-        Raises:
-            ConfigError: unknown name (the nearest and all are given), or a file without such a function.
-        """
+        """The entry of a name, or of ``path.py:name``; ConfigError for an unknown one."""
         if name not in self and self.decorator is not None and ".py" in name:
             return _entry_of_file(name, self.flag, self.decorator)
-        return lookup(self, name, self.flag)
+        if name in self:
+            return self[name]
+        raise ConfigError(f"{self.flag}: unknown name {name!r}{nearest(str(name), self)}; known: {', '.join(self)}")
 
     def flag_options(self) -> dict[str, Option]:
         """The own options of all entries as flags: None means what the entry says."""
@@ -189,17 +134,6 @@ class Table(dict[str, E]):
             name: replace(option, only_with=(f"{self.flag[2:]}={'|'.join(option.only_with)}",))
             for name, option in found.items()
         }
-
-
-def lookup(table: Mapping[str, E], name: str, flag: str) -> E:
-    """The entry called ``name``.
-
-    Raises:
-        ConfigError: unknown name; the message gives the flag, the nearest name and all names.
-    """
-    if name in table:
-        return table[name]
-    raise ConfigError(f"{flag}: unknown name {name!r}{nearest(str(name), table)}; known names: {', '.join(table)}")
 
 
 def load(function: str | Callable) -> Callable:
@@ -221,12 +155,7 @@ def metric_names() -> dict[str, str]:
 
 
 def estimator(**traits: Any) -> Callable[[F], F]:
-    """Says what an estimator in a file of your own asks of a run, for ``--advantage_estimator path.py:name``.
-
-    Args:
-        **traits: attributes of :class:`EstimatorEntry` except ``function`` and ``options``, as literals: the command
-            line reads them without running the file.
-    """
+    """What an estimator in a file of your own asks of a run: attributes of :class:`EstimatorEntry`, as literals."""
     EstimatorEntry("", **traits)  # a misspelt one is an error here
     return lambda fn: fn
 

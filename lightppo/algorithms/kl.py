@@ -53,12 +53,9 @@ def full_kl(logits: Tensor, ref_logits: Tensor, temperature: float = 1.0, chunk_
     """Σ_v p_v (log p_v - log q_v) with p, q = softmax(logits / temperature), (N, V) -> (N,): the exact KL.
 
     Its gradient is (p_v / temperature)(d_v - KL); ``ref_logits`` get none. Only one chunk of rows is in float32 at a
-    time; the backward pass (once only) recomputes the distributions. A token with p = 0 adds 0. p > 0 where q = 0 gives
-    inf, and NaN gradients: forbid tokens in both models or in neither.
+    time; the backward pass recomputes the distributions. p > 0 where q = 0 gives inf, and NaN gradients.
     """
     require_same_shape(logits=logits, ref_logits=ref_logits)
-    if logits.dim() != 2:
-        raise ValueError(f"logits must be (N, V), one row per token, got {tuple(logits.shape)}")
     # Half the rows of a chunk of log probs: there are two distributions.
     chunk_size = rows_per_chunk(2 * logits.shape[1], chunk_size, temperature)
     return _FullKL.apply(logits, ref_logits, temperature, chunk_size)
@@ -106,9 +103,8 @@ def approx_kl(
 ) -> Tensor:
     """Estimate KL(policy || reference) at each sampled token, (B, A) in nats, from d = log_probs - ref_log_probs.
 
-    docs/algorithms_rewards.md gives the expected gradients, as a loss and in the reward. Sources: Schulman,
-    "Approximating KL Divergence" (joschu.net/blog/kl-approx.html); the gradients: Tang and Munos 2025
-    (arXiv:2506.09477), Liu et al. 2025 (arXiv:2510.01555).
+    docs/algorithms.md gives the expected gradients, as a loss and in the reward. Sources: Schulman
+    (joschu.net/blog/kl-approx.html); the gradients: arXiv:2506.09477, arXiv:2510.01555.
 
     Args:
         clip: limits the value to ±clip; a clipped value has no gradient, except k2's in a straight-through estimator.
@@ -117,11 +113,8 @@ def approx_kl(
     entry = KL_ESTIMATORS.find(estimator)
     if entry.over_vocabulary:
         raise ValueError(
-            f"--kl_estimator {estimator} is computed from the logits of policy and reference, not from log probs of "
-            "the sampled tokens: call full_kl(logits, ref_logits)"
+            f"--kl_estimator {estimator} needs the logits of both models: call full_kl(logits, ref_logits)"
         )
-    if clip is not None and not clip > 0:
-        raise ValueError(f"--kl_clip must be above 0, got {clip}; leave it out for no limit")
     require_same_shape(log_probs=log_probs, ref_log_probs=ref_log_probs, action_mask=action_mask)
     log_ratio = at_least_float32(log_probs) - at_least_float32(ref_log_probs)  # (B, A)
     if action_mask is not None:
@@ -141,11 +134,9 @@ class KLController:
     kind: str
 
     def __init__(self, coef: float) -> None:
-        self.value = _checked_coef(coef)
-
-    def update(self, current_kl: float, n_samples: int) -> None:
-        """Call once per rollout batch, with the batch's KL before any update on it; both numbers are over all ranks."""
-        raise NotImplementedError
+        if not 0 <= coef < math.inf:
+            raise ValueError(f"--init_kl_coef must be finite and at least 0, got {coef}")
+        self.value = float(coef)
 
     def state_dict(self) -> dict[str, Any]:
         return {"kind": self.kind, "value": self.value}
@@ -153,17 +144,8 @@ class KLController:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the coefficient; everything else comes from flags. ValueError for a state of another kind."""
         if state.get("kind") != self.kind:
-            raise ValueError(
-                f"the KL controller of the checkpoint is {state.get('kind')}, this run has {self.kind}: "
-                "set --kl_target as it was, or start a new run"
-            )
-        self.value = _checked_coef(state["value"])
-
-
-def _checked_coef(coef: float) -> float:
-    if not (math.isfinite(coef) and coef >= 0):
-        raise ValueError(f"the KL coefficient (--init_kl_coef) must be finite and at least 0, got {coef}")
-    return float(coef)
+            raise ValueError(f"the checkpoint's KL is {state.get('kind')}, here {self.kind}: set --kl_target as it was")
+        self.value = float(state["value"])
 
 
 class FixedKLController(KLController):
@@ -187,7 +169,6 @@ class AdaptiveKLController(KLController):
     """Steers the coefficient so that the measured KL stays near a target, in the unit of ``update``'s ``current_kl``.
 
     value *= 1 + clip(kl / target - 1, ±0.2) · n / horizon. Source: Ziegler et al. 2019 (arXiv:1909.08593), §2.2.
-    ``horizon`` is the number of samples over which an error of 20% or more changes the coefficient by about 20%.
     """
 
     kind = "adaptive"
@@ -201,17 +182,11 @@ class AdaptiveKLController(KLController):
         self.horizon = horizon
 
     def update(self, current_kl: float, n_samples: int) -> None:
-        """ValueError if the KL is not finite, or the horizon too short for the batch."""
+        """Call once per rollout batch, with the KL before any update on it; both numbers are over all ranks."""
         if not math.isfinite(current_kl):
-            raise ValueError(
-                f"the KL of this rollout is {current_kl}: the policy or the reference gives broken log probs"
-            )
+            raise ValueError(f"the KL of this rollout is {current_kl}: policy or reference gives broken log probs")
         if self.MAX_ERROR * n_samples >= self.horizon:
-            least = math.ceil(n_samples * self.MAX_ERROR) + 1
-            raise ValueError(
-                f"--kl_horizon {self.horizon} is too short for {n_samples} samples per rollout: one update could make "
-                f"the KL coefficient 0 or negative; set it to at least {least}"
-            )
+            raise ValueError(f"--kl_horizon {self.horizon} must be above a fifth of a rollout's {n_samples} samples")
         error = min(max(current_kl / self.target - 1.0, -self.MAX_ERROR), self.MAX_ERROR)
         self.value *= 1.0 + error * n_samples / self.horizon
 

@@ -19,11 +19,9 @@ CHUNK_ELEMENTS = 1 << 26  # numbers in a float32 chunk: 256 MB, whatever the voc
 
 
 def rows_per_chunk(vocab_size: int, chunk_size: int | None, temperature: float) -> int:
-    """``chunk_size``, or for ``None`` as many rows as make up ``CHUNK_ELEMENTS`` numbers. Checks both values."""
+    """``chunk_size``, or for ``None`` as many rows as make up ``CHUNK_ELEMENTS`` numbers."""
     if not temperature > 0:
         raise ValueError(f"--temperature must be above 0 for log probs, got {temperature}; greedy decoding has none")
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
     return chunk_size or max(1, CHUNK_ELEMENTS // max(1, vocab_size))
 
 
@@ -35,8 +33,7 @@ def log_softmax(logits: Tensor, temperature: float) -> Tensor:
 def token_log_probs(logits: Tensor, labels: Tensor, temperature: float = 1.0, chunk_size: int | None = None) -> Tensor:
     """log softmax(logits / temperature) at ``labels``: logits (..., V) of any float type, labels (...) in [0, V).
 
-    Without gradients only one chunk is in float32 at a time; with gradients autograd keeps a float32 copy.
-    ``chunk_size``, in tokens, does not change the result; ``None`` is ``CHUNK_ELEMENTS`` / V.
+    Without gradients only one chunk is in float32 at a time; ``chunk_size``, in tokens, does not change the result.
     """
 
     def gather(chunk: Tensor, ids: Tensor) -> Tensor:
@@ -47,11 +44,7 @@ def token_log_probs(logits: Tensor, labels: Tensor, temperature: float = 1.0, ch
 
 
 def log_probs_and_entropy(
-    logits: Tensor,
-    labels: Tensor,
-    temperature: float = 1.0,
-    chunk_size: int | None = None,
-    entropy_grad: bool = True,
+    logits: Tensor, labels: Tensor, temperature: float = 1.0, chunk_size: int | None = None, entropy_grad: bool = True
 ) -> tuple[Tensor, Tensor]:
     """:func:`token_log_probs`, and the entropy of the same distribution in nats: (...) each, one softmax per chunk."""
 
@@ -67,8 +60,8 @@ def log_probs_and_entropy(
 
 
 def _check_labels(logits: Tensor, labels: Tensor) -> None:
-    if logits.dim() < 1 or labels.shape != logits.shape[:-1]:
-        raise ValueError(f"labels {tuple(labels.shape)} do not fit logits {tuple(logits.shape)}")
+    if labels.shape != logits.shape[:-1]:
+        raise ValueError(f"labels {tuple(labels.shape)} must have one entry per row of {tuple(logits.shape)}")
 
 
 def _gather(log_probs: Tensor, ids: Tensor) -> Tensor:
@@ -129,34 +122,21 @@ def linear_log_probs(
 
     The forward pass takes chunks of tokens and keeps one number per token, log Σ_v e^{x_v}. The backward pass takes
     blocks of the vocabulary, recomputes each block's logits for all tokens, and writes the block's rows of the weight
-    gradient once, so that low-precision weights get a gradient that is rounded once. If all tokens fit into one chunk,
-    their log softmax is kept instead and nothing is recomputed. Beyond the gradients, memory is at most three float32
-    buffers of chunk_size × V numbers. Matrix products are in the dtype of the weight, as in the model.
+    gradient once, so that it is rounded once in low precision. If all tokens fit into one chunk, their log softmax is
+    kept and nothing is recomputed. Beyond the gradients, memory is at most three float32 buffers of chunk_size × V.
 
     Args:
-        hidden: (T, H), the input of the head.
-        weight: (V, H).
-        labels: (T,), integer ids in [0, V).
-        bias: (V,), or None.
+        hidden: (T, H), the input of the head; ``weight`` is (V, H), ``bias`` (V,), ``labels`` (T,).
         chunk_size: tokens per chunk, ``None`` = ``CHUNK_ELEMENTS`` / V; it changes only the rounding.
-        valid_vocab_size: how many ids, from 0, the distribution covers; the weight's other rows get gradient 0. None:
-            all.
+        valid_vocab_size: the distribution covers ids below this; the weight's other rows get gradient 0.
     """
-    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
-        raise ValueError(f"hidden {tuple(hidden.shape)} must be (T, H) and weight {tuple(weight.shape)} (V, H)")
-    if labels.shape != hidden.shape[:1]:
-        raise ValueError(f"labels {tuple(labels.shape)} do not fit hidden {tuple(hidden.shape)}")
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"bias {tuple(bias.shape)} does not fit weight {tuple(weight.shape)}")
-    if valid_vocab_size is not None and valid_vocab_size < 1:
-        raise ValueError(f"valid_vocab_size must be at least 1, got {valid_vocab_size}")
+    _check_labels(hidden, labels)
     rows = min(valid_vocab_size or len(weight), len(weight))
     chunk_size = rows_per_chunk(rows, chunk_size, temperature)
     plan = _Plan(temperature, chunk_size, rows, entropy, entropy and entropy_grad)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (hidden, weight, bias)):
         return _LinearLogProbs.apply(hidden, weight, bias, labels, plan)
-    scores = _score(hidden, weight, bias, labels, plan, for_backward=False)
-    return scores.log_probs, scores.entropy
+    return _score(hidden, weight, bias, labels, plan, for_backward=False)[:2]
 
 
 @dataclass(frozen=True)
@@ -170,33 +150,21 @@ class _Plan:
     entropy_grad: bool
 
 
-@dataclass(frozen=True)
-class _Scores:
-    """(T,) each: log probs; entropy if asked for; log Σ e^x and (T, V) log softmax if the backward pass needs them."""
-
-    log_probs: Tensor
-    entropy: Tensor | None = None
-    log_sum: Tensor | None = None
-    log_softmax: Tensor | None = None
+Scores = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
+"""Log probs; the entropy if asked for; log Σ e^x or (T, V) log softmax if the backward pass needs them: else (T,)."""
 
 
 @torch.no_grad()
 def _score(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, plan: _Plan, *, for_backward: bool
-) -> _Scores:
+) -> Scores:
     """Chunk by chunk over the tokens, without a graph."""
-    chunked = len(hidden) > plan.chunk_size
+    single = len(hidden) <= plan.chunk_size
     parts = []
-    for h, ids in zip(hidden.split(plan.chunk_size), labels.split(plan.chunk_size)) if chunked else [(hidden, labels)]:
+    for h, ids in zip(hidden.split(plan.chunk_size), labels.split(plan.chunk_size)):
         logits = _logits(h, weight, bias, slice(0, plan.rows), plan.temperature)
-        parts.append(_score_chunk(logits, ids, plan.entropy, keep=for_backward and not chunked, sum_up=for_backward))
-    if not chunked:
-        return parts[0]
-    return _Scores(
-        log_probs=torch.cat([part.log_probs for part in parts]),
-        entropy=torch.cat([part.entropy for part in parts]) if plan.entropy else None,
-        log_sum=torch.cat([part.log_sum for part in parts]) if for_backward else None,
-    )
+        parts.append(_score_chunk(logits, ids, plan.entropy, keep=for_backward and single, sum_up=for_backward))
+    return parts[0] if single else tuple(None if part[0] is None else torch.cat(part) for part in zip(*parts))
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, block: slice, temperature: float) -> Tensor:
@@ -205,7 +173,7 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, block: slice, t
     return logits if temperature == 1.0 else logits.div_(temperature)
 
 
-def _score_chunk(logits: Tensor, labels: Tensor, entropy: bool, keep: bool, sum_up: bool) -> _Scores:
+def _score_chunk(logits: Tensor, labels: Tensor, entropy: bool, keep: bool, sum_up: bool) -> Scores:
     """Scores of (C, V) logits, which are overwritten."""
     log_softmax = torch.log_softmax(logits, dim=-1)
     log_probs = _gather(log_softmax, labels)
@@ -216,24 +184,22 @@ def _score_chunk(logits: Tensor, labels: Tensor, entropy: bool, keep: bool, sum_
     if entropy:
         probabilities = torch.exp(log_softmax, out=logits)
         entropies = -probabilities.mul_(log_softmax.clamp_(min=_lowest(log_softmax))).sum(-1)
-    return _Scores(log_probs, entropies, log_sum, log_softmax if keep else None)
+    return log_probs, entropies, log_sum, log_softmax if keep else None
 
 
 class _LinearLogProbs(torch.autograd.Function):
-    """Autograd for :func:`linear_log_probs`."""
-
     @staticmethod
     def forward(
         ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, plan: _Plan
     ) -> tuple[Tensor, Tensor | None]:
-        scores = _score(hidden, weight, bias, labels, plan, for_backward=True)
+        log_probs, entropy, log_sum, log_softmax = _score(hidden, weight, bias, labels, plan, for_backward=True)
         ctx.set_materialize_grads(False)
         ctx.plan = plan
         # The weight itself, no view of it: ZeRO-3 takes its storage away until the backward.
-        ctx.save_for_backward(hidden, weight, bias, labels, scores.entropy, scores.log_sum, scores.log_softmax)
+        ctx.save_for_backward(hidden, weight, bias, labels, entropy, log_sum, log_softmax)
         if plan.entropy and not plan.entropy_grad:
-            ctx.mark_non_differentiable(scores.entropy)
-        return scores.log_probs, scores.entropy
+            ctx.mark_non_differentiable(entropy)
+        return log_probs, entropy
 
     @staticmethod
     @once_differentiable
@@ -275,7 +241,6 @@ def _to_logits(
     from_log_probs: Tensor | None,
     from_entropy: Tensor | None,
     block: slice,
-    *,
     overwrite: bool,
 ) -> Tensor:
     """Gradient of the logits (T, block), from the gradients (T, 1) of log probs and entropy."""

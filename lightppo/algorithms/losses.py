@@ -7,10 +7,9 @@ Notation: d = log_probs - old_log_probs, ρ = e^d the ratio (d within ±20), A t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +21,7 @@ from lightppo.algorithms.masking import LossNormalizer, aggregate_loss, require_
 
 Metrics = dict[str, Tensor]
 TokenLoss = tuple[Tensor, Metrics]
+IGNORE_INDEX = -100  # labels with this value have no loss
 DRIFT_SLOPE_LIMIT = 2.0  # cpgd: the drift pulls a token back with at most this times its coefficient
 
 
@@ -72,18 +72,14 @@ class LossInputs:
         return {name: x.detach().to(within.dtype) for name, x in found.items()}
 
 
-class PolicyLossFn(Protocol):
-    """The signature of all policy losses; ``options`` are the entry's options by flag name."""
-
-    def __call__(self, x: LossInputs, **options: float | None) -> TokenLoss:
-        """Loss of each token (B, A), and :meth:`LossInputs.metrics`; a token's gradient comes from its own loss."""
-        ...
+PolicyLossFn = Callable[..., TokenLoss]
+"""``(x: LossInputs, **options of its entry)`` → loss of each token (B, A), and :meth:`LossInputs.metrics`. A token's
+gradient comes from its own loss alone."""
 
 
 def ppo_policy_loss(x: LossInputs, *, dual_clip: float | None = None) -> TokenLoss:
     """-min(ρA, clip(ρ, 1 - ε_low, 1 + ε_high)·A); with ``dual_clip`` c, at most -cA where A < 0.
 
-    Where A < 0, nothing else bounds the loss of a token that has become far more probable.
     Sources: Schulman et al. 2017 (arXiv:1707.06347), eq. 7; two epsilons ("clip-higher"): DAPO (arXiv:2503.14476),
     eq. 10; dual clip: Ye et al. 2020 (arXiv:1912.09729).
     """
@@ -100,8 +96,7 @@ def gspo_policy_loss(x: LossInputs) -> TokenLoss:
     """PPO's loss with one ratio per row, s = exp(mean d of its trained tokens), so whole rows are clipped.
 
     Each token gets sg(s)·exp(log_probs - sg(log_probs)): the value s, and the gradient -sA to its own log prob. With
-    one advantage per row and ``seq-mean-token-mean``, this is the gradient of -min(sA, clip(s)·A) itself, spread over
-    the row's tokens; with ``token-mean``, long rows weigh more.
+    one advantage per row and ``seq-mean-token-mean``, this is the gradient of -min(sA, clip(s)·A) itself.
     Source: Zheng et al. 2025 (arXiv:2507.18071), §4.1 and the token form of §4.3.
     """
     log_row_ratio = x.row_mean(x.log_ratio.detach())  # (B, 1)
@@ -113,8 +108,7 @@ def gspo_policy_loss(x: LossInputs) -> TokenLoss:
 def cispo_policy_loss(x: LossInputs) -> TokenLoss:
     """-sg(clip(ρ, 1 - ε_low, 1 + ε_high))·A·log_probs: REINFORCE with a bounded weight, so no token loses its gradient.
 
-    So ``clip_ratio`` is 0; ``weight_clip_ratio`` counts the tokens whose weight was cut. Sources: MiniMax-M1
-    (arXiv:2506.13585), eq. 4 and 5; ScaleRL (arXiv:2510.13786) bounds the weight above only (ε_low 1).
+    Sources: MiniMax-M1 (arXiv:2506.13585), eq. 4 and 5; ScaleRL (arXiv:2510.13786) bounds the weight above only.
     """
     ratio = x.ratio.detach()
     weight = ratio.clamp(1.0 - x.eps_low, 1.0 + x.eps_high)
@@ -161,7 +155,7 @@ def clip_cov_policy_loss(x: LossInputs, **_) -> TokenLoss:
 def kl_cov_policy_loss(x: LossInputs, *, kl_cov_coef: float, **_) -> TokenLoss:
     """-ρA, without a clip; ``selected`` tokens also pay coef·|d| (KL-Cov, Cui et al. 2025, arXiv:2505.22617).
 
-    The slope of |x| at 0 is 0, so the term has no effect in the first optimizer step on a rollout.
+    The slope of |x| at 0 is 0: no effect in the first optimizer step on a rollout.
     """
     penalty = (kl_cov_coef * x.log_ratio.abs()).masked_fill(~x.selected, 0.0)
     return -x.ratio * x.advantages + penalty, x.metrics(x.beyond_limit(x.log_ratio), selected_ratio=x.selected)
@@ -175,11 +169,10 @@ def gpg_policy_loss(x: LossInputs) -> TokenLoss:
 def cpgd_policy_loss(x: LossInputs, *, cpgd_drift_coef: float) -> TokenLoss:
     """-min(d·A, clip(d, ln(1 - ε_low), ln(1 + ε_high))·A) + coef·min(sg(ρ) - 1, 2)·d.
 
-    PPO's clip around REINFORCE's gradient: inside it each token's gradient is -A, not -ρA. The second term is the
-    paper's policy drift, the KL from the old to the current policy. Its gradient is the k3 estimator's, ρ - 1, cut at
-    2, so it also pulls back tokens beyond the clip. (The paper multiplies by ln π instead of d: another value, the same
-    gradient; with d it is never negative.) Nothing with a gradient is exponentiated, so d has no limit. Source: Liu et
-    al. 2025 (arXiv:2505.12504), §4.3, eq. 2.
+    PPO's clip around REINFORCE's gradient: inside it each token's gradient is -A, not -ρA. The second term, the paper's
+    policy drift, has the gradient of k3, ρ - 1, cut at 2, so it also pulls back tokens beyond the clip. (The paper has
+    ln π in place of d: another value, the same gradient.) Nothing with a gradient is exponentiated, so d has no limit.
+    Source: Liu et al. 2025 (arXiv:2505.12504), §4.3, eq. 2.
     """
     lowest = math.log1p(-x.eps_low) if x.eps_low < 1 else -math.inf
     loss = -x.log_ratio * x.advantages
@@ -202,7 +195,14 @@ class PolicyLoss:
     def __post_init__(self) -> None:
         entry = POLICY_LOSSES.find(self.policy_loss)
         LOSS_AGG_MODES.find(self.loss_agg_mode)
-        low, high = _checked_epsilons(self.policy_loss, entry.eps_clip, self.clip_eps_low, self.clip_eps_high)
+        given = (self.clip_eps_low, self.clip_eps_high)
+        if entry.eps_clip is None and given != (None, None):
+            raise ValueError(f"--eps_clip: policy_loss {self.policy_loss!r} clips nothing; leave the epsilons out")
+        low, high = (own if x is None else x for x, own in zip(given, entry.eps_clip or given))
+        if low is not None and not (0 < low <= 1 and high > 0):
+            raise ValueError(
+                f"--eps_clip_low must be above 0 and at most 1, --eps_clip_high above 0, not {low}, {high}"
+            )
         object.__setattr__(self, "clip_eps_low", low)
         object.__setattr__(self, "clip_eps_high", high)
         object.__setattr__(self, "options", entry.completed(self.options, f"--policy_loss {self.policy_loss}"))
@@ -218,27 +218,23 @@ class PolicyLoss:
         weights: Tensor | None = None,
         selected: Tensor | None = None,
     ) -> tuple[Tensor, Metrics]:
-        """Loss, and detached scalars, at least ``clip_ratio``, ``ratio``, ``approx_kl``.
+        """Loss, and detached shares of the step's token means, at least ``clip_ratio``, ``ratio``, ``approx_kl``.
 
-        The scalars are shares of the step's token means: sum them over micro batches and average over ranks, like the
-        loss. Only ``log_probs`` gets a gradient, so ``old_log_probs`` may be ``log_probs`` itself in the first step on
-        a rollout.
+        Only ``log_probs`` gets a gradient, so ``old_log_probs`` may be ``log_probs`` itself in the first step.
 
         Args:
             normalizer: counts of the whole optimizer step; ``None`` = this micro batch is the step.
-            weights: (B, A), a factor on each token's loss (off-policy correction, high-entropy mask). A token of weight
-                0 has no gradient; it still counts in the normalizer, the metrics and its row's ratio. ``None`` = all 1.
+            weights: (B, A), a factor on each token's loss. A token of weight 0 has no gradient; it still counts in the
+                normalizer, the metrics and its row's ratio.
             selected: (B, A), the tokens that clip_cov and kl_cov single out; ``None`` for all other losses.
         """
-        require_same_shape(
-            log_probs=log_probs,
-            old_log_probs=old_log_probs,
-            advantages=advantages,
-            action_mask=action_mask,
-            weights=weights,
-            selected=selected,
-        )
-        self._check_selected(selected)
+        require_same_shape(log_probs=log_probs, old_log_probs=old_log_probs, advantages=advantages)
+        require_same_shape(log_probs=log_probs, action_mask=action_mask, weights=weights, selected=selected)
+        entry = POLICY_LOSSES.find(self.policy_loss)
+        if (selected is None) != (entry.selection is None):
+            raise ValueError(
+                f"policy_loss {self.policy_loss!r}: selected is for losses with a selection, which need it"
+            )
         mask = action_mask.bool()
         normalizer = normalizer or LossNormalizer.from_masks([mask])
         inputs = LossInputs(
@@ -250,35 +246,12 @@ class PolicyLoss:
             eps_high=self.clip_eps_high,
             selected=None if selected is None else selected.bool() & mask,
         )
-        token_loss, token_metrics = POLICY_LOSSES.find(self.policy_loss).fn(inputs, **self.options)
+        token_loss, token_metrics = entry.fn(inputs, **self.options)
         if weights is not None:
             weights = zero_where_masked(weights.detach(), mask)
             token_loss = (token_loss * weights).masked_fill(weights == 0, 0.0)  # even if the loss is not finite
         loss = aggregate_loss(token_loss, mask, self.loss_agg_mode, normalizer)
         return loss, _token_means(token_metrics, mask, normalizer)
-
-    def _check_selected(self, selected: Tensor | None) -> None:
-        name, selects = self.policy_loss, POLICY_LOSSES.find(self.policy_loss).selection is not None
-        if selects and selected is None:
-            raise ValueError(f"policy_loss {name!r} needs the argument selected: make it with its entry's selection")
-        if not selects and selected is not None:
-            raise ValueError(f"policy_loss {name!r} singles out no tokens: leave the argument selected out")
-
-
-def _checked_epsilons(
-    name: str, default: tuple[float, float] | None, low: float | None, high: float | None
-) -> tuple[float | None, float | None]:
-    """The epsilons; defaults from the loss's entry."""
-    if default is None:
-        if low is not None or high is not None:
-            raise ValueError(f"--eps_clip: policy_loss {name!r} clips nothing; leave the epsilons out")
-        return None, None
-    low, high = (given if given is not None else own for given, own in zip((low, high), default))
-    if not 0 < low <= 1:
-        raise ValueError(f"--eps_clip_low must be above 0 and at most 1 (no lower bound), got {low}")
-    if not high > 0:
-        raise ValueError(f"--eps_clip_high must be above 0, got {high}")
-    return low, high
 
 
 def _token_means(token_metrics: Metrics, mask: Tensor, normalizer: LossNormalizer) -> Metrics:
@@ -286,15 +259,11 @@ def _token_means(token_metrics: Metrics, mask: Tensor, normalizer: LossNormalize
     return {name: aggregate_loss(x.detach(), mask, "token-mean", normalizer) for name, x in token_metrics.items()}
 
 
-IGNORE_INDEX = -100  # labels with this value have no loss
-
-
 @dataclass(frozen=True)
 class ValueLoss:
     """½·max((V - R)², (clip(V, V_old ± c) - R)²) of one micro batch.
 
-    With δ (Huber 1964), an error e with |e| > δ costs δ(|e| - δ/2) instead of ½e². Source: the clipped value loss of
-    OpenAI's PPO code; see Engstrom et al. 2020 (arXiv:2005.12729), §3.
+    With δ (Huber), an error |e| > δ costs δ(|e| - δ/2). Source: OpenAI's PPO; Engstrom et al. 2020 (arXiv:2005.12729).
     """
 
     value_clip: float | None = 0.2  # c, in units of the value, above 0; None: no clipping
@@ -303,10 +272,9 @@ class ValueLoss:
 
     def __post_init__(self) -> None:
         LOSS_AGG_MODES.find(self.loss_agg_mode)
-        if self.value_clip is not None and not self.value_clip > 0:
-            raise ValueError(f"--value_clip must be above 0, or none for no clipping, got {self.value_clip}")
-        if self.huber_delta is not None and not self.huber_delta > 0:
-            raise ValueError(f"--value_huber_delta must be above 0, or none for squared errors, got {self.huber_delta}")
+        for flag, limit in (("--value_clip", self.value_clip), ("--value_huber_delta", self.huber_delta)):
+            if limit is not None and not limit > 0:
+                raise ValueError(f"{flag} must be above 0, or None, not {limit}")
 
     def __call__(
         self,
@@ -318,8 +286,7 @@ class ValueLoss:
     ) -> tuple[Tensor, Metrics]:
         """Loss, and ``value_clip_ratio``, the share of the step's tokens whose clipped error is the larger one.
 
-        All (B, A): ``old_values`` are the critic's at rollout time, ``returns`` the target. Without a ``normalizer``,
-        this micro batch is the whole optimizer step.
+        All (B, A): ``old_values`` are the critic's at rollout time. Without a ``normalizer``, this is the whole step.
         """
         require_same_shape(values=values, old_values=old_values, returns=returns, action_mask=action_mask)
         mask = action_mask.bool()
@@ -341,9 +308,8 @@ class ValueLoss:
         """½e², or Huber's, of each token."""
         if self.huber_delta is None:
             return 0.5 * difference.square()
-        return torch.nn.functional.huber_loss(
-            difference, torch.zeros_like(difference), reduction="none", delta=self.huber_delta
-        )
+        zeros = torch.zeros_like(difference)
+        return torch.nn.functional.huber_loss(difference, zeros, reduction="none", delta=self.huber_delta)
 
 
 class GPTLMLoss:
@@ -358,13 +324,10 @@ class GPTLMLoss:
     def __call__(
         self, logits: Tensor, labels: Tensor, normalizer_tokens: float | None = None, dp_size: int = 1
     ) -> Tensor:
-        """Loss of one micro batch; exactly 0, with a grad_fn, if all labels are -100.
+        """Loss of one micro batch; position t of ``logits`` (B, S, V) predicts label t + 1.
 
-        Position t of ``logits`` (B, S, V) predicts label t + 1. ``normalizer_tokens`` counts the whole optimizer step
-        over all ranks; ``None``: this micro batch is the step.
+        ``normalizer_tokens`` counts the whole optimizer step over all ranks; ``None``: this micro batch is the step.
         """
-        if labels.shape != logits.shape[:-1]:
-            raise ValueError(f"labels {tuple(labels.shape)} do not fit logits {tuple(logits.shape)}")
         labels = labels[:, 1:]
         mask = labels != self.IGNORE_INDEX  # (B, S-1)
         token_loss = -token_log_probs(logits[:, :-1], labels.masked_fill(~mask, 0))

@@ -39,20 +39,10 @@ def require_same_shape(**tensors: Tensor | None) -> None:
         raise ValueError("shapes must be equal: " + ", ".join(f"{name} {shape}" for name, shape in shapes.items()))
 
 
-def require_one_per_row(mask: Tensor, **tensors: Tensor | None) -> None:
-    """ValueError unless the tensors have the shape (B,) for a mask (B, A); ``None`` is skipped."""
-    for name, tensor in tensors.items():
-        if tensor is not None and tensor.shape != mask.shape[:1]:
-            raise ValueError(f"{name} {tuple(tensor.shape)} must have one entry per row of {tuple(mask.shape)}")
-
-
-def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Mean of the unmasked values over ``dim`` (``None``: over all); 0 if everything is masked."""
+def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """(B,) mean of each row's unmasked values; 0 for a row that has none."""
     require_same_shape(values=values, mask=mask)
-    kept, mask = zero_where_masked(values, mask), mask.bool()
-    if dim is None:
-        return kept.sum() / mask.sum().clamp(min=1)
-    return kept.sum(dim) / mask.sum(dim).clamp(min=1)
+    return zero_where_masked(values, mask).sum(1) / mask.bool().sum(1).clamp(min=1)
 
 
 @torch.no_grad()
@@ -68,9 +58,8 @@ def whiten(
 ) -> Tensor:
     """(x - mean) / sqrt(var + eps) over the unmasked tokens of all ranks, (B, A); masked positions become 0.
 
-    float64 sums and a two-pass variance keep a large common offset from adding rounding noise. With fewer than two
-    unmasked tokens, the values are returned unchanged. ``shift_mean=False`` adds the mean back, so that only the scale
-    changes; ``unbiased`` divides the variance by n - 1 (Bessel) instead of n.
+    In float64 and two passes. With fewer than two unmasked tokens, values stay as they are. ``shift_mean=False`` adds
+    the mean back, so that only the scale changes; ``unbiased`` divides the variance by n - 1 instead of n.
     """
     require_same_shape(values=values, mask=mask)
     values, mask = zero_where_masked(values, mask), mask.bool()
@@ -96,12 +85,6 @@ class LossNormalizer:
     sequences: float  # rows with at least one unmasked token
     dp_size: int = 1  # data-parallel ranks, whose gradients are averaged
     scale: float = 1.0  # constant of seq-mean-token-sum-norm, in tokens: a horizon such as generate_max_len
-
-    def __post_init__(self) -> None:
-        if self.tokens < 0 or self.sequences < 0:
-            raise ValueError(f"LossNormalizer: counts cannot be negative: {self}")
-        if self.dp_size < 1 or not self.scale > 0:
-            raise ValueError(f"LossNormalizer: dp_size must be at least 1 and scale above 0: {self}")
 
     @classmethod
     def from_masks(
@@ -129,15 +112,13 @@ def scaled_sequences(n: LossNormalizer) -> float:
 
 
 def aggregate_loss(token_loss: Tensor, mask: Tensor, mode: str, normalizer: LossNormalizer | None = None) -> Tensor:
-    """One micro batch's share of the loss of the whole optimizer step.
+    """One micro batch's share of the loss of the whole optimizer step; 0 with a grad_fn if everything is masked.
 
-    The loss of a step is one sum over the tokens (or rows) of all ranks r and micro batches k, divided by a global
-    count N:  L = 1/N · Σ_r Σ_k S_rk,  S_rk = Σ m·token_loss of that micro batch. From the returned scalars L_rk, the
-    training engine computes gradient = 1/dp · Σ_r Σ_k ∇L_rk: backward adds up a rank's micro batches, and data
-    parallelism (DDP, ZeRO) averages over the dp ranks. So L_rk = dp · S_rk / N gives exactly ∇L, whatever the
-    micro-batch size, padding, packing or number of ranks. This requires that N is counted once per step
-    (:meth:`LossNormalizer.from_masks`) and that the engine does not divide by accumulation steps itself
-    (``managed_gradient_accumulation: false``).
+    The loss of a step is a sum over all ranks r and micro batches k, divided by a global count N:
+    L = 1/N · Σ_r Σ_k S_rk,  S_rk = Σ m·token_loss. From the returned scalars L_rk the engine makes
+    1/dp · Σ_r Σ_k ∇L_rk: backward adds up a rank's micro batches, and data parallelism averages over the dp ranks. So
+    L_rk = dp · S_rk / N gives exactly ∇L, whatever the micro batches, padding, packing and ranks, if N is counted once
+    per step and the engine does not divide by accumulation steps (``managed_gradient_accumulation: false``).
 
     ============================ =======================================================
     mode                         global loss (rows without a trained token do not count)
@@ -149,13 +130,7 @@ def aggregate_loss(token_loss: Tensor, mask: Tensor, mode: str, normalizer: Loss
     ============================ =======================================================
 
     Sources: token-mean DAPO (arXiv:2503.14476); seq-mean-token-mean GRPO (arXiv:2402.03300); constant scale Dr. GRPO
-    (arXiv:2503.20783).
-
-    A fully masked micro batch gives exactly 0, with a grad_fn, so that every rank runs the same backward pass.
-
-    Args:
-        token_loss, mask: (B, A), nonzero = trained token.
-        normalizer: counts of the whole step; ``None`` = this micro batch is the step, on one rank, with scale 1.
+    (arXiv:2503.20783). Without a ``normalizer``, this micro batch is the step, on one rank, with scale 1.
     """
     entry = LOSS_AGG_MODES.find(mode)
     require_same_shape(token_loss=token_loss, mask=mask)

@@ -44,22 +44,15 @@ def packed(weight: Tensor) -> Tensor:
 def linear_packed(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """:func:`linear` with a :func:`packed` weight, without a graph, for few rows. Needs :func:`by_onednn`."""
     rows = x.reshape(-1, x.shape[-1])
-    missing = -len(rows) % _ROWS_STEP
-    if missing:
+    if missing := -len(rows) % _ROWS_STEP:
         rows = functional.pad(rows, (0, 0, 0, missing))
     return onednn_linear(rows, weight, bias)[: len(rows) - missing].view(*x.shape[:-1], -1)
 
 
 def by_onednn(x: Tensor, weight: Tensor) -> bool:
     """Whether oneDNN multiplies these two."""
-    return (
-        x.dtype is weight.dtype is torch.float32
-        and x.is_cpu
-        and weight.is_cpu
-        and x.numel() > 0
-        and weight.numel() > 0
-        and onednn_is_faster()
-    )
+    fits = x.dtype is weight.dtype is torch.float32 and x.is_cpu and weight.is_cpu
+    return fits and x.numel() > 0 and weight.numel() > 0 and onednn_is_faster()
 
 
 def onednn_is_faster() -> bool:
@@ -90,8 +83,6 @@ def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 
 
 class _Linear(torch.autograd.Function):
-    """Autograd for :func:`linear`."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         # The weight itself, no view of it: ZeRO-3 takes its storage away until the backward.

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,11 +17,14 @@ from lightppo.algorithms.masking import AllReduceSum, at_least_float32, identity
 
 AllGather = Callable[[Tensor], Tensor]  # concatenates 1-d tensors of any lengths over all ranks
 
+Selection = Callable[..., Tensor]
+"""The tokens (N,) bool that a policy loss singles out, with the signature of :func:`select_clip_cov`. ``log_probs`` are
+from before the first update on the rollout; ``uniforms``, in [0, 1) and independent of ranks, break ties."""
+
 
 @torch.no_grad()
 def top_share(values: Tensor, ratio: float, all_gather: AllGather = identity) -> Tensor:
     """(N,) bool: the ceil(ratio·ΣN) largest values over all ranks, and all values equal to the smallest of them."""
-    _check(ratio, values=values)
     everywhere = _gathered(values, all_gather)
     if everywhere.numel() == 0:  # the same on every rank
         return torch.zeros_like(values, dtype=torch.bool)
@@ -31,34 +33,13 @@ def top_share(values: Tensor, ratio: float, all_gather: AllGather = identity) ->
     return values >= _kth_largest(everywhere, count)
 
 
-class Selection(Protocol):
-    """The signature of ``PolicyLossEntry.selection``."""
-
-    def __call__(
-        self,
-        log_probs: Tensor,
-        advantages: Tensor,
-        uniforms: Tensor,
-        *,
-        options: Mapping[str, float | None],
-        all_reduce_sum: AllReduceSum = identity,
-        all_gather: AllGather = identity,
-    ) -> Tensor:
-        """The tokens that a policy loss singles out, (N,) bool.
-
-        ``log_probs`` are from before the first update on the rollout. ``uniforms``, in [0, 1) and independent of ranks,
-        break ties. ``options`` are all of the loss's options (``PolicyLoss.options``).
-        """
-        ...
-
-
 @torch.no_grad()
 def select_clip_cov(
     log_probs: Tensor,
     advantages: Tensor,
     uniforms: Tensor,
     *,
-    options: Mapping[str, float | None],
+    options: Mapping[str, float],
     all_reduce_sum: AllReduceSum = identity,
     all_gather: AllGather = identity,
 ) -> Tensor:
@@ -66,7 +47,6 @@ def select_clip_cov(
 
     Source: Cui et al. 2025 (arXiv:2505.22617), Clip-Cov, and its code for the rounding.
     """
-    _check(options["clip_cov_ratio"], log_probs=log_probs, advantages=advantages, uniforms=uniforms)
     covariances = covariance(log_probs, advantages, all_reduce_sum)
     candidate = (covariances > options["clip_cov_low"]) & (covariances < options["clip_cov_high"])
     count = _floor_share(options["clip_cov_ratio"], _total(log_probs, all_reduce_sum))
@@ -81,15 +61,11 @@ def select_kl_cov(
     advantages: Tensor,
     uniforms: Tensor,
     *,
-    options: Mapping[str, float | None],
+    options: Mapping[str, float],
     all_reduce_sum: AllReduceSum = identity,
     all_gather: AllGather = identity,
 ) -> Tensor:
-    """The max(1, ⌊kl_cov_ratio·ΣN⌋) tokens of the largest covariance; ``uniforms`` break ties.
-
-    Source: Cui et al. 2025 (arXiv:2505.22617), KL-Cov, and its code for the rounding.
-    """
-    _check(options["kl_cov_ratio"], log_probs=log_probs, advantages=advantages, uniforms=uniforms)
+    """The max(1, ⌊kl_cov_ratio·ΣN⌋) tokens of the largest covariance (KL-Cov of the same paper)."""
     covariances = covariance(log_probs, advantages, all_reduce_sum)
     count = _floor_share(options["kl_cov_ratio"], _total(log_probs, all_reduce_sum))
     return _first(covariances, -uniforms, count, all_gather)
@@ -101,7 +77,7 @@ def covariance(log_probs: Tensor, advantages: Tensor, all_reduce_sum: AllReduceS
 
     In float64, so that the number of ranks does not change the rounding. Source: Cui et al. 2025 (arXiv:2505.22617).
     """
-    _check(log_probs=log_probs, advantages=advantages)
+    require_same_shape(log_probs=log_probs, advantages=advantages)
     exact_log_probs, exact_advantages = log_probs.double(), advantages.double()
     sums = all_reduce_sum(torch.stack([exact_log_probs.sum(), exact_advantages.sum()]))
     if not sums.isfinite().all():  # the same on every rank
@@ -109,15 +85,6 @@ def covariance(log_probs: Tensor, advantages: Tensor, all_reduce_sum: AllReduceS
     means = sums / max(1, _total(log_probs, all_reduce_sum))
     product = (exact_log_probs - means[0]) * (exact_advantages - means[1])
     return product.to(at_least_float32(log_probs).dtype)
-
-
-def _check(ratio: float = 1.0, **tensors: Tensor) -> None:
-    if not 0 < ratio <= 1:
-        raise ValueError(f"the share of tokens must be above 0 and at most 1, got {ratio}")
-    require_same_shape(**tensors)
-    for name, tensor in tensors.items():
-        if tensor.dim() != 1:
-            raise ValueError(f"{name} must hold this rank's trained tokens, shape (N,), not {tuple(tensor.shape)}")
 
 
 def _total(tokens: Tensor, all_reduce_sum: AllReduceSum) -> int:

@@ -6,47 +6,29 @@ Notation: B responses, A action positions; a score is one number per response (B
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightppo.algorithms.entries import lookup
-from lightppo.algorithms.masking import (
-    AllReduceSum,
-    at_least_float32,
-    identity,
-    require_one_per_row,
-    require_same_shape,
-    zero_where_masked,
-)
+from lightppo.algorithms.masking import AllReduceSum, at_least_float32, identity, require_same_shape, zero_where_masked
 
 
 def clip_scores(scores: Tensor, clip_range: tuple[float, float] | None) -> Tensor:
     """Scores clipped to ``--reward_clip_range`` (low, high); ``None``: unchanged."""
-    if clip_range is None:
-        return scores
-    low, high = clip_range
-    if not low < high:
-        raise ValueError(f"--reward_clip_range: the first number must be below the second, got {low} {high}")
-    return scores.clamp(low, high)
+    return scores if clip_range is None else scores.clamp(*clip_range)
 
 
 def scale_scores(scores: Tensor, bias: float = 0.0, scaling: float = 1.0, max_clip: float | None = None) -> Tensor:
     """clip((score - bias) · scaling, ±max_clip): ``max_clip`` is in units of the result, None for no limit."""
-    if not (math.isfinite(bias) and math.isfinite(scaling) and scaling != 0):
-        raise ValueError(f"--reward_bias ({bias}) must be finite, --reward_scaling ({scaling}) finite and not 0")
-    if max_clip is not None and not max_clip > 0:
-        raise ValueError(f"--max_reward_clip must be above 0, got {max_clip}; leave it out for no limit")
     scores = (at_least_float32(scores) - bias) * scaling
     return scores if max_clip is None else scores.clamp(-max_clip, max_clip)
 
 
 def zero_truncated(scores: Tensor, truncated: Tensor) -> Tensor:
     """Score 0 for truncated answers, which still pay for their KL (``--mask_no_eos_with_zero``)."""
-    require_same_shape(scores=scores, truncated=truncated)
     return zero_where_masked(scores, ~truncated.bool())
 
 
@@ -56,12 +38,6 @@ def stop_properly(scores: Tensor, truncated: Tensor, coef: float) -> Tensor:
     The minimum keeps an answer from gaining by not ending: half of a negative score would be a higher score.
     Source: the recipe of ProRL v2 (NVIDIA 2025), which multiplies every truncated score.
     """
-    require_same_shape(scores=scores, truncated=truncated)
-    if not (math.isfinite(coef) and coef <= 1):
-        raise ValueError(
-            "--stop_properly_penalty must be in [0, 1] (a factor) or below 0 (the score of a truncated answer), "
-            f"got {coef}"
-        )
     scores = at_least_float32(scores)
     penalised = scores * coef if coef >= 0 else torch.full_like(scores, coef)
     return torch.where(truncated.bool(), torch.minimum(scores, penalised), scores)
@@ -72,12 +48,6 @@ def overlong_penalty(lengths: Tensor, max_len: int, buffer_len: int, factor: flo
 
     Source: DAPO (arXiv:2503.14476), eq. 13, soft overlong punishment, with a factor. ``lengths`` (B,) are L in tokens.
     """
-    if not 0 < buffer_len <= max_len:
-        raise ValueError(
-            f"--overlong_buffer_len ({buffer_len}) must be above 0 and at most --generate_max_len ({max_len})"
-        )
-    if not (math.isfinite(factor) and factor >= 0):
-        raise ValueError(f"--overlong_penalty_factor must be finite and at least 0, got {factor}")
     beyond = (lengths - (max_len - buffer_len)).clamp(0, buffer_len)  # (B,)
     return -(beyond.float() / buffer_len) * factor
 
@@ -86,9 +56,8 @@ def overlong_penalty(lengths: Tensor, max_len: int, buffer_len: int, factor: flo
 def dense_rewards(token_scores: Tensor, action_mask: Tensor, delta: bool) -> Tensor:
     """Rewards of the trained tokens from a reward source's token scores, both (B, A); 0 at untrained positions.
 
-    With ``delta`` (``--reward_delta``), a score judges the answer up to its token, and the reward is its difference to
-    the previous trained token's score (or to 0), so that a row sums to its last score. Otherwise the score is the
-    reward.
+    With ``delta`` (``--reward_delta``) the reward is the score minus the previous trained token's (or 0), so that a row
+    sums to its last score; otherwise the score itself.
     """
     require_same_shape(token_scores=token_scores, action_mask=action_mask)
     mask = action_mask.bool()
@@ -114,11 +83,9 @@ def compute_token_rewards(
     """r_t = -kl_coef·kl_t + token_scores_t on trained tokens, plus the score at the last trained token: (B, A).
 
     Source: the KL-in-reward form of RLHF, Ouyang et al. 2022 (arXiv:2203.02155), eq. 2, spread over the tokens.
-    ``scores`` are (B,); ``token_scores`` (B, A) are 0 on untrained tokens; ``kl_coef`` is 0 if the KL is a loss term
-    instead.
     """
     require_same_shape(action_mask=action_mask, kl=kl, token_scores=token_scores)
-    require_one_per_row(action_mask, scores=scores)
+    require_same_shape(scores=scores, rows=action_mask.any(dim=1))
     if kl is None and kl_coef != 0.0:
         raise ValueError(f"kl_coef is {kl_coef} but there is no KL: give the reference log probs or set it to 0")
     mask = action_mask.bool()
@@ -127,11 +94,6 @@ def compute_token_rewards(
     if kl is not None:
         rewards = rewards - kl_coef * at_least_float32(kl)
     if token_scores is not None:
-        lost = (token_scores.masked_fill(mask, 0.0) != 0).any(dim=1)
-        if lost.any():
-            raise ValueError(
-                f"token_scores on untrained tokens would be lost, in rows {lost.nonzero().flatten().tolist()}"
-            )
         rewards = rewards + at_least_float32(token_scores)
     positions = torch.arange(mask.shape[1], device=mask.device)
     last = mask & (positions == torch.where(mask, positions, -1).amax(dim=1, keepdim=True))  # (B, A), one True a row
@@ -151,7 +113,7 @@ class Moments:
     def of(
         cls, values: Tensor, mask: Tensor | None = None, all_reduce_sum: AllReduceSum = identity, name: str = "values"
     ) -> Moments:
-        """Moments of the unmasked values of all ranks, in float64 and two passes. ``name`` is for the error message."""
+        """Of the unmasked values of all ranks, in float64 and two passes. ``name`` is for the error message."""
         require_same_shape(values=values, mask=mask)
         kept = torch.ones_like(values, dtype=torch.bool) if mask is None else mask.bool()
         exact = values.double().masked_fill(~kept, 0.0)
@@ -165,10 +127,7 @@ class Moments:
         return cls(count, mean, all_reduce_sum(squares).item() / count)
 
     def mixed_with(self, batch: Moments, share: float, weight: float) -> Moments:
-        """A mixture of these moments and the batch's, by share. Unlike E[x²] - E[x]², it is precise for large means.
-
-        With share = n_batch / n, this is the merge of Chan, Golub and LeVeque 1979.
-        """
+        """A mixture with the batch's, by share; with n_batch / n the merge of Chan, Golub and LeVeque 1979."""
         step = batch.mean - self.mean
         variance = (1.0 - share) * self.variance + share * batch.variance + share * (1.0 - share) * step * step
         return Moments(weight, self.mean + share * step, variance)
@@ -177,13 +136,12 @@ class Moments:
 class RunningMeanStd:
     """Normalises scores by the mean and standard deviation of all scores ever seen (``--reward_running_norm``).
 
-    The result does not depend on ranks or the order of batches. Scores that differ by less than ``eps`` count as equal.
+    The result does not depend on ranks or the order of batches. Scores that differ by less than ``EPS`` count as equal.
     """
 
-    def __init__(self, eps: float = 1e-6) -> None:
-        if not eps > 0:
-            raise ValueError(f"RunningMeanStd: eps must be above 0, got {eps}")
-        self.eps = eps
+    EPS = 1e-6
+
+    def __init__(self) -> None:
         self._moments = Moments()
 
     @property
@@ -209,11 +167,11 @@ class RunningMeanStd:
 
     @torch.no_grad()
     def normalize(self, values: Tensor) -> Tensor:
-        """(x - mean) / (std + eps); unchanged until two numbers have been seen."""
+        """(x - mean) / (std + EPS); unchanged until two numbers have been seen."""
         values = at_least_float32(values)
         if self.count < 2:
             return values
-        return ((values.double() - self.mean) / (self.std + self.eps)).to(values.dtype)
+        return ((values.double() - self.mean) / (self.std + self.EPS)).to(values.dtype)
 
     def state_dict(self) -> dict[str, float]:
         return {"count": self._moments.weight, "mean": self._moments.mean, "variance": self._moments.variance}
@@ -222,41 +180,17 @@ class RunningMeanStd:
         self._moments = Moments(float(state["count"]), float(state["mean"]), float(state["variance"]))
 
 
-def _exponential(weight: float, count: float, beta: float) -> tuple[float, float]:
-    """Each later rollout multiplies a rollout's weight by beta; dividing by the sum of weights removes the bias."""
-    weight = beta * weight + (1.0 - beta)
-    return weight, (1.0 - beta) / weight
-
-
-def _moving_average(weight: float, count: float, beta: float) -> tuple[float, float]:
-    """All returns ever seen weigh the same."""
-    return weight + count, count / (weight + count)
-
-
-# (weight so far, returns in the batch, beta) → (weight with the batch, share of the batch in the new statistics)
-VALUE_NORM_KINDS: dict[str, Callable[[float, float, float], tuple[float, float]]] = {
-    "exp": _exponential,
-    "ma": _moving_average,
-}
-
-
 class ValueNorm:
     """Statistics of the returns, so that the critic's outputs stay near mean 0 and variance 1 whatever the rewards.
 
-    Per rollout: ``denormalize`` the critic's outputs to values and compute advantages and returns from them; ``update``
-    with the returns; ``normalize`` the returns as the critic's targets, and ``normalize_old`` the values for the value
-    clip. ``beta`` (``exp`` only) is the factor on a rollout's weight per later rollout, ``eps`` the least variance.
-
-    The critic's last layer is not rescaled when the statistics move. Source: the value normalisation of MAPPO, Yu et
-    al. 2022 (arXiv:2103.01955), after van Hasselt et al. 2016 (arXiv:1602.07714), without the latter's rescaling.
+    Per rollout: ``denormalize`` the critic's outputs to values and make advantages and returns of them; ``update`` with
+    the returns; ``normalize`` the returns as targets, and ``normalize_old`` the values for the value clip. ``kind`` is
+    ``ma`` (all returns weigh the same) or ``exp`` (a rollout's weight falls by ``beta`` per later rollout); ``eps`` is
+    the least variance. Source: MAPPO, Yu et al. 2022 (arXiv:2103.01955), after van Hasselt et al. 2016
+    (arXiv:1602.07714), whose rescaling of the critic's last layer is left out.
     """
 
     def __init__(self, kind: str = "exp", beta: float = 0.99995, eps: float = 1e-5) -> None:
-        self._add = lookup(VALUE_NORM_KINDS, kind, "--value_norm")
-        if not 0 <= beta < 1:
-            raise ValueError(f"--value_norm_beta must be at least 0 and below 1, got {beta}")
-        if not eps > 0:
-            raise ValueError(f"--value_norm_eps must be above 0, got {eps}")
         self.kind, self.beta, self.eps = kind, beta, eps
         self._moments = Moments()
         self._old = (0.0, 1.0)  # mean and std before the last update
@@ -276,7 +210,13 @@ class ValueNorm:
         batch = Moments.of(returns, mask, all_reduce_sum, name="returns")
         self._old = (self.mean, self.std)
         if batch.weight:
-            weight, share = self._add(self._moments.weight, batch.weight, self.beta)
+            weight = self._moments.weight
+            if self.kind == "ma":  # all returns ever seen weigh the same
+                weight = weight + batch.weight
+                share = batch.weight / weight
+            else:  # each later rollout multiplies a weight by beta; dividing by the sum of weights removes the bias
+                weight = self.beta * weight + (1.0 - self.beta)
+                share = (1.0 - self.beta) / weight
             self._moments = self._moments.mixed_with(batch, share, weight)
 
     def denormalize(self, values: Tensor) -> Tensor:
@@ -293,22 +233,12 @@ class ValueNorm:
         return _affine(values, 1.0 / std, -mean / std)
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "kind": self.kind,
-            "weight": self._moments.weight,
-            "mean": self._moments.mean,
-            "variance": self._moments.variance,
-            "old_mean": self._old[0],
-            "old_std": self._old[1],
-        }
+        return {"kind": self.kind, **asdict(self._moments), "old_mean": self._old[0], "old_std": self._old[1]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the statistics; beta and eps come from flags. ValueError for a state of another kind."""
         if state["kind"] != self.kind:
-            raise ValueError(
-                f"the value statistics of the checkpoint are of kind {state['kind']}, this run has {self.kind}: "
-                "set --value_norm as it was, or start a new run"
-            )
+            raise ValueError(f"the checkpoint was made with --value_norm {state['kind']}, this run has {self.kind}")
         self._moments = Moments(float(state["weight"]), float(state["mean"]), float(state["variance"]))
         self._old = (float(state["old_mean"]), float(state["old_std"]))
 

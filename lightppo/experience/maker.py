@@ -388,7 +388,7 @@ class ExperienceMaker:
         device = self.strategy.device
         batch.info["reward"] = torch.tensor([r.reward for r in rollouts], dtype=torch.float32, device=device)
         if batch.kl is not None:
-            batch.info["kl"] = masked_mean(batch.kl, batch.action_mask, dim=-1)
+            batch.info["kl"] = masked_mean(batch.kl, batch.action_mask)
         else:
             batch.info["kl"] = torch.zeros(len(batch), device=device)
         if self.shaper.config.overlong_buffer_len is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightppo.algorithms import entries
-from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS, LOSS_AGG_MODES, POLICY_LOSSES, TABLES, lookup
+from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS, LOSS_AGG_MODES, POLICY_LOSSES, TABLES, Table
 from lightppo.errors import ConfigError
 
 ENTRIES = [(table, name) for table in TABLES for name in table]
@@ -29,9 +29,10 @@ def test_what_belongs_to_an_estimator_or_a_loss_exists():
 
 
 def test_unknown_names_are_refused_with_the_nearest():
-    assert lookup({"gae": 1, "rloo": 2}, "rloo", "--flag") == 2
+    table = Table("--flag", {"gae": 1, "rloo": 2})
+    assert table.find("rloo") == 2
     with pytest.raises(ConfigError, match=r"--flag: .*'rlo' \(did you mean 'rloo'\?\).*gae, rloo"):
-        lookup({"gae": 1, "rloo": 2}, "rlo", "--flag")
+        table.find("rlo")
     with pytest.raises(ConfigError, match=r"--advantage_estimator: .*'gea' \(did you mean 'gae'\?\)"):
         ADVANTAGE_ESTIMATORS.find("gea")
     with pytest.raises(ConfigError, match=r"--kl_estimator: unknown name 'mine.py:k9'"):

@@ -254,9 +254,6 @@ def test_bad_input():
         approx_kl(torch.zeros(2, 3), torch.zeros(2, 3), action_mask=torch.ones(2, 1))
     with pytest.raises(ValueError, match=r"--kl_estimator full .*full_kl"):
         approx_kl(torch.zeros(1), torch.zeros(1), "full")
-    for clip in (0.0, -1.0, NAN):
-        with pytest.raises(ValueError, match="--kl_clip"):
-            approx_kl(torch.zeros(1), torch.zeros(1), "k1", clip=clip)
 
 
 class TestControllers:
@@ -316,7 +313,7 @@ class TestControllers:
 
     def test_too_short_a_horizon_is_refused_and_the_advice_works(self):
         # 0.2 · 50 / 10 = 1: the coefficient could reach 0
-        with pytest.raises(ValueError, match=r"--kl_horizon 10 .* at least 11"):
+        with pytest.raises(ValueError, match=r"--kl_horizon 10 .*50 samples"):
             AdaptiveKLController(0.1, 6.0, 10).update(6.0, 50)
         controller = AdaptiveKLController(0.1, 6.0, 11)
         controller.update(0.0, 50)
@@ -446,9 +443,5 @@ def test_bad_input_full():
     logits = torch.zeros(2, 3)
     with pytest.raises(ValueError, match=r"logits \(2, 3\), ref_logits \(2, 4\)"):
         full_kl(logits, torch.zeros(2, 4))
-    with pytest.raises(ValueError, match=r"must be \(N, V\).*got \(3,\)"):
-        full_kl(logits[0], logits[0])
     with pytest.raises(ValueError, match="--temperature"):
         full_kl(logits, logits, temperature=0.0)
-    with pytest.raises(ValueError, match="chunk_size"):
-        full_kl(logits, logits, chunk_size=0)

@@ -174,8 +174,6 @@ def test_bad_input():
     for temperature in (0.0, -1.0, float("nan")):
         with pytest.raises(ValueError, match="--temperature"):
             token_log_probs(logits, labels, temperature)
-    with pytest.raises(ValueError, match="chunk_size"):
-        entropy_of(logits, chunk_size=0)
     with pytest.raises(ValueError, match=r"labels \(2, 2\)"):
         token_log_probs(logits, labels[:, 1:])
     with pytest.raises(ValueError, match=r"labels \(2, 2\)"):
@@ -440,13 +438,5 @@ def test_bad_input_linear():
     for temperature in (0.0, -1.0, float("nan")):
         with pytest.raises(ValueError, match="--temperature"):
             linear_log_probs(hidden, weight, labels, temperature=temperature)
-    with pytest.raises(ValueError, match="chunk_size"):
-        linear_log_probs(hidden, weight, labels, chunk_size=0)
-    with pytest.raises(ValueError, match="valid_vocab_size"):
-        linear_log_probs(hidden, weight, labels, valid_vocab_size=0)
     with pytest.raises(ValueError, match=r"labels \(2,\)"):
         linear_log_probs(hidden, weight, labels[1:])
-    with pytest.raises(ValueError, match=r"hidden \(3, 5\).*weight \(7, 4\)"):
-        linear_log_probs(hidden, weight[:, 1:], labels)
-    with pytest.raises(ValueError, match=r"bias \(5,\)"):
-        linear_log_probs(hidden, weight, labels, torch.zeros(5))

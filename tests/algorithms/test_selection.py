@@ -84,13 +84,6 @@ class TestTopShare:
     def test_no_tokens_anywhere(self):
         assert on_all_ranks(top_share, (torch.zeros(0),), 2, ("all_gather",), ratio=0.2).shape == (0,)
 
-    def test_bad_input(self):
-        for ratio in (0.0, 1.1, NAN):
-            with pytest.raises(ValueError, match="share of tokens"):
-                top_share(torch.zeros(3), ratio)
-        with pytest.raises(ValueError, match=r"values .*\(2, 3\)"):
-            top_share(torch.zeros(2, 3), 0.5)
-
     def test_nan_on_one_rank_is_refused_on_all(self):
         def one_rank(strategy: FakeStrategy) -> str:
             values = torch.tensor([1.0, NAN]) if strategy.rank == 1 else torch.ones(3)
@@ -230,13 +223,8 @@ class TestEverySelection:
         assert on_all_ranks(SELECTIONS[kind], empty, 2, names, options=self.OPTIONS).shape == (0,)
 
     def test_bad_input(self, kind):
-        with pytest.raises(ValueError, match=r"uniforms \(2,\)"):
-            SELECTIONS[kind](torch.zeros(3), torch.zeros(3), torch.zeros(2), options=self.OPTIONS)
-        with pytest.raises(ValueError, match=r"not \(1, 3\)"):
-            SELECTIONS[kind](*[torch.zeros(1, 3)] * 3, options=self.OPTIONS)
-        for bad in (0.0, 1.5):
-            with pytest.raises(ValueError, match="share of tokens"):
-                SELECTIONS[kind](*[torch.zeros(3)] * 3, options=self.OPTIONS | {f"{kind}_ratio": bad})
+        with pytest.raises(ValueError, match=r"advantages \(2,\)"):
+            SELECTIONS[kind](torch.zeros(3), torch.zeros(2), torch.zeros(3), options=self.OPTIONS)
 
     def test_nothing_keeps_a_gradient(self, kind):
         log_probs = rand(10).requires_grad_()

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from lightppo.algorithms.shaping import (
-    VALUE_NORM_KINDS,
     Moments,
     RunningMeanStd,
     ValueNorm,
@@ -29,8 +28,6 @@ def test_clip_scores():
     scores = torch.tensor([-12.0, 0.5, 30.0])
     assert clip_scores(scores, (-10.0, 10.0)).tolist() == [-10.0, 0.5, 10.0]
     assert clip_scores(scores, None).tolist() == [-12.0, 0.5, 30.0]
-    with pytest.raises(ValueError, match="--reward_clip_range"):
-        clip_scores(scores, (1.0, 1.0))
 
 
 class TestScaleScores:
@@ -47,16 +44,6 @@ class TestScaleScores:
         # 1000 - 0.5 is no bfloat16: the nearest are 1000 and 996
         assert scale_scores(torch.tensor([1000.0]).bfloat16(), bias=0.5).item() == 999.5
         assert scale_scores(torch.tensor([1.0]).double()).dtype == torch.float64
-
-    @pytest.mark.parametrize("bad", [{"scaling": 0.0}, {"scaling": INF}, {"bias": NAN}])
-    def test_bad_scale(self, bad):
-        with pytest.raises(ValueError, match=r"--reward_bias .* --reward_scaling"):
-            scale_scores(torch.ones(1), **bad)
-
-    @pytest.mark.parametrize("max_clip", [0.0, -1.0, NAN])
-    def test_bad_clip(self, max_clip):
-        with pytest.raises(ValueError, match="--max_reward_clip"):
-            scale_scores(torch.ones(1), max_clip=max_clip)
 
 
 class TestTruncated:
@@ -100,16 +87,6 @@ class TestTruncated:
         whole = stop_properly(self.SCORES, self.TRUNCATED, 0.25)
         assert torch.equal(stop_properly(self.SCORES[order], self.TRUNCATED[order], 0.25), whole[order])
 
-    @pytest.mark.parametrize("coef", [1.5, NAN, -INF])
-    def test_bad_coef(self, coef):
-        with pytest.raises(ValueError, match="--stop_properly_penalty"):
-            stop_properly(self.SCORES, self.TRUNCATED, coef)
-
-    @pytest.mark.parametrize("fn", [zero_truncated, lambda s, t: stop_properly(s, t, 0.5)])
-    def test_bad_shapes(self, fn):
-        with pytest.raises(ValueError, match=r"scores \(5,\), truncated \(1,\)"):
-            fn(self.SCORES, torch.ones(1))
-
 
 class TestOverlong:
     def test_by_hand(self):
@@ -125,16 +102,6 @@ class TestOverlong:
     def test_factor_0_and_lengths_as_floats(self):
         assert overlong_penalty(torch.tensor([10.0]), 10, 5, 0.0).item() == 0.0
         assert overlong_penalty(torch.tensor([7.5]), 10, 5, 1.0).item() == -0.5
-
-    @pytest.mark.parametrize("buffer_len", [0, -1, 101])
-    def test_bad_buffer(self, buffer_len):
-        with pytest.raises(ValueError, match=r"--overlong_buffer_len .*--generate_max_len \(100\)"):
-            overlong_penalty(torch.tensor([1]), 100, buffer_len, 1.0)
-
-    @pytest.mark.parametrize("factor", [-1.0, INF, NAN])
-    def test_bad_factor(self, factor):
-        with pytest.raises(ValueError, match="--overlong_penalty_factor"):
-            overlong_penalty(torch.tensor([1]), 100, 10, factor)
 
 
 class TestDenseRewards:
@@ -257,8 +224,6 @@ def test_bad_input():
         compute_token_rewards(torch.zeros(2), mask)
     with pytest.raises(ValueError, match=r"kl \(1, 1\)"):
         compute_token_rewards(torch.zeros(1), mask, kl=torch.zeros(1, 1), kl_coef=0.1)
-    with pytest.raises(ValueError, match=r"token_scores .*rows \[0\]"):
-        compute_token_rewards(torch.zeros(1), mask, token_scores=torch.tensor([[0.0, 1.0]]))
 
 
 def scores(count: int = 60, seed: int = 0) -> torch.Tensor:
@@ -299,7 +264,7 @@ class TestMoments:
 
 class TestRunningMeanStd:
     def test_by_hand(self):
-        running = RunningMeanStd(eps=1e-6)
+        running = RunningMeanStd()
         running.update(torch.tensor([1.0, 3.0]))
         assert (running.count, running.mean, running.std) == (2, 2.0, 1.0)
         running.update(torch.tensor([8.0]))
@@ -406,12 +371,8 @@ class TestRunningMeanStd:
         assert resumed.state_dict() == running.state_dict()
         assert resumed.count == 67
 
-    def test_bad_eps(self):
-        with pytest.raises(ValueError, match="eps"):
-            RunningMeanStd(eps=0.0)
 
-
-KINDS = list(VALUE_NORM_KINDS)
+KINDS = ["exp", "ma"]
 
 
 def normal(shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
@@ -625,16 +586,5 @@ def test_the_floor_is_of_the_variance():
 
 
 def test_another_kind_of_state_is_refused():
-    with pytest.raises(ValueError, match=r"ma, .*exp.*--value_norm"):
+    with pytest.raises(ValueError, match=r"--value_norm ma, .*exp"):
         ValueNorm("exp").load_state_dict(ValueNorm("ma").state_dict())
-
-
-def test_bad_constants():
-    with pytest.raises(ValueError, match=r"--value_norm: .*'ema'"):
-        ValueNorm("ema")
-    for beta in (1.0, -0.1, NAN):
-        with pytest.raises(ValueError, match="--value_norm_beta"):
-            ValueNorm(beta=beta)
-    for eps in (0.0, -1.0, NAN):
-        with pytest.raises(ValueError, match="--value_norm_eps"):
-            ValueNorm(eps=eps)
