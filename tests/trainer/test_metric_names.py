@@ -51,9 +51,9 @@ def test_the_page_is_up_to_date():
 
 
 def test_every_metric_has_its_row():
-    rows = [line for line in metrics.metrics_page().split("\n") if line.startswith("| `")]
+    rows = [line for line in metrics.metrics_page().split("\n") if line.startswith("`") and " | " in line]
     assert sorted(row.split("`")[1] for row in rows) == sorted(metrics.METRICS)
-    assert {row.replace("\\|", "").count("|") for row in rows} == {3}
+    assert {row.replace("\\|", "").count("|") for row in rows} == {1}
 
 
 def test_short_names_belong_to_rollout_train_or_perf_never_to_eval():
