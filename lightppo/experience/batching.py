@@ -1,7 +1,6 @@
-"""From the replay buffer to optimizer steps: which samples, in which micro batches, divided by which totals.
+"""Which samples are on which rank, in which optimizer step and micro batch, and the totals that their losses divide by.
 
-Ranks agree on steps per epoch and on micro batches per step; a rank with fewer runs fully masked ones, so that ZeRO-3's
-collectives always match.
+Ranks agree on the number of steps and of micro batches; a rank with fewer runs fully masked ones.
 """
 
 from __future__ import annotations
@@ -10,9 +9,10 @@ import math
 import random
 import zlib
 from bisect import bisect_left
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -45,22 +45,20 @@ def balance_ranks(rollouts: Sequence[Rollout], strategy: Ranks, *, prompt_once: 
     Only groups of equally many samples are swapped, so every rank keeps its number of samples. With ``prompt_once`` a
     prompt counts once for all its samples, as it goes through the models once.
     """
-    if strategy.world_size == 1:
-        return list(rollouts)
-    mine: dict[int, list[Rollout]] = defaultdict(list)
+    tokens: Counter[int] = Counter()
+    samples: Counter[int] = Counter()
     for rollout in rollouts:
-        mine[rollout.prompt.index].append(rollout)
-    groups = [Group(_tokens(group, prompt_once), len(group), index) for index, group in mine.items()]
-    before: list[list[Group]] = strategy.all_gather_object(groups)
+        index, prompt = rollout.prompt.index, len(rollout.prompt.token_ids)
+        tokens[index] += len(rollout.response_ids) + (0 if prompt_once and samples[index] else prompt)
+        samples[index] += 1
+    before: list[list[Group]] = strategy.all_gather_object([Group(tokens[i], samples[i], i) for i in samples])
     after = swapped(before)
     if after == before:
         return list(rollouts)
-    rank = strategy.get_rank()
-    leaving = {group.index for group in before[rank]} - {group.index for group in after[rank]}
-    arriving = {group.index for group in after[rank]} - {group.index for group in before[rank]}
-    sent = strategy.all_gather_object([r for r in rollouts if r.prompt.index in leaving])
-    stay = [r for r in rollouts if r.prompt.index not in leaving]
-    return stay + [r for part in sent for r in part if r.prompt.index in arriving]
+    had, has = ({group.index for group in ranks[strategy.get_rank()]} for ranks in (before, after))
+    sent = strategy.all_gather_object([r for r in rollouts if r.prompt.index in had - has])
+    stay = [r for r in rollouts if r.prompt.index in has]
+    return stay + [r for part in sent for r in part if r.prompt.index in has - had]
 
 
 def swapped(ranks: Sequence[Sequence[Group]], tolerance: float = TOLERANCE) -> list[list[Group]]:
@@ -69,8 +67,8 @@ def swapped(ranks: Sequence[Sequence[Group]], tolerance: float = TOLERANCE) -> l
     A group whose prompt is on several ranks stays: on one rank the two would become one group.
     """
     result = [list(groups) for groups in ranks]
-    indices = [group.index for groups in ranks for group in groups]
-    shared = {index for index in indices if indices.count(index) > 1} if len(set(indices)) < len(indices) else set()
+    holders = Counter(group.index for groups in ranks for group in groups)
+    shared = {index for index, count in holders.items() if count > 1}
     loads = [sum(group.tokens for group in groups) for groups in result]
     mean = sum(loads) / len(loads)
     while max(loads) > mean * (1 + tolerance):
@@ -103,11 +101,6 @@ def _best_swap(heavy: list[Group], light: list[Group], gap: int, shared: set[int
     return None if best is None else best[1:]
 
 
-def _tokens(group: Sequence[Rollout], prompt_once: bool) -> int:
-    prompts = len(group[0].prompt.token_ids) * (1 if prompt_once else len(group))
-    return prompts + sum(len(rollout.response_ids) for rollout in group)
-
-
 def selection_of(loss: Any) -> Selection | None:
     """The function that selects tokens for this policy loss; ``None`` if the loss treats all tokens alike."""
     name = getattr(loss, "policy_loss", None)
@@ -123,40 +116,31 @@ def select_tokens(items: Sequence[Experience], loss: PolicyLoss, ranks: Ranks, s
     select = selection_of(loss)
     if select is None:
         return
-    masks = [item.action_mask[0] for item in items]  # (A,) each
+    items = items or [Experience.placeholder()]  # for the collectives of a rank without samples
+    masks = [item.action_mask for item in items]  # (1, A) each
+    rows = [(item.action_log_probs, item.advantages, _uniforms(item, seed)) for item in items]
     chosen = select(
-        _trained([item.action_log_probs[0] for item in items], masks),
-        _trained([item.advantages[0] for item in items], masks),
-        _trained([_uniforms(item, seed) for item in items], masks),
+        *(torch.cat([row[mask] for row, mask in zip(column, masks)]) for column in zip(*rows)),  # (N,) trained tokens
         options=loss.options,
-        all_reduce_sum=lambda x: ranks.all_reduce(x, "sum"),
+        all_reduce_sum=partial(ranks.all_reduce, op="sum"),
         all_gather=ranks.all_gather,
     )  # (N,)
     for item, mask, part in zip(items, masks, chosen.split([int(mask.sum()) for mask in masks])):
-        item.selected = torch.zeros_like(item.action_mask)
-        item.selected[0, mask] = part
-
-
-def _trained(rows: Sequence[Tensor], masks: Sequence[Tensor]) -> Tensor:
-    """The trained tokens of all rows, concatenated (N,)."""
-    return torch.cat([row[mask] for row, mask in zip(rows, masks)]) if rows else torch.zeros(0)
+        item.selected = torch.zeros_like(mask).masked_scatter(mask, part)
 
 
 def _uniforms(item: Experience, seed: int) -> Tensor:
-    """Random numbers of a row (A,), independent of its rank and of the order of rows."""
+    """Random numbers of a row (1, A), independent of its rank and of the order of rows."""
     key = zlib.crc32(item.sequences.cpu().numpy().tobytes(), seed & 0xFFFF_FFFF)
     generator = torch.Generator().manual_seed(key)
-    return torch.rand(item.num_actions, generator=generator).to(item.sequences.device)
+    return torch.rand(1, item.num_actions, generator=generator).to(item.sequences.device)
 
 
 class ReplayBuffer:
-    """A list of one-row experiences.
+    """A list of one-row experiences: the last ``limit``, or all if it is 0, on the CPU with ``cpu_offload``.
 
-    Args:
-        limit: most rows kept, oldest out first; 0 keeps all.
-        cpu_offload: keep every tensor on the CPU.
-        device: where :meth:`sample` and :meth:`collate_fn` put their batches.
-        pin_memory: copy batches to a GPU through page-locked memory.
+    :meth:`sample` and :meth:`collate_fn` put their batches on ``device``, through page-locked memory with
+    ``pin_memory``.
     """
 
     def __init__(
@@ -219,18 +203,12 @@ class ReplayBuffer:
         """Whitens the advantages (the only ``attribute``) over the trained tokens of all ranks; see ``whiten``."""
         if attribute != "advantages":
             raise ValueError(f"only 'advantages' can be normalised, not {attribute!r}")
-        # A rank without samples still takes part in the reduction, with empty tensors.
-        lengths = [item.num_actions for item in self.items]
-        values = torch.cat([item.advantages[0] for item in self.items]) if lengths else torch.zeros(0)  # (ΣA,)
-        mask = torch.cat([item.action_mask[0] for item in self.items]) if lengths else torch.zeros(0, dtype=torch.bool)
-        whitened = whiten(
-            values[None],
-            mask[None],
-            all_reduce_sum=lambda x: strategy.all_reduce(x, "sum"),
-            divide_std=divide_std,
-            **options,
-        )  # (1, ΣA)
-        for item, row in zip(self.items, whitened.split(lengths, dim=1)):
+        items = self.items or [Experience.placeholder()]  # for the collectives of a rank without samples
+        values = torch.cat([item.advantages for item in items], 1)  # (1, ΣA)
+        mask = torch.cat([item.action_mask for item in items], 1)
+        options |= {"all_reduce_sum": partial(strategy.all_reduce, op="sum"), "divide_std": divide_std}
+        whitened = whiten(values, mask, **options).split([item.num_actions for item in items], dim=1)
+        for item, row in zip(items, whitened):
             item.advantages = row
 
 
@@ -256,30 +234,23 @@ class Minibatch:
     critic_micro_batches: list[Experience] | None = None  # the same samples; None: in the actor's micro batches
 
 
-def plan_step(
-    micro_batches: Sequence[Experience], ranks: Ranks, *, scale: float = 1.0, device: torch.device
-) -> list[Experience]:
+def _normalizer(micro_batches: Sequence[Experience], ranks: Ranks, scale: float) -> LossNormalizer:
+    masks, total = [m.action_mask for m in micro_batches], partial(ranks.all_reduce, op="sum")
+    return LossNormalizer.from_masks(masks, all_reduce_sum=total, dp_size=ranks.world_size, scale=scale)
+
+
+def plan_step(micro_batches: Sequence[Experience], ranks: Ranks, *, scale: float = 1.0) -> list[Experience]:
     """Gives this rank's micro batches the step's totals, and adds placeholders up to the common count. Collective."""
-    normalizer = LossNormalizer.from_masks(
-        [m.action_mask for m in micro_batches] or [Experience.placeholder(device).action_mask],
-        all_reduce_sum=lambda x: ranks.all_reduce(x, "sum"),
-        dp_size=ranks.world_size,
-        scale=scale,
-    )
+    placeholder = Experience.placeholder(ranks.device)
+    normalizer = _normalizer(micro_batches or [placeholder], ranks, scale)
     part = StepPart(normalizer, ranks.all_reduce(len(micro_batches), "sum") / ranks.world_size)
-    placeholder = replace(Experience.placeholder(device), part=replace(part, has_samples=False))
+    placeholder.part = replace(part, has_samples=False)
     return level([replace(m, part=part) for m in micro_batches], ranks, lambda: placeholder)
 
 
 def lone_part(experience: Experience, ranks: Ranks, *, scale: float = 1.0, accumulation: int = 1) -> StepPart:
     """The part of a micro batch outside a planned step, one of ``accumulation`` that weigh the same. Collective."""
-    normalizer = LossNormalizer.from_masks(
-        [experience.action_mask],
-        all_reduce_sum=lambda x: ranks.all_reduce(x, "sum"),
-        dp_size=ranks.world_size,
-        scale=scale,
-    )
-    return StepPart(normalizer, loss_scale=1 / accumulation)
+    return StepPart(_normalizer([experience], ranks, scale), loss_scale=1 / accumulation)
 
 
 @dataclass(frozen=True)
@@ -298,12 +269,6 @@ class MicroBatching:
         parts = micro_batches(lengths, spec, **options)
         return micro_batches(lengths, spec, at_least=self.ranks.same_count(len(parts)), **options)
 
-    def split_rows(self, rows: Sequence[Experience], spec: MicroBatchSpec) -> list[list[Experience]]:
-        """Splits one-row experiences as :meth:`split` does. Collective."""
-        prompts = [row.prompts()[0] for row in rows] if self.share_prompts else ()
-        numbers = self.split([row.row_lengths()[0] for row in rows], spec, prompts)
-        return [[rows[i] for i in part] for part in numbers]
-
 
 def minibatches(
     items: Sequence[Experience],
@@ -317,45 +282,30 @@ def minibatches(
     shuffle: Literal["samples", "groups"] = "samples",
     generator: torch.Generator,
     collate: Callable[[Sequence[Experience]], Experience],
-    device: torch.device,
     loss_scale: float = 1.0,
 ) -> Iterator[Minibatch]:
-    """Splits this rank's samples into optimizer steps, every sample into exactly one.
+    """Splits this rank's rows into optimizer steps, every row into exactly one.
 
     Args:
         train_batch_size: samples per optimizer step over all ranks; steps are smaller if it does not divide.
-        actor: rows or tokens in one forward and backward pass on this rank.
-        critic: the same limit for the critic; ``None``: as for the actor.
-        packed: the passes run without padding.
-        share_prompts: if packed, the models run a prompt once for all its samples in a micro batch.
+        actor, critic: what one pass takes; ``None``: the critic's passes take what the actor's take.
+        packed, share_prompts: as in :class:`MicroBatching`.
         shuffle: draw single samples, or all samples of a prompt together; steps then split at most two prompts each.
         collate: rows → padded batch on the training device.
         loss_scale: constant of ``seq-mean-token-sum-norm``.
     """
-    if train_batch_size < ranks.world_size:
-        raise ValueError(
-            f"--train_batch_size {train_batch_size} is less than one sample for each of the "
-            f"{ranks.world_size} ranks: set it to a multiple of them"
-        )
-    count = torch.tensor([float(len(items))], device=device)
-    total = int(ranks.all_reduce(count, "sum").item())
-    steps = math.ceil(total / train_batch_size)
-    order = torch.randperm(len(items), generator=generator)
-    if shuffle == "groups":
-        order = _groups_together(order, [item.prompts()[0] for item in items])
-    batching = MicroBatching(ranks, packed, share_prompts)
-    for part in order.tensor_split(steps) if steps else ():
-        step = [items[i] for i in part.tolist()]
-        plans = []
+    steps = math.ceil(ranks.all_reduce(len(items), "sum") / train_batch_size)
+    order = torch.randperm(len(items), generator=generator).tolist()
+    prompts = [item.prompts()[0] for item in items] if share_prompts or shuffle == "groups" else []
+    if shuffle == "groups":  # all samples of a prompt come to its first one
+        place = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts[i] for i in order))}
+        order.sort(key=lambda i: place[prompts[i]])
+    lengths, batching = [item.row_lengths()[0] for item in items], MicroBatching(ranks, packed, share_prompts)
+    for rows in torch.tensor(order, dtype=torch.long).tensor_split(steps) if steps else ():
+        step, plans = rows.tolist(), []
         for spec in (actor,) if critic in (None, actor) else (actor, critic):
-            micro_batches_of_spec = [collate(rows) for rows in batching.split_rows(step, spec)]
-            plans.append(plan_step(micro_batches_of_spec, ranks, scale=loss_scale, device=device))
+            parts = batching.split([lengths[i] for i in step], spec, [prompts[i] for i in step if share_prompts])
+            plans.append(
+                plan_step([collate([items[step[i]] for i in part]) for part in parts], ranks, scale=loss_scale)
+            )
         yield Minibatch(*plans)
-
-
-def _groups_together(order: Tensor, prompts: Sequence[bytes]) -> Tensor:
-    """The same samples, with all samples of a prompt moved to its first one."""
-    place: dict[bytes, int] = {}
-    for i in order.tolist():
-        place.setdefault(prompts[i], len(place))
-    return torch.tensor(sorted(order.tolist(), key=lambda i: place[prompts[i]]), dtype=torch.long)

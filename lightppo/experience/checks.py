@@ -7,6 +7,8 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -24,26 +26,25 @@ logger = logging.getLogger(__name__)
 
 def write_step(folder: str | Path, step: int, rollouts: Sequence[Rollout], strategy: Ranks) -> None:
     """Writes ``stepN.jsonl``: one line per sample of all ranks, by prompt and sample number. Collective."""
-    rows = [row for part in strategy.all_gather_object([_row(r, step) for r in rollouts]) for row in part]
-    rows.sort(key=lambda row: (row["index"], row["sample_index"]))
+    own = [
+        {
+            "step": step,
+            "index": r.prompt.index,
+            "sample_index": r.sample_index,
+            "data_source": r.prompt.data_source,
+            "input": r.prompt.text,
+            "output": r.response_text,
+            "ground_truth": r.prompt.label,
+            "score": r.reward,
+            "finish_reason": r.finish_reason,
+            "response_length": len(r.response_ids),
+            "extras": r.extras,
+        }
+        for r in rollouts
+    ]
+    rows = sorted(chain(*strategy.all_gather_object(own)), key=itemgetter("index", "sample_index"))
     path = Path(folder) / f"step{step}.jsonl"
     strategy.on_rank_0(lambda: _write(path, "".join(json.dumps(row, default=str) + "\n" for row in rows)), f"{path}")
-
-
-def _row(rollout: Rollout, step: int) -> dict[str, Any]:
-    return {
-        "step": step,
-        "index": rollout.prompt.index,
-        "sample_index": rollout.sample_index,
-        "data_source": rollout.prompt.data_source,
-        "input": rollout.prompt.text,
-        "output": rollout.response_text,
-        "ground_truth": rollout.prompt.label,
-        "score": rollout.reward,
-        "finish_reason": rollout.finish_reason,
-        "response_length": len(rollout.response_ids),
-        "extras": rollout.extras,
-    }
 
 
 @dataclass
@@ -67,18 +68,16 @@ class RolloutReplay:
             groups = [from_plain(values) for values in json.loads(path.read_text())]
             if not self.reuse and [g[0].prompt.token_ids for g in groups] != [p.token_ids for p in prompts]:
                 raise ConfigError(
-                    f"--skip_rollout {self.folder}: {path.name} holds other prompts than step {step} has; run "
-                    "with the data, --seed and batch sizes it was saved with, name another folder, or set "
-                    "--skip_rollout_reuse"
+                    f"--skip_rollout {self.folder}: {path.name} holds other prompts than step {step} has; run with the "
+                    "data, --seed and batch sizes it was saved with, name another folder, or set --skip_rollout_reuse"
                 )
             return [rollout for group in groups for rollout in group]
         rollouts = sample()
         try:
             text = json.dumps([to_plain(group) for group in group_by_prompt(rollouts)])
         except TypeError as error:
-            raise ConfigError(
-                f"--skip_rollout {self.folder}: the prompts of step {step} are no JSON: {error}"
-            ) from error
+            message = f"--skip_rollout {self.folder}: the prompts of step {step} cannot be written as JSON: {error}"
+            raise ConfigError(message) from error
         _write(path, text)
         return rollouts
 
@@ -101,11 +100,11 @@ class RolloutCheck:
     An engine that samples with the actor itself is only watched; an engine with a copy has ``keeps_weights = True``.
     """
 
-    def __init__(self, actor: Any, engine: RolloutEngine, strategy: Any, config: PPOConfig) -> None:
-        e = config.engine
-        self.actor, self.engine, self.strategy = actor, engine, strategy
-        self.mode = e.rollout_check
-        self.tolerance = e.logp_diff_tolerance or default_tolerance(config)
+    def __init__(self, actor: Any, engine: RolloutEngine, strategy: Ranks, config: PPOConfig) -> None:
+        self.actor, self.engine, self.strategy, self.mode = actor, engine, strategy, config.engine.rollout_check
+        # Well above rounding errors: those of fp32 if trainer and engine run in it, else those of the 16-bit types.
+        rough = config.model.bf16 or config.engine.vllm_dtype in ("bfloat16", "float16")
+        self.tolerance = config.engine.logp_diff_tolerance or (0.1 if rough else 0.001)
         self.rows = min(CHECKED_ROWS, config.rollout.micro_rollout_batch_size)  # one forward pass that fits
         self.greedy = config.rollout.temperature == 0 or not config.rollout.do_sample
         self.pending = self.mode != "off" and getattr(engine, "keeps_weights", False)
@@ -126,7 +125,7 @@ class RolloutCheck:
             f"most, and --logp_diff_tolerance is {self.tolerance:g}. {self._suspects()}"
         )
         if self.mode == "error":
-            raise RolloutMismatchError(f"{message}. --rollout_check warn goes on all the same")
+            raise RolloutMismatchError(f"{message}. With --rollout_check warn the run continues")
         if self.strategy.is_rank_0():
             logger.warning("%s", message)
 
@@ -143,14 +142,11 @@ class RolloutCheck:
         finally:
             self.actor.temperature = temperature
             self.actor.train(training)
-        total = count = largest = 0.0
-        if rollouts:
-            # NaN would pass every comparison
-            diff = (scores.log_probs.float() - batch.rollout_log_probs).abs().nan_to_num(torch.inf)  # (B, A)
-            diff = diff[batch.action_mask].double()
-            total, count, largest = diff.sum().item(), float(diff.numel()), diff.max().item()
-        sums = self.strategy.all_reduce({"total": total, "count": count}, "sum")
-        largest = self.strategy.all_reduce(largest, "max")
+        # NaN would pass every comparison. A placeholder has no trained token.
+        diff = (scores.log_probs.float() - batch.rollout_log_probs).abs().nan_to_num(torch.inf)  # (B, A)
+        diff = diff[batch.action_mask].double()
+        sums = self.strategy.all_reduce({"total": diff.sum().item(), "count": diff.numel()}, "sum")
+        largest = self.strategy.all_reduce(diff.max().item() if rollouts else 0.0, "max")
         return (sums["total"] / sums["count"] if sums["count"] else 0.0), largest
 
     def watch(self, status: Mapping[str, float], step: int) -> None:
@@ -163,9 +159,7 @@ class RolloutCheck:
             logger.warning(
                 "step %d: the rollout engine's log probs drift from the trainer's: rollout/logp_diff_mean is %.3g, "
                 "--logp_diff_tolerance %g; see docs/rollouts.md",
-                step,
-                mean,
-                self.tolerance,
+                *(step, mean, self.tolerance),
             )
 
     def _suspects(self) -> str:
@@ -182,8 +176,3 @@ class RolloutCheck:
             "All weights are the same, so the two compute differently: check the types (--vllm_dtype, --bf16), and "
             "whether vLLM and transformers agree on this model"
         )
-
-
-def default_tolerance(config: PPOConfig) -> float:
-    """0.001 if trainer and engine run in fp32, else 0.1: well above rounding errors."""
-    return 0.1 if config.model.bf16 or config.engine.vllm_dtype in ("bfloat16", "float16") else 0.001

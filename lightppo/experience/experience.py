@@ -21,19 +21,6 @@ from torch import Tensor
 
 from lightppo.data.records import Rollout
 
-# (B, A) tensors that may be absent
-_ACTION_TENSORS = (
-    "action_log_probs",
-    "base_action_log_probs",
-    "rollout_log_probs",
-    "values",
-    "returns",
-    "advantages",
-    "kl",
-    "loss_weights",
-    "selected",
-)
-
 
 @dataclass
 class Experience:
@@ -89,20 +76,20 @@ class Experience:
         if not rollouts:
             raise ValueError("no rollouts: an Experience needs at least one row")
         for rollout in rollouts:
-            if not rollout.prompt.token_ids or not rollout.response_ids:
-                part = "prompt" if not rollout.prompt.token_ids else "response"
-                raise ValueError(f"prompt {rollout.prompt.index}: the {part} has no tokens")
-            if rollout.log_probs is not None and len(rollout.log_probs) != len(rollout.response_ids):
+            where, n = f"prompt {rollout.prompt.index}", len(rollout.response_ids)
+            if not rollout.prompt.token_ids or not n:
+                raise ValueError(f"{where}: the {'response' if rollout.prompt.token_ids else 'prompt'} has no tokens")
+            if rollout.log_probs is not None and len(rollout.log_probs) != n:
                 raise ValueError(
-                    f"prompt {rollout.prompt.index}, sample {rollout.sample_index}: the rollout engine gave "
-                    f"{len(rollout.log_probs)} log probs for {len(rollout.response_ids)} response tokens"
+                    f"{where}, sample {rollout.sample_index}: the rollout engine gave {len(rollout.log_probs)} log "
+                    f"probs for {n} response tokens"
                 )
-        prompts = _pad([torch.tensor(r.prompt.token_ids) for r in rollouts], left=True)
-        responses = _pad([torch.tensor(r.response_ids) for r in rollouts])
-        prompt_mask = _pad([torch.ones(len(r.prompt.token_ids), dtype=torch.long) for r in rollouts], left=True)
-        response_mask = _pad([torch.ones(len(r.response_ids), dtype=torch.long) for r in rollouts])
+        prompts = [torch.tensor(r.prompt.token_ids) for r in rollouts]
+        responses = [torch.tensor(r.response_ids) for r in rollouts]
+        prompt_mask = _pad([torch.ones_like(ids) for ids in prompts], left=True)
+        response_mask = _pad([torch.ones_like(ids) for ids in responses])
         experience = cls(
-            sequences=torch.cat([prompts, responses], 1),  # (B, S)
+            sequences=torch.cat([_pad(prompts, left=True), _pad(responses)], 1),  # (B, S)
             attention_mask=torch.cat([prompt_mask, response_mask], 1),  # (B, S)
             action_mask=response_mask.bool(),  # (B, A)
         )
@@ -118,92 +105,71 @@ class Experience:
     @classmethod
     def placeholder(cls, device: torch.device | str = "cpu") -> Self:
         """One row of two tokens with nothing to train, for a rank that runs out of micro batches before others."""
-        tensors = {name: torch.zeros(1, 1, device=device) for name in _ACTION_TENSORS}
-        return cls(
-            sequences=torch.zeros(1, 2, dtype=torch.long, device=device),
-            attention_mask=torch.ones(1, 2, dtype=torch.long, device=device),
-            action_mask=torch.zeros(1, 1, dtype=torch.bool, device=device),
-            **tensors | {"selected": torch.zeros(1, 1, dtype=torch.bool, device=device)},
-        )
+        mask = torch.zeros(1, 1, dtype=torch.bool, device=device)
+        sequences = torch.zeros(1, 2, dtype=torch.long, device=device)
+        tensors = {name: mask.float() for name in ACTION_TENSORS} | {"selected": mask}
+        return cls(sequences, torch.ones_like(sequences), mask, **tensors)
 
-    def select(self, rows: Sequence[int] | Tensor) -> Self:
+    def select(self, rows: Sequence[int]) -> Self:
         """These rows, without the padding on both sides that they no longer need."""
-        rows = torch.as_tensor(rows, dtype=torch.long, device=self.sequences.device)
-        attention = self.attention_mask[rows]
+        lengths = self.row_lengths()
+        return self._cut([(i, *lengths[i]) for i in rows])
+
+    def split(self, size: int = 1) -> list[Self]:
+        """Consecutive parts of at most ``size`` rows, without the padding that they no longer need."""
+        rows = [(i, *lengths) for i, lengths in enumerate(self.row_lengths())]
+        return [self._cut(rows[i : i + size]) for i in range(0, len(rows), size)]
+
+    def _cut(self, rows: Sequence[tuple[int, int, int]]) -> Self:
+        """Rows by number, length of the prompt, and length of the response."""
+        numbers, prompts, responses = zip(*rows)
         split = self.sequences.size(1) - self.num_actions  # columns before the action positions
-        actions = max(1, int(attention[:, split:].sum(-1).max()))
-        first = split - int(attention[:, :split].sum(-1).max())
+        columns, actions = slice(split - max(prompts), split + max(responses)), slice(0, max(responses))
+        picked = torch.tensor(numbers, device=self.sequences.device)
         return type(self)(
-            sequences=self.sequences[rows, first : split + actions],
-            attention_mask=attention[:, first : split + actions],
-            action_mask=self.action_mask[rows, :actions],
-            info={name: values[rows] for name, values in self.info.items()},
-            **{name: x[rows, :actions] for name in _ACTION_TENSORS if (x := getattr(self, name)) is not None},
+            self.sequences[picked, columns],
+            self.attention_mask[picked, columns],
+            self.action_mask[picked, actions],
+            info={name: values[picked] for name, values in self.info.items()},
+            **{name: getattr(self, name)[picked, actions] for name in self._present()},
         )
 
     def without_rows(self) -> Self:
         """The same tensors without rows, for a rank without samples in computations over all ranks."""
         return dataclasses.replace(self)._map(lambda x: x[:0])
 
-    def split(self, size: int = 1) -> list[Self]:
-        """Consecutive parts of at most ``size`` rows, without the padding that they no longer need."""
-        if size > 1:
-            return [self.select(range(i, min(i + size, len(self)))) for i in range(0, len(self), size)]
-        split = self.sequences.size(1) - self.num_actions
-        responses = self.response_lengths.tolist()
-        prompts = self.attention_mask[:, :split].sum(-1).tolist()
-        present = [name for name in _ACTION_TENSORS if getattr(self, name) is not None]
-        rows = []
-        for i, (p, r) in enumerate(zip(prompts, responses)):
-            row, actions = slice(i, i + 1), slice(0, max(1, r))
-            columns = slice(split - p, split + actions.stop)
-            rows.append(
-                type(self)(
-                    sequences=self.sequences[row, columns],
-                    attention_mask=self.attention_mask[row, columns],
-                    action_mask=self.action_mask[row, actions],
-                    info={name: values[row] for name, values in self.info.items()},
-                    **{name: getattr(self, name)[row, actions] for name in present},
-                )
-            )
-        return rows
-
     @classmethod
     def collate(cls, parts: Sequence[Experience]) -> Self:
         """Joins parts into one batch, padded to the longest prompt and the longest response."""
         if not parts:
             raise ValueError("nothing to collate")
-        present = {name for name in _ACTION_TENSORS if getattr(parts[0], name) is not None}
-        for part in parts:
-            if {name for name in _ACTION_TENSORS if getattr(part, name) is not None} != present:
-                raise ValueError(f"experiences hold different tensors: all need {sorted(present)}")
-            if part.info.keys() != parts[0].info.keys():
-                raise ValueError(f"experiences hold different info: all need {sorted(parts[0].info)}")
-        splits = [p.sequences.size(1) - p.num_actions for p in parts]  # columns before the action positions
+        names, info = parts[0]._present(), parts[0].info.keys()
+        if any(part._present() != names or part.info.keys() != info for part in parts):
+            raise ValueError(f"experiences hold different tensors or info: all need {names} and {sorted(info)}")
 
         def sequence_shaped(name: str) -> Tensor:
             """(ΣB, S): prompts are padded on the left, responses on the right."""
-            left = [row[:split] for p, split in zip(parts, splits) for row in getattr(p, name)]
-            right = [row[split:] for p, split in zip(parts, splits) for row in getattr(p, name)]
-            return torch.cat([_pad(left, left=True), _pad(right)], 1)
+            rows = [row.tensor_split([len(row) - p.num_actions]) for p in parts for row in getattr(p, name)]
+            return torch.cat([_pad([left for left, _ in rows], left=True), _pad([right for _, right in rows])], 1)
 
         def action_shaped(name: str) -> Tensor:
             """(ΣB, A)."""
             return _pad([row for p in parts for row in getattr(p, name)])
 
         return cls(
-            sequences=sequence_shaped("sequences"),
-            attention_mask=sequence_shaped("attention_mask"),
-            action_mask=action_shaped("action_mask"),
-            info={name: torch.cat([p.info[name] for p in parts]) for name in parts[0].info},
-            **{name: action_shaped(name) for name in present},
+            sequence_shaped("sequences"),
+            sequence_shaped("attention_mask"),
+            action_shaped("action_mask"),
+            info={name: torch.cat([p.info[name] for p in parts]) for name in info},
+            **{name: action_shaped(name) for name in names},
         )
 
+    def _present(self) -> list[str]:
+        return [name for name in ACTION_TENSORS if getattr(self, name) is not None]
+
     def _map(self, fn: Callable[[Tensor], Tensor]) -> Self:
-        for f in dataclasses.fields(self):
-            value = getattr(self, f.name)
-            if isinstance(value, Tensor):
-                setattr(self, f.name, fn(value))
+        for name in ("sequences", "attention_mask", "action_mask", *self._present()):
+            setattr(self, name, fn(getattr(self, name)))
         self.info = {name: fn(values) for name, values in self.info.items()}
         return self
 
@@ -216,6 +182,9 @@ class Experience:
     def pin_memory(self) -> Self:
         """Pins every tensor in place for fast copies to a GPU; returns itself."""
         return self._map(lambda x: x.pin_memory())
+
+
+ACTION_TENSORS = [f.name for f in dataclasses.fields(Experience) if f.type == "Tensor | None"]  # (B, A), may be absent
 
 
 def _pad(rows: Sequence[Tensor], left: bool = False) -> Tensor:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +13,8 @@ from torch import Tensor, nn
 from lightppo.algorithms.advantages import group_normalize
 from lightppo.algorithms.correction import correction_weights, normalize_weights
 from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS
-from lightppo.algorithms.kl import approx_kl, full_kl
-from lightppo.algorithms.masking import AllReduceSum, masked_mean
+from lightppo.algorithms.kl import KLController, approx_kl, full_kl
+from lightppo.algorithms.masking import masked_mean
 from lightppo.algorithms.selection import top_share
 from lightppo.algorithms.shaping import (
     RunningMeanStd,
@@ -38,13 +39,12 @@ from lightppo.ranks import Ranks, level
 class ScoreShaper:
     """Shapes the scores of one rank's samples, in the order of the flags in ``--help``."""
 
-    def __init__(
-        self, config: RewardConfig, max_len: int, all_reduce_sum: AllReduceSum, device: torch.device | str
-    ) -> None:
-        self.config = config
-        self.max_len = max_len
-        self.all_reduce_sum = all_reduce_sum
-        self.device = device
+    def __init__(self, config: RewardConfig, max_len: int, ranks: Ranks) -> None:
+        self.config, self.max_len = config, max_len
+        self.all_reduce_sum, self.device = partial(ranks.all_reduce, op="sum"), ranks.device
+        self.scale = partial(
+            scale_scores, bias=config.reward_bias, scaling=config.reward_scaling, max_clip=config.max_reward_clip
+        )
         self.running = RunningMeanStd() if config.reward_running_norm else None
 
     def observe(self, rollouts: Sequence[Rollout]) -> None:
@@ -54,8 +54,7 @@ class ScoreShaper:
 
     def shape(self, rollouts: Sequence[Rollout]) -> Tensor:
         """The score of each response (B,); with dense rewards, the reward added at its end."""
-        c = self.config
-        scores = self._scaled(rollouts)  # (B,)
+        c, scores = self.config, self._scaled(rollouts)  # (B,)
         truncated = torch.tensor([r.truncated for r in rollouts], dtype=torch.bool, device=self.device)
         if self.running is not None:
             scores = self.running.normalize(scores)
@@ -71,29 +70,26 @@ class ScoreShaper:
 
     def token_scores(self, rollouts: Sequence[Rollout], action_mask: Tensor) -> Tensor | None:
         """Dense rewards (B, A), scaled like scores; ``None`` without ``--use_dense_reward``."""
-        c = self.config
-        if not c.use_dense_reward:
+        if not self.config.use_dense_reward:
             return None
         rows = torch.zeros(action_mask.shape, device=self.device)  # (B, A)
         for row, rollout in zip(rows, rollouts):
             row[: len(rollout.token_rewards)] = torch.tensor(rollout.token_rewards, device=self.device)
-        return dense_rewards(scale_scores(rows, **self._scale()), action_mask, c.reward_delta)
+        return dense_rewards(self.scale(rows), action_mask, self.config.reward_delta)
 
     def final_scores(self, rollouts: Sequence[Rollout]) -> Tensor:
         """What training maximises for each sample before KL (B,): shaped scores plus the sum of dense rewards."""
         scores = self.shape(rollouts)
         if not self.config.use_dense_reward:
             return scores
-        lengths = torch.tensor([len(r.response_ids) for r in rollouts], device=scores.device)
-        mask = torch.arange(int(lengths.max()), device=scores.device) < lengths[:, None]  # (B, A)
+        lengths = self._lengths(rollouts)
+        mask = torch.arange(int(lengths.max()), device=self.device) < lengths[:, None]  # (B, A)
         return scores + self.token_scores(rollouts, mask).sum(-1)
 
     def overlong(self, rollouts: Sequence[Rollout]) -> Tensor:
         """The penalty for the length of each response, at most 0 (B,)."""
-        lengths = torch.tensor([len(r.response_ids) for r in rollouts], dtype=torch.float32, device=self.device)
-        return overlong_penalty(
-            lengths, self.max_len, self.config.overlong_buffer_len, self.config.overlong_penalty_factor
-        )
+        c = self.config
+        return overlong_penalty(self._lengths(rollouts), self.max_len, c.overlong_buffer_len, c.overlong_penalty_factor)
 
     def state_dict(self) -> dict[str, Any] | None:
         """The running statistics."""
@@ -105,26 +101,10 @@ class ScoreShaper:
             self.running.load_state_dict(state)
 
     def _scaled(self, rollouts: Sequence[Rollout]) -> Tensor:
-        raw = torch.tensor([r.reward for r in rollouts], dtype=torch.float32, device=self.device)  # (B,)
-        return scale_scores(raw, **self._scale())
+        return self.scale(torch.tensor([r.reward for r in rollouts], dtype=torch.float32, device=self.device))
 
-    def _scale(self) -> dict[str, Any]:
-        c = self.config
-        return {"bias": c.reward_bias, "scaling": c.reward_scaling, "max_clip": c.max_reward_clip}
-
-
-class KLController(Protocol):
-    """Holds the KL coefficient."""
-
-    value: float
-
-
-@dataclass
-class Passes:
-    """What the forward passes return beside the experience."""
-
-    last_values: Tensor  # (B,) after each response
-    entropy: Tensor  # (B, A)
+    def _lengths(self, rollouts: Sequence[Rollout]) -> Tensor:
+        return torch.tensor([len(r.response_ids) for r in rollouts], dtype=torch.float32, device=self.device)
 
 
 class ExperienceMaker:
@@ -134,9 +114,7 @@ class ExperienceMaker:
     Advantages are computed over all rows of the rank at once, because groups may span micro batches.
 
     Args:
-        critic: ``None`` if the estimator needs no values.
-        initial_model: the reference model; ``None`` without KL.
-        kl_ctl: its ``value`` is the KL coefficient of the token rewards.
+        critic, initial_model: ``None`` if the estimator needs no values, and without KL.
         old_log_probs: the source of the log probs before the update; ``None``: as ``old_log_probs_from`` says.
         sample: (prompts, labels, generation options) → scored rollouts, for scripts in the seed's style.
         progress: wraps the micro batches in a progress bar.
@@ -151,32 +129,28 @@ class ExperienceMaker:
         kl_ctl: KLController,
         config: PPOConfig,
         *,
-        shaper: ScoreShaper | None = None,
         value_norm: ValueNorm | None = None,
         old_log_probs: Literal["training", "rollout", "forward"] | None = None,
         sample: Callable[..., list[Rollout]] | None = None,
         progress: Callable[[Sequence], Any] = iter,
     ) -> None:
-        self.actor = actor
-        self.critic = critic
-        self.initial_model = initial_model
-        self.strategy = strategy
-        self.kl_ctl = kl_ctl
+        self.actor, self.critic, self.initial_model = actor, critic, initial_model
+        self.strategy, self.kl_ctl, self.value_norm = strategy, kl_ctl, value_norm
+        self.sample, self.progress = sample, progress
         self.algorithm, self.loss, self.correction = config.algorithm, config.loss, config.correction
         self.estimator = ADVANTAGE_ESTIMATORS.find(self.algorithm.advantage_estimator)
         self.mask_too_long = config.reward.mask_too_long
         self.micro_rollout_batch_size = config.rollout.micro_rollout_batch_size
+        self.seed = config.strategy.seed
         self.micro_batches = {name: micro_batch_spec(config, name) for name in ("actor", "reference", "critic")}
         shares = config.training.share_prompts and all_share_prompts((actor, critic, initial_model))
         self.batching = MicroBatching(strategy, config.training.packing_samples, shares)
         self.old_log_probs = old_log_probs or old_log_probs_from(config, exact_rollout=False)
-        self.sample = sample
-        self.shaper = shaper or ScoreShaper(
-            config.reward, config.rollout.generate_max_len, self._all_reduce_sum, strategy.device
-        )
-        self.value_norm = value_norm
-        self.seed = config.strategy.seed
-        self.progress = progress
+        self.has_kl = initial_model is not None and self.old_log_probs != "training"
+        # Whole distributions are compared only if the reward needs it: the KL loss compares its own.
+        self.full_kl = self.has_kl and self.algorithm.kl_estimator == "full" and self.algorithm.use_kl_in_reward
+        self.shaper = ScoreShaper(config.reward, config.rollout.generate_max_len, strategy)
+        self._all_reduce_sum = partial(strategy.all_reduce, op="sum")
 
     @torch.no_grad()
     def make_experience_list(
@@ -202,15 +176,16 @@ class ExperienceMaker:
         # placeholder row, from then on without rows.
         batch = Experience.from_rollouts(rollouts) if rollouts else Experience.placeholder()
         batch.to_device(self.strategy.device)
-        passes = self._run_models(batch)
+        made = self._run_models(batch)
         if not rollouts:
-            batch, passes = batch.without_rows(), Passes(passes.last_values[:0], passes.entropy[:0])
+            batch, made = batch.without_rows(), {name: values[:0] for name, values in made.items()}
         truncated = torch.tensor([r.truncated for r in rollouts], dtype=torch.bool, device=self.strategy.device)
         if self.mask_too_long:
             batch.action_mask &= ~truncated[:, None]
         self.shaper.observe(rollouts)
-        self._add_advantages(batch, rollouts, passes.last_values * truncated)
-        self._add_loss_weights(batch, passes.entropy)
+        bootstraps = self.algorithm.bootstrap_truncated and self.critic is not None
+        self._add_advantages(batch, rollouts, made["last_values"][:, 0] * truncated if bootstraps else None)
+        self._add_loss_weights(batch, made.get("entropy"))
         self._add_info(batch, rollouts)
         return batch.split(self.micro_rollout_batch_size) if rollouts else []
 
@@ -226,55 +201,56 @@ class ExperienceMaker:
         select_tokens(buffer.items, loss, self.strategy, seed_of_step(self.seed, step))
 
     def _check(self, rollouts: Sequence[Rollout]) -> None:
-        sizes: dict[int, int] = {}
+        sizes = Counter(rollout.prompt.index for rollout in rollouts)
         for rollout in rollouts:
+            index, needed = rollout.prompt.index, self.estimator.min_group_size
             if rollout.reward is None:
+                raise ValueError(f"prompt {index}, sample {rollout.sample_index} has no reward: score it first")
+            if sizes[index] < needed:
                 raise ValueError(
-                    f"prompt {rollout.prompt.index}, sample {rollout.sample_index} has no reward: "
-                    "score the rollouts first"
+                    f"prompt {index} has {sizes[index]} sample, but --advantage_estimator "
+                    f"{self.algorithm.advantage_estimator} needs at least {needed}: raise --n_samples_per_prompt"
                 )
-            sizes[rollout.prompt.index] = sizes.get(rollout.prompt.index, 0) + 1
-        needed = self.estimator.min_group_size
-        small = next((index for index, size in sizes.items() if size < needed), None)
-        if small is not None:
-            raise ValueError(
-                f"prompt {small} has {sizes[small]} sample, but --advantage_estimator "
-                f"{self.algorithm.advantage_estimator} needs at least {needed} per prompt: raise --n_samples_per_prompt"
-            )
         corrects = self.correction.rollout_correction != "none"
         if (corrects or self.old_log_probs == "rollout") and any(r.log_probs is None for r in rollouts):
-            flag = f"rollout_correction {self.correction.rollout_correction}" if corrects else "old_log_probs rollout"
+            correction = f"--rollout_correction {self.correction.rollout_correction}"
+            flag, instead = (correction, "none") if corrects else ("--old_log_probs rollout", "forward")
             raise ValueError(
-                f"--{flag} needs the log probs of the rollout engine, and this engine gives none: set it to "
-                f"{'none' if corrects else 'forward'} or use another engine"
+                f"{flag} needs the log probs of the rollout engine, and this engine gives none: set it to {instead} or "
+                "use another engine"
             )
 
-    def _run_models(self, batch: Experience) -> Passes:
-        """Fills in log probs, KL and values; each model runs all rows in its own micro batches."""
-        shape, device = batch.action_mask.shape, batch.sequences.device
-        zeros = lambda: torch.zeros(shape, dtype=torch.float32, device=device)  # noqa: E731
-        if self.old_log_probs == "rollout":
-            batch.action_log_probs = batch.rollout_log_probs.clone()
-        else:
-            batch.action_log_probs = zeros() if self.old_log_probs == "forward" else None
-        batch.base_action_log_probs = zeros() if self.initial_model is not None else None
-        batch.values = zeros() if self.critic is not None else None
-        batch.kl = zeros() if self._has_kl else None
-        passes = Passes(torch.zeros(shape[0], device=device), zeros())
+    def _run_models(self, batch: Experience) -> dict[str, Tensor]:
+        """Fills in log probs, KL and values; each model runs all rows in its own micro batches.
+
+        Returns:
+            what the passes made, each (B, A): also ``last_values``, in the first column, and ``entropy``.
+        """
+        calls = [
+            ("actor", self._run_actor, self.old_log_probs == "forward"),
+            ("reference", self._run_reference, self.initial_model is not None and not self.full_kl),
+            ("critic", self._run_critic, self.critic is not None),
+        ]
         for model in (self.actor, self.critic, self.initial_model):
             if model is not None:
                 model.eval()
 
         lengths, prompts = batch.row_lengths(), batch.prompts()
         plan = []
-        for name, run in self._calls():
+        for name, run in [call for *call, needed in calls if needed]:
             parts = self.batching.split(lengths, self.micro_batches[name], prompts)
             plan += [(run, rows) for rows in level(parts, self.strategy, lambda parts=parts: parts[-1])]
+        made: dict[str, Tensor] = defaultdict(lambda: torch.zeros(batch.action_mask.shape, device=self.strategy.device))
         for run, rows in self.progress(plan):
-            run(batch, torch.tensor(rows, device=device), batch.select(rows), passes)
-        if batch.kl is not None and not self._full_kl:
-            batch.kl = self.sampled_kl(batch.action_log_probs, batch.base_action_log_probs)
-        return passes
+            for name, values in run(batch.select(rows)).items():  # (b, a), of the first a action positions
+                made[name][rows, : values.size(1)] = values.float()
+        if self.old_log_probs == "rollout":
+            made["action_log_probs"] = batch.rollout_log_probs.clone()
+        if self.has_kl and not self.full_kl:
+            made["kl"] = self.sampled_kl(made["action_log_probs"], made["base_action_log_probs"])
+        for name in ("action_log_probs", "base_action_log_probs", "values", "kl"):
+            setattr(batch, name, made.get(name))
+        return made
 
     def sampled_kl(self, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
         """``--kl_estimator`` of each sampled token, k1 in place of ``full``; float32, in nats, without gradient."""
@@ -282,55 +258,34 @@ class ExperienceMaker:
         estimator = "k1" if a.kl_estimator == "full" else a.kl_estimator
         return approx_kl(log_probs.detach(), ref_log_probs, estimator, a.kl_clip).float()
 
-    @property
-    def _has_kl(self) -> bool:
-        return self.initial_model is not None and self.old_log_probs != "training"
-
-    @property
-    def _full_kl(self) -> bool:
-        """Whole distributions are compared only if the reward needs it: the KL loss compares its own."""
-        return self._has_kl and self.algorithm.kl_estimator == "full" and self.algorithm.use_kl_in_reward
-
-    def _calls(self) -> list[tuple[str, Callable[[Experience, Tensor, Experience, Passes], None]]]:
-        """Which models run: name of the micro-batch spec, function of (batch, rows, part, passes)."""
-        calls = []
-        if self.old_log_probs == "forward":
-            calls.append(("actor", self._run_actor))
-        if self.initial_model is not None and not self._full_kl:
-            calls.append(("reference", self._run_reference))
-        if self.critic is not None:
-            calls.append(("critic", self._run_critic))
-        return calls
-
-    def _run_actor(self, batch: Experience, rows: Tensor, part: Experience, passes: Passes) -> None:
+    def _run_actor(self, part: Experience) -> dict[str, Tensor]:
         """Log probs of the actor, and of the reference beside it if whole distributions are compared."""
-        a, inputs = part.num_actions, (part.sequences, part.num_actions, part.attention_mask)
+        inputs = (part.sequences, part.num_actions, part.attention_mask)
         wants_entropy = self.loss.high_entropy_token_ratio is not None
-        actor = self.actor.score_actions(*inputs, entropy=wants_entropy, logits=self._full_kl)
-        batch.action_log_probs[rows, :a] = actor.log_probs.float()
+        actor = self.actor.score_actions(*inputs, entropy=wants_entropy, logits=self.full_kl)
+        made = {"action_log_probs": actor.log_probs}
         if wants_entropy:
-            passes.entropy[rows, :a] = actor.entropy
-        if self._full_kl:
+            made["entropy"] = actor.entropy
+        if self.full_kl:
             reference = self.initial_model.score_actions(*inputs, logits=True)
-            batch.base_action_log_probs[rows, :a] = reference.log_probs.float()
-            kl = torch.zeros_like(actor.log_probs)  # (b, a)
+            kl, clip = torch.zeros_like(actor.log_probs), self.algorithm.kl_clip  # (b, a)
             kl[actor.real] = full_kl(actor.logits, reference.logits, self.actor.temperature).to(kl.dtype)
-            clip = self.algorithm.kl_clip
-            batch.kl[rows, :a] = (kl if clip is None else kl.clamp(-clip, clip)).float()
+            made["kl"] = kl if clip is None else kl.clamp(-clip, clip)
+            made["base_action_log_probs"] = reference.log_probs
+        return made
 
-    def _run_reference(self, batch: Experience, rows: Tensor, part: Experience, passes: Passes) -> None:
+    def _run_reference(self, part: Experience) -> dict[str, Tensor]:
         reference = self.initial_model.score_actions(part.sequences, part.num_actions, part.attention_mask)
-        batch.base_action_log_probs[rows, : part.num_actions] = reference.log_probs.float()
+        return {"base_action_log_probs": reference.log_probs}
 
-    def _run_critic(self, batch: Experience, rows: Tensor, part: Experience, passes: Passes) -> None:
-        a, inputs = part.num_actions, {"attention_mask": part.attention_mask, "include_last": True}
-        values = self.critic(part.sequences, num_actions=a, **inputs).float()  # (b, a + 1)
+    def _run_critic(self, part: Experience) -> dict[str, Tensor]:
+        options = {"num_actions": part.num_actions, "attention_mask": part.attention_mask, "include_last": True}
+        values = self.critic(part.sequences, **options).float()  # (b, a + 1)
         if self.value_norm is not None:
             values = self.value_norm.denormalize(values)
-        batch.values[rows, :a] = values[:, :-1]
-        passes.last_values[rows] = values.gather(1, part.response_lengths[:, None]).squeeze(1)
+        return {"values": values[:, :-1], "last_values": values.gather(1, part.response_lengths[:, None])}
 
-    def _add_advantages(self, batch: Experience, rollouts: Sequence[Rollout], bootstrap_values: Tensor) -> None:
+    def _add_advantages(self, batch: Experience, rollouts: Sequence[Rollout], bootstrap: Tensor | None) -> None:
         """Token rewards → advantages and returns; updates the statistics of ``--value_norm``."""
         config, device, mask = self.algorithm, self.strategy.device, batch.action_mask
         if batch.kl is not None:
@@ -342,16 +297,16 @@ class ExperienceMaker:
             kl_coef=self.kl_ctl.value if config.use_kl_in_reward and batch.kl is not None else 0.0,
             token_scores=self.shaper.token_scores(rollouts, mask),
         )  # (B, A)
-        baselines = [r.baseline for r in rollouts] if self.estimator.needs_greedy_baseline else []
+        greedy = [r.baseline for r in rollouts] if self.estimator.needs_greedy_baseline else None
         groups = torch.tensor([r.prompt.index for r in rollouts], dtype=torch.long, device=device)
         batch.advantages, batch.returns = self.estimator.fn(
             token_rewards=token_rewards,
             action_mask=mask,
             scores=token_rewards.sum(-1),
             values=batch.values,
-            bootstrap_values=bootstrap_values if config.bootstrap_truncated else None,
+            bootstrap_values=bootstrap,
             group_ids=groups,
-            baseline_scores=self.shaper.shape(baselines) if self.estimator.needs_greedy_baseline else None,
+            baseline_scores=None if greedy is None else self.shaper.shape(greedy),
             gamma=config.gamma,
             lambd=config.lambd,
             std_eps=config.grpo_std_eps or 0.0,
@@ -365,7 +320,7 @@ class ExperienceMaker:
             self.value_norm.update(batch.returns, mask, all_reduce_sum=self._all_reduce_sum)
         batch.info["return"] = token_rewards.sum(-1)
 
-    def _add_loss_weights(self, batch: Experience, entropy: Tensor) -> None:
+    def _add_loss_weights(self, batch: Experience, entropy: Tensor | None) -> None:
         """Constant factors of the policy loss: off-policy correction, high-entropy tokens."""
         c, mask, ratio = self.correction, batch.action_mask, self.loss.high_entropy_token_ratio
         if c.rollout_correction == "none" and ratio is None:
@@ -373,8 +328,8 @@ class ExperienceMaker:
         weights = mask.float()  # (B, A)
         if c.rollout_correction != "none":
             bounds = {"low": c.correction_low, "high": c.correction_high, "veto": c.correction_veto}
-            sampled = batch.rollout_log_probs if batch.rollout_log_probs is not None else batch.action_log_probs
-            weights = correction_weights(c.rollout_correction, batch.action_log_probs, sampled, mask, **bounds)
+            log_probs = (batch.action_log_probs, batch.rollout_log_probs)
+            weights = correction_weights(c.rollout_correction, *log_probs, mask, **bounds)
             if c.correction_batch_norm:
                 weights = normalize_weights(weights, mask, self._all_reduce_sum)
         if ratio is not None:
@@ -385,21 +340,14 @@ class ExperienceMaker:
 
     def _add_info(self, batch: Experience, rollouts: Sequence[Rollout]) -> None:
         """One number per sample, for the logs."""
-        device = self.strategy.device
-        batch.info["reward"] = torch.tensor([r.reward for r in rollouts], dtype=torch.float32, device=device)
-        if batch.kl is not None:
-            batch.info["kl"] = masked_mean(batch.kl, batch.action_mask)
-        else:
-            batch.info["kl"] = torch.zeros(len(batch), device=device)
+        tensor = partial(torch.tensor, dtype=torch.float32, device=self.strategy.device)
+        kl = torch.zeros_like(batch.action_mask, dtype=torch.float32) if batch.kl is None else batch.kl
+        batch.info["reward"] = tensor([r.reward for r in rollouts])
+        batch.info["kl"] = masked_mean(kl, batch.action_mask)
         if self.shaper.config.overlong_buffer_len is not None:
             penalty = self.shaper.overlong(rollouts)
             batch.info |= {"reward/overlong": (penalty < 0).float(), "reward/overlong_reward": penalty}
         if self.estimator.needs_greedy_baseline:
-            scores = [r.baseline.reward for r in rollouts]
-            batch.info["reward/greedy_baseline"] = torch.tensor(scores, dtype=torch.float32, device=device)
+            batch.info["reward/greedy_baseline"] = tensor([r.baseline.reward for r in rollouts])
         for name in sorted({name for r in rollouts for name in r.extras}):
-            values = [r.extras.get(name, float("nan")) for r in rollouts]
-            batch.info[f"reward/{name}"] = torch.tensor(values, device=device)
-
-    def _all_reduce_sum(self, tensor: Tensor) -> Tensor:
-        return self.strategy.all_reduce(tensor, "sum")
+            batch.info[f"reward/{name}"] = tensor([r.extras.get(name, float("nan")) for r in rollouts])

@@ -567,7 +567,6 @@ class PPOTrainer(SeedAttributes):
             shuffle=t.shuffle,
             generator=torch.Generator().manual_seed(hash(key) & 0x7FFF_FFFF_FFFF_FFFF),
             collate=self.replay_buffer.collate_fn,
-            device=self.strategy.device,
             loss_scale=float(c.rollout.generate_max_len),
         )
 

@@ -87,7 +87,6 @@ def positions_of(workloads: ModuleType, changes: list[str], tmp_path, name: str 
             shuffle=config.training.shuffle,
             generator=torch.Generator().manual_seed(0),
             collate=Experience.collate,
-            device=strategy.device,
         ):
             for some, parts in (
                 (actor, minibatch.micro_batches),

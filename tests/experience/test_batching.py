@@ -17,8 +17,6 @@ from lightppo.config.rules import MicroBatchSpec
 from lightppo.experience.batching import Minibatch, minibatches, plan_step
 from lightppo.experience.experience import Experience
 
-CPU = torch.device("cpu")
-
 
 def samples(count: int, rank: int = 0) -> list[Experience]:
     """One-row experiences of very different lengths; id 100·rank + i names a sample."""
@@ -43,7 +41,6 @@ def plan(
             actor=MicroBatchSpec(micro),
             generator=torch.Generator().manual_seed(seed),
             collate=Experience.collate,
-            device=CPU,
         )
     )
 
@@ -132,7 +129,6 @@ def steps_of(items: list[Experience], size: int, seed: int, **options) -> list[M
             **{"actor": MicroBatchSpec(64), "packed": True, **options},
             generator=torch.Generator().manual_seed(seed),
             collate=Experience.collate,
-            device=CPU,
         )
     )
 
@@ -179,11 +175,6 @@ def test_no_sample_anywhere_makes_no_step():
     assert on_ranks(2, lambda s: plan(s, [], 4, 2)) == [[], []]
 
 
-def test_a_step_without_a_sample_for_each_rank_is_refused():
-    with pytest.raises(ValueError, match=r"--train_batch_size 1 is less than one sample for each of the 2 ranks"):
-        on_ranks(2, lambda s: plan(s, samples(2, s.rank), 1, 1))
-
-
 def test_normalizer_counts_trained_tokens_of_all_ranks_and_the_scale():
     def planned(strategy: FakeStrategy) -> list[Experience]:
         # Rank 0: responses of 1 and 6 tokens, one of them a hole; rank 1: nothing trained in its only row.
@@ -192,7 +183,7 @@ def test_normalizer_counts_trained_tokens_of_all_ranks_and_the_scale():
             items[1].action_mask[0, 2] = False
         else:
             items[0].action_mask[:] = False
-        return plan_step(items, strategy, scale=8.0, device=CPU)
+        return plan_step(items, strategy, scale=8.0)
 
     first, second = on_ranks(2, planned)
     (n,) = {m.part.normalizer for m in [*first, *second]}
@@ -217,7 +208,7 @@ def share_of_loss(batch: Experience, n: LossNormalizer, weight: Tensor, mode: st
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 def test_placeholders_add_exactly_nothing(mode):
-    n = plan_step(samples(3), FakeStrategy(), device=CPU)[0].part.normalizer
+    n = plan_step(samples(3), FakeStrategy())[0].part.normalizer
     weight = torch.tensor([0.3, -0.2], requires_grad=True)
     loss = share_of_loss(Experience.placeholder(), n, weight, mode)
     loss.backward()

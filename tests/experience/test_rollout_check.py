@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM
 
 from lightppo.config import PPOConfig
 from lightppo.errors import RolloutMismatchError
-from lightppo.experience.checks import RolloutCheck, default_tolerance
+from lightppo.experience.checks import RolloutCheck
 from lightppo.models.actor import Actor
 
 
@@ -147,8 +147,9 @@ def test_drift_is_warned_of_and_again_when_it_has_doubled(actor, caplog):
     assert warned == [2, 4]
 
 
-def test_tolerance_by_type():
-    assert default_tolerance(config()) == 0.001
-    assert default_tolerance(config(bf16=True)) == 0.1
-    assert default_tolerance(config(vllm_dtype="bfloat16")) == 0.1
-    assert default_tolerance(config(vllm_dtype="float32")) == 0.001
+@pytest.mark.parametrize(
+    ("options", "tolerance"),
+    [({}, 0.001), ({"bf16": True}, 0.1), ({"vllm_dtype": "bfloat16"}, 0.1), ({"vllm_dtype": "float32"}, 0.001)],
+)
+def test_tolerance_by_type(actor, options, tolerance):
+    assert RolloutCheck(actor, Copy(), FakeStrategy(), config(**options)).tolerance == tolerance

@@ -13,10 +13,8 @@ from lightppo.experience.sampler import (
     CollectedStep,
     GroupCollector,
     GroupFilter,
-    OneBatch,
     RolloutSampler,
-    balanced_shares,
-    repeated_shares,
+    deal,
 )
 from lightppo.rollout.engine import SamplingParams
 
@@ -85,7 +83,7 @@ def test_rejected_groups_are_replaced_and_the_surplus_waits():
     # Batches 0 1 | 2 3 | 4 5: none, one and two accepted; 5 is one too many.
     assert trained(first) == [2, 4]
     assert episode.served == [0, 1, 2, 3, 4, 5]
-    assert [g.rollouts[0].prompt.index for g in own.surplus] == [5]
+    assert [group[0].prompt.index for _, group in own.surplus] == [5]
     expected = {"num_gen_batches": 3, "trained_groups": 2, "surplus_groups": 1, "generated_samples": 12}
     expected |= {"rejected_equal": 3, "rejected_low": 0, "rejected_high": 0, "rejected_unmeasured": 0}
     expected |= {"kept_share": 0.5, "stale_groups": 0, "staleness": 0, "reused_groups": 0}
@@ -142,7 +140,7 @@ def test_reuse_goes_round_and_has_nothing_to_use_without_a_group():
 
 def test_raise_says_what_to_do():
     own = collector([MIXED, EASY, EASY, EASY], on_exhausted="raise", max_batches=1)
-    with pytest.raises(RewardError, match=r"step 7: 1 of 2 groups accepted after 1 .* raise the limit, widen --filter"):
+    with pytest.raises(RewardError, match=r"step 7: 1 of 2 groups .*--max_num_gen_batches.* --filter_range"):
         own.collect(Episode(4, 2), 7)
 
 
@@ -189,7 +187,7 @@ def test_the_surplus_is_saved_and_comes_back():
     assert (first.rollouts, first.surplus) == (second.rollouts, second.surplus)
     assert second.counts["staleness"] == 1
     # the prompt is one object for its samples, as it was
-    assert len({id(r.prompt) for r in other.surplus[0].rollouts}) == 1
+    assert len({id(r.prompt) for r in other.surplus[0][1]}) == 1
 
 
 def test_a_greedy_baseline_survives_being_saved():
@@ -197,11 +195,11 @@ def test_a_greedy_baseline_survives_being_saved():
     for baseline in (True, False):
         sampler = RolloutSampler(FakeEngine(), FakeReward(scores), SamplingParams(n=2), greedy_baseline=baseline)
         own = GroupCollector(sampler, FakeStrategy(), groups_per_step=1)
-        own.collect(OneBatch([Prompt("a", [1], index=0), Prompt("b", [2], index=1)]), 1)
+        own.collect(Episode(2, 2), 1)
         state = own.state_dict()
         own.load_state_dict(state)
         assert own.state_dict() == state
-        rewards = {r.baseline.reward if r.baseline else None for r in own.surplus[0].rollouts}
+        rewards = {r.baseline.reward if r.baseline else None for r in own.surplus[0][1]}
         assert rewards == ({0.0} if baseline else {None})
 
 
@@ -222,7 +220,7 @@ def test_a_greedy_baseline_survives_being_saved():
     ],
 )
 def test_shares_are_as_even_as_the_ranks_can_make_them(available, needed, expected):
-    assert balanced_shares(available, needed) == expected
+    assert deal(needed, [0] * len(available), room=available) == expected
 
 
 @pytest.mark.parametrize(
@@ -230,7 +228,7 @@ def test_shares_are_as_even_as_the_ranks_can_make_them(available, needed, expect
     [([2, 0, 1], 3, [1, 0, 2]), ([0, 0], 4, [0, 0]), ([1, 0], 3, [3, 0]), ([2, 2], 0, [0, 0])],
 )
 def test_repeats_even_the_ranks_out(available, missing, expected):
-    assert repeated_shares(available, missing) == expected
+    assert deal(missing, available, [missing if groups else 0 for groups in available]) == expected
 
 
 @pytest.mark.parametrize("spoilt", [0, 1])

@@ -15,9 +15,8 @@ MAX_LEN = 10
 
 
 def shaper(strategy: FakeStrategy | None = None, **options) -> ScoreShaper:
-    strategy = strategy or FakeStrategy()
     config = PPOConfig.from_flat({"reward_clip_range": None, "generate_max_len": MAX_LEN} | options).resolved()
-    return ScoreShaper(config.reward, MAX_LEN, lambda x: strategy.all_reduce(x, "sum"), "cpu")
+    return ScoreShaper(config.reward, MAX_LEN, strategy or FakeStrategy())
 
 
 def responses(*scores_and_lengths: tuple[float, int]) -> list:

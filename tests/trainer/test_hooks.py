@@ -205,9 +205,9 @@ def test_texts_need_something_to_sample_them_with():
     from lightppo.algorithms.kl import FixedKLController
     from lightppo.config import PPOConfig
     from lightppo.experience.maker import ExperienceMaker
+    from lightppo.ranks import Alone
 
     config = PPOConfig.from_flat(advantage_estimator="reinforce", init_kl_coef=0.0).resolved()
-    strategy = SimpleNamespace(device=torch.device("cpu"))
-    maker = ExperienceMaker(torch.nn.Linear(1, 1), None, None, strategy, FixedKLController(0.0), config)
+    maker = ExperienceMaker(torch.nn.Linear(1, 1), None, None, Alone(), FixedKLController(0.0), config)
     with pytest.raises(ValueError, match="scored rollouts"):
         maker.make_experience_list(["1+1="])

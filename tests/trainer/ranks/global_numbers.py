@@ -130,7 +130,7 @@ def early_stops(strategy: DeepspeedStrategy, model_path: str) -> dict[str, tuple
             rows.append(row)
         shares = [rows] if world == 1 else [[rows[i] for i in (0, 2, 4, 5, 6, 7)], [rows[1], rows[3]]]
         before = [p.detach().clone() for p in strategy.unwrap_model(actor).parameters()]
-        step = Minibatch(plan_step(shares[rank], strategy, device=strategy.device))
+        step = Minibatch(plan_step(shares[rank], strategy))
         status = m.optimizer_status([trainer.train_minibatch(step, 1)], strategy)
         after = strategy.unwrap_model(actor).parameters()
         moved = any(not torch.equal(b, a) for b, a in zip(before, after))

@@ -173,7 +173,6 @@ def minibatch_of(strategy, mine: list[Experience], micro: int | str, packed: boo
         share_prompts=packed == SHARED,
         generator=torch.Generator().manual_seed(actor.size),
         collate=ReplayBuffer(1).collate_fn,
-        device=strategy.device,
         loss_scale=9.0,
     )
     return minibatch
