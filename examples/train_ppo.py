@@ -16,7 +16,7 @@ def main() -> None:
 
     # After the command line is checked: these imports take seconds.
     from lightppo import PPOTrainer
-    from lightppo.trainer.launch import run
+    from lightppo.trainer import run
 
     run(lambda: PPOTrainer.from_config(config).fit())
 

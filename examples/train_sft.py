@@ -169,7 +169,7 @@ def main() -> None:
     config = parse_args()
 
     # After the command line is checked: this import takes seconds.
-    from lightppo.trainer.launch import run
+    from lightppo.trainer import run
 
     run(lambda: train(config))
 

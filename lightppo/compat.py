@@ -5,7 +5,8 @@ Their positional constructor, ``strategy.args`` and keyword options, public attr
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, Literal
 
 from torch import nn
@@ -42,13 +43,14 @@ CONSTRUCTOR_DEFAULTS: dict[str, Any] = {
     "disable_ds_ckpt": False,
 }
 
-# Generation options by the name that Hugging Face's generate gives them.
-_GENERATION_NAMES = {"max_new_tokens": "generate_max_len"}
-_GENERATION_OPTIONS = (
-    *("generate_max_len", "min_new_tokens", "do_sample", "temperature", "top_p", "top_k", "repetition_penalty"),
-    *("stop", "stop_token_ids", "bad_words", "ignore_eos", "gamma", "lambd"),
-)
+# Generation options, some by the name that Hugging Face's generate gives them.
+_RENAMED = {"max_new_tokens": "generate_max_len"}
 _SPECIAL = ("max_length", "eos_token_id", "pad_token_id")
+_GENERATION = (
+    *("max_new_tokens", "generate_max_len", "min_new_tokens", "do_sample", "temperature", "top_p", "top_k"),
+    *("repetition_penalty", "stop", "stop_token_ids", "bad_words", "ignore_eos", "gamma", "lambd"),
+    *_SPECIAL,
+)
 # What else the constructor takes by name: for the hint at a misspelt one.
 _PARAMETERS = ("config", "tokenizer", "reward_fn", "remote_rm_url", "reward_source", "rollout_engine", "evaluator")
 
@@ -64,73 +66,68 @@ def constructor_config(
     Raises:
         ConfigError: both were given, an option is unknown, or options contradict each other or the strategy.
     """
-    if config is not None and options:
-        raise ConfigError(f"options {sorted(options)} beside config: put them into the config")
     if config is None:
-        config = config_from_options(getattr(strategy, "args", None), options, tokenizer, strategy.world_size)
         if options.get("max_norm", strategy.max_norm) != strategy.max_norm:
-            problem = f"max_norm {options['max_norm']} is not the strategy's ({strategy.max_norm}): set it there"
-            raise ConfigError(problem)
-        return config
+            given = options["max_norm"]
+            raise ConfigError(f"max_norm {given} is not the strategy's ({strategy.max_norm}): set it there")
+        return config_from_options(getattr(strategy, "args", None), options, tokenizer, strategy.world_size)
+    if options:
+        raise ConfigError(f"options {sorted(options)} beside config: put them into the config")
     if problems := config.value_problems() or rules.contradictions(config, strategy.world_size, by_hand=True):
         raise ConfigError("\n".join(problems))
     return config.resolved()
 
 
 def config_from_options(args: Any, options: Mapping[str, Any], tokenizer: Any = None, world_size: int = 1) -> PPOConfig:
-    """Config of a trainer that is built by hand.
+    """Config of a trainer that is built by hand, resolved.
 
     Options win over ``args``; the options of ``CONSTRUCTOR_DEFAULTS`` have their default also where ``args`` names
     them, as in the seed. Attributes of ``args`` that are no option of lightppo belong to the script.
 
-    Args:
-        args: namespace of the script (``strategy.args``), or ``None``.
-        options: keyword options of the constructor.
-        tokenizer: its special tokens are checked against ``eos_token_id`` and ``pad_token_id``.
-        world_size: number of ranks, for the batch sizes.
-
     Raises:
         ConfigError: on an unknown option (the nearest known one is named), or options that contradict each other.
     """
-    known = [*CONSTRUCTOR_DEFAULTS, *_GENERATION_NAMES, *_GENERATION_OPTIONS, *_SPECIAL]
-    for name in options:
-        if name not in known:
-            raise ConfigError(f"PPOTrainer got an unknown option {name!r}{nearest(name, [*known, *_PARAMETERS])}")
+    _refuse_unknown("PPOTrainer", options, [*CONSTRUCTOR_DEFAULTS, *_GENERATION], hints=_PARAMETERS)
     values = _options_of(args) | CONSTRUCTOR_DEFAULTS
     if "eps_clip" in options:
         values |= {"eps_clip_low": None, "eps_clip_high": None}
     elif {"policy_loss", "advantage_estimator", "eps_clip_low", "eps_clip_high"} & values.keys():
         values["eps_clip"] = None  # then what belongs to the loss: 0.2 for PPO's
-    config = PPOConfig().with_options(**values | _generation(options))
-    config = config.with_options(**_special_tokens(config, options, tokenizer))
+    config = _with_options(PPOConfig(), values | options, tokenizer)
     if problems := rules.contradictions(config, world_size, by_hand=True):
         raise ConfigError("\n".join(problems))
     return config.resolved()
 
 
-def overlay_args(config: PPOConfig, args: Any) -> PPOConfig:
-    """The config with the schedule that ``fit(args, ...)`` brings."""
+def with_generation(config: PPOConfig, options: Mapping[str, Any], tokenizer: Any) -> PPOConfig:
+    """The config with generation options as ``make_experience_list(prompts, labels, **options)`` takes them.
+
+    Raises:
+        ConfigError: an option that does not say how to sample, or a value out of range.
+    """
+    _refuse_unknown("generation", options, _GENERATION)
+    return _with_options(config, options, tokenizer)
+
+
+def take_schedule(config: PPOConfig, args: Any, steps_per_episode: int) -> PPOConfig:
+    """The config with the schedule that ``fit(args, ...)`` brings; ``args`` gets what the seed's ``fit`` puts there."""
     given = _options_of(args)
-    schedule = (
-        "num_episodes",
-        "save_steps",
-        "eval_steps",
-        "logging_steps",
-        "ckpt_path",
-        "max_ckpt_num",
-        "max_ckpt_mem",
-    )
-    return config.with_options(**{name: given[name] for name in schedule if name in given})
+    names = ("num_episodes", "save_steps", "eval_steps", "logging_steps", "ckpt_path", "max_ckpt_num", "max_ckpt_mem")
+    for name, never in (("eval_steps", steps_per_episode), ("save_steps", float("inf"))):
+        if getattr(args, name, None) == -1:
+            setattr(args, name, never)
+    return config.with_options(**{name: given[name] for name in names if name in given})
 
 
 def generation_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """The constructor's options that say how to sample: the seed's ``generate_kwargs``."""
-    names = {*_GENERATION_NAMES, *_GENERATION_OPTIONS, *_SPECIAL}
-    return {name: value for name, value in options.items() if name in names}
+    return {name: value for name, value in options.items() if name in _GENERATION}
 
 
-def _generation(options: Mapping[str, Any]) -> dict[str, Any]:
-    return {_GENERATION_NAMES.get(n, n): v for n, v in options.items() if n not in _SPECIAL}
+def _refuse_unknown(who: str, options: Iterable[str], known: Sequence[str], hints: Sequence[str] = ()) -> None:
+    for name in options:
+        if name not in known:
+            raise ConfigError(f"{who} got an unknown option {name!r}{nearest(name, [*known, *hints])}")
 
 
 def _options_of(args: Any) -> dict[str, Any]:
@@ -149,92 +146,45 @@ def _options_of(args: Any) -> dict[str, Any]:
     return values
 
 
-def _special_tokens(config: PPOConfig, options: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
-    """``max_length``, ``eos_token_id`` and ``pad_token_id`` in our options."""
+def _with_options(config: PPOConfig, options: Mapping[str, Any], tokenizer: Any) -> PPOConfig:
+    """``max_new_tokens``, ``max_length``, ``eos_token_id`` and ``pad_token_id`` become options of ours."""
+    config = config.with_options(**{_RENAMED.get(n, n): v for n, v in options.items() if n not in _SPECIAL})
     values: dict[str, Any] = {}
     if options.get("max_length") is not None and "max_new_tokens" not in options:
-        values["generate_max_len"] = options["max_length"] - config.data.prompt_max_len
+        prompt = config.data.prompt_max_len
+        values["generate_max_len"] = options["max_length"] - prompt
         if values["generate_max_len"] < 1:
-            raise ConfigError(
-                f"max_length {options['max_length']} leaves no room after prompt_max_len {config.data.prompt_max_len}: "
-                "set max_new_tokens"
-            )
+            length = options["max_length"]
+            raise ConfigError(f"max_length {length} leaves no room after prompt_max_len {prompt}: set max_new_tokens")
     eos = options.get("eos_token_id")
     eos_ids = () if eos is None else tuple(eos) if isinstance(eos, (list, tuple)) else (eos,)
     known_eos = getattr(tokenizer, "eos_token_id", None)
     values["stop_token_ids"] = (*config.rollout.stop_token_ids, *(i for i in eos_ids if i != known_eos))
     pad = options.get("pad_token_id")
-    if pad is not None and tokenizer is not None and pad != tokenizer.pad_token_id:
-        raise ConfigError(
-            f"pad_token_id {pad} is not the tokenizer's ({tokenizer.pad_token_id}): set tokenizer.pad_token"
-        )
-    return values
-
-
-def with_generation(config: PPOConfig, options: Mapping[str, Any], tokenizer: Any) -> PPOConfig:
-    """The config with generation options as ``make_experience_list(prompts, labels, **options)`` takes them.
-
-    Raises:
-        ConfigError: an option that does not say how to sample, or a value out of range.
-    """
-    known = [*_GENERATION_NAMES, *_GENERATION_OPTIONS, *_SPECIAL]
-    for name in options:
-        if name not in known:
-            raise ConfigError(f"generation got an unknown option {name!r}{nearest(name, known)}")
-    config = config.with_options(**_generation(options))
-    config = config.with_options(**_special_tokens(config, options, tokenizer))
-    if problems := config.value_problems():
-        raise ConfigError("\n".join(problems))
-    return config
+    if pad is not None and tokenizer is not None and pad != (own := tokenizer.pad_token_id):
+        raise ConfigError(f"pad_token_id {pad} is not the tokenizer's ({own}): set tokenizer.pad_token")
+    return config.with_options(**values)
 
 
 # -- attributes ------------------------------------------------------------------------------------------------------
 
 
 class SeedAttributes:
-    """The seed's public attributes that are options here: to read. What can be replaced, the trainer holds itself."""
+    """The seed's public attributes that can only be read. What can be replaced, the trainer holds itself."""
 
-    config: PPOConfig
-
-    @property
-    def micro_train_batch_size(self) -> int:
-        return self.config.training.micro_train_batch_size
-
-    @property
-    def micro_rollout_batch_size(self) -> int:
-        return self.config.rollout.micro_rollout_batch_size
-
-    @property
-    def prompt_max_len(self) -> int:
-        return self.config.data.prompt_max_len
-
-    @property
-    def dataloader_pin_memory(self) -> bool:
-        return self.config.data.dataloader_pin_memory
-
-    @property
-    def max_norm(self) -> float:
-        return self.config.training.max_norm
-
-    @property
-    def kl_target(self) -> float | None:
-        return self.config.algorithm.kl_target
-
-    @property
-    def gradient_checkpointing(self) -> bool:
-        return self.config.model.gradient_checkpointing
-
-    @property
-    def save_hf_ckpt(self) -> bool:
-        return self.config.checkpoint.save_hf_ckpt
-
-    @property
-    def disable_ds_ckpt(self) -> bool:
-        return self.config.checkpoint.disable_ds_ckpt
-
-    @property
-    def aux_loss(self) -> bool:
-        return self.config.loss.aux_loss_coef > 0
+    micro_train_batch_size = property(attrgetter("config.training.micro_train_batch_size"))
+    micro_rollout_batch_size = property(attrgetter("config.rollout.micro_rollout_batch_size"))
+    prompt_max_len = property(attrgetter("config.data.prompt_max_len"))
+    dataloader_pin_memory = property(attrgetter("config.data.dataloader_pin_memory"))
+    max_norm = property(attrgetter("config.training.max_norm"))
+    kl_target = property(attrgetter("config.algorithm.kl_target"))
+    gradient_checkpointing = property(attrgetter("config.model.gradient_checkpointing"))
+    save_hf_ckpt = property(attrgetter("config.checkpoint.save_hf_ckpt"))
+    disable_ds_ckpt = property(attrgetter("config.checkpoint.disable_ds_ckpt"))
+    aux_loss = property(lambda self: self.config.loss.aux_loss_coef > 0)
+    # Of rank 0, from the first step on: the Weights & Biases run, the TensorBoard writer.
+    _wandb = property(lambda self: self.recorder and self.recorder.wandb_run)
+    _tensorboard = property(lambda self: self.recorder and self.recorder.tensorboard_writer)
 
 
 # -- models ----------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lightppo.compat import config_from_options, constructor_config, overlay_args
+from lightppo.compat import config_from_options, constructor_config, take_schedule
 from lightppo.config import PPOConfig
 from lightppo.errors import ConfigError
 from lightppo.trainer.build import eval_sampling_params, public_options, sampling_params
@@ -328,8 +328,15 @@ def test_fit_takes_its_schedule_from_args():
         "max_ckpt_mem": 12.5,
     }
     config = PPOConfig.from_flat(eps_clip=0.1, seed=3)
-    flat = overlay_args(config, args_of(**given, eps_clip=0.4, seed=4, own=1)).flat()
+    flat = take_schedule(config, args_of(**given, eps_clip=0.4, seed=4, own=1), 3).flat()
     assert {name: flat[name] for name in given} == given
     assert (flat["eps_clip"], flat["seed"]) == (0.1, 3)  # the constructor has had them
-    assert overlay_args(config, args_of(save_steps=float("inf"))).checkpoint.save_steps == -1
-    assert overlay_args(config, args_of()) == config
+    assert take_schedule(config, args_of(save_steps=float("inf")), 3).checkpoint.save_steps == -1
+    assert take_schedule(config, args_of(), 3) == config
+
+
+def test_args_get_what_the_seeds_fit_puts_there():
+    args = args_of(save_steps=-1, eval_steps=-1)
+    config = take_schedule(PPOConfig(), args, 3)
+    assert (config.checkpoint.save_steps, config.evaluation.eval_steps) == (-1, -1)
+    assert (args.save_steps, args.eval_steps) == (float("inf"), 3)

@@ -7,7 +7,8 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -45,6 +46,9 @@ from lightppo.ranks import Ranks
 from lightppo.rewards.registry import build_reward, check_reward_options
 from lightppo.rewards.source import AsyncScorer, RewardSource, check_verifier_status
 from lightppo.rollout.engine import RolloutEngine, SamplingParams
+from lightppo.rollout.hf import HFRolloutEngine
+from lightppo.rollout.vllm import VLLMRolloutEngine
+from lightppo.rollout.vllm_server import VLLMServerRolloutEngine
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.strategy.zero3 import parameter_count
 from lightppo.trainer.evaluator import Evaluator
@@ -76,11 +80,8 @@ class Run:
 def build(config: PPOConfig) -> Run:
     """Build everything a run needs. Collective.
 
-    Args:
-        config: as from ``parse_args``; checked and resolved here once more, for configs made in code.
-
     Raises:
-        ConfigError: options that cannot work, or do not fit the model or the disk.
+        ConfigError: options that cannot work, or do not fit the model or the disk; also for configs made in code.
         ModelLoadError, DataError: naming the flag, path and row.
     """
     strategy = build_strategy(config)
@@ -97,23 +98,19 @@ def build(config: PPOConfig) -> Run:
     models.actor.valid_vocab_size = valid_vocab_size(tokenizer)
     if models.reference is not None:
         models.reference.valid_vocab_size = models.actor.valid_vocab_size
-    saved = {"actor": models.actor, "critic": models.critic, "ema": models.ema}
-    saved |= {"reference": models.reference} if moves_reference(config) else {}
-    sizes = {part: parameter_count(model, uses_adapters(config)) for part, model in saved.items() if model is not None}
+    saved = saved_parts(config, models.actor, models.critic, models.ema, models.reference)
+    sizes = {part: parameter_count(model, uses_adapters(config)) for part, model in saved.items()}
     check_disk_space(config, sizes, exported=parameter_count(models.actor))
 
-    d = config.data
-    loader = prompts_dataloader(
-        config, build_prompts(config, tokenizer, strategy, d.prompt_data, d.prompt_split), strategy
-    )
+    d, t = config.data, config.training
+    prompts = build_prompts(config, tokenizer, strategy, d.prompt_data, d.prompt_split)
+    loader = prompts_dataloader(config, prompts, strategy)
     pretrain = build_pretrain(config, tokenizer, strategy)
 
     steps = optimizer_steps(config, steps_per_episode(config, loader))
-    t = config.training
     (actor, actor_optim, actor_scheduler), (critic, critic_optim, critic_scheduler) = strategy.prepare(
         with_optimizer(models.actor, t.actor_learning_rate, steps, config, strategy),
         with_optimizer(models.critic, t.critic_learning_rate, steps, config, strategy),
-        is_rlhf=True,
     )
     # None stays None; the list keeps prepare's return type the same for any number of reward models
     reference, ema, *reward_models = strategy.prepare(models.reference, models.ema, *models.reward_models)
@@ -125,41 +122,30 @@ def build(config: PPOConfig) -> Run:
     if d.eval_data is not None:
         eval_prompts = build_prompts(config, tokenizer, strategy, d.eval_data, d.eval_split, evaluation=True)
     return Run(
-        strategy=strategy,
-        actor=actor,
-        critic=critic,
-        reward_model=reward_models,
-        initial_model=reference,
-        ema_model=ema,
-        actor_optim=actor_optim,
-        critic_optim=critic_optim,
-        actor_scheduler=actor_scheduler,
-        critic_scheduler=critic_scheduler,
-        config=config,
-        tokenizer=tokenizer,
-        reward_source=reward_source,
-        rollout_engine=engine,
-        prompts_dataloader=loader,
-        pretrain_dataloader=pretrain,
-        eval_prompts=eval_prompts,
+        *(strategy, actor, critic, reward_models, reference, ema),
+        *(actor_optim, critic_optim, actor_scheduler, critic_scheduler),
+        *(config, tokenizer, reward_source, engine, loader, pretrain, eval_prompts),
     )
 
 
 # -- models ----------------------------------------------------------------------------------------------------------
 
 
-def build_strategy(config: PPOConfig) -> DeepspeedStrategy:
-    """The strategy of a config; no process group yet.
-
-    Raises:
-        ConfigError: ZeRO options that exclude each other.
-    """
-    flat = config.resolved().flat()
-    same_name = {f.name: flat[f.name] for f in fields(DeepspeedStrategy) if f.name in flat}
+@contextmanager
+def _as_config_error() -> Iterator[None]:
+    """A part that refuses its arguments refuses options."""
     try:
-        return DeepspeedStrategy(**same_name, timeout_minutes=config.strategy.dist_timeout)
+        yield
     except ValueError as error:
         raise ConfigError(str(error)) from error
+
+
+def build_strategy(config: PPOConfig) -> DeepspeedStrategy:
+    """The strategy of a config; no process group yet. Raises ConfigError for ZeRO options that exclude each other."""
+    flat = config.resolved().flat()
+    same_name = {f.name: flat[f.name] for f in fields(DeepspeedStrategy) if f.name in flat}
+    with _as_config_error():
+        return DeepspeedStrategy(**same_name, timeout_minutes=config.strategy.dist_timeout)
 
 
 @dataclass
@@ -175,71 +161,56 @@ class Models:
 
 def build_models(config: PPOConfig, strategy: DeepspeedStrategy) -> Models:
     """Load all models, each under the ZeRO configuration of its role."""
-    m, s, a = config.model, config.strategy, config.algorithm
-    override = json.loads(m.override_config) if m.override_config else None
-    shared = {
-        "attn_implementation": m.attn_implementation,
-        "trust_remote_code": m.trust_remote_code,
-        "external_lib": m.external_lib,
-        "seed": s.seed,
+    m, s, a, t = config.model, config.strategy, config.algorithm, config.training
+    shared = {name: getattr(m, name) for name in ("attn_implementation", "trust_remote_code", "external_lib")}
+    shared["seed"] = s.seed
+    own = shared | {
+        "override_config": json.loads(m.override_config) if m.override_config else None,
+        "init_from_scratch": m.init_from_scratch,
+        # The reference too, so that it is what the actor without adapters would be; scores of reward models stay exact.
+        "load_in_4bit": config.adapter.load_in_4bit,
     }
-    own = {**shared, "override_config": override, "init_from_scratch": m.init_from_scratch}
-    # The reference too, so that it is what the actor without adapters would be; scores of reward models stay exact.
-    own["load_in_4bit"] = config.adapter.load_in_4bit
-    several = config.rollout.n_samples_per_prompt > 1
-    rows = {
-        "packing_samples": config.training.packing_samples,
-        "share_prompts": config.training.share_prompts and several,
-    }
+    shares = t.share_prompts and config.rollout.n_samples_per_prompt > 1
+    rows = {"packing_samples": t.packing_samples, "share_prompts": shares}
     policy = {"temperature": config.rollout.temperature or 1.0, **rows}
 
-    actor_ds = strategy.get_ds_train_config(is_actor=True)
+    actor_ds = strategy.get_ds_train_config()
     actor = Actor(stage_to_local(m.pretrain), bf16=m.bf16, ds_config=actor_ds, **policy, **own)
     check_lengths(config, actor.hf_model.config)
-    check_router(config, actor)
-    critic = None
+    if config.loss.aux_loss_coef > 0:
+        with _as_config_error():
+            actor.check_router()
+    critic = reference = ema = None
     if needs_critic(config):
-        critic = Critic(
-            stage_to_local(m.critic_pretrain),
-            bf16=m.bf16,
-            ds_config=strategy.get_ds_train_config(
-                zero_stage=s.critic_zero_stage,
-                adam_offload=s.critic_adam_offload,
-                param_offload=s.critic_param_offload,
-            ),
-            **rows,
-            value_head_prefix=m.value_head_prefix,
-            init_value_head=True if m.init_critic_from_actor else None,
-            **own,
-        )
+        offload = {"adam_offload": s.critic_adam_offload, "param_offload": s.critic_param_offload}
+        critic_ds = strategy.get_ds_train_config(zero_stage=s.critic_zero_stage, **offload)
+        head = {"value_head_prefix": m.value_head_prefix, "init_value_head": True if m.init_critic_from_actor else None}
+        critic = Critic(stage_to_local(m.critic_pretrain), bf16=m.bf16, ds_config=critic_ds, **head, **rows, **own)
     add_lora(config, actor, critic)
-    reference = None
+    # Averages and a reference that moves are fp32: small steps would vanish in bf16.
     if a.init_kl_coef > 0 and not reference_is_actor(config):
-        # One that moves is fp32: small steps would vanish in bf16.
         bf16 = m.bf16 and not moves_reference(config)
-        frozen = strategy.get_ds_eval_config(s.ref_offload, zero_stage=s.ref_zero_stage, bf16=bf16)
-        reference = Actor(
-            stage_to_local(m.ref_pretrain), bf16=bf16, ds_config=frozen, flag="--ref_pretrain", **policy, **own
-        )
+        ref_ds = strategy.get_ds_eval_config(s.ref_offload, zero_stage=s.ref_zero_stage, bf16=bf16)
+        path, flag = stage_to_local(m.ref_pretrain), "--ref_pretrain"
+        reference = Actor(path, bf16=bf16, ds_config=ref_ds, flag=flag, **policy, **own)
+    reward_ds = strategy.get_ds_eval_config(s.reward_offload, zero_stage=s.reward_zero_stage)
+    scoring = {"normalize_reward": config.reward.normalize_reward, "value_head_prefix": m.value_head_prefix}
     reward_models = [
-        RewardModel(
-            stage_to_local(path),
-            bf16=m.bf16,
-            ds_config=strategy.get_ds_eval_config(s.reward_offload, zero_stage=s.reward_zero_stage),
-            normalize_reward=config.reward.normalize_reward,
-            value_head_prefix=m.value_head_prefix,
-            **shared,
-        )
+        RewardModel(stage_to_local(path), bf16=m.bf16, ds_config=reward_ds, **scoring, **shared)
         for path in m.reward_pretrain
     ]
-    ema = None
     if a.enable_ema:
-        # fp32: at a decay near 1 the steps of the average would vanish in bf16
         ema_ds = strategy.get_ds_eval_config(s.ref_offload, zero_stage=s.ref_zero_stage, bf16=False)
         ema = Actor(stage_to_local(m.pretrain), ds_config=ema_ds, **own)
     models = Models(actor, critic, reference, reward_models, ema)
     accelerate(models, config, strategy.device)
     return models
+
+
+def saved_parts(config: PPOConfig, actor: Any, critic: Any, ema: Any, reference: Any) -> dict[str, Any]:
+    """The models that a checkpoint of this run holds, by the name of their part."""
+    parts = {"actor": actor, "critic": critic, "ema": ema, "reference": reference if moves_reference(config) else None}
+    return {name: model for name, model in parts.items() if model is not None}
 
 
 def accelerate(models: Models, config: PPOConfig, device: torch.device) -> None:
@@ -249,14 +220,13 @@ def accelerate(models: Models, config: PPOConfig, device: torch.device) -> None:
         ModelLoadError: one that this machine or model cannot do.
     """
     m, trained = config.model, [model for model in (models.actor, models.critic) if model is not None]
-    scoring = [*trained, *([models.reference] if models.reference is not None else [])]
     if m.activation_offload:
         check_activation_offload(device)
     for model in trained:
         if m.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": m.gradient_checkpointing_use_reentrant})
         model.activation_offload = m.activation_offload
-    for model in scoring:
+    for model in [*trained, *([models.reference] if models.reference is not None else [])]:
         if m.use_liger_kernel:
             use_liger_kernels(model.hf_model)
         if m.torch_compile:
@@ -275,12 +245,9 @@ def add_lora(config: PPOConfig, *models: Actor | Critic | None) -> None:
 
 def build_tokenizer(config: PPOConfig, actor: Actor) -> Any:
     """The actor's tokenizer, checked against its embedding."""
-    return get_tokenizer(
-        stage_to_local(config.model.pretrain),
-        actor,
-        use_fast=not config.model.disable_fast_tokenizer,
-        trust_remote_code=config.model.trust_remote_code,
-    )
+    m = config.model
+    options = {"use_fast": not m.disable_fast_tokenizer, "trust_remote_code": m.trust_remote_code}
+    return get_tokenizer(stage_to_local(m.pretrain), actor, **options)
 
 
 def with_optimizer(
@@ -294,10 +261,7 @@ def with_optimizer(
     warmup = t.lr_warmup_steps if t.lr_warmup_steps is not None else math.ceil(steps * t.lr_warmup_ratio)
     name = "constant_with_warmup" if t.lr_scheduler == "constant" else t.lr_scheduler
     specific = {"min_lr_rate": t.min_lr_ratio} if name == "cosine_with_min_lr" else {}
-    scheduler = get_scheduler(
-        name, optimizer, num_warmup_steps=warmup, num_training_steps=steps, scheduler_specific_kwargs=specific
-    )
-    return model, optimizer, scheduler
+    return model, optimizer, get_scheduler(name, optimizer, warmup, steps, scheduler_specific_kwargs=specific)
 
 
 # -- data ------------------------------------------------------------------------------------------------------------
@@ -307,18 +271,13 @@ def build_prompts(
     config: PPOConfig, tokenizer: Any, strategy: DeepspeedStrategy, paths: str, split: str, evaluation: bool = False
 ) -> PromptDataset:
     """Prompts of ``--prompt_data`` or ``--eval_data``, checked and tokenised."""
-    d = config.data
-    rows = blending_datasets(
-        paths,
-        None if evaluation else d.prompt_data_probs,
-        strategy,
-        config.strategy.seed,
-        train_split=split,
-        flag="--eval_data" if evaluation else "--prompt_data",
-    )
-    rows = rows.select(range(min(len(rows), d.eval_max_samples if evaluation else d.max_samples)))
+    d, seed = config.data, config.strategy.seed
+    probs, limit, flag = d.prompt_data_probs, d.max_samples, "--prompt_data"
+    if evaluation:
+        probs, limit, flag = None, d.eval_max_samples, "--eval_data"
+    rows = blending_datasets(paths, probs, strategy, seed, train_split=split, flag=flag)
     dataset = PromptDataset(
-        rows,
+        rows.select(range(min(len(rows), limit))),
         tokenizer,
         input_template=d.input_template,
         input_key=d.input_key,
@@ -331,19 +290,15 @@ def build_prompts(
         filter_overlong=d.filter_overlong_prompts,
         num_workers=d.data_num_workers,
     )
-    strategy.print(f"{'--eval_data' if evaluation else '--prompt_data'} {paths}: {dataset.report}")
+    strategy.print(f"{flag} {paths}: {dataset.report}")
     return dataset
 
 
 def prompts_dataloader(config: PPOConfig, prompts: PromptDataset, strategy: DeepspeedStrategy) -> DataLoader:
     """This rank's share of every generation batch."""
-    sampler = RolloutBatchSampler(
-        len(prompts),
-        config.sampling.gen_batch_size or config.rollout.rollout_batch_size,
-        rank=strategy.get_rank(),
-        world_size=strategy.world_size,
-        seed=config.strategy.seed,
-    )
+    size = config.sampling.gen_batch_size or config.rollout.rollout_batch_size
+    ranks = {"rank": strategy.get_rank(), "world_size": strategy.world_size}
+    sampler = RolloutBatchSampler(len(prompts), size, **ranks, seed=config.strategy.seed)
     # A generator of its own, so that beginning an episode, as a resumed run does, draws no number of the global one.
     generator = torch.Generator()
     return DataLoader(prompts, batch_sampler=sampler, collate_fn=PromptDataset.collate_fn, generator=generator)
@@ -354,14 +309,8 @@ def build_pretrain(config: PPOConfig, tokenizer: Any, strategy: DeepspeedStrateg
     d = config.data
     if d.pretrain_data is None or config.algorithm.ptx_coef == 0:
         return None
-    rows = blending_datasets(
-        d.pretrain_data,
-        d.pretrain_data_probs,
-        strategy,
-        config.strategy.seed,
-        train_split=d.pretrain_split,
-        flag="--pretrain_data",
-    )
+    source = {"train_split": d.pretrain_split, "flag": "--pretrain_data"}
+    rows = blending_datasets(d.pretrain_data, d.pretrain_data_probs, strategy, config.strategy.seed, **source)
     dataset = SFTDataset(
         rows,
         tokenizer,
@@ -372,23 +321,15 @@ def build_pretrain(config: PPOConfig, tokenizer: Any, strategy: DeepspeedStrateg
         on_bad_row=d.on_bad_row,
         num_workers=d.data_num_workers,
     )
-    return strategy.setup_dataloader(
-        dataset,
-        config.training.micro_train_batch_size,
-        pin_memory=d.dataloader_pin_memory,
-        collate_fn=dataset.collate_fn,
-    )
+    size, pin = config.training.micro_train_batch_size, d.dataloader_pin_memory
+    return strategy.setup_dataloader(dataset, size, pin_memory=pin, collate_fn=dataset.collate_fn)
 
 
 def steps_per_episode(config: PPOConfig, dataloader: Iterable, update_steps: int = 0) -> int:
-    """PPO steps of the coming episode: from the dataloader's length, or from a number of optimizer steps.
+    """PPO steps of the coming episode, at most so many with ``--dynamic_sampling``, whose rejected groups take prompts.
 
-    With ``--dynamic_sampling`` at most so many, since rejected groups take prompts as well.
-
-    Args:
-        config: batch sizes.
-        dataloader: of the prompts; one batch is a generation batch.
-        update_steps: optimizer steps per episode, where the dataloader has no length.
+    From the length of the dataloader, whose batches are generation batches; where it has none, from ``update_steps``,
+    the optimizer steps per episode.
     """
     r, t = config.rollout, config.training
     if hasattr(dataloader, "__len__"):
@@ -402,8 +343,7 @@ def optimizer_steps(config: PPOConfig, rollouts_per_episode: int) -> int:
     """Optimizer steps of the whole run: what the learning-rate schedules stretch over."""
     r, t = config.rollout, config.training
     rollouts = t.total_training_steps or t.num_episodes * rollouts_per_episode
-    per_rollout = math.ceil(r.rollout_batch_size * r.n_samples_per_prompt / t.train_batch_size) * t.max_epochs
-    return rollouts * per_rollout
+    return rollouts * math.ceil(r.rollout_batch_size * r.n_samples_per_prompt / t.train_batch_size) * t.max_epochs
 
 
 # -- sampling --------------------------------------------------------------------------------------------------------
@@ -423,27 +363,25 @@ def build_sampler(
     Raises:
         ConfigError: the engine or the reward source cannot do what the options ask.
     """
-    s, t, traits = config.sampling, config.training, ADVANTAGE_ESTIMATORS.find(config.algorithm.advantage_estimator)
+    s, t, v, per_step = config.sampling, config.training, config.verifier, config.rollout.rollout_batch_size
+    if s.fire_sampling and not getattr(engine, "heats_first_token", False):
+        raise ConfigError(f"--fire_sampling: {type(engine).__name__} has one temperature for all tokens; leave it out")
+    entry = ADVANTAGE_ESTIMATORS.find(config.algorithm.advantage_estimator)
     sampler = RolloutSampler(
-        engine,
-        source,
-        sampling_params(config),
-        traits.min_group_size,
-        greedy_baseline=traits.needs_greedy_baseline,
+        *(engine, source, sampling_params(config), entry.min_group_size),
+        greedy_baseline=entry.needs_greedy_baseline,
         dense=config.reward.use_dense_reward,
         group_size=config.rollout.n_samples_per_prompt,
         tie=s.best_of_n_tie,
-        scorer=_scorer(config, engine, source) if config.verifier.async_rewards else None,
-        check=_verifier_check(config, strategy, source) if config.verifier.check_verifier_status else lambda _: None,
+        scorer=_scorer(config, engine, source) if v.async_rewards else None,
+        check=_verifier_check(config, strategy, source) if v.check_verifier_status else lambda _: None,
         inspect=check.first,
     )
     prompt_once = t.packing_samples and t.share_prompts and t.shuffle == "groups"
     group_filter = GroupFilter(s.filter_metric, s.filter_range, maker.shaper.final_scores)
-    selects = s.dynamic_sampling or s.gen_batch_size > config.rollout.rollout_batch_size
     return GroupCollector(
-        sampler,
-        strategy,
-        groups_per_step=config.rollout.rollout_batch_size if selects else None,
+        *(sampler, strategy),
+        groups_per_step=per_step if s.dynamic_sampling or s.gen_batch_size > per_step else None,
         group_filter=group_filter if s.dynamic_sampling else None,
         max_batches=s.max_num_gen_batches if s.dynamic_sampling else 1,
         on_exhausted=s.on_exhausted,
@@ -457,11 +395,9 @@ def build_evaluator(
     config: PPOConfig, engine: RolloutEngine, source: RewardSource, prompts: PromptDataset, strategy: Ranks
 ) -> Evaluator:
     """Evaluation on held-out prompts with the run's engine and rewards."""
-    return Evaluator(
-        *(engine, source, prompts, eval_sampling_params(config), strategy),
-        threshold=config.evaluation.eval_correct_threshold,
-        folder=Path(config.checkpoint.save_path) / "eval",
-    )
+    sampling, folder = eval_sampling_params(config), Path(config.checkpoint.save_path) / "eval"
+    threshold = config.evaluation.eval_correct_threshold
+    return Evaluator(engine, source, prompts, sampling, strategy, threshold=threshold, folder=folder)
 
 
 def _verifier_check(config: PPOConfig, strategy: Ranks, source: RewardSource) -> Callable[[Any], None]:
@@ -477,10 +413,8 @@ def _scorer(config: PPOConfig, engine: RolloutEngine, source: RewardSource) -> A
     """``--async_rewards``."""
     if not getattr(engine, "reports_finished", False):
         raise ConfigError("--async_rewards: this rollout engine gives its samples all at once; leave it out")
-    try:
+    with _as_config_error():
         return AsyncScorer(source, timeout=60 * config.strategy.dist_timeout)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
 
 
 def sampling_params(config: PPOConfig) -> SamplingParams:
@@ -499,14 +433,8 @@ def sampling_params(config: PPOConfig) -> SamplingParams:
 def eval_sampling_params(config: PPOConfig) -> SamplingParams:
     """How evaluation samples: as training, but for temperature, top-p and the number of samples."""
     e = config.evaluation
-    return replace(
-        sampling_params(config),
-        n=e.eval_n_samples,
-        temperature=e.eval_temperature,
-        top_p=e.eval_top_p,
-        do_sample=True,
-        first_token_temperature=None,
-    )
+    own = {"n": e.eval_n_samples, "temperature": e.eval_temperature, "top_p": e.eval_top_p, "do_sample": True}
+    return replace(sampling_params(config), **own, first_token_temperature=None)
 
 
 def build_rollout_engine(config: PPOConfig, strategy: Any, actor: Any, tokenizer: Any) -> RolloutEngine:
@@ -518,8 +446,6 @@ def build_rollout_engine(config: PPOConfig, strategy: Any, actor: Any, tokenizer
 
 
 def _hf(config: PPOConfig, strategy: Any, actor: Any, tokenizer: Any) -> RolloutEngine:
-    from lightppo.rollout.hf import HFRolloutEngine
-
     return HFRolloutEngine(
         actor,
         tokenizer,
@@ -529,22 +455,10 @@ def _hf(config: PPOConfig, strategy: Any, actor: Any, tokenizer: Any) -> Rollout
     )
 
 
-def _vllm(config: PPOConfig, strategy: Any, actor: Any, tokenizer: Any) -> RolloutEngine:
-    from lightppo.rollout.vllm import VLLMRolloutEngine
-
-    return VLLMRolloutEngine(config, strategy, actor, tokenizer)
-
-
-def _vllm_server(config: PPOConfig, strategy: Any, actor: Any, tokenizer: Any) -> RolloutEngine:
-    from lightppo.rollout.vllm_server import VLLMServerRolloutEngine
-
-    return VLLMServerRolloutEngine(config, strategy, actor, tokenizer)
-
-
 ENGINES: dict[str, Callable[[PPOConfig, Any, Any, Any], RolloutEngine]] = {
     "hf": _hf,
-    "vllm": _vllm,
-    "vllm_server": _vllm_server,
+    "vllm": VLLMRolloutEngine,
+    "vllm_server": VLLMServerRolloutEngine,
 }
 """``--rollout_engine`` → builder. A further engine is one entry here and one value of the option."""
 
@@ -564,31 +478,22 @@ def check_before_loading(config: PPOConfig) -> None:
         check_peft()
     if config.adapter.load_in_4bit:
         check_bitsandbytes()
-    d = config.data
+    d, r, e = config.data, config.reward, config.engine
     check_data_paths(d.prompt_data, d.prompt_data_probs, flag="--prompt_data")
     if d.eval_data:
         check_data_paths(d.eval_data, flag="--eval_data")
     if d.pretrain_data:
         check_data_paths(d.pretrain_data, d.pretrain_data_probs, flag="--pretrain_data")
-    try:
+    with _as_config_error():
         if reward_plan(config) is None:
-            check_reward_options(
-                remote_rm_url=config.reward.remote_rm_url,
-                reward_fn=config.reward.reward_fn,
-                n_reward_models=len(config.model.reward_pretrain),
-            )
-        read_token(env=config.reward.remote_rm_token_env)
-        read_token(env=config.engine.vllm_server_api_key_env, option="--vllm_server_api_key_env")
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+            models = len(config.model.reward_pretrain)
+            check_reward_options(remote_rm_url=r.remote_rm_url, reward_fn=r.reward_fn, n_reward_models=models)
+        read_token(env=r.remote_rm_token_env)
+        read_token(env=e.vllm_server_api_key_env, option="--vllm_server_api_key_env")
 
 
 def check_lengths(config: PPOConfig, model_config: Any) -> None:
-    """Prompt and response must fit the model's positions.
-
-    Raises:
-        ConfigError: naming the flags and the model's limit.
-    """
+    """Prompt and response must fit the model's positions."""
     limit = getattr(model_config.get_text_config(decoder=True), "max_position_embeddings", None)
     prompt, response = config.data.prompt_max_len, config.rollout.generate_max_len
     if limit is not None and prompt + response > limit:
@@ -598,31 +503,15 @@ def check_lengths(config: PPOConfig, model_config: Any) -> None:
         )
 
 
-def check_router(config: PPOConfig, actor: Actor) -> None:
-    """``--aux_loss_coef`` needs a mixture of experts.
-
-    Raises:
-        ConfigError: the actor has no router.
-    """
-    if config.loss.aux_loss_coef > 0:
-        try:
-            actor.check_router()
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
-
-
 def check_disk_space(config: PPOConfig, parameters: dict[str, int], exported: int | None = None) -> None:
     """Room for the checkpoints that will be kept, before the first one is lost to a full disk.
 
     Args:
         config: what is saved, and how many are kept.
-        parameters: number of parameters per model that its checkpoints hold (with LoRA those that train). Trained ones
-            have weights, fp32 master weights and two fp32 moments, the moving average (``ema``) and a moving
-            ``reference`` fp32 weights.
+        parameters: number of parameters per part of a checkpoint (with LoRA those that train). Trained models have
+            weights, fp32 master weights and two fp32 moments, the moving average (``ema``) and a moving ``reference``
+            fp32 weights.
         exported: number of parameters in an export of the actor; ``None``: as many as in its checkpoint.
-
-    Raises:
-        ConfigError: naming the folder, what is needed and what is free.
     """
     c = config.checkpoint
     exports = c.hf_save_steps > 0 or c.hf_save_epochs or c.hf_save_seconds or config.evaluation.best_metric

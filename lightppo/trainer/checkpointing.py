@@ -1,8 +1,7 @@
 """Checkpoints of a whole run: actor, critic, EMA and trainer state under one tag, found again by the next start.
 
 ckpt_path/_actor/global_stepN    weights, optimizer, scheduler; its client state is the state of the run
-ckpt_path/_critic/global_stepN
-ckpt_path/_ema/global_stepN
+ckpt_path/_critic/global_stepN   likewise _ema, and _reference if it moves
 ckpt_path/global_stepN_hf        the actor for transformers (--save_hf_ckpt)
 ckpt_path/best_hf                the actor of the best evaluation (--best_metric), and best.json
 ckpt_path/latest                 the last tag of which every part is whole
@@ -16,13 +15,13 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
 from lightppo.config.options import CheckpointConfig, unsafe_changes
 from lightppo.errors import CheckpointError, ConfigError
-from lightppo.strategy.checkpoint import list_tags, restore_rng_state, rng_state
+from lightppo.strategy.checkpoint import LATEST, list_tags, restore_rng_state, rng_state
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 
 logger = logging.getLogger(__name__)
@@ -30,39 +29,26 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class TrainerState:
-    """Where a run stands, after a finished step.
+    """Where a run stands, after a finished step."""
 
-    Attributes:
-        global_step: PPO steps done.
-        episode: current pass over the prompts, from 0.
-        consumed_prompts: prompts taken from this episode, over all ranks.
-        pretrain_batches: batches taken from the pretraining data on each rank.
-        skipped_optimizer_steps: optimizer steps skipped for a non-finite gradient, actor and critic.
-        stopped_optimizer_steps: optimizer steps of the actor skipped by an early stop.
-        run_id: of the Weights & Biases run.
-        episode_scores: mean score of the prompts sampled in this episode, by ``Prompt.index``; only where
-            ``--dataset_filter_threshold`` looks at them.
-        left_out_prompts: ``Prompt.index`` of those that it has left out of the further episodes.
-    """
-
-    global_step: int = 0
-    episode: int = 0
-    consumed_prompts: int = 0
-    pretrain_batches: int = 0
-    skipped_optimizer_steps: int = 0
-    stopped_optimizer_steps: int = 0
-    run_id: str | None = None
+    global_step: int = 0  # PPO steps done
+    episode: int = 0  # current pass over the prompts, from 0
+    consumed_prompts: int = 0  # prompts taken from this episode, over all ranks
+    pretrain_batches: int = 0  # batches taken from the pretraining data on each rank
+    skipped_optimizer_steps: int = 0  # for a non-finite gradient, actor and critic
+    stopped_optimizer_steps: int = 0  # of the actor, by an early stop
+    run_id: str | None = None  # of the Weights & Biases run
+    # Only with --dataset_filter_threshold: mean score of the prompts sampled in this episode, by Prompt.index; and
+    # Prompt.index of those that it has left out of the further episodes.
     episode_scores: dict[int, float] = field(default_factory=dict)
     left_out_prompts: list[int] = field(default_factory=list)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Plain values."""
-        return asdict(self)
-
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Self:
-        """From ``state_dict``."""
-        return cls(**values)
+    def from_consumed(cls, consumed_samples: int, steps_per_episode: int, rollout_batch_size: int) -> Self:
+        """After ``consumed_samples`` prompts, counted as the seed does: steps × rollout_batch_size."""
+        step = consumed_samples // rollout_batch_size
+        episode, step_in_episode = divmod(step, steps_per_episode)
+        return cls(global_step=step, episode=episode, consumed_prompts=step_in_episode * rollout_batch_size)
 
     def finish_step(self, prompts: int, last_of_episode: bool) -> None:
         """Count one PPO step that used ``prompts`` prompts over all ranks."""
@@ -74,66 +60,53 @@ class TrainerState:
             self.episode_scores = {}
 
 
-def state_from_consumed(consumed_samples: int, steps_per_episode: int, rollout_batch_size: int) -> TrainerState:
-    """Where a run stands after ``consumed_samples`` prompts, counted as the seed does: steps × rollout_batch_size."""
-    step = consumed_samples // rollout_batch_size
-    episode, step_in_episode = divmod(step, steps_per_episode)
-    return TrainerState(global_step=step, episode=episode, consumed_prompts=step_in_episode * rollout_batch_size)
-
-
-_LATEST = "latest"
 _BEST = "best.json"
+_STEP = re.compile(r"global_step\d+")
+_HF_EXPORT = re.compile(r"global_step\d+_hf")
 
 
 class RunCheckpointer:
     """Saves and finds checkpoints of a run.
 
     Args:
-        strategy: saves and loads engines.
         config: paths, what is saved, how many are kept.
-        models: part name → prepared model: ``actor``, and ``critic`` and ``ema`` where there are such.
+        models: part name → prepared model: ``actor``, and ``critic``, ``ema`` and ``reference`` where there are such.
         tokenizer: goes into HF exports.
     """
 
     def __init__(
         self, strategy: DeepspeedStrategy, config: CheckpointConfig, models: Mapping[str, Any], tokenizer: Any
     ) -> None:
-        self.strategy = strategy
-        self.config = config
-        self.models = {name: model for name, model in models.items() if model is not None}
-        self.tokenizer = tokenizer
+        self.strategy, self.config, self.models, self.tokenizer = strategy, config, models, tokenizer
 
     def save(self, root: str | Path, step: int, client_state: Mapping[str, Any]) -> None:
         """Write the checkpoint of a step. Collective.
 
         ``client_state`` comes back from :meth:`load`; the random generators of every rank are added.
         """
-        root, tag = Path(root), f"global_step{step}"
-        if not self.config.disable_ds_ckpt:
+        root, tag, c = Path(root), f"global_step{step}", self.config
+        if not c.disable_ds_ckpt:
             state = {**client_state, "rng": self.strategy.all_gather_object(rng_state())}
             previous = self._last_whole(root)
             # The actor last: its client state is what makes the other parts a checkpoint of the run. Until it is
             # written, the others keep what belongs to the one before.
             for name in sorted(self.models, key=lambda name: name == "actor"):
                 self.strategy.save_ckpt(
-                    self.models[name],
-                    root / f"_{name}",
-                    tag,
-                    max_num=self.config.max_ckpt_num,
-                    max_mem=self.config.max_ckpt_mem / len(self.models),
+                    *(self.models[name], root / f"_{name}", tag),
+                    max_num=c.max_ckpt_num,
+                    max_mem=c.max_ckpt_mem / len(self.models),
                     client_state=state if name == "actor" else None,
                     protected_tags=() if name == "actor" or previous is None else (previous,),
                 )
             self.strategy.on_rank_0(lambda: _mark(root, tag), f"mark {tag} as the latest in {root}")
-        if self.config.save_hf_ckpt:
+        if c.save_hf_ckpt:
             self.save_hf(root, step)
 
     def save_hf(self, root: str | Path, step: int) -> None:
         """Export the actor as ``root/global_stepN_hf``; the oldest exports beyond ``max_ckpt_num`` go. Collective."""
-        root = Path(root)
-        self.strategy.save_model(self.models["actor"], self.tokenizer, root / f"global_step{step}_hf")
+        root, name = Path(root), f"global_step{step}_hf"
+        self.strategy.save_model(self.models["actor"], self.tokenizer, root / name)
         if self.strategy.is_rank_0():
-            name = f"global_step{step}_hf"
             others = [p for p in root.glob("global_step*_hf") if _HF_EXPORT.fullmatch(p.name) and p.name != name]
             # By age, not by number: a run started anew in this folder counts from 1 again.
             others.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
@@ -163,16 +136,12 @@ class RunCheckpointer:
             CheckpointError: if there are checkpoints but none holds all parts of this run.
         """
         root = Path(root)
-        if not (root / "_actor").is_dir():
-            return None
         tag = self._last_whole(root)
-        if tag is None:
-            if not self._tags("actor", root):
-                return None
-            missing = sorted(name for name in self.models if not self._tags(name, root))
+        if tag is None and _tags("actor", root):
+            missing = ", ".join(sorted(f"_{name}" for name in self.models if not _tags(name, root))) or "in common"
             raise CheckpointError(
-                f"the checkpoints in {root} have no part {', '.join('_' + name for name in missing) or 'in common'}: "
-                "they belong to a run with other options; set another --ckpt_path or --resume never"
+                f"the checkpoints in {root} have no part {missing}: they belong to a run with other options; set "
+                "another --ckpt_path or --resume never"
             )
         return tag
 
@@ -181,19 +150,13 @@ class RunCheckpointer:
 
         Not the highest number: a run started anew in this folder counts from 1 again, beside what the old one left.
         """
-        whole = [tag for tag in self._tags("actor", root) if all(tag in self._tags(name, root) for name in self.models)]
-        marked = (root / _LATEST).read_text().strip() if (root / _LATEST).is_file() else None
+        whole = [tag for tag in _tags("actor", root) if all(tag in _tags(name, root) for name in self.models)]
+        marked = (root / LATEST).read_text().strip() if (root / LATEST).is_file() else None
         if marked in whole:
             return marked
         if whole:
             logger.warning("%s/latest names %s; the last whole checkpoint is %s", root, marked, whole[-1])
         return whole[-1] if whole else None
-
-    @staticmethod
-    def _tags(name: str, root: Path) -> list[str]:
-        """Whole checkpoints of one part, oldest first."""
-        part = root / f"_{name}"
-        return [tag for tag in list_tags(part) if _STEP.fullmatch(tag)] if part.is_dir() else []
 
     def resume(self, options: Mapping[str, Any]) -> dict[str, Any] | None:
         """Load the last checkpoint that ``--resume`` allows. Collective.
@@ -226,31 +189,29 @@ class RunCheckpointer:
         return saved
 
     def load(self, root: str | Path, tag: str) -> dict[str, Any]:
-        """Load all parts and this rank's random generators. Collective.
-
-        Returns:
-            the client state given to :meth:`save`.
+        """Load all parts and this rank's random generators; returns the client state given to :meth:`save`. Collective.
 
         Raises:
             CheckpointError: a part is missing, or was saved at another world size, ZeRO stage or precision.
         """
-        root = Path(root)
-        state: dict[str, Any] = {}
+        states = {}
         for name, model in self.models.items():
-            _, client_state = self.strategy.load_ckpt(model, root / f"_{name}", tag)
-            state = client_state if name == "actor" else state
+            _, states[name] = self.strategy.load_ckpt(model, Path(root) / f"_{name}", tag)
+        state = states["actor"]
         restore_rng_state(state.pop("rng")[self.strategy.get_rank()])
         return state
 
 
+def _tags(name: str, root: Path) -> list[str]:
+    """Whole checkpoints of one part, oldest first."""
+    part = root / f"_{name}"
+    return [tag for tag in list_tags(part) if _STEP.fullmatch(tag)] if part.is_dir() else []
+
+
 def _mark(root: Path, tag: str) -> None:
-    marker = root / f".{_LATEST}.tmp"
+    marker = root / f".{LATEST}.tmp"
     marker.write_text(tag)
-    os.replace(marker, root / _LATEST)
-
-
-_STEP = re.compile(r"global_step\d+")
-_HF_EXPORT = re.compile(r"global_step\d+_hf")
+    os.replace(marker, root / LATEST)
 
 
 def resume_root(resume: str, ckpt_path: str) -> Path | None:

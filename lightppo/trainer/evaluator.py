@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,32 +16,24 @@ from lightppo.rewards.source import RewardSource, score_rollouts
 from lightppo.rollout.engine import RolloutEngine, SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class EvalSample:
-    """One scored answer, as it travels between ranks and into the sample file."""
+    """One scored answer, as it travels between ranks and stands in the sample file."""
 
-    index: int
-    data_source: str
     prompt: str
     response: str
     label: object
     score: float | None
+    data_source: str
     response_length: int
     finish_reason: str
+    index: int
 
     @classmethod
     def of(cls, rollout: Rollout) -> EvalSample:
-        prompt = rollout.prompt
-        return cls(
-            prompt.index,
-            prompt.data_source,
-            prompt.text,
-            rollout.response_text,
-            prompt.label,
-            rollout.reward,
-            len(rollout.response_ids),
-            rollout.finish_reason,
-        )
+        p, r = rollout.prompt, rollout
+        text = (p.text, r.response_text, p.label)
+        return cls(*text, r.reward, p.data_source, len(r.response_ids), r.finish_reason, p.index)
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
@@ -73,11 +65,10 @@ def eval_metrics(samples: Sequence[EvalSample], threshold: float) -> dict[str, f
         raise RewardError(f"evaluation: none of the {len(samples)} samples was scored; check the reward source")
     sources = sorted({sample.data_source for sample in samples})
     metrics = _metrics_of(samples, threshold, "eval")
-    if len(sources) > 1:
-        for source in sources:
-            of_source = [s for s in samples if s.data_source == source]
-            if any(s.score is not None for s in of_source):
-                metrics |= _metrics_of(of_source, threshold, f"eval/{source}")
+    for source in sources if len(sources) > 1 else ():
+        of_source = [s for s in samples if s.data_source == source]
+        if any(s.score is not None for s in of_source):
+            metrics |= _metrics_of(of_source, threshold, f"eval/{source}")
     return metrics
 
 
@@ -90,50 +81,38 @@ def _metrics_of(samples: Sequence[EvalSample], threshold: float, prefix: str) ->
     n = min(len(scores) for scores in groups.values())
     correct = {index: sum(score >= threshold for score in scores) for index, scores in groups.items()}
 
-    def over_prompts(value) -> float:
+    def over_prompts(value: Callable[[int], float]) -> float:
         """Mean over prompts."""
         return sum(value(index) for index in groups) / len(groups)
 
     metrics = {
-        f"{prefix}/accuracy": sum(correct.values()) / len(scored),
-        f"{prefix}/reward": sum(s.score for s in scored) / len(scored),
-        f"{prefix}/response_length": sum(s.response_length for s in samples) / len(samples),
-        f"{prefix}/truncated": sum(s.finish_reason == "length" for s in samples) / len(samples),
-        f"{prefix}/samples": float(len(samples)),
-        f"{prefix}/mean@{n}": over_prompts(lambda i: sum(groups[i]) / len(groups[i])),
+        "accuracy": sum(correct.values()) / len(scored),
+        "reward": sum(s.score for s in scored) / len(scored),
+        "response_length": sum(s.response_length for s in samples) / len(samples),
+        "truncated": sum(s.finish_reason == "length" for s in samples) / len(samples),
+        "samples": float(len(samples)),
+        f"mean@{n}": over_prompts(lambda i: sum(groups[i]) / len(groups[i])),
     }
     if len(scored) < len(samples):
-        metrics[f"{prefix}/unscored"] = float(len(samples) - len(scored))
-    k = 1
-    while n > 1 and k <= n:
-        metrics[f"{prefix}/pass@{k}"] = over_prompts(lambda i, k=k: pass_at_k(len(groups[i]), correct[i], k))
-        k *= 2
+        metrics["unscored"] = float(len(samples) - len(scored))
     if n > 1:
-        metrics[f"{prefix}/best@{n}"] = over_prompts(lambda i: max(groups[i]))
-    return metrics
+        for k in (2**i for i in range(n.bit_length())):
+            metrics[f"pass@{k}"] = over_prompts(lambda i, k=k: pass_at_k(len(groups[i]), correct[i], k))
+        metrics[f"best@{n}"] = over_prompts(lambda i: max(groups[i]))
+    return {f"{prefix}/{name}": value for name, value in metrics.items()}
 
 
 @dataclass
 class Evaluator:
-    """Samples and scores the held-out prompts, shared out over ranks.
-
-    Attributes:
-        engine: generates.
-        reward_source: scores.
-        prompts: the held-out prompts, the same on every rank.
-        sampling: how to sample; the same random numbers at every evaluation.
-        strategy: shares out and gathers.
-        threshold: a score of at least this is correct.
-        folder: rank 0 writes all samples to ``step{N}.jsonl`` in it.
-    """
+    """Samples and scores the held-out prompts, shared out over ranks."""
 
     engine: RolloutEngine
     reward_source: RewardSource
-    prompts: Sequence[Prompt]
-    sampling: SamplingParams
+    prompts: Sequence[Prompt]  # the same on every rank
+    sampling: SamplingParams  # the same random numbers at every evaluation
     strategy: Ranks
-    threshold: float = 0.5
-    folder: Path | None = None
+    threshold: float = 0.5  # a score of at least this is correct
+    folder: Path | None = None  # rank 0 writes all samples to step{N}.jsonl in it
 
     def __post_init__(self) -> None:
         # Apart from every training step's seed: evaluation prompt i does not get the samples of training prompt i.
@@ -147,11 +126,7 @@ class Evaluator:
         gathered = self.strategy.all_gather_object([EvalSample.of(r) for r in rollouts])
         samples = sorted((s for part in gathered for s in part), key=lambda s: s.index)
         if self.folder is not None and self.strategy.is_rank_0():
-            self._write(samples, step)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            lines = [json.dumps(vars(sample), default=str) + "\n" for sample in samples]
+            (self.folder / f"step{step}.jsonl").write_text("".join(lines))
         return eval_metrics(samples, self.threshold)
-
-    def _write(self, samples: Sequence[EvalSample], step: int) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        keys = ("prompt", "response", "label", "score", "data_source", "response_length", "finish_reason", "index")
-        lines = [json.dumps({key: getattr(s, key) for key in keys}, default=str) + "\n" for s in samples]
-        (self.folder / f"step{step}.jsonl").write_text("".join(lines))

@@ -1,4 +1,4 @@
-"""How numbers of many samples, tokens, micro batches and ranks become one; their names are in ``metric_names``."""
+"""How numbers of many samples, tokens, micro batches and ranks become one; and what every number in the logs means."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from lightppo.algorithms import entries
 from lightppo.algorithms.correction import Summary, mismatch_metrics, mismatch_terms
@@ -121,9 +119,7 @@ METRICS: dict[str, str] = {
 
 # Evaluation always says its namespace: eval/reward is not the rollout's reward.
 _BY_SHORT_NAME = {name.split("/", 1)[1]: name for name in METRICS if not name.startswith(("eval/", "reward/"))}
-
-
-SEED_INFO = ("kl", "reward", "return", "response_length", "total_length")
+SEED_INFO = ("kl", "reward", "return", "response_length", "total_length")  # means that the seed's training_step gives
 
 
 def with_namespace(status: Mapping[str, float]) -> dict[str, float]:
@@ -132,8 +128,6 @@ def with_namespace(status: Mapping[str, float]) -> dict[str, float]:
 
 
 # -- docs/metrics.md -------------------------------------------------------------------------------------------------
-
-PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 
 _HEAD = """\
 # Metrics
@@ -166,39 +160,24 @@ def metrics_page() -> str:
     return "\n".join(parts)
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Write the page to docs/metrics.md with ``--write``, else to standard output."""
-    if list(arguments) == ["--write"]:
-        PAGE.write_text(metrics_page(), encoding="utf-8")
-    elif arguments:
-        raise SystemExit(f"usage: python -m lightppo.trainer.metrics [--write], not {' '.join(arguments)}")
-    else:
-        sys.stdout.write(metrics_page())
+# -- of a rollout ----------------------------------------------------------------------------------------------------
 
 
 def policy_summaries(
-    log_probs: Tensor,
-    mask: Tensor,
-    *,
-    reference: Tensor | None,
-    engine: Tensor | None,
-    kl: Tensor | None,
-    sampled_kl: Callable[[Tensor, Tensor], Tensor],
+    experience: Experience, log_probs: Tensor, sampled_kl: Callable[[Tensor, Tensor], Tensor]
 ) -> dict[str, Summary]:
     """The policy before the update against reference and rollout engine, per trained token.
 
     Args:
+        experience: with what there is of reference, engine and KL; without a KL, ``sampled_kl`` makes it.
         log_probs: of the policy before the update (B, A).
-        mask: trained tokens (B, A).
-        reference: log probs of the reference (B, A), if there is one.
-        engine: log probs that the rollout engine recorded (B, A), if it does.
-        kl: KL estimate of the experience (B, A); ``None``: ``sampled_kl`` makes it.
         sampled_kl: log probs of policy and reference → KL, all of one shape.
     """
     terms: dict[str, Tensor] = {}
+    mask, reference, engine = experience.action_mask, experience.base_action_log_probs, experience.rollout_log_probs
     if reference is not None:
         terms["policy_kl"] = (log_probs - reference)[mask]
-        terms["kl"] = (sampled_kl(log_probs, reference) if kl is None else kl)[mask]
+        terms["kl"] = (sampled_kl(log_probs, reference) if experience.kl is None else experience.kl)[mask]
     if engine is not None:
         terms |= {f"mismatch_{name}": x for name, x in mismatch_terms(log_probs, engine, mask).items()}
     return {name: Summary.of(x) for name, x in terms.items()}
@@ -213,33 +192,18 @@ def rollout_summaries(
     """
     if not items:
         return {}
-
-    def rows(name: str) -> Tensor | None:
-        """(B, A)."""
-        if getattr(items[0], name) is None:
-            return None
-        return pad_sequence([getattr(item, name)[0] for item in items], batch_first=True)
-
-    mask = rows("action_mask")
-    tokens = {
-        name: x[mask] for name in ("values", "returns", "advantages", "loss_weights") if (x := rows(name)) is not None
-    }
-    summaries = {
-        name: Summary.of(torch.cat([item.info[name] for item in items])) for name in items[0].info if name != "kl"
-    }
-    if (log_probs := rows("action_log_probs")) is not None:
-        others = {"reference": rows("base_action_log_probs"), "engine": rows("rollout_log_probs"), "kl": rows("kl")}
-        summaries |= policy_summaries(log_probs, mask, **others, sampled_kl=sampled_kl)
-    per_token = {
-        "advantage": tokens.get("advantages"),
-        "return_token": tokens.get("returns"),
-        "value": tokens.get("values"),
-    }
-    if "values" in tokens:
-        per_token["residual"] = tokens["returns"] - tokens["values"]
-    if "loss_weights" in tokens:
-        per_token |= {"loss_weight": tokens["loss_weights"], "loss_weight_zero": tokens["loss_weights"] == 0}
-    return summaries | {name: Summary.of(x) for name, x in per_token.items() if x is not None}
+    batch = Experience.collate(items)
+    tokens = {"advantage": batch.advantages, "return_token": batch.returns, "value": batch.values}
+    tokens = {name: x[batch.action_mask] for name, x in tokens.items() if x is not None}
+    if "value" in tokens:
+        tokens["residual"] = tokens["return_token"] - tokens["value"]
+    if batch.loss_weights is not None:
+        weights = batch.loss_weights[batch.action_mask]
+        tokens |= {"loss_weight": weights, "loss_weight_zero": weights == 0}
+    summaries = {name: Summary.of(x) for name, x in batch.info.items() if name != "kl"}
+    if batch.action_log_probs is not None:
+        summaries |= policy_summaries(batch, batch.action_log_probs, sampled_kl)
+    return summaries | {name: Summary.of(x) for name, x in tokens.items()}
 
 
 def merge_summaries(per_rank: Iterable[Mapping[str, Summary]]) -> dict[str, Summary]:
@@ -251,19 +215,19 @@ def merge_summaries(per_rank: Iterable[Mapping[str, Summary]]) -> dict[str, Summ
     return merged
 
 
+_WITH_RANGE = ("reward", "response_length", "advantage", "return_token", "value")
+_MEAN_NAMES = {"truncated": "response_clip_ratio"} | {name: f"{name}_mean" for name in _WITH_RANGE[2:]}
+
+
 def rollout_status(summaries: Mapping[str, Summary]) -> dict[str, float]:
     """The flat status of a rollout, by its short names: ``reward``, ``kl``, ``response_length`` …"""
-    with_range = {"reward", "response_length", "advantage", "return_token", "value"}
     status: dict[str, float] = {}
-    for name, s in summaries.items():
-        if name == "residual" or name.startswith("mismatch_"):
-            continue
-        mean_name = {"advantage": "advantage_mean", "return_token": "return_token_mean", "value": "value_mean"}
-        mean_name |= {"truncated": "response_clip_ratio"}
-        status[mean_name.get(name, name)] = s.mean
-        if name in with_range:
-            status |= {f"{name}_max": s.high, f"{name}_min": s.low}
     mismatch = {name.removeprefix("mismatch_"): s for name, s in summaries.items() if name.startswith("mismatch_")}
+    for name, s in summaries.items():
+        if name != "residual" and not name.startswith("mismatch_"):
+            status[_MEAN_NAMES.get(name, name)] = s.mean
+        if name in _WITH_RANGE:
+            status |= {f"{name}_max": s.high, f"{name}_min": s.low}
     if mismatch:
         numbers = mismatch_metrics(mismatch)
         status |= {"logp_diff_mean": mismatch["logp_diff"].mean, "logp_diff_max": numbers.pop("logp_diff_max")}
@@ -277,12 +241,14 @@ def rollout_status(summaries: Mapping[str, Summary]) -> dict[str, float]:
     return status
 
 
+# -- of training -----------------------------------------------------------------------------------------------------
+
+
 def micro_batch_status(metrics: Mapping[str, Tensor], experience: Experience, scale: float) -> dict[str, float]:
-    """What ``training_step`` returns of a micro batch: its metrics, and the seed's means over its samples.
+    """What ``training_step`` returns of a micro batch: its metrics times ``scale``, and the seed's means over samples.
 
     Args:
         metrics: shares of the metrics of the optimizer step.
-        experience: its ``info`` gives kl, reward, return, response_length and total_length.
         scale: ``StepPart.status_scale``.
     """
     info = {name: experience.info[name].float() for name in SEED_INFO if name in experience.info}
@@ -295,11 +261,7 @@ def micro_batch_status(metrics: Mapping[str, Tensor], experience: Experience, sc
 
 
 def checked_status(status: Mapping[str, Any] | None) -> dict[str, float]:
-    """A status as numbers; an override may have added some of its own.
-
-    Raises:
-        TypeError: an entry that is no number.
-    """
+    """A status as numbers; an override may have added some of its own. Raises TypeError for an entry that is none."""
     numbers = {}
     for name, value in (status or {}).items():
         try:
@@ -315,8 +277,8 @@ def optimizer_status(steps: Sequence[Sequence[Mapping[str, float]]], ranks: Rank
     A name counts where a status has it. A step in which it is NaN is left out.
 
     Args:
-        steps: for each optimizer step what ``training_step`` returned for this rank's micro batches with samples.
-        ranks: gathers; all ranks have as many steps.
+        steps: for each optimizer step what ``training_step`` returned for this rank's micro batches with samples; all
+            ranks have as many steps.
     """
     own = [{name: [s[name] for s in step if name in s] for name in {n for s in step for n in s}} for step in steps]
     per_rank = ranks.all_gather_object([{name: (sum(v), len(v)) for name, v in step.items()} for step in own])
@@ -325,30 +287,25 @@ def optimizer_status(steps: Sequence[Sequence[Mapping[str, float]]], ranks: Rank
         for name in dict.fromkeys(name for part in parts for name in part):
             total, count = (sum(x) for x in zip(*(part[name] for part in parts if name in part)))
             means.setdefault(name, []).append(total / count)
-    return {name: mean_of_numbers(values) for name, values in sorted(means.items())}
+    return {name: _mean_of_numbers(values) for name, values in sorted(means.items())}
 
 
-def mean_of_numbers(values: Sequence[float]) -> float:
+def _mean_of_numbers(values: Sequence[float]) -> float:
     """NaN marks a missing number and is left out."""
     numbers = [x for x in values if not math.isnan(x)]
     return sum(numbers) / len(numbers) if numbers else math.nan
 
 
+_IN_BAR = {"pg": "policy_loss", "rm": "reward", "ret": "return", "glen": "response_length", "tlen": "total_length"}
+_IN_BAR |= {"kl": "kl", "act_lr": "actor_lr", "cri": "critic_loss", "vals": "values", "cri_lr": "critic_lr"}
+
+
 def short_status(status: Mapping[str, float]) -> dict[str, float]:
     """What the progress bar shows."""
-    names = {
-        "pg": "policy_loss",
-        "rm": "reward",
-        "ret": "return",
-        "glen": "response_length",
-        "tlen": "total_length",
-        "kl": "kl",
-        "act_lr": "actor_lr",
-        "cri": "critic_loss",
-        "vals": "values",
-        "cri_lr": "critic_lr",
-    }
-    return {short: status[name] for short, name in names.items() if name in status}
+    return {short: status[name] for short, name in _IN_BAR.items() if name in status}
+
+
+# -- of time ---------------------------------------------------------------------------------------------------------
 
 
 class PhaseTimer:
@@ -386,17 +343,15 @@ def perf_metrics(
         seconds: ``time_<phase>`` of :class:`PhaseTimer`.
         status: of the rollout: samples, generated_tokens, total_length.
         epochs: passes over the rollout.
-        world_size: ranks.
         parameters: of all models trained.
-        peak_tflops: peak of one device; ``None``: no MFU.
+        peak_tflops: of one device; ``None``: no MFU.
     """
     perf = dict(seconds)
     generated = status.get("generated_tokens", 0.0)
     trained = status.get("samples", 0.0) * status.get("total_length", 0.0) * epochs
     if generated and seconds.get("time_rollout"):
         perf["rollout_tokens_per_second"] = generated / seconds["time_rollout"]
-    if trained and seconds.get("time_train"):
-        train = seconds["time_train"]
+    if trained and (train := seconds.get("time_train")):
         perf["train_tokens_per_second"] = trained / train
         perf["train_ms_per_token"] = 1000 * train / trained
         perf["train_tflops"] = 6 * parameters * trained / train / world_size / 1e12
@@ -406,4 +361,4 @@ def perf_metrics(
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.stdout.write(metrics_page())

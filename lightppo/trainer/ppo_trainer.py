@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from lightppo.algorithms.kl import make_kl_controller
 from lightppo.algorithms.losses import GPTLMLoss, ValueLoss
-from lightppo.compat import SeedAttributes, constructor_config, generation_options, overlay_args, with_generation
+from lightppo.compat import SeedAttributes, constructor_config, generation_options, take_schedule, with_generation
 from lightppo.config import PPOConfig
 from lightppo.config.rules import micro_batch_spec, moves_reference, needs_critic, old_log_probs_from
 from lightppo.data.records import Rollout
@@ -27,7 +27,7 @@ from lightppo.experience.sampler import CollectedStep
 from lightppo.models.lora import AdaptersOff
 from lightppo.models.packing import all_share_prompts
 from lightppo.rewards.registry import build_reward_source
-from lightppo.rewards.source import close_source
+from lightppo.rewards.source import RewardSource, close_source
 from lightppo.rollout.engine import RolloutEngine
 from lightppo.strategy.zero3 import parameter_count
 from lightppo.trainer import metrics as m
@@ -39,9 +39,10 @@ from lightppo.trainer.build import (
     public_options,
     sampling_params,
     save_run_config,
+    saved_parts,
     steps_per_episode,
 )
-from lightppo.trainer.checkpointing import RunCheckpointer, TrainerState, state_from_consumed
+from lightppo.trainer.checkpointing import RunCheckpointer, TrainerState
 from lightppo.trainer.evaluator import Evaluator
 from lightppo.trainer.prompts import EpisodePrompts, PromptFilter, as_lm_batch, as_prompts, endless
 from lightppo.trainer.recorder import Recorder
@@ -63,15 +64,11 @@ class PPOTrainer(SeedAttributes):
     ``training_step_critic`` and ``save_logs_and_checkpoints``: a subclass may override each.
 
     Args:
-        strategy: distribution; its ``args`` are read for options where no ``config`` is given.
-        actor: the policy, prepared.
-        critic: the value model, prepared; ``None`` where the estimator needs none.
+        strategy: its ``args`` are read for options where no ``config`` is given.
+        critic: ``None`` where the estimator needs none.
         reward_model: one, a list (then ``reward_fn`` combines their scores), or ``None`` with another source.
         initial_model: the reference; ``None`` with ``init_kl_coef`` 0 only.
-        ema_model: gets the moving average of the actor, if it is given.
-        actor_optim, critic_optim, actor_scheduler, critic_scheduler: of actor and critic.
-        config: options; ``None``: from ``strategy.args`` and ``options``.
-        tokenizer: of the actor.
+        ema_model: gets the moving average of the actor; or ``None``.
         reward_fn: combines the scores of several reward models, or is the reward function itself.
         remote_rm_url: reward servers or a Python file.
         reward_source: instead of the three above.
@@ -112,61 +109,19 @@ class PPOTrainer(SeedAttributes):
     ) -> None:
         config = constructor_config(config, strategy, options, tokenizer)
         _check_models(config, critic, initial_model, tokenizer)
-        if options.get("gradient_checkpointing"):
-            for model in (actor, critic):
-                if model is not None:
-                    model.gradient_checkpointing_enable()
-        a, o, t = config.algorithm, config.loss, config.training
-        self.config, self.args, self.strategy, self.tokenizer = (
-            config,
-            getattr(strategy, "args", None),
-            strategy,
-            tokenizer,
-        )
+        for model in (actor, critic) if options.get("gradient_checkpointing") else ():
+            if model is not None:
+                model.gradient_checkpointing_enable()
+        self.config, self.strategy, self.tokenizer = config, strategy, tokenizer
+        self.args, self.generate_kwargs = getattr(strategy, "args", None), generation_options(options)
         self.actor, self.critic, self.initial_model, self.ema_model = actor, critic, initial_model, ema_model
         self.actor_optim, self.actor_scheduler = actor_optim, actor_scheduler
         self.critic_optim, self.critic_scheduler = critic_optim, critic_scheduler
         self.reward_model, self.reward_fn, self.remote_rm_url = reward_model, reward_fn, remote_rm_url
-        self.generate_kwargs = generation_options(options)
-        self.max_epochs, self.ema_beta, self.ptx_coef = t.max_epochs, a.ema_beta, a.ptx_coef
-        self.freezing_actor_steps = a.freezing_actor_steps
-        self.actor_loss_fn = build_policy_loss(o)
-        self.critic_loss_fn = ValueLoss(o.value_clip, loss_agg_mode=o.loss_agg_mode, huber_delta=o.value_huber_delta)
-        self.ptx_loss_fn = GPTLMLoss()
-        self.kl_ctl = make_kl_controller(a.init_kl_coef, a.kl_target, a.kl_horizon)
-        self.value_norm = build_value_norm(o)
-        self.early_stop = EarlyStop(o, strategy)
-
+        self._make_losses()
         self.rollout_engine = rollout_engine or build_rollout_engine(config, strategy, actor, tokenizer)
-        _check_engine(config, self.rollout_engine)
-        self.reward_source = reward_source or build_reward_source(
-            remote_rm_url=remote_rm_url,
-            reward_fn=reward_fn,
-            reward_models=_as_list(reward_model),
-            device=strategy.device,
-            pad_token_id=tokenizer.pad_token_id,
-            micro_batch_size=micro_batch_spec(config, "reward"),
-            ranks=strategy,
-        )
-        self.experience_maker = ExperienceMaker(
-            *(actor, critic, initial_model, strategy, self.kl_ctl, config),
-            value_norm=self.value_norm,
-            old_log_probs=self._old_log_probs(),
-            sample=self._sample_texts,
-            progress=lambda parts: self._bar(parts, "make experience", leave=False),
-        )
-        buffer_options = {"device": strategy.device, "pin_memory": config.data.dataloader_pin_memory}
-        self.replay_buffer = ReplayBuffer(
-            t.micro_train_batch_size, t.buffer_limit, t.buffer_cpu_offload, **buffer_options
-        )
-        self.timer = m.PhaseTimer()
-        self.rollout_check = RolloutCheck(actor, self.rollout_engine, strategy, config)
-        self.sampler = build_sampler(
-            *(config, strategy, self.rollout_engine, self.reward_source, self.experience_maker, self.rollout_check),
-            self.timer,
-        )
-        s = config.sampling
-        self.prompt_filter = PromptFilter(s.dataset_filter_threshold, s.dataset_max_filter_percentage, strategy)
+        self.reward_source = reward_source or self._make_reward_source()
+        self._make_rollout_parts()
         self.evaluator = evaluator
         if eval_prompts is not None:
             parts = (self.rollout_engine, self.reward_source, eval_prompts, strategy)
@@ -174,14 +129,57 @@ class PPOTrainer(SeedAttributes):
         self.prompts_dataloader = prompts_dataloader
         self.pretrain_dataloader = None if pretrain_dataloader is None else endless(pretrain_dataloader)
         self.state = TrainerState()
-        saved = {"actor": actor, "critic": critic, "ema": ema_model}
-        if moves_reference(config):
-            saved["reference"] = initial_model
+        saved = saved_parts(config, actor, critic, ema_model, initial_model)
         self.checkpointer = RunCheckpointer(strategy, config.checkpoint, saved, tokenizer)
         self.recorder: Recorder | None = None
-        self.on_policy: dict[str, m.Summary] = {}  # of log probs that only the training pass has made
         self.owns_parts = False  # a script in the seed's style saves and closes by itself
         self._accumulate_alone()
+
+    def _make_losses(self) -> None:
+        """What the update calls."""
+        a, o, t = self.config.algorithm, self.config.loss, self.config.training
+        self.max_epochs, self.freezing_actor_steps = t.max_epochs, a.freezing_actor_steps
+        self.ema_beta, self.ptx_coef = a.ema_beta, a.ptx_coef
+        self.actor_loss_fn = build_policy_loss(o)
+        self.critic_loss_fn = ValueLoss(o.value_clip, loss_agg_mode=o.loss_agg_mode, huber_delta=o.value_huber_delta)
+        self.ptx_loss_fn = GPTLMLoss()
+        self.kl_ctl = make_kl_controller(a.init_kl_coef, a.kl_target, a.kl_horizon)
+        self.value_norm = build_value_norm(o)
+        self.early_stop = EarlyStop(o, self.strategy)
+        self.on_policy: dict[str, m.Summary] = {}  # of log probs that only the training pass has made
+
+    def _make_reward_source(self) -> RewardSource:
+        """Of the constructor's reward models, function or servers."""
+        models = self.reward_model
+        return build_reward_source(
+            remote_rm_url=self.remote_rm_url,
+            reward_fn=self.reward_fn,
+            reward_models=[] if models is None else list(models) if isinstance(models, (list, tuple)) else [models],
+            device=self.strategy.device,
+            pad_token_id=self.tokenizer.pad_token_id,
+            micro_batch_size=micro_batch_spec(self.config, "reward"),
+            ranks=self.strategy,
+        )
+
+    def _make_rollout_parts(self) -> None:
+        """Everything between prompts and the replay buffer, around engine and reward source."""
+        config, strategy, t, s = self.config, self.strategy, self.config.training, self.config.sampling
+        self.experience_maker = ExperienceMaker(
+            *(self.actor, self.critic, self.initial_model, strategy, self.kl_ctl, config),
+            value_norm=self.value_norm,
+            old_log_probs=self._old_log_probs(),
+            sample=self._sample_texts,
+            progress=lambda parts: self._bar(parts, "make experience", leave=False),
+        )
+        place = {"device": strategy.device, "pin_memory": config.data.dataloader_pin_memory}
+        self.replay_buffer = ReplayBuffer(t.micro_train_batch_size, t.buffer_limit, t.buffer_cpu_offload, **place)
+        self.timer = m.PhaseTimer()
+        self.rollout_check = RolloutCheck(self.actor, self.rollout_engine, strategy, config)
+        self.sampler = build_sampler(
+            *(config, strategy, self.rollout_engine, self.reward_source, self.experience_maker, self.rollout_check),
+            self.timer,
+        )
+        self.prompt_filter = PromptFilter(s.dataset_filter_threshold, s.dataset_max_filter_percentage, strategy)
 
     @classmethod
     def from_config(cls, config: PPOConfig) -> Self:
@@ -333,7 +331,8 @@ class PPOTrainer(SeedAttributes):
         self.strategy.backward(loss * part.loss_scale, self.actor, self.actor_optim)
         self.early_stop.add(metrics)
         if experience.action_log_probs is None and part.has_samples:
-            self._note_on_policy(experience, old_log_probs)
+            summaries = m.policy_summaries(experience, old_log_probs, self.experience_maker.sampled_kl)
+            self.on_policy = m.merge_summaries([self.on_policy, summaries])
         status = m.micro_batch_status(metrics, experience, part.status_scale)
         if part.pretrain is not None:
             batch, tokens, batches = part.pretrain
@@ -346,9 +345,7 @@ class PPOTrainer(SeedAttributes):
         """One micro batch of the critic; see :meth:`training_step`."""
         part = experience.part or self._lone_part(experience)
         self.critic.train()
-        loss, metrics = critic_loss(
-            *(self.critic, experience, part.normalizer), loss_fn=self.critic_loss_fn, value_norm=self.value_norm
-        )
+        loss, metrics = critic_loss(self.critic, experience, part.normalizer, self.critic_loss_fn, self.value_norm)
         self.strategy.backward(loss * part.loss_scale, self.critic, self.critic_optim)
         status = m.micro_batch_status(metrics, experience, part.status_scale)
         return status | self._optimizer_step("critic", self.critic, self.critic_optim, self.critic_scheduler)
@@ -368,22 +365,22 @@ class PPOTrainer(SeedAttributes):
         Args:
             args: namespace with ``ckpt_path``; ``None``: the trainer's config.
             global_step: the step, from 1.
-            step_bar: progress bar of the episode; not used, in the signature for scripts in the seed's style.
+            step_bar: not used, in the signature for scripts in the seed's style.
             logs_dict: status of the step.
             client_states: goes into the checkpoint; ``None``: the trainer's own state.
         """
         self.recorder = self.recorder or self._new_recorder()  # a loop of the user's own may come without fit()
-        finished = self.state.episode if self.state.consumed_prompts == 0 else None
+        status = logs_dict or {}
         perf = m.perf_metrics(
-            self.timer.reset(),
-            logs_dict or {},
+            *(self.timer.reset(), status),
             epochs=self.max_epochs,
             world_size=self.strategy.world_size,
             parameters=sum(parameter_count(model) for model in (self.actor, self.critic) if model is not None),
             peak_tflops=self.config.logging.peak_tflops,
         )
-        self.recorder.log(global_step, logs_dict or {}, perf)
-        self.rollout_check.watch(logs_dict or {}, global_step)
+        self.recorder.log(global_step, {**status, **perf})
+        self.rollout_check.watch(status, global_step)
+        finished = self.state.episode if self.state.consumed_prompts == 0 else None
         due = lambda: self._save_checkpoint(args, f"global_step{global_step}", client_states)  # noqa: E731
         self.recorder.after_step(global_step, finished, self._ckpt_path(args), due)
 
@@ -395,20 +392,22 @@ class PPOTrainer(SeedAttributes):
 
     def client_state(self) -> dict[str, Any]:
         """All that a checkpoint holds beside models, optimizers and what is of each rank."""
-        return {
-            "trainer": self.state.state_dict(),
-            "kl_ctl": self.kl_ctl.state_dict(),
-            "score_statistics": self.experience_maker.shaper.state_dict(),
-            "value_statistics": self.value_norm.state_dict() if self.value_norm is not None else None,
+        return {name: part.state_dict() for name, part in self._stateful_parts().items()} | {
+            "trainer": asdict(self.state),
             "config": public_options(self.config),
             "consumed_samples": self.state.global_step * self.config.rollout.rollout_batch_size,
         }
 
-    def resume(self) -> bool:
-        """Go on from the last checkpoint that ``--resume`` allows. Collective.
+    def _stateful_parts(self) -> dict[str, Any]:
+        parts = {
+            "kl_ctl": self.kl_ctl,
+            "score_statistics": self.experience_maker.shaper,
+            "value_statistics": self.value_norm,
+        }
+        return {name: part for name, part in parts.items() if part is not None}
 
-        Returns:
-            whether there was one.
+    def resume(self) -> bool:
+        """Go on from the last checkpoint that ``--resume`` allows; returns whether there was one. Collective.
 
         Raises:
             ConfigError: if options that must stay as they were have changed.
@@ -417,12 +416,10 @@ class PPOTrainer(SeedAttributes):
         saved = self.checkpointer.resume(public_options(self.config))
         if saved is None:
             return False
-        self.kl_ctl.load_state_dict(saved["kl_ctl"])
-        self.experience_maker.shaper.load_state_dict(saved["score_statistics"])
-        if self.value_norm is not None:
-            self.value_norm.load_state_dict(saved["value_statistics"])
+        for name, part in self._stateful_parts().items():
+            part.load_state_dict(saved[name])
         self.sampler.load_state_dict(saved["surplus"][self.strategy.get_rank()])
-        self.state = TrainerState.from_dict(saved["trainer"])
+        self.state = TrainerState(**saved["trainer"])
         self.rollout_engine.sync_weights(self.actor)
         return True
 
@@ -434,40 +431,25 @@ class PPOTrainer(SeedAttributes):
         if self.config.checkpoint.save_value_network:
             self.strategy.save_model(self.critic, self.tokenizer, path.with_name(f"{path.name}_critic"))
 
-    @property
-    def _wandb(self) -> Any | None:
-        """The Weights & Biases run of rank 0, as the seed names it."""
-        return self.recorder.wandb_run if self.recorder is not None else None
-
-    @property
-    def _tensorboard(self) -> Any | None:
-        """The TensorBoard writer of rank 0, as the seed names it."""
-        return self.recorder.tensorboard_writer if self.recorder is not None else None
-
     # -- parts of the loop ---------------------------------------------------------------------------------------
 
     def _begin(
         self, args: Any, prompts: Iterable | None, pretrain: Iterable | None, consumed_samples: int, update_steps: int
     ) -> None:
-        if args is not None:
-            self.config = overlay_args(self.config, args)
-            self.checkpointer.config = self.config.checkpoint
         self.prompts_dataloader = prompts if prompts is not None else self.prompts_dataloader
         if self.prompts_dataloader is None:
             raise ConfigError("fit() needs a prompts_dataloader, unless the trainer was made by from_config()")
-        if args is not None:  # what the seed does, for scripts that read it afterwards
-            if getattr(args, "eval_steps", None) == -1:
-                args.eval_steps = self._steps_per_episode(update_steps)
-            if getattr(args, "save_steps", None) == -1:
-                args.save_steps = float("inf")
+        per_episode = steps_per_episode(self.config, self.prompts_dataloader, update_steps)
+        if args is not None:
+            self.config = take_schedule(self.config, args, per_episode)
+            self.checkpointer.config = self.config.checkpoint
         if pretrain is not None:
             self.pretrain_dataloader = endless(pretrain)
         for _ in range(self.state.pretrain_batches if self.pretrain_dataloader is not None else 0):
             next(self.pretrain_dataloader)  # resume where the pretraining data was left
         if consumed_samples and self.state.global_step == 0:
-            self.state = state_from_consumed(
-                consumed_samples, self._steps_per_episode(update_steps), self.config.rollout.rollout_batch_size
-            )
+            batch_size = self.config.rollout.rollout_batch_size
+            self.state = TrainerState.from_consumed(consumed_samples, per_episode, batch_size)
         self.prompt_filter.restore(self.prompts_dataloader, self.state)
         self.recorder = self._new_recorder()
         e = self.config.evaluation
@@ -488,9 +470,30 @@ class PPOTrainer(SeedAttributes):
                 lambda batch: as_prompts(batch, self.tokenizer, self.config.data.prompt_max_len),
             )
             name = f"Episode [{episode + 1}/{self.config.training.num_episodes}]"
-            with self._bar(None, name, total=self._steps_per_episode(0)) as bar:
+            with self._bar(None, name, total=steps_per_episode(self.config, self.prompts_dataloader)) as bar:
                 while self.state.episode == episode and not self._done():
                     yield self.state.global_step + 1, prompts, bar
+
+    def _reached_limits(self) -> str:
+        """The limits that the run has come to, as flags; empty while it goes on."""
+        t, state = self.config.training, self.state
+        limits = {
+            "num_episodes": (state.episode, t.num_episodes),
+            "total_training_steps": (state.global_step, t.total_training_steps),
+            "benchmark_steps": (state.global_step, t.benchmark_steps),
+        }
+        return ", ".join(f"--{name} {n}" for name, (done, n) in limits.items() if n is not None and done >= n)
+
+    def _done(self) -> bool:
+        return self.config.evaluation.val_only or bool(self._reached_limits())
+
+    def _move_reference(self, step: int) -> None:
+        """The reference follows the actor (``--ref_ema_eta``), or becomes a copy of it (``--ref_reset_steps``)."""
+        a = self.config.algorithm
+        if a.ref_ema_eta is not None:
+            self.strategy.moving_average(self.actor, self.initial_model, 1 - a.ref_ema_eta)
+        elif a.ref_reset_steps is not None and step % a.ref_reset_steps == 0:
+            self.strategy.moving_average(self.actor, self.initial_model, 0.0)
 
     def _finish_step(self, prompts: EpisodePrompts, taken: int, collected: CollectedStep) -> dict[str, float]:
         """Bring the state up to date after a step; what there is to log."""
@@ -511,39 +514,16 @@ class PPOTrainer(SeedAttributes):
         if self.owns_parts:  # a source that a script made is the script's to end
             close_source(self.reward_source)
 
-    def _move_reference(self, step: int) -> None:
-        """The reference follows the actor (``--ref_ema_eta``), or becomes a copy of it (``--ref_reset_steps``)."""
-        a = self.config.algorithm
-        if a.ref_ema_eta is not None:
-            self.strategy.moving_average(self.actor, self.initial_model, 1 - a.ref_ema_eta)
-        elif a.ref_reset_steps is not None and step % a.ref_reset_steps == 0:
-            self.strategy.moving_average(self.actor, self.initial_model, 0.0)
-
     def _new_recorder(self) -> Recorder:
+        parts = (self.config, self.strategy, self.checkpointer, self.evaluator)
         recorder = Recorder(
-            *(self.config, self.strategy, self.checkpointer, self.evaluator),
+            *parts,
             options=public_options(self.config),
             start_step=self.state.global_step,
             run_id=self.state.run_id,
         )
         self.state.run_id = recorder.run_id
         return recorder
-
-    def _reached_limits(self) -> str:
-        """The limits that the run has come to, as flags; empty while it goes on."""
-        t, state = self.config.training, self.state
-        limits = {
-            "num_episodes": (state.episode, t.num_episodes),
-            "total_training_steps": (state.global_step, t.total_training_steps),
-            "benchmark_steps": (state.global_step, t.benchmark_steps),
-        }
-        return ", ".join(f"--{name} {n}" for name, (done, n) in limits.items() if n is not None and done >= n)
-
-    def _done(self) -> bool:
-        return self.config.evaluation.val_only or bool(self._reached_limits())
-
-    def _steps_per_episode(self, update_steps: int) -> int:
-        return steps_per_episode(self.config, self.prompts_dataloader, update_steps)
 
     def _ckpt_path(self, args: Any) -> str:
         return getattr(args, "ckpt_path", None) or self.config.checkpoint.ckpt_path
@@ -575,11 +555,10 @@ class PPOTrainer(SeedAttributes):
         actor, critic = micro_batch_spec(self.config, "actor_train"), micro_batch_spec(self.config, "critic_train")
         if self.critic is None or critic == actor:
             return None
-        if type(self).training_step is not PPOTrainer.training_step:
+        if self._overrides("training_step"):
             raise ConfigError(
                 f"{type(self).__name__}.training_step trains actor and critic on one micro batch, and the options give "
-                "the critic other ones: set the same micro batches for both, or override training_step_actor and "
-                "training_step_critic instead"
+                "the critic others: set the same for both, or override training_step_actor and training_step_critic"
             )
         return critic
 
@@ -589,7 +568,7 @@ class PPOTrainer(SeedAttributes):
             return micro_batches
         batches = [as_lm_batch(next(self.pretrain_dataloader), self.strategy.device) for _ in micro_batches]
         self.state.pretrain_batches += len(batches)
-        tokens = self.strategy.all_reduce(sum(self.ptx_loss_fn.num_tokens(b.labels) for b in batches), "sum")
+        tokens = self.strategy.all_reduce(sum(self.ptx_loss_fn.num_tokens(b["labels"]) for b in batches), "sum")
         parts = [replace(e.part, pretrain=(b, tokens, len(batches))) for e, b in zip(micro_batches, batches)]
         return [replace(e, part=part) for e, part in zip(micro_batches, parts)]
 
@@ -608,6 +587,9 @@ class PPOTrainer(SeedAttributes):
         """Micro batches that hold the ``train_batch_size`` of the strategy."""
         strategy = self.strategy
         return max(1, -(-strategy.train_batch_size // (strategy.micro_train_batch_size * strategy.world_size)))
+
+    def _actor_trains(self, step: int) -> bool:
+        return step > self.freezing_actor_steps
 
     def _actor_step(self) -> dict[str, float]:
         """At the last micro batch of a step: the optimizer step or an early stop, then the moving average."""
@@ -631,24 +613,14 @@ class PPOTrainer(SeedAttributes):
         grad_norm = float("nan") if outcome.skipped else outcome.grad_norm
         return status | {f"{name}_grad_norm": grad_norm, f"{name}_skipped": float(outcome.skipped)}
 
-    def _note_on_policy(self, experience: Experience, log_probs: Tensor) -> None:
-        """Compare the log probs that only the training pass has made with reference and engine, for the logs."""
-        summaries = m.policy_summaries(
-            log_probs,
-            experience.action_mask,
-            reference=experience.base_action_log_probs,
-            engine=experience.rollout_log_probs,
-            kl=experience.kl,
-            sampled_kl=self.experience_maker.sampled_kl,
-        )
-        self.on_policy = m.merge_summaries([self.on_policy, summaries])
-
     def _old_log_probs(self) -> str:
         """Where the log probs before an update come from; an actor step of the user's own finds them in place."""
         source = old_log_probs_from(self.config, getattr(self.rollout_engine, "exact_log_probs", False))
-        steps = ("training_step", "training_step_actor")
-        overridden = any(getattr(type(self), name) is not getattr(PPOTrainer, name) for name in steps)
-        return "forward" if source == "training" and overridden else source
+        return "forward" if source == "training" and self._overrides("training_step", "training_step_actor") else source
+
+    def _overrides(self, *methods: str) -> bool:
+        """Whether a subclass has one of these methods of its own."""
+        return any(getattr(type(self), name) is not getattr(PPOTrainer, name) for name in methods)
 
     def _sample_texts(self, prompts: Sequence[str], labels: Sequence[Any] | None, **options: Any) -> list[Rollout]:
         """Scored rollouts of prompts as texts, for ``experience_maker.make_experience_list`` in the seed's style."""
@@ -657,9 +629,6 @@ class PPOTrainer(SeedAttributes):
         records = as_prompts(batch, self.tokenizer, config.data.prompt_max_len)
         sampler = replace(self.sampler.sampler, sampling=sampling_params(config))
         return sampler.score(sampler.generate(records, self.state.global_step + 1)).rollouts
-
-    def _actor_trains(self, step: int) -> bool:
-        return step > self.freezing_actor_steps
 
     def _bar(self, items: Iterable, desc: str, **options: Any) -> tqdm:
         """A progress bar on rank 0 of a terminal; elsewhere silent."""
@@ -674,25 +643,9 @@ def _check_models(config: PPOConfig, critic: Any, initial_model: Any, tokenizer:
     if critic is None and needs_critic(config):
         raise ConfigError(f"--advantage_estimator {a.advantage_estimator} needs a critic, but critic is None")
     if initial_model is None and (a.init_kl_coef > 0 or a.use_kl_loss):
-        raise ConfigError(
-            f"the KL coefficient {a.init_kl_coef} needs a reference model, but initial_model is None: pass one, or set "
-            "init_kl_coef to 0"
-        )
+        raise ConfigError(f"init_kl_coef {a.init_kl_coef} needs a reference: pass initial_model, or set init_kl_coef=0")
     if isinstance(initial_model, AdaptersOff) and moves_reference(config):
         raise ConfigError(
             "--ref_ema_eta and --ref_reset_steps need a reference with weights of its own, and this one is the actor "
             "without its adapters: leave them out, or pass another initial_model"
         )
-
-
-def _check_engine(config: PPOConfig, engine: Any) -> None:
-    """Raises ConfigError where the rollout engine cannot sample as the options ask."""
-    if config.sampling.fire_sampling and not getattr(engine, "heats_first_token", False):
-        raise ConfigError(
-            f"--fire_sampling needs an engine that samples the first token at a temperature of its own, and "
-            f"{type(engine).__name__} does not: leave it out, or use Hugging Face generation"
-        )
-
-
-def _as_list(models: Any) -> list:
-    return [] if models is None else list(models) if isinstance(models, (list, tuple)) else [models]

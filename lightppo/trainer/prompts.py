@@ -19,14 +19,61 @@ from lightppo.ranks import Ranks
 from lightppo.trainer.checkpointing import TrainerState
 
 
+class EpisodePrompts:
+    """The generation batches of one episode on this rank, from where it was left.
+
+    Args:
+        dataloader: its ``batch_sampler`` or ``sampler`` has ``set_epoch(epoch, consumed_samples)``; one with
+            ``set_epoch(epoch)`` cannot start inside an episode, one with none is taken as it comes.
+        episode: its number, from 0; seeds the shuffling.
+        consumed_prompts: prompts of this episode that were used before, over all ranks.
+        convert: makes prompts of what the dataloader yields.
+
+    Attributes:
+        exhausted: no batch is left; the same on every rank.
+        taken: prompts of this rank taken so far.
+
+    Raises:
+        ValueError: there is something to skip and the dataloader cannot, or it yields nothing from the start.
+    """
+
+    def __init__(
+        self, dataloader: Iterable, episode: int, consumed_prompts: int, convert: Callable[[Any], list[Prompt]]
+    ) -> None:
+        samplers = (getattr(dataloader, "batch_sampler", None), getattr(dataloader, "sampler", None))
+        sampler = next((s for s in samplers if hasattr(s, "set_epoch")), None)
+        if sampler is not None and "consumed_samples" in inspect.signature(sampler.set_epoch).parameters:
+            sampler.set_epoch(episode, consumed_samples=consumed_prompts)
+        elif consumed_prompts:
+            raise ValueError(
+                "cannot resume inside an episode: the prompts dataloader's sampler has no set_epoch(epoch, "
+                "consumed_samples); make it with strategy.setup_dataloader"
+            )
+        elif sampler is not None:
+            sampler.set_epoch(episode)
+        self._batches, self._convert, self.taken = iter(dataloader), convert, 0
+        self._look_ahead()
+        if self.exhausted and not consumed_prompts:  # else all were consumed; what was sampled may wait for training
+            raise ValueError(f"the prompts dataloader gave no batch in episode {episode + 1}")
+
+    def _look_ahead(self) -> None:
+        self._next = next(self._batches, None)
+        self.exhausted = self._next is None
+
+    def take(self) -> list[Prompt]:
+        """The next generation batch; only while there is one."""
+        prompts = self._convert(self._next)
+        self._look_ahead()
+        self.taken += len(prompts)
+        return prompts
+
+
 @dataclass
 class PromptFilter:
     """Gathers the mean scores of an episode's prompts, and leaves the best solved ones out of the next.
 
-    Attributes:
-        threshold: prompts with a higher mean score may be left out; ``None``: no filter.
-        max_share: of the prompts of the episode, at most; the highest scores first.
-        strategy: gathers over ranks.
+    At most ``max_share`` of the prompts of an episode leave, of those with a mean score above ``threshold``, the
+    highest first; without a threshold none.
     """
 
     threshold: float | None
@@ -96,13 +143,7 @@ def as_prompts(batch: Any, tokenizer: Any, prompt_max_len: int) -> list[Prompt]:
     """
     if isinstance(batch, list) and all(isinstance(item, Prompt) for item in batch):
         return batch
-    columns = _columns(batch)
-    if columns is None:
-        raise TypeError(
-            "a batch of prompts must be a list of Prompt or of strings, or (prompts, labels[, references]); "
-            f"got {type(batch).__name__} {str(batch)[:80]}"
-        )
-    texts, labels, references = [*columns, None, None][:3]
+    texts, labels, references = _columns(batch)
     for name, column in (("labels", labels), ("references", references)):
         if column is not None and len(column) != len(texts):
             raise ValueError(f"a batch of {len(texts)} prompts has {len(column)} {name}")
@@ -120,126 +161,49 @@ def as_prompts(batch: Any, tokenizer: Any, prompt_max_len: int) -> list[Prompt]:
     return prompts
 
 
+def _columns(batch: Any) -> list:
+    """``[prompts, labels, references]``, the last two possibly ``None``."""
+    columns = [batch] if _is_texts(batch) else list(batch) if isinstance(batch, (list, tuple)) else []
+    of_rows = all(c is None or (hasattr(c, "__len__") and not isinstance(c, str)) for c in columns)
+    if not 1 <= len(columns) <= 3 or not _is_texts(columns[0]) or not of_rows:
+        raise TypeError(
+            "a batch of prompts must be a list of Prompt or of strings, or (prompts, labels[, references]); "
+            f"got {type(batch).__name__} {str(batch)[:80]}"
+        )
+    return [*columns, None, None][:3]
+
+
+def _is_texts(column: Any) -> bool:
+    return isinstance(column, (list, tuple)) and all(isinstance(text, str) for text in column)
+
+
 def _index_of(text: str) -> int:
     """A number for a prompt without row number: equal texts form one group, on any rank."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
 
 
-def _columns(batch: Any) -> list | None:
-    """``[prompts, labels, references]`` or a beginning of it; ``None`` for anything else."""
-    is_texts = lambda column: isinstance(column, (list, tuple)) and all(isinstance(t, str) for t in column)  # noqa: E731
-    if is_texts(batch):
-        return [batch]
-    if not isinstance(batch, (list, tuple)) or not 1 <= len(batch) <= 3 or not is_texts(batch[0]):
-        return None
-    return list(batch) if all(c is None or (hasattr(c, "__len__") and not isinstance(c, str)) for c in batch) else None
-
-
-def start_episode(dataloader: Iterable, episode: int, consumed_prompts: int) -> Iterator[tuple[Any, bool]]:
-    """Batches of an episode from where it was left, each with whether it is the last.
+def as_lm_batch(batch: Any, device: torch.device) -> dict[str, Tensor]:
+    """``input_ids``, ``attention_mask`` and ``labels``, each (B, S), of a pretraining dataloader's batch.
 
     Args:
-        dataloader: its ``batch_sampler`` or ``sampler`` has ``set_epoch(epoch, consumed_samples)``; one with
-            ``set_epoch(epoch)`` cannot start inside an episode, one with none is taken as it comes.
-        episode: number of the episode; seeds the shuffling.
-        consumed_prompts: prompts of this episode that were used before, over all ranks.
-
-    Raises:
-        ValueError: if there is something to skip and the dataloader cannot, or it yields nothing from the start.
-    """
-    samplers = (getattr(dataloader, "batch_sampler", None), getattr(dataloader, "sampler", None))
-    sampler = next((s for s in samplers if hasattr(s, "set_epoch")), None)
-    if sampler is not None and "consumed_samples" in inspect.signature(sampler.set_epoch).parameters:
-        sampler.set_epoch(episode, consumed_samples=consumed_prompts)
-    elif consumed_prompts:
-        raise ValueError(
-            "cannot resume inside an episode: the prompts dataloader's sampler has no set_epoch(epoch, "
-            "consumed_samples); make it with strategy.setup_dataloader"
-        )
-    elif sampler is not None:
-        sampler.set_epoch(episode)
-    return _mark_last(iter(dataloader), episode, consumed_prompts)
-
-
-def _mark_last(batches: Iterator, episode: int, consumed_prompts: int) -> Iterator[tuple[Any, bool]]:
-    try:
-        batch = next(batches)
-    except StopIteration:
-        if consumed_prompts:  # all of them; what was sampled may still wait for training
-            return
-        raise ValueError(f"the prompts dataloader gave no batch in episode {episode + 1}") from None
-    for following in batches:
-        yield batch, False
-        batch = following
-    yield batch, True
-
-
-class EpisodePrompts:
-    """The generation batches of one episode on this rank, from where it was left.
-
-    Args:
-        dataloader, episode, consumed_prompts: as in :func:`start_episode`.
-        convert: makes prompts of what the dataloader yields.
-
-    Attributes:
-        exhausted: no batch is left; the same on every rank.
-        taken: prompts of this rank taken so far.
-    """
-
-    def __init__(
-        self, dataloader: Iterable, episode: int, consumed_prompts: int, convert: Callable[[Any], list[Prompt]]
-    ) -> None:
-        self._batches = start_episode(dataloader, episode, consumed_prompts)
-        self._first = next(self._batches, None)
-        self._convert = convert
-        self.exhausted = self._first is None
-        self.taken = 0
-
-    def take(self) -> list[Prompt]:
-        """The next generation batch; only while there is one."""
-        batch, is_last = self._first or next(self._batches)
-        prompts = self._convert(batch)
-        self._first, self.exhausted = None, is_last
-        self.taken += len(prompts)
-        return prompts
-
-
-@dataclass
-class LMBatch:
-    """A batch for the language-model loss: ids, mask and labels, each (B, S)."""
-
-    input_ids: Tensor
-    attention_mask: Tensor
-    labels: Tensor
-
-
-def as_lm_batch(batch: Any, device: torch.device) -> LMBatch:
-    """A batch of a pretraining dataloader on the device.
-
-    Args:
-        batch: a mapping with ``input_ids``, ``attention_mask`` and, optionally, ``labels``; or in the seed's style a
-            tuple whose second and third entries are ids and mask, (B, S) or (B, 1, S).
+        batch: a mapping, perhaps without ``labels``; or in the seed's style a tuple whose second and third entries are
+            ids and mask, (B, S) or (B, 1, S).
         device: where it goes.
     """
     if isinstance(batch, (tuple, list)):
-        ids, mask = batch[1], batch[2]
-        labels = None
-    else:
-        ids, mask, labels = batch["input_ids"], batch["attention_mask"], batch.get("labels")
-    ids, mask = ids.reshape(-1, ids.size(-1)).to(device), mask.reshape(-1, mask.size(-1)).to(device)
-    if labels is None:
-        labels = ids.masked_fill(mask == 0, IGNORE_INDEX)
-    return LMBatch(ids, mask, labels.to(device))
+        batch = {"input_ids": batch[1], "attention_mask": batch[2]}
+    ids, mask = (batch[name].to(device) for name in ("input_ids", "attention_mask"))
+    ids, mask = ids.reshape(-1, ids.size(-1)), mask.reshape(-1, mask.size(-1))
+    labels = batch.get("labels")
+    labels = ids.masked_fill(mask == 0, IGNORE_INDEX) if labels is None else labels.to(device)
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
 def endless(dataloader: Iterable) -> Iterator:
     """The batches again and again, reshuffled each time round where the sampler can.
 
-    Args:
-        dataloader: or an iterator that is endless itself.
-
     Raises:
-        ValueError: it has no batch, or an iterator came to its end.
+        ValueError: it has no batch, or is an iterator that came to its end.
     """
     if isinstance(dataloader, Iterator):
         yield from dataloader

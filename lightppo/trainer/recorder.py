@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from lightppo.config import PPOConfig
 from lightppo.config.options import LoggingConfig
@@ -26,19 +26,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Cadence:
-    """Due at multiples of ``steps``, at the end of every ``epochs``-th episode, and ``seconds`` after the last time.
+    """Due at multiples of ``steps``, at the end of every ``epochs``-th episode, and ``seconds`` after the last time."""
 
-    Attributes:
-        steps: PPO steps; below 1: never by steps.
-        epochs: episodes; ``None``: never by episodes.
-        seconds: wall clock; ``None``: never by time.
-        agree: makes rank 0's clock decide for all: ``agree(value)`` returns rank 0's value on every rank.
-    """
-
-    steps: int = -1
+    steps: int = -1  # below 1: never by steps
     epochs: int | None = None
     seconds: float | None = None
-    agree: Callable[[bool], bool] = bool
+    agree: Callable[[bool], bool] = bool  # rank 0's value on every rank: its clock decides for all
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
@@ -50,12 +43,7 @@ class Cadence:
         return self.steps > 0 or self.epochs is not None or self.seconds is not None
 
     def due(self, step: int, finished_episodes: int | None = None) -> bool:
-        """Whether it is due after ``step``.
-
-        Args:
-            step: PPO step just finished, from 1.
-            finished_episodes: episodes finished, if this step was the last of one, else ``None``.
-        """
+        """Whether it is due after ``step``; ``finished_episodes``: of the run, if this step was the last of one."""
         due = self.steps > 0 and step % self.steps == 0
         due |= self.epochs is not None and finished_episodes is not None and finished_episodes % self.epochs == 0
         if self.seconds is not None:
@@ -65,21 +53,14 @@ class Cadence:
         return due
 
 
-class Sink(Protocol):
-    """Somewhere metrics go."""
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
-
-    def close(self) -> None: ...
+# -- where metrics go ------------------------------------------------------------------------------------------------
 
 
 class JsonlSink:
     """One JSON object per line: step, time (Unix seconds) and the metrics. NaN becomes null.
 
-    Args:
-        path: the file. A new run (``start_step`` 0) puts an older file aside; a resumed one keeps the rows up to
-            ``start_step`` and drops rows of steps that will be done again.
-        start_step: step that the run starts from.
+    A new run (``start_step`` 0) puts an older file aside; a resumed one keeps the rows up to ``start_step`` and drops
+    rows of steps that will be done again.
     """
 
     def __init__(self, path: Path, start_step: int = 0) -> None:
@@ -129,20 +110,13 @@ class TensorBoardSink:
 class WandbSink:
     """A Weights & Biases run; goes on with the run of ``run_id`` after a resume. WANDB_MODE=offline works."""
 
-    def __init__(self, config: LoggingConfig, run_name: str, run_config: Mapping[str, Any], run_id: str | None) -> None:
+    def __init__(self, config: LoggingConfig, run_name: str, options: Mapping[str, Any], run_id: str | None) -> None:
         try:
             import wandb
         except ImportError as error:
             raise ImportError("--use_wandb needs wandb: pip install 'lightppo[wandb]'") from error
-        self.run = wandb.init(
-            entity=config.wandb_org,
-            project=config.wandb_project,
-            group=config.wandb_group,
-            name=run_name,
-            id=run_id,
-            resume="allow",
-            config=dict(run_config),
-        )
+        where = {"entity": config.wandb_org, "project": config.wandb_project, "group": config.wandb_group}
+        self.run = wandb.init(**where, name=run_name, id=run_id, resume="allow", config=dict(options))
         self.run.define_metric("global_step")
         for namespace in ("rollout", "train", "eval", "perf", "reward"):
             self.run.define_metric(f"{namespace}/*", step_metric="global_step")
@@ -154,64 +128,44 @@ class WandbSink:
         self.run.finish()
 
 
-class MetricLogger:
-    """All sinks of a run.
+Sink = JsonlSink | TensorBoardSink | WandbSink
+
+
+def open_sinks(
+    config: LoggingConfig,
+    folder: str | Path,
+    options: Mapping[str, Any],
+    *,
+    start_step: int = 0,
+    run_id: str | None = None,
+) -> list[Sink]:
+    """All sinks of a run: metrics.jsonl in its folder, and what the options name.
 
     Args:
-        config: which sinks.
-        folder: the run's folder; metrics.jsonl goes there.
-        run_config: options of the run, shown by Weights & Biases. Holds no secrets: tokens come from the environment.
-        is_rank_0: other ranks log nothing.
+        options: of the run, shown by Weights & Biases. Without secrets: tokens come from the environment.
         start_step: step that the run starts or resumes from.
         run_id: of the Weights & Biases run to go on with.
 
     Raises:
-        ImportError: if a sink's package is not installed; names the extra.
+        ImportError: a sink's package is not installed; names the extra.
     """
+    sinks: list[Sink] = []
+    name = config.wandb_run_name or Path(folder).resolve().name
+    if config.use_tensorboard:
+        sinks.append(TensorBoardSink(Path(config.use_tensorboard) / name, start_step))
+    if config.use_wandb:
+        sinks.append(WandbSink(config, name, options, run_id))
+    # Last: it puts the file of an older run aside, which a missing package above should not.
+    return [*sinks, JsonlSink(Path(folder) / "metrics.jsonl", start_step)]
 
-    def __init__(
-        self,
-        config: LoggingConfig,
-        folder: str | Path,
-        run_config: Mapping[str, Any],
-        *,
-        is_rank_0: bool = True,
-        start_step: int = 0,
-        run_id: str | None = None,
-    ) -> None:
-        self.sinks: list[Sink] = []
-        self.run_id = run_id
-        if not is_rank_0:
-            return
-        name = config.wandb_run_name or Path(folder).resolve().name
-        if config.use_tensorboard:
-            self.sinks.append(TensorBoardSink(Path(config.use_tensorboard) / name, start_step))
-        if config.use_wandb:
-            wandb = WandbSink(config, name, run_config, run_id)
-            self.run_id = wandb.run.id
-            self.sinks.append(wandb)
-        # Last: it puts the file of an older run aside, which a missing package above should not.
-        self.sinks.append(JsonlSink(Path(folder) / "metrics.jsonl", start_step))
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write metrics of one PPO step everywhere."""
-        for sink in self.sinks:
-            sink.log(step, metrics)
-
-    def close(self) -> None:
-        """Flush and close; idempotent."""
-        for sink in self.sinks:
-            sink.close()
-        self.sinks = []
+# --------------------------------------------------------------------------------------------------------------------
 
 
 class Recorder:
     """Logs, evaluates and saves. All ranks call every method; rank 0's clock decides what is due by time.
 
     Args:
-        config: paths, sinks and the times of each.
-        strategy: rank and agreement.
-        checkpointer: writes checkpoints.
         evaluator: ``None``: no evaluation.
         options: of the run, shown by Weights & Biases.
         start_step: step the run starts or resumes at; logs of later steps, of a run that was cut off, are dropped.
@@ -229,12 +183,8 @@ class Recorder:
         start_step: int = 0,
         run_id: str | None = None,
     ) -> None:
-        self.config = config
-        self.strategy = strategy
-        self.checkpointer = checkpointer
-        self.evaluator = evaluator
-        c, e = config.checkpoint, config.evaluation
-        agree = strategy.broadcast_object
+        self.config, self.strategy, self.checkpointer, self.evaluator = config, strategy, checkpointer, evaluator
+        c, e, agree = config.checkpoint, config.evaluation, strategy.broadcast_object
         self.checkpoint_cadence = Cadence(c.save_steps, c.save_epochs, c.save_seconds, agree=agree)
         self.export_cadence = Cadence(c.hf_save_steps, c.hf_save_epochs, c.hf_save_seconds, agree=agree)
         per_episode = 1 if e.eval_steps == -1 and e.eval_seconds is None else None
@@ -244,24 +194,18 @@ class Recorder:
             self.best = checkpointer.best_value(c.ckpt_path, e.best_metric)
         self.last_evaluated: int | None = None
         self.last_saved: int | None = start_step or None
-        self.metric_logger = MetricLogger(
-            config.logging,
-            c.save_path,
-            options,
-            is_rank_0=strategy.is_rank_0(),
-            start_step=start_step,
-            run_id=run_id,
-        )
+        run = {"start_step": start_step, "run_id": run_id}
+        self.sinks = open_sinks(config.logging, c.save_path, options, **run) if strategy.is_rank_0() else []
+        self.run_id = run_id if self.wandb_run is None else self.wandb_run.id  # of the Weights & Biases run
 
-    @property
-    def run_id(self) -> str | None:
-        """Of the Weights & Biases run."""
-        return self.metric_logger.run_id
+    def _write(self, step: int, metrics: Mapping[str, float]) -> None:
+        for sink in self.sinks:
+            sink.log(step, metrics)
 
-    def log(self, step: int, status: Mapping[str, float], perf: Mapping[str, float]) -> None:
+    def log(self, step: int, status: Mapping[str, float]) -> None:
         """Log one step, if it is due."""
         if step % self.config.logging.logging_steps == 0:
-            self.metric_logger.log(step, with_namespace({**status, **perf}))
+            self._write(step, with_namespace(status))
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Evaluate the current weights, once per step at most; empty without an evaluator. Collective."""
@@ -269,9 +213,9 @@ class Recorder:
             return {}
         results = self.evaluator.evaluate(step)
         self.last_evaluated = step
-        self.metric_logger.log(step, results)
-        self.strategy.print(f"[step {step}] evaluation: accuracy {results['eval/accuracy']:.3f}, "
-                            f"reward {results['eval/reward']:.3f}")  # fmt: skip
+        self._write(step, results)
+        accuracy, reward = results["eval/accuracy"], results["eval/reward"]
+        self.strategy.print(f"[step {step}] evaluation: accuracy {accuracy:.3f}, reward {reward:.3f}")
         if self.config.evaluation.best_metric is not None:
             self._keep_best(step, results, self.config.evaluation.best_metric)
         return results
@@ -310,12 +254,14 @@ class Recorder:
 
     @property
     def tensorboard_writer(self) -> Any | None:
-        return next((s.writer for s in self.metric_logger.sinks if isinstance(s, TensorBoardSink)), None)
+        return next((s.writer for s in self.sinks if isinstance(s, TensorBoardSink)), None)
 
     @property
     def wandb_run(self) -> Any | None:
-        return next((s.run for s in self.metric_logger.sinks if isinstance(s, WandbSink)), None)
+        return next((s.run for s in self.sinks if isinstance(s, WandbSink)), None)
 
     def close(self) -> None:
         """Close the logs; nothing is logged after it."""
-        self.metric_logger.close()
+        for sink in self.sinks:
+            sink.close()
+        self.sinks = []

@@ -19,30 +19,20 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Panel:
-    """One plot of the picture.
-
-    Attributes:
-        title: above it.
-        curves: metrics drawn as lines, name → legend.
-        points: metrics drawn as points joined by a line, for the few steps with an evaluation; name → legend.
-        unit_interval: the y axis is 0 to 1.
-    """
+    """One plot of the picture; metrics by name, with their legends."""
 
     title: str
-    curves: Mapping[str, str]
-    points: Mapping[str, str]
-    unit_interval: bool = False
+    curves: Mapping[str, str]  # drawn as lines
+    points: Mapping[str, str]  # drawn as points joined by a line, for the few steps with an evaluation
+    unit_interval: bool = False  # the y axis is 0 to 1
 
 
+_TRAINING, _HELD_OUT = "training prompts", "held-out prompts"
 PANELS = (
-    Panel("reward", {"rollout/reward": "training prompts"}, {"eval/reward": "held-out prompts"}),
-    Panel("KL to the reference (nats per token)", {"rollout/kl": "training prompts"}, {}),
-    Panel("accuracy", {"reward/accuracy": "training prompts"}, {"eval/accuracy": "held-out prompts"}, True),
-    Panel(
-        "response length (tokens)",
-        {"rollout/response_length": "training prompts"},
-        {"eval/response_length": "held-out prompts"},
-    ),
+    Panel("reward", {"rollout/reward": _TRAINING}, {"eval/reward": _HELD_OUT}),
+    Panel("KL to the reference (nats per token)", {"rollout/kl": _TRAINING}, {}),
+    Panel("accuracy", {"reward/accuracy": _TRAINING}, {"eval/accuracy": _HELD_OUT}, unit_interval=True),
+    Panel("response length (tokens)", {"rollout/response_length": _TRAINING}, {"eval/response_length": _HELD_OUT}),
 )
 
 
@@ -106,12 +96,7 @@ def evaluations(rows: Sequence[Row], metric: str = "eval/accuracy") -> list[Row]
 
 
 def draw_training(rows: Sequence[Row], title: str | None = None) -> Figure:
-    """The panels of ``PANELS`` over PPO steps. A metric that was never logged is left out.
-
-    Args:
-        rows: as from :func:`read_metrics`.
-        title: over all panels.
-    """
+    """The panels of ``PANELS`` over PPO steps, from rows of :func:`read_metrics`. What was never logged is left out."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -125,16 +110,12 @@ def draw_training(rows: Sequence[Row], title: str | None = None) -> Figure:
 
 
 def _draw_panel(axes: Axes, panel: Panel, rows: Sequence[Row]) -> None:
-    for name, label in panel.curves.items():
-        steps, values = series(rows, name)
-        if steps:
-            axes.plot(steps, values, label=label, linewidth=1)
-    for name, label in panel.points.items():
-        steps, values = series(rows, name)
-        if steps:
-            axes.plot(steps, values, label=label, marker="o")
-    axes.set_title(panel.title)
-    axes.set_xlabel("PPO step")
+    for metrics, style in ((panel.curves, {"linewidth": 1}), (panel.points, {"marker": "o"})):
+        for name, label in metrics.items():
+            steps, values = series(rows, name)
+            if steps:
+                axes.plot(steps, values, label=label, **style)
+    axes.set(title=panel.title, xlabel="PPO step")
     axes.grid(alpha=0.3)
     if panel.unit_interval:
         axes.set_ylim(0, 1)
@@ -145,11 +126,5 @@ def _draw_panel(axes: Axes, panel: Panel, rows: Sequence[Row]) -> None:
 
 
 def plot_training(rows: Sequence[Row], path: str | Path, title: str | None = None) -> None:
-    """Draw the run (see :func:`draw_training`) into a PNG file.
-
-    Args:
-        rows: as from :func:`read_metrics`.
-        path: of the PNG.
-        title: over all panels.
-    """
+    """Draw the run (see :func:`draw_training`) into a PNG file."""
     draw_training(rows, title).savefig(path, format="png", dpi=100)

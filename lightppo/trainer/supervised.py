@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,8 +15,7 @@ from lightppo.algorithms.losses import GPTLMLoss
 from lightppo.models.actor import Actor
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.trainer.recorder import JsonlSink
-
-logger = logging.getLogger(__name__)
+from lightppo.trainer.update import pretrain_loss
 
 Batch = dict[str, torch.Tensor]
 
@@ -32,7 +30,6 @@ class SFTTrainer:
         strategy: with the process group up; its train_batch_size and micro_train_batch_size say how many micro
             batches make a step. The last step of an epoch has what is left: no row is dropped.
         model: prepared.
-        optim: of the model.
         scheduler: of the model, or None for a constant rate.
         train_dataloader: this rank's micro batches, from ``strategy.setup_dataloader``; each has ``input_ids``,
             ``attention_mask`` and ``labels``, (B, S) long, the labels -100 where nothing is learned.
@@ -59,20 +56,13 @@ class SFTTrainer:
         if max_steps < 1 or logging_steps < 1:
             raise ValueError(f"max_steps ({max_steps}) and logging_steps ({logging_steps}) must be at least 1")
         self.strategy, self.model, self.optim, self.scheduler = strategy, model, optim, scheduler
-        self.train_dataloader = train_dataloader
-        self.max_steps = max_steps
-        self.log_path = Path(log_path) if log_path is not None else None
-        self.logging_steps = logging_steps
-        self.micro_batches_per_step = strategy.accumulated_gradient
+        self.train_dataloader, self.micro_batches_per_step = train_dataloader, strategy.accumulated_gradient
+        self.max_steps, self.logging_steps, self.log_path = max_steps, logging_steps, log_path
         self.loss_fn = GPTLMLoss()
 
     def fit(self) -> dict[str, float]:
-        """Train. Collective.
-
-        Returns:
-            Metrics of the last step; see :meth:`training_step`.
-        """
-        sink = JsonlSink(self.log_path) if self.log_path is not None and self.strategy.is_rank_0() else None
+        """Train; returns the metrics of the last step, see :meth:`training_step`. Collective."""
+        sink = JsonlSink(Path(self.log_path)) if self.log_path is not None and self.strategy.is_rank_0() else None
         self.model.train()
         status: dict[str, float] = {}
         steps = itertools.islice(self._steps(), self.max_steps)
@@ -102,8 +92,7 @@ class SFTTrainer:
         loss_sum = 0.0
         for batch in micro_batches:
             batch = {name: tensor.to(self.strategy.device) for name, tensor in batch.items()}
-            logits = self.model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits  # (B, S, V)
-            loss = self.loss_fn(logits, batch["labels"], tokens, self.strategy.world_size)
+            loss = pretrain_loss(self.model, batch, self.loss_fn, tokens, self.strategy.world_size)
             self.strategy.backward(loss, self.model, self.optim)
             loss_sum += loss.item()
         outcome = self.strategy.optimizer_step(self.optim, self.model, self.scheduler, name="sft")
@@ -127,13 +116,6 @@ class SFTTrainer:
 def total_steps(
     strategy: DeepspeedStrategy, train_dataloader: DataLoader, num_epochs: int = 1, max_steps: int | None = None
 ) -> int:
-    """Optimizer steps of a run: ``max_steps`` if given, else the steps of ``num_epochs``.
-
-    Args:
-        strategy: with the process group up.
-        train_dataloader: this rank's micro batches.
-        num_epochs: passes over the data.
-        max_steps: in place of ``num_epochs``.
-    """
+    """Optimizer steps of a run: ``max_steps`` if given, else the steps of ``num_epochs``."""
     per_epoch = -(-len(train_dataloader) // strategy.accumulated_gradient)
     return max_steps if max_steps is not None else num_epochs * per_epoch

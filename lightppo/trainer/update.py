@@ -21,7 +21,6 @@ from lightppo.experience.batching import selection_of
 from lightppo.experience.experience import Experience
 from lightppo.models.actor import ActionScores
 from lightppo.ranks import Ranks
-from lightppo.trainer.prompts import LMBatch
 
 Metrics = dict[str, Tensor]
 
@@ -38,49 +37,32 @@ def actor_loss(
 ) -> tuple[Tensor, Metrics, Tensor]:
     """Policy loss, entropy bonus, KL loss and load-balancing loss.
 
-    Args:
-        actor: prepared, in training mode.
-        experience: without ``action_log_probs`` the policy that is trained is the one that sampled.
-        normalizer: totals of the optimizer step.
-        loss_fn: the policy loss.
-        config: resolved; read are algorithm and loss.
-        kl_coef: of the KL loss.
-        reference: for the KL over the whole vocabulary.
+    Without ``action_log_probs`` in the experience, the policy that is trained is the one that sampled.
 
     Returns:
         the loss (scalar), metrics, and the log probs of the policy before the update (B, A).
     """
     a, o, mask = config.algorithm, config.loss, experience.action_mask
     scores = actor.score_actions(
-        experience.sequences,
-        experience.num_actions,
-        experience.attention_mask,
+        *(experience.sequences, experience.num_actions, experience.attention_mask),
         entropy=True,
         entropy_grad=o.entropy_coef > 0,
         logits=a.use_kl_loss and a.kl_estimator == "full",
         router_loss=o.aux_loss_coef > 0,
     )
     old = scores.log_probs.detach() if experience.action_log_probs is None else experience.action_log_probs
+    selected = experience.selected if selection_of(loss_fn) is not None else None
     loss, metrics = loss_fn(
-        scores.log_probs,
-        old,
-        experience.advantages,
-        mask,
-        normalizer,
+        *(scores.log_probs, old, experience.advantages, mask, normalizer),
         weights=experience.loss_weights,
-        selected=experience.selected if selection_of(loss_fn) is not None else None,
+        selected=selected,
     )
-    metrics |= {
-        "policy_loss": loss.detach(),
-        "entropy": aggregate_loss(scores.entropy.detach(), mask, "token-mean", normalizer),
-    }
+    entropy = aggregate_loss(scores.entropy.detach(), mask, "token-mean", normalizer)
+    metrics |= {"policy_loss": loss.detach(), "entropy": entropy}
     if o.entropy_coef > 0:
         loss = loss - o.entropy_coef * aggregate_loss(scores.entropy, mask, o.loss_agg_mode, normalizer)
     if a.use_kl_loss:
-        kl = _full_kl(actor, reference, scores, experience, config) if a.kl_estimator == "full" else None
-        if kl is None:
-            base = experience.base_action_log_probs
-            kl = approx_kl(scores.log_probs, base, a.kl_estimator, a.kl_clip, action_mask=mask)  # (B, A)
+        kl = _kl_to_reference(actor, reference, scores, experience, config)
         kl_loss = aggregate_loss(kl, mask, o.loss_agg_mode, normalizer)
         loss = loss + kl_coef * kl_loss
         metrics |= {"kl_loss": kl_loss.detach()}
@@ -93,31 +75,29 @@ def actor_loss(
     return loss, metrics, old
 
 
-def _full_kl(actor: Any, reference: Any, scores: ActionScores, experience: Experience, config: PPOConfig) -> Tensor:
-    """KL to the reference over the whole vocabulary, with gradient (B, A)."""
+def _kl_to_reference(
+    actor: Any, reference: Any, scores: ActionScores, experience: Experience, config: PPOConfig
+) -> Tensor:
+    """KL estimate with gradient (B, A): from the log probs of the sampled tokens, or over the whole vocabulary."""
+    a = config.algorithm
+    if a.kl_estimator != "full":
+        base = experience.base_action_log_probs
+        return approx_kl(scores.log_probs, base, a.kl_estimator, a.kl_clip, action_mask=experience.action_mask)
+    inputs = (experience.sequences, experience.num_actions, experience.attention_mask)
     with torch.no_grad():
-        other = reference.score_actions(
-            experience.sequences, experience.num_actions, experience.attention_mask, logits=True
-        )
+        other = reference.score_actions(*inputs, logits=True)
     per_token = full_kl(scores.logits, other.logits, actor.temperature)  # (K,)
     kl = torch.zeros_like(scores.log_probs).masked_scatter(scores.real, per_token)
-    clip = config.algorithm.kl_clip
-    return kl if clip is None else kl.clamp(-clip, clip)
+    return kl if a.kl_clip is None else kl.clamp(-a.kl_clip, a.kl_clip)
 
 
 def critic_loss(
-    critic: Any,
-    experience: Experience,
-    normalizer: LossNormalizer,
-    *,
-    loss_fn: ValueLoss,
-    value_norm: ValueNorm | None,
+    critic: Any, experience: Experience, normalizer: LossNormalizer, loss_fn: ValueLoss, value_norm: ValueNorm | None
 ) -> tuple[Tensor, Metrics]:
-    """Value loss. What the critic says is normalised by ``value_norm``; what the experience holds is not."""
+    """Value loss and metrics. ``value_norm`` normalises what the critic says; what the experience holds is not."""
     mask, old_values, returns = experience.action_mask, experience.values, experience.returns
-    values = critic(
-        experience.sequences, num_actions=experience.num_actions, attention_mask=experience.attention_mask
-    )  # (B, A)
+    inputs = {"num_actions": experience.num_actions, "attention_mask": experience.attention_mask}
+    values = critic(experience.sequences, **inputs)  # (B, A)
     shown = values.detach()
     if value_norm is not None:
         shown = value_norm.denormalize(shown)
@@ -127,10 +107,10 @@ def critic_loss(
     return loss, metrics | {"critic_loss": loss.detach(), "values": mean_value}
 
 
-def pretrain_loss(actor: Any, batch: LMBatch, loss_fn: GPTLMLoss, tokens: float, dp_size: int) -> Tensor:
-    """Language-model loss on pretraining data: this batch's share of the mean over ``tokens`` of all ranks."""
-    logits = actor(batch.input_ids, attention_mask=batch.attention_mask, return_output=True).logits
-    return loss_fn(logits, batch.labels, tokens, dp_size)
+def pretrain_loss(model: Any, batch: Mapping[str, Tensor], loss_fn: GPTLMLoss, tokens: float, dp_size: int) -> Tensor:
+    """Language-model loss of a batch: its share of the mean over the ``tokens`` with labels of all ranks."""
+    logits = model(batch["input_ids"], attention_mask=batch["attention_mask"], return_output=True).logits  # (B, S, V)
+    return loss_fn(logits, batch["labels"], tokens, dp_size)
 
 
 class EarlyStop:

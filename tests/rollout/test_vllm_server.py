@@ -23,7 +23,7 @@ from lightppo.rollout.engine import RolloutEngine, SamplingParams
 from lightppo.rollout.sampling import request_seed
 from lightppo.rollout.vllm_server import VLLMServer, VLLMServerRolloutEngine
 from lightppo.rollout.weights import architecture, full_weights, trainer_fingerprints
-from lightppo.trainer.launch import run
+from lightppo.trainer import run
 
 GREEDY = SamplingParams(max_new_tokens=3, do_sample=False)
 GENERATE = "/inference/v1/generate"

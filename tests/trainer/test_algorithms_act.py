@@ -10,9 +10,9 @@ from support.fakes import FakeEngine, FakeStrategy, on_ranks
 from support.sampled import PROMPTS, SCORES, collected, sample
 from support.tiny import tiny_config
 
+from lightppo import PPOTrainer
 from lightppo.algorithms.entries import POLICY_LOSSES
 from lightppo.algorithms.losses import PolicyLoss
-from lightppo.config import PPOConfig
 from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import ConfigError, RewardError
 from lightppo.experience.batching import select_tokens
@@ -20,7 +20,6 @@ from lightppo.experience.experience import Experience
 from lightppo.experience.sampler import RolloutSampler
 from lightppo.rewards.source import RewardOutput
 from lightppo.rollout.engine import SamplingParams
-from lightppo.trainer.build import check_router
 from lightppo.trainer.metrics import METRICS, with_namespace
 
 pytestmark = pytest.mark.usefixtures("world")
@@ -341,6 +340,6 @@ def test_the_load_balancing_loss_of_a_mixture(make_config, mixture):
     assert whole["actor_grad_norm"] != without["actor_grad_norm"]
 
 
-def test_a_model_without_router_is_refused_at_the_start(parts):
-    with pytest.raises(ConfigError, match="--aux_loss_coef: LlamaForCausalLM gives no router logits"):
-        check_router(PPOConfig.from_flat(aux_loss_coef=0.1), parts["actor"][0])
+def test_a_model_without_router_is_refused_at_the_start(make_config):
+    with pytest.raises(ConfigError, match="--aux_loss_coef: LlamaForCausalLM"):
+        PPOTrainer.from_config(make_config(aux_loss_coef=0.1))

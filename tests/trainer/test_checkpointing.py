@@ -71,7 +71,7 @@ class SavingStrategy(FakeStrategy):
 
 
 def checkpointer(strategy: FakeStrategy | None = None, ema: bool = False, critic: bool = True, **options: Any):
-    models = {"actor": "ACTOR", "critic": "CRITIC" if critic else None, "ema": "EMA" if ema else None}
+    models = {"actor": "ACTOR"} | ({"critic": "CRITIC"} if critic else {}) | ({"ema": "EMA"} if ema else {})
     return RunCheckpointer(strategy or SavingStrategy(), CheckpointConfig(**options), models, "TOKENIZER")
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from lightppo.errors import RolloutError
-from lightppo.trainer.launch import run
+from lightppo.trainer import run
 
 
 @pytest.fixture

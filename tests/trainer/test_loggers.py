@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lightppo.config import LoggingConfig
-from lightppo.trainer.recorder import JsonlSink, MetricLogger
+from lightppo.trainer.recorder import JsonlSink, open_sinks
 
 
 def rows(path: Path) -> list[dict]:
@@ -74,25 +74,27 @@ def test_a_resumed_run_whose_file_is_gone_starts_one(tmp_path):
     assert [row["step"] for row in rows(tmp_path / "metrics.jsonl")] == [6]
 
 
-def logger_of(folder: Path, **options) -> MetricLogger:
-    own = {name: options.pop(name) for name in ("start_step", "run_id", "is_rank_0") if name in options}
-    return MetricLogger(LoggingConfig(**options), folder, {"seed": 42}, **own)
+class Sinks:
+    """All sinks of a run; ``options`` are of the logging section, but for ``start_step`` and ``run_id``."""
+
+    def __init__(self, folder: Path, **options) -> None:
+        own = {name: options.pop(name) for name in ("start_step", "run_id") if name in options}
+        self.sinks = open_sinks(LoggingConfig(**options), folder, {"seed": 42}, **own)
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        for sink in self.sinks:
+            sink.log(step, metrics)
+
+    def close(self) -> None:
+        for sink in self.sinks:
+            sink.close()
 
 
-def test_jsonl_is_always_written_and_closing_twice_is_fine(tmp_path):
-    logger = logger_of(tmp_path / "run")
-    logger.log(3, {"a": 1.0})
-    logger.close()
-    logger.close()
+def test_jsonl_is_always_written(tmp_path):
+    sinks = Sinks(tmp_path / "run")
+    sinks.log(3, {"a": 1.0})
+    sinks.close()
     assert [(row["step"], row["a"]) for row in rows(tmp_path / "run" / "metrics.jsonl")] == [(3, 1.0)]
-    assert logger.run_id is None
-
-
-def test_other_ranks_write_nothing(tmp_path):
-    logger = logger_of(tmp_path, is_rank_0=False, use_tensorboard=str(tmp_path / "tb"), use_wandb=True)
-    logger.log(1, {"a": 1.0})
-    logger.close()
-    assert list(tmp_path.iterdir()) == []
 
 
 def points(folder: Path) -> dict[str, list[tuple[int, float]]]:
@@ -104,37 +106,36 @@ def points(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def test_tensorboard_reads_what_was_logged(tmp_path):
-    logger = logger_of(tmp_path / "my_run", use_tensorboard=str(tmp_path / "tb"))
-    logger.log(1, {"train/kl": 0.5, "eval/accuracy": 0.25})
-    logger.log(2, {"train/kl": 1.5})
-    logger.close()
+    sinks = Sinks(tmp_path / "my_run", use_tensorboard=str(tmp_path / "tb"))
+    sinks.log(1, {"train/kl": 0.5, "eval/accuracy": 0.25})
+    sinks.log(2, {"train/kl": 1.5})
+    sinks.close()
     expected = {"train/kl": [(1, 0.5), (2, 1.5)], "eval/accuracy": [(1, 0.25)]}
     assert points(tmp_path / "tb" / "my_run") == expected  # the name of the run is that of its folder
     assert len(rows(tmp_path / "my_run" / "metrics.jsonl")) == 2  # both at once
 
 
 def test_tensorboard_has_every_step_of_a_run_that_dies(tmp_path):
-    logger = logger_of(tmp_path / "my_run", use_tensorboard=str(tmp_path / "tb"))
-    logger.log(1, {"train/loss": 2.0})
+    sinks = Sinks(tmp_path / "my_run", use_tensorboard=str(tmp_path / "tb"))
+    sinks.log(1, {"train/loss": 2.0})
     assert points(tmp_path / "tb" / "my_run")["train/loss"] == [(1, 2.0)]  # before anything is closed
-    logger.close()
+    sinks.close()
 
 
 def test_tensorboard_drops_points_of_steps_done_again(tmp_path):
+    options = {"use_tensorboard": str(tmp_path / "tb"), "wandb_run_name": "named"}
     for start, steps, value in ((0, (1, 2, 3, 4), 0.0), (2, (3, 4), 1.0)):
-        logger = logger_of(
-            tmp_path / "x", use_tensorboard=str(tmp_path / "tb"), wandb_run_name="named", start_step=start
-        )
+        sinks = Sinks(tmp_path / "x", start_step=start, **options)
         for step in steps:
-            logger.log(step, {"train/kl": value})
-        logger.close()
+            sinks.log(step, {"train/kl": value})
+        sinks.close()
     assert points(tmp_path / "tb" / "named") == {"train/kl": [(1, 0.0), (2, 0.0), (3, 1.0), (4, 1.0)]}
 
 
 def test_missing_wandb_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ImportError, match=r"--use_wandb needs wandb: pip install 'lightppo\[wandb\]'"):
-        logger_of(tmp_path, use_wandb=True)
+    with pytest.raises(ImportError, match=r"--use_wandb.*lightppo\[wandb\]"):
+        Sinks(tmp_path, use_wandb=True)
 
 
 @pytest.fixture
@@ -151,20 +152,20 @@ def wandb(tmp_path, monkeypatch):
 
 
 def test_wandb_offline_records_the_run_and_goes_on_with_it(tmp_path, wandb):
-    logger = logger_of(tmp_path / "my_run", use_wandb=True, wandb_project="project-x", wandb_group="group-y")
-    logger.log(1, {"train/policy_loss": 0.5})
-    logger.log(2, {"train/policy_loss": 0.25, "eval/accuracy": 1.0})
-    run_id = logger.run_id
-    assert run_id
-    assert logger.sinks[0].run.name == "my_run"
-    assert logger.sinks[0].run.config["seed"] == 42
-    logger.close()
+    sinks = Sinks(tmp_path / "my_run", use_wandb=True, wandb_project="project-x", wandb_group="group-y")
+    sinks.log(1, {"train/policy_loss": 0.5})
+    sinks.log(2, {"train/policy_loss": 0.25, "eval/accuracy": 1.0})
+    run = sinks.sinks[0].run
+    assert run.id
+    assert run.name == "my_run"
+    assert run.config["seed"] == 42
+    sinks.close()
     wandb.teardown()  # its service writes the file to the end
     (recorded,) = (tmp_path / "wandb").rglob("*.wandb")
     content = recorded.read_bytes()
-    expected = (run_id, "project-x", "group-y", "train/policy_loss", "eval/accuracy", "global_step")
+    expected = (run.id, "project-x", "group-y", "train/policy_loss", "eval/accuracy", "global_step")
     assert [text for text in expected if text.encode() not in content] == []
 
-    resumed = logger_of(tmp_path / "my_run", use_wandb=True, start_step=2, run_id=run_id)
-    assert resumed.run_id == run_id
+    resumed = Sinks(tmp_path / "my_run", use_wandb=True, start_step=2, run_id=run.id)
+    assert resumed.sinks[0].run.id == run.id
     resumed.close()

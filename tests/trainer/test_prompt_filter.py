@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
@@ -47,7 +48,7 @@ def test_prompts_leave_at_the_end_of_the_episode():
     assert own.strategy.printed[-1] == ("--dataset_filter_threshold 0.5: 1 prompts left out after episode 2, 1 stay")
 
     again = loader(rows)
-    own.restore(again, TrainerState.from_dict(state.state_dict()))
+    own.restore(again, TrainerState(**asdict(state)))
     assert again.batch_sampler.order() == [2]
 
 

@@ -12,7 +12,7 @@ from lightppo.algorithms.losses import IGNORE_INDEX
 from lightppo.data.datasets import RolloutBatchSampler
 from lightppo.data.records import Prompt
 from lightppo.strategy.distributed import RankSampler
-from lightppo.trainer.prompts import as_lm_batch, as_prompts, endless, start_episode
+from lightppo.trainer.prompts import EpisodePrompts, as_lm_batch, as_prompts, endless
 
 CPU = torch.device("cpu")
 
@@ -110,7 +110,18 @@ def test_columns_of_other_lengths_are_refused(batch, message):
         prompts_of(batch)
 
 
-# -- start_episode ---------------------------------------------------------------------------------------------------
+# -- an episode ------------------------------------------------------------------------------------------------------
+
+
+def episode(dataloader, number: int, consumed_prompts: int) -> list[tuple[list, bool]]:
+    """Its batches, each with whether it is the last."""
+    prompts = EpisodePrompts(dataloader, number, consumed_prompts, list)
+    found = []
+    while not prompts.exhausted:
+        batch = prompts.take()
+        found.append((batch, prompts.exhausted))
+    assert prompts.taken == sum(len(batch) for batch, _ in found)
+    return found
 
 
 def loader(batch_size: int = 4, rank: int = 0, world_size: int = 1, samples: int = 10) -> DataLoader:
@@ -119,29 +130,29 @@ def loader(batch_size: int = 4, rank: int = 0, world_size: int = 1, samples: int
 
 
 def test_the_last_batch_is_marked():
-    batches = list(start_episode(loader(), 0, 0))
+    batches = episode(loader(), 0, 0)
     assert [(len(batch), last) for batch, last in batches] == [(4, False), (4, False), (2, True)]
     assert sorted(i for batch, _ in batches for i in batch) == list(range(10))
-    assert list(start_episode([["only"]], 0, 0)) == [(["only"], True)]
+    assert episode([["only"]], 0, 0) == [(["only"], True)]
 
 
 def test_an_episode_goes_on_where_it_was_left():
-    whole = list(start_episode(loader(), 3, 0))
-    assert list(start_episode(loader(), 3, 4)) == whole[1:]
-    assert list(start_episode(loader(), 3, 8)) == whole[2:]
+    whole = episode(loader(), 3, 0)
+    assert episode(loader(), 3, 4) == whole[1:]
+    assert episode(loader(), 3, 8) == whole[2:]
     again = loader()
-    list(start_episode(again, 2, 8))
-    assert list(start_episode(again, 3, 0)) == whole  # a resumed position counts once
+    episode(again, 2, 8)
+    assert episode(again, 3, 0) == whole  # a resumed position counts once
 
 
 def test_episodes_have_orders_of_their_own():
-    first, second, again = (list(start_episode(loader(), episode, 0)) for episode in (0, 1, 0))
+    first, second, again = (episode(loader(), number, 0) for number in (0, 1, 0))
     assert first == again != second
 
 
 def test_a_resumed_run_may_share_the_prompts_out_over_other_ranks():
     def rest(world_size: int) -> list[set[int]]:
-        shares = [list(start_episode(loader(rank=r, world_size=world_size), 1, 4)) for r in range(world_size)]
+        shares = [episode(loader(rank=r, world_size=world_size), 1, 4) for r in range(world_size)]
         return [{i for batch, _ in step for i in batch} for step in zip(*shares)]
 
     assert rest(1) == rest(2)
@@ -150,29 +161,29 @@ def test_a_resumed_run_may_share_the_prompts_out_over_other_ranks():
 def test_position_goes_to_a_sampler_too():
     sampler = RankSampler(range(10), 2, 0, seed=1)
     batches = DataLoader(range(10), batch_size=2, sampler=sampler, collate_fn=list)
-    whole = list(start_episode(batches, 1, 0))
+    whole = episode(batches, 1, 0)
     assert [len(batch) for batch, _ in whole] == [2, 2, 1]
-    assert list(start_episode(batches, 1, 4)) == whole[1:]  # 4 prompts over 2 ranks: one batch of 2 here
+    assert episode(batches, 1, 4) == whole[1:]  # 4 prompts over 2 ranks: one batch of 2 here
 
 
 def test_torchs_own_sampler_is_reshuffled_and_cannot_resume():
     sampler = DistributedSampler(range(6), num_replicas=2, rank=0, seed=1)
     batches = DataLoader(range(6), batch_size=3, sampler=sampler, collate_fn=list)
-    first, second, again = (list(start_episode(batches, episode, 0)) for episode in (0, 1, 0))
+    first, second, again = (episode(batches, number, 0) for number in (0, 1, 0))
     assert first == again != second
     with pytest.raises(ValueError, match="cannot resume inside an episode"):
-        start_episode(batches, 0, 3)
+        episode(batches, 0, 3)
 
 
 def test_any_iterable_of_batches_starts_from_its_beginning_only():
-    assert list(start_episode([["a"], ["b"]], 5, 0)) == [(["a"], False), (["b"], True)]
+    assert episode([["a"], ["b"]], 5, 0) == [(["a"], False), (["b"], True)]
     with pytest.raises(ValueError, match=r"make it with strategy\.setup_dataloader"):
-        start_episode([["a"], ["b"]], 0, 1)
+        episode([["a"], ["b"]], 0, 1)
 
 
 def test_an_empty_dataloader_is_an_error():
     with pytest.raises(ValueError, match="no batch in episode 3"):
-        list(start_episode([], 2, 0))
+        episode([], 2, 0)
 
 
 # -- pretraining data ------------------------------------------------------------------------------------------------
@@ -193,20 +204,20 @@ UNPADDED = [[5, 6, 7], [8, 9, IGNORE_INDEX]]
 )
 def test_language_model_batches_in_all_forms(batch):
     found = as_lm_batch(batch, CPU)
-    assert found.input_ids.tolist() == IDS.tolist()
-    assert found.attention_mask.tolist() == MASK.tolist()
-    assert found.labels.tolist() == UNPADDED
+    assert found["input_ids"].tolist() == IDS.tolist()
+    assert found["attention_mask"].tolist() == MASK.tolist()
+    assert found["labels"].tolist() == UNPADDED
 
 
 def test_labels_of_the_dataset_win():
     labels = torch.tensor([[-100, 6, 7], [-100, 9, -100]])
     found = as_lm_batch({"input_ids": IDS, "attention_mask": MASK, "labels": labels}, CPU)
-    assert found.labels.tolist() == labels.tolist()
+    assert found["labels"].tolist() == labels.tolist()
 
 
 def test_language_model_batches_go_to_the_device():
     found = as_lm_batch({"input_ids": IDS, "attention_mask": MASK}, torch.device("meta"))
-    assert {t.device.type for t in (found.input_ids, found.attention_mask, found.labels)} == {"meta"}
+    assert {t.device.type for t in found.values()} == {"meta"}
 
 
 def test_endless_goes_round_and_reshuffles():

@@ -48,7 +48,7 @@ def run(mine: Recorder, steps: int, per_episode: int = 3, first: int = 1) -> Non
     """Steps of a run with episodes of ``per_episode`` steps."""
     for step in range(first, steps + 1):
         finished = step // per_episode if step % per_episode == 0 else None
-        mine.log(step, {"reward": float(step)}, {"time_step": 0.5})
+        mine.log(step, {"reward": float(step), "time_step": 0.5})
         mine.after_step(step, finished, "CKPT", saver(mine, step))
 
 
@@ -193,27 +193,29 @@ def test_a_resumed_run_goes_on_in_the_same_file(tmp_path):
 
 def test_closing_closes_the_logs(tmp_path):
     mine = recorder(tmp_path)
-    assert len(mine.metric_logger.sinks) == 1
+    assert len(mine.sinks) == 1
     mine.close()
     mine.close()
-    assert mine.metric_logger.sinks == []
+    assert mine.sinks == []
 
 
 def test_secrets_of_urls_do_not_reach_the_sinks(tmp_path, monkeypatch):
     seen = []
 
-    class Logger:
-        def __init__(self, config: Any, folder: str, run_config: dict[str, Any], **options: Any) -> None:
-            seen.append(run_config)
+    def sinks(config: Any, folder: str, options: dict[str, Any], **more: Any) -> list:
+        seen.append(options)
+        return []
 
-    monkeypatch.setattr("lightppo.trainer.recorder.MetricLogger", Logger)
+    monkeypatch.setattr("lightppo.trainer.recorder.open_sinks", sinks)
     recorder(tmp_path, remote_rm_url=["https://host/reward?key=SECRET"], eps_clip=0.1)
     assert "SECRET" not in str(seen)
     assert seen[0]["eps_clip"] == 0.1
 
 
 def test_only_rank_0_writes(tmp_path):
-    mine = recorder(tmp_path / "run", FakeStrategy(rank=1, world_size=2), run_id="abc")
-    mine.log(1, {"reward": 1.0}, {})
+    options = {"use_tensorboard": str(tmp_path / "tb"), "use_wandb": True, "run_id": "abc"}
+    mine = recorder(tmp_path / "run", FakeStrategy(rank=1, world_size=2), **options)
+    mine.log(1, {"reward": 1.0})
+    mine.close()
     assert mine.run_id == "abc"
-    assert not (tmp_path / "run").exists()
+    assert list(tmp_path.iterdir()) == []
