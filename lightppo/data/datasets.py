@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from itertools import repeat
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.utils.data import Dataset as TorchDataset
@@ -15,13 +16,13 @@ from lightppo.data.records import Prompt
 from lightppo.data.rows import (
     ORIGIN_COLUMN,
     BadRowPolicy,
-    Chat,
     DatasetReport,
     Dropped,
     Encoded,
     Outcome,
     PromptTemplate,
     Rendered,
+    check_choice,
     check_dataset,
     origin_of,
     prepare_rows,
@@ -39,38 +40,42 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-DATA_SOURCE_KEY = "data_source"
 Truncation = Literal["error", "left", "right", "middle", "drop"]
 SFTTruncation = Literal["error", "right", "drop"]
+PaddingSide = Literal["left", "right"]
 
 
 class _PreparedDataset(TorchDataset):
-    """Rows that are checked and tokenised at construction, so that bad data shows up then."""
+    """Rows that are checked and tokenised at construction, so that bad data shows up then.
 
-    def __init__(self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase) -> None:
-        check_dataset(dataset)
-        self.dataset = dataset
-        self.tokenizer = tokenizer
+    Options that are not given are looked up in ``strategy.args``, for scripts in the seed's style.
+    """
 
-    def _prepare(
+    def __init__(
         self,
+        dataset: Dataset,
+        tokenizer: PreTrainedTokenizerBase,
         strategy: Any,
+        *,
+        template: dict[str, Any],
+        fields: dict[str, Any],
         on_bad_row: BadRowPolicy | None,
         num_workers: int | None,
-        input_key: str | None,
-        **fields: Any,
     ) -> None:
-        """Decide how rows are read, and tokenise them all; missing options are looked up in ``strategy.args``."""
-        columns = self.dataset.column_names
-        self.fields = resolve_fields(columns, input_key=setting(input_key, strategy, "input_key", "input"), **fields)
+        self.dataset, self.tokenizer = dataset, tokenizer
+        check_dataset(dataset)
+        self.template = PromptTemplate(tokenizer, **{name: setting(strategy, name, v) for name, v in template.items()})
+        fields = {name: setting(strategy, name, value) for name, value in fields.items()}
+        columns = dataset.column_names
+        self.fields = resolve_fields(columns, **fields)
         read = {name: keys for name in ("prompt", "completion", "label") if (keys := getattr(self.fields, name))}
         logger.info("columns that are read: %s", read)
         self._rows = prepare_rows(
-            self.dataset,
+            dataset,
             self.fields.columns_in(columns),
             self._encode_chunk,
-            on_bad_row=setting(on_bad_row, strategy, "on_bad_row", "error"),
-            num_workers=int(setting(num_workers, strategy, "data_num_workers", 0)),
+            on_bad_row=setting(strategy, "on_bad_row", on_bad_row, "error"),
+            num_workers=setting(strategy, "data_num_workers", num_workers, 0),
         )
 
     def _encode_chunk(self, rows: list[dict[str, Any]]) -> list[Outcome]:
@@ -99,15 +104,21 @@ class _PreparedDataset(TorchDataset):
     def __len__(self) -> int:
         return len(self._rows)
 
-    def _checked(self, position: int) -> int:
-        if not -len(self) <= position < len(self):
-            raise IndexError(f"row {position} of {len(self)}")
-        return position % len(self)
-
     def origin(self, position: int) -> str:
         """File and line, or row number, of the row at this position."""
         number = int(self._rows.row_numbers[position])
         return origin_of(self.dataset[number], number)
+
+    @staticmethod
+    def _fit(ids: list[int], prompt_length: int, limit: int, truncation: Truncation, overlong: str) -> Outcome:
+        """A row within the limit; ``overlong`` is the message where ``truncation`` is ``error``."""
+        if len(ids) <= limit:
+            return Encoded(ids, prompt_length, truncated=False)
+        if truncation == "drop":
+            return Dropped("overlong")
+        if truncation == "error":
+            return BadRowError("overlong", overlong)
+        return Encoded(truncate_ids(ids, limit, truncation), min(prompt_length, limit), truncated=True)
 
 
 class PromptDataset(_PreparedDataset):
@@ -145,48 +156,46 @@ class PromptDataset(_PreparedDataset):
         filter_overlong: bool | None = None,
         num_workers: int | None = None,
     ) -> None:
-        super().__init__(dataset, tokenizer)
-        self.prompt_max_len = int(setting(prompt_max_len, strategy, "prompt_max_len", 1024))
-        self.truncation = setting(truncation, strategy, "truncation", "error")
-        self.filter_overlong = bool(setting(filter_overlong, strategy, "filter_overlong_prompts", False))
+        self.prompt_max_len = int(setting(strategy, "prompt_max_len", prompt_max_len, 1024))
+        self.truncation = setting(strategy, "truncation", truncation, "error")
         if self.prompt_max_len < 1:
             raise DataError(f"--prompt_max_len is {self.prompt_max_len}; at least 1")
-        if self.truncation not in get_args(Truncation):
-            raise DataError(f"--truncation is {self.truncation!r}; one of {', '.join(get_args(Truncation))}")
-        self.template = PromptTemplate(
-            tokenizer,
-            apply_chat_template=bool(setting(apply_chat_template, strategy, "apply_chat_template", False)),
-            input_template=setting(input_template, strategy, "input_template", None),
-            system_prompt=setting(system_prompt, strategy, "system_prompt", None),
+        check_choice("--truncation", self.truncation, Truncation)
+        if setting(strategy, "filter_overlong_prompts", filter_overlong):
+            self.truncation = "drop"
+        super().__init__(
+            *(dataset, tokenizer, strategy),
+            template={
+                "apply_chat_template": apply_chat_template,
+                "input_template": input_template,
+                "system_prompt": system_prompt,
+            },
+            fields={"input_key": input_key, "label_key": label_key},
+            on_bad_row=on_bad_row,
+            num_workers=num_workers,
         )
-        label_key = setting(label_key, strategy, "label_key", None)
-        self._prepare(strategy, on_bad_row, num_workers, input_key, label_key=label_key)
 
     def __getitem__(self, position: int) -> Prompt:
-        return self.__getitems__([self._checked(position)])[0]
+        return self.__getitems__([range(len(self))[position]])[0]
 
     def __getitems__(self, positions: list[int]) -> list[Prompt]:
         """Several prompts with one access to the table; torch's DataLoader calls it for a batch."""
-        if not positions:
-            return []
         numbers = [int(self._rows.row_numbers[position]) for position in positions]
-        columns = self.dataset[numbers]
-        rows = [dict(zip(columns, values)) for values in zip(*columns.values())]
+        rows = self.dataset.__getitems__(numbers) if numbers else []
         return [self._prompt(position, number, row) for position, number, row in zip(positions, numbers, rows)]
 
     def _prompt(self, position: int, number: int, row: Mapping[str, Any]) -> Prompt:
         prompt, key = read_prompt(row, self.fields)
-        rendered = self.template.render(prompt)
-        token_ids = self._rows.token_ids(position)
+        rendered, token_ids = self.template.render(prompt), self._rows.token_ids(position)
         text = rendered.text
         if self._rows.truncated[position]:  # the text shows what the model sees, except plain text's begin-of-text
             text = self.tokenizer.decode(token_ids, skip_special_tokens=not rendered.is_chat)
-        source = row.get(DATA_SOURCE_KEY)
+        source = row.get("data_source")
         # A conversation's own column stays: its last turn is not in the prompt.
         hidden = {ORIGIN_COLUMN} if key in (None, "messages") else {ORIGIN_COLUMN, key}
         return Prompt(
-            text=text,
-            token_ids=token_ids,
+            text,
+            token_ids,
             label=read_label(row, self.fields),
             index=number,
             data_source="default" if source is None else str(source),
@@ -209,24 +218,14 @@ class PromptDataset(_PreparedDataset):
         read_label(row, self.fields)
         return rendered
 
-    def _encode(self, rendered: list[Rendered]) -> Iterable[Outcome]:
-        return map(self._fit, self.template.encode_rendered(rendered))
-
-    def _fit(self, token_ids: list[int]) -> Outcome:
-        if not token_ids:
-            return BadRowError("empty", "the prompt has no tokens")
-        length, limit = len(token_ids), self.prompt_max_len
-        if length <= limit:
-            return Encoded(token_ids, length, truncated=False)
-        if self.filter_overlong or self.truncation == "drop":
-            return Dropped("overlong")
-        if self.truncation == "error":
-            return BadRowError(
-                "overlong",
-                f"the prompt has {length} tokens, --prompt_max_len is {limit}: raise it, or choose "
-                "--truncation left|right|middle|drop or --filter_overlong_prompts",
+    def _encode(self, rendered: list[Rendered]) -> Iterator[Outcome]:
+        for ids in self.template.encode_rendered(rendered):
+            overlong = (
+                f"the prompt has {len(ids)} tokens, --prompt_max_len is {self.prompt_max_len}: raise it, or choose "
+                "--truncation left|right|middle|drop or --filter_overlong_prompts"
             )
-        return Encoded(truncate_ids(token_ids, limit, self.truncation), limit, truncated=True)
+            fitted = self._fit(ids, len(ids), self.prompt_max_len, self.truncation, overlong)
+            yield fitted if ids else BadRowError("empty", "the prompt has no tokens")
 
 
 def truncate_ids(token_ids: list[int], max_len: int, side: Literal["left", "right", "middle"]) -> list[int]:
@@ -265,36 +264,36 @@ class SFTDataset(_PreparedDataset):
         system_prompt: str | None = None,
         truncation: SFTTruncation | None = None,
         on_bad_row: BadRowPolicy | None = None,
-        padding_side: Literal["left", "right"] = "right",
+        padding_side: PaddingSide = "right",
         num_workers: int | None = None,
     ) -> None:
-        super().__init__(dataset, tokenizer)
-        self.max_len, self.pretrain_mode = int(max_len), pretrain_mode
+        self.max_len, self.pretrain_mode, self.padding_side = int(max_len), pretrain_mode, padding_side
         self.truncation = truncation or ("right" if pretrain_mode else "error")
-        self.padding_side = padding_side
         if self.max_len < 2:
             raise DataError(f"max_len is {max_len}; at least 2, one token to see and one to predict")
-        if self.truncation not in get_args(SFTTruncation):
-            raise DataError(f"truncation is {self.truncation!r}; one of {', '.join(get_args(SFTTruncation))}")
-        if padding_side not in ("left", "right"):
-            raise DataError(f"padding_side is {padding_side!r}; left or right")
+        check_choice("truncation", self.truncation, SFTTruncation)
+        check_choice("padding_side", padding_side, PaddingSide)
         if tokenizer.eos_token_id is None:
             raise DataError("the tokenizer has no end-of-text (eos) token: the model could not learn to stop; set one")
-        if not pretrain_mode:  # documents ask nothing: the run's system prompt is for its prompts
-            system_prompt = setting(system_prompt, strategy, "system_prompt", None)
-        self.template = PromptTemplate(
-            tokenizer,
-            apply_chat_template=bool(setting(apply_chat_template, strategy, "apply_chat_template", False)),
-            input_template=setting(input_template, strategy, "input_template", None),
-            system_prompt=system_prompt,
+        template = {"apply_chat_template": apply_chat_template, "input_template": input_template}
+        if not pretrain_mode or system_prompt is not None:  # the run's own is for its prompts; documents ask nothing
+            template["system_prompt"] = system_prompt
+        super().__init__(
+            *(dataset, tokenizer, strategy),
+            template=template,
+            fields={
+                "input_key": input_key,
+                "output_key": output_key,
+                "supervised": True,
+                "documents": pretrain_mode,
+            },
+            on_bad_row=on_bad_row,
+            num_workers=num_workers,
         )
-        output_key = setting(output_key, strategy, "output_key", None)
-        fields = {"output_key": output_key, "supervised": True, "documents": pretrain_mode}
-        self._prepare(strategy, on_bad_row, num_workers, input_key, **fields)
 
     def __getitem__(self, position: int) -> dict[str, torch.Tensor]:
         """``input_ids`` and ``labels``, both (S,) long."""
-        position = self._checked(position)
+        position = range(len(self))[position]
         input_ids = torch.tensor(self._rows.token_ids(position), dtype=torch.long)
         labels = input_ids.clone()
         labels[: int(self._rows.prompt_lengths[position])] = IGNORE_INDEX
@@ -302,9 +301,8 @@ class SFTDataset(_PreparedDataset):
 
     def collate_fn(self, rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         """Pad to the longest row: ``input_ids``, ``attention_mask`` (1 = real token), ``labels``, all (B, S) long."""
-        pad_id = self.tokenizer.pad_token_id
-        if pad_id is None:
-            pad_id = self.tokenizer.eos_token_id  # any id will do: it is masked and has no label
+        # Any id will do for padding: it is masked and has no label.
+        pad_id = self.tokenizer.eos_token_id if self.tokenizer.pad_token_id is None else self.tokenizer.pad_token_id
 
         def padded(tensors: list[torch.Tensor], value: int) -> torch.Tensor:
             return torch.nn.utils.rnn.pad_sequence(tensors, True, value, padding_side=self.padding_side)
@@ -319,63 +317,50 @@ class SFTDataset(_PreparedDataset):
     def _render_row(self, row: Mapping[str, Any]) -> tuple[Rendered, Rendered]:
         """Prompt, and prompt with completion, as text; the first is a prefix of the second."""
         prompt, completion = read_example(row, self.fields)
-        if self.pretrain_mode and isinstance(prompt, str) and not isinstance(completion, list):
+        is_text = isinstance(prompt, str) and not isinstance(completion, list)
+        if completion is None and not self.pretrain_mode:
+            raise BadRowError("missing", "no completion: set --output_key, or pretrain_mode for text without a prompt")
+        if is_text and self.pretrain_mode:
             text = Rendered(prompt + (completion or ""), is_chat=False, messages=None)
             return text, text
-        if completion is None:
-            if not self.pretrain_mode:
-                raise BadRowError(
-                    "missing", "no completion: set --output_key, or pretrain_mode for text without a prompt"
-                )
-            whole = self._closed_chat(prompt)  # type: ignore[arg-type]  # text was handled above
-            return whole, whole
-        if isinstance(completion, str) and isinstance(prompt, str) and not self.template.apply_chat_template:
+        if is_text and not self.template.apply_chat_template:
             start = self.template.render(prompt)
             return start, Rendered(start.text + completion, is_chat=False, messages=None)
         chat = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
         answer = completion if isinstance(completion, list) else [{"role": "assistant", "content": completion}]
-        start = Rendered(self.template.chat_text(chat, add_generation_prompt=True), is_chat=True, messages=chat)
-        whole = self._closed_chat(chat + answer)
-        if not self.pretrain_mode and not whole.text.startswith(start.text):
-            raise BadRowError(
-                "template", "the chat template writes the prompt differently once it is answered; no loss can be placed"
-            )
-        return start, whole
-
-    def _closed_chat(self, messages: Chat) -> Rendered:
+        messages = chat if completion is None else chat + answer
         # The line break that templates put after the last turn is not part of the answer.
-        return Rendered(self.template.chat_text(messages).rstrip("\n"), is_chat=True, messages=messages)
+        whole = Rendered(self.template.chat_text(messages).rstrip("\n"), is_chat=True, messages=messages)
+        if self.pretrain_mode:
+            return whole, whole
+        start = Rendered(self.template.chat_text(chat, add_generation_prompt=True), is_chat=True, messages=chat)
+        if not whole.text.startswith(start.text):
+            message = "the chat template writes the prompt differently once it is answered; no loss can be placed"
+            raise BadRowError("template", message)
+        return start, whole
 
     def _encode(self, rendered: list[tuple[Rendered, Rendered]]) -> Iterator[Outcome]:
         wholes = self.template.encode_rendered([whole for _, whole in rendered])
-        if self.pretrain_mode:
-            yield from (self._fit(ids, 0) for ids in wholes)
-            return
-        prompts = self.template.encode_rendered([prompt for prompt, _ in rendered])
+        prompts: Iterable[list[int]] = repeat([])
+        if not self.pretrain_mode:
+            prompts = self.template.encode_rendered([prompt for prompt, _ in rendered])
         for (prompt, whole), prompt_ids, ids in zip(rendered, prompts, wholes):
             if ids[: len(prompt_ids)] != prompt_ids:
                 # A token would span the boundary. A rollout starts from the prompt's own ids, so training does too.
-                rest = self.template.encode([whole.text[len(prompt.text) :]], special_tokens=False)[0]
-                ids = prompt_ids + rest
-            yield self._fit(ids, len(prompt_ids))
+                ids = prompt_ids + self.template.encode([whole.text[len(prompt.text) :]], special_tokens=False)[0]
+            yield self._fit_example(ids, len(prompt_ids))
 
-    def _fit(self, ids: list[int], prompt_length: int) -> Outcome:
-        eos_id = self.tokenizer.eos_token_id
+    def _fit_example(self, ids: list[int], prompt_length: int) -> Outcome:
         if len(ids) <= prompt_length:
             return BadRowError("empty", "the completion has no tokens" if prompt_length else "the text has no tokens")
-        if ids[-1] != eos_id:
-            ids = [*ids, eos_id]
-        if len(ids) <= self.max_len:
-            return Encoded(ids, prompt_length, truncated=False)
-        if self.truncation == "drop":
-            return Dropped("overlong")
-        if self.truncation == "error" or prompt_length >= self.max_len:
-            return BadRowError(
-                "overlong",
-                f"{len(ids)} tokens ({prompt_length} of the prompt), the limit is {self.max_len}: raise it, "
-                "or choose truncation right (where the prompt leaves room) or drop",
-            )
-        return Encoded(ids[: self.max_len], prompt_length, truncated=True)
+        if ids[-1] != self.tokenizer.eos_token_id:
+            ids = [*ids, self.tokenizer.eos_token_id]
+        overlong = (
+            f"{len(ids)} tokens ({prompt_length} of the prompt), the limit is {self.max_len}: raise it, or choose "
+            "truncation right (where the prompt leaves room) or drop"
+        )
+        no_room = self.truncation == "right" and prompt_length >= self.max_len
+        return self._fit(ids, prompt_length, self.max_len, "error" if no_room else self.truncation, overlong)
 
 
 class RolloutBatchSampler(Sampler[list[int]]):
@@ -383,8 +368,7 @@ class RolloutBatchSampler(Sampler[list[int]]):
 
     An epoch's order and its global batches depend only on seed, epoch and position, not on the number of ranks. Rank r
     gets ``batch[r::world_size]`` of every global batch: all ranks yield equally many batches, and a rank's share of the
-    last one may be an EMPTY list. The position (``consumed_samples``) counts prompts over all ranks within the epoch,
-    and moves on when a batch is yielded; so use it with ``DataLoader(num_workers=0)``, which does not prefetch.
+    last one may be an EMPTY list.
     """
 
     def __init__(
@@ -397,38 +381,30 @@ class RolloutBatchSampler(Sampler[list[int]]):
         shuffle: bool = True,
         seed: int = 42,
     ) -> None:
-        if num_samples < 1:
-            raise ValueError(f"num_samples is {num_samples}: the dataset is empty")
-        if batch_size < 1:
-            raise ValueError(f"--rollout_batch_size is {batch_size}; at least 1")
-        if not 0 <= rank < world_size:
-            raise ValueError(f"rank {rank} of {world_size}")
+        if num_samples < 1 or batch_size < 1 or not 0 <= rank < world_size:
+            raise ValueError(
+                f"num_samples {num_samples} and --rollout_batch_size {batch_size} must be at least 1, and rank {rank} "
+                f"one of {world_size}"
+            )
         self.num_samples, self.batch_size = num_samples, batch_size
         self.rank, self.world_size = rank, world_size
         self.shuffle, self.seed = shuffle, seed
-        self.epoch = 0
-        self.consumed_samples = 0
-        self._start = 0
-        self._left_out: frozenset[int] = frozenset()
+        self.epoch = self._start = 0
+        self._left_out: set[int] = set()
 
     def leave_out(self, positions: Iterable[int]) -> None:
         """Leave these prompts out of all further passes, in addition to earlier ones; call it alike on every rank."""
         left_out = self._left_out | set(positions)
-        if unknown := sorted(p for p in left_out if not 0 <= p < self.num_samples):
-            raise ValueError(f"prompt {unknown[0]} of {self.num_samples} cannot be left out")
-        if len(left_out) == self.num_samples:
-            raise ValueError(f"all {self.num_samples} prompts would be left out")
-        self._left_out = frozenset(left_out)
+        if not left_out < set(range(self.num_samples)):
+            raise ValueError(
+                f"{len(left_out)} prompts cannot be left out of {self.num_samples}: {sorted(left_out)[-5:]}"
+            )
+        self._left_out = left_out
 
     @property
     def epoch_size(self) -> int:
         """Prompts per epoch."""
         return self.num_samples - len(self._left_out)
-
-    @property
-    def batches_per_epoch(self) -> int:
-        """Batches in a whole epoch."""
-        return -(-self.epoch_size // self.batch_size)
 
     def order(self) -> list[int]:
         """Positions of all prompts in this epoch's order, the same on every rank."""
@@ -442,11 +418,8 @@ class RolloutBatchSampler(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         order, start = self.order(), self._start
         self._start = 0  # a resumed position counts once; the next pass is complete
-        self.consumed_samples = start
         for begin in range(start, len(order), self.batch_size):
-            batch = order[begin : begin + self.batch_size]
-            self.consumed_samples = begin + len(batch)
-            yield batch[self.rank :: self.world_size]
+            yield order[begin : begin + self.batch_size][self.rank :: self.world_size]
 
     def __len__(self) -> int:
         """Batches in the next pass (equal on all ranks); after a resume, fewer than in an epoch."""
@@ -455,25 +428,5 @@ class RolloutBatchSampler(Sampler[list[int]]):
     def set_epoch(self, epoch: int, consumed_samples: int = 0) -> None:
         """Choose the next pass's order, and its start: how many prompts of this epoch all ranks have used."""
         if not 0 <= consumed_samples <= self.epoch_size:
-            raise ValueError(
-                f"consumed_samples is {consumed_samples}, but an epoch has {self.epoch_size} prompts; "
-                "it counts within the epoch"
-            )
-        self.epoch = epoch
-        self.consumed_samples = self._start = consumed_samples
-
-    def state_dict(self) -> dict[str, Any]:
-        """Epoch, position, and what must stay the same for the position to keep its meaning."""
-        names = ("epoch", "consumed_samples", "num_samples", "shuffle", "seed")
-        return {name: getattr(self, name) for name in names} | {"left_out": sorted(self._left_out)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after the prompts that the saved run had used; world size and batch size may differ."""
-        for name in ("num_samples", "shuffle", "seed"):
-            if state[name] != getattr(self, name):
-                raise ValueError(
-                    f"the checkpoint's sampler has {name} {state[name]}, this run has {getattr(self, name)}: its "
-                    "position means nothing in this data; use the same data and --seed, or start anew"
-                )
-        self._left_out = frozenset(state.get("left_out", ()))
-        self.set_epoch(state["epoch"], state["consumed_samples"])
+            raise ValueError(f"consumed_samples is {consumed_samples}, but an epoch has {self.epoch_size} prompts")
+        self.epoch, self._start = epoch, consumed_samples

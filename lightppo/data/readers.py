@@ -13,13 +13,15 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 import numpy as np
 
-from lightppo.data.rows import ORIGIN_COLUMN
+from lightppo.data.rows import ORIGIN_COLUMN, check_choice
 from lightppo.errors import DataError, StagingError
 
 if TYPE_CHECKING:
@@ -34,7 +36,6 @@ CACHE_VARIABLE = "LIGHTPPO_CACHE"
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zip")
 _KINDS = dict.fromkeys((".jsonl", ".ndjson", ".json"), "json") | dict.fromkeys((".csv", ".tsv"), "csv")
 _KINDS |= {".parquet": "parquet", ".arrow": "arrow"}
-_FORMATS = ", ".join(_KINDS)
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(@[\w.-]+)?")
 _SPLIT_WORDS = dict.fromkeys(("train", "training"), "train") | dict.fromkeys(("test", "testing", "eval"), "test")
 _SPLIT_WORDS |= dict.fromkeys(("validation", "valid", "val", "dev"), "validation")
@@ -70,14 +71,11 @@ def blending_datasets(
     """
     if return_eval:
         raise DataError("return_eval: call blending_datasets once per split, with train_split='test' for the second")
-    limit = int(max_count)
-    if limit < 1:
+    if max_count < 1:
         raise DataError(f"max_count is {max_count}; at least 1")
-    if stopping_strategy not in ("all_exhausted", "first_exhausted"):
-        raise DataError(f"stopping_strategy is {stopping_strategy!r}; all_exhausted or first_exhausted")
-    sources = _split_paths(paths, flag)
-    weights = parse_probs(probs, len(sources), flag)
-    parts = [_load_source(source, train_split, limit, flag) for source in sources]
+    check_choice("stopping_strategy", stopping_strategy, StoppingStrategy)
+    sources, weights = _checked_sources(paths, probs, flag)
+    parts = [_load_source(source, train_split, int(max_count), flag) for source in sources]
     counts = [len(part) for part in parts]
     blend = _concatenate(parts, sources)
     drawn = counts
@@ -95,35 +93,32 @@ def check_data_paths(
     paths: str | list[str], probs: str | list[float] | None = None, *, flag: str = "--prompt_data"
 ) -> None:
     """Check sources before models load, without reading them or using the network. DataError names the source."""
-    sources = _split_paths(paths, flag)
-    parse_probs(probs, len(sources), flag)
-    for source in sources:
+    for source in _checked_sources(paths, probs, flag)[0]:
         _classify(source, flag)
 
 
-def _split_paths(paths: str | list[str], flag: str) -> list[str]:
-    parts = [p.strip() for p in (paths.split(",") if isinstance(paths, str) else paths)]
-    if not all(parts) or not parts:
+def _checked_sources(
+    paths: str | list[str], probs: str | list[float] | None, flag: str
+) -> tuple[list[str], list[float] | None]:
+    """The sources, and the probability of each; None if they have none."""
+    sources = [p.strip() for p in (paths.split(",") if isinstance(paths, str) else paths)]
+    if not all(sources) or not sources:
         raise DataError(f"{flag} {paths!r} has an empty item; give files, folders, URLs or hub names, comma separated")
-    return parts
-
-
-def parse_probs(probs: str | list[float] | None, count: int, flag: str = "--prompt_data") -> list[float] | None:
-    """Probabilities of ``count`` sources from ``0.7,0.3``."""
     if probs is None:
-        return None
-    flag = f"{flag}_probs"
+        return sources, None
     try:
         values = [float(p) for p in (probs.split(",") if isinstance(probs, str) else probs)]
     except ValueError as error:
-        raise DataError(f"{flag} {probs!r}: numbers are needed, comma separated, e.g. 0.7,0.3") from error
-    if len(values) != count:
-        raise DataError(f"{flag} {probs!r} has {len(values)} numbers for {count} sources; give one for each")
-    if not all(0 < v <= 1 for v in values):
-        raise DataError(f"{flag} {probs!r}: each must be over 0 and at most 1; leave a source out to not use it")
-    if abs(sum(values) - 1) > 1e-6:
-        raise DataError(f"{flag} {probs!r} sums to {sum(values):g}; it must be 1")
-    return values
+        raise DataError(f"{flag}_probs {probs!r}: numbers are needed, comma separated, e.g. 0.7,0.3") from error
+    if len(values) != len(sources):
+        problem = f"has {len(values)} numbers for {len(sources)} sources; give one for each"
+    elif not all(0 < v <= 1 for v in values):
+        problem = "has a number that is not over 0 and at most 1; leave a source out to not use it"
+    elif abs(sum(values) - 1) > 1e-6:
+        problem = f"sums to {sum(values):g}; it must be 1"
+    else:
+        return sources, values
+    raise DataError(f"{flag}_probs {probs!r} {problem}")
 
 
 def interleave_indices(
@@ -143,8 +138,6 @@ def _concatenate(parts: list[Dataset], names: list[str]) -> Dataset:
     """One dataset after the other. A missing column becomes None; columns of differing types become JSON."""
     from datasets import concatenate_datasets
 
-    if len(parts) == 1:
-        return parts[0]
     kinds: dict[str, list[Any]] = {}
     for part in parts:
         for column, feature in part.features.items():
@@ -159,17 +152,16 @@ def _as_json(dataset: Dataset, columns: list[str], name: str) -> Dataset:
     from datasets import Dataset, Features, Json, concatenate_datasets
 
     for column in columns:
-        if column not in dataset.column_names or isinstance(dataset.features[column], Json):
-            continue
-        try:
-            texts = _json_texts(list(dataset[column]))
-            converted = Dataset.from_dict({column: texts}, features=Features({column: Json()}))
-        except (TypeError, ValueError) as error:
-            raise DataError(
-                f"column {column!r} has another type in {name} than in the other sources, and cannot be held as JSON: "
-                f"{error}; convert it, or take it out"
-            ) from error
-        dataset = concatenate_datasets([dataset.remove_columns(column), converted], axis=1)
+        if not isinstance(dataset.features.get(column, Json()), Json):
+            try:
+                texts = _json_texts(list(dataset[column]))
+                converted = Dataset.from_dict({column: texts}, features=Features({column: Json()}))
+            except (TypeError, ValueError) as error:
+                raise DataError(
+                    f"column {column!r} has another type in {name} than in the other sources, and cannot be held as "
+                    f"JSON: {error}; convert it, or take it out"
+                ) from error
+            dataset = concatenate_datasets([dataset.remove_columns(column), converted], axis=1)
     return dataset
 
 
@@ -184,15 +176,11 @@ def _classify(source: str, flag: str) -> Literal["file", "folder", "url", "hub"]
         except StagingError as error:
             raise DataError(str(error)) from error
         return "url"
-    path = _local_path(source)
-    if os.path.isdir(path):
+    path = Path(source.split("://", 1)[-1]).expanduser()
+    if path.is_dir():
         return "folder"
-    if os.path.isfile(path):
-        if file_format(path) is None:
-            raise DataError(
-                f"{flag} {source}: unknown format; the name must end in one of {_FORMATS} "
-                f"(JSON and CSV also with {', '.join(_COMPRESSED)})"
-            )
+    if path.is_file():
+        _known_format(path, f"{flag} {source}")
         return "file"
     if "://" in source or file_format(source) or not _HUB_NAME.fullmatch(source):
         raise DataError(f"{flag} {source}: no such file or folder (looked in {os.getcwd()})")
@@ -204,13 +192,11 @@ def _load_source(source: str, split: str, limit: int, flag: str) -> Dataset:
         dataset = _load_hub(source, split, flag)
     else:
         try:
-            path = os.path.expanduser(stage_to_local(source))
+            path = Path(stage_to_local(source)).expanduser()
         except StagingError as error:
             raise DataError(f"{flag}: {error}") from error
-        if os.path.isdir(path):
-            dataset = _load_folder(Path(path), source, split, limit, flag)
-        else:
-            dataset = read_file(path, shown_as=source, limit=limit)
+        load = partial(_load_folder, split=split, flag=flag) if path.is_dir() else read_file
+        dataset = load(path, shown_as=source, limit=limit)
     if len(dataset) == 0:
         raise DataError(f"{flag} {source} is empty: no rows")
     return dataset.select(range(min(limit, len(dataset))))
@@ -230,29 +216,29 @@ def _load_hub(source: str, split: str, flag: str) -> Dataset:
     return _with_origins(dataset, f"{source}[{split}]")
 
 
-def _load_folder(path: Path, source: str, split: str, limit: int, flag: str) -> Dataset:
+def _load_folder(path: Path, *, shown_as: str, split: str, limit: int, flag: str) -> Dataset:
     """A folder made by ``save_to_disk``, or the data files in a folder whose names fit the split."""
     from datasets import DatasetDict, load_from_disk
 
     if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
         saved = load_from_disk(str(path))
         if not isinstance(saved, DatasetDict):
-            return _with_origins(saved, source)
+            return _with_origins(saved, shown_as)
         if split not in saved:
-            raise DataError(f"{flag} {source} has no split {split!r}; its splits: {', '.join(saved)}")
-        return _with_origins(saved[split], f"{source}[{split}]")
-    files = _files_of_split(path, source, split, flag)
-    parts: list[Dataset] = []
+            raise DataError(f"{flag} {shown_as} has no split {split!r}; its splits: {', '.join(saved)}")
+        return _with_origins(saved[split], f"{shown_as}[{split}]")
+    files = _files_of_split(path, shown_as, split, flag)
+    parts: dict[str, Dataset] = {}
     for file in files:
-        part = read_file(file, shown_as=f"{source.rstrip('/')}/{file.relative_to(path)}", limit=limit)
+        part = read_file(path / file, shown_as=f"{shown_as.rstrip('/')}/{file}", limit=limit)
         limit -= len(part)
         if len(part):
-            parts.append(part)
+            parts[str(file)] = part
         if limit <= 0:
             break
     if not parts:
-        raise DataError(f"{flag} {source} is empty: no rows in {', '.join(f.name for f in files)}")
-    return _concatenate(parts, [str(f) for f in files])
+        raise DataError(f"{flag} {shown_as} is empty: no rows in {', '.join(map(str, files))}")
+    return _concatenate(list(parts.values()), list(parts))
 
 
 def _files_of_split(path: Path, source: str, split: str, flag: str) -> list[Path]:
@@ -260,7 +246,7 @@ def _files_of_split(path: Path, source: str, split: str, flag: str) -> list[Path
     found = sorted(f.relative_to(path) for f in path.rglob("*") if f.is_file() and file_format(f))
     files = [f for f in found if not any(part.startswith(".") for part in f.parts)]
     if not files:
-        raise DataError(f"{flag} {source} has no data files ({_FORMATS}) and is no saved dataset")
+        raise DataError(f"{flag} {source} has no data files ({', '.join(_KINDS)}) and is no saved dataset")
     wanted = _SPLIT_WORDS.get(split.lower(), split.lower())
     named = {f: _split_named_by(f, split.lower()) for f in files}
     chosen = [f for f in files if named[f] == wanted]
@@ -271,7 +257,7 @@ def _files_of_split(path: Path, source: str, split: str, flag: str) -> list[Path
         raise DataError(f"{flag} {source} has no file of the split {split!r}; its files: {listed}")
     ignored = [str(f) for f in files if f not in chosen]
     logger.info("%s %s, split %s: %d files%s", flag, source, split, len(chosen), f"; not {ignored}" if ignored else "")
-    return [path / f for f in chosen]
+    return chosen
 
 
 def _split_named_by(relative: Path, split: str) -> str | None:
@@ -296,6 +282,15 @@ def file_format(path: str | Path) -> str | None:
     return suffixes[-1] if suffixes and suffixes[-1] in _KINDS else None
 
 
+def _known_format(path: str | Path, name: str) -> str:
+    if (suffix := file_format(path)) is None:
+        formats, compressed = ", ".join(_KINDS), ", ".join(_COMPRESSED)
+        raise DataError(
+            f"{name}: unknown format; the name must end in one of {formats} (JSON and CSV also with {compressed})"
+        )
+    return suffix
+
+
 def read_file(path: str | Path, *, shown_as: str | None = None, limit: int | None = None) -> Dataset:
     """Read a local data file: JSON Lines, a JSON array of objects, CSV, TSV (each may be compressed), parquet or arrow.
 
@@ -303,9 +298,7 @@ def read_file(path: str | Path, *, shown_as: str | None = None, limit: int | Non
     ``shown_as`` replaces the path in errors and origins (by the URL, say).
     """
     name = shown_as or str(path)
-    suffix = file_format(path)
-    if suffix is None:
-        raise DataError(f"{name}: unknown format; the name must end in one of {_FORMATS}")
+    suffix = _known_format(path, name)
     kind = _KINDS[suffix]
     if kind in ("parquet", "arrow"):
         dataset = _read_mapped(kind, path, name)
@@ -321,35 +314,34 @@ def _with_origins(dataset: Dataset, name: str) -> Dataset:
     return dataset.add_column(ORIGIN_COLUMN, [f"{name}, row {i + 1}" for i in range(len(dataset))])
 
 
-def _open_text(path: str | Path) -> TextIO:
+@contextmanager
+def _open_text(path: str | Path, name: str) -> Iterator[TextIO]:
     import fsspec
 
     # utf-8-sig: drops a byte order mark, which is not part of the first key. newline="": as the csv module requires.
-    return fsspec.open(str(path), "rt", encoding="utf-8-sig", newline="", compression="infer").open()
-
-
-def _json_rows(path: str | Path, name: str) -> Rows:
-    """Rows of a JSON array or of JSON lines; the first character decides."""
+    options = {"encoding": "utf-8-sig", "newline": "", "compression": "infer"}
     try:
-        with _open_text(path) as file:
-            first = next((c for c in iter(lambda: file.read(1), "") if not c.isspace()), "")
-            file.seek(0)
-            if first == "[":
-                values = _parsed(file.read(), name, lambda line: f"{name}:{line}")
-                found = ((f"{name}, row {i}", value) for i, value in enumerate(values, start=1))
-            else:
-                lines = ((f"{name}:{i}", line) for i, line in enumerate(file, start=1) if line.strip())
-                found = ((where, _parsed(line, where, lambda _, where=where: where)) for where, line in lines)
-            for where, row in found:
-                if not isinstance(row, dict):
-                    raise DataError(f"{where}: an object is needed, not {type(row).__name__}")
-                yield where, row
+        with fsspec.open(str(path), "rt", **options) as file:
+            yield file
     except UnicodeDecodeError as error:
         raise DataError(f"{name}: not UTF-8 text ({error})") from error
 
 
-class _NumberError(Exception):
-    pass
+def _json_rows(path: str | Path, name: str) -> Rows:
+    """Rows of a JSON array or of JSON lines; the first character decides."""
+    with _open_text(path, name) as file:
+        first = next((c for c in iter(lambda: file.read(1), "") if not c.isspace()), "")
+        file.seek(0)
+        if first == "[":
+            values = _parsed(file.read(), name, lambda line: f"{name}:{line}")
+            found = ((f"{name}, row {i}", value) for i, value in enumerate(values, start=1))
+        else:
+            lines = ((f"{name}:{i}", line) for i, line in enumerate(file, start=1) if line.strip())
+            found = ((where, _parsed(line, where, lambda _, where=where: where)) for where, line in lines)
+        for where, row in found:
+            if not isinstance(row, dict):
+                raise DataError(f"{where}: an object is needed, not {type(row).__name__}")
+            yield where, row
 
 
 def _parsed(text: str, name: str, place: Callable[[int], str]) -> Any:
@@ -361,42 +353,36 @@ def _parsed(text: str, name: str, place: Callable[[int], str]) -> Any:
             f"{place(error.lineno)}: not JSON: {error.msg} (column {error.colno}); a file is read as one object per "
             "line, or as an array of objects"
         ) from error
-    except _NumberError as error:
+    except ValueError as error:
         raise DataError(f"{name}: {error}") from error
 
 
 def _int64(digits: str) -> int:
-    value = int(digits)
-    if not -(2**63) <= value < 2**63:
-        raise _NumberError(f"the integer {digits} has over 64 bits and cannot be held; write it as text, in quotes")
-    return value
+    if not -(2**63) <= int(digits) < 2**63:
+        raise ValueError(f"the integer {digits} has over 64 bits and cannot be held; write it as text, in quotes")
+    return int(digits)
 
 
 def _no_constant(name: str) -> float:
-    raise _NumberError(f"{name} is not JSON; write null")
+    raise ValueError(f"{name} is not JSON; write null")
 
 
 def _csv_rows(path: str | Path, name: str, delimiter: str) -> Rows:
     """Every cell is text; nothing is guessed (``007`` stays ``007``)."""
     csv.field_size_limit(2**31 - 1)  # the default, 128 KiB, is less than a long document
     number = 0
-    try:
-        with _open_text(path) as file:
-            reader = csv.reader(file, delimiter=delimiter, strict=True)
+    with _open_text(path, name) as file:
+        reader = csv.reader(file, delimiter=delimiter, strict=True)
+        try:
             header = next(reader, [])
             if len(set(header)) < len(header):
                 raise DataError(f"{name}: the header names a column twice: {', '.join(header)}")
-            for cells in reader:
-                if not cells:  # a blank line
-                    continue
-                number += 1
+            for number, cells in enumerate(filter(None, reader), start=1):  # no blank lines
                 if len(cells) != len(header):
                     raise DataError(f"{name}, row {number}: {len(cells)} cells, but the header has {len(header)}")
                 yield f"{name}, row {number}", dict(zip(header, cells))
-    except csv.Error as error:
-        raise DataError(f"{name}, row {number + 1}: not CSV: {error}") from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"{name}: not UTF-8 text ({error})") from error
+        except csv.Error as error:
+            raise DataError(f"{name}, row {number + 1}: not CSV: {error}") from error
 
 
 def _dataset_of(rows: Rows, limit: int | None) -> Dataset:
@@ -457,6 +443,7 @@ def stage_to_local(url: str, *, cache_dir: str | Path | None = None, timeout_s: 
     """
     if not _is_remote(url):
         return url.split("://", 1)[-1]
+
     import fsspec
     from filelock import FileLock, Timeout
 
@@ -471,7 +458,11 @@ def stage_to_local(url: str, *, cache_dir: str | Path | None = None, timeout_s: 
         raise StagingError(f"{url} cannot be read: {type(error).__name__}: {error}") from error
     if not found:
         raise StagingError(f"{url} is an empty folder, or does not exist")
-    files = [(name, info.get("size"), _version(info)) for name, info in sorted(found.items())]
+    versions = ("ETag", "etag", "md5Hash", "mtime", "LastModified", "created")  # the first that the file system knows
+    files = [
+        (name, info.get("size"), str(next((info[key] for key in versions if info.get(key)), "")))
+        for name, info in sorted(found.items())
+    ]
     key = hashlib.sha256(repr([url, files]).encode()).hexdigest()[:24]
     root = Path(cache_dir or os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "lightppo")
     target = root / "staged" / key / (Path(remote.rstrip("/")).name or "root")
@@ -510,17 +501,6 @@ def _is_remote(source: str) -> bool:
     return "://" in source and not source.startswith(("file://", "local://"))
 
 
-def _local_path(source: str) -> str:
-    return os.path.expanduser(source.split("://", 1)[-1])
-
-
-def _version(info: dict[str, Any]) -> str:
-    """The ETag, checksum or time that tells of a change, as far as the file system knows one."""
-    return str(
-        next((info[k] for k in ("ETag", "etag", "md5Hash", "mtime", "LastModified", "created") if info.get(k)), "")
-    )
-
-
 def _copy(fs: Any, remote: str, target: Path, url: str, *, is_folder: bool, size: int | None) -> None:
     """Copy under a temporary name beside the target, check, rename. Only the lock's holder may call this."""
     temporary = target.with_name(f".{target.name}.partial")
@@ -528,14 +508,12 @@ def _copy(fs: Any, remote: str, target: Path, url: str, *, is_folder: bool, size
     logger.info("copying %s (%s bytes) to %s", url, "?" if size is None else size, target)
     try:
         fs.get(remote.rstrip("/"), str(temporary), recursive=is_folder)
+        got = sum(p.stat().st_size for p in (temporary, *temporary.rglob("*")) if p.is_file())
+        if size is not None and got != size:
+            raise OSError(f"got {got} bytes of {size}")
     except Exception as error:  # each file system raises its own errors
         _remove(temporary)
         raise StagingError(f"copying {url} to {target.parent} failed: {type(error).__name__}: {error}") from error
-    files = [temporary] if temporary.is_file() else [p for p in temporary.rglob("*") if p.is_file()]
-    got = sum(p.stat().st_size for p in files)
-    if size is not None and got != size:
-        _remove(temporary)
-        raise StagingError(f"copying {url} gave {got} bytes of {size}; try again")
     os.replace(temporary, target)
 
 

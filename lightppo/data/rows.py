@@ -10,8 +10,8 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -51,15 +51,14 @@ class RowFields:
 
     def columns_in(self, columns: Iterable[str]) -> list[str]:
         """The columns that are needed to render a row."""
-        keys = [*self.prompt, *self.completion, *self.label, *(PREFERENCE_KEYS if self.preference else ())]
-        used = {_column_of(key, columns) for key in keys}
-        return [c for c in columns if c in used]
+        keys = (*self.prompt, *self.completion, *self.label, *(PREFERENCE_KEYS if self.preference else ()))
+        return [c for c in columns if c in {_column_of(key, columns) for key in keys}]
 
 
 def resolve_fields(
     columns: Sequence[str],
     *,
-    input_key: str = DEFAULT_INPUT_KEY,
+    input_key: str | None = None,
     label_key: str | None = None,
     output_key: str | None = None,
     supervised: bool = False,
@@ -79,6 +78,7 @@ def resolve_fields(
             raise DataError(f"{flag} {key!r} is not a column of the data; its columns: {listed}")
         return (key,)
 
+    input_key = input_key or DEFAULT_INPUT_KEY
     listed = ", ".join(c for c in columns if c != ORIGIN_COLUMN) or "(none)"
     label = explicit(label_key, "--label_key") if label_key else known(LABEL_KEYS)
     preference = set(PREFERENCE_KEYS) <= set(columns)
@@ -92,10 +92,8 @@ def resolve_fields(
     else:
         prompt = known((*TEXT_KEYS, *PROMPT_KEYS) if documents else PROMPT_KEYS)
     if not prompt and not preference:
-        raise DataError(
-            f"no column with a prompt: set --input_key to one of the columns: {listed} "
-            f"(recognised without it: {', '.join(PROMPT_KEYS)}, or chosen and rejected)"
-        )
+        known_names = f"recognised without it: {', '.join(PROMPT_KEYS)}, or chosen and rejected"
+        raise DataError(f"no column with a prompt: set --input_key to one of the columns: {listed} ({known_names})")
     completion: tuple[str, ...] = ()
     if output_key:
         completion = explicit(output_key, "--output_key")
@@ -221,9 +219,8 @@ def _chat(value: Sequence[Any], where: str) -> Chat:
     chat: Chat = []
     for i, message in enumerate(value):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise BadRowError(
-                "wrong_type", f"{where}[{i}] is {_shown(message)}; a message has a role (text) and a content"
-            )
+            needed = "a message has a role (text) and a content"
+            raise BadRowError("wrong_type", f"{where}[{i}] is {_shown(message)}; {needed}")
         content = message.get("content")
         if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
             raise BadRowError("wrong_type", f"{where}[{i}].content is {_shown(content)}; only text is read")
@@ -265,25 +262,21 @@ class PromptTemplate:
     system_prompt: str | None = None  # put before chats without a system message
 
     def __post_init__(self) -> None:
-        if self.input_template is not None:
-            if self.apply_chat_template:
-                raise DataError("--input_template and --apply_chat_template both render the prompt: set one")
-            if self.input_template.count("{}") != 1:
-                raise DataError(f"--input_template {self.input_template!r} needs exactly one {{}} for the prompt")
-            if "\\n" in self.input_template:
+        template = self.input_template
+        if template is not None:
+            if self.apply_chat_template or template.count("{}") != 1:
+                raise DataError(f"--input_template {template!r} needs one {{}}, and no --apply_chat_template beside it")
+            if "\\n" in template:
                 logger.warning(
                     "--input_template has a backslash and an n, not a line break; in bash write $'...\\n...'"
                 )
-        if self.apply_chat_template and not self._has_template:
-            raise DataError(f"--apply_chat_template: {self._name} has no chat template; use --input_template instead")
+        if self.apply_chat_template:
+            self._check_chat_template("--apply_chat_template")
 
-    @property
-    def _has_template(self) -> bool:
-        return bool(getattr(self.tokenizer, "chat_template", None))
-
-    @property
-    def _name(self) -> str:
-        return f"the tokenizer {getattr(self.tokenizer, 'name_or_path', '') or type(self.tokenizer).__name__}"
+    def _check_chat_template(self, reason: str) -> None:
+        if not getattr(self.tokenizer, "chat_template", None):
+            name = getattr(self.tokenizer, "name_or_path", "") or type(self.tokenizer).__name__
+            raise DataError(f"{reason}: the tokenizer {name} has no chat template; set one, or give text prompts")
 
     def render(self, prompt: str | Chat) -> Rendered:
         """Text of one prompt; a chat that ends with an assistant turn is to be continued, not answered."""
@@ -304,14 +297,12 @@ class PromptTemplate:
 
         if self.input_template is not None:
             raise DataError("--input_template is for plain text, but the rows are chats; leave it out")
-        if not self._has_template:
-            raise DataError(f"the rows are chats, but {self._name} has no chat template; set one, or give text prompts")
+        self._check_chat_template("the rows are chats")
         if self.system_prompt is not None and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self.system_prompt}, *messages]
+        options = {"tokenize": False, "add_generation_prompt": False} | options
         try:
-            return self.tokenizer.apply_chat_template(
-                messages, tokenize=False, **{"add_generation_prompt": False} | options
-            )
+            return self.tokenizer.apply_chat_template(messages, **options)
         except (TemplateError, ValueError, TypeError, KeyError) as error:
             raise BadRowError("template", f"the chat template refuses it: {type(error).__name__}: {error}") from error
 
@@ -400,12 +391,16 @@ def origin_of(row: Mapping[str, Any], number: int) -> str:
     return row.get(ORIGIN_COLUMN) or f"row {number + 1}"
 
 
-def setting(given: Any, strategy: Any, name: str, default: Any) -> Any:
+def setting(strategy: Any, name: str, given: Any, default: Any = None) -> Any:
     """The keyword if given, else ``strategy.args.<name>`` (scripts in the seed's style), else the default."""
-    if given is not None:
-        return given
-    value = getattr(getattr(strategy, "args", None), name, None)
-    return default if value is None else value
+    values = (given, getattr(getattr(strategy, "args", None), name, None), default)
+    return next((value for value in values if value is not None), None)
+
+
+def check_choice(name: str, value: Any, choices: Any) -> None:
+    """DataError unless the value is one of a ``Literal``."""
+    if value not in get_args(choices):
+        raise DataError(f"{name} is {value!r}; one of {', '.join(get_args(choices))}")
 
 
 def check_dataset(dataset: Any) -> None:
@@ -428,9 +423,7 @@ def prepare_rows(
 
     ``on_bad_row`` ``error`` raises at the first bad row, naming file and line; ``skip`` counts and logs bad rows.
     """
-    if on_bad_row not in ("error", "skip"):
-        raise DataError(f"--on_bad_row is {on_bad_row!r}; error or skip")
-    check_dataset(dataset)
+    check_choice("--on_bad_row", on_bad_row, BadRowPolicy)
     dropped: Counter[str] = Counter()
     skipped: list[str] = []
     numbers: list[int] = []
@@ -465,34 +458,27 @@ def prepare_rows(
 
 
 def _outcomes(dataset: Dataset, encode_chunk: EncodeChunk, num_workers: int) -> Iterator[Outcome]:
+    def encode(start: int) -> list[Outcome]:
+        return encode_chunk(dataset.__getitems__(range(start, min(start + CHUNK_ROWS, len(dataset)))))
+
     starts = range(0, len(dataset), CHUNK_ROWS)
-    job = partial(_encode_from, dataset, encode_chunk)
     if num_workers <= 1:
-        for start in starts:
-            yield from job(start)
+        yield from chain.from_iterable(map(encode, starts))
         return
     from concurrent.futures import ProcessPoolExecutor
     from multiprocessing import get_context
 
-    # fork: the dataset and the tokenizer are inherited, not pickled; the executor notices a killed worker.
-    with ProcessPoolExecutor(num_workers, get_context("fork"), initializer=_start_worker, initargs=(job,)) as pool:
-        for outcomes in pool.map(_work, starts):
-            yield from outcomes
+    global _encode
+    _encode = encode
+    # fork: the dataset and the tokenizer are inherited, not pickled; the executor notices a killed worker. Threads of
+    # the tokenizer inside forked workers would only compete.
+    options = {"initializer": os.environ.__setitem__, "initargs": ("TOKENIZERS_PARALLELISM", "false")}
+    with ProcessPoolExecutor(num_workers, get_context("fork"), **options) as pool:
+        yield from chain.from_iterable(pool.map(_work, starts))
 
 
-def _encode_from(dataset: Dataset, encode_chunk: EncodeChunk, start: int) -> list[Outcome]:
-    columns = dataset[start : start + CHUNK_ROWS]
-    return encode_chunk([dict(zip(columns, values)) for values in zip(*columns.values())])
-
-
-_worker_job: Callable[[int], list[Outcome]]
-
-
-def _start_worker(job: Callable[[int], list[Outcome]]) -> None:
-    global _worker_job
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads inside forked workers would only compete
-    _worker_job = job
+_encode: Callable[[int], list[Outcome]]  # the rows from a number on, in forked workers
 
 
 def _work(start: int) -> list[Outcome]:
-    return _worker_job(start)
+    return _encode(start)

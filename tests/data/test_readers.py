@@ -18,7 +18,6 @@ from lightppo.data.readers import (
     check_data_paths,
     file_format,
     interleave_indices,
-    parse_probs,
     read_file,
 )
 from lightppo.data.rows import ORIGIN_COLUMN
@@ -318,7 +317,7 @@ def test_paths_checked_before_a_run(write_jsonl, tmp_path: Path) -> None:
 )
 def test_bad_probabilities(probs: str, message: str) -> None:
     with pytest.raises(DataError, match=f"--prompt_data_probs .*{message}"):
-        parse_probs(probs, 2)
+        check_data_paths("owner/one,owner/two", probs)
 
 
 def test_empty_sources_and_bad_options(write_jsonl, tmp_path: Path) -> None:
