@@ -30,7 +30,7 @@ class BadRowError(DataError):
         return self.message
 
 
-class StagingError(UserError, OSError):
+class StagingError(DataError, OSError):
     """A URL that cannot be read or copied."""
 
 

@@ -22,6 +22,7 @@ from lightppo.data.rows import (
     Outcome,
     PromptTemplate,
     Rendered,
+    as_chat,
     check_choice,
     check_dataset,
     origin_of,
@@ -66,13 +67,11 @@ class _PreparedDataset(TorchDataset):
         check_dataset(dataset)
         self.template = PromptTemplate(tokenizer, **{name: setting(strategy, name, v) for name, v in template.items()})
         fields = {name: setting(strategy, name, value) for name, value in fields.items()}
-        columns = dataset.column_names
-        self.fields = resolve_fields(columns, **fields)
-        read = {name: keys for name in ("prompt", "completion", "label") if (keys := getattr(self.fields, name))}
-        logger.info("columns that are read: %s", read)
+        self.fields = resolve_fields(dataset.column_names, **fields)
+        logger.info("columns that are read: %s", self.fields)
         self._rows = prepare_rows(
             dataset,
-            self.fields.columns_in(columns),
+            self.fields.columns_in(dataset.column_names),
             self._encode_chunk,
             on_bad_row=setting(strategy, "on_bad_row", on_bad_row, "error"),
             num_workers=setting(strategy, "data_num_workers", num_workers, 0),
@@ -163,13 +162,10 @@ class PromptDataset(_PreparedDataset):
         check_choice("--truncation", self.truncation, Truncation)
         if setting(strategy, "filter_overlong_prompts", filter_overlong):
             self.truncation = "drop"
+        template = {"apply_chat_template": apply_chat_template, "input_template": input_template}
         super().__init__(
             *(dataset, tokenizer, strategy),
-            template={
-                "apply_chat_template": apply_chat_template,
-                "input_template": input_template,
-                "system_prompt": system_prompt,
-            },
+            template=template | {"system_prompt": system_prompt},
             fields={"input_key": input_key, "label_key": label_key},
             on_bad_row=on_bad_row,
             num_workers=num_workers,
@@ -281,12 +277,7 @@ class SFTDataset(_PreparedDataset):
         super().__init__(
             *(dataset, tokenizer, strategy),
             template=template,
-            fields={
-                "input_key": input_key,
-                "output_key": output_key,
-                "supervised": True,
-                "documents": pretrain_mode,
-            },
+            fields={"input_key": input_key, "output_key": output_key, "supervised": True, "documents": pretrain_mode},
             on_bad_row=on_bad_row,
             num_workers=num_workers,
         )
@@ -326,9 +317,8 @@ class SFTDataset(_PreparedDataset):
         if is_text and not self.template.apply_chat_template:
             start = self.template.render(prompt)
             return start, Rendered(start.text + completion, is_chat=False, messages=None)
-        chat = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
-        answer = completion if isinstance(completion, list) else [{"role": "assistant", "content": completion}]
-        messages = chat if completion is None else chat + answer
+        chat = as_chat(prompt, "user")
+        messages = chat if completion is None else chat + as_chat(completion, "assistant")
         # The line break that templates put after the last turn is not part of the answer.
         whole = Rendered(self.template.chat_text(messages).rstrip("\n"), is_chat=True, messages=messages)
         if self.pretrain_mode:

@@ -63,11 +63,9 @@ def blending_datasets(
             ``save_to_disk``, fsspec URLs of these, hub names (``owner/name``, ``owner/name@config``).
         probs: probability of each source, comma separated, sum 1. None: one source after the other, each row once.
         max_count: most rows to take from each source.
-        return_eval: for scripts in the seed's style; only False. Call again with another ``train_split`` for other
-            data.
-        stopping_strategy: with ``probs``: ``all_exhausted`` stops when every source is used up (some rows repeat),
-            ``first_exhausted`` when the first one is (some rows stay unused).
-        train_split: the split to read from sources with splits. A single file has none: all its rows are read.
+        return_eval: only False; call again with another ``train_split`` for other data.
+        stopping_strategy: with ``probs``: stop when every source is used up (some rows repeat), or when the first is.
+        train_split: the split to read from sources with splits; a single file has none.
     """
     if return_eval:
         raise DataError("return_eval: call blending_datasets once per split, with train_split='test' for the second")
@@ -82,10 +80,9 @@ def blending_datasets(
     if weights is not None:
         indices, drawn = interleave_indices(counts, weights, seed, stopping_strategy)
         blend = blend.select(indices)
-    if strategy is None or strategy.is_rank_0():
-        for source, count, used in zip(sources, counts, drawn):
-            level = logging.INFO if used == count else logging.WARNING
-            logger.log(level, "%s %s: %d rows, %d used%s", flag, source, count, used, " (repeats)" * (used > count))
+    for source, count, used in zip(sources, counts, drawn) if strategy is None or strategy.is_rank_0() else ():
+        level = logging.INFO if used == count else logging.WARNING
+        logger.log(level, "%s %s: %d rows, %d used%s", flag, source, count, used, " (repeats)" * (used > count))
     return blend
 
 
@@ -94,7 +91,7 @@ def check_data_paths(
 ) -> None:
     """Check sources before models load, without reading them or using the network. DataError names the source."""
     for source in _checked_sources(paths, probs, flag)[0]:
-        _classify(source, flag)
+        _is_hub_name(source, flag)
 
 
 def _checked_sources(
@@ -168,27 +165,21 @@ def _as_json(dataset: Dataset, columns: list[str], name: str) -> Dataset:
 # -- one source ------------------------------------------------------------------------------------------------------
 
 
-def _classify(source: str, flag: str) -> Literal["file", "folder", "url", "hub"]:
-    """Kind of a source, judged by its form and this machine's files. No network."""
+def _is_hub_name(source: str, flag: str) -> bool:
+    """False for URLs, and for files and folders of this machine; DataError if it is none of these. No network."""
     if _is_remote(source):
-        try:
-            check_scheme(source, flag)
-        except StagingError as error:
-            raise DataError(str(error)) from error
-        return "url"
+        check_scheme(source, flag)
+        return False
     path = Path(source.split("://", 1)[-1]).expanduser()
-    if path.is_dir():
-        return "folder"
     if path.is_file():
         _known_format(path, f"{flag} {source}")
-        return "file"
-    if "://" in source or file_format(source) or not _HUB_NAME.fullmatch(source):
+    if not path.exists() and ("://" in source or file_format(source) or not _HUB_NAME.fullmatch(source)):
         raise DataError(f"{flag} {source}: no such file or folder (looked in {os.getcwd()})")
-    return "hub"
+    return not path.exists()
 
 
 def _load_source(source: str, split: str, limit: int, flag: str) -> Dataset:
-    if _classify(source, flag) == "hub":
+    if _is_hub_name(source, flag):
         dataset = _load_hub(source, split, flag)
     else:
         try:
@@ -227,13 +218,11 @@ def _load_folder(path: Path, *, shown_as: str, split: str, limit: int, flag: str
         if split not in saved:
             raise DataError(f"{flag} {shown_as} has no split {split!r}; its splits: {', '.join(saved)}")
         return _with_origins(saved[split], f"{shown_as}[{split}]")
-    files = _files_of_split(path, shown_as, split, flag)
-    parts: dict[str, Dataset] = {}
-    for file in files:
+    files, parts = _files_of_split(path, shown_as, split, flag), {}
+    for file in map(str, files):
         part = read_file(path / file, shown_as=f"{shown_as.rstrip('/')}/{file}", limit=limit)
         limit -= len(part)
-        if len(part):
-            parts[str(file)] = part
+        parts |= {file: part} if len(part) else {}
         if limit <= 0:
             break
     if not parts:
@@ -298,8 +287,7 @@ def read_file(path: str | Path, *, shown_as: str | None = None, limit: int | Non
     ``shown_as`` replaces the path in errors and origins (by the URL, say).
     """
     name = shown_as or str(path)
-    suffix = _known_format(path, name)
-    kind = _KINDS[suffix]
+    kind = _KINDS[suffix := _known_format(path, name)]
     if kind in ("parquet", "arrow"):
         dataset = _read_mapped(kind, path, name)
         return _with_origins(dataset if limit is None else dataset.select(range(min(limit, len(dataset)))), name)

@@ -162,14 +162,16 @@ def read_example(row: Mapping[str, Any], fields: RowFields) -> tuple[str | Chat,
     if output is None or (key in TEXT_KEYS and fields.documents and not fields.completion_required):
         return prompt, None
     completion = _text_or_chat(answer, repr(output))
-    if isinstance(prompt, list) and isinstance(completion, str):
-        return prompt, [{"role": "assistant", "content": completion}]
-    if isinstance(completion, list):
-        chat = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
-        if len(completion) > len(chat) and completion[: len(chat)] == chat:  # TRL: `chosen` may repeat the prompt
-            completion = completion[len(chat) :]
-        return chat, completion
-    return prompt, completion
+    if isinstance(prompt, str) and isinstance(completion, str):
+        return prompt, completion
+    chat, completion = as_chat(prompt, "user"), as_chat(completion, "assistant")
+    repeated = len(completion) > len(chat) and completion[: len(chat)] == chat  # TRL: `chosen` may repeat the prompt
+    return chat, completion[len(chat) :] if repeated else completion
+
+
+def as_chat(prompt: str | Chat, role: str) -> Chat:
+    """A chat as it is, a text as one message."""
+    return prompt if isinstance(prompt, list) else [{"role": role, "content": prompt}]
 
 
 def _prompt_and_chosen(row: Mapping[str, Any], fields: RowFields) -> tuple[str | Chat, str | None, str | Chat | None]:
@@ -178,7 +180,7 @@ def _prompt_and_chosen(row: Mapping[str, Any], fields: RowFields) -> tuple[str |
     if key is not None:
         return _text_or_chat(value, repr(key)), key, None
     if not fields.preference or any(row.get(k) is None for k in PREFERENCE_KEYS):
-        raise BadRowError("missing", f"no prompt: {' and '.join(repr(k) for k in fields.prompt)} missing or null")
+        raise BadRowError("missing", f"no prompt: {' and '.join(map(repr, fields.prompt))} missing or null")
     chosen, rejected = row["chosen"], row["rejected"]
     if isinstance(chosen, list) and isinstance(rejected, list):
         chosen, rejected = _chat(chosen, "'chosen'"), _chat(rejected, "'rejected'")
@@ -286,7 +288,7 @@ class PromptTemplate:
             # replace, not str.format: other braces in the template are text
             text = prompt if self.input_template is None else self.input_template.replace("{}", prompt)
             return Rendered(text, is_chat=False, messages=None)
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        messages = as_chat(prompt, "user")
         continued = messages[-1]["role"] == "assistant"
         options = {"continue_final_message": True} if continued else {}
         return Rendered(self.chat_text(messages, add_generation_prompt=not continued, **options), True, messages)
@@ -472,8 +474,8 @@ def _outcomes(dataset: Dataset, encode_chunk: EncodeChunk, num_workers: int) -> 
     _encode = encode
     # fork: the dataset and the tokenizer are inherited, not pickled; the executor notices a killed worker. Threads of
     # the tokenizer inside forked workers would only compete.
-    options = {"initializer": os.environ.__setitem__, "initargs": ("TOKENIZERS_PARALLELISM", "false")}
-    with ProcessPoolExecutor(num_workers, get_context("fork"), **options) as pool:
+    quiet = ("TOKENIZERS_PARALLELISM", "false")
+    with ProcessPoolExecutor(num_workers, get_context("fork"), os.environ.__setitem__, quiet) as pool:
         yield from chain.from_iterable(pool.map(_work, starts))
 
 
