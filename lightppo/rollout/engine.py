@@ -40,12 +40,11 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for name in ("stop", "stop_token_ids", "bad_words"):
-            value = getattr(self, name)
-            if isinstance(value, str):
-                raise ValueError(f"{name} must be a sequence of strings, got the string {value!r}; write ({value!r},)")
+            if isinstance(value := getattr(self, name), str):
+                raise ValueError(f"{name} must be a sequence, got the string {value!r}; write ({value!r},)")
             object.__setattr__(self, name, tuple(value))
         first = self.first_token_temperature
-        checks = [
+        for name, ok, expected in (
             ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
             ("min_new_tokens", 0 <= self.min_new_tokens <= self.max_new_tokens, "between 0 and max_new_tokens"),
             ("temperature", 0 <= self.temperature < math.inf, "0 (greedy) or above"),
@@ -57,8 +56,7 @@ class SamplingParams:
             ("bad_words", all(word.strip() for word in self.bad_words), "without empty words"),
             ("first_token_temperature", first is None or 0 < first < math.inf, "above 0, or None"),
             ("stop_token_ids", all(i >= 0 for i in self.stop_token_ids), "ids of 0 or above"),
-        ]
-        for name, ok, expected in checks:
+        ):
             if not ok:
                 raise ValueError(f"{name} must be {expected}; got {getattr(self, name)!r}")
 
@@ -69,7 +67,7 @@ class SamplingParams:
 
     @property
     def log_prob_temperature(self) -> float:
-        """The temperature of recorded log probs; 1 if sampling is greedy."""
+        """The temperature of recorded log probs."""
         return 1.0 if self.greedy else self.temperature
 
 
@@ -86,20 +84,15 @@ class RolloutEngine(Protocol):
 
         ``log_probs``: float32 log softmax(logits / temperature) of the sampled ids before any filter, as the trainer's.
         """
-        ...
 
     def sync_weights(self, actor: nn.Module) -> None:
         """Makes the next rollouts use the present weights of ``actor``."""
-        ...
 
     def sleep(self) -> None:
         """Frees device memory while the trainer trains."""
-        ...
 
     def wake(self) -> None:
         """Takes back what :meth:`sleep` freed."""
-        ...
 
     def close(self) -> None:
         """Ends the engine."""
-        ...

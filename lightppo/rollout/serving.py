@@ -50,45 +50,40 @@ def server_command(model: str, host: str, port: int, engine_options: Sequence[st
     """
     if importlib.util.find_spec("vllm") is None:
         raise ValueError("vLLM is not installed: docs/rollouts.md says how, for this kind of machine")
-    set_here = {"--model": model, "--host": host, "--port": str(port)}
-    set_here |= {
+    import torch
+
+    given = {text.split("=")[0].replace("_", "-") for text in engine_options if text.startswith("--")}
+    defaults = {"--uvicorn-log-level": "warning"}
+    if not torch.cuda.is_available():
+        # Without a size vLLM takes what is free, or refuses to start; nothing is compiled on a CPU. Prompts in pieces
+        # and seeds together end a server there: see vllm.engine_arguments.
+        defaults |= {"--kv-cache-memory-bytes": str(_CPU_KV_CACHE_BYTES), "--enforce-eager": ""}
+        defaults |= {"--no-enable-chunked-prefill": ""}
+    options = {
+        "--model": model,
+        "--host": host,
+        "--port": str(port),
         "--worker-extension-cls": "lightppo.rollout.vllm_worker.WorkerExtension",
         "--weight-transfer-config": '{"backend": "lightppo"}',
         "--middleware": "lightppo.rollout.serving.KeyGate",
         "--enable-scale-out": "",  # the route that tells which weights a response is of
         "--generation-config": "vllm",
-    }
-    defaults = {"--uvicorn-log-level": "warning"}
-    if not _has_gpu():
-        # Without a size vLLM takes what is free, or refuses to start; nothing is compiled on a CPU.
-        defaults |= {"--kv-cache-memory-bytes": str(_CPU_KV_CACHE_BYTES), "--enforce-eager": ""}
-        # Prompts in pieces and seeds together end a server on a CPU: see vllm.cpu_arguments.
-        defaults |= {"--no-enable-chunked-prefill": ""}
-    given = {text.split("=")[0].replace("_", "-") for text in engine_options if text.startswith("--")}
-    options = set_here | {name: value for name, value in defaults.items() if name not in given}
+    } | {name: value for name, value in defaults.items() if name not in given}
     words = [word for name, value in options.items() for word in (name, value) if word]
     return [sys.executable, "-m", "lightppo.rollout.serving", *words, *engine_options]
 
 
 def server_environment(key: str | None) -> dict[str, str]:
     """The environment of a server: this one's, with the routes that take weights, and the key that clients need."""
-    environment = {name: value for name, value in os.environ.items() if name != KEY_VARIABLE}
+    environment = {"VLLM_NO_USAGE_STATS": "1"} | {k: value for k, value in os.environ.items() if k != KEY_VARIABLE}
+    # The workers import lightppo, which need not be installed.
+    paths = [str(Path(lightppo.__file__).parents[1]), os.environ.get("PYTHONPATH")]
     environment |= {
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_USE_V2_MODEL_RUNNER": "0",  # its sampler cannot be given another definition of log probs
-        "VLLM_NO_USAGE_STATS": environment.get("VLLM_NO_USAGE_STATS", "1"),
-        # The workers import lightppo, which need not be installed.
-        "PYTHONPATH": os.pathsep.join(
-            filter(None, [str(Path(lightppo.__file__).parents[1]), os.environ.get("PYTHONPATH")])
-        ),
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
     }
     return environment | ({} if key is None else {KEY_VARIABLE: key})
-
-
-def _has_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
 
 
 @contextmanager
@@ -101,35 +96,35 @@ def socket_folder() -> Iterator[Path]:
         ValueError: the path is too long for sockets.
     """
     root = Path(os.environ.get(_SOCKETS) or tempfile.gettempdir()).resolve()
-    _remove_unlocked(root)
-    # Locked before it has the name that others look for.
-    folder = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=root))
-    lock = os.open(folder, os.O_RDONLY)
+    for left in root.glob(f"{_PREFIX}*"):
+        with suppress(OSError), _locked(left, os.O_DIRECTORY | os.O_NOFOLLOW, fcntl.LOCK_NB) as lock:
+            if os.fstat(lock).st_uid == os.getuid():
+                _remove(left)
+    # It gets the name that others look for when it is locked.
+    hidden = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=root))
+    with _locked(hidden):
+        folder = hidden.rename(hidden.with_name(hidden.name[1:]))
+        try:
+            if len(os.fsencode(folder)) > _LONGEST_FOLDER:
+                raise ValueError(
+                    f"{folder} is too long for the names of sockets: set {_SOCKETS} to a folder whose path has at most "
+                    f"{_LONGEST_FOLDER - len(folder.name) - 1} bytes"
+                )
+            yield folder
+        finally:
+            with suppress(OSError):
+                _remove(folder)
+
+
+@contextmanager
+def _locked(folder: Path, flags: int = 0, how: int = 0) -> Iterator[int]:
+    """An OSError where the folder is gone, another user's, or in use."""
+    lock = os.open(folder, os.O_RDONLY | flags)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        folder = folder.rename(folder.with_name(folder.name[1:]))
-        if len(os.fsencode(folder)) > _LONGEST_FOLDER:
-            raise ValueError(
-                f"{folder} is too long for the names of sockets: set {_SOCKETS} to a folder whose path has at most "
-                f"{_LONGEST_FOLDER - len(folder.name) - 1} bytes"
-            )
-        yield folder
+        fcntl.flock(lock, fcntl.LOCK_EX | how)
+        yield lock
     finally:
-        with suppress(OSError):
-            _remove(folder)
         os.close(lock)
-
-
-def _remove_unlocked(root: Path) -> None:
-    for folder in root.glob(f"{_PREFIX}*"):
-        with suppress(OSError):  # gone meanwhile, another user's, or in use
-            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-            try:
-                if os.fstat(lock).st_uid == os.getuid():
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    _remove(folder)
-            finally:
-                os.close(lock)
 
 
 def _remove(folder: Path) -> None:
@@ -154,7 +149,14 @@ class KeyGate:
         self._expected = f"Bearer {key}".encode() if key else None
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if self._may_pass(scope):
+        headers = dict(scope.get("headers", ()))
+        if scope["type"] == "lifespan" or scope["path"] == "/health":
+            may_pass = True
+        elif self._expected is None:
+            may_pass = b"origin" not in headers
+        else:
+            may_pass = hmac.compare_digest(headers.get(b"authorization", b""), self._expected)
+        if may_pass:
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
@@ -163,14 +165,6 @@ class KeyGate:
             headers = [(b"content-type", b"application/json"), (b"www-authenticate", b"Bearer")]
             await send({"type": "http.response.start", "status": 401, "headers": headers})
             await send({"type": "http.response.body", "body": json.dumps({"error": reason}).encode()})
-
-    def _may_pass(self, scope: Any) -> bool:
-        if scope["type"] == "lifespan" or scope["path"] == "/health":
-            return True
-        headers = dict(scope["headers"])
-        if self._expected is None:
-            return b"origin" not in headers
-        return hmac.compare_digest(headers.get(b"authorization", b""), self._expected)
 
 
 def serve() -> None:

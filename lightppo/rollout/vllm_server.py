@@ -6,15 +6,16 @@ import base64
 import logging
 import queue
 import sys
-import threading
-import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from concurrent.futures import Future
+from contextlib import closing
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+import tenacity
 import torch
+from pebble.concurrent import thread
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -23,18 +24,18 @@ from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import RefusedError, RequestError, RolloutError, UnreachableError
 from lightppo.http import HTTPClient, read_token
 from lightppo.rollout.engine import SamplingParams
-from lightppo.rollout.hf import request_streams
 from lightppo.rollout.vllm import (
     OnFinished,
-    ResponseReader,
+    Requests,
+    VLLMEngine,
     longest_sequence,
-    rollout_stats,
     vocab_size_of,
     vocabulary_limits,
 )
 from lightppo.rollout.weights import (
     PROTOCOL,
-    Transport,
+    Broadcasts,
+    Files,
     architecture,
     buckets,
     differing_weights,
@@ -42,7 +43,6 @@ from lightppo.rollout.weights import (
     open_transport,
     trainer_fingerprints,
 )
-from lightppo.strategy.zero3 import find_hf_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -56,48 +56,37 @@ _START = "start it by examples/serve_vllm.py"
 _NO_LOG_PROB = -9999.0  # what vLLM sends in place of NaN
 
 
-class VLLMServerRolloutEngine:
-    """A :class:`~lightppo.rollout.engine.RolloutEngine` over vLLM servers that ``examples/serve_vllm.py`` started.
+class VLLMServerRolloutEngine(VLLMEngine):
+    """vLLM servers that ``examples/serve_vllm.py`` started; every rank asks them itself.
 
-    Every rank asks the servers itself. Every response is a request of its own with its own seed, so that in float32 it
-    does not matter which server answers. A server that fails is lost: its requests go to the others, and it is used
-    again only when a later push of weights has reached it. Every answer says which version of the weights sampled it; a
-    server that answers from another one, which may have been started anew, is lost too.
-
-    All ranks build it together, after the process group exists. Whatever ends a call on one rank ends it on all.
+    A server that fails is lost: its requests go to the others, and it is used again only when a later push of weights
+    has reached it. Every answer says which version of the weights sampled it; a server that answers from another one,
+    which may have been started anew, is lost too. Whatever ends a call on one rank ends it on all.
 
     Attributes:
         lost: servers that are not used, by their place in ``--vllm_server_url``, and why; the same on every rank.
-        last_stats: of the last ``generate``: ``generated_tokens``, ``prompt_tokens``, ``seconds``; of the last push:
-            ``sync_seconds``.
+        version: of the weights that were pushed last.
 
     Raises:
         RolloutError: a server cannot be reached, serves another model or too short sequences, or does not take the
             weights; on every rank.
     """
 
-    reports_finished = True  # takes generate's on_finished
-    keeps_weights = True  # the servers' copies, which may differ from the actor's
-
     def __init__(self, config: PPOConfig, strategy: Any, actor: nn.Module, tokenizer: PreTrainedTokenizerBase) -> None:
+        super().__init__(config, strategy, actor, tokenizer)
         e = config.engine
         key = read_token(env=e.vllm_server_api_key_env, option="--vllm_server_api_key_env")
-        self.config, self.strategy, self.actor, self.tokenizer = config, strategy, actor, tokenizer
-        self.hf_model, _ = find_hf_model(actor)
-        self.max_model_len = longest_sequence(config)
+        options = {"timeout": e.vllm_server_timeout, "retries": e.vllm_server_retries, "key": key}
         limits = vocabulary_limits(tokenizer, actor, self.hf_model)
-        self.servers = [
-            VLLMServer(url, limits, timeout=e.vllm_server_timeout, retries=e.vllm_server_retries, key=key)
-            for url in e.vllm_server_url
-        ]
+        self.servers = [VLLMServer(url, limits, **options) for url in e.vllm_server_url]
         self.lost: dict[int, str] = {}
-        self.version: str | None = None  # of the weights that were pushed last
-        self.last_stats: dict[str, float] = {}
-        self._pushes = 0
-        self._run = uuid.uuid4().hex
-        self._asleep = False
-        self._sleeps = self._connect()
+        self.version: str | None = None
+        self._run, self._pushes = uuid.uuid4().hex, 0
         self.sync_weights(actor)
+        can_sleep = all(server.described.get("sleep_mode") for server in self.servers)  # known on rank 0
+        self.sleeps = e.free_cache_engine and self.strategy.broadcast_object(can_sleep)
+        if e.free_cache_engine and not self.sleeps:
+            logger.info("vLLM servers without --enable-sleep-mode stay awake while the trainer trains")
 
     @property
     def live(self) -> list[int]:
@@ -120,280 +109,16 @@ class VLLMServerRolloutEngine:
 
     # -- generation ------------------------------------------------------------------------------------------------
 
-    def generate(
-        self, prompts: list[Prompt], sampling: SamplingParams, on_finished: OnFinished = lambda rollouts: None
-    ) -> list[Rollout]:
-        """Samples ``sampling.n`` responses to each prompt; ``on_finished`` gets each rollout when it is done.
-
-        Raises:
-            ValueError: as the engine in process.
-            FloatingPointError: no token could be drawn (NaN weights, or every token banned).
-            RolloutError: no server is left, or one refuses the requests; or another rank had any of these.
-        """
-        start = time.perf_counter()
-        self.wake()
+    def _sample(self, prompts: list[Prompt], sampling: SamplingParams, on_finished: OnFinished) -> list[Rollout]:
+        """Every rank learns what the others met: servers lost, and failures, which end the call for all. Collective."""
         rollouts: list[Rollout] = []
-        failure = None
+        failure = text = None
         try:
-            rollouts = self._sample(prompts, sampling, on_finished)
+            rollouts = self._ask(Requests(self, prompts, sampling), on_finished)
         except Exception as error:
             failure = error
-        self._agree(failure)
-        self.last_stats |= rollout_stats(rollouts, start)
-        return rollouts
-
-    def _sample(self, prompts: list[Prompt], sampling: SamplingParams, on_finished: OnFinished) -> list[Rollout]:
-        reader = ResponseReader(self.tokenizer, self.hf_model, prompts, sampling, self.max_model_len)
-        streams, vocab_size = request_streams(prompts, sampling), vocab_size_of(self.hf_model)
-        costs = [len(prompts[r // sampling.n].token_ids) + sampling.max_new_tokens for r in range(len(streams))]
-
-        def ask(i: int, r: int) -> Completion:
-            prompt_ids = prompts[r // sampling.n].token_ids
-            return self.servers[i].complete(reader.parameters(streams[r]), prompt_ids, vocab_size, self.version)
-
-        rollouts: list[Rollout | None] = [None] * len(streams)
-        shows = self.strategy.is_rank_0() and sys.stderr.isatty()
-        # closing: an error here must end the requests that are under way
-        with (
-            tqdm(total=len(streams), desc="generate", leave=False, disable=not shows) as bar,
-            closing(self._answers(ask, costs)) as answers,
-        ):
-            for r, completion in answers:
-                rollouts[r] = reader.rollout(prompts[r // sampling.n], r % sampling.n, *completion)
-                on_finished([rollouts[r]])
-                bar.update()
-        return rollouts
-
-    def _answers(self, ask: Callable[[int, int], Completion], costs: Sequence[int]) -> Iterator[tuple[int, Completion]]:
-        """(request, answer) as they come: the dearest requests first, each to the server with the least under way."""
-        self._check_any_left()
-        concurrency, rank = self.config.engine.vllm_server_concurrency, self.strategy.get_rank()
-        waiting = sorted(range(len(costs)), key=lambda r: costs[r])
-        under_way: dict[int, set[int]] = {i: set() for i in self.live}  # server → requests
-        threads = Threads(ask, min(len(costs), concurrency * len(under_way)))
-        try:
-            while waiting or any(under_way.values()):
-                while waiting and (free := [i for i in self.live if len(under_way[i]) < concurrency]):
-                    # ranks prefer different servers among equals
-                    i = min(free, key=lambda i: (sum(costs[r] for r in under_way[i]), (i - rank) % len(self.servers)))
-                    under_way[i].add(waiting[-1])
-                    threads.begin(i, waiting.pop())
-                (i, r), answer = threads.next()
-                under_way[i].remove(r)
-                if isinstance(answer, RefusedError):
-                    raise RolloutError(str(answer)) from None
-                if isinstance(answer, RequestError):
-                    self._lose({i: str(answer)})
-                    self._check_any_left()
-                    waiting.append(r)
-                elif isinstance(answer, BaseException):
-                    raise answer
-                else:
-                    yield r, answer
-        finally:
-            threads.end()
-
-    # -- weights ---------------------------------------------------------------------------------------------------
-
-    def sync_weights(self, actor: nn.Module) -> None:
-        """Pushes the present weights of ``actor`` to every server, lost ones too. Collective.
-
-        A server that does not take them is lost; at the first push that is a RolloutError, and so it is if none does.
-        """
-        start = time.perf_counter()
-        self.actor = actor
-        self._wake()
-        self._pushes += 1
-        version, weights = f"{self._run}-{self._pushes}", full_weights(actor, self.strategy)
-        first, self.version = self.version is None, None
-        problem, lost = None, {}
-        if self.strategy.is_rank_0():
-            problem, lost = self._push(weights, version)
-        else:
-            for _ in weights:
-                pass
-        problem, version, lost = self.strategy.broadcast_object((problem, version, lost))
-        if first and lost:
-            problem = problem or "; ".join(dict.fromkeys(lost.values()))
-        if problem is not None:
-            raise RolloutError(f"--rollout_engine vllm_server: {problem}")
-        for i in self.lost.keys() - lost.keys():
-            logger.info("%s is used again: it has the present weights", self.servers[i].name)
-        self.version = version
-        self.lost = {i: lost[i] for i in self.lost if i in lost}
-        self._lose(lost)
-        self._check_any_left()
-        self.last_stats["sync_seconds"] = time.perf_counter() - start
-
-    def _push(self, weights: Iterator[tuple[str, Tensor]], version: str) -> tuple[str | None, dict[int, str]]:
-        """On rank 0: why nothing could be brought to anybody, or None; and which servers failed, and why."""
-        lost: dict[int, str] = {}
-        way: Transport | None = None
-
-        def each(step: Callable[[VLLMServer], object]) -> Callable[[], dict[int, str]]:
-            return self._begin([i for i in range(len(self.servers)) if i not in lost], step)
-
-        problem = None
-        try:
-            way = open_transport(self.config.engine, next(self.hf_model.parameters()).device)
-            lost |= each(partial(self._open, way))()
-            arrived: Callable[[], dict[int, str]] = dict
-            for bucket in buckets(weights):  # gathered while the one before travels
-                packed = way.pack(bucket)
-                lost |= arrived()
-                arrived = each(partial(way.send, packed=packed))
-            lost |= arrived()
-            lost |= each(lambda server: server.finish_update(version))()
-        except RolloutError as error:
-            problem = str(error)
-        finally:
-            if way is not None:
-                way.close()
-            for _ in weights:  # collective: whatever is left must be gathered by this rank too
-                pass
-        paused = [i for i, server in enumerate(self.servers) if server.is_paused]
-        return problem, self._begin(paused, VLLMServer.resume)() | lost
-
-    def _open(self, way: Transport, server: VLLMServer) -> None:
-        self._admit(server)
-        server.pause()
-        way.open(server)
-        server.post("/start_weight_update")
-
-    def _begin(self, among: Iterable[int], step: Callable[[VLLMServer], object]) -> Callable[[], dict[int, str]]:
-        """Has several servers do something at the same time; what is returned waits, and says which failed and why."""
-        among = list(among)
-        threads = Threads(lambda i: step(self.servers[i]), len(among))
-        for i in among:
-            threads.begin(i)
-
-        def wait() -> dict[int, str]:
-            failures = {}
-            for (i,), answer in (threads.next() for _ in among):
-                if isinstance(answer, RequestError):
-                    failures[i] = str(answer)
-                elif isinstance(answer, (RuntimeError, TimeoutError)):  # of torch.distributed
-                    failures[i] = f"{self.servers[i].name}: the weights did not get there: {_line(answer)}"
-                elif isinstance(answer, BaseException):
-                    raise answer
-            threads.end()
-            return failures
-
-        return wait
-
-    def differing_weights(self, tolerance: float = 1e-2) -> tuple[list[str], list[str]]:
-        """Weights of the actor that a server does not have, and those that cannot be compared. Collective.
-
-        Args:
-            tolerance: largest difference, relative to the weight's size.
-        """
-        differing: set[str] = set()
-        unknown: set[str] = set()
-
-        def compare(server: VLLMServer) -> None:
-            if len(server.gpus) > 1:  # each worker has a part of every weight
-                unknown.update(expected)
-                return
-            found = differing_weights(expected, *server.fingerprints(), tolerance)
-            differing.update(found[0])
-            unknown.update(found[1])
-
-        expected = trainer_fingerprints(full_weights(self.actor, self.strategy))
-        failures = self._begin(self.live, compare)() if self.strategy.is_rank_0() else {}
-        problem, differing, unknown = self.strategy.broadcast_object(("; ".join(failures.values()), differing, unknown))
-        if problem:
-            raise RolloutError(f"--rollout_engine vllm_server: {problem}")
-        return sorted(differing), sorted(unknown)
-
-    # -- start, sleep, end -----------------------------------------------------------------------------------------
-
-    def _connect(self) -> bool:
-        """Waits for the servers, and sees that they serve the actor's model. Collective.
-
-        Returns:
-            Whether they sleep while the trainer trains.
-        """
-        problems: dict[int, str] = {}
-        can_sleep: list[bool] = []
-        if self.strategy.is_rank_0():
-            problems = self._begin(range(len(self.servers)), lambda server: can_sleep.append(self._await(server)))()
-        problems, can_sleep = self.strategy.broadcast_object((problems, can_sleep))
-        if problems:
-            raise RolloutError("--vllm_server_url: " + "; ".join(problems.values()))
-        if self.config.engine.free_cache_engine and not all(can_sleep):
-            logger.info("vLLM servers without --enable-sleep-mode stay awake while the trainer trains")
-        return self.config.engine.free_cache_engine and all(can_sleep)
-
-    def _await(self, server: VLLMServer) -> bool:
-        """Whether a server can sleep, when it can be reached."""
-        seconds = self.config.engine.vllm_server_start_timeout
-        deadline = time.monotonic() + seconds
-        while True:
-            try:
-                described = self._admit(server)
-                break
-            except UnreachableError as error:
-                if time.monotonic() >= deadline:
-                    advice = f"waited {seconds:g} s (--vllm_server_start_timeout): {_START}, and look at its output"
-                    raise RequestError(f"{error}; {advice}") from None
-                time.sleep(min(_START_TRY_SECONDS, seconds))
-        dtype = str(next(self.hf_model.parameters()).dtype).removeprefix("torch.")
-        if described["dtype"] != dtype:
-            message = "%s computes in %s, the actor in %s: log probs will differ"
-            logger.warning(message, server.name, described["dtype"], dtype)
-        return described["sleep_mode"]
-
-    def _admit(self, server: VLLMServer) -> dict[str, Any]:
-        """What a server says of itself; a RequestError where it cannot sample for the actor."""
-        described, wanted, longest = server.admit(), architecture(self.hf_model.config), self.max_model_len
-        served = described["architecture"]
-        odd = [f"{k} {served.get(k)} for {value}" for k, value in wanted.items() if served.get(k) != value]
-        if odd:
-            raise RequestError(
-                f"{server.name} serves {described['model']}, which is not the model of --pretrain "
-                f"{self.config.model.pretrain}: {', '.join(odd)}; start it with that model"
-            )
-        if described["max_model_len"] < longest:
-            raise RequestError(
-                f"{server.name} takes {described['max_model_len']} tokens, prompt and response may have {longest}: "
-                f"start it with --max-model-len {longest}, or lower --prompt_max_len or --generate_max_len"
-            )
-        return described
-
-    def sleep(self) -> None:
-        """Frees the servers' GPU memory, by ``--sleep_level``, where they were started with ``--enable-sleep-mode``.
-        Collective."""
-        if self._sleeps and not self._asleep:
-            level = self.config.engine.sleep_level
-            self._tell(lambda server: server.post(f"/sleep?level={level}"))
-            self._asleep = True
-
-    def wake(self) -> None:
-        """Takes back what :meth:`sleep` freed; weights that were dropped are pushed anew. Collective."""
-        dropped = self._asleep and self.config.engine.sleep_level == 2
-        self._wake()
-        if dropped:
-            self.sync_weights(self.actor)
-
-    def _wake(self) -> None:
-        if self._asleep:
-            self._tell(lambda server: server.post("/wake_up"))
-            self._asleep = False
-
-    def _tell(self, what: Callable[[VLLMServer], None]) -> None:
-        """Has rank 0 call every live server; those that fail are lost. Collective."""
-        failures = self._begin(self.live, what)() if self.strategy.is_rank_0() else {}
-        self._lose(self.strategy.broadcast_object(failures))
-
-    def close(self) -> None:
-        """Ends the connections; the servers go on. It may be called again."""
-        for server in self.servers:
-            server.close()
-
-    def _agree(self, failure: Exception | None) -> None:
-        """Every rank learns what the others met: servers lost, and failures, which end the call for all. Collective."""
-        text = str(failure) if isinstance(failure, RolloutError) else f"{type(failure).__name__}: {failure}"
-        everything = self.strategy.all_gather_object((None if failure is None else text, self.lost))
+            text = str(error) if isinstance(error, RolloutError) else f"{type(error).__name__}: {error}"
+        everything = self.strategy.all_gather_object((text, self.lost))
         for _, lost in everything:
             self._lose(lost)
         if failure is not None:
@@ -401,14 +126,192 @@ class VLLMServerRolloutEngine:
         for rank, (text, _) in enumerate(everything):
             if text is not None:
                 raise RolloutError(f"rank {rank}: {text}")
+        return rollouts
 
+    def _ask(self, requests: Requests, on_finished: OnFinished) -> list[Rollout]:
+        """The dearest requests first, each to the server with the least under way."""
+        self._check_any_left()
+        most, parameters = self.config.engine.vllm_server_concurrency, requests.parameters
+        vocab_size, rank = vocab_size_of(self.hf_model), self.strategy.get_rank()
+        costs = [len(prompt.token_ids) + requests.sampling.max_new_tokens for prompt, _ in requests.samples]
+        waiting = sorted(range(len(costs)), key=costs.__getitem__)
+        under_way: dict[int, set[int]] = {i: set() for i in self.live}  # server → requests
+        ended: queue.SimpleQueue[tuple[int, int, Future]] = queue.SimpleQueue()
+        rollouts: list[Rollout | None] = [None] * len(costs)
 
-class Completion(NamedTuple):
-    """One sampled response: ids with the stop id, the log prob of each (NaN where the server could not say)."""
+        def begin(i: int, r: int) -> None:
+            under_way[i].add(r)
+            prompt_ids = requests.samples[r][0].token_ids
+            answer = thread(self.servers[i].complete)(parameters(r), prompt_ids, vocab_size, self.version)
+            answer.add_done_callback(lambda answer: ended.put((i, r, answer)))
 
-    token_ids: list[int]
-    log_probs: list[float]
-    finish_reason: str  # "stop" or "length"
+        shows = self.strategy.is_rank_0() and sys.stderr.isatty()
+        with tqdm(total=len(costs), desc="generate", leave=False, disable=not shows) as bar:
+            while waiting or any(under_way.values()):
+                while waiting and (free := [i for i in self.live if len(under_way[i]) < most]):
+                    # ranks prefer different servers among equals
+                    load = {i: (sum(costs[r] for r in under_way[i]), (i - rank) % len(self.servers)) for i in free}
+                    begin(min(free, key=load.__getitem__), waiting.pop())
+                i, r, answer = ended.get()
+                under_way[i].remove(r)
+                try:
+                    completion = answer.result()
+                except RefusedError as error:
+                    raise RolloutError(str(error)) from None
+                except RequestError as error:
+                    self._lose({i: str(error)})
+                    self._check_any_left()
+                    waiting.append(r)
+                    continue
+                rollouts[r] = requests.rollout(r, *completion)
+                on_finished([rollouts[r]])
+                bar.update()
+        return rollouts
+
+    # -- weights ---------------------------------------------------------------------------------------------------
+
+    def _push(self) -> None:
+        """To every server, lost ones too. One that does not take the weights is lost; at the first push that is a
+        RolloutError, and so it is if none does."""
+        self._pushes += 1
+        version, weights = f"{self._run}-{self._pushes}", full_weights(self.actor)
+        first, self.version = self.version is None, None
+        told = None
+        try:
+            if self.strategy.is_rank_0():
+                told = (*self._send(weights, version, first), version)
+        finally:
+            for _ in weights:  # collective: what rank 0 did not send is gathered all the same
+                pass
+        problem, lost, version = self.strategy.broadcast_object(told)
+        if first and lost:
+            problem = problem or "--vllm_server_url: " + "; ".join(dict.fromkeys(lost.values()))
+        if problem is not None:
+            raise RolloutError(problem)
+        for i in self.lost.keys() - lost.keys():
+            logger.info("%s is used again: it has the present weights", self.servers[i].name)
+        self.version = version
+        self.lost = {i: lost[i] for i in self.lost if i in lost}
+        self._lose(lost)
+        self._check_any_left()
+
+    def _send(
+        self, weights: Iterator[tuple[str, Tensor]], version: str, first: bool
+    ) -> tuple[str | None, dict[int, str]]:
+        """On rank 0: why nothing could be brought to anybody, or None; and which servers failed, and why."""
+        lost: dict[int, str] = {}
+        problem = None
+
+        def each(step: Callable[[VLLMServer], object]) -> dict[int, Future]:
+            return self._begin([i for i in range(len(self.servers)) if i not in lost], step)
+
+        try:
+            with closing(open_transport(self.config.engine, next(self.hf_model.parameters()).device)) as way:
+                lost |= self._failures(each(partial(self._open, way, first)))
+                under_way: dict[int, Future] = {}
+                for bucket in buckets(weights):  # gathered while the one before travels
+                    packed = way.pack(bucket)
+                    lost |= self._failures(under_way)
+                    under_way = each(partial(way.send, packed=packed))
+                lost |= self._failures(under_way)
+                lost |= self._failures(each(lambda server: server.finish_update(version)))
+        except RolloutError as error:
+            problem = str(error)
+        paused = [i for i, server in enumerate(self.servers) if server.is_paused]
+        return problem, self._failures(self._begin(paused, VLLMServer.resume)) | lost
+
+    def _open(self, way: Files | Broadcasts, first: bool, server: VLLMServer) -> None:
+        """Has a server wait for weights; a RequestError where it cannot sample for the actor."""
+        self._await(server) if first else server.admit()
+        served, longest = server.described, longest_sequence(self.config)
+        shape, wanted = served["architecture"], architecture(self.hf_model.config)
+        if odd := [f"{k} {shape.get(k)} for {value}" for k, value in wanted.items() if shape.get(k) != value]:
+            raise RequestError(
+                f"{server.name} serves {served['model']}, which is not the model of --pretrain "
+                f"{self.config.model.pretrain}: {', '.join(odd)}; start it with that model"
+            )
+        if served["max_model_len"] < longest:
+            raise RequestError(
+                f"{server.name} takes {served['max_model_len']} tokens, prompt and response may have {longest}: "
+                f"start it with --max-model-len {longest}, or lower --prompt_max_len or --generate_max_len"
+            )
+        dtype = str(next(self.hf_model.parameters()).dtype).removeprefix("torch.")
+        if first and served["dtype"] != dtype:
+            message = "%s computes in %s, the actor in %s: log probs will differ"
+            logger.warning(message, server.name, served["dtype"], dtype)
+        server.pause()
+        way.open(server)
+        server.post("/start_weight_update")
+
+    def _await(self, server: VLLMServer) -> None:
+        seconds = self.config.engine.vllm_server_start_timeout
+        unreachable = tenacity.retry_if_exception_type(UnreachableError)
+        patience = {
+            "stop": tenacity.stop_after_delay(seconds),
+            "wait": tenacity.wait_fixed(min(_START_TRY_SECONDS, seconds)),
+        }
+        try:
+            tenacity.Retrying(retry=unreachable, reraise=True, **patience)(server.admit)
+        except UnreachableError as error:
+            advice = f"waited {seconds:g} s (--vllm_server_start_timeout): {_START}, and look at its output"
+            raise RequestError(f"{error}; {advice}") from None
+
+    def _begin(self, among: Iterable[int], step: Callable[[VLLMServer], object]) -> dict[int, Future]:
+        """Has several servers do something at the same time, in threads that do not keep a process from ending."""
+        return {i: thread(step)(self.servers[i]) for i in among}
+
+    def _failures(self, begun: Mapping[int, Future]) -> dict[int, str]:
+        """Waits; says which servers failed and why."""
+        failures = {}
+        for i, future in begun.items():
+            try:
+                future.result()
+            except RequestError as error:
+                failures[i] = str(error)
+            except (RuntimeError, TimeoutError) as error:  # of torch.distributed
+                failures[i] = f"{self.servers[i].name}: the weights did not get there: {_line(error)}"
+        return failures
+
+    def differing_weights(self) -> tuple[list[str], list[str]]:
+        """Weights of the actor that a server does not have, and those that cannot be compared. Collective."""
+        differing: set[str] = set()
+        unknown: set[str] = set()
+
+        def compare(server: VLLMServer) -> None:
+            if len(server.gpus) > 1:  # each worker has a part of every weight
+                unknown.update(expected)
+                return
+            found = differing_weights(expected, *server.fingerprints())
+            differing.update(found[0])
+            unknown.update(found[1])
+
+        expected = trainer_fingerprints(full_weights(self.actor))
+        failures = self._failures(self._begin(self.live, compare)) if self.strategy.is_rank_0() else {}
+        problem, differing, unknown = self.strategy.broadcast_object(("; ".join(failures.values()), differing, unknown))
+        if problem:
+            raise RolloutError(f"--vllm_server_url: {problem}")
+        return sorted(differing), sorted(unknown)
+
+    # -- sleep and end ---------------------------------------------------------------------------------------------
+
+    def _fall_asleep(self, level: int) -> None:
+        self._tell(f"/sleep?level={level}")
+
+    def _wake(self, tag: str) -> None:
+        """All of it at once."""
+        if self._asleep:
+            self._tell("/wake_up")
+            self._asleep.clear()
+
+    def _tell(self, route: str) -> None:
+        """Has rank 0 tell every live server; those that fail are lost. Collective."""
+        begun = self._begin(self.live, lambda server: server.post(route)) if self.strategy.is_rank_0() else {}
+        self._lose(self.strategy.broadcast_object(self._failures(begun)))
+
+    def close(self) -> None:
+        """Ends the connections; the servers go on. It may be called again."""
+        for server in self.servers:
+            server.close()
 
 
 class VLLMServer:
@@ -418,7 +321,8 @@ class VLLMServer:
 
     Attributes:
         name: what logs and errors call it.
-        gpus: of each of its workers, ``None`` for one without; known after :meth:`admit`.
+        described: what it serves (``WorkerExtension.lightppo_admit``), and ``gpus`` the GPU of each of its workers,
+            ``None`` for one without; both known after :meth:`admit`.
         is_paused: for a push.
     """
 
@@ -431,26 +335,27 @@ class VLLMServer:
         # Without kept connections, which vLLM closes after errors, so that one try is enough.
         self._control = client()
         self.name = self._control.name
+        self.described: dict[str, Any] = {}
         self.gpus: list[str | None] = []
         self.is_paused = False
         self._limits = list(limits)
 
-    def admit(self) -> dict[str, Any]:
-        """Has its workers sample as the trainer needs it. What it serves: ``WorkerExtension.lightppo_admit``."""
-        described = self._rpc("lightppo_admit", self._limits)
-        self.gpus = [one.pop("gpu", None) for one in described]
-        if any(one.get("protocol") != PROTOCOL for one in described):
+    def admit(self) -> None:
+        """Has its workers sample as the trainer needs it."""
+        workers = self._rpc("lightppo_admit", self._limits)
+        self.gpus, self.described = [worker.pop("gpu", None) for worker in workers], workers[0]
+        if any(worker.get("protocol") != PROTOCOL for worker in workers):
             raise RefusedError(f"{self.name} runs another version of lightppo: {_START} of this version")
-        if any(one != described[0] for one in described):
-            raise RequestError(f"{self.name}: its workers differ: {described}")
-        return described[0]
+        if any(worker != workers[0] for worker in workers):
+            raise RequestError(f"{self.name}: its workers differ: {workers}")
 
     def complete(
         self, parameters: dict[str, Any], prompt_ids: list[int], vocab_size: int, version: str | None
-    ) -> Completion:
-        """One response to a prompt of token ids, sampled by the weights of that version."""
+    ) -> tuple[list[int], list[float], str]:
+        """A response by the weights of that version: ids with the stop id, the log prob of each (NaN where the server
+        could not say), and the finish reason, stop or length."""
 
-        def read(answer: dict[str, Any]) -> tuple[Completion, set[str]]:
+        def read(answer: dict[str, Any]) -> tuple[tuple[list[int], list[float], str], set[str]]:
             (choice,) = answer["choices"]
             ids, reason = choice["token_ids"], choice["finish_reason"]
             if reason not in ("stop", "length"):  # e.g. abort, when the server is paused
@@ -463,7 +368,7 @@ class VLLMServer:
             if len(log_probs) != len(ids):
                 raise ValueError(f"{len(log_probs)} log probs for {len(ids)} tokens")
             log_probs = [float("nan") if value == _NO_LOG_PROB else value for value in log_probs]
-            return Completion(ids, log_probs, reason), {span["version"] for span in choice["weight_versions"]}
+            return (ids, log_probs, reason), {span["version"] for span in choice["weight_versions"]}
 
         body = {"token_ids": prompt_ids, "sampling_params": parameters}
         completion, versions = self._ask(self._client, "/inference/v1/generate", body, read=read)
@@ -524,39 +429,6 @@ class VLLMServer:
             if error.status in advice:
                 error.args = (f"{error}; {advice[error.status]}",)
             raise
-
-
-class Threads:
-    """Daemon threads that call a function: what they wait for must not keep a process alive that was told to end."""
-
-    def __init__(self, function: Callable[..., Any], count: int) -> None:
-        self._function, self._count = function, count
-        self._begun: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
-        self._done: queue.SimpleQueue[tuple[tuple[Any, ...], Any]] = queue.SimpleQueue()
-        for _ in range(count):
-            threading.Thread(target=self._work, name="vllm-server", daemon=True).start()
-
-    def begin(self, *arguments: Any) -> None:
-        self._begun.put(arguments)
-
-    def next(self) -> tuple[tuple[Any, ...], Any]:
-        """The arguments and result of the next call that has ended; an exception is a result."""
-        return self._done.get()
-
-    def end(self) -> None:
-        """Takes no more calls; those under way go on, unheard."""
-        with suppress(queue.Empty):
-            while True:
-                self._begun.get_nowait()
-        for _ in range(self._count):
-            self._begun.put(None)
-
-    def _work(self) -> None:
-        while (arguments := self._begun.get()) is not None:
-            try:
-                self._done.put((arguments, self._function(*arguments)))
-            except BaseException as error:
-                self._done.put((arguments, error))
 
 
 def _line(error: BaseException) -> str:

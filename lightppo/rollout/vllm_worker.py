@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import wraps
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,10 @@ import torch
 from torch import Tensor
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.platforms import current_platform
 from vllm.v1.sample.sampler import Sampler
 
 from lightppo.rollout.weights import PROTOCOL, GlooGroup, architecture, gpu_of, probe_vector
@@ -101,10 +105,8 @@ def push_weights(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> list[str
 
 
 class Reload:
-    """One replacement of a model's weights by a checkpoint's, in place and layer by layer.
-
-    A plain ``load_weights`` on a live model is wrong: vLLM may have packed its linear layers in another form.
-    """
+    """Replaces a model's weights by a checkpoint's, in place and layer by layer: ``load_weights`` alone is wrong on a
+    live model, because vLLM may have packed its linear layers in another form."""
 
     def __init__(self, model: Any, model_config: Any) -> None:
         self._model, self._config = model, model_config
@@ -112,11 +114,15 @@ class Reload:
         # False for models that only have the embedding where the head is tied to it (Gemma).
         tied = model_config.hf_config.get_text_config().tie_word_embeddings
         self._has_head = not tied or any(name.rpartition(".")[2] == "lm_head" for name, _ in model.named_modules())
-        _forget_packed_experts(model)
+        if current_platform.is_cpu():
+            # vLLM 0.32 packs the experts of a mixture for a CPU at their first loading only, and takes them for packed
+            # after. On a GPU nothing may be made anew: CUDA graphs hold the addresses.
+            for module in model.modules():
+                if getattr(method := getattr(module, "quant_method", None), "moe_kernel", None) is not None:
+                    method.moe_kernel = None
         initialize_layerwise_reload(model)
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Some of the weights."""
         loaded = self._model.load_weights(pair for pair in weights if self._has_head or pair[0] != "lm_head.weight")
         self._left = set() if loaded is None else self._left - set(loaded)
 
@@ -138,25 +144,26 @@ class Reload:
         finalize_layerwise_reload(self._model, self._config)
 
 
-def _forget_packed_experts(model: Any) -> None:
-    """vLLM 0.32 packs the experts of a mixture for a CPU at their first loading only, and takes them for packed after.
+def _step(method: Callable[..., None]) -> Callable[..., None]:
+    """One step of a push, unless an earlier one has failed. It raises nothing: vLLM 0.32 hears only the first of
+    several workers that fail, and takes what the others say for answers to later questions."""
 
-    On a GPU nothing may be made anew: CUDA graphs hold the addresses.
-    """
-    from vllm.platforms import current_platform
+    @wraps(method)
+    def run(self: PushedWeights, *told: Any) -> None:
+        if self.problem is None:
+            try:
+                with torch.no_grad():
+                    method(self, *told)
+            except Exception as error:
+                self.give_up(f"{type(error).__name__}: {error}")
 
-    if current_platform.is_cpu():
-        for module in model.modules():
-            method = getattr(module, "quant_method", None)
-            if getattr(method, "moe_kernel", None) is not None:
-                method.moe_kernel = None
+    return run
 
 
 class PushedWeights(WeightTransferEngine[SimpleNamespace, SimpleNamespace]):
     """vLLM's end of a push, behind its routes for weights. A push that fails leaves nothing half loaded.
 
-    What it is told is written where it is sent, in ``weights.py``. It raises nothing: vLLM 0.32 hears only the first of
-    several workers that fail, and takes what the others say for answers to later questions.
+    What it is told is written where it is sent, in ``weights.py``.
 
     Attributes:
         problem: why the present push has failed.
@@ -172,9 +179,10 @@ class PushedWeights(WeightTransferEngine[SimpleNamespace, SimpleNamespace]):
     def init_transfer_engine(self, init_info: SimpleNamespace) -> None:
         self.give_up()
         self.problem = None
-        self._try(self._init, init_info)
+        self._meet(init_info)
 
-    def _init(self, told: SimpleNamespace) -> None:
+    @_step
+    def _meet(self, told: SimpleNamespace) -> None:
         if told.transport == "gloo":
             self._group = GlooGroup.join(vars(told), self.parallel_config.rank + 1)
         if told.transport == "nccl":
@@ -185,16 +193,14 @@ class PushedWeights(WeightTransferEngine[SimpleNamespace, SimpleNamespace]):
             info = nccl.NCCLWeightTransferInitInfo(**address, rank_offset=1, world_size=told.size)
             self._stock.init_transfer_engine(info)
 
+    @_step
     def start_weight_update(self) -> None:
-        self._try(self._start)
-
-    def _start(self) -> None:
         self._reload = Reload(self.model, self.model_config)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:  # the base class waits for a GPU, on a CPU too
-        self._try(self.receive_weights, self.parse_update_info(update_info))
+        self.receive_weights(SimpleNamespace(**update_info))
 
-    @torch.no_grad()
+    @_step
     def receive_weights(self, update_info: SimpleNamespace) -> None:
         if self._stock is not None:
             target = SimpleNamespace(load_weights=self._reload.load)
@@ -202,43 +208,24 @@ class PushedWeights(WeightTransferEngine[SimpleNamespace, SimpleNamespace]):
             self._stock.receive_weights(self._stock.parse_update_info(vars(update_info)))
             torch.accelerator.synchronize()
         elif self._group is not None:
-            self._reload.load(self._from_group(update_info))
+            # all of it before any is loaded, so that an error in loading does not leave the trainer with its sending
+            self._reload.load(self._group.receive(vars(update_info)))
         else:
             self._reload.load(_from_file(update_info.path))
 
-    def _from_group(self, told: SimpleNamespace) -> list[tuple[str, Tensor]]:
-        """All of it before any is loaded, so that an error in loading does not leave the trainer with its sending."""
-        dtypes = [getattr(torch, name) for name in told.dtype_names]
-        tensors = [torch.empty(shape, dtype=dtype) for shape, dtype in zip(told.shapes, dtypes)]
-        self._group.begin(tensors)
-        self._group.wait()
-        return list(zip(told.names, tensors))
-
-    @torch.no_grad()
+    @_step
     def finish_weight_update(self) -> None:
-        self._try(self._finish)
-
-    def _finish(self) -> None:
         missing, self._reload = self._reload.finish(), None
         self.shutdown()
         if missing:
             raise ValueError(f"{len(missing)} weights of the server got no values, first {missing[0]}")
 
-    def _try(self, step: Callable[..., None], *arguments: Any) -> None:
-        """One step of a push, unless an earlier one has failed."""
-        if self.problem is None:
-            try:
-                step(*arguments)
-            except Exception as error:
-                self.give_up()
-                self.problem = f"{type(error).__name__}: {error}"
-
     @torch.no_grad()
-    def give_up(self) -> None:
+    def give_up(self, problem: str = "the push was given up") -> None:
         """Ends a push that nobody will finish."""
         if self._reload is not None:
             self._reload.abandon()
-        self._reload, self.problem = None, "the push was given up"
+        self._reload, self.problem = None, problem
         self.shutdown()
 
     def shutdown(self) -> None:
@@ -302,9 +289,6 @@ def engine_fingerprints(worker: Any) -> tuple[dict[str, Tensor], dict[str, list[
 
     Linear layers are asked for their output: on a CPU their packed weights cannot be read.
     """
-    from vllm.model_executor.layers.linear import LinearBase
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-
     model, dtype = worker.model_runner.get_model(), worker.model_runner.vllm_config.model_config.dtype
     device = next(model.parameters()).device
     prints: dict[str, Tensor] = {}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import importlib.util
+import itertools
 import os
 import secrets
 import shutil
@@ -15,15 +16,16 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import psutil
 import torch
+from pebble.concurrent import thread
 from torch import Tensor, distributed, nn
 
 from lightppo.errors import RolloutError
@@ -41,43 +43,48 @@ PROTOCOL = 3
 """Raised whenever trainer and servers have to be of the same version of lightppo."""
 
 Bucket = list[tuple[str, Tensor]]
+T = TypeVar("T")
 
 _FOLDER = "lightppo-weights-"
 _STALE_SECONDS = 3600.0  # longer than any push; a process that we cannot see may be at it
 _CONNECT_SECONDS = 30.0
+_TOLERANCE = 1e-2  # of compared weights, relative to their size
 
 
 @torch.no_grad()
-def full_weights(actor: Any, strategy: Any = None, bucket_numel: int = GATHERED_NUMEL) -> Iterator[tuple[str, Tensor]]:
+def full_weights(actor: Any) -> Iterator[tuple[str, Tensor]]:
     """Names and whole tensors of the actor's checkpoint, as ``save_pretrained`` has them, module by module. Collective.
 
     All ranks must iterate together and to the end: under ZeRO-3 they gather together. Tied weights come under each of
     their names. Below ZeRO-3 the tensors are the actor's own and change with the next optimizer step. LoRA adapters are
     merged into new tensors; the frozen weights stay as they are.
     """
+    from lightppo.models.lora import layer_of
+
     model, _ = find_hf_model(actor)
     sharded = zero_stage_of(find_engine(actor)) == 3
     convert, adapters = _checkpoint_names(model), find_adapters(model)
-    for group in _module_groups(model, bucket_numel):
-        whole = _gathered_copies(group) if sharded else {name: tensor.detach() for name, tensor in group.items()}
+    # every name of a tied weight
+    modules = itertools.groupby(model.state_dict(keep_vars=True).items(), key=lambda pair: layer_of(pair[0]))
+    parts = [list(tensors) for _, tensors in modules]
+    for group in _together(parts, lambda part: sum(full_shape(t).numel() for _, t in part), GATHERED_NUMEL):
+        tensors = dict(itertools.chain.from_iterable(group))
+        whole = _gathered_copies(tensors) if sharded else {name: tensor.detach() for name, tensor in tensors.items()}
         yield from convert(whole if adapters is None else adapters.merged(whole)).items()
 
 
-def _module_groups(model: nn.Module, bucket_numel: int) -> Iterator[dict[str, Tensor]]:
-    """Parameters and saved buffers of whole modules, up to ``bucket_numel`` elements, one module at least."""
-    from lightppo.models.lora import layer_of
-
-    group: dict[str, Tensor] = {}
-    numel, last_module = 0, None
-    for name, tensor in model.state_dict(keep_vars=True).items():  # every name of a tied weight
-        module, size = layer_of(name), full_shape(tensor).numel()
-        if group and module != last_module and numel + size > bucket_numel:
-            yield group
-            group, numel = {}, 0
-        group[name] = tensor
-        numel, last_module = numel + size, module
-    if group:
-        yield group
+def _together(parts: Iterable[T], size: Callable[[T], int], limit: int) -> Iterator[list[T]]:
+    """Parts in their order, as many as the limit allows, one at least."""
+    held: list[T] = []
+    total = 0
+    for part in parts:
+        if held and total + size(part) > limit:
+            yield held
+            held, total = [], 0
+        held.append(part)
+        total += size(part)
+    if held:
+        yield held
 
 
 def _gathered_copies(group: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -90,27 +97,19 @@ def _gathered_copies(group: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: copies[id(tensor)] for name, tensor in group.items()}
 
 
-def _checkpoint_names(model: nn.Module) -> Any:
+def _checkpoint_names(model: nn.Module) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
     """From names and shapes in memory to names and shapes of checkpoints (transformers fuses experts, for example)."""
     try:
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError:  # transformers 4: the same in memory as on disk
         return lambda tensors: tensors
-    return lambda tensors: revert_weight_conversion(model, tensors)
+    return partial(revert_weight_conversion, model)
 
 
 def buckets(weights: Iterable[tuple[str, Tensor]]) -> Iterator[Bucket]:
     """Weights in their order, ``BUCKET_BYTES`` together."""
-    held: Bucket = []
-    held_bytes = 0
-    for name, tensor in weights:
-        if held and held_bytes + tensor.nbytes > BUCKET_BYTES:
-            yield held
-            held, held_bytes = [], 0
-        held.append((name, tensor.detach()))
-        held_bytes += tensor.nbytes
-    if held:
-        yield held
+    detached = ((name, tensor.detach()) for name, tensor in weights)
+    return _together(detached, lambda pair: pair[1].nbytes, BUCKET_BYTES)
 
 
 _SHAPES = (
@@ -122,29 +121,18 @@ _SHAPES = (
 def architecture(config: Any) -> dict[str, Any]:
     """What two models must have in common to take the same weights: entries of a Hugging Face config, where set."""
     text = config.get_text_config(decoder=True)
-    values = {name: getattr(text, name, None) for name in _SHAPES}
-    return {name: value for name, value in values.items() if value is not None}
+    return {name: value for name in _SHAPES if (value := getattr(text, name, None)) is not None}
 
 
 # -- how they travel ---------------------------------------------------------------------------------------------------
 
 
-class Transport(Protocol):
-    """Brings one push to several servers (``vllm_server.VLLMServer``), each in a thread of its own."""
+def open_transport(engine: EngineConfig, device: torch.device) -> Files | Broadcasts:
+    """Brings one push to several servers (``vllm_server.VLLMServer``), each in a thread of its own.
 
-    def open(self, server: Any) -> None: ...
-
-    def pack(self, bucket: Bucket) -> Any:
-        """Once for all servers; what was packed before the last bucket may be forgotten."""
-
-    def send(self, server: Any, packed: Any) -> None:
-        """Returns when the server has loaded it."""
-
-    def close(self) -> None: ...
-
-
-def open_transport(engine: EngineConfig, device: torch.device) -> Transport:
-    """What ``--vllm_server_sync`` says, for weights on ``device``."""
+    ``open`` begins it with a server; ``pack`` prepares a bucket once for all servers, and what was packed before the
+    last one may be forgotten; ``send`` returns when the server has loaded it.
+    """
     if engine.vllm_server_sync == "collective":
         return Broadcasts(engine.vllm_server_sync_address, engine.vllm_server_timeout, device)
     return Files(engine.vllm_server_sync, engine.vllm_server_sync_dir)
@@ -154,7 +142,7 @@ class Files:
     """safetensors files, one per bucket, that this user alone can read; "auto" is memory with room for two buckets."""
 
     def __init__(self, where: str, shared_folder: str | None) -> None:
-        self._where, self._paths, self._count = where, [], 0
+        self._where, self._names = where, itertools.cycle(("a.safetensors", "b.safetensors"))
         has_room = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > 2.2 * BUCKET_BYTES
         in_memory = where == "shm" or (where == "auto" and has_room)
         self._root = SHARED_MEMORY if in_memory else Path(shared_folder or tempfile.gettempdir())
@@ -171,17 +159,15 @@ class Files:
         from safetensors import SafetensorError
         from safetensors.torch import save_file
 
-        while len(self._paths) > 1:
-            self._paths.pop(0).unlink()
-        self._paths.append(self._folder / f"{self._count}.safetensors")
-        self._count += 1
+        path = self._folder / next(self._names)
+        path.unlink(missing_ok=True)  # a lost server may still be at the file itself
         # copies: tied ones may not share memory
         tensors = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in bucket}
         try:
-            save_file(tensors, self._paths[-1])
+            save_file(tensors, path)
         except (OSError, SafetensorError) as error:
             raise self._error(str(error)) from error
-        return self._paths[-1]
+        return path
 
     def send(self, server: Any, packed: Path) -> None:
         server.push_step("/update_weights", {"update_info": {"path": str(packed)}})
@@ -215,7 +201,7 @@ class Broadcasts:
 
     def __init__(self, address: str, seconds: float, device: torch.device) -> None:
         self._address, self._seconds, self._device = address, seconds, device
-        self._groups: dict[Any, Any] = {}
+        self._groups: dict[Any, GlooGroup | NCCLGroup] = {}
 
     def open(self, server: Any) -> None:
         gpus, size = [gpu_of(self._device), *server.gpus], len(server.gpus) + 1
@@ -228,22 +214,16 @@ class Broadcasts:
         place = {"address": self._address, "port": listener.getsockname()[1], "size": size}
         if None not in gpus and len(set(gpus)) == size and importlib.util.find_spec("vllm"):
             listener.close()
-            self._meet(server, {"transport": "nccl", **place}, lambda: NCCLGroup(**place, device=self._device))
-            return
-        key = secrets.token_hex(16)
-        # by its number alone the store would listen on every address
-        store = distributed.TCPStore(
-            self._address, place["port"], is_master=True, wait_for_workers=False,
-            timeout=timedelta(seconds=min(_CONNECT_SECONDS, self._seconds)), master_listen_fd=listener.detach(),
-        )  # fmt: skip
-        info = {"transport": "gloo", **place, "key": key, "seconds": self._seconds}
-        self._meet(server, info, lambda: GlooGroup(store, key, 0, size, self._address, self._seconds))
-
-    def _meet(self, server: Any, info: dict[str, Any], join: Any) -> None:
-        """Both ends wait for each other. If the server fails, this end is left to its time-out."""
-        executor = ThreadPoolExecutor(1)
-        joined = executor.submit(join)
-        executor.shutdown(wait=False)
+            info = {"transport": "nccl", **place}
+            join = partial(NCCLGroup, **place, device=self._device)
+        else:
+            # by its number alone the store would listen on every address
+            store = _store(
+                place, self._seconds, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+            )
+            info = {"transport": "gloo", **place, "key": secrets.token_hex(16), "seconds": self._seconds}
+            join = partial(GlooGroup, store, info, 0, self._address)
+        joined = thread(join)()  # both ends wait for each other; if the server fails, this one ends at its time-out
         server.push_step("/init_weight_transfer_engine", {"init_info": info})
         self._groups[server] = joined.result(_CONNECT_SECONDS)
 
@@ -272,29 +252,35 @@ class GlooGroup:
 
     Members meet in a store and prove to each other that they have the key of this push. Only bytes travel. A lost
     connection or a time-out is a RuntimeError.
+
+    Args:
+        told: what :meth:`Broadcasts.open` tells the server.
+        address: of this member.
     """
 
-    def __init__(self, store: Any, key: str, rank: int, size: int, address: str, seconds: float) -> None:
+    def __init__(self, store: Any, told: dict[str, Any], rank: int, address: str) -> None:
+        key, size = told["key"], told["size"]
         store.set(str(rank), _proof(key, rank))
         for other in range(size):
             if not hmac.compare_digest(store.get(str(other)), _proof(key, other).encode()):
                 raise RuntimeError(f"member {other} of the group came with the key of another push")
         options = distributed.ProcessGroupGloo._Options()
         options._devices = [distributed.ProcessGroupGloo.create_device(hostname=address)]
-        options._timeout = timedelta(seconds=min(_CONNECT_SECONDS, seconds))
+        options._timeout = timedelta(seconds=min(_CONNECT_SECONDS, told["seconds"]))
         self._group: Any = distributed.ProcessGroupGloo(distributed.PrefixStore("group", store), rank, size, options)
-        self._limit = timedelta(seconds=seconds)
+        self._limit = timedelta(seconds=told["seconds"])
         self._under_way: list[tuple[Any, Tensor]] = []
 
     @classmethod
-    def join(cls, info: dict[str, Any], rank: int) -> GlooGroup:
-        """A worker's end, by what :meth:`Broadcasts.open` told its server."""
-        address, port, seconds = info["address"], info["port"], info["seconds"]
-        store = distributed.TCPStore(address, port, timeout=timedelta(seconds=min(_CONNECT_SECONDS, seconds)))
-        with socket.socket(_family(address), socket.SOCK_DGRAM) as sock:
-            sock.connect((address, port))  # sends nothing; tells this machine's address on the way there
+    def join(cls, told: dict[str, Any], rank: int) -> GlooGroup:
+        """A worker's end."""
+        store = _store(told, told["seconds"])
+        with socket.socket(_family(told["address"]), socket.SOCK_DGRAM) as sock:
+            sock.connect(
+                (told["address"], told["port"])
+            )  # sends nothing; tells this machine's address on the way there
             own = sock.getsockname()[0]
-        return cls(store, info["key"], rank, info["size"], own, seconds)
+        return cls(store, told, rank, own)
 
     def begin(self, tensors: Iterable[Tensor]) -> None:
         """Begins to send contiguous tensors from rank 0, or to fill tensors of other ranks, which are in CPU memory."""
@@ -309,6 +295,14 @@ class GlooGroup:
         for work, _ in self._under_way:
             work.wait(self._limit)
         self._under_way.clear()
+
+    def receive(self, told: dict[str, Any]) -> Bucket:
+        """A bucket, by what :meth:`Broadcasts.send` told."""
+        dtypes = [getattr(torch, name) for name in told["dtype_names"]]
+        tensors = [torch.empty(shape, dtype=dtype) for shape, dtype in zip(told["shapes"], dtypes)]
+        self.begin(tensors)
+        self.wait()
+        return list(zip(told["names"], tensors))
 
     def close(self) -> None:
         """Ends the group without waiting for what is under way."""
@@ -346,6 +340,11 @@ def gpu_of(device: torch.device) -> str | None:
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 
 
+def _store(place: dict[str, Any], seconds: float, **options: Any) -> Any:
+    limit = timedelta(seconds=min(_CONNECT_SECONDS, seconds))
+    return distributed.TCPStore(place["address"], place["port"], timeout=limit, **options)
+
+
 def _proof(key: str, rank: int) -> str:
     """Somebody who has the key says so; the key itself does not travel here."""
     return hmac.new(key.encode(), str(rank).encode(), hashlib.sha256).hexdigest()
@@ -377,7 +376,7 @@ def trainer_fingerprints(weights: Iterable[tuple[str, Tensor]]) -> dict[str, tup
 
 
 def differing_weights(
-    trainer: dict[str, tuple[Tensor, ...]], engine: dict[str, Tensor], packed: dict[str, list[str]], tolerance: float
+    trainer: dict[str, tuple[Tensor, ...]], engine: dict[str, Tensor], packed: dict[str, list[str]]
 ) -> tuple[list[str], list[str]]:
     """Which of the trainer's weights the engine does not have.
 
@@ -385,7 +384,6 @@ def differing_weights(
         trainer: of :func:`trainer_fingerprints`.
         engine: the same of the engine's weights, by the engine's names.
         packed: fused layer → the layers it is made of, in their order.
-        tolerance: largest difference relative to the size of the fingerprint.
 
     Returns:
         (differing, unknown): names in the trainer; unknown are those without a counterpart of the same shape.
@@ -400,18 +398,17 @@ def differing_weights(
             parts.update(zip(names, value.split(sizes)))
     differing, unknown = [], []
     for name, expected in trainer.items():
-        found = parts.get(name)
         # of the same shape, or of a vocabulary that vLLM padded
         comparable = [
-            e for e in expected if found is not None and found.shape[1:] == e.shape[1:] and len(found) >= len(e)
+            e for e in expected if name in parts and parts[name].shape[1:] == e.shape[1:] and len(parts[name]) >= len(e)
         ]
         if not comparable:
             unknown.append(name)
-        elif not any(_close(found[: len(e)], e, tolerance) for e in comparable):
+        elif not any(_close(parts[name][: len(e)], e) for e in comparable):
             differing.append(name)
     return differing, unknown
 
 
-def _close(found: Tensor, expected: Tensor, tolerance: float) -> bool:
+def _close(found: Tensor, expected: Tensor) -> bool:
     scale = expected.square().mean().sqrt() + 1e-12
-    return bool((found - expected).abs().max() <= tolerance * scale)  # False where either is NaN
+    return bool((found - expected).abs().max() <= _TOLERANCE * scale)  # False where either is NaN

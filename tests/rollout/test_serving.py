@@ -27,7 +27,7 @@ def installed(monkeypatch):
 @pytest.fixture
 def gpu(monkeypatch):
     def there(is_there):
-        monkeypatch.setattr("lightppo.rollout.serving._has_gpu", lambda: is_there)
+        monkeypatch.setattr("torch.cuda.is_available", lambda: is_there)
 
     there(True)
     return there

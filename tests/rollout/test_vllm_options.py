@@ -2,6 +2,7 @@
 
 import importlib.util
 import math
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +15,7 @@ from lightppo.errors import ConfigError
 from lightppo.rollout.engine import SamplingParams
 from lightppo.rollout.sampling import request_seed
 from lightppo.rollout.vllm import (
-    ResponseReader,
+    Requests,
     check_installed,
     cpu_kv_cache_bytes,
     engine_arguments,
@@ -28,7 +29,7 @@ from lightppo.rollout.vllm import (
 )
 def test_without_vllm_the_message_says_what_to_install(monkeypatch, on_gpu, words):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="which is not installed") as caught:
+    with pytest.raises(ConfigError, match="--rollout_engine vllm") as caught:
         check_installed(on_gpu)
     assert words in str(caught.value)
 
@@ -63,7 +64,7 @@ def test_prompts_come_whole_on_a_cpu():
     assert arguments(max_model_len=5000)["max_num_batched_tokens"] == 5000
     assert arguments(max_num_batched_tokens=40)["max_num_batched_tokens"] == 40
     assert "enable_chunked_prefill" not in arguments(on_gpu=True)
-    with pytest.raises(ConfigError, match="--max_num_batched_tokens 39 is less than the longest sequence of 40"):
+    with pytest.raises(ConfigError, match=r"--max_num_batched_tokens 39 .* 40 tokens"):
         arguments(max_num_batched_tokens=39)
     assert arguments(on_gpu=True, max_num_batched_tokens=39)["max_num_batched_tokens"] == 39
 
@@ -79,26 +80,29 @@ def model(vocab_size=30):
 
 
 @pytest.fixture
-def reader_of(tokenizer):
-    def make(sampling, prompts=(), max_model_len=100):
-        return ResponseReader(tokenizer, model(), prompts, sampling, max_model_len)
+def requests_of(tokenizer):
+    def make(sampling, *prompts, max_model_len=100):
+        config = SimpleNamespace(engine=SimpleNamespace(max_model_len=max_model_len))
+        return Requests(SimpleNamespace(config=config, tokenizer=tokenizer, hf_model=model()), prompts, sampling)
 
     return make
 
 
-def test_sampling_parameters(reader_of):
+PROMPT = Prompt("ab", [3, 4], index=5)
+
+
+def test_sampling_parameters(requests_of):
     sampling = SamplingParams(
         max_new_tokens=9, min_new_tokens=2, temperature=0.5, top_p=0.9, top_k=5, repetition_penalty=1.1, stop=("x",),
-        stop_token_ids=(7,),
+        stop_token_ids=(7,), n=2,
     )  # fmt: skip
-    told = reader_of(sampling).parameters((5, 1))
-    assert told == {
+    assert requests_of(sampling, PROMPT).parameters(1) == {
         "max_tokens": 9, "min_tokens": 2, "temperature": 0.5, "top_p": 0.9, "top_k": 5, "repetition_penalty": 1.1,
         "seed": request_seed(0, 5, 1), "stop_token_ids": [1, 7], "ignore_eos": True, "logprobs": 0, "detokenize": True,
         "stop": ["x"],
     }  # fmt: skip
     for greedy in (SamplingParams(do_sample=False, temperature=0.5, top_p=0.3, top_k=2), SamplingParams(temperature=0)):
-        told = reader_of(greedy).parameters((0, 0))
+        told = requests_of(greedy, PROMPT, max_model_len=5000).parameters(0)
         assert (told["temperature"], told["top_p"], told["top_k"]) == (0.0, 1.0, 0)
         assert not told["detokenize"]
 
@@ -113,40 +117,34 @@ def test_seeds_of_requests():
 
 
 class TestAnswers:
-    prompt = Prompt("ab", [3, 4], index=5)
-
     @pytest.fixture
-    def reader(self, reader_of):
-        return reader_of(SamplingParams(stop=("c",), stop_token_ids=(9,)))
+    def requests(self, requests_of):
+        return requests_of(SamplingParams(max_new_tokens=9, stop=("c",), stop_token_ids=(9,), n=2), PROMPT)
 
-    def test_a_rollout(self, reader, tokenizer):
+    def test_a_rollout(self, requests, tokenizer):
         ids = tokenizer.encode("dac")
-        rollout = reader.rollout(self.prompt, 1, ids, [-0.5, -1.0, -2.0], "stop")
+        rollout = requests.rollout(1, ids, [-0.5, -1.0, -2.0], "stop")
         assert (rollout.response_ids, rollout.response_text, rollout.finish_reason) == (ids, "da", "stop")
         assert rollout.log_probs == [-0.5, -1.0, -2.0]
-        assert rollout.prompt is self.prompt
+        assert rollout.prompt is PROMPT
         assert rollout.sample_index == 1
 
-    def test_stop_ids_are_all_told(self, reader):
-        assert reader.stop.ids == [1, 9]  # end of text, and the user's
-
     @pytest.mark.parametrize("value", [math.nan, -math.inf])
-    def test_log_probs_that_are_no_numbers(self, reader, value):
+    def test_log_probs_that_are_no_numbers(self, requests, value):
         with pytest.raises(FloatingPointError, match="prompt 5, response token 1"):
-            reader.rollout(self.prompt, 0, [4, 5], [-1.0, value], "length")
+            requests.rollout(0, [4, 5], [-1.0, value], "length")
 
     @pytest.mark.parametrize(("reason", "log_probs"), [("abort", [-1.0]), (None, [-1.0]), ("stop", [])])
-    def test_a_request_without_a_result(self, reader, reason, log_probs):
+    def test_a_request_without_a_result(self, requests, reason, log_probs):
         with pytest.raises(RuntimeError, match="prompt 5"):
-            reader.rollout(self.prompt, 0, [4], log_probs, reason)
+            requests.rollout(0, [4], log_probs, reason)
 
-    def test_unknown_words_and_ids(self, reader_of):
-        with pytest.raises(ValueError, match="bad_words"):
-            reader_of(SamplingParams(bad_words=("Ω",)))
-        with pytest.raises(ValueError, match="stop_token_ids"):
-            reader_of(SamplingParams(stop_token_ids=(30,)))
-        with pytest.raises(ValueError, match="first_token_temperature"):
-            reader_of(SamplingParams(first_token_temperature=2.0))
+    @pytest.mark.parametrize(
+        "odd", [{"bad_words": ("Ω",)}, {"stop_token_ids": (30,)}, {"first_token_temperature": 2.0}]
+    )
+    def test_unknown_words_and_ids(self, requests_of, odd):
+        with pytest.raises(ValueError, match=next(iter(odd))):
+            requests_of(SamplingParams(**odd))
 
 
 class Bounded:
@@ -168,13 +166,13 @@ def test_vocabulary_limits(tokenizer, actor, vocab_size, expected):
     assert vocabulary_limits(tokenizer, actor, model(vocab_size)) == expected
 
 
-def test_lengths(reader_of):
+def test_lengths(requests_of):
     prompts = [Prompt("", [1] * 6, index=0), Prompt("", [1] * 7, index=1)]
-    reader_of(SamplingParams(max_new_tokens=3), prompts, 10)
+    requests_of(SamplingParams(max_new_tokens=3), *prompts, max_model_len=10)
     with pytest.raises(ValueError, match=r"prompt 1 has 7 tokens.*--max_model_len"):
-        reader_of(SamplingParams(max_new_tokens=4), prompts, 10)
+        requests_of(SamplingParams(max_new_tokens=4), *prompts, max_model_len=10)
     with pytest.raises(ValueError, match="prompt 2 has no tokens"):
-        reader_of(SamplingParams(), [Prompt("", [], index=2)], 5000)
+        requests_of(SamplingParams(max_new_tokens=4), Prompt("", [], index=2))
 
 
 def test_environment(monkeypatch):
@@ -182,8 +180,6 @@ def test_environment(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")  # the user's own
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")  # cannot be
-    import os
-
     set_environment()
     assert os.environ["VLLM_LOGGING_LEVEL"] == "DEBUG"
     assert os.environ["VLLM_NO_USAGE_STATS"] == "1"

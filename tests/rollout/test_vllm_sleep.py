@@ -1,17 +1,24 @@
 """When the engine sleeps and what wakes it: the order of the calls to a vLLM that only notes them, as on a GPU."""
 
-from types import SimpleNamespace
+import os
+import random
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
 from lightppo.config import PPOConfig
+from lightppo.rollout.engine import SamplingParams
 from lightppo.rollout.vllm import VLLMRolloutEngine, default_group_kept, undisturbed_process
 
 
 class NotingLLM:
-    def __init__(self, missing=(), resets=True):
-        self.calls, self.missing, self.resets = [], list(missing), resets
+    """Answers every request with one token."""
+
+    def __init__(self, **arguments):
+        self.calls, self.missing, self.resets, self.waiting, self.llm_engine = [], [], True, [], self
 
     def sleep(self, level):
         self.calls.append(f"sleep {level}")
@@ -20,82 +27,105 @@ class NotingLLM:
         self.calls += [f"wake {tag}" for tag in tags]
 
     def collective_rpc(self, function, args=()):
-        self.calls.append(function.__name__)
+        self.calls.append(function)
         return [self.missing]
 
     def reset_prefix_cache(self):
         self.calls.append("reset")
         return self.resets
 
+    def add_request(self, name, tokens, parameters):
+        self.waiting.append(name)
 
-def engine(llm, sleeps=True, **options):
-    made = VLLMRolloutEngine.__new__(VLLMRolloutEngine)
-    made.config = PPOConfig.from_flat(rollout_engine="vllm", **options)
-    made.llm, made.strategy, made.actor, made.hf_model = llm, None, torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
-    made._sleeps, made._asleep, made.last_stats = sleeps, set(), {}
-    return made
+    def has_unfinished_requests(self):
+        return bool(self.waiting)
+
+    def step(self):
+        answer = SimpleNamespace(token_ids=[3], logprobs=SimpleNamespace(logprobs=[-1.0]), finish_reason="length")
+        return [SimpleNamespace(finished=True, request_id=self.waiting.pop(), outputs=[answer])]
 
 
-PUSH = ["push_weights", "reset"]
+@pytest.fixture
+def engine(monkeypatch, llama, tokenizer):
+    """``engine(**options)``: one on a GPU that is not there, over a vLLM that is not there."""
+    modules = {
+        "vllm": {"LLM": NotingLLM, "SamplingParams": dict, "__spec__": ModuleSpec("vllm", None)},
+        "vllm.inputs": {"tokens_input": list},
+        "vllm.sampling_params": {"RequestOutputKind": SimpleNamespace(FINAL_ONLY=None)},
+        "lightppo.rollout.vllm_worker": {"install_sampler": "sampler", "push_weights": "push"},
+    }
+    for name, contents in modules.items():
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        vars(sys.modules[name]).update(contents)
+    monkeypatch.setattr("lightppo.rollout.vllm.on_cuda", lambda: True)
+
+    def build(**options):
+        lengths = {"prompt_max_len": 20, "generate_max_len": 10}
+        config = PPOConfig.from_flat(rollout_engine="vllm", **lengths, **options).resolved()
+        made = VLLMRolloutEngine(config, None, llama, tokenizer)
+        made.llm.calls.clear()
+        return made
+
+    return build
 
 
-def test_a_step_sleeps_once_and_wakes_in_parts():
-    llm = NotingLLM()
-    rollouts = engine(llm)
+PUSH = ["push", "reset"]
+
+
+def test_a_step_sleeps_once_and_wakes_in_parts(engine, llama, prompts):
+    rollouts = engine()
+    calls = rollouts.llm.calls
     rollouts.sleep()
     rollouts.sleep()
-    assert llm.calls == ["sleep 2"]
-    rollouts.sync_weights(rollouts.actor)
-    assert llm.calls == ["sleep 2", "wake weights", *PUSH]  # the cache stays away until it is needed
+    assert calls == ["sleep 2"]
+    rollouts.sync_weights(llama)
+    assert calls == ["sleep 2", "wake weights", *PUSH]  # the cache stays away until it is needed
+    rollouts.generate(prompts[:2], SamplingParams(max_new_tokens=1))
     rollouts.wake()
-    rollouts.wake()
-    assert llm.calls == ["sleep 2", "wake weights", *PUSH, "wake kv_cache"]
+    assert calls == ["sleep 2", "wake weights", *PUSH, "wake kv_cache"]
 
 
-def test_dropped_weights_are_pushed_when_there_was_no_push():
-    llm = NotingLLM()
-    rollouts = engine(llm)
+@pytest.mark.parametrize(("level", "push"), [(2, PUSH), (1, [])])
+def test_dropped_weights_are_pushed_when_there_was_no_push(engine, level, push):
+    rollouts = engine(sleep_level=level)
     rollouts.sleep()
     rollouts.wake()
-    assert llm.calls == ["sleep 2", "wake weights", "wake kv_cache", *PUSH]
+    assert rollouts.llm.calls == [f"sleep {level}", "wake weights", "wake kv_cache", *push]
 
 
-def test_kept_weights_come_back_by_themselves():
-    llm = NotingLLM()
-    rollouts = engine(llm, sleep_level=1)
+@pytest.mark.parametrize(("on_gpu", "options"), [(True, {"free_cache_engine": False}), (False, {})])
+def test_a_cpu_and_no_free_cache_engine_never_sleep(engine, monkeypatch, on_gpu, options):
+    monkeypatch.setattr("lightppo.rollout.vllm.on_cuda", lambda: on_gpu)
+    rollouts = engine(**options)
     rollouts.sleep()
     rollouts.wake()
-    assert llm.calls == ["sleep 1", "wake weights", "wake kv_cache"]
+    assert rollouts.llm.calls == []
 
 
-def test_a_cpu_and_no_free_cache_engine_never_sleep():
-    llm = NotingLLM()
-    rollouts = engine(llm, sleeps=False, free_cache_engine=False)
-    rollouts.sleep()
-    rollouts.wake()
-    assert llm.calls == []
+def test_a_push_that_does_not_reach_all_weights_is_an_error(engine, llama):
+    rollouts = engine()
+    rollouts.llm.missing = ["odd.weight"]
+    with pytest.raises(RuntimeError, match=r"1 weights .*odd\.weight"):
+        rollouts.sync_weights(llama)
 
 
-def test_a_push_that_does_not_reach_all_weights_is_an_error():
-    with pytest.raises(RuntimeError, match=r"1 weights of the vLLM engine got no value.*odd\.weight"):
-        engine(NotingLLM(missing=["odd.weight"])).sync_weights(torch.nn.Linear(1, 1))
-
-
-def test_a_cache_that_stays_is_an_error():
+def test_a_cache_that_stays_is_an_error(engine, llama):
+    rollouts = engine()
+    rollouts.llm.resets = False
     with pytest.raises(RuntimeError, match="prefix cache"):
-        engine(NotingLLM(resets=False)).sync_weights(torch.nn.Linear(1, 1))
+        rollouts.sync_weights(llama)
 
 
-def test_close_keeps_the_default_group(monkeypatch):
+def test_close_keeps_the_default_group(monkeypatch, engine):
     destroyed = []
     monkeypatch.setattr(torch.distributed, "destroy_process_group", destroyed.append)
-    rollouts = engine(SimpleNamespace())
+    rollouts = engine()
 
     def shutdown():
         torch.distributed.destroy_process_group()
         torch.distributed.destroy_process_group("its own")
 
-    rollouts.llm.llm_engine = SimpleNamespace(engine_core=SimpleNamespace(shutdown=shutdown))
+    rollouts.llm.engine_core = SimpleNamespace(shutdown=shutdown)
     rollouts.close()
     rollouts.close()
     assert destroyed == ["its own"]
@@ -106,9 +136,6 @@ def test_close_keeps_the_default_group(monkeypatch):
 
 
 def test_what_building_changes_is_put_back(monkeypatch):
-    import os
-    import random
-
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "7")
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     before = random.getstate(), torch.get_rng_state(), torch.set_num_threads

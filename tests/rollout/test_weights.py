@@ -44,12 +44,13 @@ def tiny_mixtral():
 
 @pytest.mark.parametrize("bucket_numel", [1, 3000, 1 << 26])
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
-def test_as_the_checkpoint_on_disk(tmp_path, make_llama, family, bucket_numel):
+def test_as_the_checkpoint_on_disk(tmp_path, make_llama, family, bucket_numel, monkeypatch):
     """Experts are one tensor in memory and one each on disk."""
+    monkeypatch.setattr(weights, "GATHERED_NUMEL", bucket_numel)
     model = make_llama() if family == "llama" else tiny_mixtral()
     model.save_pretrained(tmp_path)
     saved = load_file(tmp_path / "model.safetensors")
-    pushed = list(full_weights(model, bucket_numel=bucket_numel))
+    pushed = list(full_weights(model))
     assert len(pushed) == len(saved)
     for name, tensor in pushed:
         assert torch.equal(tensor, saved[name]), name
@@ -68,8 +69,9 @@ def test_weights_in_4_bits_without_adapters_are_refused():
         list(full_weights(model))
 
 
-def test_order_is_that_of_the_modules(make_llama):
-    names = [name for name, _ in full_weights(make_llama(), bucket_numel=1000)]
+def test_order_is_that_of_the_modules(make_llama, monkeypatch):
+    monkeypatch.setattr(weights, "GATHERED_NUMEL", 1000)
+    names = [name for name, _ in full_weights(make_llama())]
     layers = [int(name.split(".")[2]) for name in names if name.startswith("model.layers.")]
     assert layers == sorted(layers)
 
@@ -87,7 +89,7 @@ def test_differing_weights_are_named(make_llama):
     engine["lm_head.weight"] = torch.cat([engine["lm_head.weight"], torch.ones(2)])
     del engine["model.layers.1.mlp.up_proj.weight"]
     packed = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
-    differing, unknown = differing_weights(trainer, engine, packed, tolerance=1e-3)
+    differing, unknown = differing_weights(trainer, engine, packed)
     assert sorted(differing) == [f"{attention}.k_proj.weight", "model.norm.weight"]
     assert unknown == ["model.layers.1.mlp.up_proj.weight"]
 
@@ -132,15 +134,6 @@ def digests(tensors):
     return {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
 
 
-def receive(group, told):
-    """What a worker does with an update."""
-    dtypes = [getattr(torch, name) for name in told["dtype_names"]]
-    tensors = [torch.empty(shape, dtype=dtype) for shape, dtype in zip(told["shapes"], dtypes)]
-    group.begin(tensors)
-    group.wait()
-    return digests(zip(told["names"], tensors))
-
-
 class Server:
     """A server whose workers are threads here; ``change`` is what they get in place of what they should know."""
 
@@ -154,7 +147,7 @@ class Server:
                 ranks = range(1, len(self.gpus) + 1)
                 self.groups = list(threads.map(lambda rank: GlooGroup.join(self.info, rank), ranks))
             else:
-                self.seen += threads.map(lambda group: receive(group, body["update_info"]), self.groups)
+                self.seen += threads.map(lambda group: digests(group.receive(body["update_info"])), self.groups)
 
 
 def listening():

@@ -134,8 +134,8 @@ def corrupted(case):
     """What the check says when one weight in the engine is another one."""
     right = vllm_engine.full_weights
 
-    def wrong(actor, strategy):
-        for name, tensor in right(actor, strategy):
+    def wrong(actor):
+        for name, tensor in right(actor):
             if name == "model.layers.1.self_attn.v_proj.weight":
                 tensor = tensor.clone()
                 tensor[3] += 1.0

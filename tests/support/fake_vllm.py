@@ -8,8 +8,6 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-import torch
-
 from lightppo.rollout.weights import PROTOCOL, GlooGroup
 
 Reply = tuple[int, bytes] | None
@@ -127,11 +125,7 @@ class FakeVLLM:
 
         if "path" in told:
             return load_file(told["path"])
-        dtypes = [getattr(torch, name) for name in told["dtype_names"]]
-        tensors = [torch.empty(shape, dtype=dtype) for shape, dtype in zip(told["shapes"], dtypes)]
-        self._group.begin(tensors)
-        self._group.wait()
-        return dict(zip(told["names"], tensors))
+        return dict(self._group.receive(told))
 
     def choice(self, body: dict[str, Any]) -> dict[str, Any]:
         vocab_size, sampling = self.described["architecture"]["vocab_size"], body["sampling_params"]

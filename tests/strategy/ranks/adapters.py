@@ -18,9 +18,9 @@ from lightppo.errors import CheckpointError
 from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic
 from lightppo.models.lora import AdaptersOff, LoraOptions, add_adapters
+from lightppo.rollout import weights as rollout_weights
 from lightppo.rollout.engine import SamplingParams
 from lightppo.rollout.hf import HFRolloutEngine
-from lightppo.rollout.weights import full_weights
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 
 ACTIONS, KL_COEF, STEPS = 4, 0.5, 4
@@ -294,8 +294,9 @@ def check_export(strategy: DeepspeedStrategy, work_dir: Path) -> None:
                 got = Actor(model).score_actions(ids, ACTIONS, mask).log_probs.detach()
                 torch.testing.assert_close(got, expected, atol=limit, rtol=0, msg=lambda m: f"{name} {tied}: {m}")  # noqa: B023
             before = whole(role, actor)
+            rollout_weights.GATHERED_NUMEL = 1
             for _ in range(3):  # what rollout engines get, in buckets of about one layer each
-                synced = {key: tensor.clone() for key, tensor in full_weights(actor, bucket_numel=1)}
+                synced = {key: tensor.clone() for key, tensor in rollout_weights.full_weights(actor)}
             assert synced.keys() == merged.state_dict().keys()
             for key, weight in merged.state_dict().items():
                 assert torch.equal(weight, synced[key]), (name, key)
@@ -350,7 +351,7 @@ def check_rollouts(strategy: DeepspeedStrategy, work_dir: Path) -> None:
         for step in (0, 1):
             seen.append([r.response_ids for r in engine.generate(mine, sampling)])
             plain = causal_lm(tied=False)
-            plain.load_state_dict(dict(full_weights(actor)))
+            plain.load_state_dict(dict(rollout_weights.full_weights(actor)))
             alone = HFRolloutEngine(Actor(plain), tokenizer)
             assert seen[-1] == [r.response_ids for r in alone.generate(mine, sampling)], (stage, step)
             train_step(role, actor, optimizer, scheduler, step)
