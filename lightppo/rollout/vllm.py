@@ -387,7 +387,7 @@ def set_environment() -> None:
 def undisturbed_process() -> Iterator[None]:
     """Brings back what building a vLLM engine changes: random numbers, the launcher's variables, thread settings,
     precision of matmuls, what the garbage collector looks at."""
-    set_threads, threads = torch.set_num_threads, torch.get_num_threads()
+    set_threads, threads, frozen = torch.set_num_threads, torch.get_num_threads(), gc.get_freeze_count()
     launcher = {name: value for name, value in os.environ.items() if name.endswith(_LAUNCHER_ENDINGS)}
 
     def restore() -> None:
@@ -397,7 +397,8 @@ def undisturbed_process() -> Iterator[None]:
         for name in [name for name in os.environ if name.endswith(_LAUNCHER_ENDINGS)]:
             del os.environ[name]
         os.environ.update(launcher)
-        gc.unfreeze()
+        if not frozen:
+            gc.unfreeze()
 
     with ExitStack() as stack, torch.random.fork_rng(range(torch.cuda.device_count())), warnings.catch_warnings():
         stack.callback(random.setstate, random.getstate())

@@ -27,7 +27,7 @@ def test_both_engines_reach_the_same_accuracy(tmp_path):
             "total_training_steps": EPISODES * STEPS,
         }
         flags = [f"--{name}={value}" for name, value in options.items()]
-        run_ranks(REPO / "examples" / "train_ppo.py", *flags, launcher="python", world_size=1)
+        run_ranks(REPO / "examples" / "train_ppo.py", *flags, world_size=1, vllm=True)
         first[engine], last[engine] = ends(steps_of(tmp_path / engine))
     # Measured on three seeds: 0.49 to 0.53 in the first quarter, 0.85 to 0.88 in the last, engines at most 0.03 apart.
     assert last["vllm"] == pytest.approx(last["hf"], abs=0.08), (first, last)

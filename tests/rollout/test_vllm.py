@@ -74,7 +74,7 @@ def one_rank(folder):
 def two_ranks(folder):
     """[tied, untied with one engine over both ranks] of each rank."""
     cases = [{"model": "tied", "zero_stage": 3}, {"model": "untied", "zero_stage": 3, "tensor_parallel_size": 2}]
-    run_ranks(WORKER, folder, *map(json.dumps, cases), launcher="torchrun", timeout=400)
+    run_ranks(WORKER, folder, *map(json.dumps, cases), vllm=True)
     return [json.loads((folder / f"rank{rank}of2.json").read_text()) for rank in range(2)]
 
 

@@ -33,30 +33,27 @@ def see_everything(root: Path) -> dict:
     """Three servers, three launches."""
     for name, changes in {"untied": {}, "tied": {"tie_word_embeddings": True}}.items():
         save_causal_lm(root / name, max_position_embeddings=256, **SHAPE, **changes)
-    models = [str(root / name) for name in ("untied", "untied", "tied")]
+    models = [str(root / name) for name in ("tied", "untied", "untied")]
     shared_memory = shared_files()
-    servers = Servers(models, root, more=[{}, {"tensor-parallel-size": 2}, {}])
+    servers = Servers(models, root, more=[[], [], ["--tensor-parallel-size=2"]])
     try:
         servers.wait()
-        first, second, third = servers.urls
-        pids = [process.pid for process in servers.processes]
+        third, first, second = servers.urls
         environment = {KEY_VARIABLE: KEY, "PYTHONPATH": os.pathsep.join([str(REPO), str(REPO / "tests")])}
 
         def launch(task, model, urls, others, **options):
-            words = map(json.dumps, (urls, others, pids[:2]))
-            return run_ranks(WORKER, root, task, model, *words, env=environment, timeout=500, **options)
+            words = map(json.dumps, (urls, others, servers.pids[1:]))
+            return run_ranks(WORKER, root, task, model, *words, env=environment, vllm=True, **options)
 
-        seen = {"urls": servers.urls}
-        alone = {"launcher": "python", "world_size": 1}
-        seen["killed_trainer"] = launch(
-            "killed_trainer", "untied", [first, second], [], check=False, **alone
-        ).returncode
-        launch("one_server", "tied", [third], [], **alone)
+        seen = {"urls": [first, second]}
+        ended = launch("killed_trainer", "untied", [first, second], [], check=False, world_size=1)
+        seen["killed_trainer"] = ended.returncode
+        launch("one_server", "tied", [third], [], world_size=1)
         seen["run"] = whole_run(root, third, environment)
         launch("two_servers", "untied", [first, second], [third])
         seen["two"] = [json.loads((root / f"two_servers-rank{rank}.json").read_text()) for rank in range(2)]
         seen["one"] = json.loads((root / "one_server-rank0.json").read_text())
-        seen["exit_code"] = servers.terminate(2)
+        seen["exit_code"] = servers.terminate()
         seen["leftovers"] = servers.leftovers()
         seen["logs"] = "".join(log.read_text() for log in servers.logs)
         seen["sockets"] = len(list(servers.sockets.iterdir()))
@@ -101,7 +98,7 @@ def whole_run(root: Path, url: str, environment: dict[str, str]) -> dict:
         "actor_learning_rate": 1e-2,
     }
     words = [f"--{name}={value}" for name, value in options.items()]
-    result = run_ranks(REPO / "examples" / "train_ppo.py", *words, world_size=1, env=environment, timeout=500)
+    result = run_ranks(REPO / "examples" / "train_ppo.py", *words, vllm=True, world_size=1, env=environment)
     rows = [json.loads(line) for line in (root / "run" / "metrics.jsonl").read_text().splitlines()]
     return {"output": result.output, "steps": [row for row in rows if "rollout/reward" in row]}
 
@@ -197,7 +194,7 @@ def test_weights_of_another_model_are_an_error_that_names_them(seen):
     for rank in seen["two"]:
         message, _ = rank["wrong_names"]
         assert "of_another_model" in message
-        assert all(url in message for url in seen["urls"][:2])
+        assert all(url in message for url in seen["urls"])
         (after,) = rank["after_wrong_names"]
         assert after["server"] == after["hf"]
 
@@ -215,7 +212,7 @@ def test_without_any_server_every_rank_ends_with_an_error(seen):
     for rank in seen["two"]:
         message, seconds = rank["killed_both"]
         assert "none of the 2 servers is left" in message
-        assert all(url in message for url in seen["urls"][:2])
+        assert all(url in message for url in seen["urls"])
         assert seconds < 120  # not --vllm_server_timeout
         assert "none of the 2 servers is left" in rank["then"][0]
 

@@ -3,7 +3,8 @@
     python -u fork_server.py FD MODULE…
 
 FD is one end of a ``multiprocessing.Pipe``. A job that comes through it has a script, its words, a folder, a log, the
-environment of each rank and a time-out; what goes back is an exit code, or None after the time-out.
+environment of each rank and a time-out; what goes back is an exit code, or None after the time-out. A job without a
+time-out has one process, which stays until the tests have ended; what goes back is its number.
 
 Nothing is computed here before a fork, so there are no threads that a rank would miss. A forked rank differs from one
 of a launcher in this: what modules read from the environment while they are imported, and the seed of ``hash``, are
@@ -39,16 +40,21 @@ def main() -> None:
     threads = {(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()}
     assert len(threads - {"jemalloc_bg_thd"}) == 1, f"an import started threads, which forks would lack: {threads}"
     gc.freeze()  # no rank copies what it never touches
+    staying: list[ForkProcess] = []
     while True:
         try:
             job = control.recv()
         except EOFError:  # the tests have ended
-            return
+            return end(staying)
         start = multiprocessing.get_context("fork").Process
         ranks = [start(target=run, args=(control, job, environment)) for environment in job["environments"]]
         for rank in ranks:
             rank.start()
-        control.send(watch(ranks, control, job["timeout"]))
+        if job["timeout"] is None:
+            staying += ranks
+            control.send(ranks[0].pid)
+        else:
+            control.send(watch(ranks, control, job["timeout"]))
 
 
 def run(control: Connection, job: dict[str, Any], environment: dict[str, str]) -> None:
@@ -61,6 +67,9 @@ def run(control: Connection, job: dict[str, Any], environment: dict[str, str]) -
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(job["folder"])
+    if job["timeout"] is None:  # what it starts by spawning is forked too
+        real = multiprocessing.get_context
+        multiprocessing.get_context = lambda method=None: real("fork" if method == "spawn" else method)
     sys.argv = [job["script"], *job["words"]]
     sys.path[:1] = [str(Path(job["script"]).parent), *environment["PYTHONPATH"].split(os.pathsep)]
     try:
@@ -83,13 +92,17 @@ def watch(ranks: list[ForkProcess], control: Connection, timeout: float) -> int 
             break
         if not first and (first := next((rank.exitcode for rank in running if rank.exitcode), 0)):
             deadline = min(deadline, time.monotonic() + GRACE)
+    end(ranks)
+    return first
+
+
+def end(ranks: list[ForkProcess]) -> None:
     for rank in ranks:
         rank.kill()
         with suppress(ProcessLookupError):
             os.killpg(rank.pid, signal.SIGKILL)  # also what a rank that has ended left behind
         rank.join()
         rank.close()
-    return first
 
 
 if __name__ == "__main__":

@@ -38,8 +38,16 @@ PRELOADED = (
     "lightppo.trainer.build",
     "lightppo.trainer.supervised",
 )
-WITH_VLLM = ("lightppo.rollout.vllm", "vllm", "vllm.v1.engine.llm_engine", "vllm.v1.worker.cpu_worker")
-READ_BY_VLLM = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_USE_V2_MODEL_RUNNER": "0"}  # while it is imported
+WITH_VLLM = (
+    "lightppo.rollout.vllm",
+    "vllm",
+    "vllm.v1.engine.llm_engine",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.entrypoints.openai.api_server",
+    "lightppo.rollout.vllm_worker",
+)
+# While it is imported. It compiles a comparison of log probs, which takes longer than an engine's whole start.
+READ_BY_VLLM = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_USE_V2_MODEL_RUNNER": "0", "TORCH_COMPILE_DISABLE": "1"}
 
 
 @dataclass(frozen=True)
@@ -156,16 +164,22 @@ def run_forked(
         shared |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world_size))
         ranks = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world_size)]
     with tempfile.NamedTemporaryFile("r", prefix="lightppo-ranks-", errors="replace") as log:
-        job = {"script": str(script), "words": words, "environments": ranks, "folder": os.getcwd(), "log": log.name}
-        server = fork_server(vllm)
-        try:
-            server.send(job | {"timeout": timeout})
-            code = server.recv()
-        except BaseException:  # of a test that is broken off: the server ends, and its ranks with it
-            server.close()
-            fork_server.cache_clear()
-            raise
-        return code, log.read()
+        return ask_fork_server(script, words, ranks, log.name, timeout, vllm), log.read()
+
+
+def ask_fork_server(
+    script: Path, words: list[str], environments: list[dict[str, str]], log: str, timeout: float | None, vllm: bool
+) -> int | None:
+    """What support/fork_server.py answers to a job."""
+    server = fork_server(vllm)
+    job = {"script": str(script), "words": words, "environments": environments, "folder": os.getcwd(), "log": log}
+    try:
+        server.send(job | {"timeout": timeout})
+        return server.recv()
+    except BaseException:  # of a test that is broken off: the server ends, and its ranks with it
+        server.close()
+        fork_server.cache_clear()
+        raise
 
 
 @functools.cache

@@ -16,7 +16,8 @@ import psutil
 import pytest
 import requests
 
-from support.ranks import REPO, free_port
+from lightppo.rollout.serving import server_command, server_environment
+from support.ranks import ENVIRONMENT, REPO, ask_fork_server, free_port
 
 KEY_VARIABLE = "LIGHTPPO_TEST_KEY"
 KEY = "open-sesame"
@@ -24,73 +25,64 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 class Servers:
-    """Servers started by examples/serve_vllm.py, all at the same time.
+    """Servers of models, all at the same time: the first is started by examples/serve_vllm.py, as a user does; the
+    others are the same but forked from a process that has vLLM imported.
 
     Args:
         models: folder of each.
         log_folder: for what they print.
-        max_model_len: most tokens of a sequence.
         more: further options of each.
 
     Attributes:
         sockets: the folder that holds the folders of their sockets.
     """
 
-    def __init__(
-        self,
-        models: list[str],
-        log_folder: Path,
-        max_model_len: int = 128,
-        more: list[dict[str, object]] | None = None,
-    ) -> None:
+    def __init__(self, models: list[str], log_folder: Path, more: list[list[str]]) -> None:
         self.sockets = Path(tempfile.mkdtemp(prefix="lppo-", dir="/tmp"))  # pytest's folders are too long for sockets
-        environment = os.environ | {
-            "CUDA_VISIBLE_DEVICES": "",
-            "OMP_NUM_THREADS": "1",
-            "HF_HUB_OFFLINE": "1",
+        environment = os.environ | ENVIRONMENT
+        environment |= {
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_RPC_BASE_PATH": str(self.sockets),
             KEY_VARIABLE: KEY,
         }
-        options = {"dtype": "float32", "kv-cache-memory-bytes": 32 << 20, "max-model-len": max_model_len}
-        options |= {"max-num-seqs": 32, "block-size": 32, "api_key_env": KEY_VARIABLE}
-        self.urls, self.logs = [], []
-        self.processes: list[subprocess.Popen] = []
-        for model, own in zip(models, more or [{}] * len(models)):
+        shared = ["--dtype=float32", f"--kv-cache-memory-bytes={32 << 20}", "--max-model-len=128", "--block-size=32"]
+        forked = log_folder / "serve.py"
+        forked.write_text("from lightppo.rollout.serving import serve\n\nserve()\n")
+        self.urls, self.logs, self.pids = [], [], []
+        for model, own in zip(models, more):
             port = free_port()
-            words = [f"--{name}={value}" for name, value in (options | {"model": model, "port": port} | own).items()]
-            self.logs.append(log_folder / f"server-{port}.log")
-            with self.logs[-1].open("w") as log:
-                self.processes.append(
-                    subprocess.Popen(
-                        [sys.executable, str(REPO / "examples" / "serve_vllm.py"), *words],
-                        env=environment,
-                        stdin=subprocess.DEVNULL,
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                        start_new_session=True,
-                    )
-                )
             self.urls.append(f"http://127.0.0.1:{port}")
+            self.logs.append(log_folder / f"server-{port}.log")
+            self.logs[-1].touch()
+            options = [*shared, "--max-num-seqs=32", *own]
+            if self.pids:
+                words = server_command(model, "127.0.0.1", port, options)[3:]
+                log, environments = str(self.logs[-1]), [environment | server_environment(KEY)]
+                self.pids.append(ask_fork_server(forked, words, environments, log, None, vllm=True))
+            else:
+                options += [f"--model={model}", f"--port={port}", f"--api_key_env={KEY_VARIABLE}"]
+                command = [sys.executable, str(REPO / "examples" / "serve_vllm.py"), *options]
+                pipes = {"stdin": subprocess.DEVNULL, "stdout": self.logs[-1].open("w"), "stderr": subprocess.STDOUT}
+                with pipes["stdout"]:
+                    self.first = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
+                self.pids.append(self.first.pid)
 
     def wait(self, seconds: float = 900) -> None:
         """Until all are up."""
         deadline = time.monotonic() + seconds
-        for url, process, log in zip(self.urls, self.processes, self.logs):
+        for url, pid, log in zip(self.urls, self.pids, self.logs):
             while True:
-                try:
+                with suppress(requests.RequestException):
                     if requests.get(f"{url}/health", timeout=5).ok:
                         break
-                except requests.RequestException:
-                    pass
-                if process.poll() is not None or time.monotonic() > deadline:
+                if not _is_running(pid) or time.monotonic() > deadline:
                     pytest.fail(f"the vLLM server did not start:\n{log.read_text()[-6000:]}")
-                time.sleep(0.5)
+                time.sleep(0.2)
 
-    def terminate(self, i: int, seconds: float = 180) -> int:
-        """Ends one as a user would; its exit code."""
-        self.processes[i].send_signal(signal.SIGTERM)
-        return self.processes[i].wait(seconds)
+    def terminate(self, seconds: float = 180) -> int:
+        """Ends the first one as a user would; its exit code."""
+        self.first.send_signal(signal.SIGTERM)
+        return self.first.wait(seconds)
 
     def leftovers(self, seconds: float = 120) -> list[str]:
         """Command lines of processes that servers have left; vLLM's end a little after the first one."""
@@ -106,20 +98,25 @@ class Servers:
         for process in own:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
-        for process in self.processes:
-            process.wait(30)
+        self.first.wait(30)
         for path in held:
             path.unlink(missing_ok=True)
         shutil.rmtree(self.sockets, ignore_errors=True)
 
     def _own(self) -> list[psutil.Process]:
         """By their sessions: vLLM's processes write their names over what they have of the environment."""
-        sessions, own = {process.pid for process in self.processes}, []
+        own = []
         for process in psutil.process_iter():
-            with suppress(ProcessLookupError, psutil.NoSuchProcess):
-                if os.getsid(process.pid) in sessions and process.status() != psutil.STATUS_ZOMBIE:
+            with suppress(ProcessLookupError):
+                if os.getsid(process.pid) in self.pids and _is_running(process.pid):
                     own.append(process)
         return own
+
+
+def _is_running(pid: int) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def shared_memory_of(process: psutil.Process) -> set[Path]:
