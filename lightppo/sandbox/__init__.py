@@ -4,7 +4,13 @@
 sandbox; ``docs/rewards.md`` says what is kept out on which machine.
 """
 
-from lightppo.sandbox.pool import ISOLATIONS, ProgramRun, SandboxLimits, SandboxPool, default_processes
-from lightppo.sandbox.probe import PROTECTIONS
+from lightppo.sandbox.pool import (
+    ISOLATIONS,
+    PROTECTIONS,
+    ProgramRun,
+    SandboxLimits,
+    SandboxPool,
+    default_processes,
+)
 
 __all__ = ["ISOLATIONS", "PROTECTIONS", "ProgramRun", "SandboxLimits", "SandboxPool", "default_processes"]

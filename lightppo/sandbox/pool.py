@@ -8,23 +8,22 @@ import logging
 import math
 import os
 import queue
+import secrets
 import shutil
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import sysconfig
 import tempfile
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from lightppo.errors import SandboxError, SandboxRefusedError
-from lightppo.sandbox.probe import PROTECTIONS, probe
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +34,6 @@ _ENVIRONMENT = {
     **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
 }
 _START_SECONDS = 60.0
-_ATTACK_SECONDS = 30.0
-_IDLE_SECONDS = 3600.0  # each program has its own, shorter limits
 _MEBIBYTE = 1 << 20
 _SHOWN_CHARS = 500
 
@@ -52,9 +49,9 @@ class SandboxLimits:
     code_max_processes: int = 16  # processes and threads
 
     def __post_init__(self) -> None:
-        for name in self.__dataclass_fields__:
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"--{name} must be a number > 0, got {getattr(self, name)}")
+        for name, value in asdict(self).items():
+            if not 0 < value < math.inf:
+                raise ValueError(f"--{name} must be a number > 0, got {value}")
         if self.code_memory_limit_mb < 128:
             raise ValueError(f"--code_memory_limit_mb {self.code_memory_limit_mb}: Python itself needs 128")
 
@@ -85,22 +82,15 @@ class Sandbox:
 
     def __init__(self, isolation: str, limits: SandboxLimits) -> None:
         self.isolation = isolation
-        self.layers: list[str] = []
-        self.pid = 0
         self._limits = limits
-        self._process: subprocess.Popen[bytes] | None = None
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - as long as this object
-        self._inner_pid = 0
         self.start()
-
-    @property
-    def running(self) -> bool:
-        return self._process is not None
 
     def start(self) -> None:
         """Starts the process."""
         orders = {
             "isolation": self.isolation,
+            "limits": asdict(self._limits),
             "site_packages": sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}),
             "bubblewrap": shutil.which("bwrap"),
         }
@@ -108,17 +98,11 @@ class Sandbox:
             raise SandboxError("bubblewrap is not installed")
         options = ["-P", "-s", "-S", "-B", "-c"]  # nothing from the working folder, the user's home, site-packages
         folder = os.path.realpath(Path(__file__).parent)
+        command = [sys.executable, *options, self.STARTER, folder, json.dumps(orders)]
         self._socket, theirs = socket.socketpair()
+        streams = {"stdin": theirs, "stdout": subprocess.DEVNULL, "stderr": self._errors}
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, *options, self.STARTER, folder, json.dumps(orders)],
-                stdin=theirs,
-                stdout=subprocess.DEVNULL,
-                stderr=self._errors,
-                env=_environment(),
-                cwd="/",
-                start_new_session=True,
-            )
+            self._process = subprocess.Popen(command, **streams, env=_environment(), cwd="/", start_new_session=True)
         except OSError as error:
             self._socket.close()
             raise SandboxError(f"no process could be started: {error}") from None
@@ -140,42 +124,28 @@ class Sandbox:
     ) -> ProgramRun:
         """Runs a program as a script, or loads it and calls a function; :class:`SandboxError` if the sandbox failed.
 
+        A sandbox that has ended is started again.
+
         Args:
             function: name of a function, or of a method of a class ``Solution``.
             calls: arguments of each call, as a JSON list.
             seconds: time limit of the script, or of the loading and of each call; default ``code_timeout``.
             total_seconds: time limit of all calls together; default: each may take its full time.
         """
-        limits = self._limits
-        seconds = limits.code_timeout if seconds is None else seconds
+        seconds = self._limits.code_timeout if seconds is None else seconds
         total = seconds * (1 + len(calls)) if total_seconds is None else total_seconds
-        request = {
-            "code": code,
-            "stdin": stdin,
-            "function": function,
-            "calls": list(calls),
-            "seconds": seconds,
-            "total_seconds": total,
-            "limits": asdict(limits),
-        }
-        report = self._exchange(request, total + self.GRACE_SECONDS)
+        if self._process is None:
+            self.start()
+        request = {"code": code, "stdin": stdin, "function": function, "calls": list(calls)}
+        times = {"seconds": seconds, "total_seconds": total}
+        report = self._exchange(request | times, total + self.GRACE_SECONDS)
         report["answers"] = report["answers"].split("\n")[:-1]  # the last one is empty, or was cut
         return ProgramRun(**report)
 
     def attack(self) -> set[str]:
-        """Finds out by trying which of :data:`~lightppo.sandbox.probe.PROTECTIONS` hold."""
-
-        def run(code: str, function: str, arguments: list[Any]) -> tuple[str, list[str]]:
-            done = self.run(code, function=function, calls=[json.dumps(arguments)], seconds=_ATTACK_SECONDS)
-            return done.ended, done.answers
-
-        return probe(
-            run,
-            memory_mb=self._limits.code_memory_limit_mb,
-            max_processes=self._limits.code_max_processes,
-            environment={*_environment(), "LC_CTYPE", "PWD"},
-            own_processes=self._inner_pid == 1,
-        )
+        """Finds out by trying which of :data:`PROTECTIONS` hold."""
+        visible = {*_environment(), "LC_CTYPE", "PWD"}
+        return probe(self.run, self._limits, visible, own_processes=self._inner_pid == 1)
 
     def close(self) -> None:
         """Ends the process and everything in it."""
@@ -194,19 +164,22 @@ class Sandbox:
 
     def _exchange(self, request: dict[str, Any] | None, seconds: float) -> dict[str, Any]:
         """Sends a request, if any, and returns the report. Any failure ends the process."""
-        if self._process is None:
-            raise SandboxError("the sandbox is closed")
         deadline = time.monotonic() + seconds
+        most = (12 * self._limits.code_output_limit_mb + 1) * _MEBIBYTE  # printed bytes grow at most sixfold as JSON
+        data = bytearray()
         try:
             if request is not None:
-                body = json.dumps(request).encode()
                 self._socket.settimeout(seconds)
-                self._socket.sendall(struct.pack(">I", len(body)) + body)
-            size = struct.unpack(">I", self._read(4, deadline))[0]
-            # printed bytes grow at most sixfold as JSON
-            if size > 6 * 2 * self._limits.code_output_limit_mb * _MEBIBYTE + _MEBIBYTE:
-                raise ValueError(f"it announced a report of {size} bytes")
-            report = json.loads(self._read(size, deadline))
+                self._socket.sendall(json.dumps(request).encode() + b"\n")
+            while not data.endswith(b"\n"):
+                self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
+                part = self._socket.recv(_MEBIBYTE)
+                data += part
+                if not part:
+                    raise ConnectionError("no answer")
+                if len(data) > most:
+                    raise ValueError(f"it is longer than {most} bytes")
+            report = json.loads(data)
             problem = report.get("reason")
         except TimeoutError:
             problem = "the sandbox process did not answer in time"
@@ -218,16 +191,6 @@ class Sandbox:
             self.close()
             raise SandboxError(problem)
         return report
-
-    def _read(self, count: int, deadline: float) -> bytes:
-        data = bytearray()
-        while len(data) < count:
-            self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
-            part = self._socket.recv(min(count - len(data), _MEBIBYTE))
-            if not part:
-                raise ConnectionError("no answer")
-            data += part
-        return bytes(data)
 
     def _last_words(self) -> str:
         size = self._errors.seek(0, os.SEEK_END)
@@ -241,7 +204,110 @@ def _environment() -> dict[str, str]:
     return _ENVIRONMENT | ({"LD_LIBRARY_PATH": libraries} if libraries else {})
 
 
-class SandboxPool:
+# What a sandbox really keeps out: a program of ours runs in it and attacks targets of ours.
+
+PROTECTIONS = {
+    "network": "no connection to anybody",
+    "files": "no reading and no writing of the user's files",
+    "environment": "no variable of the trainer's environment",
+    "processes": "no signal to other processes, no tracing of them",
+    "forks": "a bounded number of processes",
+    "memory": "a bounded amount of memory",
+}
+
+_ATTACKS = """
+def attack(port, abstract, file, trainer, memory_mb):
+    import ctypes, os, socket
+
+    def works(action):
+        try:
+            action()
+        except BaseException:
+            return False
+        return True
+
+    def connect(family, address):
+        client = socket.socket(family)
+        client.settimeout(2)
+        client.connect(address)
+
+    def read(path):
+        open(path, "rb").read(100)
+
+    def write(path):
+        open(path, "wb").write(b"x")
+
+    def trace():
+        if ctypes.CDLL(None).ptrace(0x4206, os.getppid(), None, None) != 0:
+            raise OSError
+
+    return {
+        "network": works(lambda: connect(socket.AF_INET, ("127.0.0.1", port)))
+        or works(lambda: connect(socket.AF_UNIX, chr(0) + abstract)),
+        "files": works(lambda: read(file)) or works(lambda: write(file)) or works(lambda: write(file + ".new")),
+        "environment": works(lambda: read(f"/proc/{trainer}/environ")) or works(lambda: read("/proc/1/environ")),
+        "names": sorted(os.environ),
+        "processes": works(lambda: os.kill(trainer, 0)),
+        "tracing": works(trace),
+        "memory": works(lambda: bytearray((memory_mb + 64) << 20)),
+    }
+
+def fork(most):
+    import os, signal
+
+    for forked in range(most + 1):
+        try:
+            child = os.fork()
+        except OSError:
+            return forked
+        while child == 0:
+            signal.pause()
+    return most + 1
+"""
+_ATTACK_SECONDS = 30.0
+_SPARE_FORKS = 4  # ours, which the limit counts too
+
+
+def probe(run: Callable[..., ProgramRun], limits: SandboxLimits, visible: set[str], *, own_processes: bool) -> set[str]:
+    """Attacks a sandbox by its ``run``; returns the :data:`PROTECTIONS` that hold.
+
+    ``visible``: variables that a program may see. ``own_processes``: the sandbox has its own process numbers, so ours
+    mean nothing there.
+    """
+
+    def attempt(function: str, *arguments: Any) -> tuple[str, Any]:
+        done = run(_ATTACKS, function=function, calls=[json.dumps(arguments)], seconds=_ATTACK_SECONDS)
+        return done.ended, json.loads(done.answers[1]).get("value") if len(done.answers) == 2 else None
+
+    with (
+        tempfile.TemporaryDirectory(prefix="lightppo-probe-") as folder,
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.socket(socket.AF_UNIX) as abstract,
+    ):
+        file, name = Path(folder, "secret"), f"lightppo-probe-{secrets.token_hex(8)}"
+        file.write_text("secret")
+        file.chmod(0o666)
+        file.parent.chmod(0o777)
+        abstract.bind("\0" + name)
+        abstract.listen()
+        port, memory = server.getsockname()[1], limits.code_memory_limit_mb
+        _, done = attempt("attack", port, name, str(file), os.getpid(), memory)
+    if not isinstance(done, dict):
+        return set()
+    most = limits.code_max_processes + _SPARE_FORKS
+    ended, forked = attempt("fork", most)
+    open_doors = {
+        "network": done["network"],
+        "files": done["files"],
+        "environment": done["environment"] or not visible.issuperset(done["names"]),
+        "processes": (done["processes"] and not own_processes) or done["tracing"],
+        "forks": ended != "processes" and not (isinstance(forked, int) and forked <= most),
+        "memory": done["memory"],
+    }
+    return {name for name in PROTECTIONS if not open_doors[name]}
+
+
+class SandboxPool(contextlib.AbstractContextManager):
     """Sandboxes for the threads of one rank, with the strongest isolation that this machine allows.
 
     Raises :class:`SandboxRefusedError` if no isolation gives all :data:`PROTECTIONS`.
@@ -260,18 +326,17 @@ class SandboxPool:
         allow_unsafe_code_execution: bool = False,
         isolations: Sequence[str] = ISOLATIONS,
     ) -> None:
-        code_processes = default_processes() if code_processes is None else code_processes
-        if code_processes < 1:
+        self.limits = limits or SandboxLimits()
+        self.size = default_processes() if code_processes is None else code_processes
+        if self.size < 1:
             raise ValueError(f"--code_processes must be at least 1, got {code_processes}")
         if sys.platform != "linux":
             raise SandboxRefusedError("code can be run on Linux only; use --sandbox_fusion_url")
-        self.limits = limits or SandboxLimits()
-        self.size = code_processes
         first, self.protections = self._first(isolations, allow_unsafe_code_execution)
         self.isolation, self.layers = first.isolation, first.layers
         self.sandboxes = [first]
         self._close = weakref.finalize(self, _close_all, self.sandboxes, os.getpid())
-        while len(self.sandboxes) < code_processes:
+        while len(self.sandboxes) < self.size:
             self.sandboxes.append(Sandbox(self.isolation, self.limits))
         self._idle: queue.SimpleQueue[Sandbox] = queue.SimpleQueue()
         for sandbox in self.sandboxes:
@@ -301,17 +366,12 @@ class SandboxPool:
 
     def run(self, code: str, **options: Any) -> ProgramRun:
         """:meth:`Sandbox.run` in the next idle sandbox. If it fails, replaces it and tries the program once more."""
-        if not self._close.alive:
-            raise SandboxError("the sandbox is closed")
         failure = None
         for _ in range(2):
+            if not self._close.alive:
+                raise SandboxError("the sandbox is closed")
+            sandbox = self._idle.get()
             try:
-                sandbox = self._idle.get(timeout=_IDLE_SECONDS)
-            except queue.Empty:
-                raise SandboxError(f"no sandbox was idle for {_IDLE_SECONDS:g} s") from None
-            try:
-                if not sandbox.running:
-                    sandbox.start()
                 return sandbox.run(code, **options)
             except SandboxError as error:
                 failure = error
@@ -323,9 +383,6 @@ class SandboxPool:
     def close(self) -> None:
         """Ends all sandboxes."""
         self._close()
-
-    def __enter__(self) -> SandboxPool:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -18,7 +18,7 @@ import resource
 import select
 import signal
 import site
-import struct
+import socket
 import sys
 import threading
 import time
@@ -29,7 +29,7 @@ from typing import IO, Any
 
 from . import walls
 
-_TRAINER = 0  # the socket that brings requests and takes reports
+_TRAINER = 0  # the socket that brings requests and takes reports, each one line of JSON
 _MEBIBYTE = 1 << 20
 
 # Start
@@ -38,80 +38,38 @@ _SYSTEM = (
     "/lib", "/lib32", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/etc/ld.so.cache", "/etc/alternatives",
     "/etc/localtime", "/usr/share/zoneinfo",
 )  # fmt: skip
-_LOOK_SECONDS = 1.0
-_LEAST_LANDLOCK = 3  # earlier versions let programs truncate readable files
 
 
 def main() -> None:
-    """Takes its orders as JSON in the first argument: ``isolation``, ``site_packages``, ``bubblewrap``, ``inside``."""
+    """Takes its orders as JSON in the first argument: ``isolation``, ``limits``, ``site_packages``, ``bubblewrap``."""
     orders = json.loads(sys.argv[1])
     os.umask(0o022)
     os.closerange(3, 1 << 16)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a namespace's first process ignores only unhandled signals
+    if "readable" in orders:  # started again, inside bubblewrap
+        _serve(orders)
+    parent = os.getppid()
     try:
-        readable, links = _readable(orders["site_packages"])
-        if orders.get("inside"):
-            _serve(orders, readable, links)
-        parent = os.getppid()
+        orders["readable"], orders["links"] = _readable(orders["site_packages"])
         orders["from_root"] = os.geteuid() == 0
         with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
             file.write("1000")  # if memory is short, the kernel kills this process and not the trainer
-        watched = _start(orders, readable, links)
+        watched = _start(orders)
     except OSError as error:
         _refuse(error)
-    _guard(watched, parent)
-
-
-def _refuse(error: BaseException) -> None:
-    _send({"reason": f"{error}" or type(error).__name__})
-    os._exit(71)
-
-
-def _guard(watched: int, parent: int) -> None:
-    """Waits until the process ends, or kills it when the trainer ends."""
     poller = select.poll()
     poller.register(os.pidfd_open(watched), select.POLLIN)
     poller.register(_TRAINER, 0)  # hang-ups are always reported
-    while not poller.poll(1000 * _LOOK_SECONDS) and os.getppid() == parent:
+    while not poller.poll(1000) and os.getppid() == parent:
         pass
     os.kill(watched, signal.SIGKILL)
     os.waitpid(watched, 0)
     os._exit(0)
 
 
-def _start(orders: dict[str, Any], readable: Sequence[str], links: dict[str, str]) -> int:
-    """Starts the process that serves; returns the process to watch, which ends with it."""
-    if orders["isolation"] == "namespaces":
-        return walls.fork_inside(lambda: _serve(orders, readable, links))
-    if orders["isolation"] == "landlock":
-        if walls.landlock_version() < _LEAST_LANDLOCK:
-            raise OSError(f"Landlock is of version {walls.landlock_version()}, needs {_LEAST_LANDLOCK} (Linux 6.2)")
-        if not walls.seccomp_available():
-            raise OSError("the kernel filters no system calls, or they are unknown on this machine")
-    process = os.fork()
-    if process == 0:
-        try:
-            walls.die_with_parent()
-            if orders["isolation"] == "bubblewrap":
-                os.execv(orders["bubblewrap"], _bubblewrap_command(orders, readable, links))
-            _serve(orders, readable, links)
-        except BaseException as error:
-            _refuse(error)
-    return process
-
-
-def _bubblewrap_command(orders: dict[str, Any], readable: Sequence[str], links: dict[str, str]) -> list[str]:
-    command = [orders["bubblewrap"], "--unshare-all", "--unshare-user", "--die-with-parent", "--as-pid-1",
-               "--uid", str(walls.INNER_ID), "--gid", str(walls.INNER_ID), "--proc", "/proc"]  # fmt: skip
-    interpreter = os.path.realpath(sys.executable)
-    for path in [*readable, interpreter, os.path.dirname(os.path.realpath(__file__))]:
-        command += ["--ro-bind", path, path]
-    for device in filter(os.path.exists, walls.DEVICES):
-        command += ["--dev-bind", device, device]
-    for place, target in links.items():
-        command += ["--symlink", target, place]
-    again = [interpreter, *sys.orig_argv[1:-1], json.dumps(orders | {"inside": True})]
-    return [*command, "--remount-ro", "/", "--chdir", "/", "--", *again]
+def _refuse(error: BaseException) -> None:
+    _send({"reason": f"{error}" or type(error).__name__})
+    os._exit(71)
 
 
 def _readable(site_packages: Sequence[str]) -> tuple[list[str], dict[str, str]]:
@@ -127,50 +85,65 @@ def _readable(site_packages: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     return readable, {place: links[place] for place in links if not place.startswith(tuple(f"{p}/" for p in readable))}
 
 
+def _start(orders: dict[str, Any]) -> int:
+    """Starts the process that serves; returns the process to watch, which ends with it."""
+    ours, theirs = socket.socketpair()
+    process = os.fork()
+    if process == 0:
+        try:
+            ours.close()
+            walls.die_with_parent()
+            if orders["isolation"] == "bubblewrap":
+                os.execv(orders["bubblewrap"], _bubblewrap_command(orders))
+            if orders["isolation"] == "namespaces":
+                walls.enter_namespaces(theirs)
+            _serve(orders)
+        except BaseException as error:
+            _refuse(error)
+    theirs.close()
+    if orders["isolation"] == "namespaces":
+        walls.map_ids(process, ours)
+    return process
+
+
+def _bubblewrap_command(orders: dict[str, Any]) -> list[str]:
+    command = [orders["bubblewrap"], "--unshare-all", "--unshare-user", "--die-with-parent", "--as-pid-1",
+               "--uid", str(walls.INNER_ID), "--gid", str(walls.INNER_ID), "--proc", "/proc"]  # fmt: skip
+    interpreter = os.path.realpath(sys.executable)
+    for path in [*orders["readable"], interpreter, os.path.dirname(os.path.realpath(__file__))]:
+        command += ["--ro-bind", path, path]
+    for device in filter(os.path.exists, walls.DEVICES):
+        command += ["--dev-bind", device, device]
+    for place, target in orders["links"].items():
+        command += ["--symlink", target, place]
+    again = [interpreter, *sys.orig_argv[1:-1], json.dumps(orders)]
+    return [*command, "--remount-ro", "/", "--chdir", "/", "--", *again]
+
+
 # Serve
 
 
-def _serve(orders: dict[str, Any], readable: Sequence[str], links: dict[str, str]) -> None:
+def _serve(orders: dict[str, Any]) -> None:
     """Reads requests and answers them until the trainer hangs up."""
     try:
         if orders["isolation"] == "namespaces":
-            has_proc = walls.build_root(readable, links)
-        else:
-            has_proc = os.path.exists("/proc/self/status")
-        walls.become_supervisor()
-        shares_root = orders["from_root"] and os.getuid() == walls.INNER_ID
-        wall = walls.Walls(orders["isolation"], readable, has_proc, shares_root)
+            walls.build_root(orders["readable"], orders["links"])
+        wall = walls.Walls(orders["isolation"], orders["readable"], orders["limits"], orders["from_root"])
         os.chdir("/")
         sys.path[:] = [os.path.realpath(path) for path in [*sys.path, *orders["site_packages"]] if os.path.exists(path)]
-        prelude = _make_prelude()
+        prelude = make_prelude()
         gc.collect()
         gc.freeze()  # so that forks do not copy pages for the collector
         _send({"pid": os.getpid(), "layers": wall.layers})
-        while (request := _receive()) is not None:
-            _send(_Watch(request, wall, prelude).report())
+        while (request := sys.stdin.buffer.readline()).endswith(b"\n"):
+            _send(_Watch(json.loads(request), wall, prelude).report())
     except BaseException as error:
         _refuse(error)
     os._exit(0)
 
 
-def _receive() -> dict[str, Any] | None:
-    header = _read_exactly(4)
-    return None if header is None else json.loads(_read_exactly(struct.unpack(">I", header)[0]) or b"null")
-
-
-def _read_exactly(count: int) -> bytes | None:
-    data = bytearray()
-    while len(data) < count:
-        part = os.read(_TRAINER, count - len(data))
-        if not part:
-            return None
-        data += part
-    return bytes(data)
-
-
 def _send(message: dict[str, Any]) -> None:
-    body = json.dumps(message).encode()
-    _write_all(_TRAINER, struct.pack(">I", len(body)) + body)
+    _write_all(_TRAINER, json.dumps(message).encode() + b"\n")
 
 
 def _write_all(descriptor: int, data: bytes) -> None:
@@ -182,8 +155,7 @@ def _write_all(descriptor: int, data: bytes) -> None:
 # Watch
 
 _TICK = 0.05  # seconds between looks at memory and number of processes
-_BEGIN_SECONDS = 20.0
-_REAP_SECONDS = 10.0
+_BEGIN_SECONDS, _REAP_SECONDS = 20.0, 10.0
 _READ_BYTES = 1 << 16
 _SHOWN_BYTES = 4096  # of standard error
 
@@ -192,82 +164,71 @@ class _Watch:
     """One program from its fork to its end."""
 
     def __init__(self, request: dict[str, Any], wall: walls.Walls, prelude: dict[str, Any]) -> None:
-        self._request = request
-        self._walls = wall
-        self._limits = request["limits"]
-        self._output = {name: bytearray() for name in ("stdout", "stderr", "answers", "ready")}
-        self._ended = ""
-        self._answered = 0
-        wall.prepare(self._limits)
-        self._start = time.monotonic()
-        self._readers, self._process = self._fork(prelude)
-
-    def _fork(self, prelude: dict[str, Any]) -> tuple[dict[int, str], int]:
-        """Returns the pipes to read from, by descriptor, and the process."""
+        self._request, self._walls = request, wall
+        self._output = {name: bytearray() for name in ("stdout", "stderr", "answers")}
+        self._most = wall.limits["code_output_limit_mb"] * _MEBIBYTE
+        self._begun, self._ended = False, ""
+        wall.prepare()
+        self._start = self._since = time.monotonic()  # of the program, and of its present call
         pipes = {name: os.pipe() for name in self._output}
-        stdin = _as_file(self._request.get("stdin") or "")
-        process = os.fork()
-        if process == 0:
+        stdin = _as_file(request["stdin"])
+        self._process = os.fork()
+        if self._process == 0:
             leave, status = os._exit, 1  # the program may have patched os._exit
             try:
-                calls = self._request.get("function") is not None
-                stdout = os.open("/dev/null", os.O_WRONLY) if calls else pipes["stdout"][1]
-                _place_descriptors([stdin, stdout, pipes["stderr"][1], pipes["answers"][1], pipes["ready"][1]])
-                status = _run_program(self._request, prelude, self._walls)
+                stdout = pipes["stdout"][1] if request["function"] is None else os.open("/dev/null", os.O_WRONLY)
+                _place_descriptors([stdin, stdout, pipes["stderr"][1], pipes["answers"][1]])
+                status = _run_program(request, prelude, wall)
             except BaseException as error:
-                with contextlib.suppress(OSError):  # the program had begun, and the pipe is closed
-                    os.write(_READY, f"{type(error).__name__}: {error}"[:500].encode())
+                with contextlib.suppress(OSError):  # the program had begun, and has closed the pipe
+                    os.write(_ANSWERS, " ".join(_described(error).split()).encode())
             finally:
                 leave(status)
         os.close(stdin)
         for reader, writer in pipes.values():
             os.close(writer)
             os.set_blocking(reader, False)
-        return {reader: name for name, (reader, _) in pipes.items()}, process
+        self._readers = {reader: name for name, (reader, _) in pipes.items()}
 
     def report(self) -> dict[str, Any]:
         """Waits for the program's end, cleans up and reports."""
         process = os.pidfd_open(self._process)
-        try:
-            self._watch(process)
-        finally:
-            os.close(process)
+        self._watch(process)
+        os.close(process)
         seconds = time.monotonic() - self._start
         code = os.waitstatus_to_exitcode(self._clear_up())
         text = {name: data.decode(errors="replace") for name, data in self._output.items()}
-        if text.pop("ready") != "+":
-            why = self._output["ready"].decode(errors="replace") or "its process ended before it began"
+        if not self._begun:
+            why = text["answers"] or "its process ended before it began"
             return {"reason": f"the sandbox could not start the program: {why}"}
+        text["answers"] = text["answers"].removeprefix(_BEGUN)
         return {"ended": self._ended or ("exit" if code >= 0 else "signal"), "code": code, "seconds": seconds} | text
 
     def _watch(self, process: int) -> None:
         poller = select.poll()
-        poller.register(process, select.POLLIN)
+        for descriptor in (process, *self._readers):
+            poller.register(descriptor, select.POLLIN)
         poller.register(_TRAINER, 0)  # hang-ups are always reported
-        for reader in self._readers:
-            poller.register(reader, select.POLLIN)
-        answered, begun, since, looked = 0, False, self._start, self._start
+        looked = self._start
         while not self._ended:
             now = time.monotonic()
-            if not begun and self._output["ready"]:  # its own locking-in does not count as the program's time
-                begun, since, self._start = True, now, now
-            end = min(since + self._request["seconds"], self._start + self._request["total_seconds"])
-            if now >= (end if begun else self._start + _BEGIN_SECONDS):
+            end = self._start + _BEGIN_SECONDS
+            if self._begun:
+                end = min(self._since + self._request["seconds"], self._start + self._request["total_seconds"])
+            if now >= end:
                 self._ended = "timeout"
                 return
             for descriptor, event in poller.poll(1000 * min(_TICK, max(end - now, 0.001))):
                 if descriptor == process:
                     return
-                if descriptor == _TRAINER and event & select.POLLHUP:
+                if descriptor == _TRAINER and event & select.POLLHUP:  # the trainer is gone
                     self._walls.kill(self._process, _REAP_SECONDS)
-                    os._exit(0)  # the trainer is gone
+                    os._exit(0)
                 if descriptor in self._readers and not self._read(descriptor):
                     poller.unregister(descriptor)
-            if self._answered > answered:  # the next call has its own time
-                answered, since = self._answered, time.monotonic()
             if now - looked >= _TICK:
                 looked = now
-                self._ended = self._ended or self._walls.excess(self._process, self._limits)
+                self._ended = self._ended or self._walls.excess(self._process)
 
     def _read(self, reader: int) -> bool:
         """Takes what has arrived; False at the end of the pipe."""
@@ -277,18 +238,20 @@ class _Watch:
             return True
         name = self._readers[reader]
         kept = self._output[name]
-        most = _SHOWN_BYTES if name == "stderr" else self._limits["code_output_limit_mb"] * _MEBIBYTE
-        if len(kept) + len(data) > most and name != "stderr":
+        if len(kept) + len(data) > self._most and name != "stderr":
             self._ended = "output"
-        kept += data[: most - len(kept)]
-        self._answered += data.count(b"\n") if name == "answers" else 0
+        kept += data[: (_SHOWN_BYTES if name == "stderr" else self._most) - len(kept)]
+        if name == "answers" and b"\n" in data:  # the next call has its own time
+            self._since = time.monotonic()
+            if not self._begun:  # its locking-in does not count as the program's time
+                self._start, self._begun = self._since, True
         return bool(data)
 
     def _clear_up(self) -> int:
         """Kills what is left, takes its last output, and returns the program's status."""
         status = self._walls.kill(self._process, _REAP_SECONDS)
         for reader in self._readers:
-            left = self._limits["code_output_limit_mb"] * _MEBIBYTE // _READ_BYTES + 2
+            left = self._most // _READ_BYTES + 2
             while left and self._read(reader) and select.select([reader], [], [], 0)[0]:
                 left -= 1
             os.close(reader)
@@ -324,10 +287,11 @@ _RECURSION_LIMIT = 200_000
 _STACK_BYTES = 64 << 20
 _SEED = 0  # the same program gets the same verdict
 _TRACEBACK_CHARS = 4000
-_STDIN, _STDOUT, _STDERR, _ANSWERS, _READY = range(5)
+_STDIN, _STDOUT, _STDERR, _ANSWERS = range(4)
+_BEGUN = "+\n"  # the first line of the answers, from before the code is in control
 
 
-def _make_prelude() -> dict[str, Any]:
+def make_prelude() -> dict[str, Any]:
     """The names that every program starts with."""
     site.setquit()  # exit() and quit(), which the interpreter has only with site-packages
     names: dict[str, Any] = {}
@@ -341,7 +305,7 @@ def _make_prelude() -> dict[str, Any]:
 def _run_program(request: dict[str, Any], prelude: dict[str, Any], wall: walls.Walls) -> int:
     """Runs one program in this process, which has only the descriptors above; returns the exit code."""
     os.setsid()
-    _set_limits(request["limits"], request["total_seconds"])
+    _set_limits(wall.limits, request["total_seconds"])
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     # the interpreter's own streams still belong to the process this one was forked from
     sys.stdin = sys.__stdin__ = _stream(_STDIN, "r", "surrogateescape")
@@ -353,33 +317,31 @@ def _run_program(request: dict[str, Any], prelude: dict[str, Any], wall: walls.W
     random.seed(_SEED)
     sys.setrecursionlimit(_RECURSION_LIMIT)
     wall.close()
-    # tells the parent that all of the above is done; from here on the code is in control
-    os.write(_READY, b"+")
-    os.close(_READY)
-    if request.get("function") is None:
-        return _run_script(request["code"], prelude)
-    return _run_calls(request["code"], request["function"], request["calls"], prelude)
+    os.write(_ANSWERS, _BEGUN.encode())
+    try:
+        compiled = compile(request["code"], "<program>", "exec", dont_inherit=True)
+    except BaseException as error:  # beside SyntaxError: null bytes, surrogates, too deep, too large
+        _answer({"compile_error": _described(error)})
+        return 1
+    if request["function"] is None:
+        return _run_script(compiled, prelude)
+    return _run_calls(compiled, request["function"], request["calls"], prelude)
 
 
 def _set_limits(limits: dict[str, Any], seconds: float) -> None:
-    memory, files = limits["code_memory_limit_mb"] * _MEBIBYTE, limits["code_file_limit_mb"] * _MEBIBYTE
-    cpu = int(seconds) + 2  # the wall clock comes first, unless several threads run
-    values = {
-        resource.RLIMIT_CPU: (cpu, cpu + 1),
-        resource.RLIMIT_FSIZE: (files, files),
-        resource.RLIMIT_NOFILE: (64, 64),
-        resource.RLIMIT_CORE: (0, 0),
-        resource.RLIMIT_MEMLOCK: (0, 0),
-        resource.RLIMIT_MSGQUEUE: (0, 0),
-        resource.RLIMIT_NPROC: (limits["processes"], limits["processes"]),
-        resource.RLIMIT_STACK: (_STACK_BYTES, _STACK_BYTES),
-        resource.RLIMIT_AS: (memory, memory),
+    values = dict.fromkeys((resource.RLIMIT_CORE, resource.RLIMIT_MEMLOCK, resource.RLIMIT_MSGQUEUE), 0) | {
+        resource.RLIMIT_CPU: int(seconds) + 2,  # the wall clock comes first, unless several threads run
+        resource.RLIMIT_FSIZE: limits["code_file_limit_mb"] * _MEBIBYTE,
+        resource.RLIMIT_NOFILE: 64,
+        resource.RLIMIT_NPROC: limits["processes"],
+        resource.RLIMIT_STACK: _STACK_BYTES,
+        resource.RLIMIT_AS: limits["code_memory_limit_mb"] * _MEBIBYTE,
     }
     for kind, value in values.items():
         _, most = resource.getrlimit(kind)
         if most != resource.RLIM_INFINITY:  # an outer limit may be lower
-            value = (min(value[0], most), min(value[1], most))
-        resource.setrlimit(kind, value)
+            value = min(value, most)
+        resource.setrlimit(kind, (value, value))
 
 
 def _stream(descriptor: int, mode: str, errors: str, buffering: int = -1) -> IO[str]:
@@ -393,19 +355,8 @@ def _namespace(name: str, prelude: dict[str, Any]) -> dict[str, Any]:
     return module.__dict__
 
 
-def _compiled(code: str) -> types.CodeType | None:
-    try:
-        return compile(code, "<program>", "exec", dont_inherit=True)
-    except BaseException as error:  # beside SyntaxError: null bytes, surrogates, too deep, too large
-        _answer({"compile_error": f"{type(error).__name__}: {error}"[:500]})
-        return None
-
-
-def _run_script(code: str, prelude: dict[str, Any]) -> int:
+def _run_script(compiled: types.CodeType, prelude: dict[str, Any]) -> int:
     """Runs the code as ``python program.py`` would."""
-    compiled = _compiled(code)
-    if compiled is None:
-        return 1
     status = 0
     try:
         exec(compiled, _namespace("__main__", prelude))
@@ -429,29 +380,26 @@ def _show_traceback() -> None:
         sys.stderr.write(traceback.format_exc(limit=20)[-_TRACEBACK_CHARS:])
 
 
-def _run_calls(code: str, function: str, calls: list[str], prelude: dict[str, Any]) -> int:
+def _run_calls(compiled: types.CodeType, function: str, calls: list[str], prelude: dict[str, Any]) -> int:
     """Loads the code once and answers with one line for the loading, then one per call."""
-    compiled = _compiled(code)
-    if compiled is None:
-        return 1
     names = _namespace("solution", prelude)
     try:
         exec(compiled, names)
-        _find(names, function, prelude)
+        find_function(names, function, prelude)
     except BaseException as error:
         _answer({"load_error": _described(error)})
         return 1
     _answer({"loaded": True})
     for arguments in calls:
         try:
-            value = _find(names, function, prelude)(*map(_with_int_keys, json.loads(arguments)))
+            value = find_function(names, function, prelude)(*map(_with_int_keys, json.loads(arguments)))
             _answer({"value": value})
         except BaseException as error:
             _answer({"error": _described(error)})
     return 0
 
 
-def _find(names: dict[str, Any], function: str, prelude: dict[str, Any]) -> Callable[..., Any]:
+def find_function(names: dict[str, Any], function: str, prelude: dict[str, Any]) -> Callable[..., Any]:
     """The method of a new ``Solution``, or the function."""
     solution = names.get("Solution")
     if isinstance(solution, type) and hasattr(solution, function):
