@@ -1,7 +1,7 @@
 """Rewards for programs: the last fenced block of a response runs on the test cases of its row.
 
-The sandbox or a service (:mod:`lightppo.rewards.services`) runs it. Outputs are compared here, outside, so that no
-program sees the expected ones.
+The sandbox or a service (:mod:`lightppo.rewards.services`) runs it. Outputs are compared here, so that no program sees
+the expected ones.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol, get_args
 
 from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import RewardError
-from lightppo.rewards.source import OnFailure, RewardOutput, check_failure_options, describe_sample
+from lightppo.rewards.source import OnFailure, RewardOutput, check_failure_options, describe_sample, shown
 from lightppo.sandbox import ProgramRun, SandboxPool
 
 logger = logging.getLogger(__name__)
@@ -28,13 +28,11 @@ logger = logging.getLogger(__name__)
 CodeScore = Literal["all", "share"]
 COMPARISONS = ("exact", "lines", "float", "set")  # each also accepts what the ones before it accept
 
+_METRICS = ("pass_share", "timeouts", "compile_errors", "no_code", "failures")
 _PYTHON_TAGS = ("", "python", "py", "python3")
 _LONGEST_INT = 4000  # digits; longer integers, which Python may refuse to convert, are compared as text
+_VALUE = '{"value":'  # the start of an answer to a call
 _FENCE = re.compile(r"([ \t]*)(`{3,})([^`]*)$")
-
-
-class BadTestsError(ValueError):
-    """A row has no usable test cases; the message says what is missing."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,10 @@ class CodeTests:
 
 
 def find_tests(prompt: Prompt, most: int | None = None) -> CodeTests:
-    """The first ``most`` test cases of a row, in AReaL's or verl's form: an object with ``inputs`` and ``outputs``."""
+    """The first ``most`` test cases of a row, in AReaL's or verl's form: an object with ``inputs`` and ``outputs``.
+
+    A row without usable ones is a ``ValueError`` that says what is missing.
+    """
     model = prompt.extra.get("reward_model")
     places = {
         "input_output": prompt.extra.get("input_output"),
@@ -63,31 +64,26 @@ def find_tests(prompt: Prompt, most: int | None = None) -> CodeTests:
         "ground_truth": prompt.extra.get("ground_truth"),
         "label": prompt.label,
     }
-    place, value = next(((place, value) for place, value in places.items() if value is not None), ("", None))
+    place, table = next(((place, value) for place, value in places.items() if value is not None), ("", None))
     if not place:
-        raise BadTestsError(f"no test cases: the row has none of {', '.join(places)}")
-    table = _object(value, place)
-    inputs, outputs = table.get("inputs"), table.get("outputs")
+        raise ValueError(f"no test cases: the row has none of {', '.join(places)}")
+    try:
+        table = _load(table) if isinstance(table, str) else table
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{place} is not JSON: {error}") from None
+    inputs, outputs = map(table.get, ("inputs", "outputs")) if isinstance(table, Mapping) else (None, None)
     if not isinstance(inputs, list) or not isinstance(outputs, list):
-        raise BadTestsError(f"{place} must have the lists 'inputs' and 'outputs', has {', '.join(map(str, table))}")
+        raise ValueError(f"{place} must be an object with the lists 'inputs' and 'outputs', got {shown(table)}")
     if len(inputs) != len(outputs) or not inputs:
-        raise BadTestsError(f"{place} has {len(inputs)} inputs and {len(outputs)} outputs")
+        raise ValueError(f"{place} has {len(inputs)} inputs and {len(outputs)} outputs")
     if table.get("remote"):
-        raise BadTestsError(f"{place}: inputs that are addresses of files ('remote') are not supported")
+        raise ValueError(f"{place}: inputs that are addresses of files ('remote') are not supported")
     function = table.get("fn_name") or None
     make = _script_case if function is None else _call_case
-    return CodeTests(function, tuple(make(*pair, place) for pair in list(zip(inputs, outputs))[:most]))
-
-
-def _object(value: Any, place: str) -> Mapping[str, Any]:
-    if isinstance(value, str):
-        try:
-            value = _load(value)
-        except (ValueError, RecursionError) as error:
-            raise BadTestsError(f"{place} is not JSON: {error}") from None
-    if not isinstance(value, Mapping):
-        raise BadTestsError(f"{place} must be an object with 'inputs' and 'outputs', is of type {type(value).__name__}")
-    return value
+    try:
+        return CodeTests(function, tuple(map(make, inputs[:most], outputs[:most])))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{place}: an input is not one JSON value a line: {error}") from None
 
 
 def _load(text: str) -> Any:
@@ -100,32 +96,25 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _script_case(given: Any, expected: Any, place: str) -> CodeCase:
+def _script_case(given: Any, expected: Any) -> CodeCase:
     texts = (_text(given), _text(expected))
     return CodeCase(*texts, raw=texts)
 
 
-def _call_case(given: Any, expected: Any, place: str) -> CodeCase:
-    """Reads a call: one line of JSON per argument or a list; the expected value as JSON, bare or in a list."""
+def _call_case(given: Any, expected: Any) -> CodeCase:
+    """A call: one line of JSON per argument or a list; the expected value as JSON, bare or in a list."""
     if isinstance(given, str):
-        try:
-            arguments = [_load(line) for line in given.split("\n") if line.strip()]
-        except (ValueError, RecursionError) as error:
-            raise BadTestsError(f"{place}: an input is not one JSON value a line: {error}") from None
+        arguments = [_load(line) for line in given.split("\n") if line.strip()]
     else:
         arguments = list(given) if isinstance(given, (list, tuple)) else [given]
+        given = "\n".join(map(json.dumps, arguments))
+    if not isinstance(expected, str):
+        values = [expected, *expected] if isinstance(expected, list) and len(expected) == 1 else [expected]
+        return CodeCase(json.dumps(arguments), values, (given, json.dumps(expected)))
     values = [expected]
-    if isinstance(expected, str):
-        with contextlib.suppress(ValueError, RecursionError):  # otherwise it is plain text
-            values = [_load(expected)]
-    elif isinstance(expected, list) and len(expected) == 1:
-        values.append(expected[0])
-    raw = (given if isinstance(given, str) else "\n".join(map(json.dumps, arguments)), _text_of_value(expected))
-    return CodeCase(json.dumps(arguments), values, raw)
-
-
-def _text_of_value(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+    with contextlib.suppress(ValueError, RecursionError):  # otherwise it is plain text
+        values = [_load(expected)]
+    return CodeCase(json.dumps(arguments), values, (given, expected))
 
 
 def last_program(response: str) -> str | None:
@@ -149,22 +138,16 @@ def last_program(response: str) -> str | None:
 
 @dataclass(frozen=True)
 class Comparison:
-    """When an output is right.
+    """When an output is right: the texts or values are the same in the most lenient comparison that counts.
 
-    Args:
-        code_compare: the most lenient comparison that counts; each one also accepts what those before it accept.
-
-            - ``exact``: the same text;
-            - ``lines``: the same lines, ignoring spaces around them and empty lines;
-            - ``float``: the same words per line; two numbers may differ by the tolerance unless both are whole;
-            - ``set``: the same lines in any order, with the same words in any order.
-
-            For return values, ``exact`` and ``lines`` mean equal, and ``set`` ignores the order of the outermost list.
-        code_float_tolerance: relative to the expected number; a thousandth of it is added as absolute tolerance.
+    ``exact``: the same text. ``lines``: the same lines, ignoring spaces around them and empty lines. ``float``: the
+    same words per line, where numbers may differ by the tolerance unless both are whole. ``set``: the same lines in any
+    order, with the same words in any order. For return values, ``exact`` and ``lines`` mean equal, and ``set`` ignores
+    the order of the outermost list.
     """
 
     code_compare: str = "float"
-    code_float_tolerance: float = 1e-5
+    code_float_tolerance: float = 1e-5  # relative to the expected number; plus a thousandth of it, absolute
 
     def __post_init__(self) -> None:
         if self.code_compare not in COMPARISONS:
@@ -176,17 +159,16 @@ class Comparison:
         """Whether a program printed the right text."""
         if printed == case.expected:
             return True
-        ours, theirs = (
-            [line.strip() for line in text.split("\n") if line.strip()] for text in (printed, case.expected)
-        )
+        ours, theirs = ([line for line in text.split("\n") if line.strip()] for text in (printed, case.expected))
         if self.code_compare == "exact" or len(ours) != len(theirs):
             return False
-        if ours == theirs:
+        if [line.strip() for line in ours] == [line.strip() for line in theirs]:
             return True
         our_words, their_words = ([line.split() for line in lines] for lines in (ours, theirs))
         if self._allows("float") and all(map(self._close_lines, our_words, their_words)):
             return True
-        return self._allows("set") and _bag(our_words) == _bag(their_words)
+        bags = (Counter(tuple(sorted(words)) for words in lines) for lines in (our_words, their_words))
+        return self._allows("set") and next(bags) == next(bags)
 
     def returned(self, answer: str, case: CodeCase) -> bool:
         """Whether a function returned the right value; ``answer`` is the value as JSON, where tuples are lists."""
@@ -237,10 +219,6 @@ class Comparison:
         return ours == theirs
 
 
-def _bag(lines: Sequence[Sequence[str]]) -> Counter[tuple[str, ...]]:
-    return Counter(tuple(sorted(words)) for words in lines)
-
-
 @dataclass
 class CodeVerdict:
     """How a program did on its tests."""
@@ -263,21 +241,18 @@ class CodeVerifier(Protocol):
     def close(self) -> None: ...
 
 
+@dataclass(eq=False)
 class SandboxVerifier:
-    """Runs programs in the sandboxes of this rank.
+    """Runs programs in the sandboxes of this rank."""
 
-    Tests that do not begin within ``code_total_timeout`` seconds of one program count as timed out.
-    """
+    pool: SandboxPool
+    comparison: Comparison = field(default_factory=Comparison)
+    code_total_timeout: float = 60.0  # tests of a program that do not begin within these seconds count as timed out
 
-    def __init__(
-        self, pool: SandboxPool, comparison: Comparison | None = None, *, code_total_timeout: float = 60.0
-    ) -> None:
-        if not code_total_timeout > 0:
-            raise ValueError(f"--code_total_timeout must be > 0, got {code_total_timeout}")
-        self.pool = pool
-        self.comparison = comparison or Comparison()
-        self.code_total_timeout = code_total_timeout
-        self.concurrency = pool.size
+    def __post_init__(self) -> None:
+        if not self.code_total_timeout > 0:
+            raise ValueError(f"--code_total_timeout must be > 0, got {self.code_total_timeout}")
+        self.concurrency = self.pool.size
 
     def verify(self, code: str, tests: CodeTests, *, first_failure_ends: bool) -> CodeVerdict:
         """Runs the program on all tests; raises :class:`SandboxError` if the sandbox failed twice."""
@@ -285,8 +260,17 @@ class SandboxVerifier:
         left = self.code_total_timeout
         while len(verdict.passed) < len(tests.cases) and left > 0:
             rest = tests.cases[len(verdict.passed) :]
-            judge = self._judge_script if tests.function is None else self._judge_calls
-            left -= judge(code, tests.function, rest, left, verdict)
+            if tests.function is None:  # each test in a process of its own
+                run = self.pool.run(code, stdin=rest[0].given, total_seconds=left)
+                good = run.ended == "exit" and run.code == 0
+                verdict.passed.append(good and self.comparison.printed(run.stdout, rest[0]))
+                verdict.timeouts += run.ended == "timeout"
+            else:  # as many as a process survives
+                calls = [case.given for case in rest]
+                run = self.pool.run(code, function=tests.function, calls=calls, total_seconds=left)
+                self._judge_calls(run, rest, verdict)
+            verdict.compile_error = "compile_error" in _first_answer(run)
+            left -= run.seconds
             if verdict.compile_error or (first_failure_ends and not all(verdict.passed)):
                 return verdict
         verdict.timeouts += len(tests.cases) - len(verdict.passed)
@@ -296,147 +280,103 @@ class SandboxVerifier:
         """Ends the sandboxes."""
         self.pool.close()
 
-    def _judge_script(
-        self, code: str, function: None, cases: Sequence[CodeCase], left: float, verdict: CodeVerdict
-    ) -> float:
-        """Runs one test in a process of its own; returns the seconds it took."""
-        run = self.pool.run(code, stdin=cases[0].given, total_seconds=left)
-        verdict.compile_error = "compile_error" in _line(run, 0)
-        good = run.ended == "exit" and run.code == 0
-        verdict.passed.append(good and self.comparison.printed(run.stdout, cases[0]))
-        verdict.timeouts += run.ended == "timeout"
-        return run.seconds
-
-    def _judge_calls(
-        self, code: str, function: str, cases: Sequence[CodeCase], left: float, verdict: CodeVerdict
-    ) -> float:
-        """Runs as many tests as one process survives; it fails the test it dies in. Returns the seconds it took."""
-        run = self.pool.run(code, function=function, calls=[case.given for case in cases], total_seconds=left)
-        loading = _line(run, 0)
-        verdict.compile_error = "compile_error" in loading
-        if "loaded" not in loading:  # the program cannot be loaded
+    def _judge_calls(self, run: ProgramRun, cases: Sequence[CodeCase], verdict: CodeVerdict) -> None:
+        """A program that dies in a test fails that test alone; one that cannot be loaded fails all."""
+        late = run.ended == "timeout"
+        if "loaded" not in _first_answer(run):
             verdict.passed += [False] * len(cases)
-            verdict.timeouts += len(cases) * (run.ended == "timeout")
-            return run.seconds
+            verdict.timeouts += len(cases) * late
+            return
         answers = run.answers[1 : 1 + len(cases)]
         for case, answer in zip(cases, answers):
-            verdict.passed.append(self.comparison.returned(_value_text(answer), case))
+            # the value as unparsed JSON; empty, which is not JSON, if the call failed
+            value = answer[len(_VALUE) : -1] if answer.startswith(_VALUE) else ""
+            verdict.passed.append(self.comparison.returned(value, case))
         if len(answers) < len(cases):
             verdict.passed.append(False)
-            verdict.timeouts += run.ended == "timeout"
-        return run.seconds
+            verdict.timeouts += late
 
 
-def _line(run: ProgramRun, position: int) -> dict[str, Any]:
-    """One line of the answers, or ``{}`` if it is missing or malformed: the program may have written it itself."""
+def _first_answer(run: ProgramRun) -> dict[str, Any]:
+    """How the loading ended, or ``{}`` if the line is missing or malformed: the program may have written it itself."""
     try:
-        content = json.loads(run.answers[position][:2000])
+        content = json.loads(run.answers[0][:2000])
     except (IndexError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
 
 
-_VALUE = '{"value":'
-
-
-def _value_text(answer: str) -> str:
-    """The returned value as unparsed JSON; empty, which is not JSON, if the call failed."""
-    return answer[len(_VALUE) : -1] if answer.startswith(_VALUE) else ""
-
-
+@dataclass(eq=False)
 class CodeReward:
     """Scores a response by running the program in its last fenced block; a response without a program scores 0.
 
     If the verifier learns nothing about a program, ``on_reward_failure`` applies; if that happens to all programs, it
     is an error. Metrics: ``pass_share``, ``timeouts`` (tests), ``compile_errors``, ``no_code``, ``failures``.
-
-    Args:
-        code_score: ``all``: 1 if all tests pass, else 0; ``share``: the share of tests that pass.
-        code_max_tests: use only the first so many test cases; None: all.
-        extract: takes the program out of a response; returns None if there is no program.
     """
 
-    minimum = 0.0
+    minimum: ClassVar[float] = 0.0
 
-    def __init__(
-        self,
-        verifier: CodeVerifier,
-        *,
-        code_score: CodeScore = "all",
-        code_max_tests: int | None = None,
-        on_reward_failure: OnFailure = "unscored",
-        name: str = "code",
-        extract: Callable[[str], str | None] = last_program,
-    ) -> None:
-        if code_score not in ("all", "share"):
-            raise ValueError(f"--code_score must be 'all' or 'share', got {code_score!r}")
-        if code_max_tests is not None and code_max_tests < 1:
-            raise ValueError(f"--code_max_tests must be at least 1, got {code_max_tests}")
-        check_failure_options(on_reward_failure, 0, None)
-        self.name = name
-        self._verifier = verifier
-        self._all = code_score == "all"
-        self._most = code_max_tests
-        self._on_failure = on_reward_failure
-        self._extract = extract
+    verifier: CodeVerifier
+    code_score: CodeScore = "all"  # 1 if all tests pass, else 0; "share": the share of tests that pass
+    code_max_tests: int | None = None  # only the first so many test cases; None: all
+    on_reward_failure: OnFailure = "unscored"
+    name: str = "code"
+    extract: Callable[[str], str | None] = last_program  # takes the program out of a response, if it has one
+
+    def __post_init__(self) -> None:
+        if self.code_score not in get_args(CodeScore):
+            raise ValueError(f"--code_score must be {' or '.join(get_args(CodeScore))}, got {self.code_score!r}")
+        if self.code_max_tests is not None and self.code_max_tests < 1:
+            raise ValueError(f"--code_max_tests must be at least 1, got {self.code_max_tests}")
+        check_failure_options(self.on_reward_failure, 0, None)
 
     def score(self, rollouts: list[Rollout]) -> RewardOutput:
         """Scores the samples, as many at a time as the verifier allows."""
         tests = self._find_tests(rollouts)
-        programs = [self._extract(rollout.response_text) for rollout in rollouts]
+        programs = [self.extract(rollout.response_text) for rollout in rollouts]
         work = [i for i, program in enumerate(programs) if program is not None]
         outcomes: dict[int, CodeVerdict | RewardError] = {}
         if work:
-            with ThreadPoolExecutor(min(len(work), self._verifier.concurrency), "code") as threads:
+            with ThreadPoolExecutor(min(len(work), self.verifier.concurrency), "code") as threads:
                 outcomes = dict(zip(work, threads.map(lambda i: self._verify(programs[i], tests[i]), work)))
-        self._look_at_failures(rollouts, outcomes)
-        return self._output(tests, outcomes)
+        failures = {i: outcome for i, outcome in outcomes.items() if isinstance(outcome, RewardError)}
+        if failures:
+            i, first = next(iter(failures.items()))
+            problem = f"{self.name}: {len(failures)} of {len(outcomes)} programs could not be verified; "
+            problem += f"{describe_sample(rollouts, i)}: {first}"
+            if self.on_reward_failure == "error" or len(failures) == len(outcomes):
+                raise RewardError(problem)
+            logger.warning("%s", problem)
+        output = RewardOutput([], {name: [] for name in _METRICS})
+        for i, row in enumerate(tests):
+            verdict = outcomes.get(i, CodeVerdict())
+            values: dict[str, float | None] = dict.fromkeys(_METRICS)
+            values |= {"no_code": float(i not in outcomes), "failures": float(i in failures)}
+            if isinstance(verdict, CodeVerdict):
+                values["pass_share"] = sum(verdict.passed) / len(row.cases)
+                values |= {"timeouts": float(verdict.timeouts), "compile_errors": float(verdict.compile_error)}
+            share = values["pass_share"]
+            output.scores.append(share if self.code_score == "share" or share is None else float(share == 1.0))
+            for name, value in values.items():
+                output.metrics[name].append(value)
+        return output
 
     def close(self) -> None:
         """Ends what the verifier has started."""
-        self._verifier.close()
+        self.verifier.close()
 
     def _find_tests(self, rollouts: list[Rollout]) -> list[CodeTests]:
         known: dict[int, CodeTests] = {}  # the samples of a group share their prompt
         for i, rollout in enumerate(rollouts):
-            if id(rollout.prompt) in known:
-                continue
-            try:
-                known[id(rollout.prompt)] = find_tests(rollout.prompt, self._most)
-            except BadTestsError as error:
-                raise RewardError(f"{self.name}: {describe_sample(rollouts, i)}: {error}") from None
+            if id(rollout.prompt) not in known:
+                try:
+                    known[id(rollout.prompt)] = find_tests(rollout.prompt, self.code_max_tests)
+                except ValueError as error:
+                    raise RewardError(f"{self.name}: {describe_sample(rollouts, i)}: {error}") from None
         return [known[id(rollout.prompt)] for rollout in rollouts]
 
     def _verify(self, program: str, tests: CodeTests) -> CodeVerdict | RewardError:
         try:
-            return self._verifier.verify(program, tests, first_failure_ends=self._all)
+            return self.verifier.verify(program, tests, first_failure_ends=self.code_score == "all")
         except RewardError as error:
             return error
-
-    def _look_at_failures(self, rollouts: list[Rollout], outcomes: dict[int, CodeVerdict | RewardError]) -> None:
-        failures = {i: outcome for i, outcome in outcomes.items() if isinstance(outcome, RewardError)}
-        if not failures:
-            return
-        i, first = next(iter(failures.items()))
-        if self._on_failure == "error" or len(failures) == len(outcomes):
-            raise RewardError(f"{self.name}: {len(failures)} of {len(outcomes)} programs could not be verified; "
-                              f"{describe_sample(rollouts, i)}: {first}")  # fmt: skip
-        logger.warning(
-            "%s: %d of %d programs are unscored; the first: %s", self.name, len(failures), len(outcomes), first
-        )
-
-    def _output(self, tests: list[CodeTests], outcomes: dict[int, CodeVerdict | RewardError]) -> RewardOutput:
-        scores: list[float | None] = []
-        names = ("pass_share", "timeouts", "compile_errors", "no_code", "failures")
-        metrics: dict[str, list[float | None]] = {name: [] for name in names}
-        for i, row in enumerate(tests):
-            outcome = outcomes.get(i, CodeVerdict())
-            failed = isinstance(outcome, RewardError)
-            share = None if failed else sum(outcome.passed) / len(row.cases)
-            scores.append(float(share == 1.0) if self._all and not failed else share)
-            metrics["pass_share"].append(share)
-            metrics["timeouts"].append(None if failed else float(outcome.timeouts))
-            metrics["compile_errors"].append(None if failed else float(outcome.compile_error))
-            metrics["no_code"].append(float(i not in outcomes))
-            metrics["failures"].append(float(failed))
-        return RewardOutput(scores, metrics)

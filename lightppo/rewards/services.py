@@ -5,15 +5,17 @@ A service that fails is asked again with back-off, and then is an error; it neve
 
 from __future__ import annotations
 
+import inspect
 import secrets
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from lightppo.errors import RequestError, RewardError
 from lightppo.http import HTTPClient
 from lightppo.rewards.code import CodeCase, CodeTests, CodeVerdict, Comparison
-from lightppo.sandbox.supervisor import PRELUDE_MODULES
+from lightppo.sandbox.supervisor import PRELUDE_MODULES, find_function, make_prelude
 
 T = TypeVar("T")
 
@@ -21,89 +23,75 @@ _MOST_BYTES = 64 << 20
 _WAIT_SECONDS = 30.0  # beyond a program's own limits: the service's queue and the network
 
 
-def _client(url: str, path: str, flag: str, **options: Any) -> HTTPClient:
-    """A client for ``url``, with ``path`` added if the address has no path."""
-    parts = urlsplit(url)
-    url = url if parts.path not in ("", "/") else parts._replace(path=path).geturl()
-    return HTTPClient(url, f"--{flag}", max_bytes=_MOST_BYTES, **options)
+class _Service:
+    """The client of a service that runs programs."""
 
+    def _connect(self, flag: str, url: str, path: str, *, seconds: float, retries: int, **options: Any) -> None:
+        """``path`` is added to an address without one."""
+        parts = urlsplit(url)
+        url = url if parts.path not in ("", "/") else parts._replace(path=path).geturl()
+        timeout = seconds + _WAIT_SECONDS
+        self._client = HTTPClient(url, flag, timeout=timeout, retries=retries, max_bytes=_MOST_BYTES, **options)
 
-def _ask(client: HTTPClient, request: dict[str, Any], read: Callable[[dict[str, Any]], T]) -> T:
-    try:
-        return client.post("", request, read)
-    except RequestError as error:
-        raise RewardError(str(error)) from None
+    def _ask(self, request: dict[str, Any], read: Callable[[dict[str, Any]], T]) -> T:
+        try:
+            return self._client.post("", request, read)
+        except RequestError as error:
+            raise RewardError(str(error)) from None
+
+    def close(self) -> None:
+        """Ends waits between tries."""
+        self._client.close()
 
 
 _MARK = "SANDBOX_FUSION_MARK"
-# The program runs in a namespace of its own; what it prints goes to the error output, its value behind a mark.
-_CALLER = """\
-import importlib, json, sys
-names = {}
-for name in MODULES:
-    module = importlib.import_module(name)
-    public = getattr(module, "__all__", None) or [key for key in vars(module) if not key.startswith("_")]
-    names.update({key: getattr(module, key) for key in public})
-names.update({name: sys.modules[name] for name in MODULES if name not in ("builtins", "typing")})
-prelude = dict(names)
-names["__name__"] = "solution"
+# Calls a function as the sandbox does. What the program prints goes to the error output, the value behind a mark.
+_CALLER = f"""\
+import importlib, json, site, sys
+from collections.abc import Callable
+from typing import Any
+PRELUDE_MODULES = {PRELUDE_MODULES}
+{inspect.getsource(make_prelude)}
+{inspect.getsource(find_function)}
 sys.setrecursionlimit(200000)
 arguments = json.loads(sys.stdin.read())
 output, sys.stdout = sys.stdout, sys.stderr
+prelude = make_prelude()
+names = prelude | {{"__name__": "solution"}}
 exec(compile(CODE, "<program>", "exec"), names)
-solution = names.get("Solution")
-if isinstance(solution, type) and hasattr(solution, FUNCTION):
-    function = getattr(solution(), FUNCTION)
-elif FUNCTION in names and names[FUNCTION] is not prelude.get(FUNCTION):
-    function = names[FUNCTION]
-else:
-    raise NameError(FUNCTION)
-value = function(*arguments)
+value = find_function(names, FUNCTION, prelude)(*arguments)
 print("MARK" + json.dumps(value), file=output, flush=True)
 """
 
 
-class SandboxFusionVerifier:
-    """Lets `SandboxFusion <https://github.com/bytedance/SandboxFusion>`_ run programs, one request per test.
+@dataclass(eq=False)
+class SandboxFusionVerifier(_Service):
+    """Lets `SandboxFusion <https://github.com/bytedance/SandboxFusion>`_ run programs, one request per test."""
 
-    Args:
-        sandbox_fusion_url: ``http://host:port/run_code``; a missing path is added.
-        sandbox_fusion_max_concurrent: requests at a time.
-        sandbox_fusion_language: sent as ``language``; functions are called in ``python`` only.
-        sandbox_fusion_retries: further tries of a failed request.
-        code_timeout: seconds, sent as ``compile_timeout`` and ``run_timeout``.
-    """
+    sandbox_fusion_url: str  # http://host:port/run_code; a missing path is added
+    comparison: Comparison = field(default_factory=Comparison)
+    sandbox_fusion_max_concurrent: int = 64  # requests at a time
+    sandbox_fusion_memory_limit_mb: int = 1024
+    sandbox_fusion_language: str = "python"  # functions are called in python only
+    sandbox_fusion_retries: int = 3
+    code_timeout: float = 6.0  # seconds of compiling, and of running
+    sleep: Callable[[float], None] | None = None
 
-    def __init__(
-        self,
-        sandbox_fusion_url: str,
-        comparison: Comparison | None = None,
-        *,
-        sandbox_fusion_max_concurrent: int = 64,
-        sandbox_fusion_memory_limit_mb: int = 1024,
-        sandbox_fusion_language: str = "python",
-        sandbox_fusion_retries: int = 3,
-        code_timeout: float = 6.0,
-        sleep: Callable[[float], None] | None = None,
-    ) -> None:
-        self._client = _client(
-            sandbox_fusion_url,
+    def __post_init__(self) -> None:
+        self.concurrency = self.sandbox_fusion_max_concurrent
+        self._connect(
+            "--sandbox_fusion_url",
+            self.sandbox_fusion_url,
             "/run_code",
-            "sandbox_fusion_url",
-            timeout=2 * code_timeout + _WAIT_SECONDS,
-            retries=sandbox_fusion_retries,
-            max_concurrent=sandbox_fusion_max_concurrent,
-            sleep=sleep,
+            seconds=2 * self.code_timeout,
+            retries=self.sandbox_fusion_retries,
+            max_concurrent=self.concurrency,
+            sleep=self.sleep,
         )
-        self.concurrency = sandbox_fusion_max_concurrent
-        self.comparison = comparison or Comparison()
-        self._memory = sandbox_fusion_memory_limit_mb
-        self._language = sandbox_fusion_language
-        self._timeout = code_timeout
 
     def verify(self, code: str, tests: CodeTests, *, first_failure_ends: bool) -> CodeVerdict:
         """Runs the program on all tests; raises :class:`RewardError` if the service gave no usable answer."""
-        if tests.function is not None and self._language != "python":
+        if tests.function is not None and self.sandbox_fusion_language != "python":
             raise RewardError(f"tests that call {tests.function}() need --sandbox_fusion_language python")
         verdict = CodeVerdict()
         for case in tests.cases:
@@ -112,131 +100,103 @@ class SandboxFusionVerifier:
                 break
         return verdict
 
-    def close(self) -> None:
-        """Ends waits between tries."""
-        self._client.close()
-
     def _judge(self, code: str, function: str | None, case: CodeCase, verdict: CodeVerdict) -> None:
         mark = f"{_MARK}{secrets.token_hex(8)}:"
-        source = code
         if function is not None:
-            header = f"MODULES, CODE, FUNCTION = {PRELUDE_MODULES!r}, {code!r}, {function!r}\n"
-            source = header + _CALLER.replace("MARK", mark)
-        run = _ask(
-            self._client,
-            {
-                "code": source,
-                "stdin": case.given,
-                "language": self._language,
-                "compile_timeout": self._timeout,
-                "run_timeout": self._timeout,
-                "memory_limit_MB": self._memory,
-                "files": {},
-                "fetch_files": [],
-            },
-            _read_run,
-        )
-        verdict.timeouts += run["timeout"]
-        verdict.compile_error = run["compile_error"]
-        if not run["good"]:
-            verdict.passed.append(False)
-        elif function is None:
-            verdict.passed.append(self.comparison.printed(run["stdout"], case))
+            code = f"CODE, FUNCTION = {code!r}, {function!r}\n" + _CALLER.replace("MARK", mark)
+        request = {
+            "code": code,
+            "stdin": case.given,
+            "language": self.sandbox_fusion_language,
+            "compile_timeout": self.code_timeout,
+            "run_timeout": self.code_timeout,
+            "memory_limit_MB": self.sandbox_fusion_memory_limit_mb,
+            "files": {},
+            "fetch_files": [],
+        }
+        good, timeout, verdict.compile_error, stdout = self._ask(request, _read_run)
+        verdict.timeouts += timeout
+        if function is None:
+            verdict.passed.append(good and self.comparison.printed(stdout, case))
         else:
-            answer = run["stdout"].rpartition(mark)[2] if mark in run["stdout"] else ""
-            verdict.passed.append(self.comparison.returned(answer.strip(), case))
+            answer = stdout.rpartition(mark)[2] if mark in stdout else ""
+            verdict.passed.append(good and self.comparison.returned(answer.strip(), case))
 
 
-_RUN_STATUS = ("Finished", "TimeLimitExceeded")
 _NOT_PYTHON = ("SyntaxError", "IndentationError", "TabError")
 
 
-def _read_run(answer: dict[str, Any]) -> dict[str, Any]:
-    """What SandboxFusion says about a program; failures of the service, not of the program, are errors here."""
+def _read_run(answer: dict[str, Any]) -> tuple[bool, bool, bool, str]:
+    """What SandboxFusion says about a program: it ended well, timed out, is not valid, and what it printed.
+
+    Failures of the service, not of the program, are errors here.
+    """
     if answer["status"] not in ("Success", "Failed"):
         raise ValueError(f"status {answer['status']}: {answer.get('message')}")
     compiled, ran = answer.get("compile_result"), answer.get("run_result")
     steps = [step for step in (compiled, ran) if step is not None]
-    if not steps or any(step["status"] not in _RUN_STATUS for step in steps):
+    if not steps or any(step["status"] not in ("Finished", "TimeLimitExceeded") for step in steps):
         raise ValueError(f"neither finished nor timed out: {str(steps)[:200]}")
     timeout = any(step["status"] == "TimeLimitExceeded" for step in steps)
     failed = any(step.get("return_code") != 0 for step in steps)
     stdout, stderr = (str((ran or {}).get(name) or "") for name in ("stdout", "stderr"))
     last = stderr.strip().rpartition("\n")[2].partition(":")[0]
-    no_python = failed and not timeout and (ran is None or last in _NOT_PYTHON)
     if answer["status"] == "Success" and (timeout or failed or ran is None):
         raise ValueError("status Success for a program that did not end well")
-    return {"good": not timeout and not failed, "timeout": timeout, "compile_error": no_python, "stdout": stdout}
+    return not timeout and not failed, timeout, failed and not timeout and (ran is None or last in _NOT_PYTHON), stdout
 
 
-class FunctionCallVerifier:
-    """Lets AReaL's function-call service run programs and compare outputs.
+@dataclass(eq=False)
+class FunctionCallVerifier(_Service):
+    """Lets AReaL's function-call service run programs and compare outputs."""
 
-    Args:
-        function_call_url: the service's address; ``/apis/functioncalls`` is added if it has no path.
-        function_call_batch_size: tests per request if the first failure ends (a share needs one request per test).
-        function_call_memory_limit_mb: sent as ``memory``, rounded up to 256; 0: the service's own limit.
-        code_timeout: seconds per test, sent as ``timeout``.
-    """
+    function_call_url: str  # /apis/functioncalls is added if it has no path
+    function_call_max_concurrent: int = 64  # requests at a time
+    function_call_batch_size: int = 1  # tests per request if the first failure ends (else one request per test)
+    function_call_memory_limit_mb: int = 1024  # rounded up to 256; 0: the service's own limit
+    function_call_retries: int = 3
+    code_timeout: float = 6.0  # seconds per test
+    sleep: Callable[[float], None] | None = None
 
-    def __init__(
-        self,
-        function_call_url: str,
-        *,
-        function_call_max_concurrent: int = 64,
-        function_call_batch_size: int = 1,
-        function_call_memory_limit_mb: int = 1024,
-        function_call_retries: int = 3,
-        code_timeout: float = 6.0,
-        sleep: Callable[[float], None] | None = None,
-    ) -> None:
-        if function_call_batch_size < 1:
-            raise ValueError(f"--function_call_batch_size must be at least 1, got {function_call_batch_size}")
-        self._client = _client(
-            function_call_url,
+    def __post_init__(self) -> None:
+        if self.function_call_batch_size < 1:
+            raise ValueError(f"--function_call_batch_size must be at least 1, got {self.function_call_batch_size}")
+        self.concurrency = self.function_call_max_concurrent
+        self._connect(
+            "--function_call_url",
+            self.function_call_url,
             "/apis/functioncalls",
-            "function_call_url",
-            timeout=function_call_batch_size * code_timeout + _WAIT_SECONDS,
-            retries=function_call_retries,
-            max_concurrent=function_call_max_concurrent,
-            sleep=sleep,
+            seconds=self.function_call_batch_size * self.code_timeout,
+            retries=self.function_call_retries,
+            max_concurrent=self.concurrency,
+            sleep=self.sleep,
         )
-        self.concurrency = function_call_max_concurrent
-        self._batch = function_call_batch_size
-        self._memory = -(-function_call_memory_limit_mb // 256) * 256
-        self._timeout = code_timeout
 
     def verify(self, code: str, tests: CodeTests, *, first_failure_ends: bool) -> CodeVerdict:
         """Lets the service judge the program on all tests; raises :class:`RewardError` if it gave no usable answer."""
         verdict = CodeVerdict()
-        size = self._batch if first_failure_ends else 1
+        size = self.function_call_batch_size if first_failure_ends else 1
         for start in range(0, len(tests.cases), size):
             cases = tests.cases[start : start + size]
-            passed, timed_out = _ask(self._client, self._request(code, tests.function, cases, start), _read_verdict)
+            request = {
+                "uid": f"lightppo-{secrets.token_hex(8)}-case-{start}-{start + len(cases)}",
+                "language": "PYTHON",
+                "runtime": "python-default",
+                "code": code,
+                "entryFunction": tests.function or "",
+                "isFastFail": True,
+                "isRemote": False,
+                "testcases": [{"input": case.raw[0].strip(), "expectedOutput": case.raw[1].strip()} for case in cases],
+                "timeout": self.code_timeout,
+                "memory": -(-self.function_call_memory_limit_mb // 256) * 256,
+                "query_index": 0,
+            }
+            passed, timed_out = self._ask(request, _read_verdict)
             verdict.passed += [passed] * len(cases)
             verdict.timeouts += timed_out
             if first_failure_ends and not passed:
                 break
         return verdict
-
-    def close(self) -> None:
-        """Ends waits between tries."""
-        self._client.close()
-
-    def _request(self, code: str, function: str | None, cases: tuple[CodeCase, ...], start: int) -> dict[str, Any]:
-        return {
-            "uid": f"lightppo-{secrets.token_hex(8)}-case-{start}-{start + len(cases)}",
-            "language": "PYTHON",
-            "runtime": "python-default",
-            "code": code,
-            "entryFunction": function or "",
-            "isFastFail": True,
-            "isRemote": False,
-            "testcases": [{"input": case.raw[0].strip(), "expectedOutput": case.raw[1].strip()} for case in cases],
-            "timeout": self._timeout,
-            "memory": self._memory,
-            "query_index": 0,
-        }
 
 
 def _read_verdict(answer: dict[str, Any]) -> tuple[bool, bool]:
@@ -244,9 +204,9 @@ def _read_verdict(answer: dict[str, Any]) -> tuple[bool, bool]:
     passed, results = answer["success"], answer.get("results") or []
     if not isinstance(passed, bool) or not all(isinstance(result, dict) for result in results):
         raise TypeError("'success' must be true or false, 'results' a list of objects")
-    broken = next((result for result in results if result.get("errorType") == "SystemError"), None)
-    if broken is not None:
-        raise ValueError(f"SystemError: {broken.get('reason')}")
+    for result in results:
+        if result.get("errorType") == "SystemError":
+            raise ValueError(f"SystemError: {result.get('reason')}")
     reasons = [f"{result.get('errorType')} {result.get('reason')}".lower() for result in results]
     timed_out = not passed and any("timeout" in text or "timed out" in text for text in reasons)
     return passed, timed_out
