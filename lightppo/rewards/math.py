@@ -11,65 +11,44 @@ import logging
 import re
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import Any, ClassVar
 
 from lightppo.data.records import Rollout
 from lightppo.errors import RewardError
 from lightppo.rewards.runners import KillablePool
-from lightppo.rewards.source import (
-    Call,
-    OnFailure,
-    RewardOutput,
-    Settled,
-    check_failure_options,
-    describe_sample,
-    settle,
-)
+from lightppo.rewards.source import Call, OnFailure, RewardOutput, check_failure_options, describe_sample, settle
 from lightppo.sandbox import default_processes
 
 _LIBRARY = "math_verify"
 _MEMORY_MB = 2048
 _TIMEOUT = 5.0  # seconds; comparisons that end at all take milliseconds
 
-Pair = tuple[str, str]
 
-
+@dataclass(eq=False)
 class MathReward:
     """Scores a response by its final answer (see :func:`find_answer`); without an answer it is wrong.
 
     A comparison that runs into a limit or kills its worker never becomes a score. Metrics per sample: ``answered`` (1
     if an answer was found), ``failures`` (failed tries) and ``timeouts``.
-
-    Args:
-        reward_timeout: wall-clock seconds per comparison; ``None``: 5.
-        reward_workers: processes for comparisons by the library; ``None``: one per core of this rank.
-        reward_retries: further tries; they help only if the machine is short of memory or time.
-        math_unmarked: take the last formula or number of a response that marks no answer.
     """
 
-    minimum = 0.0
+    minimum: ClassVar[float] = 0.0
 
-    def __init__(
-        self,
-        *,
-        reward_timeout: float | None = None,
-        reward_workers: int | None = None,
-        on_reward_failure: OnFailure = "unscored",
-        reward_retries: int = 0,
-        math_unmarked: bool = True,
-        name: str = "math",
-    ) -> None:
-        check_failure_options(on_reward_failure, reward_retries, reward_timeout)
+    reward_timeout: float | None = None  # wall-clock seconds per comparison; None: 5
+    reward_workers: int | None = None  # processes for comparisons by the library; None: one per core of this rank
+    on_reward_failure: OnFailure = "unscored"
+    reward_retries: int = 0  # they help only if the machine is short of memory or time
+    math_unmarked: bool = True  # the last formula or number of a response that marks no answer counts
+    name: str = "math"
+
+    def __post_init__(self) -> None:
+        check_failure_options(self.on_reward_failure, self.reward_retries, self.reward_timeout)
         if importlib.util.find_spec(_LIBRARY) is None:
             raise ValueError("rewards for mathematics need math-verify: pip install 'lightppo[math]'")
-        self.name = name
-        self.on_reward_failure = on_reward_failure
-        self.reward_retries = reward_retries
-        self.math_unmarked = math_unmarked
         self._pool = KillablePool(
             f"{__name__}:equal_by_library",
-            workers=default_processes() if reward_workers is None else reward_workers,
-            timeout=_TIMEOUT if reward_timeout is None else reward_timeout,
+            workers=default_processes() if self.reward_workers is None else self.reward_workers,
+            timeout=_TIMEOUT if self.reward_timeout is None else self.reward_timeout,
             memory_mb=_MEMORY_MB,
             preload=(_LIBRARY,),
             quiet=True,
@@ -80,15 +59,16 @@ class MathReward:
         golds = [self._golds(rollouts, i) for i in range(len(rollouts))]
         answers = [find_answer(rollout.response_text, unmarked=self.math_unmarked) for rollout in rollouts]
         pairs = [[] if answer is None else [(gold, answer) for gold in row] for row, answer in zip(golds, answers)]
-        verdicts = {pair: compare(*pair) for pair in dict.fromkeys(pair for row in pairs for pair in row)}
+        verdicts = {pair: compare(*pair) for pair in {pair for row in pairs for pair in row}}
         right = [any(verdicts[pair] for pair in row) for row in pairs]
-        open_pairs = [[] if right[i] else [p for p in row if verdicts[p] is None] for i, row in enumerate(pairs)]
-        settled = self._compare_by_library(list(dict.fromkeys(pair for row in open_pairs for pair in row)))
+        unknown = [[] if right[i] else [p for p in row if verdicts[p] is None] for i, row in enumerate(pairs)]
+        asked = list(dict.fromkeys(pair for row in unknown for pair in row))
+        settled = dict(zip(asked, settle(self._pool.run, [Call(pair) for pair in asked], _read, self.reward_retries)))
         output = RewardOutput([], {"answered": [], "failures": [], "timeouts": []})
-        for i, row in enumerate(open_pairs):
+        for i, row in enumerate(unknown):
             states = [settled[pair] for pair in row]
             found = right[i] or any(state.result for state in states)
-            problem = next((state.problem for state in states if state.problem is not None and not found), None)
+            problem = None if found else next((state.problem for state in states if state.problem is not None), None)
             if problem is not None and self.on_reward_failure == "error":
                 raise RewardError(
                     f"{self.name}: comparing the answer of {describe_sample(rollouts, i)} failed: {problem}. "
@@ -106,16 +86,12 @@ class MathReward:
 
     def _golds(self, rollouts: list[Rollout], i: int) -> list[str]:
         label = rollouts[i].prompt.label
-        if label is None:
-            raise RewardError(f"{self.name}: {describe_sample(rollouts, i)} has no label; set --label_key")
         try:
+            if label is None:
+                raise ValueError("it has no label; set --label_key")
             return gold_answers(label)
         except ValueError as error:
             raise RewardError(f"{self.name}: {describe_sample(rollouts, i)}: {error}") from None
-
-    def _compare_by_library(self, pairs: list[Pair]) -> dict[Pair, Settled]:
-        settled = settle(self._pool.run, [Call(pair) for pair in pairs], _read, self.reward_retries)
-        return dict(zip(pairs, settled))
 
 
 def _read(_: int, value: Any) -> tuple[Any, str | None]:
@@ -216,14 +192,12 @@ _TEXT_COMMAND = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|o
 
 def gold_answers(label: object) -> list[str]:
     """The right answers: one per entry of a list, each the whole text or a worked solution's final answer."""
-    labels = label if isinstance(label, (list, tuple)) else [label]
-    answers = []
-    for entry in labels:
+    texts = []
+    for entry in label if isinstance(label, (list, tuple)) else [label]:
         if isinstance(entry, bool) or not isinstance(entry, (str, int, float)):
             raise ValueError(f"a label must be a text or a number, or a list of them, got {type(entry).__name__}")
-        text = str(entry)
-        marked = _boxed(text) or _after_hashes(text)
-        answers.append((marked or text).strip())
+        texts.append(str(entry))
+    answers = [(_boxed(text) or _after_hashes(text) or text).strip() for text in texts]
     if not answers or not all(answers):
         raise ValueError("the label is empty")
     return answers
@@ -233,26 +207,18 @@ def find_answer(response: str, *, unmarked: bool = True) -> str | None:
     r"""The final answer of a response, or ``None``.
 
     Only the text after the last ``</think>`` counts (none of it if thinking has not ended), and in it only the last
-    ``<answer>…</answer>`` if there is one. The first of these is taken:
-
-    1. the last closed ``\boxed{…}``; several in a row (``\boxed{1}, \boxed{2}``) are one answer of several parts;
-    2. the text after the last ``####``, to the end of the line;
-    3. the text after the last "answer is", "answer:" or "answer =", to the end of the sentence: its formula if it has
-       one, else its leading number if it has one;
-    4. the whole ``<answer>``;
-    5. ``unmarked``: the last formula in ``$…$``, ``\(…\)``, ``\[…\]`` or the last number, whichever comes later.
+    ``<answer>…</answer>`` if there is one. The first of these is taken: the last closed ``\boxed{…}``, or several in a
+    row as one answer of several parts; the line after the last ``####``; what follows the last "answer is", "answer:"
+    or "answer ="; the whole ``<answer>``; if ``unmarked``, the last formula or number.
     """
-    start = response.rfind("<think>")
-    end = response.rfind("</think>")
+    start, end = response.rfind("<think>"), response.rfind("</think>")
     if start > end:
         return None
     text = response[end + len("</think>") :] if end >= 0 else response
     tags = _ANSWER_TAG.findall(text)
     text = tags[-1] if tags else text
     found = _boxed(text) or _after_hashes(text) or _after_phrase(text) or (text.strip() if tags else None)
-    if not found and unmarked:
-        found = _last_formula_or_number(text)
-    return found or None
+    return found or (_last_formula_or_number(text) if unmarked else None) or None
 
 
 def _boxed(text: str) -> str | None:
@@ -297,16 +263,14 @@ def _after_hashes(text: str) -> str | None:
 
 
 def _after_phrase(text: str) -> str | None:
+    """What follows "the answer is": its formula if it has one, else its leading number, else the whole sentence."""
     tail = None
     for match in _ANSWER_IS.finditer(text):
         tail = text[match.end() :]
     if tail is None:
         return None
-    formula = _FORMULA.match(tail)
-    if formula:
-        return _content(formula)
     sentence = _SENTENCE_END.split(tail, maxsplit=1)[0].strip(" *\"'`")
-    formula = _FORMULA.search(sentence)
+    formula = _FORMULA.match(tail) or _FORMULA.search(sentence)
     if formula:
         return _content(formula)
     number = _NUMBER_IN_TEXT.match(sentence)
@@ -361,8 +325,7 @@ def as_number(answer: str) -> Number | None:
 
     Integers, decimals, fractions, mixed and scientific numbers count; the unit is dropped (``5 cm`` is 5).
     """
-    text = tidy(answer)
-    text = re.sub(r"^\\?[A-Za-z]\w*\s*=\s*", "", text)
+    text = re.sub(r"^\\?[A-Za-z]\w*\s*=\s*", "", tidy(answer))
     match = _NUMBER.fullmatch(_UNIT_TEXT.sub(_unit_or_text, text)) if len(text) <= _LONGEST_NUMBER else None
     if match is None:
         return None
@@ -370,17 +333,16 @@ def as_number(answer: str) -> Number | None:
     decimals, digits = None, 0
     numerator, denominator = part["num"] or part["n1"] or part["num2"], part["den"] or part["d1"] or part["den2"]
     if numerator is not None:
-        if int(denominator.replace(",", "")) == 0:
+        numerator, denominator = (int(digits.replace(",", "")) for digits in (numerator, denominator))
+        if denominator == 0:
             return None
-        value = Fraction(int(numerator.replace(",", "")), int(denominator.replace(",", "")))
-        value += int(part["whole"] or part["whole2"] or 0)
+        value = Fraction(numerator, denominator) + int(part["whole"] or part["whole2"] or 0)
     else:
         plain = part["decimal"].replace(",", "")
-        value = Fraction(plain if plain[-1] != "." else plain[:-1])
         exponent = int(part["exponent"] or 0)
         decimals = max(len(plain.partition(".")[2]) - exponent, 0)
         digits = len(plain.replace(".", "").lstrip("0"))
-        value *= Fraction(10) ** exponent
+        value = Fraction(plain.rstrip(".")) * Fraction(10) ** exponent
     if (part["sign"] + part["sign2"]).count("-") == 1:
         value = -value
     tail, factor, percent = _tail(part["tail"])
@@ -417,9 +379,7 @@ def compare(gold: str, answer: str) -> bool | None:
     a, b = as_number(gold), as_number(answer)
     if a is not None and b is not None:
         return same_number(a, b)
-    if _squeezed(gold) == _squeezed(answer):
-        return True
-    return None
+    return True if _squeezed(gold) == _squeezed(answer) else None
 
 
 def same_number(a: Number, b: Number) -> bool:
