@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 from support.http_server import ok
@@ -179,6 +180,8 @@ def test_a_slow_service(serve, monkeypatch):
             verifier.verify("x", cases_of(ADD), first_failure_ends=True)
     finally:
         release.set()
+        while service.now:  # the server is used again
+            time.sleep(0.01)
 
 
 def test_requests_at_a_time(serve):
