@@ -11,10 +11,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import cached_property
 from http.cookiejar import DefaultCookiePolicy
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
@@ -45,13 +44,11 @@ class HTTPClient:
 
     Args:
         what: what logs and errors call the server.
-        timeout: seconds per try, for any silence and for the whole answer (checked when bytes arrive, so a server that
-            drips is left after at most twice this).
-        connect_timeout: seconds for connecting, if shorter.
+        timeout: seconds per try, for any silence and for the whole answer (a server that drips is left after at most
+            twice this); ``connect_timeout`` for connecting, if shorter.
         retries: further tries after a failure that may pass; ``retry_timeouts=False`` makes time-outs final.
         token: sent as ``Authorization: Bearer …``, never logged; see :func:`read_token`.
         max_concurrent: requests at a time, others wait; ``None``: no limit.
-        max_bytes: the longest answer.
         keep_alive: reuse connections; a request fails if the server closes its idle connection just then.
     """
 
@@ -75,40 +72,59 @@ class HTTPClient:
             check_token(token, what)
         self.url = url
         self.name = f"{what} {shown_url(url)}"
-        if not timeout > 0 or retries < 0 or (max_concurrent is not None and max_concurrent < 1):
-            raise ValueError(f"{self.name}: needs a timeout > 0, retries ≥ 0 and at least one request at a time, got "
-                             f"{timeout}, {retries} and {max_concurrent}")  # fmt: skip
+        if not timeout > 0 or retries < 0 or max_concurrent == 0:
+            raise ValueError(f"{self.name}: timeout {timeout}, retries {retries} or max_concurrent is too small")
         self.timeout = timeout
         self.retries = retries
         self._connect_timeout = connect_timeout
-        self._retry_timeouts = retry_timeouts
+        self._final = RefusedError if retry_timeouts else (RefusedError, SlowServerError)
         self._token = token
-        self._secrets = secret_texts([url], token)
+        self._secrets = secret_texts(token, url)
         self._places = nullcontext() if max_concurrent is None else threading.BoundedSemaphore(max_concurrent)
         self._max_concurrent = max_concurrent
         self._max_bytes = max_bytes
         self._keep_alive = keep_alive
         self._closed = threading.Event()
-        self._sleep = self._wait if sleep is None else sleep
+        self._sleep = sleep or self._wait
         self._warned_at: dict[tuple[Any, ...], float] = {}
 
-    def get(self, path: str = "", read: Read[T] = dict, **options: Any) -> T:
-        """GET; otherwise as :meth:`post`."""
-        return self._ask("GET", path, None, read, **options)
-
-    def post(self, path: str, body: Mapping[str, Any] | bytes, read: Read[T] = dict, **options: Any) -> T:
+    def post(
+        self,
+        path: str,
+        body: Mapping[str, Any],
+        read: Read[T] = dict,
+        *,
+        timeout: float | None = None,
+        tries: int | None = None,
+        on_failure: Callable[[RequestError], Any] = lambda error: None,
+    ) -> T:
         """Sends a JSON object, again and again until ``read`` accepts the answer; raises :class:`RequestError`.
 
         ``read`` takes the result out of the answer (``{}`` for an empty one), and raises ``ValueError``, ``TypeError``,
-        ``LookupError`` or a ``UserError`` for an unusable one. Options: ``timeout`` per try, ``tries``,
-        ``on_failure(error)``.
+        ``LookupError`` or a ``UserError`` for an unusable one. ``timeout`` is per try, ``on_failure`` gets each error.
         """
-        if not isinstance(body, bytes):
-            try:
-                body = json.dumps(body, allow_nan=False).encode()
-            except (TypeError, ValueError) as error:
-                raise ValueError(f"{self.name}: a request that cannot be sent as JSON: {error}") from None
-        return self._ask("POST", path, body, read, **options)
+        import tenacity
+
+        try:
+            content = json.dumps(body, allow_nan=False).encode()
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{self.name}: the request cannot be sent as JSON: {error}") from None
+        tries = tries or self.retries + 1
+        retrying = tenacity.Retrying(
+            stop=tenacity.stop_after_attempt(tries),
+            wait=tenacity.wait_exponential(max=_LONGEST_WAIT),
+            retry=tenacity.retry_if_exception(lambda e: isinstance(e, RequestError) and not isinstance(e, self._final)),
+            sleep=self._sleep,
+            after=lambda state: on_failure(state.outcome.exception()),
+            before_sleep=self._log_retry,
+            reraise=True,
+        )
+        try:
+            return retrying(self._try, path, content, read, timeout or self.timeout)
+        except RequestError as error:
+            if tries > 1:
+                error.args = (f"{error} ({retrying.statistics['attempt_number']} of {tries} tries)",)
+            raise
 
     def clean(self, text: str) -> str:
         """The text in one line, without this server's secrets."""
@@ -120,55 +136,15 @@ class HTTPClient:
         if "_kept" in vars(self):
             self._kept.close()
 
-    def _ask(
-        self,
-        method: str,
-        path: str,
-        content: bytes | None,
-        read: Read[T],
-        *,
-        timeout: float | None = None,
-        tries: int | None = None,
-        on_failure: Callable[[RequestError], None] = lambda error: None,
-    ) -> T:
-        import tenacity
-
-        def may_pass(error: BaseException) -> bool:
-            final = RefusedError if self._retry_timeouts else (RefusedError, SlowServerError)
-            return isinstance(error, RequestError) and not isinstance(error, final)
-
-        def after(state: tenacity.RetryCallState) -> None:
-            error = state.outcome.exception()
-            if isinstance(error, RequestError):
-                on_failure(error)
-
-        tries = tries or self.retries + 1
-        retrying = tenacity.Retrying(
-            stop=tenacity.stop_after_attempt(tries),
-            wait=tenacity.wait_exponential(multiplier=1, max=_LONGEST_WAIT),
-            retry=tenacity.retry_if_exception(may_pass),
-            sleep=self._sleep,
-            after=after,
-            before_sleep=self._log_retry,
-            reraise=True,
-        )
-        try:
-            return retrying(self._try, method, path, content, read, timeout or self.timeout)
-        except RequestError as error:
-            if tries > 1:
-                error.args = (f"{error} ({retrying.statistics['attempt_number']} of {tries} tries)",)
-            raise
-
-    def _try(self, method: str, path: str, content: bytes | None, read: Read[T], timeout: float) -> T:
+    def _try(self, path: str, content: bytes, read: Read[T], timeout: float) -> T:
         """One request. Failures are raised outside ``except``: a chained error would show what is cleaned here."""
         import requests
         import urllib3
 
-        time_outs = (requests.Timeout, urllib3.exceptions.TimeoutError, TimeoutError)
         kind, status, timed_out = RequestError, None, False
         try:
             with self._places:
-                status, answer = self._send(method, path, content, timeout)
+                status, answer = self._send(path, content, timeout)
             if status == 200:
                 return read(_parsed(answer))
             reason = f"HTTP {status}: {answer.decode(errors='replace')}"
@@ -178,25 +154,22 @@ class HTTPClient:
                 kind = RefusedError
         except (requests.RequestException, urllib3.exceptions.HTTPError, TimeoutError) as error:
             reason = f"{type(error).__name__}: {error}"
-            timed_out = isinstance(error, time_outs)
+            timed_out = isinstance(error, (requests.Timeout, urllib3.exceptions.TimeoutError, TimeoutError))
             kind = SlowServerError if timed_out else kind
             kind = UnreachableError if isinstance(error, requests.ConnectionError) else kind
-        except KeyError as error:
-            reason = f"its answer cannot be used: it lacks {error}"
         except (UserError, ValueError, TypeError, LookupError, RecursionError) as error:
-            reason = f"its answer cannot be used: {error}"
+            reason = f"its answer cannot be used: {'it lacks ' if isinstance(error, KeyError) else ''}{error}"
         route = f"{path.partition('?')[0]}: " if path else ""
         raise kind(f"{self.name}: {route}{self.clean(reason)}", status=status, timed_out=timed_out)
 
-    def _send(self, method: str, path: str, content: bytes | None, timeout: float) -> tuple[int, bytes]:
+    def _send(self, path: str, content: bytes, timeout: float) -> tuple[int, bytes]:
         """Status and answer. requests' time-out limits gaps between bytes, the deadline is for servers that drip."""
         import requests
 
         deadline = time.monotonic() + timeout
         with (
-            self._session() as session,
-            session.request(
-                method,
+            nullcontext(self._kept) if self._keep_alive else requests.Session() as session,
+            session.post(
                 self.url + path,
                 data=content,
                 headers={"Content-Type": "application/json", "Accept": "application/json"},
@@ -216,11 +189,6 @@ class HTTPClient:
                     raise TimeoutError(f"the answer was not complete after {timeout:g} s")
             return response.status_code, bytes(answer)
 
-    def _session(self) -> AbstractContextManager[requests.Session]:
-        import requests
-
-        return nullcontext(self._kept) if self._keep_alive else requests.Session()
-
     @cached_property
     def _kept(self) -> requests.Session:
         import requests
@@ -231,10 +199,6 @@ class HTTPClient:
         session.mount("http://", adapter)
         session.mount("https://", adapter)
         return session
-
-    def _wait(self, seconds: float) -> None:
-        if self._closed.wait(seconds):
-            raise RequestError(f"{self.name}: the client was closed before its next try")
 
     @cached_property
     def _proxies(self) -> dict[str, str] | None:
@@ -247,10 +211,14 @@ class HTTPClient:
             request.headers["Authorization"] = f"Bearer {self._token}"
         return request
 
+    def _wait(self, seconds: float) -> None:
+        if self._closed.wait(seconds):
+            raise RequestError(f"{self.name}: the client was closed before its next try")
+
     def _log_retry(self, state: tenacity.RetryCallState) -> None:
         """Logs one warning for the hundreds of requests that fail together."""
         error, wait, now = state.outcome.exception(), state.next_action.sleep, time.monotonic()
-        says = (type(error), getattr(error, "status", None), wait)
+        says = (type(error), error.status, wait)
         quiet = now - self._warned_at.get(says, float("-inf")) < _QUIET_SECONDS
         if not quiet:
             self._warned_at[says] = now
@@ -258,10 +226,8 @@ class HTTPClient:
 
 
 def _parsed(answer: bytes) -> dict[str, Any]:
-    if not answer:
-        return {}  # some routes of vLLM answer with nothing
     try:
-        parsed = json.loads(answer)
+        parsed = json.loads(answer or b"{}")  # some routes of vLLM answer with nothing
     except (ValueError, RecursionError) as error:
         raise ValueError(f"it is not JSON ({error}): {answer.decode(errors='replace')}") from None
     if not isinstance(parsed, dict):
@@ -269,23 +235,16 @@ def _parsed(answer: bytes) -> dict[str, Any]:
     return parsed
 
 
-def read_token(*, env: str | None = None, file: str | None = None, option: str = "--remote_rm_token_env") -> str | None:
-    """Reads a bearer token from an environment variable or a file; ``None`` if neither is given.
+def read_token(*, env: str | None = None, option: str = "--remote_rm_token_env") -> str | None:
+    """Reads a bearer token from an environment variable; ``None`` if there is no ``env``.
 
-    ``ValueError`` names ``option``, the flag of the variable, or the file, and never shows the token.
+    ``ValueError`` names ``option``, the flag of the variable, and never shows the token.
     """
-    if env is not None and file is not None:
-        raise ValueError("the token of a server comes from a variable or from a file, not from both")
-    if env is not None:
-        if env not in os.environ:
-            raise ValueError(f"{option}: environment variable {env} is not set")
-        return check_token(os.environ[env].strip(), f"environment variable {env}")
-    if file is not None:
-        path = Path(file).expanduser()
-        if not path.is_file():
-            raise ValueError(f"token file {path} does not exist")
-        return check_token(path.read_text(encoding="utf-8", errors="replace").strip(), f"token file {path}")
-    return None
+    if env is None:
+        return None
+    if env not in os.environ:
+        raise ValueError(f"{option}: environment variable {env} is not set")
+    return check_token(os.environ[env].strip(), f"environment variable {env}")
 
 
 def check_token(token: str, where: str) -> str:
@@ -299,15 +258,14 @@ def check_url(url: str, option: str = "--remote_rm_url", token_option: str | Non
     """Refuses what is not an http(s) address with a host, or contains a user or password, with a ``ValueError``."""
     try:
         parts = urlsplit(url)
-        host, port_ok = parts.hostname, parts.port != 0
+        good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
     except ValueError:  # e.g. a port that is not a number; its text may quote a password
-        host, port_ok = None, False
-    if host and parts.username is None and parts.password is None and parts.scheme in ("http", "https") and port_ok:
-        return
-    if "@" in url:
+        good = False
+    if "@" in url and not (good and parts.username is None and parts.password is None):
         advice = f"use {token_option} instead" if token_option else "leave it out"
         raise ValueError(f"{option}: a URL has a user or password in it; {advice}")
-    raise ValueError(f"{option}: {shown_url(url)!r} is not an http(s) address")
+    if not good:
+        raise ValueError(f"{option}: {shown_url(url)!r} is not an http(s) address")
 
 
 def shown_url(url: str) -> str:
@@ -319,14 +277,13 @@ def shown_url(url: str) -> str:
         return url.partition("?")[0].rpartition("@")[2]
 
 
-def secret_texts(urls: Sequence[str], token: str | None) -> list[str]:
+def secret_texts(token: str | None, url: str = "") -> list[str]:
     """The texts that must not be shown, in every form in which an error may hold them; longest first."""
     secrets = {token, quote(token, safe=""), json.dumps(token)[1:-1]} if token else set()
-    for url in urls:
-        query = urlsplit(url).query
-        values = [part.partition("=")[2] or part for part in query.split("&")]
-        # one or two characters are no secret, and would blank half the text
-        secrets |= {text for text in [query, *values, *map(unquote, values)] if len(text) > 2}
+    query = urlsplit(url).query
+    values = [part.partition("=")[2] or part for part in query.split("&")]
+    # one or two characters are no secret, and would blank half the text
+    secrets |= {text for text in [query, *values, *map(unquote, values)] if len(text) > 2}
     return sorted(secrets, key=len, reverse=True)
 
 
@@ -341,10 +298,8 @@ def cleaned(text: str, secrets: Sequence[str]) -> str:
 def check_bind(host: str, has_token: bool, token_option: str = "--token_env") -> None:
     """Refuses, with a ``ValueError``, to listen where other machines can connect unless a token keeps strangers out."""
     if not has_token and not is_loopback(host):
-        raise ValueError(
-            f"--host {host} can be reached from other machines: set {token_option} NAME, the environment variable of "
-            "a bearer token, or listen on 127.0.0.1"
-        )
+        advice = f"name the variable of a bearer token with {token_option}, or listen on 127.0.0.1"
+        raise ValueError(f"--host {host} can be reached from other machines: {advice}")
 
 
 def is_loopback(host: str) -> bool:

@@ -7,6 +7,7 @@ import importlib.util
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 
@@ -17,7 +18,7 @@ def load_python_function(spec: str, default_name: str, *, option: str = "") -> C
     """
     value = load_python_object(spec, default_name, option=option)
     if not callable(value):
-        raise ValueError(f"{_prefix(option)}{spec!r} is of type {type(value).__name__}, not a function")
+        raise _error(option, f"{spec!r} is of type {type(value).__name__}, not a function")
     return value
 
 
@@ -30,14 +31,10 @@ def load_python_object(spec: str, *default_names: str, option: str = "") -> Any:
     module = _run_file(path, option)
     if name == default_names[0]:
         name = next((known for known in default_names if hasattr(module, known)), name)
-    try:
+    if hasattr(module, name):
         return getattr(module, name)
-    except AttributeError:
-        own = [key for key, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
-        raise ValueError(
-            f"{_prefix(option)}{path} has no {name!r}; it has {', '.join(own) or 'no function'}. "
-            f"Name one as {path}:name"
-        ) from None
+    own = [key for key, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
+    raise _error(option, f"{path} has no {name!r}; it has {', '.join(own) or 'no function'}. Name one: {path}:name")
 
 
 def split_python_spec(spec: str, default_name: str, *, option: str = "") -> tuple[Path, str]:
@@ -46,31 +43,30 @@ def split_python_spec(spec: str, default_name: str, *, option: str = "") -> tupl
     if not colon or spec.endswith(".py"):
         head, name = spec, default_name
     if not head.endswith(".py") or not name.isidentifier():
-        raise ValueError(f"{_prefix(option)}{spec!r} is not of the form path.py or path.py:name")
+        raise _error(option, f"{spec!r} is not of the form path.py or path.py:name")
     path = Path(head).expanduser().absolute()
     if path.is_file():
         return path, name
-    if path.parent.is_dir():
-        found = ", ".join(sorted(p.name for p in path.parent.glob("*.py"))) or "no Python file"
-        raise ValueError(f"{_prefix(option)}no file {path}; {path.parent} has {found}")
-    raise ValueError(f"{_prefix(option)}no file {path}; there is no directory {path.parent}")
+    if not path.parent.is_dir():
+        raise _error(option, f"no file {path}; there is no directory {path.parent}")
+    found = ", ".join(sorted(p.name for p in path.parent.glob("*.py"))) or "no Python file"
+    raise _error(option, f"no file {path}; {path.parent} has {found}")
 
 
-def _run_file(path: Path, option: str) -> Any:
+def _run_file(path: Path, option: str) -> ModuleType:
     # a name of its own, so that a file called math.py hides nothing; in sys.modules, for dataclasses and pickle
-    module_name = f"lightppo_file_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
-    module_spec = importlib.util.spec_from_file_location(module_name, path)
-    assert module_spec is not None
-    assert module_spec.loader is not None
-    module = importlib.util.module_from_spec(module_spec)
-    sys.modules[module_name] = module
+    name = f"lightppo_file_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
     try:
-        module_spec.loader.exec_module(module)
+        spec.loader.exec_module(module)
     except Exception as error:
-        del sys.modules[module_name]
-        raise ValueError(f"{_prefix(option)}{path} fails when run: {type(error).__name__}: {error}") from error
+        del sys.modules[name]
+        raise _error(option, f"{path} fails when run: {type(error).__name__}: {error}") from error
     return module
 
 
-def _prefix(option: str) -> str:
-    return f"{option}: " if option else ""
+def _error(option: str, text: str) -> ValueError:
+    return ValueError(f"{option}: {text}" if option else text)

@@ -50,19 +50,18 @@ def failing(client, read=dict, path="", **options):
 # --- what is sent, and what comes back
 
 
-def test_posts_and_gets(server):
+def test_what_is_posted(server):
     server.reply = lambda path, body, n: ok(path=path, body=body)
     asked = client(server, "", token=TOKEN)
     assert asked.post("/a?b=1", {"x": [1]}) == {"path": "/a?b=1", "body": {"x": [1]}}
-    assert asked.post("", b'{"y": 2}')["body"] == {"y": 2}
-    assert asked.get("/health", read=lambda answer: answer["path"]) == "/health"
+    assert asked.post("/c", {}, read=lambda answer: answer["path"]) == "/c"
     assert server.headers[0]["Authorization"] == f"Bearer {TOKEN}"
     assert server.headers[0]["Content-Type"] == "application/json"
     server.reply = lambda path, body, n: (200, b"")
     assert asked.post("", {}) == {}
     with pytest.raises(ValueError, match="JSON"):
         asked.post("", {"x": float("nan")})
-    assert len(server.requests) == 4
+    assert len(server.requests) == 3
 
 
 @pytest.mark.parametrize("token", [None, TOKEN])
@@ -305,20 +304,13 @@ def test_options_out_of_range(options):
         client("http://host", **options)
 
 
-def test_read_token(tmp_path, monkeypatch):
+def test_read_token(monkeypatch):
     monkeypatch.delenv("RM_TOKEN", raising=False)
     assert read_token() is None
-    file = tmp_path / "token"
-    file.write_text(f"  {TOKEN}\n")
-    assert read_token(file=str(file)) == TOKEN
     with pytest.raises(ValueError, match=r"--some_token_env.* RM_TOKEN"):
         read_token(env="RM_TOKEN", option="--some_token_env")
-    with pytest.raises(ValueError, match=str(tmp_path / "none")):
-        read_token(file=str(tmp_path / "none"))
     monkeypatch.setenv("RM_TOKEN", f"{TOKEN}\n")
     assert read_token(env="RM_TOKEN") == TOKEN
-    with pytest.raises(ValueError, match="not from both"):
-        read_token(env="RM_TOKEN", file=str(file))
 
 
 @pytest.mark.parametrize("token", ["", "s3cret two", "s3cret\nX-Evil: 1", "s3crét"])
@@ -337,5 +329,5 @@ def test_loopback():
     for host in ("", "0.0.0.0", "::"):
         with pytest.raises(ValueError, match="--token_env"):
             check_bind(host, has_token=False)
-    with pytest.raises(ValueError, match="--api_key_env NAME"):
+    with pytest.raises(ValueError, match="--api_key_env"):
         check_bind("0.0.0.0", has_token=False, token_option="--api_key_env")

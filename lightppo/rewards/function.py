@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, NamedTuple, get_args
 
 from lightppo.data.records import Rollout
 from lightppo.errors import RewardError
-from lightppo.rewards.runners import ManagerName, build_runner
+from lightppo.rewards.runners import KillablePool, LoopRunner, ThreadRunner, function_spec
 from lightppo.rewards.source import (
     Call,
     OnFailure,
+    Outcome,
     RewardOutput,
-    Settled,
     check_failure_options,
     check_output,
     describe_sample,
@@ -31,12 +31,13 @@ from lightppo.rewards.source import (
 
 RewardFunction = Callable[..., Any]
 Values = dict[str, Any]
+ManagerName = Literal["auto", "naive", "batch", "prime"]
 
 _KINDS = inspect.Parameter
+_CALLS_AT_A_TIME = 16
 
 
-@dataclass(frozen=True, slots=True)
-class _Answer:
+class _Answer(NamedTuple):
     """What one call returned, and which of its scores cannot be used."""
 
     output: RewardOutput
@@ -91,32 +92,35 @@ def _read_samples(value: Any, part: list[Rollout], label: str) -> _Reading:
     return _Answer(join_outputs(outputs), [answer is None for answer, _ in readings]), problem
 
 
+# --- conventions
+
+
 @dataclass(frozen=True, slots=True)
 class Style:
     """One convention: how to recognise its functions, what to pass to them, and how to read what they return."""
 
     shape: str  # its signature, for error texts
-    needs: frozenset[str]  # parameter names that tell it from the other conventions
+    needs: Collection[str]  # parameter names that tell it from the other conventions
     named: Callable[[Rollout], Values]  # one sample's arguments; they win over data columns
-    per_sample: bool = False  # called once per sample; otherwise once, with lists of one entry per sample
+    read: Callable[[Any, list[Rollout], str], _Reading] = _read_list  # value, samples of the call, name for errors
     positional: tuple[str, ...] = ()  # names in ``named`` that are passed by position
     columns: Callable[[Rollout], Values] = lambda rollout: {}  # one sample's data columns
     always: Values = field(default_factory=dict)  # keywords passed in every call
     open_ended: bool = False  # only functions with **kwargs are recognised
-    read: Callable[[Any, list[Rollout], str], _Reading] = _read_list  # value, samples of the call, name for errors
+
+    @property
+    def per_sample(self) -> bool:
+        """True if called once per sample, not once with lists of one entry per sample."""
+        return self.read is _read_sample
 
 
 def _ours(rollout: Rollout) -> Values:
+    prompt = rollout.prompt
     return {
-        "queries": rollout.prompt.text + rollout.response_text,
-        "prompts": rollout.prompt.text,
-        "labels": rollout.prompt.label,
-        "responses": rollout.response_text,
-        "prompt_ids": rollout.prompt.token_ids,
-        "response_ids": rollout.response_ids,
-        "finish_reasons": rollout.finish_reason,
-        "data_sources": rollout.prompt.data_source,
-        "extras": rollout.prompt.extra,
+        **{"queries": prompt.text + rollout.response_text, "prompts": prompt.text, "labels": prompt.label},
+        **{"responses": rollout.response_text, "finish_reasons": rollout.finish_reason},
+        **{"prompt_ids": prompt.token_ids, "response_ids": rollout.response_ids},
+        **{"data_sources": prompt.data_source, "extras": prompt.extra},
     }
 
 
@@ -133,30 +137,22 @@ def _verl(rollout: Rollout) -> Values:
 
 
 def _verl_batch(rollout: Rollout) -> Values:
-    values = _verl(rollout)
-    names = {"data_source": "data_sources", "solution_str": "solution_strs"}
-    names |= {"ground_truth": "ground_truths", "extra_info": "extra_infos"}
-    return {names[name]: value for name, value in values.items()}
+    return {f"{name}s": value for name, value in _verl(rollout).items()}
 
 
 def _trl(rollout: Rollout) -> Values:
     """If the prompt is a chat, the completion is one too: one message of the assistant."""
-    chat = rollout.prompt.messages
-    text = rollout.response_text
-    return {
-        "prompts": rollout.prompt.text if chat is None else chat,
-        "completions": text if chat is None else [{"role": "assistant", "content": text}],
-        "completion_ids": rollout.response_ids,
-    }
+    prompt, text, ids = rollout.prompt, rollout.response_text, rollout.response_ids
+    if prompt.messages is None:
+        return {"prompts": prompt.text, "completions": text, "completion_ids": ids}
+    answer = [{"role": "assistant", "content": text}]
+    return {"prompts": prompt.messages, "completions": answer, "completion_ids": ids}
 
 
 def _areal(rollout: Rollout) -> Values:
-    return {
-        "prompt": rollout.prompt.text,
-        "completions": rollout.response_text,
-        "prompt_ids": rollout.prompt.token_ids,
-        "completion_ids": rollout.response_ids,
-    }
+    prompt, text = rollout.prompt, rollout.response_text
+    ids = {"prompt_ids": prompt.token_ids, "completion_ids": rollout.response_ids}
+    return {"prompt": prompt.text, "completions": text} | ids
 
 
 def _row(rollout: Rollout) -> Values:
@@ -172,43 +168,35 @@ def discard(*args: Any) -> None:
     """Stands for TRL's ``log_extra(column, values)`` and ``log_metric(name, value)``; keeps nothing."""
 
 
+_QUERIES = ("queries", "prompts", "labels")
+_AREAL = ("prompt", "completions", "prompt_ids", "completion_ids")
+
 STYLES: dict[str, Style] = {
-    "queries": Style(
-        shape="f(queries, prompts, labels, **extra)",
-        needs=frozenset({"queries"}),
-        positional=("queries", "prompts", "labels"),
-        named=_ours,
-        columns=_row,
-    ),
+    "queries": Style("(queries, prompts, labels, **extra)", {"queries"}, _ours, positional=_QUERIES, columns=_row),
     "verl": Style(
-        shape="f(data_source, solution_str, ground_truth, extra_info)",
-        needs=frozenset({"solution_str", "ground_truth"}),
-        per_sample=True,
-        named=_verl,
-        read=_read_sample,
+        "(data_source, solution_str, ground_truth, extra_info)", {"solution_str", "ground_truth"}, _verl, _read_sample
     ),
     "verl_batch": Style(
-        shape="f(data_sources, solution_strs, ground_truths, extra_infos)",
-        needs=frozenset({"solution_strs", "ground_truths"}),
-        named=_verl_batch,
-        read=_read_samples,
+        "(data_sources, solution_strs, ground_truths, extra_infos)",
+        {"solution_strs", "ground_truths"},
+        _verl_batch,
+        _read_samples,
     ),
     "trl": Style(
-        shape="f(prompts, completions, completion_ids, **columns)",
-        needs=frozenset({"completions"}),
-        named=_trl,
+        "(prompts, completions, completion_ids, **columns)",
+        {"completions"},
+        _trl,
         columns=_row,
         open_ended=True,
         always={"log_extra": discard, "log_metric": discard},
     ),
     "areal": Style(
-        shape="f(prompt, completions, prompt_ids, completion_ids, **row)",
-        needs=frozenset({"prompt", "completions", "prompt_ids", "completion_ids"}),
-        per_sample=True,
-        positional=("prompt", "completions", "prompt_ids", "completion_ids"),
-        named=_areal,
+        "(prompt, completions, prompt_ids, completion_ids, **row)",
+        set(_AREAL),
+        _areal,
+        _read_sample,
+        positional=_AREAL,
         columns=_row_and_chat,
-        read=_read_sample,
     ),
 }
 
@@ -218,8 +206,6 @@ _WORDS = frozenset(
     | {"data_source", "data_sources", "ground_truth", "ground_truths", "solution_str", "solution_strs", "extra_info"}
     | {"prompt_ids", "completion_ids", "response_ids", "solution", "solutions", "answer", "answers", "messages"}
 )
-
-
 # Names that mark another convention; prompt_ids is a keyword of our own too.
 _FOREIGN = frozenset().union(*(style.needs for key, style in STYLES.items() if key != "queries")) - {"prompt_ids"}
 
@@ -238,14 +224,14 @@ def recognise(fn: RewardFunction, name: str) -> str:
         return "queries"  # names of its own, e.g. f(q, p, labels)
     raise ValueError(
         f"reward function {name}{_signature(fn, name)} may follow {' or '.join(fits) or 'no convention'}; say which "
-        f"with --reward_fn_style: {'; '.join(f'{key}: {style.shape}' for key, style in STYLES.items())}"
+        f"with --reward_fn_style: {'; '.join(f'{key}: f{style.shape}' for key, style in STYLES.items())}"
     )
 
 
-def _in_place(parameters: Sequence[_KINDS]) -> bool:
+def _in_place(parameters: Iterable[inspect.Parameter]) -> bool:
     """True if each known word among the first three parameters stands where our own convention has it."""
     by_position = [p.name for p in parameters if p.kind in (_KINDS.POSITIONAL_ONLY, _KINDS.POSITIONAL_OR_KEYWORD)]
-    return all(word == right or word not in _WORDS for word, right in zip(by_position, STYLES["queries"].positional))
+    return all(word == right or word not in _WORDS for word, right in zip(by_position, _QUERIES))
 
 
 class BoundFunction:
@@ -254,32 +240,22 @@ class BoundFunction:
     def __init__(self, fn: RewardFunction, name: str, style: str = "auto") -> None:
         if style != "auto" and style not in STYLES:
             raise ValueError(f"--reward_fn_style must be one of auto, {', '.join(STYLES)}, got {style!r}")
-        self.fn = fn
         self.name = name
         self.signature = _signature(fn, name)
         self.style = STYLES[recognise(fn, name) if style == "auto" else style]
-        self.is_async = _is_coroutine_function(fn)
         try:
-            taken = set(self.signature.bind_partial(*[None] * len(self.style.positional)).arguments)
+            taken = set(self.signature.bind_partial(*self.style.positional).arguments)
         except TypeError as error:
-            raise ValueError(
-                f"reward function {name}{self.signature} must take {self.style.shape[1:]}: {error}"
-            ) from None
+            raise ValueError(f"reward function {name}{self.signature} must take {self.style.shape}: {error}") from None
         parameters = self.signature.parameters.values()
         self._named = {p.name for p in parameters if p.kind in (_KINDS.POSITIONAL_OR_KEYWORD, _KINDS.KEYWORD_ONLY)}
-        self._named -= taken
-        self._taken = taken | _filled(fn)
+        self._taken = taken | _filled(fn) | set(self.style.positional)
         self._open_ended = any(p.kind is _KINDS.VAR_KEYWORD for p in parameters)
-
-    @property
-    def per_sample(self) -> bool:
-        """True if the function is called once per sample."""
-        return self.style.per_sample
 
     def calls(self, rollouts: list[Rollout]) -> list[Call]:
         """The calls that score the samples: one per sample, or one with lists."""
         rows = [(self.style.named(rollout), self.style.columns(rollout)) for rollout in rollouts]
-        if self.per_sample:
+        if self.style.per_sample:
             return [self._call(columns | named) for named, columns in rows]
         names = dict.fromkeys(name for _, columns in rows for name in columns)
         lists: Values = {name: [columns.get(name) for _, columns in rows] for name in names}
@@ -289,21 +265,19 @@ class BoundFunction:
     def _call(self, values: Values) -> Call:
         values = self.style.always | values
         args = tuple(values[name] for name in self.style.positional)
-        kwargs = {name: value for name, value in values.items() if self._accepts(name)}
+        further = {name: value for name, value in values.items() if name not in self.style.positional}
+        kwargs = {name: value for name, value in further.items() if self._accepts(name)}
         try:
             self.signature.bind(*args, **kwargs)
         except TypeError as error:
-            there = ", ".join(name for name in values if name not in self.style.positional)
             raise RewardError(
                 f"reward function {self.name}{self.signature}: {error}; beside its first {len(args)} arguments there "
-                f"are: {there or 'none'}"
+                f"are: {', '.join(further) or 'none'}"
             ) from None
         return Call(args, kwargs)
 
     def _accepts(self, keyword: str) -> bool:
-        if keyword in self._taken or keyword in self.style.positional:
-            return False
-        return self._open_ended or keyword in self._named
+        return keyword not in self._taken and (self._open_ended or keyword in self._named)
 
 
 def _filled(fn: RewardFunction) -> set[str]:
@@ -324,29 +298,26 @@ def _is_coroutine_function(fn: RewardFunction) -> bool:
     return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(getattr(fn, "__call__", None))  # noqa: B004
 
 
+# --- the source
+
+
 class FunctionReward:
-    """Scores with a Python function, sync or async, in our own convention or OpenRLHF's, verl's, TRL's or AReaL's.
+    """Scores with a Python function, sync or async, of one of the conventions in :data:`STYLES`; see docs/rewards.md.
 
-    Ours, ``reward_func(queries, prompts, labels, **extra)``, is called once with all samples of the rank. ``queries``
-    (prompt + response), ``prompts`` and ``labels`` are lists with one entry per sample, passed by position. If the
-    function names them or takes ``**extra``, these lists follow by keyword: ``responses`` (text), ``prompt_ids``,
-    ``response_ids``, ``finish_reasons`` (``"stop"`` | ``"length"``), ``data_sources``; every further column of the
-    data, with ``None`` for rows without it; and ``extras``, all further columns as one dict per sample.
-
-    It returns a list or tensor of scores, or ``dict(rewards, scores, extra_logs)``; ``None`` means unscored. The other
-    conventions are in :data:`STYLES`; a function that is called per sample returns a score, a dict with ``score`` (its
-    other numbers become metrics), or a tuple that begins with the score. A call that raises, runs past its limit or
-    returns something else never becomes a score. Metrics per sample, with retries or ``"unscored"``: ``failures``
-    (tries that failed) and ``timeouts`` (tries that ran past the limit).
+    A call that raises, runs past its limit or returns something else than scores never becomes a score. Metrics per
+    sample, with retries or ``"unscored"``: ``failures`` (tries that failed), ``timeouts`` (tries past the limit).
 
     Args:
         reward_fn_style: the convention's name; ``"auto"``: told by the names of the parameters.
-        reward_manager: who runs the calls, see :mod:`lightppo.rewards.runners`.
-        reward_workers: calls at a time.
-        reward_timeout: wall-clock seconds per call; ``None``: no limit.
+        reward_manager: ``"naive"``: one call per sample, in threads or, of coroutines, in one event loop; ``"batch"``:
+            one call with all samples; ``"prime"``: calls in processes that are killed at their limit; ``"auto"``:
+            ``"naive"`` or ``"batch"``, as the function takes it.
+        reward_workers: calls at a time; ``None``: 16, or one process per core.
+        reward_timeout: wall-clock seconds per call. Past it a process is killed, a thread only left behind.
         reward_retries: further tries of a failed call.
         on_reward_failure: ``"error"`` or ``"unscored"``.
-        spec: where ``reward_manager="prime"`` loads the function from, if its module does not tell.
+        spec: where ``"prime"`` loads the function from, ``path.py:name`` or ``module:name``, if its module does not
+            tell.
     """
 
     def __init__(
@@ -363,60 +334,59 @@ class FunctionReward:
         spec: str | None = None,
     ) -> None:
         check_failure_options(on_reward_failure, reward_retries, reward_timeout)
+        if reward_manager not in get_args(ManagerName):
+            raise ValueError(f"--reward_manager must be {' or '.join(get_args(ManagerName))}, got {reward_manager!r}")
+        if reward_workers is not None and reward_workers < 1:
+            raise ValueError(f"--reward_workers must be ≥ 1, got {reward_workers}")
         self.fn = fn
         self.name = name or getattr(fn, "__name__", type(fn).__name__)
         self.reward_retries = reward_retries
         self.on_reward_failure = on_reward_failure
         self._label = f"reward function {self.name}"
         self._bound = BoundFunction(fn, self.name, reward_fn_style)
-        self._run = build_runner(
-            fn,
-            self.name,
-            per_sample=self._bound.per_sample,
-            is_async=self._bound.is_async,
-            shape=self._bound.style.shape,
-            reward_manager=reward_manager,
-            reward_workers=reward_workers,
-            reward_timeout=reward_timeout,
-            spec=spec,
-        )
+        self._style = self._bound.style
+        if reward_manager == ("batch" if self._style.per_sample else "naive"):
+            takes = f"{'one sample' if self._style.per_sample else 'a whole batch'} f{self._style.shape}"
+            raise ValueError(f"--reward_manager {reward_manager}: {self._label} takes {takes}")
+        if reward_manager == "prime":
+            if reward_timeout is None:
+                raise ValueError("--reward_manager prime kills a call at its limit: set --reward_timeout")
+            spec = spec or function_spec(fn, self.name)
+            self._run = KillablePool(spec, workers=reward_workers, timeout=reward_timeout).run
+        else:
+            runner = LoopRunner if _is_coroutine_function(fn) else ThreadRunner
+            self._run = runner(fn, reward_workers or _CALLS_AT_A_TIME, reward_timeout).run
 
     def score(self, rollouts: list[Rollout]) -> RewardOutput:
         """Scores the samples; a failed call is a :class:`RewardError` with ``on_reward_failure="error"``."""
         if not rollouts:
             return RewardOutput([])
-        parts = [[rollout] for rollout in rollouts] if self._bound.per_sample else [rollouts]
-        calls = self._bound.calls(rollouts)
-        read = self._bound.style.read
-        settled = settle(self._run, calls, lambda i, value: read(value, parts[i], self._label), self.reward_retries)
-        failed = next((i for i, state in enumerate(settled) if state.problem is not None), None)
+        parts = [[rollout] for rollout in rollouts] if self._style.per_sample else [rollouts]
+
+        def read(i: int, value: Any) -> _Reading:
+            return self._style.read(value, parts[i], self._label)
+
+        settled = settle(self._run, self._bound.calls(rollouts), read, self.reward_retries)
+        failed = next((i for i, state in enumerate(settled) if state.error is not None), None)
         if failed is not None and self.on_reward_failure == "error":
             raise RewardError(self._error_text(settled[failed], rollouts, failed)) from settled[failed].cause
         answers: list[_Answer] = [
-            state.result or _Answer(RewardOutput([None] * len(part)), [True] * len(part))
+            state.value or _Answer(RewardOutput([None] * len(part)), [True] * len(part))
             for state, part in zip(settled, parts)
         ]
         output = join_outputs([answer.output for answer in answers])
         if self.on_reward_failure == "unscored" or self.reward_retries:
-            counts = _counts(settled, answers)
-            taken = sorted(counts.keys() & output.metrics.keys())
-            if taken:
+            if taken := sorted({"failures", "timeouts"} & output.metrics.keys()):
                 raise RewardError(f"{self._label}: {taken[0]!r} is counted for it; give its own number another name")
-            output.metrics |= counts
+            samples = [(state, bad) for state, answer in zip(settled, answers) for bad in answer.bad]
+            # a last try that failed only in part does not count for the samples that it scored
+            output.metrics["failures"] = [float(s.failures - (s.error is not None and not bad)) for s, bad in samples]
+            output.metrics["timeouts"] = [float(state.timeouts) for state, _ in samples]
         return output
 
-    def _error_text(self, state: Settled, rollouts: list[Rollout], call: int) -> str:
-        problem = state.problem or ""
+    def _error_text(self, state: Outcome, rollouts: list[Rollout], call: int) -> str:
+        problem = state.error or ""
         if problem.startswith(self._label):
             return problem
-        which = describe_sample(rollouts, call) if self._bound.per_sample else f"a batch of {len(rollouts)}"
+        which = describe_sample(rollouts, call) if self._style.per_sample else f"a batch of {len(rollouts)}"
         return f"{self._label} {'failed' if state.cause is None else 'raised'} on {which}: {problem}"
-
-
-def _counts(settled: list[Settled], answers: list[_Answer]) -> dict[str, list[float | None]]:
-    """Failed tries per sample; a last try that failed only in part does not count for the samples it scored."""
-    pairs = list(zip(settled, answers))
-    return {
-        "failures": [float(s.failures - (s.problem is not None and not bad)) for s, a in pairs for bad in a.bad],
-        "timeouts": [float(s.timeouts) for s, a in pairs for _ in a.bad],
-    }

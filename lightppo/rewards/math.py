@@ -17,7 +17,6 @@ from lightppo.data.records import Rollout
 from lightppo.errors import RewardError
 from lightppo.rewards.runners import KillablePool
 from lightppo.rewards.source import Call, OnFailure, RewardOutput, check_failure_options, describe_sample, settle
-from lightppo.sandbox import default_processes
 
 _LIBRARY = "math_verify"
 _MEMORY_MB = 2048
@@ -47,7 +46,7 @@ class MathReward:
             raise ValueError("rewards for mathematics need math-verify: pip install 'lightppo[math]'")
         self._pool = KillablePool(
             f"{__name__}:equal_by_library",
-            workers=default_processes() if self.reward_workers is None else self.reward_workers,
+            workers=self.reward_workers,
             timeout=_TIMEOUT if self.reward_timeout is None else self.reward_timeout,
             memory_mb=_MEMORY_MB,
             preload=(_LIBRARY,),
@@ -67,8 +66,8 @@ class MathReward:
         output = RewardOutput([], {"answered": [], "failures": [], "timeouts": []})
         for i, row in enumerate(unknown):
             states = [settled[pair] for pair in row]
-            found = right[i] or any(state.result for state in states)
-            problem = None if found else next((state.problem for state in states if state.problem is not None), None)
+            found = right[i] or any(state.value for state in states)
+            problem = None if found else next((state.error for state in states if state.error is not None), None)
             if problem is not None and self.on_reward_failure == "error":
                 raise RewardError(
                     f"{self.name}: comparing the answer of {describe_sample(rollouts, i)} failed: {problem}. "

@@ -1,12 +1,4 @@
-"""Runs the calls of a reward function: in this thread, in threads, in an event loop, or in killable processes.
-
-| manager | per-sample functions | functions of a batch |
-|---|---|---|
-| ``naive`` | one call per sample, in threads; coroutines in an event loop | – |
-| ``batch`` | – | one call |
-| ``prime`` | one call per sample in a process that can be killed | one call in such a process |
-| ``auto`` | ``naive`` | ``batch`` |
-"""
+"""Runs the calls of a reward function: in threads, in an event loop, or in processes that can be killed."""
 
 from __future__ import annotations
 
@@ -26,71 +18,25 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import spawn
 from multiprocessing.context import SpawnContext, SpawnProcess
-from typing import Any, Literal, get_args
+from typing import Any
 
 from pebble import ProcessExpired, ProcessPool
 
 from lightppo.errors import RewardError, WorkerStartError
-from lightppo.rewards.source import Call, Outcome, Runner
+from lightppo.rewards.source import Call, Outcome, in_daemon_thread
 
-ManagerName = Literal["auto", "naive", "batch", "prime"]
-
-_THREADS = 16
 _MAX_STUCK = 64  # abandoned threads at most
 _MAX_BLOCKED = 4  # abandoned event loops at most
-_LONG = 3600.0  # seconds; waits without a limit are made of these, so that signals get through
 _START_TRIES = 3
 _START_SECONDS = 120  # until a worker has loaded its target; imports are slow on a busy machine
 _LOOK_SECONDS = 1.0  # between checks that a pool of processes still runs
 _MAX_ANSWER = 16 << 20  # characters
 _PR_SET_PDEATHSIG = 1
 _EXIT_0 = 256  # stands for exit code 0
-
-
-def build_runner(
-    fn: Callable[..., Any],
-    name: str,
-    *,
-    per_sample: bool,
-    is_async: bool,
-    shape: str,
-    reward_manager: ManagerName = "auto",
-    reward_workers: int | None = None,
-    reward_timeout: float | None = None,
-    spec: str | None = None,
-) -> Runner:
-    """Makes the runner for a function; raises ``ValueError`` if function and manager do not fit.
-
-    Args:
-        per_sample: the function takes one sample, not a whole batch; ``shape`` shows how, in error texts.
-        reward_manager: see the table above.
-        reward_workers: calls at a time. ``None``: 16 threads or coroutines, or one process per core.
-        reward_timeout: wall-clock seconds per call. Past it a process is killed, a thread only left behind.
-        spec: where ``prime`` workers load the function from: ``path.py:name`` or ``module:name``.
-    """
-    if reward_manager not in get_args(ManagerName):
-        raise ValueError(f"--reward_manager must be one of {', '.join(get_args(ManagerName))}, got {reward_manager!r}")
-    if reward_workers is not None and reward_workers < 1:
-        raise ValueError(f"--reward_workers must be ≥ 1, got {reward_workers}")
-    if reward_manager == "auto":
-        reward_manager = "naive" if per_sample else "batch"
-    wrong = {"naive": not per_sample, "batch": per_sample}
-    if wrong.get(reward_manager):
-        kind = "one sample" if per_sample else "a whole batch"
-        raise ValueError(f"--reward_manager {reward_manager}: reward function {name} takes {kind} ({shape})")
-    if reward_manager == "prime":
-        if reward_timeout is None:
-            raise ValueError("--reward_manager prime needs --reward_timeout, the seconds after which a call is killed")
-        from lightppo.sandbox import default_processes  # here, because worker processes import this file
-
-        workers = reward_workers or default_processes()
-        return KillablePool(spec or function_spec(fn, name), workers=workers, timeout=reward_timeout).run
-    runner = LoopRunner if is_async else ThreadRunner
-    return runner(fn, reward_workers or _THREADS, reward_timeout).run
 
 
 def function_spec(fn: Callable[..., Any], name: str) -> str:
@@ -106,83 +52,65 @@ def function_spec(fn: Callable[..., Any], name: str) -> str:
     return f"{module.__file__ if from_file else module.__name__}:{path}"
 
 
-def awaited(value: Any) -> Any:
+def _awaited(value: Any) -> Any:
     """The value, awaited to its end if it is awaitable."""
-    if not inspect.isawaitable(value):
-        return value
 
     async def run() -> Any:
         return await value
 
-    return asyncio.run(run())
-
-
-def call_here(fn: Callable[..., Any], call: Call) -> Outcome:
-    """One call in this thread; an exception becomes an outcome too."""
-    try:
-        return Outcome(awaited(fn(*call.args, **call.kwargs)))
-    except (Exception, SystemExit) as error:
-        return Outcome(error=f"{type(error).__name__}: {error}", cause=error)
+    return asyncio.run(run()) if inspect.isawaitable(value) else value
 
 
 def _late(timeout: float) -> Outcome:
-    return Outcome(error=f"no answer within {timeout:g} s", timed_out=True)
+    return Outcome(error=f"no answer within {timeout:g} s", timeouts=1)
+
+
+def _raised(error: BaseException) -> Outcome:
+    return Outcome(error=f"{type(error).__name__}: {error}", cause=error)
 
 
 class ThreadRunner:
     """Runs calls in up to ``workers`` threads; a call that takes more than ``timeout`` seconds is left behind."""
 
-    def __init__(self, fn: Callable[..., Any], workers: int = 16, timeout: float | None = None) -> None:
+    def __init__(self, fn: Callable[..., Any], workers: int, timeout: float | None = None) -> None:
         self.fn = fn
         self.workers = workers
         self.timeout = timeout
-        self._stuck: list[threading.Thread] = []
+        self._stuck: list[Future[Outcome]] = []
 
     def run(self, calls: Sequence[Call]) -> list[Outcome]:
         """One outcome per call, in order; raises :class:`RewardError` if too many calls hang."""
         if self.timeout is None and (len(calls) <= 1 or self.workers == 1):
-            return [call_here(self.fn, call) for call in calls]
+            return [self._call(call) for call in calls]
         outcomes: dict[int, Outcome] = {}
-        running: dict[int, tuple[float, threading.Thread]] = {}
-        waiting = iter(range(len(calls)))
-        changed = threading.Condition()
-
-        def work() -> None:
-            while True:
-                with changed:
-                    i = next(waiting, None)
-                    if i is None:
-                        return
-                    running[i] = (time.monotonic(), threading.current_thread())
-                    changed.notify()
-                outcome = call_here(self.fn, calls[i])
-                with changed:
-                    if i in outcomes:  # given up on; another thread has taken this one's place
-                        return
-                    outcomes[i] = outcome
-                    del running[i]
-                    changed.notify()
-
-        def start_thread() -> None:
-            # daemon: one that hangs must not keep the program from ending
-            threading.Thread(target=work, name="reward", daemon=True).start()
-
-        for _ in range(min(self.workers, len(calls))):
-            start_thread()
-        with changed:
-            while len(outcomes) < len(calls):
-                oldest = min((start for start, _ in running.values()), default=time.monotonic())
-                changed.wait(_LONG if self.timeout is None else max(oldest + self.timeout - time.monotonic(), 0.0))
-                for i, (start, thread) in list(running.items()):
-                    if self.timeout is not None and time.monotonic() >= start + self.timeout:
-                        outcomes[i] = _late(self.timeout)
-                        del running[i]
-                        self._give_up(thread)
-                        start_thread()
+        waiting = deque(range(len(calls)))
+        running: dict[Future[Outcome], tuple[int, float]] = {}  # → position, start
+        while len(outcomes) < len(calls):
+            while waiting and len(running) < self.workers:
+                i = waiting.popleft()
+                running[in_daemon_thread(self._call, calls[i])] = (i, time.monotonic())
+            patience = None
+            if self.timeout is not None:
+                patience = max(next(iter(running.values()))[1] + self.timeout - time.monotonic(), 0.0)
+            wait(running, patience, FIRST_COMPLETED)
+            for future, (i, start) in list(running.items()):
+                if future.done():
+                    outcomes[i] = future.result()
+                elif self.timeout is not None and time.monotonic() >= start + self.timeout:
+                    outcomes[i] = _late(self.timeout)
+                    self._give_up(future)
+                if i in outcomes:
+                    del running[future]
         return [outcomes[i] for i in range(len(calls))]
 
-    def _give_up(self, thread: threading.Thread) -> None:
-        self._stuck = [t for t in self._stuck if t.is_alive()] + [thread]
+    def _call(self, call: Call) -> Outcome:
+        try:
+            return Outcome(_awaited(self.fn(*call.args, **call.kwargs)))
+        except (Exception, SystemExit) as error:
+            return _raised(error)
+
+    def _give_up(self, future: Future[Outcome]) -> None:
+        self._stuck = [f for f in self._stuck if not f.done()] + [future]
         if len(self._stuck) > _MAX_STUCK:
             raise RewardError(
                 f"{len(self._stuck)} calls of the reward function hang, longer than --reward_timeout "
@@ -198,7 +126,7 @@ class LoopRunner:
     """
 
     def __init__(
-        self, fn: Callable[..., Any], concurrency: int = 16, timeout: float | None = None, *, grace: float = 10.0
+        self, fn: Callable[..., Any], concurrency: int, timeout: float | None = None, *, grace: float = 10.0
     ) -> None:
         self.fn = fn
         self.concurrency = concurrency
@@ -209,14 +137,14 @@ class LoopRunner:
 
     def run(self, calls: Sequence[Call]) -> list[Outcome]:
         """One outcome per call, in order. If the function blocks the loop, all calls that wait for it are late."""
+        if self._blocked > _MAX_BLOCKED:
+            raise RewardError(
+                f"the reward function has blocked its event loop {self._blocked} times: it does something slow "
+                "without await; --reward_manager prime can kill it"
+            )
         if self._loop is None:
-            if self._blocked > _MAX_BLOCKED:
-                raise RewardError(
-                    f"the reward function has blocked its event loop {self._blocked} times: it does something slow "
-                    "without await; --reward_manager prime can kill it"
-                )
             self._loop = asyncio.new_event_loop()
-            threading.Thread(target=self._loop.run_forever, name="reward-loop", daemon=True).start()
+            in_daemon_thread(self._loop.run_forever)
         future = asyncio.run_coroutine_threadsafe(self._gather(calls), self._loop)
         if self.timeout is None:
             return future.result()
@@ -247,7 +175,7 @@ class LoopRunner:
         try:
             return Outcome(await self.fn(*call.args, **call.kwargs))
         except (Exception, SystemExit) as error:  # a SystemExit that leaves a task ends the loop
-            return Outcome(error=f"{type(error).__name__}: {error}", cause=error)
+            return _raised(error)
 
 
 class KillablePool:
@@ -259,6 +187,7 @@ class KillablePool:
 
     Args:
         target: ``package.module:function`` or ``path.py:function``; may be a coroutine function.
+        workers: calls at a time; ``None``: one per core of this rank.
         timeout: wall-clock seconds per call, from when a loaded worker gets it.
         memory_mb: kill a worker whose resident memory exceeds this many MiB; checked every 0.1 s.
         preload: modules that a worker imports before its first call, outside the time limit.
@@ -269,30 +198,31 @@ class KillablePool:
         self,
         target: str,
         *,
-        workers: int = 2,
-        timeout: float = 10.0,
+        workers: int | None = None,
+        timeout: float,
         memory_mb: int | None = None,
         preload: Sequence[str] = (),
         quiet: bool = False,
     ) -> None:
-        if workers < 1 or not timeout > 0 or (memory_mb is not None and memory_mb < 1):
-            raise ValueError(f"worker processes: workers ≥ 1, timeout > 0 and memory ≥ 1 MiB are needed, "
-                             f"got {workers}, {timeout}, {memory_mb}")  # fmt: skip
+        if workers is None:
+            from lightppo.sandbox import default_processes  # here, because worker processes import this file
+
+            workers = default_processes()
+        if workers < 1 or not timeout > 0:
+            raise ValueError(f"--reward_workers must be ≥ 1 and --reward_timeout > 0, got {workers} and {timeout}")
         self.timeout = timeout
         self._options = (workers, memory_mb, (target, tuple(preload), quiet))
         self._lock = threading.Lock()
         self._running: list[_RunningPool] = []  # at most one
         self._closer = weakref.finalize(self, _end_all, self._running, os.getpid())
-        self._closer.atexit = False  # pebble ends the workers then
 
     def run(self, calls: Sequence[Call]) -> list[Outcome]:
         """Calls the target with each of ``calls``; one outcome each, in order."""
         try:
             payloads = [pickle.dumps((call.args, call.kwargs)) for call in calls]
         except Exception as error:  # whatever __reduce__ of a user's object raises
-            raise RewardError(
-                f"arguments of a reward call cannot be sent to a worker process: {type(error).__name__}: {error}"
-            ) from error
+            problem = f"{type(error).__name__}: {error}"
+            raise RewardError(f"arguments of a reward call cannot be sent to a worker process: {problem}") from error
         if not calls:
             return []
         outcomes: list[Outcome] = []
@@ -302,28 +232,19 @@ class KillablePool:
                 for future in [running.schedule(payload, self.timeout) for payload in payloads[len(outcomes) :]]:
                     outcomes.append(running.outcome(future, self.timeout))
                 return outcomes
-            except BrokenProcessPool:
-                why = running.workers.last_end()
-                self._drop(running)
-            except WorkerStartError:
-                self._drop(running)
-                raise
+            except (BrokenProcessPool, WorkerStartError) as error:
+                why = running.last_end()
+                with self._lock:
+                    if running in self._running:
+                        self._running.remove(running)
+                running.end()
+                if isinstance(error, WorkerStartError):
+                    raise
         raise WorkerStartError(f"{_START_TRIES} worker processes in a row did not start: {why}")
-
-    @property
-    def worker_pids(self) -> list[int]:
-        """Process ids of the present workers."""
-        return [pid for running in self._running for pid in running.workers.pids()]
 
     def close(self) -> None:
         """Kills the workers; running calls fail. May be called again."""
         self._closer()
-
-    def __enter__(self) -> KillablePool:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     def _start(self) -> _RunningPool:
         with self._lock:
@@ -333,12 +254,6 @@ class KillablePool:
                 self._running.append(_RunningPool(*self._options))
             return self._running[0]
 
-    def _drop(self, running: _RunningPool) -> None:
-        with self._lock:
-            if running in self._running:
-                self._running.remove(running)
-        running.end()
-
 
 def _end_all(pools: list[_RunningPool], owner: int) -> None:
     if os.getpid() == owner:  # a forked child: the workers are its parent's
@@ -346,15 +261,22 @@ def _end_all(pools: list[_RunningPool], owner: int) -> None:
             pool.end()
 
 
-class _RunningPool:
-    """pebble's pool with our workers. It breaks if a worker dies without a call; then make another one."""
+class _RunningPool(SpawnContext):
+    """pebble's pool, and the context that makes its workers. It breaks if a worker dies without a call."""
 
     def __init__(self, n_workers: int, memory_mb: int | None, setup: tuple[Any, ...]) -> None:
-        self.workers = _Workers(memory_mb)
-        self._pool = ProcessPool(n_workers, initializer=_load, initargs=setup, context=self.workers)
+        super().__init__()
+        self._memory_mb = memory_mb
+        self._workers: deque[_Worker] = deque(maxlen=256)
+        self._pool = ProcessPool(n_workers, initializer=_load, initargs=setup, context=self)
         self._started, self._ended = threading.Event(), threading.Event()
-        threading.Thread(target=self._keep, name="reward-workers", daemon=True).start()
+        in_daemon_thread(self._keep)
         self._started.wait()
+
+    def Process(self, **options: Any) -> _Worker:
+        """Called by pebble."""
+        self._workers.append(_Worker(self._memory_mb, **options))
+        return self._workers[-1]
 
     def _keep(self) -> None:
         """The kernel ends a worker with the thread that started it: this one first, later the pool's."""
@@ -378,10 +300,14 @@ class _RunningPool:
         except TimeoutError:
             return _late(timeout)
         except ProcessExpired as error:
-            return Outcome(error=self.workers.end_of(error.pid))
+            ends = (worker.end for worker in self._workers if worker.pid == error.pid)
+            return Outcome(error=next(ends, "the worker process died"))
         if "unloadable" in answer:
             raise WorkerStartError(answer["unloadable"])
         return Outcome(answer.get("value"), answer.get("error"))
+
+    def last_end(self) -> str:
+        return next((worker.end for worker in reversed(self._workers) if worker.end), "no process could be started")
 
     def end(self) -> None:
         self._pool.stop()
@@ -390,35 +316,12 @@ class _RunningPool:
             self._pool.join()
 
 
-class _Workers(SpawnContext):
-    """Makes pebble start our workers."""
-
-    def __init__(self, memory_mb: int | None) -> None:
-        super().__init__()
-        self._memory_mb = memory_mb
-        self._workers: deque[_Worker] = deque(maxlen=256)
-
-    def Process(self, **options: Any) -> _Worker:
-        self._workers.append(_Worker(self._memory_mb, **options))
-        return self._workers[-1]
-
-    def pids(self) -> list[int]:
-        return [worker.pid for worker in self._workers if worker.pid is not None and worker.exitcode is None]
-
-    def end_of(self, pid: int | None) -> str:
-        return next((worker.end for worker in self._workers if worker.pid == pid), "the worker process died")
-
-    def last_end(self) -> str:
-        return next((worker.end for worker in reversed(self._workers) if worker.end), "no process to be had")
-
-
 class _Worker(SpawnProcess):
-    """A worker process for pebble, with a process group, a memory limit and a guard against forks of the trainer."""
+    """A worker process for pebble, with a process group and a memory limit."""
 
     def __init__(self, memory_mb: int | None, **options: Any) -> None:
         super().__init__(**options)
         self._memory_mb = memory_mb
-        self._owner = os.getpid()
         self._excess = ""
         self._mourned = False
 
@@ -428,11 +331,11 @@ class _Worker(SpawnProcess):
             super().start()
         finally:
             _starting.worker = False
+        # the list of all children, which pebble and multiprocessing end with the program, also with a fork of it
+        multiprocessing.process._children.discard(self)
 
     def is_alive(self) -> bool:
         """pebble asks every 0.1 s. A death is reported the second time, when pebble knows whose call that was."""
-        if os.getpid() != self._owner:
-            return False
         if super().is_alive():
             import psutil
 
@@ -448,15 +351,10 @@ class _Worker(SpawnProcess):
 
     def terminate(self) -> None:
         """Kills the worker and its process group at once."""
-        if os.getpid() == self._owner:
-            self._mourned = True
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, signal.SIGKILL)
-            self.kill()  # in case it has no process group yet
-
-    def join(self, timeout: float | None = None) -> None:
-        if os.getpid() == self._owner:
-            super().join(timeout)
+        self._mourned = True
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self.kill()  # in case it has no process group yet
 
     @property
     def exitcode(self) -> int | None:
@@ -476,15 +374,17 @@ class _Worker(SpawnProcess):
 def _data_for_worker(name: str) -> dict[str, Any]:
     """What multiprocessing tells a new process; our workers do not get the script, which they would run again."""
     data = _data_for_process(name)
-    if getattr(_starting, "worker", False):
-        data = {key: value for key, value in data.items() if not key.startswith("init_main_")}
-    return data
+    ours = getattr(_starting, "worker", False)
+    return {key: value for key, value in data.items() if not (ours and key.startswith("init_main_"))}
 
 
 _starting = threading.local()
 _data_for_process, spawn.get_preparation_data = spawn.get_preparation_data, _data_for_worker
 
-_loaded: Callable[..., Any] | str = ""  # in a worker: the target, or why it could not be loaded
+
+# --- inside a worker
+
+_loaded: Callable[..., Any] | str = ""  # the target, or why it could not be loaded
 
 
 def _load(target: str, preload: Sequence[str], quiet: bool) -> None:
@@ -507,19 +407,16 @@ def _load(target: str, preload: Sequence[str], quiet: bool) -> None:
     try:
         for module in preload:
             importlib.import_module(module)
-        _loaded = _load_target(target)
+        module, _, name = target.rpartition(":")
+        if module.endswith(".py"):
+            from lightppo.user_code import load_python_function
+
+            _loaded = load_python_function(target, name)
+        else:
+            _loaded = getattr(importlib.import_module(module), name)
     except BaseException as error:
         _loaded = f"{target} cannot be loaded in a worker process: {_text(error)}"
     signal.alarm(0)
-
-
-def _load_target(target: str) -> Callable[..., Any]:
-    module, _, name = target.rpartition(":")
-    if module.endswith(".py"):
-        from lightppo.user_code import load_python_function
-
-        return load_python_function(target, name)
-    return getattr(importlib.import_module(module), name)
 
 
 def _answer(payload: bytes) -> str:
@@ -528,8 +425,10 @@ def _answer(payload: bytes) -> str:
         return json.dumps({"unloadable": _loaded})
     try:
         args, kwargs = pickle.loads(payload)
-        answer = json.dumps({"value": _plain(awaited(_loaded(*args, **kwargs)))})
-        return answer if len(answer) <= _MAX_ANSWER else json.dumps({"error": f"the answer has {len(answer)} bytes"})
+        answer = json.dumps({"value": _awaited(_loaded(*args, **kwargs))}, default=_plain)
+        if len(answer) > _MAX_ANSWER:
+            raise ValueError(f"the answer has {len(answer)} bytes")
+        return answer
     except BaseException as error:  # SystemExit too: a function that exits has no answer
         return json.dumps({"error": _text(error)})
 
@@ -539,13 +438,7 @@ def _text(error: BaseException) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """A result for JSON: numbers of numpy and torch become Python's, tuples become lists."""
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if hasattr(value, "tolist"):  # numpy and torch, scalars too
-        return _plain(value.tolist())
+    """Numbers and arrays of numpy and torch, for JSON."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
     raise TypeError(f"a reward function cannot return {type(value).__name__} from a worker process")

@@ -9,11 +9,9 @@ import asyncio
 import hmac
 import logging
 import socket
-import threading
 import time
 import traceback
 from collections.abc import Awaitable, Callable, MutableMapping
-from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -27,7 +25,7 @@ from starlette.exceptions import HTTPException
 from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import RewardError
 from lightppo.http import check_bind, check_token, cleaned, secret_texts
-from lightppo.rewards.source import RewardOutput, RewardSource, check_output, close_source
+from lightppo.rewards.source import RewardSource, check_output, close_source, in_daemon_thread
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +93,7 @@ class RewardApp:
         self.source = source
         self.has_token = token is not None
         self.max_samples = max_samples
-        self._secrets = secret_texts([], token)
+        self._secrets = secret_texts(token)
         self._turns = asyncio.Semaphore(max_concurrent)
         self.app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, lifespan=self._lifespan)
         self.app.add_middleware(_Gate, token=token, max_bytes=max_bytes)
@@ -109,43 +107,42 @@ class RewardApp:
         return {"status": "ok", "source": self.source.name}
 
     async def _score(self, body: ScoreRequest, request: Request) -> Response:
-        n = len(body.query)
+        n, start = len(body.query), time.monotonic()
         if n > self.max_samples:
             return _error(413, f"{n} samples in one request; --max_samples is {self.max_samples}")
         try:
-            return await self._score_in_turn(body, request)
+            async with self._turns:
+                if await request.is_disconnected():
+                    logger.info("a client left before its %d samples were scored", n)
+                    return Response(status_code=_CLIENT_GONE)
+                answer = await asyncio.wrap_future(in_daemon_thread(self._answer, body))
         except asyncio.CancelledError:  # the server ends and has waited long enough
             logger.error("%d samples not scored: the server was ended", n)
             return _error(503, "the server was ended before the samples were scored")
-
-    async def _score_in_turn(self, body: ScoreRequest, request: Request) -> Response:
-        n, start = len(body.query), time.monotonic()
-        async with self._turns:
-            if await request.is_disconnected():
-                logger.info("a client left before its %d samples were scored", n)
-                return Response(status_code=_CLIENT_GONE)
-            try:
-                answer = await _in_thread(self._answer, body)
-            except RewardError as error:
-                text = cleaned(str(error), self._secrets)
-                logger.error("%d samples not scored: %s", n, text)
-                return _error(500, text)
-            except Exception as error:
-                logger.error("%d samples not scored:\n%s", n, self._trace(error))
-                return _error(500, f"the reward source failed with {type(error).__name__}; the server's log says more")
+        except RewardError as error:
+            text = cleaned(str(error), self._secrets)
+            logger.error("%d samples not scored: %s", n, text)
+            return _error(500, text)
+        except Exception as error:
+            trace = "".join(traceback.format_exception(error))
+            for secret in self._secrets:
+                trace = trace.replace(secret, "***")
+            logger.error("%d samples not scored:\n%s", n, trace)
+            return _error(500, f"the reward source failed with {type(error).__name__}; the server's log says more")
         logger.info("%d samples scored in %.2f s", n, time.monotonic() - start)
         return JSONResponse(answer)
 
     def _answer(self, body: ScoreRequest) -> dict[str, Any]:
-        rollouts = body.rollouts()
-        output = check_output(self.source.score(rollouts), rollouts, self.source.name)
-        return _as_json(output, self.source.name)
-
-    def _trace(self, error: BaseException) -> str:
-        text = "".join(traceback.format_exception(error))
-        for secret in self._secrets:
-            text = text.replace(secret, "***")
-        return text
+        rollouts, name = body.rollouts(), self.source.name
+        try:
+            output = check_output(self.source.score(rollouts), rollouts, name)
+        except (SystemExit, KeyboardInterrupt) as error:  # of a user's function; it must not end the server
+            raise RuntimeError(f"{type(error).__name__}: {error}") from error
+        if output.token_scores is not None:
+            raise RewardError(f"{name}: token scores cannot be served, as requests have no token ids")
+        metrics = dict(output.metrics)
+        further = {"scores": metrics.pop("score", None), "extra_logs": metrics}
+        return {"rewards": output.scores} | {key: value for key, value in further.items() if value}
 
     @asynccontextmanager
     async def _lifespan(self, app: FastAPI) -> Any:
@@ -222,35 +219,6 @@ class _Gate:
             while (await counted()).get("more_body", False):
                 pass
         await refusal(scope, receive, send)
-
-
-async def _in_thread(function: Callable[..., Any], *args: Any) -> Any:
-    """Runs a function in its own thread, which does not keep the process alive."""
-    future: Future[Any] = Future()
-    future.set_running_or_notify_cancel()  # the waiting coroutine may be cancelled; the thread goes on
-
-    def run() -> None:
-        try:
-            future.set_result(function(*args))
-        except Exception as error:
-            future.set_exception(error)
-        except BaseException as error:  # e.g. sys.exit() in a user's function, which would end nothing but this thread
-            future.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
-
-    threading.Thread(target=run, name="score", daemon=True).start()
-    return await asyncio.wrap_future(future)
-
-
-def _as_json(output: RewardOutput, source_name: str) -> dict[str, Any]:
-    if output.token_scores is not None:
-        raise RewardError(f"{source_name}: token scores cannot be served, as requests have no token ids")
-    metrics = dict(output.metrics)
-    answer: dict[str, Any] = {"rewards": output.scores}
-    if "score" in metrics:
-        answer["scores"] = metrics.pop("score")
-    if metrics:
-        answer["extra_logs"] = metrics
-    return answer
 
 
 def _error(status: int, message: str) -> JSONResponse:

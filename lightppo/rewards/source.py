@@ -1,12 +1,6 @@
 """The reward protocol and what holds for every source: checks, failures, weighted sums, scoring in the background.
 
-Strings and lists only, no tensors. A source is any object with ``name`` and ``score``::
-
-    class Brevity:
-        name = "brevity"
-
-        def score(self, rollouts):
-            return RewardOutput(scores=[-0.01 * len(rollout.response_ids) for rollout in rollouts])
+Strings and lists only, no tensors. A source is any object with ``name`` and ``score``.
 """
 
 from __future__ import annotations
@@ -18,14 +12,15 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, get_args, runtime_checkable
+from typing import Any, Literal, Protocol, TypeVar, get_args, runtime_checkable
 
 from lightppo.data.records import Rollout
 from lightppo.errors import RewardError
-from lightppo.ranks import Alone, Ranks
+from lightppo.ranks import Ranks
 
 OnFailure = Literal["error", "unscored"]
 RouteBy = Literal["data_source", "label"]
+T = TypeVar("T")
 
 DEFAULT_ROUTE = "*"
 
@@ -53,9 +48,7 @@ class RewardSource(Protocol):
 
 def close_source(source: RewardSource) -> None:
     """Ends the processes that a source has started, if it has a ``close``."""
-    close = getattr(source, "close", None)
-    if close is not None:
-        close()
+    getattr(source, "close", lambda: None)()
 
 
 def describe_sample(rollouts: Sequence[Rollout], position: int) -> str:
@@ -71,6 +64,24 @@ def shown(value: Any, chars: int = 300) -> str:
     return text if len(text) <= chars else text[:chars] + "…"
 
 
+def in_daemon_thread(function: Callable[..., T], *args: Any) -> Future[T]:
+    """Calls a function in a thread of its own, which does not keep the program alive if the function hangs."""
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()  # nobody can cancel it
+
+    def run() -> None:
+        try:
+            future.set_result(function(*args))
+        except BaseException as error:  # SystemExit of a user's function too: it would end this thread unseen
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="reward", daemon=True).start()
+    return future
+
+
+# --- answers
+
+
 def finite(value: Any) -> float | None:
     """A finite number of Python or numpy, or a 0-d tensor, as a float; ``None`` for anything else."""
     number = _to_float(value)
@@ -81,13 +92,12 @@ def check_output(output: RewardOutput, rollouts: Sequence[Rollout], source_name:
     """The answer with plain Python floats; a :class:`RewardError` names source and sample of an unusable value."""
     if not isinstance(output, RewardOutput):
         raise RewardError(f"{source_name}: score() must return a RewardOutput, got {type(output).__name__}")
-    scores = _numbers(output.scores, rollouts, source_name, "score")
     metrics = {}
     for name, values in output.metrics.items():
         if not isinstance(name, str) or not name:
             raise RewardError(f"{source_name}: metric names must be non-empty strings, got {name!r}")
         metrics[name] = _numbers(values, rollouts, source_name, f"metric {name!r}")
-    token_scores = output.token_scores
+    scores, token_scores = _numbers(output.scores, rollouts, source_name, "score"), output.token_scores
     if token_scores is not None:
         token_scores = _token_numbers(token_scores, rollouts, source_name)
     return RewardOutput(scores, metrics, token_scores)
@@ -117,24 +127,22 @@ def output_from_result(result: Any, n: int, source_name: str) -> RewardOutput:
     """
     if not isinstance(result, Mapping):
         return RewardOutput(_as_list(result, source_name, "the result"))
-    known = ("rewards", "scores", "extra_logs", "token_scores")
-    unknown = [str(key) for key in result if key not in known]
-    if unknown or result.get("rewards") is None:
-        optional = ", ".join(map(repr, known[1:]))
-        raise RewardError(f"{source_name}: the keys must be 'rewards' and, optionally, {optional}; "
-                          f"got {[str(key) for key in result]}")  # fmt: skip
+    if result.get("rewards") is None or result.keys() - {"rewards", "scores", "extra_logs", "token_scores"}:
+        raise RewardError(
+            f"{source_name}: the keys must be 'rewards' and, optionally, 'scores', 'extra_logs', 'token_scores'; "
+            f"got {[str(key) for key in result]}"
+        )
     extra_logs = result.get("extra_logs") or {}
     if not isinstance(extra_logs, Mapping):
         raise RewardError(f"{source_name}: 'extra_logs' must map names to numbers, got {type(extra_logs).__name__}")
-    metrics = {}
+    metrics, token_scores = {}, result.get("token_scores")
     if result.get("scores") is not None:
         metrics["score"] = _as_list(result["scores"], source_name, "'scores'")
         if "score" in extra_logs:
-            raise RewardError(f"{source_name}: 'extra_logs' has a 'score', which is the name 'scores' are logged under")
+            raise RewardError(f"{source_name}: 'extra_logs' has a 'score', the name under which 'scores' are logged")
     for name, values in extra_logs.items():
         single = _to_float(values)
         metrics[name] = _as_list(values, source_name, f"extra_logs[{name!r}]") if single is None else [single] * n
-    token_scores = result.get("token_scores")
     if token_scores is not None:
         token_scores = _as_list(token_scores, source_name, "'token_scores'")
     return RewardOutput(_as_list(result["rewards"], source_name, "'rewards'"), metrics, token_scores)
@@ -142,16 +150,16 @@ def output_from_result(result: Any, n: int, source_name: str) -> RewardOutput:
 
 def join_outputs(outputs: Sequence[RewardOutput]) -> RewardOutput:
     """Joins answers about consecutive runs of samples, in order; ``None`` where an answer lacks a metric."""
-    names = dict.fromkeys(name for output in outputs for name in output.metrics)
-    joined = RewardOutput([score for output in outputs for score in output.scores], {name: [] for name in names})
-    dense = any(output.token_scores is not None for output in outputs)
-    rows: list[list[float] | None] = []
+    joined = RewardOutput([], {name: [] for output in outputs for name in output.metrics})
+    token_scores: list[list[float] | None] = []
     for output in outputs:
         missing: list[None] = [None] * len(output.scores)
-        rows += missing if output.token_scores is None else output.token_scores
+        joined.scores += output.scores
+        token_scores += missing if output.token_scores is None else output.token_scores
         for name, values in joined.metrics.items():
             values += output.metrics.get(name, missing)
-    joined.token_scores = rows if dense else None
+    if any(output.token_scores is not None for output in outputs):
+        joined.token_scores = token_scores
     return joined
 
 
@@ -175,43 +183,40 @@ def _as_list(values: Any, source_name: str, what: str) -> list[Any]:
         return values.tolist()
     if isinstance(values, (list, tuple)):
         return list(values)
-    raise RewardError(f"{source_name}: {what} must be a list or tensor with one number per sample, "
-                      f"got {type(values).__name__}")  # fmt: skip
+    got = type(values).__name__
+    raise RewardError(f"{source_name}: {what} must be a list or tensor with one number per sample, got {got}")
 
 
 def _numbers(values: Any, rollouts: Sequence[Rollout], source_name: str, what: str) -> list[float | None]:
     values = _as_list(values, source_name, f"{what}s")
     if len(values) != len(rollouts):
         raise RewardError(f"{source_name}: {len(values)} {what}s for {len(rollouts)} samples")
-    numbers: list[float | None] = []
-    for i, value in enumerate(values):
-        number = finite(value)
+    numbers = [finite(value) for value in values]
+    for i, (value, number) in enumerate(zip(values, numbers)):
         if value is not None and number is None:
             raise RewardError(
                 f"{source_name}: the {what} of {describe_sample(rollouts, i)} is {shown(repr(value), 80)}; it must be "
                 "a finite number, or None for an unscored sample"
             )
-        numbers.append(number)
     return numbers
 
 
 def _token_numbers(rows: Any, rollouts: Sequence[Rollout], source_name: str) -> list[list[float] | None]:
     if len(rows) != len(rollouts):
         raise RewardError(f"{source_name}: {len(rows)} rows of token scores for {len(rollouts)} samples")
-    checked: list[list[float] | None] = []
+    checked: list[list[float] | None] = [None] * len(rows)
     for i, row in enumerate(rows):
         if row is None:
-            checked.append(None)
             continue
-        numbers = [finite(value) for value in _as_list(row, source_name, f"token scores of sample {i}")]
-        if len(numbers) != len(rollouts[i].response_ids):
-            raise RewardError(f"{source_name}: {len(numbers)} token scores for the {len(rollouts[i].response_ids)} "
-                              f"response tokens of {describe_sample(rollouts, i)}")  # fmt: skip
+        checked[i] = numbers = [finite(value) for value in _as_list(row, source_name, f"token scores of sample {i}")]
+        sample, n = describe_sample(rollouts, i), len(rollouts[i].response_ids)
+        if len(numbers) != n:
+            raise RewardError(f"{source_name}: {len(numbers)} token scores for the {n} response tokens of {sample}")
         if None in numbers:
             t = numbers.index(None)
-            raise RewardError(f"{source_name}: token score {t} of {describe_sample(rollouts, i)} is "
-                              f"{shown(repr(row[t]), 80)}; it must be a finite number")  # fmt: skip
-        checked.append(numbers)
+            raise RewardError(
+                f"{source_name}: token score {t} of {sample} is {shown(repr(row[t]), 80)}; it must be a finite number"
+            )
     return checked
 
 
@@ -228,94 +233,71 @@ class Call:
 
 @dataclass(slots=True)
 class Outcome:
-    """The outcome of one call."""
+    """How a call ended: one try, or what :func:`settle` made of all tries."""
 
-    value: Any = None  # meaningless if there is an error
-    error: str | None = None
-    timed_out: bool = False  # the error is the time limit
+    value: Any = None  # after settle: of the last answer that could be read, even if only in part
+    error: str | None = None  # why the last try gave no full answer
     cause: BaseException | None = None  # the exception, if the call ran in this process
-
-
-@dataclass(slots=True)
-class Settled:
-    """A call after its last try."""
-
-    result: Any = None  # from the last readable answer, even if a part of it cannot be used
-    problem: str | None = None  # why the last try gave no full answer
-    cause: BaseException | None = None  # the exception behind the problem
+    timeouts: int = 0  # tries that ran past the time limit
     failures: int = 0  # tries without a full answer, time-outs included
-    timeouts: int = 0
 
 
-Runner = Callable[[Sequence[Call]], list[Outcome]]  # one outcome per call, in order
-# (position of the call, returned value) → (result, why the result is incomplete or None)
-Reader = Callable[[int, Any], tuple[Any, str | None]]
-
-
-def check_failure_options(on_reward_failure: str, reward_retries: int, reward_timeout: float | None) -> None:
+def check_failure_options(on_reward_failure: str, reward_retries: int = 0, reward_timeout: float | None = None) -> None:
     """Refuses values out of range, with a ``ValueError`` that names the flag."""
     if on_reward_failure not in get_args(OnFailure):
-        raise ValueError(f"--on_reward_failure must be one of {', '.join(get_args(OnFailure))}, "
-                         f"got {on_reward_failure!r}")  # fmt: skip
+        raise ValueError(f"--on_reward_failure must be {' or '.join(get_args(OnFailure))}, got {on_reward_failure!r}")
     if reward_retries < 0:
         raise ValueError(f"--reward_retries must be ≥ 0, got {reward_retries}")
     if reward_timeout is not None and not reward_timeout > 0:
         raise ValueError(f"--reward_timeout must be > 0 seconds, got {reward_timeout}")
 
 
-def settle(run: Runner, calls: Sequence[Call], read: Reader, retries: int) -> list[Settled]:
-    """Runs calls, and runs those that failed again, up to ``retries`` times."""
-    settled = [Settled() for _ in calls]
+def settle(
+    run: Callable[[Sequence[Call]], list[Outcome]],
+    calls: Sequence[Call],
+    read: Callable[[int, Any], tuple[Any, str | None]],
+    retries: int,
+) -> list[Outcome]:
+    """Runs calls, and runs those that failed again, up to ``retries`` times.
+
+    ``read(position, value)`` gives the result, and why it is incomplete or ``None``.
+    """
+    settled = [Outcome() for _ in calls]
     pending = list(range(len(calls)))
     for _ in range(retries + 1):
-        if not pending:
-            break
-        outcomes = run([calls[i] for i in pending])
-        for i, outcome in zip(pending, outcomes, strict=True):
+        for i, outcome in zip(pending, run([calls[i] for i in pending]) if pending else []):
             state = settled[i]
-            state.problem, state.cause = outcome.error, outcome.cause
+            state.error, state.cause = outcome.error, outcome.cause
             if outcome.error is None:
-                result, state.problem = read(i, outcome.value)
-                state.result = state.result if result is None else result
-            state.failures += state.problem is not None
-            state.timeouts += outcome.timed_out
-        pending = [i for i in pending if settled[i].problem is not None]
+                result, state.error = read(i, outcome.value)
+                state.value = state.value if result is None else result
+            state.failures += state.error is not None
+            state.timeouts += outcome.timeouts
+        pending = [i for i in pending if settled[i].error is not None]
     return settled
 
 
-def check_verifier_status(
-    rollouts: Sequence[Rollout],
-    *,
-    minimum: float = 0.0,
-    source_name: str = "the reward source",
-    ranks: Ranks | None = None,
-) -> None:
+def check_verifier_status(rollouts: Sequence[Rollout], *, minimum: float, source_name: str, ranks: Ranks) -> None:
     """Raises if all scores of a batch, before shaping, are missing or at the source's minimum. Collective.
 
     The verifier is then more likely broken than the model. Source: AReaL, ``check_verifier_status`` (of the mean).
     """
     scores = [rollout.reward for rollout in rollouts if rollout.reward is not None]
     counts = {"samples": len(rollouts), "scored": len(scores), "above": sum(score > minimum for score in scores)}
-    total = (ranks or Alone()).all_reduce({name: float(count) for name, count in counts.items()}, "sum")
+    total = ranks.all_reduce({name: float(count) for name, count in counts.items()}, "sum")
     if total["samples"] == 0 or total["above"] > 0:
         return
     found = f"every one of the {total['scored']:g} scores is at the minimum of {minimum:g}"
     if total["scored"] == 0:
         found = f"none of the {total['samples']:g} samples has a score"
+    example = "this rank has no sample to show"
+    if rollouts:
+        i = next((i for i, rollout in enumerate(rollouts) if rollout.reward is not None), 0)
+        label, response = shown(rollouts[i].prompt.label), rollouts[i].response_text[-300:]
+        example = f"{describe_sample(rollouts, i)}: label {label!r}, score {rollouts[i].reward}, end {response!r}"
     raise RewardError(
-        f"--check_verifier_status: {found}, which {source_name} gives where it finds nothing right. Does the prompt "
-        f"ask for the form that it looks for, and --label_key name the right column? {_example(rollouts)}"
-    )
-
-
-def _example(rollouts: Sequence[Rollout]) -> str:
-    if not rollouts:
-        return "This rank has no sample to show."
-    shown_first = next((i for i, rollout in enumerate(rollouts) if rollout.reward is not None), 0)
-    rollout = rollouts[shown_first]
-    return (
-        f"For example {describe_sample(rollouts, shown_first)}: label {shown(rollout.prompt.label)!r}, "
-        f"score {rollout.reward}, response ends in {rollout.response_text[-300:]!r}"
+        f"--check_verifier_status: {found} ({source_name}). Does the prompt ask for the form that it looks for, and "
+        f"--label_key name the right column? For example {example}"
     )
 
 
@@ -346,24 +328,22 @@ class RoutedReward:
             raise ValueError(f"{name}: samples are routed by {' or '.join(get_args(RouteBy))}, not by {by!r}")
         if not routes or not all(routes.values()):
             raise ValueError(f"{name}: every route needs at least one source")
-        sources: dict[int, RewardSource] = {}  # by identity: a source need not be hashable
+        plan: dict[int, tuple[RewardSource, dict[str, float]]] = {}  # by identity: a source need not be hashable
         for route, pairs in routes.items():
             for source, weight in pairs:
-                if not isinstance(weight, (int, float)) or not math.isfinite(weight):
+                weights = plan.setdefault(id(source), (source, {}))[1]
+                if finite(weight) is None:
                     raise ValueError(f"{name}: the weight of {source.name} must be a finite number, got {weight!r}")
-                if sum(other is source for other, _ in pairs) > 1:
+                if route in weights:
                     raise ValueError(f"{name}: {source.name} is twice on the route {route!r}")
-                sources[id(source)] = source
-        twice = [n for n, count in Counter(source.name for source in sources.values()).items() if count > 1]
+                weights[route] = float(weight)
+        self._plan = list(plan.values())
+        twice = [n for n, count in Counter(source.name for source, _ in self._plan).items() if count > 1]
         if twice:
             raise ValueError(f"{name}: several sources are named {', '.join(sorted(twice))}; give each its own name")
         self.name = name
         self.by: RouteBy = by
         self._routes = list(routes)
-        self._plan = [
-            (source, {route: float(weight) for route, pairs in routes.items() for s, weight in pairs if s is source})
-            for source in sources.values()
-        ]
 
     @property
     def needs_all_ranks(self) -> bool:
@@ -383,19 +363,16 @@ class RoutedReward:
             output = check_output(source.score(share), share, source.name)
             own = {source.name: output.scores} | {f"{source.name}/{m}": v for m, v in output.metrics.items()}
             for key, values in own.items():
-                metrics[key] = [None] * n
-                for at, i in enumerate(places):
-                    metrics[key][i] = values[at]
-            for at, i in enumerate(places):
-                weight, total, score = weights[routes[i]], totals[i], output.scores[at]
+                of_place = dict(zip(places, values))
+                metrics[key] = [of_place.get(i) for i in range(n)]
+            for i, score, row in zip(places, output.scores, output.token_scores or [None] * len(places)):
+                weight, total = weights[routes[i]], totals[i]
                 totals[i] = None if total is None or score is None else total + weight * score
-                row = output.token_scores[at] if output.token_scores is not None else None
                 if row is not None:
                     before = token_totals[i] or [0.0] * len(row)
                     token_totals[i] = [a + weight * b for a, b in zip(before, row)]
         for count in ("failures", "timeouts"):
-            names = [f"{source.name}/{count}" for source, _ in self._plan]
-            parts = [metrics[name] for name in names if name in metrics]
+            parts = [metrics[key] for source, _ in self._plan if (key := f"{source.name}/{count}") in metrics]
             if parts:
                 metrics[count] = [sum(value for value in row if value is not None) for row in zip(*parts)]
         dense = any(row is not None for row in token_totals)
@@ -414,7 +391,7 @@ class RoutedReward:
         if DEFAULT_ROUTE in self._routes:
             return DEFAULT_ROUTE
         raise RewardError(
-            f"{self.name}: no reward source is set for the {self.by.replace('_', ' ')} {shown(key)!r} of "
+            f"{self.name}: no reward source for the {self.by.replace('_', ' ')} {shown(key)!r} of "
             f"{describe_sample(rollouts, i)}; there are {', '.join(map(repr, self._routes))}. Add it, or "
             f"{DEFAULT_ROUTE!r} for all others"
         )
@@ -442,33 +419,27 @@ class AsyncScorer:
     def __init__(self, source: RewardSource, max_workers: int = 1, *, timeout: float | None = None) -> None:
         if getattr(source, "needs_all_ranks", False):
             raise ValueError(
-                f"--async_rewards: {source.name} is or has a reward model, which all ranks must call together and in "
-                "the order of generation and training: leave --async_rewards out"
+                f"--async_rewards: {source.name} is or has a reward model, which all ranks must call together: leave "
+                "--async_rewards out"
             )
-        if max_workers < 1:
-            raise ValueError(f"max_workers must be at least 1, got {max_workers}")
-        if timeout is not None and not timeout > 0:
-            raise ValueError(f"timeout must be > 0 seconds, got {timeout}")
+        if max_workers < 1 or (timeout is not None and not timeout > 0):
+            raise ValueError(f"AsyncScorer needs max_workers ≥ 1 and timeout > 0, got {max_workers} and {timeout}")
         self.source = source
         self.timeout = timeout
         self._max_workers = max_workers
         self._parts: list[tuple[list[Rollout], Future[RewardOutput]]] = []
         self._waiting: queue.SimpleQueue[tuple[list[Rollout], Future[RewardOutput]] | None] = queue.SimpleQueue()
-        self._threads: list[threading.Thread] = []
+        self._threads: list[Future[None]] = []
         self._ended = False
 
     def submit(self, rollouts: list[Rollout]) -> None:
         """Has samples scored and returns at once; :meth:`collect` raises their errors."""
         if self._ended:
             raise RuntimeError("this AsyncScorer has ended")
-        part = (list(rollouts), Future())
-        self._parts.append(part)
-        self._waiting.put(part)
+        self._parts.append((list(rollouts), Future()))
+        self._waiting.put(self._parts[-1])
         if len(self._threads) < self._max_workers:
-            # daemons, unlike the threads of an executor: a source that hangs must not keep a failed run alive
-            thread = threading.Thread(target=self._work, name=f"async-reward-{len(self._threads)}", daemon=True)
-            self._threads.append(thread)
-            thread.start()
+            self._threads.append(in_daemon_thread(self._work))
 
     def collect(self) -> RewardOutput:
         """Waits for all samples submitted since the last call; writes their scores into them and returns them in order.
@@ -477,15 +448,16 @@ class AsyncScorer:
         """
         parts, self._parts = self._parts, []
         late = wait([future for _, future in parts], self.timeout).not_done
+        everything = [rollout for rollouts, _ in parts for rollout in rollouts]
         if late:
             self.close()
             left = sum(len(rollouts) for rollouts, future in parts if future in late)
             raise RewardError(
-                f"{self.source.name}: {left} of {sum(len(rollouts) for rollouts, _ in parts)} samples were not scored "
-                f"{self.timeout:g} s after the end of generation"
+                f"{self.source.name}: {left} of {len(everything)} samples were not scored {self.timeout:g} s after the "
+                "end of generation"
             )
         output = join_outputs([future.result() for _, future in parts])
-        write_output(output, [rollout for rollouts, _ in parts for rollout in rollouts])
+        write_output(output, everything)
         return output
 
     def close(self) -> None:
@@ -501,5 +473,5 @@ class AsyncScorer:
                 if self._ended:
                     raise RewardError(f"{self.source.name}: scoring was ended before these samples")
                 future.set_result(check_output(self.source.score(rollouts), rollouts, self.source.name))
-            except BaseException as error:  # SystemExit of a user's function too: it would end this thread unseen
+            except BaseException as error:  # SystemExit too: later parts are still to be scored
                 future.set_exception(error)

@@ -150,15 +150,13 @@ class PPOTrainer(SeedAttributes):
 
     def _make_reward_source(self) -> RewardSource:
         """Of the constructor's reward models, function or servers."""
-        models = self.reward_model
+        models, strategy = self.reward_model, self.strategy
+        options = {"device": strategy.device, "pad_token_id": self.tokenizer.pad_token_id, "ranks": strategy}
         return build_reward_source(
             remote_rm_url=self.remote_rm_url,
             reward_fn=self.reward_fn,
             reward_models=[] if models is None else list(models) if isinstance(models, (list, tuple)) else [models],
-            device=self.strategy.device,
-            pad_token_id=self.tokenizer.pad_token_id,
-            micro_batch_size=micro_batch_spec(self.config, "reward"),
-            ranks=self.strategy,
+            model_options=options | {"micro_batch_size": micro_batch_spec(self.config, "reward")},
         )
 
     def _make_rollout_parts(self) -> None:

@@ -275,10 +275,10 @@ def test_an_endless_expression_is_killed_and_counted(make_rollout: Make) -> None
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"on_reward_failure": "zero"}, "--on_reward_failure must be one of error, unscored, got 'zero'"),
+        ({"on_reward_failure": "zero"}, "--on_reward_failure"),
         ({"reward_retries": -1}, "--reward_retries must be ≥ 0"),
         ({"reward_timeout": 0.0}, "--reward_timeout must be > 0"),
-        ({"reward_workers": 0}, "workers ≥ 1"),
+        ({"reward_workers": 0}, "--reward_workers"),
     ],
 )
 def test_options_out_of_range(options: dict[str, Any], message: str) -> None:

@@ -70,7 +70,7 @@ def score_batch(queries, prompts, labels):
 
 def test_urls_make_a_remote_source():
     source = build_reward_source(
-        remote_rm_url=[URL, "https://host/rm"], remote_timeout=7.0, remote_retries=9, remote_token="t"
+        remote_rm_url=[URL, "https://host/rm"], remote_options={"timeout": 7.0, "retries": 9, "token": "t"}
     )
     assert isinstance(source, RemoteReward)
     assert (source.urls, source.timeout, source.retries) == ([URL, "https://host/rm"], 7.0, 9)
@@ -109,10 +109,7 @@ def test_reward_fn_combines_reward_models(module, rollouts, as_file):
     source = build_reward_source(
         reward_fn=module if as_file else lambda scores: scores[0] + scores[1],
         reward_models=[length, lambda s, m: torch.ones(len(s))],
-        pad_token_id=0,
-        micro_batch_size=3,
-        ranks=ranks,
-        device="cpu",
+        model_options={"pad_token_id": 0, "micro_batch_size": 3, "ranks": ranks, "device": "cpu"},
     )
     assert isinstance(source, RewardModelSource)
     assert source.score(rollouts).scores == [3.0, 4.0, 5.0, 6.0, 7.0]  # lengths 2…6, plus 1
@@ -120,34 +117,35 @@ def test_reward_fn_combines_reward_models(module, rollouts, as_file):
 
 
 def test_one_reward_model_needs_no_reward_fn(rollouts):
-    source = build_reward_source(reward_models=[length], pad_token_id=0)
+    source = build_reward_source(reward_models=[length], model_options={"pad_token_id": 0})
     assert source.score(rollouts).scores == [2.0, 3.0, 4.0, 5.0, 6.0]
-    with pytest.raises(ValueError, match="need pad_token_id"):
+    with pytest.raises(ValueError, match="pad_token_id"):
         build_reward_source(reward_models=[length])
+    with pytest.raises(ValueError, match="--reward_fn"):
+        build_reward_source(reward_models=[length, length], model_options={"pad_token_id": 0})
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "set --remote_rm_url .*, --reward_fn or --reward_pretrain"),
-        ({"remote_rm_url": []}, "no rewards"),
-        ({"remote_rm_url": [URL], "n_reward_models": 1}, "--remote_rm_url and --reward_pretrain are both set"),
-        ({"remote_rm_url": [URL], "reward_fn": score_batch}, "--remote_rm_url and --reward_fn are both set"),
-        ({"remote_rm_url": ["x.py"], "reward_fn": "y.py"}, "--remote_rm_url and --reward_fn are both set"),
-        ({"n_reward_models": 2}, "--reward_pretrain has 2 models: --reward_fn must say how"),
+        ({}, "--remote_rm_url .*--reward_fn or --reward_pretrain"),
+        ({"remote_rm_url": []}, "--remote_rm_url .*--reward_fn or --reward_pretrain"),
+        ({"remote_rm_url": [URL], "n_reward_models": 1}, "--remote_rm_url and --reward_pretrain"),
+        ({"remote_rm_url": [URL], "reward_fn": score_batch}, "--remote_rm_url and --reward_fn"),
+        ({"remote_rm_url": ["x.py"], "reward_fn": "y.py"}, "--remote_rm_url and --reward_fn"),
         (
             {"n_reward_models": 1, "reward_fn": CombinedReward({FunctionReward(score_batch): 1.0})},
-            "--reward_pretrain would not be used",
+            "--reward_fn .*--reward_pretrain",
         ),
-        ({"reward_fn": 3}, "--reward_fn must be .* got 3"),
+        ({"reward_fn": 3}, "--reward_fn .* 3$"),
         ({"reward_fn": "reward.json"}, "--reward_fn: 'reward.json' is not of the form"),
         ({"reward_fn": URL}, "--reward_fn: .* is not of the form"),
         ({"reward_fn": "/nowhere/at/all.py"}, "--reward_fn: no file /nowhere/at/all.py"),
         ({"remote_rm_url": ["/nowhere/at/all.py"]}, "--remote_rm_url: no file /nowhere/at/all.py"),
         ({"remote_rm_url": ["host:5000"]}, "--remote_rm_url: 'host:5000' is not of the form"),
         ({"remote_rm_url": ["grpc://host"]}, "--remote_rm_url: 'grpc://host' is not an http"),
-        ({"remote_rm_url": [URL, "x.py"]}, r"--remote_rm_url takes http\(s\) URLs or one path.py"),
-        ({"remote_rm_url": ["x.py", "y.py"]}, r"--remote_rm_url takes http\(s\) URLs or one path.py"),
+        ({"remote_rm_url": [URL, "x.py"]}, "--remote_rm_url: 'x.py'"),
+        ({"remote_rm_url": ["x.py", "y.py"]}, "--remote_rm_url: 'x.py'"),
         ({"remote_rm_url": "host"}, "--remote_rm_url: 'host' is not of the form"),
     ],
 )
@@ -157,24 +155,24 @@ def test_contradictions_and_unknown_forms_name_the_flag(options, message):
         check_reward_options(**options)
     n_models = options.pop("n_reward_models")
     with pytest.raises(ValueError, match=message):
-        build_reward_source(**options, reward_models=[length] * n_models, pad_token_id=0)
+        build_reward_source(**options, reward_models=[length] * n_models, model_options={"pad_token_id": 0})
 
 
 def test_names_that_are_no_reward_name_the_flag(module):
     with pytest.raises(ValueError, match=r"--reward_fn: .*has no 'rewrad'; it has reward_func, two, reward_fn, Source"):
         build_reward_source(reward_fn=f"{module}:rewrad")
-    with pytest.raises(ValueError, match="--remote_rm_url: 3 is neither a function nor a reward source"):
+    with pytest.raises(ValueError, match="--remote_rm_url: 3 "):
         build_reward_source(remote_rm_url=[f"{module}:number"])
-    with pytest.raises(ValueError, match=r"--reward_fn: .*Source'> is neither"):
+    with pytest.raises(ValueError, match=r"--reward_fn: .*Source'> "):
         build_reward_source(reward_fn=f"{module}:Source")
     with pytest.raises(ValueError, match=r"--reward_fn: .*must take"):
         build_reward_source(reward_fn=f"{module}:reward_fn")
     with pytest.raises(ValueError, match=r"--reward_fn: .*is of type int, not a function"):
-        build_reward_source(reward_fn=f"{module}:number", reward_models=[length], pad_token_id=0)
+        build_reward_source(reward_fn=f"{module}:number", reward_models=[length], model_options={"pad_token_id": 0})
 
 
 def test_secrets_in_mixed_urls_are_not_shown():
-    with pytest.raises(ValueError, match="--remote_rm_url takes") as caught:
+    with pytest.raises(ValueError, match="--remote_rm_url") as caught:
         build_reward_source(remote_rm_url=["http://me:s3cret@host/rm?key=s3cret", "x.py"])
     assert "s3cret" not in str(caught.value)
 
@@ -283,7 +281,7 @@ def test_options_of_functions():
     options = {"reward_fn_style": "trl", "reward_manager": "prime", "reward_workers": 2, "reward_timeout": 3.0}
     config = PPOConfig.from_flat(**options, reward_retries=1, on_reward_failure="unscored").verifier
     assert registry.function_options(config) == options | {"reward_retries": 1, "on_reward_failure": "unscored"}
-    assert registry.function_options(PPOConfig().verifier)["on_reward_failure"] == "error"
+    assert registry.function_options(PPOConfig().verifier).keys() <= options.keys() | {"reward_retries"}
 
 
 @pytest.fixture

@@ -11,15 +11,18 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from support.fakes import FakeStrategy, on_ranks
 
 from lightppo.data.records import Rollout
 from lightppo.errors import RewardError, WorkerStartError
 from lightppo.experience.sampler import RolloutSampler
+from lightppo.ranks import Alone
 from lightppo.rewards.function import FunctionReward
 from lightppo.rewards.runners import KillablePool, LoopRunner, ThreadRunner, function_spec
 from lightppo.rewards.source import Call, Outcome, check_verifier_status, score_rollouts, settle
@@ -138,7 +141,7 @@ def test_a_hanging_batch_function_has_a_limit_too(make_rollout: Make, release: t
 
 
 def test_too_many_hanging_threads_are_an_error(release: threading.Event) -> None:
-    runner = ThreadRunner(lambda: release.wait(600), workers=16, timeout=0.05)
+    runner = ThreadRunner(lambda: release.wait(600), 16, timeout=0.05)
     with pytest.raises(RewardError, match=r"65 calls of the reward function hang, .*--reward_manager prime can kill"):
         runner.run([Call()] * 200)
 
@@ -160,14 +163,14 @@ def test_coroutines_have_a_limit_that_they_cannot_refuse() -> None:
     runner = LoopRunner(stubborn, concurrency=2, timeout=0.3)
     outcomes = runner.run([Call((how,)) for how in ("ok", "refuses", "exits", "refuses", "ok")])
     assert [outcome.value for outcome in outcomes] == [1.0, None, None, None, 1.0]
-    assert [outcome.timed_out for outcome in outcomes] == [False, True, False, True, False]
+    assert [outcome.timeouts for outcome in outcomes] == [0, 1, 0, 1, 0]
     assert outcomes[2].error == "SystemExit: 0"
 
 
 def test_a_blocked_event_loop_is_left_behind() -> None:
     runner = LoopRunner(stubborn, concurrency=2, timeout=0.05, grace=0.05)
     for _ in range(5):
-        assert all(outcome.timed_out for outcome in runner.run([Call(("blocks",))]))
+        assert all(outcome.timeouts for outcome in runner.run([Call(("blocks",))]))
     with pytest.raises(RewardError, match="has blocked its event loop 5 times"):
         runner.run([Call(("ok",))])
 
@@ -180,13 +183,13 @@ def test_settle_tries_again_only_what_failed() -> None:
         for (i,) in (call.args for call in calls):
             tries[i] += 1
             good = tries[i] > i  # call 0 works at once, 1 the second time, 2 the third
-            outcomes.append(Outcome(i) if good else Outcome(error="late", timed_out=i == 2))
+            outcomes.append(Outcome(i) if good else Outcome(error="late", timeouts=int(i == 2)))
         return outcomes
 
     read = {0: ("a", None), 1: ("b", None), 2: ("part", "not all of it")}
     settled = settle(run, [Call((i,)) for i in range(3)], lambda i, value: read[value], retries=2)
     assert dict(tries) == {0: 1, 1: 2, 2: 3}
-    assert [(s.result, s.problem, s.failures, s.timeouts) for s in settled] == [
+    assert [(s.value, s.error, s.failures, s.timeouts) for s in settled] == [
         ("a", None, 0, 0),
         ("b", None, 1, 0),
         ("part", "not all of it", 3, 2),  # two time-outs, then an answer of which only a part can be used
@@ -331,33 +334,33 @@ def test_how_processes_find_a_function(scorer: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fn", "options", "message"),
+    ("fn", "options"),
     [
-        (
-            slow,
-            {"reward_manager": "batch"},
-            r"--reward_manager batch: reward function slow takes one sample \(f\(data_so",
-        ),
-        (
-            lambda q, p, labels: [],
-            {"reward_manager": "naive"},
-            r"--reward_manager naive: .* takes a whole batch \(f\(que",
-        ),
-        (slow, {"reward_manager": "dapo"}, "--reward_manager must be one of auto, naive, batch, prime, got 'dapo'"),
-        (slow, {"reward_manager": "prime"}, "--reward_manager prime needs --reward_timeout"),
-        (slow, {"reward_workers": 0}, "--reward_workers must be ≥ 1"),
-        (slow, {"reward_timeout": -1.0}, "--reward_timeout must be > 0"),
-        (slow, {"on_reward_failure": "0"}, "--on_reward_failure must be one of error, unscored"),
+        (slow, {"reward_manager": "batch"}),
+        (lambda q, p, labels: [], {"reward_manager": "naive"}),
+        (slow, {"reward_manager": "dapo"}),
+        (slow, {"reward_manager": "prime"}),  # without a limit
+        (slow, {"reward_workers": 0}),
+        (slow, {"reward_timeout": -1.0}),
+        (slow, {"reward_retries": -1}),
+        (slow, {"on_reward_failure": "0"}),
     ],
 )
-def test_options_that_do_not_fit(fn: Callable[..., Any], options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_options_that_do_not_fit(fn: Callable[..., Any], options: dict[str, Any]) -> None:
+    (flag,) = options
+    with pytest.raises(ValueError, match=f"--{flag}"):
         FunctionReward(fn, "slow", **options)
 
 
 # processes that are killed
 
 Behave = Callable[..., list[Any]]
+
+
+def workers() -> set[int]:
+    """Process ids of the workers of all pools; multiprocessing has another helper process."""
+    children = psutil.Process().children()
+    return {child.pid for child in children if "spawn_main" in " ".join(child.cmdline())}
 
 
 def ended(pid: int, within: float = 60.0) -> bool:
@@ -376,7 +379,7 @@ def ended(pid: int, within: float = 60.0) -> bool:
 @pytest.fixture(scope="module")
 def pool() -> Iterator[KillablePool]:
     """One whose time limit no test reaches."""
-    with KillablePool(f"{TARGETS}:behave", workers=2, timeout=60.0, memory_mb=300) as pool:
+    with closing(KillablePool(f"{TARGETS}:behave", workers=2, timeout=60.0, memory_mb=300)) as pool:
         yield pool
 
 
@@ -397,15 +400,16 @@ def test_values_of_numpy_come_as_pythons(behave: Behave) -> None:
 
 def test_what_exceeds_the_limit_is_killed() -> None:
     hows = ["sleep", "loop", "hold_the_lock", "deaf", "stop"]
-    with KillablePool(f"{TARGETS}:behave", workers=2, timeout=0.7) as pool:
+    others = workers()
+    with closing(KillablePool(f"{TARGETS}:behave", workers=2, timeout=0.7)) as pool:
         pool.run([Call(("ok",))] * 8)
-        before = set(pool.worker_pids)
+        before = workers() - others
         outcomes = pool.run([Call((how,)) for how in hows] + [Call(("ok", 0.5))])
         assert [outcome.value for outcome in outcomes] == [None] * 5 + [0.5]
-        assert all(outcome.timed_out for outcome in outcomes[:5])
-        assert not before & set(pool.worker_pids)
+        assert all(outcome.timeouts for outcome in outcomes[:5])
+        assert len(before) == 2
         assert all(ended(pid) for pid in before)
-        assert pool.run([Call(("pid",))])[0].value in pool.worker_pids  # the dead ones were replaced
+        assert pool.run([Call(("pid",))])[0].value in workers() - before - others  # the dead ones were replaced
 
 
 @pytest.mark.parametrize(
@@ -417,8 +421,8 @@ def test_what_exceeds_the_limit_is_killed() -> None:
         ("sys_exit", "SystemExit: 0"),
         ("raise", "ZeroDivisionError: division by zero"),
         ("recurse", "RecursionError: .*"),
-        ("object", "TypeError: a reward function cannot return object from a worker process"),
-        ("long", r"the answer has \d+ bytes"),
+        ("object", "TypeError: .* object .*"),
+        ("long", r"ValueError: .* \d+ bytes"),
         ("grow", "more than 300 MiB of memory"),
     ],
 )
@@ -426,7 +430,7 @@ def test_other_ends_have_their_reason(behave: Behave, how: str, reason: str) -> 
     bad, good = behave(how, "ok")
     assert bad.error is not None
     assert re.fullmatch(reason, bad.error)
-    assert not bad.timed_out
+    assert not bad.timeouts
     assert good.value == 0.5
 
 
@@ -435,13 +439,13 @@ def test_many_bad_calls_do_not_starve_the_others(behave: Behave) -> None:
     assert [outcome.value for outcome in outcomes] == [None, 0.5, None] * 3
 
 
-def test_an_idle_worker_that_dies_is_replaced(pool: KillablePool, behave: Behave) -> None:
+def test_an_idle_worker_that_dies_is_replaced(behave: Behave) -> None:
     behave("ok")
-    gone = pool.worker_pids
+    gone = workers()
     for pid in gone:
         os.kill(pid, signal.SIGKILL)
     assert [outcome.value for outcome in behave("ok", "ok")] == [0.5, 0.5]
-    assert not set(gone) & set(pool.worker_pids)
+    assert not {outcome.value for outcome in behave("pid", "pid")} & gone
 
 
 def test_threads_share_a_pool(behave: Behave) -> None:
@@ -453,8 +457,8 @@ def test_threads_share_a_pool(behave: Behave) -> None:
 
 def test_children_of_a_killed_call_are_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CHILD_PID_FILE", str(tmp_path / "pid"))
-    with KillablePool(f"{TARGETS}:behave", workers=1, timeout=1.0) as pool:
-        assert pool.run([Call(("with_child",))])[0].timed_out
+    with closing(KillablePool(f"{TARGETS}:behave", workers=1, timeout=1.0)) as pool:
+        assert pool.run([Call(("with_child",))])[0].timeouts
         assert ended(int((tmp_path / "pid").read_text()))
 
 
@@ -465,9 +469,9 @@ def test_workers_are_light_and_have_no_gpu(behave: Behave) -> None:
 
 
 def test_modules_and_coroutines_are_targets_too() -> None:
-    with KillablePool("operator:mul", workers=1) as pool:
+    with closing(KillablePool("operator:mul", workers=1, timeout=10.0)) as pool:
         assert pool.run([Call((3, 4))])[0].value == 12
-    with KillablePool(f"{TARGETS}:double_later", workers=1) as pool:
+    with closing(KillablePool(f"{TARGETS}:double_later", workers=1, timeout=10.0)) as pool:
         assert pool.run([Call((3.0,))])[0].value == 6.0
 
 
@@ -480,14 +484,14 @@ def test_modules_and_coroutines_are_targets_too() -> None:
     ],
 )
 def test_a_target_that_cannot_be_loaded_is_an_error_at_once(target: str, reason: str) -> None:
-    with KillablePool(target, workers=2) as pool, pytest.raises(WorkerStartError, match=reason):
+    with closing(KillablePool(target, workers=2, timeout=10.0)) as pool, pytest.raises(WorkerStartError, match=reason):
         pool.run([Call((1,))] * 3)
 
 
 def test_a_target_that_ends_the_process_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text("import os\nos._exit(7)\n")
     with (
-        KillablePool(f"{tmp_path / 'bad.py'}:f", workers=1) as pool,
+        closing(KillablePool(f"{tmp_path / 'bad.py'}:f", workers=1, timeout=10.0)) as pool,
         pytest.raises(WorkerStartError, match=r"3 worker processes in a row did not start: .*exit code 7"),
     ):
         pool.run([Call(())])
@@ -499,9 +503,10 @@ def test_arguments_that_cannot_be_sent(pool: KillablePool) -> None:
 
 
 def test_closed_collected_and_out_of_range() -> None:
-    pool = KillablePool("time:sleep", workers=2)
+    others = workers()
+    pool = KillablePool("time:sleep", workers=2, timeout=60.0)
     pool.run([Call((0,))] * 8)
-    pids = pool.worker_pids
+    pids = workers() - others
     assert pids
     with ThreadPoolExecutor(1) as threads:
         under_way = threads.submit(pool.run, [Call((600,))])
@@ -514,29 +519,34 @@ def test_closed_collected_and_out_of_range() -> None:
     with pytest.raises(RewardError, match="closed"):
         pool.run([Call((1,))])
 
-    pool = KillablePool("operator:neg", workers=1)
+    pool = KillablePool("operator:neg", workers=1, timeout=60.0)
     pool.run([Call((1,))])
-    pids = pool.worker_pids
+    pids = workers() - others
+    assert pids
     del pool
     gc.collect()
     assert all(ended(pid) for pid in pids)
 
-    for options in ({"workers": 0}, {"timeout": 0.0}, {"memory_mb": 0}):
-        with pytest.raises(ValueError, match="are needed"):
+    for options in ({"workers": 0, "timeout": 1.0}, {"workers": 1, "timeout": 0.0}):
+        with pytest.raises(ValueError, match=r"--reward_workers .* --reward_timeout"):
             KillablePool("operator:neg", **options)
 
 
 SCRIPT = """
 import os, sys, threading, time
+import psutil
 from lightppo.rewards.runners import KillablePool
 from lightppo.rewards.source import Call
+
+def workers():
+    return [child.pid for child in psutil.Process().children() if "spawn_main" in " ".join(child.cmdline())]
 
 pool = KillablePool(sys.argv[1], workers=2, timeout=300)
 open(sys.argv[3], "a").write("run;")
 pool.run([Call(("ok",))] * 4)
 calls = threading.Thread(target=pool.run, args=([Call(("loop",)), Call(("loop",))],), daemon=True)
 calls.start()
-while len(pool.worker_pids) < 2:  # both are there, and soon busy
+while len(workers()) < 2:  # both are there, and soon busy
     time.sleep(0.02)
 time.sleep(0.3)
 if sys.argv[2] == "fork":
@@ -544,10 +554,10 @@ if sys.argv[2] == "fork":
     if child == 0:
         sys.exit(0)  # runs what its parent has registered for the end
     os.waitpid(child, 0)
-    pids = pool.worker_pids
+    pids = workers()
     print(*pids, *[1 for pid in pids if os.path.exists(f"/proc/{pid}")], flush=True)
 else:
-    print(*pool.worker_pids, flush=True)
+    print(*workers(), flush=True)
 if sys.argv[2] == "killed":
     time.sleep(300)
 """
@@ -581,6 +591,10 @@ def test_default_number_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 # the verifier's health
 
 
+def check(rollouts: list[Rollout], minimum: float = 0.0, ranks: Any = None) -> None:
+    check_verifier_status(rollouts, minimum=minimum, source_name="judge", ranks=ranks or Alone())
+
+
 def scored(make_rollout: Make, rewards: list[float | None]) -> list[Rollout]:
     rollouts = [make_rollout(i, f"response {i}", label=f"label {i}") for i in range(len(rewards))]
     for rollout, reward in zip(rollouts, rewards):
@@ -592,7 +606,7 @@ def scored(make_rollout: Make, rewards: list[float | None]) -> list[Rollout]:
     ("rewards", "minimum"), [([0.0, 0.0, 1.0], 0.0), ([0.0, None, 0.1], 0.0), ([-1.0, -0.8], -1.0), ([], 0.0)]
 )
 def test_a_healthy_verifier(make_rollout: Make, rewards: list[float | None], minimum: float) -> None:
-    check_verifier_status(scored(make_rollout, rewards), minimum=minimum)
+    check(scored(make_rollout, rewards), minimum)
 
 
 @pytest.mark.parametrize(
@@ -608,10 +622,10 @@ def test_a_batch_at_the_minimum_is_an_error_with_a_sample(
 ) -> None:
     shown = 1 if rewards[0] is None and rewards[1] is not None else 0
     pattern = (
-        rf"--check_verifier_status: {found}, .*'question {shown}: '\): label 'label {shown}', score .*response {shown}"
+        rf"--check_verifier_status: {found} .*'question {shown}: '\): label 'label {shown}', score .*response {shown}"
     )
     with pytest.raises(RewardError, match=pattern):
-        check_verifier_status(scored(make_rollout, rewards), minimum=minimum)
+        check(scored(make_rollout, rewards), minimum)
 
 
 @pytest.mark.parametrize(
@@ -619,12 +633,11 @@ def test_a_batch_at_the_minimum_is_an_error_with_a_sample(
     [([[0.0, 0.0], [0.0, 1.0]], False), ([[0.0, 0.0], [0.0]], True), ([[0.0, 0.0], []], True), ([[], []], False)],
 )
 def test_all_ranks_decide_the_same(make_rollout: Make, by_rank: list[list[float | None]], raises: bool) -> None:
-    def check(strategy: FakeStrategy) -> bool:
-        rollouts = scored(make_rollout, by_rank[strategy.rank])
+    def fails(strategy: FakeStrategy) -> bool:
         try:
-            check_verifier_status(rollouts, ranks=strategy)
+            check(scored(make_rollout, by_rank[strategy.rank]), ranks=strategy)
         except RewardError:
             return True
         return False
 
-    assert on_ranks(2, check) == [raises, raises]
+    assert on_ranks(2, fails) == [raises, raises]
