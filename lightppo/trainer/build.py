@@ -31,15 +31,9 @@ from lightppo.experience.checks import RolloutCheck, RolloutReplay
 from lightppo.experience.maker import ExperienceMaker
 from lightppo.experience.sampler import GroupCollector, GroupFilter, RolloutSampler
 from lightppo.http import read_token, shown_url
+from lightppo.models import loading
 from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic, RewardModel
-from lightppo.models.loading import (
-    check_activation_offload,
-    compile_layers,
-    get_tokenizer,
-    use_liger_kernels,
-    valid_vocab_size,
-)
 from lightppo.models.lora import AdaptersOff, LoraOptions, add_adapters, check_peft
 from lightppo.models.quantised import check_bitsandbytes
 from lightppo.ranks import Ranks
@@ -78,12 +72,7 @@ class Run:
 
 
 def build(config: PPOConfig) -> Run:
-    """Build everything a run needs. Collective.
-
-    Raises:
-        ConfigError: options that cannot work, or do not fit the model or the disk; also for configs made in code.
-        ModelLoadError, DataError: naming the flag, path and row.
-    """
+    """Build everything a run needs; whatever cannot work is an error that names its flag. Collective."""
     strategy = build_strategy(config)
     strategy.setup_distributed()
     config.validate(strategy.world_size)
@@ -95,7 +84,7 @@ def build(config: PPOConfig) -> Run:
 
     models = build_models(config, strategy)
     tokenizer = build_tokenizer(config, models.actor)
-    models.actor.valid_vocab_size = valid_vocab_size(tokenizer)
+    models.actor.valid_vocab_size = loading.valid_vocab_size(tokenizer)
     if models.reference is not None:
         models.reference.valid_vocab_size = models.actor.valid_vocab_size
     saved = saved_parts(config, models.actor, models.critic, models.ema, models.reference)
@@ -214,23 +203,19 @@ def saved_parts(config: PPOConfig, actor: Any, critic: Any, ema: Any, reference:
 
 
 def accelerate(models: Models, config: PPOConfig, device: torch.device) -> None:
-    """Gradient checkpointing, offloaded activations, other kernels, compiled layers: as the options ask.
-
-    Raises:
-        ModelLoadError: one that this machine or model cannot do.
-    """
+    """Gradient checkpointing, offloaded activations, other kernels, compiled layers: as the options ask."""
     m, trained = config.model, [model for model in (models.actor, models.critic) if model is not None]
     if m.activation_offload:
-        check_activation_offload(device)
+        loading.check_activation_offload(device)
     for model in trained:
         if m.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": m.gradient_checkpointing_use_reentrant})
         model.activation_offload = m.activation_offload
     for model in [*trained, *([models.reference] if models.reference is not None else [])]:
         if m.use_liger_kernel:
-            use_liger_kernels(model.hf_model)
+            loading.use_liger_kernels(model.hf_model)
         if m.torch_compile:
-            compile_layers(model.hf_model)
+            loading.compile_layers(model.hf_model)
 
 
 def add_lora(config: PPOConfig, *models: Actor | Critic | None) -> None:
@@ -247,7 +232,7 @@ def build_tokenizer(config: PPOConfig, actor: Actor) -> Any:
     """The actor's tokenizer, checked against its embedding."""
     m = config.model
     options = {"use_fast": not m.disable_fast_tokenizer, "trust_remote_code": m.trust_remote_code}
-    return get_tokenizer(stage_to_local(m.pretrain), actor, **options)
+    return loading.get_tokenizer(stage_to_local(m.pretrain), actor, **options)
 
 
 def with_optimizer(
@@ -358,11 +343,7 @@ def build_sampler(
     check: RolloutCheck,
     timer: Callable[[str], Any],
 ) -> GroupCollector:
-    """Prompts → the scored groups that a step trains on.
-
-    Raises:
-        ConfigError: the engine or the reward source cannot do what the options ask.
-    """
+    """Prompts → the scored groups that a step trains on. ConfigError: engine or source cannot do what options ask."""
     s, t, v, per_step = config.sampling, config.training, config.verifier, config.rollout.rollout_batch_size
     if s.fire_sampling and not getattr(engine, "heats_first_token", False):
         raise ConfigError(f"--fire_sampling: {type(engine).__name__} has one temperature for all tokens; leave it out")
@@ -438,10 +419,7 @@ def eval_sampling_params(config: PPOConfig) -> SamplingParams:
 
 
 def build_rollout_engine(config: PPOConfig, strategy: Any, actor: Any, tokenizer: Any) -> RolloutEngine:
-    """The engine that ``--rollout_engine`` names, with the actor's present weights. Collective.
-
-    Raises ConfigError where the engine is not installed, or cannot run this model with these options.
-    """
+    """The engine that ``--rollout_engine`` names, with the actor's present weights. Collective."""
     return ENGINES[config.engine.rollout_engine](config, strategy, actor, tokenizer)
 
 
@@ -467,13 +445,7 @@ ENGINES: dict[str, Callable[[PPOConfig, Any, Any, Any], RolloutEngine]] = {
 
 
 def check_before_loading(config: PPOConfig) -> None:
-    """Paths and addresses that can be looked at without loading anything.
-
-    Raises:
-        DataError: a data path that is missing or of no known form; names the flag.
-        ConfigError: a reward address, file or token that is missing or of no known form; names the flag.
-        ModelLoadError: ``--lora_rank`` without peft, ``--load_in_4bit`` without bitsandbytes.
-    """
+    """Packages, paths, addresses and tokens that can be looked at without loading anything; errors name the flag."""
     if uses_adapters(config):
         check_peft()
     if config.adapter.load_in_4bit:
@@ -506,12 +478,11 @@ def check_lengths(config: PPOConfig, model_config: Any) -> None:
 def check_disk_space(config: PPOConfig, parameters: dict[str, int], exported: int | None = None) -> None:
     """Room for the checkpoints that will be kept, before the first one is lost to a full disk.
 
+    Trained models have weights, fp32 master weights and two fp32 moments; ``ema`` and ``reference`` fp32 weights.
+
     Args:
-        config: what is saved, and how many are kept.
-        parameters: number of parameters per part of a checkpoint (with LoRA those that train). Trained models have
-            weights, fp32 master weights and two fp32 moments, the moving average (``ema``) and a moving ``reference``
-            fp32 weights.
-        exported: number of parameters in an export of the actor; ``None``: as many as in its checkpoint.
+        parameters: their number per part of a checkpoint (with LoRA those that train).
+        exported: their number in an export of the actor; ``None``: as many as in its checkpoint.
     """
     c = config.checkpoint
     exports = c.hf_save_steps > 0 or c.hf_save_epochs or c.hf_save_seconds or config.evaluation.best_metric
@@ -555,11 +526,7 @@ def described(config: PPOConfig) -> str:
 
 
 def save_run_config(config: PPOConfig, strategy: DeepspeedStrategy) -> None:
-    """Keep the resolved options in ``save_path/run_config.yaml``, which ``--config`` reads. Collective.
-
-    Raises:
-        ConfigError: the folder cannot be written; on every rank.
-    """
+    """Keep the resolved options in ``save_path/run_config.yaml``, which ``--config`` reads. Collective."""
     problem = write_run_config(config) if strategy.is_rank_0() else None
     if problem := strategy.broadcast_object(problem):
         raise ConfigError(problem)

@@ -130,11 +130,7 @@ class RunCheckpointer:
         return note["value"] if note is not None and note["metric"] == metric else None
 
     def find(self, root: str | Path) -> str | None:
-        """Tag of the last checkpoint with all parts whole, or ``None``.
-
-        Raises:
-            CheckpointError: if there are checkpoints but none holds all parts of this run.
-        """
+        """Tag of the last checkpoint with all parts whole, or ``None``. CheckpointError: this run has other parts."""
         root = Path(root)
         tag = self._last_whole(root)
         if tag is None and _tags("actor", root):
@@ -159,16 +155,10 @@ class RunCheckpointer:
         return whole[-1] if whole else None
 
     def resume(self, options: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Load the last checkpoint that ``--resume`` allows. Collective.
-
-        Args:
-            options: of this run; those that define a run must be as they were.
-
-        Returns:
-            the client state given to :meth:`save`; ``None`` where there is nothing to resume.
+        """Load the last checkpoint that ``--resume`` allows, if there is one; returns its client state. Collective.
 
         Raises:
-            ConfigError: options that must stay as they were have changed.
+            ConfigError: ``options`` of this run that must stay as they were have changed.
             CheckpointError: the checkpoint does not fit this run.
         """
         root = resume_root(self.config.resume, self.config.ckpt_path)
@@ -189,11 +179,7 @@ class RunCheckpointer:
         return saved
 
     def load(self, root: str | Path, tag: str) -> dict[str, Any]:
-        """Load all parts and this rank's random generators; returns the client state given to :meth:`save`. Collective.
-
-        Raises:
-            CheckpointError: a part is missing, or was saved at another world size, ZeRO stage or precision.
-        """
+        """Load all parts and this rank's random generators; returns the client state that was saved. Collective."""
         states = {}
         for name, model in self.models.items():
             _, states[name] = self.strategy.load_ckpt(model, Path(root) / f"_{name}", tag)
@@ -215,11 +201,7 @@ def _mark(root: Path, tag: str) -> None:
 
 
 def resume_root(resume: str, ckpt_path: str) -> Path | None:
-    """Where to look for a checkpoint: ``--ckpt_path`` for auto, the named folder for a path, nowhere for never.
-
-    Raises:
-        CheckpointError: if the named folder is not a folder of checkpoints.
-    """
+    """Where to look for a checkpoint: ``--ckpt_path`` for auto, the named folder for a path, nowhere for never."""
     if resume == "never":
         return None
     if resume == "auto":

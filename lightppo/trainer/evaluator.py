@@ -37,29 +37,17 @@ class EvalSample:
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """Unbiased estimate of the chance that at least one of k answers is right, from n answers.
+    """Unbiased estimate of the chance that at least one of k ≤ n answers is right, from n answers.
 
     1 - C(n-c, k) / C(n, k): Chen et al. 2021, "Evaluating Large Language Models Trained on Code", eq. 1.
-
-    Raises:
-        ValueError: if k is not in 1..n, or ``correct`` not in 0..n.
     """
-    if not (1 <= k <= n and 0 <= correct <= n):
-        raise ValueError(f"pass@{k} of {n} answers with {correct} right is not defined")
     return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
 
 
 def eval_metrics(samples: Sequence[EvalSample], threshold: float) -> dict[str, float]:
     """Metrics of one evaluation; with several data sources also ``eval/<source>/...``.
 
-    Unscored samples count nowhere but in ``eval/unscored``.
-
-    Args:
-        samples: all samples of all ranks.
-        threshold: a score of at least this is correct.
-
-    Raises:
-        RewardError: if no sample is scored.
+    A score of at least ``threshold`` is correct. Unscored samples count nowhere but in ``eval/unscored``.
     """
     if all(sample.score is None for sample in samples):
         raise RewardError(f"evaluation: none of the {len(samples)} samples was scored; check the reward source")

@@ -31,6 +31,7 @@ from lightppo.rewards.source import RewardSource, close_source
 from lightppo.rollout.engine import RolloutEngine
 from lightppo.strategy.zero3 import parameter_count
 from lightppo.trainer import metrics as m
+from lightppo.trainer import update
 from lightppo.trainer.build import (
     build,
     build_evaluator,
@@ -46,14 +47,6 @@ from lightppo.trainer.checkpointing import RunCheckpointer, TrainerState
 from lightppo.trainer.evaluator import Evaluator
 from lightppo.trainer.prompts import EpisodePrompts, PromptFilter, as_lm_batch, as_prompts, endless
 from lightppo.trainer.recorder import Recorder
-from lightppo.trainer.update import (
-    EarlyStop,
-    actor_loss,
-    build_policy_loss,
-    build_value_norm,
-    critic_loss,
-    pretrain_loss,
-)
 
 
 class PPOTrainer(SeedAttributes):
@@ -74,12 +67,8 @@ class PPOTrainer(SeedAttributes):
         reward_source: instead of the three above.
         rollout_engine: ``None``: the engine that ``--rollout_engine`` names.
         prompts_dataloader, pretrain_dataloader: as for :meth:`fit`, which may bring others.
-        eval_prompts: held-out prompts to evaluate on.
-        evaluator: in place of an evaluator made from ``eval_prompts``.
+        evaluator: in place of one made from ``eval_prompts``, the held-out prompts.
         **options: the seed's options (``eps_clip``, ``ptx_coef``, …) and generation options (``max_new_tokens``, …).
-
-    Raises:
-        ConfigError: on an unknown option, a contradiction, or a missing model.
     """
 
     def __init__(
@@ -140,12 +129,12 @@ class PPOTrainer(SeedAttributes):
         a, o, t = self.config.algorithm, self.config.loss, self.config.training
         self.max_epochs, self.freezing_actor_steps = t.max_epochs, a.freezing_actor_steps
         self.ema_beta, self.ptx_coef = a.ema_beta, a.ptx_coef
-        self.actor_loss_fn = build_policy_loss(o)
+        self.actor_loss_fn = update.build_policy_loss(o)
         self.critic_loss_fn = ValueLoss(o.value_clip, loss_agg_mode=o.loss_agg_mode, huber_delta=o.value_huber_delta)
         self.ptx_loss_fn = GPTLMLoss()
         self.kl_ctl = make_kl_controller(a.init_kl_coef, a.kl_target, a.kl_horizon)
-        self.value_norm = build_value_norm(o)
-        self.early_stop = EarlyStop(o, self.strategy)
+        self.value_norm = update.build_value_norm(o)
+        self.early_stop = update.EarlyStop(o, self.strategy)
         self.on_policy: dict[str, m.Summary] = {}  # of log probs that only the training pass has made
 
     def _make_reward_source(self) -> RewardSource:
@@ -244,15 +233,9 @@ class PPOTrainer(SeedAttributes):
     def ppo_train(self, global_steps: int = 0) -> dict[str, float]:
         """Train on the replay buffer: ``max_epochs`` passes, one optimizer step per ``train_batch_size`` samples.
 
-        Args:
-            global_steps: number of this PPO step, from 1; seeds the shuffling.
-
-        Returns:
-            means over the optimizer steps, and statistics of the rollout, by the names of ``trainer.metrics.METRICS``
-            without their namespace; the same on every rank.
-
-        Raises:
-            RewardError: there is nothing to train on, although no group was rejected.
+        Returns the means over the optimizer steps, and statistics of the rollout, by the names of
+        ``trainer.metrics.METRICS`` without their namespace; the same on every rank. ``global_steps``, the number of
+        this PPO step, seeds the shuffling.
         """
         empty = self.strategy.all_reduce(len(self.replay_buffer), "sum") == 0
         if empty and not self.config.sampling.dynamic_sampling:
@@ -301,8 +284,7 @@ class PPOTrainer(SeedAttributes):
             entropy_mask: (B, A), only tokens where it is True have a policy loss; the loss is divided as without it.
 
         Returns:
-            numbers of this micro batch. In ``fit`` the metric of the optimizer step is their mean over micro batches
-            and ranks, also of names that an override adds.
+            numbers of this micro batch. ``fit`` logs their mean over micro batches and ranks, whatever their names.
         """
         status: dict[str, float] = {}
         if self._actor_trains(global_steps):
@@ -319,7 +301,7 @@ class PPOTrainer(SeedAttributes):
             experience = replace(experience, loss_weights=weights * entropy_mask.float())
         part = experience.part or self._lone_part(experience, self.pretrain_dataloader)
         self.actor.train()
-        loss, metrics, old_log_probs = actor_loss(
+        loss, metrics, old_log_probs = update.actor_loss(
             *(self.actor, experience, part.normalizer),
             loss_fn=self.actor_loss_fn,
             config=self.config,
@@ -334,7 +316,7 @@ class PPOTrainer(SeedAttributes):
         status = m.micro_batch_status(metrics, experience, part.status_scale)
         if part.pretrain is not None:
             batch, tokens, batches = part.pretrain
-            ptx = pretrain_loss(self.actor, batch, self.ptx_loss_fn, tokens, self.strategy.world_size)
+            ptx = update.pretrain_loss(self.actor, batch, self.ptx_loss_fn, tokens, self.strategy.world_size)
             self.strategy.backward(self.ptx_coef * part.loss_scale * ptx, self.actor, self.actor_optim)
             status["ptx_loss"] = ptx.item() * batches
         return status | self._actor_step()
@@ -343,7 +325,8 @@ class PPOTrainer(SeedAttributes):
         """One micro batch of the critic; see :meth:`training_step`."""
         part = experience.part or self._lone_part(experience)
         self.critic.train()
-        loss, metrics = critic_loss(self.critic, experience, part.normalizer, self.critic_loss_fn, self.value_norm)
+        parts = (self.critic_loss_fn, self.value_norm)
+        loss, metrics = update.critic_loss(self.critic, experience, part.normalizer, *parts)
         self.strategy.backward(loss * part.loss_scale, self.critic, self.critic_optim)
         status = m.micro_batch_status(metrics, experience, part.status_scale)
         return status | self._optimizer_step("critic", self.critic, self.critic_optim, self.critic_scheduler)
@@ -358,14 +341,10 @@ class PPOTrainer(SeedAttributes):
         logs_dict: Mapping[str, float] | None = None,
         client_states: Mapping[str, Any] | None = None,
     ) -> None:
-        """Log a finished step; evaluate, checkpoint and export if due.
+        """Log a finished step with its status ``logs_dict``; evaluate, checkpoint and export if due.
 
-        Args:
-            args: namespace with ``ckpt_path``; ``None``: the trainer's config.
-            global_step: the step, from 1.
-            step_bar: not used, in the signature for scripts in the seed's style.
-            logs_dict: status of the step.
-            client_states: goes into the checkpoint; ``None``: the trainer's own state.
+        ``client_states`` goes into the checkpoint, by default the trainer's own. ``args`` may name another
+        ``ckpt_path``. ``step_bar`` is not used: it is in the signature for scripts in the seed's style.
         """
         self.recorder = self.recorder or self._new_recorder()  # a loop of the user's own may come without fit()
         status = logs_dict or {}
@@ -405,12 +384,7 @@ class PPOTrainer(SeedAttributes):
         return {name: part for name, part in parts.items() if part is not None}
 
     def resume(self) -> bool:
-        """Go on from the last checkpoint that ``--resume`` allows; returns whether there was one. Collective.
-
-        Raises:
-            ConfigError: if options that must stay as they were have changed.
-            CheckpointError: if the checkpoint does not fit this run.
-        """
+        """Go on from the last checkpoint that ``--resume`` allows; returns whether there was one. Collective."""
         saved = self.checkpointer.resume(public_options(self.config))
         if saved is None:
             return False
@@ -514,12 +488,8 @@ class PPOTrainer(SeedAttributes):
 
     def _new_recorder(self) -> Recorder:
         parts = (self.config, self.strategy, self.checkpointer, self.evaluator)
-        recorder = Recorder(
-            *parts,
-            options=public_options(self.config),
-            start_step=self.state.global_step,
-            run_id=self.state.run_id,
-        )
+        start = {"start_step": self.state.global_step, "run_id": self.state.run_id}
+        recorder = Recorder(*parts, options=public_options(self.config), **start)
         self.state.run_id = recorder.run_id
         return recorder
 

@@ -32,9 +32,6 @@ class EpisodePrompts:
     Attributes:
         exhausted: no batch is left; the same on every rank.
         taken: prompts of this rank taken so far.
-
-    Raises:
-        ValueError: there is something to skip and the dataloader cannot, or it yields nothing from the start.
     """
 
     def __init__(
@@ -81,11 +78,7 @@ class PromptFilter:
     strategy: Ranks
 
     def restore(self, dataloader: Iterable, state: TrainerState) -> None:
-        """Leave out what was left out before, at the start of a run.
-
-        Raises:
-            ConfigError: the dataloader cannot leave prompts out.
-        """
+        """Leave out what was left out before, at the start of a run."""
         if self.threshold is None:
             return
         sampler, dataset = getattr(dataloader, "batch_sampler", None), getattr(dataloader, "dataset", None)
@@ -200,11 +193,7 @@ def as_lm_batch(batch: Any, device: torch.device) -> dict[str, Tensor]:
 
 
 def endless(dataloader: Iterable) -> Iterator:
-    """The batches again and again, reshuffled each time round where the sampler can.
-
-    Raises:
-        ValueError: it has no batch, or is an iterator that came to its end.
-    """
+    """The batches again and again, reshuffled each time round where the sampler can."""
     if isinstance(dataloader, Iterator):
         yield from dataloader
         raise ValueError("the iterator over the pretraining data came to its end: pass the dataloader itself")
