@@ -11,11 +11,12 @@ import functools
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from lightppo.errors import ConfigError
-from lightppo.option import Option, nearest
+from lightppo.option import Option, nearest, out_of_order
 from lightppo.user_code import load_python_function
 
 E = TypeVar("E")
@@ -47,10 +48,8 @@ class Entry:
             raise ValueError(f"--{min(unknown)} is no option of {name}; it has: {known}")
         values = self.defaults | {name: value for name, value in given.items() if value is not None}
         values = {option.name: option.conform(values[option.name]) for option in self.options}
-        for option in self.options:
-            if option.below is not None and not values[option.name] < values[option.below]:
-                low, high = values[option.name], values[option.below]
-                raise ValueError(f"--{option.name} {low:g} must be below --{option.below} {high:g}")
+        for problem in out_of_order(self.options, values):
+            raise ValueError(problem)
         return values
 
 
@@ -121,19 +120,21 @@ class Table(dict[str, E]):
             return self[name]
         raise ConfigError(f"{self.flag}: unknown name {name!r}{nearest(str(name), self)}; known: {', '.join(self)}")
 
-    def flag_options(self) -> dict[str, Option]:
-        """The own options of all entries as flags: None means what the entry says."""
+    def flag_options(self, owner: str = "") -> dict[str, Option]:
+        """The own options of all entries as flags of a section: None means what the entry says."""
         found: dict[str, Option] = {}
-        for name, entry in self.items():
-            for option in entry.options:
-                owners = (*(found[option.name].only_with if option.name in found else ()), name)
-                default = "" if option.default is None else f" None: {option.default}."
-                text = f"{', '.join(owners)}: {option.help}{default}"
-                found[option.name] = replace(option, type=option.type | None, default=None, help=text, only_with=owners)
-        return {
-            name: replace(option, only_with=(f"{self.flag[2:]}={'|'.join(option.only_with)}",))
-            for name, option in found.items()
-        }
+        for own in (option for entry in self.values() for option in entry.options):
+            users = [name for name, entry in self.items() if own.name in entry.defaults]
+            default = "" if own.default is None else f" None: {own.default}."
+            found[own.name] = replace(
+                own,
+                type=own.type | None,
+                default=None,
+                help=f"{', '.join(users)}: {own.help}{default}",
+                needs=(f"{self.flag[2:]}={'|'.join(users)}",),
+                owner=owner,
+            )
+        return found
 
 
 def load(function: str | Callable) -> Callable:
@@ -203,7 +204,8 @@ _MASKING = "lightppo.algorithms.masking"
 _SELECTION = "lightppo.algorithms.selection"
 
 _REINFORCE = EstimatorEntry(f"{_ADVANTAGES}:reinforce", whiten=True, discounted=True)
-_GROUP_NORM = EstimatorEntry(f"{_ADVANTAGES}:group_norm", per_sample=True, min_group_size=2, divides_by_std=True)
+_of_group = partial(EstimatorEntry, per_sample=True, min_group_size=2)
+_GROUP_NORM = _of_group(f"{_ADVANTAGES}:group_norm", divides_by_std=True)
 
 ADVANTAGE_ESTIMATORS: Table[EstimatorEntry] = Table(
     "--advantage_estimator",
@@ -211,24 +213,16 @@ ADVANTAGE_ESTIMATORS: Table[EstimatorEntry] = Table(
         "gae": EstimatorEntry(f"{_ADVANTAGES}:gae", needs_critic=True, whiten=True, discounted=True),
         "reinforce": _REINFORCE,
         "reinforce++": _REINFORCE,
-        "reinforce++_baseline": EstimatorEntry(
-            f"{_ADVANTAGES}:reinforce_baseline", per_sample=True, min_group_size=2, whiten=True
-        ),
-        "rloo": EstimatorEntry(f"{_ADVANTAGES}:rloo", per_sample=True, min_group_size=2),
+        "reinforce++_baseline": _of_group(f"{_ADVANTAGES}:reinforce_baseline", whiten=True),
+        "rloo": _of_group(f"{_ADVANTAGES}:rloo"),
         "grpo": _GROUP_NORM,
         "group_norm": _GROUP_NORM,
-        "dr_grpo": EstimatorEntry(
-            f"{_ADVANTAGES}:dr_grpo", per_sample=True, min_group_size=2, loss_agg_mode="seq-mean-token-sum-norm"
-        ),
+        "dr_grpo": _of_group(f"{_ADVANTAGES}:dr_grpo", loss_agg_mode="seq-mean-token-sum-norm"),
         "remax": EstimatorEntry(f"{_ADVANTAGES}:remax", needs_greedy_baseline=True, discounted=True),
-        "opo": EstimatorEntry(f"{_ADVANTAGES}:opo", per_sample=True, min_group_size=2),
-        "gpg": EstimatorEntry(f"{_ADVANTAGES}:gpg", per_sample=True, min_group_size=2, policy_loss="gpg"),
-        "grpo_passk": EstimatorEntry(
-            f"{_ADVANTAGES}:grpo_passk", per_sample=True, min_group_size=2, divides_by_std=True
-        ),
-        "cpgd": EstimatorEntry(
-            f"{_ADVANTAGES}:cpgd", per_sample=True, min_group_size=2, divides_by_std=True, policy_loss="cpgd"
-        ),
+        "opo": _of_group(f"{_ADVANTAGES}:opo"),
+        "gpg": _of_group(f"{_ADVANTAGES}:gpg", policy_loss="gpg"),
+        "grpo_passk": _of_group(f"{_ADVANTAGES}:grpo_passk", divides_by_std=True),
+        "cpgd": _of_group(f"{_ADVANTAGES}:cpgd", divides_by_std=True, policy_loss="cpgd"),
         "group_adv_norm": EstimatorEntry(f"{_ADVANTAGES}:group_adv_norm", min_group_size=2, discounted=True),
     },
     decorator="estimator",

@@ -4,6 +4,7 @@
 Facts that follow from several options are in ``rules``. Loads neither torch nor transformers nor deepspeed.
 """
 
+# ruff: noqa: F401
 from lightppo.config.cli import parse_args
 from lightppo.config.options import (
     AdapterConfig,
@@ -16,7 +17,6 @@ from lightppo.config.options import (
     LoggingConfig,
     LossConfig,
     ModelConfig,
-    PPOConfig,
     RewardConfig,
     RolloutConfig,
     SamplingConfig,
@@ -24,26 +24,5 @@ from lightppo.config.options import (
     TrainingConfig,
     VerifierConfig,
 )
+from lightppo.config.rules import PPOConfig
 from lightppo.errors import ConfigError
-
-__all__ = [
-    "AdapterConfig",
-    "AlgorithmConfig",
-    "CheckpointConfig",
-    "ConfigError",
-    "CorrectionConfig",
-    "DataConfig",
-    "EngineConfig",
-    "EvaluationConfig",
-    "LoggingConfig",
-    "LossConfig",
-    "ModelConfig",
-    "PPOConfig",
-    "RewardConfig",
-    "RolloutConfig",
-    "SamplingConfig",
-    "StrategyConfig",
-    "TrainingConfig",
-    "VerifierConfig",
-    "parse_args",
-]

@@ -14,8 +14,8 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import yaml
 
-from lightppo.config.options import PPOConfig, all_options, sections
-from lightppo.config.rules import condition_text
+from lightppo.config.options import all_options, sections
+from lightppo.config.rules import PPOConfig, condition_text
 from lightppo.errors import ConfigError
 from lightppo.option import Option, Section, nearest
 
@@ -47,12 +47,9 @@ def parse_args(argv: Sequence[str] | None = None, prog: str = "train_ppo.py") ->
     Raises:
         SystemExit: code 2 on an unknown flag or key, a value out of range or a contradiction; code 0 after ``--help``.
     """
-    arguments = sys.argv[1:] if argv is None else argv
-    if "--help" in arguments or "-h" in arguments:
-        _print(help_text(prog, "all" in arguments))
-        raise SystemExit(0)
-    with exit_on_mistakes(prog):
-        flags = read_flags(arguments, list(all_options()))
+    arguments = _arguments(argv, lambda everything: help_text(prog, everything))
+    with _exit_on_mistakes(prog):
+        flags = _read_flags(arguments, list(all_options()))
         config = PPOConfig()
         if flags.get("config") is not None:
             config = _with_file(config, flags["config"])
@@ -62,33 +59,33 @@ def parse_args(argv: Sequence[str] | None = None, prog: str = "train_ppo.py") ->
 
 
 def parse_section(kind: type[S], check: Callable[[S, int], list[str]], argv: Sequence[str] | None, prog: str) -> S:
-    """The options of a script that has one section, checked.
+    """The options of a script that has one section, checked; errors as :func:`parse_args`.
 
     Args:
         kind: the section.
         check: what is wrong with values that are each in range, for so many ranks.
         argv: arguments; ``None`` for the arguments of this process.
         prog: name of the script in messages.
-
-    Raises:
-        SystemExit: as :func:`parse_args`.
     """
-    arguments = sys.argv[1:] if argv is None else argv
-    if "--help" in arguments or "-h" in arguments:
-        _print("\n".join([f"usage: {prog} [flags]", "", *_section_lines(kind)]) + "\n")
-        raise SystemExit(0)
-    with exit_on_mistakes(prog):
-        options = kind.options()
-        config = kind(**read_flags(arguments, list(options.values())))
-        missing = [option for option in options.values() if option.required and not getattr(config, option.name)]
-        problems = [f"--{option.name} is required: {option.help}" for option in missing]
-        if problems := problems + check(config, int(os.environ.get("WORLD_SIZE", "1"))):
+    arguments = _arguments(argv, lambda _: "\n".join([f"usage: {prog} [flags]", "", *_section_lines(kind)]) + "\n")
+    with _exit_on_mistakes(prog):
+        config = kind(**_read_flags(arguments, list(kind.options().values())))
+        if problems := config.missing() + check(config, int(os.environ.get("WORLD_SIZE", "1"))):
             raise ConfigError("\n".join(problems))
     return config
 
 
+def _arguments(argv: Sequence[str] | None, help_of: Callable[[bool], str]) -> Sequence[str]:
+    """The arguments; with ``--help`` prints the text, of all options or the usual ones, and exits."""
+    arguments = sys.argv[1:] if argv is None else argv
+    if "--help" in arguments or "-h" in arguments:
+        _print(help_of("all" in arguments))
+        raise SystemExit(0)
+    return arguments
+
+
 @contextmanager
-def exit_on_mistakes(prog: str) -> Iterator[None]:
+def _exit_on_mistakes(prog: str) -> Iterator[None]:
     """Turns a ``ConfigError`` into exit code 2, and prints its lines on rank 0."""
     try:
         yield
@@ -106,21 +103,17 @@ def _print(text: str, file: Any = None) -> None:
 # -- flags and YAML --------------------------------------------------------------------------------------------------
 
 
-def read_flags(arguments: Sequence[str], options: Sequence[Option]) -> dict[str, Any]:
-    """The options that are given, in their types.
-
-    Raises:
-        ConfigError: unknown flags (the nearest is named), values of the wrong type or out of range; one line each.
-    """
+def _read_flags(arguments: Sequence[str], options: Sequence[Option]) -> dict[str, Any]:
+    """The options that are given, in their types; a ConfigError has one line for each mistake."""
     # --train-batch-size is --train_batch_size
     spelled = [re.sub(r"^--[A-Za-z][\w-]*", lambda m: "--" + m[0][2:].replace("-", "_"), text) for text in arguments]
     given, unknown = _parser(options).parse_known_args(spelled)
     problems = []
-    for i, text in enumerate(unknown):
+    for before, text in zip(["", *unknown], unknown):
         name = text.partition("=")[0]
         if name.startswith("--"):
             problems.append(f"unknown flag {name}{nearest(name, [f'--{option.name}' for option in options])}")
-        elif i == 0 or not unknown[i - 1].startswith("--"):
+        elif not before.startswith("--"):
             problems.append(f"unexpected argument {text!r}")
     values = {}
     for option in options:
@@ -135,9 +128,6 @@ def read_flags(arguments: Sequence[str], options: Sequence[Option]) -> dict[str,
 
 
 class _Parser(argparse.ArgumentParser):
-    # argparse's own takes -1e5 for a flag
-    _negative_number = re.compile(r"-(\d+\.?\d*|\.\d+)(e[-+]?\d+)?$|-inf$", re.IGNORECASE)
-
     def error(self, message: str) -> Any:
         raise ConfigError(message)
 
@@ -151,28 +141,27 @@ class _Switch(argparse.Action):
 
 def _parser(options: Iterable[Option]) -> argparse.ArgumentParser:
     parser = _Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
-    parser._negative_number_matcher = _Parser._negative_number
+    # argparse's own takes -1e5 for a flag
+    parser._negative_number_matcher = re.compile(r"-(\d+\.?\d*|\.\d+)(e[-+]?\d+)?$|-inf$", re.IGNORECASE)
     for option in options:
-        flags = [f"--{option.name}"]
         if option.kind is bool:
-            flags.append(f"--no_{option.name}")
+            flags = [f"--{option.name}", f"--no_{option.name}"]
             parser.add_argument(*flags, action=_Switch, nargs="?" if option.may_be_none else 0)
         else:
-            parser.add_argument(*flags, nargs="*" if get_origin(option.kind) is tuple else None)
+            parser.add_argument(f"--{option.name}", nargs="*" if get_origin(option.kind) is tuple else None)
     return parser
 
 
 def _typed(value: str | list[str], option: Option) -> Any:
     """What a text on the command line means; numbers are left to the option's validator."""
-    if isinstance(value, list) and value != ["None"]:
-        return value
-    text = value[0] if isinstance(value, list) else value
-    meant = {"None": None} if option.may_be_none else {}
+    meant: dict[str, Any] = {"None": None} if option.may_be_none else {}
     if option.kind is bool:
         meant |= {"True": True, "False": False}
     if get_origin(option.kind) is Literal:
         meant |= {str(choice): choice for choice in get_args(option.kind)}
-    return meant.get(text, value)
+    if isinstance(value, list):
+        return None if value == ["None"] and option.may_be_none else value
+    return meant.get(value, value)
 
 
 def _with_file(config: PPOConfig, path: str) -> PPOConfig:
@@ -194,9 +183,8 @@ def _read_yaml(path: str) -> dict[str, Any]:
         return {}
     if not isinstance(values, dict):
         raise ConfigError(f"must be a mapping of option to value, not a {type(values).__name__}")
-    for name, value in values.items():
-        if isinstance(value, dict) and name in sections():
-            raise ConfigError(f"sections are not nested: write the options of {name!r} at the top level")
+    if nested := [name for name, value in values.items() if isinstance(value, dict) and name in sections()]:
+        raise ConfigError(f"sections are not nested: write the options of {nested[0]!r} at the top level")
     if "config" in values:
         raise ConfigError("the file names another with 'config': give one file only")
     return {str(name): value for name, value in values.items()}
@@ -218,7 +206,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def help_text(prog: str, everything: bool) -> str:
-    """One screen of the usual options, or all of them by section with unit, range, default and what they act with."""
+    """One screen of the usual options, or all of them by section with unit, range, default and what they need."""
     options = {option.name: option for option in all_options()}
     lines = [f"usage: {prog} --pretrain MODEL --prompt_data FILE --reward_fn FILE.py [--config FILE.yaml] [flags]"]
     if everything:
@@ -230,8 +218,8 @@ def help_text(prog: str, everything: bool) -> str:
         lines.append(f"{title}:")
         for option in map(options.__getitem__, names.split()):
             text = option.help.partition(". ")[0].rstrip(".")
-            default = "required" if option.required else _shown(option.default)
-            note = "" if option.default in (None, (), False) and not option.required else f" [{default}]"
+            shown = "required" if option.required else _shown(option.default)
+            note = f" [{shown}]" if option.required or option.default not in (None, (), False) else ""
             lines.append(f"  --{option.name:<23} {text}{note}")
     lines.append("--help all shows all options, docs/flags.md their table.")
     return "\n".join(lines) + "\n"
@@ -240,15 +228,10 @@ def help_text(prog: str, everything: bool) -> str:
 def _section_lines(section: type[Section]) -> Iterator[str]:
     yield section.__doc__ or ""
     for option in section.options().values():
+        needs = f"needs {_needs(option)}" if option.needs else ""
+        notes = "; ".join(filter(None, ["required" * option.required, option.unit, option.range_text, needs]))
         yield f"  {_spelled(option)}"
-        yield f"      {description(option)} (default: {_shown(option.default)})"
-
-
-def description(option: Option) -> str:
-    """Help text with unit, range and what the option acts with."""
-    conditions = " and ".join(map(condition_text, option.only_with))
-    notes = ["required" * option.required, option.unit, option.range_text, conditions and f"with {conditions}"]
-    return option.help + (f" [{'; '.join(filter(None, notes))}]" if any(notes) else "")
+        yield f"      {option.help}{f' [{notes}]' * bool(notes)} (default: {_shown(option.default)})"
 
 
 def _spelled(option: Option) -> str:
@@ -261,6 +244,10 @@ def _spelled(option: Option) -> str:
 
 
 _METAVARS = {int: "N", float: "NUMBER", str: "TEXT"}
+
+
+def _needs(option: Option) -> str:
+    return " and ".join(map(condition_text, option.needs))
 
 
 def _shown(value: Any) -> str:
@@ -282,7 +269,8 @@ All options of `examples/train_ppo.py`. The same names are the keys of a `--conf
 *Value*: the default as code, then what else may be given; with a default such as `8` whole numbers, with `8.0` any.
 Switches: `--bf16`, `--no_bf16`; in YAML `true`, `false`. Lists: `--stop A B`; in YAML a list. `None` is `null` in YAML.
 
-*With*: elsewhere the option would do nothing, and is refused. A star: may change when a run is resumed.
+*Needs*: without that the option would do nothing or could not work, and is refused. A star: may change when a run is
+resumed.
 """
 
 
@@ -297,11 +285,10 @@ def flags_page() -> str:
 
 
 def _row(option: Option) -> list[str]:
-    with_others = " and ".join(map(condition_text, option.only_with))
     cells = [
         f"`--{option.name}`" + "*" * option.resume_safe,
         _values(option),
-        option.help + " Required." * option.required + f" *With* {with_others}." * bool(with_others),
+        option.help + " Required." * option.required + f" *Needs* {_needs(option)}." * bool(option.needs),
     ]
     return [cell.replace("|", "\\|") for cell in cells]
 

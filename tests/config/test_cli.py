@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from lightppo.config import cli, parse_args
-from lightppo.config.options import PPOConfig, all_options
-from lightppo.config.rules import condition_text
+from lightppo.config.options import all_options
+from lightppo.config.rules import PPOConfig, condition_text
 from lightppo.option import Section, option
 
 ROOT = Path(__file__).parents[2]
@@ -164,7 +164,7 @@ def test_help_all_shows_unit_range_condition_and_default_of_every_flag(parse, ca
         spelled = next(line for line in lines if line.startswith(f"  --{one.name}"))
         assert f"--no_{one.name}" in spelled or one.kind is not bool
         text = next(lines)
-        shown = [one.help, one.unit or "", one.range_text, *map(condition_text, one.only_with), "(default: "]
+        shown = [one.help, one.unit or "", one.range_text, *map(condition_text, one.needs), "(default: "]
         assert all(word in text for word in shown), one.name
 
 
@@ -302,7 +302,7 @@ def test_rows():
     assert {len(row) for row in rows} == {3}
     cells = {row[0].split("`")[1]: row for row in rows}
     assert cells["--lambd"][1] == "`0.95` ≥0 ≤1"
-    assert cells["--lambd"][2].startswith("GAE's λ. *With* ")
+    assert cells["--lambd"][2].startswith("GAE's λ. *Needs* ")
     assert "--advantage_estimator" in cells["--lambd"][2]
     assert cells["--prompt_max_len"][1] == "`1024` ≥1, tokens"
     assert cells["--truncation"][1] == "`error`, left, right, middle, drop"
@@ -310,7 +310,7 @@ def test_rows():
     assert cells["--value_clip"][1] == "`0.2` or None >0"
     assert cells["--stop"][1] == "list of texts"
     assert cells["--data_num_workers"][0] == "`--data_num_workers`*"  # may change on resume
-    assert "*With*" not in cells["--data_num_workers"][2]
+    assert "*Needs*" not in cells["--data_num_workers"][2]
 
 
 def test_the_page_is_written(tmp_path, monkeypatch):

@@ -114,7 +114,7 @@ class PaperConfig(Section, resume_safe=True):
     """Paper."""
 
     size: Literal["A4", "A5"] = option("A4", "Format.")
-    sheets: int = option(1, "Number.", ge=1, only_with="size=A4")
+    sheets: int = option(1, "Number.", ge=1, needs="size=A4")
 
 
 def test_sections():
@@ -122,7 +122,7 @@ def test_sections():
     assert PaperConfig(sheets=3) != PaperConfig() == PaperConfig(sheets=1)
     assert repr(PaperConfig()) == "PaperConfig(size='A4', sheets=1)"
     sheets = PaperConfig.options()["sheets"]
-    assert (sheets.name, sheets.type, sheets.owner, sheets.only_with) == ("sheets", int, "paper", ("size=A4",))
+    assert (sheets.name, sheets.type, sheets.owner, sheets.needs) == ("sheets", int, "paper", ("size=A4",))
     assert sheets.resume_safe
     with pytest.raises(TypeError, match=r"PaperConfig has no option 'sheet' \(did you mean 'sheets'\?\)"):
         PaperConfig(sheet=1)

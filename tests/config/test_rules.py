@@ -25,8 +25,6 @@ from lightppo.config.rules import (
     reference_is_actor,
     reward_plan,
     reward_sources,
-    sources_of,
-    takes_old_from_training,
 )
 from lightppo.errors import ConfigError
 
@@ -340,7 +338,7 @@ def test_contradictions(case):
 def test_every_condition_is_of_options_or_facts_and_has_words():
     names = {option.name for option in all_options()} | FACTS.keys()
     for option in all_options():
-        for condition in option.only_with:
+        for condition in option.needs:
             assert set(re.findall(r"(?:^| or )(\w+)", condition)) <= names, option.name
             assert condition_text(condition)
     assert condition_text("zero_stage=2|3 or lora_rank>0") == "--zero_stage 2 or 3 or --lora_rank above 0"
@@ -506,7 +504,7 @@ SHORTCUT = {"train_batch_size": 512, "init_kl_coef": 0}
     ],
 )
 def test_when_the_training_pass_gives_the_old_log_probs(options, expected):
-    assert takes_old_from_training(config(**options).resolved()) is expected
+    assert (old_log_probs_from(config(**options).resolved(), exact_rollout=False) == "training") is expected
 
 
 @pytest.mark.parametrize(
@@ -644,8 +642,7 @@ def test_reward_sources(options, plan, sources):
 
 def test_routes_from_a_file(tmp_path):
     (tmp_path / "routes.json").write_text(json.dumps(ROUTES))
-    plan = reward_plan(config(reward_routes=str(tmp_path / "routes.json")))
-    assert sources_of(plan) == {"math", "format", "function"}
+    assert reward_sources(config(reward_routes=str(tmp_path / "routes.json"))) == {"math", "format", "function"}
 
 
 def test_built_in_sources_are_those_of_the_table():

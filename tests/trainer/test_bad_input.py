@@ -266,9 +266,9 @@ def test_a_disk_that_is_too_small(refused, make_config, tmp_path, monkeypatch):
     ("flags", "said"),
     [
         (["--critic_zero_stage", "1", "--advantage_estimator", "grpo", "--n_samples_per_prompt", "2"],
-         "--critic_zero_stage has no effect without a critic"),
+         "--critic_zero_stage needs a critic"),
         (["--train_batch_size", "3"], "--train_batch_size 3 does not divide the 512 samples"),
-        (["--use_kl_loss", "--use_kl_in_reward"], "would count the KL twice: set one of them"),
+        (["--use_kl_loss", "--use_kl_in_reward"], "--use_kl_loss and --use_kl_in_reward"),
         (["--load_in_4bit"], "--lora_rank"),
     ],
     ids=str,
