@@ -32,7 +32,7 @@ READ_ELSEWHERE = {
 
 class Reads(ast.NodeVisitor):
     """Collects (section, option) wherever an option is read from its section: ``config.training.l2``, or ``t.l2`` with
-    ``t = config.training`` or ``t: TrainingConfig`` before it."""
+    ``t = config.training`` or ``t: TrainingConfig`` before it, or ``getattr(t, name) for name in ("l2", ...)``."""
 
     def __init__(self) -> None:
         self.found: set[tuple[str, str]] = set()
@@ -69,6 +69,14 @@ class Reads(ast.NodeVisitor):
                 scope[ast.unparse(to)] = section
         self.generic_visit(node)
 
+    def visit_DictComp(self, node: ast.DictComp) -> None:
+        names = {n.value for loop in node.generators for n in ast.walk(loop.iter) if isinstance(n, ast.Constant)}
+        for call in ast.walk(node.value):
+            if isinstance(call, ast.Call) and ast.unparse(call.func) == "getattr":
+                section = self.section_of(call.args[0])
+                self.found |= {(section, name) for name in names & SECTIONS.get(section, {}.keys())}
+        self.generic_visit(node)
+
     def visit_Attribute(self, node: ast.Attribute) -> None:
         section = self.section_of(node.value)
         if isinstance(node.ctx, ast.Load) and section and node.attr in SECTIONS[section]:
@@ -98,11 +106,11 @@ def live_options() -> set[tuple[str, str]]:
     found |= {("verifier", name) for kind in kinds for name in inspect.signature(kind).parameters}
     # what is made of all options that have the names of its fields or arguments
     found |= {("rollout", field.name) for field in fields(SamplingParams)}
-    found |= {("strategy", field.name) for field in fields(DeepspeedStrategy)}
     found |= {("engine", name) for name in re.findall(r'"(\w+)"', inspect.getsource(engine_arguments))}
+    of_any_section = {field.name for field in fields(DeepspeedStrategy)}
     # an algorithm's own options are read by the names in its entry
-    own = {name for table in TABLES for name in table.flag_options()}
-    return found | {(one.owner, one.name) for one in all_options() if one.name in own}
+    of_any_section |= {name for table in TABLES for name in table.flag_options()}
+    return found | {(one.owner, one.name) for one in all_options() if one.name in of_any_section}
 
 
 def test_every_option_is_read():
@@ -121,6 +129,8 @@ def test_every_option_is_read():
         ("def f(t: TrainingConfig):\n    def g():\n        return t.l2", {("training", "l2")}),
         ("class C:\n    def __init__(self, config: TrainingConfig):\n        self.config = config\n"
          "    def f(self):\n        return self.config.l2", {("training", "l2")}),
+        ("def f(config):\n    t = config.training\n    return {n: getattr(t, n) for n in ('l2', 'gamma')}",
+         {("training", "l2")}),
         ("def f(config):\n    config.training.l2 = 0", set()),  # written
         ("def f(config):\n    t = config.training\ndef g(t):\n    return t.l2", set()),  # another t
         ("def f(config):\n    return config.l2, config.model.l2, other.training.l2", set()),

@@ -112,6 +112,10 @@ class TestLossWeights:
     def test_truncated_importance_sampling(self):
         assert self.weights(rollout_correction="tis", correction_high=1.5) == approx([[1.0, 1.5, 1.5]])
 
+    def test_tokens_below_the_lower_bound_are_left_out(self):
+        assert self.weights(rollout_correction="icepop")[0, 0] == 1
+        assert self.weights(rollout_correction="icepop", correction_low=1.2)[0, 0] == 0
+
     def test_veto(self):
         assert self.weights(rollout_correction="icepop", correction_veto=0.99).tolist()[0][1:] != [0, 0]
         sharp = answer(log_probs=[-0.2, -2.7, -3.7])  # the first ratio is e^-0.8 = 0.45

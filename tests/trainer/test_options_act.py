@@ -26,6 +26,7 @@ from lightppo.rewards.source import score_rollouts
 from lightppo.rollout.hf import HFRolloutEngine
 from lightppo.trainer import build
 from lightppo.trainer.recorder import Recorder
+from lightppo.trainer.update import build_value_norm
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -54,6 +55,12 @@ def test_whitening_on_top_of_group_normalisation(trainer_with):
     whitened = collected(trainer_with(**grpo, grpo_std_eps=1.0, adv_norm=True), "advantages")
     assert plain.std(correction=0) < 0.7
     assert whitened.std(correction=0) == pytest.approx(1, abs=1e-5)
+
+
+def test_the_smallest_variance_of_normalised_returns():
+    norm = build_value_norm(PPOConfig.from_flat(value_norm="ma", value_norm_eps=0.25).loss)
+    norm.update(torch.ones(4))  # all the same
+    assert norm.std == 0.5
 
 
 def test_clipping_of_advantages(trainer_with, raw):
