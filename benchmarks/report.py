@@ -21,8 +21,8 @@ NAMES = {"trl": "TRL", "lightppo": "lightppo"}
 
 def table(head: list[str], rows: list[list[str]]) -> str:
     """In Markdown."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+    lines = [" | ".join(cells).rstrip("| ") for cells in (head, *rows)]
+    return "\n".join([lines[0], "|".join(["---"] * len(head)), *lines[1:]])
 
 
 def machine_line(about: dict[str, Any], date: str) -> str:
@@ -55,7 +55,7 @@ def ratio_per_token(entry: dict[str, Any]) -> float:
 
 def compare_block(data: dict[str, Any]) -> str:
     """Both sides of each workload."""
-    head = ["", "iteration", *PHASES, "generated/s", "trained/s", "peak memory", "MFU", "MFU training"]
+    head = ["side", "iteration", *PHASES, "generated/s", "trained/s", "peak memory", "MFU", "MFU training"]
     head += ["ratio", "per token"]
     rows, loads = [], []
     for name, entry in data["workloads"].items():

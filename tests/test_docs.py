@@ -104,15 +104,13 @@ def test_metrics_exist(page):
     assert sorted(named - METRICS.keys()) == []
 
 
-def test_every_algorithm_has_its_section_or_line():
-    """Headings, or for KL estimators and corrections lines of their tables."""
+def test_every_algorithm_has_its_heading_or_line():
+    """Of a table, in the first cell."""
     page = (REPO / "docs" / "algorithms.md").read_text(encoding="utf-8")
-    headings = {word for line in re.findall(r"^### (.+)$", page, re.MULTILINE) for word in re.findall(r"[\w+]+", line)}
-    lines = {name for line in re.findall(r"^\| (`.+)$", page, re.MULTILINE)
-             for name in re.findall(r"`([^`]+)`", line.split(" | ")[0])}  # fmt: skip
-    lines |= set(re.findall(r"^\| \[`([^`]+)`\]", page, re.MULTILINE))
-    assert sorted({*ADVANTAGE_ESTIMATORS, *POLICY_LOSSES} - headings) == []
-    assert sorted({*KL_ESTIMATORS, *CORRECTIONS} - lines) == []
+    cells = [line.split(" | ")[0] for line in page.split("\n") if " | " in line]
+    named = {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
+    named |= set(re.findall(r"^### (\w+)$", page, re.MULTILINE))
+    assert sorted({*ADVANTAGE_ESTIMATORS, *POLICY_LOSSES, *KL_ESTIMATORS, *CORRECTIONS} - named) == []
 
 
 def test_imports_resolve(page):
@@ -173,11 +171,11 @@ def messages() -> list[str]:
 
 
 def test_quoted_messages_are_in_the_code():
-    rows = [line for line in (REPO / "docs" / "troubleshooting.md").read_text().split("\n") if line.startswith("| ")]
+    rows = [line for line in (REPO / "docs" / "troubleshooting.md").read_text().split("\n") if " | " in line]
     quoted = [text for row in rows for text in re.findall(r"`([^`]+)`", row.split(" | ")[0])]
     pieces = [piece.strip() for text in quoted for piece in text.split("…")]
     pieces = [piece for piece in pieces if " " in piece]
-    assert len(pieces) > 20
+    assert len(pieces) > 12
     assert [piece for piece in pieces if not any(piece in message for message in messages())] == []
 
 

@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 import yaml
 
 from lightppo.config.options import all_options, sections
-from lightppo.config.rules import PPOConfig, condition_text
+from lightppo.config.rules import FACTS, PPOConfig, condition_text
 from lightppo.errors import ConfigError
 from lightppo.option import Option, Section, nearest
 
@@ -266,47 +266,47 @@ _HEAD = """\
 All options of `examples/train_ppo.py`. The same names are the keys of a `--config FILE.yaml` and of
 `PPOConfig.from_flat(...)`; flags win over the file, the last of a repeated flag wins.
 
-*Value*: the default as code, then what else may be given; with a default such as `8` whole numbers, with `8.0` any.
-Switches: `--bf16`, `--no_bf16`; in YAML `true`, `false`. Lists: `--stop A B`; in YAML a list. `None` is `null` in YAML.
-
-*Needs*: without that the option would do nothing or could not work, and is refused. A star: may change when a run is
-resumed.
+In brackets: the default as code (none: None), then what else may be given; `8` takes whole numbers, `8.0` any numbers.
+Without: a switch that is off; `--bf16`, `--no_bf16`, in YAML `true`, `false`. Lists: `--stop A B`; in YAML a list. None
+is `null` in YAML. After a semicolon: what the option needs, else it is refused. A star: may change on resume.
 """
 
 
 def flags_page() -> str:
-    """The page: one table per section."""
-    parts = [_HEAD]
+    """The page: one list per section."""
+    facts = [f"`{name}`: {text}" for name, text in FACTS.items() if not text.startswith("--")]
+    parts = [_HEAD, "; ".join(facts) + ".\n"]
     for section in sections().values():
-        rows = [("Flag", "Value", "Meaning"), ["---"] * 3, *map(_row, section.options().values())]
-        table = "\n".join(" | ".join(cells) for cells in rows)
-        parts.append(f"## {(section.__doc__ or '').rstrip('.')}\n\n{table}\n")
+        lines = "\n".join(map(_line, section.options().values()))
+        parts.append(f"## {(section.__doc__ or '').rstrip('.')}\n\n{lines}\n")
     return "\n".join(parts)
 
 
-def _row(option: Option) -> list[str]:
-    cells = [
-        f"`--{option.name}`" + "*" * option.resume_safe,
-        _values(option),
-        option.help + " Required." * option.required + f" *Needs* {_needs(option)}." * bool(option.needs),
-    ]
-    return [cell.replace("|", "\\|") for cell in cells]
+def _line(option: Option) -> str:
+    needs = [" or ".join(map(_condition, text.split(" or "))) for text in option.needs]
+    brackets = "; ".join(filter(None, (_values(option), ", ".join(needs))))
+    brackets = "" if brackets == "`false`" else f" ({brackets})"
+    star, required = "*" * option.resume_safe, " Required." * option.required
+    return f"- `--{option.name}`{star}{brackets}: {option.help}{required}"
+
+
+def _condition(text: str) -> str:
+    """As code, where the head does not explain it as a word."""
+    flag = FACTS[text].replace(" or ", "|").replace(" ", "=") if text in FACTS else f"--{text}"
+    return f"`{flag}`" if flag.startswith("--") else f"`{text}`"
 
 
 def _values(option: Option) -> str:
     """The default as code, and what else may be given as far as the default does not say it."""
-    default, kind = f"`{_shown(option.default)}`", option.type_text.removesuffix(" or None").removeprefix("a ")
+    default, kind = _shown(option.default), option.type_text.removesuffix(" or None").removeprefix("a ")
+    kind = kind.removeprefix("list of ").replace("whole number", "integer")
+    code = "" if option.default in (None, ()) else f"`{default}`"
     if kind.startswith("one of "):
-        others = [name for name in kind.removeprefix("one of ").split(", ") if name != _shown(option.default)]
-        kind = ", " + ", ".join(others)
-    elif option.default == ():
-        default = ""
-    elif type(option.default) is option.kind:
-        kind = ""
+        others = [name for name in kind.removeprefix("one of ").split(", ") if name != default]
+        value = ", ".join(filter(None, (code, *others)))
     else:
-        kind = f" or {kind}"
-    kind += " or None" * (option.may_be_none and option.default is not None)
-    return ", ".join(filter(None, (" ".join((default + kind, option.range_text)).strip(), option.unit)))
+        value = f"{code or kind}{' or None' * (option.may_be_none and bool(code))} {option.range_text}".strip()
+    return ", ".join(filter(None, (value, option.unit)))
 
 
 def write_flags_page() -> None:

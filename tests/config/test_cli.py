@@ -296,21 +296,22 @@ def test_the_page_is_up_to_date():
     assert cli.PAGE.read_text(encoding="utf-8") == cli.flags_page(), "run `make docs`"
 
 
-def test_rows():
-    rows = [line.split(" | ") for line in cli.flags_page().split("\n") if line.startswith("`--")]
-    assert [row[0].split("`")[1] for row in rows] == [f"--{one.name}" for one in all_options()]
-    assert {len(row) for row in rows} == {3}
-    cells = {row[0].split("`")[1]: row for row in rows}
-    assert cells["--lambd"][1] == "`0.95` ≥0 ≤1"
-    assert cells["--lambd"][2].startswith("GAE's λ. *Needs* ")
-    assert "--advantage_estimator" in cells["--lambd"][2]
-    assert cells["--prompt_max_len"][1] == "`1024` ≥1, tokens"
-    assert cells["--truncation"][1] == "`error`, left, right, middle, drop"
-    assert cells["--kl_target"][1] == "`None` or number >0"
-    assert cells["--value_clip"][1] == "`0.2` or None >0"
-    assert cells["--stop"][1] == "list of texts"
-    assert cells["--data_num_workers"][0] == "`--data_num_workers`*"  # may change on resume
-    assert "*Needs*" not in cells["--data_num_workers"][2]
+def test_lines():
+    lines = [line for line in cli.flags_page().split("\n") if line.startswith("- ")]
+    parsed = {m[1]: m for m in (re.fullmatch(r"- `--(\w+)`(\*?)(?: \((.*?)\))?: (.*)", line) for line in lines)}
+    assert list(parsed) == [one.name for one in all_options()]
+    values = {name: m[3] for name, m in parsed.items()}
+    assert values["bf16"].split("; ")[0] == "`false`"
+    assert values["init_from_scratch"] is None  # a switch that is off
+    assert values["lambd"] == "`0.95` ≥0 ≤1; `critic`"
+    assert values["prompt_max_len"] == "`1024` ≥1, tokens"
+    assert values["truncation"] == "`error`, left, right, middle, drop"
+    assert values["kl_target"] == "number >0; `--init_kl_coef>0`"
+    assert values["value_clip"].split("; ")[0] == "`0.2` or None >0"
+    assert values["stop"] == "texts"
+    assert parsed["lambd"][4] == "GAE's λ."
+    assert parsed["data_num_workers"][2] == "*"  # may change on resume
+    assert values["data_num_workers"] == "`0` ≥0"
 
 
 def test_the_page_is_written(tmp_path, monkeypatch):
