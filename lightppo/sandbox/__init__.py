@@ -4,13 +4,6 @@
 sandbox; ``docs/rewards.md`` says what is kept out on which machine.
 """
 
-from lightppo.sandbox.pool import (
-    ISOLATIONS,
-    PROTECTIONS,
-    ProgramRun,
-    SandboxLimits,
-    SandboxPool,
-    default_processes,
-)
+from lightppo.sandbox.pool import ISOLATIONS, PROTECTIONS, ProgramRun, SandboxLimits, SandboxPool, default_processes
 
 __all__ = ["ISOLATIONS", "PROTECTIONS", "ProgramRun", "SandboxLimits", "SandboxPool", "default_processes"]

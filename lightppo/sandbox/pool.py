@@ -231,24 +231,17 @@ def attack(port, abstract, file, trainer, memory_mb):
         client.settimeout(2)
         client.connect(address)
 
-    def read(path):
-        open(path, "rb").read(100)
-
-    def write(path):
-        open(path, "wb").write(b"x")
-
-    def trace():
-        if ctypes.CDLL(None).ptrace(0x4206, os.getppid(), None, None) != 0:
-            raise OSError
+    def access(path, mode):
+        return works(lambda: open(path, mode).read(1) if mode == "rb" else open(path, mode).write(b"x"))
 
     return {
         "network": works(lambda: connect(socket.AF_INET, ("127.0.0.1", port)))
         or works(lambda: connect(socket.AF_UNIX, chr(0) + abstract)),
-        "files": works(lambda: read(file)) or works(lambda: write(file)) or works(lambda: write(file + ".new")),
-        "environment": works(lambda: read(f"/proc/{trainer}/environ")) or works(lambda: read("/proc/1/environ")),
+        "files": access(file, "rb") or access(file, "wb") or access(file + ".new", "wb"),
+        "environment": access(f"/proc/{trainer}/environ", "rb") or access("/proc/1/environ", "rb"),
         "names": sorted(os.environ),
         "processes": works(lambda: os.kill(trainer, 0)),
-        "tracing": works(trace),
+        "tracing": ctypes.CDLL(None).ptrace(0x4206, os.getppid(), None, None) == 0,
         "memory": works(lambda: bytearray((memory_mb + 64) << 20)),
     }
 

@@ -18,7 +18,6 @@ import resource
 import select
 import signal
 import site
-import socket
 import sys
 import threading
 import time
@@ -46,15 +45,22 @@ def main() -> None:
     os.umask(0o022)
     os.closerange(3, 1 << 16)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a namespace's first process ignores only unhandled signals
-    if "readable" in orders:  # started again, inside bubblewrap
-        _serve(orders)
     parent = os.getppid()
     try:
+        if "readable" in orders:  # started again, inside bubblewrap
+            _serve(orders)
         orders["readable"], orders["links"] = _readable(orders["site_packages"])
         orders["from_root"] = os.geteuid() == 0
         with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
             file.write("1000")  # if memory is short, the kernel kills this process and not the trainer
-        watched = _start(orders)
+        if orders["isolation"] == "namespaces":
+            walls.enter_namespaces()
+        watched = os.fork()
+        if watched == 0:
+            walls.die_with_parent()
+            if orders["isolation"] == "bubblewrap":
+                os.execv(orders["bubblewrap"], _bubblewrap_command(orders))
+            _serve(orders)
     except OSError as error:
         _refuse(error)
     poller = select.poll()
@@ -83,27 +89,6 @@ def _readable(site_packages: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     readable = sorted(path for path in real if not any(path.startswith(other + "/") for other in real))
     links = {path: os.readlink(path) for path in there if os.path.islink(path)}
     return readable, {place: links[place] for place in links if not place.startswith(tuple(f"{p}/" for p in readable))}
-
-
-def _start(orders: dict[str, Any]) -> int:
-    """Starts the process that serves; returns the process to watch, which ends with it."""
-    ours, theirs = socket.socketpair()
-    process = os.fork()
-    if process == 0:
-        try:
-            ours.close()
-            walls.die_with_parent()
-            if orders["isolation"] == "bubblewrap":
-                os.execv(orders["bubblewrap"], _bubblewrap_command(orders))
-            if orders["isolation"] == "namespaces":
-                walls.enter_namespaces(theirs)
-            _serve(orders)
-        except BaseException as error:
-            _refuse(error)
-    theirs.close()
-    if orders["isolation"] == "namespaces":
-        walls.map_ids(process, ours)
-    return process
 
 
 def _bubblewrap_command(orders: dict[str, Any]) -> list[str]:
@@ -323,9 +308,13 @@ def _run_program(request: dict[str, Any], prelude: dict[str, Any], wall: walls.W
     except BaseException as error:  # beside SyntaxError: null bytes, surrogates, too deep, too large
         _answer({"compile_error": _described(error)})
         return 1
+    name = "__main__" if request["function"] is None else "solution"
+    module = sys.modules[name] = types.ModuleType(name)
+    streams = {"stdin": sys.stdin, "stdout": sys.stdout, "stderr": sys.stderr, "argv": sys.argv}
+    vars(module).update(prelude | streams | {"__name__": name, "__file__": "program.py"})
     if request["function"] is None:
-        return _run_script(compiled, prelude)
-    return _run_calls(compiled, request["function"], request["calls"], prelude)
+        return _run_script(compiled, vars(module))
+    return _run_calls(compiled, vars(module), request["function"], request["calls"], prelude)
 
 
 def _set_limits(limits: dict[str, Any], seconds: float) -> None:
@@ -348,18 +337,11 @@ def _stream(descriptor: int, mode: str, errors: str, buffering: int = -1) -> IO[
     return open(descriptor, mode, buffering, encoding="utf-8", errors=errors, closefd=False)
 
 
-def _namespace(name: str, prelude: dict[str, Any]) -> dict[str, Any]:
-    module = sys.modules[name] = types.ModuleType(name)
-    streams = {"stdin": sys.stdin, "stdout": sys.stdout, "stderr": sys.stderr, "argv": sys.argv}
-    module.__dict__.update(prelude | streams | {"__name__": name, "__file__": "program.py"})
-    return module.__dict__
-
-
-def _run_script(compiled: types.CodeType, prelude: dict[str, Any]) -> int:
+def _run_script(compiled: types.CodeType, names: dict[str, Any]) -> int:
     """Runs the code as ``python program.py`` would."""
     status = 0
     try:
-        exec(compiled, _namespace("__main__", prelude))
+        exec(compiled, names)
     except SystemExit as end:
         status = end.code & 0xFF if isinstance(end.code, int) else int(end.code is not None)
         if status and not isinstance(end.code, int):
@@ -380,9 +362,10 @@ def _show_traceback() -> None:
         sys.stderr.write(traceback.format_exc(limit=20)[-_TRACEBACK_CHARS:])
 
 
-def _run_calls(compiled: types.CodeType, function: str, calls: list[str], prelude: dict[str, Any]) -> int:
+def _run_calls(
+    compiled: types.CodeType, names: dict[str, Any], function: str, calls: list[str], prelude: dict[str, Any]
+) -> int:
     """Loads the code once and answers with one line for the loading, then one per call."""
-    names = _namespace("solution", prelude)
     try:
         exec(compiled, names)
         find_function(names, function, prelude)

@@ -15,7 +15,7 @@ import signal
 import socket
 import struct
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 DEVICES = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")
@@ -101,59 +101,46 @@ def _restrict_files(version: int, readable: Sequence[str], writable: Sequence[st
 # process, because they would bypass the numbers below.
 
 _AUDIT_ARCH = (0xC000003E, 0xC00000B7)
-_NO = -1  # this machine lacks the call
 _X32_BIT = 0x40000000
 
-# name: (x86_64, aarch64)
-_REFUSED = {
+# Calls as "name number on x86_64, on aarch64"; "-": the machine lacks it.
+_REFUSED = (
     # networks
-    "socket": (41, 198), "connect": (42, 203), "bind": (49, 200), "listen": (50, 201),
-    "accept": (43, 202), "accept4": (288, 242),
+    "socket 41 198, connect 42 203, bind 49 200, listen 50 201, accept 43 202, accept4 288 242, "
     # other processes
-    "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272),
-    "pidfd_open": (434, 434), "pidfd_getfd": (438, 438), "pidfd_send_signal": (424, 424),
-    "process_madvise": (440, 440), "process_mrelease": (448, 448), "migrate_pages": (256, 238),
-    "move_pages": (279, 239), "setpriority": (141, 140), "ioprio_set": (251, 30), "sched_setparam": (142, 118),
-    "sched_setscheduler": (144, 119), "sched_setattr": (314, 274),
+    "ptrace 101 117, process_vm_readv 310 270, process_vm_writev 311 271, kcmp 312 272, pidfd_open 434 434, "
+    "pidfd_getfd 438 438, pidfd_send_signal 424 424, process_madvise 440 440, process_mrelease 448 448, "
+    "migrate_pages 256 238, move_pages 279 239, setpriority 141 140, ioprio_set 251 30, sched_setparam 142 118, "
+    "sched_setscheduler 144 119, sched_setattr 314 274, "
     # other programs
-    "execve": (59, 221), "execveat": (322, 281),
+    "execve 59 221, execveat 322 281, "
     # mounts, namespaces, files by handle
-    "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51), "unshare": (272, 97),
-    "setns": (308, 268), "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430),
-    "fsconfig": (431, 431), "fsmount": (432, 432), "fspick": (433, 433), "mount_setattr": (442, 442),
-    "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265), "fanotify_init": (300, 262),
+    "mount 165 40, umount2 166 39, pivot_root 155 41, chroot 161 51, unshare 272 97, setns 308 268, "
+    "open_tree 428 428, move_mount 429 429, fsopen 430 430, fsconfig 431 431, fsmount 432 432, fspick 433 433, "
+    "mount_setattr 442 442, name_to_handle_at 303 264, open_by_handle_at 304 265, fanotify_init 300 262, "
     # memory that no limit counts, and objects that outlive their process
-    "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "shmat": (30, 196),
-    "shmctl": (31, 195), "semget": (64, 190), "semop": (65, 193), "semctl": (66, 191), "semtimedop": (220, 192),
-    "msgget": (68, 186), "msgsnd": (69, 189), "msgrcv": (70, 188), "msgctl": (71, 187), "mq_open": (240, 180),
+    "memfd_create 319 279, memfd_secret 447 447, shmget 29 194, shmat 30 196, shmctl 31 195, semget 64 190, "
+    "semop 65 193, semctl 66 191, semtimedop 220 192, msgget 68 186, msgsnd 69 189, msgrcv 70 188, msgctl 71 187, "
+    "mq_open 240 180, "
     # doors into the kernel
-    "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282), "add_key": (248, 217),
-    "request_key": (249, 218), "keyctl": (250, 219), "init_module": (175, 105), "finit_module": (313, 273),
-    "delete_module": (176, 106), "kexec_load": (246, 104), "kexec_file_load": (320, 294), "reboot": (169, 142),
-    "swapon": (167, 224), "swapoff": (168, 225), "syslog": (103, 116), "acct": (163, 89), "quotactl": (179, 60),
-    "settimeofday": (164, 170), "clock_settime": (227, 112), "clock_adjtime": (305, 266), "adjtimex": (159, 171),
-    "sethostname": (170, 161), "setdomainname": (171, 162), "iopl": (172, _NO), "ioperm": (173, _NO),
-    "modify_ldt": (154, _NO), "personality": (135, 92), "vhangup": (153, 58),
-}  # fmt: skip
-_UNKNOWN = {  # libraries fall back on older calls
-    "clone3": (435, 435), "io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "io_uring_register": (427, 427),
-}  # fmt: skip
+    "bpf 321 280, perf_event_open 298 241, userfaultfd 323 282, add_key 248 217, request_key 249 218, "
+    "keyctl 250 219, init_module 175 105, finit_module 313 273, delete_module 176 106, kexec_load 246 104, "
+    "kexec_file_load 320 294, reboot 169 142, swapon 167 224, swapoff 168 225, syslog 103 116, acct 163 89, "
+    "quotactl 179 60, settimeofday 164 170, clock_settime 227 112, clock_adjtime 305 266, adjtimex 159 171, "
+    "sethostname 170 161, setdomainname 171 162, iopl 172 -, ioperm 173 -, modify_ldt 154 -, personality 135 92, "
+    "vhangup 153 58"
+)
+# libraries fall back on older calls
+_UNKNOWN = "clone3 435 435, io_uring_setup 425 425, io_uring_enter 426 426, io_uring_register 427 427"
 # Without a mount namespace: calls that Landlock does not check.
-_METADATA = {
-    "chmod": (90, _NO), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452), "chown": (92, _NO),
-    "fchown": (93, 55), "lchown": (94, _NO), "fchownat": (260, 54), "utime": (132, _NO), "utimes": (235, _NO),
-    "futimesat": (261, _NO), "utimensat": (280, 88), "setxattr": (188, 5), "lsetxattr": (189, 6),
-    "fsetxattr": (190, 7), "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16),
-}  # fmt: skip
+_METADATA = (
+    "chmod 90 -, fchmod 91 52, fchmodat 268 53, fchmodat2 452 452, chown 92 -, fchown 93 55, lchown 94 -, "
+    "fchownat 260 54, utime 132 -, utimes 235 -, futimesat 261 -, utimensat 280 88, setxattr 188 5, lsetxattr 189 6, "
+    "fsetxattr 190 7, removexattr 197 14, lremovexattr 198 15, fremovexattr 199 16"
+)
 # Without a PID namespace: forks, and signals that may reach other processes.
-_FORKS_AND_SIGNALS = {
-    "fork": (57, _NO), "vfork": (58, _NO), "tkill": (200, 130), "rt_sigqueueinfo": (129, 138),
-    "rt_tgsigqueueinfo": (297, 240),
-}  # fmt: skip
-_OWN_SIGNALS = {"kill": (62, 129), "tgkill": (234, 131)}  # first argument: a process
-_OWN_ONLY = {"prlimit64": (302, 261), "sched_setaffinity": (203, 122)}  # first argument 0: the caller
-_CLONE, _PRCTL, _SECCOMP, _SOCKETPAIR = (56, 220), (157, 167), (317, 277), (53, 199)
-_MMAP, _FCNTL, _IOCTL = (9, 222), (72, 25), (16, 29)
+_FORKS_AND_SIGNALS = "fork 57 -, vfork 58 -, tkill 200 130, rt_sigqueueinfo 129 138, rt_tgsigqueueinfo 297 240"
+_SECCOMP = (317, 277)
 _FCNTL_SET_OWNER, _IOCTL_SET_OWNER = (8, 15), (0x8901, 0x8902)  # whom the kernel signals on input
 
 _SET_FILTER, _GET_ANSWER_AVAILABLE = 1, 2
@@ -195,11 +182,11 @@ def _refuse_if(position: int, test: int, value: int, holds: bool = True) -> byte
     return argument + _step(test, value, int(not holds), int(holds)) + _REFUSE + _CALL_NUMBER
 
 
-def _when(calls: Iterable[tuple[int, int]], *steps: bytes) -> bytes:
+def _when(calls: str, *steps: bytes) -> bytes:
     """Steps for these calls; they end with an answer, or load the call's number again."""
     body = b"".join(steps)
-    numbers = [call[_COLUMN] for call in calls if call[_COLUMN] != _NO]
-    return b"".join(_step(_EQUAL, number, 0, len(body) // 8) + body for number in numbers)
+    numbers = [call.split()[1 + _COLUMN] for call in calls.split(", ")]
+    return b"".join(_step(_EQUAL, int(number), 0, len(body) // 8) + body for number in numbers if number != "-")
 
 
 def _filter_calls(own_processes: bool, own_files: bool) -> None:
@@ -210,21 +197,22 @@ def _filter_calls(own_processes: bool, own_files: bool) -> None:
     parts = [_step(_LOAD, 4), _step(_EQUAL, _AUDIT_ARCH[_COLUMN], 1, 0), _step(_RETURN, _KILL), _CALL_NUMBER]
     parts += [_step(_AT_LEAST, _X32_BIT, 0, 1), _step(_RETURN, _KILL)]
     parts += [_step(_AT_LEAST, _FIRST_UNJUDGED, 0, 1), _fail(errno.ENOSYS)]
-    parts += [_when(_REFUSED.values(), _REFUSE), _when(_UNKNOWN.values(), _fail(errno.ENOSYS))]
-    parts += [_when([_CLONE], _refuse_if(0, _ANY_BIT, _NEW_NAMESPACES))]
-    parts += [_when(_OWN_ONLY.values(), _refuse_if(0, _EQUAL, 0, False))]
-    parts += [_when([_SOCKETPAIR], _refuse_if(0, _EQUAL, _AF_UNIX, False))]
+    parts += [_when(_REFUSED, _REFUSE), _when(_UNKNOWN, _fail(errno.ENOSYS))]
+    parts += [_when("clone 56 220", _refuse_if(0, _ANY_BIT, _NEW_NAMESPACES))]
+    # whose first argument must be 0, the caller
+    parts += [_when("prlimit64 302 261, sched_setaffinity 203 122", _refuse_if(0, _EQUAL, 0, False))]
+    parts += [_when("socketpair 53 199", _refuse_if(0, _EQUAL, _AF_UNIX, False))]
     kind = _step(_LOAD, 16 + 8 * 3) + _step(_AND, _SHARED_ANONYMOUS) + _step(_EQUAL, _SHARED_ANONYMOUS, 0, 1)
-    parts += [_when([_MMAP], kind, _fail(errno.ENOMEM), _CALL_NUMBER)]
+    parts += [_when("mmap 9 222", kind, _fail(errno.ENOMEM), _CALL_NUMBER)]
     if not own_processes:
-        parts += [_when(_FORKS_AND_SIGNALS.values(), _REFUSE)]
-        parts += [_when([_CLONE], _refuse_if(0, _ANY_BIT, _CLONE_THREAD, False))]
-        parts += [_when(_OWN_SIGNALS.values(), _refuse_if(0, _EQUAL, os.getpid(), False))]
-        parts += [_when([_PRCTL], _refuse_if(0, _EQUAL, _PR_SET_PDEATHSIG))]
-        parts += [_when([_FCNTL], *(_refuse_if(1, _EQUAL, command) for command in _FCNTL_SET_OWNER))]
-        parts += [_when([_IOCTL], *(_refuse_if(1, _EQUAL, command) for command in _IOCTL_SET_OWNER))]
+        parts += [_when(_FORKS_AND_SIGNALS, _REFUSE)]
+        parts += [_when("clone 56 220", _refuse_if(0, _ANY_BIT, _CLONE_THREAD, False))]
+        parts += [_when("kill 62 129, tgkill 234 131", _refuse_if(0, _EQUAL, os.getpid(), False))]
+        parts += [_when("prctl 157 167", _refuse_if(0, _EQUAL, _PR_SET_PDEATHSIG))]
+        parts += [_when("fcntl 72 25", *(_refuse_if(1, _EQUAL, command) for command in _FCNTL_SET_OWNER))]
+        parts += [_when("ioctl 16 29", *(_refuse_if(1, _EQUAL, command) for command in _IOCTL_SET_OWNER))]
     if not own_files:
-        parts += [_when(_METADATA.values(), _REFUSE)]
+        parts += [_when(_METADATA, _REFUSE)]
     program = b"".join([*parts, _step(_RETURN, _ALLOW)])
     buffer = ctypes.create_string_buffer(program, len(program))
     header = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(buffer))
@@ -236,31 +224,36 @@ def _filter_calls(own_processes: bool, own_files: bool) -> None:
 
 _ROOT_BYTES, _ROOT_FILES = 1 << 20, 4096
 _WORK, _WORK_FILES = "/tmp", 1024  # the programs' folder
-_MAP_SECONDS = 20.0
 _beneath: dict[str, str] = {}  # place to show below it → where it is kept
 
 
-def enter_namespaces(channel: socket.socket) -> None:
-    """Enters new namespaces and returns in their first process; the parent calls :func:`map_ids` meanwhile."""
+def enter_namespaces() -> None:
+    """Moves this process into new namespaces; the next process that it forks is the first one there."""
+    ours, theirs = socket.socketpair()
+    process = os.getpid()
+    if os.fork() == 0:  # stays outside, from where the ids are mapped
+        ours.close()
+        theirs.recv(1)
+        try:
+            _map_ids(process)
+            theirs.sendall(b"+")
+        except OSError as error:
+            theirs.sendall(f"{error}".encode())
+        os._exit(0)
+    theirs.close()
     _call("unshare", _NEW_NAMESPACES)
-    channel.sendall(b"+")
-    if not channel.recv(1):  # the parent has told why
-        os._exit(70)
-    channel.close()
+    ours.sendall(b"+")
+    answer = ours.recv(1000)
+    os.wait()
+    if answer != b"+":
+        raise OSError(answer.decode(errors="replace") or "the ids were not mapped")
     if os.getuid() != INNER_ID:  # two ids are mapped
         os.setgroups([])
-    first = os.fork()
-    if first:
-        _prctl(_PR_SET_DUMPABLE, 0)
-        os._exit(os.waitstatus_to_exitcode(os.waitpid(first, 0)[1]) & 0xFF)
-    die_with_parent()
+    _prctl(_PR_SET_DUMPABLE, 0)
 
 
-def map_ids(process: int, channel: socket.socket) -> None:
+def _map_ids(process: int) -> None:
     """Root keeps its id inside and programs get another one; any other user has only their own id."""
-    channel.settimeout(_MAP_SECONDS)
-    if not channel.recv(1):  # the process has told why
-        return
     two = f"0 0 1\n{INNER_ID} {_NOBODY} 1"
     try:
         if os.geteuid() != 0:
@@ -269,7 +262,6 @@ def map_ids(process: int, channel: socket.socket) -> None:
     except PermissionError:  # also root without CAP_SETUID
         one = {"uid_map": f"{INNER_ID} {os.geteuid()} 1", "gid_map": f"{INNER_ID} {os.getegid()} 1"}
         _write(process, {"setgroups": "deny"} | one)
-    channel.sendall(b"+")
 
 
 def _write(process: int, texts: dict[str, str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import ctypes
 import importlib.util
 import json
 import os
@@ -11,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -224,10 +226,12 @@ def test_an_attack_without_an_answer_proves_nothing():
 def test_attacks_work_where_nothing_holds(monkeypatch):
     """The same attacks, run in this process: the files, the environment and the network are wide open."""
     monkeypatch.setenv("API_KEY", "secret")
+    # the parent of the tests is not traced
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(ptrace=lambda *arguments: 0))
 
     def run(code, function, calls, **_):
         names = {}
-        exec(code.replace("works(trace)", "True"), names)  # not on the parent of the tests
+        exec(code, names)
         return answered("exit", names[function](*json.loads(calls[0])) if function == "attack" else 10**6)
 
     limits = SandboxLimits(code_memory_limit_mb=128)
