@@ -18,7 +18,7 @@ import sysconfig
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,8 +34,6 @@ _ENVIRONMENT = {
     **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
 }
 _START_SECONDS = 60.0
-_MEBIBYTE = 1 << 20
-_SHOWN_CHARS = 500
 
 
 @dataclass(frozen=True)
@@ -70,142 +68,7 @@ class ProgramRun:
     seconds: float = 0.0  # wall clock
 
 
-class Sandbox:
-    """One process that runs one program at a time, for one thread at a time."""
-
-    # The package without its __init__.py, because the inside needs nothing of this half.
-    STARTER = (
-        "import sys, types; room = sys.modules['room'] = types.ModuleType('room'); room.__path__ = [sys.argv.pop(1)]; "
-        "from room import supervisor; supervisor.main()"
-    )
-    GRACE_SECONDS = 30.0  # beyond a program's own limit: for a busy machine, and for killing
-
-    def __init__(self, isolation: str, limits: SandboxLimits) -> None:
-        self.isolation = isolation
-        self._limits = limits
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - as long as this object
-        self.start()
-
-    def start(self) -> None:
-        """Starts the process."""
-        orders = {
-            "isolation": self.isolation,
-            "limits": asdict(self._limits),
-            "site_packages": sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}),
-            "bubblewrap": shutil.which("bwrap"),
-        }
-        if self.isolation == "bubblewrap" and not orders["bubblewrap"]:
-            raise SandboxError("bubblewrap is not installed")
-        options = ["-P", "-s", "-S", "-B", "-c"]  # nothing from the working folder, the user's home, site-packages
-        folder = os.path.realpath(Path(__file__).parent)
-        command = [sys.executable, *options, self.STARTER, folder, json.dumps(orders)]
-        self._socket, theirs = socket.socketpair()
-        streams = {"stdin": theirs, "stdout": subprocess.DEVNULL, "stderr": self._errors}
-        try:
-            self._process = subprocess.Popen(command, **streams, env=_environment(), cwd="/", start_new_session=True)
-        except OSError as error:
-            self._socket.close()
-            raise SandboxError(f"no process could be started: {error}") from None
-        finally:
-            theirs.close()
-        self.pid = self._process.pid
-        answer = self._exchange(None, _START_SECONDS)
-        self.layers, self._inner_pid = answer["layers"], answer["pid"]
-
-    def run(
-        self,
-        code: str,
-        *,
-        stdin: str = "",
-        function: str | None = None,
-        calls: Sequence[str] = (),
-        seconds: float | None = None,
-        total_seconds: float | None = None,
-    ) -> ProgramRun:
-        """Runs a program as a script, or loads it and calls a function; :class:`SandboxError` if the sandbox failed.
-
-        A sandbox that has ended is started again.
-
-        Args:
-            function: name of a function, or of a method of a class ``Solution``.
-            calls: arguments of each call, as a JSON list.
-            seconds: time limit of the script, or of the loading and of each call; default ``code_timeout``.
-            total_seconds: time limit of all calls together; default: each may take its full time.
-        """
-        seconds = self._limits.code_timeout if seconds is None else seconds
-        total = seconds * (1 + len(calls)) if total_seconds is None else total_seconds
-        if self._process is None:
-            self.start()
-        request = {"code": code, "stdin": stdin, "function": function, "calls": list(calls)}
-        times = {"seconds": seconds, "total_seconds": total}
-        report = self._exchange(request | times, total + self.GRACE_SECONDS)
-        report["answers"] = report["answers"].split("\n")[:-1]  # the last one is empty, or was cut
-        return ProgramRun(**report)
-
-    def attack(self) -> set[str]:
-        """Finds out by trying which of :data:`PROTECTIONS` hold."""
-        visible = {*_environment(), "LC_CTYPE", "PWD"}
-        return probe(self.run, self._limits, visible, own_processes=self._inner_pid == 1)
-
-    def close(self) -> None:
-        """Ends the process and everything in it."""
-        process, self._process = self._process, None
-        if process is None:
-            return
-        with contextlib.suppress(OSError):  # it has ended
-            self._socket.shutdown(socket.SHUT_RDWR)  # tells it that we are gone
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=2)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in the kernel; it dies when that lets go
-            process.wait(timeout=self.GRACE_SECONDS)
-        self._socket.close()
-
-    def _exchange(self, request: dict[str, Any] | None, seconds: float) -> dict[str, Any]:
-        """Sends a request, if any, and returns the report. Any failure ends the process."""
-        deadline = time.monotonic() + seconds
-        most = (12 * self._limits.code_output_limit_mb + 1) * _MEBIBYTE  # printed bytes grow at most sixfold as JSON
-        data = bytearray()
-        try:
-            if request is not None:
-                self._socket.settimeout(seconds)
-                self._socket.sendall(json.dumps(request).encode() + b"\n")
-            while not data.endswith(b"\n"):
-                self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
-                part = self._socket.recv(_MEBIBYTE)
-                data += part
-                if not part:
-                    raise ConnectionError("no answer")
-                if len(data) > most:
-                    raise ValueError(f"it is longer than {most} bytes")
-            report = json.loads(data)
-            problem = report.get("reason")
-        except TimeoutError:
-            problem = "the sandbox process did not answer in time"
-        except OSError as error:
-            problem = f"the sandbox process has ended ({error}){self._last_words()}"
-        except ValueError as error:
-            problem = f"the sandbox process sent no report: {error}"
-        if problem:
-            self.close()
-            raise SandboxError(problem)
-        return report
-
-    def _last_words(self) -> str:
-        size = self._errors.seek(0, os.SEEK_END)
-        self._errors.seek(max(0, size - _SHOWN_CHARS))
-        text = " ".join(self._errors.read().decode(errors="replace").split())
-        return f": {text}" if text else ""
-
-
-def _environment() -> dict[str, str]:
-    libraries = os.environ.get("LD_LIBRARY_PATH")  # the interpreter may not start without them
-    return _ENVIRONMENT | ({"LD_LIBRARY_PATH": libraries} if libraries else {})
-
-
-# What a sandbox really keeps out: a program of ours runs in it and attacks targets of ours.
-
+# What a sandbox keeps out, found out by a program of ours that attacks targets of ours.
 PROTECTIONS = {
     "network": "no connection to anybody",
     "files": "no reading and no writing of the user's files",
@@ -261,43 +124,167 @@ _ATTACK_SECONDS = 30.0
 _SPARE_FORKS = 4  # ours, which the limit counts too
 
 
-def probe(run: Callable[..., ProgramRun], limits: SandboxLimits, visible: set[str], *, own_processes: bool) -> set[str]:
-    """Attacks a sandbox by its ``run``; returns the :data:`PROTECTIONS` that hold.
+class Sandbox:
+    """One process that runs one program at a time, for one thread at a time."""
 
-    ``visible``: variables that a program may see. ``own_processes``: the sandbox has its own process numbers, so ours
-    mean nothing there.
-    """
+    # The package without its __init__.py, because the inside needs nothing of this half.
+    STARTER = (
+        "import sys, types; room = sys.modules['room'] = types.ModuleType('room'); room.__path__ = [sys.argv.pop(1)]; "
+        "from room import supervisor; supervisor.main()"
+    )
+    GRACE_SECONDS = 30.0  # beyond a program's own limit: for a busy machine, and for killing
 
-    def attempt(function: str, *arguments: Any) -> tuple[str, Any]:
-        done = run(_ATTACKS, function=function, calls=[json.dumps(arguments)], seconds=_ATTACK_SECONDS)
-        return done.ended, json.loads(done.answers[1]).get("value") if len(done.answers) == 2 else None
+    def __init__(self, isolation: str, limits: SandboxLimits) -> None:
+        self.isolation = isolation
+        self.limits = limits
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - as long as this object
+        self.start()
 
-    with (
-        tempfile.TemporaryDirectory(prefix="lightppo-probe-") as folder,
-        socket.create_server(("127.0.0.1", 0)) as server,
-        socket.socket(socket.AF_UNIX) as abstract,
-    ):
-        file, name = Path(folder, "secret"), f"lightppo-probe-{secrets.token_hex(8)}"
-        file.write_text("secret")
-        file.chmod(0o666)
-        file.parent.chmod(0o777)
-        abstract.bind("\0" + name)
-        abstract.listen()
-        port, memory = server.getsockname()[1], limits.code_memory_limit_mb
-        _, done = attempt("attack", port, name, str(file), os.getpid(), memory)
-    if not isinstance(done, dict):
-        return set()
-    most = limits.code_max_processes + _SPARE_FORKS
-    ended, forked = attempt("fork", most)
-    open_doors = {
-        "network": done["network"],
-        "files": done["files"],
-        "environment": done["environment"] or not visible.issuperset(done["names"]),
-        "processes": (done["processes"] and not own_processes) or done["tracing"],
-        "forks": ended != "processes" and not (isinstance(forked, int) and forked <= most),
-        "memory": done["memory"],
-    }
-    return {name for name in PROTECTIONS if not open_doors[name]}
+    def start(self) -> None:
+        """Starts the process."""
+        orders = {
+            "isolation": self.isolation,
+            "limits": asdict(self.limits),
+            "site_packages": sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}),
+            "bubblewrap": shutil.which("bwrap"),
+        }
+        if self.isolation == "bubblewrap" and not orders["bubblewrap"]:
+            raise SandboxError("bubblewrap is not installed")
+        options = ["-P", "-s", "-S", "-B", "-c"]  # nothing from the working folder, the user's home, site-packages
+        folder = os.path.realpath(Path(__file__).parent)
+        command = [sys.executable, *options, self.STARTER, folder, json.dumps(orders)]
+        self._socket, theirs = socket.socketpair()
+        streams = {"stdin": theirs, "stdout": subprocess.DEVNULL, "stderr": self._errors}
+        try:
+            self._process = subprocess.Popen(command, **streams, env=_environment(), cwd="/", start_new_session=True)
+        except OSError as error:
+            self._socket.close()
+            raise SandboxError(f"no process could be started: {error}") from None
+        finally:
+            theirs.close()
+        self.pid = self._process.pid
+        answer = self._exchange(None, _START_SECONDS)
+        self.layers = answer["layers"]
+        self.own_processes = answer["pid"] == 1  # the trainer's process numbers mean nothing there
+
+    def run(
+        self,
+        code: str,
+        *,
+        stdin: str = "",
+        function: str | None = None,
+        calls: Sequence[str] = (),
+        seconds: float | None = None,
+        total_seconds: float | None = None,
+    ) -> ProgramRun:
+        """Runs a program as a script, or loads it and calls a function; :class:`SandboxError` if the sandbox failed.
+
+        A sandbox that has ended is started again.
+
+        Args:
+            function: name of a function, or of a method of a class ``Solution``.
+            calls: arguments of each call, as a JSON list.
+            seconds: time limit of the script, or of the loading and of each call; default ``code_timeout``.
+            total_seconds: time limit of all calls together; default: each may take its full time.
+        """
+        seconds = self.limits.code_timeout if seconds is None else seconds
+        total = seconds * (1 + len(calls)) if total_seconds is None else total_seconds
+        if self._process is None:
+            self.start()
+        request = {"code": code, "stdin": stdin, "function": function, "calls": list(calls)}
+        times = {"seconds": seconds, "total_seconds": total}
+        report = self._exchange(request | times, total + self.GRACE_SECONDS)
+        report["answers"] = report["answers"].split("\n")[:-1]  # the last one is empty, or was cut
+        return ProgramRun(**report)
+
+    def attack(self) -> set[str]:
+        """Finds out by trying which of :data:`PROTECTIONS` hold."""
+
+        def attempt(function: str, *arguments: Any) -> tuple[str, Any]:
+            done = self.run(_ATTACKS, function=function, calls=[json.dumps(arguments)], seconds=_ATTACK_SECONDS)
+            return done.ended, json.loads(done.answers[1]).get("value") if len(done.answers) == 2 else None
+
+        with (
+            tempfile.TemporaryDirectory(prefix="lightppo-probe-") as folder,
+            socket.create_server(("127.0.0.1", 0)) as server,
+            socket.socket(socket.AF_UNIX) as abstract,
+        ):
+            file, name = Path(folder, "secret"), f"lightppo-probe-{secrets.token_hex(8)}"
+            file.write_text("secret")
+            file.chmod(0o666)
+            file.parent.chmod(0o777)
+            abstract.bind("\0" + name)
+            abstract.listen()
+            port, memory_mb = server.getsockname()[1], self.limits.code_memory_limit_mb
+            _, done = attempt("attack", port, name, str(file), os.getpid(), memory_mb)
+        if not isinstance(done, dict):
+            return set()
+        most = self.limits.code_max_processes + _SPARE_FORKS
+        ended, forked = attempt("fork", most)
+        open_doors = {
+            "network": done["network"],
+            "files": done["files"],
+            "environment": done["environment"] or not {*_environment(), "LC_CTYPE", "PWD"}.issuperset(done["names"]),
+            "processes": (done["processes"] and not self.own_processes) or done["tracing"],
+            "forks": ended != "processes" and not (isinstance(forked, int) and forked <= most),
+            "memory": done["memory"],
+        }
+        return {name for name in PROTECTIONS if not open_doors[name]}
+
+    def close(self) -> None:
+        """Ends the process and everything in it."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        with contextlib.suppress(OSError):  # it has ended
+            self._socket.shutdown(socket.SHUT_RDWR)  # tells it that we are gone
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=2)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in the kernel; it dies when that lets go
+            process.wait(timeout=self.GRACE_SECONDS)
+        self._socket.close()
+
+    def _exchange(self, request: dict[str, Any] | None, seconds: float) -> dict[str, Any]:
+        """Sends a request, if any, and returns the report. Any failure ends the process."""
+        deadline = time.monotonic() + seconds
+        most = (12 * self.limits.code_output_limit_mb + 1) << 20  # printed bytes grow at most sixfold as JSON
+        data = bytearray()
+        try:
+            if request is not None:
+                self._socket.settimeout(seconds)
+                self._socket.sendall(json.dumps(request).encode() + b"\n")
+            while not data.endswith(b"\n"):
+                self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
+                part = self._socket.recv(1 << 20)
+                data += part
+                if not part:
+                    raise ConnectionError("no answer")
+                if len(data) > most:
+                    raise ValueError(f"it is longer than {most} bytes")
+            report = json.loads(data)
+            problem = report.get("reason")
+        except TimeoutError:
+            problem = "the sandbox process did not answer in time"
+        except OSError as error:
+            problem = f"the sandbox process has ended ({error}){self._last_words()}"
+        except ValueError as error:
+            problem = f"the sandbox process sent no report: {error}"
+        if problem:
+            self.close()
+            raise SandboxError(problem)
+        return report
+
+    def _last_words(self) -> str:
+        self._errors.seek(max(0, self._errors.seek(0, os.SEEK_END) - 500))
+        text = " ".join(self._errors.read().decode(errors="replace").split())
+        return f": {text}" if text else ""
+
+
+def _environment() -> dict[str, str]:
+    libraries = os.environ.get("LD_LIBRARY_PATH")  # the interpreter may not start without them
+    return _ENVIRONMENT | ({"LD_LIBRARY_PATH": libraries} if libraries else {})
 
 
 class SandboxPool(contextlib.AbstractContextManager):

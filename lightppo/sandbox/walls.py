@@ -144,9 +144,7 @@ _SECCOMP = (317, 277)
 _FCNTL_SET_OWNER, _IOCTL_SET_OWNER = (8, 15), (0x8901, 0x8902)  # whom the kernel signals on input
 
 _SET_FILTER, _GET_ANSWER_AVAILABLE = 1, 2
-_AF_UNIX = 1
-_SHARED_ANONYMOUS = 0x21
-_CLONE_THREAD = 0x00010000
+_CLONE_THREAD, _SHARED_ANONYMOUS = 1 << 16, 0x21
 _FIRST_UNJUDGED = 463  # newer calls than these lists know
 
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
@@ -201,7 +199,7 @@ def _filter_calls(own_processes: bool, own_files: bool) -> None:
     parts += [_when("clone 56 220", _refuse_if(0, _ANY_BIT, _NEW_NAMESPACES))]
     # whose first argument must be 0, the caller
     parts += [_when("prlimit64 302 261, sched_setaffinity 203 122", _refuse_if(0, _EQUAL, 0, False))]
-    parts += [_when("socketpair 53 199", _refuse_if(0, _EQUAL, _AF_UNIX, False))]
+    parts += [_when("socketpair 53 199", _refuse_if(0, _EQUAL, socket.AF_UNIX, False))]
     kind = _step(_LOAD, 16 + 8 * 3) + _step(_AND, _SHARED_ANONYMOUS) + _step(_EQUAL, _SHARED_ANONYMOUS, 0, 1)
     parts += [_when("mmap 9 222", kind, _fail(errno.ENOMEM), _CALL_NUMBER)]
     if not own_processes:
@@ -222,8 +220,7 @@ def _filter_calls(own_processes: bool, own_files: bool) -> None:
 # Namespaces: nothing outside is visible. The new root is a small tmpfs with the interpreter and its libraries,
 # read-only, four harmless devices, the namespace's own /proc where allowed, and a new /tmp for every program.
 
-_ROOT_BYTES, _ROOT_FILES = 1 << 20, 4096
-_WORK, _WORK_FILES = "/tmp", 1024  # the programs' folder
+_WORK = "/tmp"  # the programs' folder
 _beneath: dict[str, str] = {}  # place to show below it → where it is kept
 
 
@@ -238,7 +235,7 @@ def enter_namespaces() -> None:
             _map_ids(process)
             theirs.sendall(b"+")
         except OSError as error:
-            theirs.sendall(f"{error}".encode())
+            theirs.sendall(f"mapping the ids: {error}".encode())
         os._exit(0)
     theirs.close()
     _call("unshare", _NEW_NAMESPACES)
@@ -266,11 +263,8 @@ def _map_ids(process: int) -> None:
 
 def _write(process: int, texts: dict[str, str]) -> None:
     for name, text in texts.items():
-        try:
-            with open(f"/proc/{process}/{name}", "wb", buffering=0) as file:
-                file.write(text.encode())
-        except OSError as error:
-            raise type(error)(error.errno, f"writing {name}: {error.strerror}") from None
+        with open(f"/proc/{process}/{name}", "wb", buffering=0) as file:
+            file.write(text.encode())
 
 
 def build_root(readable: Sequence[str], links: dict[str, str]) -> None:
@@ -279,8 +273,7 @@ def build_root(readable: Sequence[str], links: dict[str, str]) -> None:
     base = next(path for path in ("/tmp", "/var/tmp", "/dev/shm", "/mnt") if os.path.isdir(path))
     # opened first: the base that is mounted over may be on the way to some of them
     opened = {path: os.open(path, os.O_PATH | os.O_CLOEXEC) for path in [*readable, *DEVICES] if os.path.exists(path)}
-    options = f"size={_ROOT_BYTES},nr_inodes={_ROOT_FILES},mode=0755"
-    _mount("sandbox", base, "tmpfs", _MS_NOSUID | _MS_NODEV, options)
+    _mount("sandbox", base, "tmpfs", _MS_NOSUID | _MS_NODEV, "size=1m,nr_inodes=4096,mode=0755")
     for i, (path, descriptor) in enumerate(opened.items()):
         place = path
         if path.startswith(f"{_WORK}/"):  # an environment below /tmp: shown in every new one
@@ -336,7 +329,7 @@ def _renew_work_folder(byte_limit: int) -> None:
     """Mounts a new, empty /tmp for the next program; the old one goes with all it holds."""
     if os.path.ismount(_WORK):
         _call("umount2", _WORK, _MNT_DETACH)
-    options = f"size={byte_limit},nr_inodes={_WORK_FILES},mode=0700"
+    options = f"size={byte_limit},nr_inodes=1024,mode=0700"
     if os.getuid() != INNER_ID:
         options += f",uid={INNER_ID},gid={INNER_ID}"
     _mount("sandbox", _WORK, "tmpfs", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, options)

@@ -19,7 +19,7 @@ import pytest
 
 from lightppo.errors import SandboxError, SandboxRefusedError
 from lightppo.sandbox import PROTECTIONS, ProgramRun, SandboxLimits, SandboxPool
-from lightppo.sandbox.pool import Sandbox, probe
+from lightppo.sandbox.pool import Sandbox
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="sandboxes need Linux")
 
@@ -187,6 +187,13 @@ HELD = {"network": False, "files": False, "environment": False, "names": ["PATH"
         "tracing": False, "memory": False}  # fmt: skip
 
 
+class Attacked(Sandbox):
+    """Is attacked by what ``run`` does."""
+
+    def __init__(self, run, *, own_processes: bool = False, limits: SandboxLimits = LIMITS) -> None:
+        self.run, self.own_processes, self.limits = run, own_processes, limits
+
+
 def answered(ended, *values) -> ProgramRun:
     """A run of a program that was loaded and has returned these values."""
     return ProgramRun(ended, 0, "", "", ['{"loaded":true}', *(json.dumps({"value": value}) for value in values)])
@@ -213,14 +220,14 @@ def test_attacks_that_work_are_seen(done, forked, ended, missing):
             return answered("exit", HELD | done)
         return answered(ended, *[forked] * (forked is not None))
 
-    assert set(PROTECTIONS) - probe(run, LIMITS, {"PATH"}, own_processes=False) == missing
+    assert set(PROTECTIONS) - Attacked(run).attack() == missing
     # with process numbers of its own, the trainer's number means somebody else there
-    own = probe(run, LIMITS, {"PATH"}, own_processes=True)
+    own = Attacked(run, own_processes=True).attack()
     assert set(PROTECTIONS) - own == (set() if done == {"processes": True} else missing)
 
 
 def test_an_attack_without_an_answer_proves_nothing():
-    assert probe(lambda code, **_: answered("signal"), LIMITS, set(), own_processes=True) == set()
+    assert Attacked(lambda code, **_: answered("signal"), own_processes=True).attack() == set()
 
 
 def test_attacks_work_where_nothing_holds(monkeypatch):
@@ -234,8 +241,7 @@ def test_attacks_work_where_nothing_holds(monkeypatch):
         exec(code, names)
         return answered("exit", names[function](*json.loads(calls[0])) if function == "attack" else 10**6)
 
-    limits = SandboxLimits(code_memory_limit_mb=128)
-    assert probe(run, limits, {"PATH"}, own_processes=False) == set()
+    assert Attacked(run, limits=SandboxLimits(code_memory_limit_mb=128)).attack() == set()
 
 
 def test_allowed_without_isolation():
