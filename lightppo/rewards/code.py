@@ -138,13 +138,7 @@ def last_program(response: str) -> str | None:
 
 @dataclass(frozen=True)
 class Comparison:
-    """When an output is right: the texts or values are the same in the most lenient comparison that counts.
-
-    ``exact``: the same text. ``lines``: the same lines, ignoring spaces around them and empty lines. ``float``: the
-    same words per line, where numbers may differ by the tolerance unless both are whole. ``set``: the same lines in any
-    order, with the same words in any order. For return values, ``exact`` and ``lines`` mean equal, and ``set`` ignores
-    the order of the outermost list.
-    """
+    """When an output is right; docs/rewards.md says what each of :data:`COMPARISONS` accepts."""
 
     code_compare: str = "float"
     code_float_tolerance: float = 1e-5  # relative to the expected number; plus a thousandth of it, absolute
@@ -229,14 +223,12 @@ class CodeVerdict:
 
 
 class CodeVerifier(Protocol):
-    """Runs programs on test cases; up to ``concurrency`` threads call ``verify`` at a time.
-
-    ``verify`` raises :class:`RewardError` if it learned nothing about the program.
-    """
+    """Runs programs on test cases; up to ``concurrency`` threads call ``verify`` at a time."""
 
     concurrency: int
 
-    def verify(self, code: str, tests: CodeTests, *, first_failure_ends: bool) -> CodeVerdict: ...
+    def verify(self, code: str, tests: CodeTests, *, first_failure_ends: bool) -> CodeVerdict:
+        """Raises :class:`RewardError` if it learned nothing about the program."""
 
     def close(self) -> None: ...
 

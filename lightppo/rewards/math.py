@@ -183,8 +183,7 @@ _REPLACED = [  # a backslash before another is the end of a matrix row
     (re.compile(r"[−–]"), "-"),
     (re.compile(r"(?<=[\w)}])\*\*(-?\w+)"), r"^{\1}"),  # Python's power; at the ends it is bold type
     (re.compile(r"(?<=[\w)}])\*\*\("), r"^("),
-    (re.compile(r"\*\*"), " "),
-    (re.compile(r"\s+"), " "),
+    (re.compile(r"(?:\*\*|\s)+"), " "),
 ]
 _TEXT_COMMAND = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
 
@@ -221,7 +220,13 @@ def find_answer(response: str, *, unmarked: bool = True) -> str | None:
 
 
 def _boxed(text: str) -> str | None:
-    closing = _closing_braces(text) if "box" in text else {}
+    closing: dict[int, int] = {}  # position of each opening brace → position of its closing brace
+    opened: list[int] = []
+    for match in _BRACE.finditer(text) if "box" in text else ():  # escaped braces are text
+        if match.group() == "{":
+            opened.append(match.start())
+        elif match.group() == "}" and opened:
+            closing[opened.pop()] = match.start()
     boxes: list[tuple[int, int, str]] = []
     position = 0
     while match := _BOX.search(text, position):
@@ -241,18 +246,6 @@ def _boxed(text: str) -> str | None:
             break
         parts.insert(0, content)
     return ", ".join(dict.fromkeys(parts))
-
-
-def _closing_braces(text: str) -> dict[int, int]:
-    """Position of each opening brace → position of its closing brace; escaped braces are text."""
-    closing: dict[int, int] = {}
-    opened: list[int] = []
-    for match in _BRACE.finditer(text):
-        if match.group() == "{":
-            opened.append(match.start())
-        elif match.group() == "}" and opened:
-            closing[opened.pop()] = match.start()
-    return closing
 
 
 def _after_hashes(text: str) -> str | None:
@@ -320,10 +313,7 @@ def tidy(answer: str) -> str:
 
 
 def as_number(answer: str) -> Number | None:
-    """Reads an answer that is one number, with thousands separators, currency, percent sign or unit; else None.
-
-    Integers, decimals, fractions, mixed and scientific numbers count; the unit is dropped (``5 cm`` is 5).
-    """
+    """Reads an answer that is one number in any notation, with currency, percent sign or unit (dropped); else None."""
     text = re.sub(r"^\\?[A-Za-z]\w*\s*=\s*", "", tidy(answer))
     match = _NUMBER.fullmatch(_UNIT_TEXT.sub(_unit_or_text, text)) if len(text) <= _LONGEST_NUMBER else None
     if match is None:
@@ -344,8 +334,8 @@ def as_number(answer: str) -> Number | None:
         value = Fraction(plain.rstrip(".")) * Fraction(10) ** exponent
     if (part["sign"] + part["sign2"]).count("-") == 1:
         value = -value
-    tail, factor, percent = _tail(part["tail"])
-    return Number(value * factor, decimals, digits, percent) if tail else None
+    tail = _tail(part["tail"])
+    return None if tail is None else Number(value * tail[0], decimals, digits, tail[1])
 
 
 def _unit_or_text(match: re.Match[str]) -> str:
@@ -354,23 +344,20 @@ def _unit_or_text(match: re.Match[str]) -> str:
     return f" {match.group(1)} " if any(w in _NO_UNITS or w in _MULTIPLIERS or "%" in w for w in words) else " unit "
 
 
-def _tail(text: str) -> tuple[bool, int, bool]:
-    """Reads what follows a number: (is it only percent sign, multiplier and unit?, factor, percent sign?)."""
-    percent = _PERCENT.match(text.lstrip())
-    if percent:
-        return not percent.string[percent.end() :].strip(), 1, True
+def _tail(text: str) -> tuple[int, bool] | None:
+    """Reads a multiplier, percent sign or unit behind a number: (factor, percent sign?), None for anything else."""
+    if percent := _PERCENT.match(text.lstrip()):
+        return None if percent.string[percent.end() :].strip() else (1, True)
     factor = 1
     attached = text[:1].isalpha()  # 5xy is a product, 5cm is not
     head, _, rest = text.strip().partition(" ")
     if head.lower() in _MULTIPLIERS:
         factor, text, attached = _MULTIPLIERS[head.lower()], rest, False
     text = text.strip()
-    if not text:
-        return True, factor, False
     words = [word.lower() for word in re.findall(r"[A-Za-z]+", text)]
-    fits = _UNIT.fullmatch(text) is not None and not _NO_UNITS.intersection(words)
     known = [word in _SHORT_UNITS or (len(word) > 2 and not set("aeiou").isdisjoint(word)) for word in words]
-    return fits and all(known) and (not attached or words[0] in _SHORT_UNITS), factor, False
+    is_unit = _UNIT.fullmatch(text) and not _NO_UNITS.intersection(words) and all(known)
+    return (factor, False) if not text or (is_unit and (not attached or words[0] in _SHORT_UNITS)) else None
 
 
 def compare(gold: str, answer: str) -> bool | None:
@@ -382,10 +369,7 @@ def compare(gold: str, answer: str) -> bool | None:
 
 
 def same_number(a: Number, b: Number) -> bool:
-    """Whether two numbers are equal; a decimal with at least 6 significant digits also equals what it is rounded from.
-
-    If only one has a percent sign, the sign may be a unit or a division: 50% equals 50 and 0.5.
-    """
+    """Whether two numbers are equal; a percent sign that only one has may be a unit or a division by 100."""
     if a.percent != b.percent:
         plain, percent = (b, a) if a.percent else (a, b)
         return plain.value in (percent.value, percent.value / 100)

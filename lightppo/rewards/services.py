@@ -26,12 +26,15 @@ _WAIT_SECONDS = 30.0  # beyond a program's own limits: the service's queue and t
 class _Service:
     """The client of a service that runs programs."""
 
-    def _connect(self, flag: str, url: str, path: str, *, seconds: float, retries: int, **options: Any) -> None:
+    concurrency: int
+    sleep: Callable[[float], None] | None
+
+    def _connect(self, flag: str, url: str, path: str, seconds: float, retries: int) -> None:
         """``path`` is added to an address without one."""
         parts = urlsplit(url)
         url = url if parts.path not in ("", "/") else parts._replace(path=path).geturl()
-        timeout = seconds + _WAIT_SECONDS
-        self._client = HTTPClient(url, flag, timeout=timeout, retries=retries, max_bytes=_MOST_BYTES, **options)
+        options = {"timeout": seconds + _WAIT_SECONDS, "max_bytes": _MOST_BYTES, "sleep": self.sleep}
+        self._client = HTTPClient(url, flag, retries=retries, max_concurrent=self.concurrency, **options)
 
     def _ask(self, request: dict[str, Any], read: Callable[[dict[str, Any]], T]) -> T:
         try:
@@ -79,15 +82,8 @@ class SandboxFusionVerifier(_Service):
 
     def __post_init__(self) -> None:
         self.concurrency = self.sandbox_fusion_max_concurrent
-        self._connect(
-            "--sandbox_fusion_url",
-            self.sandbox_fusion_url,
-            "/run_code",
-            seconds=2 * self.code_timeout,
-            retries=self.sandbox_fusion_retries,
-            max_concurrent=self.concurrency,
-            sleep=self.sleep,
-        )
+        seconds, retries = 2 * self.code_timeout, self.sandbox_fusion_retries
+        self._connect("--sandbox_fusion_url", self.sandbox_fusion_url, "/run_code", seconds, retries)
 
     def verify(self, code: str, tests: CodeTests, *, first_failure_ends: bool) -> CodeVerdict:
         """Runs the program on all tests; raises :class:`RewardError` if the service gave no usable answer."""
@@ -104,16 +100,10 @@ class SandboxFusionVerifier(_Service):
         mark = f"{_MARK}{secrets.token_hex(8)}:"
         if function is not None:
             code = f"CODE, FUNCTION = {code!r}, {function!r}\n" + _CALLER.replace("MARK", mark)
-        request = {
-            "code": code,
-            "stdin": case.given,
-            "language": self.sandbox_fusion_language,
-            "compile_timeout": self.code_timeout,
-            "run_timeout": self.code_timeout,
-            "memory_limit_MB": self.sandbox_fusion_memory_limit_mb,
-            "files": {},
-            "fetch_files": [],
-        }
+        program = {"code": code, "stdin": case.given, "language": self.sandbox_fusion_language}
+        limits = dict.fromkeys(("compile_timeout", "run_timeout"), self.code_timeout)
+        limits["memory_limit_MB"] = self.sandbox_fusion_memory_limit_mb
+        request = program | limits | {"files": {}, "fetch_files": []}
         good, timeout, verdict.compile_error, stdout = self._ask(request, _read_run)
         verdict.timeouts += timeout
         if function is None:
@@ -146,6 +136,9 @@ def _read_run(answer: dict[str, Any]) -> tuple[bool, bool, bool, str]:
     return not timeout and not failed, timeout, failed and not timeout and (ran is None or last in _NOT_PYTHON), stdout
 
 
+_AREAL = {"language": "PYTHON", "runtime": "python-default", "isFastFail": True, "isRemote": False, "query_index": 0}
+
+
 @dataclass(eq=False)
 class FunctionCallVerifier(_Service):
     """Lets AReaL's function-call service run programs and compare outputs."""
@@ -162,15 +155,8 @@ class FunctionCallVerifier(_Service):
         if self.function_call_batch_size < 1:
             raise ValueError(f"--function_call_batch_size must be at least 1, got {self.function_call_batch_size}")
         self.concurrency = self.function_call_max_concurrent
-        self._connect(
-            "--function_call_url",
-            self.function_call_url,
-            "/apis/functioncalls",
-            seconds=self.function_call_batch_size * self.code_timeout,
-            retries=self.function_call_retries,
-            max_concurrent=self.concurrency,
-            sleep=self.sleep,
-        )
+        seconds, retries = self.function_call_batch_size * self.code_timeout, self.function_call_retries
+        self._connect("--function_call_url", self.function_call_url, "/apis/functioncalls", seconds, retries)
 
     def verify(self, code: str, tests: CodeTests, *, first_failure_ends: bool) -> CodeVerdict:
         """Lets the service judge the program on all tests; raises :class:`RewardError` if it gave no usable answer."""
@@ -178,18 +164,13 @@ class FunctionCallVerifier(_Service):
         size = self.function_call_batch_size if first_failure_ends else 1
         for start in range(0, len(tests.cases), size):
             cases = tests.cases[start : start + size]
-            request = {
+            request = _AREAL | {
                 "uid": f"lightppo-{secrets.token_hex(8)}-case-{start}-{start + len(cases)}",
-                "language": "PYTHON",
-                "runtime": "python-default",
                 "code": code,
                 "entryFunction": tests.function or "",
-                "isFastFail": True,
-                "isRemote": False,
                 "testcases": [{"input": case.raw[0].strip(), "expectedOutput": case.raw[1].strip()} for case in cases],
                 "timeout": self.code_timeout,
                 "memory": -(-self.function_call_memory_limit_mb // 256) * 256,
-                "query_index": 0,
             }
             passed, timed_out = self._ask(request, _read_verdict)
             verdict.passed += [passed] * len(cases)
