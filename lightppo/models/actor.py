@@ -15,16 +15,8 @@ from transformers.utils import ModelOutput
 from lightppo.algorithms.logprobs import linear_log_probs, log_probs_and_entropy, token_log_probs
 from lightppo.models.cpu import is_plain_linear
 from lightppo.models.loading import load_causal_lm
-from lightppo.models.packing import (
-    action_predictors,
-    check_num_actions,
-    distinct_places,
-    position_ids_from_lengths,
-    read,
-    real_actions,
-    scatter,
-)
-from lightppo.models.wrapper import PretrainedWrapper, model_inputs, takes
+from lightppo.models.packing import check_num_actions, real_actions, scatter
+from lightppo.models.wrapper import Batch, PretrainedWrapper, model_inputs, takes
 
 
 @dataclass(frozen=True)
@@ -96,17 +88,16 @@ class Actor(PretrainedWrapper):
                 num_actions).
         """
         if packed_seq_lens is not None:
-            position_ids = position_ids_from_lengths(packed_seq_lens, sequences)
-            self._probe_packing(sequences.device)
+            batch = self._packed_by_caller(sequences, packed_seq_lens, num_actions)
             if num_actions is None:
-                return self._run(sequences, None, position_ids)
-            batch = _packed_by_caller(sequences, position_ids, packed_seq_lens, num_actions)
+                return self._run(*batch.inputs)
+            actions = sequences[0, batch.places + 1]
         elif num_actions is None:
             return self._run(sequences, torch.ones_like(sequences) if attention_mask is None else attention_mask)
         else:
-            batch = self._batch(sequences, num_actions, attention_mask)
-        predicted = self._predict(batch, logits=return_output)
-        log_probs = batch.per_action(predicted.log_probs)  # (B, A)
+            batch, actions = self._of_actions(sequences, num_actions, attention_mask)
+        predicted = self._predict(batch, actions, logits=return_output)
+        log_probs = scatter(predicted.log_probs, batch.real)  # (B, A)
         return (log_probs, predicted.output) if return_output else log_probs
 
     def score_actions(
@@ -127,15 +118,13 @@ class Actor(PretrainedWrapper):
         """
         if router_loss:
             self.check_router()
-        batch = self._batch(sequences, num_actions, attention_mask, router_loss)
-        predicted = self._predict(
-            batch, logits=logits, entropy=entropy, entropy_grad=entropy_grad, router_logits=router_loss
-        )
+        batch, actions = self._of_actions(sequences, num_actions, attention_mask, share=not router_loss)
+        predicted = self._predict(batch, actions, logits, entropy, entropy_grad, router_loss)
         return ActionScores(
-            log_probs=batch.per_action(predicted.log_probs),  # (B, A)
+            log_probs=scatter(predicted.log_probs, batch.real),  # (B, A)
             real=batch.real,
-            entropy=batch.per_action(predicted.entropy) if entropy else None,  # (B, A)
-            logits=batch.of_real(predicted.logits) if logits else None,
+            entropy=scatter(predicted.entropy, batch.real) if entropy else None,  # (B, A)
+            logits=predicted.logits,
             router_loss=self._router_loss(predicted.output) if router_loss else None,
         )
 
@@ -157,7 +146,7 @@ class Actor(PretrainedWrapper):
         if not isinstance(loss, Tensor):  # transformers: None or 0 where no layer has a router
             raise ValueError(
                 f"--aux_loss_coef: {type(self.hf_model).__name__} took output_router_logits but returned no "
-                "load-balancing loss (no layer of it is a mixture of experts?); leave --aux_loss_coef out"
+                "load-balancing loss; leave --aux_loss_coef out"
             )
         if torch.is_grad_enabled() and self.training and not loss.requires_grad:
             # reentrant checkpointing runs the layers without a graph, so what is caught inside them has no gradient
@@ -167,29 +156,24 @@ class Actor(PretrainedWrapper):
             )
         return loss.float()
 
-    def _batch(
-        self, sequences: Tensor, num_actions: int, attention_mask: Tensor | None, router_loss: bool = False
-    ) -> _Batch:
-        """Inputs of one forward, packed or padded; only positions that predict an action go through the head."""
+    def _of_actions(
+        self, sequences: Tensor, num_actions: int, attention_mask: Tensor | None, share: bool = True
+    ) -> tuple[Batch, Tensor]:
+        """One forward that reads where an action is predicted, and the K real actions. The load-balancing loss counts
+        every token of every sample, so that there prompts are not shared."""
         if attention_mask is None:
             attention_mask = torch.ones_like(sequences)
         length = sequences.shape[1]
         check_num_actions(num_actions, length)
         real = real_actions(attention_mask, num_actions)  # (B, A)
-        actions = sequences[:, -num_actions:]  # (B, A)
-        if not self.packing_samples:
-            places = torch.arange(length - num_actions - 1, length - 1, device=sequences.device)  # (A,)
-            return _Batch(sequences, attention_mask, None, places, actions.masked_fill(~real, 0), real, packed=False)
-        self._probe_packing(sequences.device)
-        # the load-balancing loss counts every token of every sample
-        row, segments = self._pack(sequences, attention_mask, None if router_loss else num_actions)
-        places, reads = distinct_places(row.slots[:, -num_actions - 1 : -1][real])  # (U,), (K,)
-        return _Batch(row.input_ids, segments, row.position_ids, places, actions[real], real, packed=True, reads=reads)
+        columns = slice(length - num_actions - 1, length - 1)
+        batch = self._batch(sequences, attention_mask, columns, real, num_actions if share else None)
+        return batch, sequences[:, -num_actions:][real]
 
     def _predict(
         self,
-        batch: _Batch,
-        *,
+        batch: Batch,
+        actions: Tensor,
         logits: bool = False,
         entropy: bool = False,
         entropy_grad: bool = False,
@@ -197,32 +181,34 @@ class Actor(PretrainedWrapper):
     ) -> _Predicted:
         """One forward, through the head's log probs if that is enough and possible, else through logits."""
         if not logits:
-            predicted = self._ask_head(batch, entropy, entropy_grad, router_logits)
+            predicted = self._ask_head(batch, actions, entropy, entropy_grad, router_logits)
             if predicted is not None:
                 return predicted
-        output = self._run(batch.input_ids, batch.attention_mask, batch.position_ids, batch.places, router_logits)
+        output = self._run(*batch.inputs, batch.places, router_logits)
+        read = batch.of_real(output.logits)  # (K, V)
         if batch.packed:
-            output.logits = read(output.logits[0], batch.reads)[None]  # (1, K, V)
-        over = (output.logits[0] if batch.packed else output.logits)[..., : self.valid_vocab_size]
+            output.logits = read[None]  # (1, K, V)
+        over = read[:, : self.valid_vocab_size]
         if not entropy:
-            return _Predicted(output, token_log_probs(over, batch.labels, self.temperature), logits=over)
-        both = log_probs_and_entropy(over, batch.labels, self.temperature, entropy_grad=entropy_grad)
+            return _Predicted(output, token_log_probs(over, actions, self.temperature), logits=over)
+        both = log_probs_and_entropy(over, actions, self.temperature, entropy_grad=entropy_grad)
         return _Predicted(output, *both, logits=over)
 
-    def _ask_head(self, batch: _Batch, entropy: bool, entropy_grad: bool, router_logits: bool) -> _Predicted | None:
+    def _ask_head(
+        self, batch: Batch, actions: Tensor, entropy: bool, entropy_grad: bool, router_logits: bool
+    ) -> _Predicted | None:
         """None if this model's log probs do not come from its head alone. All ranks agree on it."""
         head = scoring_head(self.hf_model) if self.head_is_last else None
         if head is None:
             return None
-        selected_in_model = takes(self.hf_model, "logits_to_keep")
+        in_model = takes(self.hf_model, "logits_to_keep")
 
         def select(hidden: Tensor) -> Tensor:
-            return batch.real_hidden(hidden if selected_in_model else hidden[:, batch.places])
+            return batch.of_real(hidden if in_model else hidden[:, batch.places])
 
-        places = batch.places if selected_in_model else None
         options = {"valid_vocab_size": self.valid_vocab_size, "entropy": entropy, "entropy_grad": entropy_grad}
-        with scores_from_head(head, select, batch.of_real(batch.labels), self.temperature, **options) as returned:
-            output = self._run(batch.input_ids, batch.attention_mask, batch.position_ids, places, router_logits)
+        with scores_from_head(head, select, actions, self.temperature, **options) as returned:
+            output = self._run(*batch.inputs, batch.places if in_model else None, router_logits)
         self.head_is_last = is_untouched(returned, output.logits)
         if not self.head_is_last:
             return None
@@ -241,7 +227,7 @@ class Actor(PretrainedWrapper):
     ) -> ModelOutput:
         """One forward; only ``places`` of the sequence dimension go through the head."""
         reads_mask = router_logits or getattr(self.hf_model.config, "output_router_logits", False)
-        inputs = model_inputs(self.hf_model, input_ids, attention_mask, position_ids, lengths=not reads_mask)
+        inputs = model_inputs(self.hf_model, input_ids, attention_mask, position_ids, segments=not reads_mask)
         in_model = places is not None and takes(self.hf_model, "logits_to_keep")
         if in_model:
             inputs["logits_to_keep"] = places
@@ -258,45 +244,13 @@ class Actor(PretrainedWrapper):
         return self._run(ids, None, positions).logits
 
 
-@dataclass(frozen=True)
-class _Batch:
-    """Inputs of one forward, and the places of its K real actions."""
-
-    input_ids: Tensor  # (B, S), or one packed row (1, T)
-    attention_mask: Tensor | None  # (B, S); of a packed row its segments, or None
-    position_ids: Tensor | None  # of a packed row
-    places: Tensor  # (A,) or packed (U,), the distinct positions of a row that go through the head
-    labels: Tensor  # (B, A) or packed (K,), the token after each place; 0 where it is padding
-    real: Tensor  # (B, A) bool, K of them True
-    packed: bool  # one row, without padding
-    reads: Tensor | None = None  # packed (K,), the number of the place that predicts each action; None: each its own
-
-    def real_hidden(self, at_places: Tensor) -> Tensor:
-        """(B, A, H), or packed (1, U, H), -> (K, H)."""
-        return read(at_places[0], self.reads) if self.packed else at_places[self.real]
-
-    def per_action(self, values: Tensor) -> Tensor:
-        """(K,) or (B, A) -> (B, A), 0 at padding."""
-        return scatter(values, self.real) if values.dim() == 1 else values.masked_fill(~self.real, 0)
-
-    def of_real(self, values: Tensor) -> Tensor:
-        """(K, …) or (B, A, …) -> (K, …)."""
-        return values if self.packed else values[self.real]
-
-
 class _Predicted(NamedTuple):
-    """Results of a forward: (K,) for the real actions, or (B, A)."""
+    """Results of a forward for the K real actions."""
 
     output: ModelOutput
-    log_probs: Tensor
-    entropy: Tensor | None = None
-    logits: Tensor | None = None  # (K, V) or (B, A, V), over the valid vocabulary; None where the head gave log probs
-
-
-def _packed_by_caller(sequences: Tensor, position_ids: Tensor, lengths: list[int], num_actions: list[int]) -> _Batch:
-    places = action_predictors(lengths, num_actions, sequences.device)  # (K,)
-    real = torch.ones(1, len(places), dtype=torch.bool, device=sequences.device)  # (1, K)
-    return _Batch(sequences, None, position_ids, places, sequences[0, places + 1], real, packed=True)
+    log_probs: Tensor  # (K,)
+    entropy: Tensor | None = None  # (K,)
+    logits: Tensor | None = None  # (K, V), over the valid vocabulary; None where the head gave log probs
 
 
 # ---------------------------------------------------------------------------------------------------------------------

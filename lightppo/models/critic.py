@@ -13,14 +13,7 @@ from transformers.utils import ModelOutput
 
 from lightppo.errors import ModelLoadError
 from lightppo.models.loading import load_sequence_classifier, value_head
-from lightppo.models.packing import (
-    action_predictors,
-    check_num_actions,
-    distinct_places,
-    position_ids_from_lengths,
-    read,
-    scatter,
-)
+from lightppo.models.packing import check_num_actions, read, scatter
 from lightppo.models.wrapper import PretrainedWrapper, model_inputs
 
 
@@ -29,27 +22,37 @@ class SequenceRegressor(PretrainedWrapper):
 
     kind: Literal["critic", "reward"]  # which checkpoints a subclass takes
 
-    def __init__(self, pretrain_or_model: str | PreTrainedModel, **options: Any) -> None:
+    def __init__(
+        self, pretrain_or_model: str | PreTrainedModel, *, normalize_reward: bool = False, **options: Any
+    ) -> None:
         super().__init__(pretrain_or_model, partial(load_sequence_classifier, kind=self.kind), **options)
         _, head = value_head(self.model)
         if head.out_features != 1:
             raise ModelLoadError(f"a {self.kind} needs one output, the model has {head.out_features}")
-        self.mean, self.std = 0.0, 1.0
+        self.mean, self.std = self._statistics() if normalize_reward else (0.0, 1.0)
 
-    def _use_config_statistics(self) -> bool:
-        """Take ``mean`` and ``std`` from the config; False if it has none."""
-        mean, std = getattr(self.hf_model.config, "mean", None), getattr(self.hf_model.config, "std", None)
-        if mean is None or std is None:
-            return False
-        if not std > 0:
-            raise ModelLoadError(f"--normalize_reward: the config has std {std}; it must be above 0")
-        self.mean, self.std = float(mean), float(std)
-        return True
+    def _statistics(self) -> tuple[float, float]:
+        """Mean and standard deviation of the scores, from the config; a critic's config may have none."""
+        config = self.hf_model.config
+        mean, std = getattr(config, "mean", None), getattr(config, "std", None)
+        if mean is not None and std is not None:
+            if not std > 0:
+                raise ModelLoadError(f"--normalize_reward: the config has std {std}; it must be above 0")
+            return float(mean), float(std)
+        if self.kind == "critic":
+            return 0.0, 1.0
+        raise ModelLoadError(
+            f"--normalize_reward: the config of {config.name_or_path or 'the reward model'} has no mean and std. "
+            "Add them to its config.json, or leave --normalize_reward out"
+        )
 
     def _hidden(self, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None) -> ModelOutput:
         base = self.hf_model.base_model
         with self._offloading():
             return base(**model_inputs(base, input_ids, attention_mask, position_ids))
+
+    def _run_rows(self, ids: Tensor, positions: Tensor) -> Tensor:
+        return self._hidden(ids, None, positions).last_hidden_state
 
     def _score(self, hidden: Tensor) -> Tensor:
         """(..., H) -> (...), float32, normalised."""
@@ -67,13 +70,6 @@ class Critic(SequenceRegressor):
 
     kind = "critic"
 
-    def __init__(
-        self, pretrain_or_model: str | PreTrainedModel, *, normalize_reward: bool = False, **options: Any
-    ) -> None:
-        super().__init__(pretrain_or_model, **options)
-        if normalize_reward:
-            self._use_config_statistics()
-
     def forward(
         self,
         sequences: Tensor,
@@ -88,37 +84,26 @@ class Critic(SequenceRegressor):
         Arguments as in :meth:`Actor.forward`. Without ``num_actions``: all positions, (B, S). ``include_last`` adds the
         value after the last position, (B, A + 1), to bootstrap an unfinished response.
         """
-        if packed_seq_lens is not None:
-            position_ids = position_ids_from_lengths(packed_seq_lens, sequences)
-            self._probe_packing(sequences.device)
-            output = self._hidden(sequences, None, position_ids)
-            hidden = output.last_hidden_state  # (1, T, H)
-            if num_actions is not None:
-                hidden = hidden[:, action_predictors(packed_seq_lens, num_actions, sequences.device, include_last)]
-            return (self._score(hidden), output) if return_output else self._score(hidden)
-        if attention_mask is None:
-            attention_mask = torch.ones_like(sequences)
-        length = sequences.shape[1]
         columns = slice(None)
-        if num_actions is not None:
-            check_num_actions(num_actions, length)
-            columns = slice(length - num_actions - 1, length if include_last else length - 1)
-        mask = attention_mask.bool()[:, columns]  # (B, A)
-        if self.packing_samples:
-            self._probe_packing(sequences.device)
-            row, segments = self._pack(sequences, attention_mask, num_actions)
-            places, reads = distinct_places(row.slots[:, columns][mask])  # (U,), (K,)
-            with nullcontext() if return_output else self._reading(places, row.input_ids):
-                output = self._hidden(row.input_ids, segments, row.position_ids)
-            scores = self._score(output.last_hidden_state[0, places])  # (U,)
-            values = scatter(read(scores, reads), mask)
+        if packed_seq_lens is not None:
+            batch = self._packed_by_caller(sequences, packed_seq_lens, num_actions, include_last)
         else:
-            output = self._hidden(sequences, attention_mask, None)
-            values = self._score(output.last_hidden_state[:, columns]).masked_fill(~mask, 0)
+            if attention_mask is None:
+                attention_mask = torch.ones_like(sequences)
+            length = sequences.shape[1]
+            if num_actions is not None:
+                check_num_actions(num_actions, length)
+                columns = slice(length - num_actions - 1, length if include_last else length - 1)
+            batch = self._batch(sequences, attention_mask, columns, attention_mask.bool()[:, columns], num_actions)
+        partly = batch.packed and packed_seq_lens is None and not return_output
+        with self._reading(batch.places, batch.inputs[0]) if partly else nullcontext():
+            output = self._hidden(*batch.inputs)
+        if batch.packed:
+            scores = self._score(output.last_hidden_state[0, batch.places])  # (U,)
+            values = scatter(read(scores, batch.reads), batch.real)
+        else:
+            values = self._score(output.last_hidden_state[:, columns]).masked_fill(~batch.real, 0)
         return (values, output) if return_output else values
-
-    def _run_rows(self, ids: Tensor, positions: Tensor) -> Tensor:
-        return self._hidden(ids, None, positions).last_hidden_state
 
 
 class RewardModel(SequenceRegressor):
@@ -128,16 +113,6 @@ class RewardModel(SequenceRegressor):
     """
 
     kind = "reward"
-
-    def __init__(
-        self, pretrain_or_model: str | PreTrainedModel, *, normalize_reward: bool = False, **options: Any
-    ) -> None:
-        super().__init__(pretrain_or_model, **options)
-        if normalize_reward and not self._use_config_statistics():
-            raise ModelLoadError(
-                f"--normalize_reward: the config of {self.hf_model.config.name_or_path or 'the reward model'} has no "
-                "mean and std. Add them to its config.json, or leave --normalize_reward out"
-            )
 
     def forward(self, sequences: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Scores (B,) float32 of sequences (B, S), padded on either side; mask None: no padding."""

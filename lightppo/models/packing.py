@@ -1,4 +1,4 @@
-"""Packed rows: a batch without its padding in one row, its attention, shared prompts, and micro batches."""
+"""Packed rows: a batch without its padding in one row, its attention, shared prompts; and micro batches."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import heapq
 import inspect
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, scaled_dot_product_attention
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
@@ -38,6 +38,7 @@ class PackedRow:
     input_ids: Tensor  # (1, T)
     position_ids: Tensor  # (1, T), restarting at 0 for each sequence
     slots: Tensor  # (B, S), the place of each token in the row; valid only where the attention mask is 1
+    segments: Tensor | None = None  # the row's mask (segments_as_mask) if prompts are shared; else positions say it all
 
 
 def position_ids_from_mask(attention_mask: Tensor) -> Tensor:
@@ -55,12 +56,6 @@ def pack(sequences: Tensor, attention_mask: Tensor) -> PackedRow:
         position_ids=position_ids_from_mask(attention_mask)[real].unsqueeze(0),  # (1, T)
         slots=(real.flatten().long().cumsum(0) - 1).view_as(sequences),  # (B, S)
     )
-
-
-def lengths_from_position_ids(position_ids: Tensor) -> Tensor:
-    """Position ids (1, T) of a packed row -> lengths (N,) of its sequences."""
-    starts = (position_ids[0] == 0).nonzero()[:, 0]  # (N,)
-    return starts.diff(append=starts.new_tensor([position_ids.shape[1]]))
 
 
 def position_ids_from_lengths(lengths: list[int], row: Tensor) -> Tensor:
@@ -101,7 +96,7 @@ def real_actions(attention_mask: Tensor, num_actions: int) -> Tensor:
 
 
 def scatter(values: Tensor, mask: Tensor) -> Tensor:
-    """Put ``values`` (K,) on the True places of ``mask`` (B, A), row by row; 0 elsewhere. Differentiable."""
+    """Put ``values`` (K,) on the True places of ``mask`` (B, A), row by row; 0 elsewhere."""
     return values.new_zeros(mask.shape).masked_scatter(mask, values)
 
 
@@ -110,11 +105,11 @@ def check_packing_layers(model: nn.Module) -> None:
     config = model.config.get_text_config()
     base = model.base_model
     if "position_ids" not in inspect.signature(base.forward).parameters:
-        raise _not_supported(config.model_type, f"{type(base).__name__}.forward takes no position_ids")
+        raise _not_supported(config, f"{type(base).__name__}.forward takes no position_ids")
     # DeepSeek-like configs have no layer_types; then all layers are of one kind and the probe below decides.
     foreign = set(getattr(config, "layer_types", None) or ()) - _PACKABLE_LAYERS
     if foreign:
-        raise _not_supported(config.model_type, f"it has layers of type {', '.join(sorted(foreign))}")
+        raise _not_supported(config, f"it has layers of type {', '.join(sorted(foreign))}")
 
 
 def relative_difference(a: Tensor, b: Tensor) -> float:
@@ -128,35 +123,23 @@ def rounding(dtype: torch.dtype) -> float:
     return 3e-3 if dtype == torch.float32 else 1e-1
 
 
-@torch.no_grad()
-def probe_packing(model: nn.Module, run: Callable[[Tensor, Tensor], Tensor], device: torch.device) -> None:
-    """Check that a sequence gets the same outputs alone and at the end of a packed row.
+def probe_packing(config: PretrainedConfig, run: Callable[[Tensor, Tensor], Tensor], device: torch.device) -> None:
+    """Check that a sequence gets the same outputs alone and at the end of a packed row, in passes of 4 and 9 tokens.
 
-    Two passes of 4 and 9 tokens at the first packed forward, so that they run sharded, on the real device and with the
-    real attention kernel; every rank of a sharded model runs them together. ``run`` maps input_ids (1, T) and
-    position_ids (1, T) to outputs (1, T, ·).
+    ``run`` maps input_ids (1, T) and position_ids (1, T) to outputs (1, T, ·).
     """
-    config = model.config.get_text_config()
-    other = torch.tensor([[7, 3, 5, 2, 6]], device=device) % config.vocab_size
-    ids = torch.tensor([[1, 4, 2, 3]], device=device) % config.vocab_size
-    positions = torch.arange(4, device=device).unsqueeze(0)
-    was_training = model.training
-    model.eval()
-    try:
-        alone = run(ids, positions)
-        packed = run(torch.cat([other, ids], 1), torch.cat([torch.arange(5, device=device)[None], positions], 1))
-    finally:
-        model.train(was_training)
+    other, ids = (torch.tensor([x], device=device) % config.vocab_size for x in ([7, 3, 5, 2, 6], [1, 4, 2, 3]))
+    before, positions = (torch.arange(n, device=device).unsqueeze(0) for n in (5, 4))
+    alone = run(ids, positions)
+    packed = run(torch.cat([other, ids], 1), torch.cat([before, positions], 1))
     difference = relative_difference(packed[:, -4:], alone)
     if not difference <= rounding(packed.dtype):  # NaN fails too
-        raise _not_supported(
-            config.model_type, f"a packed sequence sees its neighbour (relative difference {difference:.1e})"
-        )
+        raise _not_supported(config, f"a packed sequence sees its neighbour (relative difference {difference:.1e})")
 
 
-def _not_supported(model_type: str, reason: str) -> PackingNotSupportedError:
+def _not_supported(config: PretrainedConfig, reason: str) -> PackingNotSupportedError:
     return PackingNotSupportedError(
-        f"--packing_samples does not work with model type {model_type!r}: {reason}. Leave --packing_samples out."
+        f"--packing_samples does not work with model type {config.model_type!r}: {reason}. Leave it out."
     )
 
 
@@ -165,74 +148,63 @@ def _not_supported(model_type: str, reason: str) -> PackingNotSupportedError:
 
 
 def use_packed_attention(model: PreTrainedModel) -> None:
-    """Let a model with ``sdpa`` attention take :func:`lengths_as_mask` as well; other models stay as they are."""
+    """Let a model with ``sdpa`` attention take :func:`segments_as_mask` as well; other models stay as they are."""
     if model.config._attn_implementation == "sdpa":
         AttentionInterface.register(PACKED_SDPA, packed_attention)
         AttentionMaskInterface.register(PACKED_SDPA, sdpa_mask)
         model.set_attn_implementation(PACKED_SDPA)
 
 
-def takes_lengths(model: PreTrainedModel) -> bool:
-    """Whether lengths may replace the mask of a packed row."""
+def takes_segments(model: PreTrainedModel) -> bool:
+    """Whether :func:`segments_as_mask` may replace the mask of a packed row."""
     return model.config._attn_implementation == PACKED_SDPA
 
 
-def lengths_as_mask(lengths: Tensor) -> Tensor:
-    """(N,) lengths of a packed row's sequences -> (1, 1, 1, N) int64, in place of its attention mask."""
-    return lengths.long()[None, None, None]
-
-
-def segments_as_mask(lengths: Tensor, parents: Tensor) -> Tensor:
+def segments_as_mask(lengths: Tensor, parents: Tensor | None = None) -> Tensor:
     """A packed row's segments, lengths and parents (N,), as its attention mask: (1, 1, 2, N) int64.
 
     A segment also sees all of its parent, the earlier segment that it continues; -1: none. Parents have no parents.
     """
-    return torch.stack([lengths.long(), parents.long()])[None, None]
+    return torch.stack([lengths, torch.full_like(lengths, -1) if parents is None else parents])[None, None]
+
+
+def segments_from_position_ids(position_ids: Tensor) -> Tensor:
+    """:func:`segments_as_mask` of a packed row (1, T) whose sequences are apart."""
+    starts = (position_ids[0] == 0).nonzero()[:, 0]  # (N,)
+    return segments_as_mask(starts.diff(append=starts.new_tensor([position_ids.shape[1]])))
 
 
 def packed_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    **kwargs: Any,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """transformers' ``sdpa``, also for packed rows with :func:`lengths_as_mask` or :func:`segments_as_mask`.
+    """transformers' ``sdpa``, also for packed rows with :func:`segments_as_mask`.
 
     query (1, H, T, D), key and value (1, H_kv, T, D) -> (1, T, H, D). A ``sliding_window`` includes the position
     itself.
     """
     if attention_mask is None or attention_mask.dtype != torch.int64:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-    lengths, parents = _segments(attention_mask)
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    lengths, parents = attention_mask[0, 0].tolist()
     if query.shape[2] != sum(lengths):
         raise ValueError(f"a packed row of {query.shape[2]} tokens cannot hold sequences of {sum(lengths)}")
-    window = _window(module, kwargs)
+    window, dropout = _window(module, options), options.get("dropout", 0.0)
+    scale = {"scale": options.get("scaling"), "enable_gqa": query.shape[1] != key.shape[1]}
     if dropout == 0 and (kernel := varlen_kernel(query)) is not None:
-        return _varlen(kernel, query, key, value, lengths, parents, scaling, window), None
-    options = {"dropout_p": dropout, "scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
+        return _varlen(kernel, (query, key, value), lengths, parents, window, **scale), None
+    sdpa = partial(scaled_dot_product_attention, dropout_p=dropout, **scale)
     outputs = []
     # split, not slices: a slice's backward pass writes a whole row of zeros for each sequence
     keys, values = (_continued(x.split(lengths, 2), parents, 2) for x in (key, value))
     for q, k, v in zip(query.split(lengths, 2), keys, values):
         new, total = q.shape[2], k.shape[2]
         if new == total and (window is None or total <= window):
-            outputs.append(scaled_dot_product_attention(q, k, v, is_causal=True, **options))
+            outputs.append(sdpa(q, k, v, is_causal=True))
         else:
             near = torch.ones(new, total, dtype=torch.bool, device=q.device).tril_(total - new)
             if window is not None:
                 near.triu_(total - new + 1 - window)
-            outputs.append(scaled_dot_product_attention(q, k, v, attn_mask=near, **options))
+            outputs.append(sdpa(q, k, v, attn_mask=near))
     return torch.cat(outputs, 2).transpose(1, 2), None
-
-
-def _segments(mask: Tensor) -> tuple[list[int], list[int]]:
-    """Lengths and parents from either kind of mask."""
-    rows = mask.flatten(0, 2).tolist()
-    return rows[0], rows[1] if len(rows) == 2 else [-1] * len(rows[0])
 
 
 def _continued(segments: Sequence[Tensor], parents: list[int], dim: int) -> list[Tensor]:
@@ -240,15 +212,13 @@ def _continued(segments: Sequence[Tensor], parents: list[int], dim: int) -> list
     return [x if p < 0 else torch.cat([segments[p], x], dim) for x, p in zip(segments, parents)]
 
 
-def _window(module: nn.Module, kwargs: dict[str, Any]) -> int | None:
-    if "sliding_window" in kwargs:
-        return kwargs["sliding_window"]
-    if "sliding_attention" in (getattr(module.config, "layer_types", None) or ()):
+def _window(module: nn.Module, options: dict[str, Any]) -> int | None:
+    if "sliding_window" not in options and "sliding_attention" in (getattr(module.config, "layer_types", None) or ()):
         raise NotImplementedError(
-            f"--packing_samples: {type(module).__name__} has a sliding window and does not tell the attention of it: "
-            "leave --packing_samples out, or set --attn_implementation flash_attention_2"
+            f"--packing_samples: {type(module).__name__} does not tell its attention of its sliding window: leave "
+            "--packing_samples out, or set --attn_implementation flash_attention_2"
         )
-    return None
+    return options.get("sliding_window")
 
 
 def varlen_kernel(query: Tensor) -> Callable[..., Tensor] | None:
@@ -268,83 +238,68 @@ def _varlen_kernel() -> Callable[..., Tensor] | None:
 
 def _varlen(
     kernel: Callable[..., Tensor],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    qkv: Iterable[Tensor],
     lengths: list[int],
     parents: list[int],
-    scaling: float | None,
     window: int | None,
+    **scale,
 ) -> Tensor:
     """(1, H, T, D) three times -> (1, T, H, D) on a GPU. The kernel aligns its window to the last query and key."""
-    q, k, v = (x[0].transpose(0, 1).contiguous() for x in (q, k, v))  # (T, H, D)
+    q, k, v = (x[0].transpose(0, 1).contiguous() for x in qkv)  # (T, H, D)
     seen = [n if p < 0 else lengths[p] + n for n, p in zip(lengths, parents)]
     if seen != lengths:
         k, v = (torch.cat(_continued(x.split(lengths), parents, 0)) for x in (k, v))
     borders = [torch.tensor([0, *accumulate(n)], dtype=torch.int32, device=q.device) for n in (lengths, seen)]
     back = -1 if window is None else window - 1
-    options = {"scale": scaling, "window_size": (back, 0), "enable_gqa": q.shape[1] != k.shape[1]}
-    return kernel(q, k, v, *borders, max(lengths), max(seen), **options)[None]
+    return kernel(q, k, v, *borders, max(lengths), max(seen), window_size=(back, 0), **scale)[None]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # prompts that several samples share
 
 
-@dataclass(frozen=True)
-class SharedRow(PackedRow):
-    """A packed row of segments, in which ``slots`` of several rows may name the same places: their shared prompt."""
-
-    lengths: Tensor  # (N,), tokens of each segment
-    parents: Tensor  # (N,), the segment that each continues; -1: none
-
-
-def pack_shared(sequences: Tensor, attention_mask: Tensor, num_actions: int) -> SharedRow | None:
-    """Drop padding, and keep equal prompts (before the last A columns) once: (B, S) -> (1, T). None: all differ."""
+def pack_shared(sequences: Tensor, attention_mask: Tensor, num_actions: int) -> PackedRow | None:
+    """:func:`pack`, but equal prompts (before the last A columns) stand once in the row. None: all differ."""
     real = attention_mask.bool()
     split = sequences.shape[1] - num_actions
-    prompts = sequences[:, :split].masked_fill(~real[:, :split], -1)  # (B, S - A)
     if len(sequences) < 2 or split < 1:
         return None
+    prompts = sequences[:, :split].masked_fill(~real[:, :split], -1)  # (B, S - A)
     group = torch.unique(prompts, dim=0, return_inverse=True)[1]  # (B,)
     of_prompt, of_response = real[:, :split].sum(1), real[:, split:].sum(1)  # (B,)
     shared = (group.bincount()[group] > 1) & (of_prompt > 0)  # (B,)
     if not bool(shared.any()):
         return None
     order = group.argsort(stable=True)  # rows of one prompt stand together
-    in_order = group[order]
-    first = torch.ones_like(in_order, dtype=torch.bool)
-    first[1:] = in_order[1:] != in_order[:-1]
-    leads = torch.zeros_like(shared).index_put((order,), first)  # (B,), whether the row brings the prompt
+    is_first = group[order].diff(prepend=group.new_tensor([-1])) != 0
+    leader = order[is_first][group]  # (B,), the row that brings the prompt
+    leads = leader == torch.arange(len(leader), device=leader.device)  # (B,)
     kept = real.clone()
     kept[:, :split] &= (leads | ~shared)[:, None]
-    places = (kept[order].flatten().long().cumsum(0) - 1).view_as(sequences)
-    slots = torch.empty_like(places).index_put((order,), places)  # (B, S)
-    leader = order[first][group]  # (B,)
+    slots = (kept[order].flatten().long().cumsum(0) - 1).view_as(sequences)[order.argsort()]  # (B, S)
     slots[:, :split] = torch.where(shared[:, None], slots[leader, :split], slots[:, :split])
     lengths: list[int] = []  # of non-empty segments; rows of one prompt follow each other
     parents: list[int] = []
     parent = -1
     of_rows = (x[order].tolist() for x in (of_prompt, of_response, shared, leads))
-    for prompt, response, is_shared, is_first in zip(*of_rows):
-        if is_shared and is_first:
+    for prompt, response, is_shared, brings_it in zip(*of_rows):
+        if is_shared and brings_it:
             parent = len(lengths)
             lengths.append(prompt)
             parents.append(-1)
         if new := response if is_shared else prompt + response:
             lengths.append(new)
             parents.append(parent if is_shared else -1)
-    return SharedRow(
+    return PackedRow(
         input_ids=sequences[order][kept[order]].unsqueeze(0),  # (1, T)
         position_ids=position_ids_from_mask(attention_mask)[order][kept[order]].unsqueeze(0),  # (1, T)
         slots=slots,
-        lengths=torch.tensor(lengths, device=sequences.device),
-        parents=torch.tensor(parents, device=sequences.device),
+        segments=segments_as_mask(*torch.tensor([lengths, parents], device=sequences.device)),
     )
 
 
 def distinct_places(places: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Places (K,) to read -> the distinct places (U,), ascending, and each read's index (K,) into them; None: K = U."""
+    """Places (K,) to read -> the distinct places (U,), and each read's index (K,) into them; None: K = U."""
     different, reads = torch.unique(places, return_inverse=True)
     return (places, None) if len(different) == len(places) else (different, reads)
 
@@ -374,15 +329,14 @@ def micro_batches(
     at_least: int = 0,
     prompts: Sequence[Hashable] | None = None,
 ) -> list[list[int]]:
-    """Split rows into micro batches, returned as lists of row numbers; every row is in exactly one.
+    """Split rows with ``lengths`` (prompt, response) into micro batches: lists of row numbers, each row in one.
 
-    By samples: rows of similar length together, longest first, so that running out of memory shows at once. By tokens:
-    a packed micro batch holds at most the budget in real tokens, and all hold about the same number; a padded one holds
-    at most the budget including padding. A row above the budget is a micro batch of its own.
+    By samples: rows of similar length together, longest first, so that a lack of memory shows at once. By tokens: a
+    packed micro batch holds at most the budget in real tokens, and all hold about the same number (``at_least`` is how
+    many other ranks need); a padded one holds at most the budget with its padding. A row above the budget is alone.
 
-    Rows with equal ``prompts`` stay together, and the prompt's tokens count once. Only a group above the budget is cut,
-    into parts that each hold the prompt; by samples, also a group at the border of a micro batch. ``lengths`` are
-    prompt and response tokens; ``at_least`` is how many packed micro batches other ranks need.
+    When packed, rows with equal ``prompts`` stay together, and the prompt's tokens count once. Only a group above the
+    budget is cut, into parts that each hold the prompt; by samples, also a group at the border of a micro batch.
     """
     total = [prompt + response for prompt, response in lengths]
     if spec.unit == "tokens" and not packed:

@@ -6,6 +6,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -18,25 +19,44 @@ from lightppo.errors import ModelLoadError
 from lightppo.models.cpu import accelerate_on_cpu
 from lightppo.models.loading import decoder_layers, disable_dropout
 from lightppo.models.packing import (
-    PackedRow,
+    action_predictors,
     check_packing_layers,
-    lengths_as_mask,
-    lengths_from_position_ids,
+    distinct_places,
     pack,
     pack_shared,
+    position_ids_from_lengths,
     position_ids_from_mask,
     probe_packing,
+    read,
     relative_difference,
     rounding,
-    segments_as_mask,
-    takes_lengths,
+    segments_from_position_ids,
+    takes_segments,
     use_packed_attention,
 )
 
 logger = logging.getLogger(__name__)
 
-READ_SHARE = 0.9
-"""Where more of a packed row is read, its last layer runs whole: gathering rows costs time too."""
+READ_SHARE = 0.9  # where more of a packed row is read, its last layer runs whole: gathering rows costs time too
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Inputs of one forward, and which of its positions are read."""
+
+    inputs: tuple[Tensor, Tensor | None, Tensor | None]  # ids, mask, position ids; (B, S), or of one packed row (1, T)
+    places: Tensor  # (A,) or packed (U,), the distinct positions of a row that are read
+    real: Tensor  # (B, A) bool, K of them True: what is read and not padding
+    reads: Tensor | None = None  # packed (K,), the number of the place that each reads; None: each its own
+
+    @property
+    def packed(self) -> bool:
+        """Whether it is one row, without padding."""
+        return self.inputs[2] is not None
+
+    def of_real(self, at_places: Tensor) -> Tensor:
+        """(B, A, ·), or packed (1, U, ·), -> (K, ·)."""
+        return read(at_places[0], self.reads) if self.packed else at_places[self.real]
 
 
 class PretrainedWrapper(nn.Module):
@@ -58,10 +78,9 @@ class PretrainedWrapper(nn.Module):
         if use_flash_attention_2:
             if load_options.get("attn_implementation", "auto") not in ("auto", "flash_attention_2"):
                 raise ModelLoadError(
-                    f"use_flash_attention_2 (--flash_attn) and attn_implementation "
-                    f"{load_options['attn_implementation']!r} contradict each other: leave one out"
+                    "use_flash_attention_2 (--flash_attn) contradicts attn_implementation: leave one out"
                 )
-            load_options = {**load_options, "attn_implementation": "flash_attention_2"}
+            load_options["attn_implementation"] = "flash_attention_2"
         if isinstance(pretrain_or_model, PreTrainedModel):
             given = sorted(load_options) + ["bf16"] * bf16
             if given:
@@ -69,19 +88,18 @@ class PretrainedWrapper(nn.Module):
             disable_dropout(pretrain_or_model)
             self.model: nn.Module = pretrain_or_model  # strategy.prepare puts the DeepSpeed engine in its place
         else:
-            dtype = "bf16" if bf16 else "fp32"
-            self.model = load(pretrain_or_model, dtype=dtype, ds_config=ds_config, **load_options)
+            self.model = load(pretrain_or_model, bf16=bf16, ds_config=ds_config, **load_options)
         accelerate_on_cpu(self.model)
         self.ds_config = ds_config  # for strategy.prepare; None: the strategy's own
         self.packing_samples = packing_samples
         self.share_prompts = share_prompts
         self.activation_offload = False  # activations wait for the backward pass in CPU memory
-        self._packing_probed = False
-        self.last_layer_parts: list[nn.Module] = []  # run at the read positions only; set at the first packed forward
+        # run at the read positions only; None until the first packed forward has looked
+        self.last_layer_parts: list[nn.Module] | None = None
         if packing_samples:
             check_packing_layers(self.hf_model)
             use_packed_attention(self.hf_model)
-            if share_prompts and not takes_lengths(self.hf_model):
+            if share_prompts and not takes_segments(self.hf_model):
                 warn_that_nothing_is_shared(self.hf_model.config._attn_implementation)
 
     @property
@@ -93,7 +111,7 @@ class PretrainedWrapper(nn.Module):
     def shares_prompts(self) -> bool:
         """Whether equal prompts go through the model once; needs packing and sdpa, and no load-balancing loss."""
         balances = getattr(self.hf_model.config, "output_router_logits", False)
-        return self.packing_samples and self.share_prompts and takes_lengths(self.hf_model) and not balances
+        return self.packing_samples and self.share_prompts and takes_segments(self.hf_model) and not balances
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
         """Recompute activations in the backward pass; non-reentrant unless the kwargs say ``use_reentrant``."""
@@ -110,26 +128,50 @@ class PretrainedWrapper(nn.Module):
         """(1, T) token ids and positions of a packed row -> (1, T, ·), as the subclass reads them."""
         raise NotImplementedError
 
+    @torch.no_grad()
     def _probe_packing(self, device: torch.device) -> None:
-        """At the first packed forward: are sequences kept apart, and can the last layer run at some positions only?"""
-        if self._packing_probed:
+        """At the first packed forward: are sequences kept apart, and can the last layer run at some positions only?
+
+        Then, because the passes run sharded, on the real device, with the real attention kernel, on all ranks together.
+        """
+        if self.last_layer_parts is not None:
             return
         check_packing_layers(self.hf_model)
-        probe_packing(self.hf_model, self._run_rows, device)
-        modules = position_wise(self.hf_model)
-        if modules and reads_alike(self.hf_model, modules, self._run_rows, device):
-            self.last_layer_parts = modules
-        self._packing_probed = True
+        was_training = self.hf_model.training
+        self.hf_model.eval()
+        try:
+            probe_packing(self.hf_model.config.get_text_config(), self._run_rows, device)
+            parts = position_wise(self.hf_model)
+            self.last_layer_parts = parts if parts and reads_alike(self.hf_model, parts, self._run_rows, device) else []
+        finally:
+            self.hf_model.train(was_training)
 
-    def _pack(
-        self, sequences: Tensor, attention_mask: Tensor, num_actions: int | None
-    ) -> tuple[PackedRow, Tensor | None]:
-        """The packed row of a batch (B, S), and its attention mask; None: it follows from the position ids."""
+    def _batch(
+        self, sequences: Tensor, attention_mask: Tensor, columns: slice, real: Tensor, num_actions: int | None
+    ) -> Batch:
+        """A forward of which ``columns`` are read where ``real`` (B, A); ``num_actions`` None: no prompt is shared."""
+        if not self.packing_samples:
+            places = torch.arange(sequences.shape[1], device=sequences.device)[columns]  # (A,)
+            return Batch((sequences, attention_mask, None), places, real)
+        self._probe_packing(sequences.device)
+        row = None
         if num_actions is not None and self.shares_prompts:
             row = pack_shared(sequences, attention_mask, num_actions)
-            if row is not None:
-                return row, segments_as_mask(row.lengths, row.parents)
-        return pack(sequences, attention_mask), None
+        row = pack(sequences, attention_mask) if row is None else row
+        places, reads = distinct_places(row.slots[:, columns][real])  # (U,), (K,)
+        return Batch((row.input_ids, row.segments, row.position_ids), places, real, reads)
+
+    def _packed_by_caller(
+        self, row: Tensor, lengths: list[int], num_actions: list[int] | None, include_last: bool = False
+    ) -> Batch:
+        """A row (1, T) of sequences; ``num_actions`` None: all positions are read."""
+        position_ids = position_ids_from_lengths(lengths, row)
+        self._probe_packing(row.device)
+        if num_actions is None:
+            places = torch.arange(row.shape[1], device=row.device)
+        else:
+            places = action_predictors(lengths, num_actions, row.device, include_last)  # (K,)
+        return Batch((row, None, position_ids), places, torch.ones(1, len(places), dtype=torch.bool, device=row.device))
 
     def _reading(self, places: Tensor, row: Tensor) -> AbstractContextManager:
         """Context for a forward of which only the positions ``places`` (K,) of a packed row (1, T) are read."""
@@ -146,9 +188,8 @@ class PretrainedWrapper(nn.Module):
         return torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available())
 
 
-@cache
+@cache  # once per process and kind of attention
 def warn_that_nothing_is_shared(attention: str) -> None:
-    """Once per process and kind of attention."""
     logger.warning(
         "--share_prompts needs --attn_implementation sdpa; with %s every sample brings its prompt along", attention
     )
@@ -158,17 +199,16 @@ def model_inputs(
     module: nn.Module,
     input_ids: Tensor,
     attention_mask: Tensor | None,
-    position_ids: Tensor | None = None,
-    *,
-    lengths: bool = True,
+    position_ids: Tensor | None,
+    segments: bool = True,
 ) -> dict[str, Any]:
     """Keyword arguments for a Hugging Face forward without a cache, of a batch (B, S) or a packed row (1, T).
 
-    A packed row's mask is None, or its segments (:func:`segments_as_mask`). ``lengths`` is False if the model's forward
-    itself reads the mask, as the load-balancing loss does.
+    A packed row's mask is None, or its segments (:func:`segments_as_mask`). ``segments`` is False if the model's
+    forward itself reads the mask, as the load-balancing loss does.
     """
-    if attention_mask is None and lengths and takes_lengths(module):
-        attention_mask = lengths_as_mask(lengths_from_position_ids(position_ids))
+    if attention_mask is None and segments and takes_segments(module):
+        attention_mask = segments_from_position_ids(position_ids)
     inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": False}
     if takes(module, "position_ids"):
         inputs["position_ids"] = position_ids_from_mask(attention_mask) if position_ids is None else position_ids
@@ -235,7 +275,6 @@ def _at_places(forward: Callable[..., Any], places: Tensor, hidden: Tensor, *arg
     return (spread.view(*shape, -1), *rest) if rest else spread.view(*shape, -1)
 
 
-@torch.no_grad()
 def reads_alike(
     model: PreTrainedModel, modules: list[nn.Module], run: Callable[[Tensor, Tensor], Tensor], device: torch.device
 ) -> bool:
@@ -243,12 +282,7 @@ def reads_alike(
     positions = torch.arange(9, device=device).unsqueeze(0)
     ids = (7 * positions + 3) % model.config.get_text_config().vocab_size
     places = torch.tensor([2, 5, 8], device=device)
-    was_training = model.training
-    model.eval()
-    try:
-        whole = run(ids, positions)[:, places]
-        with only_at(modules, places):
-            part = run(ids, positions)[:, places]
-    finally:
-        model.train(was_training)
+    whole = run(ids, positions)[:, places]
+    with only_at(modules, places):
+        part = run(ids, positions)[:, places]
     return relative_difference(part, whole) <= rounding(model.dtype)
