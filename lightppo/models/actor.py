@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn, stack
@@ -17,6 +17,9 @@ from lightppo.models.cpu import is_plain_linear
 from lightppo.models.loading import load_causal_lm
 from lightppo.models.packing import check_num_actions, real_actions, scatter
 from lightppo.models.wrapper import Batch, PretrainedWrapper, model_inputs, takes
+
+# Of a forward: the model's output; for the K real actions log probs (K,), entropy (K,), logits (K, V) of valid ids.
+_Predicted = tuple[ModelOutput, Tensor, Tensor | None, Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -96,9 +99,9 @@ class Actor(PretrainedWrapper):
             return self._run(sequences, torch.ones_like(sequences) if attention_mask is None else attention_mask)
         else:
             batch, actions = self._of_actions(sequences, num_actions, attention_mask)
-        predicted = self._predict(batch, actions, logits=return_output)
-        log_probs = scatter(predicted.log_probs, batch.real)  # (B, A)
-        return (log_probs, predicted.output) if return_output else log_probs
+        output, log_probs, *_ = self._predict(batch, actions, logits=return_output)
+        log_probs = scatter(log_probs, batch.real)  # (B, A)
+        return (log_probs, output) if return_output else log_probs
 
     def score_actions(
         self,
@@ -119,13 +122,15 @@ class Actor(PretrainedWrapper):
         if router_loss:
             self.check_router()
         batch, actions = self._of_actions(sequences, num_actions, attention_mask, share=not router_loss)
-        predicted = self._predict(batch, actions, logits, entropy, entropy_grad, router_loss)
+        output, log_probs, entropies, all_logits = self._predict(
+            batch, actions, logits, entropy, entropy_grad, router_loss
+        )
         return ActionScores(
-            log_probs=scatter(predicted.log_probs, batch.real),  # (B, A)
+            log_probs=scatter(log_probs, batch.real),  # (B, A)
             real=batch.real,
-            entropy=scatter(predicted.entropy, batch.real) if entropy else None,  # (B, A)
-            logits=predicted.logits,
-            router_loss=self._router_loss(predicted.output) if router_loss else None,
+            entropy=scatter(entropies, batch.real) if entropy else None,  # (B, A)
+            logits=all_logits,
+            router_loss=self._router_loss(output) if router_loss else None,
         )
 
     @property
@@ -190,9 +195,8 @@ class Actor(PretrainedWrapper):
             output.logits = read[None]  # (1, K, V)
         over = read[:, : self.valid_vocab_size]
         if not entropy:
-            return _Predicted(output, token_log_probs(over, actions, self.temperature), logits=over)
-        both = log_probs_and_entropy(over, actions, self.temperature, entropy_grad=entropy_grad)
-        return _Predicted(output, *both, logits=over)
+            return output, token_log_probs(over, actions, self.temperature), None, over
+        return output, *log_probs_and_entropy(over, actions, self.temperature, entropy_grad=entropy_grad), over
 
     def _ask_head(
         self, batch: Batch, actions: Tensor, entropy: bool, entropy_grad: bool, router_logits: bool
@@ -213,9 +217,8 @@ class Actor(PretrainedWrapper):
         if not self.head_is_last:
             return None
         scores = output.logits[0]  # (K, 1 or 2), behind the hooks of the whole model
-        if not entropy:
-            return _Predicted(output, scores[:, 0])
-        return _Predicted(output, scores[:, 0], scores[:, 1] if entropy_grad else scores[:, 1].detach())
+        entropies = scores[:, 1] if entropy else None
+        return output, scores[:, 0], entropies.detach() if entropy and not entropy_grad else entropies, None
 
     def _run(
         self,
@@ -227,7 +230,7 @@ class Actor(PretrainedWrapper):
     ) -> ModelOutput:
         """One forward; only ``places`` of the sequence dimension go through the head."""
         reads_mask = router_logits or getattr(self.hf_model.config, "output_router_logits", False)
-        inputs = model_inputs(self.hf_model, input_ids, attention_mask, position_ids, segments=not reads_mask)
+        inputs = model_inputs(self.hf_model, input_ids, attention_mask, position_ids, reads_mask)
         in_model = places is not None and takes(self.hf_model, "logits_to_keep")
         if in_model:
             inputs["logits_to_keep"] = places
@@ -242,19 +245,6 @@ class Actor(PretrainedWrapper):
 
     def _run_rows(self, ids: Tensor, positions: Tensor) -> Tensor:
         return self._run(ids, None, positions).logits
-
-
-class _Predicted(NamedTuple):
-    """Results of a forward for the K real actions."""
-
-    output: ModelOutput
-    log_probs: Tensor  # (K,)
-    entropy: Tensor | None = None  # (K,)
-    logits: Tensor | None = None  # (K, V), over the valid vocabulary; None where the head gave log probs
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# the head that returns log probs
 
 
 def scoring_head(model: PreTrainedModel) -> nn.Linear | None:

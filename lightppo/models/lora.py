@@ -5,7 +5,6 @@ Uses peft's private ``_disable_adapters``: its public switch also freezes adapte
 
 from __future__ import annotations
 
-import copy
 import importlib.util
 import re
 from collections.abc import Iterator, Mapping
@@ -29,7 +28,6 @@ _NAME = "default"  # peft's name for the only adapter
 _BASE = ".base_layer."  # between the names of a layer with an adapter and of its frozen weight
 _WITHIN = re.compile(r"\.(base_layer|lora_[AB]\..+)$")
 _PEFT_PREFIX = "base_model.model."  # starts every name in an adapter's file
-_ALL_LINEAR = "all-linear"
 
 
 @dataclass(frozen=True)
@@ -38,11 +36,8 @@ class LoraOptions:
 
     rank: int  # r, of A (r, in) and B (out, r)
     alpha: float = 16.0
-    # On x before A, in training mode only. Then training's log probs differ from the experience's by the
-    # noise, and the probability ratios with them.
-    dropout: float = 0.0
-    # Ends of the names of linear layers; empty, or all-linear: all but the head.
-    target_modules: tuple[str, ...] = ()
+    dropout: float = 0.0  # on x before A, in training: its log probs, and the ratios, differ by the noise
+    target_modules: tuple[str, ...] = ()  # ends of the names of linear layers; empty, or all-linear: all but the head
 
 
 def check_peft() -> None:
@@ -63,12 +58,11 @@ def add_adapters(model: PretrainedWrapper, options: LoraOptions, seed: int = 42)
     hf_model = model.hf_model
     if getattr(hf_model, "lora", None) is not None:
         raise ModelLoadError(f"this {type(model).__name__} has adapters already")
-    targets = target_layers(hf_model, options.target_modules)
     config = LoraConfig(
         r=options.rank,
         lora_alpha=options.alpha,
         lora_dropout=options.dropout,
-        target_modules=targets,
+        target_modules=target_layers(hf_model, options.target_modules),
         fan_in_fan_out=any(isinstance(m, Conv1D) for m in hf_model.modules()),  # GPT-2's layers: transposed weights
         task_type="CAUSAL_LM" if hf_model.can_generate() else "SEQ_CLS",
         base_model_name_or_path=hf_model.config.name_or_path or None,
@@ -76,12 +70,13 @@ def add_adapters(model: PretrainedWrapper, options: LoraOptions, seed: int = 42)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         inject_adapter_in_model(config, hf_model, adapter_name=_NAME)
+    # From here on the config is what the adapter's file says: it is about the dense model, and for use.
+    config.inference_mode = True
+    config.fan_in_fan_out |= any(layer.transposed for layer in quantised_layers(hf_model).values())
     if not hf_model.can_generate():
         name, head = value_head(hf_model)
         head.requires_grad_(True)
         config.modules_to_save = [name]
-    if any(layer.transposed for layer in quantised_layers(hf_model).values()):
-        config.fan_in_fan_out = True  # for the adapter's file, which is about the dense model
     hf_model.lora = LoraExport(config, hf_model)  # the strategy looks for it here when it saves
 
 
@@ -89,36 +84,32 @@ def target_layers(model: PreTrainedModel, wanted: tuple[str, ...] = ()) -> list[
     """The layers that get an adapter: ends of their names if these fit no other layer, else whole names."""
     heads = head_names(model)
     linear = [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))]
-    if wanted in ((), (_ALL_LINEAR,)):
-        chosen = [name for name in linear if name not in heads]
+    unknown: list[str] = []
+    if wanted in ((), ("all-linear",)):
+        chosen = {name for name in linear if name not in heads}
     else:
-        chosen = [name for name in linear if name.endswith(tuple(f".{end}" for end in wanted)) or name in wanted]
-        unknown = [end for end in wanted if not any(name == end or name.endswith(f".{end}") for name in linear)]
+        of_end = {end: {name for name in linear if f".{name}".endswith(f".{end}")} for end in wanted}
+        chosen = set().union(*of_end.values())
         # The critic takes the same options, but has no lm_head.
-        unknown = [end for end in unknown if end != "lm_head" or model.can_generate()]
-        if unknown or not chosen:
-            ends = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
-            raise ModelLoadError(
-                f"--target_modules {' '.join(unknown or wanted)}: {type(model).__name__} has no such linear layer; "
-                f"it has {ends}"
-            )
-    if not chosen:
-        raise ModelLoadError(f"--lora_rank: {type(model).__name__} has no linear layer that could have an adapter")
-    for name in heads.intersection(chosen):
+        unknown = [end for end in wanted if not of_end[end] and (end != "lm_head" or model.can_generate())]
+    if unknown or not chosen:
+        raise ModelLoadError(
+            f"--target_modules {' '.join(unknown or wanted) or 'all-linear'}: {type(model).__name__} has none; "
+            f"its linear layers are {', '.join(sorted(set(map(_end, linear))))}"
+        )
+    for name in heads & chosen:
         if not model.can_generate():
             raise ModelLoadError(f"--target_modules {name}: the value head trains as a whole; leave it out")
         if model.config.get_text_config().tie_word_embeddings:
             raise ModelLoadError(
-                f"--target_modules {name}: this model's head is its embedding, so that an adapter on it could not be "
-                "merged; leave it out"
+                f"--target_modules {name}: an adapter on a head that is the embedding cannot be merged"
             )
-    ends = sorted({name.rpartition(".")[2] for name in chosen})
-    fitting = [name for name, _ in model.named_modules() if name.rpartition(".")[2] in ends]
-    return ends if set(fitting) == set(chosen) else sorted(chosen)
+    ends = set(map(_end, chosen))
+    return sorted(ends if {name for name, _ in model.named_modules() if _end(name) in ends} == chosen else chosen)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# the reference
+def _end(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 @contextmanager
@@ -143,7 +134,7 @@ class AdaptersOff:
 
     def __init__(self, actor: Actor) -> None:
         if not _layers(actor.hf_model):
-            raise ValueError("the reference can be the actor without its adapters only where the actor has adapters")
+            raise ValueError("the actor has no adapters, so it cannot be its own reference")
         self.actor = actor
 
     def __getattr__(self, name: str) -> Any:
@@ -151,25 +142,19 @@ class AdaptersOff:
             return getattr(self.actor, name)
         raise AttributeError(f"{type(self).__name__} has no {name!r}")
 
-    @torch.no_grad()
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As :meth:`Actor.forward`."""
-        with adapters_off(self.actor.hf_model):
+        with torch.no_grad(), adapters_off(self.actor.hf_model):
             return self.actor(*args, **kwargs)
 
-    @torch.no_grad()
     def score_actions(self, *args: Any, **kwargs: Any) -> ActionScores:
         """As :meth:`Actor.score_actions`."""
-        with adapters_off(self.actor.hf_model):
+        with torch.no_grad(), adapters_off(self.actor.hf_model):
             return self.actor.score_actions(*args, **kwargs)
 
     def eval(self) -> AdaptersOff:
         """Does nothing: the frozen layers behave the same in both modes."""
         return self
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# merged weights
 
 
 def merge(weight: Tensor, a: Tensor, b: Tensor, scaling: float, transposed: bool = False) -> Tensor:
@@ -223,22 +208,16 @@ class LoraExport:
         weights = {
             _PEFT_PREFIX + name.replace(f".{_NAME}.", "."): tensor.contiguous()
             for name, tensor in state_dict.items()
-            if _is_adapter(name) or (heads and name.startswith(heads))
+            if _is_adapter(name) or name.startswith(heads)
         }
         folder.mkdir(parents=True, exist_ok=True)
         save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-        config = copy.deepcopy(self.config)
-        config.inference_mode = True
-        config.save_pretrained(str(folder))
+        self.config.save_pretrained(str(folder))
 
 
 def _layers(model: nn.Module) -> dict[str, Any]:
-    """Layers with an adapter, by name; empty if peft was never used."""
-    if getattr(model, "peft_config", None) is None:
-        return {}
-    from peft.tuners.lora import LoraLayer
-
-    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+    """Layers with an adapter, by name."""
+    return {name: module for name, module in model.named_modules() if hasattr(module, "_disable_adapters")}
 
 
 def _is_adapter(name: str) -> bool:

@@ -6,26 +6,31 @@ import heapq
 import inspect
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, scaled_dot_product_attention
-from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from lightppo.config.rules import MicroBatchSpec
 from lightppo.errors import PackingNotSupportedError
 
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:  # an older torch
+    varlen_attn = None
+
+_VARLEN_TAKES = set(inspect.signature(varlen_attn).parameters) if varlen_attn else set()
 PACKED_SDPA = "packed_sdpa"  # the name of packed_attention in transformers
 
 # Layers that attend inside the packed row by position ids. Recurrent and linear-attention layers carry state across
 # sequence borders; chunked attention cuts at multiples of the row index, not of the position.
 _PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
-
 
 # ---------------------------------------------------------------------------------------------------------------------
 # rows
@@ -71,16 +76,11 @@ def action_predictors(
     lengths: list[int], num_actions: list[int], device: torch.device, include_last: bool = False
 ) -> Tensor:
     """Places (K,) in a packed row that predict the last ``num_actions[i]`` tokens of sequence i."""
-    if not isinstance(num_actions, list) or len(num_actions) != len(lengths):
-        raise ValueError(f"num_actions must be a list with one entry for each of {len(lengths)} packed sequences")
-    places, start = [], 0
-    for i, (length, actions) in enumerate(zip(lengths, num_actions)):
-        if not 0 <= actions < length:
-            raise ValueError(f"num_actions[{i}] = {actions} must be between 0 and {length - 1} (length {length})")
-        end = start + length
-        places.append(torch.arange(end - actions - 1, end if include_last else end - 1, device=device))
-        start = end
-    return torch.cat(places)
+    fit = isinstance(num_actions, list) and len(num_actions) == len(lengths)
+    if not fit or any(not 0 <= n < length for n, length in zip(num_actions, lengths)):
+        raise ValueError(f"num_actions {num_actions} must be a list of numbers below the packed lengths {lengths}")
+    ends = zip(accumulate(lengths), num_actions)
+    return torch.cat([torch.arange(end - n - 1, end - (not include_last), device=device) for end, n in ends])
 
 
 def check_num_actions(num_actions: int, sequence_length: int) -> None:
@@ -102,45 +102,27 @@ def scatter(values: Tensor, mask: Tensor) -> Tensor:
 
 def check_packing_layers(model: nn.Module) -> None:
     """Refuse families that cannot be packed, judging by the model's class and config alone."""
-    config = model.config.get_text_config()
     base = model.base_model
     if "position_ids" not in inspect.signature(base.forward).parameters:
-        raise _not_supported(config, f"{type(base).__name__}.forward takes no position_ids")
-    # DeepSeek-like configs have no layer_types; then all layers are of one kind and the probe below decides.
-    foreign = set(getattr(config, "layer_types", None) or ()) - _PACKABLE_LAYERS
+        raise packing_error(model, f"{type(base).__name__}.forward takes no position_ids")
+    # DeepSeek-like configs have no layer_types; then all layers are of one kind, and a first forward tells.
+    foreign = set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - _PACKABLE_LAYERS
     if foreign:
-        raise _not_supported(config, f"it has layers of type {', '.join(sorted(foreign))}")
+        raise packing_error(model, f"it has layers of type {', '.join(sorted(foreign))}")
 
 
-def relative_difference(a: Tensor, b: Tensor) -> float:
-    """Mean magnitude of a - b, relative to b's."""
-    return ((a.float() - b.float()).abs().mean() / b.float().abs().mean()).item()
-
-
-def rounding(dtype: torch.dtype) -> float:
-    """The largest :func:`relative_difference` that counts as rounding."""
-    # Rounding alone gives 1e-6 in fp32 (1e-3 with TF32) and 1e-2 in bf16; a neighbour in sight gives 0.1 and more.
-    return 3e-3 if dtype == torch.float32 else 1e-1
-
-
-def probe_packing(config: PretrainedConfig, run: Callable[[Tensor, Tensor], Tensor], device: torch.device) -> None:
-    """Check that a sequence gets the same outputs alone and at the end of a packed row, in passes of 4 and 9 tokens.
-
-    ``run`` maps input_ids (1, T) and position_ids (1, T) to outputs (1, T, ·).
-    """
-    other, ids = (torch.tensor([x], device=device) % config.vocab_size for x in ([7, 3, 5, 2, 6], [1, 4, 2, 3]))
-    before, positions = (torch.arange(n, device=device).unsqueeze(0) for n in (5, 4))
-    alone = run(ids, positions)
-    packed = run(torch.cat([other, ids], 1), torch.cat([before, positions], 1))
-    difference = relative_difference(packed[:, -4:], alone)
-    if not difference <= rounding(packed.dtype):  # NaN fails too
-        raise _not_supported(config, f"a packed sequence sees its neighbour (relative difference {difference:.1e})")
-
-
-def _not_supported(config: PretrainedConfig, reason: str) -> PackingNotSupportedError:
+def packing_error(model: nn.Module, reason: str) -> PackingNotSupportedError:
+    kind = model.config.get_text_config().model_type
     return PackingNotSupportedError(
-        f"--packing_samples does not work with model type {config.model_type!r}: {reason}. Leave it out."
+        f"--packing_samples does not work with model type {kind!r}: {reason}. Leave it out."
     )
+
+
+def alike(a: Tensor, b: Tensor) -> bool:
+    """Whether outputs are equal but for rounding; False where any is NaN."""
+    difference = ((a.float() - b.float()).abs().mean() / b.float().abs().mean()).item()
+    # Rounding alone gives 1e-6 in fp32 (1e-3 with TF32) and 1e-2 in bf16; a neighbour in sight gives 0.1 and more.
+    return difference <= (3e-3 if a.dtype == torch.float32 else 1e-1)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -150,8 +132,6 @@ def _not_supported(config: PretrainedConfig, reason: str) -> PackingNotSupported
 def use_packed_attention(model: PreTrainedModel) -> None:
     """Let a model with ``sdpa`` attention take :func:`segments_as_mask` as well; other models stay as they are."""
     if model.config._attn_implementation == "sdpa":
-        AttentionInterface.register(PACKED_SDPA, packed_attention)
-        AttentionMaskInterface.register(PACKED_SDPA, sdpa_mask)
         model.set_attn_implementation(PACKED_SDPA)
 
 
@@ -207,6 +187,10 @@ def packed_attention(
     return torch.cat(outputs, 2).transpose(1, 2), None
 
 
+AttentionInterface.register(PACKED_SDPA, packed_attention)
+AttentionMaskInterface.register(PACKED_SDPA, sdpa_mask)
+
+
 def _continued(segments: Sequence[Tensor], parents: list[int], dim: int) -> list[Tensor]:
     """Each segment after its parent. The backward pass sums the gradients that a prompt gets from its responses."""
     return [x if p < 0 else torch.cat([segments[p], x], dim) for x, p in zip(segments, parents)]
@@ -222,18 +206,9 @@ def _window(module: nn.Module, options: dict[str, Any]) -> int | None:
 
 
 def varlen_kernel(query: Tensor) -> Callable[..., Tensor] | None:
-    """torch's own kernel for packed rows on a GPU, if this torch has one that takes a scale and a window."""
-    return _varlen_kernel() if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) else None
-
-
-@cache
-def _varlen_kernel() -> Callable[..., Tensor] | None:
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return None
-    wanted = {"scale", "window_size", "enable_gqa"}
-    return varlen_attn if wanted <= inspect.signature(varlen_attn).parameters.keys() else None
+    """torch's own kernel for packed rows on a GPU, if this torch has one that takes all that is needed."""
+    fits = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
+    return varlen_attn if fits and _VARLEN_TAKES >= {"scale", "window_size", "enable_gqa"} else None
 
 
 def _varlen(

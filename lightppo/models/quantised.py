@@ -1,8 +1,7 @@
 """Frozen linear layers with their weights in 4 bits (QLoRA, arXiv:2305.14314), for models that train adapters.
 
-The layers are bitsandbytes' ``Linear4bit`` with its AVX512-BF16 path off, which repacks weights at the first forward
-without gradient and makes later gradients wrong. bitsandbytes' unpacking on CPUs is wrong if a row is not a whole
-number of blocks; such layers stay dense.
+They are bitsandbytes' ``Linear4bit`` without its AVX512-BF16 path, which repacks weights at the first forward without
+gradient: later gradients are wrong. On CPUs it unpacks rows wrongly that are not whole blocks: such layers stay dense.
 """
 
 from __future__ import annotations
@@ -31,18 +30,16 @@ def check_bitsandbytes() -> None:
 
 
 def quantise(model: PreTrainedModel, heads: set[str]) -> None:
-    """Hold the weights of the body's linear layers in 4 bits, in place, and freeze the model.
+    """Hold the weights of the body's linear layers in 4 bits, in place, and freeze the model; before adapters.
 
     NF4 in blocks of 64 with 8-bit scales (double quantisation): 4.13 bits a weight. ``heads`` (module names),
-    embeddings, norms, biases and layers whose rows are not whole blocks stay dense. Call it on an unsharded model,
-    before adapters.
+    embeddings, norms, biases and layers whose rows are not whole blocks stay dense.
     """
     check_bitsandbytes()
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         raise ModelLoadError("--load_in_4bit: the model is sharded already; load it with load_in_4bit=True")
-    layers = _fitting_layers(model, heads)
     model.requires_grad_(False)
-    for name in layers:
+    for name in _fitting_layers(model, heads):
         try:
             quantised = _quantised(model.get_submodule(name))
         except (RuntimeError, ImportError) as error:
@@ -72,9 +69,8 @@ def _quantised(layer: nn.Linear | Conv1D) -> Linear4bit:
     result = Linear4bit(*weight.T.shape, bias=False, compute_dtype=weight.dtype, quant_type="nf4", device="meta")
     # A GPU is quicker at packing; the engine moves the model there later.
     place = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else weight.device
-    packed = Params4bit(weight, blocksize=BLOCK, quant_type="nf4", module=result).to(place).to(weight.device)
-    result.weight, result.bias = packed, layer.bias
-    result.transposed = transposed
+    result.weight = Params4bit(weight, blocksize=BLOCK, quant_type="nf4", module=result).to(place).to(weight.device)
+    result.bias, result.transposed = layer.bias, transposed
     result.support_avx512bf16_for_cpu = False
     result.register_forward_pre_hook(_bring_scales)
     result.register_state_dict_post_hook(_leave_scales_out)
@@ -101,13 +97,12 @@ def _fitting_layers(model: PreTrainedModel, heads: set[str]) -> list[str]:
     outside = {f"{n}.weight" for n, m in modules.items() if n in heads or isinstance(m, nn.Embedding)}
     body = {name: p.numel() for name, p in model.named_parameters() if name not in outside}
     held = {f"{name}.weight": modules[name].weight.numel() for name in fitting}
-    if 2 * sum(held.values()) < sum(body.values()):
-        share = sum(held.values()) / sum(body.values())
+    share = sum(held.values()) / sum(body.values())
+    if share < 0.5:
         largest = max(body.keys() - held.keys(), key=body.get)
-        shape = tuple(model.get_parameter(largest).shape)
         raise ModelLoadError(
-            f"--load_in_4bit: only {share:.0%} of the weights in the layers of {type(model).__name__} are in plain "
-            f"linear layers with an input width that is a multiple of {BLOCK} (the largest that is not: {largest}, "
-            f"{shape}), so little would be gained: leave --load_in_4bit out"
+            f"--load_in_4bit: only {share:.0%} of the weights in the layers of {type(model).__name__} are in linear "
+            f"layers with an input width that is a multiple of {BLOCK} (the largest that is not: {largest}, "
+            f"{tuple(model.get_parameter(largest).shape)}): leave --load_in_4bit out"
         )
     return fitting

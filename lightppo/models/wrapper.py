@@ -20,16 +20,15 @@ from lightppo.models.cpu import accelerate_on_cpu
 from lightppo.models.loading import decoder_layers, disable_dropout
 from lightppo.models.packing import (
     action_predictors,
+    alike,
     check_packing_layers,
     distinct_places,
     pack,
     pack_shared,
+    packing_error,
     position_ids_from_lengths,
     position_ids_from_mask,
-    probe_packing,
     read,
-    relative_difference,
-    rounding,
     segments_from_position_ids,
     takes_segments,
     use_packed_attention,
@@ -77,9 +76,7 @@ class PretrainedWrapper(nn.Module):
         super().__init__()
         if use_flash_attention_2:
             if load_options.get("attn_implementation", "auto") not in ("auto", "flash_attention_2"):
-                raise ModelLoadError(
-                    "use_flash_attention_2 (--flash_attn) contradicts attn_implementation: leave one out"
-                )
+                raise ModelLoadError("use_flash_attention_2 (--flash_attn) contradicts attn_implementation: drop one")
             load_options["attn_implementation"] = "flash_attention_2"
         if isinstance(pretrain_or_model, PreTrainedModel):
             given = sorted(load_options) + ["bf16"] * bf16
@@ -136,15 +133,22 @@ class PretrainedWrapper(nn.Module):
         """
         if self.last_layer_parts is not None:
             return
-        check_packing_layers(self.hf_model)
-        was_training = self.hf_model.training
-        self.hf_model.eval()
+        model, parts = self.hf_model, position_wise(self.hf_model)
+        check_packing_layers(model)
+        positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3]], device=device)
+        ids = (7 * torch.arange(9, device=device)[None] + 3) % model.config.get_text_config().vocab_size
+        places = torch.tensor([2, 5, 8], device=device)
+        was_training = model.training
+        model.eval()
         try:
-            probe_packing(self.hf_model.config.get_text_config(), self._run_rows, device)
-            parts = position_wise(self.hf_model)
-            self.last_layer_parts = parts if parts and reads_alike(self.hf_model, parts, self._run_rows, device) else []
+            alone, row = self._run_rows(ids[:, 5:], positions[:, 5:]), self._run_rows(ids, positions)
+            with only_at(parts, places):
+                partly = self._run_rows(ids, positions)
         finally:
-            self.hf_model.train(was_training)
+            model.train(was_training)
+        if not alike(row[:, 5:], alone):
+            raise packing_error(model, "a packed sequence sees its neighbour")
+        self.last_layer_parts = parts if alike(partly[:, places], row[:, places]) else []
 
     def _batch(
         self, sequences: Tensor, attention_mask: Tensor, columns: slice, real: Tensor, num_actions: int | None
@@ -196,20 +200,16 @@ def warn_that_nothing_is_shared(attention: str) -> None:
 
 
 def model_inputs(
-    module: nn.Module,
-    input_ids: Tensor,
-    attention_mask: Tensor | None,
-    position_ids: Tensor | None,
-    segments: bool = True,
+    module: nn.Module, ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, reads_mask: bool = False
 ) -> dict[str, Any]:
     """Keyword arguments for a Hugging Face forward without a cache, of a batch (B, S) or a packed row (1, T).
 
-    A packed row's mask is None, or its segments (:func:`segments_as_mask`). ``segments`` is False if the model's
-    forward itself reads the mask, as the load-balancing loss does.
+    A packed row's mask is None, or its segments (:func:`segments_as_mask`). ``reads_mask``: the model's forward itself
+    reads it, as the load-balancing loss does, so that segments would not do.
     """
-    if attention_mask is None and segments and takes_segments(module):
+    if attention_mask is None and not reads_mask and takes_segments(module):
         attention_mask = segments_from_position_ids(position_ids)
-    inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": False}
+    inputs = {"input_ids": ids, "attention_mask": attention_mask, "use_cache": False}
     if takes(module, "position_ids"):
         inputs["position_ids"] = position_ids_from_mask(attention_mask) if position_ids is None else position_ids
     return inputs
@@ -231,10 +231,7 @@ def position_wise(model: PreTrainedModel) -> list[nn.Module]:
 
     Norms and activations are left out: they cost less than moving their rows.
     """
-    try:
-        layer = decoder_layers(model)[-1]
-    except ModelLoadError:
-        return []
+    layer = (decoder_layers(model) or [nn.Module()])[-1]
     attention = next((getattr(layer, n) for n in ("self_attn", "attention", "attn") if hasattr(layer, n)), None)
     if attention is None or layer._compiled_call_impl is not None:
         return []
@@ -273,16 +270,3 @@ def _at_places(forward: Callable[..., Any], places: Tensor, hidden: Tensor, *arg
     output = output.reshape(len(places), -1)
     spread = output.new_zeros(shape.numel(), output.shape[1]).index_copy_(0, places, output)  # (T, H')
     return (spread.view(*shape, -1), *rest) if rest else spread.view(*shape, -1)
-
-
-def reads_alike(
-    model: PreTrainedModel, modules: list[nn.Module], run: Callable[[Tensor, Tensor], Tensor], device: torch.device
-) -> bool:
-    """Whether outputs at some positions stay the same if ``modules`` of the last layer run only there."""
-    positions = torch.arange(9, device=device).unsqueeze(0)
-    ids = (7 * positions + 3) % model.config.get_text_config().vocab_size
-    places = torch.tensor([2, 5, 8], device=device)
-    whole = run(ids, positions)[:, places]
-    with only_at(modules, places):
-        part = run(ids, positions)[:, places]
-    return relative_difference(part, whole) <= rounding(model.dtype)

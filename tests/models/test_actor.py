@@ -153,7 +153,7 @@ def test_gradient_checkpointing_changes_memory_only(
     recomputed.model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
     expected, expected_grads = loss_and_gradients(plain, ragged)
     got, grads = loss_and_gradients(recomputed, ragged)
-    assert len(calls) == 2 + 4 * packing_samples  # forward, recomputation; the probes of packed rows take four
+    assert len(calls) == 2 + 3 * packing_samples  # forward, recomputation; the first packed forward tries three more
     rounding = 1e-6 * packing_samples  # the recomputed one runs its last layer whole
     torch.testing.assert_close(got, expected, atol=rounding, rtol=rounding)
     for name, grad in expected_grads.items():
@@ -367,10 +367,10 @@ def test_the_probe_leaves_the_mode_alone_and_runs_once(causal_lm: MakeModel, rag
     calls = []
     actor.model.register_forward_hook(lambda *_: calls.append(1))
     actor(sequences, num_actions, mask)
-    assert len(calls) == 5
+    assert len(calls) == 4
     assert actor.model.training
     actor(sequences, num_actions, mask)
-    assert len(calls) == 6
+    assert len(calls) == 5
 
 
 def test_bad_arguments(causal_lm: MakeModel, ragged: Batch) -> None:
@@ -381,7 +381,7 @@ def test_bad_arguments(causal_lm: MakeModel, ragged: Batch) -> None:
         Actor(causal_lm()).score_actions(sequences, 24, mask)
     with pytest.raises(ModelLoadError, match="attn_implementation, seed, bf16: only for loading by path"):
         Actor(causal_lm(), bf16=True, seed=1, attn_implementation="sdpa")
-    with pytest.raises(ModelLoadError, match="contradict each other"):
+    with pytest.raises(ModelLoadError, match="--flash_attn"):
         Actor("anything", use_flash_attention_2=True, attn_implementation="eager")
 
 

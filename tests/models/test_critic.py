@@ -209,7 +209,7 @@ def test_normalize_reward(classifier: MakeModel, tmp_path: Path) -> None:
 
 def test_a_causal_lm_is_not_a_reward_model(causal_lm: MakeModel, tmp_path: Path) -> None:
     causal_lm().save_pretrained(tmp_path)
-    with pytest.raises(ModelLoadError, match=r"--reward_pretrain .* has no score.weight, so it is not a reward model"):
+    with pytest.raises(ModelLoadError, match=r"--reward_pretrain .* score\.weight"):
         RewardModel(str(tmp_path))
     assert RewardModel(str(tmp_path), init_value_head=True)(torch.tensor([[5, 6]])).shape == (1,)  # to be trained
 
@@ -219,7 +219,7 @@ def test_head_under_another_name(prefix: str, classifier: MakeModel, tmp_path: P
     model = classifier()
     model.save_pretrained(tmp_path)
     rename_head(tmp_path, prefix)
-    with pytest.raises(ModelLoadError, match=rf"It has {prefix}.weight: set --value_head_prefix"):
+    with pytest.raises(ModelLoadError, match=rf"--reward_pretrain .*{prefix}.weight: set --value_head_prefix"):
         RewardModel(str(tmp_path))
     loaded = RewardModel(str(tmp_path), value_head_prefix=prefix)
     assert torch.equal(loaded.model.score.weight, model.score.weight)
@@ -236,5 +236,5 @@ def test_a_head_with_a_bias_is_not_cut_down_silently(classifier: MakeModel, tmp_
 
 def test_several_labels_are_refused(classifier: MakeModel, tmp_path: Path) -> None:
     classifier(num_labels=3).save_pretrained(tmp_path)
-    with pytest.raises(ModelLoadError, match="has 3 labels; a reward needs one output"):
+    with pytest.raises(ModelLoadError, match=r"--reward_pretrain .*\(3, 32\)"):
         RewardModel(str(tmp_path))

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, OPTConfig, PreTrainedModel
 from lightppo.models import wrapper
 from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic
-from lightppo.models.wrapper import only_at, position_wise, reads_alike
+from lightppo.models.wrapper import only_at, position_wise
 
 PARTS = {
     "llama": ["self_attn.q_proj", "self_attn.o_proj", "mlp"],
@@ -168,17 +168,17 @@ def test_a_module_that_is_given_more_or_returns_more(causal_lm: Callable[..., Pr
     assert "forward" not in vars(module)
 
 
-def test_a_layer_that_mixes_positions_elsewhere_is_found_out(causal_lm: Callable[..., PreTrainedModel]) -> None:
+def test_a_layer_that_is_not_position_wise_runs_whole(
+    causal_lm: Callable[..., PreTrainedModel], ragged: tuple[Tensor, Tensor, int]
+) -> None:
+    """It says something else of three positions, as many as the first forward tries."""
+    sequences, mask, actions = ragged
     model = causal_lm("llama")
-    modules = position_wise(model)
-
-    def run(ids: Tensor, positions: Tensor) -> Tensor:
-        return model(input_ids=ids, position_ids=positions, use_cache=False).logits
-
-    assert reads_alike(model, modules, run, torch.device("cpu"))
     before = model.model.layers[-1].mlp.forward
-    model.model.layers[-1].mlp.forward = lambda x: before(x) + x.cumsum(1)
-    assert not reads_alike(model, position_wise(model), run, torch.device("cpu"))
+    model.model.layers[-1].mlp.forward = lambda x: before(x) + (x.shape[1] == 3)
+    actor = Actor(model, packing_samples=True)
+    actor(sequences, actions, mask)
+    assert actor.last_layer_parts == []
 
 
 def test_gradients_of_gathered_and_spread_rows() -> None:
