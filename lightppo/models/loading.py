@@ -42,8 +42,7 @@ from lightppo.models.quantised import quantise
 
 logger = logging.getLogger(__name__)
 
-# ---------------------------------------------------------------------------------------------------------------------
-# models
+# -- models -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -256,8 +255,7 @@ def _quiet() -> Iterator[None]:
             hf_logging.enable_progress_bar()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# heads
+# -- heads ------------------------------------------------------------------------------------------------------------
 
 # Names of other people's heads, to tell "no head yet" from "a head under another name".
 _HEAD_LIKE = re.compile(r"(^|[._])(v_head|value_head|score|reward_head|regression_head|classifier|summary)[._]")
@@ -346,8 +344,7 @@ def _tensors(file: str) -> tuple[Iterable[str], Callable[[str], Tensor]]:
     return weights.keys(), weights.__getitem__
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# tokenizers
+# -- tokenizers -------------------------------------------------------------------------------------------------------
 
 
 def get_tokenizer(
@@ -402,8 +399,7 @@ def _fit_to_model(tokenizer: PreTrainedTokenizerBase, model: nn.Module, path: st
         hf_model.generation_config.pad_token_id = tokenizer.pad_token_id
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# faster models
+# -- faster models ----------------------------------------------------------------------------------------------------
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:

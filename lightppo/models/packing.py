@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, count
 from typing import Any
 
 import torch
@@ -32,8 +32,7 @@ PACKED_SDPA = "packed_sdpa"  # the name of packed_attention in transformers
 # sequence borders; chunked attention cuts at multiples of the row index, not of the position.
 _PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
 
-# ---------------------------------------------------------------------------------------------------------------------
-# rows
+# -- rows -------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -125,8 +124,7 @@ def alike(a: Tensor, b: Tensor) -> bool:
     return difference <= (3e-3 if a.dtype == torch.float32 else 1e-1)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# attention inside a packed row
+# -- attention inside a packed row ------------------------------------------------------------------------------------
 
 
 def use_packed_attention(model: PreTrainedModel) -> None:
@@ -208,7 +206,7 @@ def _window(module: nn.Module, options: dict[str, Any]) -> int | None:
 def varlen_kernel(query: Tensor) -> Callable[..., Tensor] | None:
     """torch's own kernel for packed rows on a GPU, if this torch has one that takes all that is needed."""
     fits = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
-    return varlen_attn if fits and _VARLEN_TAKES >= {"scale", "window_size", "enable_gqa"} else None
+    return varlen_attn if fits and {"scale", "window_size", "enable_gqa"} <= _VARLEN_TAKES else None
 
 
 def _varlen(
@@ -229,8 +227,7 @@ def _varlen(
     return kernel(q, k, v, *borders, max(lengths), max(seen), window_size=(back, 0), **scale)[None]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# prompts that several samples share
+# -- prompts that several samples share -------------------------------------------------------------------------------
 
 
 def pack_shared(sequences: Tensor, attention_mask: Tensor, num_actions: int) -> PackedRow | None:
@@ -253,23 +250,20 @@ def pack_shared(sequences: Tensor, attention_mask: Tensor, num_actions: int) -> 
     kept[:, :split] &= (leads | ~shared)[:, None]
     slots = (kept[order].flatten().long().cumsum(0) - 1).view_as(sequences)[order.argsort()]  # (B, S)
     slots[:, :split] = torch.where(shared[:, None], slots[leader, :split], slots[:, :split])
-    lengths: list[int] = []  # of non-empty segments; rows of one prompt follow each other
-    parents: list[int] = []
+    segments: list[tuple[int, int]] = []  # length and parent of each that is not empty; rows of a prompt stand together
     parent = -1
     of_rows = (x[order].tolist() for x in (of_prompt, of_response, shared, leads))
     for prompt, response, is_shared, brings_it in zip(*of_rows):
         if is_shared and brings_it:
-            parent = len(lengths)
-            lengths.append(prompt)
-            parents.append(-1)
+            parent = len(segments)
+            segments.append((prompt, -1))
         if new := response if is_shared else prompt + response:
-            lengths.append(new)
-            parents.append(parent if is_shared else -1)
+            segments.append((new, parent if is_shared else -1))
     return PackedRow(
         input_ids=sequences[order][kept[order]].unsqueeze(0),  # (1, T)
         position_ids=position_ids_from_mask(attention_mask)[order][kept[order]].unsqueeze(0),  # (1, T)
         slots=slots,
-        segments=segments_as_mask(*torch.tensor([lengths, parents], device=sequences.device)),
+        segments=segments_as_mask(*torch.tensor(segments, device=sequences.device).T),
     )
 
 
@@ -292,8 +286,7 @@ def all_share_prompts(models: Iterable[Any]) -> bool:
     return all(getattr(model, "shares_prompts", False) for model in models if model is not None)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# micro batches
+# -- micro batches ----------------------------------------------------------------------------------------------------
 
 
 def micro_batches(
@@ -313,10 +306,13 @@ def micro_batches(
     When packed, rows with equal ``prompts`` stay together, and the prompt's tokens count once. Only a group above the
     budget is cut, into parts that each hold the prompt; by samples, also a group at the border of a micro batch.
     """
-    total = [prompt + response for prompt, response in lengths]
+    longest_first = sorted(range(len(lengths)), key=lambda i: -sum(lengths[i]))
     if spec.unit == "tokens" and not packed:
-        return _padded(sorted(range(len(lengths)), key=lambda i: (-total[i], i)), lengths, spec.size)
-    groups = _groups(lengths, prompts if packed and prompts is not None else range(len(lengths)))
+        return _padded(longest_first, lengths, spec.size)
+    of_prompt: dict[Hashable, list[int]] = {}
+    for i in longest_first:
+        of_prompt.setdefault(prompts[i] if packed and prompts is not None else i, []).append(i)
+    groups = sorted(of_prompt.values(), key=lambda group: -_tokens(group, lengths))
     if spec.unit == "samples":
         order = [i for group in groups for i in group]
         return [order[i : i + spec.size] for i in range(0, len(order), spec.size)]
@@ -328,14 +324,6 @@ def micro_batches(
     return [[i for unit in part for i in units[unit]] for part in parts]
 
 
-def _groups(lengths: Sequence[tuple[int, int]], prompts: Sequence[Hashable]) -> list[list[int]]:
-    """Rows of each prompt, most tokens first, also within a prompt."""
-    found: dict[Hashable, list[int]] = {}
-    for i in sorted(range(len(lengths)), key=lambda i: (-sum(lengths[i]), i)):
-        found.setdefault(prompts[i], []).append(i)
-    return sorted(found.values(), key=lambda group: -_tokens(group, lengths))
-
-
 def _tokens(group: Sequence[int], lengths: Sequence[tuple[int, int]]) -> int:
     """Tokens of rows with one prompt, which counts once."""
     return lengths[group[0]][0] + sum(lengths[i][1] for i in group)
@@ -345,12 +333,9 @@ def _fitting(tokens: Sequence[int], budget: int, at_least: int = 0) -> list[list
     """Few parts of about equal sums within the budget; an item above the budget is a part of its own."""
     if not tokens:
         return []
-    count = max(1, -(-sum(tokens) // budget), min(at_least, len(tokens)))
-    while True:  # ends at the latest when every part has one item
-        parts = _even(tokens, count)
-        if all(len(part) == 1 or sum(tokens[i] for i in part) <= budget for part in parts):
-            return parts
-        count += 1
+    least = max(1, -(-sum(tokens) // budget), min(at_least, len(tokens)))
+    tries = (_even(tokens, n) for n in count(least))  # fits at the latest when every part has one item
+    return next(t for t in tries if all(len(part) == 1 or sum(tokens[i] for i in part) <= budget for part in t))
 
 
 def _padded(order: list[int], lengths: Sequence[tuple[int, int]], budget: int) -> list[list[int]]:
@@ -368,11 +353,11 @@ def _padded(order: list[int], lengths: Sequence[tuple[int, int]], budget: int) -
     return parts
 
 
-def _even(tokens: Sequence[int], count: int) -> list[list[int]]:
-    """``count`` parts of about equal sums: the largest remaining item goes to the lightest part (Graham 1969, LPT)."""
-    parts: list[list[int]] = [[] for _ in range(count)]
-    loads = [(0, part) for part in range(count)]
-    for i in sorted(range(len(tokens)), key=lambda i: (-tokens[i], i)):
+def _even(tokens: Sequence[int], number: int) -> list[list[int]]:
+    """``number`` parts of about equal sums: the largest remaining item goes to the lightest part (Graham 1969, LPT)."""
+    parts: list[list[int]] = [[] for _ in range(number)]
+    loads = [(0, part) for part in range(number)]
+    for i in sorted(range(len(tokens)), key=lambda i: -tokens[i]):
         load, part = heapq.heappop(loads)
         parts[part].append(i)
         heapq.heappush(loads, (load + tokens[i], part))

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, Cache, DynamicCache, PretrainedConfig
+from torch.nn.functional import pad, scaled_dot_product_attention
+from transformers import AttentionInterface, Cache, DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
@@ -24,50 +24,37 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from lightppo.models.packing import PACKED_SDPA
 from lightppo.rollout.sampling import NO_TOKEN, StopCriteria, TokenSampler
 
-# Columns added to a cache at a time on the CPU, where attention is faster over a whole buffer than over a part.
-CPU_COLUMNS = 16
-# Elsewhere: at least so many, and half of the columns in use.
-OTHER_COLUMNS = 128
-# Fixed cost of a forward, in positions.
-CALL_COST = {"cpu": 64, "other": 2048}
-# Prompts go through the model when this share of the slots is free: together they cost less than one by one.
-REFILL_SHARE = 1 / 8
-# Finished rows leave a BatchDecoder's batch when at most this share still runs: copying the cache is then worth it.
-COMPACT_BELOW = 0.75
+CPU_COLUMNS = 16  # added to a cache at a time on the CPU, where attention is faster over a whole buffer than a part
+OTHER_COLUMNS = 128  # elsewhere: at least so many, and half of the columns in use
+CALL_COST = {"cpu": 64, "other": 2048}  # fixed cost of a forward, in positions
+REFILL_SHARE = 1 / 8  # of the slots free: prompts go through the model together, which costs less than one by one
+COMPACT_BELOW = 0.75  # share of rows that still run at which finished ones leave a BatchDecoder's cache, by a copy
 
 
 class CachedForward:
-    """One decoding step of a Hugging Face model: last-position logits from new ids and a growing ``DynamicCache``."""
+    """One decoding step of a Hugging Face model: last-position logits from new ids and a growing cache."""
 
-    def __init__(self, model: nn.Module) -> None:
-        base = model.get_base_model() if hasattr(model, "get_base_model") else model  # peft hides the signature
-        name, parameters = type(base).__name__, inspect.signature(base.forward).parameters
-        if getattr(base.config, "is_encoder_decoder", False):
+    def __init__(self, model: PreTrainedModel) -> None:
+        name, parameters = type(model).__name__, inspect.signature(model.forward).parameters
+        if getattr(model.config, "is_encoder_decoder", False):
             raise ValueError(f"HF rollouts need a decoder-only model; {name} is an encoder-decoder")
-        if "past_key_values" not in parameters or not base._supports_default_dynamic_cache():
+        if "past_key_values" not in parameters or not model._supports_default_dynamic_cache():
             raise ValueError(f"HF rollouts need a model that takes a DynamicCache; {name} does not")
         self.model = model
-        self.base = base
-        self.config = base.config
+        self.config = model.config
         self.takes_position_ids = "position_ids" in parameters
+        self.calls = 0
+        self.positions = 0  # computed in them, with the padding of prompts
         self._keep = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
-
-    def new_cache(self) -> Cache:
-        return DynamicCache(config=self.config)
 
     def __call__(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, cache: Cache) -> Tensor:
         """Logits (B, V) behind the last of ``input_ids`` (B, L); the mask covers the cache too."""
-        positions = {"position_ids": position_ids} if self.takes_position_ids else {}
-        output = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            past_key_values=cache,
-            use_cache=True,
-            return_dict=True,
-            **positions,
-            **self._keep,
-        )
-        return output.logits[:, -1]
+        self.calls += 1
+        self.positions += input_ids.numel()
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask, **self._keep}
+        if self.takes_position_ids:
+            inputs["position_ids"] = position_ids
+        return self.model(**inputs, past_key_values=cache, use_cache=True, return_dict=True).logits[:, -1]
 
 
 def left_pad(prompts: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -88,40 +75,28 @@ class DecodedBatch:
     stopped: Tensor  # (B,) bool: ended by a stop id or string, not by the token limit
 
 
+Group = tuple[list[int], list[int]]  # a prompt, and the numbers of its requests
+Uniforms = Callable[[list[int]], Tensor]  # numbers of requests -> (k, max_new_tokens) float64
+Decoded = Iterator[tuple[list[int], DecodedBatch]]  # numbers of requests and their responses
+
+
+@dataclass
 class Decoder:
-    """Decodes many requests with one model, at most ``slots`` at a time."""
+    """Decodes many requests with one model, at most ``slots`` at a time.
 
-    def __init__(
-        self,
-        forward: CachedForward,
-        sampler: TokenSampler,
-        stop: StopCriteria,
-        *,
-        slots: int,
-        max_new_tokens: int,
-        device: torch.device,
-    ) -> None:
-        self.forward = forward
-        self.sampler = sampler
-        self.stop = stop
-        self.slots = slots
-        self.max_new_tokens = max_new_tokens
-        self.device = device
-        self.steps = 0  # forward passes made
-        self.positions = 0  # positions computed in them, with the padding of prompts
+    ``run(prompts, uniforms)`` yields some requests (their places in ``prompts``) and their responses, until all are
+    done; put the longest prompts first.
+    """
 
-    def run(
-        self, prompts: list[list[int]], uniforms: Callable[[list[int]], Tensor]
-    ) -> Iterator[tuple[list[int], DecodedBatch]]:
-        """Decodes all requests; yields the numbers of some requests and their responses. Put the longest prompts first.
-
-        ``uniforms`` maps request numbers (places in ``prompts``) to (k, max_new_tokens) float64.
-        """
-        raise NotImplementedError
+    forward: CachedForward
+    sampler: TokenSampler
+    stop: StopCriteria
+    slots: int
+    max_new_tokens: int
+    device: torch.device
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# attention of one new token
+# -- attention of one new token ---------------------------------------------------------------------------------------
 
 SLOT_SDPA = "slot_sdpa"
 
@@ -147,23 +122,17 @@ def attention_to_slots(config: PretrainedConfig) -> Iterator[None]:
 
 
 def slot_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    **kwargs: Any,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
     """transformers' ``sdpa``, but for one new token with a mask (B, 1, 1, S) that is added to the scores.
 
     ``query`` (B, H, L, D), ``key`` and ``value`` (B, H_kv, S, D) -> (B, L, H, D), and no weights.
     """
     added = attention_mask is not None and attention_mask.is_floating_point()
-    if query.shape[2] != 1 or not added or dropout or kwargs.get("position_bias") is not None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    if query.shape[2] != 1 or not added or options.get("dropout") or options.get("position_bias") is not None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     rows, heads, _, width = query.shape
+    scaling = options.get("scaling")
     scaling = width**-0.5 if scaling is None else scaling
     grouped = query.reshape(rows, key.shape[1], heads // key.shape[1], width)
     if query.is_cpu and query.dtype == torch.float32:
@@ -179,8 +148,7 @@ AttentionInterface.register(SLOT_SDPA, slot_attention)
 AttentionMaskInterface.register(SLOT_SDPA, sdpa_mask)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# the cache
+# -- the cache --------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -208,26 +176,12 @@ class SlotLayer(DynamicLayer):
         self.sliding_window = sliding_window
         self.buffers: list[Tensor] = []  # keys, values
 
-    def append(self, source: DynamicLayer, rows: list[int], width: int, shape: tuple[int, int]) -> None:
-        """Adds rows from a layer of a prompts' cache; see :meth:`SlotCache.append`. ``shape``: slots, columns."""
-        span, states = self.span, (source.keys, source.values)
-        if not self.buffers:
-            self.buffers = [x.new_empty(shape[0], x.shape[1], shape[1], x.shape[3]) for x in states]
-            self.dtype, self.device, self.is_initialized = source.keys.dtype, source.keys.device, True
-        kept = min(width, source.keys.shape[2])  # a sliding layer keeps its window only
-        index = torch.tensor(rows, device=self.device)
-        for buffer, x in zip(self.buffers, states):
-            target = buffer[span.rows : span.rows + len(rows)]
-            target[:, :, : span.end - kept] = 0
-            target[:, :, span.end - kept : span.end] = x[:, :, x.shape[2] - kept :].index_select(0, index)
-            target[:, :, span.end :] = 0
-
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """Writes one new column; returns what attention looks at, as views (rows, heads, width, head width)."""
         span = self.span
         for buffer, states in zip(self.buffers, (key_states, value_states)):
             buffer[: span.rows, :, span.end : span.end + 1] = states
-        looked_at = slice(None) if span.whole else slice(self._first(span.end + 1), span.end + 1)
+        looked_at = slice(None) if span.whole else slice(self.first(span.end + 1), span.end + 1)
         self.keys, self.values = (buffer[: span.rows, :, looked_at] for buffer in self.buffers)
         return self.keys, self.values
 
@@ -238,33 +192,15 @@ class SlotLayer(DynamicLayer):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Width of the result of :meth:`update` if not ``whole``, and its distance from the first column in use."""
         end = self.span.end + query_length
-        return end - self._first(end), self._first(end) - self.span.first
+        return end - self.first(end), self.first(end) - self.span.first
 
-    def move_rows(self, sources: list[int], targets: list[int]) -> None:
-        """Copies some rows over others."""
-        index = torch.tensor([sources, targets], device=self.device)
-        columns = slice(self._first(self.span.end), self.span.end)
-        for buffer in self.buffers:
-            buffer[index[1], :, columns] = buffer[index[0], :, columns]
-
-    def lay_out(self, slots: int, columns: int, end: int) -> None:
-        """Moves the used part into new buffers, so that it ends before column ``end``."""
-        span = self.span
-        first = end - (span.end - span.first)
-        for i, old in enumerate(self.buffers):  # one after the other: little memory is held twice
-            new = old.new_empty(slots, old.shape[1], columns, old.shape[3])
-            new[: span.rows, :, :first] = 0
-            new[: span.rows, :, first:end] = old[: span.rows, :, span.first : span.end]
-            new[: span.rows, :, end:] = 0
-            self.buffers[i] = new
-
-    def _first(self, end: int) -> int:
+    def first(self, end: int) -> int:
         """The first column that column ``end - 1`` looks at."""
         return self.span.first if self.sliding_window is None else max(self.span.first, end - self.sliding_window)
 
 
 class SlotCache(DynamicCache):
-    """The layers' buffers with one common :class:`Span`. Each forward writes one column; call :meth:`advance` after it.
+    """The layers' buffers with one common :class:`Span`, whose end moves by one after each forward.
 
     The first rows end at ``prompt_columns``; a row has at most ``max_columns``. ``tight``: add few columns at a time.
     """
@@ -281,49 +217,52 @@ class SlotCache(DynamicCache):
         # The smallest sliding window; None if every token sees all.
         self.window = min((layer.sliding_window for layer in layers if layer.is_sliding), default=None)
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The type of keys and values."""
-        return self.layers[0].dtype
-
-    def advance(self) -> None:
-        """Marks the column that the forward has written as used."""
-        self.span.end += 1
-
     def append(self, prompts: Cache, rows: list[int], width: int) -> None:
         """Adds ``rows`` of a cache of left-padded prompts, at most ``width`` tokens, to end in the last column."""
+        span = self.span
         for layer, source in zip(self.layers, prompts.layers):
-            layer.append(source, rows, width, (self.slots, self.columns))
-        self.span.rows += len(rows)
+            states = source.keys, source.values
+            if not layer.buffers:
+                layer.buffers = [x.new_empty(self.slots, x.shape[1], self.columns, x.shape[3]) for x in states]
+                layer.dtype, layer.device, layer.is_initialized = source.keys.dtype, source.keys.device, True
+            kept = min(width, source.keys.shape[2])  # a sliding layer keeps its window only
+            index = torch.tensor(rows, device=layer.device)
+            for buffer, x in zip(layer.buffers, states):
+                target = buffer[span.rows : span.rows + len(rows)].zero_()
+                target[:, :, span.end - kept : span.end] = x[:, :, x.shape[2] - kept :].index_select(0, index)
+        span.rows += len(rows)
 
     def move_rows(self, sources: list[int], targets: list[int], rows: int) -> None:
         """Copies some rows over others; afterwards ``rows`` rows are in use."""
-        if sources:
-            for layer in self.layers:
-                layer.move_rows(sources, targets)
+        for layer in self.layers if sources else ():
+            index = torch.tensor([sources, targets], device=layer.device)
+            columns = slice(layer.first(self.span.end), self.span.end)
+            for buffer in layer.buffers:
+                buffer[index[1], :, columns] = buffer[index[0], :, columns]
         self.span.rows = rows
 
     def make_room(self, slots: int, at_least: int) -> int:
-        """Makes sure that a column is free; if none is, moves everything into new buffers of ``slots`` rows.
+        """Moves everything into new buffers of ``slots`` rows, in which a column is free.
 
-        The first free column is then at least number ``at_least``. Returns how many columns everything moved left.
+        The first free column is at least number ``at_least``. Returns how many columns everything moved left.
         """
         span = self.span
-        if span.end < self.columns:
-            return 0
         end = max(span.end - span.first, at_least)
+        first, shift = end - (span.end - span.first), span.end - end
         self.slots, self.columns = slots, end + self._more(end)
         for layer in self.layers:
-            layer.lay_out(slots, self.columns, end)
-        shift = span.end - end
-        span.first, span.end = span.first - shift, end
+            for i, old in enumerate(layer.buffers):  # one after the other: little memory is held twice
+                new = old.new_empty(slots, old.shape[1], self.columns, old.shape[3])
+                new[: span.rows, :, :first] = 0
+                new[: span.rows, :, first:end] = old[: span.rows, :, span.first : span.end]
+                new[: span.rows, :, end:] = 0
+                layer.buffers[i] = new
+        span.first, span.end = first, end
         return shift
 
     def _more(self, columns: int) -> int:
-        if self.tight:
-            return CPU_COLUMNS
         # Rows end at different columns: without room beyond the longest row's, all would move at every step.
-        return max(OTHER_COLUMNS, min(columns // 2, self.max_columns - columns))
+        return CPU_COLUMNS if self.tight else max(OTHER_COLUMNS, min(columns // 2, self.max_columns - columns))
 
 
 def can_use_slots(config) -> bool:
@@ -335,8 +274,7 @@ def can_use_slots(config) -> bool:
     return not chunked and bool(kinds) and kinds <= {DynamicLayer, DynamicSlidingWindowLayer}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# continuous batching
+# -- continuous batching ----------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -352,21 +290,17 @@ class Prefilled:
 class PromptQueue:
     """The requests of one call in order, requests with equal prompts together."""
 
-    def __init__(
-        self, forward: CachedForward, requests: list[list[int]], max_prompts: int, device: torch.device
-    ) -> None:
+    def __init__(self, forward: CachedForward, requests: list[list[int]], max_prompts: int, device: torch.device):
         self._forward = forward
         self._device = device
         self._max_prompts = max_prompts  # in one forward
         same: dict[tuple[int, ...], list[int]] = {}
         for number, ids in enumerate(requests):
             same.setdefault(tuple(ids), []).append(number)
-        self._groups = deque((list(ids), numbers) for ids, numbers in same.items())
-        self._parts: deque[list[tuple[list[int], list[int]]]] = deque()  # each for one forward
+        self._groups: deque[Group] = deque((list(ids), numbers) for ids, numbers in same.items())
+        self._parts: deque[list[Group]] = deque()  # each for one forward
         self._block: Prefilled | None = None
         self.waiting = len(requests)  # without a slot
-        self.forwards = 0
-        self.positions = 0  # computed in these, padding included
 
     @property
     def at_hand(self) -> bool:
@@ -392,7 +326,7 @@ class PromptQueue:
 
     def _divide(self, count: int) -> None:
         """Divides the prompts of the next ``count`` requests into parts."""
-        groups: list[tuple[list[int], list[int]]] = []
+        groups: list[Group] = []
         while self._groups and count > 0 and len(groups) < self._max_prompts:
             groups.append(self._groups.popleft())
             count -= len(groups[-1][1])
@@ -400,13 +334,11 @@ class PromptQueue:
         parts = cheapest_parts([len(ids) for ids, _ in groups], call_cost)
         self._parts.extend(groups[first:end] for first, end in parts)
 
-    def _through_the_model(self, groups: list[tuple[list[int], list[int]]]) -> Prefilled:
+    def _through_the_model(self, groups: list[Group]) -> Prefilled:
         prompts = [ids for ids, _ in groups]
         padded, mask, positions = left_pad(prompts, self._device)  # (P, L)
-        cache = self._forward.new_cache()
+        cache = DynamicCache(config=self._forward.config)
         logits = self._forward(padded.clamp(min=0), mask, positions, cache)
-        self.forwards += 1
-        self.positions += padded.numel()
         waiting = deque((row, number) for row, (_, numbers) in enumerate(groups) for number in numbers)
         return Prefilled(prompts, cache, logits, waiting)
 
@@ -431,10 +363,12 @@ def cheapest_parts(lengths: list[int], call_cost: int) -> list[tuple[int, int]]:
 class Rows:
     """The responses in the slots; row r of every tensor is row r of the cache."""
 
-    def __init__(self, slots: int, max_new_tokens: int, device: torch.device) -> None:
+    def __init__(self, slots: int, max_new_tokens: int, device: torch.device, prompt_width: int = 0) -> None:
         self.numbers: list[int] = []  # of the requests
         self.starts: list[int] = []  # first columns
-        self.tokens = torch.zeros(slots, max_new_tokens, dtype=torch.long, device=device)
+        # Prompts, if they are kept, right-aligned behind a column of NO_TOKEN; then the responses.
+        self.ids = torch.full((slots, 1 + prompt_width + max_new_tokens), NO_TOKEN, device=device)
+        self.tokens = self.ids[:, 1 + prompt_width :]  # a view: what is written here is seen in ids
         self.log_probs = torch.zeros(slots, max_new_tokens, device=device)
         self.uniforms = torch.zeros(slots, max_new_tokens, dtype=torch.float64, device=device)
         self.ages = torch.zeros(slots, dtype=torch.long, device=device)  # tokens so far
@@ -443,13 +377,24 @@ class Rows:
     def __len__(self) -> int:
         return len(self.numbers)
 
-    def append(self, numbers: list[int], starts: list[int], positions: Tensor, uniforms: Tensor) -> slice:
-        """Adds rows without tokens; returns where they are."""
+    def append(
+        self, numbers: list[int], starts: list[int], positions: Tensor, uniforms: Tensor, prompts: Tensor | None
+    ) -> slice:
+        """Adds rows without tokens; returns where they are. ``prompts`` (k, ·): kept for :meth:`history`."""
         new = slice(len(self), len(self) + len(numbers))
         self.numbers += numbers
         self.starts += starts
         self.uniforms[new], self.ages[new], self.positions[new] = uniforms, 0, positions
+        if prompts is not None:
+            width = self.ids.shape[1] - self.tokens.shape[1]
+            self.ids[new, :width] = pad(prompts, (width - prompts.shape[1], 0), value=NO_TOKEN)
         return new
+
+    def history(self, width: int) -> Tensor:
+        """The last ids of every row's prompt and response, left padding ``NO_TOKEN``: (b, width)."""
+        ends = self.ages[: len(self)] + (self.ids.shape[1] - self.tokens.shape[1])
+        columns = ends.unsqueeze(1) + torch.arange(-width, 0, device=ends.device)
+        return self.ids[: len(self)].gather(1, columns.clamp(min=0))
 
     def write(self, rows: slice, tokens: Tensor, log_probs: Tensor) -> None:
         """Writes the newest token of some rows."""
@@ -469,7 +414,7 @@ class Rows:
         del self.numbers[left:], self.starts[left:]
         if holes:
             index = torch.tensor([movers, holes], device=self.ages.device)
-            for x in (self.tokens, self.log_probs, self.uniforms, self.ages, self.positions):
+            for x in (self.ids, self.log_probs, self.uniforms, self.ages, self.positions):
                 x[index[1]] = x[index[0]]
         return movers, holes
 
@@ -478,10 +423,8 @@ class SlotDecoder(Decoder):
     """Decodes in a fixed number of slots; needs a model with ``can_use_slots``."""
 
     @torch.no_grad()
-    def run(
-        self, prompts: list[list[int]], uniforms: Callable[[list[int]], Tensor]
-    ) -> Iterator[tuple[list[int], DecodedBatch]]:
-        """See :meth:`Decoder.run`."""
+    def run(self, prompts: list[list[int]], uniforms: Uniforms) -> Decoded:
+        """See :class:`Decoder`."""
         queue = self._start(prompts)
         while True:
             if self._refills(queue):
@@ -493,28 +436,21 @@ class SlotDecoder(Decoder):
             gone = self._ended().nonzero().squeeze(1).tolist()  # the only wait for the device in a step
             if gone:
                 yield self._leave(gone)
-        self.steps += queue.forwards
-        self.positions += queue.positions
 
     def _start(self, prompts: list[list[int]]) -> PromptQueue:
         self.text_config = self.forward.config.get_text_config(decoder=True)
-        can_attend = can_attend_to_slots(self.forward.base, self.text_config)
+        can_attend = can_attend_to_slots(self.forward.model, self.text_config)
         self.prepares_masks = self.forward.takes_position_ids and can_attend
         self.slots = min(self.slots, len(prompts))
         longest = max(map(len, prompts), default=0)
+        most, tight = longest + self.max_new_tokens, self.device.type == "cpu"
         self.cache = SlotCache(
-            self.forward.config,
-            slots=self.slots,
-            prompt_columns=longest,
-            max_columns=longest + self.max_new_tokens,
-            tight=self.device.type == "cpu",
+            self.forward.config, slots=self.slots, prompt_columns=longest, max_columns=most, tight=tight
         )
-        self.rows = Rows(self.slots, self.max_new_tokens, self.device)
-        self.history = self._blank_history() if self.sampler.needs_history else None
+        self.rows = Rows(
+            self.slots, self.max_new_tokens, self.device, prompt_width=longest if self.sampler.needs_history else 0
+        )
         return PromptQueue(self.forward, prompts, self.slots, self.device)
-
-    def _blank_history(self) -> Tensor:
-        return torch.full((self.slots, self.cache.columns), NO_TOKEN, device=self.device)
 
     def _refills(self, queue: PromptQueue) -> bool:
         free = self.slots - len(self.rows)
@@ -522,53 +458,34 @@ class SlotDecoder(Decoder):
             return free > 0
         return queue.waiting > 0 and free >= min(max(1, REFILL_SHARE * self.slots), queue.waiting, self.slots)
 
-    def _admit(
-        self, block: Prefilled, rows: list[int], numbers: list[int], uniforms_of: Callable[[list[int]], Tensor]
-    ) -> None:
+    def _admit(self, block: Prefilled, rows: list[int], numbers: list[int], uniforms_of: Uniforms) -> None:
         """Gives requests a slot and their first token."""
         uniforms, end = uniforms_of(numbers), self.cache.span.end
         prompts = [block.prompts[row] for row in rows]
         lengths = [len(prompt) for prompt in prompts]
         index = torch.tensor([rows, lengths], device=self.device)
-        new = self.rows.append(numbers, [end - length for length in lengths], index[1] - 1, uniforms)
-        history = None
-        if self.history is not None:
-            history, *_ = left_pad(prompts, self.device)
-            self.history[new] = NO_TOKEN
-            self.history[new, end - history.shape[1] : end] = history
+        history = left_pad(prompts, self.device)[0] if self.sampler.needs_history else None
+        new = self.rows.append(numbers, [end - length for length in lengths], index[1] - 1, uniforms, history)
         self.cache.append(block.cache, rows, max(lengths))
         self.rows.write(new, *self.sampler(block.logits[index[0]], uniforms[:, 0], 0, history))
         self._see_starts()
 
     def _step(self, queue: PromptQueue) -> None:
         """Decodes one more token for every row."""
-        self._make_room(queue)
-        rows, span, end = self.rows, self.cache.span, self.cache.span.end
+        rows, span = self.rows, self.cache.span
+        if span.end == self.cache.columns:
+            shift = self.cache.make_room(min(self.slots, len(rows) + queue.waiting), queue.longest)
+            rows.starts = [start - shift for start in rows.starts]
+            self._see_starts()
         active = slice(0, len(rows))
         ages = rows.ages[active]
         newest = rows.tokens[active].gather(1, ages.unsqueeze(1) - 1)  # (b, 1)
-        if self.history is not None:
-            self.history[active, end] = newest.squeeze(1)
         with attention_to_slots(self.text_config) if self.prepares_masks else nullcontext():
             logits = self.forward(newest, self._step_mask(), rows.positions[active].unsqueeze(1), self.cache)
-        self.cache.advance()
-        self.steps += 1
-        self.positions += len(rows)
+        span.end += 1
         uniforms = rows.uniforms[active].gather(1, ages.unsqueeze(1)).squeeze(1)
-        history = None if self.history is None else self.history[active, span.first : end + 1]
+        history = rows.history(span.end - span.first) if self.sampler.needs_history else None
         rows.write(active, *self.sampler(logits, uniforms, ages, history))
-
-    def _make_room(self, queue: PromptQueue) -> None:
-        span = self.cache.span
-        first, end = span.first, span.end
-        if end < self.cache.columns:
-            return
-        shift = self.cache.make_room(min(self.slots, len(self.rows) + queue.waiting), queue.longest)
-        self.rows.starts = [start - shift for start in self.rows.starts]
-        if self.history is not None:
-            before, self.history = self.history, self._blank_history()
-            self.history[:, span.first : span.end] = before[:, first:end]
-        self._see_starts()
 
     def _step_mask(self) -> Tensor:
         """The mask of one new token per row: ready for every layer, or (b, width) as input for transformers."""
@@ -597,8 +514,6 @@ class SlotDecoder(Decoder):
         ended = DecodedBatch(rows.tokens[index], rows.log_probs[index], rows.ages[index], self._stopped[index])
         movers, holes = rows.remove(gone)
         self.cache.move_rows(movers, holes, len(rows))
-        if self.history is not None and holes:
-            self.history[holes] = self.history[movers]
         self._see_starts()
         return numbers, ended
 
@@ -609,22 +524,16 @@ class SlotDecoder(Decoder):
         columns = torch.arange(self.cache.columns, device=self.device)
         hidden = columns < torch.tensor(starts, device=self.device).unsqueeze(1)
         hidden |= columns >= span.end
-        added = torch.zeros(hidden.shape, dtype=self.cache.dtype, device=self.device)
+        added = torch.zeros(hidden.shape, dtype=self.cache.layers[0].dtype, device=self.device)
         self._added = added.masked_fill_(hidden, torch.finfo(added.dtype).min)  # (b, columns)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# one micro batch after the other
 
 
 class BatchDecoder(Decoder):
     """Decodes one micro batch after the other, for caches with recurrent states, chunked attention, indexed layers."""
 
     @torch.no_grad()
-    def run(
-        self, prompts: list[list[int]], uniforms: Callable[[list[int]], Tensor]
-    ) -> Iterator[tuple[list[int], DecodedBatch]]:
-        """See :meth:`Decoder.run`."""
+    def run(self, prompts: list[list[int]], uniforms: Uniforms) -> Decoded:
+        """See :class:`Decoder`."""
         for first in range(0, len(prompts), self.slots):
             numbers = list(range(first, min(first + self.slots, len(prompts))))
             yield numbers, self._decode([prompts[i] for i in numbers], uniforms(numbers))
@@ -634,7 +543,7 @@ class BatchDecoder(Decoder):
         batch_size, most = uniforms.shape
         prompt_ids, mask, positions = left_pad(prompts, self.device)  # (B, P)
         prompt_width = prompt_ids.shape[1]
-        ids = torch.cat([prompt_ids, prompt_ids.new_zeros(batch_size, most)], dim=1)  # (B, P + max_new)
+        ids = pad(prompt_ids, (0, most))  # (B, P + max_new)
         responses = ids[:, prompt_width:]  # a view: what is written here is seen in ids
         log_probs = torch.zeros(batch_size, most, device=self.device)
         lengths = torch.full((batch_size,), most, device=self.device)
@@ -643,14 +552,12 @@ class BatchDecoder(Decoder):
         # What follows has b rows: those still in the batch, of which `done` have ended but have not left it yet.
         rows = torch.arange(batch_size, device=self.device)
         done = stopped.clone()
-        mask = torch.cat([mask, mask.new_ones(batch_size, most)], dim=1)  # (b, P + max_new)
+        mask = pad(mask, (0, most), value=1)  # (b, P + max_new)
         inputs = prompt_ids.clamp(min=0)  # (b, P), later (b, 1)
-        cache = self.forward.new_cache()
+        cache = DynamicCache(config=self.forward.config)
         for step in range(most):
             width = prompt_width + step
             logits = self.forward(inputs, mask[:, :width], positions, cache)  # (b, V)
-            self.steps += 1
-            self.positions += inputs.numel()
             history = ids[rows, :width] if self.sampler.needs_history else None
             tokens, log_probs[rows, step] = self.sampler(logits, uniforms[:, step], step, history)
             responses[rows, step] = tokens

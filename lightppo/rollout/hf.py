@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from torch import nn
+from tqdm import tqdm
 
 from lightppo.data.records import Prompt, Rollout
 from lightppo.models.cpu import packed_weights
@@ -21,8 +22,7 @@ from lightppo.rollout.sampling import StopCriteria, TokenSampler, bad_word_ids, 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# ``on_finished`` is called when this share of the slots has ended, because reward models like batches.
-REPORT_SHARE = 1 / 8
+REPORT_SHARE = 1 / 8  # of the slots ended: ``on_finished`` is called then, because reward models like batches
 
 
 @contextmanager
@@ -48,16 +48,15 @@ def generation_mode(model: nn.Module) -> Iterator[None]:
 class HFRolloutEngine:
     """A :class:`~lightppo.rollout.engine.RolloutEngine` that decodes with ``actor.model`` itself.
 
-    Requests take ``micro_rollout_batch_size`` slots, the longest prompts first; when a response ends, the next request
-    takes its slot. A prompt goes through the model once for all its samples. The random numbers of a response depend
-    only on (``sampling.seed``, ``prompt.index``, sample number), so in float32 a response does not depend on the micro
-    batch size, the other prompts, their order or the number of ranks. For another rollout of the same prompt, change
-    the seed. ``last_stats`` counts tokens, forward passes, positions computed in them (padding included) and seconds.
+    Requests take ``micro_rollout_batch_size`` slots; when a response ends, the next request takes its slot. A prompt
+    goes through the model once for all its samples. The random numbers of a response depend only on (``sampling.seed``,
+    ``prompt.index``, sample number), so in float32 a response does not depend on the micro batch size, the other
+    prompts, their order or the number of ranks. ``last_stats`` counts tokens, forward passes, positions computed in
+    them (padding included) and seconds.
 
     Args:
         actor: has ``.model``, a Hugging Face model or the DeepSpeed engine around it; log probs are over its first
             ``valid_vocab_size`` ids if it has this attribute, else over the whole embedding.
-        micro_rollout_batch_size: sequences decoded together (n samples of a prompt are n sequences).
         gather_parameters: makes the context around ``generate``; under ZeRO-3 it holds the full parameters. There are
             no collectives inside, so ranks may bring different numbers of prompts, or none.
         valid_vocab_size: ids from here on are never sampled; ``None``: the tokenizer's length.
@@ -115,11 +114,12 @@ class HFRolloutEngine:
         # Longest first: little padding, and a lack of memory shows at once.
         order = sorted(range(len(requests)), key=lambda r: -len(requests[r][0].token_ids))
         rollouts: list[Rollout | None] = [None] * len(requests)
-        with self.gather_parameters(), generation_mode(self.model), self._progress_bar(len(order)) as advance:
+        bar = tqdm(total=len(order), desc="rollout", unit="seq", leave=False, disable=not self.progress)
+        with self.gather_parameters(), generation_mode(self.model), bar:
             device = next(self.model.parameters()).device  # offloaded parameters are on it now
             kind = SlotDecoder if can_use_slots(forward.config) else BatchDecoder
             slots, most = self.micro_rollout_batch_size, sampling.max_new_tokens
-            decoder = kind(forward, sampler, stop.to(device), slots=slots, max_new_tokens=most, device=device)
+            decoder = kind(forward, sampler, stop.to(device), slots, most, device)
 
             def uniforms(numbers: list[int]) -> torch.Tensor:  # (B, max_new_tokens)
                 table = [request_uniforms(sampling.seed, *streams[order[i]], most) for i in numbers]
@@ -131,17 +131,17 @@ class HFRolloutEngine:
                 for i, rollout in zip(numbers, ended):
                     rollouts[order[i]] = rollout
                 finished += ended
-                if len(finished) >= REPORT_SHARE * self.micro_rollout_batch_size:
+                if len(finished) >= REPORT_SHARE * slots:
                     on_finished(finished)
                     finished = []
-                advance(len(ended))
+                bar.update(len(ended))
             if finished:
                 on_finished(finished)
         self.last_stats = {
             "generated_tokens": sum(len(rollout.response_ids) for rollout in rollouts),
             "prompt_tokens": sum(len(prompt.token_ids) for prompt, _ in requests),
-            "decode_steps": decoder.steps,
-            "decode_positions": decoder.positions,
+            "decode_steps": forward.calls,
+            "decode_positions": forward.positions,
             "seconds": time.perf_counter() - start,
         }
         return rollouts
@@ -178,8 +178,10 @@ class HFRolloutEngine:
     ) -> list[Rollout]:
         raise_undrawable(requests, decoded)
         lengths, stopped = decoded.lengths.tolist(), decoded.stopped.tolist()
-        ids = [row[:length] for row, length in zip(decoded.tokens.tolist(), lengths)]
-        log_probs = [row[:length] for row, length in zip(decoded.log_probs.tolist(), lengths)]
+        ids, log_probs = (
+            [row[:length] for row, length in zip(of_rows.tolist(), lengths)]
+            for of_rows in (decoded.tokens, decoded.log_probs)
+        )
         texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
         return [
             Rollout(
@@ -193,16 +195,6 @@ class HFRolloutEngine:
             for b, (prompt, sample_index) in enumerate(requests)
         ]
 
-    @contextmanager
-    def _progress_bar(self, total: int) -> Iterator[Callable[[int], object]]:
-        if not self.progress:
-            yield lambda count: None
-            return
-        from tqdm import tqdm
-
-        with tqdm(total=total, desc="rollout", unit="seq", leave=False) as bar:
-            yield bar.update
-
 
 def check_lengths(prompts: list[Prompt], sampling: SamplingParams, position_limit: int | None) -> None:
     """Raises ValueError for the first prompt that is empty or, with its response, longer than ``position_limit``."""
@@ -212,8 +204,8 @@ def check_lengths(prompts: list[Prompt], sampling: SamplingParams, position_limi
             raise ValueError(f"prompt {prompt.index} has no tokens; there is nothing to predict the first token from")
         if position_limit is not None and length + sampling.max_new_tokens > position_limit:
             raise ValueError(
-                f"prompt {prompt.index} has {length} tokens; with max_new_tokens {sampling.max_new_tokens} it exceeds "
-                f"the model's {position_limit} positions: lower --prompt_max_len or --generate_max_len"
+                f"prompt {prompt.index} has {length} tokens, with the response {length + sampling.max_new_tokens}, but "
+                f"the model has {position_limit} positions: lower --prompt_max_len or --generate_max_len"
             )
 
 
@@ -224,8 +216,8 @@ def raise_undrawable(requests: list[tuple[Prompt, int]], decoded: DecodedBatch) 
     if bad:
         row, position = bad[0]
         raise FloatingPointError(
-            f"prompt {requests[row][0].index}, response token {position}: no token can be drawn. Either the model's "
-            "logits are NaN or infinite (have its weights diverged?), or bad_words and min_new_tokens ban every id"
+            f"prompt {requests[row][0].index}, response token {position}: no token can be drawn: the logits are NaN or "
+            "infinite (have the weights diverged?), or bad_words and min_new_tokens ban every id"
         )
 
 

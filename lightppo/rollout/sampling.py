@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,14 +22,11 @@ from lightppo.rollout.engine import SamplingParams
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-NO_TOKEN = -1
-"""Fills left padding in token histories: no filter takes it for a token."""
-
+NO_TOKEN = -1  # fills left padding in token histories: no filter takes it for a token
 _BLOCK = 512  # tokens whose probabilities are summed at once where the vocabulary is large
 _TAIL_MARGIN = 4  # tokens without text (skipped special tokens) that may lie inside a stop string
 
-# ---------------------------------------------------------------------------------------------------------------------
-# drawing tokens
+# -- drawing tokens ---------------------------------------------------------------------------------------------------
 
 
 def request_uniforms(seed: int, prompt_index: int, sample_index: int, count: int) -> np.ndarray:
@@ -48,10 +46,9 @@ def request_seed(seed: int, prompt_index: int, sample_index: int) -> int:
 
 
 def inverse_cdf(probs: Tensor, uniforms: Tensor) -> Tensor:
-    """Draws from each row the first token whose cumulated probability exceeds ``u * total``.
+    """The first token of each row whose cumulated probability exceeds u · total; never one of probability 0.
 
-    ``probs`` (B, V), rows need not sum to 1, and ``uniforms`` (B,) float64 in [0, 1) -> (B,) token ids, long. A token
-    of probability 0 is never drawn.
+    ``probs`` (B, V), whose rows need not sum to 1, and ``uniforms`` (B,) float64 in [0, 1) -> (B,) token ids, long.
     """
     if probs.shape[-1] > 2 * _BLOCK:
         return _inverse_cdf_by_blocks(probs, uniforms)
@@ -95,8 +92,8 @@ class TokenSampler:
         *,
         valid_vocab_size: int,
         log_prob_vocab_size: int | None = None,
-        suppressed_ids: list[int] | None = None,
-        bad_word_ids: list[list[int]] | None = None,
+        suppressed_ids: Sequence[int] = (),
+        bad_word_ids: Sequence[list[int]] = (),
     ) -> None:
         self.greedy = sampling.greedy
         self.temperature = sampling.log_prob_temperature
@@ -104,33 +101,26 @@ class TokenSampler:
         self.min_new_tokens = sampling.min_new_tokens
         self.valid_vocab_size = valid_vocab_size
         self.log_prob_vocab_size = log_prob_vocab_size
-        self.suppressed_ids = [i for i in suppressed_ids or [] if i < valid_vocab_size]
-        self._repetition = None
-        if sampling.repetition_penalty != 1.0:
-            self._repetition = RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)
-        completable = [ids for ids in bad_word_ids or [] if max(ids) < valid_vocab_size]
+        self.suppressed_ids = [i for i in suppressed_ids if i < valid_vocab_size]
+        completable = [ids for ids in bad_word_ids if max(ids) < valid_vocab_size]
+        penalty, self._filters = sampling.repetition_penalty, LogitsProcessorList()
+        self._repetition = RepetitionPenaltyLogitsProcessor(penalty) if penalty != 1.0 else None
         self._bad_words = NoBadWordsLogitsProcessor(completable) if completable else None
-        self._filters = LogitsProcessorList()
-        if not self.greedy and sampling.top_k > 0:
+        self.needs_history = self._repetition is not None or self._bad_words is not None
+        if sampling.top_k > 0:
             self._filters.append(TopKLogitsWarper(sampling.top_k))
-        if not self.greedy and sampling.top_p < 1.0:
+        if sampling.top_p < 1.0:
             self._filters.append(TopPLogitsWarper(sampling.top_p))
-
-    @property
-    def needs_history(self) -> bool:
-        """True if a penalty or ban looks at earlier ids."""
-        return self._repetition is not None or self._bad_words is not None
 
     def __call__(
         self, logits: Tensor, uniforms: Tensor, step: int | Tensor, history: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Samples one token per row: tokens (B,) long, and log_probs (B,) float32.
+        """Samples one token per row of raw ``logits`` (B, V): tokens (B,) long, and log_probs (B,) float32.
 
         Log probs are log softmax(logits / temperature) before every penalty and filter, and not finite where no token
         can be drawn (logits NaN or +inf, or every token banned).
 
         Args:
-            logits: (B, V) raw logits.
             uniforms: (B,) float64 in [0, 1); unused if greedy.
             step: number of tokens that each response already has; (B,), all >= 1, if they differ.
             history: (B, S) prompt and response so far, left padding ``NO_TOKEN``; None unless ``needs_history``.
@@ -165,8 +155,7 @@ class TokenSampler:
         return scores
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# ending responses
+# -- ending responses -------------------------------------------------------------------------------------------------
 
 
 def end_of_text_ids(tokenizer: PreTrainedTokenizerBase, generation_config: Any | None) -> list[int]:
@@ -191,10 +180,7 @@ def bad_word_ids(tokenizer: PreTrainedTokenizerBase, words: tuple[str, ...]) -> 
 
 
 class StopCriteria:
-    """Tells which rows of a batch have ended, and cuts stop strings off their texts.
-
-    A stop string must lie entirely behind the first ``min_new_tokens`` tokens.
-    """
+    """Tells which responses have ended, and cuts stop strings off; these count behind ``min_new_tokens`` tokens."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, sampling: SamplingParams, *, eos_ids: list[int], vocab_size: int
@@ -202,10 +188,8 @@ class StopCriteria:
         unknown = [i for i in sampling.stop_token_ids if i >= vocab_size]
         if unknown:
             raise ValueError(f"stop_token_ids {unknown} are beyond the model's vocabulary of {vocab_size} ids")
-        ids = set(sampling.stop_token_ids)
-        if not sampling.ignore_eos:
-            ids.update(i for i in eos_ids if i < vocab_size)
-        self.ids = sorted(ids)
+        eos_ids = [] if sampling.ignore_eos else eos_ids
+        self.ids = sorted({*sampling.stop_token_ids, *(i for i in eos_ids if i < vocab_size)})
         self._is_stop = torch.zeros(vocab_size, dtype=torch.bool)
         self._is_stop[self.ids] = True
         self._strings = sampling.stop
@@ -224,16 +208,16 @@ class StopCriteria:
         ``length`` counts the tokens of each row, the newest one included; (b,) if the rows differ.
         """
         ended = self._is_stop[responses[rows, length - 1]]
-        if self._strings:
-            ends = torch.as_tensor(length, device=rows.device).expand(len(rows))
-            columns = ends.unsqueeze(1) - torch.arange(self._tail, 0, -1, device=rows.device)  # (b, tail)
-            ids = responses[rows.unsqueeze(1), columns.clamp(min=0)].tolist()
-            hidden = (self._offset - columns[:, 0]).clamp(min=0).tolist()  # before the minimum, or before the response
-            tails = [tail[skip:] for tail, skip in zip(ids, hidden)]
-            texts = self._tokenizer.batch_decode(tails, skip_special_tokens=True)
-            found = [any(string in text for string in self._strings) for text in texts]
-            ended = ended | torch.tensor(found, device=ended.device)
-        return ended
+        if not self._strings:
+            return ended
+        ends = torch.as_tensor(length, device=rows.device).expand(len(rows))
+        columns = ends.unsqueeze(1) - torch.arange(self._tail, 0, -1, device=rows.device)  # (b, tail)
+        ids = responses[rows.unsqueeze(1), columns.clamp(min=0)].tolist()
+        hidden = (self._offset - columns[:, 0]).clamp(min=0).tolist()  # before the minimum, or before the response
+        tails = [tail[skip:] for tail, skip in zip(ids, hidden)]
+        texts = self._tokenizer.batch_decode(tails, skip_special_tokens=True)
+        found = [any(string in text for string in self._strings) for text in texts]
+        return ended | torch.tensor(found, device=ended.device)
 
     def trim(self, response_ids: list[int], text: str) -> str:
         """Cuts ``text`` (the decoded ids) before the first stop string."""
