@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from http.cookiejar import DefaultCookiePolicy
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -35,57 +36,41 @@ T = TypeVar("T")
 Read = Callable[[dict[str, Any]], T]
 
 
+@dataclass(eq=False, repr=False)
 class HTTPClient:
     """Asks one server for JSON objects; threads may share it.
 
     A failure that may pass (no connection, a time-out, HTTP 5xx, 408, 425 or 429, an unusable answer) is tried again
     after 1, 2, 4, … up to 30 seconds. A redirect or another client error is final. Proxies are not used for this
     machine's own addresses; cookies and ``~/.netrc`` are never used.
-
-    Args:
-        what: what logs and errors call the server.
-        timeout: seconds per try, for any silence and for the whole answer (a server that drips is left after at most
-            twice this); ``connect_timeout`` for connecting, if shorter.
-        retries: further tries after a failure that may pass; ``retry_timeouts=False`` makes time-outs final.
-        token: sent as ``Authorization: Bearer …``, never logged; see :func:`read_token`.
-        max_concurrent: requests at a time, others wait; ``None``: no limit.
-        keep_alive: reuse connections; a request fails if the server closes its idle connection just then.
     """
 
-    def __init__(
-        self,
-        url: str,
-        what: str = "server",
-        *,
-        timeout: float = 60.0,
-        connect_timeout: float = float("inf"),
-        retries: int = 0,
-        retry_timeouts: bool = True,
-        token: str | None = None,
-        max_concurrent: int | None = None,
-        max_bytes: int = 1 << 28,
-        keep_alive: bool = False,
-        sleep: Callable[[float], Any] | None = None,
-    ) -> None:
-        check_url(url, what, None)
-        if token is not None:
-            check_token(token, what)
-        self.url = url
-        self.name = f"{what} {shown_url(url)}"
-        if not timeout > 0 or retries < 0 or max_concurrent == 0:
-            raise ValueError(f"{self.name}: timeout {timeout}, retries {retries} or max_concurrent is too small")
-        self.timeout = timeout
-        self.retries = retries
-        self._connect_timeout = connect_timeout
-        self._final = RefusedError if retry_timeouts else (RefusedError, SlowServerError)
-        self._token = token
-        self._secrets = secret_texts(token, url)
-        self._places = nullcontext() if max_concurrent is None else threading.BoundedSemaphore(max_concurrent)
-        self._max_concurrent = max_concurrent
-        self._max_bytes = max_bytes
-        self._keep_alive = keep_alive
+    url: str
+    what: str = "server"  # what logs and errors call it
+    _: KW_ONLY
+    # Seconds per try, for any silence and for the whole answer: a server that drips is left after at most twice this.
+    timeout: float = 60.0
+    connect_timeout: float = float("inf")  # seconds for connecting, if shorter
+    retries: int = 0  # further tries after a failure that may pass
+    retry_timeouts: bool = True  # False: time-outs are final
+    token: str | None = None  # sent as Authorization: Bearer …, never logged; see read_token
+    max_concurrent: int | None = None  # requests at a time, others wait
+    max_bytes: int = 1 << 28  # the longest answer
+    keep_alive: bool = False  # reuse connections; a request fails if the server closes its idle connection just then
+    sleep: Callable[[float], Any] | None = None
+
+    def __post_init__(self) -> None:
+        check_url(self.url, self.what, None)
+        if self.token is not None:
+            check_token(self.token, self.what)
+        self.name = f"{self.what} {shown_url(self.url)}"
+        if not self.timeout > 0 or self.retries < 0 or self.max_concurrent == 0:
+            got = f"timeout {self.timeout}, retries {self.retries}, max_concurrent {self.max_concurrent}"
+            raise ValueError(f"{self.name}: out of range: {got}")
+        self._secrets = secret_texts(self.token, self.url)
+        places = self.max_concurrent
+        self._places = nullcontext() if places is None else threading.BoundedSemaphore(places)
         self._closed = threading.Event()
-        self._sleep = sleep or self._wait
         self._warned_at: dict[tuple[Any, ...], float] = {}
 
     def post(
@@ -110,11 +95,12 @@ class HTTPClient:
         except (TypeError, ValueError) as error:
             raise ValueError(f"{self.name}: the request cannot be sent as JSON: {error}") from None
         tries = tries or self.retries + 1
+        final = RefusedError if self.retry_timeouts else (RefusedError, SlowServerError)
         retrying = tenacity.Retrying(
             stop=tenacity.stop_after_attempt(tries),
             wait=tenacity.wait_exponential(max=_LONGEST_WAIT),
-            retry=tenacity.retry_if_exception(lambda e: isinstance(e, RequestError) and not isinstance(e, self._final)),
-            sleep=self._sleep,
+            retry=tenacity.retry_if_exception(lambda e: isinstance(e, RequestError) and not isinstance(e, final)),
+            sleep=self.sleep or self._wait,
             after=lambda state: on_failure(state.outcome.exception()),
             before_sleep=self._log_retry,
             reraise=True,
@@ -168,13 +154,13 @@ class HTTPClient:
 
         deadline = time.monotonic() + timeout
         with (
-            nullcontext(self._kept) if self._keep_alive else requests.Session() as session,
+            nullcontext(self._kept) if self.keep_alive else requests.Session() as session,
             session.post(
                 self.url + path,
                 data=content,
                 headers={"Content-Type": "application/json", "Accept": "application/json"},
                 auth=self._authorise,
-                timeout=(min(self._connect_timeout, timeout), timeout),
+                timeout=(min(self.connect_timeout, timeout), timeout),
                 allow_redirects=False,
                 proxies=self._proxies,
                 stream=True,
@@ -183,8 +169,8 @@ class HTTPClient:
             answer = bytearray()
             while chunk := response.raw.read1(_READ_BYTES, decode_content=True):
                 answer += chunk
-                if len(answer) > self._max_bytes:
-                    raise requests.RequestException(f"the answer is longer than {self._max_bytes} bytes")
+                if len(answer) > self.max_bytes:
+                    raise requests.RequestException(f"the answer is longer than {self.max_bytes} bytes")
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"the answer was not complete after {timeout:g} s")
             return response.status_code, bytes(answer)
@@ -195,7 +181,7 @@ class HTTPClient:
 
         session = requests.Session()
         session.cookies.set_policy(DefaultCookiePolicy(allowed_domains=[]))  # so that threads can share the session
-        adapter = requests.adapters.HTTPAdapter(pool_connections=1, pool_maxsize=self._max_concurrent or 1024)
+        adapter = requests.adapters.HTTPAdapter(pool_connections=1, pool_maxsize=self.max_concurrent or 1024)
         session.mount("http://", adapter)
         session.mount("https://", adapter)
         return session
@@ -207,8 +193,8 @@ class HTTPClient:
 
     def _authorise(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
         """Adds the token, if any. Every request gets this, or requests would read ``~/.netrc`` and send it."""
-        if self._token is not None:
-            request.headers["Authorization"] = f"Bearer {self._token}"
+        if self.token is not None:
+            request.headers["Authorization"] = f"Bearer {self.token}"
         return request
 
     def _wait(self, seconds: float) -> None:

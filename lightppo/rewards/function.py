@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal, NamedTuple, get_args
 
 from lightppo.data.records import Rollout
@@ -301,61 +301,49 @@ def _is_coroutine_function(fn: RewardFunction) -> bool:
 # --- the source
 
 
+@dataclass(eq=False)
 class FunctionReward:
     """Scores with a Python function, sync or async, of one of the conventions in :data:`STYLES`; see docs/rewards.md.
 
     A call that raises, runs past its limit or returns something else than scores never becomes a score. Metrics per
     sample, with retries or ``"unscored"``: ``failures`` (tries that failed), ``timeouts`` (tries past the limit).
-
-    Args:
-        reward_fn_style: the convention's name; ``"auto"``: told by the names of the parameters.
-        reward_manager: ``"naive"``: one call per sample, in threads or, of coroutines, in one event loop; ``"batch"``:
-            one call with all samples; ``"prime"``: calls in processes that are killed at their limit; ``"auto"``:
-            ``"naive"`` or ``"batch"``, as the function takes it.
-        reward_workers: calls at a time; ``None``: 16, or one process per core.
-        reward_timeout: wall-clock seconds per call. Past it a process is killed, a thread only left behind.
-        reward_retries: further tries of a failed call.
-        on_reward_failure: ``"error"`` or ``"unscored"``.
-        spec: where ``"prime"`` loads the function from, ``path.py:name`` or ``module:name``, if its module does not
-            tell.
     """
 
-    def __init__(
-        self,
-        fn: RewardFunction,
-        name: str | None = None,
-        *,
-        reward_fn_style: str = "auto",
-        reward_manager: ManagerName = "auto",
-        reward_workers: int | None = None,
-        reward_timeout: float | None = None,
-        reward_retries: int = 0,
-        on_reward_failure: OnFailure = "error",
-        spec: str | None = None,
-    ) -> None:
-        check_failure_options(on_reward_failure, reward_retries, reward_timeout)
-        if reward_manager not in get_args(ManagerName):
-            raise ValueError(f"--reward_manager must be {' or '.join(get_args(ManagerName))}, got {reward_manager!r}")
-        if reward_workers is not None and reward_workers < 1:
-            raise ValueError(f"--reward_workers must be ≥ 1, got {reward_workers}")
-        self.fn = fn
-        self.name = name or getattr(fn, "__name__", type(fn).__name__)
-        self.reward_retries = reward_retries
-        self.on_reward_failure = on_reward_failure
+    fn: RewardFunction
+    name: str | None = None  # None: the function's own
+    _: KW_ONLY
+    reward_fn_style: str = "auto"  # a name in STYLES; auto: told by the names of the parameters
+    # naive: one call per sample, in threads or, of coroutines, in one event loop; batch: one call with all samples;
+    # prime: calls in processes that are killed at their limit; auto: naive or batch, as the function takes it
+    reward_manager: ManagerName = "auto"
+    reward_workers: int | None = None  # calls at a time; None: 16, or one process per core
+    reward_timeout: float | None = None  # wall-clock seconds per call; past it a thread is left behind
+    reward_retries: int = 0  # further tries of a failed call
+    on_reward_failure: OnFailure = "error"
+    spec: str | None = None  # where prime loads it from, path.py:name or module:name, if its module does not tell
+
+    def __post_init__(self) -> None:
+        check_failure_options(self.on_reward_failure, self.reward_retries, self.reward_timeout)
+        manager, workers = self.reward_manager, self.reward_workers
+        if manager not in get_args(ManagerName):
+            raise ValueError(f"--reward_manager must be {' or '.join(get_args(ManagerName))}, got {manager!r}")
+        if workers is not None and workers < 1:
+            raise ValueError(f"--reward_workers must be ≥ 1, got {workers}")
+        self.name = self.name or getattr(self.fn, "__name__", type(self.fn).__name__)
         self._label = f"reward function {self.name}"
-        self._bound = BoundFunction(fn, self.name, reward_fn_style)
+        self._bound = BoundFunction(self.fn, self.name, self.reward_fn_style)
         self._style = self._bound.style
-        if reward_manager == ("batch" if self._style.per_sample else "naive"):
+        if manager == ("batch" if self._style.per_sample else "naive"):
             takes = f"{'one sample' if self._style.per_sample else 'a whole batch'} f{self._style.shape}"
-            raise ValueError(f"--reward_manager {reward_manager}: {self._label} takes {takes}")
-        if reward_manager == "prime":
-            if reward_timeout is None:
+            raise ValueError(f"--reward_manager {manager}: {self._label} takes {takes}")
+        if manager == "prime":
+            if self.reward_timeout is None:
                 raise ValueError("--reward_manager prime kills a call at its limit: set --reward_timeout")
-            spec = spec or function_spec(fn, self.name)
-            self._run = KillablePool(spec, workers=reward_workers, timeout=reward_timeout).run
+            spec = self.spec or function_spec(self.fn, self.name)
+            self._run = KillablePool(spec, workers=workers, timeout=self.reward_timeout).run
         else:
-            runner = LoopRunner if _is_coroutine_function(fn) else ThreadRunner
-            self._run = runner(fn, reward_workers or _CALLS_AT_A_TIME, reward_timeout).run
+            runner = LoopRunner if _is_coroutine_function(self.fn) else ThreadRunner
+            self._run = runner(self.fn, workers or _CALLS_AT_A_TIME, self.reward_timeout).run
 
     def score(self, rollouts: list[Rollout]) -> RewardOutput:
         """Scores the samples; a failed call is a :class:`RewardError` with ``on_reward_failure="error"``."""

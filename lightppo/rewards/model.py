@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+from dataclasses import KW_ONLY, dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor, nn
@@ -39,12 +40,12 @@ class RewardInputs(Protocol):
         ...
 
 
+@dataclass
 class SameIds:
     """Prompt and response ids unchanged, for a model that shares the actor's tokenizer."""
 
-    def __init__(self, pad_token_id: int, bos_token_id: int | None = None) -> None:
-        self.pad_token_id = pad_token_id
-        self.bos_token_id = bos_token_id
+    pad_token_id: int
+    bos_token_id: int | None = None
 
     def encode(self, rollouts: list[Rollout]) -> Rows:
         return [rollout.prompt.token_ids + rollout.response_ids for rollout in rollouts]
@@ -116,65 +117,48 @@ def _answered(messages: list[dict[str, Any]], answer: str) -> list[dict[str, Any
     return [*messages[:-1], {**last, "content": last["content"] + answer}]
 
 
+@dataclass(eq=False)
 class RewardModelSource:
     """Scores prompt + response with one or several reward models, longest rows first (for little padding).
 
     Metric ``input_truncated``: 1 for a sample that was cut for any model; only with ``reward_max_length``.
-
-    Args:
-        models: callables ``model(sequences (B, S), attention_mask (B, S)) -> (B,)``, for right-padded rows.
-        reward_fn: ``reward_fn([scores (B,), …]) -> (B,)``, one float32 CPU tensor per model, B = all samples of this
-            rank. Needed with several models; each model's own score is then metric ``<name>_<i>``.
-        pad_token_id: fills rows with the actor's ids; masked out.
-        micro_batch_size: rows per forward, or a budget of tokens.
-        ranks: with ZeRO-3 every rank must join every forward, so a rank with fewer batches adds empty ones.
-        inputs: one :class:`RewardInputs` for all models, or one each; ``None``: the actor's ids unchanged.
-        reward_max_length: most tokens per row; ``None``: no limit.
-        reward_truncation: ``"error"``, or cut a longer row on the ``"left"``.
     """
 
-    needs_all_ranks = True
+    needs_all_ranks: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        models: Sequence[ScoreModel],
-        reward_fn: Callable[[list[Tensor]], Tensor] | None = None,
-        *,
-        device: torch.device | str = "cpu",
-        pad_token_id: int | None = None,
-        micro_batch_size: int | MicroBatchSpec = 8,
-        ranks: Ranks | None = None,
-        inputs: Sequence[RewardInputs] | None = None,
-        reward_max_length: int | None = None,
-        reward_truncation: Truncation = "error",
-        name: str = "reward_model",
-    ) -> None:
-        if not models or (len(models) > 1 and reward_fn is None):
-            raise ValueError(
-                f"{len(models)} reward models: set one, or several and --reward_fn to combine their scores"
-            )
-        if reward_max_length is not None and reward_max_length < 2:
-            raise ValueError(f"--reward_max_length must be at least 2, got {reward_max_length}")
-        if reward_truncation not in get_args(Truncation):
-            raise ValueError(f"--reward_truncation must be error or left, got {reward_truncation!r}")
-        spec = MicroBatchSpec(micro_batch_size) if isinstance(micro_batch_size, int) else micro_batch_size
-        if spec.size < 1:
-            raise ValueError(f"micro_batch_size must be at least 1, got {spec.size}")
-        if inputs is None:
-            if pad_token_id is None:
+    models: Sequence[ScoreModel]  # model(sequences (B, S), attention_mask (B, S)) -> (B,), for right-padded rows
+    # reward_fn([scores (B,), …]) -> (B,): one float32 CPU tensor per model, B = all samples of this rank. Needed with
+    # several models; each model's own score is then metric <name>_<i>.
+    reward_fn: Callable[[list[Tensor]], Tensor] | None = None
+    _: KW_ONLY
+    device: torch.device | str = "cpu"
+    pad_token_id: int | None = None  # fills rows with the actor's ids; masked out
+    micro_batch_size: int | MicroBatchSpec = 8  # rows per forward, or a budget of tokens
+    ranks: Ranks | None = None  # with ZeRO-3 every rank must join every forward: one with fewer batches adds empty ones
+    inputs: Sequence[RewardInputs] | None = None  # one for all models, or one each; None: the actor's ids unchanged
+    reward_max_length: int | None = None  # most tokens per row
+    reward_truncation: Truncation = "error"  # or cut a longer row on the left
+    name: str = "reward_model"
+
+    def __post_init__(self) -> None:
+        n, longest, size = len(self.models), self.reward_max_length, self.micro_batch_size
+        if n == 0 or (n > 1 and self.reward_fn is None):
+            raise ValueError(f"{n} reward models: give one, or several with --reward_fn to combine them")
+        if longest is not None and longest < 2:
+            raise ValueError(f"--reward_max_length must be at least 2, got {longest}")
+        if self.reward_truncation not in get_args(Truncation):
+            raise ValueError(f"--reward_truncation must be error or left, got {self.reward_truncation!r}")
+        self._micro_batch = MicroBatchSpec(size) if isinstance(size, int) else size
+        if self._micro_batch.size < 1:
+            raise ValueError(f"micro_batch_size must be at least 1, got {self._micro_batch.size}")
+        if self.inputs is None:
+            if self.pad_token_id is None:
                 raise ValueError("RewardModelSource needs pad_token_id or inputs")
-            inputs = [SameIds(pad_token_id)]
-        if len(inputs) not in (1, len(models)):
-            raise ValueError(f"{len(inputs)} inputs for {len(models)} reward models: give one for all, or one for each")
-        self.models = list(models)
-        self.inputs = list(inputs) * (len(models) if len(inputs) == 1 else 1)
-        self.reward_fn = reward_fn
-        self.device = torch.device(device)
-        self.micro_batch = spec
-        self.ranks = ranks or Alone(device)
-        self.reward_max_length = reward_max_length
-        self.reward_truncation: Truncation = reward_truncation
-        self.name = name
+            self.inputs = [SameIds(self.pad_token_id)]
+        if len(self.inputs) not in (1, n):
+            raise ValueError(f"{len(self.inputs)} inputs for {n} reward models: give one for all, or one for each")
+        self.inputs = list(self.inputs) * (n if len(self.inputs) == 1 else 1)
+        self.ranks = self.ranks or Alone(self.device)
 
     @torch.no_grad()
     def score(self, rollouts: list[Rollout]) -> RewardOutput:
@@ -215,7 +199,7 @@ class RewardModelSource:
 
     def _score_rows(self, model_index: int, rows: Rows) -> Tensor:
         """(n,) scores in the order of the rows; every rank runs the same number of forwards."""
-        parts = micro_batches([(len(row), 0) for row in rows], self.micro_batch, packed=False)
+        parts = micro_batches([(len(row), 0) for row in rows], self._micro_batch, packed=False)
         filler = [[self.inputs[model_index].pad_token_id]]
         scores = torch.empty(len(rows))
         for places in level(parts, self.ranks, list):

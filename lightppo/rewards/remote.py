@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import KW_ONLY, dataclass
 
 from lightppo.data.records import Rollout
 from lightppo.errors import RefusedError, RequestError, RewardError
@@ -24,43 +25,31 @@ from lightppo.rewards.source import (
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False, repr=False)
 class RemoteReward:
-    """Splits the samples of this rank over several servers and asks them in parallel.
+    """Splits the samples of this rank over several servers of the same service and asks them in parallel.
 
     Metrics per sample, with retries or ``on_reward_failure="unscored"``: ``failures`` (failed requests) and
     ``timeouts``, each plus what the server itself sent under that name.
-
-    Args:
-        urls: http(s) addresses of servers of the same service.
-        timeout: seconds per request.
-        retries: further tries after a failed request; see :class:`~lightppo.http.HTTPClient`.
-        on_reward_failure: after the last try, ``"error"`` or ``"unscored"``; what no retry can help is always an error.
-        token: sent as ``Authorization: Bearer …``; see :func:`lightppo.http.read_token`.
     """
 
-    def __init__(
-        self,
-        urls: Sequence[str],
-        *,
-        timeout: float = 60.0,
-        retries: int = 3,
-        on_reward_failure: OnFailure = "error",
-        token: str | None = None,
-        sleep: Callable[[float], None] | None = None,
-        name: str = "remote",
-    ) -> None:
-        if not urls:
+    urls: Sequence[str]
+    _: KW_ONLY
+    timeout: float = 60.0  # seconds per request
+    retries: int = 3  # further tries after a failed request; see HTTPClient
+    on_reward_failure: OnFailure = "error"  # after the last try; what no retry can help is always an error
+    token: str | None = None  # sent as Authorization: Bearer …
+    sleep: Callable[[float], None] | None = None
+    name: str = "remote"
+
+    def __post_init__(self) -> None:
+        if not self.urls:
             raise ValueError("--remote_rm_url: no URL given")
-        for url in urls:
+        for url in self.urls:
             check_url(url)
-        check_failure_options(on_reward_failure)
-        self.urls = list(urls)
-        self.timeout = timeout
-        self.retries = retries
-        self.on_reward_failure = on_reward_failure
-        self.name = name
-        options = {"timeout": timeout, "retries": retries, "token": token, "sleep": sleep}
-        self._servers = [HTTPClient(url, "reward server", **options) for url in urls]
+        check_failure_options(self.on_reward_failure)
+        options = {"timeout": self.timeout, "retries": self.retries, "token": self.token, "sleep": self.sleep}
+        self._servers = [HTTPClient(url, "reward server", **options) for url in self.urls]
 
     def score(self, rollouts: list[Rollout]) -> RewardOutput:
         """Scores the samples; the :class:`RewardError` names every server that gave no usable answer, and why."""

@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import KW_ONLY, dataclass
 from multiprocessing import spawn
 from multiprocessing.context import SpawnContext, SpawnProcess
 from typing import Any
@@ -69,13 +70,15 @@ def _raised(error: BaseException) -> Outcome:
     return Outcome(error=f"{type(error).__name__}: {error}", cause=error)
 
 
+@dataclass(eq=False)
 class ThreadRunner:
     """Runs calls in up to ``workers`` threads; a call that takes more than ``timeout`` seconds is left behind."""
 
-    def __init__(self, fn: Callable[..., Any], workers: int, timeout: float | None = None) -> None:
-        self.fn = fn
-        self.workers = workers
-        self.timeout = timeout
+    fn: Callable[..., Any]
+    workers: int
+    timeout: float | None = None
+
+    def __post_init__(self) -> None:
         self._stuck: list[Future[Outcome]] = []
 
     def run(self, calls: Sequence[Call]) -> list[Outcome]:
@@ -118,20 +121,16 @@ class ThreadRunner:
             )
 
 
+@dataclass(eq=False)
 class LoopRunner:
-    """Runs coroutine functions in one event loop, which lives in its own thread as long as this object.
+    """Runs coroutine functions in one event loop, which lives in its own thread as long as this object."""
 
-    A call that takes more than ``timeout`` seconds is cancelled. The loop counts as blocked ``grace`` seconds after the
-    last call should have ended.
-    """
+    fn: Callable[..., Any]
+    concurrency: int
+    timeout: float | None = None  # seconds after which a call is cancelled
+    grace: float = 10.0  # seconds after the last call should have ended; then the loop counts as blocked
 
-    def __init__(
-        self, fn: Callable[..., Any], concurrency: int, timeout: float | None = None, *, grace: float = 10.0
-    ) -> None:
-        self.fn = fn
-        self.concurrency = concurrency
-        self.timeout = timeout
-        self.grace = grace
+    def __post_init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._blocked = 0
 
@@ -178,40 +177,31 @@ class LoopRunner:
             return _raised(error)
 
 
+@dataclass(eq=False)
 class KillablePool:
     """Calls one function in worker processes, with limits on wall-clock time and memory that no function can evade.
 
     The pool is pebble's. We add what a trainer needs: a worker imports only what the target needs and never runs the
     script again, is killed together with the processes it started, and dies with this process, however that ends; a
     broken pool is replaced. This is not a sandbox: workers have this process's rights.
-
-    Args:
-        target: ``package.module:function`` or ``path.py:function``; may be a coroutine function.
-        workers: calls at a time; ``None``: one per core of this rank.
-        timeout: wall-clock seconds per call, from when a loaded worker gets it.
-        memory_mb: kill a worker whose resident memory exceeds this many MiB; checked every 0.1 s.
-        preload: modules that a worker imports before its first call, outside the time limit.
-        quiet: discard what workers print.
     """
 
-    def __init__(
-        self,
-        target: str,
-        *,
-        workers: int | None = None,
-        timeout: float,
-        memory_mb: int | None = None,
-        preload: Sequence[str] = (),
-        quiet: bool = False,
-    ) -> None:
-        if workers is None:
+    target: str  # package.module:function or path.py:function; may be a coroutine function
+    _: KW_ONLY
+    workers: int | None = None  # calls at a time; None: one per core of this rank
+    timeout: float  # wall-clock seconds per call, from when a loaded worker gets it
+    memory_mb: int | None = None  # a worker with more MiB of resident memory is killed; checked every 0.1 s
+    preload: Sequence[str] = ()  # modules that a worker imports before its first call, outside the time limit
+    quiet: bool = False  # discard what workers print
+
+    def __post_init__(self) -> None:
+        if self.workers is None:
             from lightppo.sandbox import default_processes  # here, because worker processes import this file
 
-            workers = default_processes()
-        if workers < 1 or not timeout > 0:
-            raise ValueError(f"--reward_workers must be ≥ 1 and --reward_timeout > 0, got {workers} and {timeout}")
-        self.timeout = timeout
-        self._options = (workers, memory_mb, (target, tuple(preload), quiet))
+            self.workers = default_processes()
+        if self.workers < 1 or not self.timeout > 0:
+            got = f"got {self.workers} and {self.timeout}"
+            raise ValueError(f"--reward_workers must be ≥ 1 and --reward_timeout > 0, {got}")
         self._lock = threading.Lock()
         self._running: list[_RunningPool] = []  # at most one
         self._closer = weakref.finalize(self, _end_all, self._running, os.getpid())
@@ -251,7 +241,8 @@ class KillablePool:
             if not self._closer.alive:
                 raise RewardError("the pool of worker processes is closed")
             if not self._running:
-                self._running.append(_RunningPool(*self._options))
+                setup = (self.target, tuple(self.preload), self.quiet)
+                self._running.append(_RunningPool(self.workers, self.memory_mb, setup))
             return self._running[0]
 
 

@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import asynccontextmanager, suppress
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import uvicorn
@@ -46,9 +47,8 @@ class ScoreRequest(BaseModel):
 
     @model_validator(mode="after")
     def _fit_together(self) -> ScoreRequest:
-        n = len(self.query)
-        if len(self.prompts) != n or (self.labels is not None and len(self.labels) != n):
-            counts = f"{n}, {len(self.prompts)} and {'no' if self.labels is None else len(self.labels)}"
+        counts = [len(self.query), len(self.prompts), len(self.query if self.labels is None else self.labels)]
+        if len(set(counts)) > 1:
             raise ValueError(f"query, prompts and labels must be of the same length, got {counts}")
         for i, (query, prompt) in enumerate(zip(self.query, self.prompts)):
             if not query.startswith(prompt):
@@ -64,39 +64,29 @@ class ScoreRequest(BaseModel):
         ]
 
 
+@dataclass(eq=False, repr=False)
 class RewardApp:
-    """Answers requests with the scores of one source; ``app`` is the FastAPI application.
+    """Answers requests with the scores of one source; ``app`` is the FastAPI application."""
 
-    Args:
-        source: gets samples with texts and labels, but without ids.
-        token: required as ``Authorization: Bearer …``; ``None``: everyone may ask.
-        max_samples, max_bytes: limits of one request.
-        max_concurrent: requests that the source scores at a time; above 1 the source must be thread-safe. Others wait,
-            and are not scored if their client leaves meanwhile.
-    """
+    source: RewardSource  # gets samples with texts and labels, but without ids
+    _: KW_ONLY
+    token: str | None = None  # required as Authorization: Bearer …; None: everyone may ask
+    max_samples: int = 4096  # of one request
+    max_bytes: int = 64 << 20  # of one request
+    # Requests that the source scores at a time; above 1 the source must be thread-safe. Others wait, and are not scored
+    # if their client leaves meanwhile.
+    max_concurrent: int = 1
 
-    def __init__(
-        self,
-        source: RewardSource,
-        *,
-        token: str | None = None,
-        max_samples: int = 4096,
-        max_bytes: int = 64 << 20,
-        max_concurrent: int = 1,
-    ) -> None:
-        limits = {"max_samples": max_samples, "max_bytes": max_bytes, "max_concurrent": max_concurrent}
-        for name, value in limits.items():
-            if value < 1:
-                raise ValueError(f"--{name} must be at least 1, got {value}")
-        if token is not None:
-            check_token(token, "token")
-        self.source = source
-        self.has_token = token is not None
-        self.max_samples = max_samples
-        self._secrets = secret_texts(token)
-        self._turns = asyncio.Semaphore(max_concurrent)
+    def __post_init__(self) -> None:
+        for name in ("max_samples", "max_bytes", "max_concurrent"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name} must be at least 1, got {getattr(self, name)}")
+        if self.token is not None:
+            check_token(self.token, "token")
+        self._secrets = secret_texts(self.token)
+        self._turns = asyncio.Semaphore(self.max_concurrent)
         self.app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, lifespan=self._lifespan)
-        self.app.add_middleware(_Gate, token=token, max_bytes=max_bytes)
+        self.app.add_middleware(_Gate, token=self.token, max_bytes=self.max_bytes)
         self.app.add_api_route("/health", self._health, methods=["GET"])
         for path in ("/", "/get_reward"):
             self.app.add_api_route(path, self._score, methods=["POST"], response_model=None)
@@ -165,7 +155,7 @@ def serve(
         port: 0: any free port.
         started: gets the URL once the port is open.
     """
-    check_bind(host, reward_app.has_token)
+    check_bind(host, reward_app.token is not None)
     config = uvicorn.Config(
         reward_app.app,
         access_log=False,  # it would show the query part of URLs

@@ -11,7 +11,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal, Protocol, TypeVar, get_args, runtime_checkable
 
 from lightppo.data.records import Rollout
@@ -83,9 +83,13 @@ def in_daemon_thread(function: Callable[..., T], *args: Any) -> Future[T]:
 
 
 def finite(value: Any) -> float | None:
-    """A finite number of Python or numpy, or a 0-d tensor, as a float; ``None`` for anything else."""
-    number = _to_float(value)
-    return number if number is not None and math.isfinite(number) else None
+    """A finite number of Python or numpy, or a 0-d tensor, as a float; ``None`` for anything else, also for strings."""
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):
+        value = value.item()
+    try:
+        return float(value) if isinstance(value, (bool, int, float)) and math.isfinite(value) else None
+    except OverflowError:  # an int beyond float's range
+        return None
 
 
 def check_output(output: RewardOutput, rollouts: Sequence[Rollout], source_name: str) -> RewardOutput:
@@ -141,7 +145,7 @@ def output_from_result(result: Any, n: int, source_name: str) -> RewardOutput:
         if "score" in extra_logs:
             raise RewardError(f"{source_name}: 'extra_logs' has a 'score', the name under which 'scores' are logged")
     for name, values in extra_logs.items():
-        single = _to_float(values)
+        single = finite(values)
         metrics[name] = _as_list(values, source_name, f"extra_logs[{name!r}]") if single is None else [single] * n
     if token_scores is not None:
         token_scores = _as_list(token_scores, source_name, "'token_scores'")
@@ -161,18 +165,6 @@ def join_outputs(outputs: Sequence[RewardOutput]) -> RewardOutput:
     if any(output.token_scores is not None for output in outputs):
         joined.token_scores = token_scores
     return joined
-
-
-def _to_float(value: Any) -> float | None:
-    """A number of Python or numpy, or a 0-d tensor, as a float; ``None`` for anything else, also for strings."""
-    if getattr(value, "shape", None) == () and hasattr(value, "item"):
-        value = value.item()
-    if not isinstance(value, (bool, int, float)):
-        return None
-    try:
-        return float(value)
-    except OverflowError:  # an int beyond float's range
-        return math.inf
 
 
 def _as_list(values: Any, source_name: str, what: str) -> list[Any]:
@@ -297,7 +289,7 @@ def check_verifier_status(rollouts: Sequence[Rollout], *, minimum: float, source
         example = f"{describe_sample(rollouts, i)}: label {label!r}, score {rollouts[i].reward}, end {response!r}"
     raise RewardError(
         f"--check_verifier_status: {found} ({source_name}). Does the prompt ask for the form that it looks for, and "
-        f"--label_key name the right column? For example {example}"
+        f"--label_key name the right column? For example: {example}"
     )
 
 
@@ -402,31 +394,33 @@ class CombinedReward(RoutedReward):
 
     def __init__(self, sources: Mapping[RewardSource, float], name: str = "combined") -> None:
         super().__init__({DEFAULT_ROUTE: list(sources.items())}, name=name)
-        self.sources = dict(sources)
 
 
 # --- in the background
 
 
+@dataclass(eq=False)
 class AsyncScorer:
     """Scores finished samples in threads, part by part, while the engine still generates the others.
 
     The source is called once per part, so it must judge each sample by itself, and with more than one worker it must be
     thread-safe. It must not act on all ranks together, as reward models do: the ranks' threads would meet in any order,
-    and would mix with the collectives of generation. ``collect`` waits at most ``timeout`` seconds.
+    and would mix with the collectives of generation.
     """
 
-    def __init__(self, source: RewardSource, max_workers: int = 1, *, timeout: float | None = None) -> None:
-        if getattr(source, "needs_all_ranks", False):
+    source: RewardSource
+    max_workers: int = 1
+    _: KW_ONLY
+    timeout: float | None = None  # seconds that collect waits
+
+    def __post_init__(self) -> None:
+        if getattr(self.source, "needs_all_ranks", False):
             raise ValueError(
-                f"--async_rewards: {source.name} is or has a reward model, which all ranks must call together: leave "
-                "--async_rewards out"
+                f"--async_rewards: {self.source.name} is or has a reward model, which all ranks must call together: "
+                "leave --async_rewards out"
             )
-        if max_workers < 1 or (timeout is not None and not timeout > 0):
-            raise ValueError(f"AsyncScorer needs max_workers ≥ 1 and timeout > 0, got {max_workers} and {timeout}")
-        self.source = source
-        self.timeout = timeout
-        self._max_workers = max_workers
+        if self.max_workers < 1 or (self.timeout is not None and not self.timeout > 0):
+            raise ValueError(f"max_workers must be ≥ 1 and timeout > 0, got {self.max_workers} and {self.timeout}")
         self._parts: list[tuple[list[Rollout], Future[RewardOutput]]] = []
         self._waiting: queue.SimpleQueue[tuple[list[Rollout], Future[RewardOutput]] | None] = queue.SimpleQueue()
         self._threads: list[Future[None]] = []
@@ -438,7 +432,7 @@ class AsyncScorer:
             raise RuntimeError("this AsyncScorer has ended")
         self._parts.append((list(rollouts), Future()))
         self._waiting.put(self._parts[-1])
-        if len(self._threads) < self._max_workers:
+        if len(self._threads) < self.max_workers:
             self._threads.append(in_daemon_thread(self._work))
 
     def collect(self) -> RewardOutput:
