@@ -18,7 +18,6 @@ _PUBLIC = {
     "read_token": "lightppo.http",
     "RewardModelSource": "lightppo.rewards.model",
     "build_reward_source": "lightppo.rewards.registry",
-    "check_reward_options": "lightppo.rewards.registry",
 }
 
 __all__ = list(_PUBLIC)

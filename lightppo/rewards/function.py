@@ -293,8 +293,6 @@ def _signature(fn: RewardFunction, name: str) -> inspect.Signature:
 
 
 def _is_coroutine_function(fn: RewardFunction) -> bool:
-    while isinstance(fn, functools.partial):
-        fn = fn.func
     return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(getattr(fn, "__call__", None))  # noqa: B004
 
 

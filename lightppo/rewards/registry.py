@@ -10,12 +10,12 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from lightppo.config import PPOConfig, VerifierConfig
+from lightppo.config import PPOConfig, RewardConfig, VerifierConfig
 from lightppo.config.rules import ANY_ROUTE, micro_batch_spec, reward_plan
 from lightppo.errors import ConfigError
-from lightppo.http import check_url, read_token
+from lightppo.http import read_token
 from lightppo.ranks import Ranks
 from lightppo.rewards.code import CodeReward, CodeVerifier, Comparison, SandboxVerifier
 from lightppo.rewards.formats import FormatReward, XmlFormatCheck
@@ -136,34 +136,12 @@ def _options_of(kind: Callable[..., Any], config: VerifierConfig) -> dict[str, A
 # --- servers, a function, or models
 
 
-def check_reward_options(
-    *, remote_rm_url: Sequence[str] | str | None, reward_fn: Any, n_reward_models: int
-) -> Literal["remote", "function", "model"]:
-    """Decides where rewards come from; loads nothing and asks no server.
-
-    Either http(s) URLs, or ``path.py[:name]`` as ``remote_rm_url``; or a function, a source or the file of either as
-    ``reward_fn``; or models, whose scores ``reward_fn`` combines.
-    """
-    urls = _as_urls(remote_rm_url)
-    if urls and (n_reward_models or reward_fn is not None):
-        other = "--reward_pretrain" if n_reward_models else "--reward_fn"
-        raise ValueError(f"--remote_rm_url and {other} are both set; rewards come from one of them")
-    if isinstance(reward_fn, str):
-        split_python_spec(reward_fn, _FUNCTION_NAME, option="--reward_fn")
-    elif reward_fn is not None and not callable(reward_fn) and (n_reward_models or not _is_source(reward_fn)):
-        raise ValueError(
-            f"--reward_fn must be path.py[:name], a function or, without --reward_pretrain, a source, got {reward_fn!r}"
-        )
-    if n_reward_models or reward_fn is not None:
-        return "model" if n_reward_models else "function"
-    if not urls:
-        raise ValueError("no rewards: set --remote_rm_url (http(s) URL or path.py), --reward_fn or --reward_pretrain")
-    if len(urls) == 1 and "://" not in urls[0]:
-        split_python_spec(urls[0], _FUNCTION_NAME, option="--remote_rm_url")
-        return "function"
-    for url in urls:
-        check_url(url)
-    return "remote"
+def check_reward_files(config: RewardConfig) -> None:
+    """Refuses a ``path.py`` that is not there, with a ``ValueError`` that names the flag."""
+    if config.reward_fn is not None:
+        split_python_spec(config.reward_fn, _FUNCTION_NAME, option="--reward_fn")
+    if _is_file(config.remote_rm_url):
+        split_python_spec(config.remote_rm_url[0], _FUNCTION_NAME, option="--remote_rm_url")
 
 
 def build_reward_source(
@@ -175,7 +153,7 @@ def build_reward_source(
     function_options: Mapping[str, Any] | None = None,
     model_options: Mapping[str, Any] | None = None,
 ) -> RewardSource:
-    """Makes the reward source that the options of :func:`check_reward_options` describe.
+    """Makes a reward source of servers, of a function, or of models.
 
     Args:
         remote_rm_url: servers, or one ``path.py[:name]``, by default its ``reward_func`` or ``compute_score``.
@@ -185,23 +163,29 @@ def build_reward_source(
             :class:`~lightppo.rewards.remote.RemoteReward`, :class:`~lightppo.rewards.function.FunctionReward` and
             :class:`~lightppo.rewards.model.RewardModelSource`.
     """
-    urls = _as_urls(remote_rm_url)
-    kind = check_reward_options(remote_rm_url=urls, reward_fn=reward_fn, n_reward_models=len(reward_models))
-    if kind == "remote":
+    urls = [remote_rm_url] if isinstance(remote_rm_url, str) else list(remote_rm_url or ())
+    if urls and (reward_models or reward_fn is not None):
+        other = "--reward_pretrain" if reward_models else "--reward_fn"
+        raise ValueError(f"--remote_rm_url and {other} are both set; rewards come from one of them")
+    if reward_models:
+        from lightppo.rewards.model import RewardModelSource
+
+        if isinstance(reward_fn, str):
+            reward_fn = load_python_function(reward_fn, _COMBINE_NAME, option="--reward_fn")
+        if reward_fn is not None and not callable(reward_fn):
+            raise ValueError(f"--reward_fn must combine the scores of --reward_pretrain, got {reward_fn!r}")
+        return RewardModelSource(reward_models, reward_fn, **(model_options or {}))
+    if _is_file(urls):
+        return _function_source(urls[0], "--remote_rm_url", function_options or {})
+    if urls:
         return RemoteReward(urls, **(remote_options or {}))
-    if kind == "function":
-        given, option = (urls[0], "--remote_rm_url") if urls else (reward_fn, "--reward_fn")
-        return _function_source(given, option, function_options or {})
-
-    from lightppo.rewards.model import RewardModelSource
-
-    if isinstance(reward_fn, str):
-        reward_fn = load_python_function(reward_fn, _COMBINE_NAME, option="--reward_fn")
-    return RewardModelSource(reward_models, reward_fn, **(model_options or {}))
+    if reward_fn is None:
+        raise ValueError("no rewards: set --remote_rm_url (http(s) URL or path.py), --reward_fn or --reward_pretrain")
+    return _function_source(reward_fn, "--reward_fn", function_options or {})
 
 
-def _as_urls(remote_rm_url: Sequence[str] | str | None) -> list[str]:
-    return [remote_rm_url] if isinstance(remote_rm_url, str) else list(remote_rm_url or ())
+def _is_file(urls: Sequence[str]) -> bool:
+    return len(urls) == 1 and "://" not in urls[0]
 
 
 def _function_source(reward_fn: Any, option: str, options: Mapping[str, Any]) -> RewardSource:
@@ -211,7 +195,7 @@ def _function_source(reward_fn: Any, option: str, options: Mapping[str, Any]) ->
         reward_fn = load_python_object(reward_fn, _FUNCTION_NAME, _VERL_NAME, option=option)
         spec = f"{path}:{getattr(reward_fn, '__name__', default)}"
         name = Path(spec).name
-    if _is_source(reward_fn):
+    if isinstance(reward_fn, RewardSource) and not isinstance(reward_fn, type):
         return reward_fn
     if isinstance(reward_fn, type) or not callable(reward_fn):
         raise ValueError(f"{option}: {reward_fn!r} is neither a function nor a source (an object with name and score)")
@@ -219,7 +203,3 @@ def _function_source(reward_fn: Any, option: str, options: Mapping[str, Any]) ->
         return FunctionReward(reward_fn, name, spec=spec, **options)
     except ValueError as error:
         raise ValueError(f"{option}: {error}") from None
-
-
-def _is_source(value: Any) -> bool:
-    return isinstance(value, RewardSource) and not isinstance(value, type)

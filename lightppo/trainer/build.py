@@ -22,7 +22,7 @@ from transformers import get_scheduler
 from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS
 from lightppo.config import PPOConfig
 from lightppo.config.options import sections
-from lightppo.config.rules import advice, moves_reference, needs_critic, reference_is_actor, reward_plan, uses_adapters
+from lightppo.config.rules import advice, moves_reference, needs_critic, reference_is_actor, uses_adapters
 from lightppo.data.datasets import PromptDataset, RolloutBatchSampler, SFTDataset
 from lightppo.data.readers import blending_datasets, check_data_paths, stage_to_local
 from lightppo.errors import ConfigError
@@ -37,7 +37,7 @@ from lightppo.models.critic import Critic, RewardModel
 from lightppo.models.lora import AdaptersOff, LoraOptions, add_adapters, check_peft
 from lightppo.models.quantised import check_bitsandbytes
 from lightppo.ranks import Ranks
-from lightppo.rewards.registry import build_reward, check_reward_options
+from lightppo.rewards.registry import build_reward, check_reward_files
 from lightppo.rewards.source import AsyncScorer, RewardSource, check_verifier_status
 from lightppo.rollout.engine import RolloutEngine, SamplingParams
 from lightppo.rollout.hf import HFRolloutEngine
@@ -450,17 +450,15 @@ def check_before_loading(config: PPOConfig) -> None:
         check_peft()
     if config.adapter.load_in_4bit:
         check_bitsandbytes()
-    d, r, e = config.data, config.reward, config.engine
+    d, e = config.data, config.engine
     check_data_paths(d.prompt_data, d.prompt_data_probs, flag="--prompt_data")
     if d.eval_data:
         check_data_paths(d.eval_data, flag="--eval_data")
     if d.pretrain_data:
         check_data_paths(d.pretrain_data, d.pretrain_data_probs, flag="--pretrain_data")
     with _as_config_error():
-        if reward_plan(config) is None:
-            models = len(config.model.reward_pretrain)
-            check_reward_options(remote_rm_url=r.remote_rm_url, reward_fn=r.reward_fn, n_reward_models=models)
-        read_token(env=r.remote_rm_token_env)
+        check_reward_files(config.reward)
+        read_token(env=config.reward.remote_rm_token_env)
         read_token(env=e.vllm_server_api_key_env, option="--vllm_server_api_key_env")
 
 

@@ -22,12 +22,11 @@ from lightppo.rewards import (
     RemoteReward,
     RewardModelSource,
     build_reward_source,
-    check_reward_options,
     registry,
 )
 from lightppo.rewards.formats import has_think
 from lightppo.rewards.model import Retemplated, SameIds
-from lightppo.rewards.registry import build_reward
+from lightppo.rewards.registry import build_reward, check_reward_files
 
 URL = "http://127.0.0.1:5000/get_reward"
 
@@ -119,56 +118,62 @@ def test_reward_fn_combines_reward_models(module, rollouts, as_file):
 def test_one_reward_model_needs_no_reward_fn(rollouts):
     source = build_reward_source(reward_models=[length], model_options={"pad_token_id": 0})
     assert source.score(rollouts).scores == [2.0, 3.0, 4.0, 5.0, 6.0]
-    with pytest.raises(ValueError, match="pad_token_id"):
-        build_reward_source(reward_models=[length])
-    with pytest.raises(ValueError, match="--reward_fn"):
-        build_reward_source(reward_models=[length, length], model_options={"pad_token_id": 0})
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "named"),
     [
         ({}, "--remote_rm_url .*--reward_fn or --reward_pretrain"),
         ({"remote_rm_url": []}, "--remote_rm_url .*--reward_fn or --reward_pretrain"),
-        ({"remote_rm_url": [URL], "n_reward_models": 1}, "--remote_rm_url and --reward_pretrain"),
+        ({"remote_rm_url": [URL], "reward_models": [length]}, "--remote_rm_url and --reward_pretrain"),
         ({"remote_rm_url": [URL], "reward_fn": score_batch}, "--remote_rm_url and --reward_fn"),
         ({"remote_rm_url": ["x.py"], "reward_fn": "y.py"}, "--remote_rm_url and --reward_fn"),
+        ({"reward_models": [length, length], "model_options": {"pad_token_id": 0}}, "--reward_fn"),
+        ({"reward_models": [length]}, "pad_token_id"),
         (
-            {"n_reward_models": 1, "reward_fn": CombinedReward({FunctionReward(score_batch): 1.0})},
+            {"reward_models": [length], "reward_fn": CombinedReward({FunctionReward(score_batch): 1.0})},
             "--reward_fn .*--reward_pretrain",
         ),
-        ({"reward_fn": 3}, "--reward_fn .* 3$"),
-        ({"reward_fn": "reward.json"}, "--reward_fn: 'reward.json' is not of the form"),
-        ({"reward_fn": URL}, "--reward_fn: .* is not of the form"),
+        ({"reward_fn": 3}, "--reward_fn: 3 "),
+        ({"reward_fn": "reward.json"}, "--reward_fn: 'reward.json'"),
+        ({"reward_fn": URL}, f"--reward_fn: '{URL}'"),
         ({"reward_fn": "/nowhere/at/all.py"}, "--reward_fn: no file /nowhere/at/all.py"),
         ({"remote_rm_url": ["/nowhere/at/all.py"]}, "--remote_rm_url: no file /nowhere/at/all.py"),
-        ({"remote_rm_url": ["host:5000"]}, "--remote_rm_url: 'host:5000' is not of the form"),
-        ({"remote_rm_url": ["grpc://host"]}, "--remote_rm_url: 'grpc://host' is not an http"),
+        ({"remote_rm_url": ["host:5000"]}, "--remote_rm_url: 'host:5000'"),
+        ({"remote_rm_url": ["grpc://host"]}, "--remote_rm_url: 'grpc://host'"),
         ({"remote_rm_url": [URL, "x.py"]}, "--remote_rm_url: 'x.py'"),
         ({"remote_rm_url": ["x.py", "y.py"]}, "--remote_rm_url: 'x.py'"),
-        ({"remote_rm_url": "host"}, "--remote_rm_url: 'host' is not of the form"),
+        ({"remote_rm_url": "host"}, "--remote_rm_url: 'host'"),
+        ({"reward_fn": "{module}:rewrad"}, "--reward_fn: .*'rewrad'.* reward_func, two, reward_fn, Source"),
+        ({"remote_rm_url": ["{module}:number"]}, "--remote_rm_url: 3 "),
+        ({"reward_fn": "{module}:Source"}, "--reward_fn: .*Source'> "),
+        ({"reward_fn": "{module}:reward_fn"}, r"--reward_fn: .*reward_fn\(scores\) must take"),
+        ({"reward_fn": "{module}:number", "reward_models": [length]}, "--reward_fn: .*:number' .* int"),
     ],
 )
-def test_contradictions_and_unknown_forms_name_the_flag(options, message):
-    options = {"remote_rm_url": None, "reward_fn": None, "n_reward_models": 0} | options
-    with pytest.raises(ValueError, match=message):
-        check_reward_options(**options)
-    n_models = options.pop("n_reward_models")
-    with pytest.raises(ValueError, match=message):
-        build_reward_source(**options, reward_models=[length] * n_models, model_options={"pad_token_id": 0})
+def test_contradictions_and_unknown_forms_name_the_flag(module, options, named):
+    def written(value):
+        return value.replace("{module}", module) if isinstance(value, str) else value
+
+    for name, value in options.items():
+        options = options | {name: [written(item) for item in value] if isinstance(value, list) else written(value)}
+    with pytest.raises(ValueError, match=named):
+        build_reward_source(**options)
 
 
-def test_names_that_are_no_reward_name_the_flag(module):
-    with pytest.raises(ValueError, match=r"--reward_fn: .*has no 'rewrad'; it has reward_func, two, reward_fn, Source"):
-        build_reward_source(reward_fn=f"{module}:rewrad")
-    with pytest.raises(ValueError, match="--remote_rm_url: 3 "):
-        build_reward_source(remote_rm_url=[f"{module}:number"])
-    with pytest.raises(ValueError, match=r"--reward_fn: .*Source'> "):
-        build_reward_source(reward_fn=f"{module}:Source")
-    with pytest.raises(ValueError, match=r"--reward_fn: .*must take"):
-        build_reward_source(reward_fn=f"{module}:reward_fn")
-    with pytest.raises(ValueError, match=r"--reward_fn: .*is of type int, not a function"):
-        build_reward_source(reward_fn=f"{module}:number", reward_models=[length], model_options={"pad_token_id": 0})
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"reward_fn": "reward.json"}, "--reward_fn: 'reward.json'"),
+        ({"reward_fn": "/nowhere.py:f"}, "--reward_fn: no file /nowhere.py"),
+        ({"remote_rm_url": ["/nowhere.py"]}, "--remote_rm_url: no file /nowhere.py"),
+    ],
+)
+def test_files_are_looked_at_before_anything_is_loaded(module, options, named):
+    with pytest.raises(ValueError, match=named):
+        check_reward_files(PPOConfig.from_flat(**options).reward)
+    for good in ({"reward_fn": module}, {"remote_rm_url": [module]}, {"remote_rm_url": [URL]}, {}):
+        check_reward_files(PPOConfig.from_flat(**good).reward)
 
 
 def test_secrets_in_mixed_urls_are_not_shown():
@@ -177,11 +182,11 @@ def test_secrets_in_mixed_urls_are_not_shown():
     assert "s3cret" not in str(caught.value)
 
 
-def test_checking_options_loads_nothing_heavy():
+def test_making_a_source_loads_nothing_heavy():
     code = (
         "import sys\n"
-        "from lightppo.rewards import check_reward_options\n"
-        f"assert check_reward_options(remote_rm_url=[{URL!r}], reward_fn=None, n_reward_models=0) == 'remote'\n"
+        "from lightppo.rewards import build_reward_source\n"
+        f"assert build_reward_source(remote_rm_url=[{URL!r}]).name == 'remote'\n"
         "print([name for name in ('torch', 'requests', 'transformers', 'deepspeed') if name in sys.modules])\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
