@@ -1,4 +1,4 @@
-"""Advantage estimators: pure functions with one keyword-only signature. docs/algorithms.md says how to add one.
+"""Advantage estimators: pure functions with one keyword-only signature. docs/extending.md says how to add one.
 
 Notation: B sequences, A action positions, G samples of one prompt, m the action mask, r token rewards, V values,
 s = Σ_t r_t of a sequence, R_t = Σ_{k≥0} γ^k r_{t+k} over the trained tokens.

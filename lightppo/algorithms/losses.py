@@ -1,4 +1,4 @@
-"""Losses: policy, value, and language modelling. docs/algorithms.md says how to add a policy loss.
+"""Losses: policy, value, and language modelling. docs/extending.md says how to add a policy loss.
 
 Each returns one micro batch's share of the whole optimizer step's loss: see :func:`.masking.aggregate_loss`.
 Notation: d = log_probs - old_log_probs, ρ = e^d the ratio (d within ±20), A the advantage, sg(x) x without gradient.
