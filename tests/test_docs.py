@@ -206,7 +206,7 @@ def test_example_runs(name, tmp_path):
     write_jsonl(tmp_path / "prompts.jsonl", sums(8))
     (tmp_path / "reward.py").write_text(REWARD)
     (tmp_path / "example.py").write_text("import os\nos.chdir(os.path.dirname(__file__))\n" + EXAMPLES[name])
-    run_ranks(tmp_path / "example.py", launcher="python", world_size=1)
+    run_ranks(tmp_path / "example.py", world_size=1)
     made = {"README-0": "ckpt/model.safetensors", "README-1": "trained/model.safetensors"}
     made["extending-6"] = "trained/model.safetensors"
     if name in made:
