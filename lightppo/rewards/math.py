@@ -44,14 +44,9 @@ class MathReward:
         check_failure_options(self.on_reward_failure, self.reward_retries, self.reward_timeout)
         if importlib.util.find_spec(_LIBRARY) is None:
             raise ValueError("rewards for mathematics need math-verify: pip install 'lightppo[math]'")
-        self._pool = KillablePool(
-            f"{__name__}:equal_by_library",
-            workers=self.reward_workers,
-            timeout=_TIMEOUT if self.reward_timeout is None else self.reward_timeout,
-            memory_mb=_MEMORY_MB,
-            preload=(_LIBRARY,),
-            quiet=True,
-        )
+        timeout = _TIMEOUT if self.reward_timeout is None else self.reward_timeout
+        options = {"workers": self.reward_workers, "timeout": timeout, "memory_mb": _MEMORY_MB}
+        self._pool = KillablePool(f"{__name__}:equal_by_library", **options, preload=(_LIBRARY,), quiet=True)
 
     def score(self, rollouts: list[Rollout]) -> RewardOutput:
         """Scores the samples; each different pair of label and answer is compared once."""

@@ -20,12 +20,12 @@ from lightppo.sandbox.supervisor import PRELUDE_MODULES, find_function, make_pre
 T = TypeVar("T")
 
 _MOST_BYTES = 64 << 20
-_WAIT_SECONDS = 30.0  # beyond a program's own limits: the service's queue and the network
 
 
 class _Service:
     """The client of a service that runs programs."""
 
+    wait_seconds = 30.0  # beyond a program's own limits: the service's queue and the network
     concurrency: int
     sleep: Callable[[float], None] | None
 
@@ -33,7 +33,7 @@ class _Service:
         """``path`` is added to an address without one."""
         parts = urlsplit(url)
         url = url if parts.path not in ("", "/") else parts._replace(path=path).geturl()
-        options = {"timeout": seconds + _WAIT_SECONDS, "max_bytes": _MOST_BYTES, "sleep": self.sleep}
+        options = {"timeout": seconds + self.wait_seconds, "max_bytes": _MOST_BYTES, "sleep": self.sleep}
         self._client = HTTPClient(url, flag, retries=retries, max_concurrent=self.concurrency, **options)
 
     def _ask(self, request: dict[str, Any], read: Callable[[dict[str, Any]], T]) -> T:

@@ -176,12 +176,17 @@ class _Watch:
         self._readers = {reader: name for name, (reader, _) in pipes.items()}
 
     def report(self) -> dict[str, Any]:
-        """Waits for the program's end, cleans up and reports."""
+        """Waits for the program's end, kills what is left of it, and reports."""
         process = os.pidfd_open(self._process)
         self._watch(process)
         os.close(process)
         seconds = time.monotonic() - self._start
-        code = os.waitstatus_to_exitcode(self._clear_up())
+        code = os.waitstatus_to_exitcode(self._walls.kill(self._process, _REAP_SECONDS))
+        for reader in self._readers:  # the last output
+            left = self._most // _READ_BYTES + 2
+            while left and self._read(reader) and select.select([reader], [], [], 0)[0]:
+                left -= 1
+            os.close(reader)
         text = {name: data.decode(errors="replace") for name, data in self._output.items()}
         if not self._begun:
             why = text["answers"] or "its process ended before it began"
@@ -232,16 +237,6 @@ class _Watch:
                 self._start, self._begun = self._since, True
         return bool(data)
 
-    def _clear_up(self) -> int:
-        """Kills what is left, takes its last output, and returns the program's status."""
-        status = self._walls.kill(self._process, _REAP_SECONDS)
-        for reader in self._readers:
-            left = self._most // _READ_BYTES + 2
-            while left and self._read(reader) and select.select([reader], [], [], 0)[0]:
-                left -= 1
-            os.close(reader)
-        return status
-
 
 def _as_file(text: str) -> int:
     """Standard input as an unlinked, read-only file in memory."""
@@ -268,10 +263,7 @@ PRELUDE_MODULES = (
     "string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics",
     "itertools", "functools", "operator", "io", "sys", "json", "builtins", "typing",
 )  # fmt: skip
-_RECURSION_LIMIT = 200_000
-_STACK_BYTES = 64 << 20
-_SEED = 0  # the same program gets the same verdict
-_TRACEBACK_CHARS = 4000
+_RECURSION_LIMIT, _STACK_BYTES = 200_000, 64 << 20
 _STDIN, _STDOUT, _STDERR, _ANSWERS = range(4)
 _BEGUN = "+\n"  # the first line of the answers, from before the code is in control
 
@@ -299,7 +291,7 @@ def _run_program(request: dict[str, Any], prelude: dict[str, Any], wall: walls.W
     sys.argv = ["program"]
     atexit._clear()
     gc.enable()
-    random.seed(_SEED)
+    random.seed(0)  # the same program gets the same verdict
     sys.setrecursionlimit(_RECURSION_LIMIT)
     wall.close()
     os.write(_ANSWERS, _BEGUN.encode())
@@ -359,7 +351,7 @@ def _run_script(compiled: types.CodeType, names: dict[str, Any]) -> int:
 
 def _show_traceback() -> None:
     with contextlib.suppress(BaseException):  # the program broke its own streams; its exit code tells
-        sys.stderr.write(traceback.format_exc(limit=20)[-_TRACEBACK_CHARS:])
+        sys.stderr.write(traceback.format_exc(limit=20)[-4000:])
 
 
 def _run_calls(

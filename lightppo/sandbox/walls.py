@@ -230,12 +230,13 @@ def enter_namespaces() -> None:
     process = os.getpid()
     if os.fork() == 0:  # stays outside, from where the ids are mapped
         ours.close()
-        theirs.recv(1)
-        try:
-            _map_ids(process)
-            theirs.sendall(b"+")
-        except OSError as error:
-            theirs.sendall(f"mapping the ids: {error}".encode())
+        if theirs.recv(1):  # else the other process has failed
+            try:
+                _map_ids(process)
+                answer = "+"
+            except OSError as error:
+                answer = f"mapping the ids: {error}"
+            theirs.sendall(answer.encode())
         os._exit(0)
     theirs.close()
     _call("unshare", _NEW_NAMESPACES)

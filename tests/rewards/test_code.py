@@ -6,6 +6,7 @@ import json
 import sys
 import threading
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -40,12 +41,6 @@ def make_rollout(response: str, tests: Any = ADD, prompt: Prompt | None = None) 
 
 def fenced(code: str, tag: str = "python") -> str:
     return f"Here it is:\n```{tag}\n{code}\n```\nDone."
-
-
-@pytest.mark.parametrize("options", [{"code_compare": "fuzzy"}, {"code_float_tolerance": -1}])
-def test_comparison_out_of_range(options):
-    with pytest.raises(ValueError, match=f"--{next(iter(options))}"):
-        Comparison(**options)
 
 
 # --- programs in responses
@@ -142,14 +137,14 @@ def test_only_the_first_tests():
 @pytest.mark.parametrize(
     ("prompt", "problem"),
     [
-        (Prompt("p", [1]), "the row has none of input_output, reward_model.ground_truth"),
-        (make_prompt("{"), "input_output is not JSON"),
-        (make_prompt([1]), "must be an object"),
-        (make_prompt({"inputs": ["1"]}), "'inputs' and 'outputs', got .'inputs': "),
+        (Prompt("p", [1]), r"input_output, reward_model\.ground_truth"),
+        (make_prompt("{"), "input_output .*JSON"),
+        (make_prompt([1]), r"input_output .*'inputs' and 'outputs'.*\[1\]"),
+        (make_prompt({"inputs": ["1"]}), "input_output .*'inputs' and 'outputs'"),
         (make_prompt({"inputs": ["1"], "outputs": []}), "1 inputs and 0 outputs"),
         (make_prompt({"inputs": [], "outputs": []}), "0 inputs"),
         (make_prompt(ADD | {"remote": True}), "remote"),
-        (make_prompt(ADD_CALLS | {"inputs": ["1\nx", "1", "1"]}), "not one JSON value a line"),
+        (make_prompt(ADD_CALLS | {"inputs": ["1\nx", "1", "1"]}), "input_output: .*JSON"),
     ],
 )
 def test_rows_without_tests_are_errors(prompt, problem):
@@ -158,6 +153,12 @@ def test_rows_without_tests_are_errors(prompt, problem):
 
 
 # --- comparisons
+
+
+def levels(least: str | None) -> list[bool]:
+    """Which comparisons accept what ``least`` and those after it accept."""
+    first = COMPARISONS.index(least) if least else len(COMPARISONS)
+    return [i >= first for i in range(len(COMPARISONS))]
 
 
 @pytest.mark.parametrize(
@@ -189,9 +190,7 @@ def test_rows_without_tests_are_errors(prompt, problem):
 )
 def test_printed(printed, expected, least):
     case = CodeCase("", expected, ("", expected))
-    right = [Comparison(level, 1e-5).printed(printed, case) for level in COMPARISONS]
-    first = COMPARISONS.index(least) if least else len(COMPARISONS)
-    assert right == [i >= first for i in range(len(COMPARISONS))]
+    assert levels(least) == [Comparison(level).printed(printed, case) for level in COMPARISONS]
 
 
 @pytest.mark.parametrize(
@@ -223,9 +222,7 @@ def test_printed(printed, expected, least):
 )
 def test_returned(answer, expected, least):
     case = CodeCase("[]", [expected], ("", ""))
-    right = [Comparison(level, 1e-5).returned(answer, case) for level in COMPARISONS]
-    first = COMPARISONS.index(least) if least else len(COMPARISONS)
-    assert right == [i >= first for i in range(len(COMPARISONS))]
+    assert levels(least) == [Comparison(level).returned(answer, case) for level in COMPARISONS]
 
 
 # --- verdicts of the sandbox
@@ -403,12 +400,12 @@ def test_a_failed_verifier_is_no_score():
 
 def test_a_failed_verifier_is_an_error_where_asked():
     reward = CodeReward(Verdicts(), on_reward_failure="error")
-    with pytest.raises(RewardError, match=r"1 of 2 programs could not be verified; sample 1 .*failed twice"):
+    with pytest.raises(RewardError, match=r"code: 1 of 2 .*sample 1 "):
         reward.score([make_rollout(fenced("3")), make_rollout(fenced("broken"))])
 
 
 def test_a_verifier_that_always_fails_is_an_error():
-    with pytest.raises(RewardError, match="2 of 2 programs"):
+    with pytest.raises(RewardError, match="code: 2 of 2 "):
         CodeReward(Verdicts()).score([make_rollout(fenced("broken")), make_rollout(""), make_rollout(fenced("broken"))])
 
 
@@ -447,21 +444,19 @@ def test_close():
 
 
 @pytest.mark.parametrize(
-    ("options", "flag"),
+    ("make", "option", "value"),
     [
-        ({"code_score": "some"}, "--code_score"),
-        ({"code_max_tests": 0}, "--code_max_tests"),
-        ({"on_reward_failure": "zero"}, "--on_reward_failure"),
+        (partial(CodeReward, Verdicts()), "code_score", "some"),
+        (partial(CodeReward, Verdicts()), "code_max_tests", 0),
+        (partial(CodeReward, Verdicts()), "on_reward_failure", "zero"),
+        (partial(SandboxVerifier, None), "code_total_timeout", 0),
+        (Comparison, "code_compare", "fuzzy"),
+        (Comparison, "code_float_tolerance", -1),
     ],
 )
-def test_options_out_of_range(options, flag):
-    with pytest.raises(ValueError, match=flag):
-        CodeReward(Verdicts(), **options)
-
-
-def test_total_timeout_out_of_range():
-    with pytest.raises(ValueError, match="--code_total_timeout"):
-        SandboxVerifier(None, code_total_timeout=0)
+def test_options_out_of_range(make, option, value):
+    with pytest.raises(ValueError, match=f"--{option}"):
+        make(**{option: value})
 
 
 def test_the_whole_way(pool):

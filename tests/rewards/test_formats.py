@@ -52,7 +52,7 @@ def test_format_as_a_source(make_rollout: Make) -> None:
         0,
     ]
     assert source.score([]).scores == []
-    with pytest.raises(ValueError, match="--reward_format must be one of think, think_answer, got 'xml'"):
+    with pytest.raises(ValueError, match=r"--reward_format .*xml"):
         FormatReward("xml")
 
 
@@ -85,9 +85,9 @@ def test_a_wrong_answer_in_form_costs_less(make_rollout: Make) -> None:
 def test_the_minimum_comes_from_the_source(make_rollout: Make) -> None:
     source = XmlFormatCheck(FormatReward("think_answer"))
     assert source.score([make_rollout(0, GOOD), make_rollout(1, BAD)]).scores == [1.0, -1.0]
-    with pytest.raises(ValueError, match=r"--check_xml_format: set --reward_minimum, .* fixed"):
+    with pytest.raises(ValueError, match=r"--check_xml_format: .*--reward_minimum"):
         XmlFormatCheck(Fixed([]))
-    with pytest.raises(RewardError, match="fixed has a metric 'xml_format'"):
+    with pytest.raises(RewardError, match=r"fixed .*xml_format"):
         XmlFormatCheck(Fixed([0.0], {"xml_format": [1.0]}), minimum=0).score([make_rollout(0)])
 
 

@@ -73,7 +73,7 @@ def test_forms_of_labels(label: Any) -> None:
 
 @pytest.mark.parametrize("label", ["", " ", [], ["1", ""], True, {"a": 1}, None])
 def test_what_is_no_label(label: Any) -> None:
-    with pytest.raises(ValueError, match=r"a label must be|the label is empty"):
+    with pytest.raises(ValueError, match="label"):
         gold_answers(label)
 
 
@@ -241,9 +241,9 @@ def test_an_answer_cannot_run_python(source: Any, make_rollout: Make, tmp_path: 
 
 
 def test_labels_must_be_there(source: Any, make_rollout: Make) -> None:
-    with pytest.raises(RewardError, match=r"math: sample 1 \(prompt row 101, .* has no label; set --label_key"):
+    with pytest.raises(RewardError, match=r"math: sample 1 \(prompt row 101, .*--label_key"):
         source.score([make_rollout(0, label="1"), make_rollout(1, "no answer", label=None)])
-    with pytest.raises(RewardError, match=r"sample 0 .*: a label must be a text or a number"):
+    with pytest.raises(RewardError, match=r"math: sample 0 .*label"):
         source.score([make_rollout(0, label={"answer": 1})])
 
 
@@ -273,17 +273,12 @@ def test_an_endless_expression_is_killed_and_counted(make_rollout: Make) -> None
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"on_reward_failure": "zero"}, "--on_reward_failure"),
-        ({"reward_retries": -1}, "--reward_retries must be ≥ 0"),
-        ({"reward_timeout": 0.0}, "--reward_timeout must be > 0"),
-        ({"reward_workers": 0}, "--reward_workers"),
-    ],
+    ("option", "value"),
+    [("on_reward_failure", "zero"), ("reward_retries", -1), ("reward_timeout", 0.0), ("reward_workers", 0)],
 )
-def test_options_out_of_range(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        MathReward(**options)
+def test_options_out_of_range(option: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"--{option}"):
+        MathReward(**{option: value})
 
 
 def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -171,7 +171,7 @@ def test_a_dead_service_is_an_error_that_names_it(serve):
 
 
 def test_a_slow_service(serve, monkeypatch):
-    monkeypatch.setattr("lightppo.rewards.services._WAIT_SECONDS", 0.2)
+    monkeypatch.setattr(SandboxFusionVerifier, "wait_seconds", 0.2)
     release = threading.Event()
     service = serve(lambda path, request: (release.wait(600), fusion_answer())[1])
     verifier = fusion(service, code_timeout=0.1, sandbox_fusion_retries=0)
