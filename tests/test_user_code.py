@@ -50,7 +50,7 @@ def test_load_leaves_the_search_path_alone(module):
     (module.parent / "neighbour_of_math.py").write_text("")
     module.write_text("import neighbour_of_math")
     before = list(sys.path)
-    with pytest.raises(ValueError, match=r"math.py fails when run: ModuleNotFoundError"):
+    with pytest.raises(ValueError, match=r"math.py .*ModuleNotFoundError"):
         load_python_function(str(module), "reward_func")
     assert sys.path == before
 
@@ -59,32 +59,32 @@ def test_load_does_not_look_elsewhere(tmp_path, monkeypatch):
     (tmp_path / "away").mkdir()
     (tmp_path / "away" / "mine.py").write_text(MODULE)
     monkeypatch.syspath_prepend(str(tmp_path / "away"))
-    with pytest.raises(ValueError, match=r"no file .*mine.py"):
+    with pytest.raises(ValueError, match=r"mine.py"):
         load_python_function(str(tmp_path / "mine.py"), "reward_func")
 
 
 def test_load_names_what_was_found(module):
     folder = module.parent
-    with pytest.raises(ValueError, match=r"--reward_fn: .*math.py has no 'rewrad'; it has Scorer, reward_func, other"):
+    with pytest.raises(ValueError, match=r"--reward_fn: .*math.py .*'rewrad'.* Scorer, reward_func, other"):
         load_python_function(f"{module}:rewrad", "x", option="--reward_fn")
-    with pytest.raises(ValueError, match=r"math.py:CONSTANT' is of type int, not a function"):
+    with pytest.raises(ValueError, match=r"math.py:CONSTANT' .* int"):
         load_python_function(f"{module}:CONSTANT", "x")
-    with pytest.raises(ValueError, match=f"--reward_fn: no file {folder}/maths.py; {folder} has math.py"):
+    with pytest.raises(ValueError, match=f"--reward_fn: .* {folder}/maths.py.* math.py"):
         load_python_function(f"{folder}/maths.py", "x", option="--reward_fn")
-    with pytest.raises(ValueError, match=f"there is no directory {folder}/none"):
+    with pytest.raises(ValueError, match=f"{folder}/none"):
         load_python_function(f"{folder}/none/math.py", "x")
 
 
 @pytest.mark.parametrize("spec", ["reward.json", "reward", "reward.py:", "reward.py:a b", "", ":name", "reward:name"])
 def test_load_refuses_other_forms(spec):
-    with pytest.raises(ValueError, match=r"is not of the form path.py or path.py:name"):
+    with pytest.raises(ValueError, match=r"path.py:name"):
         load_python_function(spec, "reward_func")
 
 
 def test_a_file_that_fails_leaves_nothing_behind(module):
     module.write_text("1 / 0")
     before = set(sys.modules)
-    with pytest.raises(ValueError, match=r"math.py fails when run: ZeroDivisionError") as caught:
+    with pytest.raises(ValueError, match=r"math.py .*ZeroDivisionError") as caught:
         load_python_function(str(module), "reward_func")
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
     assert set(sys.modules) == before

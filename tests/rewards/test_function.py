@@ -94,13 +94,13 @@ def test_tensor_and_dict_forms(rollouts, dtype):
     ("result", "message"),
     [
         ([1.0] * 4, "4 scores for 5 samples"),
-        (torch.zeros(5, 1), r"shape \(B,\), got \(5, 1\)"),
-        (1.0, "must be a list or tensor .* got float"),
-        (None, "got NoneType"),
-        ({"reward": [1.0] * 5}, r"the keys must be 'rewards' .* got \['reward'\]"),
-        ({"rewards": [1.0] * 5, "logs": {}}, r"got \['rewards', 'logs'\]"),
-        ({"rewards": [1.0] * 5, "scores": [1.0] * 5, "extra_logs": {"score": 1}}, "'extra_logs' has a 'score'"),
-        ({"rewards": [1.0] * 5, "extra_logs": {"a": "x"}}, r"extra_logs\['a'\] must be a list"),
+        (torch.zeros(5, 1), r"the result .*\(5, 1\)"),
+        (1.0, "the result .* float"),
+        (None, "the result .* NoneType"),
+        ({"reward": [1.0] * 5}, r"'rewards' .*\['reward'\]"),
+        ({"rewards": [1.0] * 5, "logs": {}}, r"\['rewards', 'logs'\]"),
+        ({"rewards": [1.0] * 5, "scores": [1.0] * 5, "extra_logs": {"score": 1}}, "'extra_logs' .*'score'"),
+        ({"rewards": [1.0] * 5, "extra_logs": {"a": "x"}}, r"extra_logs\['a'\]"),
         ([1.0, 1.0, float("nan"), 1.0, 1.0], r"score of sample 2 \(prompt row 102, .* is nan"),
     ],
 )
@@ -114,10 +114,10 @@ def test_an_exception_is_an_error_with_its_cause(rollouts):
     def broken(queries, prompts, labels):
         raise KeyError("gold")
 
-    with pytest.raises(RewardError, match="reward function broken raised on a batch of 5: KeyError: 'gold'") as caught:
+    with pytest.raises(RewardError, match=r"reward function broken .* batch of 5: KeyError: 'gold'") as caught:
         FunctionReward(broken).score(rollouts)
     assert isinstance(caught.value.__cause__, KeyError)
-    with pytest.raises(RewardError, match="missing a required argument: 'level'"):
+    with pytest.raises(RewardError, match=r"reward function f.*'level'"):
         FunctionReward(lambda q, p, labels, level: labels, "f").score(rollouts)
 
 
@@ -127,7 +127,7 @@ def test_no_sample_no_call():
 
 @pytest.mark.parametrize("fn", [lambda queries, prompts: [], lambda *, queries, prompts, labels: []])
 def test_a_function_of_another_shape_is_refused(fn):
-    with pytest.raises(ValueError, match=r"must take \(queries, prompts, labels, \*\*extra\)"):
+    with pytest.raises(ValueError, match=r"reward function f.*\(queries, prompts, labels, \*\*extra\)"):
         FunctionReward(fn, "f")
 
 
@@ -200,7 +200,7 @@ def test_verl_garbage_is_an_error_that_names_the_sample(rows, result):
     def f(data_source, solution_str, ground_truth, extra_info):
         return 1.0 if ground_truth == "4" else result
 
-    with pytest.raises(RewardError, match=r"reward function f failed on sample 1 \(prompt row 101.*it returned"):
+    with pytest.raises(RewardError, match=r"reward function f .*sample 1 \(prompt row 101.*: it returned"):
         FunctionReward(f).score(rows)
 
 
@@ -213,7 +213,7 @@ def test_verl_with_fewer_names_and_with_filled_in_ones(rows):
     def needy(data_source, solution_str, ground_truth, extra_info, sandbox):
         return 1.0
 
-    with pytest.raises(RewardError, match=r"missing a required argument: 'sandbox'; beside .* there are: data_source"):
+    with pytest.raises(RewardError, match=r"'sandbox'; .* data_source"):
         FunctionReward(needy).score(rows)
     assert FunctionReward(functools.partial(needy, sandbox=None), "f").score(rows).scores == [1.0, 1.0]
 
@@ -228,9 +228,7 @@ def test_verl_batch(rows):
     assert output.scores == [1.0, 0.0]
     assert output.metrics == {"n": [7.0, 7.0]}
     short = FunctionReward(lambda data_sources, solution_strs, ground_truths, extra_infos: [1.0], "f")
-    with pytest.raises(
-        RewardError, match=r"f failed on a batch of 2: it returned \[1.0\]; a list with one entry for each"
-    ):
+    with pytest.raises(RewardError, match=r"f .*batch of 2: .*\[1.0\]"):
         short.score(rows)
     arrays = FunctionReward(lambda solution_strs, ground_truths: np.ones(2), "f")
     assert arrays.score(rows).scores == [1.0, 1.0]
@@ -288,7 +286,7 @@ def test_trl_functions_that_name_columns(rows):
     def needs_state(completions, trainer_state, **kwargs):
         return [0.0]
 
-    with pytest.raises(RewardError, match="missing a required argument: 'trainer_state'"):
+    with pytest.raises(RewardError, match="'trainer_state'"):
         FunctionReward(needs_state).score(rows)
 
 
@@ -412,7 +410,7 @@ UNKNOWN = [unknown_1, unknown_2, unknown_3, unknown_4, unknown_5, unknown_6, unk
 
 @pytest.mark.parametrize("fn", UNKNOWN)
 def test_what_cannot_be_told_is_refused(fn):
-    with pytest.raises(ValueError, match=r"say which with --reward_fn_style: queries: f\(queries, .*; verl: .*areal: "):
+    with pytest.raises(ValueError, match=r"--reward_fn_style: queries: .* verl: .*areal: "):
         FunctionReward(fn)
 
 
@@ -422,11 +420,9 @@ def test_the_style_may_be_named(rows):
 
     assert FunctionReward(f, reward_fn_style="trl").score(rows).scores == [1.0, 0.0]
     assert BoundFunction(f, "f", "trl").style is STYLES["trl"]
-    with pytest.raises(
-        ValueError, match="--reward_fn_style must be one of auto, queries, verl, verl_batch, trl, areal"
-    ):
+    with pytest.raises(ValueError, match=r"--reward_fn_style .* auto, queries, verl, verl_batch, trl, areal"):
         FunctionReward(f, reward_fn_style="openrlhf")
-    with pytest.raises(ValueError, match=r"must take \(prompt, completions, prompt_ids, completion_ids, \*\*row\)"):
+    with pytest.raises(ValueError, match=r"\(prompt, completions, prompt_ids, completion_ids, \*\*row\)"):
         FunctionReward(f, reward_fn_style="areal")
 
 
@@ -434,5 +430,5 @@ def test_no_parameters_to_read():
     class Builtin:
         __call__ = max
 
-    with pytest.raises(ValueError, match="reward function f: its parameters cannot be read"):
+    with pytest.raises(ValueError, match=r"reward function f: .*parameters"):
         FunctionReward(Builtin(), "f")

@@ -322,7 +322,7 @@ def test_plain_text_in_other_ids(judge, other, asked, tmp_path):
 
 def test_a_template_that_refuses_names_the_sample(other, asked, tmp_path):
     refusing = save_other_tokenizer(tmp_path, "{{ raise_exception('no system') }}")
-    with pytest.raises(RewardError, match=r"--reward_input_tokenizer: sample 0 .*: the chat template refuses it"):
+    with pytest.raises(RewardError, match=r"--reward_input_tokenizer: sample 0 .*: no system"):
         Retemplated(refusing).encode(asked)
     asked[3].prompt.messages[-1]["content"] = [{"type": "image"}]
     with pytest.raises(RewardError, match=r"sample 3 .* is not text"):
@@ -352,7 +352,7 @@ def test_a_value_head_model_with_statistics(judge, other, asked, tmp_path):
 def test_ids_of_another_tokenizer_are_refused(other, tmp_path):
     own = save_tokenizer(tmp_path)
     check_same_ids(own, own, "here")
-    with pytest.raises(ValueError, match=r"--reward_pretrain there has another tokenizer .* --reward_input_tokenizer"):
+    with pytest.raises(ValueError, match=r"--reward_pretrain there .*--reward_input_tokenizer"):
         check_same_ids(own, other, "there")
 
 

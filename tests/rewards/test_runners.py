@@ -136,13 +136,13 @@ def test_a_hanging_sample_is_left_behind(make_rollout: Make, release: threading.
 
 def test_a_hanging_batch_function_has_a_limit_too(make_rollout: Make, release: threading.Event) -> None:
     source = FunctionReward(lambda q, p, labels: release.wait(600), "f", reward_timeout=0.2)
-    with pytest.raises(RewardError, match=r"reward function f failed on a batch of 2: no answer within 0\.2 s"):
+    with pytest.raises(RewardError, match=r"reward function f .*batch of 2: .* 0\.2 s"):
         source.score([make_rollout(0), make_rollout(1)])
 
 
 def test_too_many_hanging_threads_are_an_error(release: threading.Event) -> None:
     runner = ThreadRunner(lambda: release.wait(600), 16, timeout=0.05)
-    with pytest.raises(RewardError, match=r"65 calls of the reward function hang, .*--reward_manager prime can kill"):
+    with pytest.raises(RewardError, match=r"^65 calls .*--reward_timeout 0.05.*--reward_manager prime"):
         runner.run([Call()] * 200)
 
 
@@ -171,7 +171,7 @@ def test_a_blocked_event_loop_is_left_behind() -> None:
     runner = LoopRunner(stubborn, concurrency=2, timeout=0.05, grace=0.05)
     for _ in range(5):
         assert all(outcome.timeouts for outcome in runner.run([Call(("blocks",))]))
-    with pytest.raises(RewardError, match="has blocked its event loop 5 times"):
+    with pytest.raises(RewardError, match=r"event loop 5 times.*--reward_manager prime"):
         runner.run([Call(("ok",))])
 
 
@@ -229,7 +229,7 @@ def test_what_can_be_used_of_a_batch_is_used(make_rollout: Make) -> None:
 
 def test_a_metric_of_the_name_of_a_count_is_an_error(make_rollout: Make) -> None:
     source = FunctionReward(lambda solution_str, ground_truth: {"score": 1.0, "failures": 2}, "f", reward_retries=1)
-    with pytest.raises(RewardError, match="f: 'failures' is counted for it"):
+    with pytest.raises(RewardError, match="f: 'failures'"):
         source.score([make_rollout(0)])
 
 
@@ -320,7 +320,7 @@ def test_prime_runs_functions_of_a_batch_too(make_rollout: Make, scorer: str) ->
 def test_prime_with_a_spec(make_rollout: Make, scorer: str) -> None:
     fn = load_python_function(scorer, "wrapped")
     options: dict[str, Any] = {"reward_manager": "prime", "reward_workers": 1, "reward_timeout": 60}
-    with pytest.raises(ValueError, match="worker processes cannot find reward function <lambda>"):
+    with pytest.raises(ValueError, match=r"--reward_manager prime: .* reward function <lambda>"):
         FunctionReward(fn, **options)
     assert FunctionReward(fn, **options, spec=f"{scorer}:wrapped").score([make_rollout(0, label="3")]).scores == [3.0]
 
@@ -329,7 +329,7 @@ def test_how_processes_find_a_function(scorer: str) -> None:
     assert function_spec(load_python_function(scorer, "compute_score"), "f") == f"{scorer}:compute_score"
     assert function_spec(re.compile, "f") == "re:compile"
     for fn in (lambda: 0, functools.partial(re.compile), Counter().update):
-        with pytest.raises(ValueError, match="it must be a function at the top level of a module or of a file"):
+        with pytest.raises(ValueError, match=r"--reward_manager prime: .* f;"):
             function_spec(fn, "f")
 
 
@@ -492,13 +492,13 @@ def test_a_target_that_ends_the_process_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text("import os\nos._exit(7)\n")
     with (
         closing(KillablePool(f"{tmp_path / 'bad.py'}:f", workers=1, timeout=10.0)) as pool,
-        pytest.raises(WorkerStartError, match=r"3 worker processes in a row did not start: .*exit code 7"),
+        pytest.raises(WorkerStartError, match=r"^3 worker processes .*exit code 7"),
     ):
         pool.run([Call(())])
 
 
 def test_arguments_that_cannot_be_sent(pool: KillablePool) -> None:
-    with pytest.raises(RewardError, match="cannot be sent to a worker process"):
+    with pytest.raises(RewardError, match=r"worker process: .*lambda"):
         pool.run([Call((lambda: 0,))])
 
 

@@ -314,7 +314,7 @@ def test_a_reward_model_is_served(make_rollout, tmp_path, example):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--reward_pretrain", "/nowhere", "--host", "0.0.0.0"], "--host 0.0.0.0 can be reached from other machines"),
+        (["--reward_pretrain", "/nowhere", "--host", "0.0.0.0"], "--host 0.0.0.0 .*--token_env"),
         (["--reward_fn", "/nowhere.py", "--token_env", "UNSET_TOKEN"], "--token_env: environment variable UNSET_TOKEN"),
         (["--reward_fn", "/nowhere/r.py"], "--reward_fn: no file /nowhere/r.py"),
     ],
@@ -332,7 +332,7 @@ def test_bad_options_are_refused():
             return RewardOutput([])
 
     for name in ("max_samples", "max_bytes", "max_concurrent"):
-        with pytest.raises(ValueError, match=f"--{name} must be at least 1"):
+        with pytest.raises(ValueError, match=f"--{name}"):
             RewardApp(Source(), **{name: 0})
-    with pytest.raises(ValueError, match="the token is empty or has"):
+    with pytest.raises(ValueError, match="token"):
         RewardApp(Source(), token="")

@@ -36,15 +36,17 @@ def test_verifiers_by_data_source(make_config, tmp_path):
         raise
     # The random model says nothing that makes sense; these answers do.
     answers = {"gsm8k": "<think>a</think><answer>1</answer>", "code": PROGRAM}
-    to_rollouts = trainer.rollout_engine._to_rollouts
+    generate = trainer.rollout_engine.generate
 
-    def sensible(*parts):
-        rollouts = to_rollouts(*parts)
-        for rollout in rollouts:
-            rollout.response_text = answers[rollout.prompt.data_source]
-        return rollouts
+    def sensible(prompts, sampling, on_finished):
+        def finish(rollouts):
+            for rollout in rollouts:
+                rollout.response_text = answers[rollout.prompt.data_source]
+            on_finished(rollouts)
 
-    trainer.rollout_engine._to_rollouts = sensible
+        return generate(prompts, sampling, finish)
+
+    trainer.rollout_engine.generate = sensible
     trainer.fit()
     row = json.loads(Path(config.checkpoint.save_path, "metrics.jsonl").read_text().splitlines()[0])
     # the sums 0+1 and 1+1: one answer is right; both have the form; both programs are right

@@ -68,7 +68,7 @@ def reward_func(queries, prompts, labels):
 def test_scores_that_are_all_at_the_minimum_end_the_run(make_config, tmp_path):
     (tmp_path / "worst.py").write_text(WORST)
     options = {"reward_fn": str(tmp_path / "worst.py"), "check_verifier_status": True}
-    with pytest.raises(RewardError, match="every one of the 4 scores is at the minimum of 0"):
+    with pytest.raises(RewardError, match="--check_verifier_status"):
         PPOTrainer.from_config(make_config(**options, reward_minimum=0.0)).fit()
-    with pytest.raises(ConfigError, match=r"worst.py:reward_func does not say its lowest score; set --reward_minimum"):
+    with pytest.raises(ConfigError, match=r"worst.py:reward_func .*--reward_minimum"):
         PPOTrainer.from_config(make_config(**options, save_path=str(tmp_path / "other")))
