@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 import torch.distributed as dist
 
@@ -78,7 +79,8 @@ def save_checkpoint(
     staging = save_dir / f"{tag}{_INCOMPLETE}"
     ranks.on_rank_0(lambda: _make_room(save_dir), f"prepare {save_dir}")
 
-    meta = {"format": _FORMAT, **_shape(engine), "adapters": _adapters(model)}
+    adapters = find_adapters(model)
+    meta = {"format": _FORMAT, **_shape(engine), "adapters": None if adapters is None else str(adapters)}
     if not has_optimizer(engine):
         _save_without_optimizer(ranks, engine, staging)
     else:
@@ -91,7 +93,11 @@ def save_checkpoint(
     def commit() -> None:
         torch.save(client_state or {}, staging / _CLIENT_STATE)
         (staging / _META).write_text(json.dumps(meta))
-        _replace_directory(staging, save_dir / tag)
+        replaced = save_dir / f"{tag}.old{_INCOMPLETE}"
+        if (save_dir / tag).exists():
+            os.replace(save_dir / tag, replaced)
+        os.replace(staging, save_dir / tag)
+        shutil.rmtree(replaced, ignore_errors=True)
         marker = save_dir / f"{LATEST}.tmp"
         marker.write_text(tag)
         os.replace(marker, save_dir / LATEST)
@@ -122,8 +128,8 @@ def load_checkpoint(
     if tag is None:
         raise CheckpointError(f"{load_dir} holds no checkpoint: there is no file {LATEST!r} in it")
     path = load_dir / tag
-    adapters = _adapters(model)
-    _check_fits(ranks, engine, path, load_optimizer_states, adapters)
+    adapters = find_adapters(model)
+    _check_fits(ranks, engine, path, load_optimizer_states, None if adapters is None else str(adapters))
     if not has_optimizer(engine):
         _load_without_optimizer(engine, path)
     else:
@@ -133,7 +139,7 @@ def load_checkpoint(
             load_module_strict=load_module_strict,
             load_optimizer_states=load_optimizer_states,
             load_lr_scheduler_states=load_lr_scheduler_states,
-            custom_load_fn=partial(_load_trained, load_module_strict, str(path)) if adapters else None,
+            custom_load_fn=None if adapters is None else partial(_load_trained, load_module_strict, str(path)),
         )
         if loaded is None:
             raise CheckpointError(f"{path} has no file for rank {ranks.get_rank()}")
@@ -167,21 +173,15 @@ def list_tags(save_dir: str | os.PathLike[str]) -> list[str]:
 
 def rng_state() -> dict[str, Any]:
     """States of this rank's random generators: Python, NumPy, torch and its CUDA device."""
-    import numpy
-
     name, keys, *rest = numpy.random.get_state()
     # A tensor in place of the array, so that it loads with weights_only.
-    keys = torch.from_numpy(keys.astype(numpy.int64))
-    state = {"python": random.getstate(), "numpy": (name, keys, *rest), "torch": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
+    state = {"numpy": (name, torch.from_numpy(keys.astype(numpy.int64)), *rest)}
+    state |= {"python": random.getstate(), "torch": torch.get_rng_state()}
+    return state | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
 
 
 def restore_rng_state(state: dict[str, Any]) -> None:
     """Restores what ``rng_state`` returned on this rank."""
-    import numpy
-
     random.setstate(state["python"])
     name, keys, *rest = state["numpy"]
     numpy.random.set_state((name, keys.numpy().astype(numpy.uint32), *rest))
@@ -231,11 +231,6 @@ def _check_fits(ranks: Ranks, engine: Any, path: Path, load_optimizer_states: bo
             )
 
 
-def _adapters(model: Any) -> str | None:
-    adapters = find_adapters(model)
-    return None if adapters is None else str(adapters)
-
-
 def _frozen_sums(module: torch.nn.Module) -> tuple[float, int]:
     """Two sums over this rank's frozen weights: dense ones, and 4-bit ones, whose changes would vanish in one sum."""
     frozen = [_own_part(p) for p in module.parameters() if not p.requires_grad]
@@ -259,13 +254,10 @@ def _frozen_names(module: torch.nn.Module) -> set[str]:
 @contextlib.contextmanager
 def _frozen_left_out(engine: Any) -> Iterator[None]:
     """DeepSpeed's ``exclude_frozen_parameters`` alone would save a frozen embedding under its tied head's name."""
-    original = engine.module_state_dict
-
-    def trained(*args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
-        frozen = _frozen_names(engine.module)
-        return {name: tensor for name, tensor in original(*args, **kwargs).items() if name not in frozen}
-
-    engine.module_state_dict = trained
+    frozen, original = _frozen_names(engine.module), engine.module_state_dict
+    engine.module_state_dict = lambda *args, **options: {
+        name: tensor for name, tensor in original(*args, **options).items() if name not in frozen
+    }
     try:
         yield
     finally:
@@ -298,8 +290,7 @@ def _save_without_optimizer(ranks: Ranks, engine: Any, directory: Path) -> None:
 def _load_without_optimizer(engine: Any, directory: Path) -> None:
     rank = dist.get_rank() if zero_stage_of(engine) == 3 else 0
     saved = torch.load(directory / f"frozen_rank{rank}.pt", map_location="cpu", weights_only=True)
-    tensors = unwrap_model(engine).state_dict(keep_vars=True)
-    local = _local_tensors(engine)
+    tensors, local = unwrap_model(engine).state_dict(keep_vars=True), _local_tensors(engine)
     if saved.keys() != local.keys():
         odd = sorted(saved.keys() ^ local.keys())
         raise CheckpointError(f"{directory} holds another model: {len(odd)} weights differ, first {odd[0]!r}")
@@ -318,16 +309,6 @@ def _make_room(save_dir: Path) -> None:
     for leftover in save_dir.glob(f"*{_INCOMPLETE}"):
         logger.warning("removing %s, a checkpoint whose saving was interrupted", leftover)
         shutil.rmtree(leftover)
-
-
-def _replace_directory(new: Path, target: Path) -> None:
-    if target.exists():
-        old = target.with_name(f"{target.name}.old{_INCOMPLETE}")
-        os.replace(target, old)
-        os.replace(new, target)
-        shutil.rmtree(old)
-    else:
-        os.replace(new, target)
 
 
 def _rotate(save_dir: Path, keep: set[str], max_num: int, max_mem: float) -> None:

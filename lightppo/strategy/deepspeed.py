@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import inspect
 import logging
 import math
-from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -26,99 +24,7 @@ from lightppo.strategy.zero3 import find_engine, get_engine, unwrap_model, zero_
 
 logger = logging.getLogger(__name__)
 
-# Small on CPU, where a bucket is a copy in main memory. GPUs keep DeepSpeed's own sizes.
-_CPU_BUCKET_ELEMENTS = 1_000_000
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# DeepSpeed's configuration
-
-
-def train_config(
-    *,
-    zero_stage: int,
-    bf16: bool = False,
-    max_norm: float = 1.0,
-    micro_batch_size: int = 1,
-    adam_offload: bool = False,
-    param_offload: bool = False,
-    zpg: int = 1,
-    grad_accum_dtype: str | None = None,
-    overlap_comm: bool = False,
-    on_cpu: bool = False,
-) -> dict[str, Any]:
-    """Configuration of an engine that trains; options as in :class:`DeepspeedStrategy`.
-
-    Any number of ``backward`` calls make one step (``managed_gradient_accumulation: false``): the caller scales the
-    loss, and DeepSpeed averages gradients over ranks.
-    """
-    config = _common_config(zero_stage, bf16, micro_batch_size, on_cpu, sharded=zero_stage == 3, offload=param_offload)
-    for is_wrong, message in (
-        (max_norm < 0, f"--max_norm must be >= 0 (0 does not clip), got {max_norm}"),
-        (adam_offload and zero_stage == 0, "--adam_offload needs sharded optimizer states: set --zero_stage 1, 2 or 3"),
-        (param_offload and zero_stage != 3, f"--param_offload needs --zero_stage 3, got {zero_stage}"),
-        (zpg != 1 and zero_stage != 3, f"--zpg {zpg} needs --zero_stage 3, got {zero_stage}"),
-        (overlap_comm and zero_stage < 2, f"--overlap_comm needs --zero_stage 2 or 3, got {zero_stage}"),
-        (
-            bf16 and zero_stage == 0,
-            "--bf16 training needs fp32 master weights, which ZeRO keeps from stage 1: set --zero_stage 1",
-        ),
-        (
-            grad_accum_dtype not in (None, "fp32", "bf16"),
-            f"--grad_accum_dtype must be one of fp32, bf16, got {grad_accum_dtype!r}",
-        ),
-        (grad_accum_dtype == "bf16" and not bf16, "--grad_accum_dtype bf16 needs --bf16"),
-    ):
-        if is_wrong:
-            raise ValueError(message)
-    zero = config["zero_optimization"]
-    zero |= {"stage": zero_stage, "overlap_comm": overlap_comm}
-    if on_cpu:
-        zero |= {"reduce_bucket_size": _CPU_BUCKET_ELEMENTS, "allgather_bucket_size": _CPU_BUCKET_ELEMENTS}
-    if adam_offload:
-        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": not on_cpu}
-    if zpg != 1:
-        zero["zero_hpz_partition_size"] = zpg
-    return config | {
-        "managed_gradient_accumulation": False,
-        # At stage 0 the strategy clips in an optimizer hook, because the engine does not report the norm.
-        "gradient_clipping": 0.0 if zero_stage == 0 else max_norm,
-        "data_types": {"grad_accum_dtype": grad_accum_dtype or "fp32"},
-        # torch's AdamW also takes the offloaded step: DeepSpeed's own would be compiled at the first start.
-        "zero_force_ds_cpu_optimizer": False,
-    }
-
-
-def eval_config(
-    *, zero_stage: int, bf16: bool = False, offload: bool = False, micro_batch_size: int = 1, on_cpu: bool = False
-) -> dict[str, Any]:
-    """Configuration of an engine without optimizer: stage 3 at ZeRO-3 or with ``offload``, else stage 0."""
-    sharded = zero_stage == 3 or offload
-    config = _common_config(zero_stage, bf16, micro_batch_size, on_cpu, sharded=sharded, offload=offload)
-    config["zero_optimization"]["stage"] = 3 if sharded else 0
-    if sharded:
-        # The EMA is written into the shards; a parameter that is kept unsharded would miss the change.
-        config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
-    return config
-
-
-def _common_config(
-    zero_stage: int, bf16: bool, micro_batch_size: int, on_cpu: bool, *, sharded: bool, offload: bool
-) -> dict[str, Any]:
-    if zero_stage not in (0, 1, 2, 3):
-        raise ValueError(f"--zero_stage must be one of 0, 1, 2, 3, got {zero_stage!r}")
-    zero: dict[str, Any] = {}
-    if sharded and offload:
-        zero["offload_param"] = {"device": "cpu", "pin_memory": not on_cpu}
-    if sharded and on_cpu:
-        zero["stage3_prefetch_bucket_size"] = _CPU_BUCKET_ELEMENTS
-    return {
-        "train_micro_batch_size_per_gpu": micro_batch_size,
-        "gradient_accumulation_steps": 1,
-        "steps_per_print": None,
-        "bf16": {"enabled": bf16, "check_grad_overflow": True},
-        "zero_optimization": zero,
-    }
+CPU_BUCKET_ELEMENTS = 1_000_000  # small, because a bucket is a copy in main memory; GPUs keep DeepSpeed's own sizes
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -133,27 +39,6 @@ class StepOutcome:
     skipped: bool  # the gradient was not finite, so no rank changed anything
 
 
-def clip_and_check(max_norm: float) -> Callable[[torch.optim.Optimizer, Any, Any], None]:
-    """Stage 0's pre-step hook for a plain optimizer: clips the averaged gradient, or drops it if it is not finite.
-
-    ZeRO does this inside its own optimizers. At stage 0 the engine reads the two attributes set here to report the norm
-    and to decide whether to move the scheduler. All ranks have the same gradient, so they decide alike.
-    """
-
-    def hook(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm([p.grad for p in params])
-        optimizer.overflow = not bool(torch.isfinite(norm))
-        optimizer._global_grad_norm = math.inf if optimizer.overflow else float(norm)
-        if optimizer.overflow:
-            for param in params:
-                param.grad = None  # AdamW passes over parameters without gradient
-        elif max_norm > 0:
-            torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm)
-
-    return hook
-
-
 def drop_gradients(engine: Any) -> None:
     """Removes all traces of the backward passes since the last step, without communication.
 
@@ -161,8 +46,7 @@ def drop_gradients(engine: Any) -> None:
     gradient until the first backward pass of the next step overwrites it. A parameter that gets its gradient only from
     a later pass would add to the old one; a parameter without a new gradient would be stepped with the old one.
     """
-    optimizer = engine.optimizer
-    kind = type(optimizer).__name__
+    optimizer, kind = engine.optimizer, type(engine.optimizer).__name__
     engine.zero_grad()
     engine._unmanaged_backward_count = 0  # the next step counts samples by it
     if isinstance(optimizer, torch.optim.Optimizer):  # stage 0: has only the parameters' gradients
@@ -224,9 +108,23 @@ class DeepspeedStrategy(DistributedStrategy):
     _accumulation: WeakKeyDictionary[Any, list[int]] = field(default_factory=WeakKeyDictionary, init=False)
 
     def __post_init__(self) -> None:
-        # An impossible combination fails here, before any process group.
-        train_config(zero_stage=self.zero_stage, zpg=self.zpg, overlap_comm=self.overlap_comm)
-        self.get_ds_train_config()
+        stage = self.zero_stage
+        problems = {
+            f"--zero_stage must be 0, 1, 2 or 3, got {stage!r}": stage not in (0, 1, 2, 3),
+            f"--max_norm must be >= 0 (0 does not clip), got {self.max_norm}": self.max_norm < 0,
+            "--adam_offload needs sharded optimizer states: set --zero_stage 1, 2 or 3": self.adam_offload
+            and not stage,
+            f"--param_offload needs --zero_stage 3, got {stage}": self.param_offload and stage != 3,
+            f"--zpg {self.zpg} needs --zero_stage 3, got {stage}": self.zpg != 1 and stage != 3,
+            f"--overlap_comm needs --zero_stage 2 or 3, got {stage}": self.overlap_comm and stage not in (2, 3),
+            "--bf16 needs fp32 master weights, which ZeRO keeps: set --zero_stage 1, 2 or 3": self.bf16 and not stage,
+            f"--grad_accum_dtype must be fp32 or bf16, and bf16 needs --bf16, got {self.grad_accum_dtype!r}": (
+                self.grad_accum_dtype not in (None, "fp32", *(["bf16"] if self.bf16 else []))
+            ),
+        }
+        for problem, is_so in problems.items():
+            if is_so:
+                raise ValueError(problem)
 
     @property
     def accumulated_gradient(self) -> int:
@@ -259,8 +157,8 @@ class DeepspeedStrategy(DistributedStrategy):
             raise ValueError(f"{type(model).__name__} has no trainable parameter")
         matrices = [p for p in params if len(zero3.full_shape(p)) > 1]
         vectors = [p for p in params if len(zero3.full_shape(p)) <= 1]
-        groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-        groups = [group for group in groups if group["params"]]
+        decays = ((matrices, weight_decay), (vectors, 0.0))
+        groups = [{"params": members, "weight_decay": decay} for members, decay in decays if members]
         # Fused: one pass over the flat shards and no temporaries, four times as fast on a CPU too. Needs no compiling,
         # unlike FusedAdam and CPUAdam.
         return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
@@ -281,35 +179,36 @@ class DeepspeedStrategy(DistributedStrategy):
         return prepared[0] if len(prepared) == 1 else prepared
 
     def _prepare_one(self, item: Any) -> Any:
-        if item is None:
-            return None
-        if not isinstance(item, tuple):
-            config = getattr(item, "ds_config", None)
-            if config is None or not config.get("managed_gradient_accumulation", True):
-                # DeepSpeed refuses a configuration for training without an optimizer
-                config = self.get_ds_eval_config(offload=getattr(item, "_offload", False))
-            return self._attach_engine(item, None, None, config)
-        if len(item) != 3:
+        trains = isinstance(item, tuple)
+        if trains and len(item) != 3:
             raise ValueError(f"prepare takes a model or (model, optimizer, scheduler), got a tuple of {len(item)}")
-        model, optimizer, scheduler = item
+        model, optimizer, scheduler = item if trains else (item, None, None)
         if model is None:
-            return None, None, None
-        config = getattr(model, "ds_config", None) or self.get_ds_train_config()
-        if config.get("managed_gradient_accumulation", True):
+            return (None, None, None) if trains else None
+        config = getattr(model, "ds_config", None)
+        is_for_training = config is not None and not config.get("managed_gradient_accumulation", True)
+        if not trains:
+            if config is None or is_for_training:  # DeepSpeed refuses a configuration for training without an optimizer
+                config = self.get_ds_eval_config(offload=getattr(model, "_offload", False))
+            return self._attach_engine(model, None, None, config)
+        if config is not None and not is_for_training:
             raise ValueError(
                 f"{type(model).__name__} is prepared with an optimizer but its ds_config is one for evaluation; "
-                f"load it with strategy.get_ds_train_config()"
+                "load it with strategy.get_ds_train_config()"
             )
-        return self._attach_engine(model, optimizer, scheduler, config), optimizer, scheduler
+        return (
+            self._attach_engine(model, optimizer, scheduler, config or self.get_ds_train_config()),
+            optimizer,
+            scheduler,
+        )
 
     def _attach_engine(self, model: nn.Module, optimizer: Any, scheduler: Any, config: dict[str, Any]) -> Any:
         import deepspeed
 
-        module = unwrap_model(model)
         # DeepSpeed's bf16 optimizer prints memory tables, whatever the log level.
         with contextlib.redirect_stdout(None):
             engine, *_ = deepspeed.initialize(
-                model=module,
+                model=unwrap_model(model),
                 optimizer=optimizer,
                 lr_scheduler=scheduler,
                 config=copy.deepcopy(config),
@@ -318,12 +217,28 @@ class DeepspeedStrategy(DistributedStrategy):
         if optimizer is None:
             engine.eval()
         elif zero_stage_of(engine) == 0:
-            optimizer.register_step_pre_hook(clip_and_check(self.max_norm))
+            optimizer.register_step_pre_hook(self._clip_and_check)
         attribute = zero3.engine_attribute(model)
         if attribute is None:
             return engine
         setattr(model, attribute, engine)
         return model
+
+    def _clip_and_check(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Stage 0's pre-step hook for a plain optimizer: clips the averaged gradient, or drops it if it is not finite.
+
+        ZeRO does this inside its own optimizers. At stage 0 the engine reads the two attributes set here to report the
+        norm and to decide whether to move the scheduler. All ranks have the same gradient, so they decide alike.
+        """
+        params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm([p.grad for p in params])
+        optimizer.overflow = not bool(torch.isfinite(norm))
+        optimizer._global_grad_norm = math.inf if optimizer.overflow else float(norm)
+        if optimizer.overflow:
+            for param in params:
+                param.grad = None  # AdamW passes over parameters without gradient
+        elif self.max_norm > 0:
+            torch.nn.utils.clip_grads_with_norm_(params, self.max_norm, norm)
 
     def get_ds_train_config(
         self,
@@ -333,32 +248,59 @@ class DeepspeedStrategy(DistributedStrategy):
         adam_offload: bool | None = None,
         param_offload: bool | None = None,
     ) -> dict[str, Any]:
-        """Configuration of a model that trains; None means the strategy's value. ``is_actor`` changes nothing."""
+        """Configuration of a model that trains; None means the strategy's value. ``is_actor`` changes nothing.
+
+        Any number of ``backward`` calls make one step (``managed_gradient_accumulation: false``): the caller scales the
+        loss, and DeepSpeed averages gradients over ranks.
+        """
         zero_stage = self.zero_stage if zero_stage is None else zero_stage
-        return train_config(
-            zero_stage=zero_stage,
-            bf16=self.bf16,
-            max_norm=self.max_norm,
-            micro_batch_size=self.micro_train_batch_size,
-            adam_offload=self.adam_offload if adam_offload is None else adam_offload,
-            param_offload=self.param_offload if param_offload is None else param_offload,
-            zpg=self.zpg if zero_stage == 3 else 1,
-            grad_accum_dtype=self.grad_accum_dtype,
-            overlap_comm=self.overlap_comm and zero_stage > 1,
-            on_cpu=not on_cuda(),
-        )
+        offloads = self.param_offload if param_offload is None else param_offload
+        config = self._config(self.bf16, sharded=zero_stage == 3, offload=offloads)
+        zero = config["zero_optimization"]
+        zero |= {"stage": zero_stage, "overlap_comm": self.overlap_comm and zero_stage > 1}
+        if not on_cuda():
+            zero |= {"reduce_bucket_size": CPU_BUCKET_ELEMENTS, "allgather_bucket_size": CPU_BUCKET_ELEMENTS}
+        if self.adam_offload if adam_offload is None else adam_offload:
+            zero["offload_optimizer"] = {"device": "cpu", "pin_memory": on_cuda()}
+        if self.zpg != 1 and zero_stage == 3:
+            zero["zero_hpz_partition_size"] = self.zpg
+        return config | {
+            "managed_gradient_accumulation": False,
+            # At stage 0 the strategy clips in an optimizer hook, because the engine does not report the norm.
+            "gradient_clipping": 0.0 if zero_stage == 0 else self.max_norm,
+            "data_types": {"grad_accum_dtype": self.grad_accum_dtype or "fp32"},
+            # torch's AdamW also takes the offloaded step: DeepSpeed's own would be compiled at the first start.
+            "zero_force_ds_cpu_optimizer": False,
+        }
 
     def get_ds_eval_config(
         self, offload: bool = False, *, zero_stage: int | None = None, bf16: bool | None = None
     ) -> dict[str, Any]:
-        """Configuration of a model that only runs forward; None means the strategy's value. An EMA needs fp32."""
-        return eval_config(
-            zero_stage=self.zero_stage if zero_stage is None else zero_stage,
-            bf16=self.bf16 if bf16 is None else bf16,
-            offload=offload,
-            micro_batch_size=self.micro_train_batch_size,
-            on_cpu=not on_cuda(),
-        )
+        """Configuration of a model that only runs forward: stage 3 at ZeRO-3 or with ``offload``, else stage 0.
+
+        None means the strategy's value. An EMA needs fp32.
+        """
+        sharded = offload or (self.zero_stage if zero_stage is None else zero_stage) == 3
+        config = self._config(self.bf16 if bf16 is None else bf16, sharded=sharded, offload=offload)
+        config["zero_optimization"]["stage"] = 3 if sharded else 0
+        if sharded:
+            # The EMA is written into the shards; a parameter that is kept unsharded would miss the change.
+            config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+        return config
+
+    def _config(self, bf16: bool, *, sharded: bool, offload: bool) -> dict[str, Any]:
+        zero: dict[str, Any] = {}
+        if sharded and offload:
+            zero["offload_param"] = {"device": "cpu", "pin_memory": on_cuda()}
+        if sharded and not on_cuda():
+            zero["stage3_prefetch_bucket_size"] = CPU_BUCKET_ELEMENTS
+        return {
+            "train_micro_batch_size_per_gpu": self.micro_train_batch_size,
+            "gradient_accumulation_steps": 1,
+            "steps_per_print": None,
+            "bf16": {"enabled": bf16, "check_grad_overflow": True},
+            "zero_optimization": zero,
+        }
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
@@ -419,10 +361,9 @@ class DeepspeedStrategy(DistributedStrategy):
 
         Does nothing between an optimizer step's micro batches. Collective if a sharded model goes into a whole average.
         """
-        engine = zero3.find_engine(model)
-        if engine is not None and self._accumulation.get(engine, (0,))[0]:
-            return
-        zero3.moving_average(model, ema_model, beta, device)
+        engine = find_engine(model)
+        if engine is None or not self._accumulation.get(engine, (0,))[0]:
+            zero3.moving_average(model, ema_model, beta, device)
 
     # -- files ---------------------------------------------------------------------------------------------------
 
@@ -434,7 +375,7 @@ class DeepspeedStrategy(DistributedStrategy):
 
 def get_strategy(args: Any) -> DeepspeedStrategy:
     """A strategy from any object with attributes named like its arguments; ``dist_timeout`` is ``timeout_minutes``."""
-    names = inspect.signature(DeepspeedStrategy).parameters.keys() - {"args"}
+    names = {f.name for f in fields(DeepspeedStrategy) if f.init} - {"args"}
     options = {name: getattr(args, name) for name in names if hasattr(args, name)}
     if hasattr(args, "dist_timeout"):
         options["timeout_minutes"] = args.dist_timeout

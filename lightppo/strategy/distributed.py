@@ -78,27 +78,23 @@ def wait_for_torch_threads(seconds: float = 10.0) -> bool:
     """Waits until torch's own threads are idle, as the last thing before Python ends; False if ``seconds`` pass first.
 
     gloo's thread releases a collective's tensors a moment after the caller has returned, and needs Python's lock for
-    it. If Python ends while the thread waits for the lock, the process aborts after all its work is done: "terminate
-    called without an active exception". Destroying the group does not help, because DeepSpeed's hooks keep it and its
-    threads alive. Without /proc, the threads just get a moment.
+    it. If Python ends meanwhile, the process aborts after all its work is done: "terminate called without an active
+    exception". Destroying the group does not help: DeepSpeed's hooks keep it. Without /proc, threads get a moment.
     """
     deadline, before = time.monotonic() + seconds, None
-    while True:
+    while time.monotonic() <= deadline:
         time.sleep(0.03)  # releases the lock; a waiting thread asks for it every 5 ms
-        if not _TASKS.is_dir():
-            return True
         now = _torch_threads()
         if now == before and all(state == "S" for state, *_ in now.values()):
             return True
-        if time.monotonic() > deadline:
-            return False
         before = now
+    return False
 
 
 def _torch_threads() -> dict[str, tuple[str, ...]]:
     """Each torch thread's state (R, S, D, …) and how often it was taken off a core, by thread number."""
     threads = {}
-    for task in _TASKS.iterdir():
+    for task in _TASKS.iterdir() if _TASKS.is_dir() else ():
         try:
             fields = dict(line.split(":", 1) for line in (task / "status").read_text().splitlines())
         except OSError:  # it has ended
@@ -132,22 +128,19 @@ class RankSampler(DistributedSampler):
         consumed_samples: int = 0,
     ) -> None:
         size = len(dataset)
-        if size == 0:
-            raise ValueError("the dataset is empty")
-        if drop_last and size < num_replicas:
-            raise ValueError(f"{size} samples on {num_replicas} ranks leave nothing with drop_last=True")
+        if size < (num_replicas if drop_last else 1):
+            raise ValueError(f"{size} samples on {num_replicas} ranks leave nothing with drop_last={drop_last}")
         super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)
         if self.total_size > size:
-            repeated = self.total_size - size
-            logger.info("%d samples on %d ranks: %d come twice per epoch", size, num_replicas, repeated)
+            twice = self.total_size - size
+            logger.info("%d samples on %d ranks: %d come twice per epoch", size, num_replicas, twice)
         self.set_epoch(0, consumed_samples)
 
     def set_epoch(self, epoch: int, consumed_samples: int = 0) -> None:
         """Chooses the permutation, and its start: ``consumed_samples`` counts what all ranks have taken of it."""
         self._skip = consumed_samples // self.num_replicas
         if self._skip > self.num_samples:
-            total = self.total_size
-            raise ValueError(f"consumed_samples={consumed_samples} is more than one epoch of {total} samples")
+            raise ValueError(f"consumed_samples={consumed_samples} is more than one epoch of {self.total_size} samples")
         super().set_epoch(epoch)
 
     def __iter__(self) -> Iterator[int]:
@@ -178,10 +171,10 @@ class DistributedStrategy:
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
         if on_cuda():
             local_rank = int(os.environ["LOCAL_RANK"])
-            if local_rank >= torch.cuda.device_count():
+            if local_rank >= (count := torch.cuda.device_count()):
                 raise LaunchError(
-                    f"local rank {local_rank} has no GPU: this node shows {torch.cuda.device_count()}; "
-                    f"start fewer processes (--num_gpus) or check CUDA_VISIBLE_DEVICES"
+                    f"local rank {local_rank} has no GPU: this node shows {count}; start fewer processes (--num_gpus) "
+                    "or check CUDA_VISIBLE_DEVICES"
                 )
             self.device = torch.device("cuda", local_rank)
             torch.cuda.set_device(self.device)
@@ -282,10 +275,9 @@ class DistributedStrategy:
         # Sorted, because ranks may have filled their dictionaries in different orders.
         scalars = sorted(key for key, value in data.items() if not isinstance(value, torch.Tensor | dict))
         reduced = {key: self.all_reduce(data[key], op) for key in sorted(data.keys() - set(scalars))}
-        for key in scalars:
-            if not isinstance(data[key], bool | int | float):
-                kind = type(data[key]).__name__
-                raise TypeError(f"all_reduce takes tensors, numbers and dictionaries of them, got {kind}")
+        for kind in {type(data[key]) for key in scalars}:
+            if not issubclass(kind, bool | int | float):
+                raise TypeError(f"all_reduce takes tensors, numbers and dictionaries of them, got {kind.__name__}")
         if scalars:
             numbers = torch.tensor([float(data[key]) for key in scalars], dtype=torch.float64)
             for key, number in zip(scalars, self._reduce(numbers, op).tolist(), strict=True):
@@ -364,10 +356,8 @@ class DistributedStrategy:
     def report_memory(self, prefix: str) -> dict[str, float]:
         """Memory of this process in GiB, printed on rank 0: allocated and peak on a GPU, resident on a CPU."""
         if self.device.type == "cuda":
-            memory = {
-                "allocated": torch.cuda.memory_allocated(self.device) / 2**30,
-                "peak": torch.cuda.max_memory_allocated(self.device) / 2**30,
-            }
+            of = {"allocated": torch.cuda.memory_allocated, "peak": torch.cuda.max_memory_allocated}
+            memory = {name: measure(self.device) / 2**30 for name, measure in of.items()}
         else:
             import psutil
 

@@ -65,7 +65,7 @@ def unwrap_model(model: Any) -> nn.Module:
 
 
 def _hf_models(module: nn.Module) -> dict[str, nn.Module]:
-    """The Hugging Face models that a module is or directly holds, by name; "" is the module itself."""
+    """The Hugging Face models by name: a module itself, as "", or those that it directly holds."""
     parts = {"": module, **dict(module.named_children())}
     found = {name: part for name, part in parts.items() if hasattr(part, "save_pretrained") and hasattr(part, "config")}
     return {"": module} if "" in found else found
@@ -76,9 +76,9 @@ def find_hf_model(model: Any) -> tuple[nn.Module, str]:
     module = unwrap_model(model)
     found = _hf_models(module)
     if len(found) != 1:
+        names = ", ".join(found) or "none"
         raise ValueError(
-            f"{type(module).__name__} holds {len(found)} Hugging Face models ({', '.join(found) or 'none'}); exactly "
-            "one is needed to save or load it"
+            f"{type(module).__name__} must hold one Hugging Face model to be saved or loaded, not: {names}"
         )
     ((name, hf_model),) = found.items()
     return hf_model, f"{name}." if name else ""
@@ -91,8 +91,8 @@ def find_adapters(model: Any) -> Any | None:
     adapters = getattr(found[0], "lora", None) if len(found) == 1 else None
     if adapters is None and any(hasattr(param, "quant_state") for param in module.parameters()):
         raise ValueError(
-            f"{type(module).__name__} holds weights in 4 bits and has no adapters, so it cannot be saved or sent: call "
-            "add_adapters after loading it, or load it without load_in_4bit"
+            f"{type(module).__name__} has weights in 4 bits and no adapters, so it cannot be saved or sent: call "
+            "add_adapters, or load it without load_in_4bit"
         )
     return adapters
 
@@ -169,13 +169,9 @@ def moving_average(model: Any, ema_model: Any, beta: float, device: torch.device
         raise ValueError(f"ema beta must lie in [0, 1], got {beta}")
     source, target = unwrap_model(model), unwrap_model(ema_model)
     source_params, target_params = dict(source.named_parameters()), dict(target.named_parameters())
-    if source_params.keys() != target_params.keys():
-        odd = sorted(source_params.keys() ^ target_params.keys())
+    shapes = [{name: full_shape(p) for name, p in params.items()} for params in (source_params, target_params)]
+    if odd := sorted(name for name in shapes[0] | shapes[1] if shapes[0].get(name) != shapes[1].get(name)):
         raise ValueError(f"the model and its EMA differ in {len(odd)} parameters, first {odd[0]!r}")
-    for name, param in source_params.items():
-        here, there = tuple(full_shape(param)), tuple(full_shape(target_params[name]))
-        if here != there:
-            raise ValueError(f"the model and its EMA differ in the shape of {name!r}: {here} and {there}")
     whole = zero_stage_of(find_engine(model)) == 3 and not any(map(is_sharded, target_params.values()))
     for name, ema_param in target_params.items():
         param = source_params[name]
@@ -226,13 +222,9 @@ def full_state_dict(model: Any, is_rank_0: bool) -> dict[str, torch.Tensor] | No
         return engine._zero3_consolidated_16bit_state_dict()
     if not is_rank_0:
         return None
-    copies: dict[int, torch.Tensor] = {}
-    state_dict = {}
-    for name, tensor in unwrap_model(model).state_dict(keep_vars=True).items():
-        if id(tensor) not in copies:
-            copies[id(tensor)] = tensor.detach().cpu().clone()
-        state_dict[name] = copies[id(tensor)]
-    return state_dict
+    tensors = unwrap_model(model).state_dict(keep_vars=True)
+    copies = {tensor: tensor.detach().cpu().clone() for tensor in set(tensors.values())}
+    return {name: copies[tensor] for name, tensor in tensors.items()}
 
 
 @torch.no_grad()
@@ -242,22 +234,17 @@ def load_full_state_dict(model: Any, state_dict: dict[str, torch.Tensor], strict
     Names are as in ``unwrap_model(model)``; tied parameters need one of theirs. ``source`` is for messages.
     """
     module, engine = unwrap_model(model), find_engine(model)
-    names_of: dict[int, list[str]] = {}
-    tensors = dict(module.state_dict(keep_vars=True))
-    for name, tensor in tensors.items():
-        names_of.setdefault(id(tensor), []).append(name)
-    missing = [names[0] for names in names_of.values() if not any(name in state_dict for name in names)]
+    tensors = module.state_dict(keep_vars=True)
+    given = {tensors[name]: name for name in reversed(tensors) if name in state_dict}  # the first of tied names
+    missing = [name for name, tensor in tensors.items() if tensor not in given]
     unexpected = sorted(state_dict.keys() - tensors.keys())
     if strict and (missing or unexpected):
         raise ValueError(
             f"{source} does not fit {type(module).__name__}: {len(missing)} weights missing {missing[:3]}, "
             f"{len(unexpected)} unexpected {unexpected[:3]}"
         )
-    for names in names_of.values():
-        name = next((name for name in names if name in state_dict), None)
-        if name is None:
-            continue
-        tensor, new = tensors[name], state_dict[name]
+    for tensor, name in reversed(given.items()):
+        new = state_dict[name]
         if full_shape(tensor) != new.shape:
             raise ValueError(f"{source}: {name!r} is {tuple(new.shape)}, the model's {tuple(full_shape(tensor))}")
         if is_sharded(tensor):

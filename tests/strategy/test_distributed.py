@@ -59,12 +59,8 @@ def test_strategy_from_any_object_with_attributes():
     assert strategy.accumulated_gradient == 8
 
 
-def test_contradictions_fail_before_any_process_group():
-    with pytest.raises(ValueError, match="--param_offload needs --zero_stage 3"):
-        DeepspeedStrategy(zero_stage=2, param_offload=True)
-    with pytest.raises(ValueError, match="--zpg 2 needs --zero_stage 3"):
-        DeepspeedStrategy(zero_stage=2, zpg=2)
-    with pytest.raises(ValueError, match="--train_batch_size 6 must be a multiple of --micro_train_batch_size 4"):
+def test_steps_must_be_whole_micro_batches():
+    with pytest.raises(ValueError, match=r"--train_batch_size 6 .* --micro_train_batch_size 4"):
         _ = DeepspeedStrategy(train_batch_size=6, micro_train_batch_size=4).accumulated_gradient
 
 
@@ -184,7 +180,7 @@ def test_resuming_gives_exactly_the_rest():
 
 
 def test_bad_input():
-    with pytest.raises(ValueError, match="dataset is empty"):
+    with pytest.raises(ValueError, match="0 samples on 1 ranks"):
         RankSampler([], 1, 0)
     with pytest.raises(ValueError, match="3 samples on 4 ranks"):
         RankSampler(range(3), 4, 0, drop_last=True)

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import common
 import pytest
 import torch
 from common import EPS, LR, MAX_NORM, VOCAB, causal_lm, halving, make_strategy, run, sequence_classifier
@@ -23,7 +24,8 @@ from lightppo.rollout.engine import SamplingParams
 from lightppo.rollout.hf import HFRolloutEngine
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 
-ACTIONS, KL_COEF, STEPS = 4, 0.5, 4
+common.LAYERS = 1  # what is checked is per module
+ACTIONS, KL_COEF, STEPS = 4, 0.5, 2
 OPTIONS = LoraOptions(rank=4, alpha=8.0)
 
 # What quantised.py changes: how models are loaded, and where the dense model of the same numbers is saved.
@@ -253,55 +255,51 @@ def check_resume(strategy: DeepspeedStrategy, work_dir: Path) -> None:
     for name in ("zero2", "zero3"):
         role = make_strategy(**CKPT[name])
         actor, *_ = lora_actor(role, another, dropout=0.2)
-        with pytest.raises(
-            CheckpointError, match="adapters of other frozen weights than those that this run has loaded"
-        ):
+        with pytest.raises(CheckpointError, match=r"other frozen weights .*--pretrain"):
             role.load_ckpt(actor, work_dir / name)
     role = make_strategy(zero_stage=2)
     plain = Actor(path, ds_config=role.get_ds_train_config())
     optimizer = role.create_optimizer(plain, lr=LR)
     plain, *_ = role.prepare((plain, optimizer, None))
-    with pytest.raises(
-        CheckpointError, match=r"saved with LoRA adapters of rank 4, alpha 8, on down_.*has none: resume"
-    ):
+    with pytest.raises(CheckpointError, match=r"LoRA adapters of rank 4, alpha 8, on down_.*--lora_rank"):
         role.load_ckpt(plain, work_dir / "zero2")
 
 
 def check_export(strategy: DeepspeedStrategy, work_dir: Path) -> None:
     """The folder is the merged model, its subfolder the adapter; both compute what the trained actor computes."""
     ids, mask = ragged(0)
-    for name, options in CKPT.items():
-        for tied in (False, True):
-            path = saved_model(work_dir, strategy, tied=tied)
-            role = make_strategy(**options)
-            actor, optimizer, scheduler = lora_actor(role, path)
-            train_step(role, actor, optimizer, scheduler, 0)
-            actor.eval()
-            with torch.no_grad():
-                expected = actor.score_actions(ids, ACTIONS, mask).log_probs
-            folder = work_dir / f"export_{name}_{tied}"
-            role.save_model(actor, None, folder)
-            dtype = "bfloat16" if role.bf16 else "float32"
-            tolerance = 0.15 if role.bf16 else 2e-5
-            unset_hf_deepspeed_config()
-            merged = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-            assert not any("lora" in key or "base_layer" in key for key in merged.state_dict())
-            adapted = PeftModel.from_pretrained(
-                AutoModelForCausalLM.from_pretrained(path + DENSE, dtype=dtype), folder / "adapter"
-            )
-            adapted = adapted.to(dtype=getattr(torch, dtype)).get_base_model()
-            for model, limit in ((merged, tolerance), (adapted, APART_BF16 if role.bf16 else 1e-6)):
-                got = Actor(model).score_actions(ids, ACTIONS, mask).log_probs.detach()
-                torch.testing.assert_close(got, expected, atol=limit, rtol=0, msg=lambda m: f"{name} {tied}: {m}")  # noqa: B023
-            before = whole(role, actor)
-            rollout_weights.GATHERED_NUMEL = 1
-            for _ in range(3):  # what rollout engines get, in buckets of about one layer each
-                synced = {key: tensor.clone() for key, tensor in rollout_weights.full_weights(actor)}
-            assert synced.keys() == merged.state_dict().keys()
-            for key, weight in merged.state_dict().items():
-                assert torch.equal(weight, synced[key]), (name, key)
-            assert all(torch.equal(weight, before[key]) for key, weight in whole(role, actor).items())
-            role.barrier()
+    cases = {"zero0": [True], "zero2": [False], "zero3": [False, True], "zero2_bf16": [True], "zero3_bf16": [False]}
+    for name, tied in ((name, tied) for name, kinds in cases.items() for tied in kinds):
+        path = saved_model(work_dir, strategy, tied=tied)
+        role = make_strategy(**CKPT[name])
+        actor, optimizer, scheduler = lora_actor(role, path)
+        train_step(role, actor, optimizer, scheduler, 0)
+        actor.eval()
+        with torch.no_grad():
+            expected = actor.score_actions(ids, ACTIONS, mask).log_probs
+        folder = work_dir / f"export_{name}_{tied}"
+        role.save_model(actor, None, folder)
+        dtype = "bfloat16" if role.bf16 else "float32"
+        tolerance = 0.15 if role.bf16 else 2e-5
+        unset_hf_deepspeed_config()
+        merged = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        assert not any("lora" in key or "base_layer" in key for key in merged.state_dict())
+        adapted = PeftModel.from_pretrained(
+            AutoModelForCausalLM.from_pretrained(path + DENSE, dtype=dtype), folder / "adapter"
+        )
+        adapted = adapted.to(dtype=getattr(torch, dtype)).get_base_model()
+        for model, limit in ((merged, tolerance), (adapted, APART_BF16 if role.bf16 else 1e-6)):
+            got = Actor(model).score_actions(ids, ACTIONS, mask).log_probs.detach()
+            torch.testing.assert_close(got, expected, atol=limit, rtol=0, msg=lambda m: f"{name} {tied}: {m}")  # noqa: B023
+        before = whole(role, actor)
+        rollout_weights.GATHERED_NUMEL = 1
+        for _ in range(2):  # what rollout engines get, in buckets of about one layer each
+            synced = {key: tensor.clone() for key, tensor in rollout_weights.full_weights(actor)}
+        assert synced.keys() == merged.state_dict().keys()
+        for key, weight in merged.state_dict().items():
+            assert torch.equal(weight, synced[key]), (name, key)
+        assert all(torch.equal(weight, before[key]) for key, weight in whole(role, actor).items())
+        role.barrier()
 
 
 def check_critic(strategy: DeepspeedStrategy, work_dir: Path) -> None:

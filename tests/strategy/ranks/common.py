@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -18,6 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 
 VOCAB = 61  # odd, so that shards of the embedding need padding
+LAYERS = 2
 LR, MAX_NORM, EPS = 1e-2, 0.5, 1e-5
 
 
@@ -50,7 +52,7 @@ def llama_config(tied: bool) -> LlamaConfig:
         vocab_size=VOCAB,
         hidden_size=32,
         intermediate_size=48,
-        num_hidden_layers=2,
+        num_hidden_layers=LAYERS,
         num_attention_heads=4,
         max_position_embeddings=64,
         tie_word_embeddings=tied,
@@ -141,6 +143,7 @@ def run(checks: list[Callable[[DeepspeedStrategy, Path], None]]) -> None:
     results = {}
     path = args.work_dir / f"results_{strategy.get_rank()}.json"
     for name in args.names:
+        start = time.process_time()
         try:
             table[name](strategy, args.work_dir)
             results[name] = "passed"
@@ -149,5 +152,6 @@ def run(checks: list[Callable[[DeepspeedStrategy, Path], None]]) -> None:
             break
         finally:
             path.write_text(json.dumps(results))
+        strategy.print(f"{name}: {time.process_time() - start:.1f} CPU s")
     if any(result != "passed" for result in results.values()):
         raise SystemExit(1)

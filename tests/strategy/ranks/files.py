@@ -264,7 +264,7 @@ def check_folders_and_bad_models(_: DeepspeedStrategy, work_dir: Path) -> None:
         role.load_model(target, work_dir / "nowhere")
     with pytest.raises(FileNotFoundError, match="holds no"):
         role.load_model(target, output_dir / "checkpoints")
-    with pytest.raises(ValueError, match="Linear holds 0 Hugging Face models"):
+    with pytest.raises(ValueError, match=r"Linear .* one Hugging Face model"):
         role.save_model(torch.nn.Linear(2, 2), None, work_dir / "linear")
 
 
