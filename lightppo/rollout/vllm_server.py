@@ -13,9 +13,9 @@ from contextlib import closing
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import tenacity
 import torch
 from pebble.concurrent import thread
+from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_fixed
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -24,14 +24,7 @@ from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import RefusedError, RequestError, RolloutError, UnreachableError
 from lightppo.http import HTTPClient, read_token
 from lightppo.rollout.engine import SamplingParams
-from lightppo.rollout.vllm import (
-    OnFinished,
-    Requests,
-    VLLMEngine,
-    longest_sequence,
-    vocab_size_of,
-    vocabulary_limits,
-)
+from lightppo.rollout.vllm import OnFinished, Requests, VLLMEngine, longest_sequence, vocab_size_of, vocabulary_limits
 from lightppo.rollout.weights import (
     PROTOCOL,
     Broadcasts,
@@ -63,10 +56,6 @@ class VLLMServerRolloutEngine(VLLMEngine):
     has reached it. Every answer says which version of the weights sampled it; a server that answers from another one,
     which may have been started anew, is lost too. Whatever ends a call on one rank ends it on all.
 
-    Attributes:
-        lost: servers that are not used, by their place in ``--vllm_server_url``, and why; the same on every rank.
-        version: of the weights that were pushed last.
-
     Raises:
         RolloutError: a server cannot be reached, serves another model or too short sequences, or does not take the
             weights; on every rank.
@@ -79,8 +68,8 @@ class VLLMServerRolloutEngine(VLLMEngine):
         options = {"timeout": e.vllm_server_timeout, "retries": e.vllm_server_retries, "key": key}
         limits = vocabulary_limits(tokenizer, actor, self.hf_model)
         self.servers = [VLLMServer(url, limits, **options) for url in e.vllm_server_url]
-        self.lost: dict[int, str] = {}
-        self.version: str | None = None
+        self.lost: dict[int, str] = {}  # server → why it is not used, the same on every rank
+        self.version: str | None = None  # of the weights that were pushed last
         self._run, self._pushes = uuid.uuid4().hex, 0
         self.sync_weights(actor)
         can_sleep = all(server.described.get("sleep_mode") for server in self.servers)  # known on rank 0
@@ -195,9 +184,7 @@ class VLLMServerRolloutEngine(VLLMEngine):
         self._lose(lost)
         self._check_any_left()
 
-    def _send(
-        self, weights: Iterator[tuple[str, Tensor]], version: str, first: bool
-    ) -> tuple[str | None, dict[int, str]]:
+    def _send(self, weights: Iterator[tuple[str, Tensor]], version: str, first: bool) -> tuple[Any, dict[int, str]]:
         """On rank 0: why nothing could be brought to anybody, or None; and which servers failed, and why."""
         lost: dict[int, str] = {}
         problem = None
@@ -222,7 +209,15 @@ class VLLMServerRolloutEngine(VLLMEngine):
 
     def _open(self, way: Files | Broadcasts, first: bool, server: VLLMServer) -> None:
         """Has a server wait for weights; a RequestError where it cannot sample for the actor."""
-        self._await(server) if first else server.admit()
+        seconds = self.config.engine.vllm_server_start_timeout if first else 0.0
+        patience = {"stop": stop_after_delay(seconds), "wait": wait_fixed(min(_START_TRY_SECONDS, seconds))}
+        try:
+            Retrying(retry=retry_if_exception_type(UnreachableError), reraise=True, **patience)(server.admit)
+        except UnreachableError as error:
+            if first:
+                advice = f"waited {seconds:g} s (--vllm_server_start_timeout): {_START}, and look at its output"
+                raise RequestError(f"{error}; {advice}") from None
+            raise
         served, longest = server.described, longest_sequence(self.config)
         shape, wanted = served["architecture"], architecture(self.hf_model.config)
         if odd := [f"{k} {shape.get(k)} for {value}" for k, value in wanted.items() if shape.get(k) != value]:
@@ -235,26 +230,12 @@ class VLLMServerRolloutEngine(VLLMEngine):
                 f"{server.name} takes {served['max_model_len']} tokens, prompt and response may have {longest}: "
                 f"start it with --max-model-len {longest}, or lower --prompt_max_len or --generate_max_len"
             )
-        dtype = str(next(self.hf_model.parameters()).dtype).removeprefix("torch.")
-        if first and served["dtype"] != dtype:
+        if first and served["dtype"] != self.dtype:
             message = "%s computes in %s, the actor in %s: log probs will differ"
-            logger.warning(message, server.name, served["dtype"], dtype)
+            logger.warning(message, server.name, served["dtype"], self.dtype)
         server.pause()
         way.open(server)
         server.post("/start_weight_update")
-
-    def _await(self, server: VLLMServer) -> None:
-        seconds = self.config.engine.vllm_server_start_timeout
-        unreachable = tenacity.retry_if_exception_type(UnreachableError)
-        patience = {
-            "stop": tenacity.stop_after_delay(seconds),
-            "wait": tenacity.wait_fixed(min(_START_TRY_SECONDS, seconds)),
-        }
-        try:
-            tenacity.Retrying(retry=unreachable, reraise=True, **patience)(server.admit)
-        except UnreachableError as error:
-            advice = f"waited {seconds:g} s (--vllm_server_start_timeout): {_START}, and look at its output"
-            raise RequestError(f"{error}; {advice}") from None
 
     def _begin(self, among: Iterable[int], step: Callable[[VLLMServer], object]) -> dict[int, Future]:
         """Has several servers do something at the same time, in threads that do not keep a process from ending."""
@@ -269,28 +250,26 @@ class VLLMServerRolloutEngine(VLLMEngine):
             except RequestError as error:
                 failures[i] = str(error)
             except (RuntimeError, TimeoutError) as error:  # of torch.distributed
-                failures[i] = f"{self.servers[i].name}: the weights did not get there: {_line(error)}"
+                text = str(error).partition("\n")[0] or type(error).__name__
+                failures[i] = f"{self.servers[i].name}: the weights did not get there: {text}"
         return failures
 
     def differing_weights(self) -> tuple[list[str], list[str]]:
         """Weights of the actor that a server does not have, and those that cannot be compared. Collective."""
-        differing: set[str] = set()
-        unknown: set[str] = set()
-
-        def compare(server: VLLMServer) -> None:
-            if len(server.gpus) > 1:  # each worker has a part of every weight
-                unknown.update(expected)
-                return
-            found = differing_weights(expected, *server.fingerprints())
-            differing.update(found[0])
-            unknown.update(found[1])
-
         expected = trainer_fingerprints(full_weights(self.actor))
-        failures = self._failures(self._begin(self.live, compare)) if self.strategy.is_rank_0() else {}
-        problem, differing, unknown = self.strategy.broadcast_object(("; ".join(failures.values()), differing, unknown))
-        if problem:
-            raise RolloutError(f"--vllm_server_url: {problem}")
-        return sorted(differing), sorted(unknown)
+        found: list[tuple[list[str], list[str]]] = []
+        problem = None
+        try:
+            for server in [self.servers[i] for i in self.live if self.strategy.is_rank_0()]:
+                shared = len(server.gpus) > 1  # each worker has a part of every weight
+                found.append(([], list(expected)) if shared else differing_weights(expected, *server.fingerprints()))
+        except RequestError as error:
+            problem = f"--vllm_server_url: {error}"
+        problem, found = self.strategy.broadcast_object((problem, found))
+        if problem is not None:
+            raise RolloutError(problem)
+        differing, unknown = (sorted(set().union(*names)) for names in zip(*found))
+        return differing, unknown
 
     # -- sleep and end ---------------------------------------------------------------------------------------------
 
@@ -318,12 +297,6 @@ class VLLMServer:
     """What one server is asked; threads may share it. Every call raises :class:`~lightppo.errors.RequestError`.
 
     A completion that fails in a way that may pass is tried again, but not after a time-out.
-
-    Attributes:
-        name: what logs and errors call it.
-        described: what it serves (``WorkerExtension.lightppo_admit``), and ``gpus`` the GPU of each of its workers,
-            ``None`` for one without; both known after :meth:`admit`.
-        is_paused: for a push.
     """
 
     def __init__(
@@ -335,9 +308,9 @@ class VLLMServer:
         # Without kept connections, which vLLM closes after errors, so that one try is enough.
         self._control = client()
         self.name = self._control.name
-        self.described: dict[str, Any] = {}
-        self.gpus: list[str | None] = []
-        self.is_paused = False
+        self.described: dict[str, Any] = {}  # what it serves, by WorkerExtension.lightppo_admit
+        self.gpus: list[str | None] = []  # of each of its workers
+        self.is_paused = False  # for a push
         self._limits = list(limits)
 
     def admit(self) -> None:
@@ -429,9 +402,3 @@ class VLLMServer:
             if error.status in advice:
                 error.args = (f"{error}; {advice[error.status]}",)
             raise
-
-
-def _line(error: BaseException) -> str:
-    """The first line of an error, without the name of a source file that gloo puts before it."""
-    text = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return text.partition("] ")[2] if text.startswith("[/") else text

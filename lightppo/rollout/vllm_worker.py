@@ -87,11 +87,8 @@ def install_sampler(worker: Any, valid_vocab_size: int | None, log_prob_vocab_si
 
 @torch.no_grad()
 def push_weights(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
-    """Replaces the weights of an engine in this process by a checkpoint's, which are read to their end.
-
-    Returns:
-        Parameters of the engine's model that no pushed weight went into.
-    """
+    """Replaces the weights of an engine in this process by a checkpoint's, which are read to their end. Returns the
+    parameters that no weight went into."""
     reload = Reload(worker.model_runner.get_model(), worker.model_runner.vllm_config.model_config)
     weights = iter(weights)
     try:
@@ -164,14 +161,11 @@ class PushedWeights(WeightTransferEngine[SimpleNamespace, SimpleNamespace]):
     """vLLM's end of a push, behind its routes for weights. A push that fails leaves nothing half loaded.
 
     What it is told is written where it is sent, in ``weights.py``.
-
-    Attributes:
-        problem: why the present push has failed.
     """
 
     init_info_cls = update_info_cls = SimpleNamespace
 
-    problem: str | None = None
+    problem: str | None = None  # why the present push has failed
     _group: GlooGroup | None = None
     _stock: Any = None  # vLLM's engine for NCCL
     _reload: Reload | None = None

@@ -1,7 +1,4 @@
-"""The actor's weights as its checkpoint has them, and how they travel to vLLM servers: by files, gloo or NCCL.
-
-What a worker of vLLM does with weights that have come is in ``vllm_worker.py``.
-"""
+"""The actor's weights as its checkpoint has them, and how they travel to vLLM servers: by files, gloo or NCCL."""
 
 from __future__ import annotations
 
@@ -251,11 +248,7 @@ class GlooGroup:
     """Broadcasts from rank 0 through CPU memory, beside the default group of torch.distributed, which is not touched.
 
     Members meet in a store and prove to each other that they have the key of this push. Only bytes travel. A lost
-    connection or a time-out is a RuntimeError.
-
-    Args:
-        told: what :meth:`Broadcasts.open` tells the server.
-        address: of this member.
+    connection or a time-out is a RuntimeError. ``told`` is what :meth:`Broadcasts.open` tells the server.
     """
 
     def __init__(self, store: Any, told: dict[str, Any], rank: int, address: str) -> None:
@@ -378,15 +371,10 @@ def trainer_fingerprints(weights: Iterable[tuple[str, Tensor]]) -> dict[str, tup
 def differing_weights(
     trainer: dict[str, tuple[Tensor, ...]], engine: dict[str, Tensor], packed: dict[str, list[str]]
 ) -> tuple[list[str], list[str]]:
-    """Which of the trainer's weights the engine does not have.
+    """Names of the trainer's weights that the engine does not have, and of those without a counterpart of their shape.
 
-    Args:
-        trainer: of :func:`trainer_fingerprints`.
-        engine: the same of the engine's weights, by the engine's names.
-        packed: fused layer → the layers it is made of, in their order.
-
-    Returns:
-        (differing, unknown): names in the trainer; unknown are those without a counterpart of the same shape.
+    ``trainer`` is of :func:`trainer_fingerprints`, ``engine`` the same by the engine's names; ``packed``: fused layer →
+    the layers it is made of, in their order.
     """
     parts: dict[str, Tensor] = dict(engine)
     for name, value in engine.items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import signal
@@ -10,14 +9,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.ranks import REPO, run_ranks
+from support.ranks import READ_BY_VLLM, REPO, run_ranks
 from support.runs import forget_checkpoints
 from support.tiny import save_causal_lm, sums, write_jsonl
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.vllm]
 
 SCRIPT = REPO / "examples" / "train_ppo.py"
 
@@ -88,7 +84,8 @@ def steps(out: Path) -> dict[int, dict[str, float]]:
 
 def test_a_run_and_its_resume(flags, tmp_path):
     def launch(**how):
-        return run_ranks(SCRIPT, *flags(tmp_path, zero_stage=3, save_steps=2), timeout=500, **how).output
+        how |= {"timeout": 500, "env": READ_BY_VLLM}
+        return run_ranks(SCRIPT, *flags(tmp_path, zero_stage=3, save_steps=2), **how).output
 
     output = launch(launcher="deepspeed")
     assert "rollout check: log probs differ by" in output
@@ -110,17 +107,18 @@ def test_a_run_and_its_resume(flags, tmp_path):
                 assert math.isclose(value, seen[step][name], rel_tol=1e-4, abs_tol=1e-6), (step, name)
 
 
-@pytest.mark.parametrize(("how", "code"), [("raise", 1), ("interrupt", -signal.SIGINT)])
-def test_a_run_that_is_broken_off_leaves_nothing(flags, tmp_path, how, code):
+@pytest.mark.parametrize(("how", "launcher", "code"), [("raise", "fork", 1), ("interrupt", "python", -signal.SIGINT)])
+def test_a_run_that_is_broken_off_leaves_nothing(flags, tmp_path, how, launcher, code):
     notes = tmp_path / "notes.json"
     ended = run_ranks(
         SCRIPT,
         *flags(tmp_path, zero_stage=0, rollout_check="warn", logp_diff_tolerance=1e-12),
-        launcher="python",
+        launcher=launcher,
+        vllm=True,
         world_size=1,
         check=False,
         timeout=500,
-        env={"END_AT": "2", "END_HOW": how, "NOTES": str(notes), "TMPDIR": str(tmp_path)},
+        env=READ_BY_VLLM | {"END_AT": "2", "END_HOW": how, "NOTES": str(notes), "TMPDIR": str(tmp_path)},
     )
     assert ended.returncode == code, ended.output[-3000:]
     assert ("no such answer" if how == "raise" else "KeyboardInterrupt") in ended.output

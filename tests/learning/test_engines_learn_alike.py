@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
 from support.addition import STEPS, ends, short_run, steps_of, warm_start
 from support.ranks import REPO, run_ranks
 
-EPISODES = 3
+EPISODES = 2
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.vllm]
 
 
 def test_both_engines_reach_the_same_accuracy(tmp_path):

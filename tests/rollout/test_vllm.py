@@ -1,9 +1,8 @@
 """The real vLLM in the training processes, against Hugging Face rollouts and the trainer's forward.
 
-Two launches, shared by all tests: one rank at ZeRO 0, two ranks at ZeRO 3; the engines of each are built in turn.
+Two launches, shared by all tests: one rank at ZeRO 0, two ranks at ZeRO 2 and 3; engines are built one after the other.
 """
 
-import importlib.util
 import json
 from pathlib import Path
 
@@ -12,16 +11,19 @@ import torch
 from support.ranks import run_ranks
 from support.tiny import save_causal_lm, save_tokenizer
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.vllm]
 
 WORKER = Path(__file__).with_name("vllm_worker.py")
+SHARED_MEMORY = Path("/dev/shm")
 # Heads of 32, the smallest that vLLM's attention takes on a CPU; 21 rows of the embedding are no tokens.
 SHAPE = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 64}
 MODELS = {"untied": {}, "tied": {"tie_word_embeddings": True}}
 TOKENS = 43
+WITH_ADAPTERS = (
+    {"model": "tied", "zero_stage": 3},
+    {"model": "untied", "zero_stage": 2},
+    {"model": "tied", "zero_stage": 3, "load_in_4bit": True},
+)
 # Whose checkpoints are unlike Llama's: no head beside the embedding, experts one by one, layers the other way round.
 FAMILIES = ("gemma2", "mixtral", "gpt2")
 
@@ -72,9 +74,12 @@ def one_rank(folder):
 
 @pytest.fixture(scope="module")
 def two_ranks(folder):
-    """[tied, untied with one engine over both ranks] of each rank."""
+    """[tied, untied with one engine over both ranks, and three with adapters] of each rank."""
     cases = [{"model": "tied", "zero_stage": 3}, {"model": "untied", "zero_stage": 3, "tensor_parallel_size": 2}]
+    cases += [{"adapters": True, "brief": True} | case for case in WITH_ADAPTERS]
     run_ranks(WORKER, folder, *map(json.dumps, cases), vllm=True)
+    for left in SHARED_MEMORY.glob("-tp:*-cpushm_*"):  # vLLM removes it when Python is taken down, which forks do not
+        left.unlink()
     return [json.loads((folder / f"rank{rank}of2.json").read_text()) for rank in range(2)]
 
 
@@ -107,6 +112,17 @@ def test_other_families(one_rank, family):
     differing, unknown = seen["weights"]
     assert differing == []
     assert all("experts" in name or name == "lm_head.weight" for name in unknown)
+
+
+@pytest.mark.parametrize(("case", "in_4bit"), enumerate((0, 0, 14)), ids=["tied", "untied", "4 bits"])
+def test_an_actor_with_adapters(two_ranks, case, in_4bit):
+    for rank in two_ranks:
+        seen = rank[2 + case]
+        assert seen["in_4bit"] == in_4bit
+        pushed = [push["vllm"] for push in seen["pushes"]]
+        assert pushed == [push["hf"] for push in seen["pushes"]]
+        assert pushed[0] != pushed[1] != pushed[2]  # every optimizer step moved the adapters
+        assert seen["difference"] < 1e-4
 
 
 def test_log_probs_are_those_of_the_trainer_at_its_temperature(ranks):

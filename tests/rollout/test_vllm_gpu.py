@@ -1,6 +1,5 @@
 """vLLM on a GPU: what it frees while it sleeps, and that it wakes with the right weights."""
 
-import importlib.util
 import json
 import os
 from pathlib import Path
@@ -10,11 +9,7 @@ import torch
 from support.ranks import run_ranks
 from support.tiny import save_causal_lm
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.vllm]
 
 WORKER = Path(__file__).with_name("vllm_gpu_worker.py")
 

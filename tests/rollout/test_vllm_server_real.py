@@ -4,7 +4,6 @@ process, in a whole run; weights by files and by torch.distributed; trainers and
 Servers are started once for the whole file, also where it is shared out over several test processes.
 """
 
-import importlib.util
 import json
 import os
 from pathlib import Path
@@ -16,11 +15,7 @@ from support.ranks import REPO, run_ranks
 from support.tiny import save_causal_lm, sums, write_jsonl
 from support.vllm_servers import KEY, KEY_VARIABLE, SHARED_MEMORY, Servers
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(1200),  # three servers and three launches in the first test
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.vllm]
 
 WORKER = Path(__file__).with_name("vllm_server_worker.py")
 # Heads of 32, the smallest that vLLM's attention takes on a CPU; 21 rows of the embedding are no tokens.
@@ -37,7 +32,6 @@ def see_everything(root: Path) -> dict:
     shared_memory = shared_files()
     servers = Servers(models, root, more=[[], [], ["--tensor-parallel-size=2"]])
     try:
-        servers.wait()
         third, first, second = servers.urls
         environment = {KEY_VARIABLE: KEY, "PYTHONPATH": os.pathsep.join([str(REPO), str(REPO / "tests")])}
 
@@ -46,8 +40,10 @@ def see_everything(root: Path) -> dict:
             return run_ranks(WORKER, root, task, model, *words, env=environment, vllm=True, **options)
 
         seen = {"urls": [first, second]}
+        servers.wait([1, 2])  # the first one takes longer to start
         ended = launch("killed_trainer", "untied", [first, second], [], check=False, world_size=1)
         seen["killed_trainer"] = ended.returncode
+        servers.wait([0])
         launch("one_server", "tied", [third], [], world_size=1)
         seen["run"] = whole_run(root, third, environment)
         launch("two_servers", "untied", [first, second], [third])

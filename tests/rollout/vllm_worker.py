@@ -15,6 +15,8 @@ from lightppo.data.records import Prompt
 from lightppo.errors import RolloutMismatchError
 from lightppo.experience.checks import RolloutCheck
 from lightppo.models.actor import Actor
+from lightppo.models.lora import LoraOptions, add_adapters
+from lightppo.models.quantised import quantised_layers
 from lightppo.rollout import vllm as vllm_engine
 from lightppo.rollout.engine import SamplingParams
 from lightppo.rollout.hf import HFRolloutEngine
@@ -48,6 +50,16 @@ def make_prompts(tokenizer, count=8):
     return [Prompt(text, tokenizer.encode(text), index=100 + i) for i, text in enumerate(texts)]
 
 
+def adapt(actor):
+    """Adds adapters whose B is not 0: merged and unmerged weights differ from the start."""
+    add_adapters(actor, LoraOptions(rank=4), seed=3)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in actor.hf_model.named_parameters():
+            if "lora_B" in name:
+                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+
+
 class Case:
     """One actor under one strategy, with an engine of each kind."""
 
@@ -57,7 +69,10 @@ class Case:
         self.strategy.setup_distributed()
         self.rank, self.world = self.strategy.get_rank(), self.strategy.world_size
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
-        actor = Actor(folder, temperature=0.7, ds_config=self.strategy.get_ds_train_config(is_actor=True))
+        how = {"temperature": 0.7, "ds_config": self.strategy.get_ds_train_config(is_actor=True)}
+        actor = Actor(folder, **how, load_in_4bit=options.pop("load_in_4bit", False))
+        if options.pop("adapters", False):
+            adapt(actor)
         optimizer = self.strategy.create_optimizer(actor, lr=0.02)
         self.actor, self.optimizer, _ = self.strategy.prepare((actor, optimizer, None))
         batch = {"rollout_batch_size": 8, "train_batch_size": 8, "micro_rollout_batch_size": 4}
@@ -212,6 +227,7 @@ def main(folder, *cases):
         if brief:
             rollouts = case.engine.generate(case.share(), SAMPLED)
             seen |= {"difference": case.log_prob_difference(rollouts), "weights": case.engine.differing_weights()}
+            seen["in_4bit"] = len(quantised_layers(case.actor))
             case.close()
             results.append(seen)
             continue

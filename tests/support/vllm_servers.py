@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -67,10 +68,10 @@ class Servers:
                     self.first = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
                 self.pids.append(self.first.pid)
 
-    def wait(self, seconds: float = 900) -> None:
-        """Until all are up."""
+    def wait(self, which: Iterable[int], seconds: float = 900) -> None:
+        """Until these are up."""
         deadline = time.monotonic() + seconds
-        for url, pid, log in zip(self.urls, self.pids, self.logs):
+        for url, pid, log in [(self.urls[i], self.pids[i], self.logs[i]) for i in which]:
             while True:
                 with suppress(requests.RequestException):
                     if requests.get(f"{url}/health", timeout=5).ok:
