@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
@@ -38,8 +39,7 @@ class RolloutSampler(Sampler):
 
     def __init__(self, valid_vocab_size: int | None, log_prob_vocab_size: int | None, **options: Any) -> None:
         super().__init__(logprobs_mode="raw_logprobs", **options)
-        self.valid_vocab_size = valid_vocab_size
-        self.log_prob_vocab_size = log_prob_vocab_size
+        self.valid_vocab_size, self.log_prob_vocab_size = valid_vocab_size, log_prob_vocab_size
         self._temperature: Tensor | None = None
         self._undrawable: Tensor | None = None
 
@@ -205,7 +205,7 @@ class PushedWeights(WeightTransferEngine[SimpleNamespace, SimpleNamespace]):
             # all of it before any is loaded, so that an error in loading does not leave the trainer with its sending
             self._reload.load(self._group.receive(vars(update_info)))
         else:
-            self._reload.load(_from_file(update_info.path))
+            self._reload.load(load_file(update_info.path).items())
 
     @_step
     def finish_weight_update(self) -> None:
@@ -228,14 +228,6 @@ class PushedWeights(WeightTransferEngine[SimpleNamespace, SimpleNamespace]):
         if self._stock is not None:
             self._stock.shutdown()
         self._group, self._stock = None, None
-
-
-def _from_file(path: str) -> Iterable[tuple[str, Tensor]]:
-    from safetensors import safe_open
-
-    with safe_open(path, framework="pt") as file:
-        for name in file.keys():  # noqa: SIM118
-            yield name, file.get_tensor(name)
 
 
 WeightTransferEngineFactory.register_engine("lightppo", PushedWeights)

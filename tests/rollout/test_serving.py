@@ -3,7 +3,7 @@
 import asyncio
 import json
 import os
-import re
+import runpy
 import socket
 import subprocess
 import sys
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from lightppo.rollout.serving import KeyGate, server_command, server_environment, socket_folder
+from lightppo.rollout.serving import KeyGate, serve, server_command, server_environment, socket_folder
 
 REPO = Path(__file__).parents[2]
 
@@ -79,22 +79,20 @@ def test_without_vllm_it_says_so(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--host", "0.0.0.0"], r"--host 0\.0\.0\.0 can be reached from other machines: set --api_key_env NAME"),
-        (["--api-key", "s3cret"], "--api-key cannot be given here: name the variable of the key by --api_key_env"),
-        (["--api_key=s3cret"], "--api-key cannot be given here"),
-        (["--worker_extension_cls", "mine.Worker"], "--worker-extension-cls cannot be given here"),
-        (["--weight-transfer-config", "{}"], "--weight-transfer-config cannot be given here"),
-        (["--data-parallel-size", "2"], "--data-parallel-size cannot be given here: .*start several servers"),
-        (["--api_key_env", "NO_SUCH_KEY"], "--api_key_env: environment variable NO_SUCH_KEY is not set"),
+        (["--host", "0.0.0.0"], r"--host 0\.0\.0\.0 .*--api_key_env"),
+        (["--api-key", "s3cret"], "--api-key .*--api_key_env"),
+        (["--api_key=s3cret"], "--api-key "),
+        (["--worker_extension_cls", "mine.Worker"], "--worker-extension-cls "),
+        (["--weight-transfer-config", "{}"], "--weight-transfer-config "),
+        (["--data-parallel-size", "2"], "--data-parallel-size .*several servers"),
+        (["--api_key_env", "NO_SUCH_KEY"], "--api_key_env: .*NO_SUCH_KEY"),
     ],
 )
-def test_the_script_refuses(options, message):
-    command = [sys.executable, str(REPO / "examples" / "serve_vllm.py"), "--model", "nowhere", *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 1
-    assert re.search(message, done.stderr)
-    assert "s3cret" not in done.stderr
-    assert "Traceback" not in done.stderr
+def test_the_script_refuses(options, message, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["serve_vllm.py", "--model", "nowhere", *options])
+    with pytest.raises(SystemExit, match=message) as caught:
+        runpy.run_path(str(REPO / "examples" / "serve_vllm.py"), run_name="__main__")
+    assert "s3cret" not in str(caught.value)
 
 
 HOLDS_A_FOLDER = """
@@ -174,26 +172,14 @@ class TestSocketFolder:
             pass
         assert (tmp_path / "file").exists()
 
-    def test_a_path_that_is_too_long_for_sockets(self, root, monkeypatch):
-        long = root / ("x" * 60)
-        long.mkdir()
-        monkeypatch.setenv("VLLM_RPC_BASE_PATH", str(long))
-        message = "set VLLM_RPC_BASE_PATH to a folder whose path has at most 47 bytes"
-        with pytest.raises(ValueError, match=message), socket_folder():
-            pass
-        assert list(long.iterdir()) == []
-
-    @pytest.mark.parametrize(("name", "message"), [("x" * 60, "is too long for the names of sockets"), ("", "No such")])
-    def test_a_folder_that_cannot_be_used_is_one_line(self, root, name, message):
-        folder = root / (name or "nowhere")
-        if name:
-            folder.mkdir()
-        environment = os.environ | {"PYTHONPATH": str(REPO), "VLLM_RPC_BASE_PATH": str(folder)}
-        command = [sys.executable, "-m", "lightppo.rollout.serving", "--port", "1"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
-        assert done.returncode == 1
-        assert message in done.stderr
-        assert "Traceback" not in done.stderr
+    @pytest.mark.parametrize(("name", "message"), [("x" * 60, "VLLM_RPC_BASE_PATH"), ("nowhere", "nowhere")])
+    def test_a_folder_that_cannot_be_used_is_one_line(self, root, monkeypatch, name, message):
+        if name != "nowhere":
+            (root / name).mkdir()
+        monkeypatch.setenv("VLLM_RPC_BASE_PATH", str(root / name))
+        with pytest.raises(SystemExit, match=message):
+            serve()
+        assert [path.name for path in root.glob("*/*")] == []
 
     def test_vllm_gets_it_and_its_compiled_code_stays_outside(self, root, monkeypatch):
         """In a process of its own: the module sets variables for good."""

@@ -60,48 +60,32 @@ def adapt(actor):
                 parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
 
 
-class Case:
-    """One actor under one strategy, with an engine of each kind."""
+class Trained:
+    """One actor under one strategy, and rollouts by transformers."""
 
-    def __init__(self, folder, options):
-        zero_stage = options.pop("zero_stage")
+    def __init__(self, folder, zero_stage, lr, adapters=False, load_in_4bit=False):
         self.strategy = DeepspeedStrategy(zero_stage=zero_stage, micro_train_batch_size=1, train_batch_size=2)
         self.strategy.setup_distributed()
         self.rank, self.world = self.strategy.get_rank(), self.strategy.world_size
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
-        how = {"temperature": 0.7, "ds_config": self.strategy.get_ds_train_config(is_actor=True)}
-        actor = Actor(folder, **how, load_in_4bit=options.pop("load_in_4bit", False))
-        if options.pop("adapters", False):
-            adapt(actor)
-        optimizer = self.strategy.create_optimizer(actor, lr=0.02)
-        self.actor, self.optimizer, _ = self.strategy.prepare((actor, optimizer, None))
-        batch = {"rollout_batch_size": 8, "train_batch_size": 8, "micro_rollout_batch_size": 4}
-        lengths = {"prompt_max_len": 100, "generate_max_len": 24, "block_size": 32, "max_num_seqs": 16}
-        lengths["max_num_batched_tokens"] = 128
-        self.config = PPOConfig.from_flat(
-            pretrain=folder, rollout_engine="vllm", temperature=0.7, **batch, **lengths, **options
-        ).resolved()
         self.prompts = make_prompts(self.tokenizer)
-        before = self.process_state()
-        self.engine = build_rollout_engine(self.config, self.strategy, self.actor, self.tokenizer)
-        self.undisturbed = before == self.process_state()
+        how = {"temperature": 0.7, "ds_config": self.strategy.get_ds_train_config(is_actor=True)}
+        actor = Actor(folder, **how, load_in_4bit=load_in_4bit)
+        if adapters:
+            adapt(actor)
+        optimizer = self.strategy.create_optimizer(actor, lr=lr)
+        self.actor, self.optimizer, _ = self.strategy.prepare((actor, optimizer, None))
         self.hf = HFRolloutEngine(
             self.actor, self.tokenizer, gather_parameters=lambda: self.strategy.gathered_parameters(self.actor)
         )
 
-    def process_state(self):
-        random_numbers = (random.getstate(), torch.get_rng_state().tolist())
-        threads = (torch.set_num_threads.__name__, torch.get_num_threads(), sorted(os.sched_getaffinity(0)))
-        return random_numbers, threads, os.environ.get("LOCAL_WORLD_SIZE"), torch.get_default_dtype()
-
-    def share(self, prompts=None):
-        """Those of this rank."""
-        return (prompts or self.prompts)[self.rank :: self.world]
+    def share(self):
+        """The prompts of this rank."""
+        return self.prompts[self.rank :: self.world]
 
     def train(self):
         ids = torch.tensor([self.prompts[5 + self.rank].token_ids[:40]])
-        log_probs = self.actor(ids, 30)
-        self.strategy.backward(-log_probs.mean(), self.actor, self.optimizer)
+        self.strategy.backward(-self.actor(ids, 30).mean(), self.actor, self.optimizer)
         self.strategy.optimizer_step(self.optimizer, self.actor, None)
 
     def log_prob_difference(self, rollouts):
@@ -113,6 +97,27 @@ class Case:
                 expected = self.actor(ids, len(rollout.response_ids))[0]
             largest = max(largest, (expected - torch.tensor(rollout.log_probs)).abs().max().item())
         return largest
+
+
+class Case(Trained):
+    """With an engine in this process."""
+
+    def __init__(self, folder, zero_stage, adapters=False, load_in_4bit=False, **options):
+        super().__init__(folder, zero_stage, 0.02, adapters, load_in_4bit)
+        batch = {"rollout_batch_size": 8, "train_batch_size": 8, "micro_rollout_batch_size": 4}
+        lengths = {"prompt_max_len": 100, "generate_max_len": 24, "block_size": 32, "max_num_seqs": 16}
+        lengths["max_num_batched_tokens"] = 128
+        self.config = PPOConfig.from_flat(
+            pretrain=folder, rollout_engine="vllm", temperature=0.7, **batch, **lengths, **options
+        ).resolved()
+        before = self.process_state()
+        self.engine = build_rollout_engine(self.config, self.strategy, self.actor, self.tokenizer)
+        self.undisturbed = before == self.process_state()
+
+    def process_state(self):
+        random_numbers = (random.getstate(), torch.get_rng_state().tolist())
+        threads = (torch.set_num_threads.__name__, torch.get_num_threads(), sorted(os.sched_getaffinity(0)))
+        return random_numbers, threads, os.environ.get("LOCAL_WORLD_SIZE"), torch.get_default_dtype()
 
     def close(self):
         self.engine.close()
@@ -222,7 +227,7 @@ def main(folder, *cases):
     results = []
     for case_options in map(json.loads, cases):
         extras, brief = case_options.pop("extras", False), case_options.pop("brief", False)
-        case = Case(os.path.join(folder, case_options.pop("model")), case_options)
+        case = Case(os.path.join(folder, case_options.pop("model")), **case_options)
         seen = {"undisturbed": case.undisturbed, "pushes": pushes(case)}
         if brief:
             rollouts = case.engine.generate(case.share(), SAMPLED)
