@@ -69,14 +69,7 @@ class ProgramRun:
 
 
 # What a sandbox keeps out, found out by a program of ours that attacks targets of ours.
-PROTECTIONS = {
-    "network": "no connection to anybody",
-    "files": "no reading and no writing of the user's files",
-    "environment": "no variable of the trainer's environment",
-    "processes": "no signal to other processes, no tracing of them",
-    "forks": "a bounded number of processes",
-    "memory": "a bounded amount of memory",
-}
+PROTECTIONS = ("network", "files", "environment", "processes", "forks", "memory")  # see docs/rewards.md
 
 _ATTACKS = """
 def attack(port, abstract, file, trainer, memory_mb):
@@ -334,11 +327,11 @@ class SandboxPool(contextlib.AbstractContextManager):
             except SandboxError as error:
                 reasons.append(f"{isolation}: {error}")
                 continue
-            missing = [f"{name} ({text})" for name, text in PROTECTIONS.items() if name not in held]
+            missing = [name for name in PROTECTIONS if name not in held]
             if not missing or isolation == "none":
                 return sandbox, held
             sandbox.close()
-            reasons.append(f"{isolation}: does not give {', '.join(missing)}")
+            reasons.append(f"{isolation}: does not protect {', '.join(missing)}")
         raise SandboxRefusedError(
             f"no sandbox for code on this machine: {'; '.join(reasons)}. See docs/rewards.md for what it needs, use "
             "--sandbox_fusion_url, or set --allow_unsafe_code_execution in a throw-away container"

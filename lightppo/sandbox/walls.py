@@ -71,10 +71,9 @@ _RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}  # kernel's version → how many rights i
 
 def _landlock_version() -> int:
     """The kernel's Landlock version; 0 without Landlock."""
-    try:
+    with contextlib.suppress(OSError):
         return _call("syscall", _LANDLOCK_CREATE, None, 0, 1)
-    except OSError:
-        return 0
+    return 0
 
 
 def _restrict_files(version: int, readable: Sequence[str], writable: Sequence[str]) -> None:
@@ -155,11 +154,9 @@ def _seccomp_available() -> bool:
     """True if we know this machine's calls and the kernel can filter them."""
     if _COLUMN is None or struct.calcsize("P") != 8:
         return False
-    try:  # asks whether "kill the process" is a known answer, which needs a filtering kernel
-        _call("syscall", _SECCOMP[_COLUMN], _GET_ANSWER_AVAILABLE, 0, struct.pack("I", _KILL))
-    except OSError:
-        return False
-    return True
+    with contextlib.suppress(OSError):  # asks whether "kill the process" is a known answer: needs a filtering kernel
+        return _call("syscall", _SECCOMP[_COLUMN], _GET_ANSWER_AVAILABLE, 0, struct.pack("I", _KILL)) == 0
+    return False
 
 
 def _step(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
