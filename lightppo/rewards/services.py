@@ -47,9 +47,9 @@ class _Service:
         self._client.close()
 
 
-_MARK = "SANDBOX_FUSION_MARK"
-# Calls a function as the sandbox does. What the program prints goes to the error output, the value behind a mark.
-_CALLER = f"""\
+def _caller(code: str, function: str, mark: str) -> str:
+    """Source that calls a function as the sandbox does. All that it prints is the value, behind the mark."""
+    return f"""\
 import importlib, json, site, sys
 from collections.abc import Callable
 from typing import Any
@@ -61,9 +61,9 @@ arguments = json.loads(sys.stdin.read())
 output, sys.stdout = sys.stdout, sys.stderr
 prelude = make_prelude()
 names = prelude | {{"__name__": "solution"}}
-exec(compile(CODE, "<program>", "exec"), names)
-value = find_function(names, FUNCTION, prelude)(*arguments)
-print("MARK" + json.dumps(value), file=output, flush=True)
+exec(compile({code!r}, "<program>", "exec"), names)
+value = find_function(names, {function!r}, prelude)(*arguments)
+print({mark!r} + json.dumps(value), file=output, flush=True)
 """
 
 
@@ -97,10 +97,9 @@ class SandboxFusionVerifier(_Service):
         return verdict
 
     def _judge(self, code: str, function: str | None, case: CodeCase, verdict: CodeVerdict) -> None:
-        mark = f"{_MARK}{secrets.token_hex(8)}:"
-        if function is not None:
-            code = f"CODE, FUNCTION = {code!r}, {function!r}\n" + _CALLER.replace("MARK", mark)
-        program = {"code": code, "stdin": case.given, "language": self.sandbox_fusion_language}
+        mark = f"SANDBOX_FUSION_MARK{secrets.token_hex(8)}:"
+        source = code if function is None else _caller(code, function, mark)
+        program = {"code": source, "stdin": case.given, "language": self.sandbox_fusion_language}
         limits = dict.fromkeys(("compile_timeout", "run_timeout"), self.code_timeout)
         limits["memory_limit_MB"] = self.sandbox_fusion_memory_limit_mb
         request = program | limits | {"files": {}, "fetch_files": []}

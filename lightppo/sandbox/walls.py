@@ -358,10 +358,9 @@ class Walls:
         self._readable = [path for path in [*readable, *DEVICES] if os.path.exists(path)]
         self._landlock = _landlock_version()
         self._seccomp = _seccomp_available()
-        if isolation == "landlock" and self._landlock < _LEAST_LANDLOCK:
-            raise OSError(f"Landlock is of version {self._landlock}, needs {_LEAST_LANDLOCK} (Linux 6.2)")
-        if isolation == "landlock" and not self._seccomp:
-            raise OSError("the kernel filters no system calls, or they are unknown on this machine")
+        if isolation == "landlock" and not (self._landlock >= _LEAST_LANDLOCK and self._seccomp):
+            found = f"Landlock {self._landlock} and {'' if self._seccomp else 'no '}seccomp"
+            raise OSError(f"needs Landlock {_LEAST_LANDLOCK} (Linux 6.2) and seccomp, has {found}")
         self._user = INNER_ID if self._own_folder else os.getuid()
         if not self._own_namespaces and os.geteuid() == 0 and _nobody_can_read(self._readable):
             self._user = _NOBODY
