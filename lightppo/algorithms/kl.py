@@ -112,9 +112,7 @@ def approx_kl(
     """
     entry = KL_ESTIMATORS.find(estimator)
     if entry.over_vocabulary:
-        raise ValueError(
-            f"--kl_estimator {estimator} needs the logits of both models: call full_kl(logits, ref_logits)"
-        )
+        raise ValueError(f"--kl_estimator {estimator} needs the logits of both models: call full_kl")
     require_same_shape(log_probs=log_probs, ref_log_probs=ref_log_probs, action_mask=action_mask)
     log_ratio = at_least_float32(log_probs) - at_least_float32(ref_log_probs)  # (B, A)
     if action_mask is not None:
@@ -191,6 +189,6 @@ class AdaptiveKLController(KLController):
         self.value *= 1.0 + error * n_samples / self.horizon
 
 
-def make_kl_controller(init: float, target: float | None, horizon: float) -> KLController:
+def make_kl_controller(init: float, target: float | None, horizon: float) -> FixedKLController | AdaptiveKLController:
     """Adaptive if ``--kl_target`` is set, fixed otherwise."""
     return FixedKLController(init) if target is None else AdaptiveKLController(init, target, horizon)

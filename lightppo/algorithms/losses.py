@@ -232,9 +232,7 @@ class PolicyLoss:
         require_same_shape(log_probs=log_probs, action_mask=action_mask, weights=weights, selected=selected)
         entry = POLICY_LOSSES.find(self.policy_loss)
         if (selected is None) != (entry.selection is None):
-            raise ValueError(
-                f"policy_loss {self.policy_loss!r}: selected is for losses with a selection, which need it"
-            )
+            raise ValueError(f"policy_loss {self.policy_loss!r}: give selected if, and only if, it selects tokens")
         mask = action_mask.bool()
         normalizer = normalizer or LossNormalizer.from_masks([mask])
         inputs = LossInputs(
