@@ -9,13 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, Self
 
-from lightppo.algorithms.entries import (
-    ADVANTAGE_ESTIMATORS,
-    CORRECTIONS,
-    KL_ESTIMATORS,
-    LOSS_AGG_MODES,
-    POLICY_LOSSES,
-)
+from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS, CORRECTIONS, KL_ESTIMATORS, LOSS_AGG_MODES, POLICY_LOSSES
 from lightppo.errors import ConfigError
 from lightppo.option import Option, Section, nearest, option
 
@@ -137,14 +131,10 @@ class EngineConfig(Section, resume_safe=True):
         "hf", "What samples: hf (the actor itself), vllm (in the same process) or vllm_server."
     )
     rollout_check: Literal["error", "warn", "off"] = any_vllm(
-        "error", "First log probs of vLLM above --logp_diff_tolerance: stop, naming weights that differ, or warn."
+        "error", "First log probs off by more than --logp_diff_tolerance: stop and name the weights, or warn."
     )
     logp_diff_tolerance: float | None = any_vllm(
-        None,
-        "Largest rollout/logp_diff_mean. None: 0.001, in bf16 0.1.",
-        "nats",
-        gt=0,
-        also="rollout_check!=off",
+        None, "Mismatch above this mean gap. None: 0.001, in bf16 0.1.", "nats", gt=0, also="rollout_check!=off"
     )
     tensor_parallel_size: int = vllm(1, "Ranks that share one engine and sample their prompts together.", "ranks", ge=1)
     vllm_dtype: Literal["auto", "float32", "bfloat16", "float16"] = vllm("auto", "Weights' type; auto: the actor's.")
@@ -167,7 +157,7 @@ class EngineConfig(Section, resume_safe=True):
     sleep_level: Literal[1, 2] = any_vllm(
         2, "Asleep, 1 keeps the weights in CPU memory, 2 drops them.", also="free_cache_engine"
     )
-    vllm_server_url: tuple[str, ...] = server((), "Servers of --pretrain, started by examples/serve_vllm.py.")
+    vllm_server_url: tuple[str, ...] = server((), "Addresses of servers of --pretrain, by examples/serve_vllm.py.")
     vllm_server_api_key_env: str | None = server(None, "Environment variable that holds the API key of the servers.")
     vllm_server_timeout: float = server(600.0, "Longest wait for a response, or a bucket of weights.", "seconds", gt=0)
     vllm_server_retries: int = server(
@@ -181,7 +171,7 @@ class EngineConfig(Section, resume_safe=True):
         "between GPUs). auto: shm, or disk where that is too small.",
     )
     vllm_server_sync_dir: str | None = server(
-        None, "Folder that both see under the same path. None: that of temporary files.", also="vllm_server_sync=disk"
+        None, "Folder that both see under the same path. None: for temporary files.", also="vllm_server_sync=disk"
     )
     vllm_server_sync_address: str = server(
         "127.0.0.1", "The trainer's address that servers connect to.", also="vllm_server_sync=collective"
@@ -216,9 +206,7 @@ class SamplingConfig(Section):
         "Too few groups after --max_num_gen_batches: train on those, stop the run, or train on some of them twice.",
         needs="dynamic_sampling and max_num_gen_batches>0",
     )
-    dataset_filter_threshold: float | None = option(
-        None, "After an episode, drop prompts with a mean score above this."
-    )
+    dataset_filter_threshold: float | None = option(None, "After an episode, drop prompts of a mean score above this.")
     dataset_max_filter_percentage: float = option(
         0.1, "Largest share of the prompts to leave out per episode.", gt=0, lt=1, needs="dataset_filter_threshold"
     )
@@ -253,7 +241,7 @@ class RewardConfig(Section):
     max_reward_clip: float | None = option(None, "Scaled scores are clipped to ± this.", gt=0)
     reward_running_norm: bool = option(False, "Normalise scaled scores by running mean and deviation of all ranks.")
     stop_properly_penalty: float | None = option(
-        None, "Responses cut by the limit score at most this share of their score, or below 0 at most this.", le=1
+        None, "A response cut by the limit scores at most this share (0 to 1), or at most this (below 0).", le=1
     )
     overlong_buffer_len: int | None = option(
         None, "DAPO's soft limit: the last so many tokens before --generate_max_len are punished.", "tokens", ge=1
@@ -281,13 +269,13 @@ class VerifierConfig(Section):
     reward_routes: str | None = option(
         None, 'Sources by data source, in JSON or its file: {"gsm8k": {"math": 1, "format": 0.1}, "*": {"model": 1}}.'
     )
-    reward_routes_by: Literal["data_source", "label"] = option("data_source", "Meaning of keys.", needs="reward_routes")
+    reward_routes_by: Literal["data_source", "label"] = option("data_source", "What keys are.", needs="reward_routes")
     reward_fn_style: Literal["auto", "queries", "verl", "verl_batch", "trl", "areal"] = option(
         "auto", "Signature of --reward_fn. auto: by the names of its parameters.", needs="function"
     )
     reward_manager: Literal["auto", "naive", "batch", "prime"] = safe(
         "auto",
-        "Calls: naive per sample in threads, batch once, prime in processes killed at --reward_timeout.",
+        "naive: in threads; batch: one call; prime: processes killed at --reward_timeout; auto: by signature.",
         needs="function",
     )
     reward_workers: int | None = judged(None, "Threads or processes. None: 16 threads, a process per core.", ge=1)
@@ -308,7 +296,7 @@ class VerifierConfig(Section):
     math_unmarked: bool = option(True, "An answer that is not marked counts, the last number or formula.", needs="math")
     reward_format: Literal["think", "think_answer"] = option("think_answer", "Tags of a response.", needs="format")
     check_xml_format: bool = option(
-        False, "Wrong answers with <think> and <answer> cost -0.8, not -1.", needs="reward_minimum or one_source"
+        False, "Wrong answers with <think> and <answer> score -0.8, not -1.", needs="reward_minimum or one_source"
     )
     code_score: Literal["all", "share"] = code("all", "1 if all tests pass, or the share of tests that pass.")
     code_compare: Literal["exact", "lines", "float", "set"] = code("float", "The laxest comparison that counts.")
@@ -392,7 +380,7 @@ class LossConfig(Section, own=POLICY_LOSSES):
         None, "Loss, such as ppo, gspo, cispo. None: what belongs to the estimator, ppo for most.", names=POLICY_LOSSES
     )
     loss_agg_mode: str | None = option(
-        None, "How token losses become one number. None: as the loss, mostly token-mean.", names=LOSS_AGG_MODES
+        None, "How token losses add up. None: the estimator's or loss's, mostly token-mean.", names=LOSS_AGG_MODES
     )
     eps_clip: float | None = clips(None, "Clip range of the ratio. None: the loss's own, 0.2 for ppo.", gt=0, le=1)
     eps_clip_low: float | None = clips(None, "Lower clip range. None: --eps_clip.", gt=0, le=1)
@@ -426,7 +414,7 @@ corrected = partial(option, needs="rollout_correction!=none")
 class CorrectionConfig(Section):
     """Correction: rollout engine against trainer."""
 
-    rollout_correction: str = option("none", "Weigh tokens by π_old / π_rollout, trainer to engine.", names=CORRECTIONS)
+    rollout_correction: str = option("none", "Weigh tokens by π_old / π_rollout (trainer / engine).", names=CORRECTIONS)
     correction_low: float | None = corrected(
         None, "Lower bound of the weight. None: the correction's own.", gt=0, below="correction_high"
     )
@@ -487,8 +475,8 @@ class StrategyConfig(Section):
 
     zero_stage: Literal[0, 1, 2, 3] = option(2, "ZeRO stage of actor and critic; 3 also shards the frozen models.")
     critic_zero_stage: Literal[0, 1, 2, 3] | None = critic(None, "ZeRO stage of the critic. None: --zero_stage.")
-    ref_zero_stage: Literal[0, 3] | None = option(None, "Reference and EMA. None: 3 if --zero_stage 3, else 0.")
-    reward_zero_stage: Literal[0, 3] | None = option(None, "Reward models. None: as the reference.")
+    ref_zero_stage: Literal[0, 3] | None = option(None, "ZeRO of reference, EMA. None: 3 at --zero_stage 3, else 0.")
+    reward_zero_stage: Literal[0, 3] | None = option(None, "ZeRO of reward models. None: as the reference.")
     adam_offload: bool = safe(False, "Keep the actor's optimizer state in CPU memory.", needs="zero_stage=1|2|3")
     critic_adam_offload: bool | None = safe(None, "The critic's. None: --adam_offload, at ZeRO 1 to 3.", needs="critic")
     param_offload: bool = safe(False, "Keep the actor's parameter shards in CPU memory.", needs="zero_stage=3")
@@ -514,7 +502,7 @@ class CheckpointConfig(Section, resume_safe=True):
     save_steps: int = option(-1, "Checkpoint every N steps; -1: never.", "PPO steps", ge=-1)
     save_epochs: int | None = option(None, "Checkpoint every N episodes.", "episodes", ge=1)
     save_seconds: float | None = option(None, "Checkpoint every N seconds.", "seconds", gt=0)
-    hf_save_steps: int = option(-1, "Export the actor in HF format, apart from checkpoints.", "PPO steps", ge=-1)
+    hf_save_steps: int = option(-1, "Export the actor in HF format every N steps; -1: never.", "PPO steps", ge=-1)
     hf_save_epochs: int | None = option(None, "Export every N episodes.", "episodes", ge=1)
     hf_save_seconds: float | None = option(None, "Export every N seconds.", "seconds", gt=0)
     save_hf_ckpt: bool = option(False, "Each checkpoint also holds the actor in HF format.")
@@ -554,7 +542,7 @@ class LoggingConfig(Section, resume_safe=True):
     """Logging."""
 
     logging_steps: int = option(1, "Log every N steps.", "PPO steps", ge=1)
-    peak_tflops: float | None = option(None, "Peak of one device, for perf/mfu; None: no MFU.", "TFLOP/s", gt=0)
+    peak_tflops: float | None = option(None, "Peak of one device in the training type, for perf/mfu.", "TFLOP/s", gt=0)
     num_examine: int = option(1, "Samples of each data source printed per step.", "samples", ge=0)
     use_tensorboard: str | None = option(None, "Folder for TensorBoard.")
     use_wandb: bool = option(False, "Log to Weights & Biases; log in with `wandb login` or WANDB_API_KEY.")

@@ -301,16 +301,16 @@ def _with(trait: str) -> str:
 
 # What ``needs`` may name beside options: the fact (see ``_facts``), and what to set for it.
 FACTS = {
-    "sampling": "a --temperature above 0, and no --no_do_sample",
-    "critic": f"a critic, as of {_with('needs_critic')}",
-    "whitening": "whitening of advantages, --adv_norm",
+    "sampling": "a --temperature above 0 (and no --no_do_sample)",
+    "critic": f"a critic ({_with('needs_critic')})",
+    "whitening": "whitening of advantages (--adv_norm)",
     "discounting": _with("discounted"),
     "group_deviation": _with("divides_by_std"),
     "clipping": "a --policy_loss that clips",
-    "own_reference": "a reference model of its own: no --lora_rank, or another --ref_pretrain",
+    "own_reference": "a reference model of its own (no --lora_rank, or another --ref_pretrain)",
     "one_source": "a single source of rewards",
-    "function": "a reward function, --reward_fn",
-    "server": "a reward server, --remote_rm_url http(s)://...",
+    "function": "a reward function (--reward_fn)",
+    "server": "a reward server (--remote_rm_url)",
     **{name: f"--reward_source {name}" for name in BUILT_IN},
 }
 
@@ -419,7 +419,7 @@ def contradictions(config: Options, world_size: int, by_hand: bool = False) -> l
             o.facts |= _source_facts(o.plan, o.sources)
         except ConfigError as error:
             o.plan_problem = str(error)
-    found: dict[str, str] = {}
+    found: dict[str, str] = {}  # by the flag that a message begins with
     for message in [*_relations(o, by_hand), *(message for rule in rules for message in rule(o))]:
         found.setdefault(message.split()[0].strip(":,"), message)
     return list(found.values())
@@ -509,10 +509,10 @@ def _engine(o: SimpleNamespace) -> Iterator[str]:
     if o.max_model_len is not None and o.max_model_len < longest:
         yield f"--max_model_len {o.max_model_len} is below --prompt_max_len + --generate_max_len: set {longest} or more"
     is_auto = o.load_format == "auto"
-    for flag in ["--load_format auto"] * is_auto + ["--trust_remote_code"] * o.trust_remote_code:
-        if o.override_config is not None:
+    for flag, reads_pretrain in {"--load_format auto": is_auto, "--trust_remote_code": o.trust_remote_code}.items():
+        if reads_pretrain and o.override_config is not None:
             yield f"{flag} has --rollout_engine vllm read --pretrain without --override_config: leave one out"
-        if o.pretrain is None:
+        if reads_pretrain and o.pretrain is None:
             yield f"{flag} has --rollout_engine vllm read --pretrain, which is not set"
     if is_auto and o.init_from_scratch:
         yield "--load_format auto reads weights that --init_from_scratch does not have: leave it out"

@@ -138,8 +138,8 @@ def test_the_number_of_ranks_comes_from_the_launcher(parse, refusal, monkeypatch
     parse("--rollout_batch_size 129 --train_batch_size 43")
     monkeypatch.setenv("WORLD_SIZE", "2")
     printed = refusal("--rollout_batch_size 129 --train_batch_size 43")
-    assert "--rollout_batch_size 129 is not divisible by the 2 ranks" in printed
-    assert "--train_batch_size 43 is not divisible by the 2 ranks" in printed
+    assert re.search(r"--rollout_batch_size 129 .*2 ranks", printed)
+    assert re.search(r"--train_batch_size 43 .*2 ranks", printed)
 
 
 def test_help_is_one_screen_of_the_usual_options(parse, capsys):
@@ -194,28 +194,29 @@ def test_empty_config_file(parse, yaml_file):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "words"),
     [
-        ("gama: 1\n", "unknown option 'gama' (did you mean 'gamma'?)"),
-        ("train-batch-size: 8\n", "unknown option 'train-batch-size' (did you mean 'train_batch_size'?)"),
-        ("5: 8\n", "unknown option '5'"),
-        ("algorithm:\n  gamma: 1\n", "sections are not nested: write the options of 'algorithm' at the top level"),
-        ("gamma:\n  a: 1\n", "--gamma must be a number ≥0 ≤1, not {'a': 1}"),
-        ("gamma: 2\n", "--gamma must be a number ≥0 ≤1, not 2"),
-        ("gamma: high\n", "--gamma must be a number ≥0 ≤1, not 'high'"),
-        ("bf16: 1\n", "--bf16 must be true or false, not 1"),
-        ("zero_stage: 5\n", "--zero_stage must be one of 0, 1, 2, 3, not 5"),
-        ("max_norm: null\n", "--max_norm must be a number ≥0, not None"),
-        ("gamma: 1\ngamma: 0.9\n", "is not YAML: option 'gamma' is given twice"),
-        ("config: other.yaml\n", "the file names another with 'config': give one file only"),
-        ("- gamma\n", "must be a mapping of option to value, not a list"),
-        ("gamma: [1\n", "is not YAML: while parsing a flow sequence"),
+        ("gama: 1\n", ["'gama'", "'gamma'"]),
+        ("train-batch-size: 8\n", ["'train-batch-size'", "'train_batch_size'"]),
+        ("5: 8\n", ["'5'"]),
+        ("algorithm:\n  gamma: 1\n", ["'algorithm'", "top level"]),
+        ("gamma:\n  a: 1\n", ["--gamma", "{'a': 1}"]),
+        ("gamma: 2\n", ["--gamma", "≤1", "2"]),
+        ("gamma: high\n", ["--gamma", "'high'"]),
+        ("bf16: 1\n", ["--bf16", "true or false"]),
+        ("zero_stage: 5\n", ["--zero_stage", "0, 1, 2, 3", "5"]),
+        ("max_norm: null\n", ["--max_norm", "≥0", "None"]),
+        ("gamma: 1\ngamma: 0.9\n", ["'gamma'", "twice"]),
+        ("config: other.yaml\n", ["'config'"]),
+        ("- gamma\n", ["mapping", "list"]),
+        ("gamma: [1\n", ["YAML", "flow sequence"]),
     ],
 )
-def test_refused_config_files(refusal, yaml_file, text, message):
+def test_refused_config_files(refusal, yaml_file, text, words):
     path = yaml_file(text)
     printed = refusal(["--config", path])
-    assert printed.startswith(f"train_ppo.py: error: --config {path}: {message}")
+    assert printed.startswith(f"train_ppo.py: error: --config {path}: ")
+    assert all(word in printed for word in words), printed
     assert printed.count("\n") == 1
 
 

@@ -40,6 +40,7 @@ URL = {"reward_fn": None, "remote_rm_url": ["http://host/score"]}
 LOCAL = ("http://127.0.0.1:8000", "http://localhost:8001")
 SERVERS = {"rollout_engine": "vllm_server", "vllm_server_url": LOCAL}
 LORA = {"lora_rank": 4}
+REENTRANT = {"gradient_checkpointing": True, "gradient_checkpointing_use_reentrant": True}
 
 
 def config(**options: Any) -> PPOConfig:
@@ -91,6 +92,10 @@ CONTRADICTIONS = [
     ({**RLOO, "save_value_network": True}, "save_value_network advantage_estimator"),
     ({"flash_attn": True, "attn_implementation": "sdpa"}, "flash_attn attn_implementation"),
     ({"gradient_checkpointing_use_reentrant": True}, "gradient_checkpointing_use_reentrant gradient_checkpointing"),
+    ({**REENTRANT, "aux_loss_coef": 0.1}, "gradient_checkpointing_use_reentrant aux_loss_coef"),
+    ({**REENTRANT, "torch_compile": True}, "gradient_checkpointing_use_reentrant torch_compile"),
+    ({"torch_compile": True, "zero_stage": 3}, "torch_compile zero_stage"),
+    ({"torch_compile": True, "critic_zero_stage": 3}, "torch_compile critic_zero_stage"),
     ({"ref_pretrain": "other", "init_kl_coef": 0}, "ref_pretrain init_kl_coef"),
     ({"override_config": "rope_theta=1"}, "override_config"),
     ({"override_config": "[1]"}, "override_config"),
@@ -99,6 +104,7 @@ CONTRADICTIONS = [
     ({**URL, "reward_fn": "r.py"}, "remote_rm_url reward_fn"),
     ({"normalize_reward": True}, "normalize_reward reward_pretrain"),
     ({**URL, "remote_rm_url": ["host:80"]}, "remote_rm_url"),
+    ({**URL, "remote_rm_url": ["http://host/score", "score.py"]}, "remote_rm_url"),
     ({**URL, "remote_rm_url": ["http://me:secret@host"]}, "remote_rm_url remote_rm_token_env"),
     ({"remote_rm_token_env": "TOKEN"}, "remote_rm_token_env remote_rm_url"),
     ({"input_template": "Q:"}, "input_template"),
@@ -336,10 +342,11 @@ def test_contradictions(case):
 
 
 def test_every_condition_is_of_options_or_facts_and_has_words():
-    names = {option.name for option in all_options()} | FACTS.keys()
+    names = {option.name for option in all_options()}
+    assert not names & FACTS.keys()
     for option in all_options():
         for condition in option.needs:
-            assert set(re.findall(r"(?:^| or )(\w+)", condition)) <= names, option.name
+            assert set(re.findall(r"(?:^| or )(\w+)", condition)) <= names | FACTS.keys(), option.name
             assert condition_text(condition)
     assert condition_text("zero_stage=2|3 or lora_rank>0") == "--zero_stage 2 or 3 or --lora_rank above 0"
     assert condition_text("rollout_check!=off") == "--rollout_check other than off"
@@ -364,6 +371,9 @@ def test_the_same_options_on_fitting_ranks():
 def test_every_contradiction_is_told_at_once():
     messages = problems({"pretrain": None, "use_kl_loss": True, "use_kl_in_reward": True, "val_only": True})
     assert sorted(message.split(" ")[0] for message in messages) == ["--pretrain", "--use_kl_loss", "--val_only"]
+    # 100 neither divides the samples nor is it divisible by the ranks: one thing at a time
+    messages = problems({"train_batch_size": 100}, 3)
+    assert [message.split(" ")[0] for message in messages] == ["--train_batch_size", "--rollout_batch_size"]
 
 
 def test_values_out_of_range_are_told_before_combinations():
