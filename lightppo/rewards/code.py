@@ -320,7 +320,7 @@ class CodeReward:
             raise ValueError(f"--code_score must be {' or '.join(get_args(CodeScore))}, got {self.code_score!r}")
         if self.code_max_tests is not None and self.code_max_tests < 1:
             raise ValueError(f"--code_max_tests must be at least 1, got {self.code_max_tests}")
-        check_failure_options(self.on_reward_failure, 0, None)
+        check_failure_options(self.on_reward_failure)
 
     def score(self, rollouts: list[Rollout]) -> RewardOutput:
         """Scores the samples, as many at a time as the verifier allows."""

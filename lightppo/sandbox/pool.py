@@ -170,12 +170,11 @@ class Sandbox:
         seconds: float | None = None,
         total_seconds: float | None = None,
     ) -> ProgramRun:
-        """Runs a program as a script, or loads it and calls a function; :class:`SandboxError` if the sandbox failed.
+        """Runs a program as a script, or loads it and calls a function or a method of its class ``Solution``.
 
-        A sandbox that has ended is started again.
+        Starts a sandbox that has ended again. :class:`SandboxError`: the sandbox failed, not the program.
 
         Args:
-            function: name of a function, or of a method of a class ``Solution``.
             calls: arguments of each call, as a JSON list.
             seconds: time limit of the script, or of the loading and of each call; default ``code_timeout``.
             total_seconds: time limit of all calls together; default: each may take its full time.
