@@ -121,10 +121,10 @@ class Actor(PretrainedWrapper):
         """
         if router_loss:
             self.check_router()
+        # the load-balancing loss counts every token of every sample
         batch, actions = self._of_actions(sequences, num_actions, attention_mask, share=not router_loss)
-        output, log_probs, entropies, all_logits = self._predict(
-            batch, actions, logits, entropy, entropy_grad, router_loss
-        )
+        asked = logits, entropy, entropy_grad, router_loss
+        output, log_probs, entropies, all_logits = self._predict(batch, actions, *asked)
         return ActionScores(
             log_probs=scatter(log_probs, batch.real),  # (B, A)
             real=batch.real,
@@ -133,39 +133,26 @@ class Actor(PretrainedWrapper):
             router_loss=self._router_loss(output) if router_loss else None,
         )
 
-    @property
-    def has_router(self) -> bool:
-        """Whether the model is a mixture of experts whose forward can return router logits."""
-        return takes(self.hf_model, "output_router_logits")
-
     def check_router(self) -> None:
-        """ValueError for a model without a router, which has no load-balancing loss."""
-        if not self.has_router:
-            raise ValueError(
-                f"--aux_loss_coef: {type(self.hf_model).__name__} gives no router logits, so it has no load-balancing "
-                "loss; leave --aux_loss_coef out, or train a mixture of experts such as Mixtral or Qwen3-MoE"
-            )
+        """ValueError for a model that is no mixture of experts, which has no load-balancing loss."""
+        if not takes(self.hf_model, "output_router_logits"):
+            raise ValueError(f"--aux_loss_coef: {type(self.hf_model).__name__} gives no router logits: leave it out")
 
     def _router_loss(self, output: ModelOutput) -> Tensor:
         loss = output.get("aux_loss")
         if not isinstance(loss, Tensor):  # transformers: None or 0 where no layer has a router
             raise ValueError(
-                f"--aux_loss_coef: {type(self.hf_model).__name__} took output_router_logits but returned no "
-                "load-balancing loss; leave --aux_loss_coef out"
+                f"--aux_loss_coef: {type(self.hf_model).__name__} gave no load-balancing loss: leave it out"
             )
         if torch.is_grad_enabled() and self.training and not loss.requires_grad:
             # reentrant checkpointing runs the layers without a graph, so what is caught inside them has no gradient
-            raise ValueError(
-                "--aux_loss_coef: the load-balancing loss has no gradient; with --gradient_checkpointing, leave "
-                "--gradient_checkpointing_use_reentrant out"
-            )
+            raise ValueError("--aux_loss_coef: no gradient with --gradient_checkpointing_use_reentrant: leave one out")
         return loss.float()
 
     def _of_actions(
         self, sequences: Tensor, num_actions: int, attention_mask: Tensor | None, share: bool = True
     ) -> tuple[Batch, Tensor]:
-        """One forward that reads where an action is predicted, and the K real actions. The load-balancing loss counts
-        every token of every sample, so that there prompts are not shared."""
+        """One forward that reads where an action is predicted, and the K real actions; ``share``: prompts may be."""
         if attention_mask is None:
             attention_mask = torch.ones_like(sequences)
         length = sequences.shape[1]
@@ -185,10 +172,8 @@ class Actor(PretrainedWrapper):
         router_logits: bool = False,
     ) -> _Predicted:
         """One forward, through the head's log probs if that is enough and possible, else through logits."""
-        if not logits:
-            predicted = self._ask_head(batch, actions, entropy, entropy_grad, router_logits)
-            if predicted is not None:
-                return predicted
+        if not logits and (predicted := self._ask_head(batch, actions, entropy, entropy_grad, router_logits)):
+            return predicted
         output = self._run(*batch.inputs, batch.places, router_logits)
         read = batch.of_real(output.logits)  # (K, V)
         if batch.packed:

@@ -102,7 +102,7 @@ def target_layers(model: PreTrainedModel, wanted: tuple[str, ...] = ()) -> list[
             raise ModelLoadError(f"--target_modules {name}: the value head trains as a whole; leave it out")
         if model.config.get_text_config().tie_word_embeddings:
             raise ModelLoadError(
-                f"--target_modules {name}: an adapter on a head that is the embedding cannot be merged"
+                f"--target_modules {name}: it is the embedding, with an adapter it could not be merged"
             )
     ends = set(map(_end, chosen))
     return sorted(ends if {name for name, _ in model.named_modules() if _end(name) in ends} == chosen else chosen)

@@ -134,7 +134,6 @@ class PretrainedWrapper(nn.Module):
         if self.last_layer_parts is not None:
             return
         model, parts = self.hf_model, position_wise(self.hf_model)
-        check_packing_layers(model)
         positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3]], device=device)
         ids = (7 * torch.arange(9, device=device)[None] + 3) % model.config.get_text_config().vocab_size
         places = torch.tensor([2, 5, 8], device=device)

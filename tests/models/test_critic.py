@@ -155,7 +155,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(classifier: MakeModel, 
 
 
 def test_several_outputs_are_refused(classifier: MakeModel) -> None:
-    with pytest.raises(ModelLoadError, match="a critic needs one output, the model has 3"):
+    with pytest.raises(ModelLoadError, match=r"critic .* 3"):
         Critic(classifier(num_labels=3))
 
 
@@ -187,7 +187,7 @@ def test_a_row_without_tokens_is_named(classifier: MakeModel, ragged: Batch) -> 
     sequences, mask, _ = ragged
     mask = mask.clone()
     mask[2] = 0
-    with pytest.raises(ValueError, match=r"rows \[2\] have no real token"):
+    with pytest.raises(ValueError, match=r"rows \[2\]"):
         RewardModel(classifier())(sequences, mask)
 
 
@@ -195,7 +195,7 @@ def test_normalize_reward(classifier: MakeModel, tmp_path: Path) -> None:
     model = classifier()
     row = torch.tensor([[5, 6, 7]])
     model.save_pretrained(tmp_path)
-    with pytest.raises(ModelLoadError, match=r"--normalize_reward: the config of .* has no mean and std"):
+    with pytest.raises(ModelLoadError, match=r"--normalize_reward: .* mean and std"):
         RewardModel(str(tmp_path), normalize_reward=True)
     model.config.mean, model.config.std = 0.5, 2.0
     model.save_pretrained(tmp_path)
@@ -203,7 +203,7 @@ def test_normalize_reward(classifier: MakeModel, tmp_path: Path) -> None:
         raw = RewardModel(str(tmp_path))(row)
         torch.testing.assert_close(RewardModel(str(tmp_path), normalize_reward=True)(row), (raw - 0.5) / 2.0)
     model.config.std = 0.0
-    with pytest.raises(ModelLoadError, match=r"std 0.0; it must be above 0"):
+    with pytest.raises(ModelLoadError, match=r"--normalize_reward: .* std 0\.0"):
         RewardModel(model, normalize_reward=True)
 
 
@@ -219,7 +219,7 @@ def test_head_under_another_name(prefix: str, classifier: MakeModel, tmp_path: P
     model = classifier()
     model.save_pretrained(tmp_path)
     rename_head(tmp_path, prefix)
-    with pytest.raises(ModelLoadError, match=rf"--reward_pretrain .*{prefix}.weight: set --value_head_prefix"):
+    with pytest.raises(ModelLoadError, match=rf"--reward_pretrain .*{prefix}\.weight: .*--value_head_prefix"):
         RewardModel(str(tmp_path))
     loaded = RewardModel(str(tmp_path), value_head_prefix=prefix)
     assert torch.equal(loaded.model.score.weight, model.score.weight)
@@ -230,7 +230,7 @@ def test_head_under_another_name(prefix: str, classifier: MakeModel, tmp_path: P
 def test_a_head_with_a_bias_is_not_cut_down_silently(classifier: MakeModel, tmp_path: Path) -> None:
     classifier().save_pretrained(tmp_path)
     rename_head(tmp_path, "value_head", with_bias=True)
-    with pytest.raises(ModelLoadError, match="the head value_head has a bias"):
+    with pytest.raises(ModelLoadError, match=r"--reward_pretrain .*value_head .*bias"):
         RewardModel(str(tmp_path), value_head_prefix="value_head")
 
 

@@ -38,15 +38,15 @@ MakeModel = Callable[..., PreTrainedModel]
 
 @pytest.mark.parametrize("path", ["/nowhere/model", "./nowhere", "a/b/c", "~/nowhere", "s3://bucket/model"])
 def test_missing_model_path_names_path_and_flag(path: str) -> None:
-    with pytest.raises(ModelLoadError, match=f"--pretrain {path}: no such folder"):
+    with pytest.raises(ModelLoadError, match=f"--pretrain {path}"):
         load_causal_lm(path)
-    with pytest.raises(ModelLoadError, match=f"--critic_pretrain {path}: no such folder"):
+    with pytest.raises(ModelLoadError, match=f"--critic_pretrain {path}"):
         load_sequence_classifier(path, kind="critic")
 
 
 def test_unknown_hub_id_and_empty_path_and_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ModelLoadError, match="--pretrain nobody/no-such-model could not be loaded"):
+    with pytest.raises(ModelLoadError, match="--pretrain nobody/no-such-model"):
         load_causal_lm("nobody/no-such-model")
     with pytest.raises(ModelLoadError, match="--pretrain"):
         load_causal_lm("")
@@ -71,20 +71,20 @@ def test_missing_weights_are_not_made_up(causal_lm: MakeModel, tmp_path: Path) -
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     for load in (load_causal_lm, Critic):
-        with pytest.raises(ModelLoadError, match=r"1 weights are missing .*layers.1.mlp.up_proj.weight"):
+        with pytest.raises(ModelLoadError, match=r"--\w*pretrain .* 1 weights .*layers\.1\.mlp\.up_proj\.weight"):
             load(str(tmp_path))
 
 
 def test_a_classifier_is_not_an_actor(classifier: MakeModel, tmp_path: Path) -> None:
     classifier().save_pretrained(tmp_path)  # untied Llama: no lm_head
-    with pytest.raises(ModelLoadError, match=r"missing from the checkpoint or of another shape \(lm_head.weight"):
+    with pytest.raises(ModelLoadError, match=r"--pretrain .*lm_head\.weight"):
         Actor(str(tmp_path))
 
 
 def test_a_family_without_a_classifier_or_lm_is_an_error(tmp_path: Path) -> None:
     BertConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1).save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "clip"}')
-    with pytest.raises(ModelLoadError, match=r"--pretrain .* could not be loaded"):
+    with pytest.raises(ModelLoadError, match=f"--pretrain {tmp_path}"):
         load_causal_lm(str(tmp_path), init_from_scratch=True)
 
 
@@ -142,7 +142,7 @@ def test_the_seed_flag_asks_for_flash_attention(
     causal_lm().save_pretrained(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for wrapper in (Actor, Critic):
-        with pytest.raises(ModelLoadError, match=r"flash_attention_2 \(--flash_attn\) cannot be used"):
+        with pytest.raises(ModelLoadError, match="--flash_attn"):
             wrapper(str(tmp_path), use_flash_attention_2=True, bf16=True)
 
 
@@ -159,10 +159,10 @@ def test_attention_choice_with_flash_attention(monkeypatch: pytest.MonkeyPatch) 
     assert resolve_attn_implementation("auto", False, LlamaForCausalLM) is None
     assert resolve_attn_implementation("auto", True, Unable) is None
     assert resolve_attn_implementation("auto", True, None) is None
-    with pytest.raises(ModelLoadError, match="Unable does not support it"):
+    with pytest.raises(ModelLoadError, match=r"--attn_implementation .*Unable"):
         resolve_attn_implementation("flash_attention_2", True, Unable)
     monkeypatch.setattr(loading, "is_flash_attn_2_available", lambda: False)
-    with pytest.raises(ModelLoadError, match="flash-attn package"):
+    with pytest.raises(ModelLoadError, match=r"--attn_implementation .*flash-attn package"):
         resolve_attn_implementation("flash_attention_2", True, LlamaForCausalLM)
 
 
@@ -180,7 +180,7 @@ def test_init_from_scratch_needs_only_a_config_and_is_seeded(causal_lm: MakeMode
     for name, weight in critics[0].named_parameters():
         assert torch.equal(weight, critics[1].get_parameter(name)), name
     assert not torch.equal(critics[0].score.weight, critics[2].score.weight)
-    with pytest.raises(ModelLoadError, match="could not be loaded"):
+    with pytest.raises(ModelLoadError, match=f"--pretrain {tmp_path}"):
         load_causal_lm(str(tmp_path))
 
 
@@ -188,9 +188,9 @@ def test_override_config(causal_lm: MakeModel, tmp_path: Path) -> None:
     causal_lm().save_pretrained(tmp_path)
     model = load_causal_lm(str(tmp_path), override_config={"rms_norm_eps": 0.5})
     assert model.model.norm.variance_epsilon == 0.5
-    with pytest.raises(ModelLoadError, match="has no 'rms_norm_epz'; did you mean 'rms_norm_eps'"):
+    with pytest.raises(ModelLoadError, match=r"--override_config: .*'rms_norm_epz'.*'rms_norm_eps'"):
         load_causal_lm(str(tmp_path), override_config={"rms_norm_epz": 0.5})
-    with pytest.raises(ModelLoadError, match="could not be loaded"):  # other shapes than the checkpoint's
+    with pytest.raises(ModelLoadError, match=f"--pretrain {tmp_path}"):  # other shapes than the checkpoint's
         load_causal_lm(str(tmp_path), override_config={"intermediate_size": 40})
 
 
@@ -230,9 +230,9 @@ def test_critic_refuses_a_foreign_head_it_was_not_told_of(classifier: MakeModel,
     weights = load_file(tmp_path / "model.safetensors")
     weights["value_head.weight"] = weights.pop("score.weight")
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ModelLoadError, match=r"It has value_head.weight: set --value_head_prefix"):
+    with pytest.raises(ModelLoadError, match=r"--critic_pretrain .*value_head\.weight: .*--value_head_prefix"):
         Critic(str(tmp_path))
-    with pytest.raises(ModelLoadError, match=r"has no score.weight and init_value_head is False|It has value_head"):
+    with pytest.raises(ModelLoadError, match=r"--critic_pretrain .*value_head\.weight"):
         Critic(str(tmp_path), init_value_head=False)
     assert Critic(str(tmp_path), init_value_head=True)(torch.tensor([[5, 6]])).shape == (1, 2)
 
@@ -241,13 +241,13 @@ def test_a_new_head_replaces_one_with_several_outputs_but_nothing_else(classifie
     classifier(num_labels=3).save_pretrained(tmp_path)
     assert Critic(str(tmp_path), init_value_head=True).model.score.weight.shape == (1, 32)
     wider = {"intermediate_size": 40}
-    with pytest.raises(ModelLoadError, match=r"or of another shape \(model.layers.0.mlp"):
+    with pytest.raises(ModelLoadError, match=r"--critic_pretrain .*model\.layers\.0\.mlp"):
         Critic(str(tmp_path), init_value_head=True, override_config=wider)
 
 
 def test_init_value_head_false_needs_a_head(causal_lm: MakeModel, tmp_path: Path) -> None:
     causal_lm().save_pretrained(tmp_path)
-    with pytest.raises(ModelLoadError, match=r"has no score.weight and init_value_head is False"):
+    with pytest.raises(ModelLoadError, match=r"--critic_pretrain .*init_value_head"):
         Critic(str(tmp_path), init_value_head=False)
 
 
@@ -256,7 +256,7 @@ def test_the_seed_constructor(causal_lm: MakeModel, classifier: MakeModel, tmp_p
     classifier().save_pretrained(tmp_path / "rm")
     assert isinstance(get_llm_for_sequence_regression(str(tmp_path / "lm"), "critic", seed=1), Critic)
     assert isinstance(get_llm_for_sequence_regression(str(tmp_path / "rm"), "reward"), RewardModel)
-    with pytest.raises(ValueError, match="must be 'critic' or 'reward', not 'value'"):
+    with pytest.raises(ValueError, match=r"model_type .*'value'"):
         get_llm_for_sequence_regression(str(tmp_path / "lm"), "value")
     with pytest.raises(TypeError, match="lora_rnk"):
         get_llm_for_sequence_regression(str(tmp_path / "lm"), "critic", lora_rnk=1)
@@ -274,7 +274,7 @@ def test_loading_is_quiet(causal_lm: MakeModel, tmp_path: Path, capfd: pytest.Ca
 
 def test_stage_3_before_the_process_group_is_an_error(causal_lm: MakeModel, tmp_path: Path) -> None:
     causal_lm().save_pretrained(tmp_path)
-    with pytest.raises(ModelLoadError, match=r"strategy.setup_distributed\(\) first"):
+    with pytest.raises(ModelLoadError, match=r"strategy\.setup_distributed"):
         Actor(str(tmp_path), ds_config={"zero_optimization": {"stage": 3}})
     actor = Actor(str(tmp_path), ds_config={"zero_optimization": {"stage": 2}})  # not sharded at load time
     assert actor.ds_config == {"zero_optimization": {"stage": 2}}
@@ -388,19 +388,19 @@ def test_no_eos_is_an_error(save_tokenizer: Save) -> None:
 
 @pytest.mark.parametrize("path", ["/nowhere/tokenizer", "./nowhere"])
 def test_missing_path(path: str) -> None:
-    with pytest.raises(ModelLoadError, match=f"--reward_pretrain {path}: no such folder"):
+    with pytest.raises(ModelLoadError, match=f"--reward_pretrain {path}"):
         get_tokenizer(path, flag="--reward_pretrain")
 
 
 def test_folder_without_a_tokenizer(tmp_path: Path) -> None:
     llama(8).save_pretrained(tmp_path)
-    with pytest.raises(ModelLoadError, match=r"--pretrain .* could not be loaded"):
+    with pytest.raises(ModelLoadError, match=f"--pretrain {tmp_path}"):
         get_tokenizer(str(tmp_path))
 
 
 def test_tokenizer_must_fit_the_embedding(save_tokenizer: Save) -> None:
     path = save_tokenizer(**FULL)  # 19 entries, ids 0 to 18
-    with pytest.raises(ModelLoadError, match="largest id is 18, but the model has only 18 embedding rows"):
+    with pytest.raises(ModelLoadError, match=r"--pretrain .* 18 embedding rows"):
         get_tokenizer(path, llama(18))
     tokenizer = get_tokenizer(path, llama(19))
     assert valid_vocab_size(tokenizer) == 19
@@ -486,7 +486,7 @@ def test_layers_are_found_by_the_names_that_transformers_gives(family: str, caus
 def test_a_model_that_names_no_layers(causal_lm: MakeModel) -> None:
     model = causal_lm()
     model._no_split_modules = None
-    with pytest.raises(ModelLoadError, match="--torch_compile: LlamaForCausalLM does not say which"):
+    with pytest.raises(ModelLoadError, match="--torch_compile: LlamaForCausalLM"):
         compile_layers(model)
 
 

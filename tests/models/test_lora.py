@@ -161,13 +161,13 @@ def test_targets_that_cannot_be_are_refused(causal_lm, family, wanted, message):
 
 
 def test_more_refusals(causal_lm, classifier, monkeypatch):
-    with pytest.raises(ModelLoadError, match="--target_modules score: the value head trains as a whole"):
+    with pytest.raises(ModelLoadError, match="--target_modules score"):
         add_adapters(Critic(classifier()), LoraOptions(rank=2, target_modules=("score", "q_proj")))
-    with pytest.raises(ModelLoadError, match="this Actor has adapters already"):
+    with pytest.raises(ModelLoadError, match="Actor has adapters"):
         add_adapters(adapted(causal_lm()), LoraOptions(rank=2))
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "peft" else find_spec(name))
-    with pytest.raises(ModelLoadError, match=r"--lora_rank needs peft: pip install 'lightppo\[lora\]'"):
+    with pytest.raises(ModelLoadError, match=r"--lora_rank .*lightppo\[lora\]"):
         add_adapters(Actor(causal_lm()), LoraOptions(rank=2))
 
 

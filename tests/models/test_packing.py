@@ -70,7 +70,7 @@ def test_a_wholly_padded_row_takes_no_place() -> None:
 
 
 def test_packing_nothing_is_an_error() -> None:
-    with pytest.raises(ValueError, match="0 everywhere"):
+    with pytest.raises(ValueError, match="attention_mask"):
         pack(SEQUENCES, torch.zeros_like(MASK))
 
 
@@ -100,15 +100,15 @@ def test_action_predictors_of_a_packed_row() -> None:
 def test_position_ids_from_lengths() -> None:
     row = torch.zeros(1, 5, dtype=torch.long)
     assert position_ids_from_lengths([2, 3], row).tolist() == [[0, 1, 0, 1, 2]]
-    with pytest.raises(ValueError, match="add up to the 5 packed tokens"):
+    with pytest.raises(ValueError, match=r"packed_seq_lens .* 5 "):
         position_ids_from_lengths([2, 2], row)
-    with pytest.raises(ValueError, match=r"\(1, T\), got \(2, 3\)"):
+    with pytest.raises(ValueError, match=r"packed_seq_lens .*\(2, 3\)"):
         position_ids_from_lengths([3, 3], torch.zeros(2, 3))
 
 
 @pytest.mark.parametrize("num_actions", [0, 6, 7, -1, [1, 2]])
 def test_num_actions_out_of_range(num_actions: object) -> None:
-    with pytest.raises(ValueError, match=r"must be between 1 and 5 \(S - 1\)"):
+    with pytest.raises(ValueError, match=r"num_actions .* 5 "):
         check_num_actions(num_actions, 6)
 
 
@@ -233,7 +233,7 @@ def test_what_a_gpu_kernel_is_given(segments: tuple, window: int | None, monkeyp
 
 def test_lengths_that_do_not_fit_are_refused() -> None:
     q = torch.randn(1, 2, 4, 8)
-    with pytest.raises(ValueError, match="a packed row of 4 tokens cannot hold sequences of 5"):
+    with pytest.raises(ValueError, match=r"row of 4 .* 5"):
         packed_attention(nn.Module(), q, q, q, segments_as_mask(torch.tensor([2, 3])), sliding_window=None)
 
 

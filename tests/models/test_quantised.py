@@ -334,20 +334,18 @@ def test_loading_by_path_is_quantising_what_was_loaded(wide, tmp_path, scored):
     [("mixtral", r"mlp\.experts\.gate_up_proj, \(4, 256, 64\)"), ("qwen2_moe", r"mlp\.experts\.gate_up_proj")],
 )
 def test_fused_experts_are_refused(family, largest, wide):
-    with pytest.raises(
-        ModelLoadError, match=rf"--load_in_4bit: only \d+% of the weights .* \(the largest that is not: .*{largest}"
-    ):
+    with pytest.raises(ModelLoadError, match=rf"--load_in_4bit: .*{largest}"):
         quantise(*with_heads(wide(family)))
 
 
 def test_other_refusals(wide, causal_lm, monkeypatch, tmp_path):
-    with pytest.raises(ModelLoadError, match=r"only 0% of the weights .* multiple of 64 .* leave --load_in_4bit out"):
+    with pytest.raises(ModelLoadError, match=r"--load_in_4bit: .* 0% .* 64 "):
         quantise(*with_heads(causal_lm()))  # hidden size 32
     sharded = wide()
     sharded.lm_head.weight.ds_id = 3
-    with pytest.raises(ModelLoadError, match="sharded already; load it with load_in_4bit=True"):
+    with pytest.raises(ModelLoadError, match="load_in_4bit=True"):
         quantise(*with_heads(sharded))
-    with pytest.raises(ModelLoadError, match="load_in_4bit: only for loading by path"):
+    with pytest.raises(ModelLoadError, match="load_in_4bit"):
         Actor(wide(), load_in_4bit=True)
 
     def broken(*_: object, **__: object) -> None:
@@ -355,40 +353,44 @@ def test_other_refusals(wide, causal_lm, monkeypatch, tmp_path):
 
     with monkeypatch.context() as patch:
         patch.setattr("bitsandbytes.functional.quantize_4bit", broken)
-        with pytest.raises(ModelLoadError, match=r"bitsandbytes cannot pack model\..*q_proj: no kernel for this"):
+        with pytest.raises(ModelLoadError, match=r"--load_in_4bit: .*model\..*q_proj: no kernel for this"):
             quantise(*with_heads(wide()))
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "bitsandbytes" else find_spec(name))
-    with pytest.raises(ModelLoadError) as error:
+    with pytest.raises(ModelLoadError, match=r"--load_in_4bit .*lightppo\[qlora\]"):
         quantise(*with_heads(wide()))
-    assert str(error.value) == (
-        "--load_in_4bit needs bitsandbytes: pip install 'lightppo[qlora]', or bitsandbytes alone"
-    )
 
 
 # -- what bitsandbytes says ------------------------------------------------------------------------------------------
 
-USE = {
-    "packing first": "quantise(model, head_names(model))",
-    "adapters first": "",  # peft imports bitsandbytes wherever it is installed
-    "schedule first": "from transformers import get_scheduler",  # which imports peft
-}
-
-
-@pytest.mark.parametrize("order", USE)
-def test_nothing_is_printed_at_the_first_use(order):
-    script = f"""
-from lightppo.models.actor import Actor
+USES = """
+import os, sys
 from transformers import LlamaConfig, LlamaForCausalLM
+from lightppo.models.actor import Actor
 from lightppo.models.lora import LoraOptions, add_adapters
 from lightppo.models.loading import head_names
 from lightppo.models.quantised import quantise
-model = LlamaForCausalLM(LlamaConfig(vocab_size=8, hidden_size=64, intermediate_size=64, num_hidden_layers=1,
-                                     num_attention_heads=2))
-{USE[order]}
-add_adapters(Actor(model), LoraOptions(rank=2))
-import sys
-assert "bitsandbytes" in sys.modules
+
+def use(first):
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=8, **sizes))
+    assert "bitsandbytes" not in sys.modules
+    if first == "packing":
+        quantise(model, head_names(model))
+    elif first == "schedule":  # imports peft, which imports bitsandbytes wherever it is installed
+        from transformers import get_scheduler
+    add_adapters(Actor(model), LoraOptions(rank=2))
+    assert "bitsandbytes" in sys.modules
+
+for first in ("packing", "adapters", "schedule"):
+    child = os.fork()
+    if not child:
+        use(first)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0, first
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=os.environ, timeout=300)
+
+
+def test_nothing_is_printed_at_the_first_use():
+    done = subprocess.run([sys.executable, "-c", USES], capture_output=True, text=True, env=os.environ, timeout=300)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -120,15 +120,19 @@ def test_opt_flattens_its_rows(ragged: tuple[Tensor, Tensor, int], monkeypatch) 
     assert_same_gradients(results[1][1], results[0][1])
 
 
-@pytest.mark.parametrize("reason", ["checkpointing", "compiled", "whole output", "router"])
+def test_a_compiled_layer_runs_whole(causal_lm: Callable[..., PreTrainedModel]) -> None:
+    model = causal_lm("llama")
+    model.model.layers[-1].compile(backend="eager", dynamic=True)
+    assert position_wise(model) == []
+
+
+@pytest.mark.parametrize("reason", ["checkpointing", "whole output", "router"])
 def test_the_layer_runs_whole(
     reason: str, causal_lm: Callable[..., PreTrainedModel], ragged: tuple[Tensor, Tensor, int], monkeypatch
 ) -> None:
     sequences, mask, actions = ragged
     monkeypatch.setattr(wrapper, "READ_SHARE", 10.0)
     model = causal_lm("mixtral" if reason == "router" else "llama")
-    if reason == "compiled":
-        model.model.layers[-1].compile(backend="eager", dynamic=True)
     actor = Actor(model, packing_samples=True)
     if reason == "checkpointing":
         actor.gradient_checkpointing_enable()
@@ -136,16 +140,13 @@ def test_the_layer_runs_whole(
     actor(sequences, actions, mask)  # the probe
     seen: list[int] = []
     before = model.model.layers[-1].self_attn.o_proj.forward
-    if reason != "compiled":
-        model.model.layers[-1].self_attn.o_proj.forward = lambda x: seen.append(x.shape[1]) or before(x)
+    model.model.layers[-1].self_attn.o_proj.forward = lambda x: seen.append(x.shape[1]) or before(x)
     if reason == "whole output":
         actor(sequences, None, mask)
         assert seen == [sequences.shape[1]]  # padded, all of it
     elif reason == "router":
         actor.score_actions(sequences, actions, mask, router_loss=True)
         assert seen == [mask.sum()]
-    elif reason == "compiled":
-        assert actor.last_layer_parts == []
     else:
         actor(sequences, actions, mask)
         assert seen == [mask.sum()]

@@ -93,9 +93,7 @@ def test_a_resumed_run_is_the_uninterrupted_run(make_config, tmp_path, zero_stag
     if zero_stage < 3:  # at ZeRO-3 the shards of all weights leave a few hundred bytes each
         assert size < 16 * parameter_count(whole.strategy.unwrap_model(whole.actor), True) + 60_000
     changed = whole.config.with_options(lora_rank=8, save_path=str(tmp_path / "other"))
-    with pytest.raises(
-        CheckpointError, match=r"saved with LoRA adapters of rank 4, alpha 32, .* of rank 8, .*: resume"
-    ):
+    with pytest.raises(CheckpointError, match=r" rank 4, alpha 32, .* rank 8, .*--lora_rank"):
         PPOTrainer.from_config(changed)
 
 
@@ -135,7 +133,7 @@ def test_errors_before_and_at_loading(make_config, monkeypatch):
         raise ModelLoadError("--lora_rank needs peft")
 
     monkeypatch.setattr(build, "check_peft", missing)
-    with pytest.raises(ModelLoadError, match="needs peft"):
+    with pytest.raises(ModelLoadError, match="--lora_rank"):
         build.check_before_loading(make_config(**LORA))
     build.check_before_loading(make_config())
 
@@ -144,7 +142,7 @@ def test_a_trainer_made_by_hand_cannot_move_the_actor_without_its_adapters(make_
     trainer = PPOTrainer.from_config(make_config(**LORA))
     config = make_config(ref_ema_eta=0.1).resolved()
     models = (trainer.actor, trainer.critic, None, trainer.initial_model, None)
-    with pytest.raises(ConfigError, match="--ref_ema_eta and --ref_reset_steps"):
+    with pytest.raises(ConfigError, match="--ref_ema_eta"):
         PPOTrainer(trainer.strategy, *models, *[None] * 4, config=config, tokenizer=trainer.tokenizer)
 
 

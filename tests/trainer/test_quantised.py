@@ -105,7 +105,7 @@ def test_a_resumed_run_is_the_uninterrupted_run(config_of, tmp_path, zero_stage)
     folder = tmp_path / "whole" / "ckpt" / "_actor" / "global_step3"
     held = torch.load(next(folder.glob("*model_states.pt")), weights_only=False)["module"]
     assert {key.rpartition("lora_")[2] for key in held} == {"A.default.weight", "B.default.weight"}
-    with pytest.raises(CheckpointError, match=r"saved with .*, beside weights in 4 bits, this model .* --load_in_4bit"):
+    with pytest.raises(CheckpointError, match=r"4 bits.*--load_in_4bit"):
         PPOTrainer.from_config(whole.config.with_options(load_in_4bit=False, save_path=str(tmp_path / "other")))
 
 
@@ -116,7 +116,7 @@ def test_other_weights_in_4_bits_are_not_taken_for_the_same(config_of, tmp_path)
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight[3, 5] *= -1  # nothing but one weight of a layer in 4 bits
     model.save_pretrained(path)
-    with pytest.raises(CheckpointError, match="adapters of other frozen weights than those that this run has loaded"):
+    with pytest.raises(CheckpointError, match="frozen weights"):
         PPOTrainer.from_config(config_of(pretrain=str(path), critic_pretrain=str(path), resume=str(tmp_path / "ckpt")))
 
 
@@ -156,12 +156,12 @@ def test_rollouts_are_those_of_the_weights_that_are_sent(config_of, wide_model):
 
 
 def test_refusals(config_of, make_config, monkeypatch):
-    with pytest.raises(ModelLoadError, match="--load_in_4bit: only 22% of the weights"):
+    with pytest.raises(ModelLoadError, match=r"--load_in_4bit: .* 22% "):
         PPOTrainer.from_config(make_config(**QLORA))
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "bitsandbytes" else find_spec(name))
     monkeypatch.setattr(build, "build_models", lambda *_: pytest.fail("the models were loaded first"))
-    with pytest.raises(ModelLoadError, match=r"--load_in_4bit needs bitsandbytes: pip install 'lightppo\[qlora\]'"):
+    with pytest.raises(ModelLoadError, match=r"--load_in_4bit .*lightppo\[qlora\]"):
         PPOTrainer.from_config(config_of())
 
 
