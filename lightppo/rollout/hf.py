@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -45,6 +47,7 @@ def generation_mode(model: nn.Module) -> Iterator[None]:
             module.gradient_checkpointing = True
 
 
+@dataclass(eq=False, repr=False)
 class HFRolloutEngine:
     """A :class:`~lightppo.rollout.engine.RolloutEngine` that decodes with ``actor.model`` itself.
 
@@ -53,38 +56,28 @@ class HFRolloutEngine:
     ``prompt.index``, sample number), so in float32 a response does not depend on the micro batch size, the other
     prompts, their order or the number of ranks. ``last_stats`` counts tokens, forward passes, positions computed in
     them (padding included) and seconds.
-
-    Args:
-        actor: has ``.model``, a Hugging Face model or the DeepSpeed engine around it; log probs are over its first
-            ``valid_vocab_size`` ids if it has this attribute, else over the whole embedding.
-        gather_parameters: makes the context around ``generate``; under ZeRO-3 it holds the full parameters. There are
-            no collectives inside, so ranks may bring different numbers of prompts, or none.
-        valid_vocab_size: ids from here on are never sampled; ``None``: the tokenizer's length.
     """
 
     heats_first_token = True  # takes SamplingParams.first_token_temperature
     reports_finished = True  # takes generate's on_finished
     exact_log_probs = True  # in float32 they equal the log probs of a forward pass of the actor
 
-    def __init__(
-        self,
-        actor: nn.Module,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        micro_rollout_batch_size: int = 8,
-        gather_parameters: Callable[[], AbstractContextManager] = nullcontext,
-        valid_vocab_size: int | None = None,
-        progress: bool = False,
-    ) -> None:
-        if micro_rollout_batch_size < 1:
-            raise ValueError(f"micro_rollout_batch_size must be at least 1; got {micro_rollout_batch_size}")
-        self.actor = actor
-        self.tokenizer = tokenizer
-        self.micro_rollout_batch_size = micro_rollout_batch_size
-        self.gather_parameters = gather_parameters
-        self.valid_vocab_size = valid_vocab_size
-        self.progress = progress
-        self.last_stats: dict[str, float] = {}
+    # Has .model, a Hugging Face model or the DeepSpeed engine around it; log probs are over its first valid_vocab_size
+    # ids if it has this attribute, else over the whole embedding.
+    actor: nn.Module
+    tokenizer: PreTrainedTokenizerBase
+    _: KW_ONLY
+    micro_rollout_batch_size: int = 8
+    # Makes the context around generate; under ZeRO-3 it holds the full parameters. There are no collectives inside, so
+    # ranks may bring different numbers of prompts, or none.
+    gather_parameters: Callable[[], AbstractContextManager] = nullcontext
+    valid_vocab_size: int | None = None  # ids from here on are never sampled; None: the tokenizer's length
+    progress: bool = False
+    last_stats: dict[str, float] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        if self.micro_rollout_batch_size < 1:
+            raise ValueError(f"micro_rollout_batch_size must be at least 1; got {self.micro_rollout_batch_size}")
 
     @property
     def model(self) -> nn.Module:
@@ -176,12 +169,18 @@ class HFRolloutEngine:
     def _to_rollouts(
         self, requests: list[tuple[Prompt, int]], decoded: DecodedBatch, stop: StopCriteria
     ) -> list[Rollout]:
-        raise_undrawable(requests, decoded)
         lengths, stopped = decoded.lengths.tolist(), decoded.stopped.tolist()
         ids, log_probs = (
             [row[:length] for row, length in zip(of_rows.tolist(), lengths)]
             for of_rows in (decoded.tokens, decoded.log_probs)
         )
+        for (prompt, _), row in zip(requests, log_probs):
+            if not math.isfinite(sum(row)):  # see TokenSampler
+                raise FloatingPointError(
+                    f"prompt {prompt.index}, response token {[*map(math.isfinite, row)].index(False)}: no token can be "
+                    "drawn. The logits are NaN or infinite (have the weights diverged?), or bad_words and "
+                    "min_new_tokens ban every id"
+                )
         texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
         return [
             Rollout(
@@ -207,18 +206,6 @@ def check_lengths(prompts: list[Prompt], sampling: SamplingParams, position_limi
                 f"prompt {prompt.index} has {length} tokens, with the response {length + sampling.max_new_tokens}, but "
                 f"the model has {position_limit} positions: lower --prompt_max_len or --generate_max_len"
             )
-
-
-def raise_undrawable(requests: list[tuple[Prompt, int]], decoded: DecodedBatch) -> None:
-    """Raises FloatingPointError if a recorded token has no finite log prob (see ``TokenSampler``)."""
-    within = torch.arange(decoded.tokens.shape[1], device=decoded.lengths.device) < decoded.lengths.unsqueeze(1)
-    bad = (within & ~decoded.log_probs.isfinite()).nonzero().tolist()
-    if bad:
-        row, position = bad[0]
-        raise FloatingPointError(
-            f"prompt {requests[row][0].index}, response token {position}: no token can be drawn: the logits are NaN or "
-            "infinite (have the weights diverged?), or bad_words and min_new_tokens ban every id"
-        )
 
 
 def request_streams(prompts: list[Prompt], sampling: SamplingParams) -> list[tuple[int, int]]:
