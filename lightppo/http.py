@@ -80,7 +80,6 @@ class HTTPClient:
         read: Read[T] = dict,
         *,
         timeout: float | None = None,
-        tries: int | None = None,
         on_failure: Callable[[RequestError], Any] = lambda error: None,
     ) -> T:
         """Sends a JSON object, again and again until ``read`` accepts the answer; raises :class:`RequestError`.
@@ -94,7 +93,7 @@ class HTTPClient:
             content = json.dumps(body, allow_nan=False).encode()
         except (TypeError, ValueError) as error:
             raise ValueError(f"{self.name}: the request cannot be sent as JSON: {error}") from None
-        tries = tries or self.retries + 1
+        tries = self.retries + 1
         final = RefusedError if self.retry_timeouts else (RefusedError, SlowServerError)
         retrying = tenacity.Retrying(
             stop=tenacity.stop_after_attempt(tries),

@@ -49,19 +49,18 @@ _Reading = tuple[_Answer | None, str | None]  # the text says why the answer is 
 
 def _read_list(value: Any, part: list[Rollout], label: str) -> _Reading:
     """Reads a list or tensor of scores, or ``dict(rewards, scores, extra_logs)``, and keeps what can be used of it."""
+    output = None
     try:
         output = output_from_result(value, len(part), label)
-    except RewardError as error:
-        return None, str(error)
-    try:
         return _Answer(check_output(output, part, label), [False] * len(part)), None
     except RewardError as error:
-        if any(len(values) != len(part) for values in (output.scores, *output.metrics.values())):
-            return None, str(error)
-        scores = [finite(score) for score in output.scores]
-        metrics = {str(name): [finite(item) for item in values] for name, values in output.metrics.items()}
-        bad = [number is None and score is not None for number, score in zip(scores, output.scores)]
-        return _Answer(RewardOutput(scores, metrics), bad), str(error)
+        problem = str(error)
+    if output is None or any(len(values) != len(part) for values in (output.scores, *output.metrics.values())):
+        return None, problem
+    scores = [finite(score) for score in output.scores]
+    metrics = {str(name): [finite(item) for item in values] for name, values in output.metrics.items()}
+    bad = [number is None and score is not None for number, score in zip(scores, output.scores)]
+    return _Answer(RewardOutput(scores, metrics), bad), problem
 
 
 def _read_sample(value: Any, part: list[Rollout], label: str) -> _Reading:
@@ -264,20 +263,17 @@ class BoundFunction:
 
     def _call(self, values: Values) -> Call:
         values = self.style.always | values
-        args = tuple(values[name] for name in self.style.positional)
-        further = {name: value for name, value in values.items() if name not in self.style.positional}
-        kwargs = {name: value for name, value in further.items() if self._accepts(name)}
+        args = tuple(values.pop(name) for name in self.style.positional)
+        accepted = (values.keys() if self._open_ended else self._named) - self._taken
+        kwargs = {name: value for name, value in values.items() if name in accepted}
         try:
             self.signature.bind(*args, **kwargs)
         except TypeError as error:
             raise RewardError(
                 f"reward function {self.name}{self.signature}: {error}; beside its first {len(args)} arguments there "
-                f"are: {', '.join(further) or 'none'}"
+                f"are: {', '.join(values) or 'none'}"
             ) from None
         return Call(args, kwargs)
-
-    def _accepts(self, keyword: str) -> bool:
-        return keyword not in self._taken and (self._open_ended or keyword in self._named)
 
 
 def _filled(fn: RewardFunction) -> set[str]:
@@ -363,7 +359,7 @@ class FunctionReward:
         output = join_outputs([answer.output for answer in answers])
         if self.on_reward_failure == "unscored" or self.reward_retries:
             if taken := sorted({"failures", "timeouts"} & output.metrics.keys()):
-                raise RewardError(f"{self._label}: {taken[0]!r} is counted for it; give its own number another name")
+                raise RewardError(f"{self._label}: its metric {taken[0]!r} has the name of a count of ours; rename it")
             samples = [(state, bad) for state, answer in zip(settled, answers) for bad in answer.bad]
             # a last try that failed only in part does not count for the samples that it scored
             output.metrics["failures"] = [float(s.failures - (s.error is not None and not bad)) for s, bad in samples]

@@ -37,7 +37,7 @@ class RemoteReward:
     _: KW_ONLY
     timeout: float = 60.0  # seconds per request
     retries: int = 3  # further tries after a failed request; see HTTPClient
-    on_reward_failure: OnFailure = "error"  # after the last try; what no retry can help is always an error
+    on_reward_failure: OnFailure = "error"  # or "unscored", after the last try; a refusal is always an error
     token: str | None = None  # sent as Authorization: Bearer …
     sleep: Callable[[float], None] | None = None
     name: str = "remote"

@@ -322,7 +322,7 @@ class _Worker(SpawnProcess):
             super().start()
         finally:
             _starting.worker = False
-        # the list of all children, which pebble and multiprocessing end with the program, also with a fork of it
+        # Out of the list of children that pebble and multiprocessing end with the program: a fork would end them too.
         multiprocessing.process._children.discard(self)
 
     def is_alive(self) -> bool:

@@ -126,7 +126,9 @@ class RewardApp:
         rollouts, name = body.rollouts(), self.source.name
         try:
             output = check_output(self.source.score(rollouts), rollouts, name)
-        except (SystemExit, KeyboardInterrupt) as error:  # of a user's function; it must not end the server
+        except Exception:
+            raise
+        except BaseException as error:  # e.g. sys.exit() in a user's function, which must not end the server
             raise RuntimeError(f"{type(error).__name__}: {error}") from error
         if output.token_scores is not None:
             raise RewardError(f"{name}: token scores cannot be served, as requests have no token ids")

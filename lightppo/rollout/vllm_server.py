@@ -306,7 +306,7 @@ class VLLMServer:
         client = partial(HTTPClient, url.rstrip("/"), "vLLM server", retry_timeouts=False, **options)
         self._client = client(keep_alive=True)
         # Without kept connections, which vLLM closes after errors, so that one try is enough.
-        self._control = client()
+        self._control = client(retries=0)
         self.name = self._control.name
         self.described: dict[str, Any] = {}  # what it serves, by WorkerExtension.lightppo_admit
         self.gpus: list[str | None] = []  # of each of its workers
@@ -377,7 +377,7 @@ class VLLMServer:
 
     def post(self, route: str, body: dict[str, Any] | None = None, **options: Any) -> Any:
         """One try, for what cannot be repeated or is looked at soon again."""
-        return self._ask(self._control, route, body or {}, tries=1, **options)
+        return self._ask(self._control, route, body or {}, **options)
 
     def close(self) -> None:
         """Ends the connections."""

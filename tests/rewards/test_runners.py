@@ -229,7 +229,7 @@ def test_what_can_be_used_of_a_batch_is_used(make_rollout: Make) -> None:
 
 def test_a_metric_of_the_name_of_a_count_is_an_error(make_rollout: Make) -> None:
     source = FunctionReward(lambda solution_str, ground_truth: {"score": 1.0, "failures": 2}, "f", reward_retries=1)
-    with pytest.raises(RewardError, match="f: 'failures'"):
+    with pytest.raises(RewardError, match=r"f: .*'failures'"):
         source.score([make_rollout(0)])
 
 
