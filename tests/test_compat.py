@@ -121,22 +121,22 @@ def test_other_values_cover_every_default():
     ],
 )
 def test_an_unknown_option_names_the_nearest(wrong, right):
-    with pytest.raises(ConfigError, match=f"unknown option '{wrong}' .did you mean '{right}'"):
+    with pytest.raises(ConfigError, match=rf"'{wrong}'.*'{right}'"):
         config_from_options(None, {wrong: 1})
 
 
 def test_an_option_that_is_none_and_like_none():
-    with pytest.raises(ConfigError, match=r"unknown option 'qqqq'$"):
+    with pytest.raises(ConfigError, match=r"'qqqq'$"):
         config_from_options(None, {"qqqq": 1})
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"eps_clip": 1.5}, "--eps_clip must be .*1.5"),
+        ({"eps_clip": 1.5}, "--eps_clip .*1.5"),
         ({"temperature": -1}, "--temperature"),
-        ({"max_new_tokens": 0}, "--generate_max_len must be .*0"),
-        ({"min_new_tokens": 9, "max_new_tokens": 4}, "--min_new_tokens 9 exceeds --generate_max_len 4"),
+        ({"max_new_tokens": 0}, "--generate_max_len .*0"),
+        ({"min_new_tokens": 9, "max_new_tokens": 4}, "--min_new_tokens 9.*--generate_max_len 4"),
         ({"max_epochs": "two"}, "max_epochs"),
     ],
 )
@@ -206,16 +206,16 @@ def test_nones_of_args_are_no_values():
 
 
 def test_contradictions_of_options_and_args_are_refused():
-    with pytest.raises(ConfigError, match="--train_batch_size 5 does not divide the 8 samples"):
+    with pytest.raises(ConfigError, match="--train_batch_size 5"):
         config_from_options(args_of(rollout_batch_size=8, train_batch_size=5), {})
-    with pytest.raises(ConfigError, match="set --n_samples_per_prompt to at least 2"):
+    with pytest.raises(ConfigError, match="--n_samples_per_prompt"):
         config_from_options(args_of(advantage_estimator="grpo"), {})
 
 
 def test_batch_sizes_are_checked_against_the_ranks():
     args = args_of(rollout_batch_size=6, train_batch_size=3)
     assert config_from_options(args, {}, world_size=3).training.train_batch_size == 3
-    with pytest.raises(ConfigError, match="--train_batch_size 3 is not divisible by the 2 ranks"):
+    with pytest.raises(ConfigError, match="--train_batch_size 3"):
         config_from_options(args, {}, world_size=2)
 
 
@@ -228,10 +228,10 @@ def test_the_result_is_resolved():
 def test_a_config_made_in_code_is_checked_and_resolved():
     config = PPOConfig.from_flat(rollout_batch_size=6, train_batch_size=3, eps_clip=0.1)
     assert constructor_config(config, SimpleNamespace(world_size=3), {}, None).loss.eps_clip_low == 0.1
-    with pytest.raises(ConfigError, match="--train_batch_size 3 is not divisible by the 2 ranks"):
+    with pytest.raises(ConfigError, match="--train_batch_size 3"):
         constructor_config(config, SimpleNamespace(world_size=2), {}, None)
     config.loss.eps_clip = 2.0  # past from_flat's checks
-    with pytest.raises(ConfigError, match=r"--eps_clip must be .*2\.0"):
+    with pytest.raises(ConfigError, match=r"--eps_clip .*2\.0"):
         constructor_config(config, SimpleNamespace(world_size=3), {}, None)
 
 
@@ -269,13 +269,13 @@ def test_max_length_counts_prompt_and_response():
     options = {"max_length": 100, "prompt_max_len": 60}
     assert config_from_options(None, options).rollout.generate_max_len == 40
     assert config_from_options(None, {**options, "max_new_tokens": 10}).rollout.generate_max_len == 10
-    with pytest.raises(ConfigError, match=r"max_length 60 leaves no room after prompt_max_len 60: set max_new_tokens"):
+    with pytest.raises(ConfigError, match=r"max_length 60.*max_new_tokens"):
         config_from_options(None, {"max_length": 60, "prompt_max_len": 60})
 
 
 def test_the_pad_token_must_be_the_tokenizers():
     config_from_options(None, {"pad_token_id": 0}, TOKENIZER)
-    with pytest.raises(ConfigError, match=r"pad_token_id 2 is not the tokenizer's \(0\)"):
+    with pytest.raises(ConfigError, match="pad_token_id 2"):
         config_from_options(None, {"pad_token_id": 2}, TOKENIZER)
 
 

@@ -91,12 +91,10 @@ def build(config: PPOConfig) -> Run:
     sizes = {part: parameter_count(model, uses_adapters(config)) for part, model in saved.items()}
     check_disk_space(config, sizes, exported=parameter_count(models.actor))
 
-    d, t = config.data, config.training
-    prompts = build_prompts(config, tokenizer, strategy, d.prompt_data, d.prompt_split)
-    loader = prompts_dataloader(config, prompts, strategy)
+    loader = prompts_dataloader(config, build_prompts(config, tokenizer, strategy), strategy)
     pretrain = build_pretrain(config, tokenizer, strategy)
 
-    steps = optimizer_steps(config, steps_per_episode(config, loader))
+    t, steps = config.training, optimizer_steps(config, steps_per_episode(config, loader))
     (actor, actor_optim, actor_scheduler), (critic, critic_optim, critic_scheduler) = strategy.prepare(
         with_optimizer(models.actor, t.actor_learning_rate, steps, config, strategy),
         with_optimizer(models.critic, t.critic_learning_rate, steps, config, strategy),
@@ -108,8 +106,8 @@ def build(config: PPOConfig) -> Run:
     reward_source = build_reward(config, reward_models, tokenizer, strategy)
     engine = build_rollout_engine(config, strategy, actor, tokenizer)
     eval_prompts = None
-    if d.eval_data is not None:
-        eval_prompts = build_prompts(config, tokenizer, strategy, d.eval_data, d.eval_split, evaluation=True)
+    if config.data.eval_data is not None:
+        eval_prompts = build_prompts(config, tokenizer, strategy, evaluation=True)
     return Run(
         *(strategy, actor, critic, reward_models, reference, ema),
         *(actor_optim, critic_optim, actor_scheduler, critic_scheduler),
@@ -253,14 +251,14 @@ def with_optimizer(
 
 
 def build_prompts(
-    config: PPOConfig, tokenizer: Any, strategy: DeepspeedStrategy, paths: str, split: str, evaluation: bool = False
+    config: PPOConfig, tokenizer: Any, strategy: DeepspeedStrategy, evaluation: bool = False
 ) -> PromptDataset:
     """Prompts of ``--prompt_data`` or ``--eval_data``, checked and tokenised."""
-    d, seed = config.data, config.strategy.seed
-    probs, limit, flag = d.prompt_data_probs, d.max_samples, "--prompt_data"
+    d, flag = config.data, "--eval_data" if evaluation else "--prompt_data"
+    paths, probs, split, limit = d.prompt_data, d.prompt_data_probs, d.prompt_split, d.max_samples
     if evaluation:
-        probs, limit, flag = None, d.eval_max_samples, "--eval_data"
-    rows = blending_datasets(paths, probs, strategy, seed, train_split=split, flag=flag)
+        paths, probs, split, limit = d.eval_data, None, d.eval_split, d.eval_max_samples
+    rows = blending_datasets(paths, probs, strategy, config.strategy.seed, train_split=split, flag=flag)
     dataset = PromptDataset(
         rows.select(range(min(len(rows), limit))),
         tokenizer,

@@ -336,14 +336,10 @@ def perf_metrics(
     parameters: int,
     peak_tflops: float | None,
 ) -> dict[str, float]:
-    """Speed of one step.
+    """Speed of one step, beside the ``time_<phase>`` in ``seconds``.
 
-    Args:
-        seconds: ``time_<phase>`` of :class:`PhaseTimer`.
-        status: of the rollout: samples, generated_tokens, total_length.
-        epochs: passes over the rollout.
-        parameters: of all models trained.
-        peak_tflops: of one device; ``None``: no MFU.
+    ``status`` is of the rollout (samples, generated_tokens, total_length), ``parameters`` of all models trained,
+    ``peak_tflops`` of one device.
     """
     perf = dict(seconds)
     generated = status.get("generated_tokens", 0.0)

@@ -135,20 +135,10 @@ def open_sinks(
     config: LoggingConfig,
     folder: str | Path,
     options: Mapping[str, Any],
-    *,
     start_step: int = 0,
     run_id: str | None = None,
 ) -> list[Sink]:
-    """All sinks of a run: metrics.jsonl in its folder, and what the options name.
-
-    Args:
-        options: of the run, shown by Weights & Biases. Without secrets: tokens come from the environment.
-        start_step: step that the run starts or resumes from.
-        run_id: of the Weights & Biases run to go on with.
-
-    Raises:
-        ImportError: a sink's package is not installed; names the extra.
-    """
+    """All sinks of a run: metrics.jsonl in its folder, and what the options name. Arguments as of :class:`Recorder`."""
     sinks: list[Sink] = []
     name = config.wandb_run_name or Path(folder).resolve().name
     if config.use_tensorboard:
@@ -167,7 +157,7 @@ class Recorder:
 
     Args:
         evaluator: ``None``: no evaluation.
-        options: of the run, shown by Weights & Biases.
+        options: of the run, shown by Weights & Biases. Without secrets: tokens come from the environment.
         start_step: step the run starts or resumes at; logs of later steps, of a run that was cut off, are dropped.
         run_id: Weights & Biases run to go on with.
     """

@@ -56,7 +56,7 @@ class TestTask:
         task = quickstart("task")
         assert task.format_prompt(7, 35) == "07+35="
         assert task.solve("07+35=") == "042"
-        with pytest.raises(ValueError, match=r"'7\+35=' is not a prompt of this task"):
+        with pytest.raises(ValueError, match=r"'7\+35='"):
             task.solve("7+35=")
 
 
@@ -122,9 +122,9 @@ class TestReward:
 
     def test_data_of_another_task_is_an_error(self, quickstart):
         reward = quickstart("reward")
-        with pytest.raises(ValueError, match=r"'07\+35=' has the label '42', but the sum is 042"):
+        with pytest.raises(ValueError, match=r"'07\+35='.*'42'.*042"):
             reward.reward_func(["07+35=042"], ["07+35="], ["42"])
-        with pytest.raises(ValueError, match="'Hello' is not a sum"):
+        with pytest.raises(ValueError, match="'Hello'"):
             reward.reward_func(["Hello you"], ["Hello"], ["you"])
 
     def test_as_a_reward_source(self, quickstart):
@@ -192,12 +192,12 @@ class TestSummary:
     )
     def test_a_missing_file_is_named(self, quickstart, run_dir, name):
         (run_dir / name).unlink()
-        with pytest.raises(SystemExit, match=f"error: .*{name}: cannot be read"):
+        with pytest.raises(SystemExit, match=name):
             quickstart("summarize").main(run_dir)
 
     def test_a_missing_phase_is_named(self, quickstart, run_dir):
         (run_dir / "seconds.json").write_text('{"install": 1.0, "ppo": 2.0}')
-        with pytest.raises(SystemExit, match=r"seconds\.json lacks sft"):
+        with pytest.raises(SystemExit, match=r"seconds\.json.*sft"):
             quickstart("summarize").main(run_dir)
 
     def test_evaluations_on_different_prompts_are_not_compared(self, quickstart, run_dir):

@@ -243,9 +243,9 @@ def test_a_checkpoint_directory_that_is_not_one(refused, tmp_path):
 def test_checkpoints_of_a_run_with_other_models_or_another_stage(make_config, tmp_path):
     config = make_config(save_steps=1, benchmark_steps=1)
     PPOTrainer.from_config(config).fit()
-    with pytest.raises(UserError, match=r"have no part _ema: .* set another --ckpt_path or --resume never"):
+    with pytest.raises(UserError, match=r"_ema.*--ckpt_path"):
         PPOTrainer.from_config(config.with_options(enable_ema=True))
-    with pytest.raises(UserError, match=r"zero_stage=0, this run has zero_stage=1: resume with the same"):
+    with pytest.raises(UserError, match=r"zero_stage=0.*zero_stage=1"):
         PPOTrainer.from_config(config.with_options(zero_stage=1))
 
 

@@ -197,7 +197,7 @@ def test_value_head_by_its_name(make_config, tmp_path):
     weights["v_head.weight"] = weights.pop("score.weight")
     save_file(weights, f"{folder}/model.safetensors", {"format": "pt"})
     options = {"reward_pretrain": [folder], "reward_fn": None}
-    with pytest.raises(ModelLoadError, match=r"has no score\.weight\. It has v_head\.weight: set --value_head_prefix"):
+    with pytest.raises(ModelLoadError, match=r"v_head\.weight.*--value_head_prefix"):
         models_of(make_config(**options))
     models = models_of(make_config(**options, value_head_prefix="v_head"))
     assert torch.equal(models.critic.hf_model.score.weight, weights["v_head.weight"])
@@ -289,9 +289,7 @@ def test_tokenizers_in_python(make_config, tmp_path):
     folder = Path(save_causal_lm(tmp_path / "model", vocab_size=400))
     config = make_config(pretrain=str(folder), disable_fast_tokenizer=True)
     actor = models_of(config).actor
-    with pytest.raises(
-        ModelLoadError, match=r"--pretrain .* no Python tokenizer .* leave --disable_fast_tokenizer out"
-    ):
+    with pytest.raises(ModelLoadError, match=r"--pretrain.*--disable_fast_tokenizer"):
         build.build_tokenizer(config, actor)
     for file in folder.glob("tokenizer*"):
         file.unlink()
@@ -303,9 +301,7 @@ def test_tokenizers_in_python(make_config, tmp_path):
 
 
 def prompts_of(config: PPOConfig, tokenizer: Any, evaluation: bool = False) -> list[str]:
-    d = config.data
-    path, split = (d.eval_data, d.eval_split) if evaluation else (d.prompt_data, d.prompt_split)
-    dataset = build.build_prompts(config, tokenizer, DeepspeedStrategy(), path, split, evaluation)
+    dataset = build.build_prompts(config, tokenizer, DeepspeedStrategy(), evaluation)
     return [dataset[i].text for i in range(len(dataset))]
 
 
@@ -349,7 +345,7 @@ def test_overlong_prompts_are_dropped_cut_or_refused(make_config, tokenizer, spl
 def test_columns_and_templates(make_config, tokenizer, tmp_path):
     path = write_jsonl(tmp_path / "rows.jsonl", [{"task": "1+1=", "gold": "2"}])
     config = make_config(prompt_data=path, input_key="task", label_key="gold", input_template="sum {}")
-    dataset = build.build_prompts(config, tokenizer, DeepspeedStrategy(), path, "train")
+    dataset = build.build_prompts(config, tokenizer, DeepspeedStrategy())
     assert (dataset[0].text, dataset[0].label) == ("sum 1+1=", "2")
 
 
@@ -412,8 +408,7 @@ def test_batches_are_pinned_only_where_there_is_a_gpu(make_config, tokenizer, sp
 def test_rollout_batches(make_config, tokenizer):
     def batches(**options: Any) -> list[list[int]]:
         config = make_config(**options)
-        data = config.data
-        prompts = build.build_prompts(config, tokenizer, DeepspeedStrategy(), data.prompt_data, data.prompt_split)
+        prompts = build.build_prompts(config, tokenizer, DeepspeedStrategy())
         return [[p.index for p in batch] for batch in build.prompts_dataloader(config, prompts, DeepspeedStrategy())]
 
     assert [len(batch) for batch in batches(rollout_batch_size=5)] == [5, 5, 2]
@@ -516,7 +511,7 @@ def test_a_run_folder_that_cannot_be_written_is_named(make_config, tmp_path):
     from lightppo.errors import ConfigError
 
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=rf"--save_path {tmp_path}/file/run: cannot be written"):
+    with pytest.raises(ConfigError, match=f"--save_path {tmp_path}/file/run"):
         build.save_run_config(make_config(save_path=str(tmp_path / "file" / "run")), DeepspeedStrategy())
 
 

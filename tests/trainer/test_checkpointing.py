@@ -143,23 +143,23 @@ def test_directories_with_other_names_are_left_alone(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("saved", "now", "message"),
+    ("saved", "now", "parts"),
     [
-        (("actor",), {"critic": True}, "have no part _critic"),
-        (("critic", "actor"), {"ema": True}, "have no part _ema"),
-        (("actor",), {"ema": True}, "have no part _critic, _ema"),
+        (("actor",), {"critic": True}, "_critic"),
+        (("critic", "actor"), {"ema": True}, "_ema"),
+        (("actor",), {"ema": True}, "_critic, _ema"),
     ],
 )
-def test_checkpoints_of_a_run_with_other_models_are_refused(tmp_path, saved, now, message):
+def test_checkpoints_of_a_run_with_other_models_are_refused(tmp_path, saved, now, parts):
     make_checkpoints(tmp_path, 5, 10, parts=saved)
-    with pytest.raises(CheckpointError, match=f"{message}: .*set another --ckpt_path or --resume never"):
+    with pytest.raises(CheckpointError, match=rf"{parts}:.*--ckpt_path"):
         checkpointer(**now).find(tmp_path)
 
 
 def test_parts_without_a_step_in_common_are_refused(tmp_path):
     make_part(tmp_path, "critic", 10)
     make_part(tmp_path, "actor", 5)
-    with pytest.raises(CheckpointError, match="have no part in common"):
+    with pytest.raises(CheckpointError, match=str(tmp_path)):
         checkpointer().find(tmp_path)
 
 
@@ -290,5 +290,5 @@ def test_a_named_folder_without_a_whole_checkpoint_is_refused(tmp_path):
     (tmp_path / "empty" / "_actor").mkdir(parents=True)
     make_part(tmp_path / "incomplete", "actor", 1, whole=False)
     for wrong in ("missing", "empty", "incomplete", "run/_actor", "run/_actor/global_step5"):
-        with pytest.raises(CheckpointError, match=rf"--resume {tmp_path / wrong}: not a folder of checkpoints"):
+        with pytest.raises(CheckpointError, match=f"--resume {tmp_path / wrong}:"):
             resume_root(str(tmp_path / wrong), "./ckpt")

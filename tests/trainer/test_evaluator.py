@@ -89,7 +89,7 @@ def test_a_source_that_is_unscored_as_a_whole_has_no_metrics():
 
 @pytest.mark.parametrize("samples", [[], [sample(0, None), sample(1, None)]], ids=["none", "unscored"])
 def test_evaluation_without_a_score_is_an_error(samples):
-    with pytest.raises(RewardError, match=rf"none of the {len(samples)} samples was scored"):
+    with pytest.raises(RewardError, match=f"{len(samples)} samples"):
         eval_metrics(samples, 0.5)
 
 

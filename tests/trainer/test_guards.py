@@ -54,7 +54,7 @@ def test_a_reward_that_cannot_be_reached_names_the_flag(paths, option, value):
 def test_a_token_that_is_not_set_names_the_flag(paths, monkeypatch):
     monkeypatch.delenv("RM_TOKEN", raising=False)
     options = {"reward_fn": None, "remote_rm_url": ("http://127.0.0.1:1/reward",), "remote_rm_token_env": "RM_TOKEN"}
-    with pytest.raises(ConfigError, match="--remote_rm_token_env: environment variable RM_TOKEN is not set"):
+    with pytest.raises(ConfigError, match=r"--remote_rm_token_env.*RM_TOKEN"):
         check_before_loading(config_of(paths, **options))
     monkeypatch.setenv("RM_TOKEN", "abc")
     check_before_loading(config_of(paths, **options))
@@ -75,9 +75,7 @@ def test_prompt_and_response_must_fit_the_positions_of_the_model():
     config = PPOConfig.from_flat(pretrain="models/tiny", prompt_max_len=100, generate_max_len=29)
     check_lengths(config, ModelConfig(129))
     check_lengths(config, ModelConfig(None))
-    with pytest.raises(
-        ConfigError, match=r"--prompt_max_len 100 \+ --generate_max_len 29 = 129 tokens, but models/tiny has 128"
-    ):
+    with pytest.raises(ConfigError, match=r"--prompt_max_len 100.*--generate_max_len 29.*129.*models/tiny.*128"):
         check_lengths(config, ModelConfig(128))
 
 
@@ -86,7 +84,7 @@ def test_gpt2s_limit_has_another_name():
 
     config = PPOConfig.from_flat(prompt_max_len=8, generate_max_len=9)
     check_lengths(config, GPT2Config(n_positions=17))
-    with pytest.raises(ConfigError, match="has 16 positions"):
+    with pytest.raises(ConfigError, match=" 16 "):
         check_lengths(config, GPT2Config(n_positions=16))
 
 
@@ -139,7 +137,7 @@ def test_enough_room_passes_to_the_byte_and_the_message_says_what_to_do(monkeypa
     config = PPOConfig.from_flat(ckpt_path=str(tmp_path), save_steps=5)
     check_disk_space(config, {"actor": GB})
     free[0] -= 1
-    with pytest.raises(ConfigError, match=rf"--ckpt_path {tmp_path}: 3 checkpoints need .* lower --max_ckpt_num"):
+    with pytest.raises(ConfigError, match=rf"--ckpt_path {tmp_path}.*--max_ckpt_num"):
         check_disk_space(config, {"actor": GB})
 
 

@@ -316,9 +316,9 @@ def test_evaluation_options(make_config, eval_data, parts, trainer_with, tmp_pat
 
     def evaluated(**options: Any) -> dict[str, float]:
         config = make_config(eval_data=eval_data, **options).resolved()
-        tokenizer, strategy, d = parts["tokenizer"], parts["strategy"], config.data
+        tokenizer, strategy = parts["tokenizer"], parts["strategy"]
         source = build.build_reward(config, [], tokenizer, strategy)
-        prompts = build.build_prompts(config, tokenizer, strategy, d.eval_data, d.eval_split, evaluation=True)
+        prompts = build.build_prompts(config, tokenizer, strategy, evaluation=True)
         return build.build_evaluator(config, real_engine, source, prompts, strategy).evaluate(0)
 
     one = evaluated()

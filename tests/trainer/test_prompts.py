@@ -76,7 +76,7 @@ def test_equal_texts_are_one_group_and_others_are_not():
 
 def test_a_prompt_over_the_limit_is_named():
     assert len(prompts_of(["12345"], limit=5)) == 1
-    with pytest.raises(ValueError, match=r"the prompt '123456'… has 6 tokens, more than prompt_max_len 5"):
+    with pytest.raises(ValueError, match=r"'123456'.* 6 .*prompt_max_len 5"):
         prompts_of(["123456"], limit=5)
 
 
@@ -97,7 +97,7 @@ def test_a_prompt_over_the_limit_is_named():
     ids=str,
 )
 def test_anything_else_is_refused(batch):
-    with pytest.raises(TypeError, match="a batch of prompts must be a list of Prompt or of strings"):
+    with pytest.raises(TypeError, match="a list of Prompt"):
         prompts_of(batch)
 
 
@@ -171,18 +171,18 @@ def test_torchs_own_sampler_is_reshuffled_and_cannot_resume():
     batches = DataLoader(range(6), batch_size=3, sampler=sampler, collate_fn=list)
     first, second, again = (episode(batches, number, 0) for number in (0, 1, 0))
     assert first == again != second
-    with pytest.raises(ValueError, match="cannot resume inside an episode"):
+    with pytest.raises(ValueError, match="set_epoch"):
         episode(batches, 0, 3)
 
 
 def test_any_iterable_of_batches_starts_from_its_beginning_only():
     assert episode([["a"], ["b"]], 5, 0) == [(["a"], False), (["b"], True)]
-    with pytest.raises(ValueError, match=r"make it with strategy\.setup_dataloader"):
+    with pytest.raises(ValueError, match=r"strategy\.setup_dataloader"):
         episode([["a"], ["b"]], 0, 1)
 
 
 def test_an_empty_dataloader_is_an_error():
-    with pytest.raises(ValueError, match="no batch in episode 3"):
+    with pytest.raises(ValueError, match="episode 3"):
         episode([], 2, 0)
 
 
@@ -236,11 +236,11 @@ def test_endless_takes_a_plain_list_and_an_endless_iterator():
 def test_an_iterator_that_ends_says_so():
     batches = endless(iter([1, 2]))
     assert [next(batches), next(batches)] == [1, 2]
-    with pytest.raises(ValueError, match="came to its end: pass the dataloader itself"):
+    with pytest.raises(ValueError, match=r"iterator.*pretraining"):
         next(batches)
 
 
 def test_pretraining_data_without_a_batch_is_an_error_not_a_hang():
     empty = DataLoader(range(3), batch_size=4, drop_last=True)
-    with pytest.raises(ValueError, match="gave no batch"):
+    with pytest.raises(ValueError, match="pretraining dataloader"):
         next(endless(empty))
