@@ -2,8 +2,7 @@
 
 As a script it builds strategy, models, optimizers, schedulers and dataloaders by hand, with every argument that the
 last train_ppo.py of OpenRLHF's launcher era gives them, and calls the trainer with 10 positional arguments and the
-seed's options. As a test it runs itself: one process without a launcher, and two ranks with ZeRO-3 under the DeepSpeed
-launcher.
+seed's options. As a test it runs itself: as one process, and as two ranks with ZeRO-3.
 """
 
 from __future__ import annotations
@@ -332,7 +331,7 @@ def test_one_process_trains_and_resumes(assets, tmp_path):
 
 @pytest.mark.slow
 def test_two_ranks_with_zero_3(assets, tmp_path):
-    run_script(assets, tmp_path, "--zero_stage=3", "--save_steps=-1", launcher="deepspeed", world_size=2)
+    run_script(assets, tmp_path, "--zero_stage=3", "--save_steps=-1", world_size=2)
     assert json.loads((tmp_path / "model" / "loop.json").read_text())["save_steps"] == "inf"
     rows = logged(tmp_path)
     assert [row["rollout/samples"] for row in rows] == [8, 8, 4]
