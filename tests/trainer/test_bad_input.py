@@ -27,11 +27,12 @@ pytestmark = pytest.mark.usefixtures("world")
 
 @pytest.fixture
 def refused(make_config):
-    """``refused(**options)``: what the start of such a run says."""
+    """``refused(*named, **options)``: what the start of such a run says, which names all of these."""
 
-    def message(**options: Any) -> str:
+    def message(*named: str, **options: Any) -> str:
         with pytest.raises(UserError) as error:
             PPOTrainer.from_config(make_config(**options))
+        assert [name for name in named if name not in str(error.value)] == []
         return str(error.value)
 
     return message
@@ -50,28 +51,24 @@ def test_a_model_that_is_not_there(refused, tmp_path, flag):
     options = {flag: [path] if flag == "reward_pretrain" else path}
     if flag == "reward_pretrain":
         options |= {"reward_fn": None, "init_critic_from_actor": True}
-    assert f"--{flag} {path}: no such folder. Give a folder with a Hugging Face model, or a hub id" in refused(
-        **options
-    )
+    refused(f"--{flag} {path}:", **options)
 
 
 def test_a_folder_that_is_no_model(refused, tmp_path):
     (tmp_path / "README.md").write_text("hello")
-    message = refused(pretrain=str(tmp_path))
-    assert message == f"--pretrain {tmp_path}: the folder has no config.json, so it is not a Hugging Face model"
+    refused(f"--pretrain {tmp_path}", "config.json", pretrain=str(tmp_path))
 
 
 def test_a_model_that_transformers_does_not_know(refused, tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "vit"}')
-    message = refused(pretrain=str(tmp_path))
-    assert message.startswith(f"--pretrain {tmp_path} could not be loaded: ")
+    message = refused(f"--pretrain {tmp_path}", "vit", pretrain=str(tmp_path))
     assert len(message.splitlines()) == 1
     assert len(message) < 1200  # transformers lists every class that it has
 
 
 def test_a_model_without_a_value_head_is_no_reward_model(refused, tiny_model):
-    message = refused(reward_pretrain=[tiny_model], reward_fn=None, init_critic_from_actor=True)
-    assert f"--reward_pretrain {tiny_model} has no score.weight" in message
+    options = {"reward_pretrain": [tiny_model], "reward_fn": None, "init_critic_from_actor": True}
+    refused(f"--reward_pretrain {tiny_model}", "score.weight", **options)
 
 
 def edited_tokenizer(folder: Path, *missing: str) -> str:
@@ -86,9 +83,7 @@ def edited_tokenizer(folder: Path, *missing: str) -> str:
 
 def test_a_tokenizer_without_end_of_text(refused, tmp_path):
     path = edited_tokenizer(tmp_path / "model", "eos_token")
-    message = refused(pretrain=path)
-    assert f"--pretrain {path}: the tokenizer has no EOS token" in message
-    assert 'Set "eos_token" in its tokenizer_config.json' in message
+    refused(f"--pretrain {path}:", '"eos_token"', "tokenizer_config.json", pretrain=path)
 
 
 def test_a_tokenizer_without_padding_pads_with_end_of_text(make_config, tmp_path):
@@ -100,11 +95,8 @@ def test_a_tokenizer_without_padding_pads_with_end_of_text(make_config, tmp_path
 
 
 def test_lengths_beyond_the_models_positions(refused, tiny_model):
-    message = refused(prompt_max_len=60, generate_max_len=5)
-    assert message == (
-        f"--prompt_max_len 60 + --generate_max_len 5 = 65 tokens, but {tiny_model} has 64 positions: "
-        "lower one of them to fit"
-    )
+    named = ("--prompt_max_len 60", "--generate_max_len 5", " 65 ", tiny_model, " 64 ")
+    refused(*named, prompt_max_len=60, generate_max_len=5)
 
 
 # -- data ------------------------------------------------------------------------------------------------------------
@@ -113,45 +105,39 @@ def test_lengths_beyond_the_models_positions(refused, tiny_model):
 @pytest.mark.parametrize("flag", ["prompt_data", "eval_data", "pretrain_data"])
 def test_data_that_is_not_there(refused, tmp_path, flag):
     path = str(tmp_path / "no.jsonl")
-    assert f"--{flag} {path}: no such file or folder" in refused(**{flag: path})
+    refused(f"--{flag} {path}:", **{flag: path})
 
 
 def test_data_of_no_known_format(refused, tmp_path):
     (tmp_path / "rows.docx").write_text("hello")
-    message = refused(prompt_data=str(tmp_path / "rows.docx"))
-    assert f"--prompt_data {tmp_path}/rows.docx: unknown format; the name must end in" in message
+    refused(f"--prompt_data {tmp_path}/rows.docx:", ".jsonl", prompt_data=str(tmp_path / "rows.docx"))
 
 
 def test_an_empty_dataset(refused, tmp_path):
     data = prompts(tmp_path)
-    assert f"{data['prompt_data']} is empty: no rows" in refused(**data)
+    refused(data["prompt_data"], "empty", **data)
 
 
 def test_a_dataset_without_the_key(refused, tmp_path):
     data = prompts(tmp_path, {"text": "1+1=", "gold": "2"})
-    message = refused(**data, input_key="task")
-    assert message == "--input_key 'task' is not a column of the data; its columns: text, gold"
-    message = refused(**data, input_key="text", label_key="answer")
-    assert message == "--label_key 'answer' is not a column of the data; its columns: text, gold"
+    refused("--input_key 'task'", "text, gold", **data, input_key="task")
+    refused("--label_key 'answer'", "text, gold", **data, input_key="text", label_key="answer")
 
 
 @pytest.mark.parametrize(
-    ("bad", "why"),
+    ("bad", "named"),
     [
-        ({"input": 7}, "'input' is int 7; text or a list of chat messages is needed"),
-        ({"input": None}, "no prompt: 'input' missing or null"),
-        ({"label": "2"}, "no prompt: 'input' missing or null"),
-        ({"input": ""}, "'input' is empty"),
-        ({"input": "0123456789abc"}, "13 tokens, --prompt_max_len is 12: raise it, or choose --truncation left|right"),
+        ({"input": 7}, ["'input'", "int 7"]),
+        ({"input": None}, ["'input'", "null"]),
+        ({"label": "2"}, ["'input'", "missing"]),
+        ({"input": ""}, ["'input'", "empty"]),
+        ({"input": "0123456789abc"}, ["13 tokens", "--prompt_max_len", "--truncation"]),
     ],
     ids=["type", "null", "missing", "empty", "overlong"],
 )
-def test_a_bad_row_is_named_by_file_and_line(refused, tmp_path, bad, why):
+def test_a_bad_row_is_named_by_file_and_line(refused, tmp_path, bad, named):
     data = prompts(tmp_path, {"input": "1+1="}, {"input": "1+2="}, bad)
-    message = refused(**data)
-    assert message.startswith(f"{data['prompt_data']}:3: ")
-    assert why in message
-    assert "mend the row, or leave such rows out with --on_bad_row skip" in message
+    refused(f"{data['prompt_data']}:3: ", *named, "--on_bad_row skip", **data)
 
 
 def test_bad_rows_are_skipped_and_counted_if_asked_to(make_config, tmp_path, capsys):
@@ -164,8 +150,7 @@ def test_bad_rows_are_skipped_and_counted_if_asked_to(make_config, tmp_path, cap
 def test_a_broken_line_of_the_file(refused, tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"input": "1+1="}\n{"input": \n')
-    message = refused(prompt_data=str(path))
-    assert message.startswith(f"{path}:2: not JSON: ")
+    refused(f"{path}:2: ", "JSON", prompt_data=str(path))
 
 
 # -- rewards ---------------------------------------------------------------------------------------------------------
@@ -180,16 +165,13 @@ def reward_file(tmp_path: Path, body: str) -> str:
 @pytest.mark.parametrize(
     ("body", "why"),
     [
-        ("return [1.0]", r"my_reward\.py:reward_func: 1 scores for 4 samples"),
-        ("return [1.0, 1.0, float('nan'), 1.0]", r"the score of sample 2 \(prompt row \d+, .*'.*='\) is nan"),
-        ("return [1.0, float('inf'), 1.0, 1.0]", r"the score of sample 1 \(prompt row .* is inf; it must be a finite"),
-        ("return ['good'] * 4", r"the score of sample 0 \(prompt row .* is 'good'; it must be a finite number"),
-        ("return None", r"must be a list or tensor with one number per sample, got NoneType"),
-        (
-            "raise KeyError('gold')",
-            r"reward function my_reward\.py:reward_func raised on a batch of 4: KeyError: 'gold'",
-        ),
-        ("return [None] * 4", "step 1: none of the samples was scored, so there is nothing to train on"),
+        ("return [1.0]", r"my_reward\.py:reward_func: 1 scores for 4"),
+        ("return [1.0, 1.0, float('nan'), 1.0]", r"sample 2 \(prompt row \d+, .*'.*='\).* nan"),
+        ("return [1.0, float('inf'), 1.0, 1.0]", r"sample 1 \(prompt row .* inf"),
+        ("return ['good'] * 4", r"sample 0 \(prompt row .* 'good'"),
+        ("return None", "NoneType"),
+        ("raise KeyError('gold')", r"my_reward\.py:reward_func.*KeyError: 'gold'"),
+        ("return [None] * 4", "step 1: "),
     ],
     ids=str,
 )
@@ -202,18 +184,16 @@ def test_a_reward_function_that_gives_no_usable_scores(make_config, tmp_path, bo
 
 def test_a_reward_file_that_is_not_there(refused, tmp_path):
     reward_file(tmp_path, "return []")
-    message = refused(reward_fn=str(tmp_path / "my_rewards.py"))
-    assert message == f"--reward_fn: no file {tmp_path}/my_rewards.py; {tmp_path} has my_reward.py"
-    message = refused(reward_fn=None, remote_rm_url=[str(tmp_path / "no" / "file.py")])
-    assert message == f"--remote_rm_url: no file {tmp_path}/no/file.py; there is no directory {tmp_path}/no"
+    refused("--reward_fn:", f"{tmp_path}/my_rewards.py", " my_reward.py", reward_fn=str(tmp_path / "my_rewards.py"))
+    path = str(tmp_path / "no" / "file.py")
+    refused("--remote_rm_url:", path, reward_fn=None, remote_rm_url=[path])
 
 
 def test_a_reward_file_without_the_function_or_that_fails(refused, tmp_path):
     path = reward_file(tmp_path, "return []")
-    message = refused(reward_fn=f"{path}:score")
-    assert message == f"--reward_fn: {path} has no 'score'; it has reward_func. Name one as {path}:name"
+    refused("--reward_fn:", path, "'score'", "reward_func", reward_fn=f"{path}:score")
     Path(path).write_text("import no_such_module")
-    assert f"--reward_fn: {path} fails when run: ModuleNotFoundError" in refused(reward_fn=path)
+    refused("--reward_fn:", path, "ModuleNotFoundError", reward_fn=path)
 
 
 def test_a_reward_server_that_cannot_be_reached(make_config):
@@ -227,17 +207,15 @@ def test_a_reward_server_that_cannot_be_reached(make_config):
 
 def test_a_token_that_is_not_set(refused, monkeypatch):
     monkeypatch.delenv("NO_SUCH_TOKEN", raising=False)
-    message = refused(reward_fn=None, remote_rm_url="http://127.0.0.1:9/x", remote_rm_token_env="NO_SUCH_TOKEN")
-    assert message == "--remote_rm_token_env: environment variable NO_SUCH_TOKEN is not set"
+    options = {"remote_rm_url": "http://127.0.0.1:9/x", "remote_rm_token_env": "NO_SUCH_TOKEN"}
+    refused("--remote_rm_token_env:", "NO_SUCH_TOKEN", reward_fn=None, **options)
 
 
 # -- checkpoints -----------------------------------------------------------------------------------------------------
 
 
 def test_a_checkpoint_directory_that_is_not_one(refused, tmp_path):
-    message = refused(resume=str(tmp_path))
-    assert f"--resume {tmp_path}: not a folder of checkpoints" in message
-    assert "name the --ckpt_path of the run to go on with, or leave --resume at auto" in message
+    refused(f"--resume {tmp_path}:", "--ckpt_path", resume=str(tmp_path))
 
 
 def test_checkpoints_of_a_run_with_other_models_or_another_stage(make_config, tmp_path):
@@ -251,11 +229,7 @@ def test_checkpoints_of_a_run_with_other_models_or_another_stage(make_config, tm
 
 def test_a_disk_that_is_too_small(refused, make_config, tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
-    message = refused(save_steps=1)
-    assert (
-        f"--ckpt_path {tmp_path}/ckpt: 3 checkpoints need about 0.0 GB, 0.0 GB are free: lower --max_ckpt_num"
-        in message
-    )
+    refused(f"--ckpt_path {tmp_path}/ckpt:", "--max_ckpt_num", save_steps=1)
     PPOTrainer.from_config(make_config())  # saves nothing but the model
 
 
@@ -281,8 +255,7 @@ def test_mistakes_on_the_command_line_end_before_anything_loads(capsys, flags, s
 
 
 def test_several_reward_models_without_a_function_to_combine_them(refused, tmp_path):
-    message = refused(reward_pretrain=["a", "b"], reward_fn=None)
-    assert message == "2 models in --reward_pretrain need --reward_fn path.py:name to combine their scores"
+    refused("--reward_pretrain", "--reward_fn", reward_pretrain=["a", "b"], reward_fn=None)
 
 
 # -- the constructor -------------------------------------------------------------------------------------------------
@@ -304,7 +277,7 @@ def construct(tokenizer: Any, *, critic: Any = None, reward_model: Any = None, *
         ({"tokenizer": None}, "tokenizer="),
         ({"eps_clp": 0.1}, "'eps_clp'.*'eps_clip'"),
         ({"reward_func": len}, "'reward_func'.*'reward_fn'"),
-        ({"reward_source": None, "reward_model": [len, len]}, "--reward_pretrain.*--reward_fn"),
+        ({"reward_source": None, "reward_model": [len, len]}, "--reward_fn"),
         ({"reward_source": None}, "--remote_rm_url"),
         ({"config": PPOConfig(), "eps_clip": 0.1}, "eps_clip.*config"),
         ({"max_norm": 7.0}, "max_norm 7"),
@@ -349,8 +322,6 @@ def test_a_missing_model_ends_the_script_with_1_and_one_line(assets, tmp_path):
     )  # fmt: skip
     assert ended.returncode == 1
     ours = [line for line in ended.stderr.splitlines() if line.startswith("[rank 0] train_ppo.py")]  # others may warn
-    assert ours == [
-        "[rank 0] train_ppo.py: error: --pretrain ./no/model: no such folder. "
-        "Give a folder with a Hugging Face model, or a hub id"
-    ]
+    assert len(ours) == 1
+    assert ours[0].startswith("[rank 0] train_ppo.py: error: --pretrain ./no/model:")
     assert "Traceback" not in ended.stderr
