@@ -534,15 +534,10 @@ def test_what_needs_a_gpu_is_refused_without(make_config, option):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"zero_stage": 3}, "--torch_compile cannot see through ZeRO-3's hooks"),
-        (
-            {"gradient_checkpointing": True, "gradient_checkpointing_use_reentrant": True},
-            "--torch_compile",
-        ),
-    ],
+    "options",
+    [{"zero_stage": 3}, {"gradient_checkpointing": True, "gradient_checkpointing_use_reentrant": True}],
+    ids=str,
 )
-def test_torch_compile_where_it_cannot_work(make_config, options, message):
-    with pytest.raises(ConfigError, match=message):
+def test_torch_compile_where_it_cannot_work(make_config, options):
+    with pytest.raises(ConfigError, match="--torch_compile"):
         make_config(torch_compile=True, **options).validate()
