@@ -223,25 +223,24 @@ _beneath: dict[str, str] = {}  # place to show below it → where it is kept
 
 def enter_namespaces() -> None:
     """Moves this process into new namespaces; the next process that it forks is the first one there."""
-    ours, theirs = socket.socketpair()
     process = os.getpid()
-    if os.fork() == 0:  # stays outside, from where the ids are mapped
-        ours.close()
-        if theirs.recv(1):  # else the other process has failed
-            try:
+    reader, writer = os.pipe()
+    mapper = os.fork()
+    if mapper == 0:  # stays outside, from where the ids are mapped
+        os.close(writer)
+        try:
+            if os.read(reader, 1):  # else the other process has failed
                 _map_ids(process)
-                answer = "+"
-            except OSError as error:
-                answer = f"mapping the ids: {error}"
-            theirs.sendall(answer.encode())
+        except OSError as error:
+            os._exit(error.errno)
         os._exit(0)
-    theirs.close()
+    os.close(reader)
     _call("unshare", _NEW_NAMESPACES)
-    ours.sendall(b"+")
-    answer = ours.recv(1000)
-    os.wait()
-    if answer != b"+":
-        raise OSError(answer.decode(errors="replace") or "the ids were not mapped")
+    os.write(writer, b"+")
+    os.close(writer)
+    number = os.waitstatus_to_exitcode(os.waitpid(mapper, 0)[1])
+    if number:
+        raise OSError(number, f"mapping the ids: {os.strerror(number)}")
     if os.getuid() != INNER_ID:  # two ids are mapped
         os.setgroups([])
     _prctl(_PR_SET_DUMPABLE, 0)
