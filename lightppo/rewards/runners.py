@@ -17,7 +17,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import KW_ONLY, dataclass
@@ -160,7 +160,7 @@ class LoopRunner:
 
         async def one(call: Call) -> Outcome:
             async with slots:
-                task = asyncio.ensure_future(self._guarded(call))
+                task = asyncio.ensure_future(self._call(call))
                 # not wait_for: that waits until a cancelled coroutine has ended, which it may refuse to
                 done, _ = await asyncio.wait({task}, timeout=self.timeout)
                 if done or self.timeout is None:
@@ -170,7 +170,7 @@ class LoopRunner:
 
         return await asyncio.gather(*(one(call) for call in calls))
 
-    async def _guarded(self, call: Call) -> Outcome:
+    async def _call(self, call: Call) -> Outcome:
         try:
             return Outcome(await self.fn(*call.args, **call.kwargs))
         except (Exception, SystemExit) as error:  # a SystemExit that leaves a task ends the loop
@@ -219,10 +219,10 @@ class KillablePool:
         for _ in range(_START_TRIES):
             running = self._start()
             try:
-                for future in [running.schedule(payload, self.timeout) for payload in payloads[len(outcomes) :]]:
-                    outcomes.append(running.outcome(future, self.timeout))
+                for outcome in running.outcomes(payloads[len(outcomes) :], self.timeout):
+                    outcomes.append(outcome)
                 return outcomes
-            except (BrokenProcessPool, WorkerStartError) as error:
+            except RuntimeError as error:  # the pool has ended, or cannot load the target
                 why = running.last_end()
                 with self._lock:
                     if running in self._running:
@@ -271,31 +271,28 @@ class _RunningPool(SpawnContext):
 
     def _keep(self) -> None:
         """The kernel ends a worker with the thread that started it: this one first, later the pool's."""
-        with contextlib.suppress(BrokenProcessPool):  # schedule tries again and tells
+        with contextlib.suppress(BrokenProcessPool):  # its calls will tell
             _ = self._pool.active
         self._started.set()
         self._ended.wait()
 
-    def schedule(self, payload: bytes, timeout: float) -> Future[str]:
-        try:
-            return self._pool.schedule(_answer, (payload,), timeout=timeout)
-        except RuntimeError as error:  # the pool has ended
-            raise BrokenProcessPool(str(error)) from None
-
-    def outcome(self, future: Future[str], timeout: float) -> Outcome:
-        while not wait((future,), _LOOK_SECONDS).done:
-            if not self._pool.active:  # an ended pool leaves its calls waiting
-                raise BrokenProcessPool("ended")
-        try:
-            answer = json.loads(future.result())
-        except TimeoutError:
-            return _late(timeout)
-        except ProcessExpired as error:
-            ends = (worker.end for worker in self._workers if worker.pid == error.pid)
-            return Outcome(error=next(ends, "the worker process died"))
-        if "unloadable" in answer:
-            raise WorkerStartError(answer["unloadable"])
-        return Outcome(answer.get("value"), answer.get("error"))
+    def outcomes(self, payloads: Sequence[bytes], timeout: float) -> Iterator[Outcome]:
+        """One per payload, in order; a ``RuntimeError`` if the pool has ended."""
+        for future in [self._pool.schedule(_answer, (payload,), timeout=timeout) for payload in payloads]:
+            while not wait((future,), _LOOK_SECONDS).done:
+                if not self._pool.active:  # an ended pool leaves its calls waiting
+                    raise BrokenProcessPool("ended")
+            try:
+                answer = json.loads(future.result())
+            except TimeoutError:
+                yield _late(timeout)
+            except ProcessExpired as error:
+                ends = (worker.end for worker in self._workers if worker.pid == error.pid)
+                yield Outcome(error=next(ends, "the worker process died"))
+            else:
+                if "unloadable" in answer:
+                    raise WorkerStartError(answer["unloadable"])
+                yield Outcome(answer.get("value"), answer.get("error"))
 
     def last_end(self) -> str:
         return next((worker.end for worker in reversed(self._workers) if worker.end), "no process could be started")
