@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING
@@ -175,12 +175,7 @@ class HFRolloutEngine:
             for of_rows in (decoded.tokens, decoded.log_probs)
         )
         for (prompt, _), row in zip(requests, log_probs):
-            if not math.isfinite(sum(row)):  # see TokenSampler
-                raise FloatingPointError(
-                    f"prompt {prompt.index}, response token {[*map(math.isfinite, row)].index(False)}: no token can be "
-                    "drawn. The logits are NaN or infinite (have the weights diverged?), or bad_words and "
-                    "min_new_tokens ban every id"
-                )
+            check_drawn(prompt, row)
         texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
         return [
             Rollout(
@@ -195,17 +190,29 @@ class HFRolloutEngine:
         ]
 
 
-def check_lengths(prompts: list[Prompt], sampling: SamplingParams, position_limit: int | None) -> None:
-    """Raises ValueError for the first prompt that is empty or, with its response, longer than ``position_limit``."""
+def check_lengths(
+    prompts: Sequence[Prompt], sampling: SamplingParams, limit: int | None, whose: str = "the model has"
+) -> None:
+    """Raises ValueError for the first prompt that is empty or, with its response, longer than ``limit``."""
     for prompt in prompts:
         length = len(prompt.token_ids)
         if length == 0:
             raise ValueError(f"prompt {prompt.index} has no tokens; there is nothing to predict the first token from")
-        if position_limit is not None and length + sampling.max_new_tokens > position_limit:
+        if limit is not None and length + sampling.max_new_tokens > limit:
             raise ValueError(
                 f"prompt {prompt.index} has {length} tokens, with the response {length + sampling.max_new_tokens}, but "
-                f"the model has {position_limit} positions: lower --prompt_max_len or --generate_max_len"
+                f"{whose} {limit} positions: lower --prompt_max_len or --generate_max_len"
             )
+
+
+def check_drawn(prompt: Prompt, log_probs: Sequence[float]) -> None:
+    """Raises FloatingPointError if a token of a response has no finite log prob (see ``TokenSampler``)."""
+    if not math.isfinite(sum(log_probs)):
+        raise FloatingPointError(
+            f"prompt {prompt.index}, response token {[*map(math.isfinite, log_probs)].index(False)}: no token can be "
+            "drawn. The logits are NaN or infinite (have the weights diverged?), or bad_words and min_new_tokens ban "
+            "every id"
+        )
 
 
 def request_streams(prompts: list[Prompt], sampling: SamplingParams) -> list[tuple[int, int]]:

@@ -28,7 +28,7 @@ from lightppo.data.readers import stage_to_local
 from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import ConfigError, RolloutError
 from lightppo.rollout.engine import SamplingParams
-from lightppo.rollout.hf import request_streams
+from lightppo.rollout.hf import check_drawn, check_lengths, request_streams
 from lightppo.rollout.sampling import StopCriteria, bad_word_ids, end_of_text_ids, request_seed
 from lightppo.rollout.weights import differing_weights, full_weights, trainer_fingerprints
 from lightppo.strategy.distributed import on_cuda
@@ -120,35 +120,19 @@ class VLLMEngine:
 
 
 class Requests:
-    """One call of ``generate``: a request per response, by vLLM's names, and vLLM's answers as rollouts.
-
-    Attributes:
-        samples: (prompt, sample number) of each request.
-        sampling: of all.
-    """
+    """One call of ``generate``: a request per response, by vLLM's names, and vLLM's answers as rollouts."""
 
     def __init__(self, engine: VLLMEngine, prompts: Sequence[Prompt], sampling: SamplingParams) -> None:
         if sampling.first_token_temperature is not None:
             raise ValueError("vLLM has one temperature for all tokens: first_token_temperature must be None")
-        longest = longest_sequence(engine.config)
-        for prompt in prompts:
-            length = len(prompt.token_ids)
-            if length == 0:
-                raise ValueError(f"prompt {prompt.index} has no tokens; nothing predicts the first token")
-            if length + sampling.max_new_tokens > longest:  # vLLM would cut the response without a word
-                raise ValueError(
-                    f"prompt {prompt.index} has {length} tokens; with max_new_tokens {sampling.max_new_tokens} it "
-                    f"exceeds the engine's {longest}: raise --max_model_len, or lower --prompt_max_len or "
-                    "--generate_max_len"
-                )
-        self.samples = [(prompt, i) for prompt in prompts for i in range(sampling.n)]
+        # vLLM would cut a longer response without a word
+        check_lengths(prompts, sampling, longest_sequence(engine.config), "--max_model_len leaves")
+        self.samples = [(prompt, i) for prompt in prompts for i in range(sampling.n)]  # of each request
+        self.sampling, self._tokenizer, model = sampling, engine.tokenizer, engine.hf_model
         self._streams = request_streams(prompts, sampling)
-        self.sampling, self._tokenizer = sampling, engine.tokenizer
-        eos_ids = end_of_text_ids(engine.tokenizer, getattr(engine.hf_model, "generation_config", None))
+        eos_ids = end_of_text_ids(engine.tokenizer, getattr(model, "generation_config", None))
         # with the end-of-text ids, which vLLM is told to ignore
-        self._stop = StopCriteria(
-            engine.tokenizer, sampling, eos_ids=eos_ids, vocab_size=vocab_size_of(engine.hf_model)
-        )
+        self._stop = StopCriteria(engine.tokenizer, sampling, eos_ids=eos_ids, vocab_size=vocab_size_of(model))
         bad_word_ids(engine.tokenizer, sampling.bad_words)  # unknown words are refused, as by every engine
 
     def parameters(self, r: int) -> dict[str, Any]:
@@ -178,12 +162,7 @@ class Requests:
         if finish_reason not in ("stop", "length") or len(log_probs) != len(ids):
             what = f"{len(ids)} tokens, {len(log_probs)} log probs, finish reason {finish_reason}"
             raise RolloutError(f"vLLM gave up prompt {prompt.index}, sample {sample_index}: {what}")
-        bad = next((i for i, value in enumerate(log_probs) if not math.isfinite(value)), None)
-        if bad is not None:
-            raise FloatingPointError(
-                f"prompt {prompt.index}, response token {bad}: no token can be drawn. Either the model's logits are "
-                "NaN or infinite (have its weights diverged?), or bad_words and min_new_tokens ban every id"
-            )
+        check_drawn(prompt, log_probs)
         text = self._stop.trim(ids, self._tokenizer.decode(ids, skip_special_tokens=True))
         return Rollout(prompt, sample_index, ids, text, finish_reason, [float(value) for value in log_probs])
 

@@ -144,9 +144,9 @@ class TestGenerate:
         engine = build()
         with pytest.raises(ValueError, match=r"stop_token_ids \[30\]"):
             engine.generate(prompts, SamplingParams(stop_token_ids=(30,), max_new_tokens=2))
-        with pytest.raises(ValueError, match="first_token_temperature must be None"):
+        with pytest.raises(ValueError, match="first_token_temperature"):
             engine.generate(prompts, SamplingParams(first_token_temperature=2.0, max_new_tokens=2))
-        with pytest.raises(ValueError, match="it exceeds the engine's 30"):
+        with pytest.raises(ValueError, match="--max_model_len"):
             engine.generate(prompts, SamplingParams(max_new_tokens=19))
 
     def test_log_probs_that_are_no_numbers_are_an_error(self, build, fakes, prompts):
@@ -252,15 +252,15 @@ class TestLostServers:
         with pytest.raises(RolloutError) as caught:
             engine.generate(prompts, GREEDY)
         message = str(caught.value)
-        assert message.startswith("--vllm_server_url: none of the 2 servers is left: ")
+        assert message.startswith("--vllm_server_url: ")
         for server, reason in zip(fakes, ["engine is dead", "<html>Bad Gateway"]):
             assert f"vLLM server {server.url}: /inference/v1/generate: HTTP 500: {reason}" in message
         assert "start them again by examples/serve_vllm.py" in message
-        with pytest.raises(RolloutError, match="none of the 2 servers is left"):
+        with pytest.raises(RolloutError, match="--vllm_server_url"):
             engine.generate(prompts, GREEDY)
         for server in fakes:
             admit_failing(server)
-        with pytest.raises(RolloutError, match="none of the 2 servers is left"):
+        with pytest.raises(RolloutError, match="--vllm_server_url"):
             engine.sync_weights(llama)
 
     def test_a_refusal_is_an_error_at_once(self, build, fakes, prompts):
@@ -393,7 +393,7 @@ class TestWeights:
         monkeypatch.setattr("lightppo.rollout.vllm_server.full_weights", weights)
         with pytest.raises(ZeroDivisionError):
             engine.sync_weights(llama)
-        with pytest.raises(RolloutError, match="has other weights than were pushed"):
+        with pytest.raises(RolloutError, match=r"--vllm_server_url: .*weights"):
             engine.generate(prompts, GREEDY)
 
     def test_a_folder_that_does_not_exist(self, build, tmp_path):
@@ -405,7 +405,7 @@ class TestWeights:
             raise OSError(28, "No space left on device")
 
         monkeypatch.setattr("safetensors.torch.save_file", save_file)
-        with pytest.raises(RolloutError, match=r"--vllm_server_sync disk: .*No space left on device.*make room"):
+        with pytest.raises(RolloutError, match=r"--vllm_server_sync disk: .*No space left on device"):
             build()
         assert list(tmp_path.iterdir()) == []
 
@@ -486,7 +486,7 @@ class TestCollective:
         assert len(fakes[1].loaded) == 2
 
     def test_an_address_of_another_machine(self, collective):
-        message = r"--vllm_server_sync_address 192\.0\.2\.1: this machine cannot listen there"
+        message = r"--vllm_server_sync_address 192\.0\.2\.1"
         with pytest.raises(RolloutError, match=message):
             collective(vllm_server_sync_address="192.0.2.1")
 
@@ -526,7 +526,7 @@ class TestStart:
 
     def test_too_short_sequences(self, build, fakes):
         fakes[0].described["max_model_len"] = 29
-        with pytest.raises(RolloutError, match=r"takes 29 tokens, .* may have 30: start it with --max-model-len 30"):
+        with pytest.raises(RolloutError, match="--max-model-len 30"):
             build()
 
     def test_another_type_is_warned_of(self, build, fakes, caplog):
@@ -542,7 +542,7 @@ class TestStart:
         with pytest.raises(RolloutError) as caught:
             engine.generate([Prompt("a", [3])], GREEDY)
         assert "s3cret" not in str(caught.value) + caplog.text
-        with pytest.raises(ValueError, match="--vllm_server_api_key_env: environment variable NO_KEY is not set"):
+        with pytest.raises(ValueError, match=r"--vllm_server_api_key_env: .*NO_KEY"):
             build(vllm_server_api_key_env="NO_KEY")
 
 
@@ -725,7 +725,7 @@ class TestOneServer:
     @pytest.mark.parametrize("lie", LIES)
     def test_an_answer_that_cannot_be_used_loses_the_server(self, server, fakes, lie):
         fakes[0].replies[GENERATE] = answers(self.LIES[lie])
-        with pytest.raises(RequestError, match="its answer cannot be used"):
+        with pytest.raises(RequestError, match=f"{server.name}: {GENERATE}"):
             self.complete(server)
 
     def test_log_probs_that_are_no_numbers_stay_so(self, server, fakes):
@@ -751,16 +751,16 @@ class TestOneServer:
     @pytest.mark.parametrize("answer", [{}, {"results": None}, {"results": []}, {"results": ["CPUWorker"]}, [1]])
     def test_an_rpc_without_results(self, server, fakes, answer):
         fakes[0].replies["lightppo_admit"] = answers(answer)
-        with pytest.raises(RequestError, match="its answer cannot be used"):
+        with pytest.raises(RequestError, match=f"{server.name}: /collective_rpc"):
             server.admit()
 
     def test_another_version_of_lightppo_is_refused(self, server, fakes):
         fakes[0].described["protocol"] = 0
-        with pytest.raises(RefusedError, match=r"another version of lightppo: start it by examples/serve_vllm\.py"):
+        with pytest.raises(RefusedError, match=r"examples/serve_vllm\.py"):
             server.admit()
 
     def test_workers_that_differ_lose_the_server(self, server, fakes):
         other = fakes[0].described | {"max_model_len": 5}
         fakes[0].replies["lightppo_admit"] = answers({"results": [fakes[0].described, other]})
-        with pytest.raises(RequestError, match="its workers differ"):
+        with pytest.raises(RequestError, match=f"{server.name}: .*max_model_len"):
             server.admit()

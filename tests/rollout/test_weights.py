@@ -65,7 +65,7 @@ def test_weights_in_4_bits_without_adapters_are_refused():
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=20, **sizes))
     quantise(model, head_names(model))
-    with pytest.raises(ValueError, match="LlamaForCausalLM holds weights in 4 bits and has no adapters"):
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM .*4 bits"):
         list(full_weights(model))
 
 
@@ -209,7 +209,7 @@ def test_a_trainer_without_the_key_is_not_believed():
 
 
 def test_an_address_of_another_machine():
-    with pytest.raises(RolloutError, match=r"--vllm_server_sync_address 192\.0\.2\.1: this machine cannot listen"):
+    with pytest.raises(RolloutError, match=r"--vllm_server_sync_address 192\.0\.2\.1"):
         Broadcasts("192.0.2.1", SECONDS, CPU).open(Server())
 
 
