@@ -350,7 +350,7 @@ def set_environment() -> None:
 def undisturbed_process() -> Iterator[None]:
     """Brings back what building a vLLM engine changes: random numbers, the launcher's variables, thread settings,
     precision of matmuls, what the garbage collector looks at."""
-    set_threads, threads, frozen = torch.set_num_threads, torch.get_num_threads(), gc.get_freeze_count()
+    set_threads, threads = torch.set_num_threads, torch.get_num_threads()
     launcher = {name: value for name, value in os.environ.items() if name.endswith(_LAUNCHER_ENDINGS)}
 
     def restore() -> None:
@@ -360,8 +360,7 @@ def undisturbed_process() -> Iterator[None]:
         for name in [name for name in os.environ if name.endswith(_LAUNCHER_ENDINGS)]:
             del os.environ[name]
         os.environ.update(launcher)
-        if not frozen:
-            gc.unfreeze()
+        gc.unfreeze()
 
     with ExitStack() as stack, torch.random.fork_rng(range(torch.cuda.device_count())), warnings.catch_warnings():
         stack.callback(random.setstate, random.getstate())

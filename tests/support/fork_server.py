@@ -40,6 +40,7 @@ def main() -> None:
     threads = {(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()}
     assert len(threads - {"jemalloc_bg_thd"}) == 1, f"an import started threads, which forks would lack: {threads}"
     gc.freeze()  # no rank copies what it never touches
+    gc.unfreeze = lambda: None  # which vLLM calls, and collects garbage seven times for each engine
     staying: list[ForkProcess] = []
     while True:
         try:
