@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from lightppo.config import PPOConfig, rules
+from lightppo.config import PPOConfig
 from lightppo.config.options import all_options
 from lightppo.errors import ConfigError
 from lightppo.models import actor as actors
@@ -73,8 +73,7 @@ def constructor_config(
         return config_from_options(getattr(strategy, "args", None), options, tokenizer, strategy.world_size)
     if options:
         raise ConfigError(f"options {sorted(options)} beside config: put them into the config")
-    if problems := config.value_problems() or rules.contradictions(config, strategy.world_size, by_hand=True):
-        raise ConfigError("\n".join(problems))
+    config.validate(strategy.world_size, by_hand=True)
     return config.resolved()
 
 
@@ -94,8 +93,7 @@ def config_from_options(args: Any, options: Mapping[str, Any], tokenizer: Any = 
     elif {"policy_loss", "advantage_estimator", "eps_clip_low", "eps_clip_high"} & values.keys():
         values["eps_clip"] = None  # then what belongs to the loss: 0.2 for PPO's
     config = _with_options(PPOConfig(), values | options, tokenizer)
-    if problems := rules.contradictions(config, world_size, by_hand=True):
-        raise ConfigError("\n".join(problems))
+    config.validate(world_size, by_hand=True)
     return config.resolved()
 
 

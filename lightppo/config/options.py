@@ -605,14 +605,6 @@ class Options:
         """All options by flag name."""
         return {one.name: getattr(getattr(self, one.owner), one.name) for one in all_options()}
 
-    def value_problems(self) -> list[str]:
-        """One message per option of the wrong type or out of range."""
-        try:
-            self.with_options(**self.flat())
-        except ConfigError as error:
-            return str(error).split("\n")
-        return []
-
 
 def sections() -> dict[str, type[Section]]:
     """The sections of :class:`Options` by their names."""

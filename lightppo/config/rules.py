@@ -688,13 +688,14 @@ class PPOConfig(Options):
     ``PPOConfig.from_flat(pretrain="...", prompt_data="...")`` builds one in code, ``parse_args`` from the command line.
     """
 
-    def validate(self, world_size: int = 1) -> None:
-        """Check values and, where these are all right, combinations of options, for so many ranks.
+    def validate(self, world_size: int = 1, by_hand: bool = False) -> None:
+        """Check values and, where these are all right, combinations of options; see :func:`contradictions`.
 
         Raises:
             ConfigError: with a line for each option that has a problem, which says what to set.
         """
-        if problems := self.value_problems() or contradictions(self, world_size):
+        self.with_options(**self.flat())
+        if problems := contradictions(self, world_size, by_hand):
             raise ConfigError("\n".join(problems))
 
     def resolved(self) -> Self:
