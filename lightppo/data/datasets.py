@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,7 +17,6 @@ from lightppo.data.rows import (
     ORIGIN_COLUMN,
     BadRowPolicy,
     DatasetReport,
-    Dropped,
     Encoded,
     Outcome,
     PromptTemplate,
@@ -51,6 +50,9 @@ class _PreparedDataset(TorchDataset):
 
     Options that are not given are looked up in ``strategy.args``, for scripts in the seed's style.
     """
+
+    _render_row: Callable[[Mapping[str, Any]], Any]
+    _encode: Callable[[list[Any]], Iterable[Outcome]]  # of what _render_row returned
 
     def __init__(
         self,
@@ -89,12 +91,6 @@ class _PreparedDataset(TorchDataset):
         outcomes |= zip(rendered, self._encode(list(rendered.values())))
         return [outcomes[i] for i in range(len(rows))]
 
-    def _render_row(self, row: Mapping[str, Any]) -> Any:
-        raise NotImplementedError
-
-    def _encode(self, rendered: list[Any]) -> Iterable[Outcome]:
-        raise NotImplementedError
-
     @property
     def report(self) -> DatasetReport:
         """Counts of rows kept, truncated, and dropped by reason."""
@@ -114,7 +110,7 @@ class _PreparedDataset(TorchDataset):
         if len(ids) <= limit:
             return Encoded(ids, prompt_length, truncated=False)
         if truncation == "drop":
-            return Dropped("overlong")
+            return "overlong"
         if truncation == "error":
             return BadRowError("overlong", overlong)
         return Encoded(truncate_ids(ids, limit, truncation), min(prompt_length, limit), truncated=True)
@@ -124,17 +120,14 @@ class PromptDataset(_PreparedDataset):
     """Map-style dataset of prompts. All rows are checked and tokenised at construction; DataError names a bad row.
 
     ``Prompt.index`` is the row's number in ``dataset``, even if earlier rows were dropped. ``Prompt.extra`` has every
-    column except the prompt's, including the label's. Missing options are looked up in ``strategy.args`` (for scripts
-    in the seed's style); keys may be dotted.
+    column except the prompt's, including the label's. Options mean what their flags mean, and missing ones are looked
+    up in ``strategy.args`` (for scripts in the seed's style).
 
     Args:
         dataset: best from :func:`~lightppo.data.readers.blending_datasets`, which keeps each row's file and line.
-        input_template: text with one ``{}`` for the prompt.
-        input_key: column of the prompt; None recognises the forms in ``docs/data.md``.
+        input_key: column of the prompt, may be dotted; None recognises the forms in ``docs/data.md``.
         label_key: column of the ground truth, which every row must then have.
-        prompt_max_len: limit, in tokens.
         truncation: treatment of a longer prompt: ``error`` (a bad row), cut on a side, or ``drop``.
-        system_prompt: system message for chats without one.
         on_bad_row: ``error`` or ``skip`` (counted in ``report``, named in the log).
     """
 

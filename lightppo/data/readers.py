@@ -200,10 +200,8 @@ def _load_hub(source: str, split: str, flag: str) -> Dataset:
     try:
         dataset = datasets.load_dataset(name, config or None, split=split)
     except Exception as error:  # datasets, the hub client and the network raise errors without a common base
-        raise DataError(
-            f"{flag} {source}: no such file or folder here, and as a hub dataset it cannot be loaded "
-            f"(split {split!r}): {type(error).__name__}: {error}"
-        ) from error
+        problem = f"no such file or folder here, and no hub dataset that can be loaded (split {split!r})"
+        raise DataError(f"{flag} {source}: {problem}: {type(error).__name__}: {error}") from error
     return _with_origins(dataset, f"{source}[{split}]")
 
 
@@ -273,10 +271,8 @@ def file_format(path: str | Path) -> str | None:
 
 def _known_format(path: str | Path, name: str) -> str:
     if (suffix := file_format(path)) is None:
-        formats, compressed = ", ".join(_KINDS), ", ".join(_COMPRESSED)
-        raise DataError(
-            f"{name}: unknown format; the name must end in one of {formats} (JSON and CSV also with {compressed})"
-        )
+        known = f"{', '.join(_KINDS)} (JSON and CSV also with {', '.join(_COMPRESSED)})"
+        raise DataError(f"{name}: unknown format; the name must end in one of {known}")
     return suffix
 
 
@@ -337,10 +333,8 @@ def _parsed(text: str, name: str, place: Callable[[int], str]) -> Any:
     try:
         return json.loads(text, parse_int=_int64, parse_constant=_no_constant)
     except json.JSONDecodeError as error:
-        raise DataError(
-            f"{place(error.lineno)}: not JSON: {error.msg} (column {error.colno}); a file is read as one object per "
-            "line, or as an array of objects"
-        ) from error
+        forms = "a file has one object per line, or an array of objects"
+        raise DataError(f"{place(error.lineno)}: not JSON: {error.msg} (column {error.colno}); {forms}") from error
     except ValueError as error:
         raise DataError(f"{name}: {error}") from error
 
@@ -425,9 +419,8 @@ def _read_mapped(kind: str, path: str | Path, name: str) -> Dataset:
 def stage_to_local(url: str, *, cache_dir: str | Path | None = None, timeout_s: float = 3600.0) -> str:
     """Local path of a file or folder; a URL is first copied to this node's cache, unless an equal copy is there.
 
-    Copies are made under a temporary name, checked for size, then renamed, so no half copy is ever used. If the remote
-    file has changed (size, time, etag), it is copied again. ``cache_dir`` defaults to ``$LIGHTPPO_CACHE``, else
-    ``~/.cache/lightppo``; ``timeout_s`` limits the wait for another process's copy.
+    No half copy is ever used, and a remote file that has changed (size, time, etag) is copied again. ``cache_dir`` is
+    ``$LIGHTPPO_CACHE`` by default, else ``~/.cache/lightppo``; ``timeout_s`` limits the wait for another process.
     """
     if not _is_remote(url):
         return url.split("://", 1)[-1]
@@ -464,10 +457,8 @@ def stage_to_local(url: str, *, cache_dir: str | Path | None = None, timeout_s: 
                 sizes = [size for _, size, _ in files]
                 _copy(fs, remote, target, url, is_folder=is_folder, size=None if None in sizes else sum(sizes))
     except Timeout as error:
-        raise TimeoutError(
-            f"{url}: another process on this node has been copying it for over {timeout_s:g} s; "
-            f"see its log (lock {lock.lock_file})"
-        ) from error
+        waited = f"another process on this node has been copying it for over {timeout_s:g} s"
+        raise TimeoutError(f"{url}: {waited}; see its log (lock {lock.lock_file})") from error
     return str(target)
 
 

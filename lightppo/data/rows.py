@@ -254,8 +254,8 @@ class Rendered:
 class PromptTemplate:
     """How prompts become text, and text becomes ids, for rollouts and supervised training alike.
 
-    A chat always goes through the tokenizer's chat template. Plain text does so with ``apply_chat_template`` (as one
-    user message), else through ``input_template`` with its one ``{}``, else it stays.
+    A chat goes through the tokenizer's chat template. Plain text does so with ``apply_chat_template`` (as one user
+    message), else through ``input_template`` with its one ``{}``, else it stays.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -269,9 +269,7 @@ class PromptTemplate:
             if self.apply_chat_template or template.count("{}") != 1:
                 raise DataError(f"--input_template {template!r} needs one {{}}, and no --apply_chat_template beside it")
             if "\\n" in template:
-                logger.warning(
-                    "--input_template has a backslash and an n, not a line break; in bash write $'...\\n...'"
-                )
+                logger.warning("--input_template has a backslash and an n, not a line break: in bash write $'\\n'")
         if self.apply_chat_template:
             self._check_chat_template("--apply_chat_template")
 
@@ -345,13 +343,8 @@ class Encoded(NamedTuple):
     truncated: bool
 
 
-class Dropped(NamedTuple):
-    """One row left out by an option that asks for it (``--truncation drop``)."""
-
-    reason: str
-
-
-Outcome = Encoded | Dropped | BadRowError
+# A row that is used, the reason why an option leaves it out (``--truncation drop``), or why it is bad.
+Outcome = Encoded | str | BadRowError
 EncodeChunk = Callable[[list[dict[str, Any]]], list[Outcome]]
 
 
@@ -435,7 +428,7 @@ def prepare_rows(
             numbers.append(number)
             kept.append(outcome._replace(token_ids=np.asarray(outcome.token_ids, dtype=np.int32)))
             continue
-        dropped[outcome.reason] += 1
+        dropped[getattr(outcome, "reason", outcome)] += 1
         if isinstance(outcome, BadRowError):
             message = f"{origin_of(dataset[number], number)}: {outcome}"
             if on_bad_row == "error":

@@ -1,6 +1,4 @@
-"""Experience: a batch of responses for training, converted from rollouts in one place.
-
-Layout of a row, S positions of which the last A are the action positions::
+"""Experience: a batch of responses for training. A row has S positions, of which the last A are action positions::
 
     | left padding | prompt | response | right padding |
                              <-- A action positions -->

@@ -1,7 +1,4 @@
-"""Prompts → sampled, scored and selected groups of rollouts for a training step.
-
-All ranks decide together, in ``GroupCollector._agree``, whether a step needs another generation batch.
-"""
+"""Prompts → sampled, scored and selected groups of rollouts for a training step."""
 
 from __future__ import annotations
 
@@ -148,10 +145,8 @@ class RolloutSampler:
         kept = [r for r in large if r.baseline is None or r.baseline.reward is not None]
         unscored, small_group = len(rollouts) - len(scored), len(best) - len(kept)
         if unscored or small_group:
-            logger.warning(
-                "%s left %d of %d samples unscored; %d more left out because too little of their group was scored",
-                *(self.reward_source.name, unscored, len(rollouts), small_group),
-            )
+            text = "%s left %d of %d samples unscored; %d more left out because too little of their group was scored"
+            logger.warning(text, self.reward_source.name, unscored, len(rollouts), small_group)
         means = {group[0].prompt.index: sum(r.reward for r in group) / len(group) for group in groups}
         return SampledBatch(kept, left_out | {"unscored": unscored, "small_group": small_group}, means)
 

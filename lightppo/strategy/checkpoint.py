@@ -46,8 +46,7 @@ _INCOMPLETE = ".incomplete"
 _FORMAT = 1
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# checkpoints
+# -- checkpoints -------------------------------------------------------------------------------------------------------
 
 
 def save_checkpoint(
@@ -208,14 +207,14 @@ def _check_fits(ranks: Ranks, engine: Any, path: Path, load_optimizer_states: bo
         raise CheckpointError(f"{path} has format {meta.get('format')!r}; this version of lightppo reads {_FORMAT}")
     if (saved := meta.get("adapters")) != adapters:
         raise CheckpointError(
-            f"{path} was saved with {saved or 'no LoRA adapters'}, this model has {adapters or 'none'}: "
-            "resume with the same --lora_rank, --lora_alpha, --target_modules and --load_in_4bit"
+            f"{path} was saved with {saved or 'no LoRA adapters'}, this model has {adapters or 'none'}: resume with "
+            "the same --lora_rank, --lora_alpha, --target_modules and --load_in_4bit"
         )
     for key, value in _shape(engine).items():
         if meta[key] != value:
             raise CheckpointError(
-                f"{path} was saved with {key}={meta[key]}, this run has {key}={value}: resume with the same "
-                f"number of processes, --zero_stage and --bf16, or start from its HF export with --pretrain"
+                f"{path} was saved with {key}={meta[key]}, this run has {key}={value}: resume with the same number of "
+                "processes, --zero_stage and --bf16, or start from its HF export with --pretrain"
             )
     if not load_optimizer_states and zero_stage_of(engine) == 3 and latest_tag(path.parent) != path.name:
         # DeepSpeed rebuilds ZeRO-3 weights from the marker's tag, whatever tag we ask for.
@@ -226,8 +225,8 @@ def _check_fits(ranks: Ranks, engine: Any, path: Path, load_optimizer_states: bo
         alike = all(math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-9) for a, b in zip(meta["frozen"], frozen, strict=True))
         if not alike or meta.get("in_4bit", list(in_4bit)) != list(in_4bit):
             raise CheckpointError(
-                f"{path} holds LoRA adapters of other frozen weights than those that this run has loaded: give the "
-                "--pretrain that they were trained on, unchanged (for a critic, the --critic_pretrain)"
+                f"{path} holds LoRA adapters of other frozen weights: give the --pretrain (for a critic, the "
+                "--critic_pretrain) that they were trained on, unchanged"
             )
 
 
@@ -323,8 +322,7 @@ def _rotate(save_dir: Path, keep: set[str], max_num: int, max_mem: float) -> Non
         del sizes[tag]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Hugging Face folders
+# -- Hugging Face folders ----------------------------------------------------------------------------------------------
 
 ADAPTER = "adapter"  # folder inside the export of a model with adapters
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
@@ -368,20 +366,15 @@ def _write(hf_model: Any, prefix: str, state_dict: Any, tokenizer: Any | None, o
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     try:
-        with _savable_generation_config(hf_model), _no_progress_bar():
+        with _savable(hf_model):
             hf_model.save_pretrained(str(staging), state_dict=whole)
         if adapters is not None:
             adapters.write(state_dict, staging / ADAPTER)
         if tokenizer is not None:
             tokenizer.save_pretrained(str(staging))
-        causal = hf_model.can_generate()
-        (staging / "README.md").write_text(
-            _MODEL_CARD.format(
-                name=output_dir.name,
-                architecture=type(hf_model).__name__,
-                auto_class="AutoModelForCausalLM" if causal else "AutoModelForSequenceClassification",
-            )
-        )
+        auto_class = "AutoModelForCausalLM" if hf_model.can_generate() else "AutoModelForSequenceClassification"
+        names = {"name": output_dir.name, "architecture": type(hf_model).__name__, "auto_class": auto_class}
+        (staging / "README.md").write_text(_MODEL_CARD.format(**names))
         if inside:
             _move_files(staging, output_dir)
         else:
@@ -391,14 +384,18 @@ def _write(hf_model: Any, prefix: str, state_dict: Any, tokenizer: Any | None, o
 
 
 @contextlib.contextmanager
-def _savable_generation_config(hf_model: Any) -> Iterator[None]:
-    """Some hub models have sampling settings without ``do_sample``, which transformers reads but refuses to write."""
-    original = getattr(hf_model, "generation_config", None)
-    if original is None:
-        yield
-        return
+def _savable(hf_model: Any) -> Iterator[None]:
+    """Without the progress bar of each save; with ``do_sample`` in the generation config of a model that samples.
+
+    Some hub models have sampling settings without it, which transformers reads but refuses to write.
+    """
+    from transformers.utils import logging as hf_logging
+
+    shown, original = hf_logging.is_progress_bar_enabled(), getattr(hf_model, "generation_config", None)
+    hf_logging.disable_progress_bar()
     try:
-        original.validate(strict=True)
+        if original is not None:
+            original.validate(strict=True)
     except ValueError as error:
         logger.warning("saving the generation config with do_sample=True, since it has sampling settings: %s", error)
         hf_model.generation_config = copy.deepcopy(original)
@@ -406,19 +403,8 @@ def _savable_generation_config(hf_model: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        hf_model.generation_config = original
-
-
-@contextlib.contextmanager
-def _no_progress_bar() -> Iterator[None]:
-    """transformers shows a bar per save, even on ranks whose output nobody sees."""
-    from transformers.utils import logging as hf_logging
-
-    shown = hf_logging.is_progress_bar_enabled()
-    hf_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
+        if original is not None:
+            hf_model.generation_config = original
         if shown:
             hf_logging.enable_progress_bar()
 
@@ -438,29 +424,26 @@ def _move_files(staging: Path, output_dir: Path) -> None:
 
 def load_model(model: Any, path: str | os.PathLike[str], strict: bool = True) -> None:
     """Loads a weight file or Hugging Face folder into a model and its fp32 masters. Collective if prepared."""
-    state_dict = _read_weights(path)
+    state_dict = _read_weights(Path(path))
     if state_dict.keys().isdisjoint(unwrap_model(model).state_dict().keys()):
         _, prefix = find_hf_model(model)
         state_dict = {f"{prefix}{name}": tensor for name, tensor in state_dict.items()}
     load_full_state_dict(model, state_dict, strict, str(path))
 
 
-def _read_weights(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
+def _read_weights(path: Path) -> dict[str, torch.Tensor]:
     """All weights of a Hugging Face folder or a weight file, on the CPU."""
     from safetensors.torch import load_file
 
-    path = Path(path)
     if not path.exists():
         raise FileNotFoundError(f"no model at {path}")
     files = [path]
     if path.is_dir():
         files = sorted(path.glob("*.safetensors")) or sorted(path.glob("pytorch_model*.bin"))
-        if not files:
-            raise FileNotFoundError(f"{path} holds no *.safetensors and no pytorch_model*.bin")
+    if not files:
+        raise FileNotFoundError(f"{path} holds no *.safetensors and no pytorch_model*.bin")
+    read_pickle = partial(torch.load, map_location="cpu", weights_only=True)
     state_dict: dict[str, torch.Tensor] = {}
     for file in files:
-        if file.suffix == ".safetensors":
-            state_dict |= load_file(file)
-        else:
-            state_dict |= torch.load(file, map_location="cpu", weights_only=True)
+        state_dict |= load_file(file) if file.suffix == ".safetensors" else read_pickle(file)
     return state_dict

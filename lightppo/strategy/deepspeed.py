@@ -27,8 +27,7 @@ logger = logging.getLogger(__name__)
 CPU_BUCKET_ELEMENTS = 1_000_000  # small, because a bucket is a copy in main memory; GPUs keep DeepSpeed's own sizes
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# one optimizer step
+# -- one optimizer step ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -83,9 +82,6 @@ def _drop_sums_of_shards(optimizer: Any) -> None:
         gradient.zero_()
     for shard in optimizer.single_partition_of_fp32_groups:
         shard.grad.zero_()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False, repr=False)

@@ -27,8 +27,7 @@ logger = logging.getLogger(__name__)
 
 REDUCE_OPS = ("mean", "sum", "max", "min")
 
-# ---------------------------------------------------------------------------------------------------------------------
-# starting and ending a process
+# -- starting and ending a process -------------------------------------------------------------------------------------
 
 _LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -105,8 +104,7 @@ def _torch_threads() -> dict[str, tuple[str, ...]]:
     return threads
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# ranks
+# -- ranks -------------------------------------------------------------------------------------------------------------
 
 
 class RankSampler(DistributedSampler):

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-# ---------------------------------------------------------------------------------------------------------------------
-# lightppo model → DeepSpeed engine → module → Hugging Face model
+# -- lightppo model → DeepSpeed engine → module → Hugging Face model ---------------------------------------------------
 
 
 def engine_attribute(model: Any) -> str | None:
@@ -97,8 +96,7 @@ def find_adapters(model: Any) -> Any | None:
     return adapters
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# shards
+# -- shards ------------------------------------------------------------------------------------------------------------
 
 
 def is_sharded(param: torch.Tensor) -> bool:
