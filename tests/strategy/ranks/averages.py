@@ -29,7 +29,7 @@ def check_moving_average(strategy: DeepspeedStrategy, work_dir: Path) -> None:
     beta = 0.9
     if strategy.world_size > 1:
         trained_actor(make_strategy(zero_stage=3, zpg=2))  # from now on this process's ZeRO-3 engines keep hpZ copies
-    for options, ema_options in AVERAGES:
+    for options, ema_options in AVERAGES if strategy.world_size > 1 else AVERAGES[:4]:
         case, options = (options, ema_options), dict(options)
         persist = options.pop("persist", False)
         role = make_strategy(**options)

@@ -114,7 +114,11 @@ def plain_norms() -> list[float]:
     return norms
 
 
-def check_skip_step(_: DeepspeedStrategy, work_dir: Path) -> None:
+# One rank has nothing to reduce, so it tries one variation of a kind.
+ALONE = ("0", "1", "2, optimizer offloaded", "3", "3, all offloaded", "bf16, 1", "bf16, 2", "bf16, 3, all offloaded")
+
+
+def check_skip_step(strategy: DeepspeedStrategy, work_dir: Path) -> None:
     """Backward passes that are thrown away, between all steps and in several ways, change no bit of what follows.
 
     The run without them has the gradient norms of plain torch, also where a head gets its gradient only from the
@@ -122,8 +126,8 @@ def check_skip_step(_: DeepspeedStrategy, work_dir: Path) -> None:
     """
     expected = plain_norms()
     assert max(expected) > MAX_NORM  # some step is clipped
-    for variant, options in VARIANTS.items():
-        options = dict(options)
+    for variant in VARIANTS if strategy.world_size > 1 else ALONE:
+        options = dict(VARIANTS[variant])
         persist = options.pop("persist", False)
         role = make_strategy(**options)
         plain, skipping = Run(role, persist), Run(role, persist)
