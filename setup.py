@@ -21,7 +21,7 @@ setup(
         "torch>=2.6",
         "transformers>=4.56",
         "deepspeed>=0.19",
-        "datasets>=3.0",
+        "datasets>=4.7",
         "fsspec",
         "filelock",
         "jinja2>=3.1",
