@@ -47,8 +47,9 @@ def test_probabilities_must_be_as_many_as_the_paths(paths, option, probabilities
 )
 def test_a_reward_that_cannot_be_reached_names_the_flag(paths, option, value):
     value = value.format(no=paths["no"]) if isinstance(value, str) else value
+    config = config_of(paths, **{"pretrain": "model", "reward_fn": None, option: value})
     with pytest.raises(ConfigError, match=f"--{option}"):
-        check_before_loading(config_of(paths, **{"reward_fn": None, option: value}))
+        config.validate(), check_before_loading(config)  # as build does
 
 
 def test_a_token_that_is_not_set_names_the_flag(paths, monkeypatch):
