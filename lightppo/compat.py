@@ -191,12 +191,7 @@ class SeedAttributes:
 class Actor(actors.Actor):
     """An :class:`lightppo.models.actor.Actor`, with its adapters and kernels where it is made, as the seed has it.
 
-    Args:
-        pretrain_or_model: folder, hub id, or a Hugging Face model.
-        lora_rank: above 0 adapters train, beside frozen weights.
-        lora_alpha, lora_dropout, target_modules: of the adapters.
-        use_liger_kernel: liger's kernels.
-        options: of :class:`lightppo.models.actor.Actor`.
+    With ``lora_rank`` above 0 adapters train, beside frozen weights.
     """
 
     def __init__(
@@ -226,11 +221,7 @@ def get_llm_for_sequence_regression(
     target_modules: str | Sequence[str] | None = "all-linear",
     **options: Any,
 ) -> critics.Critic | critics.RewardModel:
-    """A critic or a reward model, by the seed's name and arguments; see their classes and :class:`Actor`.
-
-    Raises:
-        ValueError: another ``model_type``.
-    """
+    """A critic or a reward model, by the seed's name and arguments; see their classes and :class:`Actor`."""
     classes = {"critic": critics.Critic, "reward": critics.RewardModel}
     if model_type not in classes:
         raise ValueError(f"model_type must be 'critic' or 'reward', not {model_type!r}")
