@@ -215,7 +215,7 @@ class TestLostServers:
         assert "/update_weights: ValueError: no layer of that name" in engine.lost[0]
 
     def test_what_a_killed_trainer_has_begun_is_ended_first(self, build, fakes):
-        assert fakes[0].answer("/start_weight_update", {}, {})[0] == 200
+        assert fakes[0].answer("/start_weight_update", {})[0] == 200
         engine = build()
         assert engine.lost == {}
         assert fakes[0].loaded[0].keys() == fakes[1].loaded[0].keys()
@@ -538,7 +538,7 @@ class TestStart:
         monkeypatch.setenv("MY_KEY", "s3cret")
         fakes[0].replies[GENERATE] = failing(b"s3cret is not my key")
         engine = build(vllm_server_api_key_env="MY_KEY", urls=[fakes[0].url])
-        assert fakes[0].headers["Authorization"] == "Bearer s3cret"
+        assert fakes[0].headers[-1]["Authorization"] == "Bearer s3cret"
         with pytest.raises(RolloutError) as caught:
             engine.generate([Prompt("a", [3])], GREEDY)
         assert "s3cret" not in str(caught.value) + caplog.text
@@ -677,7 +677,7 @@ class TestOneServer:
         completion = self.complete(server)
         assert completion == (made_up_ids([4, 7], 5, 3, 30), [-0.5] * 3, "length")
         assert completions(fakes[0]) == [{"token_ids": [4, 7], "sampling_params": self.ASKED}]
-        assert fakes[0].headers["Authorization"] == "Bearer s3cret-Key/+=="
+        assert fakes[0].headers[-1]["Authorization"] == "Bearer s3cret-Key/+=="
 
     @pytest.mark.parametrize(
         ("status", "advice"),

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from lightppo.rollout.weights import PROTOCOL, GlooGroup
+from support.http_server import JsonServer
 
 Reply = tuple[int, bytes] | None
 
@@ -24,23 +23,19 @@ def answers(content: Any, status: int = 200) -> Callable[[dict[str, Any], int], 
     return lambda body, n: (status, content)
 
 
-class FakeVLLM:
+class FakeVLLM(JsonServer):
     """One server on loopback.
 
     Attributes:
-        requests: (route, body) of all requests, in their order.
         replies: route, or method of an RPC → function of (body, number of the request to this route from 1) → (status,
             bytes), or ``None`` for the usual answer.
         described: what the server says of itself.
         version: of its weights.
         loaded: tensors of each whole push, by name.
-        headers: of the last request.
     """
 
     def __init__(self, architecture: dict[str, Any], port: int = 0) -> None:
-        self.requests: list[tuple[str, dict[str, Any]]] = []
         self.replies: dict[str, Callable[[dict[str, Any], int], Reply]] = {}
-        self.headers: dict[str, str] = {}
         self.loaded: list[dict[str, Any]] = []
         self.version = "default"
         self.described = {
@@ -53,30 +48,8 @@ class FakeVLLM:
             "architecture": architecture,
         }
         self._active, self._arrived, self._group = False, {}, None
-        self._lock = threading.Lock()
-        server = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                status, content = server.answer(self.path, body, dict(self.headers))
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(content)))
-                self.end_headers()
-                self.wfile.write(content)
-
-            def log_message(self, *args: Any) -> None:
-                pass
-
-        self._http = ThreadingHTTPServer(("127.0.0.1", port), Handler)
-        self._http.daemon_threads = True
-        self._http.handle_error = lambda *args: None  # a client that left
-        self._http.block_on_close = False  # a test's handler may be waiting for ever
-        self.url = f"http://127.0.0.1:{self._http.server_port}"
-        self._thread = threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-        self._thread.start()
+        super().__init__(port)
+        self.reply = self.answer
 
     def routes(self) -> list[str]:
         """The routes asked, in order; of RPCs the method."""
@@ -85,12 +58,9 @@ class FakeVLLM:
     def bodies(self, route: str) -> list[dict[str, Any]]:
         return [body for asked, body in self.requests if asked == route]
 
-    def answer(self, path: str, body: dict[str, Any], headers: dict[str, str]) -> tuple[int, bytes]:
+    def answer(self, path: str, body: dict[str, Any], n: int = 0) -> tuple[int, bytes]:
         route = path.partition("?")[0]
-        with self._lock:
-            self.requests.append((path, body))
-            self.headers = headers
-            number = sum(asked.partition("?")[0] == route for asked, _ in self.requests)
+        number = sum(asked.partition("?")[0] == route for asked, _ in self.requests)
         reply = self.replies.get(body.get("method", route)) or self.replies.get(route)
         made = reply(body, number) if reply else None
         return made or self._usual(route, body)
@@ -137,8 +107,3 @@ class FakeVLLM:
             "logprobs": {"content": [{"token_id": i, "logprob": -0.5} for i in ids]},
             "weight_versions": [{"version": self.version, "start": 0, "end": len(ids)}],
         }
-
-    def close(self) -> None:
-        self._http.shutdown()
-        self._http.server_close()
-        self._thread.join()

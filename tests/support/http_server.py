@@ -27,7 +27,7 @@ class JsonServer:
         write: writes the answer's bytes, in place of all at once, before the connection ends.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, port: int = 0) -> None:
         self.lock = threading.Lock()
         self.reset()
         server = self
@@ -61,7 +61,7 @@ class JsonServer:
             def log_message(self, *args: Any) -> None:
                 pass
 
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._http = ThreadingHTTPServer(("127.0.0.1", port), Handler)
         self._http.daemon_threads = True
         self._http.handle_error = lambda request, address: None  # a client that did not wait
         self.url = f"http://127.0.0.1:{self._http.server_port}"
