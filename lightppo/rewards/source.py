@@ -46,6 +46,9 @@ class RewardSource(Protocol):
     def score(self, rollouts: list[Rollout]) -> RewardOutput: ...
 
 
+Routes = Mapping[str, Sequence[tuple[RewardSource, float]]]  # route → sources and their weights
+
+
 def close_source(source: RewardSource) -> None:
     """Ends the processes that a source has started, if it has a ``close``."""
     getattr(source, "close", lambda: None)()
@@ -309,13 +312,7 @@ class RoutedReward:
         by: ``"data_source"``, or ``"label"``: a string, or a number as Python writes it.
     """
 
-    def __init__(
-        self,
-        routes: Mapping[str, Sequence[tuple[RewardSource, float]]],
-        *,
-        by: RouteBy = "data_source",
-        name: str = "routed",
-    ) -> None:
+    def __init__(self, routes: Routes, *, by: RouteBy = "data_source", name: str = "routed") -> None:
         if by not in get_args(RouteBy):
             raise ValueError(f"{name}: samples are routed by {' or '.join(get_args(RouteBy))}, not by {by!r}")
         if not routes or not all(routes.values()):
