@@ -143,7 +143,7 @@ def _load_config(path: str, flag: str, options: LoadOptions) -> tuple[str, Pretr
     with _errors_name(path, flag):
         config = AutoConfig.from_pretrained(path, trust_remote_code=options.trust_remote_code)
     _override(config, options.override_config or {}, "--override_config")
-    for part in {id(c): c for c in (config, config.get_text_config())}.values():
+    for part in (config, config.get_text_config()):
         _zero_dropout_attributes(part)
     return path, config
 

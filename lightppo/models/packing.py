@@ -127,12 +127,6 @@ def alike(a: Tensor, b: Tensor) -> bool:
 # -- attention inside a packed row ------------------------------------------------------------------------------------
 
 
-def use_packed_attention(model: PreTrainedModel) -> None:
-    """Let a model with ``sdpa`` attention take :func:`segments_as_mask` as well; other models stay as they are."""
-    if model.config._attn_implementation == "sdpa":
-        model.set_attn_implementation(PACKED_SDPA)
-
-
 def takes_segments(model: PreTrainedModel) -> bool:
     """Whether :func:`segments_as_mask` may replace the mask of a packed row."""
     return model.config._attn_implementation == PACKED_SDPA

@@ -19,6 +19,7 @@ from lightppo.errors import ModelLoadError
 from lightppo.models.cpu import accelerate_on_cpu
 from lightppo.models.loading import decoder_layers, disable_dropout
 from lightppo.models.packing import (
+    PACKED_SDPA,
     action_predictors,
     alike,
     check_packing_layers,
@@ -31,7 +32,6 @@ from lightppo.models.packing import (
     read,
     segments_from_position_ids,
     takes_segments,
-    use_packed_attention,
 )
 
 logger = logging.getLogger(__name__)
@@ -95,9 +95,11 @@ class PretrainedWrapper(nn.Module):
         self.last_layer_parts: list[nn.Module] | None = None
         if packing_samples:
             check_packing_layers(self.hf_model)
-            use_packed_attention(self.hf_model)
-            if share_prompts and not takes_segments(self.hf_model):
-                warn_that_nothing_is_shared(self.hf_model.config._attn_implementation)
+            attention = self.hf_model.config._attn_implementation
+            if attention == "sdpa":
+                self.hf_model.set_attn_implementation(PACKED_SDPA)
+            elif share_prompts and attention != PACKED_SDPA:  # a built model may be packed for the second time
+                warn_that_nothing_is_shared(attention)
 
     @property
     def hf_model(self) -> PreTrainedModel:

@@ -28,6 +28,7 @@ from lightppo.algorithms import logprobs as head_module
 from lightppo.errors import ModelLoadError, PackingNotSupportedError
 from lightppo.models import actor as actor_module
 from lightppo.models.actor import Actor, is_untouched, scores_from_head, scoring_head
+from tests.models.conftest import COMMON
 
 Batch = tuple[Tensor, Tensor, int]
 MakeModel = Callable[..., PreTrainedModel]
@@ -390,21 +391,10 @@ def test_bad_arguments(causal_lm: MakeModel, ragged: Batch) -> None:
 
 
 WORKER = Path(__file__).with_name("scoring_head_worker.py")
-_WIDER = {
-    "vocab_size": 48,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "initializer_range": 0.2,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 FURTHER = {
-    "cohere": lambda: CohereConfig(**_WIDER, logit_scale=0.5),
-    "granite": lambda: GraniteConfig(**_WIDER, logits_scaling=3.0),
-    "phi": lambda: PhiConfig(**_WIDER),  # a head with a bias
+    "cohere": lambda: CohereConfig(**COMMON, logit_scale=0.5),
+    "granite": lambda: GraniteConfig(**COMMON, logits_scaling=3.0),
+    "phi": lambda: PhiConfig(**COMMON),  # a head with a bias
 }
 
 

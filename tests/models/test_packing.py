@@ -42,7 +42,6 @@ from lightppo.models.packing import (
     segments_as_mask,
     segments_from_position_ids,
     takes_segments,
-    use_packed_attention,
 )
 from lightppo.models.wrapper import warn_that_nothing_is_shared
 from tests.models.conftest import COMMON, KV
@@ -250,8 +249,7 @@ def test_segments_from_position_ids() -> None:
 
 
 def test_only_sdpa_is_replaced(causal_lm: MakeModel, attention: str) -> None:
-    model = causal_lm("llama", attention)
-    use_packed_attention(model)
+    model = Actor(causal_lm("llama", attention), packing_samples=True).hf_model
     assert takes_segments(model) == (attention == "sdpa")
     assert model.config._attn_implementation == (PACKED_SDPA if attention == "sdpa" else "eager")
 
