@@ -191,6 +191,8 @@ class ValueNorm:
     """
 
     def __init__(self, kind: str = "exp", beta: float = 0.99995, eps: float = 1e-5) -> None:
+        if kind not in ("ma", "exp"):
+            raise ValueError(f"ValueNorm: kind must be ma or exp, not {kind!r}")
         self.kind, self.beta, self.eps = kind, beta, eps
         self._moments = Moments()
         self._old = (0.0, 1.0)  # mean and std before the last update

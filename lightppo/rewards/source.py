@@ -391,6 +391,7 @@ class CombinedReward(RoutedReward):
 
     def __init__(self, sources: Mapping[RewardSource, float], name: str = "combined") -> None:
         super().__init__({DEFAULT_ROUTE: list(sources.items())}, name=name)
+        self.sources = dict(sources)
 
 
 # --- in the background

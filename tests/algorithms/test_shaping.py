@@ -390,6 +390,10 @@ class TestByHand:
         assert norm.mean == pytest.approx(6.0)
         assert norm.std == pytest.approx(math.sqrt(25 / 3))
 
+    def test_kind_is_ma_or_exp(self):
+        with pytest.raises(ValueError, match="ma or exp"):
+            ValueNorm("mean")
+
     def test_ma(self):
         norm = ValueNorm("ma")
         norm.update(torch.tensor([[1.0, 3.0]]))
