@@ -139,7 +139,7 @@ class Files:
     """safetensors files, one per bucket, that this user alone can read; "auto" is memory with room for two buckets."""
 
     def __init__(self, where: str, shared_folder: str | None) -> None:
-        self._where, self._names = where, itertools.cycle(("a.safetensors", "b.safetensors"))
+        self._where, self._paths, self._numbers = where, [], itertools.count()
         has_room = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > 2.2 * BUCKET_BYTES
         in_memory = where == "shm" or (where == "auto" and has_room)
         self._root = SHARED_MEMORY if in_memory else Path(shared_folder or tempfile.gettempdir())
@@ -156,8 +156,10 @@ class Files:
         from safetensors import SafetensorError
         from safetensors.torch import save_file
 
-        path = self._folder / next(self._names)
-        path.unlink(missing_ok=True)  # a lost server may still be at the file itself
+        while len(self._paths) > 1:
+            self._paths.pop(0).unlink()
+        path = self._folder / f"{next(self._numbers)}.safetensors"  # no name twice: other machines remember names
+        self._paths.append(path)
         # copies: tied ones may not share memory
         tensors = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in bucket}
         try:
