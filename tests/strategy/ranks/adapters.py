@@ -255,7 +255,7 @@ def check_resume(strategy: DeepspeedStrategy, work_dir: Path) -> None:
     for name in ("zero2", "zero3"):
         role = make_strategy(**CKPT[name])
         actor, *_ = lora_actor(role, another, dropout=0.2)
-        with pytest.raises(CheckpointError, match=r"other frozen weights .*--pretrain"):
+        with pytest.raises(CheckpointError, match=r"other frozen weights.*--pretrain"):
             role.load_ckpt(actor, work_dir / name)
     role = make_strategy(zero_stage=2)
     plain = Actor(path, ds_config=role.get_ds_train_config())
