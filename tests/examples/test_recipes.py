@@ -89,7 +89,7 @@ def test_each_is_on_the_page():
 
 
 def test_the_numbers_of_the_page():
-    rows = re.findall(r"^\| \[(\w+)\](.*) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    rows = re.findall(r"^\[(\w+)\]\(../examples/recipes/(.*)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     assert len(rows) == len(RECIPES)
     for name, rest in rows:
         _, critic, samples, kl, steps, papers = rest.split(" | ")
