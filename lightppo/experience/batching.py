@@ -183,7 +183,7 @@ class ReplayBuffer:
         self.items.clear()
 
     def sample(self) -> Experience:
-        """``sample_batch_size`` different rows as one batch; ``ValueError`` if the buffer holds fewer."""
+        """``sample_batch_size`` different rows as one batch."""
         if len(self) < self.sample_batch_size:
             raise ValueError(f"the replay buffer holds {len(self)} samples, fewer than {self.sample_batch_size}")
         return self.collate_fn(random.sample(self.items, self.sample_batch_size))

@@ -48,7 +48,7 @@ class ScoreShaper:
         self.running = RunningMeanStd() if config.reward_running_norm else None
 
     def observe(self, rollouts: Sequence[Rollout]) -> None:
-        """Adds the samples of this rollout to the running statistics. Collective, also for a rank without samples."""
+        """Adds the samples of this rollout to the running statistics. Collective."""
         if self.running is not None:
             self.running.update(self._scaled(rollouts), all_reduce_sum=self.all_reduce_sum)
 

@@ -237,15 +237,8 @@ class DistributedStrategy:
         dataset's own.
         """
         if sampler is None:
-            sampler = RankSampler(
-                dataset,
-                self.world_size,
-                self.get_rank(),
-                shuffle=shuffle,
-                seed=self.seed,
-                drop_last=drop_last,
-                consumed_samples=consumed_samples,
-            )
+            ranks, order = (self.world_size, self.get_rank()), {"shuffle": shuffle, "seed": self.seed}
+            sampler = RankSampler(dataset, *ranks, **order, drop_last=drop_last, consumed_samples=consumed_samples)
         return DataLoader(
             dataset,
             batch_size=batch_size,
@@ -338,8 +331,7 @@ class DistributedStrategy:
             except Exception as exception:
                 error = exception
         reason = None if error is None else "".join(traceback.format_exception_only(error)).strip()
-        reason = self.broadcast_object(reason)
-        if reason is not None:
+        if reason := self.broadcast_object(reason):
             raise RuntimeError(f"rank 0 could not {what}: {reason}") from error
 
     def barrier(self) -> None:
