@@ -205,7 +205,7 @@ class PPOTrainer(SeedAttributes):
                 self.make_experience(collected, step)  # 2 log probs, values, rewards → 3 advantages in the buffer
                 status = collected.counts | self.ppo_train(step)  # 4 → training_step per micro batch
                 self.replay_buffer.clear()
-                self._move_reference(step)
+                self.move_reference(step)
                 with self.timer("sync"):
                     self.rollout_engine.sync_weights(self.actor)  # 5 the next rollouts are on-policy
                 self.kl_ctl.update(status.get("policy_kl", 0.0), int(status.get("samples", 0)))  # 6
@@ -459,7 +459,7 @@ class PPOTrainer(SeedAttributes):
     def _done(self) -> bool:
         return self.config.evaluation.val_only or bool(self._reached_limits())
 
-    def _move_reference(self, step: int) -> None:
+    def move_reference(self, step: int) -> None:
         """The reference follows the actor (``--ref_ema_eta``), or becomes a copy of it (``--ref_reset_steps``)."""
         a = self.config.algorithm
         if a.ref_ema_eta is not None:

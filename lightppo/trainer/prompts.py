@@ -18,6 +18,8 @@ from lightppo.errors import ConfigError
 from lightppo.ranks import Ranks
 from lightppo.trainer.checkpointing import TrainerState
 
+_END = object()
+
 
 class EpisodePrompts:
     """The generation batches of one episode on this rank, from where it was left.
@@ -54,8 +56,8 @@ class EpisodePrompts:
             raise ValueError(f"the prompts dataloader gave no batch in episode {episode + 1}")
 
     def _look_ahead(self) -> None:
-        self._next = next(self._batches, None)
-        self.exhausted = self._next is None
+        self._next = next(self._batches, _END)
+        self.exhausted = self._next is _END
 
     def take(self) -> list[Prompt]:
         """The next generation batch; only while there is one."""

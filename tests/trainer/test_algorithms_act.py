@@ -198,13 +198,13 @@ def test_the_reference_follows_the_actor(trainer_with, parts):
     actor, reference = parts["actor"][0], parts["reference"]
     start = weights_of(reference)
     put_back(actor, {name: p + 1.0 for name, p in start.items()})
-    trainer_with(ref_ema_eta=0.25)._move_reference(1)
+    trainer_with(ref_ema_eta=0.25).move_reference(1)
     for name, p in weights_of(reference).items():
         torch.testing.assert_close(p, start[name] + 0.25)
     resets = trainer_with(ref_reset_steps=3)
-    resets._move_reference(2)
+    resets.move_reference(2)
     assert not torch.allclose(weights_of(reference)["lm_head.weight"], weights_of(actor)["lm_head.weight"])
-    resets._move_reference(3)
+    resets.move_reference(3)
     assert all(torch.equal(p, weights_of(actor)[name]) for name, p in weights_of(reference).items())
     assert trainer_with().checkpointer.models.keys() == {"actor", "critic"}
     assert resets.checkpointer.models.keys() == {"actor", "critic", "reference"}
