@@ -4,7 +4,8 @@
 
 FD is one end of a ``multiprocessing.Pipe``. A job that comes through it has a script, its words, a folder, a log, the
 environment of each rank and a time-out; what goes back is an exit code, or None after the time-out. A job without a
-time-out has one process, which stays until the tests have ended; what goes back is its number.
+time-out has one process, which stays until the tests have ended; what goes back is its number. Its exit code is asked
+for by that number.
 
 Nothing is computed here before a fork, so there are no threads that a rank would miss. A forked rank differs from one
 of a launcher in this: what modules read from the environment while they are imported, and the seed of ``hash``, are
@@ -47,6 +48,11 @@ def main() -> None:
             job = control.recv()
         except EOFError:  # the tests have ended
             return end(staying)
+        if isinstance(job, int):
+            process = next(process for process in staying if process.pid == job)
+            process.join()
+            control.send(process.exitcode)
+            continue
         start = multiprocessing.get_context("fork").Process
         ranks = [start(target=run, args=(control, job, environment)) for environment in job["environments"]]
         for rank in ranks:

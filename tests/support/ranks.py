@@ -14,6 +14,7 @@ import uuid
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -171,10 +172,14 @@ def ask_fork_server(
     script: Path, words: list[str], environments: list[dict[str, str]], log: str, timeout: float | None, vllm: bool
 ) -> int | None:
     """What support/fork_server.py answers to a job."""
-    server = fork_server(vllm)
     job = {"script": str(script), "words": words, "environments": environments, "folder": os.getcwd(), "log": log}
+    return tell_fork_server(job | {"timeout": timeout}, vllm)
+
+
+def tell_fork_server(job: dict[str, Any] | int, vllm: bool) -> int | None:
+    server = fork_server(vllm)
     try:
-        server.send(job | {"timeout": timeout})
+        server.send(job)
         return server.recv()
     except BaseException:  # of a test that is broken off: the server ends, and its ranks with it
         server.close()

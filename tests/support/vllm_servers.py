@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterable
@@ -18,7 +16,7 @@ import pytest
 import requests
 
 from lightppo.rollout.serving import server_command, server_environment
-from support.ranks import ENVIRONMENT, REPO, ask_fork_server, free_port
+from support.ranks import ENVIRONMENT, REPO, ask_fork_server, free_port, tell_fork_server
 
 KEY_VARIABLE = "LIGHTPPO_TEST_KEY"
 KEY = "open-sesame"
@@ -26,8 +24,8 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 class Servers:
-    """Servers of models, all at the same time: the first is started by examples/serve_vllm.py, as a user does; the
-    others are the same but forked from a process that has vLLM imported.
+    """Servers of models, all at once: the first by examples/serve_vllm.py, which starts it anew, as for a user;
+    the others are forked from a process that has vLLM imported. They end with that process at the latest.
 
     Args:
         models: folder of each.
@@ -57,16 +55,12 @@ class Servers:
             self.logs[-1].touch()
             options = [*shared, "--max-num-seqs=32", *own]
             if self.pids:
-                words = server_command(model, "127.0.0.1", port, options)[3:]
-                log, environments = str(self.logs[-1]), [environment | server_environment(KEY)]
-                self.pids.append(ask_fork_server(forked, words, environments, log, None, vllm=True))
+                script, words = forked, server_command(model, "127.0.0.1", port, options)[3:]
             else:
-                options += [f"--model={model}", f"--port={port}", f"--api_key_env={KEY_VARIABLE}"]
-                command = [sys.executable, str(REPO / "examples" / "serve_vllm.py"), *options]
-                pipes = {"stdin": subprocess.DEVNULL, "stdout": self.logs[-1].open("w"), "stderr": subprocess.STDOUT}
-                with pipes["stdout"]:
-                    self.first = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
-                self.pids.append(self.first.pid)
+                script = REPO / "examples" / "serve_vllm.py"
+                words = [f"--model={model}", f"--port={port}", f"--api_key_env={KEY_VARIABLE}", *options]
+            environments = [environment | (server_environment(KEY) if self.pids else {})]
+            self.pids.append(ask_fork_server(script, words, environments, str(self.logs[-1]), None, vllm=True))
 
     def wait(self, which: Iterable[int], seconds: float = 900) -> None:
         """Until these are up."""
@@ -80,10 +74,10 @@ class Servers:
                     pytest.fail(f"the vLLM server did not start:\n{log.read_text()[-6000:]}")
                 time.sleep(0.2)
 
-    def terminate(self, seconds: float = 180) -> int:
+    def terminate(self) -> int | None:
         """Ends the first one as a user would; its exit code."""
-        self.first.send_signal(signal.SIGTERM)
-        return self.first.wait(seconds)
+        os.kill(self.pids[0], signal.SIGTERM)
+        return tell_fork_server(self.pids[0], vllm=True)
 
     def leftovers(self, seconds: float = 120) -> list[str]:
         """Command lines of processes that servers have left; vLLM's end a little after the first one."""
@@ -99,7 +93,6 @@ class Servers:
         for process in own:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
-        self.first.wait(30)
         for path in held:
             path.unlink(missing_ok=True)
         shutil.rmtree(self.sockets, ignore_errors=True)
