@@ -264,17 +264,16 @@ class TestKilled:
         assert all(w.hear().startswith("error: ") for w in workers)
 
 
-def test_nccl_needs_a_gpu_of_its_own_for_everybody_and_vllm(monkeypatch, way):
+def test_nccl_needs_a_gpu_of_its_own_for_everybody_and_vllm(monkeypatch):
     """vLLM's own group; here none of it is there, so that only the choice is looked at."""
     made = []
     monkeypatch.setattr(weights, "NCCLGroup", lambda **place: made.append(place) or SimpleNamespace(close=list))
-    server, told = Server(), []
+    server, told, way = Server(), [], Broadcasts("127.0.0.1", 0.2, CPU)
     server.push_step = lambda route, body: told.append(body["init_info"]["transport"])
 
     def transport(own, theirs, has_vllm=True):
         monkeypatch.setattr(weights, "gpu_of", lambda device: own)
         monkeypatch.setattr(weights.importlib.util, "find_spec", lambda name: has_vllm or None)
-        monkeypatch.setattr(way, "_seconds", 0.2)
         server.gpus = theirs
         with suppress(RuntimeError, TimeoutError):  # gloo: the workers do not come
             way.open(server)
