@@ -91,7 +91,7 @@ def test_evaluation_shards_only_at_stage_3_or_for_offload(gpu):
     assert "managed_gradient_accumulation" not in stages[3]
 
 
-def test_two_ranks_under_the_deepspeed_launcher(run_checks):
+def test_two_ranks(run_checks):
     output = run_checks(
         "engines.py",
         "check_collectives",
@@ -103,7 +103,6 @@ def test_two_ranks_under_the_deepspeed_launcher(run_checks):
         "check_prepare",
         "check_scheduler_steps_once_per_step",
         "check_sharded_from_the_start",
-        launcher="deepspeed",
         world_size=2,
         timeout=400,
     )

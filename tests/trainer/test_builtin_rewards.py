@@ -53,5 +53,5 @@ def test_verifiers_by_data_source(make_config, tmp_path):
     assert row["rollout/reward"] == pytest.approx((1.1 + 0.1 + 1 + 1) / 4)
     assert (row["reward/failures"], row["reward/timeouts"]) == (0, 0)
     assert row["reward/code/pass_share"] == 1
-    names = [" ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)]
-    assert not [name for name in names if "supervisor" in name]
+    children = [child.as_dict(["cmdline"]) for child in psutil.Process().children(recursive=True)]  # None: has ended
+    assert not [child for child in children if "supervisor" in str(child["cmdline"])]

@@ -71,7 +71,7 @@ KL = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("case", "zero_stage"), [*((case, 0) for case in KL), *((case, 3) for case in KL)])
+@pytest.mark.parametrize(("case", "zero_stage"), [*((case, 0) for case in KL), (list(KL)[-1], 3)])
 def test_the_reference_gives_the_numbers_of_a_separate_one_in_4_bits(config_of, tmp_path, wide_model, case, zero_stage):
     options = KL[case] | {"old_log_probs": "forward", "zero_stage": zero_stage, "load_checkpoint": False}
     shared = fitted(config_of(save_path=str(tmp_path / "shared"), **options))
