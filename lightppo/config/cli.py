@@ -59,13 +59,9 @@ def parse_args(argv: Sequence[str] | None = None, prog: str = "train_ppo.py") ->
 
 
 def parse_section(kind: type[S], check: Callable[[S, int], list[str]], argv: Sequence[str] | None, prog: str) -> S:
-    """The options of a script that has one section, checked; errors as :func:`parse_args`.
+    """The options of a script that has one section; errors as :func:`parse_args`.
 
-    Args:
-        kind: the section.
-        check: what is wrong with values that are each in range, for so many ranks.
-        argv: arguments; ``None`` for the arguments of this process.
-        prog: name of the script in messages.
+    ``check`` says what is wrong with values that are each in range, for so many ranks.
     """
     arguments = _arguments(argv, lambda _: "\n".join([f"usage: {prog} [flags]", "", *_section_lines(kind)]) + "\n")
     with _exit_on_mistakes(prog):

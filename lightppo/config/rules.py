@@ -689,20 +689,12 @@ class PPOConfig(Options):
     """
 
     def validate(self, world_size: int = 1, by_hand: bool = False) -> None:
-        """Check values and, where these are all right, combinations of options; see :func:`contradictions`.
-
-        Raises:
-            ConfigError: with a line for each option that has a problem, which says what to set.
-        """
+        """Check values, then combinations; ConfigError with a line for each option that has a problem."""
         self.with_options(**self.flat())
         if problems := contradictions(self, world_size, by_hand):
             raise ConfigError("\n".join(problems))
 
     def resolved(self) -> Self:
-        """A copy in which every "None means …" default is replaced by what it means. Idempotent.
-
-        Raises:
-            ConfigError: on a value of the wrong type or out of range.
-        """
+        """A copy with every "None means …" replaced by what it means. ConfigError for a value out of range."""
         conformed = self.with_options(**self.flat())
         return conformed.with_options(**resolutions(conformed))

@@ -133,10 +133,8 @@ def takes_segments(model: PreTrainedModel) -> bool:
 
 
 def segments_as_mask(lengths: Tensor, parents: Tensor | None = None) -> Tensor:
-    """A packed row's segments, lengths and parents (N,), as its attention mask: (1, 1, 2, N) int64.
-
-    A segment also sees all of its parent, the earlier segment that it continues; -1: none. Parents have no parents.
-    """
+    """A packed row's segments, lengths and parents (N,), as its attention mask: (1, 1, 2, N) int64."""
+    # A segment also sees all of its parent, the earlier segment that it continues; -1: none. Parents have no parents.
     return torch.stack([lengths, torch.full_like(lengths, -1) if parents is None else parents])[None, None]
 
 

@@ -30,10 +30,8 @@ _TAIL_MARGIN = 4  # tokens without text (skipped special tokens) that may lie in
 
 
 def request_uniforms(seed: int, prompt_index: int, sample_index: int, count: int) -> np.ndarray:
-    """The uniforms of one request, (count,) float64 in [0, 1); a longer request begins with the same numbers.
-
-    They come from SHAKE-128 of the key: the same on every machine and version, unlike a seeded generator.
-    """
+    """The uniforms of one request, (count,) float64 in [0, 1); a longer request begins with the same numbers."""
+    # SHAKE-128 of the key is the same on every machine and version, unlike a seeded generator.
     stream = hashlib.shake_128(f"lightppo/{seed}/{prompt_index}/{sample_index}".encode()).digest(8 * count)
     # 52 bits, not 53: u * total < total then holds after rounding, for any total.
     return (np.frombuffer(stream, dtype="<u8") >> 12) * 2.0**-52

@@ -125,11 +125,9 @@ def architecture(config: Any) -> dict[str, Any]:
 
 
 def open_transport(engine: EngineConfig, device: torch.device) -> Files | Broadcasts:
-    """Brings one push to several servers (``vllm_server.VLLMServer``), each in a thread of its own.
-
-    ``open`` begins it with a server; ``pack`` prepares a bucket once for all servers, and what was packed before the
-    last one may be forgotten; ``send`` returns when the server has loaded it.
-    """
+    """Brings one push to several servers (``vllm_server.VLLMServer``), each in a thread of its own."""
+    # ``open`` begins with a server; ``pack`` prepares a bucket once for all servers, and all but the last one may be
+    # forgotten; ``send`` returns when the server has loaded it.
     if engine.vllm_server_sync == "collective":
         return Broadcasts(engine.vllm_server_sync_address, engine.vllm_server_timeout, device)
     return Files(engine.vllm_server_sync, engine.vllm_server_sync_dir)

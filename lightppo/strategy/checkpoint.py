@@ -345,10 +345,7 @@ model = {auto_class}.from_pretrained("{name}")
 
 
 def save_model(ranks: Ranks, model: Any, tokenizer: Any | None, output_dir: str | os.PathLike[str]) -> None:
-    """Writes weights, configuration, generation settings, tokenizer and model card for transformers. Collective.
-
-    The folder appears complete; if it exists and is not empty, files are replaced one by one.
-    """
+    """Writes all that transformers reads. A new folder appears complete; in an old one, file by file. Collective."""
     hf_model, prefix = find_hf_model(model)
     state_dict = full_state_dict(model, ranks.is_rank_0())
     ranks.on_rank_0(lambda: _write(hf_model, prefix, state_dict, tokenizer, Path(output_dir)), f"save {output_dir}")

@@ -162,12 +162,8 @@ class DeepspeedStrategy(DistributedStrategy):
     def prepare(self, *models_or_tuples: Any, is_rlhf: bool = False) -> Any:
         """Puts models, or tuples ``(model, optimizer, scheduler or None)``, into engines; None stays None. Collective.
 
-        In a tuple with an optimizer, a model is configured by its own ``ds_config``, else by this strategy's for
-        training. Alone, by its own if that is for evaluation, else by this strategy's (offloaded if
-        ``model._offload``).
-
-        Returns one result per argument, a single one unpacked: the model itself if its class has ``engine_attribute``
-        (which then holds the engine), otherwise the engine. ``is_rlhf`` changes nothing.
+        One result per argument, a single one unpacked: the engine, or a model whose class has ``engine_attribute``.
+        ``is_rlhf`` changes nothing.
         """
         if not dist.is_initialized():
             raise RuntimeError("call strategy.setup_distributed() before strategy.prepare()")
@@ -175,6 +171,7 @@ class DeepspeedStrategy(DistributedStrategy):
         return prepared[0] if len(prepared) == 1 else prepared
 
     def _prepare_one(self, item: Any) -> Any:
+        """Configured by the model's own ``ds_config``; alone and without one for evaluation, by this strategy's."""
         trains = isinstance(item, tuple)
         if trains and len(item) != 3:
             raise ValueError(f"prepare takes a model or (model, optimizer, scheduler), got a tuple of {len(item)}")

@@ -272,19 +272,11 @@ class PPOTrainer(SeedAttributes):
     def training_step(
         self, experience: Experience, global_steps: int, entropy_mask: Tensor | None = None
     ) -> dict[str, float]:
-        """One micro batch of actor and critic. Collective.
+        """One micro batch of actor and critic; its numbers, whose mean ``fit`` logs whatever their names. Collective.
 
-        Gradients add up; at the last micro batch of ``train_batch_size`` samples the optimizers step. In ``fit`` each
-        micro batch weighs by its share of the tokens of the step. In a loop of a script's own, where the other
-        micro batches are not known, all of them weigh the same.
-
-        Args:
-            experience: this rank's samples.
-            global_steps: number of the PPO step; up to ``freezing_actor_steps`` only the critic is trained.
-            entropy_mask: (B, A), only tokens where it is True have a policy loss; the loss is divided as without it.
-
-        Returns:
-            numbers of this micro batch. ``fit`` logs their mean over micro batches and ranks, whatever their names.
+        Gradients add up; at the last micro batch of ``train_batch_size`` samples the optimizers step. In ``fit`` a
+        micro batch weighs by its share of the step's tokens, in a loop of a script's own all weigh the same. Only
+        tokens where ``entropy_mask`` (B, A) is True have a policy loss, which is divided as without it.
         """
         status: dict[str, float] = {}
         if self._actor_trains(global_steps):

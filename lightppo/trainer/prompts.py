@@ -115,10 +115,8 @@ class PromptFilter:
 
 
 def too_well_solved(scores: Mapping[int, float], threshold: float, max_share: float, prompts: int) -> list[int]:
-    """The prompts with a mean score above the threshold, at most ``max_share`` of all, best solved first.
-
-    Of equal scores the lower row number goes first, so that every rank and a resumed run choose the same.
-    """
+    """The prompts with a mean score above the threshold, at most ``max_share`` of all, best solved first."""
+    # Of equal scores the lower row number goes first: every rank and a resumed run choose the same.
     above = sorted((index for index in scores if scores[index] > threshold), key=lambda i: (-scores[i], i))
     return above[: int(max_share * prompts)]
 
