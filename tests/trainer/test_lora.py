@@ -74,7 +74,7 @@ def test_what_a_run_holds(make_config, tiny_model):
     assert parameter_count(models.actor, trained_only=True) == 2 * 4 * (64 + 48)
 
 
-@pytest.mark.parametrize("zero_stage", [0, 2, 3])
+@pytest.mark.parametrize("zero_stage", [0, 2])  # 3: on two ranks, below
 def test_a_resumed_run_is_the_uninterrupted_run(make_config, tmp_path, zero_stage):
     def run(folder: str, steps: int) -> PPOTrainer:
         paths = {"save_path": str(tmp_path / folder / "run"), "ckpt_path": str(tmp_path / folder / "ckpt")}

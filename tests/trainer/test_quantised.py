@@ -87,7 +87,7 @@ def test_the_reference_gives_the_numbers_of_a_separate_one_in_4_bits(config_of, 
         assert ours[0]["rollout/kl"] == 0.0 != ours[2]["rollout/kl"]
 
 
-@pytest.mark.parametrize("zero_stage", [0, 2, 3])
+@pytest.mark.parametrize("zero_stage", [0, 2])  # 3: on two ranks, below
 def test_a_resumed_run_is_the_uninterrupted_run(config_of, tmp_path, zero_stage):
     def run(folder: str, steps: int) -> PPOTrainer:
         paths = {"save_path": str(tmp_path / folder / "run"), "ckpt_path": str(tmp_path / folder / "ckpt")}
