@@ -8,7 +8,7 @@ from support.ranks import REPO, run_ranks
 
 EPISODES = 2
 
-pytestmark = [pytest.mark.slow, pytest.mark.vllm]
+pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.learning]
 
 
 def test_both_engines_reach_the_same_accuracy(tmp_path):
