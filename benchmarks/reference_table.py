@@ -114,7 +114,7 @@ RUNS = {
     "lora-zero3-2ranks": Run(PPO + "--lora_rank 4 --zero_stage 3 --target_modules q_proj v_proj", "zero3", ranks=2),
     "lora-4bit": Run(GROUPS + "--lora_rank 4 --load_in_4bit --pretrain wide --packing_samples", "models"),
     # KL: where it counts, its estimators, a reference that moves
-    "kl-k1-abs": Run(GROUPS + "--kl_estimator abs --kl_clip 0.1 --init_kl_coef 0.1", "trainer"),
+    "kl-k1-abs": Run(GROUPS + "--use_kl_in_reward --kl_estimator abs --kl_clip 0.1 --init_kl_coef 0.1", "trainer"),
     "kl-loss-k3": Run(GROUPS + "--use_kl_loss --kl_estimator k3+ --init_kl_coef 0.1", "trainer"),
     "kl-loss-full-packed": Run(
         GROUPS + "--use_kl_loss --kl_estimator full --init_kl_coef 0.1 --packing_samples",

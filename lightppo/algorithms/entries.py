@@ -64,6 +64,7 @@ class EstimatorEntry(Entry):
     needs_greedy_baseline: bool = False  # compares with the greedy answer, which is sampled and scored too
     discounted: bool = False  # --gamma acts
     divides_by_std: bool = False  # by the standard deviation of the group: --no_group_std_norm, --grpo_std_eps act
+    kl_in_loss: bool = False  # by default, not in the reward: its noise would be divided by a group's deviation too
     policy_loss: str = "ppo"  # where --policy_loss says nothing
     loss_agg_mode: str | None = None  # where --loss_agg_mode says nothing; None: as the loss says
 
@@ -205,7 +206,8 @@ _SELECTION = "lightppo.algorithms.selection"
 
 _REINFORCE = EstimatorEntry(f"{_ADVANTAGES}:reinforce", whiten=True, discounted=True)
 _of_group = partial(EstimatorEntry, per_sample=True, min_group_size=2)
-_GROUP_NORM = _of_group(f"{_ADVANTAGES}:group_norm", divides_by_std=True)
+_over_std = partial(_of_group, divides_by_std=True, kl_in_loss=True)
+_GROUP_NORM = _over_std(f"{_ADVANTAGES}:group_norm")
 
 ADVANTAGE_ESTIMATORS: Table[EstimatorEntry] = Table(
     "--advantage_estimator",
@@ -221,9 +223,11 @@ ADVANTAGE_ESTIMATORS: Table[EstimatorEntry] = Table(
         "remax": EstimatorEntry(f"{_ADVANTAGES}:remax", needs_greedy_baseline=True, discounted=True),
         "opo": _of_group(f"{_ADVANTAGES}:opo"),
         "gpg": _of_group(f"{_ADVANTAGES}:gpg", policy_loss="gpg"),
-        "grpo_passk": _of_group(f"{_ADVANTAGES}:grpo_passk", divides_by_std=True),
-        "cpgd": _of_group(f"{_ADVANTAGES}:cpgd", divides_by_std=True, policy_loss="cpgd"),
-        "group_adv_norm": EstimatorEntry(f"{_ADVANTAGES}:group_adv_norm", min_group_size=2, discounted=True),
+        "grpo_passk": _over_std(f"{_ADVANTAGES}:grpo_passk"),
+        "cpgd": _over_std(f"{_ADVANTAGES}:cpgd", policy_loss="cpgd"),
+        "group_adv_norm": EstimatorEntry(
+            f"{_ADVANTAGES}:group_adv_norm", min_group_size=2, discounted=True, kl_in_loss=True
+        ),
     },
     decorator="estimator",
 )

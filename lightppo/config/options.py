@@ -358,8 +358,12 @@ class AlgorithmConfig(Section, own=ADVANTAGE_ESTIMATORS):
         None, "KL per token (joschu.net/blog/kl-approx). None: k1 in the reward, k2 in the loss.", names=KL_ESTIMATORS
     )
     kl_clip: float | None = kl(None, "KL estimates are clipped to ± this.", "nats", gt=0)
-    use_kl_loss: bool = kl(False, "KL as a term of the loss instead of in the reward.")
-    use_kl_in_reward: bool | None = option(None, "KL in the reward. None: unless --use_kl_loss.")
+    use_kl_loss: bool | None = kl(
+        None,
+        "KL as a term of the loss instead of in the reward. None: for estimators that divide by a group's deviation.",
+        off=(False,),
+    )
+    use_kl_in_reward: bool | None = option(None, "KL in the reward. None: unless it is in the loss.")
     ref_ema_eta: float | None = kl(None, "After each step the reference becomes (1 - η)·itself + η·actor.", gt=0, le=1)
     ref_reset_steps: int | None = kl(None, "The reference becomes the actor's copy every N steps.", "PPO steps", ge=1)
     ptx_coef: float = option(0.05, "Weight of the language-model loss on --pretrain_data.", ge=0)

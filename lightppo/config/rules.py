@@ -239,6 +239,7 @@ def resolutions(config: Options) -> dict[str, Any]:
     estimator, loss = estimator_entry(config), policy_loss_entry(config)
     correction = CORRECTIONS.find(config.correction.rollout_correction)
     frozen_stage = 3 if s.zero_stage == 3 else 0
+    use_kl_loss = _or(a.use_kl_loss, estimator.kl_in_loss and a.init_kl_coef > 0 and not a.use_kl_in_reward)
 
     meant: dict[str, Any] = {
         "train_batch_size": _samples(config) // t.ppo_n_minibatches if t.ppo_n_minibatches else 128,
@@ -247,8 +248,9 @@ def resolutions(config: Options) -> dict[str, Any]:
         "generation_size": r.n_samples_per_prompt,
         "gen_batch_size": r.rollout_batch_size,
         "adv_norm": estimator.whiten,
-        "use_kl_in_reward": not a.use_kl_loss,
-        "kl_estimator": "k2" if a.use_kl_loss else "k1",
+        "use_kl_loss": use_kl_loss,
+        "use_kl_in_reward": not use_kl_loss,
+        "kl_estimator": "k2" if use_kl_loss else "k1",
         "policy_loss": estimator.policy_loss,
         "loss_agg_mode": _or(estimator.loss_agg_mode, loss.loss_agg_mode),
         "correction_low": correction.low,

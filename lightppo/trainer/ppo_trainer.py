@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -208,7 +209,8 @@ class PPOTrainer(SeedAttributes):
                 self.move_reference(step)
                 with self.timer("sync"):
                     self.rollout_engine.sync_weights(self.actor)  # 5 the next rollouts are on-policy
-                self.kl_ctl.update(status.get("policy_kl", 0.0), int(status.get("samples", 0)))  # 6
+                if not math.isnan(status.get("advantage_mean", 0.0)):  # some token is trained, so there is a KL
+                    self.kl_ctl.update(status.get("policy_kl", 0.0), int(status.get("samples", 0)))  # 6
             status |= self._finish_step(prompts, taken, collected)
             bar.set_postfix(m.short_status(status))
             bar.update()

@@ -70,6 +70,20 @@ class TestGroups:
         assert experience.info["reward/greedy_baseline"].tolist() == [5, 5]
 
 
+ESTIMATORS_OVER_STD = [name for name, entry in ADVANTAGE_ESTIMATORS.items() if entry.kl_in_loss]
+
+
+@pytest.mark.parametrize("name", ESTIMATORS_OVER_STD)
+def test_equal_scores_give_no_advantage_unless_the_kl_is_asked_into_the_reward(name):
+    """The KL of the two answers differs; divided by their deviation, its noise is as large as any score."""
+    rollouts = [answer(1.0), make_rollout([40, 50], [10, 10, 10], reward=1.0, sample_index=1)]
+    options = {"coef": 0.1, "critic": False, "advantage_estimator": name, "n_samples_per_prompt": 2}
+    experience = make_one(maker(**options, old_log_probs="forward"), *rollouts)
+    assert experience.advantages.tolist() == [[0.0] * 3] * 2
+    asked = make_one(maker(**options, use_kl_in_reward=True), *rollouts)
+    assert asked.advantages.abs().max() > 0.5
+
+
 class TestTruncatedAnswers:
     def test_masked_ones_leave_mask_and_group(self):
         cut = answer(100.0, sample_index=2, finish_reason="length")

@@ -126,6 +126,15 @@ def test_token_scores_and_the_flag_belong_together(trainer_with):
 # -- the training pass gives the old log probs -----------------------------------------------------------------------
 
 
+def test_a_rollout_without_a_trained_token_leaves_the_kl_coefficient(make_config):
+    """All responses are cut by the limit, so no KL is measured; the run goes on."""
+    options = {"mask_too_long": True, "kl_target": 0.1, "init_kl_coef": 0.1, "generate_max_len": 1}
+    trainer = PPOTrainer.from_config(make_config(**options, min_new_tokens=1, benchmark_steps=1))
+    trainer.fit()
+    assert trainer.state.global_step == 1
+    assert trainer.kl_ctl.value == 0.1
+
+
 @pytest.mark.usefixtures("kept")
 @pytest.mark.parametrize(
     "kl", [{"use_kl_loss": True, "init_kl_coef": 0.1}, {"init_kl_coef": 0.0}], ids=["loss", "none"]
