@@ -24,7 +24,7 @@ FOLDER = REPO / "examples" / "recipes"
 PAGE = REPO / "docs" / "choosing.md"
 RECIPES = {path.stem: path for path in sorted(FOLDER.glob("*.yaml"))}
 NEEDED = {"pretrain": "model", "prompt_data": "prompts.jsonl", "reward_fn": "reward.py"}
-# A recipe says these also where they are the defaults: what it is, how many optimizer steps a rollout has, where its KL is.
+# A recipe says these also where they are the defaults: what it is, how many optimizer steps a rollout has, the KL.
 ALWAYS_SAID = {"advantage_estimator", "rollout_batch_size", "train_batch_size", "use_kl_loss"}
 SAMPLES = 16  # of a rollout here
 
