@@ -6,6 +6,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
+HOME = ""  # address of the repository: "https://…"; empty as long as it has none
 VERSION = re.search(r'__version__ = "(.+)"', (HERE / "lightppo" / "__init__.py").read_text()).group(1)
 
 setup(
@@ -15,7 +16,26 @@ setup(
     long_description=(HERE / "README.md").read_text(),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
+    project_urls={
+        "Source": HOME,
+        "Documentation": f"{HOME}/tree/main/docs",
+        "Changelog": f"{HOME}/blob/main/CHANGELOG.md",
+    }
+    if HOME
+    else {},
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
     packages=find_packages(include=["lightppo", "lightppo.*"]),
+    package_data={"lightppo": ["py.typed"]},
+    entry_points={"console_scripts": ["lightppo = lightppo.__main__:main"]},
     python_requires=">=3.11",
     install_requires=[
         "torch>=2.6",

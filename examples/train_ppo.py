@@ -1,4 +1,4 @@
-"""Train a causal language model with PPO.
+"""Train a causal language model with PPO: ``lightppo ppo``, as a script.
 
     deepspeed examples/train_ppo.py --pretrain MODEL --prompt_data prompts.jsonl --reward_fn reward.py ...
     deepspeed --num_gpus 2 examples/train_ppo.py ...
@@ -8,18 +8,7 @@
 ``--help`` lists all options; ``--config FILE.yaml`` takes them from a file.
 """
 
-from lightppo.config import parse_args
-
-
-def main() -> None:
-    config = parse_args()
-
-    # After the command line is checked: these imports take seconds.
-    from lightppo import PPOTrainer
-    from lightppo.trainer import run
-
-    run(lambda: PPOTrainer.from_config(config).fit())
-
+from lightppo.commands.ppo import main
 
 if __name__ == "__main__":
-    main()
+    main(prog="train_ppo.py")

@@ -19,6 +19,7 @@ from support.ranks import REPO, run_ranks
 from support.tiny import save_causal_lm, sums, write_jsonl
 
 from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS, CORRECTIONS, KL_ESTIMATORS, POLICY_LOSSES
+from lightppo.commands.sft import SFTConfig
 from lightppo.config import parse_args
 from lightppo.config.options import all_options
 from lightppo.trainer.metrics import METRICS
@@ -37,8 +38,8 @@ OTHER_FLAGS = {
     "use_gspo", "use_cpg_loss", "overlong_buffer", "overlong_buffer_penalty_factor",
     "reward_running_norm_minus_mean",  # LightRFT
 }  # fmt: skip
-OWN_OTHER_FLAGS = {"write", "help", "spo_power"}  # of lightppo.trainer.metrics, and of an example
-VLLM_FLAGS = {"dtype", "enable_sleep_mode", "ssl_keyfile", "ssl_certfile"}  # of examples/serve_vllm.py, handed on
+OWN_OTHER_FLAGS = {"write", "help", "version", "spo_power", "module"}  # of commands, an example; deepspeed --module
+VLLM_FLAGS = {"dtype", "enable_sleep_mode", "ssl_keyfile", "ssl_certfile"}  # of lightppo serve-vllm, handed on
 
 
 @pytest.fixture(params=PAGES, ids=NAMES)
@@ -76,10 +77,9 @@ def test_relative_links_resolve(page):
 @cache
 def known_flags() -> set[str]:
     names = {option.name for option in all_options()}
-    sft = ast.parse((REPO / "examples" / "train_sft.py").read_text())
-    config = next(node for node in sft.body if isinstance(node, ast.ClassDef) and node.name == "SFTConfig")
-    names |= {node.target.id for node in config.body if isinstance(node, ast.AnnAssign)}
-    servers = [ast.parse((REPO / "examples" / f"serve_{kind}.py").read_text()) for kind in ("reward_model", "vllm")]
+    names |= SFTConfig.options().keys()
+    files = ("commands/serve_reward.py", "commands/serve_vllm.py", "trainer/report.py")
+    servers = [ast.parse((REPO / "lightppo" / file).read_text()) for file in files]
     calls = [node for server in servers for node in ast.walk(server) if isinstance(node, ast.Call)]
     added = [call.args[0].value for call in calls if getattr(call.func, "attr", None) == "add_argument"]
     names |= {flag.removeprefix("--") for flag in added}
@@ -151,6 +151,13 @@ def test_whole_commands_have_no_contradictions():
         words = shlex.split(text.replace("\\\n", " "))
         config = parse_args(words[words.index("examples/train_ppo.py") + 1 :])
         assert config.algorithm.advantage_estimator == estimator
+
+
+def test_every_extra_is_in_the_readme():
+    calls = [node for node in ast.walk(ast.parse((REPO / "setup.py").read_text())) if isinstance(node, ast.Call)]
+    given = {word.arg: word.value for call in calls for word in call.keywords}
+    table = re.findall(r"'\.\[([\w-]+)\]'", (REPO / "README.md").read_text(encoding="utf-8"))
+    assert sorted(table) == sorted(ast.literal_eval(given["extras_require"]))
 
 
 # -- troubleshooting ---------------------------------------------------------------------------------------------------

@@ -31,6 +31,8 @@ FLOORS = {
     "compat": 5,
     "experience": 5,
     "trainer": 6,
+    "commands": 7,
+    "__main__": 8,
 }
 
 

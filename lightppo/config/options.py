@@ -157,7 +157,7 @@ class EngineConfig(Section, resume_safe=True):
     sleep_level: Literal[1, 2] = any_vllm(
         2, "Asleep, 1 keeps the weights in CPU memory, 2 drops them.", also="free_cache_engine"
     )
-    vllm_server_url: tuple[str, ...] = server((), "Addresses of servers of --pretrain, by examples/serve_vllm.py.")
+    vllm_server_url: tuple[str, ...] = server((), "Addresses of servers of --pretrain, by `lightppo serve-vllm`.")
     vllm_server_api_key_env: str | None = server(None, "Environment variable that holds the API key of the servers.")
     vllm_server_timeout: float = server(600.0, "Longest wait for a response, or a bucket of weights.", "seconds", gt=0)
     vllm_server_retries: int = server(

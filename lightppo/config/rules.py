@@ -523,7 +523,7 @@ def _engine(o: SimpleNamespace) -> Iterator[str]:
 def _servers(o: SimpleNamespace) -> Iterator[str]:
     """Addresses of vLLM servers, how weights get there, and how long they may take."""
     if not o.vllm_server_url:
-        yield "--rollout_engine vllm_server needs --vllm_server_url: start a server by examples/serve_vllm.py"
+        yield "--rollout_engine vllm_server needs --vllm_server_url: start a server by `lightppo serve-vllm`"
     try:
         for url in o.vllm_server_url:
             check_url(url, "--vllm_server_url", "--vllm_server_api_key_env")

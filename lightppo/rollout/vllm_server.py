@@ -45,12 +45,12 @@ logger = logging.getLogger(__name__)
 _CONNECT_SECONDS = 10.0
 _QUICK_SECONDS = 30.0  # for what needs no computing
 _START_TRY_SECONDS = 2.0  # between two looks at a server that is still starting
-_START = "start it by examples/serve_vllm.py"
+_START = "start it by `lightppo serve-vllm`"
 _NO_LOG_PROB = -9999.0  # what vLLM sends in place of NaN
 
 
 class VLLMServerRolloutEngine(VLLMEngine):
-    """vLLM servers that ``examples/serve_vllm.py`` started; every rank asks them itself.
+    """vLLM servers that ``lightppo serve-vllm`` started; every rank asks them itself.
 
     A server that fails is lost: its requests go to the others, and it is used again only when a later push of weights
     has reached it. Every answer says which version of the weights sampled it; a server that answers from another one,
@@ -93,7 +93,7 @@ class VLLMServerRolloutEngine(VLLMEngine):
             raise RolloutError(
                 f"--vllm_server_url: none of the {len(self.servers)} servers is left: "
                 f"{'; '.join(self.lost[i] for i in sorted(self.lost))}; look at their output, start them again by "
-                "examples/serve_vllm.py and resume the run"
+                "`lightppo serve-vllm` and resume the run"
             )
 
     # -- generation ------------------------------------------------------------------------------------------------

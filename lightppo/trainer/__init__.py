@@ -10,11 +10,12 @@ from collections.abc import Callable
 from lightppo.errors import UserError
 
 
-def run(main: Callable[[], None]) -> None:
+def run(main: Callable[[], None], prog: str | None = None) -> None:
     """Run a script's main function on every rank: quiet logs, one line for what a user can mend, a clean end.
 
     Its end has an order: ``main`` has closed what it opened; all ranks meet; the process groups go. After an error
-    nobody waits for the other ranks, which may not come: the launcher ends them.
+    nobody waits for the other ranks, which may not come: the launcher ends them. ``prog`` is the program's name in
+    messages; without it the script's.
 
     Raises:
         SystemExit: code 1 after an error that the user can mend, told on standard error.
@@ -25,7 +26,7 @@ def run(main: Callable[[], None]) -> None:
     try:
         main()
     except UserError as error:
-        print(f"[rank {rank}] {os.path.basename(sys.argv[0])}: error: {error}", file=sys.stderr, flush=True)
+        print(f"[rank {rank}] {prog or os.path.basename(sys.argv[0])}: error: {error}", file=sys.stderr, flush=True)
         raise SystemExit(1) from error
     import torch.distributed as dist
 

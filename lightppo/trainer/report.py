@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -128,3 +129,40 @@ def _draw_panel(axes: Axes, panel: Panel, rows: Sequence[Row]) -> None:
 def plot_training(rows: Sequence[Row], path: str | Path, title: str | None = None) -> None:
     """Draw the run (see :func:`draw_training`) into a PNG file."""
     draw_training(rows, title).savefig(path, format="png", dpi=100)
+
+
+# -- lightppo report ---------------------------------------------------------------------------------------------------
+
+PICTURE = "plot.png"
+
+
+def before_and_after(rows: Sequence[Row]) -> str:
+    """A table: every metric of the evaluations, or of the panels without two of them, at the first and last step."""
+    names = sorted({name for row in rows for name in row if name.startswith("eval/")})
+    if not any(len(series(rows, name)[0]) > 1 for name in names):
+        names = [name for panel in PANELS for name in (*panel.curves, *panel.points)]
+    logged = {name: series(rows, name) for name in names}
+    lines = [f"{'':<32}{'first':>12}{'last':>12}   steps"]
+    for name, (steps, values) in logged.items():
+        if steps:
+            lines.append(f"{name:<32}{values[0]:>12.4g}{values[-1]:>12.4g}   {steps[0]} → {steps[-1]}")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str], prog: str = "lightppo report") -> None:
+    """Print a run's table and draw its picture; code 2 where there is no run, as for every wrong argument."""
+    parser = argparse.ArgumentParser(prog, description="Show what a run did: a table and a picture.")
+    parser.add_argument("run", metavar="RUN", type=Path, help="its --save_path, which holds metrics.jsonl")
+    parser.add_argument("--picture", type=Path, help=f"PNG file; default: RUN/{PICTURE}")
+    args = parser.parse_args(argv)
+    picture = args.picture or args.run / PICTURE
+    try:
+        rows = read_metrics(args.run / "metrics.jsonl")
+        print(before_and_after(rows))
+        plot_training(rows, picture, title=str(args.run))
+    except (ReportError, OSError) as error:
+        parser.error(str(error))
+    except ModuleNotFoundError:
+        parser.exit(message="no picture: pip install 'lightppo[plots]'\n")
+    else:
+        print(picture)

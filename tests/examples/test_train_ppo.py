@@ -1,4 +1,4 @@
-"""examples/train_ppo.py under the launchers, on two ranks: a crash and a resume, and many options at once."""
+"""PPO on two ranks, by the script, and by the command under the launchers: a crash, a resume; many options."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def steps(out: Path) -> dict[int, dict[str, float]]:
 
 @pytest.mark.slow
 def test_a_run_that_is_killed_goes_on_as_if_nothing_had_happened(assets, tmp_path):
-    def launch(out: Path, **options):
+    def launch(out: Path, *script, **options):
         arguments = flags(
             out,
             pretrain=assets["model"],
@@ -85,11 +85,11 @@ def test_a_run_that_is_killed_goes_on_as_if_nothing_had_happened(assets, tmp_pat
             save_steps=2,
             total_training_steps=7,  # 20 prompts in batches of 4: the second episode begins at step 6
         )
-        return run_ranks(SCRIPT, *arguments, **options)
+        return run_ranks(*(script or (SCRIPT,)), *arguments, **options)
 
     launch(tmp_path / "whole")
     # Call 1 scores the evaluation before training, call k + 1 the rollouts of step k (call 7: the evaluation after 5).
-    killed = launch(tmp_path / "killed", launcher="deepspeed", check=False, env={"DIE_AT": "8"})
+    killed = launch(tmp_path / "killed", "lightppo", "ppo", launcher="deepspeed", check=False, env={"DIE_AT": "8"})
     assert killed.returncode != 0
     assert max(steps(tmp_path / "killed")) == 5
     assert (tmp_path / "killed" / "ckpt" / "latest").read_text() == "global_step4"
@@ -135,7 +135,7 @@ def test_torchrun_bf16_zero3_reward_model_packed_grpo(assets, tmp_path):
         use_tensorboard=tmp_path / "tb",
         benchmark_steps=2,
     )
-    run_ranks(SCRIPT, *arguments, launcher="torchrun")
+    run_ranks("lightppo", "ppo", *arguments, launcher="torchrun")
     rows = steps(tmp_path)
     assert [rows[step]["rollout/samples"] for step in (1, 2)] == [18, 18]
     for row in rows.values():

@@ -20,9 +20,9 @@ import torch
 from support.tiny import save_reward_model
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from lightppo.commands import serve_reward
 from lightppo.errors import RewardError
 from lightppo.rewards import RemoteReward, RewardOutput
-from lightppo.user_code import load_python_function
 
 pytest.importorskip("fastapi", reason="lightppo[serve] is not installed")
 
@@ -57,7 +57,7 @@ def reward_func(queries, prompts, labels, responses, **extra):
 
 
 class ServerProcess:
-    """``examples/serve_reward_model.py`` with some flags; what it prints is in files."""
+    """``lightppo serve-reward`` with some flags; what it prints is in files."""
 
     def __init__(self, folder, *args, port=0):
         folder.mkdir(exist_ok=True)
@@ -65,7 +65,7 @@ class ServerProcess:
         environment = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
         with open(self.output, "w") as out, open(self.log, "a") as err:
             self.process = subprocess.Popen(
-                [sys.executable, str(REPO / "examples" / "serve_reward_model.py"), *args, "--port", str(port)],
+                [sys.executable, "-m", "lightppo", "serve-reward", *args, "--port", str(port)],
                 env=environment | {"RM_TOKEN": TOKEN, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)},
                 stdin=subprocess.DEVNULL,
                 stdout=out,
@@ -282,23 +282,20 @@ def test_sigterm_lets_requests_end(folder, make_rollout):
 
 
 @pytest.fixture
-def example(monkeypatch):
-    """``example(name, *args)``: calls a function of the example as if the command line were ``args``."""
+def command(monkeypatch):
+    """``command(name, *args)``: calls a function of ``lightppo serve-reward`` with this command line."""
 
     def call(name, *args):
-        monkeypatch.setattr(sys, "argv", ["serve_reward_model.py", *args])
         monkeypatch.setattr(signal, "signal", lambda *_: None)
-        parse_args, function = (
-            load_python_function(str(REPO / "examples" / "serve_reward_model.py"), n) for n in ("parse_args", name)
-        )
-        return function() if name == "main" else function(parse_args())
+        function = getattr(serve_reward, name)
+        return function(args) if name == "main" else function(serve_reward.parse_args(args))
 
     return call
 
 
-def test_a_reward_model_is_served(make_rollout, tmp_path, example):
+def test_a_reward_model_is_served(make_rollout, tmp_path, command):
     path = save_reward_model(tmp_path / "model", mean=0.5, std=2.0)
-    source = example("reward_model", "--reward_pretrain", path, "--normalize_reward", "--micro_batch_size", "2")
+    source = command("reward_model", "--reward_pretrain", path, "--normalize_reward", "--micro_batch_size", "2")
     urls = queue.Queue()
     options = {"port": 0, "started": urls.put}
     threading.Thread(target=serve, args=(RewardApp(source),), kwargs=options, daemon=True).start()
@@ -319,9 +316,9 @@ def test_a_reward_model_is_served(make_rollout, tmp_path, example):
         (["--reward_fn", "/nowhere/r.py"], "--reward_fn: no file /nowhere/r.py"),
     ],
 )
-def test_what_cannot_be_served_is_refused_at_once(args, message, example):
+def test_what_cannot_be_served_is_refused_at_once(args, message, command):
     with pytest.raises(SystemExit, match=message):
-        example("main", *args)
+        command("main", *args)
 
 
 def test_bad_options_are_refused():

@@ -255,7 +255,7 @@ class TestLostServers:
         assert message.startswith("--vllm_server_url: ")
         for server, reason in zip(fakes, ["engine is dead", "<html>Bad Gateway"]):
             assert f"vLLM server {server.url}: /inference/v1/generate: HTTP 500: {reason}" in message
-        assert "start them again by examples/serve_vllm.py" in message
+        assert "start them again by `lightppo serve-vllm`" in message
         with pytest.raises(RolloutError, match="--vllm_server_url"):
             engine.generate(prompts, GREEDY)
         for server in fakes:
@@ -684,7 +684,7 @@ class TestOneServer:
         [
             (401, "set --vllm_server_api_key_env"),
             (403, "set --vllm_server_api_key_env"),
-            (404, "start it by examples/serve_vllm.py"),
+            (404, "start it by `lightppo serve-vllm`"),
             (422, "HTTP 422"),
         ],
     )
@@ -756,7 +756,7 @@ class TestOneServer:
 
     def test_another_version_of_lightppo_is_refused(self, server, fakes):
         fakes[0].described["protocol"] = 0
-        with pytest.raises(RefusedError, match=r"examples/serve_vllm\.py"):
+        with pytest.raises(RefusedError, match=r"lightppo serve-vllm"):
             server.admit()
 
     def test_workers_that_differ_lose_the_server(self, server, fakes):

@@ -77,7 +77,8 @@ def free_port() -> int:
             return port
 
 
-def launch_command(launcher: str, world_size: int, script: Path, args: list[str]) -> list[str]:
+def launch_command(launcher: str, world_size: int, script: Path | str, args: list[str]) -> list[str]:
+    """A script by its path, a module by its name."""
     bin_dir = Path(sys.executable).parent
     match launcher:
         case "deepspeed":
@@ -88,11 +89,13 @@ def launch_command(launcher: str, world_size: int, script: Path, args: list[str]
             start = [sys.executable]
         case _:
             raise ValueError(f"launcher must be deepspeed, torchrun or python, got {launcher!r}")
+    if isinstance(script, str):
+        start.append("--module" if launcher == "deepspeed" else "-m")
     return [*start, str(script), *args]
 
 
 def run_ranks(
-    script: Path,
+    script: Path | str,
     *args: str | Path,
     launcher: str = "fork",
     vllm: bool = False,
@@ -104,7 +107,7 @@ def run_ranks(
     """Runs ``script args…`` on CPU ranks in sessions of their own; nothing of it outlives the call.
 
     Args:
-        script: path of a Python script.
+        script: path of a Python script, or name of a module where there is a launcher.
         *args: its arguments.
         launcher: "deepspeed", "torchrun", "python" (one rank without a launcher), or "fork": the same without the
             imports, which take longer than most tests. The others are for what depends on how a process starts or ends.

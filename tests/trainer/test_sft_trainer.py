@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from support.ranks import REPO, run_ranks
 from support.tiny import write_jsonl
+
+from lightppo.commands.sft import parse_args
 
 SCRIPT = REPO / "examples" / "train_sft.py"
 SEED, ROWS, BATCH, EPOCHS, RATE = 7, 10, 4, 2, 1e-2  # steps of 4, 4 and 2 rows in each epoch
@@ -136,15 +136,6 @@ def test_adapters(tiny_model, dataset, tmp_path):
 
 
 class TestBadInput:
-    @pytest.fixture
-    def parse(self):
-        spec = importlib.util.spec_from_file_location("train_sft_script", SCRIPT)
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module
-        spec.loader.exec_module(module)
-        yield module.parse_args
-        del sys.modules[spec.name]
-
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
@@ -162,17 +153,17 @@ class TestBadInput:
             (["--learning_rat", "1e-3"], "--learning_rate"),
         ],
     )
-    def test_is_refused_before_anything_loads(self, parse, capsys, arguments, message):
+    def test_is_refused_before_anything_loads(self, capsys, arguments, message):
         known = [] if arguments[0] in ("--dataset", "--pretrain") else ["--pretrain", "m", "--dataset", "d"]
         with pytest.raises(SystemExit) as exit_info:
-            parse([*known, *arguments])
+            parse_args([*known, *arguments])
         assert exit_info.value.code == 2
         assert message in capsys.readouterr().err
 
-    def test_batch_sizes_are_checked_for_the_number_of_ranks(self, parse, capsys, monkeypatch):
+    def test_batch_sizes_are_checked_for_the_number_of_ranks(self, capsys, monkeypatch):
         monkeypatch.setenv("WORLD_SIZE", "3")
         with pytest.raises(SystemExit):
-            parse(["--pretrain", "m", "--dataset", "d"])
+            parse_args(["--pretrain", "m", "--dataset", "d"])
         assert "--micro_train_batch_size 8 × 3 ranks" in capsys.readouterr().err
 
     def test_a_missing_model_or_column_is_one_line(self, tiny_model, dataset, tmp_path):

@@ -1,0 +1,59 @@
+"""``lightppo COMMAND``, also ``python -m lightppo COMMAND``: the table of commands.
+
+Launchers start it as a module: ``deepspeed --module lightppo ppo …``, ``torchrun -m lightppo ppo …``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from itertools import takewhile
+
+from lightppo import __version__
+from lightppo.option import nearest
+
+COMMANDS = {  # name: module, function of (arguments, name in messages), what it does
+    "ppo": ("lightppo.commands.ppo", "main", "train a language model with PPO or a relative"),
+    "sft": ("lightppo.commands.sft", "main", "train it on demonstrations"),
+    "eval": ("lightppo.commands.ppo", "evaluate", "score its answers to held-out prompts"),
+    "report": ("lightppo.trainer.report", "main", "show what a run did: a table and a picture"),
+    "serve-reward": ("lightppo.commands.serve_reward", "main", "serve rewards over HTTP"),
+    "serve-vllm": ("lightppo.commands.serve_vllm", "main", "serve rollouts by vLLM"),
+}
+
+
+def help_text() -> str:
+    lines = ["usage: lightppo COMMAND [flags]", "", *(f"  {name:<14}{text}" for name, (*_, text) in COMMANDS.items())]
+    lines += ["", "lightppo COMMAND --help shows its flags, lightppo --version the version. On several ranks:"]
+    lines += ["deepspeed --num_gpus 2 --module lightppo ppo …, torchrun --nproc_per_node 2 -m lightppo ppo …"]
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run a command.
+
+    Args:
+        argv: the command and its arguments; ``None`` for the arguments of this process.
+
+    Raises:
+        SystemExit: code 2 without a command, or with an unknown one; otherwise as the command.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    rank = list(takewhile(lambda word: word.startswith("--local_rank="), words))  # deepspeed puts it first
+    name, *arguments = words[len(rank) :] or [""]
+    if name in COMMANDS:
+        module, function, _ = COMMANDS[name]
+        getattr(importlib.import_module(module), function)([*rank, *arguments], f"lightppo {name}")
+    elif name in ("--version", "--help", "-h"):
+        print(f"lightppo {__version__}" if name == "--version" else help_text())
+    else:
+        if os.environ.get("RANK", "0") == "0":
+            problem = f"unknown command {name!r}{nearest(name, COMMANDS)}" if name else "a command is missing"
+            print(f"{help_text()}\nlightppo: error: {problem}", file=sys.stderr)
+        raise SystemExit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,26 @@
+"""``lightppo ppo``: train with PPO. ``lightppo eval``: the same with ``--val_only``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightppo.config import EvaluationConfig, cli, parse_args
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "lightppo ppo") -> None:
+    """Train, as the arguments say; those of this process, if ``None`` are given."""
+    config = parse_args(argv, prog)
+
+    # After the command line is checked: these imports take seconds.
+    from lightppo import PPOTrainer
+    from lightppo.trainer import run
+
+    run(lambda: PPOTrainer.from_config(config).fit(), prog)
+
+
+def evaluate(argv: Sequence[str], prog: str = "lightppo eval") -> None:
+    """Score a model's answers to ``--eval_data``, and train nothing."""
+    if "-h" in argv or ("--help" in argv and "all" not in argv):
+        usage = f"{prog} --pretrain MODEL --eval_data FILE --reward_fn FILE.py [flags]"
+        return print(cli.section_help(usage, EvaluationConfig) + "--help all shows all options.")
+    return main([*argv, "--val_only"], prog)

@@ -1,0 +1,43 @@
+"""Serve rollouts by vLLM, for trainers with ``--rollout_engine vllm_server --vllm_server_url http://HOST:PORT``.
+
+    lightppo serve-vllm --model MODEL --port 8000
+    lightppo serve-vllm --model MODEL --port 8000 --tensor-parallel-size 2 --max-model-len 4096
+    KEY=… lightppo serve-vllm --model MODEL --host 0.0.0.0 --api_key_env KEY
+
+The trainer pushes its weights here, so that the server runs with vLLM's routes for development, which can do anything
+with the model. Hence it listens on this machine alone, or asks for a key. All other options are vLLM's own and go to it
+as they are (``--dtype float32`` where the trainer runs without ``--bf16``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from lightppo.http import check_bind, read_token
+from lightppo.rollout.serving import REFUSED, server_command, server_environment
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "lightppo serve-vllm") -> None:
+    """Become the server that the arguments describe; those of this process, if ``None`` are given."""
+    parser = argparse.ArgumentParser(
+        prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--model", required=True, help="folder or hub id, as the trainer's --pretrain")
+    parser.add_argument("--host", default="127.0.0.1", help="beyond loopback only with --api_key_env")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--api_key_env", help="environment variable of the key that clients must send")
+    args, engine_options = parser.parse_known_args(argv)
+    try:
+        for option in REFUSED:
+            if any(text.split("=")[0].replace("_", "-") == option for text in engine_options):
+                raise ValueError(f"{option} cannot be given here: {REFUSED[option]}")
+        key = read_token(env=args.api_key_env, option="--api_key_env")
+        check_bind(args.host, key is not None, "--api_key_env")
+        command = server_command(args.model, args.host, args.port, engine_options)
+    except ValueError as error:
+        sys.exit(str(error))
+    sys.stdout.flush()
+    os.execve(command[0], command, server_environment(key))
