@@ -308,13 +308,13 @@ def test_evaluation_samples_as_training_but_for_its_own_options():
     config = PPOConfig.from_flat(
         generate_max_len=11, temperature=0.5, top_p=0.75, n_samples_per_prompt=4, do_sample=False, seed=9
     )
-    s = eval_sampling_params(config)
-    assert (s.n, s.temperature, s.top_p, s.do_sample) == (1, 1.0, 1.0, True)
+    s = eval_sampling_params(config.resolved())
+    assert (s.n, s.temperature, s.top_p, s.do_sample, s.greedy) == (1, 0.0, 1.0, True, True)
     assert (s.max_new_tokens, s.seed) == (11, 9)
-    config = config.with_options(eval_n_samples=3, eval_temperature=0.25, eval_top_p=0.5)
-    s = eval_sampling_params(config)
-    assert (s.n, s.temperature, s.top_p) == (3, 0.25, 0.5)
-    assert eval_sampling_params(config.with_options(eval_temperature=0, eval_n_samples=1)).greedy
+    assert eval_sampling_params(config.with_options(eval_n_samples=2).resolved()).temperature == 1
+    config = config.with_options(eval_n_samples=3, eval_temperature=0.25, eval_top_p=0.5, eval_top_k=7)
+    s = eval_sampling_params(config.resolved())
+    assert (s.n, s.temperature, s.top_p, s.top_k) == (3, 0.25, 0.5, 7)
 
 
 def test_fit_takes_its_schedule_from_args():

@@ -96,7 +96,7 @@ def live_options() -> set[tuple[str, str]]:
     for path in PACKAGE.rglob("*.py"):
         if path.parent.name != "config":
             found |= reads(path.read_text())
-    decide = ("resolutions", "old_log_probs_from", "micro_batch_spec", "reward_plan")
+    decide = ("resolutions", "old_log_probs_from", "micro_batch_spec", "reward_plan", "evaluation_config")
     for node in ast.parse((PACKAGE / "config" / "rules.py").read_text()).body:
         if getattr(node, "name", None) in decide:
             found |= reads(node)

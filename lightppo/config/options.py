@@ -532,14 +532,21 @@ class EvaluationConfig(Section, resume_safe=True):
     eval_n_samples: int = option(
         1, "Samples per prompt: mean@n and pass@k.", "samples per prompt", ge=1, needs="eval_temperature>0"
     )
-    eval_temperature: float = option(1.0, "Sampling temperature; 0: greedy.", ge=0)
-    eval_top_p: float = option(1.0, "Nucleus sampling.", gt=0, le=1)
-    eval_correct_threshold: float = option(0.5, "A score of at least this counts as correct.")
+    eval_temperature: float | None = option(
+        None, "Sampling temperature; 0: greedy. None: 0, and with --eval_n_samples above 1 it is 1.", ge=0
+    )
+    eval_top_p: float = option(1.0, "Nucleus sampling.", gt=0, le=1, needs="eval_temperature>0")
+    eval_top_k: int = option(-1, "Only the k most likely tokens; -1: all.", ge=-1, needs="eval_temperature>0")
+    eval_correct_threshold: float = option(0.5, "A score of at least this is correct, where the source gives no acc.")
+    eval_reward_source: tuple[str, ...] = evaluated(
+        (), "What scores evaluations, as --reward_source. None: what scores training, or --eval_reward_fn."
+    )
+    eval_reward_fn: str | None = evaluated(None, "Reward function of evaluations, path.py[:name].")
     best_metric: str | None = evaluated(
         None, "Keep the actor with the highest value of this metric in --ckpt_path/best_hf, e.g. eval/accuracy."
     )
     val_before_train: bool = option(True, "Evaluate before the first step.")
-    val_only: bool = evaluated(False, "Evaluate and stop.")
+    val_only: bool = evaluated(False, "Evaluate and stop; needs neither prompts nor critic nor reference.")
 
 
 class LoggingConfig(Section, resume_safe=True):
@@ -629,6 +636,7 @@ def unsafe_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[di
     """
     refused, safe = {}, {}
     for one in all_options():
-        if one.name in saved and saved[one.name] != now[one.name]:
+        unread = one.required and now[one.name] is None  # by a run that only evaluates
+        if one.name in saved and saved[one.name] != now[one.name] and not unread:
             (safe if one.resume_safe else refused)[one.name] = (saved[one.name], now[one.name])
     return refused, safe

@@ -42,7 +42,12 @@ def policy_loss_entry(config: Options) -> PolicyLossEntry:
 
 def needs_critic(config: Options) -> bool:
     """Whether this run trains a critic."""
-    return estimator_entry(config).needs_critic
+    return estimator_entry(config).needs_critic and not config.evaluation.val_only
+
+
+def needs_reference(config: Options) -> bool:
+    """Whether this run compares with a reference, be it the actor itself without adapters."""
+    return config.algorithm.init_kl_coef > 0 and not config.evaluation.val_only
 
 
 def moves_reference(config: Options) -> bool:
@@ -170,7 +175,7 @@ ANY_ROUTE = "*"
 Plan = dict[str, dict[str, float]]  # route → source → weight
 
 
-def reward_plan(config: Options) -> Plan | None:
+def reward_plan(config: Options, flag: str = "--reward_source") -> Plan | None:
     """The sources of ``--reward_source`` or ``--reward_routes``; ``None`` where one of the other flags is the source.
 
     Raises:
@@ -182,8 +187,19 @@ def reward_plan(config: Options) -> Plan | None:
     if v.reward_source:
         named = (text.partition("=") for text in v.reward_source)
         weights = {name.strip(): weight if equals else 1.0 for name, equals, weight in named}
-        return {ANY_ROUTE: _weights("--reward_source", weights)}
+        return {ANY_ROUTE: _weights(flag, weights)}
     return None
+
+
+def evaluation_config(config: Options) -> Options | None:
+    """The config whose rewards score evaluations: ``--eval_reward_source``; ``None``: those of training do."""
+    e = config.evaluation
+    if not e.eval_reward_source and e.eval_reward_fn is None:
+        return None
+    sources, function = e.eval_reward_source or ("function",), _or(e.eval_reward_fn, config.reward.reward_fn)
+    return config.with_options(
+        reward_source=sources, reward_fn=function, reward_routes=None, check_xml_format=False, reward_minimum=None
+    )
 
 
 def reward_sources(config: Options) -> set[str]:
@@ -255,6 +271,7 @@ def resolutions(config: Options) -> dict[str, Any]:
         "loss_agg_mode": _or(estimator.loss_agg_mode, loss.loss_agg_mode),
         "correction_low": correction.low,
         "correction_high": correction.high,
+        "eval_temperature": 1.0 if config.evaluation.eval_n_samples > 1 else 0.0,
         **estimator.defaults,
         **loss.defaults,
     }
@@ -331,10 +348,11 @@ def _facts(config: Options) -> dict[str, bool]:
     }
 
 
-def _source_facts(plan: Plan | None, sources: set[str]) -> dict[str, bool]:
-    """Which of the ``FACTS`` of reward sources hold."""
+def _source_facts(plan: Plan | None, sources: set[str], judges: set[str]) -> dict[str, bool]:
+    """Which of the ``FACTS`` of reward sources hold, those that judge evaluations included."""
     one_source = plan is None or len(plan) == len(sources) == 1
-    return {name: name in sources for name in (*BUILT_IN, "function", "server")} | {"one_source": one_source}
+    used = {name: name in sources | judges for name in (*BUILT_IN, "function", "server")}
+    return used | {"one_source": one_source}
 
 
 def condition_text(condition: str) -> str:
@@ -418,7 +436,9 @@ def contradictions(config: Options, world_size: int, by_hand: bool = False) -> l
         o.plan_problem = None
         try:
             o.plan, o.sources = reward_plan(config), reward_sources(config)
-            o.facts |= _source_facts(o.plan, o.sources)
+            judge = evaluation_config(config)
+            o.judges = set() if judge is None else set(reward_plan(judge, "--eval_reward_source")[ANY_ROUTE])
+            o.facts |= _source_facts(o.plan, o.sources, o.judges)
         except ConfigError as error:
             o.plan_problem = str(error)
     found: dict[str, str] = {}  # by the flag that a message begins with
@@ -585,7 +605,8 @@ def _algorithm(o: SimpleNamespace) -> Iterator[str]:
 
 def _required(o: SimpleNamespace) -> Iterator[str]:
     for section in vars(o.config).values():
-        yield from section.missing()
+        missing = section.missing()
+        yield from (line for line in missing if not (o.val_only and line.startswith("--prompt_data ")))
 
 
 def _micro_batches(o: SimpleNamespace) -> Iterator[str]:
@@ -623,7 +644,7 @@ def _rewards(o: SimpleNamespace) -> Iterator[str]:
     given = [name for name, flag in OWN.items() if getattr(o, flag)]
     models = len(o.reward_pretrain)
     if o.plan is None:
-        if not given:
+        if not given and not (o.val_only and o.judges):
             built_in = f"a built-in --reward_source ({', '.join(BUILT_IN)})"
             yield f"no reward: set --reward_fn path.py, --remote_rm_url URL, --reward_pretrain MODEL or {built_in}"
         for other in ("model", "function"):
@@ -635,10 +656,17 @@ def _rewards(o: SimpleNamespace) -> Iterator[str]:
         for name, flag in OWN.items():
             if name in o.sources and name not in given:
                 yield f"{by} names {name!r}, which is what --{flag} gives: set --{flag}"
-            if name in given and name not in [*o.sources, *combines]:
+            if name in given and name not in [*o.sources, *combines, *o.judges]:
                 yield f"--{flag} is set, but {by} does not name {name!r}: add it, or leave --{flag} out"
         if o.sources & set(combines):
             yield "--reward_fn combines the scores of several --reward_pretrain: it cannot be a source itself too"
+    flags = OWN | {"function": "eval_reward_fn"}
+    has = {n: getattr(o, flag) or (n == "function" and models < 2 and o.reward_fn) for n, flag in flags.items()}
+    for name in o.judges & flags.keys():
+        if not has[name]:
+            yield f"--eval_reward_source names {name!r}, which is what --{flags[name]} gives: set --{flags[name]}"
+    if o.eval_reward_fn and "function" not in o.judges:
+        yield "--eval_reward_fn is set, but --eval_reward_source does not name 'function': add it, or leave one out"
     if models > 1 and not o.reward_fn:
         yield f"--reward_pretrain has {models} models: --reward_fn path.py:name must combine their scores"
     if o.reward_manager == "prime" and o.reward_timeout is None:

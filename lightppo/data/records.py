@@ -36,6 +36,7 @@ class Rollout:
     reward: float | None = None  # None until scored
     token_rewards: list[float] | None = None  # one score per response token
     extras: dict[str, float] = field(default_factory=dict)  # numbers from the reward source, logged as reward/<name>
+    texts: dict[str, str] = field(default_factory=dict)  # its texts, kept in the files of samples
     baseline: Rollout | None = None  # the greedy answer to the prompt, if the advantage estimator needs it
 
     @property

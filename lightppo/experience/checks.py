@@ -38,7 +38,7 @@ def write_step(folder: str | Path, step: int, rollouts: Sequence[Rollout], strat
             "score": r.reward,
             "finish_reason": r.finish_reason,
             "response_length": len(r.response_ids),
-            "extras": r.extras,
+            "extras": r.extras | r.texts,
         }
         for r in rollouts
     ]

@@ -55,29 +55,31 @@ def _read_list(value: Any, part: list[Rollout], label: str) -> _Reading:
         return _Answer(check_output(output, part, label), [False] * len(part)), None
     except RewardError as error:
         problem = str(error)
-    if output is None or any(len(values) != len(part) for values in (output.scores, *output.metrics.values())):
+    columns = [] if output is None else [output.scores, *output.metrics.values(), *output.texts.values()]
+    if output is None or any(len(values) != len(part) for values in columns):
         return None, problem
     scores = [finite(score) for score in output.scores]
     metrics = {str(name): [finite(item) for item in values] for name, values in output.metrics.items()}
     bad = [number is None and score is not None for number, score in zip(scores, output.scores)]
-    return _Answer(RewardOutput(scores, metrics), bad), problem
+    return _Answer(RewardOutput(scores, metrics, texts=output.texts), bad), problem
 
 
 def _read_sample(value: Any, part: list[Rollout], label: str) -> _Reading:
     """Reads a score, a dict with ``score``, a tuple that begins with the score, or ``None``."""
-    score, metrics = value, {}
+    score, metrics, texts = value, {}, {}
     if isinstance(value, Mapping):
         if "score" not in value:
             return None, f"it returned a dict without 'score': {shown(value)}"
         score = value["score"]
         numbers = {str(name): finite(item) for name, item in value.items() if name != "score"}
         metrics = {name: [number] for name, number in numbers.items() if number is not None}
+        texts = {str(name): [item] for name, item in value.items() if isinstance(item, str)}
     elif isinstance(value, (list, tuple)) and value:
         score = value[0]
     number = finite(score)
     if number is None and score is not None:
         return None, f"it returned {shown(value)}; a score must be a finite number, or None for an unscored sample"
-    return _Answer(RewardOutput([number], metrics), [False]), None
+    return _Answer(RewardOutput([number], metrics, texts=texts), [False]), None
 
 
 def _read_samples(value: Any, part: list[Rollout], label: str) -> _Reading:

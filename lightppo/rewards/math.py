@@ -28,7 +28,7 @@ class MathReward:
     """Scores a response by its final answer (see :func:`find_answer`); without an answer it is wrong.
 
     A comparison that runs into a limit or kills its worker never becomes a score. Metrics per sample: ``answered`` (1
-    if an answer was found), ``failures`` (failed tries) and ``timeouts``.
+    if an answer was found), ``failures`` (failed tries) and ``timeouts``; the answer is the text ``pred``.
     """
 
     minimum: ClassVar[float] = 0.0
@@ -58,17 +58,18 @@ class MathReward:
         unknown = [[] if right[i] else [p for p in row if verdicts[p] is None] for i, row in enumerate(pairs)]
         asked = list(dict.fromkeys(pair for row in unknown for pair in row))
         settled = dict(zip(asked, settle(self._pool.run, [Call(pair) for pair in asked], _read, self.reward_retries)))
-        output = RewardOutput([], {"answered": [], "failures": [], "timeouts": []})
+        found = {"pred": [answer and tidy(answer) for answer in answers]}
+        output = RewardOutput([], {"answered": [], "failures": [], "timeouts": []}, texts=found)
         for i, row in enumerate(unknown):
             states = [settled[pair] for pair in row]
-            found = right[i] or any(state.value for state in states)
-            problem = None if found else next((state.error for state in states if state.error is not None), None)
+            equal = right[i] or any(state.value for state in states)
+            problem = None if equal else next((state.error for state in states if state.error is not None), None)
             if problem is not None and self.on_reward_failure == "error":
                 raise RewardError(
                     f"{self.name}: comparing the answer of {describe_sample(rollouts, i)} failed: {problem}. "
                     "Raise --reward_timeout, or set --on_reward_failure unscored"
                 )
-            output.scores.append(None if problem is not None else float(found))
+            output.scores.append(None if problem is not None else float(equal))
             output.metrics["answered"].append(float(answers[i] is not None))
             output.metrics["failures"].append(float(sum(state.failures for state in states)))
             output.metrics["timeouts"].append(float(sum(state.timeouts for state in states)))

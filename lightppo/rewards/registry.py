@@ -38,8 +38,13 @@ _COMBINE_NAME = "reward_fn"
 # --- the source of a run
 
 
-def build_reward(config: PPOConfig, reward_models: Sequence[Any], tokenizer: Any, ranks: Ranks) -> RewardSource:
-    """The reward source of a run: servers, a Python file, the prepared reward models, built-in verifiers, or a sum."""
+def build_reward(
+    config: PPOConfig, reward_models: Sequence[Any], tokenizer: Any, ranks: Ranks, flag: str = "--reward_fn"
+) -> RewardSource:
+    """The reward source of a run: servers, a Python file, the prepared reward models, built-in verifiers, or a sum.
+
+    ``flag`` is what errors call the Python file.
+    """
     r, v = config.reward, config.verifier
     own = "server" if r.remote_rm_url else "model" if reward_models else "function"
     plan = reward_plan(config) or {ANY_ROUTE: {own: 1.0}}
@@ -61,7 +66,7 @@ def build_reward(config: PPOConfig, reward_models: Sequence[Any], tokenizer: Any
         return build_reward_source(reward_models=reward_models, reward_fn=combine, model_options=options)
 
     def function() -> RewardSource:
-        return build_reward_source(reward_fn=r.reward_fn, function_options=function_options(v))
+        return _function_source(r.reward_fn, flag, function_options(v))
 
     makers = {name: partial(make, v) for name, make in BUILT_IN_SOURCES.items()}
     makers |= {"server": server, "model": model, "function": function}
@@ -136,10 +141,11 @@ def _options_of(kind: Callable[..., Any], config: VerifierConfig) -> dict[str, A
 # --- servers, a function, or models
 
 
-def check_reward_files(config: RewardConfig) -> None:
+def check_reward_files(config: RewardConfig, eval_reward_fn: str | None = None) -> None:
     """Refuses a ``path.py`` that is not there, with a ``ValueError`` that names the flag."""
-    if config.reward_fn is not None:
-        split_python_spec(config.reward_fn, _FUNCTION_NAME, option="--reward_fn")
+    for flag, spec in {"--reward_fn": config.reward_fn, "--eval_reward_fn": eval_reward_fn}.items():
+        if spec is not None:
+            split_python_spec(spec, _FUNCTION_NAME, option=flag)
     if _is_file(config.remote_rm_url):
         split_python_spec(config.remote_rm_url[0], _FUNCTION_NAME, option="--remote_rm_url")
 

@@ -133,7 +133,7 @@ class RewardApp:
         if output.token_scores is not None:
             raise RewardError(f"{name}: token scores cannot be served, as requests have no token ids")
         metrics = dict(output.metrics)
-        further = {"scores": metrics.pop("score", None), "extra_logs": metrics}
+        further = {"scores": metrics.pop("score", None), "extra_logs": metrics | output.texts}
         return {"rewards": output.scores} | {key: value for key, value in further.items() if value}
 
     @asynccontextmanager

@@ -32,6 +32,7 @@ class RewardOutput:
     scores: list[float | None]  # None: unscored; the sample leaves its group and the statistics
     metrics: dict[str, list[float | None]] = field(default_factory=dict)  # logged as reward/<name>
     token_scores: list[list[float] | None] | None = None  # dense rewards: per sample one number per response token
+    texts: dict[str, list[str | None]] = field(default_factory=dict)  # kept in files; "pred": the answer that was found
 
 
 @runtime_checkable
@@ -107,7 +108,10 @@ def check_output(output: RewardOutput, rollouts: Sequence[Rollout], source_name:
     scores, token_scores = _numbers(output.scores, rollouts, source_name, "score"), output.token_scores
     if token_scores is not None:
         token_scores = _token_numbers(token_scores, rollouts, source_name)
-    return RewardOutput(scores, metrics, token_scores)
+    for name, texts in output.texts.items():
+        if len(texts) != len(rollouts) or not all(text is None or isinstance(text, str) for text in texts):
+            raise RewardError(f"{source_name}: {name!r} must be a text or None for each of {len(rollouts)} samples")
+    return RewardOutput(scores, metrics, token_scores, dict(output.texts))
 
 
 def score_rollouts(source: RewardSource, rollouts: list[Rollout]) -> RewardOutput:
@@ -118,19 +122,20 @@ def score_rollouts(source: RewardSource, rollouts: list[Rollout]) -> RewardOutpu
 
 
 def write_output(output: RewardOutput, rollouts: Sequence[Rollout]) -> None:
-    """Writes a checked answer into its samples: ``reward``, ``token_rewards`` and ``extras``."""
+    """Writes a checked answer into its samples: ``reward``, ``token_rewards``, ``extras`` and ``texts``."""
     for i, rollout in enumerate(rollouts):
         rollout.reward = output.scores[i]
         rollout.token_rewards = output.token_scores[i] if output.token_scores is not None else None
         rollout.extras.update({name: values[i] for name, values in output.metrics.items() if values[i] is not None})
+        rollout.texts.update({name: texts[i] for name, texts in output.texts.items() if texts[i] is not None})
 
 
 def output_from_result(result: Any, n: int, source_name: str) -> RewardOutput:
     """Reads what reward functions and servers return: a list or tensor of n scores, or a dict.
 
     Keys of the dict: ``rewards`` (required; used for training), ``scores`` (n numbers, kept as metric ``score``),
-    ``extra_logs`` (name → n numbers, or one number for the batch), ``token_scores`` (per sample one number per response
-    token). :func:`check_output` checks the values.
+    ``extra_logs`` (name → n numbers or n texts, or one number for the batch), ``token_scores`` (per sample one number
+    per response token). :func:`check_output` checks the values.
     """
     if not isinstance(result, Mapping):
         return RewardOutput(_as_list(result, source_name, "the result"))
@@ -142,22 +147,24 @@ def output_from_result(result: Any, n: int, source_name: str) -> RewardOutput:
     extra_logs = result.get("extra_logs") or {}
     if not isinstance(extra_logs, Mapping):
         raise RewardError(f"{source_name}: 'extra_logs' must map names to numbers, got {type(extra_logs).__name__}")
-    metrics, token_scores = {}, result.get("token_scores")
+    metrics, texts, token_scores = {}, {}, result.get("token_scores")
     if result.get("scores") is not None:
         metrics["score"] = _as_list(result["scores"], source_name, "'scores'")
         if "score" in extra_logs:
             raise RewardError(f"{source_name}: 'extra_logs' has a 'score', the name under which 'scores' are logged")
     for name, values in extra_logs.items():
         single = finite(values)
-        metrics[name] = _as_list(values, source_name, f"extra_logs[{name!r}]") if single is None else [single] * n
+        column = _as_list(values, source_name, f"extra_logs[{name!r}]") if single is None else [single] * n
+        (texts if any(isinstance(value, str) for value in column) else metrics)[name] = column
     if token_scores is not None:
         token_scores = _as_list(token_scores, source_name, "'token_scores'")
-    return RewardOutput(_as_list(result["rewards"], source_name, "'rewards'"), metrics, token_scores)
+    return RewardOutput(_as_list(result["rewards"], source_name, "'rewards'"), metrics, token_scores, texts)
 
 
 def join_outputs(outputs: Sequence[RewardOutput]) -> RewardOutput:
     """Joins answers about consecutive runs of samples, in order; ``None`` where an answer lacks a metric."""
     joined = RewardOutput([], {name: [] for output in outputs for name in output.metrics})
+    joined.texts = {name: [] for output in outputs for name in output.texts}
     token_scores: list[list[float] | None] = []
     for output in outputs:
         missing: list[None] = [None] * len(output.scores)
@@ -165,6 +172,8 @@ def join_outputs(outputs: Sequence[RewardOutput]) -> RewardOutput:
         token_scores += missing if output.token_scores is None else output.token_scores
         for name, values in joined.metrics.items():
             values += output.metrics.get(name, missing)
+        for name, texts in joined.texts.items():
+            texts += output.texts.get(name, missing)
     if any(output.token_scores is not None for output in outputs):
         joined.token_scores = token_scores
     return joined
@@ -346,14 +355,16 @@ class RoutedReward:
         totals: list[float | None] = [0.0] * n
         token_totals: list[list[float] | None] = [None] * n
         metrics: dict[str, list[float | None]] = {}
+        texts: dict[str, list[str | None]] = {}
         for source, weights in self._plan:
             places = [i for i, route in enumerate(routes) if route in weights]
             share = [rollouts[i] for i in places]
             output = check_output(source.score(share), share, source.name)
             own = {source.name: output.scores} | {f"{source.name}/{m}": v for m, v in output.metrics.items()}
-            for key, values in own.items():
-                of_place = dict(zip(places, values))
-                metrics[key] = [of_place.get(i) for i in range(n)]
+            for kept, columns in ((metrics, own), (texts, {f"{source.name}/{t}": v for t, v in output.texts.items()})):
+                for key, values in columns.items():
+                    of_place = dict(zip(places, values))
+                    kept[key] = [of_place.get(i) for i in range(n)]
             for i, score, row in zip(places, output.scores, output.token_scores or [None] * len(places)):
                 weight, total = weights[routes[i]], totals[i]
                 totals[i] = None if total is None or score is None else total + weight * score
@@ -365,7 +376,7 @@ class RoutedReward:
             if parts:
                 metrics[count] = [sum(value for value in row if value is not None) for row in zip(*parts)]
         dense = any(row is not None for row in token_totals)
-        return RewardOutput(totals, metrics, token_totals if dense else None)
+        return RewardOutput(totals, metrics, token_totals if dense else None, texts)
 
     def close(self) -> None:
         """Ends what the sources have started."""

@@ -22,7 +22,15 @@ from transformers import get_scheduler
 from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS
 from lightppo.config import PPOConfig
 from lightppo.config.options import sections
-from lightppo.config.rules import advice, moves_reference, needs_critic, reference_is_actor, uses_adapters
+from lightppo.config.rules import (
+    advice,
+    evaluation_config,
+    moves_reference,
+    needs_critic,
+    needs_reference,
+    reference_is_actor,
+    uses_adapters,
+)
 from lightppo.data.datasets import PromptDataset, RolloutBatchSampler, SFTDataset
 from lightppo.data.readers import blending_datasets, check_data_paths, stage_to_local
 from lightppo.errors import ConfigError
@@ -66,9 +74,9 @@ class Run:
     tokenizer: Any
     reward_source: RewardSource
     rollout_engine: RolloutEngine
-    prompts_dataloader: DataLoader
+    prompts_dataloader: DataLoader | None
     pretrain_dataloader: DataLoader | None
-    eval_prompts: PromptDataset | None
+    evaluator: Evaluator | None
 
 
 def build(config: PPOConfig) -> Run:
@@ -91,7 +99,9 @@ def build(config: PPOConfig) -> Run:
     sizes = {part: parameter_count(model, uses_adapters(config)) for part, model in saved.items()}
     check_disk_space(config, sizes, exported=parameter_count(models.actor))
 
-    loader = prompts_dataloader(config, build_prompts(config, tokenizer, strategy), strategy)
+    loader = None
+    if not config.evaluation.val_only:
+        loader = prompts_dataloader(config, build_prompts(config, tokenizer, strategy), strategy)
     pretrain = build_pretrain(config, tokenizer, strategy)
 
     t, steps = config.training, optimizer_steps(config, steps_per_episode(config, loader))
@@ -103,15 +113,16 @@ def build(config: PPOConfig) -> Run:
     reference, ema, *reward_models = strategy.prepare(models.reference, models.ema, *models.reward_models)
     if reference_is_actor(config):
         reference = AdaptersOff(actor)
-    reward_source = build_reward(config, reward_models, tokenizer, strategy)
+    source, judge = build_rewards(config, reward_models, tokenizer, strategy)
     engine = build_rollout_engine(config, strategy, actor, tokenizer)
-    eval_prompts = None
+    evaluator = None
     if config.data.eval_data is not None:
         eval_prompts = build_prompts(config, tokenizer, strategy, evaluation=True)
+        evaluator = build_evaluator(config, engine, judge, eval_prompts, strategy)
     return Run(
         *(strategy, actor, critic, reward_models, reference, ema),
         *(actor_optim, critic_optim, actor_scheduler, critic_scheduler),
-        *(config, tokenizer, reward_source, engine, loader, pretrain, eval_prompts),
+        *(config, tokenizer, source, engine, loader, pretrain, evaluator),
     )
 
 
@@ -175,7 +186,7 @@ def build_models(config: PPOConfig, strategy: DeepspeedStrategy) -> Models:
         critic = Critic(stage_to_local(m.critic_pretrain), bf16=m.bf16, ds_config=critic_ds, **head, **rows, **own)
     add_lora(config, actor, critic)
     # Averages and a reference that moves are fp32: small steps would vanish in bf16.
-    if a.init_kl_coef > 0 and not reference_is_actor(config):
+    if needs_reference(config) and not reference_is_actor(config):
         bf16 = m.bf16 and not moves_reference(config)
         ref_ds = strategy.get_ds_eval_config(s.ref_offload, zero_stage=s.ref_zero_stage, bf16=bf16)
         path, flag = stage_to_local(m.ref_pretrain), "--ref_pretrain"
@@ -370,6 +381,21 @@ def build_sampler(
     )
 
 
+def build_rewards(
+    config: PPOConfig, reward_models: list[Any], tokenizer: Any, strategy: Ranks
+) -> tuple[RewardSource, RewardSource]:
+    """What scores training, and what scores evaluations; of a run that only evaluates both are the latter."""
+    judging = evaluation_config(config)
+    judge = None
+    if judging is not None:
+        flag = "--reward_fn" if config.evaluation.eval_reward_fn is None else "--eval_reward_fn"
+        judge = build_reward(judging, reward_models, tokenizer, strategy, flag)
+        if config.evaluation.val_only:
+            return judge, judge
+    source = build_reward(config, reward_models, tokenizer, strategy)
+    return source, judge or source
+
+
 def build_evaluator(
     config: PPOConfig, engine: RolloutEngine, source: RewardSource, prompts: PromptDataset, strategy: Ranks
 ) -> Evaluator:
@@ -410,10 +436,10 @@ def sampling_params(config: PPOConfig) -> SamplingParams:
 
 
 def eval_sampling_params(config: PPOConfig) -> SamplingParams:
-    """How evaluation samples: as training, but for temperature, top-p and the number of samples."""
+    """How evaluation samples: as training, but for temperature, top-p, top-k and the number of samples."""
     e = config.evaluation
-    own = {"n": e.eval_n_samples, "temperature": e.eval_temperature, "top_p": e.eval_top_p, "do_sample": True}
-    return replace(sampling_params(config), **own, first_token_temperature=None)
+    own = {"n": e.eval_n_samples, "temperature": e.eval_temperature, "top_p": e.eval_top_p, "top_k": e.eval_top_k}
+    return replace(sampling_params(config), **own, do_sample=True, first_token_temperature=None)
 
 
 def build_rollout_engine(config: PPOConfig, strategy: Any, actor: Any, tokenizer: Any) -> RolloutEngine:
@@ -449,13 +475,14 @@ def check_before_loading(config: PPOConfig) -> None:
     if config.adapter.load_in_4bit:
         check_bitsandbytes()
     d, e = config.data, config.engine
-    check_data_paths(d.prompt_data, d.prompt_data_probs, flag="--prompt_data")
+    if d.prompt_data:
+        check_data_paths(d.prompt_data, d.prompt_data_probs, flag="--prompt_data")
     if d.eval_data:
         check_data_paths(d.eval_data, flag="--eval_data")
     if d.pretrain_data:
         check_data_paths(d.pretrain_data, d.pretrain_data_probs, flag="--pretrain_data")
     with _as_config_error():
-        check_reward_files(config.reward)
+        check_reward_files(config.reward, config.evaluation.eval_reward_fn)
         read_token(env=config.reward.remote_rm_token_env)
         read_token(env=e.vllm_server_api_key_env, option="--vllm_server_api_key_env")
 

@@ -1,13 +1,15 @@
-"""Evaluation on held-out prompts: mean@n, pass@k, accuracy, per data source; every sample kept."""
+"""Evaluation on held-out prompts: accuracy, mean@n, pass@k, maj@n, per data source; every sample kept."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import fmean, pstdev
+from typing import Any
 
 from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import RewardError
@@ -28,12 +30,23 @@ class EvalSample:
     response_length: int
     finish_reason: str
     index: int
+    extras: dict[str, float | str] = field(default_factory=dict)  # what the reward source says beside the score
 
     @classmethod
     def of(cls, rollout: Rollout) -> EvalSample:
         p, r = rollout.prompt, rollout
         text = (p.text, r.response_text, p.label)
-        return cls(*text, r.reward, p.data_source, len(r.response_ids), r.finish_reason, p.index)
+        return cls(*text, r.reward, p.data_source, len(r.response_ids), r.finish_reason, p.index, r.extras | r.texts)
+
+    def correct(self, threshold: float) -> float:
+        """The reward source's ``acc`` or ``accuracy``; without one, 1 for a score of at least ``threshold``, else 0."""
+        judged = (self.extra(name) for name in ("acc", "accuracy"))
+        return next((acc for acc in judged if isinstance(acc, float)), float(self.score >= threshold))
+
+    def extra(self, name: str) -> Any:
+        """An extra by its name, also that of a source among several, ``<source>/<name>``; ``None`` without one."""
+        found = [value for key, value in self.extras.items() if key.endswith(f"/{name}")]
+        return self.extras.get(name, found[0] if len(found) == 1 else None)
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
@@ -44,10 +57,20 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
     return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
 
 
+def majority_correct(answers: Sequence[tuple[str | None, float]]) -> float:
+    """How correct the most frequent answer is; the mean over those that are most frequent alike, 0 without an answer.
+
+    ``answers``: (answer or ``None``, its correctness); equal texts are one answer.
+    """
+    votes = Counter(answer for answer, _ in answers if answer is not None)
+    most = max(votes.values(), default=0)
+    return fmean([correct for answer, correct in answers if most and votes[answer] == most] or [0.0])
+
+
 def eval_metrics(samples: Sequence[EvalSample], threshold: float) -> dict[str, float]:
     """Metrics of one evaluation; with several data sources also ``eval/<source>/...``.
 
-    A score of at least ``threshold`` is correct. Unscored samples count nowhere but in ``eval/unscored``.
+    What is correct: :meth:`EvalSample.correct`. Unscored samples count nowhere but in ``eval/unscored``.
     """
     if all(sample.score is None for sample in samples):
         raise RewardError(f"evaluation: none of the {len(samples)} samples was scored; check the reward source")
@@ -61,33 +84,51 @@ def eval_metrics(samples: Sequence[EvalSample], threshold: float) -> dict[str, f
 
 
 def _metrics_of(samples: Sequence[EvalSample], threshold: float, prefix: str) -> dict[str, float]:
-    groups: dict[int, list[float]] = defaultdict(list)
-    for sample in samples:
-        if sample.score is not None:
-            groups[sample.index].append(sample.score)
     scored = [s for s in samples if s.score is not None]
-    n = min(len(scores) for scores in groups.values())
-    correct = {index: sum(score >= threshold for score in scores) for index, scores in groups.items()}
+    groups: dict[int, list[EvalSample]] = defaultdict(list)
+    for sample in scored:
+        groups[sample.index].append(sample)
+    n = min(len(group) for group in groups.values())
 
-    def over_prompts(value: Callable[[int], float]) -> float:
-        """Mean over prompts."""
-        return sum(value(index) for index in groups) / len(groups)
+    def over_prompts(value: Callable[[list[Any]], float], of: Callable[[EvalSample], Any]) -> float:
+        """Mean over prompts of a value of their samples."""
+        return fmean(value([of(sample) for sample in group]) for group in groups.values())
 
-    metrics = {
-        "accuracy": sum(correct.values()) / len(scored),
-        "reward": sum(s.score for s in scored) / len(scored),
-        "response_length": sum(s.response_length for s in samples) / len(samples),
-        "truncated": sum(s.finish_reason == "length" for s in samples) / len(samples),
+    def score(sample: EvalSample) -> float:
+        return sample.score
+
+    def right(sample: EvalSample) -> float:
+        return sample.correct(threshold)
+
+    metrics = _extras_of(samples) | {
+        "accuracy": fmean(map(right, scored)),
+        "reward": fmean(map(score, scored)),
+        "response_length": fmean(s.response_length for s in samples),
+        "truncated": fmean(s.finish_reason == "length" for s in samples),
         "samples": float(len(samples)),
-        f"mean@{n}": over_prompts(lambda i: sum(groups[i]) / len(groups[i])),
+        f"mean@{n}": over_prompts(fmean, score),
     }
     if len(scored) < len(samples):
         metrics["unscored"] = float(len(samples) - len(scored))
     if n > 1:
         for k in (2**i for i in range(n.bit_length())):
-            metrics[f"pass@{k}"] = over_prompts(lambda i, k=k: pass_at_k(len(groups[i]), correct[i], k))
-        metrics[f"best@{n}"] = over_prompts(lambda i: max(groups[i]))
+            pass_at = lambda c, k=k: pass_at_k(len(c), sum(x >= 0.5 for x in c), k)  # noqa: E731
+            metrics[f"pass@{k}"] = over_prompts(pass_at, right)
+        metrics |= {f"best@{n}": over_prompts(max, score), f"worst@{n}": over_prompts(min, score)}
+        metrics[f"std@{n}"] = over_prompts(pstdev, score)
+        if any(s.extra("pred") is not None for s in scored):
+            metrics[f"maj@{n}"] = over_prompts(majority_correct, lambda s: (s.extra("pred"), right(s)))
     return {f"{prefix}/{name}": value for name, value in metrics.items()}
+
+
+def _extras_of(samples: Sequence[EvalSample]) -> dict[str, float]:
+    """Means of the reward source's numbers, each over the samples that have it."""
+    values: dict[str, list[float]] = defaultdict(list)
+    for sample in samples:
+        for name, value in sample.extras.items():
+            if not isinstance(value, str):
+                values[name].append(value)
+    return {name: fmean(found) for name, found in values.items()}
 
 
 @dataclass
@@ -99,7 +140,7 @@ class Evaluator:
     prompts: Sequence[Prompt]  # the same on every rank
     sampling: SamplingParams  # the same random numbers at every evaluation
     strategy: Ranks
-    threshold: float = 0.5  # a score of at least this is correct
+    threshold: float = 0.5  # a score of at least this is correct, where the source gives no acc
     folder: Path | None = None  # rank 0 writes all samples to step{N}.jsonl in it
 
     def __post_init__(self) -> None:

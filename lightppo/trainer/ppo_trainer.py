@@ -17,7 +17,7 @@ from lightppo.algorithms.kl import make_kl_controller
 from lightppo.algorithms.losses import GPTLMLoss, ValueLoss
 from lightppo.compat import SeedAttributes, constructor_config, generation_options, take_schedule, with_generation
 from lightppo.config import PPOConfig
-from lightppo.config.rules import micro_batch_spec, moves_reference, needs_critic, old_log_probs_from
+from lightppo.config.rules import micro_batch_spec, moves_reference, needs_critic, needs_reference, old_log_probs_from
 from lightppo.data.records import Rollout
 from lightppo.errors import ConfigError, RewardError
 from lightppo.experience.batching import Minibatch, ReplayBuffer, StepPart, lone_part, minibatches
@@ -403,7 +403,8 @@ class PPOTrainer(SeedAttributes):
         self, args: Any, prompts: Iterable | None, pretrain: Iterable | None, consumed_samples: int, update_steps: int
     ) -> None:
         self.prompts_dataloader = prompts if prompts is not None else self.prompts_dataloader
-        if self.prompts_dataloader is None:
+        val_only = self.config.evaluation.val_only
+        if self.prompts_dataloader is None and not val_only:
             raise ConfigError("fit() needs a prompts_dataloader, unless the trainer was made by from_config()")
         per_episode = steps_per_episode(self.config, self.prompts_dataloader, update_steps)
         if args is not None:
@@ -416,10 +417,10 @@ class PPOTrainer(SeedAttributes):
         if consumed_samples and self.state.global_step == 0:
             batch_size = self.config.rollout.rollout_batch_size
             self.state = TrainerState.from_consumed(consumed_samples, per_episode, batch_size)
-        self.prompt_filter.restore(self.prompts_dataloader, self.state)
+        if not val_only:
+            self.prompt_filter.restore(self.prompts_dataloader, self.state)
         self.recorder = self._new_recorder()
-        e = self.config.evaluation
-        if e.val_only or (self.state.global_step == 0 and e.val_before_train):
+        if val_only or (self.state.global_step == 0 and self.config.evaluation.val_before_train):
             self.recorder.evaluate(self.state.global_step)
 
     def _steps(self) -> Iterator[tuple[int, EpisodePrompts, tqdm]]:
@@ -479,6 +480,9 @@ class PPOTrainer(SeedAttributes):
         self.rollout_engine.close()
         if self.owns_parts:  # a source that a script made is the script's to end
             close_source(self.reward_source)
+            judge = getattr(self.evaluator, "reward_source", self.reward_source)
+            if judge is not self.reward_source:
+                close_source(judge)
 
     def _new_recorder(self) -> Recorder:
         parts = (self.config, self.strategy, self.checkpointer, self.evaluator)
@@ -604,7 +608,7 @@ def _check_models(config: PPOConfig, critic: Any, initial_model: Any, tokenizer:
         raise ConfigError("PPOTrainer needs the actor's tokenizer: pass tokenizer=")
     if critic is None and needs_critic(config):
         raise ConfigError(f"--advantage_estimator {a.advantage_estimator} needs a critic, but critic is None")
-    if initial_model is None and (a.init_kl_coef > 0 or a.use_kl_loss):
+    if initial_model is None and needs_reference(config):
         raise ConfigError(f"init_kl_coef {a.init_kl_coef} needs a reference: pass initial_model, or set init_kl_coef=0")
     if isinstance(initial_model, AdaptersOff) and moves_reference(config):
         raise ConfigError(

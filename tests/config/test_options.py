@@ -124,6 +124,8 @@ def test_unsafe_changes():
     refused, safe = unsafe_changes(saved, now)
     assert refused == {"gamma": (1.0, 0.9), "seed": (42, 1)}
     assert safe == {"num_episodes": (1, 3), "save_path": ("./ckpt", "elsewhere")}
+    only_evaluates = unsafe_changes(saved | {"prompt_data": "p.jsonl"}, saved | {"val_only": True})
+    assert only_evaluates == ({}, {"val_only": (False, True)})
 
 
 def test_unchanged_and_unknown_options_are_no_change():

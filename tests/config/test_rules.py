@@ -40,6 +40,7 @@ URL = {"reward_fn": None, "remote_rm_url": ["http://host/score"]}
 LOCAL = ("http://127.0.0.1:8000", "http://localhost:8001")
 SERVERS = {"rollout_engine": "vllm_server", "vllm_server_url": LOCAL}
 LORA = {"lora_rank": 4}
+EVAL = {"eval_data": "held_out.jsonl"}
 REENTRANT = {"gradient_checkpointing": True, "gradient_checkpointing_use_reentrant": True}
 
 
@@ -117,6 +118,15 @@ CONTRADICTIONS = [
     ({"eval_seconds": 60}, "eval_seconds eval_data"),
     ({"val_only": True}, "val_only eval_data"),
     ({"eval_n_samples": 4, "eval_temperature": 0}, "eval_n_samples eval_temperature"),
+    ({"eval_top_p": 0.9}, "eval_top_p eval_temperature"),
+    ({"eval_top_k": 5, "eval_temperature": 0}, "eval_top_k eval_temperature"),
+    ({"eval_reward_fn": "judge.py"}, "eval_reward_fn eval_data"),
+    ({**EVAL, "eval_reward_source": ["server"]}, "eval_reward_source remote_rm_url"),
+    ({**EVAL, **URL, "eval_reward_source": ["function"]}, "eval_reward_source eval_reward_fn"),
+    ({**EVAL, "eval_reward_source": ["math"], "eval_reward_fn": "judge.py"}, "eval_reward_fn eval_reward_source"),
+    ({**EVAL, "eval_reward_source": ["guess"]}, "eval_reward_source"),
+    ({"prompt_data": None}, "prompt_data"),
+    ({**EVAL, "prompt_data": None, "reward_fn": None, "val_only": True}, "reward_fn remote_rm_url"),
     ({"bf16": True, "zero_stage": 0, "critic_zero_stage": 1}, "bf16 zero_stage"),
     ({"bf16": True, "critic_zero_stage": 0}, "bf16 critic_zero_stage"),
     ({"adam_offload": True, "zero_stage": 0}, "adam_offload zero_stage"),
@@ -599,6 +609,10 @@ REMOTE = {**SERVERS, "vllm_server_url": (LOCAL[0], "http://192.0.2.1:8000")}
         ({"lora_rank": 4, "ref_pretrain": "another", "ref_zero_stage": 3, "ref_offload": True}, 1),
         ({**GROUP, "freezing_actor_steps": 0, "eval_steps": 0}, 1),  # which is off too
         ({**FUNCTION, **SERVER, "reward_source": ["function", "server=0.5"]}, 1),
+        ({**EVAL, **URL, "eval_reward_source": ["math", "format=0.1"], "math_unmarked": False}, 1),
+        ({**EVAL, **URL, "eval_reward_fn": "judge.py", "reward_timeout": 3.0}, 1),
+        ({**EVAL, "eval_n_samples": 4, "eval_top_k": 5}, 1),
+        ({**EVAL, "val_only": True, "prompt_data": None, "reward_fn": None, "eval_reward_source": ["math"]}, 1),
     ],
     ids=str,
 )

@@ -186,6 +186,19 @@ def test_verl_results(rows, result, reward, extras):
     score_rollouts(FunctionReward(lambda data_source, solution_str, ground_truth, extra_info: result, "f"), rows)
     assert [rollout.reward for rollout in rows] == [reward, reward]
     assert [rollout.extras for rollout in rows] == [extras, extras]
+    texts = {"pred": "4"} if isinstance(result, dict) and "pred" in result else {}
+    assert [rollout.texts for rollout in rows] == [texts, texts]
+
+
+def test_a_list_of_texts_is_kept_and_must_be_whole(rows):
+    def answered(texts):
+        return FunctionReward(lambda queries, prompts, labels: {"rewards": [1, 0], "extra_logs": {"pred": texts}}, "f")
+
+    score_rollouts(answered(["4", None]), rows)
+    assert [rollout.texts for rollout in rows] == [{"pred": "4"}, {}]
+    for texts in (["4"], ["4", 5]):
+        with pytest.raises(RewardError, match="'pred' must be a text or None for each of 2 samples"):
+            answered(texts).score(rows)
 
 
 def test_a_metric_of_some_samples(rows):

@@ -200,6 +200,7 @@ def test_gsm8k_as_a_source(source: Any, make_rollout: Make) -> None:
     assert [rollout.extras for rollout in rollouts] == [
         {"answered": answered, "failures": 0.0, "timeouts": 0.0} for answered in (1.0, 1.0, 0.0)
     ]
+    assert [rollout.texts.get("pred") for rollout in rollouts] == ["72", "73", None]
     assert source.score([]).scores == []
 
 

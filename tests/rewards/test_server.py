@@ -52,7 +52,7 @@ def reward_func(queries, prompts, labels, responses, **extra):
         raise SystemExit(3)
     answers = {"nan": [float("nan")] * len(queries), "short": [1.0], "none": [None] * len(queries)}
     rewards = answers.get(mode, [float(len(response)) for response in responses])
-    return {"rewards": rewards, "scores": [0.5] * len(queries), "extra_logs": {"n": len(queries)}}
+    return {"rewards": rewards, "scores": [0.5] * len(queries), "extra_logs": {"n": len(queries), "pred": responses}}
 """
 
 
@@ -138,6 +138,7 @@ def test_a_function_is_served(server, rollouts):
     output = ask(server, rollouts)
     assert output.scores == [8.0, 3.0, 8.0, 8.0, 8.0]  # len("answer 0"), len("é\n漢")
     assert output.metrics == {"score": [0.5] * 5, "n": [5.0] * 5}
+    assert output.texts["pred"] == [rollout.response_text for rollout in rollouts]
     assert ask(server, rollouts, "none").scores == [None] * 5
     assert server.post({"query": ["ab"], "prompts": ["a"]}).json()["rewards"] == [1.0]  # labels may be left out
     assert server.post({"query": [], "prompts": [], "labels": []}).json() == {"rewards": []}

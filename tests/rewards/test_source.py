@@ -21,6 +21,7 @@ from lightppo.rewards import (
     check_output,
     score_rollouts,
 )
+from lightppo.rewards.source import join_outputs
 
 
 class Fixed:
@@ -92,13 +93,15 @@ def test_score_rollouts_changes_nothing_on_error(rollouts):
 
 def test_combined_is_the_weighted_sum(make_rollout):
     rollouts = [make_rollout(i) for i in range(3)]
-    task = Fixed("task", RewardOutput([1.0, 0.0, None], {"acc": [1.0, 0.0, None]}))
+    task = Fixed("task", RewardOutput([1.0, 0.0, None], {"acc": [1.0, 0.0, None]}, texts={"pred": ["4", None, "5"]}))
     style = Fixed("style", RewardOutput([0.5, -2.0, 1.0], {}, [None, [1.0, 2.0], None]))
     output = CombinedReward({task: 2.0, style: 0.5}).score(rollouts)
     # 2·1 + 0.5·0.5 = 2.25; 2·0 + 0.5·(−2) = −1; unscored by task
     assert output.scores == [2.25, -1.0, None]
     assert output.metrics == {"task": [1.0, 0.0, None], "task/acc": [1.0, 0.0, None], "style": [0.5, -2.0, 1.0]}
     assert output.token_scores == [None, [0.5, 1.0], None]  # 0.5·[1, 2]
+    assert output.texts == {"task/pred": ["4", None, "5"]}
+    assert join_outputs([RewardOutput([0.0]), output]).texts == {"task/pred": [None, "4", None, "5"]}
 
 
 def test_combined_adds_token_scores(make_rollout):

@@ -60,6 +60,52 @@ def test_four_samples_per_prompt():
     assert "eval/pass@3" not in metrics
 
 
+def judged(index: int, score: float | None = 0.0, **extras: float | str) -> EvalSample:
+    texts = {name: value for name, value in extras.items() if isinstance(value, str)}
+    numbers = {name: value for name, value in extras.items() if name not in texts}
+    return EvalSample.of(make_rollout([1], [2], reward=score, index=index, extras=numbers, texts=texts))
+
+
+def test_the_worst_answer_and_the_spread():
+    metrics = eval_metrics([sample(i, s) for i, s in [(0, 1.0), (0, 0.0), (1, 0.5), (1, 0.5)]], threshold=0.5)
+    assert metrics["eval/worst@2"] == (0 + 0.5) / 2
+    assert metrics["eval/std@2"] == (0.5 + 0) / 2  # of the scores themselves: divided by n
+
+
+def test_acc_of_the_reward_source_is_the_accuracy():
+    samples = [judged(0, -1.0, acc=1.0), judged(0, 5.0, acc=0.0), judged(1, 0.2, accuracy=1.0), judged(1, 0.7)]
+    metrics = eval_metrics(samples, threshold=0.5)
+    assert metrics["eval/accuracy"] == (1 + 0 + 1 + 1) / 4  # the last has its score alone
+    assert metrics["eval/pass@1"] == (0.5 + 1) / 2
+    assert metrics["eval/reward"] == pytest.approx((-1 + 5 + 0.2 + 0.7) / 4)
+    assert metrics["eval/acc"] == 0.5  # of the two that have it
+    shares = eval_metrics([judged(0, acc=0.75), judged(1, acc=0.25)], threshold=0.9)
+    assert shares["eval/accuracy"] == 0.5
+    combined = {"judge/acc": 0.0, "style": 1.0}  # one source of several
+    assert eval_metrics([judged(0, 1.0, **combined)], threshold=0.5)["eval/accuracy"] == 0
+
+
+def test_extras_are_means_and_never_take_a_name_of_the_evaluation():
+    samples = [judged(0, 1.0, steps=3.0, reward=9.0), judged(1, 0.0, steps=5.0, pred="x")]
+    metrics = eval_metrics([*samples, judged(2, None, timeouts=1.0)], threshold=0.5)
+    assert (metrics["eval/steps"], metrics["eval/timeouts"], metrics["eval/reward"]) == (4.0, 1.0, 0.5)
+    assert "eval/pred" not in metrics
+    assert not [name for name in metrics if name.startswith("eval/maj@")]  # one sample has no majority
+
+
+def test_the_majority_decides():
+    right = [judged(0, acc=float(text == "7"), pred=text) for text in ("7", "3", "7", "4")]
+    tie = [judged(1, acc=acc, pred=text) for acc, text in [(1.0, "7"), (0.0, "3"), (1.0, "7"), (0.0, "3")]]
+    wrong = [judged(2, acc=float(text == "7"), pred=text) for text in ("3", "3", "7")] + [judged(2)]
+    silent = [judged(3) for _ in range(4)]
+    metrics = eval_metrics([*right, *tie, *wrong, *silent], threshold=0.5)
+    assert metrics["eval/maj@4"] == (1 + 0.5 + 0 + 0) / 4
+    assert metrics["eval/mean@4"] == 0
+    assert "eval/maj@4" not in eval_metrics(silent, threshold=0.5)
+    combined = eval_metrics([judged(0, 1.0, **{"math/pred": "7"}), judged(0, 1.0, **{"math/pred": "7"})], threshold=0.5)
+    assert combined["eval/maj@2"] == 1
+
+
 def test_each_data_source_has_its_own_metrics():
     samples = [sample(0, 1.0, "math"), sample(1, 0.0, "math"), sample(2, 1.0, "code")]
     metrics = eval_metrics(samples, threshold=0.5)
@@ -140,6 +186,7 @@ def test_all_samples_are_kept_in_the_order_of_prompts(tmp_path):
         "response_length": 2,
         "finish_reason": "stop",
         "index": 1,
+        "extras": {},
     }
 
 

@@ -18,7 +18,8 @@ def reward_func(queries, prompts, labels, responses):
     if any(label is None for label in labels):  # evaluation, 3 samples per prompt: one of prompt b stays unscored
         left_out = [prompt == "b" and i % 3 == 0 for i, prompt in enumerate(prompts)]
         scores = [None if out else score for score, out in zip(scores, left_out)]
-    return {"rewards": scores, "scores": scores, "extra_logs": {"length": [float(len(r)) for r in responses]}}
+    extras = {"length": [float(len(r)) for r in responses], "pred": [r[:1] for r in responses]}
+    return {"rewards": scores, "scores": scores, "extra_logs": extras}
 """
 
 

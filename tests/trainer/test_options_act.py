@@ -338,10 +338,34 @@ def test_evaluation_options(make_config, eval_data, parts, trainer_with, tmp_pat
         lines = (tmp_path / "samples" / "eval" / "step0.jsonl").read_text().splitlines()
         return [json.loads(line)["response"] for line in lines]
 
-    greedy = responses(eval_temperature=0.0)
-    assert greedy == responses(eval_temperature=0.0, seed=1)
-    assert greedy != responses() != responses(seed=1)
-    assert greedy == responses(eval_top_p=1e-6)  # only the likeliest token is left
+    greedy = responses()
+    assert greedy == responses(seed=1)
+    sampled = {"eval_temperature": 1.0}
+    assert greedy != responses(**sampled) != responses(**sampled, seed=1)
+    assert greedy == responses(**sampled, eval_top_p=1e-6)  # only the likeliest token is left
+    assert greedy == responses(**sampled, eval_top_k=1) != responses(**sampled, top_k=1)  # training's is not taken
+
+
+LENGTHS = """
+def score(data_source, solution_str, ground_truth, extra_info):
+    return {"score": -1.0, "acc": len(solution_str) > 0, "pred": solution_str[:1]}
+"""
+
+
+def test_an_evaluation_may_have_a_reward_of_its_own(make_config, eval_data, tmp_path):
+    (tmp_path / "judge.py").write_text(LENGTHS)
+    config = make_config(eval_data=eval_data, eval_reward_fn=f"{tmp_path / 'judge.py'}:score", eval_n_samples=2)
+    trainer = fitted(config)
+    assert trainer.evaluator.reward_source is not trainer.reward_source
+    trained = [row["rollout/reward"] for row in rows(config) if "rollout/reward" in row]
+    assert min(trained) >= 0  # what training scores by
+    evaluated = [row for row in rows(config) if "eval/reward" in row]
+    assert [row["eval/reward"] for row in evaluated] == [-1.0, -1.0]
+    assert all(row["eval/accuracy"] > 0.9 and "eval/maj@2" in row for row in evaluated)
+    line = (Path(config.checkpoint.save_path) / "eval" / "step3.jsonl").read_text().splitlines()[0]
+    assert json.loads(line)["extras"].keys() == {"acc", "pred"}
+    format_judge = make_config(eval_data=eval_data, eval_reward_source=("format",), val_only=True).resolved()
+    assert build.build_rewards(format_judge, [], trainer.tokenizer, trainer.strategy)[1].name == "format"
 
 
 def test_evaluation_before_during_and_after(make_config, eval_data, tmp_path):
@@ -356,9 +380,11 @@ def test_evaluation_before_during_and_after(make_config, eval_data, tmp_path):
 
 
 def test_evaluation_only(make_config, eval_data):
-    config = make_config(eval_data=eval_data, val_only=True, save_steps=1)
+    config = make_config(eval_data=eval_data, val_only=True, save_steps=1, prompt_data=None)
+    config.validate()
     trainer = fitted(config)
     assert trainer.state.global_step == 0
+    assert (trainer.critic, trainer.initial_model) == (None, None)
     (row,) = rows(config)
     assert row["step"] == 0
     assert "eval/accuracy" in row
@@ -466,7 +492,7 @@ def test_reward_servers_get_token_retries_and_timeout(make_config, server, parts
         config = make_config(reward_fn=None, remote_rm_url=url, **options).resolved()
         return build.build_reward(config, [], parts["tokenizer"], parts["strategy"])
 
-    rollouts = FakeEngine().generate(PROMPTS, build.eval_sampling_params(make_config()))
+    rollouts = FakeEngine().generate(PROMPTS, build.eval_sampling_params(make_config().resolved()))
     assert score_rollouts(source(remote_rm_token_env="A_TOKEN"), rollouts).scores == [0.5, 0.5]
     assert server.headers.pop()["Authorization"] == "Bearer open-sesame"
     assert score_rollouts(source(), rollouts).scores == [0.5, 0.5]
