@@ -259,6 +259,15 @@ class TestRecords:
             assert r.finish_reason == "stop" or len(r.response_ids) == 8
             assert r.response_text == tokenizer.decode(r.response_ids, skip_special_tokens=True)
 
+    def test_an_end_at_the_last_allowed_token_is_an_end(self, model, engine_of, prompts):
+        """Stopped by the token that a free response has in its fourth place, with room for four."""
+        greedy = {"max_new_tokens": 4, "do_sample": False, "ignore_eos": True}
+        free = engine_of(model, 4).generate(prompts, SamplingParams(**greedy))
+        last = next(r.response_ids[3] for r in free if r.response_ids[3] not in r.response_ids[:3])
+        stopped = engine_of(model, 4).generate(prompts, SamplingParams(stop_token_ids=(last,), **greedy))
+        assert any(len(r.response_ids) == 4 and r.finish_reason == "stop" for r in stopped)
+        assert all((r.finish_reason == "stop") == (r.response_ids[-1] == last) for r in stopped)
+
     def test_stats(self, llama, engine_of, prompts):
         engine = engine_of(llama, 4)
         rollouts = engine.generate(prompts, SamplingParams(max_new_tokens=6, ignore_eos=True, n=2))

@@ -131,6 +131,16 @@ class TestTokenSampler:
         tokens, _ = draw(SamplingParams(top_p=0.7), logits, [0.0, 0.62, 0.63, 0.9, 0.9999])
         assert tokens.tolist() == [0, 0, 1, 1, 1]
 
+    @pytest.mark.parametrize(
+        ("options", "kept"),
+        [({"top_p": 0.49}, 1), ({"top_p": 0.51}, 2), ({"top_p": 0.79}, 2), ({"top_p": 0.81}, 3), ({"top_p": 0.94}, 3),
+         ({"top_k": 1}, 1), ({"top_k": 2}, 2), ({"top_k": 3}, 3), ({"top_k": 3, "top_p": 0.6}, 2)],
+    )  # fmt: skip
+    def test_filters_keep_so_many_tokens_and_no_more(self, options, kept):
+        uniforms = np.linspace(0, 1, 100, endpoint=False)
+        logits = torch.tensor([[0.15, 0.5, 0.05, 0.3]]).log().expand(100, 4)  # cumulated, by rank: .5 .8 .95 1
+        assert set(draw(SamplingParams(**options), logits, uniforms)[0].tolist()) == set([1, 3, 0, 2][:kept])
+
     def test_temperature_comes_before_top_p(self):
         logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
         # At temperature .25 p ∝ .0625 .0081 …: the first alone has .88 ≥ .7, so top_p .7 leaves nothing else.

@@ -48,6 +48,12 @@ def test_the_run_is_the_same(make_config, tmp_path):
     assert len(parts) >= 8
 
 
+def test_scores_may_take_as_long_as_ranks_wait_for_each_other(make_config):
+    """``--dist_timeout`` is in minutes, the wait for scores in seconds."""
+    trainer = PPOTrainer.from_config(make_config(async_rewards=True, dist_timeout=3))
+    assert trainer.sampler.sampler.scorer.timeout == 180
+
+
 def test_an_engine_that_gives_all_at_once_is_refused(trainer_with):
     with pytest.raises(ConfigError, match="--async_rewards"):
         trainer_with(rollout_engine=FakeEngine(), async_rewards=True)

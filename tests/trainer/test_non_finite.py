@@ -60,3 +60,16 @@ def test_a_step_with_a_loss_that_is_not_finite_is_skipped(make_config, tmp_path,
 
     assert trainer.state.skipped_optimizer_steps == 1
     assert PPOTrainer.from_config(config).state.skipped_optimizer_steps == 1  # a resumed run goes on counting
+
+
+def test_the_moving_average_moves_once_per_step_and_not_with_one_that_was_stopped(make_config):
+    """Two optimizer steps of two micro batches; the first moves the actor, the second is stopped for it."""
+    batches = {"train_batch_size": 2, "micro_train_batch_size": 1, "total_training_steps": 1, "lr_warmup_steps": 0}
+    trainer = PPOTrainer.from_config(make_config(enable_ema=True, ema_beta=0.8, early_stop_kl=1e-9, **batches))
+    before = snapshot(trainer, "ema_model")
+    trainer.fit()
+    assert trainer.state.stopped_optimizer_steps == 1
+    actor, average = snapshot(trainer, "actor"), snapshot(trainer, "ema_model")
+    assert not same(before, actor)
+    for old, new, mean in zip(before, actor, average, strict=True):
+        torch.testing.assert_close(mean, 0.8 * old + 0.2 * new)

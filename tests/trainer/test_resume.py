@@ -13,6 +13,7 @@ from support.tiny import write_jsonl
 from lightppo import PPOTrainer
 from lightppo.config import PPOConfig
 from lightppo.errors import ConfigError
+from lightppo.rollout.hf import HFRolloutEngine
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -170,3 +171,25 @@ def test_resume_from_a_named_folder_into_another(make_config, tmp_path):
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     never = PPOTrainer.from_config(config.with_options(load_checkpoint=False))
     assert never.state.global_step == 0
+
+
+def test_a_resumed_run_samples_with_the_resumed_weights(make_config, monkeypatch):
+    """The first push to the engine is before the first rollout, and has the checkpoint's weights."""
+    fitted(make_config(benchmark_steps=1, save_steps=1))
+    events: list[str] = []
+    build = PPOTrainer.from_config
+
+    class Recording(HFRolloutEngine):
+        def sync_weights(self, actor):
+            events.append(f"push of norm {sum(p.norm() for p in actor.model.parameters()):.6f}")
+            super().sync_weights(actor)
+
+        def generate(self, *args, **options):
+            events.append("rollout")
+            return super().generate(*args, **options)
+
+    monkeypatch.setattr("lightppo.trainer.build.HFRolloutEngine", Recording)
+    trainer = build(make_config(benchmark_steps=2, save_steps=1))
+    norm = sum(p.norm() for p in trainer.actor.model.parameters())
+    trainer.fit()
+    assert events[:2] == [f"push of norm {norm:.6f}", "rollout"]

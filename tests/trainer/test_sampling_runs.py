@@ -279,3 +279,24 @@ def test_prompts_of_dropped_rows_are_found(config_of, tmp_path):
     dataset = trainer.prompts_dataloader.dataset
     order = trainer.prompts_dataloader.batch_sampler.order()
     assert {dataset[position].index for position in order} == set(range(1, 6)) - left_out
+
+
+def test_groups_that_were_left_over_have_log_probs_of_the_policy_that_trains(make_config):
+    """With ``--gen_batch_size`` alone: of 6 prompts a step trains on 4, the other 2 wait while the policy moves on."""
+    options = {"gen_batch_size": 6, "num_episodes": 1, "total_training_steps": 2, "lr_warmup_steps": 0}
+    trainer = PPOTrainer.from_config(make_config(**options))
+    make, compared = trainer.experience_maker.make_experience_list, []
+
+    def checked(rollouts):
+        experiences = make(rollouts)
+        for e in experiences:
+            with torch.no_grad():
+                now = trainer.actor(e.sequences, e.num_actions, e.attention_mask)
+            compared.append(((e.action_log_probs - now) * e.action_mask).abs().max().item())
+        return experiences
+
+    trainer.experience_maker.make_experience_list = checked
+    trainer.fit()
+    lines = Path(trainer.config.checkpoint.save_path, "metrics.jsonl").read_text().splitlines()
+    assert json.loads(lines[-1])["rollout/stale_groups"] == 2
+    assert max(compared) < 1e-5

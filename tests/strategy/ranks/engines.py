@@ -258,6 +258,9 @@ def check_prepare(strategy: DeepspeedStrategy, work_dir: Path) -> None:
     outcome = role.optimizer_step(critic_optimizer, engine, own, name="critic")
     assert outcome.grad_norm > 0
     assert own.get_last_lr() == [LR / 2] * 2  # a scheduler that prepare did not see moves too
+    role.backward(engine(batch(0)[:2]).mean() * float("nan"), engine, critic_optimizer)
+    assert role.optimizer_step(critic_optimizer, engine, own, name="critic").skipped
+    assert own.get_last_lr() == [LR / 2] * 2  # but not with a step that is skipped
     frozen = TinyActor(causal_lm(), role.get_ds_eval_config())
     frozen_optimizer = role.create_optimizer(frozen, lr=LR)
     with pytest.raises(ValueError, match="get_ds_train_config"):
