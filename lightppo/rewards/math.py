@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, ClassVar
 
@@ -96,18 +96,30 @@ def _read(_: int, value: Any) -> tuple[Any, str | None]:
 def equal_by_library(gold: str, answer: str) -> bool:
     """Whether math-verify finds two answers equal; runs in a worker process, where only a kill limits it."""
     from math_verify import LatexExtractionConfig, parse, verify
-    from sympy import Basic, MatrixBase
+    from sympy import Basic, I, MatrixBase
+    from sympy.core.relational import Relational
 
     for name in ("math_verify", "latex2sympy2_extended"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
 
-    def parsed(text: str) -> list[Any]:
+    latex = LatexExtractionConfig()
+
+    def parsed(text: str, units: bool) -> list[Any]:
         # only ever as LaTeX: the plain form goes through sympy's parse_expr, which evaluates Python
-        found = parse(f"${tidy(text)}$", (LatexExtractionConfig(),), parsing_timeout=None)
-        return [expression for expression in found if isinstance(expression, (Basic, MatrixBase))]
+        config = replace(latex, normalization_config=replace(latex.normalization_config, units=units))
+        found = parse(f"${tidy(text)}$", (config,), parsing_timeout=None)
+        return [imaginary(expression) for expression in found if isinstance(expression, (Basic, MatrixBase))]
+
+    def imaginary(expression: Any) -> Any:
+        """Reads ``i`` as ``I``, unless it is compared: complex numbers have no order."""
+        units = {symbol: I for symbol in expression.free_symbols if symbol.name == "i"}
+        return expression.xreplace(units) if units and not expression.has(Relational) else expression
+
+    def equal(units: bool) -> bool:
+        return bool(verify(parsed(gold, units), parsed(answer, units), timeout_seconds=None, raise_on_error=True))
 
     try:
-        return bool(verify(parsed(gold), parsed(answer), timeout_seconds=None, raise_on_error=True))
+        return equal(units=True) or equal(units=False)  # it drops letters as units: ab of 2ab, h of 2πrh
     except (MemoryError, RecursionError):
         raise
     except Exception:  # kinds that cannot be compared, e.g. a number and a matrix
@@ -123,16 +135,25 @@ _FLOAT_DIGITS = 15  # of a double
 _BOX = re.compile(r"\\(?:boxed|fbox)\s{0,3}")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _BARE_BOX = re.compile(r"[^\s${}\\]{1,50}")
-_BETWEEN_BOXES = re.compile(r"[\s$]{0,4}(?:,|;|,? ?(?:\\text\{ ?)?(?:and|or)(?: ?\})?)[\s$]{0,4}")
-_LONGEST_JOINT = 20
+_EMPTY_BOX = re.compile(r"\\(?:boxed|fbox)\s{0,3}\{[\s~]{0,9}\}")
+_SPACING = r"(?:\\(?:q?quad(?![a-zA-Z])|[,;:! ])|~)"
+_BETWEEN_BOXES = re.compile(  # a comma, "and" or a spacing command, and what is nothing
+    rf"(?=[\s\S]*?(?:[,;]|and|or|{_SPACING}))(?:[\s$,;]|\\[()\[\]]|{_SPACING}|(?:\\text\{{ ?)?(?:and|or)(?: ?\}})?)+"
+)
+_LONGEST_JOINT = 40
 _ANSWER_TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 _ANSWER_IS = re.compile(
     r"\banswers?\b(?: to [^.\n]{0,80}?)? {0,2}\*{0,2} ?(?:\bis\b|\bare\b|[:=]) {0,2}:?\s{0,4}", re.I
 )
 _SENTENCE_END = re.compile(r"\n|[.!?](?=\s|$)")
-_FORMULA = re.compile(  # a dollar sign may be money; a formula has a space inside both of its signs or inside neither
+_SYMBOLS = (  # no word: a dollar sign may be money
+    r"(?:\\text\{[^{}$\n]{0,80}\}|\\(?!text)[A-Za-z]+(?![A-Za-z])|\\[^A-Za-z\n]|[A-Za-z](?![A-Za-z])|[^$\n\\A-Za-z])"
+)
+_REASON = re.compile(r"\b(?:because|since|where|when|which|for|if)\b")
+_FORMULA = re.compile(  # words are in a formula only with a space inside both of its dollar signs or inside neither
     r"\$\$(?P<display>.{1,500}?)\$\$|\\\((?P<round>.{1,500}?)\\\)|\\\[(?P<square>.{1,500}?)\\\]"
-    r"|(?<![\\\d])\$(?P<inline>(?![ $])[^$\n]{1,500}?(?<![ \\])|(?= )[^$\n]{1,500}?(?<= ))\$(?!\d)",
+    r"|(?<![\\\d])\$(?P<inline>(?![ $])[^$\n]{1,500}?(?<![ \\])|(?= )[^$\n]{1,500}?(?<= )"
+    rf"|{_SYMBOLS}{{1,500}}?)\$(?!\d)",
     re.DOTALL,
 )
 
@@ -153,6 +174,7 @@ _SHORT_UNITS = frozenset((
 # fmt: on
 _NUMBER_IN_TEXT = re.compile(rf"(?<![\w.])-?[$€£¥]?{_DECIMAL}(?: ?/ ?\d+)?(?: ?\\?%)?")
 _WORD_NEXT = re.compile(r" {1,2}(?P<word>[a-z]{2,})|[.,;:]?$", re.I)
+_EQUALS = re.compile(r"(?<![<>])(?<![^\d)]!)(?<!\\not)=")  # x <= 2 is not 2; 3!=6 is 6
 _NUMBER_NEXT = re.compile(r" ?(?:,|and|or|to) ?[-$]{0,2}\d")
 _NUMBER = re.compile(
     rf"""(?P<sign>{_SIGN})[$€£¥]?\s*(?P<sign2>{_SIGN})
@@ -164,6 +186,8 @@ _NUMBER = re.compile(
     (?P<tail>.*)""",
     re.VERBOSE | re.DOTALL,
 )
+_NUMERAL = re.compile(r"\(?(?P<digits>(?=[A-Z]*\d)[\dA-Z]+(?:\.[\dA-Z]+)?)\)?(?:_\{?\(?(?P<base>\d{1,2})\)?\}?)?")
+_RELATION = re.compile(r"\\(?:[lg]eq?(?:slant)?|lt|gt|neq?)(?![A-Za-z])|[≤≥≠]|<|(?<![-=])>")
 _LONGEST_NUMBER = 200  # characters; a longer text is not a number that a question asks for
 _UNIT_TEXT = re.compile(r"\\(?:text|textrm|mathrm|mbox|rm)\s*\{\s*([^{}\d]*?)\s*\}\s*(?:\^\s*\{?\s*-?\d\s*\}?)?")
 _WORD = r"[A-Za-z]{2,}(?![A-Za-z])\.?(?:\s*\^\s*\{?[23]\}?|[²³])?"
@@ -171,7 +195,8 @@ _UNIT = re.compile(rf"(?:/\s*)?{_WORD}(?:(?:\s*/\s*|\s+){_WORD})*")
 _PERCENT = re.compile(r"(?:\\?%|percent(?:age)?\b|per\s+cent\b)\s*", re.I)
 
 _REPLACED = [  # a backslash before another is the end of a matrix row
-    (re.compile(r"(?<!\\)\\(?:(?:left|right|displaystyle|quad|qquad)(?![a-zA-Z])|[,;:! ])|~"), " "),
+    (re.compile(r"(?<=\d)(?:,\s?\\!\s?|\\!,|\\,)(?=\d{3}(?!\d))"), ","),  # thousands
+    (re.compile(rf"(?<!\\)(?:\\(?:left|right|displaystyle)(?![a-zA-Z])|{_SPACING})"), " "),
     (re.compile(r"\\[dt]frac"), r"\\frac"),
     (re.compile(r"\{,\}"), ","),
     (re.compile(r"\^ ?(?:\\circ|\{ ?\\circ ?\})|°"), ""),
@@ -210,7 +235,7 @@ def find_answer(response: str, *, unmarked: bool = True) -> str | None:
         return None
     text = response[end + len("</think>") :] if end >= 0 else response
     tags = _ANSWER_TAG.findall(text)
-    text = tags[-1] if tags else text
+    text = _EMPTY_BOX.sub(" ", tags[-1] if tags else text)
     found = _boxed(text) or _after_hashes(text) or _after_phrase(text) or (text.strip() if tags else None)
     return found or (_last_formula_or_number(text) if unmarked else None) or None
 
@@ -251,14 +276,15 @@ def _after_hashes(text: str) -> str | None:
 
 
 def _after_phrase(text: str) -> str | None:
-    """What follows "the answer is": its formula if it has one, else its leading number, else the whole sentence."""
+    """What follows "the answer is": a formula at once, else its last one before a reason, its number, or all of it."""
     tail = None
     for match in _ANSWER_IS.finditer(text):
         tail = text[match.end() :]
     if tail is None:
         return None
     sentence = _SENTENCE_END.split(tail, maxsplit=1)[0].strip(" *\"'`")
-    formula = _FORMULA.match(tail) or _FORMULA.search(sentence)
+    formulas = [_FORMULA.match(tail), *reversed([*_FORMULA.finditer(_REASON.split(sentence, maxsplit=1)[0])])]
+    formula = next(filter(None, [*formulas, *reversed([*_FORMULA.finditer(sentence)])]), None)
     if formula:
         return _content(formula)
     number = _NUMBER_IN_TEXT.match(sentence)
@@ -275,7 +301,7 @@ def _last_formula_or_number(text: str) -> str | None:
     formulas = list(_FORMULA.finditer(text))
     numbers = list(_NUMBER_IN_TEXT.finditer(text))
     if formulas and (not numbers or numbers[-1].start() < formulas[-1].end()):
-        return _content(formulas[-1]).rpartition("=")[2].strip() or None
+        return _EQUALS.split(_content(formulas[-1]))[-1].strip() or None
     return numbers[-1].group() if numbers else None
 
 
@@ -361,6 +387,12 @@ def compare(gold: str, answer: str) -> bool | None:
     a, b = as_number(gold), as_number(answer)
     if a is not None and b is not None:
         return same_number(a, b)
+    numerals = [_NUMERAL.fullmatch(re.sub(r"^[A-Za-z]=", "", _squeezed(text))) for text in (gold, answer)]
+    bases = {numeral["base"] for numeral in numerals if numeral} - {None}
+    if all(numerals) and bases:  # not by value: 9 is not 1001_2 where base 2 was asked for
+        return len({numeral["digits"] for numeral in numerals if numeral}) == len(bases) == 1
+    if (a or b) and _RELATION.search(answer if a else gold):
+        return False
     return True if _squeezed(gold) == _squeezed(answer) else None
 
 

@@ -29,6 +29,11 @@ Make = Callable[..., Rollout]
         (r"\boxed{3} or \boxed{4}", "3, 4"),  # hedging is an answer of two parts, and so is not 3
         (r"\boxed{4}, \boxed{4}", "4"),
         (r"\boxed{3}" + "\n\n" + r"\boxed{4}", "4"),
+        (r"\boxed{1}\quad\boxed{2}\ \boxed{3}\,\boxed{4}", "1, 2, 3, 4"),
+        (r"\[\boxed{-2} \quad \text{and} \quad \boxed{1}.\]", "-2, 1"),
+        (r"\(\boxed{1}\) and \(\boxed{2}\)", "1, 2"),
+        (r"It is \boxed{5}, so I wrote 5 in \boxed{}", "5"),
+        (r"I write it in \boxed{ }: the answer is 5", "5"),
         (r"\boxed{12", None),  # cut off: 12 may be the start of 123
         (r"\boxed{5} and then \boxed{12", "5"),
         ("3 * 24 = 72\n#### 72\n", "72"),
@@ -46,6 +51,18 @@ Make = Callable[..., Rollout]
         ("The answer is $18.", "$18"),  # money, no formula
         ("She pays $5 and gets $18", "$18"),
         ("So we get $x = 2 + 3 = 5$.", "5"),
+        ("the value of $x$ is $5$", "5"),  # the last formula
+        ("The answer: the value of $x$ is $5$.", "5"),
+        ("The answer is the number $5$, because $y$ is $3$.", "5"),  # the last one before the reason
+        ("The answer is $5$, and $y$ is $3$.", "5"),
+        ("So it is $x = 5 $", "5"),
+        ("So it is $ 5$.", "5"),
+        (r"So it is $x \text{ is } \frac12 $", r"x \text{ is } \frac12"),
+        ("It costs $5 and then $x$", "x"),  # money has words behind it
+        (r"So $x \le 2 $", r"x \le 2"),
+        ("So $x <= 2$", "x <= 2"),
+        ("So $x != 2$", "x != 2"),
+        (r"So $3!=6$", "6"),
         ("So she has 1,234.50 left. ", "1,234.50"),
         ("I do not know", None),
         ("", None),
@@ -86,6 +103,22 @@ def test_what_is_no_label(label: Any) -> None:
         ("1,234", "1234", True),
         ("1{,}234.5", "1234.50", True),
         ("1,234", "1,235", False),
+        ("10000", r"10,\!000", True),
+        (r"10,\! 000", "10{,}000", True),
+        (r"1\,000\,000", "1000000", True),
+        ("10000", r"10,\!001", False),
+        ("(1, 2)", r"(1,\,2)", True),
+        ("2516_8", "2516_{8}", True),
+        ("2516_8", r"x = \text{2516}_{8}", True),
+        ("2516_8", "2516", True),  # the question names the base
+        ("2516_8", "2516_7", False),
+        ("2516_8", "1358", False),
+        ("1001_2", "9", False),  # the same number is not the answer
+        ("A2_{16}", "A3_{16}", False),
+        ("A_1", "A_2", None),  # a name
+        ("2", r"x \le 2", False),
+        (r"x \geq 2", "2", False),
+        ("2", r"\left(x\right)", None),
         ("1000001", "1000000", False),  # integers are equal or not, however large
         ("$18", "18 dollars", True),
         (r"\$18", "-$18", False),
@@ -150,6 +183,10 @@ def test_equal_without_algebra(gold: str, answer: str, equal: bool | None) -> No
         "<answer>" * 12_000,
         "#### " * 20_000,
         "5 " + "ab " * 30_000,
+        "$ " + r"\text{a}" * 12_000,
+        "$ " + "\\a" * 30_000,
+        r"\boxed{1}" + r"\, " * 30_000 + r"\boxed{2}",
+        r"\boxed{1}, and " * 8_000,
     ],
     ids=lambda text: text[:8],
 )
@@ -224,6 +261,14 @@ ALGEBRA = [
     ("Monday", "Tuesday", 0.0),
     ("5", "}{ no $ mathematics \\", 0.0),
     ("60 km/h", r"60\text{ km}/\text{h}", 1.0),
+    ("2ab", "2ba", 1.0),  # letters commute, and are no units
+    (r"\pi r h", r"h\pi r", 1.0),
+    ("2ab", "2ac", 0.0),
+    ("3+4i", "3+4I", 1.0),
+    ("2i", "(1+i)^2", 1.0),
+    ("2i", "-2I", 0.0),
+    (r"x \leq 2", "$x <= 2$", 1.0),
+    (r"2\sqrt{3}", r"2\sqrt{3}\text{ cm}", 1.0),
     (["1/2", r"\sqrt 3"], r"\frac{3}{\sqrt{3}}", 1.0),  # any of the labels
 ]
 
