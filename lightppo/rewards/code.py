@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from decimal import Decimal, InvalidOperation
 from typing import Any, ClassVar, Literal, Protocol, get_args
 
 from lightppo.data.records import Prompt, Rollout
@@ -149,10 +150,15 @@ class Comparison:
         if not 0 <= self.code_float_tolerance < 1:
             raise ValueError(f"--code_float_tolerance must be in [0, 1), got {self.code_float_tolerance}")
 
+    def most_bytes(self, case: CodeCase) -> int:
+        """A longer output is wrong, and not worth the memory."""
+        values = [case.expected] if isinstance(case.expected, str) else map(json.dumps, case.expected)
+        return 32 * max(map(len, values)) + 8192
+
     def printed(self, printed: str, case: CodeCase) -> bool:
         """Whether a program printed the right text."""
-        if printed == case.expected:
-            return True
+        if printed == case.expected or len(printed) > self.most_bytes(case):
+            return printed == case.expected
         ours, theirs = ([line for line in text.split("\n") if line.strip()] for text in (printed, case.expected))
         if self.code_compare == "exact" or len(ours) != len(theirs):
             return False
@@ -166,10 +172,9 @@ class Comparison:
 
     def returned(self, answer: str, case: CodeCase) -> bool:
         """Whether a function returned the right value; ``answer`` is the value as JSON, where tuples are lists."""
-        # an answer far longer than the expected one is wrong, and not worth the memory
-        if len(answer) > 32 * max(len(json.dumps(value)) for value in case.expected) + 1024:
-            return False
         try:
+            if len(answer) > self.most_bytes(case):
+                return False
             value = _load(answer)
             return any(self._equal(value, _load(json.dumps(right))) for right in case.expected)
         except (ValueError, RecursionError, OverflowError):
@@ -182,11 +187,11 @@ class Comparison:
         return len(ours) == len(theirs) and all(a == b or self._close_words(a, b) for a, b in zip(ours, theirs))
 
     def _close_words(self, ours: str, theirs: str) -> bool:
-        if all(word.removeprefix("-").isdecimal() for word in (ours, theirs)):
-            return False  # whole numbers are right or wrong
-        try:
-            return self._close(float(ours), float(theirs))
-        except ValueError:
+        whole, right = (word.removeprefix("-").isdecimal() for word in (ours, theirs))
+        try:  # where a whole number is right, another number must be that number, printed with noise
+            same = not right or (not whole and Decimal(ours).to_integral_value() == Decimal(theirs))
+            return same and self._close(float(ours), float(theirs))
+        except (ValueError, InvalidOperation):
             return False
 
     def _close(self, ours: float, theirs: float) -> bool:
@@ -207,10 +212,11 @@ class Comparison:
             return len(ours) == len(theirs) and all(map(self._close_values, ours, theirs))
         if isinstance(ours, dict) and isinstance(theirs, dict):
             return ours.keys() == theirs.keys() and all(self._close_values(ours[key], theirs[key]) for key in ours)
-        numbers = isinstance(ours, (int, float)) and isinstance(theirs, (int, float))
-        if numbers and not (isinstance(ours, int) and isinstance(theirs, int)):
-            return self._close(float(ours), float(theirs))
-        return ours == theirs
+        if isinstance(theirs, int):
+            noisy = isinstance(ours, float) and math.isfinite(ours) and round(ours) == theirs
+            return ours == theirs or (noisy and self._close(ours, theirs))
+        numbers = isinstance(ours, (int, float)) and isinstance(theirs, float)
+        return self._close(float(ours), theirs) if numbers else ours == theirs
 
 
 @dataclass
@@ -223,7 +229,10 @@ class CodeVerdict:
 
 
 class CodeVerifier(Protocol):
-    """Runs programs on test cases; up to ``concurrency`` threads call ``verify`` at a time."""
+    """Runs programs on test cases; up to ``concurrency`` threads call ``verify`` at a time.
+
+    With ``first_failure_ends`` only whether all tests pass counts: those after one that took too long need not run.
+    """
 
     concurrency: int
 
@@ -253,17 +262,19 @@ class SandboxVerifier:
         while len(verdict.passed) < len(tests.cases) and left > 0:
             rest = tests.cases[len(verdict.passed) :]
             if tests.function is None:  # each test in a process of its own
-                run = self.pool.run(code, stdin=rest[0].given, total_seconds=left)
+                most = self.comparison.most_bytes(rest[0])
+                run = self.pool.run(code, stdin=rest[0].given, total_seconds=left, output_bytes=most)
                 good = run.ended == "exit" and run.code == 0
                 verdict.passed.append(good and self.comparison.printed(run.stdout, rest[0]))
                 verdict.timeouts += run.ended == "timeout"
             else:  # as many as a process survives
                 calls = [case.given for case in rest]
-                run = self.pool.run(code, function=tests.function, calls=calls, total_seconds=left)
+                limits = {"total_seconds": left, "output_bytes": sum(map(self.comparison.most_bytes, rest))}
+                run = self.pool.run(code, function=tests.function, calls=calls, **limits)
                 self._judge_calls(run, rest, verdict)
             verdict.compile_error = "compile_error" in _first_answer(run)
             left -= run.seconds
-            if verdict.compile_error or (first_failure_ends and not all(verdict.passed)):
+            if verdict.compile_error or (first_failure_ends and verdict.timeouts):
                 return verdict
         verdict.timeouts += len(tests.cases) - len(verdict.passed)
         return verdict

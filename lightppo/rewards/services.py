@@ -57,6 +57,7 @@ PRELUDE_MODULES = {PRELUDE_MODULES}
 {inspect.getsource(make_prelude)}
 {inspect.getsource(find_function)}
 sys.setrecursionlimit(200000)
+getattr(sys, "set_int_max_str_digits", int)(0)
 arguments = json.loads(sys.stdin.read())
 output, sys.stdout = sys.stdout, sys.stderr
 prelude = make_prelude()
@@ -92,7 +93,7 @@ class SandboxFusionVerifier(_Service):
         verdict = CodeVerdict()
         for case in tests.cases:
             self._judge(code, tests.function, case, verdict)
-            if verdict.compile_error or (first_failure_ends and not verdict.passed[-1]):
+            if verdict.compile_error or (first_failure_ends and verdict.timeouts):
                 break
         return verdict
 

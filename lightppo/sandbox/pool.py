@@ -169,6 +169,7 @@ class Sandbox:
         calls: Sequence[str] = (),
         seconds: float | None = None,
         total_seconds: float | None = None,
+        output_bytes: int | None = None,
     ) -> ProgramRun:
         """Runs a program as a script, or loads it and calls a function or a method of its class ``Solution``.
 
@@ -178,15 +179,16 @@ class Sandbox:
             calls: arguments of each call, as a JSON list.
             seconds: time limit of the script, or of the loading and of each call; default ``code_timeout``.
             total_seconds: time limit of all calls together; default: each may take its full time.
+            output_bytes: limit on what is printed and on what is answered, below ``code_output_limit_mb``.
         """
         seconds = self.limits.code_timeout if seconds is None else seconds
         total = seconds * (1 + len(calls)) if total_seconds is None else total_seconds
         if self._process is None:
             self.start()
         request = {"code": code, "stdin": stdin, "function": function, "calls": list(calls)}
-        times = {"seconds": seconds, "total_seconds": total}
-        report = self._exchange(request | times, total + self.GRACE_SECONDS)
-        report["answers"] = report["answers"].split("\n")[:-1]  # the last one is empty, or was cut
+        own_limits = {"seconds": seconds, "total_seconds": total, "output_bytes": output_bytes}
+        report = self._exchange(request | own_limits, total + self.GRACE_SECONDS)
+        report["answers"] = report["answers"].split("\n", 1 + len(calls))[:-1]  # the last one is no whole line of ours
         return ProgramRun(**report)
 
     def attack(self) -> set[str]:

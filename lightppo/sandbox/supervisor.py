@@ -151,7 +151,9 @@ class _Watch:
     def __init__(self, request: dict[str, Any], wall: walls.Walls, prelude: dict[str, Any]) -> None:
         self._request, self._walls = request, wall
         self._output = {name: bytearray() for name in ("stdout", "stderr", "answers")}
-        self._most = wall.limits["code_output_limit_mb"] * _MEBIBYTE
+        self._most = min(wall.limits["code_output_limit_mb"] * _MEBIBYTE, request["output_bytes"] or sys.maxsize)
+        # lines that begin a call of its own time; the program could write more
+        self._marks = 1 if request["function"] is None else 2 + len(request["calls"])
         self._begun, self._ended = False, ""
         wall.prepare()
         self._start = self._since = time.monotonic()  # of the program, and of its present call
@@ -231,8 +233,8 @@ class _Watch:
         if len(kept) + len(data) > self._most and name != "stderr":
             self._ended = "output"
         kept += data[: (_SHOWN_BYTES if name == "stderr" else self._most) - len(kept)]
-        if name == "answers" and b"\n" in data:  # the next call has its own time
-            self._since = time.monotonic()
+        if name == "answers" and b"\n" in data and self._marks > 0:  # the next call has its own time
+            self._since, self._marks = time.monotonic(), self._marks - data.count(b"\n")
             if not self._begun:  # its locking-in does not count as the program's time
                 self._start, self._begun = self._since, True
         return bool(data)
@@ -293,6 +295,7 @@ def _run_program(request: dict[str, Any], prelude: dict[str, Any], wall: walls.W
     gc.enable()
     random.seed(0)  # the same program gets the same verdict
     sys.setrecursionlimit(_RECURSION_LIMIT)
+    sys.set_int_max_str_digits(0)  # print(10**5000)
     wall.close()
     os.write(_ANSWERS, _BEGUN.encode())
     try:
@@ -399,7 +402,7 @@ def _described(error: BaseException) -> str:
 
 
 def _answer(content: dict[str, Any]) -> None:
-    sys.set_int_max_str_digits(0)
+    sys.set_int_max_str_digits(0)  # the program may have set it
     _write_all(_ANSWERS, json.dumps(content, default=_plain, separators=(",", ":")).encode() + b"\n")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import threading
+import tracemalloc
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -178,6 +179,14 @@ def levels(least: str | None) -> list[bool]:
         ("\n", "", "lines"),
         ("4", "3", None),
         ("1000001", "1000000", None),  # whole numbers are never close, 1e-6 apart as they are
+        ("100000000000000000.0", "100000000000000001", None),  # not even as floats
+        ("100000000000000001.0", "100000000000000001", "float"),
+        ("1e17", "100000000000000001", None),
+        ("1000000.0000001", "1000000", "float"),
+        ("1000001.0", "1000000", None),
+        ("1" + "0" * 5000, "1" + "0" * 5000, "exact"),
+        ("1e5000", "1" + "0" * 4999 + "1", None),
+        ("3" + "\n" * 10_000, "3", None),  # far too long
         ("0.3334", "0.3333", None),
         ("nan", "1.0", None),
         ("1e999", "1.0", None),
@@ -211,6 +220,10 @@ def test_printed(printed, expected, least):
         ("[1,2,2]", [1, 1, 2], None),
         ("[[2,1]]", [[1, 2]], None),  # only the outermost list may be in any order
         ("1000001", 1000000, None),
+        ("1e17", 10**17 + 1, None),
+        ("[100000000000000001]", [10**17 + 1], "exact"),
+        ("[2.9999999999]", [3], "float"),
+        ("[[3],2.5]", [[3.0], 2.5], "exact"),
         ('{"a":1}', {"b": 1}, None),
         ("1e400", 1.5, None),
         ("Infinity", 10**400, None),
@@ -335,9 +348,27 @@ def test_the_end_of_all_time(pool):
     assert (verdict.passed, verdict.timeouts) == ([False] * 3, 3)
 
 
-def test_first_failure_ends(pool):
-    assert verdict_of(pool, "print(0)", ADD, ends=True).passed == [False]
-    assert verdict_of(pool, "print(input() and 3)", ADD, ends=True).passed == [True, False]
+def test_every_test_counts_but_one_too_late_ends(pool):
+    verdict = verdict_of(pool, "a, b = map(int, input().split())\nprint(a + b if a > 1 else 0)", ADD, ends=True)
+    assert verdict.passed == [False, True, True]
+    verdict = verdict_of(pool, "while True: pass", ADD, ends=True, total=0.3)
+    assert (verdict.passed, verdict.timeouts) == ([False], 1)
+
+
+def test_floods_are_cut(pool):
+    """The most that a right program may write is little, and no more than that is read."""
+    tracemalloc.start()
+    assert verdict_of(pool, "print('\\n' * (8 << 20))", ADD).passed == [False] * 3
+    code = "import os\ndef add(a, b):\n    if a == 3: os.write(3, b'\\n' * (1 << 20))\n    return a + b"
+    assert verdict_of(pool, code, ADD_CALLS).passed == [True, False, False]  # its lines stand for answers
+    assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    tracemalloc.stop()
+
+
+def test_large_whole_numbers(pool):
+    tests = {"inputs": ["5000"], "outputs": ["1" + "0" * 5000]}
+    assert verdict_of(pool, "print(10**int(input()))", tests).passed == [True]
+    assert verdict_of(pool, "def f(n): return 10**n", tests | {"fn_name": "f"}).passed == [True]
 
 
 def test_large_inputs_and_outputs(pool):

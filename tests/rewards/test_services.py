@@ -121,10 +121,14 @@ def test_fusion_timeout(serve):
     assert (verdict.passed, verdict.timeouts) == ([False, False], 2)
 
 
-def test_fusion_first_failure_ends(serve):
-    service = serve(lambda path, request: fusion_answer(run={"stdout": "4"}))
-    assert fusion(service).verify("x", cases_of(ADD), first_failure_ends=True).passed == [False]
-    assert len(service.requests) == 1
+LATE = ("Failed", {"status": "TimeLimitExceeded", "return_code": None})
+
+
+@pytest.mark.parametrize(("answer", "asked"), [(("Success", {"stdout": "4"}), 2), (LATE, 1)])
+def test_fusion_is_asked_for_every_test_until_one_is_too_late(serve, answer, asked):
+    service = serve(lambda path, request: fusion_answer(*answer))
+    assert fusion(service).verify("x", cases_of(ADD), first_failure_ends=True).passed == [False] * asked
+    assert len(service.requests) == asked
 
 
 def test_fusion_functions_are_python_only():

@@ -372,6 +372,19 @@ def test_each_call_has_its_own_time(pool):
     assert run.answers == ['{"loaded":true}', '{"value":0}']
 
 
+@pytest.mark.parametrize("call", [{}, {"function": "f", "calls": ["[]", "[]"]}])
+def test_no_newlines_restart_the_clock(pool, call):
+    code = "import os, time\ndef f():\n    while True:\n        os.write(3, b'\\n')\n        time.sleep(0.05)\n"
+    code += "if __name__ == '__main__': f()"
+    run = pool.run(code, seconds=0.3, total_seconds=600.0, **call)
+    assert (run.ended, len(run.answers)) == ("timeout", 1 + len(call.get("calls", ())))
+
+
+def test_a_limit_on_output_of_its_own(pool):
+    run = pool.run("print('x' * 100_000)", output_bytes=1000)
+    assert (run.ended, run.stdout) == ("output", "x" * 1000)
+
+
 @pytest.mark.parametrize("code", ["", "f = 3", "def g(): pass", "class Solution: pass", "import math"])
 def test_a_program_without_the_function(pool, code):
     run = pool.run(code, function="gcd", calls=["[1, 2]"])  # a name that every program starts with
