@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib.util
+import symtable
 import sys
+import sysconfig
+import traceback
 from collections.abc import Callable
+from itertools import dropwhile
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
+
+# Frames above the user's: what calls it, runs its file, or its coroutine.
+_CALLERS = (str(Path(__file__).parent), str(Path(sysconfig.get_path("stdlib"), "asyncio")), "<frozen")
+_MOST_FRAMES = 4
+
+
+class Declared(NamedTuple):
+    """A function as its source declares it."""
+
+    function: Callable[..., Any]  # takes the same parameters, and does nothing
+    names: frozenset[str]  # that its body reads
 
 
 def load_python_function(spec: str, default_name: str, *, option: str = "") -> Callable[..., Any]:
@@ -34,7 +50,57 @@ def load_python_object(spec: str, *default_names: str, option: str = "") -> Any:
     if hasattr(module, name):
         return getattr(module, name)
     own = [key for key, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
-    raise _error(option, f"{path} has no {name!r}; it has {', '.join(own) or 'no function'}. Name one: {path}:name")
+    raise _no_such_name(path, name, own, option)
+
+
+def declared_function(spec: str, *default_names: str, option: str = "") -> Declared | None:
+    """The function that :func:`load_python_object` would load, without running the file; errors as there.
+
+    None: only running it can tell, as of a function with a decorator.
+    """
+    path, name = split_python_spec(spec, default_names[0], option=option)
+    try:
+        tree = ast.parse(source := path.read_bytes(), str(path))
+        symbols = symtable.symtable(source, str(path), "exec").get_symbols()
+    except (SyntaxError, ValueError) as error:
+        raise _fails(path, error, option) from error
+    bound = {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()}
+    if name == default_names[0]:
+        name = next((known for known in default_names if known in bound), name)
+    found = [node for node in ast.walk(tree) if name in (getattr(node, "name", None), _assigned(node))]
+    if name not in bound:
+        own = [
+            node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef)
+        ]
+        used = {symbol.get_name() for symbol in symbols} | {n.name for n in ast.walk(tree) if isinstance(n, ast.alias)}
+        if not used & {"*", "exec", "globals", "setattr", "vars", "__getattr__"}:
+            raise _no_such_name(path, name, own, option)
+    if len(found) != 1 or not isinstance(found[0], ast.FunctionDef | ast.AsyncFunctionDef) or found[0].decorator_list:
+        return None
+    parameters, body = found[0].args, ast.Module(found[0].body)
+    for one in (node for node in ast.walk(parameters) if isinstance(node, ast.arg)):
+        one.annotation = None
+    parameters.defaults = [ast.Constant(None) for _ in parameters.defaults]
+    parameters.kw_defaults = [default and ast.Constant(None) for default in parameters.kw_defaults]
+    function = eval(f"lambda {ast.unparse(parameters)}: None")  # nothing of the file but names of parameters
+    return Declared(function, frozenset(node.id for node in ast.walk(body) if isinstance(node, ast.Name)))
+
+
+def _assigned(node: ast.AST) -> str | None:
+    return node.id if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) else None
+
+
+def error_place(error: BaseException) -> str:
+    """File, line and code of the user's own file that an error came from, as `` (reward.py:3 in f: code)``; else empty.
+
+    Its file is the first one below the frames that called it; the last calls inside it are named, outermost first.
+    """
+    frames = list(dropwhile(lambda f: f.filename.startswith(_CALLERS), traceback.extract_tb(error.__traceback__)))
+    own = [f for f in frames if f.filename == frames[0].filename][-_MOST_FRAMES:]
+    places = [f"{f.filename}:{f.lineno} in {f.name}: {f.line}" for f in own]
+    if isinstance(error, SyntaxError) and error.filename and error.text:
+        places.append(f"{error.filename}:{error.lineno}: {error.text.strip()}")
+    return f" ({' → '.join(places)})" if places else ""
 
 
 def split_python_spec(spec: str, default_name: str, *, option: str = "") -> tuple[Path, str]:
@@ -64,8 +130,16 @@ def _run_file(path: Path, option: str) -> ModuleType:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[name]
-        raise _error(option, f"{path} fails when run: {type(error).__name__}: {error}") from error
+        raise _fails(path, error, option) from error
     return module
+
+
+def _fails(path: Path, error: BaseException, option: str) -> ValueError:
+    return _error(option, f"{path} fails when run: {type(error).__name__}: {error}{error_place(error)}")
+
+
+def _no_such_name(path: Path, name: str, own: list[str], option: str) -> ValueError:
+    return _error(option, f"{path} has no {name!r}; it has {', '.join(own) or 'no function'}. Name one: {path}:name")
 
 
 def _error(option: str, text: str) -> ValueError:

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from lightppo.user_code import load_python_function
+from lightppo.user_code import error_place, load_python_function
 
 MODULE = """
 from dataclasses import dataclass
@@ -88,3 +88,48 @@ def test_a_file_that_fails_leaves_nothing_behind(module):
         load_python_function(str(module), "reward_func")
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
     assert set(sys.modules) == before
+
+
+FAILING = """
+import json
+def inner(label):
+    return json.loads(label)
+
+def reward_func(queries, prompts, labels):
+    return [inner(label) for label in labels]
+
+async def slowly(queries, prompts, labels):
+    return inner(labels[0])
+"""
+
+
+@pytest.mark.parametrize(("name", "lines"), [("reward_func", "7 in reward_func"), ("slowly", "10 in slowly")])
+def test_an_error_is_placed_in_the_users_own_file(tmp_path, name, lines):
+    """Neither our frames nor those of the library that it called."""
+    import asyncio
+
+    path = tmp_path / "mine.py"
+    path.write_text(FAILING)
+    function = load_python_function(f"{path}:{name}", "x")
+    with pytest.raises(ValueError, match="Expecting value") as caught:
+        asyncio.run(function([], [], ["?"])) if name == "slowly" else function([], [], ["?"])
+    caught.value.__traceback__ = caught.value.__traceback__.tb_next  # without this test's
+    place = error_place(caught.value)
+    assert place.startswith(f" ({path}:{lines}: return ")
+    assert place.endswith(f" → {path}:4 in inner: return json.loads(label))")
+    assert place.count("mine.py") <= 3
+
+
+def test_an_error_outside_of_any_file_has_no_place():
+    assert error_place(ValueError("x")) == ""
+
+
+@pytest.mark.parametrize(
+    ("source", "place"),
+    [("x = 1\nimport no_such_module\n", ":2 in <module>: import no_such_module)"), ("x = (\n", ":1: x = (")],
+)
+def test_a_file_that_fails_says_where(tmp_path, source, place):
+    (tmp_path / "mine.py").write_text(source)
+    with pytest.raises(ValueError, match="fails when run") as caught:
+        load_python_function(str(tmp_path / "mine.py"), "f", option="--reward_fn")
+    assert f"{tmp_path}/mine.py{place}" in str(caught.value)

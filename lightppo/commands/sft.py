@@ -163,7 +163,11 @@ def main(argv: Sequence[str] | None = None, prog: str = "lightppo sft") -> None:
     """Train, as the arguments say; those of this process, if ``None`` are given."""
     config = parse_args(argv, prog)
 
-    # After the command line is checked: this import takes seconds.
+    from lightppo.trainer.preflight import before_imports, preflight_sft
+
+    before_imports(lambda: preflight_sft(config), prog)
+
+    # After options, files and folders are checked: this import takes seconds.
     from lightppo.trainer import run
 
     run(lambda: train(config), prog)

@@ -48,7 +48,7 @@ def parse_args(argv: Sequence[str] | None = None, prog: str = "train_ppo.py") ->
         SystemExit: code 2 on an unknown flag or key, a value out of range or a contradiction; code 0 after ``--help``.
     """
     arguments = _arguments(argv, lambda everything: help_text(prog, everything))
-    with _exit_on_mistakes(prog):
+    with exit_on_mistakes(prog):
         flags = _read_flags(arguments, list(all_options()))
         config = PPOConfig()
         if flags.get("config") is not None:
@@ -64,7 +64,7 @@ def parse_section(kind: type[S], check: Callable[[S, int], list[str]], argv: Seq
     ``check`` says what is wrong with values that are each in range, for so many ranks.
     """
     arguments = _arguments(argv, lambda _: section_help(f"{prog} [flags]", kind))
-    with _exit_on_mistakes(prog):
+    with exit_on_mistakes(prog):
         config = kind(**_read_flags(arguments, list(kind.options().values())))
         if problems := config.missing() + check(config, int(os.environ.get("WORLD_SIZE", "1"))):
             raise ConfigError("\n".join(problems))
@@ -81,7 +81,7 @@ def _arguments(argv: Sequence[str] | None, help_of: Callable[[bool], str]) -> Se
 
 
 @contextmanager
-def _exit_on_mistakes(prog: str) -> Iterator[None]:
+def exit_on_mistakes(prog: str) -> Iterator[None]:
     """Turns a ``ConfigError`` into exit code 2, and prints its lines on rank 0."""
     try:
         yield

@@ -193,6 +193,11 @@ def _load_source(source: str, split: str, limit: int, flag: str) -> Dataset:
     return dataset.select(range(min(limit, len(dataset))))
 
 
+def first_rows(source: str, split: str, flag: str, count: int = 20) -> Dataset | None:
+    """The first rows of a file or folder of this machine; None for URLs and hub names, which would be copied whole."""
+    return None if _is_remote(source) or _is_hub_name(source, flag) else _load_source(source, split, count, flag)
+
+
 def _load_hub(source: str, split: str, flag: str) -> Dataset:
     import datasets
 
@@ -320,7 +325,8 @@ def _json_rows(path: str | Path, name: str) -> Rows:
             values = _parsed(file.read(), name, lambda line: f"{name}:{line}")
             found = ((f"{name}, row {i}", value) for i, value in enumerate(values, start=1))
         else:
-            lines = ((f"{name}:{i}", line) for i, line in enumerate(file, start=1) if line.strip())
+            # Without its line break, behind which json would place the end of an unfinished line.
+            lines = ((f"{name}:{i}", line.rstrip()) for i, line in enumerate(file, start=1) if line.strip())
             found = ((where, _parsed(line, where, lambda _, where=where: where)) for where, line in lines)
         for where, row in found:
             if not isinstance(row, dict):

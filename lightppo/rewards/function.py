@@ -15,6 +15,7 @@ from lightppo.data.records import Rollout
 from lightppo.errors import RewardError
 from lightppo.rewards.runners import KillablePool, LoopRunner, ThreadRunner, function_spec
 from lightppo.rewards.source import (
+    NO_LABELS,
     Call,
     OnFailure,
     Outcome,
@@ -263,6 +264,13 @@ class BoundFunction:
         lists |= {name: [named[name] for named, _ in rows] for name in rows[0][0]}
         return [self._call(lists)]
 
+    @property
+    def label_parameter(self) -> str | None:
+        """The parameter that gets the label, where the convention has one."""
+        if self.style is STYLES["queries"]:
+            return [*self.signature.parameters, None, None][2]
+        return next((name for name in ("ground_truth", "ground_truths") if name in self.style.needs), None)
+
     def _call(self, values: Values) -> Call:
         values = self.style.always | values
         args = tuple(values.pop(name) for name in self.style.positional)
@@ -373,4 +381,6 @@ class FunctionReward:
         if problem.startswith(self._label):
             return problem
         which = describe_sample(rollouts, call) if self._style.per_sample else f"a batch of {len(rollouts)}"
-        return f"{self._label} {'failed' if state.cause is None else 'raised'} on {which}: {problem}"
+        unlabelled = self._bound.label_parameter and all(rollout.prompt.label is None for rollout in rollouts)
+        hint = f". {NO_LABELS}" if unlabelled else ""
+        return f"{self._label} {'failed' if state.cause is None else 'raised'} on {which}: {problem}{hint}"

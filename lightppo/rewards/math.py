@@ -16,7 +16,15 @@ from typing import Any, ClassVar
 from lightppo.data.records import Rollout
 from lightppo.errors import RewardError
 from lightppo.rewards.runners import KillablePool
-from lightppo.rewards.source import Call, OnFailure, RewardOutput, check_failure_options, describe_sample, settle
+from lightppo.rewards.source import (
+    NO_LABELS,
+    Call,
+    OnFailure,
+    RewardOutput,
+    check_failure_options,
+    describe_sample,
+    settle,
+)
 
 _LIBRARY = "math_verify"
 _MEMORY_MB = 2048
@@ -83,7 +91,7 @@ class MathReward:
         label = rollouts[i].prompt.label
         try:
             if label is None:
-                raise ValueError("it has no label; set --label_key")
+                raise ValueError(NO_LABELS)
             return gold_answers(label)
         except ValueError as error:
             raise RewardError(f"{self.name}: {describe_sample(rollouts, i)}: {error}") from None

@@ -12,20 +12,21 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightppo.config import PPOConfig, RewardConfig, VerifierConfig
-from lightppo.config.rules import ANY_ROUTE, micro_batch_spec, reward_plan
+from lightppo.config import PPOConfig, VerifierConfig
+from lightppo.config.rules import ANY_ROUTE, micro_batch_spec, reward_plan, reward_sources
+from lightppo.data.records import Prompt
 from lightppo.errors import ConfigError
 from lightppo.http import read_token
 from lightppo.ranks import Ranks
-from lightppo.rewards.code import CodeReward, CodeVerifier, Comparison, SandboxVerifier
+from lightppo.rewards.code import CodeReward, CodeVerifier, Comparison, SandboxVerifier, find_tests
 from lightppo.rewards.formats import FormatReward, XmlFormatCheck
-from lightppo.rewards.function import FunctionReward
-from lightppo.rewards.math import MathReward
+from lightppo.rewards.function import BoundFunction, FunctionReward
+from lightppo.rewards.math import MathReward, gold_answers
 from lightppo.rewards.remote import RemoteReward
 from lightppo.rewards.services import FunctionCallVerifier, SandboxFusionVerifier
-from lightppo.rewards.source import CombinedReward, RewardSource, RoutedReward
+from lightppo.rewards.source import NO_LABELS, CombinedReward, RewardSource, RoutedReward
 from lightppo.sandbox import SandboxLimits, SandboxPool
-from lightppo.user_code import load_python_function, load_python_object, split_python_spec
+from lightppo.user_code import declared_function, load_python_function, load_python_object, split_python_spec
 
 if TYPE_CHECKING:
     from lightppo.rewards.model import RewardInputs
@@ -141,13 +142,37 @@ def _options_of(kind: Callable[..., Any], config: VerifierConfig) -> dict[str, A
 # --- servers, a function, or models
 
 
-def check_reward_files(config: RewardConfig, eval_reward_fn: str | None = None) -> None:
-    """Refuses a ``path.py`` that is not there, with a ``ValueError`` that names the flag."""
-    for flag, spec in {"--reward_fn": config.reward_fn, "--eval_reward_fn": eval_reward_fn}.items():
-        if spec is not None:
-            split_python_spec(spec, _FUNCTION_NAME, option=flag)
-    if _is_file(config.remote_rm_url):
-        split_python_spec(config.remote_rm_url[0], _FUNCTION_NAME, option="--remote_rm_url")
+def check_reward_files(config: PPOConfig, flag: str = "--reward_fn") -> str | None:
+    """Refuses a ``path.py`` whose source shows that it cannot be used, with a ``ValueError``; the file does not run.
+
+    Returns the function's parameter with the labels, if it reads them.
+    """
+    r, sources, declared = config.reward, reward_sources(config), None
+    option, spec = (flag, r.reward_fn) if "function" in sources and r.reward_fn else ("--remote_rm_url", "")
+    if not spec and _is_file(r.remote_rm_url):
+        spec = r.remote_rm_url[0]
+    if r.reward_fn and not spec and "model" in sources:
+        declared_function(r.reward_fn, _COMBINE_NAME, option=flag)
+    if not spec or (declared := declared_function(spec, _FUNCTION_NAME, _VERL_NAME, option=option)) is None:
+        return None
+    try:
+        FunctionReward(declared.function, Path(spec).name, spec=spec, **function_options(config.verifier))
+    except ValueError as error:
+        raise ValueError(f"{option}: {error}") from None
+    bound = BoundFunction(declared.function, Path(spec).name, config.verifier.reward_fn_style)
+    return bound.label_parameter if bound.label_parameter in declared.names else None
+
+
+def check_label(config: PPOConfig, prompt: Prompt) -> None:
+    """Refuses a row that a built-in source of all rows cannot judge, with a ``ValueError``."""
+    plan = reward_plan(config) or {}
+    names = plan[ANY_ROUTE] if list(plan) == [ANY_ROUTE] else {}
+    if "math" in names:
+        if prompt.label is None:
+            raise ValueError(NO_LABELS)
+        gold_answers(prompt.label)
+    if "code" in names:
+        find_tests(prompt)
 
 
 def build_reward_source(

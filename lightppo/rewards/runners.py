@@ -29,6 +29,7 @@ from pebble import ProcessExpired, ProcessPool
 
 from lightppo.errors import RewardError, WorkerStartError
 from lightppo.rewards.source import Call, Outcome, in_daemon_thread
+from lightppo.user_code import error_place
 
 _MAX_STUCK = 64  # abandoned threads at most
 _MAX_BLOCKED = 4  # abandoned event loops at most
@@ -67,7 +68,7 @@ def _late(timeout: float) -> Outcome:
 
 
 def _raised(error: BaseException) -> Outcome:
-    return Outcome(error=f"{type(error).__name__}: {error}", cause=error)
+    return Outcome(error=f"{type(error).__name__}: {error}{error_place(error)}", cause=error)
 
 
 @dataclass(eq=False)
@@ -422,7 +423,7 @@ def _answer(payload: bytes) -> str:
 
 
 def _text(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"[:2000]
+    return f"{type(error).__name__}: {error}"[:2000] + error_place(error)
 
 
 def _plain(value: Any) -> Any:

@@ -23,6 +23,7 @@ RouteBy = Literal["data_source", "label"]
 T = TypeVar("T")
 
 DEFAULT_ROUTE = "*"
+NO_LABELS = "rows have no label: set --label_key"
 
 
 @dataclass(slots=True)

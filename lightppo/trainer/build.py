@@ -32,7 +32,7 @@ from lightppo.config.rules import (
     uses_adapters,
 )
 from lightppo.data.datasets import PromptDataset, RolloutBatchSampler, SFTDataset
-from lightppo.data.readers import blending_datasets, check_data_paths, stage_to_local
+from lightppo.data.readers import blending_datasets, stage_to_local
 from lightppo.errors import ConfigError
 from lightppo.experience.batching import balance_ranks
 from lightppo.experience.checks import RolloutCheck, RolloutReplay
@@ -45,7 +45,7 @@ from lightppo.models.critic import Critic, RewardModel
 from lightppo.models.lora import AdaptersOff, LoraOptions, add_adapters, check_peft
 from lightppo.models.quantised import check_bitsandbytes
 from lightppo.ranks import Ranks
-from lightppo.rewards.registry import build_reward, check_reward_files
+from lightppo.rewards.registry import build_reward
 from lightppo.rewards.source import AsyncScorer, RewardSource, check_verifier_status
 from lightppo.rollout.engine import RolloutEngine, SamplingParams
 from lightppo.rollout.hf import HFRolloutEngine
@@ -54,6 +54,7 @@ from lightppo.rollout.vllm_server import VLLMServerRolloutEngine
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.strategy.zero3 import parameter_count
 from lightppo.trainer.evaluator import Evaluator
+from lightppo.trainer.preflight import preflight
 
 
 @dataclass
@@ -85,6 +86,9 @@ def build(config: PPOConfig) -> Run:
     strategy.setup_distributed()
     config.validate(strategy.world_size)
     config = config.resolved()
+    problem = _refusal(config) if strategy.is_rank_0() else None
+    if problem := strategy.broadcast_object(problem):
+        raise ConfigError(problem)
     check_before_loading(config)
     strategy.print(described(config))
     for line in advice(config):
@@ -468,23 +472,23 @@ ENGINES: dict[str, Callable[[PPOConfig, Any, Any, Any], RolloutEngine]] = {
 # -- checks before anything large is loaded ---------------------------------------------------------------------------
 
 
+def _refusal(config: PPOConfig) -> str | None:
+    try:
+        preflight(config)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
 def check_before_loading(config: PPOConfig) -> None:
-    """Packages, paths, addresses and tokens that can be looked at without loading anything; errors name the flag."""
+    """Packages and tokens of each rank; errors name the flag."""
     if uses_adapters(config):
         check_peft()
     if config.adapter.load_in_4bit:
         check_bitsandbytes()
-    d, e = config.data, config.engine
-    if d.prompt_data:
-        check_data_paths(d.prompt_data, d.prompt_data_probs, flag="--prompt_data")
-    if d.eval_data:
-        check_data_paths(d.eval_data, flag="--eval_data")
-    if d.pretrain_data:
-        check_data_paths(d.pretrain_data, d.pretrain_data_probs, flag="--pretrain_data")
     with _as_config_error():
-        check_reward_files(config.reward, config.evaluation.eval_reward_fn)
         read_token(env=config.reward.remote_rm_token_env)
-        read_token(env=e.vllm_server_api_key_env, option="--vllm_server_api_key_env")
+        read_token(env=config.engine.vllm_server_api_key_env, option="--vllm_server_api_key_env")
 
 
 def check_lengths(config: PPOConfig, model_config: Any) -> None:

@@ -171,9 +171,9 @@ def test_contradictions_and_unknown_forms_name_the_flag(module, options, named):
 )
 def test_files_are_looked_at_before_anything_is_loaded(module, options, named):
     with pytest.raises(ValueError, match=named):
-        check_reward_files(PPOConfig.from_flat(**options).reward)
+        check_reward_files(PPOConfig.from_flat(**options))
     for good in ({"reward_fn": module}, {"remote_rm_url": [module]}, {"remote_rm_url": [URL]}, {}):
-        check_reward_files(PPOConfig.from_flat(**good).reward)
+        check_reward_files(PPOConfig.from_flat(**good))
 
 
 def test_secrets_in_mixed_urls_are_not_shown():

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from support.tiny import write_jsonl
 
 from lightppo import PPOTrainer
 from lightppo.errors import ConfigError, RewardError
@@ -52,6 +53,20 @@ def test_the_run_finishes_and_failures_are_counted(make_config, failing, manager
     samples = [json.loads(line) for path in Path(failing["rollout_data_dir"]).rglob("*.jsonl") for line in path.open()]
     assert samples
     assert all(sample["score"] is None or sample["score"] >= 1 for sample in samples)
+
+
+@pytest.mark.parametrize("manager", ["naive", "prime"])
+@pytest.mark.parametrize("labelled", [True, False])
+def test_the_error_shows_the_users_line_and_that_there_are_no_labels(make_config, tmp_path, manager, labelled):
+    source = "def compute_score(data_source, solution_str, ground_truth):\n    return float(ground_truth) / 0\n"
+    (tmp_path / "mine.py").write_text(source)
+    rows = [{"input": f"{i}+1="} | ({"label": "1"} if labelled else {}) for i in range(4)]
+    options = {"reward_fn": str(tmp_path / "mine.py"), "reward_manager": manager, "reward_timeout": 60}
+    with pytest.raises(RewardError) as error:
+        PPOTrainer.from_config(make_config(**options, prompt_data=write_jsonl(tmp_path / "rows.jsonl", rows))).fit()
+    place = f"({tmp_path}/mine.py:2 in compute_score: return float(ground_truth) / 0)"
+    assert (f"ZeroDivisionError: float division by zero {place}" in str(error.value)) is labelled
+    assert str(error.value).endswith(place if labelled else f"{place}. rows have no label: set --label_key")
 
 
 def test_by_default_the_first_failure_ends_the_run(make_config, failing):

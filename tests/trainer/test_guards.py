@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lightppo.config import PPOConfig
-from lightppo.errors import ConfigError, DataError
+from lightppo.errors import ConfigError
 from lightppo.trainer.build import check_before_loading, check_disk_space, check_lengths
 
 
@@ -22,34 +22,6 @@ def paths(tmp_path) -> dict[str, str]:
 
 def config_of(paths: dict[str, str], **changes: Any) -> PPOConfig:
     return PPOConfig.from_flat({"prompt_data": paths["data"], "reward_fn": paths["reward"], **changes})
-
-
-def test_paths_that_are_there_pass(paths):
-    check_before_loading(config_of(paths, eval_data=paths["data"], pretrain_data=paths["data"]))
-
-
-@pytest.mark.parametrize("option", ["prompt_data", "eval_data", "pretrain_data"])
-def test_a_missing_data_path_names_the_flag_and_the_path(paths, option):
-    with pytest.raises(DataError, match=rf"--{option}.*{paths['no']}"):
-        check_before_loading(config_of(paths, **{option: paths["no"]}))
-
-
-@pytest.mark.parametrize(
-    ("option", "probabilities"), [("prompt_data", "prompt_data_probs"), ("pretrain_data", "pretrain_data_probs")]
-)
-def test_probabilities_must_be_as_many_as_the_paths(paths, option, probabilities):
-    with pytest.raises(DataError, match=f"--{probabilities}"):
-        check_before_loading(config_of(paths, **{option: paths["data"], probabilities: "0.5,0.5"}))
-
-
-@pytest.mark.parametrize(
-    ("option", "value"), [("reward_fn", "{no}.py"), ("remote_rm_url", ("ftp://host/reward",))], ids=["file", "address"]
-)
-def test_a_reward_that_cannot_be_reached_names_the_flag(paths, option, value):
-    value = value.format(no=paths["no"]) if isinstance(value, str) else value
-    config = config_of(paths, **{"pretrain": "model", "reward_fn": None, option: value})
-    with pytest.raises(ConfigError, match=f"--{option}"):
-        config.validate(), check_before_loading(config)  # as build does
 
 
 def test_a_token_that_is_not_set_names_the_flag(paths, monkeypatch):

@@ -36,6 +36,21 @@ def test_after_an_error_nobody_waits_for_the_other_ranks(events, error, end):
         assert caught.value.code == 1
 
 
+@pytest.mark.parametrize("debug", [False, True])
+def test_debug_shows_the_whole_trace(capsys, debug):
+    def main():
+        try:
+            {}["gold"]
+        except KeyError as error:
+            raise RolloutError("no answer") from error
+
+    with pytest.raises(SystemExit):
+        run(main, debug=debug)
+    said = capsys.readouterr().err
+    assert said.splitlines()[-1].endswith("error: no answer")
+    assert ("Traceback" in said, '{}["gold"]' in said) == (debug, debug)
+
+
 def test_without_a_process_group_there_is_nothing_to_end(events, monkeypatch):
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
     run(lambda: events.append("main"))

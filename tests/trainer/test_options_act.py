@@ -440,7 +440,8 @@ def test_what_goes_to_weights_and_biases(make_config, monkeypatch):
         return SimpleNamespace(id="run-7", define_metric=lambda *a, **k: None, finish=lambda: None,
                                log=lambda metrics, **k: logged.append(metrics))  # fmt: skip
 
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    logged_in = {"setup": lambda: SimpleNamespace(settings=SimpleNamespace(mode="online")), "login": lambda **_: True}
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, **logged_in))
     trainer = fitted(make_config(use_wandb=True, wandb_org="an org", wandb_group="a group", wandb_project="a project",
                                  wandb_run_name="a name", benchmark_steps=1, gamma=0.5))  # fmt: skip
     (options,) = started

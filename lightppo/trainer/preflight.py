@@ -1,0 +1,254 @@
+"""What can be known before anything heavy is imported: files, folders, first rows, logins. Looks; changes nothing."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from lightppo.config import PPOConfig
+from lightppo.config.cli import exit_on_mistakes
+from lightppo.config.rules import evaluation_config, needs_critic, needs_reference
+from lightppo.data.readers import check_data_paths, first_rows
+from lightppo.data.records import Prompt
+from lightppo.data.rows import (
+    Encoded,
+    Outcome,
+    PromptTemplate,
+    RowFields,
+    origin_of,
+    prepare_rows,
+    read_example,
+    read_label,
+    read_prompt,
+    resolve_fields,
+)
+from lightppo.errors import BadRowError, CheckpointError, ConfigError, DataError, ModelLoadError, UserError
+from lightppo.rewards.registry import check_label, check_reward_files
+from lightppo.rewards.source import NO_LABELS
+
+logger = logging.getLogger(__name__)
+
+Row = Mapping[str, Any]
+
+_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+_HUB_SECONDS = 10.0
+
+
+def preflight(config: PPOConfig) -> None:
+    """Refuses what a PPO run would fail at later; a ConfigError has a line for each problem.
+
+    For one rank, which decides for all. The first rows alone are read; all are checked before models load.
+    """
+    m, c, d = config.model, config.checkpoint, config.data
+    models = [("pretrain", m.pretrain)] + [("reward_pretrain", path) for path in m.reward_pretrain]
+    models += [("ref_pretrain", m.ref_pretrain)] * needs_reference(config)
+    models += [("critic_pretrain", m.critic_pretrain)] * needs_critic(config)
+    first_flags = {path: flag for flag, path in reversed(models) if path}
+    folders = {"save_path": c.save_path, "ckpt_path": c.ckpt_path, "use_tensorboard": config.logging.use_tensorboard}
+    folders |= {"rollout_data_dir": config.sampling.rollout_data_dir, "skip_rollout": config.sampling.skip_rollout}
+    checks: list[Callable[[], Any]] = [partial(check_model, path, f"--{flag}") for path, flag in first_flags.items()]
+    checks += [partial(check_writable, folder, f"--{flag}") for flag, folder in folders.items() if folder]
+    checks.append(partial(_check_resume, c.resume))
+    used = {"--prompt_data": d.prompt_data, "--eval_data": d.eval_data}
+    checks += [partial(_check_prompts, config, flag) for flag, paths in used.items() if paths]
+    if d.pretrain_data:
+        checks.append(partial(_check_pretraining, config))
+    if config.logging.use_wandb:
+        checks.append(_check_wandb)
+    _run_all(checks)
+
+
+def preflight_sft(config: Any) -> None:
+    """The same for supervised training."""
+    fields = {"input_key": config.input_key, "output_key": config.output_key, "supervised": True}
+    template = {"apply_chat_template": config.apply_chat_template, "input_template": config.input_template}
+
+    def check_data() -> None:
+        check_data_paths(config.dataset, flag="--dataset")
+        rendering = PromptTemplate(_tokenizer(config.pretrain), **template)
+
+        def render(row: Row, fields: RowFields) -> None:
+            prompt, completion = read_example(row, fields)
+            if completion is None:
+                raise BadRowError("missing", "no completion: set --output_key")
+            rendering.render(prompt)
+
+        _check_rows("--dataset", config.dataset, config.dataset_split, fields, render)
+
+    log_folder = os.path.dirname(config.log_file or "") or config.save_path
+    _run_all(
+        [
+            partial(check_model, config.pretrain, "--pretrain"),
+            partial(check_writable, config.save_path, "--save_path"),
+            partial(check_writable, log_folder, "--log_file"),
+            check_data,
+        ]
+    )
+
+
+def before_imports(check: Callable[[], None], prog: str) -> None:
+    """Runs a check on rank 0, which decides: exit code 2, and a line per problem. The launcher ends the other ranks."""
+    if os.environ.get("RANK", "0") == "0":
+        with exit_on_mistakes(prog):
+            check()
+
+
+def _run_all(checks: Iterable[Callable[[], Any]]) -> None:
+    problems = []
+    for check in checks:
+        try:
+            check()
+        except (UserError, ValueError) as error:
+            problems.append(str(error))
+    if problems:
+        raise ConfigError("\n".join(dict.fromkeys(problems)))
+
+
+# -- models, folders, accounts ---------------------------------------------------------------------------------------
+
+
+def check_model(path: str, flag: str) -> None:
+    """Refuses a folder that is missing or holds no model, and a hub id that is neither in the cache nor on the hub."""
+    folder = Path(path).expanduser()
+    if "://" in path:  # copied to this machine later
+        return
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            found = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
+            raise ModelLoadError(f"{flag} {path} has no config.json: it is no Hugging Face model; it has {found}")
+        return
+    if not _HUB_ID.fullmatch(path):
+        raise ModelLoadError(f"{flag} {path}: no such folder. Give a folder with a Hugging Face model, or a hub id")
+    from huggingface_hub import HfApi, try_to_load_from_cache
+
+    if isinstance(try_to_load_from_cache(path, "config.json"), str):
+        return
+    try:  # once; the loader would try for half a minute
+        HfApi().model_info(path, timeout=_HUB_SECONDS)
+    except Exception as error:  # the hub client and the network raise errors without a common base
+        response = getattr(error, "response", None)
+        if response is not None and response.status_code not in (401, 404):  # busy, say: left to the loader
+            return
+        why = f"{type(error).__name__}: the hub cannot be reached" if response is None else "the hub does not have it"
+        raise ModelLoadError(f"{flag} {path}: no such folder here, not in the hub's cache, and {why}") from error
+
+
+def check_writable(folder: str, flag: str) -> None:
+    """Refuses a folder that cannot be made, or written to; makes none."""
+    if "://" in folder:
+        return
+    path = Path(folder).absolute()
+    there = next(p for p in (path, *path.parents) if os.path.exists(p))
+    if not there.is_dir():
+        raise ConfigError(f"{flag} {folder}: {there} is a file, not a folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(f"{flag} {folder}: {there} cannot be written to")
+
+
+def _check_resume(resume: str) -> None:
+    if resume not in ("auto", "never") and "://" not in resume and not any(Path(resume, "_actor").glob("*/")):
+        raise CheckpointError(
+            f"--resume {resume}: not a folder of checkpoints (it has no _actor with one inside); name the --ckpt_path "
+            "of the run to go on with, or leave --resume at auto"
+        )
+
+
+def _check_wandb() -> None:
+    try:
+        import wandb
+    except ImportError as error:
+        raise ConfigError("--use_wandb needs wandb: pip install 'lightppo[wandb]'") from error
+    if wandb.setup().settings.mode in ("offline", "disabled", "dryrun"):
+        return
+    try:
+        if wandb.login(prompt=False, verify=False):
+            return
+    except wandb.Error as error:
+        raise ConfigError(f"--use_wandb: {error}") from error
+    raise ConfigError("--use_wandb: not logged in: run `wandb login`, or set WANDB_API_KEY, or WANDB_MODE=offline")
+
+
+# -- rewards and data ------------------------------------------------------------------------------------------------
+
+
+def _check_prompts(config: PPOConfig, flag: str) -> None:
+    """The reward file, and the first rows of each source: keys, template, labels that the rewards need."""
+    d = config.data
+    paths, probs, split = d.prompt_data, d.prompt_data_probs, d.prompt_split
+    if flag == "--eval_data":
+        paths, probs, split = d.eval_data, None, d.eval_split
+    scoring = evaluation_config(config) if flag == "--eval_data" else None
+    reads_labels = check_reward_files(config) if scoring is None else check_reward_files(scoring, "--eval_reward_fn")
+    check_data_paths(paths, probs, flag=flag)
+    template = PromptTemplate(
+        _tokenizer(config.model.pretrain), d.apply_chat_template, d.input_template, d.system_prompt
+    )
+
+    def render(row: Row, fields: RowFields) -> None:
+        template.render(read_prompt(row, fields)[0])
+        read_label(row, fields)
+
+    labels = []
+    fields = {"input_key": d.input_key, "label_key": d.label_key}
+    for rows, known in _check_rows(flag, paths, split, fields, render, d.on_bad_row):
+        for number, row in enumerate(rows):
+            labels.append(read_label(row, known))
+            try:
+                check_label(scoring or config, Prompt("", [], label=labels[-1], extra=row))
+            except ValueError as error:
+                raise DataError(f"{origin_of(row, number)}: {error}") from error
+    if reads_labels and labels and all(label is None for label in labels):
+        logger.warning("%s %s: %s; the reward function reads %s", flag, paths, NO_LABELS, reads_labels)
+
+
+def _check_pretraining(config: PPOConfig) -> None:
+    d = config.data
+    fields = {"input_key": d.input_key, "output_key": d.output_key, "supervised": True}
+    check_data_paths(d.pretrain_data, d.pretrain_data_probs, flag="--pretrain_data")
+    source = ("--pretrain_data", d.pretrain_data, d.pretrain_split, fields | {"documents": d.output_key is None})
+    _check_rows(*source, read_example, d.on_bad_row)
+
+
+def _check_rows(
+    flag: str,
+    paths: str,
+    split: str,
+    fields: dict[str, Any],
+    render: Callable[[Row, RowFields], Any],
+    on_bad_row: str = "error",
+) -> list[tuple[Any, RowFields]]:
+    """The first rows of each local source, and their keys. With ``skip`` it is only seen that sources can be read."""
+
+    def outcome(row: Row, fields: RowFields) -> Outcome:
+        try:
+            render(row, fields)
+        except BadRowError as error:
+            return error
+        return Encoded([], 0, truncated=False)
+
+    found = []
+    for source in map(str.strip, paths.split(",")):
+        rows = first_rows(source, split, flag)
+        if rows is not None and on_bad_row == "error":
+            try:
+                known = resolve_fields(rows.column_names, **fields)
+            except DataError as error:
+                raise DataError(f"{flag} {source}: {error}") from error
+            read = known.columns_in(rows.column_names)
+            prepare_rows(rows, read, lambda chunk, known=known: [outcome(row, known) for row in chunk])
+            found.append((rows, known))
+    return found
+
+
+def _tokenizer(folder: str) -> Any:
+    """Stands for the tokenizer: has a chat template unless files of this machine show none, and renders nothing."""
+    settings = Path(folder).expanduser() / "tokenizer_config.json"
+    shown = not settings.is_file() or '"chat_template"' in settings.read_text(encoding="utf-8")
+    has_template = shown or any(settings.parent.glob("*chat_template*"))
+    return SimpleNamespace(name_or_path=folder, chat_template=has_template, apply_chat_template=lambda *a, **b: "")
