@@ -34,6 +34,7 @@ class Option:
     off: tuple[Any, ...] = ()  # values besides the default that ask for nothing, and so need nothing
     resume_safe: bool = False  # a resumed run may change it; everything else must stay as it was
     required: bool = False  # every run must set it
+    per_role: bool = False  # of the actor; --critic_<name> is the critic's own, None: the same
     owner: str = ""  # the section that it belongs to: config.<owner>.<name>
 
     @property
@@ -62,6 +63,12 @@ class Option:
             return _in_words(self.type)
         names = [*self.names, "path.py:name"] if self.names.decorator else self.names
         return f"one of {', '.join(names)}" + (" or None" if self.may_be_none else "")
+
+    def of_critic(self) -> Option:
+        """The declaration of the critic's own value."""
+        more = {"default": None, "off": (), "needs": ("critic",), "per_role": False}
+        name, meaning = f"critic_{self.name}", f"The critic's. None: --{self.name}."
+        return replace(self, name=name, type=self.type | None, help=meaning, **more)
 
     def is_set(self, value: Any) -> bool:
         """Whether a value asks for something that the default does not."""
@@ -110,6 +117,8 @@ class Section(types.SimpleNamespace):
             declared: Option = cls.__dict__[name]
             safe = resume_safe or declared.resume_safe
             cls._declared[name] = replace(declared, name=name, type=kind, owner=cls._owner, resume_safe=safe)
+            if declared.per_role:
+                cls._declared[f"critic_{name}"] = cls._declared[name].of_critic()
             delattr(cls, name)
 
     @classmethod

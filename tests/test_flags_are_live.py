@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lightppo"
 
 SECTIONS = {title: section.options().keys() for title, section in sections().items()}
+PER_ROLE = {one.name: one.owner for one in all_options() if one.per_role}
 SECTION_OF_CLASS = {section.__name__: title for title, section in sections().items()}
 
 # Read elsewhere, and why.
@@ -40,6 +41,8 @@ class Reads(ast.NodeVisitor):
 
     def section_of(self, node: ast.AST) -> str | None:
         text = ast.unparse(node)
+        if text.startswith("of_role("):
+            return "of_role"
         known = next((names[text] for names in reversed(self.aliases) if text in names), None)
         if known is None and isinstance(node, ast.Attribute) and node.attr in SECTIONS:
             return node.attr if "config" in ast.unparse(node.value) else None
@@ -79,7 +82,10 @@ class Reads(ast.NodeVisitor):
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
         section = self.section_of(node.value)
-        if isinstance(node.ctx, ast.Load) and section and node.attr in SECTIONS[section]:
+        if section == "of_role" and node.attr in PER_ROLE:
+            owner = PER_ROLE[node.attr]
+            self.found |= {(owner, node.attr), (owner, f"critic_{node.attr}")}
+        elif isinstance(node.ctx, ast.Load) and section and node.attr in SECTIONS.get(section, {}):
             self.found.add((section, node.attr))
         self.generic_visit(node)
 
@@ -131,6 +137,8 @@ def test_every_option_is_read():
          "    def f(self):\n        return self.config.l2", {("training", "l2")}),
         ("def f(config):\n    t = config.training\n    return {n: getattr(t, n) for n in ('l2', 'gamma')}",
          {("training", "l2")}),
+        ("def f(config):\n    of = of_role(config, role)\n    return of.l2",
+         {("training", "l2"), ("training", "critic_l2")}),
         ("def f(config):\n    config.training.l2 = 0", set()),  # written
         ("def f(config):\n    t = config.training\ndef g(t):\n    return t.l2", set()),  # another t
         ("def f(config):\n    return config.l2, config.model.l2, other.training.l2", set()),

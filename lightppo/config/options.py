@@ -15,6 +15,7 @@ from lightppo.option import Option, Section, nearest, option
 
 safe = partial(option, resume_safe=True)
 critic = partial(option, needs="critic")
+per_role = partial(option, per_role=True)  # the critic may have another value
 kl = partial(option, needs="init_kl_coef>0")
 
 
@@ -45,8 +46,12 @@ class ModelConfig(Section):
         "auto", "auto: flash_attention_2 on a GPU in bf16 with flash-attn, else sdpa.", off=("flash_attention_2",)
     )
     flash_attn: bool = option(False, "The same as --attn_implementation flash_attention_2.")
-    gradient_checkpointing: bool = safe(False, "Recompute activations in the backward pass: less memory, more time.")
-    gradient_checkpointing_use_reentrant: bool = safe(False, "torch's reentrant form.", needs="gradient_checkpointing")
+    gradient_checkpointing: bool = per_role(
+        False, "Recompute activations in the backward pass: less memory, more time.", resume_safe=True
+    )
+    gradient_checkpointing_use_reentrant: bool = safe(
+        False, "torch's reentrant form.", needs="gradient_checkpointing or critic_gradient_checkpointing"
+    )
     activation_offload: bool = safe(False, "GPU: activations wait in CPU memory; less GPU memory, more time.")
     torch_compile: bool = safe(
         False,
@@ -451,7 +456,7 @@ class TrainingConfig(Section):
         "calls: actor, reference, critic, reward (scoring), actor_train, critic_train.",
     )
     balance_ranks: bool = safe(True, "Swap groups of samples between ranks so that all train on about as many tokens.")
-    max_epochs: int = option(1, "Passes over each rollout.", "epochs", ge=1)
+    max_epochs: int = per_role(1, "Passes over each rollout.", "epochs", ge=1)
     packing_samples: bool = safe(False, "Forward and backward without padding: sequences in one row.")
     share_prompts: bool = safe(
         True, "With sdpa: a prompt goes through a model once for all its samples.", needs="packing_samples"
@@ -463,15 +468,15 @@ class TrainingConfig(Section):
     buffer_cpu_offload: bool = safe(True, "Keep the replay buffer in CPU memory.")
     actor_learning_rate: float = option(1e-06, "Peak learning rate of the actor.", ge=0)
     critic_learning_rate: float = option(9e-06, "Peak learning rate of the critic.", ge=0)
-    lr_scheduler: Literal["constant", "linear", "cosine", "cosine_with_min_lr"] = option(
+    lr_scheduler: Literal["constant", "linear", "cosine", "cosine_with_min_lr"] = per_role(
         "cosine_with_min_lr", "Schedule over all optimizer steps, after the warm-up."
     )
-    lr_warmup_ratio: float = option(0.03, "Share of the optimizer steps with rising rate.", ge=0, le=1)
-    lr_warmup_steps: int | None = option(None, "Optimizer steps with rising rate. None: by --lr_warmup_ratio.", ge=0)
-    min_lr_ratio: float = option(0.1, "cosine_with_min_lr ends at this share of the peak.", ge=0, le=1)
-    l2: float = option(0.0, "AdamW's weight decay.", ge=0)
-    adam_betas: tuple[float, float] = option((0.9, 0.95), "AdamW's betas.", ge=0, lt=1)
-    max_norm: float = option(1.0, "Gradient norm clipping; 0: off.", ge=0)
+    lr_warmup_ratio: float = per_role(0.03, "Share of the optimizer steps with rising rate.", ge=0, le=1)
+    lr_warmup_steps: int | None = per_role(None, "Optimizer steps with rising rate. None: by --lr_warmup_ratio.", ge=0)
+    min_lr_ratio: float = per_role(0.1, "cosine_with_min_lr ends at this share of the peak.", ge=0, le=1)
+    l2: float = per_role(0.0, "AdamW's weight decay.", ge=0)
+    adam_betas: tuple[float, float] = per_role((0.9, 0.95), "AdamW's betas.", ge=0, lt=1)
+    max_norm: float = per_role(1.0, "Gradient norm clipping; 0: off.", ge=0)
 
 
 class StrategyConfig(Section):

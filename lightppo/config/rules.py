@@ -60,6 +60,12 @@ def uses_adapters(config: Options) -> bool:
     return config.adapter.lora_rank > 0
 
 
+def of_role(config: Options, role: Literal["actor", "critic"]) -> SimpleNamespace:
+    """What the actor, or the critic, has of the options that are ``per_role``; of a resolved config."""
+    flat, prefix = config.flat(), "" if role == "actor" else f"{role}_"
+    return SimpleNamespace(**{one.name: flat[prefix + one.name] for one in all_options() if one.per_role})
+
+
 def reference_is_actor(config: Options) -> bool:
     """Whether the reference is the actor with its adapters off, and no model of its own."""
     m = config.model
@@ -285,7 +291,10 @@ def resolutions(config: Options) -> dict[str, Any]:
             "critic_zero_stage": stage,
             "critic_adam_offload": s.adam_offload and stage > 0,
             "critic_param_offload": s.param_offload and stage == 3,
+            **{f"critic_{name}": value for name, value in vars(of_role(config, "actor")).items()},
         }
+        if t.critic_lr_warmup_ratio is not None:  # a share of its own wins over the actor's number of steps
+            meant["critic_lr_warmup_steps"] = None
     if estimator.divides_by_std and a.group_std_norm:
         meant["grpo_std_eps"] = 1e-6
     if _or(a.adv_norm, estimator.whiten):

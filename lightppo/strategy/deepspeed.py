@@ -10,6 +10,7 @@ import copy
 import logging
 import math
 from dataclasses import KW_ONLY, dataclass, field, fields
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,7 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lightppo.strategy import checkpoint, zero3
 from lightppo.strategy.distributed import DistributedStrategy, on_cuda
-from lightppo.strategy.zero3 import find_engine, get_engine, unwrap_model, zero_stage_of
+from lightppo.strategy.zero3 import find_engine, get_engine, unwrap_model
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +83,23 @@ def _drop_sums_of_shards(optimizer: Any) -> None:
         gradient.zero_()
     for shard in optimizer.single_partition_of_fp32_groups:
         shard.grad.zero_()
+
+
+def _clip_and_check(max_norm: float, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Stage 0's pre-step hook for a plain optimizer: clips the averaged gradient, or drops it if it is not finite.
+
+    ZeRO does this inside its own optimizers. At stage 0 the engine reads the two attributes set here to report the
+    norm and to decide whether to move the scheduler. All ranks have the same gradient, so they decide alike.
+    """
+    params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm([p.grad for p in params])
+    optimizer.overflow = not bool(torch.isfinite(norm))
+    optimizer._global_grad_norm = math.inf if optimizer.overflow else float(norm)
+    if optimizer.overflow:
+        for param in params:
+            param.grad = None  # AdamW passes over parameters without gradient
+    elif max_norm > 0:
+        torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm)
 
 
 @dataclass(eq=False, repr=False)
@@ -198,40 +216,29 @@ class DeepspeedStrategy(DistributedStrategy):
     def _attach_engine(self, model: nn.Module, optimizer: Any, scheduler: Any, config: dict[str, Any]) -> Any:
         import deepspeed
 
+        config = copy.deepcopy(config)
+        clip = None
+        if config.get("zero_optimization", {}).get("stage", 0) == 0:  # the engine would not report the norm
+            clip = partial(_clip_and_check, config.get("gradient_clipping", self.max_norm))
+            config["gradient_clipping"] = 0.0  # DeepSpeed's default is 1
         # DeepSpeed's bf16 optimizer prints memory tables, whatever the log level.
         with contextlib.redirect_stdout(None):
             engine, *_ = deepspeed.initialize(
                 model=unwrap_model(model),
                 optimizer=optimizer,
                 lr_scheduler=scheduler,
-                config=copy.deepcopy(config),
+                config=config,
                 dist_init_required=False,
             )
         if optimizer is None:
             engine.eval()
-        elif zero_stage_of(engine) == 0:
-            optimizer.register_step_pre_hook(self._clip_and_check)
+        elif clip is not None:
+            optimizer.register_step_pre_hook(clip)
         attribute = zero3.engine_attribute(model)
         if attribute is None:
             return engine
         setattr(model, attribute, engine)
         return model
-
-    def _clip_and_check(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Stage 0's pre-step hook for a plain optimizer: clips the averaged gradient, or drops it if it is not finite.
-
-        ZeRO does this inside its own optimizers. At stage 0 the engine reads the two attributes set here to report the
-        norm and to decide whether to move the scheduler. All ranks have the same gradient, so they decide alike.
-        """
-        params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm([p.grad for p in params])
-        optimizer.overflow = not bool(torch.isfinite(norm))
-        optimizer._global_grad_norm = math.inf if optimizer.overflow else float(norm)
-        if optimizer.overflow:
-            for param in params:
-                param.grad = None  # AdamW passes over parameters without gradient
-        elif self.max_norm > 0:
-            torch.nn.utils.clip_grads_with_norm_(params, self.max_norm, norm)
 
     def get_ds_train_config(
         self,
@@ -240,6 +247,7 @@ class DeepspeedStrategy(DistributedStrategy):
         zero_stage: int | None = None,
         adam_offload: bool | None = None,
         param_offload: bool | None = None,
+        max_norm: float | None = None,
     ) -> dict[str, Any]:
         """Configuration of a model that trains; None means the strategy's value. ``is_actor`` changes nothing.
 
@@ -259,8 +267,7 @@ class DeepspeedStrategy(DistributedStrategy):
             zero["zero_hpz_partition_size"] = self.zpg
         return config | {
             "managed_gradient_accumulation": False,
-            # At stage 0 the strategy clips in an optimizer hook, because the engine does not report the norm.
-            "gradient_clipping": 0.0 if zero_stage == 0 else self.max_norm,
+            "gradient_clipping": self.max_norm if max_norm is None else max_norm,
             "data_types": {"grad_accum_dtype": self.grad_accum_dtype or "fp32"},
             # torch's AdamW also takes the offloaded step: DeepSpeed's own would be compiled at the first start.
             "zero_force_ds_cpu_optimizer": False,

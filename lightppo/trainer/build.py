@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import yaml
@@ -28,6 +28,7 @@ from lightppo.config.rules import (
     moves_reference,
     needs_critic,
     needs_reference,
+    of_role,
     reference_is_actor,
     uses_adapters,
 )
@@ -108,10 +109,11 @@ def build(config: PPOConfig) -> Run:
         loader = prompts_dataloader(config, build_prompts(config, tokenizer, strategy), strategy)
     pretrain = build_pretrain(config, tokenizer, strategy)
 
-    t, steps = config.training, optimizer_steps(config, steps_per_episode(config, loader))
+    t, per_episode = config.training, steps_per_episode(config, loader)
+    steps = partial(optimizer_steps, config, per_episode)
     (actor, actor_optim, actor_scheduler), (critic, critic_optim, critic_scheduler) = strategy.prepare(
-        with_optimizer(models.actor, t.actor_learning_rate, steps, config, strategy),
-        with_optimizer(models.critic, t.critic_learning_rate, steps, config, strategy),
+        with_optimizer(models.actor, t.actor_learning_rate, steps("actor"), config, strategy),
+        with_optimizer(models.critic, t.critic_learning_rate, steps("critic"), config, strategy, "critic"),
     )
     # None stays None; the list keeps prepare's return type the same for any number of reward models
     reference, ema, *reward_models = strategy.prepare(models.reference, models.ema, *models.reward_models)
@@ -185,7 +187,8 @@ def build_models(config: PPOConfig, strategy: DeepspeedStrategy) -> Models:
     critic = reference = ema = None
     if needs_critic(config):
         offload = {"adam_offload": s.critic_adam_offload, "param_offload": s.critic_param_offload}
-        critic_ds = strategy.get_ds_train_config(zero_stage=s.critic_zero_stage, **offload)
+        max_norm = of_role(config, "critic").max_norm
+        critic_ds = strategy.get_ds_train_config(zero_stage=s.critic_zero_stage, max_norm=max_norm, **offload)
         head = {"value_head_prefix": m.value_head_prefix, "init_value_head": True if m.init_critic_from_actor else None}
         critic = Critic(stage_to_local(m.critic_pretrain), bf16=m.bf16, ds_config=critic_ds, **head, **rows, **own)
     add_lora(config, actor, critic)
@@ -217,14 +220,16 @@ def saved_parts(config: PPOConfig, actor: Any, critic: Any, ema: Any, reference:
 
 def accelerate(models: Models, config: PPOConfig, device: torch.device) -> None:
     """Gradient checkpointing, offloaded activations, other kernels, compiled layers: as the options ask."""
-    m, trained = config.model, [model for model in (models.actor, models.critic) if model is not None]
+    m, trained = config.model, {"actor": models.actor, "critic": models.critic}
+    trained = {role: model for role, model in trained.items() if model is not None}
     if m.activation_offload:
         loading.check_activation_offload(device)
-    for model in trained:
-        if m.gradient_checkpointing:
+    for role, model in trained.items():
+        of = of_role(config, role)
+        if of.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": m.gradient_checkpointing_use_reentrant})
         model.activation_offload = m.activation_offload
-    for model in [*trained, *([models.reference] if models.reference is not None else [])]:
+    for model in [*trained.values(), *([models.reference] if models.reference is not None else [])]:
         if m.use_liger_kernel:
             loading.use_liger_kernels(model.hf_model)
         if m.torch_compile:
@@ -249,16 +254,21 @@ def build_tokenizer(config: PPOConfig, actor: Actor) -> Any:
 
 
 def with_optimizer(
-    model: Any, learning_rate: float, steps: int, config: PPOConfig, strategy: DeepspeedStrategy
+    model: Any,
+    learning_rate: float,
+    steps: int,
+    config: PPOConfig,
+    strategy: DeepspeedStrategy,
+    role: Literal["actor", "critic"] = "actor",
 ) -> tuple[Any, Any, Any]:
     """(model, optimizer, scheduler) for ``strategy.prepare``; three times ``None`` without a model."""
     if model is None:
         return None, None, None
-    t = config.training
-    optimizer = strategy.create_optimizer(model, lr=learning_rate, betas=t.adam_betas, weight_decay=t.l2)
-    warmup = t.lr_warmup_steps if t.lr_warmup_steps is not None else math.ceil(steps * t.lr_warmup_ratio)
-    name = "constant_with_warmup" if t.lr_scheduler == "constant" else t.lr_scheduler
-    specific = {"min_lr_rate": t.min_lr_ratio} if name == "cosine_with_min_lr" else {}
+    of = of_role(config, role)
+    optimizer = strategy.create_optimizer(model, lr=learning_rate, betas=of.adam_betas, weight_decay=of.l2)
+    warmup = of.lr_warmup_steps if of.lr_warmup_steps is not None else math.ceil(steps * of.lr_warmup_ratio)
+    name = "constant_with_warmup" if of.lr_scheduler == "constant" else of.lr_scheduler
+    specific = {"min_lr_rate": of.min_lr_ratio} if name == "cosine_with_min_lr" else {}
     return model, optimizer, get_scheduler(name, optimizer, warmup, steps, scheduler_specific_kwargs=specific)
 
 
@@ -337,11 +347,11 @@ def steps_per_episode(config: PPOConfig, dataloader: Iterable, update_steps: int
     return max(1, update_steps * t.train_batch_size // t.max_epochs // samples)
 
 
-def optimizer_steps(config: PPOConfig, rollouts_per_episode: int) -> int:
-    """Optimizer steps of the whole run: what the learning-rate schedules stretch over."""
-    r, t = config.rollout, config.training
+def optimizer_steps(config: PPOConfig, rollouts_per_episode: int, role: Literal["actor", "critic"] = "actor") -> int:
+    """Optimizer steps of the whole run: what the learning-rate schedule of a model stretches over."""
+    r, t, epochs = config.rollout, config.training, of_role(config, role).max_epochs or 0  # no critic: None
     rollouts = t.total_training_steps or t.num_episodes * rollouts_per_episode
-    return rollouts * math.ceil(r.rollout_batch_size * r.n_samples_per_prompt / t.train_batch_size) * t.max_epochs
+    return rollouts * math.ceil(r.rollout_batch_size * r.n_samples_per_prompt / t.train_batch_size) * epochs
 
 
 # -- sampling --------------------------------------------------------------------------------------------------------

@@ -337,13 +337,13 @@ def perf_metrics(
     *,
     epochs: int,
     world_size: int,
-    parameters: int,
+    parameters: float,
     peak_tflops: float | None,
 ) -> dict[str, float]:
     """Speed of one step, beside the ``time_<phase>`` in ``seconds``.
 
-    ``status`` is of the rollout (samples, generated_tokens, total_length), ``parameters`` of all models trained,
-    ``peak_tflops`` of one device.
+    ``status`` is of the rollout (samples, generated_tokens, total_length), ``parameters`` of all models that an epoch
+    trains, ``peak_tflops`` of one device.
     """
     perf = dict(seconds)
     generated = status.get("generated_tokens", 0.0)

@@ -17,7 +17,14 @@ from lightppo.algorithms.kl import make_kl_controller
 from lightppo.algorithms.losses import GPTLMLoss, ValueLoss
 from lightppo.compat import SeedAttributes, constructor_config, generation_options, take_schedule, with_generation
 from lightppo.config import PPOConfig
-from lightppo.config.rules import micro_batch_spec, moves_reference, needs_critic, needs_reference, old_log_probs_from
+from lightppo.config.rules import (
+    micro_batch_spec,
+    moves_reference,
+    needs_critic,
+    needs_reference,
+    of_role,
+    old_log_probs_from,
+)
 from lightppo.data.records import Rollout
 from lightppo.errors import ConfigError, RewardError
 from lightppo.experience.batching import Minibatch, ReplayBuffer, StepPart, lone_part, minibatches
@@ -129,6 +136,9 @@ class PPOTrainer(SeedAttributes):
         """What the update calls."""
         a, o, t = self.config.algorithm, self.config.loss, self.config.training
         self.max_epochs, self.freezing_actor_steps = t.max_epochs, a.freezing_actor_steps
+        critic_epochs = of_role(self.config, "critic").max_epochs
+        self.critic_max_epochs = 0 if self.critic is None else critic_epochs or self.max_epochs
+        self.epoch = 0  # the pass over the rollout that is under way
         self.ema_beta, self.ptx_coef = a.ema_beta, a.ptx_coef
         self.actor_loss_fn = update.build_policy_loss(o)
         self.critic_loss_fn = ValueLoss(o.value_clip, loss_agg_mode=o.loss_agg_mode, huber_delta=o.value_huber_delta)
@@ -245,10 +255,13 @@ class PPOTrainer(SeedAttributes):
         rollout = m.rollout_summaries(self.replay_buffer.items, self.experience_maker.sampled_kl)
         self.on_policy, steps = {}, []
         with self.timer("train"):
-            for epoch in range(self.max_epochs):
+            epochs = max(self.max_epochs, self.critic_max_epochs)
+            for epoch in range(epochs):
+                self.epoch = epoch
                 plan = self._minibatches(global_steps, epoch)
-                for minibatch in self._bar(plan, f"Train epoch [{epoch + 1}/{self.max_epochs}]", leave=False):
+                for minibatch in self._bar(plan, f"Train epoch [{epoch + 1}/{epochs}]", leave=False):
                     steps.append(self.train_minibatch(minibatch, global_steps))
+        self.epoch = 0
         self._accumulate_alone()
         rollout = m.merge_summaries([rollout, self.on_policy])
         status = m.optimizer_status(steps, self.strategy)  # the means of the rollout take the place of the seed's
@@ -266,7 +279,8 @@ class PPOTrainer(SeedAttributes):
             done = [(e, self.training_step(e, global_steps)) for e in micro_batches]
         else:
             actor = [(e, self.training_step_actor(e)) for e in micro_batches if self._actor_trains(global_steps)]
-            done = [*actor, *((e, self.training_step_critic(e)) for e in of_critic)]
+            critic = [(e, self.training_step_critic(e)) for e in of_critic if self._critic_trains()]
+            done = [*actor, *critic]
         statuses = [(experience.part.has_samples, m.checked_status(status)) for experience, status in done]
         # A placeholder says nothing but the PTX loss of its own batch.
         return [s if real else {n: v for n, v in s.items() if n == "ptx_loss"} for real, s in statuses]
@@ -284,7 +298,7 @@ class PPOTrainer(SeedAttributes):
         if self._actor_trains(global_steps):
             masked = {} if entropy_mask is None else {"entropy_mask": entropy_mask}
             status |= self.training_step_actor(experience, **masked)
-        if self.critic is not None:
+        if self._critic_trains():
             status |= self.training_step_critic(experience)
         return status
 
@@ -342,11 +356,13 @@ class PPOTrainer(SeedAttributes):
         """
         self.recorder = self.recorder or self._new_recorder()  # a loop of the user's own may come without fit()
         status = logs_dict or {}
+        epochs = {self.actor: self.max_epochs, self.critic: self.critic_max_epochs}
+        passes = sum(n * parameter_count(model) for model, n in epochs.items() if model is not None)
         perf = m.perf_metrics(
             *(self.timer.reset(), status),
-            epochs=self.max_epochs,
+            epochs=max(epochs.values()),
             world_size=self.strategy.world_size,
-            parameters=sum(parameter_count(model) for model in (self.actor, self.critic) if model is not None),
+            parameters=passes / max(epochs.values()),
             peak_tflops=self.config.logging.peak_tflops,
         )
         self.recorder.log(global_step, {**status, **perf})
@@ -530,7 +546,7 @@ class PPOTrainer(SeedAttributes):
 
     def _with_pretrain(self, micro_batches: list[Experience]) -> list[Experience]:
         """The micro batches of a step, each with a batch for the PTX loss where there is one. Collective then."""
-        if self.pretrain_dataloader is None or self.ptx_coef == 0:
+        if self.pretrain_dataloader is None or self.ptx_coef == 0 or self.epoch >= self.max_epochs:
             return micro_batches
         batches = [as_lm_batch(next(self.pretrain_dataloader), self.strategy.device) for _ in micro_batches]
         self.state.pretrain_batches += len(batches)
@@ -555,7 +571,10 @@ class PPOTrainer(SeedAttributes):
         return max(1, -(-strategy.train_batch_size // (strategy.micro_train_batch_size * strategy.world_size)))
 
     def _actor_trains(self, step: int) -> bool:
-        return step > self.freezing_actor_steps
+        return step > self.freezing_actor_steps and self.epoch < self.max_epochs
+
+    def _critic_trains(self) -> bool:
+        return self.epoch < self.critic_max_epochs
 
     def _actor_step(self) -> dict[str, float]:
         """At the last micro batch of a step: the optimizer step or an early stop, then the moving average."""

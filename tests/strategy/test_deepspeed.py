@@ -56,10 +56,6 @@ def test_offload_pins_memory_only_where_there_is_a_gpu(gpu):
     assert config["zero_force_ds_cpu_optimizer"] is False
 
 
-def test_stage_0_clips_in_the_strategy():
-    assert train_config(0, max_norm=0.7)["gradient_clipping"] == 0.0
-
-
 @pytest.mark.parametrize(
     ("options", "flags"),
     [

@@ -17,6 +17,7 @@ from lightppo.errors import ConfigError, ModelLoadError
 from lightppo.models.loading import get_tokenizer
 from lightppo.strategy import distributed
 from lightppo.strategy.deepspeed import DeepspeedStrategy
+from lightppo.strategy.zero3 import find_engine
 from lightppo.trainer import build
 
 pytestmark = pytest.mark.usefixtures("world")
@@ -436,11 +437,15 @@ def test_rollout_batches(make_config, tokenizer):
 def test_optimizer_steps_of_a_run(make_config, options, expected):
     config = make_config(**{"n_samples_per_prompt": 2, "train_batch_size": None, **options}).resolved()
     assert build.optimizer_steps(config, 3) == expected
+    epochs = config.training.max_epochs
+    assert build.optimizer_steps(config, 3, "critic") == expected
+    config = config.with_options(critic_max_epochs=3 * epochs)
+    assert [build.optimizer_steps(config, 3, role) for role in ("actor", "critic")] == [expected, 3 * expected]
 
 
-def rates(config: PPOConfig, steps: int = 10) -> list[float]:
+def rates(config: PPOConfig, steps: int = 10, role: str = "actor") -> list[float]:
     """Learning rate of each optimizer step."""
-    _, optimizer, scheduler = build.with_optimizer(nn.Linear(2, 2), 1.0, steps, config, DeepspeedStrategy())
+    _, optimizer, scheduler = build.with_optimizer(nn.Linear(2, 2), 1.0, steps, config, DeepspeedStrategy(), role)
     seen = []
     for _ in range(steps + 1):
         seen.append(optimizer.param_groups[0]["lr"])
@@ -485,6 +490,54 @@ def test_adamw(make_config):
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.125, 0]  # vectors do not decay
     assert optimizer.param_groups[0]["initial_lr"] == 0.25
     assert build.with_optimizer(None, 0.25, 10, config, DeepspeedStrategy()) == (None, None, None)
+
+
+def test_the_critic_may_have_a_schedule_and_an_optimizer_of_its_own(make_config):
+    config = make_config(lr_warmup_steps=2, lr_scheduler="constant", l2=0.125, adam_betas=(0.5, 0.6)).resolved()
+    assert rates(config, role="critic") == rates(config) == pytest.approx([0, 0.5] + [1] * 9)
+    own = config.with_options(
+        critic_lr_scheduler="cosine_with_min_lr", critic_min_lr_ratio=0.4, critic_lr_warmup_steps=0
+    )
+    assert rates(own) == rates(config)
+    seen = rates(own, role="critic")
+    assert (seen[0], seen[5], seen[10]) == pytest.approx((1, 0.7, 0.4))
+    share = make_config(lr_warmup_steps=2, critic_lr_warmup_ratio=0.35, lr_scheduler="constant").resolved()
+    assert rates(share, role="critic")[:5] == pytest.approx([0, 0.25, 0.5, 0.75, 1])  # the actor's steps do not win
+
+    def optimizer(role: str, **options: Any) -> tuple[Any, Any]:
+        config_ = config.with_options(**options)
+        group = build.with_optimizer(nn.Linear(2, 2), 1.0, 10, config_, DeepspeedStrategy(), role)[1].param_groups[0]
+        return group["weight_decay"], group["betas"]
+
+    assert optimizer("critic") == (0.125, (0.5, 0.6))
+    own = {"critic_l2": 0.5, "critic_adam_betas": (0.7, 0.8)}
+    assert optimizer("critic", **own) == (0.5, (0.7, 0.8))
+    assert optimizer("actor", **own) == (0.125, (0.5, 0.6))
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_the_critic_may_have_another_largest_gradient_and_checkpointing(world, make_config, stage):
+    options = {
+        "critic_gradient_checkpointing": True,
+        "max_norm": 8.0,
+        "critic_max_norm": 0.25,
+        "critic_zero_stage": stage,
+    }
+    config = make_config(**options).resolved()
+    strategy = build.build_strategy(config)
+    models = build.build_models(config, strategy)
+    checkpointing = [model.hf_model.is_gradient_checkpointing for model in (models.actor, models.critic)]
+    assert checkpointing == [False, True]
+    assert models.actor.ds_config["gradient_clipping"] == 8
+    critic, optimizer, _ = strategy.prepare(build.with_optimizer(models.critic, 0.1, 9, config, strategy, "critic"))
+    if stage == 2:
+        assert find_engine(critic).gradient_clipping() == 0.25
+        return
+    for weight in critic.model.parameters():
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    norm = torch.nn.utils.get_total_norm([weight.grad for weight in critic.model.parameters()])
+    assert norm == pytest.approx(0.25, rel=1e-4)
 
 
 # -- the run's own options -------------------------------------------------------------------------------------------

@@ -110,6 +110,25 @@ def test_optimizer_steps_per_rollout(trainer_with):
     assert steps(ppo_n_minibatches=2, max_epochs=3) == 6
 
 
+@pytest.mark.parametrize(("actor", "critic"), [(1, 3), (3, 1), (2, None)])
+def test_actor_and_critic_may_train_for_different_numbers_of_epochs(trainer_with, monkeypatch, actor, critic):
+    trainer = trainer_with(train_batch_size=2, max_epochs=actor, critic_max_epochs=critic, ptx_coef=0.0)
+    steps = {"actor": 0, "critic": 0}
+    step = trainer.strategy.optimizer_step
+
+    def note(*args: Any, name: str, **more: Any) -> Any:
+        steps[name] += 1
+        return step(*args, name=name, **more)
+
+    monkeypatch.setattr(trainer.strategy, "optimizer_step", note)
+    monkeypatch.setattr(trainer.strategy, "accumulate", lambda model, n: None)
+    sample(trainer, PROMPTS, step=1)
+    status = trainer.ppo_train(1)
+    assert steps == {"actor": 2 * actor, "critic": 2 * (critic or actor)}  # 4 samples
+    assert status["optimizer_steps"] == 2 * max(actor, critic or actor)
+    assert {"policy_loss", "critic_loss"} <= status.keys()
+
+
 def prompts_of_steps(trainer: PPOTrainer, monkeypatch) -> list[list[int]]:
     """The first token of each sample, step by step, over 8 epochs of two steps."""
     steps: list[list[int]] = []
