@@ -231,10 +231,11 @@ def recorded_flags(run: Run) -> list[str]:
 
 
 def result_of(run: Run, folder: Path) -> Result:
-    """Metrics, without what a clock measured, and the hashes of all weights that the run saved."""
+    """Metrics, without what a clock measured and alarms, and the hashes of all weights that the run saved."""
     log = folder / "model" / "metrics.jsonl"
     rows = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
-    rows = [{k: v for k, v in row.items() if k != "time" and not k.startswith("perf/")} for row in rows]
+    rows = [{k: v for k, v in row.items() if k != "time" and not k.startswith(("perf/", "alarm/"))} for row in rows]
+    rows = [row for row in rows if row.keys() != {"step"}]  # of saving a clock's numbers only
     files = sorted(folder.rglob("*.safetensors"))
     if not rows or not files:
         raise RunFailed(f"it ended well with {len(rows)} rows of metrics and {len(files)} files of weights")

@@ -157,6 +157,7 @@ def train(config: SFTConfig) -> None:
     status = trainer.fit()
     strategy.save_model(model, tokenizer, config.save_path)
     strategy.print(f"{steps} steps, loss {status['train/loss']:.4f}; saved to {config.save_path}")
+    strategy.print(f"next: lightppo ppo --pretrain {config.save_path} --prompt_data FILE --reward_fn FILE.py")
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "lightppo sft") -> None:

@@ -561,6 +561,9 @@ class LoggingConfig(Section, resume_safe=True):
     peak_tflops: float | None = option(None, "Peak of one device in the training type, for perf/mfu.", "TFLOP/s", gt=0)
     debug: bool = option(False, "Errors with their whole traceback, not in one line.")
     num_examine: int = option(1, "Samples of each data source printed per step.", "samples", ge=0)
+    profile_steps: tuple[int, ...] = option(
+        (), "Steps whose operators go to SAVE_PATH/profile, as traces of torch's profiler.", "PPO steps", ge=1
+    )
     use_tensorboard: str | None = option(None, "Folder for TensorBoard.")
     use_wandb: bool = option(False, "Log to Weights & Biases; log in with `wandb login` or WANDB_API_KEY.")
     wandb_org: str | None = option(None, "Entity.")

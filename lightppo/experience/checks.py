@@ -23,6 +23,8 @@ from lightppo.rollout.engine import RolloutEngine
 
 logger = logging.getLogger(__name__)
 
+SHOWN_PROMPT = 200  # characters
+
 
 def write_step(folder: str | Path, step: int, rollouts: Sequence[Rollout], strategy: Ranks) -> None:
     """Writes ``stepN.jsonl``: one line per sample of all ranks, by prompt and sample number. Collective."""
@@ -45,6 +47,16 @@ def write_step(folder: str | Path, step: int, rollouts: Sequence[Rollout], strat
     rows = sorted(chain(*strategy.all_gather_object(own)), key=itemgetter("index", "sample_index"))
     path = Path(folder) / f"step{step}.jsonl"
     strategy.on_rank_0(lambda: _write(path, "".join(json.dumps(row, default=str) + "\n" for row in rows)), f"{path}")
+
+
+def examined(rollout: Rollout) -> str:
+    """A sample for people: the end of its prompt, the answer, label, score and other numbers."""
+    prompt, facts = rollout.prompt, {"score": rollout.reward} | rollout.extras | rollout.texts
+    label = "" if prompt.label is None else f"label {prompt.label} · "
+    end = prompt.text if len(prompt.text) <= SHOWN_PROMPT else f"…{prompt.text[-SHOWN_PROMPT:]}"
+    numbers = " · ".join(f"{k} {v:.4g}" if isinstance(v, (int, float)) else f"{k} {v}" for k, v in facts.items())
+    cut = " (cut by --generate_max_len)" if rollout.truncated else ""
+    return f"prompt: {end}\n  answer: {rollout.response_text}{cut}\n  {label}{numbers}"
 
 
 @dataclass

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, Literal
 
 import torch
@@ -118,6 +121,7 @@ class ExperienceMaker:
         old_log_probs: the source of the log probs before the update; ``None``: as ``old_log_probs_from`` says.
         sample: (prompts, labels, generation options) → scored rollouts, for scripts in the seed's style.
         progress: wraps the micro batches in a progress bar.
+        timer: times the parts, by the names of ``trainer.metrics.TIMED``.
     """
 
     def __init__(
@@ -133,10 +137,11 @@ class ExperienceMaker:
         old_log_probs: Literal["training", "rollout", "forward"] | None = None,
         sample: Callable[..., list[Rollout]] | None = None,
         progress: Callable[[Sequence], Any] = iter,
+        timer: Callable[[str], AbstractContextManager] = lambda phase: nullcontext(),
     ) -> None:
         self.actor, self.critic, self.initial_model = actor, critic, initial_model
         self.strategy, self.kl_ctl, self.value_norm = strategy, kl_ctl, value_norm
-        self.sample, self.progress = sample, progress
+        self.sample, self.progress, self.timer = sample, progress, timer
         self.algorithm, self.loss, self.correction = config.algorithm, config.loss, config.correction
         self.estimator = ADVANTAGE_ESTIMATORS.find(self.algorithm.advantage_estimator)
         self.mask_too_long = config.reward.mask_too_long
@@ -182,22 +187,24 @@ class ExperienceMaker:
         truncated = torch.tensor([r.truncated for r in rollouts], dtype=torch.bool, device=self.strategy.device)
         if self.mask_too_long:
             batch.action_mask &= ~truncated[:, None]
-        self.shaper.observe(rollouts)
         bootstraps = self.algorithm.bootstrap_truncated and self.critic is not None
-        self._add_advantages(batch, rollouts, made["last_values"][:, 0] * truncated if bootstraps else None)
-        self._add_loss_weights(batch, made.get("entropy"))
+        with self.timer("advantages"):
+            self.shaper.observe(rollouts)
+            self._add_advantages(batch, rollouts, made["last_values"][:, 0] * truncated if bootstraps else None)
+            self._add_loss_weights(batch, made.get("entropy"))
         self._add_info(batch, rollouts)
         return batch.split(self.micro_rollout_batch_size) if rollouts else []
 
     def normalize(self, buffer: ReplayBuffer, loss: Any, step: int) -> None:
         """Whitens and clips the advantages over all ranks, and selects tokens for the loss. Collective."""
         a = self.algorithm
-        if a.adv_norm and a.adv_norm_scope == "batch":
-            options = {"shift_mean": a.adv_shift_mean, "unbiased": a.adv_std_unbiased, "eps": a.adv_norm_eps}
-            buffer.normalize("advantages", self.strategy, a.adv_std_norm, **options)
-        if a.advantage_clip is not None:
-            for item in buffer.items:
-                item.advantages = item.advantages.clamp(-a.advantage_clip, a.advantage_clip)
+        with self.timer("advantages"):
+            if a.adv_norm and a.adv_norm_scope == "batch":
+                options = {"shift_mean": a.adv_shift_mean, "unbiased": a.adv_std_unbiased, "eps": a.adv_norm_eps}
+                buffer.normalize("advantages", self.strategy, a.adv_std_norm, **options)
+            if a.advantage_clip is not None:
+                for item in buffer.items:
+                    item.advantages = item.advantages.clamp(-a.advantage_clip, a.advantage_clip)
         select_tokens(buffer.items, loss, self.strategy, seed_of_step(self.seed, step))
 
     def _check(self, rollouts: Sequence[Rollout]) -> None:
@@ -227,9 +234,9 @@ class ExperienceMaker:
             what the passes made, each (B, A): also ``last_values``, in the first column, and ``entropy``.
         """
         calls = [
-            ("actor", self._run_actor, self.old_log_probs == "forward"),
-            ("reference", self._run_reference, self.initial_model is not None and not self.full_kl),
-            ("critic", self._run_critic, self.critic is not None),
+            ("actor", "old_log_probs", self._run_actor, self.old_log_probs == "forward"),
+            ("reference", "reference", self._run_reference, self.initial_model is not None and not self.full_kl),
+            ("critic", "values", self._run_critic, self.critic is not None),
         ]
         for model in (self.actor, self.critic, self.initial_model):
             if model is not None:
@@ -237,13 +244,15 @@ class ExperienceMaker:
 
         lengths, prompts = batch.row_lengths(), batch.prompts()
         plan = []
-        for name, run in [call for *call, needed in calls if needed]:
+        for name, phase, run in [call for *call, needed in calls if needed]:
             parts = self.batching.split(lengths, self.micro_batches[name], prompts)
-            plan += [(run, rows) for rows in level(parts, self.strategy, lambda parts=parts: parts[-1])]
+            plan += [(phase, run, rows) for rows in level(parts, self.strategy, lambda parts=parts: parts[-1])]
         made: dict[str, Tensor] = defaultdict(lambda: torch.zeros(batch.action_mask.shape, device=self.strategy.device))
-        for run, rows in self.progress(plan):
-            for name, values in run(batch.select(rows)).items():  # (b, a), of the first a action positions
-                made[name][rows, : values.size(1)] = values.float()
+        for phase, calls in groupby(self.progress(plan), key=itemgetter(0)):
+            with self.timer(phase):
+                for _, run, rows in calls:
+                    for name, values in run(batch.select(rows)).items():  # (b, a), of the first a action positions
+                        made[name][rows, : values.size(1)] = values.float()
         if self.old_log_probs == "rollout":
             made["action_log_probs"] = batch.rollout_log_probs.clone()
         if self.has_kl and not self.full_kl:

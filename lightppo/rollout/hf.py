@@ -107,7 +107,7 @@ class HFRolloutEngine:
         # Longest first: little padding, and a lack of memory shows at once.
         order = sorted(range(len(requests)), key=lambda r: -len(requests[r][0].token_ids))
         rollouts: list[Rollout | None] = [None] * len(requests)
-        bar = tqdm(total=len(order), desc="rollout", unit="seq", leave=False, disable=not self.progress)
+        bar = tqdm(total=len(order), desc="rollout", unit="seq", leave=False, ncols=80, disable=not self.progress)
         with self.gather_parameters(), generation_mode(self.model), bar:
             device = next(self.model.parameters()).device  # offloaded parameters are on it now
             kind = SlotDecoder if can_use_slots(forward.config) else BatchDecoder

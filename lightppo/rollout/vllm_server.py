@@ -135,7 +135,7 @@ class VLLMServerRolloutEngine(VLLMEngine):
             answer.add_done_callback(lambda answer: ended.put((i, r, answer)))
 
         shows = self.strategy.is_rank_0() and sys.stderr.isatty()
-        with tqdm(total=len(costs), desc="generate", leave=False, disable=not shows) as bar:
+        with tqdm(total=len(costs), desc="rollout", leave=False, ncols=80, disable=not shows) as bar:
             while waiting or any(under_way.values()):
                 while waiting and (free := [i for i in self.live if len(under_way[i]) < most]):
                     # ranks prefer different servers among equals

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler, Sampler
+from tqdm import tqdm
 
 from lightppo.errors import LaunchError
 
@@ -339,9 +340,10 @@ class DistributedStrategy:
         dist.barrier()
 
     def print(self, *msg: Any) -> None:
-        """Prints on rank 0."""
+        """Prints on rank 0, above progress bars."""
         if self.is_rank_0():
-            print(*msg, flush=True)
+            with tqdm.external_write_mode():
+                print(*msg, flush=True)
 
     def report_memory(self, prefix: str) -> dict[str, float]:
         """Memory of this process in GiB, printed on rank 0: allocated and peak on a GPU, resident on a CPU."""

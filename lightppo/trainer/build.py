@@ -56,6 +56,7 @@ from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.strategy.zero3 import parameter_count
 from lightppo.trainer.evaluator import Evaluator
 from lightppo.trainer.preflight import preflight
+from lightppo.trainer.report import summary
 
 
 @dataclass
@@ -103,6 +104,7 @@ def build(config: PPOConfig) -> Run:
     saved = saved_parts(config, models.actor, models.critic, models.ema, models.reference)
     sizes = {part: parameter_count(model, uses_adapters(config)) for part, model in saved.items()}
     check_disk_space(config, sizes, exported=parameter_count(models.actor))
+    strategy.print(f"models: {model_sizes(models)}\nfiles: {places(config)}")
 
     loader = None
     if not config.evaluation.val_only:
@@ -554,12 +556,65 @@ def public_options(config: PPOConfig) -> dict[str, Any]:
 
 
 def described(config: PPOConfig) -> str:
-    """All options, one line per section."""
-    public = public_options(config)
-    return "\n".join(
-        f"{title}: " + " ".join(f"{name}={public[name]!r}" for name in section.options())
-        for title, section in sections().items()
-    )
+    """The options of a resolved config that differ from their defaults and from what None means, by section."""
+    public, lines = public_options(config), ["options that differ from the defaults (all are in run_config.yaml):"]
+
+    def is_meant(name: str) -> bool:
+        return config.with_options(**{name: None}).resolved().flat()[name] == public[name]
+
+    for title, section in sections().items():
+        set_here = [o for o in section.options().values() if public[o.name] != o.default]
+        set_here = [o.name for o in set_here if o.default is not None or not is_meant(o.name)]
+        lines += [f"  {title}: {' '.join(f'{name}={public[name]!r}' for name in set_here)}"] if set_here else []
+    return "\n".join(lines)
+
+
+def model_sizes(models: Models) -> str:
+    """The parameters of each model, and how many of them train where not all do."""
+    named = {"actor": models.actor, "critic": models.critic, "reference": models.reference}
+    named |= {"moving average": models.ema}
+    named |= {f"reward model {i}": model for i, model in enumerate(models.reward_models, start=1)}
+    texts = []
+    for name, model in named.items():
+        if model is not None:
+            total, trained = parameter_count(model), parameter_count(model, trained_only=True)
+            part = f" ({trained:,} train)" if name in ("actor", "critic") and trained < total else ""
+            texts.append(f"{name} {total:,} parameters{part}")
+    return ", ".join(texts)
+
+
+def places(config: PPOConfig) -> str:
+    """Where a run writes to."""
+    c, log = config.checkpoint, config.logging
+    saves = c.save_steps > 0 or c.save_epochs or c.save_seconds
+    found = [
+        f"model and logs in {c.save_path}",
+        f"checkpoints in {c.ckpt_path}" if saves else "no checkpoints (--save_steps)",
+    ]
+    found += [f"TensorBoard in {log.use_tensorboard}"] if log.use_tensorboard else []
+    found += [f"profiles in {c.save_path}/profile"] if log.profile_steps else []
+    return ", ".join(found)
+
+
+def ending(config: PPOConfig, steps: int, exported: bool) -> list[str]:
+    """What a finished run says: before and after, the picture, where all is, what to do next."""
+    c, folder = config.checkpoint, Path(config.checkpoint.save_path)
+    if config.evaluation.val_only:
+        return [f"answers: {folder / 'eval'}"]
+    lines = [f"finished: {steps} steps", summary(folder / "metrics.jsonl")]
+    if exported:
+        lines += [
+            f"files: {places(config)}",
+            f"""generate: python -c "from transformers import pipeline; print(pipeline('text-generation', """
+            f"""'{folder}')('PROMPT'))\"""",
+        ]
+    if exported and config.data.eval_data:
+        lines.append(
+            f"evaluate: the same command with --pretrain {folder} --val_only --resume never --save_path {folder}_eval"
+        )
+    if c.save_steps > 0 or c.save_epochs or c.save_seconds:
+        lines.append("go on: the same command with a larger --num_episodes or --total_training_steps")
+    return lines
 
 
 def save_run_config(config: PPOConfig, strategy: DeepspeedStrategy) -> None:

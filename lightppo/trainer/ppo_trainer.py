@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Self
@@ -28,7 +29,7 @@ from lightppo.config.rules import (
 from lightppo.data.records import Rollout
 from lightppo.errors import ConfigError, RewardError
 from lightppo.experience.batching import Minibatch, ReplayBuffer, StepPart, lone_part, minibatches
-from lightppo.experience.checks import RolloutCheck, write_step
+from lightppo.experience.checks import RolloutCheck, examined, write_step
 from lightppo.experience.experience import Experience
 from lightppo.experience.maker import ExperienceMaker
 from lightppo.experience.sampler import CollectedStep
@@ -45,6 +46,7 @@ from lightppo.trainer.build import (
     build_evaluator,
     build_rollout_engine,
     build_sampler,
+    ending,
     public_options,
     sampling_params,
     save_run_config,
@@ -129,6 +131,7 @@ class PPOTrainer(SeedAttributes):
         saved = saved_parts(config, actor, critic, ema_model, initial_model)
         self.checkpointer = RunCheckpointer(strategy, config.checkpoint, saved, tokenizer)
         self.recorder: Recorder | None = None
+        self.total_steps: int | None = None  # of the run, known in fit
         self.owns_parts = False  # a script in the seed's style saves and closes by itself
         self._accumulate_alone()
 
@@ -162,16 +165,17 @@ class PPOTrainer(SeedAttributes):
     def _make_rollout_parts(self) -> None:
         """Everything between prompts and the replay buffer, around engine and reward source."""
         config, strategy, t, s = self.config, self.strategy, self.config.training, self.config.sampling
+        self.timer = m.PhaseTimer()
         self.experience_maker = ExperienceMaker(
             *(self.actor, self.critic, self.initial_model, strategy, self.kl_ctl, config),
             value_norm=self.value_norm,
             old_log_probs=self._old_log_probs(),
             sample=self._sample_texts,
-            progress=lambda parts: self._bar(parts, "make experience", leave=False),
+            progress=lambda parts: self._bar(parts, "experience", leave=False),
+            timer=self.timer,
         )
         place = {"device": strategy.device, "pin_memory": config.data.dataloader_pin_memory}
         self.replay_buffer = ReplayBuffer(t.micro_train_batch_size, t.buffer_limit, t.buffer_cpu_offload, **place)
-        self.timer = m.PhaseTimer()
         self.rollout_check = RolloutCheck(self.actor, self.rollout_engine, strategy, config)
         self.sampler = build_sampler(
             *(config, strategy, self.rollout_engine, self.reward_source, self.experience_maker, self.rollout_check),
@@ -211,7 +215,7 @@ class PPOTrainer(SeedAttributes):
         self._begin(args, prompts_dataloader, pretrain_dataloader, consumed_samples, num_update_steps_per_episodes)
         for step, prompts, bar in self._steps():
             taken = prompts.taken
-            with self.timer("step"):
+            with self.timer("step"), self.profiler(step):
                 collected = self.sampler.collect(prompts, step)  # 1 prompts → responses, scored and selected
                 self.make_experience(collected, step)  # 2 log probs, values, rewards → 3 advantages in the buffer
                 status = collected.counts | self.ppo_train(step)  # 4 → training_step per micro batch
@@ -222,7 +226,6 @@ class PPOTrainer(SeedAttributes):
                 if not math.isnan(status.get("advantage_mean", 0.0)):  # some token is trained, so there is a KL
                     self.kl_ctl.update(status.get("policy_kl", 0.0), int(status.get("samples", 0)))  # 6
             status |= self._finish_step(prompts, taken, collected)
-            bar.set_postfix(m.short_status(status))
             bar.update()
             self.save_logs_and_checkpoints(args, step, bar, status, self.client_state())  # 7
         self._end()
@@ -240,7 +243,7 @@ class PPOTrainer(SeedAttributes):
         for rollout in collected.rollouts:
             shown[source := rollout.prompt.data_source] += 1
             if shown[source] <= self.config.logging.num_examine:
-                self.strategy.print(f"[step {step}] {rollout.prompt.text}{rollout.response_text}  → {rollout.reward}")
+                self.strategy.print(f"[step {step}] {examined(rollout)}")
 
     def ppo_train(self, global_steps: int = 0) -> dict[str, float]:
         """Train on the replay buffer: ``max_epochs`` passes, one optimizer step per ``train_batch_size`` samples.
@@ -259,7 +262,7 @@ class PPOTrainer(SeedAttributes):
             for epoch in range(epochs):
                 self.epoch = epoch
                 plan = self._minibatches(global_steps, epoch)
-                for minibatch in self._bar(plan, f"Train epoch [{epoch + 1}/{epochs}]", leave=False):
+                for minibatch in self._bar(plan, f"train, epoch {epoch + 1}/{epochs}", leave=False):
                     steps.append(self.train_minibatch(minibatch, global_steps))
         self.epoch = 0
         self._accumulate_alone()
@@ -278,9 +281,10 @@ class PPOTrainer(SeedAttributes):
         if self.critic is None or of_critic is micro_batches:
             done = [(e, self.training_step(e, global_steps)) for e in micro_batches]
         else:
-            actor = [(e, self.training_step_actor(e)) for e in micro_batches if self._actor_trains(global_steps)]
-            critic = [(e, self.training_step_critic(e)) for e in of_critic if self._critic_trains()]
-            done = [*actor, *critic]
+            with self.timer("actor_update"):
+                done = [(e, self.training_step_actor(e)) for e in micro_batches if self._actor_trains(global_steps)]
+            with self.timer("critic_update"):
+                done += [(e, self.training_step_critic(e)) for e in of_critic if self._critic_trains()]
         statuses = [(experience.part.has_samples, m.checked_status(status)) for experience, status in done]
         # A placeholder says nothing but the PTX loss of its own batch.
         return [s if real else {n: v for n, v in s.items() if n == "ptx_loss"} for real, s in statuses]
@@ -297,9 +301,11 @@ class PPOTrainer(SeedAttributes):
         status: dict[str, float] = {}
         if self._actor_trains(global_steps):
             masked = {} if entropy_mask is None else {"entropy_mask": entropy_mask}
-            status |= self.training_step_actor(experience, **masked)
+            with self.timer("actor_update"):
+                status |= self.training_step_actor(experience, **masked)
         if self._critic_trains():
-            status |= self.training_step_critic(experience)
+            with self.timer("critic_update"):
+                status |= self.training_step_critic(experience)
         return status
 
     def training_step_actor(self, experience: Experience, entropy_mask: Tensor | None = None) -> dict[str, float]:
@@ -356,16 +362,17 @@ class PPOTrainer(SeedAttributes):
         """
         self.recorder = self.recorder or self._new_recorder()  # a loop of the user's own may come without fit()
         status = logs_dict or {}
-        epochs = {self.actor: self.max_epochs, self.critic: self.critic_max_epochs}
-        passes = sum(n * parameter_count(model) for model, n in epochs.items() if model is not None)
+        epochs = {"actor_update": self.max_epochs, "critic_update": self.critic_max_epochs}
+        trained = zip((self.actor, self.critic), epochs.values())
+        passes = sum(n * parameter_count(model) for model, n in trained if model is not None)
         perf = m.perf_metrics(
             *(self.timer.reset(), status),
-            epochs=max(epochs.values()),
+            epochs=epochs,
             world_size=self.strategy.world_size,
             parameters=passes / max(epochs.values()),
             peak_tflops=self.config.logging.peak_tflops,
         )
-        self.recorder.log(global_step, {**status, **perf})
+        self.recorder.log(global_step, {**status, **perf}, self.total_steps)
         self.rollout_check.watch(status, global_step)
         finished = self.state.episode if self.state.consumed_prompts == 0 else None
         due = lambda: self._save_checkpoint(args, f"global_step{global_step}", client_states)  # noqa: E731
@@ -422,7 +429,10 @@ class PPOTrainer(SeedAttributes):
         val_only = self.config.evaluation.val_only
         if self.prompts_dataloader is None and not val_only:
             raise ConfigError("fit() needs a prompts_dataloader, unless the trainer was made by from_config()")
-        per_episode = steps_per_episode(self.config, self.prompts_dataloader, update_steps)
+        self.update_steps, per_episode = (
+            update_steps,
+            steps_per_episode(self.config, self.prompts_dataloader, update_steps),
+        )
         if args is not None:
             self.config = take_schedule(self.config, args, per_episode)
             self.checkpointer.config = self.config.checkpoint
@@ -446,16 +456,24 @@ class PPOTrainer(SeedAttributes):
                 f"run complete: {self.state.global_step} steps; raise {limits} to go on, or start anew with "
                 "--resume never"
             )
-        while not self._done():
-            episode = self.state.episode
-            prompts = EpisodePrompts(
-                *(self.prompts_dataloader, episode, self.state.consumed_prompts),
-                lambda batch: as_prompts(batch, self.tokenizer, self.config.data.prompt_max_len),
-            )
-            name = f"Episode [{episode + 1}/{self.config.training.num_episodes}]"
-            with self._bar(None, name, total=steps_per_episode(self.config, self.prompts_dataloader)) as bar:
+        with self._bar(None, "step", initial=self.state.global_step) as bar:
+            while not self._done():
+                episode, data = self.state.episode, self.prompts_dataloader
+                self.total_steps = bar.total = self._count_steps()
+                prompts = EpisodePrompts(
+                    *(data, episode, self.state.consumed_prompts),
+                    lambda batch: as_prompts(batch, self.tokenizer, self.config.data.prompt_max_len),
+                )
                 while self.state.episode == episode and not self._done():
                     yield self.state.global_step + 1, prompts, bar
+
+    def _count_steps(self) -> int:
+        """Steps of the whole run, those that are done included; at most so many with ``--dynamic_sampling``."""
+        t, state = self.config.training, self.state
+        per_episode = steps_per_episode(self.config, self.prompts_dataloader, self.update_steps)
+        done = state.consumed_prompts // self.config.rollout.rollout_batch_size  # of this episode
+        total = state.global_step + (t.num_episodes - state.episode) * per_episode - done
+        return min(n for n in (total, t.total_training_steps, t.benchmark_steps) if n is not None)
 
     def _reached_limits(self) -> str:
         """The limits that the run has come to, as flags; empty while it goes on."""
@@ -478,6 +496,12 @@ class PPOTrainer(SeedAttributes):
         elif a.ref_reset_steps is not None and step % a.ref_reset_steps == 0:
             self.strategy.moving_average(self.actor, self.initial_model, 0.0)
 
+    def profiler(self, step: int) -> AbstractContextManager:
+        """Writes a trace of a step of ``--profile_steps``."""
+        name = f"step{step}_rank{self.strategy.get_rank()}.json.gz"
+        path = Path(self.config.checkpoint.save_path) / "profile" / name
+        return m.profile(path) if step in self.config.logging.profile_steps else nullcontext()
+
     def _finish_step(self, prompts: EpisodePrompts, taken: int, collected: CollectedStep) -> dict[str, float]:
         """Bring the state up to date after a step; what there is to log."""
         ended = prompts.exhausted and collected.surplus == 0
@@ -493,6 +517,8 @@ class PPOTrainer(SeedAttributes):
             if self.owns_parts:
                 self.save_model()
         self.recorder.close()
+        for line in ending(self.config, self.state.global_step, self.owns_parts) if self.strategy.is_rank_0() else ():
+            self.strategy.print(line)
         self.rollout_engine.close()
         if self.owns_parts:  # a source that a script made is the script's to end
             close_source(self.reward_source)
@@ -503,7 +529,7 @@ class PPOTrainer(SeedAttributes):
     def _new_recorder(self) -> Recorder:
         parts = (self.config, self.strategy, self.checkpointer, self.evaluator)
         start = {"start_step": self.state.global_step, "run_id": self.state.run_id}
-        recorder = Recorder(*parts, options=public_options(self.config), **start)
+        recorder = Recorder(*parts, options=public_options(self.config), vocabulary=len(self.tokenizer), **start)
         self.state.run_id = recorder.run_id
         return recorder
 
@@ -617,7 +643,7 @@ class PPOTrainer(SeedAttributes):
 
     def _bar(self, items: Iterable, desc: str, **options: Any) -> tqdm:
         """A progress bar on rank 0 of a terminal; elsewhere silent."""
-        return tqdm(items, desc=desc, disable=None if self.strategy.is_rank_0() else True, **options)
+        return m.progress_bar(items, desc, shown=self.strategy.is_rank_0(), **options)
 
 
 def _check_models(config: PPOConfig, critic: Any, initial_model: Any, tokenizer: Any) -> None:

@@ -17,9 +17,10 @@ from lightppo.config import PPOConfig
 from lightppo.config.options import LoggingConfig
 from lightppo.errors import ConfigError
 from lightppo.strategy.deepspeed import DeepspeedStrategy
+from lightppo.trainer.alarms import Alarms
 from lightppo.trainer.checkpointing import RunCheckpointer
 from lightppo.trainer.evaluator import Evaluator
-from lightppo.trainer.metrics import with_namespace
+from lightppo.trainer.metrics import Pace, PhaseTimer, with_namespace
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +119,7 @@ class WandbSink:
         where = {"entity": config.wandb_org, "project": config.wandb_project, "group": config.wandb_group}
         self.run = wandb.init(**where, name=run_name, id=run_id, resume="allow", config=dict(options))
         self.run.define_metric("global_step")
-        for namespace in ("rollout", "train", "eval", "perf", "reward"):
+        for namespace in ("rollout", "train", "eval", "perf", "reward", "alarm"):
             self.run.define_metric(f"{namespace}/*", step_metric="global_step")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -160,6 +161,7 @@ class Recorder:
         options: of the run, shown by Weights & Biases. Without secrets: tokens come from the environment.
         start_step: step the run starts or resumes at; logs of later steps, of a run that was cut off, are dropped.
         run_id: Weights & Biases run to go on with.
+        vocabulary: number of tokens, for :class:`Alarms`.
     """
 
     def __init__(
@@ -172,6 +174,7 @@ class Recorder:
         options: Mapping[str, Any],
         start_step: int = 0,
         run_id: str | None = None,
+        vocabulary: int | None = None,
     ) -> None:
         self.config, self.strategy, self.checkpointer, self.evaluator = config, strategy, checkpointer, evaluator
         c, e, agree = config.checkpoint, config.evaluation, strategy.broadcast_object
@@ -182,6 +185,7 @@ class Recorder:
         self.best: float | None = None
         if e.best_metric is not None and start_step > 0:
             self.best = checkpointer.best_value(c.ckpt_path, e.best_metric)
+        self.alarms, self.timer, self.pace = Alarms(vocabulary), PhaseTimer(), Pace(start_step)
         self.last_evaluated: int | None = None
         self.last_saved: int | None = start_step or None
         run = {"start_step": start_step, "run_id": run_id}
@@ -192,18 +196,24 @@ class Recorder:
         for sink in self.sinks:
             sink.log(step, metrics)
 
-    def log(self, step: int, status: Mapping[str, float]) -> None:
-        """Log one step, if it is due."""
+    def log(self, step: int, status: Mapping[str, float], total_steps: int | None = None) -> None:
+        """Log one step, if it is due, as a row and as a line; alarms are told when they begin."""
+        status = with_namespace(status)
+        alarms, told = self.alarms.look(status)
         if step % self.config.logging.logging_steps == 0:
-            self._write(step, with_namespace(status))
+            self._write(step, status | alarms)
+            self.strategy.print(self.pace.line(step, total_steps, status))
+        for line in told:
+            self.strategy.print(f"[step {step}] {line}")
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Evaluate the current weights, once per step at most; empty without an evaluator. Collective."""
         if self.evaluator is None or self.last_evaluated == step:
             return {}
-        results = self.evaluator.evaluate(step)
+        with self.timer("eval"):
+            results = self.evaluator.evaluate(step)
         self.last_evaluated = step
-        self._write(step, results)
+        self._write(step, results | with_namespace(self.timer.reset()))
         accuracy, reward = results["eval/accuracy"], results["eval/reward"]
         self.strategy.print(f"[step {step}] evaluation: accuracy {accuracy:.3f}, reward {reward:.3f}")
         if self.config.evaluation.best_metric is not None:
@@ -218,7 +228,8 @@ class Recorder:
             return
         self.best = results[metric]
         if step > 0:  # the start is the bar to pass, not a result
-            self.checkpointer.save_best(self.config.checkpoint.ckpt_path, step, metric, self.best)
+            with self.timer("save"):
+                self.checkpointer.save_best(self.config.checkpoint.ckpt_path, step, metric, self.best)
 
     def after_step(self, step: int, finished_episodes: int | None, ckpt_path: str, save: Callable[[], None]) -> None:
         """Evaluate, checkpoint (by ``save``) and export what is due. Collective."""
@@ -227,18 +238,27 @@ class Recorder:
         if self.checkpoint_cadence.due(step, finished_episodes):
             self._checkpoint(step, save)
         if self.export_cadence.due(step, finished_episodes):
-            self.checkpointer.save_hf(ckpt_path, step)
+            with self.timer("save"):
+                self.checkpointer.save_hf(ckpt_path, step)
+        self._write_seconds(step)
 
     def finish(self, step: int, save: Callable[[], None]) -> None:
         """The last evaluation and, where checkpoints are kept, the last checkpoint. Collective."""
         self.evaluate(step)
         if self.checkpoint_cadence.active:
             self._checkpoint(step, save)
+        self._write_seconds(step)
+
+    def _write_seconds(self, step: int) -> None:
+        """What saving took: a row of its own, as its step is logged already."""
+        if seconds := with_namespace(self.timer.reset()):
+            self._write(step, seconds)
 
     def _checkpoint(self, step: int, save: Callable[[], None]) -> None:
         """Once per step at most."""
         if self.last_saved != step:
-            save()
+            with self.timer("save"):
+                save()
             self.last_saved = step
             logger.info("checkpoint global_step%d written", step)
 

@@ -1,4 +1,4 @@
-"""What a run did, from the files it wrote: its metrics as one picture, its evaluations."""
+"""What a run did, from the files it wrote: its metrics as one picture, before and after, its evaluations."""
 
 from __future__ import annotations
 
@@ -35,6 +35,15 @@ PANELS = (
     Panel("accuracy", {"reward/accuracy": _TRAINING}, {"eval/accuracy": _HELD_OUT}, unit_interval=True),
     Panel("response length (tokens)", {"rollout/response_length": _TRAINING}, {"eval/response_length": _HELD_OUT}),
 )
+
+
+SFT_PANELS = (
+    Panel("loss (nats per token)", {"train/loss": "training data"}, {}),
+    Panel("gradient norm", {"train/grad_norm": "before clipping"}, {}),
+)
+FEWEST_STEPS = 4  # of a picture at the end of a run
+PICTURE = "plot.png"
+NO_MATPLOTLIB = "no picture: pip install 'lightppo[plots]'"
 
 
 def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
@@ -96,14 +105,51 @@ def evaluations(rows: Sequence[Row], metric: str = "eval/accuracy") -> list[Row]
     return found
 
 
+def before_and_after(rows: Sequence[Row]) -> str:
+    """A table: the evaluations, if there are two, and the training: the first and last tenth of its steps, the best."""
+    names = sorted({name for row in rows for name in row if name.startswith("eval/")})
+    names = [name for name in names if len(series(rows, name)[0]) > 1]
+    names += [name for panel in (*PANELS, *SFT_PANELS) for name in panel.curves]
+    lines = [f"{'':<32}{'first':>12}{'last':>12}{'best':>12}   steps"]
+    for name, (steps, values) in {name: series(rows, name) for name in names}.items():
+        if not steps:
+            continue
+        n = 1 if name.startswith("eval/") else max(1, len(steps) // 10)  # one step alone is noise
+        best = at = ""
+        if name.endswith(("reward", "accuracy", "loss")):
+            value = (min if name.endswith("loss") else max)(values)
+            best, at = f"{value:.4g}", f", best at {steps[values.index(value)]}"
+        ends = f"{sum(values[:n]) / n:>12.4g}{sum(values[-n:]) / n:>12.4g}"
+        lines.append(f"{name:<32}{ends}{best:>12}   {steps[0]} → {steps[-1]}{at}")
+    return "\n".join(lines)
+
+
+def summary(path: Path) -> str:
+    """What to tell at the end of a run whose metrics are in ``path``; draws the picture beside them."""
+    try:
+        rows = read_metrics(path)
+        told = before_and_after(rows)
+        if len({row["step"] for row in rows}) < FEWEST_STEPS:
+            return told
+        plot_training(rows, path.with_name(PICTURE))
+        return f"{told}\ncurves: {path.with_name(PICTURE)}"
+    except ReportError as error:
+        return str(error)
+    except (ModuleNotFoundError, OSError) as error:
+        why = NO_MATPLOTLIB if isinstance(error, ModuleNotFoundError) else f"no picture: {error}"
+        return f"{told}\n{why}"
+
+
 def draw_training(rows: Sequence[Row], title: str | None = None) -> Figure:
-    """The panels of ``PANELS`` over PPO steps, from rows of :func:`read_metrics`. What was never logged is left out."""
+    """The panels of ``PANELS`` over steps, or of ``SFT_PANELS``, from rows of :func:`read_metrics`. What was never
+    logged is left out."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 7), layout="constrained")
+    panels, size = (SFT_PANELS, (11, 3.5)) if series(rows, "train/loss")[0] else (PANELS, (11, 7))
+    figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)  # its own canvas: pyplot's global state and backend stay as they are
-    for axes, panel in zip(figure.subplots(2, 2).flat, PANELS):
+    for axes, panel in zip(figure.subplots(len(panels) // 2, 2).flat, panels):
         _draw_panel(axes, panel, rows)
     if title:
         figure.suptitle(title)
@@ -116,7 +162,7 @@ def _draw_panel(axes: Axes, panel: Panel, rows: Sequence[Row]) -> None:
             steps, values = series(rows, name)
             if steps:
                 axes.plot(steps, values, label=label, **style)
-    axes.set(title=panel.title, xlabel="PPO step")
+    axes.set(title=panel.title, xlabel="step")
     axes.grid(alpha=0.3)
     if panel.unit_interval:
         axes.set_ylim(0, 1)
@@ -133,21 +179,6 @@ def plot_training(rows: Sequence[Row], path: str | Path, title: str | None = Non
 
 # -- lightppo report ---------------------------------------------------------------------------------------------------
 
-PICTURE = "plot.png"
-
-
-def before_and_after(rows: Sequence[Row]) -> str:
-    """A table: every metric of the evaluations, or of the panels without two of them, at the first and last step."""
-    names = sorted({name for row in rows for name in row if name.startswith("eval/")})
-    if not any(len(series(rows, name)[0]) > 1 for name in names):
-        names = [name for panel in PANELS for name in (*panel.curves, *panel.points)]
-    logged = {name: series(rows, name) for name in names}
-    lines = [f"{'':<32}{'first':>12}{'last':>12}   steps"]
-    for name, (steps, values) in logged.items():
-        if steps:
-            lines.append(f"{name:<32}{values[0]:>12.4g}{values[-1]:>12.4g}   {steps[0]} → {steps[-1]}")
-    return "\n".join(lines)
-
 
 def main(argv: Sequence[str], prog: str = "lightppo report") -> None:
     """Print a run's table and draw its picture; code 2 where there is no run, as for every wrong argument."""
@@ -163,6 +194,6 @@ def main(argv: Sequence[str], prog: str = "lightppo report") -> None:
     except (ReportError, OSError) as error:
         parser.error(str(error))
     except ModuleNotFoundError:
-        parser.exit(message="no picture: pip install 'lightppo[plots]'\n")
+        parser.exit(message=f"{NO_MATPLOTLIB}\n")
     else:
         print(picture)

@@ -9,12 +9,13 @@ from pathlib import Path
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
-from tqdm import tqdm
 
 from lightppo.algorithms.losses import GPTLMLoss
 from lightppo.models.actor import Actor
 from lightppo.strategy.deepspeed import DeepspeedStrategy
+from lightppo.trainer.metrics import Pace, progress_bar
 from lightppo.trainer.recorder import JsonlSink
+from lightppo.trainer.report import summary
 from lightppo.trainer.update import pretrain_loss
 
 Batch = dict[str, torch.Tensor]
@@ -65,17 +66,20 @@ class SFTTrainer:
         sink = JsonlSink(Path(self.log_path)) if self.log_path is not None and self.strategy.is_rank_0() else None
         self.model.train()
         status: dict[str, float] = {}
-        steps = itertools.islice(self._steps(), self.max_steps)
-        bar = tqdm(steps, desc="SFT", total=self.max_steps, disable=None if self.strategy.is_rank_0() else True)
+        steps, pace = itertools.islice(self._steps(), self.max_steps), Pace()
+        bar = progress_bar(steps, "step", total=self.max_steps, shown=self.strategy.is_rank_0())
         try:
             for step, (epoch, micro_batches) in enumerate(bar, start=1):
                 status = {**self.training_step(micro_batches), "train/epoch": float(epoch)}
-                bar.set_postfix(loss=f"{status['train/loss']:.4f}", lr=f"{status['train/lr']:.2e}")
-                if sink is not None and (step % self.logging_steps == 0 or step == self.max_steps):
-                    sink.log(step, status)
+                if step % self.logging_steps == 0 or step == self.max_steps:
+                    self.strategy.print(pace.line(step, self.max_steps, status))
+                    if sink is not None:
+                        sink.log(step, status)
         finally:
             if sink is not None:
                 sink.close()
+        if sink is not None:
+            self.strategy.print(summary(Path(self.log_path)))
         return status
 
     def training_step(self, micro_batches: list[Batch]) -> dict[str, float]:

@@ -106,8 +106,8 @@ class TestReport:
         pytest.importorskip("matplotlib")
         main(["report", str(run)])
         out = capsys.readouterr().out
-        assert re.search(r"^eval/reward +0\.25 +0\.75 +1 → 3$", out, re.MULTILINE)
-        assert "rollout/reward" not in out
+        assert re.search(r"^eval/reward +0\.25 +0\.75 +0\.75   1 → 3, best at 3$", out, re.MULTILINE)
+        assert re.search(r"^rollout/reward +0\.1 +0\.3 +0\.3   1 → 3, best at 3$", out, re.MULTILINE)
         picture = Path(out.splitlines()[-1])
         assert picture.parent == run
         assert picture.read_bytes().startswith(b"\x89PNG")
@@ -115,7 +115,8 @@ class TestReport:
     def test_without_evaluations_the_training_rows(self):
         rows = [{"step": 4, "rollout/reward": 0.5, "eval/reward": 1.0}, {"step": 9, "rollout/reward": 2.0}]
         table = report.before_and_after(rows)
-        assert re.search(r"^rollout/reward +0\.5 +2 +4 → 9$", table, re.MULTILINE)
+        assert "eval/reward" not in table  # of one evaluation
+        assert re.search(r"^rollout/reward +0\.5 +2 +2   4 → 9, best at 9$", table, re.MULTILINE)
 
     @pytest.mark.parametrize(("words", "message"), [(["/nowhere"], "/nowhere/metrics.jsonl"), ([], "RUN")])
     def test_no_run(self, words, message, capsys):

@@ -65,7 +65,7 @@ def other_value(option: Option, text: str) -> Any:
         return next(choice for choice in get_args(kind) if choice != option.default)
     if get_origin(kind) is tuple:
         entry = get_args(kind)[0]
-        return {str: (text, "b"), int: (0, 7), float: (0.125, 0.75)}[entry]
+        return {str: (text, "b"), int: (1, 7), float: (0.125, 0.75)}[entry]
     if kind is int:
         return int(bounds.get("ge", 0)) + 12345
     low, high = bounds.get("ge", bounds.get("gt", 0.0)), bounds.get("le", bounds.get("lt", 2.0))

@@ -12,11 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 from support.fake_vllm import FakeVLLM, answers, made_up_ids
+from support.fakes import FakeStrategy
 from support.ranks import free_port
 
 from lightppo.config import PPOConfig
 from lightppo.data.records import Prompt
-from lightppo.errors import RefusedError, RequestError, RolloutError, UnreachableError
+from lightppo.errors import RefusedError, RequestError, RolloutError, RolloutMismatchError, UnreachableError
+from lightppo.experience.checks import RolloutCheck
 from lightppo.models.actor import Actor
 from lightppo.models.lora import LoraOptions, add_adapters
 from lightppo.rollout.engine import RolloutEngine, SamplingParams
@@ -93,6 +95,15 @@ def failing(text=b"engine is dead", after=0):
 
 def admit_failing(server):
     server.replies["lightppo_admit"] = failing()
+
+
+def test_log_probs_of_servers_are_compared_with_the_trainers(build, fakes, prompts, llama):
+    for fake in fakes:
+        fake.replies["lightppo_fingerprints"] = answers({"results": [{"prints": {}, "packed": {}}]})
+    engine, actor = build(), Actor(llama)
+    check = RolloutCheck(actor, engine, FakeStrategy(), engine.config)
+    with pytest.raises(RolloutMismatchError, match=r"not the trainer's.*--logp_diff_tolerance is 0\.001"):
+        check.first(engine.generate(prompts, SamplingParams(max_new_tokens=3, seed=9)))  # -0.5 each, say the servers
 
 
 class TestGenerate:

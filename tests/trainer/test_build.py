@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -554,10 +555,31 @@ def test_options_of_the_run_are_kept_and_can_be_read_again(make_config, tmp_path
     }
 
 
-def test_all_options_are_described(make_config):
-    text = build.described(make_config(gamma=0.5).resolved())
-    assert all(f"{name}=" in text for name in PPOConfig().flat())
-    assert "gamma=0.5" in text
+def test_the_options_that_were_set_are_described(make_config):
+    asked = make_config(gamma=0.5, adv_norm=False, policy_loss="ppo")
+    text = build.described(asked.resolved())
+    set_there = {name for name, value in asked.flat().items() if value != PPOConfig().flat()[name]}
+    assert set(re.findall(r"(\w+)=", text)) == set_there - {"policy_loss"}  # which it would be without the option
+    assert "algorithm: gamma=0.5 adv_norm=False" in text
+
+
+def test_sizes_of_the_models_and_places_are_said(make_config, parts, tmp_path):
+    from lightppo.strategy.zero3 import parameter_count
+
+    actor = parts["actor"][0]
+    models = build.Models(actor, None, None, [parts["reference"]], None)
+    count = f"{parameter_count(actor):,} parameters"
+    assert build.model_sizes(models) == f"actor {count}, reward model 1 {count}"
+    for parameter in (frozen := list(actor.parameters()))[1:]:
+        parameter.requires_grad_(False)
+    try:
+        assert build.model_sizes(models).startswith(f"actor {count} ({frozen[0].numel():,} train)")
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+    assert build.places(make_config()) == f"model and logs in {tmp_path}/run, no checkpoints (--save_steps)"
+    where = build.places(make_config(save_epochs=1, use_tensorboard="tb", profile_steps=[2]))
+    assert f"checkpoints in {tmp_path}/ckpt, TensorBoard in tb, profiles in {tmp_path}/run/profile" in where
 
 
 def test_a_run_folder_that_cannot_be_written_is_named(make_config, tmp_path):

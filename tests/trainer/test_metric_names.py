@@ -19,6 +19,7 @@ def reward_func(queries, prompts, labels, responses):
         left_out = [prompt == "b" and i % 3 == 0 for i, prompt in enumerate(prompts)]
         scores = [None if out else score for score, out in zip(scores, left_out)]
     extras = {"length": [float(len(r)) for r in responses], "pred": [r[:1] for r in responses]}
+    extras["accuracy"] = [float(len(r) > 2) for r in responses]
     return {"rewards": scores, "scores": scores, "extra_logs": extras}
 """
 
@@ -88,7 +89,7 @@ def test_a_run_logs_what_is_documented_and_nothing_else(tiny_model, tmp_path):
         *("--pretrain_data", write_jsonl(tmp_path / "text.jsonl", [{"text": "1+1=2"}] * 4)),
         *("--rollout_batch_size=4", "--train_batch_size=2", "--micro_train_batch_size=1", "--generate_max_len=4"),
         *("--prompt_max_len=16", "--use_kl_loss", "--peak_tflops=1", "--eval_n_samples=3", "--num_examine=0"),
-        *("--dual_clip=3", "--high_entropy_token_ratio=0.5"),
+        *("--dual_clip=3", "--high_entropy_token_ratio=0.5", "--old_log_probs=forward", "--save_steps=1"),
         world_size=1,
     )
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

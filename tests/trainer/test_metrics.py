@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
+import io
+import json
 import math
+import re
 
 import pytest
 import torch
@@ -229,9 +233,9 @@ def test_nested_phases_both_count(monkeypatch):
 
 def test_speed_by_hand():
     perf = perf_metrics(
-        {"time_rollout": 2.0, "time_train": 4.0, "time_step": 7.0},
+        {"time_rollout": 2.0, "time_reference": 0.1, "time_actor_update": 2.0, "time_train": 4.0, "time_step": 7.0},
         {"samples": 8, "response_length": 10.0, "total_length": 25.0, "generated_tokens": 80.0},
-        epochs=2,
+        epochs={"actor_update": 2, "critic_update": 1},
         world_size=4,
         parameters=10**9,
         peak_tflops=1.5,
@@ -239,9 +243,14 @@ def test_speed_by_hand():
     assert perf == pytest.approx(
         {
             "time_rollout": 2.0,
+            "time_reference": 0.1,
+            "time_actor_update": 2.0,
             "time_train": 4.0,
             "time_step": 7.0,
             "rollout_tokens_per_second": 40.0,  # 8·10/2
+            "rollout_ms_per_token": 25.0,
+            "reference_ms_per_token": 0.5,  # 100 ms for 8·25 tokens, once
+            "actor_update_ms_per_token": 5.0,  # 2 s for 400, in two epochs
             "train_tokens_per_second": 100.0,  # 8·25·2 = 400 tokens in 4 s
             "train_ms_per_token": 10.0,
             "train_tflops": 0.15,  # 6·1e9·400 / 4 s / 4 ranks = 1.5e11
@@ -252,8 +261,51 @@ def test_speed_by_hand():
 
 
 def test_speed_of_a_step_without_samples_or_peak():
-    assert perf_metrics({}, {}, epochs=1, world_size=1, parameters=1, peak_tflops=1.0) == {}
+    assert perf_metrics({}, {}, epochs={"actor_update": 1}, world_size=1, parameters=1, peak_tflops=1.0) == {}
     status = {"samples": 1, "response_length": 1.0, "total_length": 1.0}
-    perf = perf_metrics({"time_train": 1.0}, status, epochs=1, world_size=1, parameters=1, peak_tflops=None)
+    perf = perf_metrics(
+        {"time_train": 1.0}, status, epochs={"actor_update": 1}, world_size=1, parameters=1, peak_tflops=None
+    )
     assert "mfu" not in perf
     assert "rollout_tokens_per_second" not in perf
+
+
+def test_the_line_of_a_step(monkeypatch):
+    now = iter([0.0, 2.0, 3.0, 13.0, 90000.0])
+    pace = m.Pace(4, clock=lambda: next(now))
+    status = {"rollout/reward": 0.6123, "rollout/kl": -1e-9, "train/entropy": 1.25, "perf/time_step": 0.94}
+    assert pace.line(5, 100, status) == "step 5/100 · reward 0.612 · kl 0 · entropy 1.25 · 0.9 s · ETA 3:10"  # 95 · 2 s
+    assert pace.line(6, 100, {"train/loss": 1.5}) == "step 6/100 · loss 1.5 · 1.0 s · ETA 2:21"  # 94 · 3/2 s
+    assert pace.line(9, None, {"response_length": 3.4}) == "step 9 · len 3.4 · 10.0 s"
+    assert pace.line(10, 11, {}).endswith("ETA 4:10:00")  # 90000 s for 6 steps
+
+
+def test_the_time_left_is_by_the_last_twenty_steps():
+    now = iter([0.0, *(100.0 * i for i in range(1, 31)), *(3000.0 + i for i in range(1, 21))])
+    pace = m.Pace(clock=lambda: next(now))
+    lines = [pace.line(step, 60, {}) for step in range(1, 51)]
+    assert lines[29].endswith("ETA 50:00")
+    assert lines[49].endswith("ETA 0:10")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_bars_are_for_terminals_and_fit_80_columns(monkeypatch):
+    monkeypatch.setattr(m.tqdm, "monitor_interval", 0)
+    for file, shown in ((Terminal(), True), (Terminal(), False), (io.StringIO(), True)):
+        with m.progress_bar(None, "step", shown=shown, total=123456, initial=123, file=file) as bar:
+            bar.update()
+        lines = re.split(r"[\r\n]+", file.getvalue())
+        assert max(map(len, lines)) <= 80
+        assert any(line.startswith("step 124/123456 |") for line in lines) == (shown and file.isatty())
+
+
+def test_a_profile_is_a_trace_with_the_phases(tmp_path):
+    path = tmp_path / "profile" / "step3_rank0.json.gz"
+    with m.profile(path), PhaseTimer()("reference"):
+        torch.ones(3) + 1
+    names = {event["name"] for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]}
+    assert {"reference", "aten::add"} <= names

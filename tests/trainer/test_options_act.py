@@ -193,15 +193,16 @@ def test_actor_waits_for_the_critic(trainer_with):
 def test_samples_are_shown(trainer_with, capsys):
     for shown in (0, 1, 3):
         sample(trainer_with(num_examine=shown), step=7)
-        lines = capsys.readouterr().out.splitlines()
-        expected = ["aanswer 0.0  → 0.0", "aanswer 0.1  → 1.0", "banswer 1.0  → 3.0"]
-        assert lines == [f"[step 7] {sample}" for sample in expected[:shown]]
+        expected = [("a", "0.0", 0), ("a", "0.1", 1), ("b", "1.0", 3)][:shown]
+        samples = [f"[step 7] prompt: {p}\n  answer: answer {a}\n  score {score}\n" for p, a, score in expected]
+        assert capsys.readouterr().out == "".join(samples)
 
 
 def test_samples_of_each_data_source_are_shown(trainer_with, capsys):
     prompts = [Prompt("a", [5], index=0, data_source="x"), Prompt("b", [7], index=1, data_source="y")]
     sample(trainer_with(num_examine=1), prompts)
-    assert [line.split("answer")[0] for line in capsys.readouterr().out.splitlines()] == ["[step 1] a", "[step 1] b"]
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if "prompt" in line] == ["[step 1] prompt: a", "[step 1] prompt: b"]
 
 
 # -- when: evaluation, checkpoints, exports --------------------------------------------------------------------------

@@ -1,0 +1,149 @@
+"""Alarms: what the numbers of the last steps warn of, and what to do. A further alarm is one entry of ``ALARMS``."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+
+Series = Mapping[str, Sequence[float]]  # name of a metric → its values, step after step
+
+LASTING = 3  # steps in a row that are bad, where one alone may be chance
+WINDOW = 5  # steps whose mean is compared with earlier ones
+SHARE = "the entropy as a share of that of random tokens"
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """One row of the table."""
+
+    metrics: tuple[str, ...]  # names of what it looks at; the first one is told
+    condition: str
+    remedy: str
+    rings: Callable[..., bool]  # gets the values so far of each of the metrics
+
+
+def lasting(bad: Callable[..., bool], steps: int = LASTING) -> Callable[..., bool]:
+    """Whether numbers are bad in each of the last steps."""
+    return lambda *series: len(series[0]) >= steps and all(bad(*now) for now in zip(*(s[-steps:] for s in series)))
+
+
+def falling(values: Sequence[float]) -> bool:
+    """Whether the mean of the last steps is below the best such mean, by half of the rise before it, and by more than
+    three times what usually lies between two steps."""
+    means = [sum(values[i : i + WINDOW]) / WINDOW for i in range(len(values) - WINDOW + 1)]
+    if len(means) <= WINDOW:
+        return False
+    best = max(means)
+    usual = median(abs(a - b) for a, b in pairwise(values))
+    return best - means[-1] > max((best - means[0]) / 2, 3 * usual)
+
+
+LESS = "lower --actor_learning_rate or --max_epochs"
+ALARMS = {
+    "kl_explosion": Alarm(
+        ("rollout/policy_kl",),
+        "above 1 nat per token: the policy is far from the reference",
+        f"{LESS}; raise --init_kl_coef, or set --kl_target",
+        lasting(lambda kl: kl > 1, steps=1),
+    ),
+    "large_update": Alarm(
+        ("train/approx_kl",),
+        "above 0.5 nats per token: one step moves the policy too far",
+        f"{LESS}; set --early_stop_kl",
+        lasting(lambda kl: kl > 0.5, steps=1),
+    ),
+    "entropy_collapse": Alarm(
+        ("train/entropy",),
+        f"below 0.01 nats in {LASTING} steps: all samples of a prompt will be the same",
+        "a higher --eps_clip_high (0.28) or --temperature, --entropy_coef 0.001, --policy_loss clip_cov; "
+        "a lower --actor_learning_rate if it fell within a few steps",
+        lasting(lambda entropy: entropy < 0.01),
+    ),
+    "entropy_uniform": Alarm(
+        (SHARE,),
+        f"above 0.95 in {LASTING} steps: the policy knows nothing",
+        "is --pretrain trained, and the tokenizer its own? Else a lower --actor_learning_rate, --entropy_coef or "
+        "--temperature",
+        lasting(lambda share: share > 0.95),
+    ),
+    "equal_rewards": Alarm(
+        ("rollout/reward", "rollout/reward_max", "rollout/reward_min", "rollout/samples"),
+        f"the same for all samples in {LASTING} steps: there is nothing to learn from",
+        "read answers (--num_examine 3) and the reward function; easier or harder prompts, a higher --temperature, "
+        "more --n_samples_per_prompt",
+        lasting(lambda mean, high, low, samples: high == low and samples > 1),
+    ),
+    "zero_gradient": Alarm(
+        ("train/actor_grad_norm",),
+        f"0 in {LASTING} steps: the actor does not change",
+        "where groups have equal scores, --dynamic_sampling or more --n_samples_per_prompt; far too high a rate breaks "
+        "a policy so, too: lower --actor_learning_rate",
+        lasting(lambda norm: norm == 0),
+    ),
+    "truncated": Alarm(
+        ("rollout/response_clip_ratio",),
+        f"more than half of the answers are cut by --generate_max_len in {LASTING} steps",
+        "raise --generate_max_len; a model that never ends its answers needs --apply_chat_template or --stop, and no "
+        "--ignore_eos",
+        lasting(lambda share: share > 0.5),
+    ),
+    "not_finite": Alarm(
+        ("train/actor_skipped", "train/policy_loss", "train/entropy"),
+        "a gradient, the loss or the entropy is not finite",
+        f"{LESS}; look at the scores for huge ones (--reward_clip_range); fp32 instead of --bf16",
+        lasting(lambda skipped, *numbers: skipped > 0 or not all(map(math.isfinite, numbers)), steps=1),
+    ),
+    "critic_not_finite": Alarm(
+        ("train/critic_skipped", "train/critic_loss"),
+        "a gradient or the loss of the critic is not finite",
+        "lower --critic_learning_rate; --value_norm exp where the returns are large",
+        lasting(lambda skipped, loss: skipped > 0 or not math.isfinite(loss), steps=1),
+    ),
+    "reward_falls": Alarm(
+        ("rollout/reward",),
+        f"its mean of {WINDOW} steps has lost more than half of what it had gained",
+        f"{LESS}; go on from the best checkpoint (--best_metric, --save_steps)",
+        falling,
+    ),
+    "accuracy_falls": Alarm(
+        ("reward/accuracy",),
+        f"its mean of {WINDOW} steps has lost more than half of what it had gained",
+        "if the reward rises meanwhile, it is not what you want: read answers (--num_examine 3); else as reward_falls",
+        falling,
+    ),
+}
+
+
+class Alarms:
+    """Looks at each step's status, which is the same on all ranks; no collective.
+
+    Args:
+        vocabulary: number of tokens, for what is uniform; ``None``: nothing is.
+    """
+
+    def __init__(self, vocabulary: int | None = None) -> None:
+        self.vocabulary = vocabulary
+        self.series: dict[str, list[float]] = defaultdict(list)  # since the start or the last resume
+        self.ringing: set[str] = set()
+
+    def look(self, status: Mapping[str, float]) -> tuple[dict[str, float], list[str]]:
+        """``alarm/<name>``, 1 or 0, of what the step has numbers for; and a line for each alarm that begins."""
+        if self.vocabulary and "train/entropy" in status:
+            status = {**status, SHARE: status["train/entropy"] / math.log(self.vocabulary)}
+        for name in {name for alarm in ALARMS.values() for name in alarm.metrics if name in status}:
+            self.series[name].append(status[name])
+        seen, lines = {}, []
+        for name, alarm in ALARMS.items():
+            if not all(metric in status for metric in alarm.metrics):
+                continue
+            rings = alarm.rings(*(self.series[metric] for metric in alarm.metrics))
+            seen[f"alarm/{name}"] = float(rings)
+            if rings and name not in self.ringing:
+                value = status[alarm.metrics[0]]
+                lines.append(f"ALARM {name}: {alarm.metrics[0]} is {value:.3g}, {alarm.condition}. Try: {alarm.remedy}")
+            (self.ringing.add if rings else self.ringing.discard)(name)
+        return seen, lines
