@@ -61,6 +61,8 @@ HEAVY = (
     *("transformers.models.llama.modeling_llama", "transformers.integrations.deepspeed", "transformers.optimization"),
     *("deepspeed.module_inject", "setuptools", "pebble"),
 )
+# Before a run's own flags: it pads, in whatever version of the code, unless it says --packing_samples.
+DEFAULTS = {"train_ppo.py": "--no_packing_samples"}
 Result = dict[str, Any]
 
 
@@ -195,7 +197,8 @@ class Runner:
                     self.check(servers, deadline, self.work / f"{name}.server.log")
                     yield
             for more in [run.first, ""] if run.first else [""]:
-                ranks = self.start(run, words_of(f"{run.flags} {more} {self.options.flags}", values), log)
+                flags = f"{DEFAULTS.get(run.script, '')} {run.flags} {more} {self.options.flags}"
+                ranks = self.start(run, words_of(flags, values), log)
                 while any(rank.poll() is None for rank in ranks):
                     self.check(servers + ranks, deadline, log)
                     yield

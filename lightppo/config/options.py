@@ -457,9 +457,13 @@ class TrainingConfig(Section):
     )
     balance_ranks: bool = safe(True, "Swap groups of samples between ranks so that all train on about as many tokens.")
     max_epochs: int = per_role(1, "Passes over each rollout.", "epochs", ge=1)
-    packing_samples: bool = safe(False, "Forward and backward without padding: sequences in one row.")
+    packing_samples: bool | None = safe(
+        None,
+        "Passes without padding: sequences in one row. None: with sdpa or flash_attention_2, if all models keep the "
+        "sequences of a row exactly apart; a note says if not.",
+    )
     share_prompts: bool = safe(
-        True, "With sdpa: a prompt goes through a model once for all its samples.", needs="packing_samples"
+        True, "With sdpa: a prompt goes through a model once for all its samples.", needs="packing_samples!=False"
     )
     shuffle: Literal["samples", "groups"] = option(
         "samples", "What an epoch's steps draw: samples, or all samples of a prompt.", needs="n_samples_per_prompt>1"

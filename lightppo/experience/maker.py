@@ -35,7 +35,7 @@ from lightppo.config.rules import micro_batch_spec, old_log_probs_from
 from lightppo.data.records import Rollout, seed_of_step
 from lightppo.experience.batching import MicroBatching, ReplayBuffer, select_tokens
 from lightppo.experience.experience import Experience
-from lightppo.models.packing import all_share_prompts
+from lightppo.models.packing import all_pack, all_share_prompts
 from lightppo.ranks import Ranks, level
 
 
@@ -149,7 +149,8 @@ class ExperienceMaker:
         self.seed = config.strategy.seed
         self.micro_batches = {name: micro_batch_spec(config, name) for name in ("actor", "reference", "critic")}
         shares = config.training.share_prompts and all_share_prompts((actor, critic, initial_model))
-        self.batching = MicroBatching(strategy, config.training.packing_samples, shares)
+        packs = all_pack(config.training.packing_samples, (actor, critic, initial_model))
+        self.batching = MicroBatching(strategy, packs, shares)
         self.old_log_probs = old_log_probs or old_log_probs_from(config, exact_rollout=False)
         self.has_kl = initial_model is not None and self.old_log_probs != "training"
         # Whole distributions are compared only if the reward needs it: the KL loss compares its own.

@@ -278,6 +278,13 @@ def all_share_prompts(models: Iterable[Any]) -> bool:
     return all(getattr(model, "shares_prompts", False) for model in models if model is not None)
 
 
+def all_pack(choice: bool | None, models: Iterable[Any]) -> bool:
+    """``--packing_samples``; where it is None, whether every one of these models (except ``None``) packs."""
+    if choice is not None:
+        return choice
+    return all(getattr(model, "packing_samples", False) for model in models if model is not None)
+
+
 # -- micro batches ----------------------------------------------------------------------------------------------------
 
 

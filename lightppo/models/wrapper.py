@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding
 from transformers import PreTrainedModel
 
-from lightppo.errors import ModelLoadError
+from lightppo.errors import ModelLoadError, PackingNotSupportedError
 from lightppo.models.cpu import accelerate_on_cpu
 from lightppo.models.loading import decoder_layers, disable_dropout
 from lightppo.models.packing import (
@@ -69,7 +69,7 @@ class PretrainedWrapper(nn.Module):
         bf16: bool = False,
         use_flash_attention_2: bool = False,
         ds_config: dict[str, Any] | None = None,
-        packing_samples: bool = False,
+        packing_samples: bool | None = False,
         share_prompts: bool = True,
         **load_options: Any,
     ) -> None:
@@ -88,18 +88,41 @@ class PretrainedWrapper(nn.Module):
             self.model = load(pretrain_or_model, bf16=bf16, ds_config=ds_config, **load_options)
         accelerate_on_cpu(self.model)
         self.ds_config = ds_config  # for strategy.prepare; None: the strategy's own
-        self.packing_samples = packing_samples
+        self.packing_samples = bool(packing_samples)  # None: as False until try_packing
         self.share_prompts = share_prompts
         self.activation_offload = False  # activations wait for the backward pass in CPU memory
         # run at the read positions only; None until the first packed forward has looked
         self.last_layer_parts: list[nn.Module] | None = None
         if packing_samples:
-            check_packing_layers(self.hf_model)
+            self._attend_packed()
             attention = self.hf_model.config._attn_implementation
-            if attention == "sdpa":
-                self.hf_model.set_attn_implementation(PACKED_SDPA)
-            elif share_prompts and attention != PACKED_SDPA:  # a built model may be packed for the second time
+            if share_prompts and attention != PACKED_SDPA:
                 warn_that_nothing_is_shared(attention)
+
+    def _attend_packed(self) -> None:
+        check_packing_layers(self.hf_model)
+        if self.hf_model.config._attn_implementation == "sdpa":
+            self.hf_model.set_attn_implementation(PACKED_SDPA)
+
+    def try_packing(self, device: torch.device) -> str | None:
+        """Pack from now on; why not, if the model would not do it exactly. Under ZeRO-3 on all ranks together."""
+        attention = self.hf_model.config._attn_implementation
+        if attention not in ("sdpa", PACKED_SDPA, "flash_attention_2"):  # eager: over all of a row, with a mask
+            return f"it needs --attn_implementation sdpa or flash_attention_2, not {attention}"
+        try:
+            self._attend_packed()
+            self._probe_packing(device)
+        except (PackingNotSupportedError, NotImplementedError) as error:
+            self.stop_packing()
+            return str(error)
+        self.packing_samples = True
+        return None
+
+    def stop_packing(self) -> None:
+        """Pad from now on."""
+        self.packing_samples, self.last_layer_parts = False, None
+        if self.hf_model.config._attn_implementation == PACKED_SDPA:
+            self.hf_model.set_attn_implementation("sdpa")
 
     @property
     def hf_model(self) -> PreTrainedModel:

@@ -119,6 +119,7 @@ def build(config: PPOConfig) -> Run:
     )
     # None stays None; the list keeps prepare's return type the same for any number of reward models
     reference, ema, *reward_models = strategy.prepare(models.reference, models.ema, *models.reward_models)
+    settle_packing(config, strategy, actor, critic, reference)
     if reference_is_actor(config):
         reference = AdaptersOff(actor)
     source, judge = build_rewards(config, reward_models, tokenizer, strategy)
@@ -218,6 +219,18 @@ def saved_parts(config: PPOConfig, actor: Any, critic: Any, ema: Any, reference:
     """The models that a checkpoint of this run holds, by the name of their part."""
     parts = {"actor": actor, "critic": critic, "ema": ema, "reference": reference if moves_reference(config) else None}
     return {name: model for name, model in parts.items() if model is not None}
+
+
+def settle_packing(config: PPOConfig, strategy: DeepspeedStrategy, *models: Any) -> None:
+    """``--packing_samples`` None: all models pack, if each does it exactly on every rank. Collective."""
+    if config.training.packing_samples is not None:
+        return
+    packing = [getattr(model, "module", model) for model in models if model is not None]  # a critic is in its engine
+    found = next(filter(None, [model.try_packing(strategy.device) for model in packing]), None)
+    if reason := next(filter(None, strategy.all_gather_object(found)), None):
+        for model in packing:
+            model.stop_packing()
+        strategy.print(f"note: batches are padded: {reason}")
 
 
 def accelerate(models: Models, config: PPOConfig, device: torch.device) -> None:
@@ -383,7 +396,7 @@ def build_sampler(
         check=_verifier_check(config, strategy, source) if v.check_verifier_status else lambda _: None,
         inspect=check.first,
     )
-    prompt_once = t.packing_samples and t.share_prompts and t.shuffle == "groups"
+    prompt_once = maker.batching.packed and t.share_prompts and t.shuffle == "groups"
     group_filter = GroupFilter(s.filter_metric, s.filter_range, maker.shaper.final_scores)
     return GroupCollector(
         *(sampler, strategy),

@@ -550,7 +550,7 @@ class PPOTrainer(SeedAttributes):
             train_batch_size=t.train_batch_size,
             actor=micro_batch_spec(c, "actor_train"),
             critic=self._critic_spec(),
-            packed=t.packing_samples,
+            packed=self.experience_maker.batching.packed,
             share_prompts=shares and all_share_prompts((self.actor, self.critic, self.initial_model)),
             shuffle=t.shuffle,
             generator=torch.Generator().manual_seed(hash(key) & 0x7FFF_FFFF_FFFF_FFFF),

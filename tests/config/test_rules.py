@@ -80,7 +80,7 @@ CONTRADICTIONS = [
     ({"ppo_n_minibatches": 4, "train_batch_size": 64}, "train_batch_size ppo_n_minibatches"),
     ({"min_new_tokens": 9, "generate_max_len": 8}, "min_new_tokens generate_max_len"),
     ({"buffer_limit": 511}, "buffer_limit"),
-    ({"share_prompts": False}, "no_share_prompts packing_samples"),
+    ({"packing_samples": False, "share_prompts": False}, "no_share_prompts packing_samples"),
     ({"shuffle": "groups"}, "shuffle n_samples_per_prompt"),
     ({"stop": ["\n", ""]}, "stop"),
     ({"bad_words": [" "]}, "bad_words"),
@@ -363,7 +363,7 @@ def test_every_condition_is_of_options_or_facts_and_has_words():
 
 
 def test_switches_that_are_on_by_default_are_named_as_they_are_given():
-    (message,) = problems({"share_prompts": False})
+    (message,) = problems({"share_prompts": False, "packing_samples": False})
     assert message.startswith("--no_share_prompts ")
 
 

@@ -14,6 +14,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     Gemma2Config,
+    Lfm2Config,
     MistralConfig,
     OPTConfig,
     PreTrainedModel,
@@ -45,6 +46,8 @@ from lightppo.models.packing import (
 )
 from lightppo.models.wrapper import warn_that_nothing_is_shared
 from tests.models.conftest import COMMON, KV
+
+LFM2 = Lfm2Config(**COMMON, num_key_value_heads=2, layer_types=["conv", "full_attention"])
 
 #           left pad   prompt   response  right pad
 SEQUENCES = torch.tensor([[0, 0, 11, 12, 13, 0], [21, 22, 23, 24, 25, 26]])
@@ -558,6 +561,41 @@ def test_an_attention_that_cannot_share_says_so_once(causal_lm: MakeModel, caplo
     Actor(causal_lm(attention="eager"), packing_samples=True, share_prompts=False)
     Actor(causal_lm(attention="eager"))
     assert not caplog.records
+
+
+def test_packing_is_tried_and_then_as_if_asked_for(family: str, causal_lm: MakeModel, groups: Batch) -> None:
+    sequences, mask, num_actions = groups
+    tried, asked = Actor(causal_lm(family), packing_samples=None), Actor(causal_lm(family), packing_samples=True)
+    with torch.no_grad():
+        padded = tried(sequences, num_actions, mask)
+        assert not tried.packing_samples
+        assert tried.try_packing(torch.device("cpu")) is None
+        assert tried.shares_prompts
+        packed = tried(sequences, num_actions, mask)
+        assert torch.equal(packed, asked(sequences, num_actions, mask))
+        tried.stop_packing()
+        assert torch.equal(tried(sequences, num_actions, mask), padded)
+    torch.testing.assert_close(packed, padded, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (lambda make: make(attention="eager"), "--attn_implementation sdpa or flash_attention_2, not eager"),
+        (lambda make: AutoModelForCausalLM.from_config(LFM2), "layers of type conv"),
+        (lambda make: make(), "sees its neighbour"),
+    ],
+)
+def test_why_packing_is_not_done(model, reason, causal_lm: MakeModel, groups: Batch, monkeypatch) -> None:
+    """It stays padded, with the numbers of one for which it was never tried."""
+    sequences, mask, num_actions = groups
+    actor = Actor(model(causal_lm).eval(), packing_samples=None)
+    with torch.no_grad():
+        before = actor(sequences, num_actions, mask)
+        monkeypatch.setattr("lightppo.models.wrapper.alike", lambda a, b: False)
+        assert reason in actor.try_packing(torch.device("cpu"))
+        assert not actor.packing_samples
+        assert torch.equal(actor(sequences, num_actions, mask), before)
 
 
 def test_the_load_balancing_loss_counts_every_sample(causal_lm: MakeModel, groups: Batch) -> None:

@@ -174,6 +174,26 @@ def test_shared_prompts_count_once_in_a_budget(trainer_with, monkeypatch, option
     assert sizes == ([2, 2] if counted_once else [1, 1, 1, 1])
 
 
+@pytest.mark.parametrize("exact", [True, False])
+def test_packing_where_it_is_exact(make_config, tmp_path, monkeypatch, capsys, exact):
+    """Without the flag a run is the packed one, or with a note the padded one."""
+    if not exact:
+        monkeypatch.setattr("lightppo.models.wrapper.alike", lambda a, b: False)
+    rows = []
+    for name, options in (("auto", {}), ("given", {"packing_samples": exact})):
+        paths = {"save_path": str(tmp_path / name), "ckpt_path": str(tmp_path / f"{name}-ckpt")}
+        steps = {"total_training_steps": 2, "n_samples_per_prompt": 2, "rollout_batch_size": 4}
+        trainer = PPOTrainer.from_config(make_config(**paths, **steps, **options))
+        assert [m.packing_samples for m in (trainer.actor, trainer.critic, trainer.initial_model)] == [exact] * 3
+        assert trainer.experience_maker.batching.packed == exact
+        trainer.fit()
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        rows.append([{k: v for k, v in json.loads(line).items() if k.startswith(("train/", "ro"))} for line in lines])
+        is_told = "batches are padded: --packing_samples does not" in capsys.readouterr().out
+        assert is_told == (name == "auto" and not exact)
+    assert rows[0] == rows[1]
+
+
 def test_samples_kept_in_the_buffer(trainer_with):
     for limit, expected in ((0, 8), (4, 4), (6, 6)):
         trainer = trainer_with(buffer_limit=limit)
