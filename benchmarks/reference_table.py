@@ -37,9 +37,10 @@ class Run:
 SMALL = """--pretrain model --prompt_data prompts.jsonl --prompt_max_len 16 --generate_max_len 10
     --rollout_batch_size 16 --train_batch_size 8 --micro_train_batch_size 4 --micro_rollout_batch_size 8
     --benchmark_steps 2 --num_examine 0 --save_path {out}/model --ckpt_path {out}/ckpt """
-PPO = SMALL + "--reward_fn reward.py --actor_learning_rate 2e-3 --critic_learning_rate 2e-3 "
-GROUPS = PPO + "--advantage_estimator grpo --n_samples_per_prompt 4 --rollout_batch_size 4 "
-RECIPE = SMALL + "--reward_fn reward.py --actor_learning_rate 2e-3 --config {tree}/examples/recipes/"
+SCORED = SMALL + "--reward_fn reward.py --actor_learning_rate 2e-3 "
+PPO = SCORED + "--critic_learning_rate 2e-3 "
+GROUPS = SCORED + "--advantage_estimator grpo --n_samples_per_prompt 4 --rollout_batch_size 4 "
+RECIPE = SCORED + "--config {tree}/examples/recipes/"
 GROUP_RECIPE = "--n_samples_per_prompt 4 --rollout_batch_size 4"
 GAE = (
     PPO
@@ -126,7 +127,7 @@ RUNS = {
     "ref-ema": Run(GROUPS + "--ref_ema_eta 0.5 --init_kl_coef 0.1 --benchmark_steps 3", "trainer"),
     "ref-reset": Run(GROUPS + "--ref_reset_steps 1 --init_kl_coef 0.1 --ref_pretrain other", "trainer"),
     # estimators that no recipe has
-    "reinforce": Run(PPO + "--advantage_estimator reinforce --gamma 0.9 --advantage_clip 1.5", "trainer"),
+    "reinforce": Run(SCORED + "--advantage_estimator reinforce --gamma 0.9 --advantage_clip 1.5", "trainer"),
     "opo": Run(GROUPS + "--advantage_estimator opo --adv_norm --adv_std_unbiased", "trainer"),
     "grpo_passk": Run(GROUPS + "--advantage_estimator grpo_passk --reward_fn reward.py:binary", "trainer"),
     "group_adv_norm": Run(GROUPS + "--advantage_estimator group_adv_norm", "trainer"),

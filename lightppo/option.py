@@ -7,6 +7,7 @@ import functools
 import os
 import types
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, Union, dataclass_transform, get_args, get_origin, get_type_hints
 
@@ -31,10 +32,12 @@ class Option:
     names: Any = None  # the lightppo.algorithms.entries.Table that a value must be found in
     below: str | None = None  # option that must be larger, where both have a number
     needs: tuple[str, ...] = ()  # conditions without which it does nothing; see lightppo.config.rules.condition_text
-    off: tuple[Any, ...] = ()  # values besides the default that ask for nothing, and so need nothing
+    off: tuple[Any, ...] = ()  # values besides the default that ask for nothing, and so need nothing; those out of
+    # range stand for the default
     resume_safe: bool = False  # a resumed run may change it; everything else must stay as it was
     required: bool = False  # every run must set it
     per_role: bool = False  # of the actor; --critic_<name> is the critic's own, None: the same
+    secret: bool = False  # a wrong value may be a key: it is not shown
     owner: str = ""  # the section that it belongs to: config.<owner>.<name>
 
     @property
@@ -81,9 +84,13 @@ class Option:
         try:
             value = _adapter(self.type, **self.bounds).validate_python(value)
         except ValidationError:
+            with suppress(ValidationError):
+                if _adapter(self.type).validate_python(value) in self.off:
+                    return self.default
             choices = [choice for choice in get_args(self.kind) if isinstance(choice, str)]
             wanted = " ".join(filter(None, (self.type_text, self.range_text)))
-            raise ValueError(f"--{self.name} must be {wanted}, not {value!r}{nearest(str(value), choices)}") from None
+            got = "another value" if self.secret else f"{value!r}{nearest(str(value), choices)}"
+            raise ValueError(f"--{self.name} must be {wanted}, not {got}") from None
         if self.names is not None and value is not None:
             self.names.find(value)
         return value

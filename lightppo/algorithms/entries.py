@@ -133,6 +133,7 @@ class Table(dict[str, E]):
                 default=None,
                 help=f"{', '.join(users)}: {own.help}{default}",
                 needs=(f"{self.flag[2:]}={'|'.join(users)}",),
+                off=() if own.default is None else (own.default,),
                 owner=owner,
             )
         return found

@@ -14,8 +14,9 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import yaml
 
-from lightppo.config.options import all_options, sections
-from lightppo.config.rules import FACTS, PPOConfig, condition_text
+from lightppo.config.aliases import hint
+from lightppo.config.options import all_options, conform, sections
+from lightppo.config.rules import FACTS, PPOConfig, condition_text, idle_flags
 from lightppo.errors import ConfigError
 from lightppo.option import Option, Section, nearest
 
@@ -55,6 +56,10 @@ def parse_args(argv: Sequence[str] | None = None, prog: str = "train_ppo.py") ->
             config = _with_file(config, flags["config"])
         config = config.with_options(**flags)
         config.validate(world_size=int(os.environ.get("WORLD_SIZE", "1")))
+        for needed, names in idle_flags(config, flags).items():
+            change = "changes" if len(names) == 1 else "change"
+            given = ", ".join(f"--{name}" for name in names)
+            _print(f"{prog}: note: {given} {change} nothing here: as by default, without {needed}\n", sys.stderr)
     return config.resolved()
 
 
@@ -103,24 +108,61 @@ def _read_flags(arguments: Sequence[str], options: Sequence[Option]) -> dict[str
     """The options that are given, in their types; a ConfigError has one line for each mistake."""
     # --train-batch-size is --train_batch_size
     spelled = [re.sub(r"^--[A-Za-z][\w-]*", lambda m: "--" + m[0][2:].replace("-", "_"), text) for text in arguments]
+    if any(option.name == "use_wandb" for option in options):
+        spelled = _take_wandb_key(spelled)
     given, unknown = _parser(options).parse_known_args(spelled)
     problems = []
     for before, text in zip(["", *unknown], unknown):
         name = text.partition("=")[0]
         if name.startswith("--"):
-            problems.append(f"unknown flag {name}{nearest(name, [f'--{option.name}' for option in options])}")
+            near = nearest(name, [f"--{option.name}" for option in options])
+            problems.append(f"unknown flag {name}{hint(name[2:]) or near}")
         elif not before.startswith("--"):
-            problems.append(f"unexpected argument {text!r}")
+            shown = f"{name}=…" if "=" in text else text  # the value may be a key
+            problems.append(f"unexpected argument {shown!r}{hint(name)}")
     values = {}
     for option in options:
         if option.name in given:
             try:
-                values[option.name] = option.conform(_typed(getattr(given, option.name), option))
+                values[option.name] = conform(option, _typed(getattr(given, option.name), option))
             except ValueError as error:
                 problems.append(str(error))
     if problems:
         raise ConfigError("\n".join(problems))
     return values
+
+
+_KEY = "WANDB_API_KEY"
+
+
+def _take_wandb_key(arguments: Sequence[str]) -> list[str]:
+    """The arguments without the key of ``--use_wandb KEY``: it goes where wandb looks, and out of the process list."""
+    kept: list[str] = []
+    for before, text in zip(["", *arguments], arguments):
+        with_key = text.startswith("--use_wandb=")
+        key = text.partition("=")[2] if with_key else text if before == "--use_wandb" else ""
+        if not key or key.startswith("-") or key in ("True", "False", "None"):
+            kept.append(text)
+            continue
+        kept += ["--use_wandb"] * with_key
+        os.environ[_KEY] = key
+        sys.argv = [word.replace(key, "…") for word in sys.argv]  # wandb records them
+        _hide_argument(key)
+    return kept
+
+
+def _hide_argument(secret: str) -> None:
+    """Overwrite an argument of this process where Linux shows it (/proc/PID/cmdline, ps)."""
+    try:
+        start, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:47])
+        with open("/proc/self/mem", "r+b") as memory:
+            memory.seek(start)
+            at = memory.read(end - start).find(secret.encode())
+            if at >= 0:
+                memory.seek(start + at)
+                memory.write(b"*" * len(secret.encode()))
+    except OSError as error:
+        _print(f"note: --use_wandb KEY stays visible in the process list ({error}); set {_KEY} instead\n", sys.stderr)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -266,6 +308,8 @@ _HEAD = """\
 
 All options of `lightppo ppo`. The same names are the keys of a `--config FILE.yaml` and of
 `PPOConfig.from_flat(...)`; flags win over the file, the last of a repeated flag wins.
+
+A value that is the default or off (`--lora_dropout 0`) may always be given.
 
 In brackets: the default as code (none: None), then what else may be given; `8` takes whole numbers, `8.0` any numbers.
 Without: a switch that is off; `--bf16`, `--no_bf16`, in YAML `true`, `false`. Lists: `--stop A B`; in YAML a list. None

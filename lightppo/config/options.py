@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, Literal, Self
 
 from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS, CORRECTIONS, KL_ESTIMATORS, LOSS_AGG_MODES, POLICY_LOSSES
+from lightppo.config.aliases import hint
 from lightppo.errors import ConfigError
 from lightppo.option import Option, Section, nearest, option
 
@@ -68,10 +69,14 @@ class AdapterConfig(Section):
     """LoRA: small trained matrices beside frozen weights (arXiv:2106.09685); docs/lora.md."""
 
     lora_rank: int = option(0, "Rank of the adapters of actor and critic; 0: all weights are trained.", ge=0)
-    lora_alpha: float | None = lora(None, "Adapters are scaled by this / --lora_rank. None: 16.", gt=0)
-    lora_dropout: float | None = lora(None, "Dropout before the adapters, in training only. None: 0.", ge=0, lt=1)
+    lora_alpha: float | None = lora(None, "Adapters are scaled by this / --lora_rank. None: 16.", gt=0, off=(16,))
+    lora_dropout: float | None = lora(
+        None, "Dropout before the adapters, in training only. None: 0.", ge=0, lt=1, off=(0,)
+    )
     load_in_4bit: bool = lora(False, "QLoRA: hold the frozen weights in 4 bits (NF4), by bitsandbytes.")
-    target_modules: tuple[str, ...] = lora((), "Adapted layers, by the end of their names. None: all but the head.")
+    target_modules: tuple[str, ...] = lora(
+        (), "Adapted layers, by the end of their names. None, or all-linear: all but the head.", off=(("all-linear",),)
+    )
 
 
 class DataConfig(Section):
@@ -83,8 +88,10 @@ class DataConfig(Section):
     eval_data: str | None = safe(None, "Held-out prompts. Without it there is no evaluation.")
     eval_split: str = safe("test", "Split of --eval_data; files without splits have only one.")
     pretrain_data: str | None = option(None, "Text for the PTX loss.", needs="ptx_coef>0")
-    pretrain_data_probs: str | None = option(None, "Their sampling probabilities, if several.", needs="pretrain_data")
-    pretrain_split: str = option("train", "Split of --pretrain_data.")
+    pretrain_data_probs: str | None = option(
+        None, "Their sampling probabilities, if several.", needs="pretrain_data", off=("1.0", "1")
+    )
+    pretrain_split: str = option("train", "Split of --pretrain_data.", needs="pretrain_data")
     input_key: str = option("input", "Column with the prompt: text, or a list of chat messages.")
     label_key: str | None = option(None, "Column with the ground truth. None: recognised from the row's form.")
     output_key: str | None = option(
@@ -211,14 +218,23 @@ class SamplingConfig(Section):
         "Too few groups after --max_num_gen_batches: train on those, stop the run, or train on some of them twice.",
         needs="dynamic_sampling and max_num_gen_batches>0",
     )
-    dataset_filter_threshold: float | None = option(None, "After an episode, drop prompts of a mean score above this.")
+    dataset_filter_threshold: float | None = option(
+        None, "After an episode, drop prompts of a mean score above this.", needs="dataset_max_filter_percentage>0"
+    )
     dataset_max_filter_percentage: float = option(
-        0.1, "Largest share of the prompts to leave out per episode.", gt=0, lt=1, needs="dataset_filter_threshold"
+        0.1,
+        "Largest share of the prompts to leave out per episode.",
+        ge=0,
+        lt=1,
+        needs="dataset_filter_threshold",
+        off=(0,),
     )
     fire_sampling: bool = option(
         False, "Sample the first token of each response at --fire_temperature.", needs="rollout_engine=hf and sampling"
     )
-    fire_temperature: float | None = option(None, "Temperature of that token. None: 10.", gt=0, needs="fire_sampling")
+    fire_temperature: float | None = option(
+        None, "Temperature of that token. None: 10.", gt=0, needs="fire_sampling", off=(10,)
+    )
     rollout_data_dir: str | None = safe(None, "Folder for stepN.jsonl: every sample that the step trains on.")
     skip_rollout: str | None = safe(None, "Debugging: folder where rollouts are saved, and read by the next run.")
     skip_rollout_reuse: bool = safe(False, "Every step gets its first rollout.", needs="skip_rollout")
@@ -251,7 +267,9 @@ class RewardConfig(Section):
     overlong_buffer_len: int | None = option(
         None, "DAPO's soft limit: the last so many tokens before --generate_max_len are punished.", "tokens", ge=1
     )
-    overlong_penalty_factor: float | None = option(None, "Largest penalty. None: 1.", gt=0, needs="overlong_buffer_len")
+    overlong_penalty_factor: float | None = option(
+        None, "Largest penalty. None: 1.", gt=0, needs="overlong_buffer_len", off=(1,)
+    )
     mask_no_eos_with_zero: bool = option(False, "Responses cut by the limit have score 0; their KL still counts.")
     mask_too_long: bool = option(False, "Responses cut by the limit are in neither training nor advantage statistics.")
     reward_clip_range: tuple[float, float] | None = option((-10.0, 10.0), "Shaped scores are clipped to this range.")
@@ -355,10 +373,12 @@ class AlgorithmConfig(Section, own=ADVANTAGE_ESTIMATORS):
     adv_norm_eps: float | None = option(
         None, "Added to the batch's variance (None: 1e-8), or the group's deviation (1e-5).", ge=0, needs="whitening"
     )
-    advantage_clip: float | None = option(None, "Advantages are clipped to ± this.", gt=0)
+    advantage_clip: float | None = option(None, "Advantages are clipped to ± this.", gt=0, off=(0,))
     init_kl_coef: float = option(0.01, "KL coefficient; 0: no reference model is loaded.", ge=0)
     kl_target: float | None = kl(None, "Adapt the coefficient towards this KL. None: it stays.", gt=0)
-    kl_horizon: int = option(10000, "Horizon of the adaptive coefficient.", "samples over all ranks", ge=1)
+    kl_horizon: int = option(
+        10000, "Horizon of the adaptive coefficient.", "samples over all ranks", ge=1, needs="kl_target"
+    )
     kl_estimator: str | None = option(
         None, "KL per token (joschu.net/blog/kl-approx). None: k1 in the reward, k2 in the loss.", names=KL_ESTIMATORS
     )
@@ -369,14 +389,18 @@ class AlgorithmConfig(Section, own=ADVANTAGE_ESTIMATORS):
         off=(False,),
     )
     use_kl_in_reward: bool | None = option(None, "KL in the reward. None: unless it is in the loss.")
-    ref_ema_eta: float | None = kl(None, "After each step the reference becomes (1 - η)·itself + η·actor.", gt=0, le=1)
+    ref_ema_eta: float | None = kl(
+        None, "After each step the reference becomes (1 - η)·itself + η·actor.", gt=0, le=1, off=(0,)
+    )
     ref_reset_steps: int | None = kl(None, "The reference becomes the actor's copy every N steps.", "PPO steps", ge=1)
-    ptx_coef: float = option(0.05, "Weight of the language-model loss on --pretrain_data.", ge=0)
+    ptx_coef: float = option(
+        0.05, "Weight of the language-model loss on --pretrain_data.", ge=0, needs="pretrain_data", off=(0,)
+    )
     freezing_actor_steps: int = critic(
         -1, "Train only the critic up to and including this step; -1: never.", "PPO steps", ge=-1, off=(0,)
     )
     enable_ema: bool = option(False, "Keep an exponential moving average of the actor and save it at the end.")
-    ema_beta: float = option(0.992, "Decay of the moving average.", ge=0, lt=1)
+    ema_beta: float = option(0.992, "Decay of the moving average.", ge=0, lt=1, needs="enable_ema")
 
 
 clips = partial(option, needs="clipping")
@@ -396,7 +420,11 @@ class LossConfig(Section, own=POLICY_LOSSES):
     eps_clip_high: float | None = clips(None, "Upper clip range (clip-higher). None: --eps_clip.", gt=0)
     entropy_coef: float = option(0.0, "Weight of an entropy bonus in the actor's loss.", ge=0)
     high_entropy_token_ratio: float | None = option(
-        None, "Only this share of all tokens, highest entropy first, has a policy loss. None: all.", gt=0, le=1
+        None,
+        "Only this share of all tokens, highest entropy first, has a policy loss. None: all.",
+        gt=0,
+        le=1,
+        off=(0,),
     )
     aux_loss_coef: float = option(0.0, "Weight of a mixture-of-experts model's load-balancing loss.", ge=0)
     early_stop_imp_ratio: float | None = option(
@@ -408,7 +436,7 @@ class LossConfig(Section, own=POLICY_LOSSES):
         "Log probs before the update: of a forward pass, or recorded in the rollout. auto: no pass where it would give "
         "the same, as with one optimizer step per rollout or float32 rollouts by the actor itself.",
     )
-    value_clip: float | None = option(0.2, "Clip range of values around the old ones; None: off.", gt=0)
+    value_clip: float | None = critic(0.2, "Clip range of values around the old ones; None: off.", gt=0, off=(None,))
     value_huber_delta: float | None = critic(None, "Value error is linear (Huber) from here on; None: squared.", gt=0)
     value_norm: Literal["exp", "ma"] | None = critic(
         None, "The critic learns returns normalised by an exponential or plain moving average. None: raw returns."
@@ -471,7 +499,7 @@ class TrainingConfig(Section):
     buffer_limit: int = option(0, "Samples in the buffer, oldest out first; 0: all.", "samples per rank", ge=0)
     buffer_cpu_offload: bool = safe(True, "Keep the replay buffer in CPU memory.")
     actor_learning_rate: float = option(1e-06, "Peak learning rate of the actor.", ge=0)
-    critic_learning_rate: float = option(9e-06, "Peak learning rate of the critic.", ge=0)
+    critic_learning_rate: float = critic(9e-06, "Peak learning rate of the critic.", ge=0)
     lr_scheduler: Literal["constant", "linear", "cosine", "cosine_with_min_lr"] = per_role(
         "cosine_with_min_lr", "Schedule over all optimizer steps, after the warm-up."
     )
@@ -507,6 +535,9 @@ class StrategyConfig(Section):
     dist_timeout: float = safe(30.0, "Longest wait for another rank.", "minutes", gt=0)
 
 
+saved = partial(option, needs="save_steps>0 or save_epochs or save_seconds")
+
+
 class CheckpointConfig(Section, resume_safe=True):
     """Checkpoints and the final model."""
 
@@ -518,8 +549,8 @@ class CheckpointConfig(Section, resume_safe=True):
     hf_save_steps: int = option(-1, "Export the actor in HF format every N steps; -1: never.", "PPO steps", ge=-1)
     hf_save_epochs: int | None = option(None, "Export every N episodes.", "episodes", ge=1)
     hf_save_seconds: float | None = option(None, "Export every N seconds.", "seconds", gt=0)
-    save_hf_ckpt: bool = option(False, "Each checkpoint also holds the actor in HF format.")
-    disable_ds_ckpt: bool = option(False, "Checkpoints hold no resumable state.")
+    save_hf_ckpt: bool = saved(False, "Each checkpoint also holds the actor in HF format.")
+    disable_ds_ckpt: bool = saved(False, "Checkpoints hold no resumable state.")
     max_ckpt_num: int = option(3, "Checkpoints kept, oldest out first.", ge=1)
     max_ckpt_mem: float = option(100000000.0, "Disk space of all checkpoints, oldest out first.", "GB", gt=0)
     resume: str = option("auto", "auto: go on from the last checkpoint; never; or a checkpoint path.", off=("never",))
@@ -538,15 +569,17 @@ class EvaluationConfig(Section, resume_safe=True):
     )
     eval_epochs: int | None = evaluated(None, "Every N episodes, whatever --eval_steps says.", "episodes", ge=1)
     eval_seconds: float | None = evaluated(None, "Every N seconds.", "seconds", gt=0)
-    eval_n_samples: int = option(
-        1, "Samples per prompt: mean@n and pass@k.", "samples per prompt", ge=1, needs="eval_temperature>0"
+    eval_n_samples: int = evaluated(
+        1, "Samples per prompt: mean@n and pass@k.", "samples per prompt", ge=1, also="eval_temperature>0"
     )
-    eval_temperature: float | None = option(
-        None, "Sampling temperature; 0: greedy. None: 0, and with --eval_n_samples above 1 it is 1.", ge=0
+    eval_temperature: float | None = evaluated(
+        None, "Sampling temperature; 0: greedy. None: 0, and with --eval_n_samples above 1 it is 1.", ge=0, off=(0, 1)
     )
-    eval_top_p: float = option(1.0, "Nucleus sampling.", gt=0, le=1, needs="eval_temperature>0")
-    eval_top_k: int = option(-1, "Only the k most likely tokens; -1: all.", ge=-1, needs="eval_temperature>0")
-    eval_correct_threshold: float = option(0.5, "A score of at least this is correct, where the source gives no acc.")
+    eval_top_p: float = evaluated(1.0, "Nucleus sampling.", gt=0, le=1, also="eval_temperature>0")
+    eval_top_k: int = evaluated(-1, "Only the k most likely tokens; -1: all.", ge=-1, also="eval_temperature>0")
+    eval_correct_threshold: float = evaluated(
+        0.5, "A score of at least this is correct, where the source gives no acc."
+    )
     eval_reward_source: tuple[str, ...] = evaluated(
         (), "What scores evaluations, as --reward_source. None: what scores training, or --eval_reward_fn."
     )
@@ -554,8 +587,11 @@ class EvaluationConfig(Section, resume_safe=True):
     best_metric: str | None = evaluated(
         None, "Keep the actor with the highest value of this metric in --ckpt_path/best_hf, e.g. eval/accuracy."
     )
-    val_before_train: bool = option(True, "Evaluate before the first step.")
+    val_before_train: bool = evaluated(True, "Evaluate before the first step.")
     val_only: bool = evaluated(False, "Evaluate and stop; needs neither prompts nor critic nor reference.")
+
+
+wandb = partial(option, needs="use_wandb")
 
 
 class LoggingConfig(Section, resume_safe=True):
@@ -569,11 +605,20 @@ class LoggingConfig(Section, resume_safe=True):
         (), "Steps whose operators go to SAVE_PATH/profile, as traces of torch's profiler.", "PPO steps", ge=1
     )
     use_tensorboard: str | None = option(None, "Folder for TensorBoard.")
-    use_wandb: bool = option(False, "Log to Weights & Biases; log in with `wandb login` or WANDB_API_KEY.")
-    wandb_org: str | None = option(None, "Entity.")
-    wandb_group: str | None = option(None, "Group.")
-    wandb_project: str = option("lightppo", "Project.")
-    wandb_run_name: str | None = option(None, "Name of the run, also in TensorBoard. None: the name of --save_path.")
+    use_wandb: bool = option(
+        False,
+        "Log to Weights & Biases; log in with `wandb login` or WANDB_API_KEY. The flag also takes a key, which others "
+        "may see in the list of processes.",
+        secret=True,
+    )
+    wandb_org: str | None = wandb(None, "Entity.")
+    wandb_group: str | None = wandb(None, "Group.")
+    wandb_project: str = wandb("lightppo", "Project.")
+    wandb_run_name: str | None = option(
+        None,
+        "Name of the run, also in TensorBoard. None: the name of --save_path.",
+        needs="use_wandb or use_tensorboard",
+    )
 
 
 @dataclass
@@ -614,10 +659,10 @@ class Options:
         changed: dict[str, dict[str, Any]] = {}
         for name, value in values.items():
             if name not in known:
-                problems.append(f"unknown option {name!r}{nearest(name, known)}")
+                problems.append(f"unknown option {name!r}{hint(name) or nearest(name, known)}")
                 continue
             try:
-                changed.setdefault(known[name].owner, {})[name] = known[name].conform(value)
+                changed.setdefault(known[name].owner, {})[name] = conform(known[name], value)
             except ValueError as error:
                 problems.append(str(error))
         if problems:
@@ -639,6 +684,15 @@ def all_options() -> Iterator[Option]:
     """Every option, in the order of the sections."""
     for section in sections().values():
         yield from section.options().values()
+
+
+def conform(one: Option, value: Any) -> Any:
+    """The value in the option's type; a ConfigError names the flag, and our name for another trainer's value."""
+    try:
+        return one.conform(value)
+    except ValueError as error:
+        meant = hint(one.name, value)
+        raise ConfigError(f"--{one.name} {value}{meant}" if meant else str(error)) from None
 
 
 def unsafe_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[dict[str, tuple], dict[str, tuple]]:

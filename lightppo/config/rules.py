@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -357,6 +357,12 @@ def _facts(config: Options) -> dict[str, bool]:
     }
 
 
+def _judges(config: Options) -> set[str]:
+    """Names of the sources that score evaluations alone."""
+    judge = evaluation_config(config)
+    return set() if judge is None else set(reward_plan(judge, "--eval_reward_source")[ANY_ROUTE])
+
+
 def _source_facts(plan: Plan | None, sources: set[str], judges: set[str]) -> dict[str, bool]:
     """Which of the ``FACTS`` of reward sources hold, those that judge evaluations included."""
     one_source = plan is None or len(plan) == len(sources) == 1
@@ -429,6 +435,23 @@ _EXCLUSIVE = (
 )
 
 
+def idle_flags(config: Options, given: Container[str]) -> dict[str, list[str]]:
+    """Options that were ``given`` and change nothing, which no error says because they are off or the default.
+
+    Returns:
+        what they need, in words → their names.
+    """
+    flat, found = config.flat(), {}
+    idle = [one for one in all_options() if one.needs and one.name in given and not one.is_set(flat[one.name])]
+    if idle:
+        facts = _source_facts(reward_plan(config), reward_sources(config), _judges(config))
+        values = flat | resolutions(config) | _facts(config) | facts
+    for one in idle:
+        if unmet := [condition for condition in one.needs if not _holds(condition, values)]:
+            found.setdefault(condition_text(unmet[0]), []).append(one.name)
+    return found
+
+
 def contradictions(config: Options, world_size: int, by_hand: bool = False) -> list[str]:
     """What cannot work: the first problem of each option.
 
@@ -444,9 +467,7 @@ def contradictions(config: Options, world_size: int, by_hand: bool = False) -> l
         rules = [_required, *rules, _micro_batches, _models, _rewards, _data, _strategy]
         o.plan_problem = None
         try:
-            o.plan, o.sources = reward_plan(config), reward_sources(config)
-            judge = evaluation_config(config)
-            o.judges = set() if judge is None else set(reward_plan(judge, "--eval_reward_source")[ANY_ROUTE])
+            o.plan, o.sources, o.judges = reward_plan(config), reward_sources(config), _judges(config)
             o.facts |= _source_facts(o.plan, o.sources, o.judges)
         except ConfigError as error:
             o.plan_problem = str(error)
@@ -636,11 +657,14 @@ def _models(o: SimpleNamespace) -> Iterator[str]:
         yield "--init_critic_from_actor and --critic_pretrain name two starts for the critic: leave one out"
     if o.override_config is not None:
         try:
-            is_object = isinstance(json.loads(o.override_config), dict)
+            values = json.loads(o.override_config)
+            is_object = isinstance(values, dict)
         except json.JSONDecodeError:
             is_object = False
         if not is_object:
             yield f"--override_config must be a JSON object, not {o.override_config!r}"
+        elif dropped := [name for name, value in values.items() if ("drop" in name or "jitter" in name) and value]:
+            yield f"--override_config {dropped[0]!r}: models run without dropout, so that log probs agree; leave it out"
     if reference_is_actor(o.config) and o.ref_zero_stage != (3 if o.zero_stage == 3 else 0):
         yield f"--ref_zero_stage needs {FACTS['own_reference']}"
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -42,7 +44,7 @@ def test_flags_of_every_kind(parse):
 
 
 def test_text_that_looks_like_something_else(parse):
-    flat = parse(["--input_template=-- {}", "--system_prompt", "- x", "--wandb_run_name", "1e5"]).flat()
+    flat = parse(["--input_template=-- {}", "--system_prompt", "- x", "--use_wandb", "--wandb_run_name", "1e5"]).flat()
     assert (flat["input_template"], flat["system_prompt"], flat["wandb_run_name"]) == ("-- {}", "- x", "1e5")
 
 
@@ -123,6 +125,68 @@ def test_what_every_run_needs(capsys):
     lines = capsys.readouterr().err.splitlines()
     assert [line.split()[:3] for line in lines[:2]] == [["run.py:", "error:", f"--{name}"] for name in REQUIRED_FLAGS]
     assert all(flag in lines[2] for flag in ("--reward_fn", "--remote_rm_url", "--reward_pretrain", "--reward_source"))
+
+
+# Defaults that public scripts spell out.
+SPELLED_OUT = (
+    "--lora_alpha 16 --lora_dropout 0 --target_modules all-linear --pretrain_data_probs 1.0 --ptx_coef 0.05 "
+    "--ref_ema_eta 0 --dataset_max_filter_percentage 0 --ema_beta 0.992 --kl_horizon 10000 "
+    "--eval_n_samples 1 --advantage_clip 0.0 --pretrain_split train"
+)
+
+
+def test_defaults_that_are_spelled_out_are_notes(parse, capsys):
+    flat = parse(SPELLED_OUT).flat()
+    assert (flat["ref_ema_eta"], flat["advantage_clip"]) == (None, None)
+    notes = capsys.readouterr().err.splitlines()
+    assert all(re.match(r"train_ppo.py: note: --\w+.* change(s?) nothing here: .* without --", note) for note in notes)
+    noted = [name for note in notes for name in re.findall(r"--(\w+)", note.partition(" change")[0])]
+    assert sorted(noted) == ["dataset_max_filter_percentage", "ema_beta", "eval_n_samples", "kl_horizon", "lora_alpha",
+                             "lora_dropout", "pretrain_data_probs", "pretrain_split", "ptx_coef",
+                             "target_modules"]  # fmt: skip
+    parse("--gamma 1.0 --value_clip 0.2")  # defaults that count
+    assert capsys.readouterr().err == ""
+
+
+KEY = "0123456789abcdef"
+
+
+@pytest.mark.parametrize("flags", [f"--use_wandb {KEY}", f"--use_wandb={KEY}", f"--use-wandb {KEY} --gamma 1"])
+def test_a_wandb_key_goes_where_wandb_looks_and_nowhere_else(parse, monkeypatch, capsys, flags):
+    monkeypatch.setenv("WANDB_API_KEY", "another")
+    monkeypatch.setattr("sys.argv", ["train_ppo.py", *flags.split()])
+    config = parse(flags)
+    assert config.logging.use_wandb is True
+    assert os.environ["WANDB_API_KEY"] == KEY
+    assert KEY not in " ".join([*sys.argv, *capsys.readouterr(), str(config.flat())])
+
+
+def test_a_bare_use_wandb_leaves_the_key_alone(parse, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "mine")
+    for flags in ("--use_wandb", "--use_wandb --gamma 1", "--use_wandb True --no_use_wandb"):
+        with contextlib.suppress(SystemExit):
+            parse(flags)
+        assert os.environ["WANDB_API_KEY"] == "mine"
+
+
+def test_a_wandb_key_is_not_echoed_by_mistakes(refusal, yaml_file, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "")
+    path = yaml_file(f"use_wandb: {KEY}k\n")
+    for flags in (f"--use_wandb {KEY} --gama 1", f"--wandb_key {KEY}", f"--wandb.key={KEY}", f"wandb.key={KEY}"):
+        assert KEY not in refusal(flags)
+    printed = refusal(["--config", path])
+    assert "--use_wandb must be true or false" in printed
+    assert KEY not in printed
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="process lists of Linux")
+def test_a_wandb_key_is_not_in_the_list_of_processes():
+    required = [f"--{name}=x.py" for name in ("pretrain", "prompt_data", "reward_fn")]
+    code = f"import sys; from lightppo.config import parse_args; parse_args(sys.argv[1:] + {required})"
+    code += "; print(open('/proc/self/cmdline').read())"
+    done = subprocess.run([sys.executable, "-c", code, "--use_wandb", KEY], capture_output=True, text=True, timeout=60)
+    assert "--use_wandb" in done.stdout
+    assert KEY not in done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("flags", ["--gama 1", "--gamma 2", "--help", "--config /nowhere.yaml"])

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, get_args
 
 import pytest
+from support.options import other_value
 
 from lightppo.config import AlgorithmConfig, PPOConfig, parse_args, rules
 from lightppo.config.options import all_options, unsafe_changes
 from lightppo.errors import ConfigError
-from lightppo.option import Option
 
 TRICKY = [
     "None",
@@ -50,26 +50,6 @@ def back(tmp_path, monkeypatch):
         return parse_args(["--config", str(path)]).flat() | {"config": config.file.config, "save_path": "./ckpt"}
 
     return run
-
-
-def other_value(option: Option, text: str) -> Any:
-    """A value of the option's type and range that is not its default, with ``text`` wherever there is text."""
-    kind, bounds = option.kind, option.bounds
-    if option.names is not None:
-        return next(name for name in option.names if name != option.default)
-    if kind is bool:
-        return not option.default
-    if kind is str:
-        return text
-    if get_origin(kind) is Literal:
-        return next(choice for choice in get_args(kind) if choice != option.default)
-    if get_origin(kind) is tuple:
-        entry = get_args(kind)[0]
-        return {str: (text, "b"), int: (1, 7), float: (0.125, 0.75)}[entry]
-    if kind is int:
-        return int(bounds.get("ge", 0)) + 12345
-    low, high = bounds.get("ge", bounds.get("gt", 0.0)), bounds.get("le", bounds.get("lt", 2.0))
-    return low + (high - low) * 1 / 3  # a third has no short decimal
 
 
 @pytest.mark.parametrize("text", TRICKY)

@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 import pytest
+from support.options import other_value
 
 from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS, CORRECTIONS, POLICY_LOSSES
 from lightppo.config import PPOConfig
@@ -19,6 +20,7 @@ from lightppo.config.rules import (
     advice,
     condition_text,
     contradictions,
+    idle_flags,
     micro_batch_spec,
     old_log_probs_from,
     parse_specs,
@@ -27,6 +29,7 @@ from lightppo.config.rules import (
     reward_sources,
 )
 from lightppo.errors import ConfigError
+from lightppo.option import Option
 
 PATHS = {"pretrain": "model", "prompt_data": "p.jsonl", "reward_fn": "r.py"}
 RLOO = {"advantage_estimator": "rloo", "n_samples_per_prompt": 2}
@@ -100,6 +103,15 @@ CONTRADICTIONS = [
     ({"ref_pretrain": "other", "init_kl_coef": 0}, "ref_pretrain init_kl_coef"),
     ({"override_config": "rope_theta=1"}, "override_config"),
     ({"override_config": "[1]"}, "override_config"),
+    ({"override_config": '{"attention_dropout": 0.1}'}, "override_config"),
+    ({"save_hf_ckpt": True}, "save_hf_ckpt save_steps save_epochs save_seconds"),
+    ({"ptx_coef": 0.1}, "ptx_coef pretrain_data"),
+    ({"ema_beta": 0.9}, "ema_beta enable_ema"),
+    ({"wandb_project": "mine"}, "wandb_project use_wandb"),
+    ({"wandb_run_name": "mine"}, "wandb_run_name use_wandb use_tensorboard"),
+    ({"dataset_filter_threshold": 0.5, "dataset_max_filter_percentage": 0}, "dataset_filter_threshold"),
+    ({"eval_top_p": 0.9}, "eval_top_p eval_data"),
+    ({"val_before_train": False}, "no_val_before_train eval_data"),
     ({"reward_fn": None, "reward_pretrain": ["a", "b"]}, "reward_pretrain reward_fn"),
     ({**URL, "reward_pretrain": ["a"]}, "remote_rm_url reward_pretrain"),
     ({**URL, "reward_fn": "r.py"}, "remote_rm_url reward_fn"),
@@ -117,9 +129,9 @@ CONTRADICTIONS = [
     ({"eval_steps": 5}, "eval_steps eval_data"),
     ({"eval_seconds": 60}, "eval_seconds eval_data"),
     ({"val_only": True}, "val_only eval_data"),
-    ({"eval_n_samples": 4, "eval_temperature": 0}, "eval_n_samples eval_temperature"),
-    ({"eval_top_p": 0.9}, "eval_top_p eval_temperature"),
-    ({"eval_top_k": 5, "eval_temperature": 0}, "eval_top_k eval_temperature"),
+    ({**EVAL, "eval_n_samples": 4, "eval_temperature": 0}, "eval_n_samples eval_temperature"),
+    ({**EVAL, "eval_top_p": 0.9}, "eval_top_p eval_temperature"),
+    ({**EVAL, "eval_top_k": 5, "eval_temperature": 0}, "eval_top_k eval_temperature"),
     ({"eval_reward_fn": "judge.py"}, "eval_reward_fn eval_data"),
     ({**EVAL, "eval_reward_source": ["server"]}, "eval_reward_source remote_rm_url"),
     ({**EVAL, **URL, "eval_reward_source": ["function"]}, "eval_reward_source eval_reward_fn"),
@@ -127,6 +139,7 @@ CONTRADICTIONS = [
     ({**EVAL, "eval_reward_source": ["guess"]}, "eval_reward_source"),
     ({"prompt_data": None}, "prompt_data"),
     ({**EVAL, "prompt_data": None, "reward_fn": None, "val_only": True}, "reward_fn remote_rm_url"),
+    ({"eval_n_samples": 4}, "eval_n_samples eval_data"),
     ({"bf16": True, "zero_stage": 0, "critic_zero_stage": 1}, "bf16 zero_stage"),
     ({"bf16": True, "critic_zero_stage": 0}, "bf16 critic_zero_stage"),
     ({"adam_offload": True, "zero_stage": 0}, "adam_offload zero_stage"),
@@ -185,6 +198,9 @@ CONTRADICTIONS = [
     ({"eps_clip": 0.1, "eps_clip_low": 0.2, "eps_clip_high": 0.3}, "eps_clip eps_clip_low"),
     ({"policy_loss": "clip_cov", "clip_cov_low": 6}, "clip_cov_low clip_cov_high"),
     ({**GROUP, "value_huber_delta": 1}, "value_huber_delta advantage_estimator"),
+    ({**GROUP, "value_clip": 0.3}, "value_clip advantage_estimator"),
+    ({**GROUP, "critic_learning_rate": 1e-5}, "critic_learning_rate advantage_estimator"),
+    ({"kl_horizon": 500}, "kl_horizon kl_target"),
     ({**GROUP, "value_norm": "exp"}, "value_norm advantage_estimator"),
     ({"value_norm": "ma", "value_norm_beta": 0.9}, "value_norm_beta value_norm"),
     ({"value_norm_eps": 0.9}, "value_norm_eps value_norm"),
@@ -196,7 +212,7 @@ CONTRADICTIONS = [
     ({"rollout_correction": "icepop", "correction_low": 9}, "correction_low correction_high"),
     ({"reward_clip_range": [1, 1]}, "reward_clip_range"),
     ({"stop_properly_penalty": 1.5}, "stop_properly_penalty"),
-    ({"overlong_penalty_factor": 1}, "overlong_penalty_factor overlong_buffer_len"),
+    ({"overlong_penalty_factor": 2}, "overlong_penalty_factor overlong_buffer_len"),
     ({"overlong_buffer_len": 128, "generate_max_len": 64}, "overlong_buffer_len generate_max_len"),
     ({"mask_too_long": True, "mask_no_eos_with_zero": True}, "mask_too_long mask_no_eos_with_zero"),
     ({"reward_delta": True}, "reward_delta use_dense_reward"),
@@ -360,6 +376,64 @@ def test_every_condition_is_of_options_or_facts_and_has_words():
             assert condition_text(condition)
     assert condition_text("zero_stage=2|3 or lora_rank>0") == "--zero_stage 2 or 3 or --lora_rank above 0"
     assert condition_text("rollout_check!=off") == "--rollout_check other than off"
+
+
+NEEDY = [one for one in all_options() if one.needs]
+
+
+def without_needs(one: Option) -> dict[str, Any]:
+    """A run in which what the option needs is missing."""
+    condition = one.needs[0]
+    missing = {
+        "critic": RLOO,
+        "sampling": {"temperature": 0.0},
+        "ptx_coef>0": {"ptx_coef": 0.0},
+        "packing_samples!=False": {"packing_samples": False},
+        "discounting": GROUP,
+        "whitening": RLOO,
+        "clipping": {"policy_loss": "kl_cov"},
+        "policy_loss=ppo": {"policy_loss": "gspo"},
+        "rollout_engine=hf": {"rollout_engine": "vllm"},
+        "own_reference": {**LORA, "zero_stage": 3},
+        "init_kl_coef>0": {"init_kl_coef": 0.0},
+        "zero_stage!=0": {"zero_stage": 0},
+        "zero_stage!=3": {"zero_stage": 3},
+        "zero_stage=1|2|3": {"zero_stage": 0},
+        "zero_stage=2|3": {"zero_stage": 1},
+        "dataset_max_filter_percentage>0": {"dataset_max_filter_percentage": 0.0},
+        "reward_minimum or one_source": {"reward_fn": None, "reward_source": ["math", "format=0.1"]},
+        "function": {**NO_REWARD, **MATH},
+        "function or math": {**NO_REWARD, "reward_source": ["format"]},
+        "function or server or math or code": {**NO_REWARD, "reward_source": ["format"]},
+    }
+    return missing.get(condition, {})
+
+
+@pytest.mark.parametrize("one", NEEDY, ids=[one.name for one in NEEDY])
+def test_what_is_off_or_the_default_is_a_note_where_another_value_is_an_error(one):
+    run = without_needs(one)
+    for value in (one.default, *one.off):
+        given = config(**run | {one.name: value})
+        given.validate()
+        ((needed, names),) = idle_flags(given, {one.name}).items()
+        assert names == [one.name]
+        assert needed == condition_text(one.needs[0])
+    refused = problems(run | {one.name: other_value(one)})
+    assert any(f"{one.name} needs {needed}" in message for message in refused)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("ref_ema_eta", 0), ("advantage_clip", "0.0"), ("high_entropy_token_ratio", 0.0), ("ref_ema_eta", "0")],
+)
+def test_zero_out_of_range_is_off(name, value):
+    assert config(**{name: value}).flat()[name] is None
+
+
+def test_options_that_were_not_given_are_no_note():
+    assert idle_flags(config(**RLOO), {"pretrain"}) == {}
+    assert idle_flags(config(**GROUP), {"pretrain", "gamma"}) == {FACTS["discounting"]: ["gamma"]}
+    assert idle_flags(config(lora_rank=4, lora_alpha=16), {"lora_alpha"}) == {}
 
 
 def test_switches_that_are_on_by_default_are_named_as_they_are_given():
@@ -594,7 +668,7 @@ REMOTE = {**SERVERS, "vllm_server_url": (LOCAL[0], "http://192.0.2.1:8000")}
     ("options", "world_size"),
     [
         ({"rollout_engine": "vllm"}, 1),
-        ({"rollout_engine": "vllm", "temperature": 0.0, "eval_temperature": 0.0}, 1),
+        ({"rollout_engine": "vllm", "temperature": 0.0, "eval_data": "e", "eval_temperature": 0.0}, 1),
         ({"rollout_engine": "vllm", "tensor_parallel_size": 2}, 4),
         (SERVERS, 1),
         ({**SERVERS, "vllm_server_sync": "shm", "vllm_server_timeout": 5.0, "vllm_server_retries": 0}, 1),

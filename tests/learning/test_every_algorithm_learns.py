@@ -15,7 +15,7 @@ from support.addition import rise, train
 
 from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 
-GAE: dict[str, Any] = {"advantage_estimator": "gae"}
+GAE: dict[str, Any] = {"advantage_estimator": "gae", "critic_learning_rate": 2e-3}
 GRPO: dict[str, Any] = {"advantage_estimator": "grpo"}
 KL_LOSS = GRPO | {"use_kl_loss": True, "init_kl_coef": 0.05}
 # Two names of one estimator are one case, under the first.
@@ -23,6 +23,7 @@ ESTIMATORS = list({entry.fn: name for name, entry in reversed(ADVANTAGE_ESTIMATO
 
 CASES: dict[str, dict[str, Any]] = {
     **{name: {"advantage_estimator": name} for name in ESTIMATORS},
+    "gae": GAE,
     **{f"loss-{name}": GRPO | {"policy_loss": name} for name in POLICY_LOSSES if name != "ppo"},  # ppo: grpo's own
     "kl_in_reward": GAE | {"init_kl_coef": 0.01},
     "kl_loss-k2": KL_LOSS,

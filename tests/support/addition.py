@@ -98,7 +98,6 @@ def short_run(assets: Path, run: Path) -> dict[str, Any]:
         "total_training_steps": STEPS,
         "init_kl_coef": 0.0,
         "actor_learning_rate": 5e-4,
-        "critic_learning_rate": 2e-3,
         "lr_scheduler": "constant",
         "zero_stage": 0,
         "num_examine": 0,

@@ -10,6 +10,7 @@ import pytest
 from support.world import one_rank
 
 from lightppo.config import PPOConfig
+from lightppo.config.rules import needs_critic
 
 REWARD = '''
 def reward_func(queries, prompts, labels):
@@ -51,13 +52,13 @@ def make_config(assets: dict[str, str], tmp_path: Path) -> Callable[..., PPOConf
             "train_batch_size": 4 * options.get("n_samples_per_prompt", 1),
             "micro_train_batch_size": 2,
             "actor_learning_rate": 1e-2,
-            "critic_learning_rate": 1e-2,
             "zero_stage": 0,
             "num_examine": 0,
             "save_path": str(tmp_path / "run"),
             "ckpt_path": str(tmp_path / "ckpt"),
         }
-        return PPOConfig.from_flat(assets | small | options)
+        config = PPOConfig.from_flat(assets | small | options)
+        return config.with_options(critic_learning_rate=1e-2) if needs_critic(config) else config
 
     return make
 
@@ -92,7 +93,6 @@ def trainer_with(parts, tmp_path) -> Callable[..., Any]:
     from support.sampled import SCORES
 
     from lightppo import PPOTrainer
-    from lightppo.config.rules import needs_critic
 
     def make(reward_source=None, rollout_engine=None, **options: Any) -> PPOTrainer:
         small = {"rollout_batch_size": 2, "n_samples_per_prompt": 2, "prompt_max_len": 12, "generate_max_len": 5,
