@@ -622,9 +622,8 @@ def ending(config: PPOConfig, steps: int, exported: bool) -> list[str]:
             f"""'{folder}')('PROMPT'))\"""",
         ]
     if exported and config.data.eval_data:
-        lines.append(
-            f"evaluate: the same command with --pretrain {folder} --val_only --resume never --save_path {folder}_eval"
-        )
+        where = f"--pretrain {folder} --save_path {folder}_eval"
+        lines.append(f"evaluate: lightppo eval --config {folder / 'run_config.yaml'} {where} --resume never")
     if c.save_steps > 0 or c.save_epochs or c.save_seconds:
         lines.append("go on: the same command with a larger --num_episodes or --total_training_steps")
     return lines

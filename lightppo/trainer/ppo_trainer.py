@@ -460,6 +460,8 @@ class PPOTrainer(SeedAttributes):
             while not self._done():
                 episode, data = self.state.episode, self.prompts_dataloader
                 self.total_steps = bar.total = self._count_steps()
+                if late := [n for n in self.config.logging.profile_steps if n > self.total_steps]:
+                    raise ConfigError(f"--profile_steps {late[0]}: the run has {self.total_steps} steps")
                 prompts = EpisodePrompts(
                     *(data, episode, self.state.consumed_prompts),
                     lambda batch: as_prompts(batch, self.tokenizer, self.config.data.prompt_max_len),

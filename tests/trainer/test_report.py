@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from support.runs import fitted
 
-from lightppo.errors import ReportError
+from lightppo.errors import ConfigError, ReportError
 from lightppo.trainer.metrics import TIMED
 from lightppo.trainer.report import (
     PANELS,
@@ -167,7 +167,7 @@ def test_what_a_run_says(make_config, tmp_path, capsys, assets):
     assert f"curves: {run}/plot.png" in end
     assert f"files: model and logs in {run}, checkpoints in {tmp_path}/ckpt, profiles in {run}/profile" in end
     assert any(line.startswith("generate: ") and f"'{run}'" in line for line in end)
-    assert any(line.startswith("evaluate: ") for line in end)
+    assert any(line.startswith(f"evaluate: lightppo eval --config {run}/run_config.yaml ") for line in end)
     assert any(line.startswith("go on: ") for line in end)
     assert (run / "plot.png").read_bytes().startswith(b"\x89PNG")
     assert [path.name for path in (run / "profile").iterdir()] == ["step2_rank0.json.gz"]
@@ -182,3 +182,9 @@ def test_what_a_run_says(make_config, tmp_path, capsys, assets):
                 sum(row[f"perf/time_{p}"] for p in ("old_log_probs", "reference", "values"))
                 <= row["perf/time_experience"]
             )
+
+
+@pytest.mark.usefixtures("world")
+def test_a_step_to_profile_that_never_comes_is_refused(make_config):
+    with pytest.raises(ConfigError, match="--profile_steps 9: the run has 3 steps"):
+        fitted(make_config(profile_steps=[1, 9], actor_learning_rate=0.0))
