@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import importlib.machinery
 import importlib.util
+import re
 import symtable
 import sys
 import sysconfig
@@ -121,17 +123,31 @@ def split_python_spec(spec: str, default_name: str, *, option: str = "") -> tupl
 
 def _run_file(path: Path, option: str) -> ModuleType:
     # a name of its own, so that a file called math.py hides nothing; in sys.modules, for dataclasses and pickle
-    name = f"lightppo_file_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
-    spec = importlib.util.spec_from_file_location(name, path)
+    stem, top = re.sub(r"\W", "_", path.stem), path.parent
+    root = f"lightppo_file_{stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
+    packages = []
+    while (top / "__init__.py").is_file() and top.name.isidentifier():
+        packages, top = [top.name, *packages], top.parent
+    _forget(root)
+    home = importlib.machinery.ModuleSpec(root, None, is_package=True)  # so that the file can import relatively
+    home.submodule_search_locations = [str(top)]
+    sys.modules[root] = importlib.util.module_from_spec(home)
+    spec = importlib.util.spec_from_file_location(".".join([root, *packages, stem]), path)
     assert spec is not None
     assert spec.loader is not None
-    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        del sys.modules[name]
+        _forget(root)
         raise _fails(path, error, option) from error
     return module
+
+
+def _forget(root: str) -> None:
+    """Lets a file run anew, with the neighbours that it imports."""
+    for name in [name for name in sys.modules if name == root or name.startswith(f"{root}.")]:
+        del sys.modules[name]
 
 
 def _fails(path: Path, error: BaseException, option: str) -> ValueError:

@@ -1,5 +1,6 @@
 """Files of the user's own: found, run anew, and refused by what was found instead."""
 
+import pickle
 import sys
 
 import pytest
@@ -53,6 +54,28 @@ def test_load_leaves_the_search_path_alone(module):
     with pytest.raises(ValueError, match=r"math.py .*ModuleNotFoundError"):
         load_python_function(str(module), "reward_func")
     assert sys.path == before
+
+
+def test_load_with_relative_imports(tmp_path):
+    """In a plain folder, and in a package with one above it; what is imported runs anew too."""
+    package = tmp_path / "mine" / "rewards"
+    package.mkdir(parents=True)
+    for path in (package, package.parent):
+        (path / "__init__.py").write_text("")
+    (package.parent / "common.py").write_text("VALUE = 1.0")
+    (package / "parts.py").write_text("from ..common import VALUE\nPARTS = [VALUE, 2.0]")
+    (package / "my-reward.py").write_text("from .parts import PARTS\ndef reward_func(*_):\n    return PARTS")
+    assert load_python_function(str(package / "my-reward.py"), "reward_func")() == [1.0, 2.0]
+    (package.parent / "common.py").write_text("VALUE = 33.0")
+    function = load_python_function(str(package / "my-reward.py"), "reward_func")
+    assert function() == [33.0, 2.0]
+    assert pickle.loads(pickle.dumps(function)) is function
+    (tmp_path / "parts.py").write_text("PARTS = [3.0]")
+    (tmp_path / "plain.py").write_text(
+        "from .parts import PARTS\nfrom . import parts\ndef reward_func(*_):\n    return PARTS"
+    )
+    assert load_python_function(str(tmp_path / "plain.py"), "reward_func")() == [3.0]
+    assert not {"parts", "common", "mine"} & sys.modules.keys()
 
 
 def test_load_does_not_look_elsewhere(tmp_path, monkeypatch):

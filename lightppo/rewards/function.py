@@ -108,7 +108,7 @@ class Style:
     positional: tuple[str, ...] = ()  # names in ``named`` that are passed by position
     columns: Callable[[Rollout], Values] = lambda rollout: {}  # one sample's data columns
     always: Values = field(default_factory=dict)  # keywords passed in every call
-    open_ended: bool = False  # only functions with **kwargs are recognised
+    forbids: str = ""  # a parameter name that only functions with **kwargs may have
 
     @property
     def per_sample(self) -> bool:
@@ -189,7 +189,7 @@ STYLES: dict[str, Style] = {
         {"completions"},
         _trl,
         columns=_row,
-        open_ended=True,
+        forbids="prompt",  # AReaL's
         always={"log_extra": discard, "log_metric": discard},
     ),
     "areal": Style(
@@ -215,9 +215,9 @@ _FOREIGN = frozenset().union(*(style.needs for key, style in STYLES.items() if k
 def recognise(fn: RewardFunction, name: str) -> str:
     """The convention that a function follows, a name in :data:`STYLES`; ``ValueError`` if none fits or several do."""
     parameters = _signature(fn, name).parameters.values()
-    names = {p.name for p in parameters} - _filled(fn)
+    names = {p.name for p in parameters}.union(_verl_names(parameters).values()) - _filled(fn)
     open_ended = any(p.kind is _KINDS.VAR_KEYWORD for p in parameters)
-    fits = [key for key, style in STYLES.items() if style.needs <= names and (open_ended or not style.open_ended)]
+    fits = [key for key, style in STYLES.items() if style.needs <= names and (open_ended or style.forbids not in names)]
     if "areal" in fits and "trl" in fits:  # AReaL's names hold TRL's only mark
         fits.remove("trl")
     if len(fits) == 1 and (fits[0] != "queries" or _in_place(parameters)):
@@ -228,6 +228,22 @@ def recognise(fn: RewardFunction, name: str) -> str:
         f"reward function {name}{_signature(fn, name)} may follow {' or '.join(fits) or 'no convention'}; say which "
         f"with --reward_fn_style: {'; '.join(f'{key}: f{style.shape}' for key, style in STYLES.items())}"
     )
+
+
+def _verl_names(parameters: Iterable[inspect.Parameter]) -> dict[str, str]:
+    """The function's own names of verl's arguments → verl's, by their places before ``ground_truth`` or ``…s``."""
+    names = [p.name for p in parameters]
+    for s in ("", "s"):
+        own = names[: names.index(f"ground_truth{s}")] if f"ground_truth{s}" in names else []
+        theirs = [f"data_source{s}", f"solution_str{s}"][-len(own) :] if own else []
+        renamed = {name: right for name, right in zip(own, theirs) if name != right}
+        words = {f"response{s}", f"solution{s}", f"answer{s}", "completion"}  # as names of solution_str
+        known = any(
+            name in _WORDS and (right == f"data_source{s}" or name not in words) for name, right in renamed.items()
+        )
+        if renamed and len(own) == len(theirs) and not known and not set(renamed.values()) & set(names):
+            return renamed
+    return {}
 
 
 def _in_place(parameters: Iterable[inspect.Parameter]) -> bool:
@@ -252,6 +268,7 @@ class BoundFunction:
         parameters = self.signature.parameters.values()
         self._named = {p.name for p in parameters if p.kind in (_KINDS.POSITIONAL_OR_KEYWORD, _KINDS.KEYWORD_ONLY)}
         self._taken = taken | _filled(fn) | set(self.style.positional)
+        self._own_names = _verl_names(parameters)
         self._open_ended = any(p.kind is _KINDS.VAR_KEYWORD for p in parameters)
 
     def calls(self, rollouts: list[Rollout]) -> list[Call]:
@@ -272,7 +289,9 @@ class BoundFunction:
         return next((name for name in ("ground_truth", "ground_truths") if name in self.style.needs), None)
 
     def _call(self, values: Values) -> Call:
-        values = self.style.always | values
+        values = (
+            self.style.always | values | {own: values[name] for own, name in self._own_names.items() if name in values}
+        )
         args = tuple(values.pop(name) for name in self.style.positional)
         accepted = (values.keys() if self._open_ended else self._named) - self._taken
         kwargs = {name: value for name, value in values.items() if name in accepted}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import functools
 import importlib
 import inspect
 import json
@@ -20,6 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextvars import ContextVar
 from dataclasses import KW_ONLY, dataclass
 from multiprocessing import spawn
 from multiprocessing.context import SpawnContext, SpawnProcess
@@ -71,6 +73,46 @@ def _raised(error: BaseException) -> Outcome:
     return Outcome(error=f"{type(error).__name__}: {error}{error_place(error)}", cause=error)
 
 
+_timers_set: ContextVar[list[str] | None] = ContextVar("timers_set", default=None)  # by the present call
+
+
+def _watch(name: str) -> None:
+    """Has a function of ``signal`` tell that a call in a thread wanted a timer, also if the call hides the error."""
+    real = getattr(signal, name)
+
+    @functools.wraps(real)
+    def watched(first: Any, *rest: Any) -> Any:
+        timers = _timers_set.get()
+        ours = timers is not None and (name != "signal" or first == signal.SIGALRM)
+        if ours and threading.current_thread() is not threading.main_thread():
+            timers.append(name)
+            raise ValueError("signal only works in main thread of the main interpreter")
+        return real(first, *rest)
+
+    setattr(signal, name, watched)
+
+
+for _name in ("signal", "alarm", "setitimer"):
+    _watch(_name)
+
+
+@contextlib.contextmanager
+def _without_timers() -> Iterator[None]:
+    """A :class:`RewardError` if what runs here wants a timer in a thread, as its answer may be 0 for that reason."""
+    timers: list[str] = []
+    token = _timers_set.set(timers)
+    try:
+        yield
+    finally:
+        _timers_set.reset(token)
+    if timers:
+        raise RewardError(
+            "the reward function, or a library that it calls (math_verify does so), sets a time limit with "
+            f"signal.{timers[0]}, which works in the main thread only. Set --reward_manager prime and --reward_timeout,"
+            " or --reward_workers 1 without --reward_timeout and --async_rewards"
+        )
+
+
 @dataclass(eq=False)
 class ThreadRunner:
     """Runs calls in up to ``workers`` threads; a call that takes more than ``timeout`` seconds is left behind."""
@@ -108,10 +150,11 @@ class ThreadRunner:
         return [outcomes[i] for i in range(len(calls))]
 
     def _call(self, call: Call) -> Outcome:
-        try:
-            return Outcome(_awaited(self.fn(*call.args, **call.kwargs)))
-        except (Exception, SystemExit) as error:
-            return _raised(error)
+        with _without_timers():
+            try:
+                return Outcome(_awaited(self.fn(*call.args, **call.kwargs)))
+            except (Exception, SystemExit) as error:
+                return _raised(error)
 
     def _give_up(self, future: Future[Outcome]) -> None:
         self._stuck = [f for f in self._stuck if not f.done()] + [future]
@@ -172,10 +215,11 @@ class LoopRunner:
         return await asyncio.gather(*(one(call) for call in calls))
 
     async def _call(self, call: Call) -> Outcome:
-        try:
-            return Outcome(await self.fn(*call.args, **call.kwargs))
-        except (Exception, SystemExit) as error:  # a SystemExit that leaves a task ends the loop
-            return _raised(error)
+        with _without_timers():
+            try:
+                return Outcome(await self.fn(*call.args, **call.kwargs))
+            except (Exception, SystemExit) as error:  # a SystemExit that leaves a task ends the loop
+                return _raised(error)
 
 
 @dataclass(eq=False)

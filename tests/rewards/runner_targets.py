@@ -75,3 +75,35 @@ def flaky_score(solution_str: str, ground_truth: str) -> Any:
     i = int(ground_truth)
     ways = ["sleep", "raise", "text", "nan", "exit"]
     return behave(ways[i // 10 % 5]) if i % 10 in (1, 4, 8) else 1.0
+
+
+def timed(solution_str: str, ground_truth: str) -> float:
+    """As many reward functions do: a time limit, and 0 for every failure."""
+    try:
+        before = signal.signal(signal.SIGALRM, signal.SIG_IGN)
+        signal.signal(signal.SIGALRM, before)
+        return 1.0
+    except Exception:
+        return 0.0
+
+
+async def timed_later(solution_str: str, ground_truth: str) -> float:
+    await asyncio.sleep(0)
+    return timed(solution_str, ground_truth)
+
+
+def timed_by_alarm(solution_str: str, ground_truth: str) -> float:
+    try:
+        signal.alarm(0)
+        return 1.0
+    except Exception:
+        return 0.0
+
+
+def timed_by_math_verify(solution_str: str, ground_truth: str) -> float:
+    from math_verify import parse, verify
+
+    try:
+        return float(verify(parse(f"${ground_truth}$"), parse(f"${solution_str}$")))
+    except Exception:
+        return 0.0

@@ -25,7 +25,7 @@ from lightppo.experience.sampler import RolloutSampler
 from lightppo.ranks import Alone
 from lightppo.rewards.function import FunctionReward
 from lightppo.rewards.runners import KillablePool, LoopRunner, ThreadRunner, function_spec
-from lightppo.rewards.source import Call, Outcome, check_verifier_status, score_rollouts, settle
+from lightppo.rewards.source import AsyncScorer, Call, Outcome, check_verifier_status, score_rollouts, settle
 from lightppo.rollout.engine import SamplingParams
 from lightppo.sandbox import default_processes
 from lightppo.user_code import load_python_function
@@ -116,6 +116,40 @@ def test_one_worker_without_a_limit_is_the_thread_of_the_caller(make_rollout: Ma
     assert FunctionReward(score, reward_workers=2).score(rollouts).scores == [0.0, 0.0, 0.0]
     batch = FunctionReward(lambda q, p, labels: [score("", "")] * len(q), "f")
     assert batch.score(rollouts).scores == [1.0, 1.0, 1.0]
+
+
+# timers
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("timed", {}),
+        ("timed", {"reward_workers": 1, "reward_timeout": 60.0, "on_reward_failure": "unscored"}),
+        ("timed_later", {}),
+        ("timed_by_alarm", {}),
+        ("timed_by_math_verify", {}),
+    ],
+)
+def test_timers_in_threads_are_refused(make_rollout: Make, name: str, options: dict[str, Any]) -> None:
+    """The function hides the error, and would answer 0 for all."""
+    source = FunctionReward(load_python_function(str(TARGETS), name), **options)
+    with pytest.raises(RewardError, match=r"signal\.(signal|alarm).* --reward_manager prime and --reward_timeout"):
+        source.score([make_rollout(i, "so 5", label="5") for i in range(3)])
+
+
+def test_timers_in_processes_and_in_the_main_thread(make_rollout: Make) -> None:
+    pytest.importorskip("math_verify")
+    rollouts = [make_rollout(i, "5", label=str(5 + i)) for i in range(2)]
+    timed, by_math_verify = (load_python_function(str(TARGETS), name) for name in ("timed", "timed_by_math_verify"))
+    for options in ({"reward_manager": "prime", "reward_timeout": 60.0, "reward_workers": 1}, {"reward_workers": 1}):
+        assert FunctionReward(by_math_verify, **options).score(rollouts).scores == [1.0, 0.0]
+    scorer = AsyncScorer(FunctionReward(timed, reward_workers=1))
+    scorer.submit(rollouts)
+    with pytest.raises(RewardError, match="--async_rewards"):
+        scorer.collect()
+    assert threading.current_thread() is threading.main_thread()
+    signal.signal(signal.SIGALRM, signal.signal(signal.SIGALRM, signal.SIG_IGN))  # all others may
 
 
 # limits and failures
