@@ -13,7 +13,8 @@ import time
 import traceback
 from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import asynccontextmanager, suppress
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from typing import Any
 
 import uvicorn
@@ -22,6 +23,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, JsonValue, model_validator
 from starlette.exceptions import HTTPException
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import RewardError
@@ -64,6 +66,50 @@ class ScoreRequest(BaseModel):
         ]
 
 
+@dataclass(eq=False)
+class _Door:
+    """Connections whose present request has not shown the token: a new one is always taken in, the oldest has to go."""
+
+    most: int
+    seconds: float
+    _waiting: dict[Any, tuple[asyncio.TimerHandle, asyncio.Transport]] = field(default_factory=dict)  # by address
+
+    def wait(self, connection: H11Protocol) -> None:
+        """Ends the connection after some seconds, unless it is let in."""
+        transport = connection.transport
+        self.let_in(connection.client)
+        self._waiting[connection.client] = (connection.loop.call_later(self.seconds, transport.abort), transport)
+        if len(self._waiting) > self.most:
+            oldest = next(iter(self._waiting))
+            self._waiting[oldest][1].abort()
+            self.let_in(oldest)
+
+    def let_in(self, client: Any) -> None:
+        if client in self._waiting:
+            self._waiting.pop(client)[0].cancel()
+
+
+class _Connection(H11Protocol):
+    """uvicorn's, which has neither a time limit nor a limit on number for requests that never end."""
+
+    def __init__(self, door: _Door, **options: Any) -> None:
+        super().__init__(**options)
+        self._door = door
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._door.wait(self)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not self.transport.is_closing():
+            self._door.wait(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._door.let_in(self.client)
+        super().connection_lost(exc)
+
+
 @dataclass(eq=False, repr=False)
 class RewardApp:
     """Answers requests with the scores of one source; ``app`` is the FastAPI application."""
@@ -76,9 +122,12 @@ class RewardApp:
     # Requests that the source scores at a time; above 1 the source must be thread-safe. Others wait, and are not scored
     # if their client leaves meanwhile.
     max_concurrent: int = 1
+    max_strangers: int = 100  # connections that have not shown the token; the oldest gives way to a new one
+    stranger_timeout: float = 10.0  # seconds for a connection to show the token
+    body_timeout: float = 60.0  # seconds for the rest of a request
 
     def __post_init__(self) -> None:
-        for name in ("max_samples", "max_bytes", "max_concurrent"):
+        for name in ("max_samples", "max_bytes", "max_concurrent", "max_strangers"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name} must be at least 1, got {getattr(self, name)}")
         if self.token is not None:
@@ -86,7 +135,9 @@ class RewardApp:
         self._secrets = secret_texts(self.token)
         self._turns = asyncio.Semaphore(self.max_concurrent)
         self.app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, lifespan=self._lifespan)
-        self.app.add_middleware(_Gate, token=self.token, max_bytes=self.max_bytes)
+        self.door = _Door(self.max_strangers, self.stranger_timeout)
+        seconds = {"seconds": self.body_timeout, "stranger_seconds": self.stranger_timeout / 2}
+        self.app.add_middleware(_Gate, token=self.token, max_bytes=self.max_bytes, door=self.door, **seconds)
         self.app.add_api_route("/health", self._health, methods=["GET"])
         for path in ("/", "/get_reward"):
             self.app.add_api_route(path, self._score, methods=["POST"], response_model=None)
@@ -160,6 +211,8 @@ def serve(
     check_bind(host, reward_app.token is not None)
     config = uvicorn.Config(
         reward_app.app,
+        http=partial(_Connection, reward_app.door),
+        ws="none",
         access_log=False,  # it would show the query part of URLs
         server_header=False,
         log_config=None,
@@ -176,10 +229,12 @@ def serve(
 
 
 class _Gate:
-    """Checks the token before anything is read, and the length while the body is read."""
+    """Checks the token before anything is read, and length and time while the body is read."""
 
-    def __init__(self, app: Any, *, token: str | None, max_bytes: int) -> None:
-        self._app = app
+    def __init__(
+        self, app: Any, *, token: str | None, max_bytes: int, door: _Door, seconds: float, stranger_seconds: float
+    ) -> None:
+        self._app, self._door, self._seconds, self._stranger_seconds = app, door, seconds, stranger_seconds
         self._expected = None if token is None else f"Bearer {token}".encode()
         self._max_bytes = max_bytes
         self._too_long = f"the request is longer than --max_bytes {max_bytes}"
@@ -188,18 +243,26 @@ class _Gate:
         if scope["type"] != "http" or scope["path"] == "/health":
             await self._app(scope, receive, send)
             return
-        headers, refusal, read = dict(scope["headers"]), None, 0
+        headers, refusal, read, ended, end = dict(scope["headers"]), None, 0, False, time.monotonic() + self._seconds
         if self._expected is not None and not hmac.compare_digest(headers.get(b"authorization", b""), self._expected):
             logger.warning("a request without the right token was refused")
             refusal = _error(401, "the bearer token is missing or wrong")
             refusal.headers["WWW-Authenticate"] = "Bearer"
-        elif int(headers.get(b"content-length", b"0")) > self._max_bytes:
+            end = time.monotonic() + self._stranger_seconds
+        else:
+            self._door.let_in(scope["client"])
+        if refusal is None and int(headers.get(b"content-length", b"0")) > self._max_bytes:
             refusal = _error(413, self._too_long)
 
         async def counted() -> _Message:
-            nonlocal read
-            message = await receive()
-            read += len(message.get("body", b""))
+            nonlocal read, ended
+            try:
+                async with asyncio.timeout(None if ended else end - time.monotonic()):
+                    message = await receive()
+            except TimeoutError:
+                late = f"the request did not end within {self._seconds:g} s"
+                raise HTTPException(408, late, {"Connection": "close"}) from None
+            read, ended = read + len(message.get("body", b"")), not message.get("more_body", False)
             if read > self._max_bytes:  # the client sent no content-length
                 raise HTTPException(413, self._too_long)
             return message
@@ -210,6 +273,7 @@ class _Gate:
         with suppress(HTTPException):  # a client that is cut off while it sends may never read the answer
             while (await counted()).get("more_body", False):
                 pass
+        refusal.headers["Connection"] = "close"
         await refusal(scope, receive, send)
 
 
@@ -229,4 +293,6 @@ async def _explain_request(request: Request, error: Exception) -> JSONResponse:
 
 async def _explain_http(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
-    return _error(error.status_code, str(error.detail))
+    response = _error(error.status_code, str(error.detail))
+    response.headers.update(error.headers or {})
+    return response

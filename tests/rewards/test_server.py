@@ -282,6 +282,97 @@ def test_sigterm_lets_requests_end(folder, make_rollout):
     assert "Traceback" not in server.log.read_text()
 
 
+class Echo:
+    name = "echo"
+
+    def score(self, rollouts):
+        if rollouts[0].response_text == "slow":
+            time.sleep(1.2)
+        return RewardOutput([1.0] * len(rollouts))
+
+
+@pytest.fixture
+def serve_echo():
+    """``serve_echo(**options)``: the address of a server in a thread."""
+
+    def start(**options):
+        urls = queue.Queue()
+        app = RewardApp(Echo(), token=TOKEN, **options)
+        threading.Thread(target=serve, args=(app,), kwargs={"port": 0, "started": urls.put}, daemon=True).start()
+        return urls.get(timeout=MOST_SECONDS)
+
+    return start
+
+
+@pytest.fixture
+def opened():
+    """``opened(url, bytes)``: a connection that has sent them."""
+    clients = []
+
+    def open_one(url, data):
+        clients.append(socket.create_connection(("127.0.0.1", int(url.split(":")[2].split("/")[0])), MOST_SECONDS))
+        clients[-1].sendall(data)
+        return clients[-1]
+
+    yield open_one
+    for client in clients:
+        client.close()
+
+
+def answer(client):
+    """All that a server sends until it closes the connection."""
+    data = b""
+    try:
+        while part := client.recv(1 << 16):
+            data += part
+    except ConnectionError:
+        pass
+    return data.decode()
+
+
+def post(url, response="x"):
+    body = {"query": [response], "prompts": [""]}
+    return requests.post(url, json=body, headers={"Authorization": f"Bearer {TOKEN}"}, timeout=MOST_SECONDS)
+
+
+BAD_HEAD = b"POST / HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer x\r\nContent-Length: 9\r\n\r\n{"
+GOOD_HEAD = BAD_HEAD.replace(b"Bearer x", b"Bearer " + TOKEN.encode())
+HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("sent", "answered"),
+    [
+        (b"", ""),
+        (b"POST / HTTP/1.1\r\nHost: x\r\nAuthoriz", ""),
+        (BAD_HEAD, "401 Unauthorized"),
+        (GOOD_HEAD, "408 Request Timeout"),
+        (HEALTH + b"POST / HT", "200 OK"),
+    ],
+)
+def test_requests_that_never_end_are_ended(serve_echo, opened, sent, answered):
+    url = serve_echo(stranger_timeout=0.6, body_timeout=0.3)
+    text = answer(opened(url, sent))
+    assert text.startswith(f"HTTP/1.1 {answered}") if answered else not text
+
+
+def test_scoring_has_all_the_time(serve_echo):
+    assert post(serve_echo(stranger_timeout=1.0, body_timeout=1.0), "slow").json() == {"rewards": [1.0]}
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST / HT", BAD_HEAD])
+def test_half_open_connections_lock_nobody_out(serve_echo, opened, sent):
+    """No time limit helps here: the oldest give way."""
+    url = serve_echo(max_strangers=3, stranger_timeout=3600.0)
+    strangers = [opened(url, sent) for _ in range(10)]
+    uploading = opened(url, GOOD_HEAD)  # shows the token, so it stays
+    strangers += [opened(url, sent) for _ in range(10)]
+    assert post(url).json() == {"rewards": [1.0]}
+    assert [answer(client) for client in strangers[:17]] == [""] * 17
+    uploading.sendall(b"12345678")
+    assert uploading.recv(1 << 16).startswith(b"HTTP/1.1 422")
+
+
 @pytest.fixture
 def command(monkeypatch):
     """``command(name, *args)``: calls a function of ``lightppo serve-reward`` with this command line."""
@@ -329,7 +420,7 @@ def test_bad_options_are_refused():
         def score(self, rollouts):
             return RewardOutput([])
 
-    for name in ("max_samples", "max_bytes", "max_concurrent"):
+    for name in ("max_samples", "max_bytes", "max_concurrent", "max_strangers"):
         with pytest.raises(ValueError, match=f"--{name}"):
             RewardApp(Source(), **{name: 0})
     with pytest.raises(ValueError, match="token"):
