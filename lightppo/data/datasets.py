@@ -70,7 +70,8 @@ class _PreparedDataset(TorchDataset):
         self.template = PromptTemplate(tokenizer, **{name: setting(strategy, name, v) for name, v in template.items()})
         fields = {name: setting(strategy, name, value) for name, value in fields.items()}
         self.fields = resolve_fields(dataset.column_names, **fields)
-        logger.info("columns that are read: %s", self.fields)
+        read = {part: " or ".join(getattr(self.fields, part)) for part in ("prompt", "completion", "label")}
+        logger.info("columns that are read: %s", ", ".join(f"{part} {keys}" for part, keys in read.items() if keys))
         self._rows = prepare_rows(
             dataset,
             self.fields.columns_in(dataset.column_names),

@@ -108,7 +108,7 @@ def evaluations(rows: Sequence[Row], metric: str = "eval/accuracy") -> list[Row]
 def before_and_after(rows: Sequence[Row]) -> str:
     """A table: the evaluations, if there are two, and the training: the first and last tenth of its steps, the best."""
     names = sorted({name for row in rows for name in row if name.startswith("eval/")})
-    names = [name for name in names if len(series(rows, name)[0]) > 1]
+    names = [name for name in names if len(series(rows, name)[0]) > 1 and not name.endswith("/samples")]
     names += [name for panel in (*PANELS, *SFT_PANELS) for name in panel.curves]
     lines = [f"{'':<32}{'first':>12}{'last':>12}{'best':>12}   steps"]
     for name, (steps, values) in {name: series(rows, name) for name in names}.items():

@@ -74,6 +74,25 @@ def test_logs_have_namespaces_and_come_every_n_steps(tmp_path):
     ]
 
 
+def test_a_line_for_each_logged_step_and_alarms_when_they_begin(tmp_path):
+    mine = recorder(tmp_path, evaluates=False, logging_steps=2)
+    for step in range(1, 7):
+        mine.log(step, {"reward": 0.5, "policy_kl": 2.0 if step == 3 else 0.0, "time_step": 0.5}, total_steps=6)
+    lines = [line.rpartition(" · ETA")[0] or line.partition(":")[0] for line in mine.strategy.printed]
+    told = [f"step {step}/6 · reward 0.5 · 0.5 s" for step in (2, 4, 6)]
+    assert lines == [told[0], "[step 3] ALARM kl_explosion", *told[1:]]
+    assert [row["alarm/kl_explosion"] for row in rows(tmp_path)] == [0.0, 0.0, 0.0]
+
+
+def test_what_evaluation_and_saving_took_is_logged_in_rows_of_their_own(tmp_path):
+    mine = recorder(tmp_path, save_steps=2, hf_save_steps=3, eval_steps=4)
+    run(mine, 4)
+    timed = [
+        (row["step"], name) for row in rows(tmp_path) for name in row if name in ("perf/time_eval", "perf/time_save")
+    ]
+    assert timed == [(2, "perf/time_save"), (3, "perf/time_save"), (4, "perf/time_eval"), (4, "perf/time_save")]
+
+
 def test_evaluation_is_logged_and_told(tmp_path):
     mine = recorder(tmp_path)
     assert mine.evaluate(4) == {"eval/accuracy": 0.4, "eval/reward": 1.0}
