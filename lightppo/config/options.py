@@ -469,6 +469,7 @@ class TrainingConfig(Section):
     total_training_steps: int | None = safe(
         None, "Stop after this many PPO steps and stretch the schedules to it. None: all episodes.", ge=1
     )
+    dry_run: bool = safe(False, "All checks and one step of a few short samples with the real models; nothing is kept.")
     benchmark_steps: int | None = safe(None, "Stop early after this many PPO steps; schedules stay as they are.", ge=1)
     train_batch_size: int | None = option(
         None, "Samples per optimizer step. None: 128, or by --ppo_n_minibatches.", "samples over all ranks", ge=1

@@ -132,6 +132,11 @@ def _load(
     return model.eval()
 
 
+def load_config(path: str, *, flag: str = "--pretrain", **options: Any) -> PretrainedConfig:
+    """The config that a model of this path would have; ``options`` are fields of :class:`LoadOptions`."""
+    return _load_config(path, flag, LoadOptions(**options))[1]
+
+
 def _load_config(path: str, flag: str, options: LoadOptions) -> tuple[str, PretrainedConfig]:
     """The path as transformers takes it, and the config without dropout and with the overrides."""
     path = _model_path(path, flag)
@@ -374,7 +379,7 @@ def get_tokenizer(
         logger.info("the tokenizer of %s has no pad token; EOS %r pads", path, tokenizer.eos_token)
         tokenizer.pad_token = tokenizer.eos_token
     if model is not None:
-        _fit_to_model(tokenizer, model, path, flag)
+        fit_to_model(tokenizer, model, path, flag)
     return tokenizer
 
 
@@ -383,7 +388,8 @@ def valid_vocab_size(tokenizer: PreTrainedTokenizerBase) -> int:
     return max(tokenizer.get_vocab().values()) + 1
 
 
-def _fit_to_model(tokenizer: PreTrainedTokenizerBase, model: nn.Module, path: str, flag: str) -> None:
+def fit_to_model(tokenizer: PreTrainedTokenizerBase, model: nn.Module, path: str, flag: str) -> None:
+    """Refuse ids that the model's embedding lacks; the model's config gets the pad token."""
     # Actor, Critic, RewardModel and engines hold one
     hf_model = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
     if hf_model is None:

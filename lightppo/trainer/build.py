@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import math
 import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
@@ -55,7 +57,7 @@ from lightppo.rollout.vllm_server import VLLMServerRolloutEngine
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.strategy.zero3 import parameter_count
 from lightppo.trainer.evaluator import Evaluator
-from lightppo.trainer.preflight import preflight
+from lightppo.trainer.preflight import dry_run_config, preflight
 from lightppo.trainer.report import summary
 
 
@@ -96,20 +98,25 @@ def build(config: PPOConfig) -> Run:
     for line in advice(config):
         strategy.print(f"note: {line}")
 
+    # What can fail on a user's mistake comes before what takes long: all rows and the reward file, then the models.
+    check_lengths(config, loading.load_config(stage_to_local(config.model.pretrain), **_loading(config)))
+    tokenizer = build_tokenizer(config)
+    asked, rewards = config, None
+    if config.training.dry_run:
+        config = dry_run_config(config, strategy.world_size, _temporary_folder(strategy))
+    loader, pretrain, eval_prompts = build_data(config, tokenizer, strategy, asked)
+    if not config.model.reward_pretrain:
+        rewards = build_rewards(config, [], tokenizer, strategy)
+
     models = build_models(config, strategy)
-    tokenizer = build_tokenizer(config, models.actor)
+    loading.fit_to_model(tokenizer, models.actor, config.model.pretrain, "--pretrain")
     models.actor.valid_vocab_size = loading.valid_vocab_size(tokenizer)
     if models.reference is not None:
         models.reference.valid_vocab_size = models.actor.valid_vocab_size
     saved = saved_parts(config, models.actor, models.critic, models.ema, models.reference)
     sizes = {part: parameter_count(model, uses_adapters(config)) for part, model in saved.items()}
-    check_disk_space(config, sizes, exported=parameter_count(models.actor))
+    check_disk_space(asked, sizes, exported=parameter_count(models.actor))
     strategy.print(f"models: {model_sizes(models)}\nfiles: {places(config)}")
-
-    loader = None
-    if not config.evaluation.val_only:
-        loader = prompts_dataloader(config, build_prompts(config, tokenizer, strategy), strategy)
-    pretrain = build_pretrain(config, tokenizer, strategy)
 
     t, per_episode = config.training, steps_per_episode(config, loader)
     steps = partial(optimizer_steps, config, per_episode)
@@ -122,11 +129,10 @@ def build(config: PPOConfig) -> Run:
     settle_packing(config, strategy, actor, critic, reference)
     if reference_is_actor(config):
         reference = AdaptersOff(actor)
-    source, judge = build_rewards(config, reward_models, tokenizer, strategy)
+    source, judge = rewards or build_rewards(config, reward_models, tokenizer, strategy)
     engine = build_rollout_engine(config, strategy, actor, tokenizer)
     evaluator = None
-    if config.data.eval_data is not None:
-        eval_prompts = build_prompts(config, tokenizer, strategy, evaluation=True)
+    if eval_prompts is not None:
         evaluator = build_evaluator(config, engine, judge, eval_prompts, strategy)
     return Run(
         *(strategy, actor, critic, reward_models, reference, ema),
@@ -166,24 +172,29 @@ class Models:
     ema: Actor | None
 
 
-def build_models(config: PPOConfig, strategy: DeepspeedStrategy) -> Models:
-    """Load all models, each under the ZeRO configuration of its role."""
-    m, s, a, t = config.model, config.strategy, config.algorithm, config.training
-    shared = {name: getattr(m, name) for name in ("attn_implementation", "trust_remote_code", "external_lib")}
-    shared["seed"] = s.seed
-    own = shared | {
+def _loading(config: PPOConfig) -> dict[str, Any]:
+    """How all models but reward models are loaded."""
+    m = config.model
+    return {name: getattr(m, name) for name in ("attn_implementation", "trust_remote_code", "external_lib")} | {
+        "seed": config.strategy.seed,
         "override_config": json.loads(m.override_config) if m.override_config else None,
         "init_from_scratch": m.init_from_scratch,
         # The reference too, so that it is what the actor without adapters would be; scores of reward models stay exact.
         "load_in_4bit": config.adapter.load_in_4bit,
     }
+
+
+def build_models(config: PPOConfig, strategy: DeepspeedStrategy) -> Models:
+    """Load all models, each under the ZeRO configuration of its role."""
+    m, s, a, t = config.model, config.strategy, config.algorithm, config.training
+    own = _loading(config)
+    shared = {name: own[name] for name in ("attn_implementation", "trust_remote_code", "external_lib", "seed")}
     shares = t.share_prompts and config.rollout.n_samples_per_prompt > 1
     rows = {"packing_samples": t.packing_samples, "share_prompts": shares}
     policy = {"temperature": config.rollout.temperature or 1.0, **rows}
 
     actor_ds = strategy.get_ds_train_config()
     actor = Actor(stage_to_local(m.pretrain), bf16=m.bf16, ds_config=actor_ds, **policy, **own)
-    check_lengths(config, actor.hf_model.config)
     if config.loss.aux_loss_coef > 0:
         with _as_config_error():
             actor.check_router()
@@ -261,8 +272,8 @@ def add_lora(config: PPOConfig, *models: Actor | Critic | None) -> None:
                 add_adapters(model, options, config.strategy.seed)
 
 
-def build_tokenizer(config: PPOConfig, actor: Actor) -> Any:
-    """The actor's tokenizer, checked against its embedding."""
+def build_tokenizer(config: PPOConfig, actor: Actor | None = None) -> Any:
+    """The actor's tokenizer; if the actor is there, checked against its embedding."""
     m = config.model
     options = {"use_fast": not m.disable_fast_tokenizer, "trust_remote_code": m.trust_remote_code}
     return loading.get_tokenizer(stage_to_local(m.pretrain), actor, **options)
@@ -288,6 +299,21 @@ def with_optimizer(
 
 
 # -- data ------------------------------------------------------------------------------------------------------------
+
+
+def build_data(
+    config: PPOConfig, tokenizer: Any, strategy: DeepspeedStrategy, asked: PPOConfig
+) -> tuple[DataLoader | None, DataLoader | None, PromptDataset | None]:
+    """Prompts, pretraining text, held-out prompts. A dry run looks at all of ``asked``, though it takes few."""
+    loader = eval_prompts = None
+    if not config.evaluation.val_only:
+        loader = prompts_dataloader(config, build_prompts(config, tokenizer, strategy), strategy)
+    pretrain = build_pretrain(config, tokenizer, strategy)
+    if config.data.eval_data is not None:
+        eval_prompts = build_prompts(asked, tokenizer, strategy, evaluation=True)
+        if config is not asked:
+            eval_prompts = build_prompts(config, tokenizer, strategy, evaluation=True)
+    return loader, pretrain, eval_prompts
 
 
 def build_prompts(
@@ -495,6 +521,15 @@ ENGINES: dict[str, Callable[[PPOConfig, Any, Any, Any], RolloutEngine]] = {
 
 
 # -- checks before anything large is loaded ---------------------------------------------------------------------------
+
+
+def _temporary_folder(strategy: DeepspeedStrategy) -> str:
+    """A folder that goes with rank 0's process. Collective."""
+    folder = None
+    if strategy.is_rank_0():
+        folder = tempfile.mkdtemp(prefix="lightppo-dry-run-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return strategy.broadcast_object(folder)
 
 
 def _refusal(config: PPOConfig) -> str | None:

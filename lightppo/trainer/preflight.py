@@ -13,7 +13,7 @@ from typing import Any
 
 from lightppo.config import PPOConfig
 from lightppo.config.cli import exit_on_mistakes
-from lightppo.config.rules import evaluation_config, needs_critic, needs_reference
+from lightppo.config.rules import estimator_entry, evaluation_config, needs_critic, needs_reference
 from lightppo.data.readers import check_data_paths, first_rows
 from lightppo.data.records import Prompt
 from lightppo.data.rows import (
@@ -38,6 +38,7 @@ Row = Mapping[str, Any]
 
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _HUB_SECONDS = 10.0
+_DRY_SAMPLES, _DRY_TOKENS = 4, 32  # of a dry run: at most, per prompt and per response
 
 
 def preflight(config: PPOConfig) -> None:
@@ -97,6 +98,25 @@ def before_imports(check: Callable[[], None], prog: str) -> None:
     if os.environ.get("RANK", "0") == "0":
         with exit_on_mistakes(prog):
             check()
+
+
+def dry_run_config(config: PPOConfig, world_size: int, folder: str) -> PPOConfig:
+    """``--dry_run``: one step of few, short samples, whose files are all in ``folder``. Of and to a resolved config."""
+    r, e = config.rollout, config.evaluation
+    samples = max(estimator_entry(config).min_group_size, min(r.n_samples_per_prompt, _DRY_SAMPLES))
+    prompts, tokens = min(r.rollout_batch_size, 2 * world_size), min(r.generate_max_len, _DRY_TOKENS)
+    sizes = {"rollout_batch_size": prompts, "gen_batch_size": prompts, "train_batch_size": prompts * samples}
+    sizes |= {"n_samples_per_prompt": samples, "generation_size": samples, "ppo_n_minibatches": None, "max_epochs": 1}
+    sizes |= {"generate_max_len": tokens, "min_new_tokens": min(r.min_new_tokens, tokens), "benchmark_steps": 1}
+    if config.reward.overlong_buffer_len is not None:
+        sizes["overlong_buffer_len"] = min(config.reward.overlong_buffer_len, tokens)
+    sizes |= {"eval_max_samples": 2 * world_size, "eval_n_samples": min(e.eval_n_samples, _DRY_SAMPLES)}
+    # The one step trains the actor on what it has sampled itself, whatever that is worth.
+    sizes |= {"freezing_actor_steps": 0, "dynamic_sampling": False, "skip_rollout": None, "buffer_limit": 0}
+    kept = {"save_path": folder, "ckpt_path": f"{folder}/checkpoints", "resume": "never", "rollout_data_dir": None}
+    kept |= {"use_wandb": False, "use_tensorboard": None, "best_metric": None, "save_steps": -1, "hf_save_steps": -1}
+    kept |= dict.fromkeys(("save_epochs", "save_seconds", "hf_save_epochs", "hf_save_seconds"))
+    return config.with_options(**sizes, **kept, val_before_train=False, num_examine=1)
 
 
 def _run_all(checks: Iterable[Callable[[], Any]]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from support.fakes import FakeEngine, FakeReward
-from support.tiny import save_causal_lm, write_jsonl
+from support.tiny import save_causal_lm, save_tokenizer, write_jsonl
 
 from lightppo import PPOTrainer
 from lightppo.config import PPOConfig, parse_args
@@ -60,6 +60,7 @@ def test_a_folder_that_is_no_model(refused, tmp_path):
 
 
 def test_a_model_that_transformers_does_not_know(refused, tmp_path):
+    save_tokenizer(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "vit"}')
     message = refused(f"--pretrain {tmp_path}", "vit", pretrain=str(tmp_path))
     assert len(message.splitlines()) == 1
@@ -151,6 +152,23 @@ def test_a_broken_line_of_the_file(refused, tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"input": "1+1="}\n{"input": \n')
     refused(f"{path}:2: ", "JSON", prompt_data=str(path))
+
+
+@pytest.mark.parametrize("data", ["prompt_data", "eval_data", "pretrain_data"])
+def test_the_last_row_is_checked_before_any_model_loads(refused, monkeypatch, tmp_path, data):
+    """The first rows are right, so that only reading them all can tell."""
+    monkeypatch.setattr("lightppo.trainer.build.build_models", lambda *_: pytest.fail("models load"))
+    rows = [{"input": "1+1="}] * 40 + [{"input": 7}]
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    refused(
+        f"{path}:41: ", "'input'", "int 7", **{data: path}, **({"ptx_coef": 0.1} if data == "pretrain_data" else {})
+    )
+
+
+def test_the_reward_file_runs_before_any_model_loads(refused, monkeypatch, tmp_path):
+    monkeypatch.setattr("lightppo.trainer.build.build_models", lambda *_: pytest.fail("models load"))
+    (tmp_path / "mine.py").write_text("def reward_func(queries, prompts, labels): pass\nraise OSError('no disk')")
+    refused(f"{tmp_path}/mine.py:2 in <module>: raise", "OSError: no disk", reward_fn=str(tmp_path / "mine.py"))
 
 
 # -- rewards ---------------------------------------------------------------------------------------------------------
