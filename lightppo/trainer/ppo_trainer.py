@@ -517,13 +517,14 @@ class PPOTrainer(SeedAttributes):
         if not self.config.evaluation.val_only:
             step = self.state.global_step
             self.recorder.finish(step, lambda: self._save_checkpoint(None, f"global_step{step}"))
-            if self.config.training.dry_run:
-                self._tell_dry_run()
-            elif self.owns_parts:
+            if self.owns_parts and not self.config.training.dry_run:
                 self.save_model()
         self.recorder.close()
-        for line in ending(self.config, self.state.global_step, self.owns_parts) if self.strategy.is_rank_0() else ():
-            self.strategy.print(line)
+        if self.config.training.dry_run:
+            self._tell_dry_run()
+        elif self.strategy.is_rank_0():
+            for line in ending(self.config, self.state.global_step, self.owns_parts):
+                self.strategy.print(line)
         self.rollout_engine.close()
         if self.owns_parts:  # a source that a script made is the script's to end
             close_source(self.reward_source)
@@ -534,17 +535,15 @@ class PPOTrainer(SeedAttributes):
     def _tell_dry_run(self) -> None:
         """What the step took."""
         r, path = self.config.rollout, Path(self.config.checkpoint.save_path, "metrics.jsonl")
-        took = ""
-        if self.strategy.is_rank_0():
+        took = "no step"
+        if self.strategy.is_rank_0() and not self.config.evaluation.val_only:
             rows = (json.loads(line) for line in path.read_text().splitlines())
             times = next(row for row in rows if "perf/time_step" in row)
             names = ("rollout", "reward", "experience", "train", "sync")
             parts = ", ".join(f"{name} {times[f'perf/time_{name}']:.1f}" for name in names)
-            took = f"{times['perf/time_step']:.1f} s ({parts})"
-        samples = (
-            f"{r.rollout_batch_size} prompts × {r.n_samples_per_prompt} samples of up to {r.generate_max_len} tokens"
-        )
-        self.strategy.report_memory(f"dry run: one step of {samples} took {took}; nothing is kept; memory of rank 0")
+            size = f"{r.rollout_batch_size} prompts × {r.n_samples_per_prompt} samples, ≤ {r.generate_max_len} tokens,"
+            took = f"one step of {size} took {times['perf/time_step']:.1f} s ({parts})"
+        self.strategy.report_memory(f"dry run: {took}; nothing is kept; memory of rank 0")
 
     def _new_recorder(self) -> Recorder:
         parts = (self.config, self.strategy, self.checkpointer, self.evaluator)

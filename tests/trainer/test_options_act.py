@@ -584,3 +584,22 @@ def test_micro_batch_specs_and_token_budgets_are_kept(trainer_with):
     # a budget that no sample fits in: each is alone; and one that holds all of them
     assert set(map(len, rows_of_calls(trainer_with(**forward, max_tokens_per_micro_batch=1)).values())) == {4}
     assert set(map(len, rows_of_calls(trainer_with(**forward, max_tokens_per_micro_batch=4096)).values())) == {1}
+
+
+# -- dry runs --------------------------------------------------------------------------------------------------------
+
+
+def test_a_dry_run_trains_once_and_leaves_nothing(make_config, tmp_path, capsys):
+    config = make_config(dry_run=True, save_steps=1, hf_save_steps=1, eval_data=make_config().data.prompt_data)
+    before = sorted(tmp_path.rglob("*"))
+    trainer = fitted(config)
+    assert trainer.state.global_step == 1
+    assert sorted(tmp_path.rglob("*")) == before
+    out = capsys.readouterr().out
+    assert "dry run: one step of 2 prompts × 1 samples, ≤ 5 tokens, took" in out
+    assert "nothing is kept" in out
+    assert "[step 1] " in out  # a sample with its reward
+    assert "evaluation: " in out
+    assert not [
+        path for path in Path(trainer.config.checkpoint.save_path).rglob("*") if "step" in path.name and path.is_dir()
+    ]

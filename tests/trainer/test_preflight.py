@@ -13,7 +13,7 @@ from support.tiny import write_jsonl
 
 from lightppo.config import PPOConfig
 from lightppo.errors import ConfigError
-from lightppo.trainer.preflight import before_imports, preflight, preflight_sft
+from lightppo.trainer.preflight import before_imports, dry_run_config, preflight, preflight_sft
 
 GOOD = "def reward_func(queries, prompts, labels):\n    return [0.0] * len(queries)\n"
 
@@ -274,3 +274,42 @@ def test_rank_0_decides(run, capsys, monkeypatch, rank):
     else:
         before_imports(lambda: preflight(run(pretrain="./no")), "train.py")
         assert capsys.readouterr().err == ""
+
+
+# -- --dry_run ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_dry_run_is_small_and_keeps_nothing_of_the_run(run, tmp_path):
+    """Also for two ranks: every size is shared out evenly."""
+    large = {"rollout_batch_size": 64, "n_samples_per_prompt": 8, "train_batch_size": 128, "generate_max_len": 512}
+    large |= {
+        "advantage_estimator": "grpo",
+        "save_steps": 1,
+        "hf_save_steps": 1,
+        "save_epochs": 1,
+        "min_new_tokens": 40,
+    }
+    large |= {
+        "overlong_buffer_len": 100,
+        "max_epochs": 3,
+        "eval_n_samples": 16,
+        "rollout_data_dir": str(tmp_path / "d"),
+    }
+    large |= {
+        "use_tensorboard": str(tmp_path / "tb"),
+        "dynamic_sampling": True,
+        "eval_data": str(tmp_path / "rows.jsonl"),
+    }
+    config = dry_run_config(run(**large).resolved(), 2, "/tmp/x")
+    flat = config.flat()
+    assert (flat["rollout_batch_size"], flat["n_samples_per_prompt"], flat["train_batch_size"]) == (4, 4, 16)
+    assert (flat["generate_max_len"], flat["overlong_buffer_len"], flat["min_new_tokens"]) == (32, 32, 32)
+    assert (flat["benchmark_steps"], flat["max_epochs"], flat["eval_n_samples"]) == (1, 1, 4)
+    assert (flat["save_path"], flat["resume"], flat["rollout_data_dir"]) == ("/tmp/x", "never", None)
+    assert not any([flat["use_tensorboard"], flat["save_epochs"], flat["hf_save_steps"] > 0, flat["save_steps"] > 0])
+    config.validate(2)
+
+
+def test_a_dry_run_of_a_small_run_is_as_small(run):
+    flat = dry_run_config(run(rollout_batch_size=1, train_batch_size=1, generate_max_len=3).resolved(), 1, "x").flat()
+    assert [flat[n] for n in ("rollout_batch_size", "n_samples_per_prompt", "generate_max_len")] == [1, 1, 3]
