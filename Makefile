@@ -69,6 +69,7 @@ lint: $(INSTALLED)
 
 docs: $(INSTALLED)
 	$(BIN)/python -c "from lightppo.config import cli; cli.write_flags_page()"
+	$(BIN)/python -c "from lightppo.config import aliases; aliases.write_page()"
 	$(BIN)/python -m lightppo.trainer.metrics > docs/metrics.md.new && mv docs/metrics.md.new docs/metrics.md
 
 # Longer than the tests and only on an idle machine: QUICK=1 shows whether it works, not how fast anything is.

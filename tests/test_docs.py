@@ -27,16 +27,10 @@ from lightppo.trainer.metrics import METRICS
 PAGES = sorted([REPO / "README.md", *(REPO / "docs").glob("*.md")])
 NAMES = [page.name for page in PAGES]
 
-# Flags of other programs that the pages name: launchers, and the trainers that users come from.
+# Flags of other programs that the pages name: launchers.
 OTHER_FLAGS = {
     "num_gpus", "master_port", "nproc_per_node",  # deepspeed, torchrun
-    "eps_clip_low_high", "no_advantage_std_norm", "eval_dataset", "eval_n_samples_per_prompt", "deepcompile",
-    "use_ds_universal_ckpt", "vllm_", "advantages_norm", "reward_clip", "reference_key", "max_eval_samples",
-    "policy_loss_type", "entropy_loss_coef", "stop_properly_penalty_coef", "enable_vllm_is_correction",
-    "vllm_is_correction_type", "vllm_is_truncated_threshold", "vllm_tensor_parallel_size",
-    "vllm_gpu_memory_utilization", "vllm_enable_sleep",  # OpenRLHF
-    "use_gspo", "use_cpg_loss", "overlong_buffer", "overlong_buffer_penalty_factor",
-    "reward_running_norm_minus_mean",  # LightRFT
+    "hostfile", "module",
 }  # fmt: skip
 OWN_OTHER_FLAGS = {"write", "help", "version", "spo_power", "module"}  # of commands, an example; deepspeed --module
 VLLM_FLAGS = {"dtype", "enable_sleep_mode", "ssl_keyfile", "ssl_certfile"}  # of lightppo serve-vllm, handed on

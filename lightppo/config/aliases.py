@@ -4,25 +4,417 @@ A row is ``names | what it is here``: names of one meaning with blanks between; 
 for a value of one of our options. What is here begins with "not here", or is "=" where name and meaning are the same.
 """
 
+# ruff: noqa: E501  (the rows)
+
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 OPENRLHF = """
 advantage_estimator=reinforce_baseline | `reinforce++_baseline`
-actor_init_on_gpu | not here: models start where they train
+advantage_estimator=dr_grpo | the same, with `--loss_agg_mode seq-mean-token-sum-norm` by default
+eval_dataset eval.dataset | `--eval_data`
+eval_n_samples_per_prompt eval.n_samples_per_prompt | `--eval_n_samples` (4 there, 1 here)
+eval.temperature | `--eval_temperature` (0.6 there, greedy here)
+policy_loss_type actor.policy_loss_type | `--policy_loss`
+eps_clip_low_high actor.eps_clip_low_high | `--eps_clip_low A --eps_clip_high B`
+dual_clip actor.dual_clip | `--dual_clip`
+no_advantage_std_norm algo.advantage.no_std_norm | `--no_adv_std_norm`
+entropy_loss_coef actor.entropy_coef | `--entropy_coef`; the entropy is always logged
+stop_properly_penalty_coef reward.stop_properly_penalty_coef | `--stop_properly_penalty`
+enable_vllm_is_correction vllm_is_correction_type algo.advantage.is_correction_enable algo.advantage.is_correction_type | `--rollout_correction tis`, `icepop`, `seq_mask_tis`
+vllm_is_truncated_threshold algo.advantage.is_correction_threshold | `--correction_low A --correction_high B`; `tis` has no lower bound
+kl_estimator algo.kl.estimator | `--kl_estimator`, with `--kl_clip 10`
+use_kl_estimator_k3 | `--kl_estimator k3`
+load_checkpoint ckpt.load_enable | on by default; `--resume never`
+use_wandb logger.wandb.key | `--use_wandb`; best with the key in WANDB_API_KEY
+remote_rm_url reward.remote_url | `--remote_rm_url`, also `path.py` with `reward_func(queries, prompts, labels)`
+freezing_actor_steps critic.freezing_steps | `--freezing_actor_steps`
+ref_reward_offload ref.offload reward.offload | `--ref_offload`, `--reward_offload`, with ZeRO 3
+best_metric_key ckpt.best_metric_key | `--best_metric eval/accuracy`
+max_len data.max_len | `--prompt_max_len` and `--generate_max_len`
+max_new_tokens rollout.max_new_tokens | `--generate_max_len`
+dynamic_filtering algo.dynamic_filtering_enable | `--dynamic_sampling`
+dynamic_filtering_reward_range algo.dynamic_filtering_range | `--filter_range A B`
+vllm_generate_batch_size rollout.vllm_generate_batch_size | `--gen_batch_size`
+use_dynamic_batch train.dynamic_batch_enable train_max_tokens_per_gpu train.max_tokens_per_gpu | `--max_tokens_per_micro_batch`
+rollout_max_tokens_per_gpu rollout.max_tokens_per_gpu | `--micro_batch_specs actor=4096t`
+vllm_tensor_parallel_size vllm.tensor_parallel_size | `--tensor_parallel_size`, with `--rollout_engine vllm`
+vllm_gpu_memory_utilization vllm.gpu_memory_utilization | `--gpu_memory_utilization` (0.95 there, for GPUs of its own; 0.4 here, shared with training)
+vllm_enable_sleep vllm.enable_sleep | `--free_cache_engine` (on)
+enable_prefix_caching vllm.enable_prefix_caching | `--enable_prefix_caching` (on)
+enforce_eager vllm.enforce_eager | `--enforce_eager`
+vllm_num_engines vllm.num_engines | not here: `--rollout_engine vllm` has one engine per `--tensor_parallel_size` ranks; for servers, one `--vllm_server_url` each
+vllm_sync_backend vllm.sync_backend vllm_sync_with_ray vllm.sync_with_ray | not here: `--vllm_server_sync` for servers; else weights are handed over in the process
+colocate_all_models train.colocate_all colocate_actor_ref train.colocate_actor_ref colocate_critic_reward train.colocate_critic_reward | not here: all models are always on all ranks
+*_num_nodes *.num_nodes *_num_gpus_per_node *.num_gpus_per_node | not here: no Ray; the launcher sets the ranks (`deepspeed --num_gpus`, `--hostfile`)
+actor_init_on_gpu | not here: models are loaded where they train
+async_train train.async_enable async_queue_size train.async_queue_size partial_rollout train.partial_rollout_enable | not here: rollouts and training take turns, so that every step is on-policy
+agent_func_path train.agent_func_path | not here: one turn per sample; score programs and tools by `--reward_fn`
+deepspeed_enable_sleep ds.enable_sleep | not here: `--adam_offload` and `--param_offload` free the GPU's memory
+deepcompile ds.deepcompile | `--torch_compile`
+ds_tensor_parallel_size ds.tensor_parallel_size | not here: `--zero_stage 3` shards the models
+ring_attn_size ds.ring_attn_size ring_head_stride ring_attn_head_stride ds.ring_attn_head_stride | not here: sequences are not split over ranks
+use_ds_universal_ckpt ds.use_universal_ckpt | not here: resume with as many ranks and the same ZeRO stage; the HF export fits any
+param_dtype ds.param_dtype | `--bf16`
+perf | not here: times of each part are always logged, under perf/
+use_ms | not here: give a local folder, or a hub id of Hugging Face
+aux_loss_coef actor.aux_loss_coef | `--aux_loss_coef`
+eps_clip actor.eps_clip | `--eps_clip`
+value_clip critic.value_clip | `--value_clip` (0.5 there, 0.2 here)
+lambd algo.advantage.lambd | `--lambd` (1 there, 0.95 here)
+gamma algo.advantage.gamma | `--gamma`
+actor.model_name_or_path critic.model_name_or_path reward.model_name_or_path | `--pretrain`, `--critic_pretrain`, `--reward_pretrain`
+actor.adam.lr critic.adam.lr actor.lr critic.lr | `--actor_learning_rate`, `--critic_learning_rate`
+actor.adam.betas critic.adam.betas actor.adam.weight_decay critic.adam.weight_decay | `--adam_betas`, `--l2`; the critic's `--critic_adam_betas`, `--critic_l2`
+actor.adam.eps critic.adam.eps | not here: AdamW's 1e-8
+actor.lr_scheduler critic.lr_scheduler actor.lr_warmup_ratio critic.lr_warmup_ratio actor.min_lr_ratio critic.min_lr_ratio actor.max_norm critic.max_norm | `--lr_scheduler`, `--lr_warmup_ratio`, `--min_lr_ratio`, `--max_norm`; the critic's with `critic_` before the name
+actor.optim critic.optim *.muon.* | not here: AdamW
+actor.gradient_checkpointing_enable actor.gradient_checkpointing_reentrant | `--gradient_checkpointing`, `--gradient_checkpointing_use_reentrant`
+actor.freeze_visual_encoder data.image_key data.max_images_per_prompt | not here: text only
+algo.advantage.estimator | `--advantage_estimator`
+algo.kl.init_coef algo.kl.target algo.kl.horizon algo.kl.use_loss | `--init_kl_coef`, `--kl_target`, `--kl_horizon`, `--use_kl_loss`
+critic.save_value_network | `--save_value_network`
+train.num_episodes train.max_epochs train.batch_size train.micro_batch_size train.seed | `--num_episodes`, `--max_epochs`, `--train_batch_size`, `--micro_train_batch_size`, `--seed`
+train.enable_ema train.ema_beta train.full_determinism_enable | `--enable_ema`, `--ema_beta`, `--full_determinism`
+rollout.batch_size rollout.micro_batch_size rollout.n_samples_per_prompt rollout.temperature rollout.top_p | `--rollout_batch_size`, `--micro_rollout_batch_size`, `--n_samples_per_prompt`, `--temperature`, `--top_p`
+reward.normalize_enable reward.clip_range reward.overlong_buffer_len reward.overlong_penalty_factor | `--normalize_reward`, `--reward_clip_range`, `--overlong_buffer_len`, `--overlong_penalty_factor`
+data.prompt_dataset data.prompt_probs data.prompt_split data.input_key data.label_key data.input_template data.apply_chat_template data.max_samples | `--prompt_data`, `--prompt_data_probs`, `--prompt_split`, then the same names
+data.disable_fast_tokenizer data.dataloader_num_workers | `--disable_fast_tokenizer`, `--data_num_workers`
+eval.split eval.steps | `--eval_split`, `--eval_steps`
+ckpt.path ckpt.output_dir ckpt.save_steps ckpt.save_hf ckpt.disable_ds ckpt.max_num ckpt.max_mem | `--ckpt_path`, `--save_path`, `--save_steps`, `--save_hf_ckpt`, `--disable_ds_ckpt`, `--max_ckpt_num`, `--max_ckpt_mem`
+ds.zero_stage ds.zpg ds.adam_offload ds.attn_implementation ds.use_liger_kernel ds.grad_accum_dtype ds.overlap_comm ds.packing_samples ds.load_in_4bit ds.value_head_prefix | the last part of the name
+ds.experts_implementation | not here: transformers' default
+ds.lora.rank ds.lora.alpha ds.lora.dropout ds.lora.target_modules | `--lora_rank`, `--lora_alpha`, `--lora_dropout`, `--target_modules`
+logger.logging_steps logger.tensorboard_dir logger.wandb.org logger.wandb.group logger.wandb.project logger.wandb.run_name | `--logging_steps`, `--use_tensorboard`, `--wandb_org`, `--wandb_group`, `--wandb_project`, `--wandb_run_name`
+actor_learning_rate adam_betas adam_offload apply_chat_template attn_implementation bf16 ckpt_path critic_learning_rate critic_pretrain disable_ds_ckpt disable_fast_tokenizer ema_beta enable_ema eval_split eval_steps eval_temperature flash_attn full_determinism generate_max_len grad_accum_dtype gradient_checkpointing gradient_checkpointing_use_reentrant init_kl_coef input_key input_template kl_horizon kl_target l2 label_key load_in_4bit local_rank logging_steps lora_alpha lora_dropout lora_rank lr_scheduler lr_warmup_ratio max_ckpt_mem max_ckpt_num max_epochs max_norm max_samples micro_rollout_batch_size micro_train_batch_size n_samples_per_prompt normalize_reward num_episodes overlap_comm overlong_buffer_len overlong_penalty_factor packing_samples pretrain pretrain_data pretrain_data_probs pretrain_split prompt_data prompt_data_probs prompt_max_len prompt_split ptx_coef reward_clip_range reward_pretrain rollout_batch_size save_hf_ckpt save_path save_steps save_value_network seed target_modules temperature top_p train_batch_size use_kl_loss use_liger_kernel use_tensorboard value_head_prefix wandb_group wandb_org wandb_project wandb_run_name zero_stage zpg | =
 """
 
 LIGHTRFT = """
 advantage_estimator=reinforce_baseline | `reinforce++_baseline`
+advantages_norm | `--adv_norm`
+normalize_advantages use_sequence_rewards | not here: options of GSPO there that change nothing
+use_gspo | `--policy_loss gspo`
+use_cpg_loss | `--advantage_estimator cpgd`, which brings its loss along; `--cpgd_drift_coef 0` for the loss of LightRFT
+loss_agg_mode | `--loss_agg_mode` (`seq-mean-token-mean` there, `token-mean` here)
+kl_estimator | `--kl_estimator`, with `--kl_clip 10`
+high_entropy_token_ratio advantage_clip | the same; 0 is off
+overlong_buffer overlong_buffer_len | `--overlong_buffer_len` alone switches it on; leave it out where overlong_buffer is not set
+overlong_buffer_penalty_factor | `--overlong_penalty_factor`
+reward_clip | `--reward_clip_range -X X`
+reward_running_norm_minus_mean | not here: always so with `--reward_running_norm`
+normalize_reward_for_critic | `--normalize_reward`
+reference_key | `--label_key`
+max_eval_samples | `--eval_max_samples`
+max_len | `--prompt_max_len` and `--generate_max_len`
+reward_pretrain | `--reward_pretrain A B`; a script may keep the comma
+remote_rm_url | `--remote_rm_url A B`; a script may keep the comma
+use_wandb | `--use_wandb`; best with the key in WANDB_API_KEY
+load_checkpoint | on by default; `--resume never`
+lambd value_clip critic_learning_rate | the same; with a critic only
+engine_type | `--rollout_engine vllm` (no SGLang)
+engine_tp_size | `--tensor_parallel_size`
+engine_mem_util | `--gpu_memory_utilization` (0.5 there, 0.4 here)
+enable_engine_sleep disable_engine_sleep | `--free_cache_engine` (on), `--no_free_cache_engine`
+use_fire first_token_temperature | `--fire_sampling`, `--fire_temperature`
+log_dir | `--use_tensorboard`
+save_trajectories num_trajectories_to_save | `--rollout_data_dir`
+ckpt_path_local | `--ckpt_path`
+print_replay_buffer_stats trajectory_analysis plot_every mark_high_entropy_tokens | not here: numbers of every rollout are logged, samples are in `--rollout_data_dir`
+actor_init_on_gpu | not here: models are loaded where they train
+meta_init initial_model_shard_size no_shard_vit fsdp fsdp_cpu_offload use_mp_opt | not here: DeepSpeed shards (`--zero_stage`, `--adam_offload`, `--param_offload`)
+sp_size | not here: sequences are not split over ranks
+fused_linear_logprob chunk_size disable_logprobs_flashattn | not here: log probs are always computed in chunks of positions that are read
+rm_use_engine rm_engine_cudagraph | not here: reward models run in the training processes, or behind `--remote_rm_url`
+freeze_prefix images_key limit_mm_image_per_prompt mixed_mm_data text_only | not here: text only
+use_ms | not here: give a local folder, or a hub id of Hugging Face
+actor_learning_rate adam_betas adam_offload advantage_estimator apply_chat_template aux_loss_coef bf16 ckpt_path critic_pretrain disable_ds_ckpt disable_fast_tokenizer dynamic_sampling enable_ema eps_clip eval_data eval_split eval_steps flash_attn freezing_actor_steps gamma generate_max_len grad_accum_dtype gradient_checkpointing gradient_checkpointing_use_reentrant init_kl_coef input_key input_template kl_target l2 label_key load_in_4bit local_rank logging_steps lora_alpha lora_dropout lora_rank lr_warmup_ratio max_ckpt_mem max_ckpt_num max_epochs max_norm max_samples micro_rollout_batch_size micro_train_batch_size n_samples_per_prompt num_episodes overlap_comm packing_samples pretrain pretrain_data pretrain_data_probs pretrain_split prompt_data prompt_data_probs prompt_max_len prompt_split ptx_coef reward_running_norm rollout_batch_size save_hf_ckpt save_path save_steps save_value_network seed system_prompt target_modules temperature top_p train_batch_size use_kl_loss use_tensorboard value_head_prefix wandb_group wandb_org wandb_project wandb_run_name zero_stage zpg | =
 """
 
-TABLES = {"OpenRLHF": OPENRLHF, "LightRFT": LIGHTRFT}
+TRL = """
+model_name_or_path sft_model_path reward_model_path reward_model_name_or_path | `--pretrain`, `--ref_pretrain` where it differs, `--reward_pretrain`
+model_revision model_init_kwargs cache_implementation | not here: give a local folder; `--override_config` changes its config
+reward_funcs | `--reward_fn path.py:name`
+reward_weights multi_objective_aggregation | a `CombinedReward` in the file of `--reward_fn`
+dataset_name dataset_train_split | `--prompt_data`, `--prompt_split`
+dataset_test_split | `--eval_data`, `--eval_split`
+dataset_config dataset_streaming dataset_num_proc remove_unused_columns | not here: rows are read once, other columns go to the reward function
+shuffle_dataset | not here: prompts are always shuffled, by `--seed`
+chat_template_kwargs | not here: `--apply_chat_template` renders as the tokenizer does
+per_device_train_batch_size local_batch_size micro_batch_size | `--micro_train_batch_size`
+gradient_accumulation_steps batch_size mini_batch_size local_mini_batch_size | `--train_batch_size`: samples per optimizer step over all ranks
+num_mini_batches | `--ppo_n_minibatches`
+generation_batch_size steps_per_generation | `--rollout_batch_size`, in prompts
+local_rollout_forward_batch_size | `--micro_rollout_batch_size`
+num_generations | `--n_samples_per_prompt`
+num_generations_eval | `--eval_n_samples`
+max_prompt_length | `--prompt_max_len`
+max_completion_length response_length | `--generate_max_len`
+stop_token stop_token_id | `--stop`, `--stop_token_ids`
+missing_eos_penalty | `--stop_properly_penalty`
+beta | `--use_kl_loss --kl_estimator k3 --init_kl_coef`
+kl_coef | `--init_kl_coef`
+use_bias_correction_kl | not here
+epsilon epsilon_high cliprange | `--eps_clip_low`, `--eps_clip_high`, `--eps_clip`
+cliprange_value | `--value_clip`
+vf_coef | not here: the critic has its own optimizer, `--critic_learning_rate`
+delta | `--dual_clip`
+lam | `--lambd`
+loss_type | `--loss_agg_mode seq-mean-token-mean` (`grpo`), `token-mean` (`dapo`, `bnpo`), `seq-mean-token-sum-norm` (`dr_grpo`); `--policy_loss cispo`, `sapo`
+loss_agg_mode=grpo | `seq-mean-token-mean`
+loss_agg_mode=dapo loss_agg_mode=bnpo | `token-mean`
+loss_agg_mode=dr_grpo | `seq-mean-token-sum-norm`
+sapo_temperature_pos sapo_temperature_neg | `--sapo_tau_pos`, `--sapo_tau_neg`
+vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg | not here
+importance_sampling_level | `--policy_loss gspo` for `sequence`
+scale_rewards | `--advantage_estimator grpo --grpo_std_eps 1e-4` for `group`; `--no_group_std_norm` for `none`
+normalize_advantages | `--adv_norm`
+whiten_rewards | not here: `--reward_running_norm` normalises scores
+top_entropy_quantile | `--high_entropy_token_ratio`
+entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target use_adaptive_entropy | not here: `--entropy_coef` is constant
+router_aux_loss_coef | `--aux_loss_coef` (0.001 there, off here)
+disable_dropout | not here: models always run without dropout
+cast_lm_head_to_fp32 | not here: log probs are taken in float32
+pad_to_multiple_of | not here: `--packing_samples`
+ds3_gather_for_generation | not here: weights are gathered to sample
+generation_kwargs | the options of sampling, each by its name
+use_vllm vllm_mode | `--rollout_engine vllm` for `colocate`, `vllm_server` for `server`
+vllm_model_impl vllm_structured_outputs_regex vllm_group_port | not here
+vllm_enable_sleep_mode | `--free_cache_engine` (on)
+vllm_server_base_url vllm_server_host vllm_server_port | `--vllm_server_url http://HOST:PORT`
+vllm_gpu_memory_utilization vllm_max_model_length vllm_tensor_parallel_size | `--gpu_memory_utilization`, `--max_model_len`, `--tensor_parallel_size`
+vllm_importance_sampling_correction vllm_importance_sampling_mode | `--rollout_correction tis`, `seq_tis`, `icepop` for `token_truncate`, `sequence_truncate`, `token_mask`
+vllm_importance_sampling_clip_min vllm_importance_sampling_clip_max vllm_importance_sampling_cap | `--correction_low`, `--correction_high`
+off_policy_mask_threshold | not here by this name: [conformance.md](conformance.md)
+use_transformers_continuous_batching transformers_continuous_batching_config use_transformers_paged | not here: `--rollout_engine hf` always batches continuously
+mask_truncated_completions | `--mask_too_long`
+sync_ref_model ref_model_sync_steps ref_model_mixup_alpha | `--ref_reset_steps N` for α 1; `--ref_ema_eta` α for 1 step
+num_iterations num_ppo_epochs | `--max_epochs`
+total_episodes num_train_epochs | `--num_episodes`, passes over the prompts
+max_steps | `--total_training_steps`, PPO steps
+num_total_batches world_size | not here: they follow from the other sizes
+learning_rate | `--actor_learning_rate`, `--critic_learning_rate`
+lr_scheduler_type lr_scheduler_kwargs warmup_ratio warmup_steps | `--lr_scheduler`, `--min_lr_ratio`, `--lr_warmup_ratio`, `--lr_warmup_steps`
+weight_decay max_grad_norm adam_beta1 adam_beta2 | `--l2`, `--max_norm`, `--adam_betas`
+adam_epsilon optim optim_args | not here: AdamW with 1e-8
+dtype torch_dtype fp16 | `--bf16`
+gradient_checkpointing_kwargs | `--gradient_checkpointing_use_reentrant`
+use_peft lora_r lora_target_modules | `--lora_rank`, `--target_modules`
+lora_target_parameters lora_modules_to_save lora_task_type use_rslora use_dora load_in_8bit bnb_4bit_quant_type use_bnb_nested_quant bnb_4bit_quant_storage model_adapter_name ref_adapter_name | not here: LoRA or QLoRA of linear layers in NF4 ([lora.md](lora.md))
+deepspeed fsdp | not here: DeepSpeed's options are flags (`--zero_stage`, …)
+output_dir | `--save_path`, `--ckpt_path`
+save_strategy save_total_limit resume_from_checkpoint | `--save_steps`, `--max_ckpt_num`, `--resume`
+eval_strategy do_eval | `--eval_steps`, `--eval_epochs`, `--eval_seconds`
+log_completions num_completions_to_print num_sample_generations log_unique_prompts | `--num_examine`, `--rollout_data_dir`
+log_multimodal max_tool_calling_iterations | not here: text, one turn per sample
+log_completions_hub_repo push_to_hub hub_model_id torch_empty_cache_steps ignore_bias_buffers | not here
+report_to run_name | `--use_wandb`, `--use_tensorboard`, `--wandb_run_name`
+top_k | `--top_k`, off is 0 there, -1 here
+kl_estimator gamma temperature top_p repetition_penalty entropy_coef reward_clip_range vllm_server_timeout trust_remote_code attn_implementation lora_alpha lora_dropout load_in_4bit gradient_checkpointing bf16 use_liger_kernel logging_steps save_steps eval_steps seed full_determinism torch_compile | =
+"""
+
+VERL = """
+advantage_estimator=reinforce_plus_plus | `reinforce++`
+advantage_estimator=reinforce_plus_plus_baseline | `reinforce++_baseline`
+kl_estimator=kl | `k1`
+kl_estimator=mse | `k2`
+kl_estimator=low_var_kl | `k3`, with `--kl_clip 10`
+policy_loss=vanilla | `ppo`
+policy_loss=geo_mean | `gmpo`
+rollout_engine=sglang | not here: `hf`, `vllm` or `vllm_server`
+data.train_files data.val_files | `--prompt_data`, `--eval_data`
+data.prompt_key | `--input_key`
+data.reward_fn_key | not here: the column is data_source
+data.train_max_samples data.val_max_samples | `--max_samples`, `--eval_max_samples`
+data.train_batch_size | `--rollout_batch_size`, in prompts
+data.val_batch_size | not here: `--micro_rollout_batch_size` holds for evaluations too
+data.max_prompt_length data.max_response_length *.rollout.prompt_length *.rollout.response_length | `--prompt_max_len`, `--generate_max_len`
+data.filter_overlong_prompts data.truncation | `--filter_overlong_prompts`, `--truncation`
+data.dataloader_num_workers data.filter_overlong_prompts_workers | `--data_num_workers`
+data.seed *.data_loader_seed *.fsdp_config.seed | `--seed`
+data.shuffle data.validation_shuffle | not here: prompts are shuffled by `--seed`, evaluations are not
+data.trust_remote_code *.model.trust_remote_code | `--trust_remote_code`
+data.tokenizer *.tokenizer_path *.hf_config_path | not here: they come with `--pretrain`
+data.apply_chat_template_kwargs *.custom_chat_template | not here: `--apply_chat_template` renders as the tokenizer does
+data.tool_config_path data.custom_cls.* data.sampler.* data.datagen.* | not here: a class of your own goes into a script ([extending.md](extending.md))
+data.image_key data.video_key data.image_patch_size data.return_multi_modal_inputs *.freeze_vision_tower *.limit_images | not here: text only
+data.return_raw_input_ids data.return_raw_chat data.return_full_prompt data.use_shm *.use_shm | not here
+actor_rollout_ref.model.path critic.model.path reward_model.model.path | `--pretrain`, `--critic_pretrain`, `--reward_pretrain`
+*.model.override_config *.model.external_lib | `--override_config`, `--external_lib`
+*.model.enable_gradient_checkpointing *.model.enable_activation_offload | `--gradient_checkpointing`, `--activation_offload`
+*.use_remove_padding | `--packing_samples`, on where it is exact
+*.model.lora_rank *.model.lora_alpha *.model.target_modules | `--lora_rank`, `--lora_alpha`, `--target_modules`
+*.exclude_modules *.lora_adapter_path *.lora.* | not here: name the layers by `--target_modules`; merge an adapter first
+*.use_liger | `--use_liger_kernel`
+*.use_torch_compile | `--torch_compile`
+*.use_fused_kernels *.fused_kernel_options.* *.tiled_mlp.* *.entropy_from_logits_with_chunking *.entropy_checkpointing *.sum_pi_squared_checkpointing *.calculate_sum_pi_squared | not here: log probs are computed in chunks of positions that are read
+*.use_prefix_grouper | `--share_prompts` (on)
+*.ppo_mini_batch_size | `--train_batch_size`, in samples: prompts times `--n_samples_per_prompt`
+*.ppo_micro_batch_size_per_gpu *.ppo_micro_batch_size | `--micro_train_batch_size`
+*.log_prob_micro_batch_size_per_gpu *.log_prob_micro_batch_size *.forward_micro_batch_size_per_gpu *.forward_micro_batch_size reward_model.micro_batch_size_per_gpu reward_model.micro_batch_size | `--micro_rollout_batch_size`; `--micro_batch_specs reference=8` for one call
+*use_dynamic_bsz *.ppo_max_token_len_per_gpu *.log_prob_max_token_len_per_gpu *.forward_max_token_len_per_gpu | `--max_tokens_per_micro_batch`; `--micro_batch_specs actor_train=4096t` for one call
+trainer.balance_batch | `--balance_ranks` (on)
+actor_rollout_ref.actor.ppo_epochs critic.ppo_epochs | `--max_epochs`, `--critic_max_epochs`
+*.actor.shuffle critic.shuffle | `--shuffle samples` (always shuffled here)
+*.clip_ratio *.clip_ratio_low *.clip_ratio_high | `--eps_clip`, `--eps_clip_low`, `--eps_clip_high`
+*.clip_ratio_c | `--dual_clip` (3 there, off here)
+*.tau_pos *.tau_neg | `--sapo_tau_pos`, `--sapo_tau_neg`
+*.policy_loss.loss_mode | `--policy_loss`: `ppo` for `vanilla`, `gmpo` for `geo_mean`; set the epsilons, or leave them to the loss
+*.clip_cov_ratio *.clip_cov_lb *.clip_cov_ub | `--clip_cov_ratio`, `--clip_cov_low`, `--clip_cov_high`
+*.kl_cov_ratio *.ppo_kl_coef | `--kl_cov_ratio`, `--kl_cov_coef`
+*.loss_agg_mode | `--loss_agg_mode`
+*.loss_scale_factor | not here: the constant is `--generate_max_len`
+*.entropy_coeff *.calculate_entropy | `--entropy_coef`; the entropy is always logged
+*.use_kl_loss *.kl_loss_coef *.kl_loss_type | `--use_kl_loss`, `--init_kl_coef`, `--kl_estimator` (`k1`, `k2`, `k3` for `kl`, `mse`, `low_var_kl`)
+actor_rollout_ref.actor.optim.lr critic.optim.lr | `--actor_learning_rate`, `--critic_learning_rate`
+*.optim.lr_warmup_steps_ratio *.optim.lr_warmup_steps *.optim.min_lr_ratio *.optim.lr_scheduler_type *.optim.warmup_style | `--lr_warmup_ratio`, `--lr_warmup_steps` (-1 there is None here), `--min_lr_ratio`, `--lr_scheduler`; the critic's with `critic_` before the name
+*.optim.weight_decay *.optim.betas *.optim.clip_grad *.grad_clip | `--l2` (0.01 there, 0 here), `--adam_betas` (0.9 0.999 there), `--max_norm`; `--critic_l2`, `--critic_adam_betas`, `--critic_max_norm`
+*.optim.total_training_steps | not here: it follows from `--total_training_steps`
+*.optim.num_cycles *.optim.optimizer *.optim.optimizer_impl *.optim.override_optimizer_config | not here: AdamW, half a cosine
+*.fsdp_config.param_offload *.fsdp_config.optimizer_offload *.fsdp_config.offload_policy | `--param_offload`, `--adam_offload`, `--critic_param_offload`, `--critic_adam_offload`, `--ref_offload`
+*.fsdp_config.model_dtype *.fsdp_config.dtype | `--bf16`
+*.full_determinism | `--full_determinism`
+*.fsdp_config.* actor_rollout_ref.*.strategy critic.strategy reward_model.strategy *.megatron.* | not here: DeepSpeed shards, by `--zero_stage`
+*.ulysses_sequence_parallel_size | not here: sequences are not split over ranks
+*.checkpoint.save_contents *.checkpoint.load_contents *.checkpoint.async_save *.checkpoint.* | not here: a checkpoint holds all that resuming needs; `--save_hf_ckpt` adds the HF format
+*.router_replay.* *.enable_rollout_routing_replay *.mtp *.mtp.* *.quantization* *.qat.* | not here
+*.rollout_n critic.enable actor_rollout_ref.hybrid_engine *.layered_summon | not here: it follows from other options
+actor_rollout_ref.nccl_timeout | `--dist_timeout`, in minutes
+*.rollout.name *.rollout.mode | `--rollout_engine` (`hf`, `vllm`, `vllm_server`)
+*.rollout.n | `--n_samples_per_prompt`
+*.rollout.temperature *.rollout.top_p *.rollout.top_k *.rollout.do_sample *.rollout.ignore_eos | the last part of the name
+*.rollout.tensor_model_parallel_size | `--tensor_parallel_size`
+*.rollout.gpu_memory_utilization | `--gpu_memory_utilization` (0.5 there, 0.4 here: the models of training share the GPU)
+*.rollout.dtype *.rollout.load_format *.rollout.enforce_eager *.rollout.free_cache_engine *.rollout.max_num_batched_tokens *.rollout.max_model_len *.rollout.max_num_seqs *.rollout.enable_prefix_caching | `--vllm_dtype`, then the last part of the name
+*.rollout.cudagraph_capture_sizes *.rollout.data_parallel_size *.rollout.expert_parallel_size *.rollout.pipeline_model_parallel_size *.rollout.enable_chunked_prefill *.rollout.logprobs_mode *.rollout.scheduling_policy *.rollout.disable_log_stats *.rollout.over_sample_rate *.rollout.multi_stage_wake_up *.rollout.skip_tokenizer_init *.rollout.engine_kwargs.* *.rollout.checkpoint_engine.* *.rollout.prometheus.* *.rollout.trace.* | not here: for vLLM servers, options of vLLM go to `lightppo serve-vllm`
+*.rollout.val_kwargs.n *.rollout.val_kwargs.temperature *.rollout.val_kwargs.top_p *.rollout.val_kwargs.top_k *.rollout.val_kwargs.do_sample | `--eval_n_samples`, `--eval_temperature` (0 for greedy), `--eval_top_p`, `--eval_top_k`
+*.rollout.multi_turn.* *.rollout.agent.* | not here: one turn per sample
+*.rollout.calculate_log_probs | not here: always recorded
+*.rollout.skip_rollout *.rollout.skip_dump_dir | `--skip_rollout DIR`
+*.profiler.* global_profiler.* | `--profile_steps`
+algorithm.gamma algorithm.lam | `--gamma`, `--lambd` (1 there, 0.95 here)
+algorithm.adv_estimator | `--advantage_estimator`: `reinforce++`, `reinforce++_baseline` for `reinforce_plus_plus`, `reinforce_plus_plus_baseline`; whitening there is `--adv_std_unbiased`
+algorithm.norm_adv_by_std_in_grpo | `--no_group_std_norm` for False
+algorithm.use_kl_in_reward algorithm.kl_penalty | `--use_kl_in_reward`, `--kl_estimator`
+algorithm.kl_ctrl.type algorithm.kl_ctrl.kl_coef algorithm.kl_ctrl.target_kl algorithm.kl_ctrl.horizon | `--init_kl_coef`, `--kl_target` (which makes it adaptive), `--kl_horizon`
+algorithm.rollout_correction.rollout_is | `--rollout_correction tis` for `token`, `seq_tis` for `sequence`
+algorithm.rollout_correction.rollout_is_threshold | `--correction_high 2`; `0.5_5.0` is `--rollout_correction icepop --correction_low 0.5 --correction_high 5`
+algorithm.rollout_correction.rollout_rs algorithm.rollout_correction.rollout_rs_threshold | `--rollout_correction seq_mask --correction_low 1/b --correction_high 1/a` for `seq_mean_k1`, `a_b`
+algorithm.rollout_correction.rollout_token_veto_threshold algorithm.rollout_correction.rollout_is_batch_normalize | `--correction_veto`, `--correction_batch_norm`
+algorithm.rollout_correction.bypass_mode algorithm.rollout_correction.loss_type | `--old_log_probs rollout`
+algorithm.use_pf_ppo algorithm.pf_ppo.* | not here
+critic.cliprange_value | `--value_clip` (0.5 there, 0.2 here)
+reward_model.enable | not here: `--reward_pretrain` alone switches it on
+reward_model.model.input_tokenizer | `--reward_input_tokenizer`, the reward model's own (there the actor's)
+reward_model.max_length | `--reward_max_length`; `--reward_truncation left` cuts the start
+reward_model.reward_manager reward_manager.name | `--reward_manager`; `prime` needs `--reward_timeout`. A failure is an error or unscored, never 0
+*overlong_buffer_cfg.len *overlong_buffer_cfg.penalty_factor *overlong_buffer_cfg.enable *overlong_buffer_cfg.log | `--overlong_buffer_len`, `--overlong_penalty_factor`
+reward_model.reward_loop_source reward_model.reward_loop_module_path reward_model.reward_loop_class_name reward_model.use_reward_loop reward_manager.source reward_manager.module.* | not here: `--reward_fn` takes functions; a source of your own goes into a script
+reward_model.launch_reward_fn_async | `--async_rewards`: during generation
+reward_model.num_workers | `--reward_workers`
+reward_model.sandbox_fusion.url reward_model.sandbox_fusion.memory_limit_mb | `--reward_source code`, `--sandbox_fusion_url`, `--sandbox_fusion_memory_limit_mb`
+reward_model.sandbox_fusion.max_concurrent | `--sandbox_fusion_max_concurrent`: of each rank here, of the whole run there
+reward_model.rollout.* reward_model.enable_resource_pool reward_model.nnodes reward_model.n_gpus_per_node reward_model.model.use_* | not here: reward models run in the training processes, or behind `--remote_rm_url`
+custom_reward_function.path custom_reward_function.name | `--reward_fn path.py:name`
+custom_reward_function.reward_kwargs.* | `functools.partial` in the file of `--reward_fn`
+trainer.total_epochs trainer.total_training_steps | `--num_episodes`, `--total_training_steps`
+trainer.critic_warmup | `--freezing_actor_steps` N − 1: there the actor trains from step N on
+trainer.save_freq trainer.test_freq | `--save_steps`, `--eval_steps` (-1: never there, once per episode here)
+trainer.default_local_dir trainer.max_actor_ckpt_to_keep trainer.max_critic_ckpt_to_keep | `--ckpt_path`, `--max_ckpt_num`
+trainer.resume_mode trainer.resume_from_path | `--resume auto`, `never` or `PATH`
+trainer.val_before_train trainer.val_only | `--no_val_before_train`, `--val_only`
+trainer.logger trainer.project_name trainer.experiment_name | `--use_wandb`, `--use_tensorboard`, `--wandb_project`, `--wandb_run_name`
+trainer.log_val_generations trainer.rollout_data_dir trainer.validation_data_dir | `--num_examine`, `--rollout_data_dir`; evaluations are in the folder eval of `--save_path`
+trainer.default_hdfs_dir trainer.del_local_ckpt_after_load | not here: see `--ckpt_path`, `--save_path`
+trainer.nnodes trainer.n_gpus_per_node trainer.device trainer.ray_wait_register_center_timeout trainer.use_legacy_worker_impl trainer.esi_redundant_time ray_kwargs.* transfer_queue.* | not here: no Ray; the launcher sets the ranks
+"""
+
+AREAL = """
+experiment_name trial_name | `--save_path`, `--wandb_run_name`
+mode partition schedule_strategy allocation_mode n_nodes n_gpus_per_node nodelist exclude ray_temp_path cluster.* cpus_per_* mem_per_* scheduler.* *.scheduling_spec.* *.scheduling_strategy.* *.backend *.device_mesh *.parallel.* | not here: one process per GPU, by the launcher
+metric_discovery_port ignore_worker_error cache_clear_freq torch_cache_mysophobia fuse_rew_ref ppo.fuse_rew_ref enable_offload | not here
+actor.path critic.path ref.path rew.path | `--pretrain`, `--critic_pretrain`, `--ref_pretrain`, `--reward_pretrain`
+*.init_from_scratch *.init_critic_from_actor | the last part of the name
+*.type actor.is_critic *.is_critic tokenizer_path | not here: known from the checkpoint
+*.gradient_checkpointing *.bf16 *.attn_impl *.dtype | `--gradient_checkpointing`, `--bf16`, `--attn_implementation`
+*.use_lora *.lora_rank *.lora_alpha *.target_modules *.peft_type | `--lora_rank`, `--lora_alpha`, `--target_modules`
+actor.optimizer.lr critic.optimizer.lr | `--actor_learning_rate`, `--critic_learning_rate`
+*.optimizer.weight_decay *.optimizer.beta1 *.optimizer.beta2 *.optimizer.gradient_clipping *.optimizer.warmup_steps_proportion *.optimizer.lr_scheduler_type *.optimizer.min_lr_ratio | `--l2` (0.05 there, 0 here), `--adam_betas`, `--max_norm`, `--lr_warmup_ratio`, `--lr_scheduler`, `--min_lr_ratio`; the critic's with `critic_` before the name
+*.optimizer.offload *.offload | `--adam_offload`
+*.optimizer.eps *.optimizer.type *.initial_loss_scale *.min_loss_scale *.loss_scale_window *.hysteresis | not here: AdamW with 1e-8, in bf16 or float32
+*.megatron.* *.fsdp.* *.archon.* *.grad_reduce_dtype *.enable_tree_training *.use_kernels *.weight_update_mode | not here: DeepSpeed shards, by `--zero_stage`
+*.mb_spec.n_mbs *.mb_spec.max_tokens_per_mb *.mb_spec.* | `--max_tokens_per_micro_batch`; `--micro_batch_specs actor_train=4096t` for one call
+*.disable_dropout *.pad_to_maximum dataset.fill_to_max_length dynamic_bs | not here: no dropout, no padding where it is not needed
+dataset.path train_dataset.path | `--prompt_data`
+valid_dataset.path | `--eval_data`
+dataset.max_prompt_len train_dataset.max_length | `--prompt_max_len`; a longer prompt is an error, or `--filter_overlong_prompts`
+dataset.train_bs_n_seqs train_dataset.batch_size | `--rollout_batch_size`
+shuffle_dataset *.shuffle *.drop_last | not here: prompts are shuffled by `--seed`; a rollout is always whole
+*.pin_memory *.num_workers *.num_dataset_workers | `--dataloader_pin_memory`, `--data_num_workers`
+group_size gconfig.n_samples ppo.gen.n | `--n_samples_per_prompt`
+generation_size | the same: the best of them train
+ppo.gen.max_new_tokens gconfig.max_new_tokens actor.max_new_tokens gconfig.max_tokens | `--generate_max_len`
+ppo.gen.min_new_tokens gconfig.min_new_tokens ppo.gen.temperature gconfig.temperature ppo.gen.top_p gconfig.top_p gconfig.stop gconfig.stop_token_ids gconfig.ignore_eos | the last part of the name
+ppo.gen.top_k gconfig.top_k | `--top_k`, off is 1e8 there, -1 here
+ppo.gen.greedy gconfig.greedy | `--no_do_sample`
+ppo.gen.use_cuda_graph ppo.gen.force_* gconfig.skip_special_tokens gconfig.lora_name gconfig.use_beam_search | not here
+eval_gconfig.n_samples eval_gconfig.temperature eval_gconfig.top_p eval_gconfig.top_k | `--eval_n_samples`, `--eval_temperature`, `--eval_top_p`, `--eval_top_k`
+ppo.ppo_n_minibatches actor.ppo_n_minibatches | `--ppo_n_minibatches` (4 there; None here)
+ppo.eps_clip actor.eps_clip actor.eps_clip_higher | `--eps_clip`, `--eps_clip_low`, `--eps_clip_high`
+ppo.c_clip actor.c_clip | `--dual_clip`
+ppo.value_eps_clip critic.eps_clip | `--value_clip`
+ppo.early_stop_imp_ratio | `--early_stop_imp_ratio`, and `--early_stop_kl`
+ppo.actor_sample_reuse ppo.critic_sample_reuse | `--max_epochs`, `--critic_max_epochs`
+ppo.max_reward_clip actor.reward_clip | `--max_reward_clip`; above 10 with `--reward_clip_range None`
+ppo.reward_output_scaling actor.reward_scaling | `--reward_scaling`
+ppo.reward_output_bias | `--reward_bias`, subtracted too
+actor.reward_bias | `--reward_bias` with the other sign
+actor.reward_norm.* | `--reward_running_norm`, over the run; [conformance.md](conformance.md)
+actor.overlong_reward_penalty actor.overlong_tokens actor.overlong_penalty_factor | `--overlong_buffer_len`, `--overlong_penalty_factor`
+ppo.discount actor.discount ppo.gae_lambda actor.gae_lambda | `--gamma`, `--lambd` (1 there, 0.95 here)
+ppo.adv_norm actor.adv_norm.* | `--adv_norm`, `--adv_norm_scope`
+ppo.group_adv_norm group_adv_norm | `--adv_norm_scope group`, or `--advantage_estimator group_adv_norm` without a critic
+ppo.kl_ctl actor.kl_ctl ppo.use_adaptive_kl_ctl | `--init_kl_coef` (0.1 there, 0.01 here), `--kl_target`
+actor.kl_estimator | `--kl_estimator`, with `--kl_clip 10`
+ppo.disable_value | `--advantage_estimator reinforce`, with `gae_lambda` 1
+ppo.value_norm ppo.value_norm_type ppo.value_norm_beta ppo.value_norm_eps | `--value_norm exp` or `ma` (on there, off here), `--value_norm_beta`, `--value_norm_eps`
+ppo.recompute_logprob actor.recompute_logprob actor.prox_logp_method | `--old_log_probs`
+ppo.use_decoupled_loss actor.use_decoupled_loss ppo.behav_imp_weight_cap actor.behav_imp_weight_cap | `--rollout_correction decoupled`, `--correction_high`
+actor.rejection_sampling.* actor.m2_threshold | not here by this name: [conformance.md](conformance.md)
+actor.importance_sampling_level | `--policy_loss gspo` for `sequence`
+actor.use_sapo_loss actor.sapo_tau_pos actor.sapo_tau_neg | `--policy_loss sapo`, `--sapo_tau_pos`, `--sapo_tau_neg`
+*.mask_no_eos_with_zero | `--mask_no_eos_with_zero`
+rw_type reward_delta *.reward_delta | `--use_dense_reward` for `dense`; with `--reward_delta`, which is on there and off here
+success_rate_ub success_rate_lb | `--dynamic_sampling --filter_range`: other prompts take their place; there the step gets smaller
+dataset_filter_threshold dataset_max_filter_percentage ref_ema_eta check_verifier_status check_xml_format mask_no_eos_with_zero mask_too_long | the same; 0 and None are off
+no_training | `--val_only`
+FUNCTIONCALL_SERVICE_DOMAIN scheduler.functioncall_service_domain | `--function_call_url`, for `--reward_source code`
+exp_ctrl.total_train_epochs total_train_epochs total_train_steps total_train_n_seqs | `--num_episodes`, `--total_training_steps`
+exp_ctrl.save_freq_* saver.freq_* | `--hf_save_steps`, `--hf_save_epochs`, `--hf_save_seconds` (HF format)
+exp_ctrl.ckpt_freq_* recover.freq_* | `--save_steps`, `--save_epochs`, `--save_seconds`
+exp_ctrl.eval_freq_* evaluator.freq_* | `--eval_steps`, `--eval_epochs`, `--eval_seconds`
+exp_ctrl.benchmark_steps exp_ctrl.benchmark_n_seqs | `--benchmark_steps`
+evaluator.eval_before_train | `--val_before_train` (on)
+recover_mode recover.mode | `--resume auto`, `never`
+recover_retries recover_after recover.retries recover.no_* | not here: start the command again, it goes on by itself
+auto_eval auto_eval_config.* | `--eval_data` while training, or `lightppo eval` on an export
+wandb.mode wandb.entity wandb.project wandb.name wandb.group tensorboard.path stats_logger.* | `--use_wandb`, `--wandb_org`, `--wandb_project`, `--wandb_run_name`, `--wandb_group`, `--use_tensorboard`
+wandb.job_type wandb.notes wandb.tags wandb.config swanlab.* trackio.* | not here; wandb reads its environment variables
+perf_tracer.* memory_profiler.* | `--profile_steps`
+*vllm.gpu_memory_utilization sglang.mem_fraction_static *.sglang.mem_fraction_static | `--gpu_memory_utilization`: 0.9 there, for GPUs of its own; 0.4 here, shared with training
+*vllm.max_num_seqs *vllm.max_model_len *vllm.block_size *vllm.enforce_eager *vllm.enable_prefix_caching *vllm.dtype | the last part of the name; `--vllm_dtype`
+*vllm.* *sglang.* | not here: for vLLM servers, options of vLLM go to `lightppo serve-vllm`
+max_head_offpolicyness max_concurrent_rollouts n_rollout_workers schedule_policy new_tokens_per_chunk flush_request_timeout rollout.* | not here: rollouts and training take turns, so that every step is on-policy
+teacher.* *.agent.* | not here
+*.log_agent_stats* *.temperature *.request_timeout *.setup_timeout *.log_level *._version *.admin_api_key *.optimizer *.experiment_name *.trial_name | not here
+seed | =
+"""
+
+TABLES = {"OpenRLHF": OPENRLHF, "LightRFT": LIGHTRFT, "TRL": TRL, "verl": VERL, "AReaL": AREAL}
 
 
 @functools.cache
@@ -34,21 +426,24 @@ def rows(trainer: str) -> list[tuple[list[str], str]]:
 
 def hint(name: str, value: Any = None) -> str:
     """``": here --x (verl)"`` for a name of another trainer, or its value of our option; else an empty string."""
-    name = name.lstrip("+~") if value is None else f"{name}={value}"
+    name = name.lstrip("+~-") if value is None else f"{name}={value}"
+    matches = [
+        (len(pattern) + 1000 * (pattern == name), trainer, text)
+        for trainer in TABLES
+        for patterns, text in rows(trainer)
+        for pattern in patterns
+        if text != "=" and (pattern == name or ("*" in pattern and fnmatchcase(name, pattern)))
+    ]
     found: dict[str, list[str]] = {}
-    for trainer in TABLES:
-        for text in _meanings(trainer, name):
-            if text != "=":
-                found.setdefault(text.replace("`", ""), []).append(trainer)
+    for closeness, trainer, text in matches:
+        if closeness == max(matches)[0]:
+            found.setdefault(_plain(text), []).append(trainer)
     texts = [text if text.startswith("not here") else f"here {text}" for text in found]
     return ": " * bool(found) + "; ".join(f"{t} ({', '.join(who)})" for t, who in zip(texts, found.values()))
 
 
-def _meanings(trainer: str, name: str) -> Iterator[str]:
-    """The row that has the name itself, else the first with a pattern of it."""
-    exact = [text for names, text in rows(trainer) if name in names]
-    patterns = [text for names, text in rows(trainer) if any("*" in n and fnmatchcase(name, n) for n in names)]
-    yield from (exact or patterns)[:1]
+def _plain(text: str) -> str:
+    return re.sub(r"\[(\S+)\]\(\S+\)", r"docs/\1", text).replace("`", "")
 
 
 # -- docs/migrating.md -----------------------------------------------------------------------------------------------

@@ -119,7 +119,7 @@ def _read_flags(arguments: Sequence[str], options: Sequence[Option]) -> dict[str
             problems.append(f"unknown flag {name}{hint(name[2:]) or near}")
         elif not before.startswith("--"):
             shown = f"{name}=…" if "=" in text else text  # the value may be a key
-            problems.append(f"unexpected argument {shown!r}{hint(name)}")
+            problems.append(f"unexpected argument {shown!r}{hint(name) or ': write --NAME VALUE' * ('=' in text)}")
     values = {}
     for option in options:
         if option.name in given:
