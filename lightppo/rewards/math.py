@@ -123,11 +123,11 @@ def equal_by_library(gold: str, answer: str) -> bool:
         units = {symbol: I for symbol in expression.free_symbols if symbol.name == "i"}
         return expression.xreplace(units) if units and not expression.has(Relational) else expression
 
-    def equal(units: bool) -> bool:
-        return bool(verify(parsed(gold, units), parsed(answer, units), timeout_seconds=None, raise_on_error=True))
-
     try:
-        return equal(units=True) or equal(units=False)  # it drops letters as units: ab of 2ab, h of 2πrh
+        # it drops letters as units: ab of 2ab, h of 2πrh
+        pairs = [(parsed(gold, units), parsed(answer, units)) for units in (True, False)]
+        pairs = pairs[:1] if pairs[0] == pairs[1] else pairs
+        return any(verify(*pair, timeout_seconds=None, raise_on_error=True) for pair in pairs)
     except (MemoryError, RecursionError):
         raise
     except Exception:  # kinds that cannot be compared, e.g. a number and a matrix
@@ -181,6 +181,7 @@ _SHORT_UNITS = frozenset((
 ))
 # fmt: on
 _NUMBER_IN_TEXT = re.compile(rf"(?<![\w.])-?[$€£¥]?{_DECIMAL}(?: ?/ ?\d+)?(?: ?\\?%)?")
+_IS_NUMBER = re.compile(rf" (?:is|are|equals|=) (?P<number>{_NUMBER_IN_TEXT.pattern})")  # the largest $n$ is 34
 _WORD_NEXT = re.compile(r" {1,2}(?P<word>[a-z]{2,})|[.,;:]?$", re.I)
 _EQUALS = re.compile(r"(?<![<>])(?<![^\d)]!)(?<!\\not)=")  # x <= 2 is not 2; 3!=6 is 6
 _NUMBER_NEXT = re.compile(r" ?(?:,|and|or|to) ?[-$]{0,2}\d")
@@ -294,7 +295,8 @@ def _after_phrase(text: str) -> str | None:
     formulas = [_FORMULA.match(tail), *reversed([*_FORMULA.finditer(_REASON.split(sentence, maxsplit=1)[0])])]
     formula = next(filter(None, [*formulas, *reversed([*_FORMULA.finditer(sentence)])]), None)
     if formula:
-        return _content(formula)
+        value = _IS_NUMBER.match(formula.string, formula.end())
+        return value["number"] if value and _content(formula).isalpha() else _content(formula)
     number = _NUMBER_IN_TEXT.match(sentence)
     if number is None or _NUMBER_NEXT.match(sentence, number.end()):
         return sentence or None

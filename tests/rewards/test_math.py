@@ -55,6 +55,8 @@ Make = Callable[..., Rollout]
         ("The answer: the value of $x$ is $5$.", "5"),
         ("The answer is the number $5$, because $y$ is $3$.", "5"),  # the last one before the reason
         ("The answer is $5$, and $y$ is $3$.", "5"),
+        ("Final Answer: The largest $n$ is 34.", "34"),
+        ("The answer is $B$ (3 points)", "B"),
         ("So it is $x = 5 $", "5"),
         ("So it is $ 5$.", "5"),
         (r"So it is $x \text{ is } \frac12 $", r"x \text{ is } \frac12"),
