@@ -127,7 +127,7 @@ class Alarms:
 
     def __init__(self, vocabulary: int | None = None) -> None:
         self.vocabulary = vocabulary
-        self.series: dict[str, list[float]] = defaultdict(list)  # since the start or the last resume
+        self.series: dict[str, list[float]] = defaultdict(list)
         self.ringing: set[str] = set()
 
     def look(self, status: Mapping[str, float]) -> tuple[dict[str, float], list[str]]:
@@ -147,3 +147,11 @@ class Alarms:
                 lines.append(f"ALARM {name}: {alarm.metrics[0]} is {value:.3g}, {alarm.condition}. Try: {alarm.remedy}")
             (self.ringing.add if rings else self.ringing.discard)(name)
         return seen, lines
+
+    def state_dict(self) -> dict[str, list[float]]:
+        """The numbers of all steps so far: a resumed run rings as an uninterrupted one."""
+        return dict(self.series)
+
+    def load_state_dict(self, state: Mapping[str, list[float]]) -> None:
+        """Go on from :meth:`state_dict`; what rings then is told again."""
+        self.series = defaultdict(list, state)

@@ -42,6 +42,7 @@ from lightppo.rollout.engine import RolloutEngine
 from lightppo.strategy.zero3 import parameter_count
 from lightppo.trainer import metrics as m
 from lightppo.trainer import update
+from lightppo.trainer.alarms import Alarms
 from lightppo.trainer.build import (
     build,
     build_evaluator,
@@ -132,6 +133,7 @@ class PPOTrainer(SeedAttributes):
         saved = saved_parts(config, actor, critic, ema_model, initial_model)
         self.checkpointer = RunCheckpointer(strategy, config.checkpoint, saved, tokenizer)
         self.recorder: Recorder | None = None
+        self.alarms = Alarms(len(tokenizer))
         self.total_steps: int | None = None  # of the run, known in fit
         self.owns_parts = False  # a script in the seed's style saves and closes by itself
         self._accumulate_alone()
@@ -383,6 +385,7 @@ class PPOTrainer(SeedAttributes):
         """Write the checkpoint ``tag``; the seed's name, so that an override acts. Collective."""
         state = dict(client_states or self.client_state())
         state["surplus"] = self.strategy.all_gather_object(self.sampler.state_dict())
+        state["alarms"] = self.alarms.state_dict()  # only here: the step has been looked at since client_state()
         self.checkpointer.save(self._ckpt_path(args), int(tag.removeprefix("global_step")), state)
 
     def client_state(self) -> dict[str, Any]:
@@ -409,6 +412,7 @@ class PPOTrainer(SeedAttributes):
         for name, part in self._stateful_parts().items():
             part.load_state_dict(saved[name])
         self.sampler.load_state_dict(saved["surplus"][self.strategy.get_rank()])
+        self.alarms.load_state_dict(saved["alarms"])
         self.state = TrainerState(**saved["trainer"])
         self.rollout_engine.sync_weights(self.actor)
         return True
@@ -430,10 +434,8 @@ class PPOTrainer(SeedAttributes):
         val_only = self.config.evaluation.val_only
         if self.prompts_dataloader is None and not val_only:
             raise ConfigError("fit() needs a prompts_dataloader, unless the trainer was made by from_config()")
-        self.update_steps, per_episode = (
-            update_steps,
-            steps_per_episode(self.config, self.prompts_dataloader, update_steps),
-        )
+        self.update_steps = update_steps
+        per_episode = steps_per_episode(self.config, self.prompts_dataloader, update_steps)
         if args is not None:
             self.config = take_schedule(self.config, args, per_episode)
             self.checkpointer.config = self.config.checkpoint
@@ -548,7 +550,7 @@ class PPOTrainer(SeedAttributes):
     def _new_recorder(self) -> Recorder:
         parts = (self.config, self.strategy, self.checkpointer, self.evaluator)
         start = {"start_step": self.state.global_step, "run_id": self.state.run_id}
-        recorder = Recorder(*parts, options=public_options(self.config), vocabulary=len(self.tokenizer), **start)
+        recorder = Recorder(*parts, options=public_options(self.config), alarms=self.alarms, **start)
         self.state.run_id = recorder.run_id
         return recorder
 

@@ -161,7 +161,7 @@ class Recorder:
         options: of the run, shown by Weights & Biases. Without secrets: tokens come from the environment.
         start_step: step the run starts or resumes at; logs of later steps, of a run that was cut off, are dropped.
         run_id: Weights & Biases run to go on with.
-        vocabulary: number of tokens, for :class:`Alarms`.
+        alarms: look at each step that is logged; ``None``: new ones.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class Recorder:
         options: Mapping[str, Any],
         start_step: int = 0,
         run_id: str | None = None,
-        vocabulary: int | None = None,
+        alarms: Alarms | None = None,
     ) -> None:
         self.config, self.strategy, self.checkpointer, self.evaluator = config, strategy, checkpointer, evaluator
         c, e, agree = config.checkpoint, config.evaluation, strategy.broadcast_object
@@ -185,7 +185,7 @@ class Recorder:
         self.best: float | None = None
         if e.best_metric is not None and start_step > 0:
             self.best = checkpointer.best_value(c.ckpt_path, e.best_metric)
-        self.alarms, self.timer, self.pace = Alarms(vocabulary), PhaseTimer(), Pace(start_step)
+        self.alarms, self.timer, self.pace = alarms or Alarms(), PhaseTimer(), Pace(start_step)
         self.last_evaluated: int | None = None
         self.last_saved: int | None = start_step or None
         run = {"start_step": start_step, "run_id": run_id}

@@ -105,6 +105,8 @@ def test_a_resumed_run_is_the_uninterrupted_run(everything, capsys, zero_stage):
         assert ours[name] is not None
         assert ours[name] == theirs[name]
     assert resumed.state == straight.state
+    assert resumed.alarms.state_dict() == straight.alarms.state_dict()  # of all four steps
+    assert len(resumed.alarms.state_dict()["rollout/reward"]) == 4
     assert resumed.state.episode == 1
     # 4 steps × 2 epochs × 2 optimizer steps × 2 micro batches
     assert resumed.state.pretrain_batches == 32
