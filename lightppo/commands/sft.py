@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import tempfile
 from collections.abc import Sequence
 from typing import Literal
 
@@ -56,6 +57,8 @@ class SFTConfig(Section):
     )
     log_file: str | None = option(None, "JSONL file of the metrics. None: SAVE_PATH/metrics.jsonl.")
     logging_steps: int = option(1, "A row of metrics every so many.", unit="optimizer steps", ge=1)
+    dry_run: bool = option(False, "All checks and one small step with the real model; nothing is kept.")
+    debug: bool = option(False, "Errors with their whole traceback, not in one line.")
 
 
 def problems(config: SFTConfig, world_size: int) -> list[str]:
@@ -155,9 +158,22 @@ def train(config: SFTConfig) -> None:
         logging_steps=config.logging_steps,
     )
     status = trainer.fit()
+    if config.dry_run:
+        rows = f"{config.train_batch_size} rows, loss {status['train/loss']:.4f}"
+        strategy.report_memory(f"dry run: one step of {rows}; nothing is kept; memory of rank 0")
+        return
     strategy.save_model(model, tokenizer, config.save_path)
     strategy.print(f"{steps} steps, loss {status['train/loss']:.4f}; saved to {config.save_path}")
     strategy.print(f"next: lightppo ppo --pretrain {config.save_path} --prompt_data FILE --reward_fn FILE.py")
+
+
+def dry_run(config: SFTConfig) -> None:
+    """``train`` for one step of few rows, with its files in a folder that goes at the end."""
+    size = min(config.micro_train_batch_size, 2)
+    with tempfile.TemporaryDirectory(prefix="lightppo-dry-run-") as folder:
+        small = {"micro_train_batch_size": size, "train_batch_size": size * int(os.environ.get("WORLD_SIZE", "1"))}
+        small |= {"num_epochs": None, "max_steps": 1, "save_path": folder, "log_file": None}
+        train(SFTConfig(**vars(config) | small))
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "lightppo sft") -> None:
@@ -171,4 +187,4 @@ def main(argv: Sequence[str] | None = None, prog: str = "lightppo sft") -> None:
     # After options, files and folders are checked: this import takes seconds.
     from lightppo.trainer import run
 
-    run(lambda: train(config), prog)
+    run(lambda: (dry_run if config.dry_run else train)(config), prog, debug=config.debug)

@@ -117,6 +117,13 @@ def test_max_steps_goes_on_into_further_epochs_and_the_rate_falls(tiny_model, da
     assert logged[-1]["train/loss"] < logged[0]["train/loss"]
 
 
+def test_a_dry_run_takes_one_step_and_keeps_nothing(tiny_model, dataset, tmp_path):
+    arguments = [*options(tiny_model, dataset, tmp_path, 4), "--dry_run", "--zero_stage=0"]
+    result = run_ranks(SCRIPT, *arguments, world_size=1)
+    assert "dry run: one step of 2 rows, loss " in result.output
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_adapters(tiny_model, dataset, tmp_path):
     """With --lora_rank the adapters learn, and the merged model and the adapter are saved."""
     from peft import PeftModel
@@ -168,8 +175,8 @@ class TestBadInput:
 
     def test_a_missing_model_or_column_is_one_line(self, tiny_model, dataset, tmp_path):
         result = run_ranks(SCRIPT, "--pretrain=/no/such", f"--dataset={dataset}", world_size=1, check=False)
-        assert result.returncode == 1
-        assert "train_sft.py: error: --pretrain /no/such" in result.output
+        assert result.returncode == 2
+        assert "train_sft.py: error: --pretrain /no/such: no such folder" in result.output
         assert "Traceback" not in result.output
 
 
