@@ -341,11 +341,11 @@ class Pace:
 
     def line(self, step: int, total: int | None, status: Mapping[str, float]) -> str:
         """``step 12/100 · reward 0.61 · … · 0.9 s · ETA 1:20``; the time left counts evaluations and saving too."""
-        (_, before), now = self.ends[-1], self.clock()
+        (last, before), now = self.ends[-1], self.clock()
         self.ends.append((step, now))
         first, start = self.ends[0]
         parts = [f"step {step}" if total is None else f"step {step}/{total}", shown_status(status)]
-        parts.append(f"{status.get('perf/time_step', now - before):.1f} s")
+        parts.append(f"{status.get('perf/time_step', (now - before) / max(step - last, 1)):.1f} s")
         if total is not None and step > first:
             minutes, seconds = divmod(round((now - start) / (step - first) * (total - step)), 60)
             hours, minutes = divmod(minutes, 60)

@@ -276,7 +276,7 @@ def test_the_line_of_a_step(monkeypatch):
     status = {"rollout/reward": 0.6123, "rollout/kl": -1e-9, "train/entropy": 1.25, "perf/time_step": 0.94}
     assert pace.line(5, 100, status) == "step 5/100 · reward 0.612 · kl 0 · entropy 1.25 · 0.9 s · ETA 3:10"  # 95 · 2 s
     assert pace.line(6, 100, {"train/loss": 1.5}) == "step 6/100 · loss 1.5 · 1.0 s · ETA 2:21"  # 94 · 3/2 s
-    assert pace.line(9, None, {"response_length": 3.4}) == "step 9 · len 3.4 · 10.0 s"
+    assert pace.line(9, None, {"response_length": 3.4}) == "step 9 · len 3.4 · 3.3 s"  # 10 s for 3 steps
     assert pace.line(10, 11, {}).endswith("ETA 4:10:00")  # 90000 s for 6 steps
 
 
