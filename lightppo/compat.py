@@ -47,8 +47,9 @@ CONSTRUCTOR_DEFAULTS: dict[str, Any] = {
 _RENAMED = {"max_new_tokens": "generate_max_len"}
 _SPECIAL = ("max_length", "eos_token_id", "pad_token_id")
 _GENERATION = (
-    *("max_new_tokens", "generate_max_len", "min_new_tokens", "do_sample", "temperature", "top_p", "top_k"),
-    *("repetition_penalty", "stop", "stop_token_ids", "bad_words", "ignore_eos", "gamma", "lambd"),
+    *("max_new_tokens", "generate_max_len", "min_new_tokens", "do_sample", "temperature", "top_p", "top_k", "min_p"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("stop", "stop_token_ids", "bad_words", "ignore_eos", "gamma", "lambd"),
     *_SPECIAL,
 )
 # What else the constructor takes by name: for the hint at a misspelt one.

@@ -39,6 +39,7 @@ class ModelConfig(Section):
     override_config: str | None = option(None, 'JSON over the config of all but reward models: {"rope_theta": 1e6}.')
     external_lib: str | None = option(None, "Module imported before the models, e.g. to register an architecture.")
     trust_remote_code: bool = option(False, "Run Python code that comes with a checkpoint.")
+    tokenizer_path: str | None = option(None, "Tokenizer: local path, hub name or fsspec URL. None: --pretrain's.")
     disable_fast_tokenizer: bool = option(False, "Tokenizer in Python, not Rust; an error where transformers has none.")
     bf16: bool = option(
         False, "bfloat16 with an fp32 master copy; without it fp32.", needs="zero_stage!=0 and critic_zero_stage!=0"
@@ -100,6 +101,8 @@ class DataConfig(Section):
     input_template: str | None = option(None, "Text around the prompt, with {} in its place.")
     apply_chat_template: bool = option(False, "Render prompts with the tokenizer's chat template.")
     system_prompt: str | None = option(None, "System message put before chats that have none.")
+    data_source_key: str = option("data_source", "Column that names a row's data source, for evaluation and rewards.")
+    data_shuffle: bool = option(True, "Draw prompts in another order in each episode; off: in the data's order.")
     max_samples: int = option(1000000, "Rows taken from --prompt_data.", "prompts", ge=1)
     eval_max_samples: int = safe(1000000, "Rows taken from --eval_data.", "prompts", ge=1)
     prompt_max_len: int = option(1024, "Longest prompt.", "tokens", ge=1)
@@ -125,6 +128,11 @@ class RolloutConfig(Section):
     top_p: float = option(1.0, "Nucleus sampling: smallest set of tokens with this probability.", gt=0, le=1)
     top_k: int = option(-1, "Only the k most likely tokens; -1: all.", ge=-1)
     repetition_penalty: float = option(1.0, "Divides the logits of tokens already seen; 1: off.", gt=0)
+    presence_penalty: float = option(0.0, "Taken from the logits of tokens in the response; 0: off.", ge=-2, le=2)
+    frequency_penalty: float = option(0.0, "The same for each time that a token is there.", ge=-2, le=2)
+    min_p: float = option(
+        0.0, "Only tokens with this share of the likeliest one's probability; 0: off.", ge=0, le=1, needs="sampling"
+    )
     stop: tuple[str, ...] = option((), "Strings that end a response; they are trimmed from its text.")
     stop_token_ids: tuple[int, ...] = option((), "Token ids that end a response.", ge=0)
     bad_words: tuple[str, ...] = option((), "Words that are never sampled.")
@@ -258,7 +266,7 @@ class RewardConfig(Section):
     reward_truncation: Literal["error", "left"] = reward_model("error", "Longer inputs: stop, or cut left; counted.")
     normalize_reward: bool = reward_model(False, "Reward models subtract mean and divide by std of their config.")
     reward_bias: float = option(0.0, "Subtracted from every score, before --reward_scaling.")
-    reward_scaling: float = option(1.0, "Factor on every score.", gt=0)
+    reward_scaling: float = option(1.0, "Factor on every score; below 0 it turns them round.")
     max_reward_clip: float | None = option(None, "Scaled scores are clipped to ± this.", gt=0)
     reward_running_norm: bool = option(False, "Normalise scaled scores by running mean and deviation of all ranks.")
     stop_properly_penalty: float | None = option(
@@ -292,13 +300,16 @@ class VerifierConfig(Section):
     reward_routes: str | None = option(
         None, 'Sources by data source, in JSON or its file: {"gsm8k": {"math": 1, "format": 0.1}, "*": {"model": 1}}.'
     )
-    reward_routes_by: Literal["data_source", "label"] = option("data_source", "What keys are.", needs="reward_routes")
+    reward_routes_by: str = option(
+        "data_source", "What keys are: data_source, label, or a column such as task.", needs="reward_routes"
+    )
     reward_fn_style: Literal["auto", "queries", "verl", "verl_batch", "trl", "areal"] = option(
         "auto", "Signature of --reward_fn. auto: by the names of its parameters.", needs="function"
     )
-    reward_manager: Literal["auto", "naive", "batch", "prime"] = safe(
+    reward_manager: Literal["auto", "naive", "batch", "prime", "dapo"] = safe(
         "auto",
-        "naive: in threads; batch: one call; prime: processes killed at --reward_timeout; auto: by signature.",
+        "naive: in threads; batch: one call; prime: processes killed at --reward_timeout; auto: by signature; dapo: "
+        "auto, with --overlong_buffer_len.",
         needs="function",
     )
     reward_workers: int | None = judged(None, "Threads or processes. None: 16 threads, a process per core.", ge=1)

@@ -315,6 +315,7 @@ def resolutions(config: Options) -> dict[str, Any]:
     resolved = {name: _or(given[name], value) for name, value in meant.items()}
     return resolved | {
         "attn_implementation": "flash_attention_2" if m.flash_attn else m.attn_implementation,
+        "reward_manager": {"dapo": "auto"}.get(manager := config.verifier.reward_manager, manager),
         "resume": config.checkpoint.resume if config.checkpoint.load_checkpoint else "never",
     }
 
@@ -625,6 +626,8 @@ def _algorithm(o: SimpleNamespace) -> Iterator[str]:
         yield f"--kl_horizon {o.kl_horizon} is so short that the coefficient could change sign: {shortest}"
     if o.eps_clip not in (None, o.eps_clip_low, o.eps_clip_high):
         yield "--eps_clip has no effect beside --eps_clip_low and --eps_clip_high: leave it out"
+    if o.reward_scaling == 0:
+        yield "--reward_scaling 0 makes all scores the same: set another factor"
     for side in ("low", "high"):
         if getattr(correction, side) is None and getattr(o, f"correction_{side}") is not None:
             yield f"--correction_{side}: --rollout_correction {o.rollout_correction} has no such bound; leave it out"
@@ -702,6 +705,8 @@ def _rewards(o: SimpleNamespace) -> Iterator[str]:
         yield "--eval_reward_fn is set, but --eval_reward_source does not name 'function': add it, or leave one out"
     if models > 1 and not o.reward_fn:
         yield f"--reward_pretrain has {models} models: --reward_fn path.py:name must combine their scores"
+    if o.config.verifier.reward_manager == "dapo" and o.overlong_buffer_len is None:
+        yield "--reward_manager dapo punishes long responses: set --overlong_buffer_len"
     if o.reward_manager == "prime" and o.reward_timeout is None:
         yield "--reward_manager prime kills a call at its limit: set --reward_timeout"
     if models and (tokenizers := len(o.reward_input_tokenizer)) not in (0, 1, models):

@@ -24,11 +24,13 @@ from lightppo.data.rows import (
     as_chat,
     check_choice,
     check_dataset,
+    lookup,
     origin_of,
     prepare_rows,
     read_example,
     read_label,
     read_prompt,
+    require_column,
     resolve_fields,
     setting,
 )
@@ -128,6 +130,7 @@ class PromptDataset(_PreparedDataset):
         dataset: best from :func:`~lightppo.data.readers.blending_datasets`, which keeps each row's file and line.
         input_key: column of the prompt, may be dotted; None recognises the forms in ``docs/data.md``.
         label_key: column of the ground truth, which every row must then have.
+        data_source_key: column of the data source, may be dotted; rows without one are of "default".
         truncation: treatment of a longer prompt: ``error`` (a bad row), cut on a side, or ``drop``.
         on_bad_row: ``error`` or ``skip`` (counted in ``report``, named in the log).
     """
@@ -141,6 +144,7 @@ class PromptDataset(_PreparedDataset):
         *,
         input_key: str | None = None,
         label_key: str | None = None,
+        data_source_key: str | None = None,
         apply_chat_template: bool | None = None,
         prompt_max_len: int | None = None,
         truncation: Truncation | None = None,
@@ -164,6 +168,9 @@ class PromptDataset(_PreparedDataset):
             on_bad_row=on_bad_row,
             num_workers=num_workers,
         )
+        self.data_source_key = setting(strategy, "data_source_key", data_source_key, "data_source")
+        if data_source_key not in (None, "data_source"):
+            require_column(data_source_key, dataset.column_names, "--data_source_key")
 
     def __getitem__(self, position: int) -> Prompt:
         return self.__getitems__([range(len(self))[position]])[0]
@@ -180,7 +187,7 @@ class PromptDataset(_PreparedDataset):
         text = rendered.text
         if self._rows.truncated[position]:  # the text shows what the model sees, except plain text's begin-of-text
             text = self.tokenizer.decode(token_ids, skip_special_tokens=not rendered.is_chat)
-        source = row.get("data_source")
+        source = lookup(row, self.data_source_key)
         # A conversation's own column stays: its last turn is not in the prompt.
         hidden = {ORIGIN_COLUMN} if key in (None, "messages") else {ORIGIN_COLUMN, key}
         return Prompt(

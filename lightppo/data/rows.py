@@ -74,12 +74,10 @@ def resolve_fields(
         return tuple(k for k in dict.fromkeys(keys) if _column_of(k, columns))
 
     def explicit(key: str, flag: str) -> tuple[str, ...]:
-        if _column_of(key, columns) is None:
-            raise DataError(f"{flag} {key!r} is not a column of the data; its columns: {listed}")
+        require_column(key, columns, flag)
         return (key,)
 
     input_key = input_key or DEFAULT_INPUT_KEY
-    listed = ", ".join(c for c in columns if c != ORIGIN_COLUMN) or "(none)"
     label = explicit(label_key, "--label_key") if label_key else known(LABEL_KEYS)
     preference = set(PREFERENCE_KEYS) <= set(columns)
     if documents and _column_of(input_key, columns) is None and (text := known(TEXT_KEYS)):
@@ -93,6 +91,7 @@ def resolve_fields(
         prompt = known((*TEXT_KEYS, *PROMPT_KEYS) if documents else PROMPT_KEYS)
     if not prompt and not preference:
         known_names = f"recognised without it: {', '.join(PROMPT_KEYS)}, or chosen and rejected"
+        listed = _listed(columns)
         raise DataError(f"no column with a prompt: set --input_key to one of the columns: {listed} ({known_names})")
     completion: tuple[str, ...] = ()
     if output_key:
@@ -100,6 +99,16 @@ def resolve_fields(
     elif supervised and not (documents and input_key != DEFAULT_INPUT_KEY):
         completion = tuple(k for k in known(COMPLETION_KEYS) if k not in prompt)
     return RowFields(prompt, completion, label, label_key is not None, output_key is not None, preference, documents)
+
+
+def require_column(key: str, columns: Sequence[str], flag: str) -> None:
+    """DataError unless ``key`` is a column, or a field of one."""
+    if _column_of(key, columns) is None:
+        raise DataError(f"{flag} {key!r} is not a column of the data; its columns: {_listed(columns)}")
+
+
+def _listed(columns: Iterable[str]) -> str:
+    return ", ".join(c for c in columns if c != ORIGIN_COLUMN) or "(none)"
 
 
 def _column_of(key: str, columns: Iterable[str]) -> str | None:

@@ -148,6 +148,10 @@ def _load_config(path: str, flag: str, options: LoadOptions) -> tuple[str, Pretr
     with _errors_name(path, flag):
         config = AutoConfig.from_pretrained(path, trust_remote_code=options.trust_remote_code)
     _override(config, options.override_config or {}, "--override_config")
+    if any(name.startswith("rope_") for name in options.override_config or ()):
+        with _errors_name(path, f"--override_config of {flag}"):
+            config.standardize_rope_params()
+            config.validate_rope()
     for part in (config, config.get_text_config()):
         _zero_dropout_attributes(part)
     return path, config
@@ -177,7 +181,7 @@ def _errors_name(path: str, flag: str) -> Iterator[None]:
 
 
 def _override(config: PretrainedConfig, values: dict[str, Any], name: str) -> None:
-    for key, value in values.items():
+    for key, value in _with_rope(config, values, name).items():
         if not hasattr(config, key):
             near = difflib.get_close_matches(key, list(config.to_dict()), n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -187,6 +191,22 @@ def _override(config: PretrainedConfig, values: dict[str, Any], name: str) -> No
             _override(current, value, f"{name}.{key}")
         else:
             setattr(config, key, value)
+
+
+def _with_rope(config: PretrainedConfig, values: dict[str, Any], name: str) -> dict[str, Any]:
+    """``rope_theta`` and ``rope_scaling`` as transformers 5 has them: part of ``rope_parameters``, whose rest stays."""
+    before, rest = getattr(config, "rope_parameters", None), dict(values)
+    if not isinstance(before, dict):
+        return rest
+    told = {"rope_theta": rest.pop("rope_theta")} if "rope_theta" in rest else {}
+    scaling = rest.pop("rope_scaling", None) or {}
+    told |= {"rope_type" if key == "type" else key: value for key, value in scaling.items()}
+    told |= rest.pop("rope_parameters", None) or {}
+    layers = [key for key, value in before.items() if isinstance(value, dict)]
+    if layers and not told.keys() <= set(layers):
+        raise ModelLoadError(f"{name}: give rope_parameters for each kind of layer: {', '.join(layers)}")
+    merged = {key: before[key] | value if key in layers else value for key, value in told.items()}
+    return rest | ({"rope_parameters": before | merged} if told else {})
 
 
 def disable_dropout(model: nn.Module) -> None:

@@ -19,7 +19,6 @@ from lightppo.errors import RewardError
 from lightppo.ranks import Ranks
 
 OnFailure = Literal["error", "unscored"]
-RouteBy = Literal["data_source", "label"]
 T = TypeVar("T")
 
 DEFAULT_ROUTE = "*"
@@ -310,7 +309,7 @@ def check_verifier_status(rollouts: Sequence[Rollout], *, minimum: float, source
 
 
 class RoutedReward:
-    """Weighted sums of sources, by data source or label: Σ weight · score over the sources of the sample's route.
+    """Weighted sums of sources, by a column of the data: Σ weight · score over the sources of the sample's route.
 
     If one source of its route leaves a sample unscored, the sample is unscored. Token scores are added with the same
     weights. Each source's own score is metric ``<name>`` and its metrics are ``<name>/<metric>``, ``None`` for samples
@@ -318,13 +317,11 @@ class RoutedReward:
     without samples, in the order of the routes: a reward model under ZeRO-3 acts on all ranks together.
 
     Args:
-        routes: data source or label → (source, weight) pairs; ``"*"`` takes the samples without a route of their own.
-        by: ``"data_source"``, or ``"label"``: a string, or a number as Python writes it.
+        routes: value of the column → (source, weight) pairs; ``"*"`` takes the samples without a route of their own.
+        by: ``"data_source"``, ``"label"`` or a column of the data: a string, or a number as Python writes it.
     """
 
-    def __init__(self, routes: Routes, *, by: RouteBy = "data_source", name: str = "routed") -> None:
-        if by not in get_args(RouteBy):
-            raise ValueError(f"{name}: samples are routed by {' or '.join(get_args(RouteBy))}, not by {by!r}")
+    def __init__(self, routes: Routes, *, by: str = "data_source", name: str = "routed") -> None:
         if not routes or not all(routes.values()):
             raise ValueError(f"{name}: every route needs at least one source")
         plan: dict[int, tuple[RewardSource, dict[str, float]]] = {}  # by identity: a source need not be hashable
@@ -341,7 +338,7 @@ class RoutedReward:
         if twice:
             raise ValueError(f"{name}: several sources are named {', '.join(sorted(twice))}; give each its own name")
         self.name = name
-        self.by: RouteBy = by
+        self.by = by
         self._routes = list(routes)
 
     @property
@@ -385,7 +382,8 @@ class RoutedReward:
             close_source(source)
 
     def _route(self, rollouts: Sequence[Rollout], i: int) -> str:
-        value = getattr(rollouts[i].prompt, self.by)
+        prompt = rollouts[i].prompt
+        value = getattr(prompt, self.by) if self.by in ("data_source", "label") else prompt.extra.get(self.by)
         key = value if isinstance(value, str) else repr(value)
         if key in self._routes:
             return key

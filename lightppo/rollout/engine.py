@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class SamplingParams:
     """How to sample; every engine gives these the same meaning.
 
-    Penalties and bans act on the raw logits, then temperature, top-k and top-p (the order of transformers and vLLM).
+    Penalties and bans act on the raw logits, then temperature, min-p, top-k and top-p (vLLM's order).
     """
 
     max_new_tokens: int = 1024  # most tokens of one response, >= 1
@@ -27,6 +27,10 @@ class SamplingParams:
     # Logits of ids seen in prompt or response are divided (if positive) or multiplied (if negative) by it
     # (Keskar et al. 2019, CTRL, arXiv:1909.05858); 1 is off.
     repetition_penalty: float = 1.0
+    # Subtracted from the logits of ids in the response: once, and for each time that they are there; 0 is off.
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    min_p: float = 0.0  # tokens with at least this share of the likeliest one's probability; 0 is off
     n: int = 1  # samples per prompt
     stop: tuple[str, ...] = ()  # strings that end a response; the text is cut before the string, the ids are kept
     stop_token_ids: tuple[int, ...] = ()  # ids that end a response, beside the end-of-text ids; kept in the ids
@@ -51,6 +55,9 @@ class SamplingParams:
             ("top_p", 0 < self.top_p <= 1, "in (0, 1]; 1 is off"),
             ("top_k", self.top_k >= -1, "at least 1, or -1 (off)"),
             ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "above 0; 1 is off"),
+            ("presence_penalty", -2 <= self.presence_penalty <= 2, "between -2 and 2; 0 is off"),
+            ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "between -2 and 2; 0 is off"),
+            ("min_p", 0 <= self.min_p <= 1, "between 0 and 1; 0 is off"),
             ("n", self.n >= 1, "at least 1"),
             ("stop", all(self.stop), "without empty strings"),
             ("bad_words", all(word.strip() for word in self.bad_words), "without empty words"),

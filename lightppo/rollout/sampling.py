@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import (
     LogitsProcessorList,
+    MinPLogitsWarper,
     NoBadWordsLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     TopKLogitsWarper,
@@ -104,7 +105,11 @@ class TokenSampler:
         penalty, self._filters = sampling.repetition_penalty, LogitsProcessorList()
         self._repetition = RepetitionPenaltyLogitsProcessor(penalty) if penalty != 1.0 else None
         self._bad_words = NoBadWordsLogitsProcessor(completable) if completable else None
-        self.needs_history = self._repetition is not None or self._bad_words is not None
+        self.presence, self.frequency = sampling.presence_penalty, sampling.frequency_penalty
+        counts = self.presence != 0 or self.frequency != 0
+        self.needs_history = counts or self._repetition is not None or self._bad_words is not None
+        if sampling.min_p > 0:
+            self._filters.append(MinPLogitsWarper(sampling.min_p))
         if sampling.top_k > 0:
             self._filters.append(TopKLogitsWarper(sampling.top_k))
         if sampling.top_p < 1.0:
@@ -139,11 +144,14 @@ class TokenSampler:
         return tokens, log_probs.masked_fill(scores.amax(dim=-1) == -torch.inf, torch.nan)
 
     def _ban(self, scores: Tensor, step: int | Tensor, history: Tensor | None) -> Tensor:
-        """Repetition penalty, bad words and minimum length, on raw logits (B, V)."""
+        """Penalties, bad words and minimum length, on raw logits (B, V)."""
         if self._repetition is not None:
             # Padding repeats the last id (always a real one), which is penalised once anyhow.
             seen = torch.where(history == NO_TOKEN, history[:, -1:], history)
             scores = self._repetition(seen, scores)
+        if self.presence or self.frequency:
+            counts = _response_counts(history, step, scores)
+            scores = scores - self.frequency * counts - self.presence * (counts > 0)
         if self._bad_words is not None:
             scores = self._bad_words(history, scores)
         if self.min_new_tokens and self.suppressed_ids:
@@ -151,6 +159,14 @@ class TokenSampler:
             scores = scores.clone()
             scores[:, self.suppressed_ids] = scores[:, self.suppressed_ids].masked_fill(early, -torch.inf)
         return scores
+
+
+def _response_counts(history: Tensor, step: int | Tensor, scores: Tensor) -> Tensor:
+    """How often each id is in the response, the last ``step`` ids of ``history`` (B, S); (B, V) as ``scores``."""
+    ages = torch.as_tensor(step, device=history.device).view(-1, 1)  # (B or 1, 1)
+    in_response = torch.arange(history.shape[1], 0, -1, device=history.device) <= ages  # (B or 1, S)
+    in_response = in_response.expand_as(history)
+    return torch.zeros_like(scores).scatter_add_(1, history.where(in_response, 0), in_response.to(scores.dtype))
 
 
 # -- ending responses -------------------------------------------------------------------------------------------------

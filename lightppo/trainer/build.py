@@ -276,7 +276,8 @@ def build_tokenizer(config: PPOConfig, actor: Actor | None = None) -> Any:
     """The actor's tokenizer; if the actor is there, checked against its embedding."""
     m = config.model
     options = {"use_fast": not m.disable_fast_tokenizer, "trust_remote_code": m.trust_remote_code}
-    return loading.get_tokenizer(stage_to_local(m.pretrain), actor, **options)
+    path, flag = (m.pretrain, "--pretrain") if m.tokenizer_path is None else (m.tokenizer_path, "--tokenizer_path")
+    return loading.get_tokenizer(stage_to_local(path), actor, **options, flag=flag)
 
 
 def with_optimizer(
@@ -325,12 +326,16 @@ def build_prompts(
     if evaluation:
         paths, probs, split, limit = d.eval_data, None, d.eval_split, d.eval_max_samples
     rows = blending_datasets(paths, probs, strategy, config.strategy.seed, train_split=split, flag=flag)
+    by = config.verifier.reward_routes_by
+    if config.verifier.reward_routes and by not in ("label", "data_source", *rows.column_names):
+        raise ConfigError(f"--reward_routes_by {by!r} is not a column of {flag}; its columns: {rows.column_names}")
     dataset = PromptDataset(
         rows.select(range(min(len(rows), limit))),
         tokenizer,
         input_template=d.input_template,
         input_key=d.input_key,
         label_key=d.label_key,
+        data_source_key=d.data_source_key,
         apply_chat_template=d.apply_chat_template,
         prompt_max_len=d.prompt_max_len,
         truncation=d.truncation,
@@ -347,7 +352,8 @@ def prompts_dataloader(config: PPOConfig, prompts: PromptDataset, strategy: Deep
     """This rank's share of every generation batch."""
     size = config.sampling.gen_batch_size or config.rollout.rollout_batch_size
     ranks = {"rank": strategy.get_rank(), "world_size": strategy.world_size}
-    sampler = RolloutBatchSampler(len(prompts), size, **ranks, seed=config.strategy.seed)
+    order = {"shuffle": config.data.data_shuffle, "seed": config.strategy.seed}
+    sampler = RolloutBatchSampler(len(prompts), size, **ranks, **order)
     # A generator of its own, so that beginning an episode, as a resumed run does, draws no number of the global one.
     generator = torch.Generator()
     return DataLoader(prompts, batch_sampler=sampler, collate_fn=PromptDataset.collate_fn, generator=generator)

@@ -34,6 +34,7 @@ def responses(*scores_and_lengths: tuple[float, int]) -> list:
         ({"reward_bias": 1.0}, [0.0, -5.0, 5.0]),
         ({"reward_bias": 1.0, "reward_scaling": 2.0}, [0.0, -10.0, 10.0]),  # (x - 1)·2
         ({"reward_scaling": 2.0, "max_reward_clip": 5.0}, [2.0, -5.0, 5.0]),
+        ({"reward_scaling": -2.0, "max_reward_clip": 5.0}, [-2.0, 5.0, -5.0]),
         ({"reward_clip_range": (-1.0, 3.0)}, [1.0, -1.0, 3.0]),
         # lengths 2, 7, 10: the last 5 tokens before 10 cost up to 1; (7 - 5)/5 = 0.4, (10 - 5)/5 = 1
         ({"overlong_buffer_len": 5}, [1.0, -4.4, 5.0]),

@@ -188,6 +188,19 @@ def test_override_config(causal_lm: MakeModel, tmp_path: Path) -> None:
     causal_lm().save_pretrained(tmp_path)
     model = load_causal_lm(str(tmp_path), override_config={"rms_norm_eps": 0.5})
     assert model.model.norm.variance_epsilon == 0.5
+    plain = model.model.rotary_emb.inv_freq
+    theta = model.config.rope_parameters["rope_theta"]
+    for forms in (
+        {"rope_theta": 4 * theta, "rope_scaling": {"type": "linear", "factor": 2.0}},
+        {"rope_parameters": {"rope_theta": 4 * theta, "rope_type": "linear", "factor": 2.0}},
+    ):
+        model = load_causal_lm(str(tmp_path), override_config=forms)
+        # frequency i of D/2 is θ^(−2i/D): the first is halved by the scaling, the others also shrink with θ
+        powers = torch.arange(len(plain)) / len(plain)
+        assert torch.allclose(model.model.rotary_emb.inv_freq, plain / 2 * 4.0**-powers)
+    assert load_causal_lm(str(tmp_path), override_config={"rope_theta": 9.0}).config.rope_parameters["rope_theta"] == 9
+    with pytest.raises(ModelLoadError, match=r"--override_config of --pretrain .*factor"):
+        load_causal_lm(str(tmp_path), override_config={"rope_scaling": {"rope_type": "linear"}})
     with pytest.raises(ModelLoadError, match=r"--override_config: .*'rms_norm_epz'.*'rms_norm_eps'"):
         load_causal_lm(str(tmp_path), override_config={"rms_norm_epz": 0.5})
     with pytest.raises(ModelLoadError, match=f"--pretrain {tmp_path}"):  # other shapes than the checkpoint's

@@ -185,6 +185,13 @@ def test_label_routes_by_its_text(mixed):
     assert reward.score(mixed).scores == [1.0, -2.0, 3.0, 2.0]
 
 
+def test_any_column_routes(mixed):
+    for rollout, task in zip(mixed, ("stem", "math", "math", None)):
+        rollout.prompt.extra = {"task": task}
+    routes = {"math": [(Length("even"), 1.0)], "*": [(Length("odd"), -1.0)]}
+    assert RoutedReward(routes, by="task").score(mixed).scores == [-1.0, 2.0, 3.0, -4.0]
+
+
 def test_an_unknown_route_is_named(mixed):
     reward = RoutedReward({"math": [(Length("a"), 1.0)], "code": [(Length("b"), 1.0)]}, name="by_task")
     with pytest.raises(RewardError, match=r"^by_task: .* data source 'chat' of sample 3 .* 'math', 'code'"):
@@ -251,7 +258,6 @@ TWICE = Length("twice")
         ({"math": [(Length("a"), math.nan)]}, {}, "the weight of a .* nan"),
         ({"math": [(Length("a"), 1.0)], "*": [(Length("a"), 1.0)]}, {}, "named a;"),
         ({"math": [(TWICE, 1.0), (TWICE, 2.0)]}, {}, "twice .* 'math'"),
-        ({"*": [(Length("a"), 1.0)]}, {"by": "index"}, "data_source or label, .*'index'"),
     ],
 )
 def test_bad_routes_are_refused(routes, options, message):

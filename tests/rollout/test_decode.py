@@ -325,6 +325,7 @@ def test_history_follows_its_row(generate, prompts):
     """Penalties and bans look at the right ids, whatever row and column they have moved to."""
     model = build("llama")
     sampling = {"max_new_tokens": 40, "n": 2, "seed": 4, "repetition_penalty": 1.3, "bad_words": ("ab", "c")}
+    sampling |= {"presence_penalty": 0.5, "frequency_penalty": 0.3}
     alone, _ = generate(model, prompts, 1, **sampling)
     for slots in (3, 7):
         assert by_key(generate(model, prompts, slots, **sampling)[0]) == by_key(alone)

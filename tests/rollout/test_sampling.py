@@ -155,6 +155,33 @@ class TestTokenSampler:
         tokens, _ = draw(params, logits, [0.8788, 0.8790, 0.8810, 0.8812], history=history)
         assert tokens.tolist() == [0, 1, 1, 2]
 
+    def test_presence_and_frequency_are_of_the_response_alone(self):
+        # The prompt has id 2 three times; the response is 0, 0, 1: logits 3 − 2·0.5 − 0.25, 2 − 0.5 − 0.25, 1, 0.
+        logits = torch.tensor([[3.0, 2.0, 1.0, 0.0]])
+        history = torch.tensor([[NO_TOKEN, 2, 2, 2, 0, 0, 1]])
+        params = SamplingParams(frequency_penalty=0.5, presence_penalty=0.25)
+        shares = torch.tensor([1.75, 1.25, 1.0, 0.0]).softmax(0).cumsum(0).tolist()
+        for token, share in enumerate(shares[:3]):
+            u = [share - 1e-6, share + 1e-6]
+            tokens, log_probs = draw(params, logits.expand(2, 4), u, history=history.expand(2, 7), step=3)
+            assert tokens.tolist() == [token, token + 1]
+            assert torch.allclose(log_probs, logits[0].log_softmax(0)[tokens])  # without penalties
+        rows = torch.tensor([[3.0, 2.9], [3.0, 2.9]])
+        ages = torch.tensor([1, 2])  # the first row's response is id 1, the second's are both
+        greedy = SamplingParams(do_sample=False, presence_penalty=-0.2)
+        drawn = draw(greedy, rows, [0.0] * 2, history=torch.tensor([[0, 0, 1], [1, 1, 0]]), step=ages)[0]
+        assert drawn.tolist() == [1, 0]
+
+    @pytest.mark.parametrize(("options", "kept"), [({"min_p": 0.2}, 3), ({"min_p": 0.5}, 2), ({"min_p": 1.0}, 1),
+                                                   ({"min_p": 0.2, "temperature": 0.5}, 2)])  # fmt: skip
+    def test_min_p_is_a_share_of_the_likeliest_at_the_temperature(self, options, kept):
+        uniforms = torch.linspace(0, 1 - 1e-9, 100, dtype=torch.float64)
+        logits = torch.tensor([[0.15, 0.5, 0.05, 0.3]]).log().expand(100, 4)  # shares .3 1 .1 .6; at ½: .09 1 .01 .36
+        tokens, log_probs = draw(SamplingParams(**options), logits, uniforms)
+        assert set(tokens.tolist()) == set([1, 3, 0, 2][:kept])
+        scaled = (logits[0] / options.get("temperature", 1.0)).log_softmax(0)
+        assert torch.allclose(log_probs, scaled[tokens])
+
     def test_padding_is_no_token_to_penalties_and_bans(self):
         logits = torch.tensor([[3.0, 2.9, 1.0]])
         params = SamplingParams(do_sample=False, repetition_penalty=1.5)

@@ -39,6 +39,7 @@ def greedy_variants(case):
         "min tokens": replace(base, min_new_tokens=12, stop_token_ids=ids, stop=tuple(texts)),
         "ignore eos": replace(base, ignore_eos=True),
         "penalty": replace(base, repetition_penalty=1.3),
+        "penalties of the response": replace(base, presence_penalty=0.7, frequency_penalty=0.4),
         "bad words": replace(base, bad_words=("a", texts[0], "12")),
     }
 
@@ -201,6 +202,7 @@ def sampling(case):
     finished = []
     whole = facts(generate(case.prompts, SAMPLED, on_finished=finished.extend))
     filtered = SamplingParams(max_new_tokens=16, temperature=1.3, top_p=0.8, top_k=5, repetition_penalty=1.2, seed=2)
+    filtered = replace(filtered, presence_penalty=0.5, frequency_penalty=0.3, min_p=0.05)
     case.actor.temperature = 1.3
     filtered_difference = case.log_prob_difference(generate(case.prompts, filtered))
     case.actor.temperature = 0.7

@@ -14,7 +14,7 @@ from support.tiny import save_causal_lm, save_reward_model, tiny_config, write_j
 from torch import nn
 
 from lightppo.config import PPOConfig
-from lightppo.errors import ConfigError, ModelLoadError
+from lightppo.errors import ConfigError, DataError, ModelLoadError
 from lightppo.models.loading import get_tokenizer
 from lightppo.strategy import distributed
 from lightppo.strategy.deepspeed import DeepspeedStrategy
@@ -299,6 +299,21 @@ def test_tokenizers_in_python(make_config, tmp_path):
     assert not build.build_tokenizer(config, actor).is_fast
 
 
+def test_a_tokenizer_of_its_own(make_config, tokenizer, tmp_path):
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    folder = Path(save_causal_lm(tmp_path / "model"))
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    config = make_config(pretrain=str(folder))
+    actor = models_of(config).actor
+    with pytest.raises(ModelLoadError, match="--pretrain"):
+        build.build_tokenizer(config, actor)
+    config = config.with_options(tokenizer_path=str(tmp_path / "tokenizer"))
+    assert build.build_tokenizer(config, actor).get_vocab() == tokenizer.get_vocab()
+    with pytest.raises(ModelLoadError, match="--tokenizer_path"):
+        build.build_tokenizer(config.with_options(tokenizer_path=str(tmp_path / "nowhere")), actor)
+
+
 # -- data ------------------------------------------------------------------------------------------------------------
 
 
@@ -349,6 +364,24 @@ def test_columns_and_templates(make_config, tokenizer, tmp_path):
     config = make_config(prompt_data=path, input_key="task", label_key="gold", input_template="sum {}")
     dataset = build.build_prompts(config, tokenizer, DeepspeedStrategy())
     assert (dataset[0].text, dataset[0].label) == ("sum 1+1=", "2")
+
+
+def test_columns_of_the_data_source_and_of_routes(make_config, tokenizer, tmp_path):
+    rows = [{"input": "1+1=", "origin": {"set": "sums"}, "task": "math"}, {"input": "2", "origin": {"set": None}}]
+    rows[1]["task"] = None
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    config = make_config(prompt_data=path, data_source_key="origin.set")
+    dataset = build.build_prompts(config, tokenizer, DeepspeedStrategy())
+    assert [dataset[i].data_source for i in range(2)] == ["sums", "default"]
+    with pytest.raises(DataError, match=r"--data_source_key 'source' .*: input, origin, task"):
+        build.build_prompts(config.with_options(data_source_key="source"), tokenizer, DeepspeedStrategy())
+    routes = {"reward_fn": None, "reward_routes": '{"math": {"format": 1}, "*": {"format": 2}}'}
+    by_task = make_config(**routes, prompt_data=path, reward_routes_by="task")
+    assert build.build_prompts(by_task, tokenizer, DeepspeedStrategy())[0].extra["task"] == "math"
+    source = build.build_rewards(by_task, [], tokenizer, DeepspeedStrategy())[0]
+    assert source.by == "task"
+    with pytest.raises(ConfigError, match=r"--reward_routes_by 'tusk'"):
+        build.build_prompts(by_task.with_options(reward_routes_by="tusk"), tokenizer, DeepspeedStrategy())
 
 
 def test_probabilities_of_the_sources(make_config, tokenizer, splits):
@@ -416,6 +449,7 @@ def test_rollout_batches(make_config, tokenizer):
     assert [len(batch) for batch in batches(rollout_batch_size=5)] == [5, 5, 2]
     assert sorted(i for batch in batches() for i in batch) == list(range(12))
     assert batches() != batches(seed=1)
+    assert [i for batch in batches(data_shuffle=False) for i in batch] == list(range(12))
 
 
 # -- optimizers and schedules ----------------------------------------------------------------------------------------
