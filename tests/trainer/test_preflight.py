@@ -213,6 +213,9 @@ def test_templates(run, tmp_path, data):
     preflight(run(**chats))
     assert "--input_template is for plain text" in refusal(run(**chats, input_template="Q: {}"))
     settings.write_text("{}")
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "tokenizer_config.json").write_text('{"chat_template": "x"}')
+    preflight(run(**chats, tokenizer_path=str(tmp_path / "own")))
     (tmp_path / "model" / "chat_template.jinja").write_text("{{ messages }}")
     preflight(run(**chats))
 
