@@ -72,6 +72,9 @@ def test_the_rank_that_deepspeed_puts_before_the_command(capsys, monkeypatch):
         main(["--local_rank=1", "sft", "--max_stepz", "3"])
     lines = capsys.readouterr().err.splitlines()
     assert lines == ["lightppo sft: error: unknown flag --max_stepz (did you mean '--max_steps'?)"]
+    with pytest.raises(SystemExit):
+        main(["--local_rank=zero", "sft"])  # it is handed on
+    assert "sft: error: --local_rank must be" in capsys.readouterr().err
     monkeypatch.setenv("RANK", "1")  # one rank tells
     with pytest.raises(SystemExit):
         main(["--local_rank=1", "pppo"])

@@ -233,7 +233,7 @@ def test_merging_in_bf16_rounds_once_and_never_drifts():
     exact = weight.double() + 0.5 * b.double() @ a.double()
     merged = merge(weight, a, b, 0.5)
     assert merged.dtype == torch.bfloat16
-    assert (merged.double() - exact).abs().max() <= exact.abs().max() * 2**-8
+    assert ((merged.double() - exact).abs() <= exact.abs() * 2**-8 * 1.001).all()  # one rounding to 8 bits
     assert all(torch.equal(merge(weight, a, b, 0.5), merged) for _ in range(5))
     assert torch.equal(weight, kept)
     torch.testing.assert_close(merge(weight.T, a, b, 0.5, transposed=True), merged.T)

@@ -52,7 +52,8 @@ def reward_func(queries, prompts, labels, responses, **extra):
         raise SystemExit(3)
     answers = {"nan": [float("nan")] * len(queries), "short": [1.0], "none": [None] * len(queries)}
     rewards = answers.get(mode, [float(len(response)) for response in responses])
-    return {"rewards": rewards, "scores": [0.5] * len(queries), "extra_logs": {"n": len(queries), "pred": responses}}
+    return {"rewards": rewards, "scores": [0.5] * len(queries), "extra_logs": {"n": len(queries), "pred": responses,
+            "label": [str(label) for label in labels]}}
 """
 
 
@@ -141,6 +142,8 @@ def test_a_function_is_served(server, rollouts):
     assert output.texts["pred"] == [rollout.response_text for rollout in rollouts]
     assert ask(server, rollouts, "none").scores == [None] * 5
     assert server.post({"query": ["ab"], "prompts": ["a"]}).json()["rewards"] == [1.0]  # labels may be left out
+    labelled = {"query": ["a", "b"], "prompts": ["", ""], "labels": ["first", 2]}
+    assert server.post(labelled).json()["extra_logs"]["label"] == ["first", "2"]  # each at its sample
     assert server.post({"query": [], "prompts": [], "labels": []}).json() == {"rewards": []}
 
 

@@ -157,6 +157,13 @@ class TestSocketFolder:
         assert running.wait(60) == 0
         assert [path.name for path in root.iterdir()] == ["of-somebody-else"]
 
+    def test_what_another_user_left_stays(self, root, monkeypatch):
+        left = root / "lightppo-vllm-of-another-user"
+        left.mkdir()
+        monkeypatch.setattr(os, "getuid", lambda: left.stat().st_uid + 1)
+        with socket_folder():
+            assert left.exists()
+
     def test_shared_memory_of_its_workers_goes_too(self, root, tmp_path, monkeypatch):
         monkeypatch.setattr("lightppo.rollout.serving.SHARED_MEMORY", tmp_path)
         for name in ("vllm_dist_1-tp:0", "vllm_dist_2-tp:0", "psm_1"):
