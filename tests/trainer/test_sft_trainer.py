@@ -142,6 +142,27 @@ def test_adapters(tiny_model, dataset, tmp_path):
     torch.testing.assert_close(adapted(input_ids=ids).logits, merged(input_ids=ids).logits, atol=1e-5, rtol=0)
 
 
+def test_rows_template_betas_and_warm_up_reach_the_run(rows, tiny_model, dataset, tmp_path):
+    """The first four rows with a template are a file of four rows with it; the rate rises over half of four steps."""
+    templated = [{**row, "input": f"Q{row['input']}A"} for row in rows[:4]]
+    file = write_jsonl(tmp_path / "templated.jsonl", templated)
+    warm_up = ["--train_batch_size=2", "--lr_scheduler=linear", "--lr_warmup_ratio=0.5"]
+    runs = {
+        "chosen": (dataset, ["--max_samples=4", "--input_template=Q{}A"]),
+        "written": (file, []),
+        "betas": (file, ["--adam_betas", "0.1", "0.2"]),
+    }
+    logged = {}
+    for name, (data, more) in runs.items():
+        run_ranks(SCRIPT, *options(tiny_model, data, tmp_path / name, 2, *warm_up, *more), world_size=1)
+        logged[name] = [json.loads(line) for line in (tmp_path / name / "sft.jsonl").read_text().splitlines()]
+    of = lambda name, metric: [row[f"train/{metric}"] for row in logged[name]]  # noqa: E731
+    assert of("chosen", "loss") == of("written", "loss")
+    assert of("betas", "loss")[:2] == of("written", "loss")[:2]
+    assert of("betas", "loss")[3] != of("written", "loss")[3]
+    assert of("written", "lr") == pytest.approx([0, RATE / 2, RATE, RATE / 2])
+
+
 class TestBadInput:
     @pytest.mark.parametrize(
         ("arguments", "message"),
