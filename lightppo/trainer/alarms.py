@@ -12,7 +12,7 @@ from statistics import median
 Series = Mapping[str, Sequence[float]]  # name of a metric → its values, step after step
 
 LASTING = 3  # steps in a row that are bad, where one alone may be chance
-WINDOW = 5  # steps whose mean is compared with earlier ones
+WINDOW = 5  # steps whose median is compared with earlier ones
 SHARE = "the entropy as a share of that of random tokens"
 
 
@@ -32,14 +32,14 @@ def lasting(bad: Callable[..., bool], steps: int = LASTING) -> Callable[..., boo
 
 
 def falling(values: Sequence[float]) -> bool:
-    """Whether the mean of the last steps is below the best such mean, by half of the rise before it, and by more than
-    three times what usually lies between two steps."""
-    means = [sum(values[i : i + WINDOW]) / WINDOW for i in range(len(values) - WINDOW + 1)]
-    if len(means) <= WINDOW:
+    """Whether the median of the last steps is below the best such median, by half of the rise before it, and by more
+    than three times what usually lies between two steps. The last step of an episode may be a small, odd one."""
+    middles = [median(values[i : i + WINDOW]) for i in range(len(values) - WINDOW + 1)]
+    if len(middles) <= WINDOW:
         return False
-    best = max(means)
+    best = max(middles)
     usual = median(abs(a - b) for a, b in pairwise(values))
-    return best - means[-1] > max((best - means[0]) / 2, 3 * usual)
+    return best - middles[-1] > max((best - middles[0]) / 2, 3 * usual)
 
 
 LESS = "lower --actor_learning_rate or --max_epochs"
@@ -105,13 +105,13 @@ ALARMS = {
     ),
     "reward_falls": Alarm(
         ("rollout/reward",),
-        f"its mean of {WINDOW} steps has lost more than half of what it had gained",
+        f"its median of {WINDOW} steps has lost more than half of what it had gained",
         f"{LESS}; go on from the best checkpoint (--best_metric, --save_steps)",
         falling,
     ),
     "accuracy_falls": Alarm(
         ("reward/accuracy",),
-        f"its mean of {WINDOW} steps has lost more than half of what it had gained",
+        f"its median of {WINDOW} steps has lost more than half of what it had gained",
         "if the reward rises meanwhile, it is not what you want: read answers (--num_examine 3); else as reward_falls",
         falling,
     ),

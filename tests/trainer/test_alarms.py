@@ -84,17 +84,18 @@ def of_rewards(rewards: Sequence[float], metric: str = "rollout/reward") -> list
 
 @pytest.mark.parametrize("metric", ["rollout/reward", "reward/accuracy"])
 def test_a_fall_of_more_than_half_of_the_rise(metric):
-    rise = [i / 10 for i in range(10)]  # means of five: 0.2 … 0.7
-    found = of_rewards([*rise, *[0.5] * 5, *[0.4] * 5], metric)
-    assert not any(found)  # from 0.7, a mean must lose half of its rise, 0.25, and three usual steps, 0.3
+    rise = [i / 10 for i in range(10)]  # medians of five: 0.2 … 0.7
+    found = of_rewards([*rise, *[0.5] * 5, *[0.45] * 5], metric)
+    assert not any(found)  # from 0.7, a median must lose half of its rise, 0.25, and three usual steps, 0.3
     found = of_rewards([*rise, *[0.5] * 5, *[0.3] * 5], metric)
-    assert found.index(True) == 17  # the mean of 0.5 0.5 0.3 0.3 0.3 is 0.38
+    assert found.index(True) == 17  # the median of 0.5 0.5 0.3 0.3 0.3 is 0.3
     assert all(found[17:])
 
 
 def test_noise_is_no_fall():
     noisy = [0.5 + 0.1 * (-1) ** i + (0.05 if i % 3 else -0.05) for i in range(60)]
     assert not any(of_rewards(noisy))
+    assert not any(of_rewards([0.01, 0.02] * 15 + [0.2] + [0.01, 0.02] * 15))  # a last batch of five prompts
 
 
 def test_a_fall_without_a_rise_rings_too():
