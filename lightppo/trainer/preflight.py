@@ -207,7 +207,10 @@ def _check_prompts(config: PPOConfig, flag: str) -> None:
     reads_labels = check_reward_files(config) if scoring is None else check_reward_files(scoring, "--eval_reward_fn")
     check_data_paths(paths, probs, flag=flag)
     template = PromptTemplate(
-        _tokenizer(config.model.pretrain), d.apply_chat_template, d.input_template, d.system_prompt
+        _tokenizer(config.model.tokenizer_path or config.model.pretrain),
+        d.apply_chat_template,
+        d.input_template,
+        d.system_prompt,
     )
 
     def render(row: Row, fields: RowFields) -> None:
