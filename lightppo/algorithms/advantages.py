@@ -7,7 +7,7 @@ s = Σ_t r_t of a sequence, R_t = Σ_{k≥0} γ^k r_{t+k} over the trained token
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,7 +25,9 @@ calls it, even one without samples (B = 0). A function names the keyword argumen
   a finished one; None without a critic
 - baseline_scores (B,), score of the greedy answer to each row's prompt; None if none was generated
 - gamma, the discount per trained token; lambd, λ of GAE
-- std_eps, added to a group's standard deviation; divide_std, whether a group's scores are divided by it
+- std_eps, added to a group's standard deviation; divide_std, whether a group's scores are divided by it; batch_std,
+  whether the deviation of all scores takes its place
+- score_norms (B, A), see :func:`lightppo.algorithms.logprobs.score_norms`; None unless the entry asks for them
 - all_reduce_sum, sums a small tensor over all ranks
 """
 
@@ -131,6 +133,7 @@ class ScoreGroups(Groups):
 
     scores: Tensor  # (N,), s of each sample
     tokens: Tensor  # (N,), trained tokens of each sample
+    batch_std: Tensor | None = None  # (), of all scores of all ranks, in place of each group's
 
     @classmethod
     def from_batch(cls, scores: Tensor, action_mask: Tensor, group_ids: Tensor | None) -> ScoreGroups:
@@ -153,7 +156,9 @@ class ScoreGroups(Groups):
 
     @property
     def std(self) -> Tensor:
-        """(N,) unbiased (G - 1) standard deviation of each sample's group; 0 for a group of one."""
+        """(N,) unbiased (G - 1) standard deviation of each sample's group, 0 for a group of one; or ``batch_std``."""
+        if self.batch_std is not None:
+            return self.batch_std
         return (self.sum(self.advantage.square()) / (self.size - 1).clamp(min=1)).sqrt()
 
     def over_std(self, advantage: Tensor, std_eps: float) -> Tensor:
@@ -198,6 +203,34 @@ def group_normalize(
     return result.masked_scatter(mask, normalized.to(result.dtype))
 
 
+@torch.no_grad()
+def optimal_token_baseline(
+    *,
+    token_rewards: Tensor,
+    action_mask: Tensor,
+    group_ids: Tensor | None,
+    score_norms: Tensor | None = None,
+    gamma: float = 1.0,
+    **_,
+) -> tuple[Tensor, Tensor]:
+    """A_t = R_t - Σ_G W_t R_t / Σ_G W_t over the samples that have a t-th trained token; W_t = Σ_{j≤t} ‖∇ log π_j‖².
+
+    The baseline of a token that minimises the gradient's variance if the scores of its tokens are uncorrelated. Alone
+    at t, a sample has A_t = 0. Source: Li et al. 2026 (richardli.xyz/optimal-token-baseline); verl.
+    """
+    if score_norms is None:
+        raise ValueError("--advantage_estimator optimal_token_baseline needs score_norms: of a pass over the rollout")
+    require_same_shape(score_norms=score_norms, action_mask=action_mask)
+    index, count = _number_groups(group_ids, action_mask, min_size=2)
+    mask, width = action_mask.bool(), action_mask.shape[1]
+    returns = reward_to_go(token_rewards, action_mask, gamma)
+    groups = Groups((index.unsqueeze(1) * width + mask.cumsum(1) - 1)[mask], count * width)
+    # on the CPU: cumsum of floats is refused on GPUs under --full_determinism
+    energy = zero_where_masked(score_norms, mask).double().cpu().cumsum(1).to(mask.device)[mask]
+    advantages = groups.deviation(returns[mask].double(), energy.clamp(min=1e-12))  # 0 where all is certain
+    return torch.zeros_like(returns).masked_scatter(mask, advantages.to(returns.dtype)), returns
+
+
 @dataclass(frozen=True)
 class OnEveryToken:
     """An :data:`AdvantageFn` that gives all trained tokens of a sample one advantage; returns are the rewards to go."""
@@ -209,10 +242,20 @@ class OnEveryToken:
         self, *, token_rewards: Tensor, action_mask: Tensor, scores: Tensor, group_ids: Tensor | None, **more: Any
     ) -> tuple[Tensor, Tensor]:
         returns = reward_to_go(token_rewards, action_mask, more.get("gamma", 1.0))
-        of_samples = self.sequence_fn(ScoreGroups.from_batch(scores, action_mask, group_ids), **more)
+        groups = ScoreGroups.from_batch(scores, action_mask, group_ids)
+        if more.get("batch_std"):
+            groups = replace(groups, batch_std=_unbiased_std(groups.scores, more.get("all_reduce_sum", identity)))
+        of_samples = self.sequence_fn(groups, **more)
         mask = action_mask.bool()
         per_row = returns.new_zeros(len(mask)).masked_scatter(mask.any(dim=1), of_samples.to(returns.dtype))  # (B,)
         return torch.where(mask, per_row.unsqueeze(1), 0.0), returns
+
+
+def _unbiased_std(values: Tensor, all_reduce_sum: AllReduceSum) -> Tensor:
+    """Of the values of all ranks, in two passes; 0 of fewer than two."""
+    total, count = all_reduce_sum(torch.stack([values.sum(), torch.ones_like(values).sum()]))
+    squares = all_reduce_sum((values - total / count.clamp(min=1)).square().sum())
+    return (squares / (count - 1).clamp(min=1)).sqrt()
 
 
 def rloo(groups: ScoreGroups, **_) -> Tensor:
@@ -221,7 +264,10 @@ def rloo(groups: ScoreGroups, **_) -> Tensor:
 
 
 def group_norm(groups: ScoreGroups, *, std_eps: float = 1e-6, divide_std: bool = True, **_) -> Tensor:
-    """GRPO (arXiv:2402.03300, §4.1.2): A = (s - mean_G) / (std_G + std_eps), or ``dr_grpo`` without ``divide_std``."""
+    """GRPO (arXiv:2402.03300, §4.1.2): A = (s - mean_G) / (std_G + std_eps), or ``dr_grpo`` without ``divide_std``.
+
+    With the deviation of the batch: Liu et al. 2025 (arXiv:2508.08221), "Lite PPO".
+    """
     return groups.over_std(groups.advantage, std_eps) if divide_std else groups.advantage
 
 

@@ -2,20 +2,21 @@
 
 The rollout engine samples with π_rollout; the trainer scores the same tokens with π_old before its first update. They
 differ by kernels, precision and age. A weight w(ρ) on each token's loss, ρ = π_old / π_rollout, corrects for this
-or drops tokens that are too far off. The policy loss still takes its ratio to π_old.
+or drops tokens that are too far off; a rejection only drops. The policy loss still takes its ratio to π_old.
 Notation: d = log ρ = log_probs - rollout_log_probs of a token, limited to ±20 before it is exponentiated.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightppo.algorithms.entries import CORRECTIONS
+from lightppo.algorithms.entries import CORRECTIONS, KL_ESTIMATORS, Rejection
 from lightppo.algorithms.kl import k3, limited
 from lightppo.algorithms.masking import (
     AllReduceSum,
@@ -25,6 +26,7 @@ from lightppo.algorithms.masking import (
     require_same_shape,
     zero_where_masked,
 )
+from lightppo.algorithms.selection import AllGather
 
 CorrectionFn = Callable[..., Tensor]
 """``(log_ratio, *, action_mask, low, high)`` → weight of each token, (B, A), or (B, 1) if the tokens of a row share it.
@@ -36,25 +38,47 @@ def none(log_ratio: Tensor, **_) -> Tensor:
     return torch.ones_like(log_ratio)
 
 
-def tis(log_ratio: Tensor, *, high: float, **_) -> Tensor:
-    """min(ρ, high) of each token: truncated importance sampling. Biased, with bounded variance; drops nothing.
+def tis(log_ratio: Tensor, *, low: float, high: float, **_) -> Tensor:
+    """ρ of each token, within low (0) and high: truncated importance sampling. Biased, bounded variance; drops nothing.
 
     Source: Yao et al. 2025 (fengyao.notion.site/off-policy-rl), after Ionides 2008, "Truncated Importance Sampling".
     """
-    return log_ratio.exp().clamp(max=high)
+    return log_ratio.exp().clamp(low, high)
 
 
-def seq_tis(log_ratio: Tensor, *, high: float, **_) -> Tensor:
-    """min(Π ρ, high) of the row, on each of its tokens: unbiased up to the truncation; long rows drift to 0 or high.
+def seq_tis(log_ratio: Tensor, *, low: float, high: float, **_) -> Tensor:
+    """Π ρ of the row, within low (0) and high, on each token: unbiased up to this; long rows drift to 0 or high.
 
     Source: Liu, Li et al. 2025, "When Speed Kills Stability" (richardli.xyz/rl-collapse).
     """
-    return _row_product(log_ratio).clamp(max=high)
+    return _row_product(log_ratio).clamp(low, high)
+
+
+def geo_tis(log_ratio: Tensor, *, action_mask: Tensor, low: float, high: float, **_) -> Tensor:
+    """The geometric mean of the row's ρ, within low (0) and high: AReaL's (arXiv:2505.24298) level ``sequence``."""
+    return _row_mean(log_ratio, action_mask).clamp(low, high)
 
 
 def icepop(log_ratio: Tensor, *, low: float, high: float, **_) -> Tensor:
-    """ρ if low ≤ ρ ≤ high, else 0: IcePop of Ling Team 2025, Ring-1T (arXiv:2510.18855), with α = low and β = high."""
-    ratio = log_ratio.exp()
+    """ρ if low ≤ ρ ≤ high, else 0: IcePop of Ling Team 2025, Ring-1T (arXiv:2510.18855), with α = low and β = high.
+
+    ``decoupled`` is the same, with bounds 0 and 5: ρ = π_prox / π_behave times the clipped loss is decoupled PPO.
+    Sources: Hilton et al. 2021 (arXiv:2110.00641), §2; AReaL (arXiv:2505.24298), whose code adds the bound.
+    """
+    return _masked(log_ratio.exp(), low, high)
+
+
+def seq_mis(log_ratio: Tensor, *, low: float, high: float, **_) -> Tensor:
+    """Π ρ of the row if it is in [low, high], else 0, on each token: masked importance sampling (rl-collapse-3)."""
+    return _masked(_row_product(log_ratio), low, high)
+
+
+def geo_mis(log_ratio: Tensor, *, action_mask: Tensor, low: float, high: float, **_) -> Tensor:
+    """The geometric mean of the row's ρ if it is in [low, high], else 0, on each token: as :func:`geo_tis`."""
+    return _masked(_row_mean(log_ratio, action_mask), low, high)
+
+
+def _masked(ratio: Tensor, low: float, high: float) -> Tensor:
     return torch.where((ratio >= low) & (ratio <= high), ratio, 0.0)
 
 
@@ -70,15 +94,6 @@ def seq_mask(log_ratio: Tensor, *, action_mask: Tensor, low: float, high: float,
 def seq_mask_tis(log_ratio: Tensor, *, action_mask: Tensor, low: float, high: float, **_) -> Tensor:
     """ρ of each token, untruncated, in the rows that :func:`seq_mask` keeps; else 0 (``seq-mask-tis`` in OpenRLHF)."""
     return seq_mask(log_ratio, action_mask=action_mask, low=low, high=high) * log_ratio.exp()
-
-
-def decoupled(log_ratio: Tensor, *, high: float, **_) -> Tensor:
-    """ρ = π_prox / π_behave if ρ ≤ high, else 0: weight × clipped loss is then decoupled PPO.
-
-    Sources: Hilton et al. 2021 (arXiv:2110.00641), §2; AReaL (arXiv:2505.24298), whose code adds the bound.
-    """
-    ratio = log_ratio.exp()
-    return torch.where(ratio <= high, ratio, 0.0)
 
 
 @torch.no_grad()
@@ -109,6 +124,87 @@ def correction_weights(
     weights = correction.fn(limited(log_ratio), action_mask=mask, low=low, high=high)
     dtype = torch.promote_types(at_least_float32(log_probs).dtype, at_least_float32(rollout_log_probs).dtype)
     return torch.where(kept, weights, 0.0).to(dtype)
+
+
+RejectionFn = Callable[..., Tensor]
+"""``(values, *, action_mask, low, high, advantages, all_gather)`` → which tokens stay, (B, A) or (B, 1) bool.
+``values`` (B, A) float64: what is bounded, of each token, 0 at masked positions. NaN stays, so that its loss shows."""
+
+
+def of_tokens(values: Tensor, *, low: float | None, high: float | None, **_) -> Tensor:
+    """Tokens whose value is in [low, high]."""
+    below = torch.zeros_like(values, dtype=torch.bool) if low is None else values < low
+    return ~(below if high is None else below | (values > high))
+
+
+def of_sums(values: Tensor, **bounds: Any) -> Tensor:
+    """Rows whose sum of values is within the bounds: of log ρ, the ratio of whole responses."""
+    return of_tokens(values.sum(dim=1, keepdim=True), **bounds)
+
+
+def of_means(values: Tensor, *, action_mask: Tensor, **bounds: Any) -> Tensor:
+    """Rows whose mean value is within the bounds: of log ρ, the geometric mean of the ratios."""
+    return of_tokens(masked_mean(values, action_mask).unsqueeze(1), **bounds)
+
+
+def of_worst_tokens(values: Tensor, *, action_mask: Tensor, **bounds: Any) -> Tensor:
+    """Rows whose tokens are all within the bounds."""
+    return (of_tokens(values, **bounds) | ~action_mask).all(dim=1, keepdim=True)
+
+
+def opsm(values: Tensor, *, advantages: Tensor, **more: Any) -> Tensor:
+    """All but tokens of A < 0 in rows whose mean log(π_rollout / π) is above high: off-policy sequence masking.
+
+    Source: DeepSeek-V3.2 (arXiv:2512.02556), §3.1.
+    """
+    return (advantages >= 0) | of_means(values, **more)
+
+
+def m2po(values: Tensor, *, action_mask: Tensor, high: float, all_gather: AllGather, **_) -> Tensor:
+    """The tokens of the smallest d², as many as have a mean of at most high over all ranks; equal ones stay together.
+
+    ``values`` are d²/2. Source: Zheng et al. 2025 (arXiv:2510.01161), whose threshold is 0.04; AReaL.
+    """
+    ordered = (
+        all_gather(2 * values[action_mask]).cpu().sort().values
+    )  # cumsum: refused under --full_determinism on GPUs
+    means = ordered.cumsum(0) / torch.arange(1, len(ordered) + 1)  # they rise
+    first_out = ordered[means > high][:1].to(values.device)
+    return ~(2 * values >= first_out) if len(first_out) else torch.ones_like(action_mask)
+
+
+@torch.no_grad()
+def rejection_mask(
+    rejections: Sequence[Rejection],
+    log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    action_mask: Tensor,
+    *,
+    advantages: Tensor | None = None,
+    all_gather: AllGather = identity,
+) -> Tensor:
+    """The trained tokens (B, A) that stay in the policy loss: those which every rejection keeps.
+
+    A token's measure is ρ, or an estimate of KL(π_rollout ‖ π) from -d: k1 = -d, k2 = d²/2, k3 = ρ - 1 - d. Source of
+    measures and levels: Liu, Li et al. 2025, part 3 (richardli.xyz/rl-collapse-3), and verl's ``rollout_rs``.
+
+    Args:
+        log_probs: (B, A), of the policy before the update; of the one in training for rejections judged there.
+        advantages: (B, A), as trained on; for rejections judged in training.
+        all_gather: over all ranks, for rejections that compare all tokens of the rollout.
+    """
+    require_same_shape(log_probs=log_probs, rollout_log_probs=rollout_log_probs, action_mask=action_mask)
+    kept = mask = action_mask.bool()
+    log_ratio = limited((log_probs.double() - rollout_log_probs.double()).masked_fill(~mask, 0.0))
+    context = {"action_mask": mask, "advantages": advantages, "all_gather": all_gather}
+    for rejection in rejections:
+        measure, low, high = rejection.entry.measure, rejection.low, rejection.high
+        if measure == "ratio":  # compared as logs, which add up
+            values, (low, high) = log_ratio, (None if x is None else math.log(x) for x in (low, high))
+        else:
+            values = KL_ESTIMATORS[measure].fn(-log_ratio)
+        kept = kept & rejection.entry.fn(values, low=low, high=high, **context)
+    return kept
 
 
 @torch.no_grad()

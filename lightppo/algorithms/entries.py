@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -61,9 +62,10 @@ class EstimatorEntry(Entry):
     needs_critic: bool = False  # it reads values
     min_group_size: int = 1  # least samples per prompt
     whiten: bool = False  # over all ranks, unless --adv_norm says otherwise
+    needs_score_norms: bool = False  # of a pass over the rollout: lightppo.algorithms.logprobs.score_norms
     needs_greedy_baseline: bool = False  # compares with the greedy answer, which is sampled and scored too
     discounted: bool = False  # --gamma acts
-    divides_by_std: bool = False  # by the standard deviation of the group: --no_group_std_norm, --grpo_std_eps act
+    divides_by_std: bool = False  # of scores: --no_group_std_norm, --grpo_std_scope, --grpo_std_eps act
     kl_in_loss: bool = False  # by default, not in the reward: its noise would be divided by a group's deviation too
     policy_loss: str = "ppo"  # where --policy_loss says nothing
     loss_agg_mode: str | None = None  # where --loss_agg_mode says nothing; None: as the loss says
@@ -97,6 +99,16 @@ class CorrectionEntry(Entry):
 
     low: float | None = None  # bound of the weight where --correction_low says nothing; None: it has no such bound
     high: float | None = None
+
+
+@dataclass(frozen=True)
+class RejectionEntry(Entry):
+    """What tokens have no policy loss; the function is a :data:`lightppo.algorithms.correction.RejectionFn`."""
+
+    measure: str = "k1"  # what is bounded: "ratio", or one of KL_ESTIMATORS, of KL(π_rollout ‖ π_old) at a token
+    two_sided: bool = False  # it may have a lower bound
+    in_training: bool = False  # the policy is the one in training; else the one before the update
+    over_rollout: bool = False  # it compares all tokens of the rollout, and so cannot be judged in training
 
 
 @dataclass(frozen=True)
@@ -224,6 +236,9 @@ ADVANTAGE_ESTIMATORS: Table[EstimatorEntry] = Table(
         "remax": EstimatorEntry(f"{_ADVANTAGES}:remax", needs_greedy_baseline=True, discounted=True),
         "opo": _of_group(f"{_ADVANTAGES}:opo"),
         "gpg": _of_group(f"{_ADVANTAGES}:gpg", policy_loss="gpg"),
+        "optimal_token_baseline": EstimatorEntry(
+            f"{_ADVANTAGES}:optimal_token_baseline", min_group_size=2, discounted=True, needs_score_norms=True
+        ),
         "grpo_passk": _over_std(f"{_ADVANTAGES}:grpo_passk"),
         "cpgd": _over_std(f"{_ADVANTAGES}:cpgd", policy_loss="cpgd"),
         "group_adv_norm": EstimatorEntry(
@@ -320,14 +335,69 @@ CORRECTIONS: Table[CorrectionEntry] = Table(
     "--rollout_correction",
     {
         "none": CorrectionEntry(f"{_CORRECTION}:none"),
-        "tis": CorrectionEntry(f"{_CORRECTION}:tis", high=2.0),
-        "seq_tis": CorrectionEntry(f"{_CORRECTION}:seq_tis", high=2.0),
+        "tis": CorrectionEntry(f"{_CORRECTION}:tis", low=0.0, high=2.0),
+        "seq_tis": CorrectionEntry(f"{_CORRECTION}:seq_tis", low=0.0, high=2.0),
+        "geo_tis": CorrectionEntry(f"{_CORRECTION}:geo_tis", low=0.0, high=2.0),
         "icepop": CorrectionEntry(f"{_CORRECTION}:icepop", low=0.5, high=5.0),
+        "seq_mis": CorrectionEntry(f"{_CORRECTION}:seq_mis", low=0.0, high=2.0),
+        "geo_mis": CorrectionEntry(f"{_CORRECTION}:geo_mis", low=0.0, high=2.0),
         "seq_mask": CorrectionEntry(f"{_CORRECTION}:seq_mask", low=0.999, high=1.001),
         "seq_mask_tis": CorrectionEntry(f"{_CORRECTION}:seq_mask_tis", low=0.5, high=5.0),
-        "decoupled": CorrectionEntry(f"{_CORRECTION}:decoupled", high=5.0),
+        "decoupled": CorrectionEntry(f"{_CORRECTION}:icepop", low=0.0, high=5.0),
     },
 )
+
+_LEVELS = {"token": "of_tokens", "seq_sum": "of_sums", "seq_mean": "of_means", "seq_max": "of_worst_tokens"}
+_REJECTED = {"rejected_ratio": "share of trained tokens that a --rollout_rejection judged in training leaves out"}
+
+REJECTIONS: Table[RejectionEntry] = Table(
+    "--rollout_rejection",
+    {
+        f"{level}_{measure}": RejectionEntry(
+            f"{_CORRECTION}:{function}", metrics=_REJECTED, measure=measure, two_sided=measure in ("ratio", "k1")
+        )
+        for level, function in _LEVELS.items()
+        for measure in ("ratio", "k1", "k2", "k3")
+    }
+    | {
+        "opsm": RejectionEntry(f"{_CORRECTION}:opsm", metrics=_REJECTED, in_training=True),
+        "m2po": RejectionEntry(f"{_CORRECTION}:m2po", measure="k2", over_rollout=True),
+    },
+)
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """One of ``--rollout_rejection``: a name of ``REJECTIONS`` and its bounds, both inside."""
+
+    name: str
+    low: float | None
+    high: float | None
+
+    @property
+    def entry(self) -> RejectionEntry:
+        return REJECTIONS.find(self.name)
+
+    @classmethod
+    def parse(cls, text: str) -> Rejection:
+        """``NAME=HIGH``, ``NAME=LOW:HIGH`` or ``NAME=LOW:``; ConfigError for anything else."""
+        name, _, bounds = text.partition("=")
+        entry, (low, colon, high) = REJECTIONS.find(name), bounds.rpartition(":")
+        try:
+            found = cls(name, *(float(bound) if bound else None for bound in (low, high)))
+        except ValueError:
+            raise ConfigError(f"--rollout_rejection {text!r}: write NAME=HIGH or NAME=LOW:HIGH, in numbers") from None
+        known = [bound for bound in (found.low, found.high) if bound is not None]
+        if colon and not entry.two_sided:
+            raise ConfigError(f"--rollout_rejection {text!r}: {name} has an upper bound alone: {name}=HIGH")
+        if not known or not all(map(math.isfinite, known)) or known != sorted(set(known)):
+            raise ConfigError(
+                f"--rollout_rejection {text!r}: write {name}=HIGH or {name}=LOW:HIGH, the lower one first"
+            )
+        if entry.measure != "k1" and min(known) <= 0:
+            raise ConfigError(f"--rollout_rejection {text!r}: a bound of {name} must be above 0")
+        return found
+
 
 LOSS_AGG_MODES: Table[AggregationEntry] = Table(
     "--loss_agg_mode",
@@ -339,4 +409,4 @@ LOSS_AGG_MODES: Table[AggregationEntry] = Table(
     },
 )
 
-TABLES = (ADVANTAGE_ESTIMATORS, POLICY_LOSSES, KL_ESTIMATORS, CORRECTIONS, LOSS_AGG_MODES)
+TABLES = (ADVANTAGE_ESTIMATORS, POLICY_LOSSES, KL_ESTIMATORS, CORRECTIONS, REJECTIONS, LOSS_AGG_MODES)

@@ -59,6 +59,17 @@ def log_probs_and_entropy(
     return log_probs, entropy if entropy_grad else entropy.detach()
 
 
+@torch.no_grad()
+def score_norms(logits: Tensor, log_probs: Tensor, temperature: float = 1.0) -> Tensor:
+    """1 - 2π_y + Σ_v π_v², (N, V) and (N,) -> (N,): ‖∂ log π_y / ∂z‖² of a token y for z = logits / temperature."""
+
+    def collision(chunk: Tensor) -> Tensor:
+        return (2 * log_softmax(chunk, temperature)).exp().sum(-1)
+
+    squares = _in_chunks(collision, rows_per_chunk(logits.shape[-1], None, temperature), logits)
+    return (1 - 2 * log_probs.exp() + squares).clamp(min=0.0)
+
+
 def _check_labels(logits: Tensor, labels: Tensor) -> None:
     if labels.shape != logits.shape[:-1]:
         raise ValueError(f"labels {tuple(labels.shape)} must have one entry per row of {tuple(logits.shape)}")

@@ -14,7 +14,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from lightppo.algorithms.entries import LOSS_AGG_MODES, POLICY_LOSSES
+from lightppo.algorithms.correction import rejection_mask
+from lightppo.algorithms.entries import LOSS_AGG_MODES, POLICY_LOSSES, Rejection
 from lightppo.algorithms.kl import LOG_RATIO_LIMIT, limited
 from lightppo.algorithms.logprobs import token_log_probs
 from lightppo.algorithms.masking import LossNormalizer, aggregate_loss, require_same_shape, zero_where_masked
@@ -191,6 +192,7 @@ class PolicyLoss:
     policy_loss: str = "ppo"  # one of entries.POLICY_LOSSES, or path.py:name
     loss_agg_mode: str = "token-mean"  # one of entries.LOSS_AGG_MODES, whatever the loss's paper uses
     options: Mapping[str, float | None] = field(default_factory=dict)  # by flag name; missing or None: the default
+    rejections: tuple[Rejection, ...] = ()  # those that are judged in training
 
     def __post_init__(self) -> None:
         entry = POLICY_LOSSES.find(self.policy_loss)
@@ -217,6 +219,7 @@ class PolicyLoss:
         *,
         weights: Tensor | None = None,
         selected: Tensor | None = None,
+        rollout_log_probs: Tensor | None = None,
     ) -> tuple[Tensor, Metrics]:
         """Loss, and detached shares of the step's token means, at least ``clip_ratio``, ``ratio``, ``approx_kl``.
 
@@ -227,6 +230,7 @@ class PolicyLoss:
             weights: (B, A), a factor on each token's loss. A token of weight 0 has no gradient; it still counts in the
                 normalizer, the metrics and its row's ratio.
             selected: (B, A), the tokens that clip_cov and kl_cov single out; ``None`` for all other losses.
+            rollout_log_probs: (B, A), of the rollout engine, for ``rejections``: what they leave out has weight 0.
         """
         require_same_shape(log_probs=log_probs, old_log_probs=old_log_probs, advantages=advantages)
         require_same_shape(log_probs=log_probs, action_mask=action_mask, weights=weights, selected=selected)
@@ -245,11 +249,24 @@ class PolicyLoss:
             selected=None if selected is None else selected.bool() & mask,
         )
         token_loss, token_metrics = entry.fn(inputs, **self.options)
+        if self.rejections:
+            kept = self._kept(inputs, rollout_log_probs).to(token_loss.dtype)
+            weights = kept if weights is None else weights * kept
+            token_metrics["rejected_ratio"] = 1 - kept
         if weights is not None:
             weights = zero_where_masked(weights.detach(), mask)
             token_loss = (token_loss * weights).masked_fill(weights == 0, 0.0)  # even if the loss is not finite
         loss = aggregate_loss(token_loss, mask, self.loss_agg_mode, normalizer)
         return loss, _token_means(token_metrics, mask, normalizer)
+
+    def _kept(self, x: LossInputs, rollout_log_probs: Tensor | None) -> Tensor:
+        if rollout_log_probs is None:
+            if x.action_mask.any():
+                raise ValueError(f"--rollout_rejection {self.rejections[0].name} needs rollout_log_probs")
+            return x.action_mask  # a placeholder
+        return rejection_mask(
+            self.rejections, x.log_probs.detach(), rollout_log_probs, x.action_mask, advantages=x.advantages
+        )
 
 
 def _token_means(token_metrics: Metrics, mask: Tensor, normalizer: LossNormalizer) -> Metrics:

@@ -374,6 +374,9 @@ class AlgorithmConfig(Section, own=ADVANTAGE_ESTIMATORS):
     grpo_std_eps: float | None = option(
         None, "Added to the group's standard deviation. None: 1e-6.", ge=0, needs="group_deviation and group_std_norm"
     )
+    grpo_std_scope: Literal["group", "batch"] = option(
+        "group", "Whose deviation: of the group, or of all scores.", needs="group_deviation and group_std_norm"
+    )
     adv_norm: bool | None = option(None, "Whiten advantages. None: as the estimator is defined.")
     adv_norm_scope: Literal["batch", "group"] = option(
         "batch", "Whiten over the batch of all ranks, or in each group.", needs="whitening and n_samples_per_prompt>1"
@@ -464,13 +467,18 @@ class CorrectionConfig(Section):
 
     rollout_correction: str = option("none", "Weigh tokens by π_old / π_rollout (trainer / engine).", names=CORRECTIONS)
     correction_low: float | None = corrected(
-        None, "Lower bound of the weight. None: the correction's own.", gt=0, below="correction_high"
+        None, "Lower bound of the weight. None: the correction's own.", ge=0, below="correction_high"
     )
     correction_high: float | None = corrected(None, "Upper bound of the weight. None: the correction's own.", gt=0)
     correction_veto: float | None = corrected(
         None, "A response with a token weight below this is not trained on; 1e-4 is usual. None: off.", gt=0, lt=1
     )
     correction_batch_norm: bool = corrected(False, "Divide weights by their mean over the rollout batch of all ranks.")
+    rollout_rejection: tuple[str, ...] = option(
+        (),
+        "Policy loss only where all of these are within bounds, NAME=HIGH or NAME=LOW:HIGH such as token_ratio=0.5:2 "
+        "seq_mean_k3=0.01. Names: token, seq_sum, seq_mean or seq_max, with _ratio, _k1, _k2 or _k3; opsm; m2po.",
+    )
 
 
 class TrainingConfig(Section):

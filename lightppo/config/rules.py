@@ -21,6 +21,7 @@ from lightppo.algorithms.entries import (
     POLICY_LOSSES,
     EstimatorEntry,
     PolicyLossEntry,
+    Rejection,
 )
 from lightppo.config.options import Options, all_options
 from lightppo.errors import ConfigError
@@ -38,6 +39,15 @@ def estimator_entry(config: Options) -> EstimatorEntry:
 def policy_loss_entry(config: Options) -> PolicyLossEntry:
     """The entry of ``--policy_loss``, or of the loss that belongs to the estimator."""
     return POLICY_LOSSES.find(_or(config.loss.policy_loss, estimator_entry(config).policy_loss))
+
+
+def rejections(config: Options, in_training: bool) -> tuple[Rejection, ...]:
+    """``--rollout_rejection``: those judged in training, or those judged before it.
+
+    With ``--old_log_probs rollout`` the policy before it is the one that sampled, so all are judged in training.
+    """
+    found, bypass = map(Rejection.parse, config.correction.rollout_rejection), config.loss.old_log_probs == "rollout"
+    return tuple(one for one in found if (bypass or one.entry.in_training) == in_training)
 
 
 def needs_critic(config: Options) -> bool:
@@ -141,18 +151,22 @@ def old_log_probs_from(config: Options, exact_rollout: bool) -> Literal["trainin
     a, t, s, rollout = config.algorithm, config.training, config.sampling, config.rollout
     if config.loss.old_log_probs != "auto":
         return config.loss.old_log_probs
+    rejected_before = rejections(config, in_training=False)
     needed_before = (
         (a.init_kl_coef > 0 and a.use_kl_in_reward)
         or config.correction.rollout_correction != "none"
+        or rejected_before
         or config.loss.high_entropy_token_ratio is not None
         or policy_loss_entry(config).selection is not None
+        or estimator_entry(config).needs_score_norms
         or a.freezing_actor_steps > 0
     )
     if t.max_epochs == 1 and t.train_batch_size == _samples(config) and not needed_before:
         return "training"
     # Groups left over may be trained on in a later step, when the policy is another.
     stale = s.skip_rollout is not None or s.dynamic_sampling or (s.gen_batch_size or 0) > rollout.rollout_batch_size
-    recorded = exact_rollout and not config.model.bf16 and not stale and not _needs_pass(config.flat())
+    needs_pass = stale or rejected_before or _needs_pass(config.flat())
+    recorded = exact_rollout and not config.model.bf16 and not needs_pass
     return "rollout" if recorded else "forward"
 
 
@@ -161,6 +175,15 @@ def _needs_pass(values: Mapping[str, Any]) -> list[str]:
     o = SimpleNamespace(**values)
     reasons = {
         f"--rollout_correction {o.rollout_correction} compares with a pass": o.rollout_correction != "none",
+        **{
+            f"--rollout_rejection {text} compares all tokens before the update": Rejection.parse(
+                text
+            ).entry.over_rollout
+            for text in o.rollout_rejection
+        },
+        f"--advantage_estimator {o.advantage_estimator} needs the distributions of a pass": (
+            ADVANTAGE_ESTIMATORS.find(o.advantage_estimator).needs_score_norms
+        ),
         "--high_entropy_token_ratio needs the entropy of a pass": o.high_entropy_token_ratio is not None,
         "--kl_estimator full needs the distributions of a pass": (
             o.init_kl_coef > 0 and o.kl_estimator == "full" and o.use_kl_in_reward
@@ -611,7 +634,7 @@ def _servers(o: SimpleNamespace) -> Iterator[str]:
 
 
 def _algorithm(o: SimpleNamespace) -> Iterator[str]:
-    n, estimator, correction = o.n_samples_per_prompt, estimator_entry(o.config), CORRECTIONS.find(o.rollout_correction)
+    n, estimator = o.n_samples_per_prompt, estimator_entry(o.config)
     name, least = f"--advantage_estimator {o.advantage_estimator}", estimator.min_group_size
     if n < least:
         yield f"{name} compares samples of one prompt: set --n_samples_per_prompt to at least {least}"
@@ -628,10 +651,12 @@ def _algorithm(o: SimpleNamespace) -> Iterator[str]:
         yield "--eps_clip has no effect beside --eps_clip_low and --eps_clip_high: leave it out"
     if o.reward_scaling == 0:
         yield "--reward_scaling 0 makes all scores the same: set another factor"
-    for side in ("low", "high"):
-        if getattr(correction, side) is None and getattr(o, f"correction_{side}") is not None:
-            yield f"--correction_{side}: --rollout_correction {o.rollout_correction} has no such bound; leave it out"
     yield from out_of_order(all_options(), vars(o))
+    try:
+        rejections(o.config, in_training=False)
+    except ConfigError as error:
+        yield str(error)
+        return
     if o.old_log_probs == "rollout":
         yield from (f"--old_log_probs rollout: {why}; set auto or forward" for why in _needs_pass(vars(o)))
 

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from lightppo.algorithms.advantages import group_normalize
-from lightppo.algorithms.correction import correction_weights, normalize_weights
+from lightppo.algorithms.correction import correction_weights, normalize_weights, rejection_mask
 from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS
 from lightppo.algorithms.kl import KLController, approx_kl, full_kl
+from lightppo.algorithms.logprobs import score_norms
 from lightppo.algorithms.masking import masked_mean
 from lightppo.algorithms.selection import top_share
 from lightppo.algorithms.shaping import (
@@ -31,7 +32,7 @@ from lightppo.algorithms.shaping import (
     zero_truncated,
 )
 from lightppo.config import PPOConfig, RewardConfig
-from lightppo.config.rules import micro_batch_spec, old_log_probs_from
+from lightppo.config.rules import micro_batch_spec, old_log_probs_from, rejections
 from lightppo.data.records import Rollout, seed_of_step
 from lightppo.experience.batching import MicroBatching, ReplayBuffer, select_tokens
 from lightppo.experience.experience import Experience
@@ -143,6 +144,7 @@ class ExperienceMaker:
         self.strategy, self.kl_ctl, self.value_norm = strategy, kl_ctl, value_norm
         self.sample, self.progress, self.timer = sample, progress, timer
         self.algorithm, self.loss, self.correction = config.algorithm, config.loss, config.correction
+        self.rejections = rejections(config, in_training=False)
         self.estimator = ADVANTAGE_ESTIMATORS.find(self.algorithm.advantage_estimator)
         self.mask_too_long = config.reward.mask_too_long
         self.micro_rollout_batch_size = config.rollout.micro_rollout_batch_size
@@ -189,9 +191,10 @@ class ExperienceMaker:
         if self.mask_too_long:
             batch.action_mask &= ~truncated[:, None]
         bootstraps = self.algorithm.bootstrap_truncated and self.critic is not None
+        last_values = made["last_values"][:, 0] * truncated if bootstraps else None
         with self.timer("advantages"):
             self.shaper.observe(rollouts)
-            self._add_advantages(batch, rollouts, made["last_values"][:, 0] * truncated if bootstraps else None)
+            self._add_advantages(batch, rollouts, last_values, made.get("score_norms"))
             self._add_loss_weights(batch, made.get("entropy"))
         self._add_info(batch, rollouts)
         return batch.split(self.micro_rollout_batch_size) if rollouts else []
@@ -219,13 +222,17 @@ class ExperienceMaker:
                     f"prompt {index} has {sizes[index]} sample, but --advantage_estimator "
                     f"{self.algorithm.advantage_estimator} needs at least {needed}: raise --n_samples_per_prompt"
                 )
-        corrects = self.correction.rollout_correction != "none"
-        if (corrects or self.old_log_probs == "rollout") and any(r.log_probs is None for r in rollouts):
-            correction = f"--rollout_correction {self.correction.rollout_correction}"
-            flag, instead = (correction, "none") if corrects else ("--old_log_probs rollout", "forward")
+        c = self.correction
+        needing = {
+            f"--rollout_correction {c.rollout_correction}": c.rollout_correction != "none",
+            f"--rollout_rejection {' '.join(c.rollout_rejection)}": c.rollout_rejection,
+            "--old_log_probs rollout": self.old_log_probs == "rollout",
+        }
+        flag = next((flag for flag, is_set in needing.items() if is_set), None)
+        if flag and any(r.log_probs is None for r in rollouts):
             raise ValueError(
-                f"{flag} needs the log probs of the rollout engine, and this engine gives none: set it to {instead} or "
-                "use another engine"
+                f"{flag} needs the log probs of the rollout engine, and this engine gives none: leave it out, or use "
+                "another engine"
             )
 
     def _run_models(self, batch: Experience) -> dict[str, Tensor]:
@@ -271,11 +278,15 @@ class ExperienceMaker:
     def _run_actor(self, part: Experience) -> dict[str, Tensor]:
         """Log probs of the actor, and of the reference beside it if whole distributions are compared."""
         inputs = (part.sequences, part.num_actions, part.attention_mask)
-        wants_entropy = self.loss.high_entropy_token_ratio is not None
-        actor = self.actor.score_actions(*inputs, entropy=wants_entropy, logits=self.full_kl)
+        wants_entropy, wants_norms = self.loss.high_entropy_token_ratio is not None, self.estimator.needs_score_norms
+        actor = self.actor.score_actions(*inputs, entropy=wants_entropy, logits=self.full_kl or wants_norms)
         made = {"action_log_probs": actor.log_probs}
         if wants_entropy:
             made["entropy"] = actor.entropy
+        if wants_norms:
+            made["score_norms"] = torch.zeros_like(actor.log_probs)  # (b, a)
+            norms = score_norms(actor.logits, actor.log_probs[actor.real], self.actor.temperature)
+            made["score_norms"][actor.real] = norms.to(actor.log_probs.dtype)
         if self.full_kl:
             reference = self.initial_model.score_actions(*inputs, logits=True)
             kl, clip = torch.zeros_like(actor.log_probs), self.algorithm.kl_clip  # (b, a)
@@ -295,7 +306,9 @@ class ExperienceMaker:
             values = self.value_norm.denormalize(values)
         return {"values": values[:, :-1], "last_values": values.gather(1, part.response_lengths[:, None])}
 
-    def _add_advantages(self, batch: Experience, rollouts: Sequence[Rollout], bootstrap: Tensor | None) -> None:
+    def _add_advantages(
+        self, batch: Experience, rollouts: Sequence[Rollout], bootstrap: Tensor | None, norms: Tensor | None
+    ) -> None:
         """Token rewards → advantages and returns; updates the statistics of ``--value_norm``."""
         config, device, mask = self.algorithm, self.strategy.device, batch.action_mask
         if batch.kl is not None:
@@ -321,6 +334,8 @@ class ExperienceMaker:
             lambd=config.lambd,
             std_eps=config.grpo_std_eps or 0.0,
             divide_std=config.group_std_norm,
+            batch_std=config.grpo_std_scope == "batch",
+            score_norms=norms,
             all_reduce_sum=self._all_reduce_sum,
             **{name: getattr(config, name) for name in self.estimator.defaults},
         )
@@ -331,17 +346,18 @@ class ExperienceMaker:
         batch.info["return"] = token_rewards.sum(-1)
 
     def _add_loss_weights(self, batch: Experience, entropy: Tensor | None) -> None:
-        """Constant factors of the policy loss: off-policy correction, high-entropy tokens."""
+        """Constant factors of the policy loss: off-policy correction, rejections, high-entropy tokens."""
         c, mask, ratio = self.correction, batch.action_mask, self.loss.high_entropy_token_ratio
-        if c.rollout_correction == "none" and ratio is None:
+        if c.rollout_correction == "none" and ratio is None and not self.rejections:
             return
-        weights = mask.float()  # (B, A)
+        weights, log_probs = mask.float(), (batch.action_log_probs, batch.rollout_log_probs)  # (B, A)
         if c.rollout_correction != "none":
             bounds = {"low": c.correction_low, "high": c.correction_high, "veto": c.correction_veto}
-            log_probs = (batch.action_log_probs, batch.rollout_log_probs)
             weights = correction_weights(c.rollout_correction, *log_probs, mask, **bounds)
             if c.correction_batch_norm:
                 weights = normalize_weights(weights, mask, self._all_reduce_sum)
+        if self.rejections:
+            weights = weights * rejection_mask(self.rejections, *log_probs, mask, all_gather=self.strategy.all_gather)
         if ratio is not None:
             kept = torch.zeros_like(mask)
             kept[mask] = top_share(entropy[mask], ratio, self.strategy.all_gather)

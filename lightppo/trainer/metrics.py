@@ -63,7 +63,8 @@ METRICS: dict[str, str] = {
     "rollout/mismatch_chi2_seq": "the same from the ratios of whole samples",
     "rollout/mismatch_ess_token": "effective sample size by the ratios of tokens, as a share: 1 is no mismatch",
     "rollout/mismatch_ess_seq": "the same by the ratios of whole samples",
-    "rollout/loss_weight": "mean factor on a token's policy loss: --rollout_correction, --high_entropy_token_ratio",
+    "rollout/loss_weight": "mean factor on a token's policy loss: --rollout_correction, --rollout_rejection judged "
+    "before training, --high_entropy_token_ratio",
     "rollout/loss_weight_zero": "share of trained tokens without policy loss for these",
     "rollout/samples": "samples trained on",
     "rollout/unscored": "samples that the reward source left unscored",

@@ -146,7 +146,7 @@ class PPOTrainer(SeedAttributes):
         self.critic_max_epochs = 0 if self.critic is None else critic_epochs or self.max_epochs
         self.epoch = 0  # the pass over the rollout that is under way
         self.ema_beta, self.ptx_coef = a.ema_beta, a.ptx_coef
-        self.actor_loss_fn = update.build_policy_loss(o)
+        self.actor_loss_fn = update.build_policy_loss(self.config)
         self.critic_loss_fn = ValueLoss(o.value_clip, loss_agg_mode=o.loss_agg_mode, huber_delta=o.value_huber_delta)
         self.ptx_loss_fn = GPTLMLoss()
         self.kl_ctl = make_kl_controller(a.init_kl_coef, a.kl_target, a.kl_horizon)

@@ -17,6 +17,7 @@ from lightppo.algorithms.losses import GPTLMLoss, PolicyLoss, ValueLoss
 from lightppo.algorithms.masking import LossNormalizer, aggregate_loss
 from lightppo.algorithms.shaping import ValueNorm
 from lightppo.config import LossConfig, PPOConfig
+from lightppo.config.rules import rejections
 from lightppo.experience.batching import selection_of
 from lightppo.experience.experience import Experience
 from lightppo.models.actor import ActionScores
@@ -56,6 +57,7 @@ def actor_loss(
         *(scores.log_probs, old, experience.advantages, mask, normalizer),
         weights=experience.loss_weights,
         selected=selected,
+        rollout_log_probs=experience.rollout_log_probs,
     )
     entropy = aggregate_loss(scores.entropy.detach(), mask, "token-mean", normalizer)
     metrics |= {"policy_loss": loss.detach(), "entropy": entropy}
@@ -136,14 +138,16 @@ class EarlyStop:
         return any(value > limit for value, limit in zip(values, self.limits.values()))
 
 
-def build_policy_loss(loss: LossConfig) -> PolicyLoss:
-    """The policy loss of a resolved section."""
+def build_policy_loss(config: PPOConfig) -> PolicyLoss:
+    """The policy loss of a resolved config."""
+    loss = config.loss
     return PolicyLoss(
         loss.eps_clip_low,
         loss.eps_clip_high,
         policy_loss=loss.policy_loss,
         loss_agg_mode=loss.loss_agg_mode,
         options={name: getattr(loss, name) for name in POLICY_LOSSES.find(loss.policy_loss).defaults},
+        rejections=rejections(config, in_training=True),
     )
 
 

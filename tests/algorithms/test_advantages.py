@@ -27,6 +27,7 @@ def estimate(
         "std_eps": 1e-6,
         "divide_std": True,
         "baseline_scores": None,
+        "score_norms": mask.float(),
         "all_reduce_sum": identity,
         "a_later_argument": None,  # the others take no notice
     } | given
@@ -48,6 +49,7 @@ def random_batch() -> dict[str, Tensor]:
         "values": values,
         "bootstrap_values": torch.randn(6, generator=generator),
         "baseline_scores": torch.randn(6, generator=generator),
+        "score_norms": torch.rand(6, 5, generator=generator),
         "group_ids": torch.tensor([7, 7, -2, -2, 7, -2]),
         "scores": rewards.sum(1),
     }
@@ -74,7 +76,10 @@ class TestTable:
             torch.testing.assert_close(got, expected[order])
 
         pad = torch.nn.functional.pad
-        dirty = {key: pad(batch[key].masked_fill(~mask, NAN), (0, 3), value=NAN) for key in ("rewards", "values")}
+        dirty = {
+            key: pad(batch[key].masked_fill(~mask, NAN), (0, 3), value=NAN)
+            for key in ("rewards", "values", "score_norms")
+        }
         empty_row = {key: batch[key].masked_fill(~mask.any(1), NAN) for key in ("scores", "baseline_scores")}
         wide = estimate(name, **(batch | dirty | empty_row | {"mask": pad(mask, (0, 3))}), gamma=0.9)
         for got, expected in zip(wide, whole):
@@ -631,3 +636,79 @@ class TestGroupNormalize:
             group_normalize(values, mask, torch.zeros(2, 2).long())
         with pytest.raises(ValueError, match=r"advantages \(2, 2\), action_mask \(2, 1\)"):
             group_normalize(values, mask[:, :1], torch.zeros(2).long())
+
+
+class TestBatchDeviation:
+    SCORES = torch.tensor([0.0, 2.0, 6.0, 6.0])
+    GROUPS = torch.tensor([0, 0, 1, 1])
+
+    def of(self, name: str, rows: slice = slice(None), **more: object) -> list[float]:
+        """Scores 0 2 | 6 6: mean 3.5, squares 12.25 + 2.25 + 6.25 + 6.25 = 27, deviation √(27/3) = 3."""
+        scores = self.SCORES[rows]
+        rewards, mask = scores[:, None], torch.ones(len(scores), 1).bool()
+        given = {"group_ids": self.GROUPS[rows], "std_eps": 0.0, "batch_std": True} | more
+        return estimate(name, rewards, mask, **given)[0][:, 0].tolist()
+
+    @pytest.mark.parametrize("name", ["grpo", "cpgd"])
+    def test_by_hand(self, name):
+        assert self.of(name) == pytest.approx([-1 / 3, 1 / 3, 0, 0])
+        assert self.of(name, std_eps=1.0) == pytest.approx([-1 / 4, 1 / 4, 0, 0])
+        assert self.of(name, divide_std=False) == pytest.approx([-1, 1, 0, 0])
+
+    def test_pass_k_by_hand(self):
+        assert self.of("grpo_passk") == pytest.approx([0, 2 / 3, 0, 0])
+
+    def test_over_ranks(self, simulate_ranks):
+        shares = [slice(0, 2), slice(2, 4), slice(0, 0)]
+        parts = simulate_ranks(3, lambda rank, s: self.of("grpo", shares[rank], all_reduce_sum=s))
+        assert [x for part in parts for x in part] == pytest.approx(self.of("grpo"))
+
+    def test_equal_scores_give_an_exact_zero(self):
+        rewards, mask = torch.full((3, 1), 0.1), torch.ones(3, 1).bool()
+        given = {"group_ids": torch.zeros(3).long(), "std_eps": 0.0, "batch_std": True}
+        assert estimate("grpo", rewards, mask, **given)[0].tolist() == [[0.0]] * 3
+
+
+class TestOptimalTokenBaseline:
+    def test_by_hand(self):
+        """Two samples; the second's hole is passed over, so its second trained token stands beside the first's second.
+
+        | sample | R          | norms      | W          |
+        |--------|------------|------------|------------|
+        | 0      | 4, 3, 1    | .5, .5, 1  | .5, 1, 2   |
+        | 1      | 1, -, 2    | .25, -, 1  | .25, 1.25  |
+        b_1 = (.5·4 + .25·1)/.75 = 3;  b_2 = (1·3 + 1.25·2)/2.25 = 22/9;  b_3 = 1, its own return
+        """
+        rewards = torch.tensor([[1.0, 2.0, 1.0], [-1.0, NAN, 2.0]])
+        mask = torch.tensor([[1, 1, 1], [1, 0, 1]]).bool()
+        norms = torch.tensor([[0.5, 0.5, 1.0], [0.25, NAN, 1.0]])
+        given = {"group_ids": torch.tensor([3, 3]), "score_norms": norms, "scores": torch.zeros(2)}
+        advantages, returns = estimate("optimal_token_baseline", rewards, mask, **given)
+        torch.testing.assert_close(advantages, torch.tensor([[1.0, 5 / 9, 0.0], [-2.0, 0.0, -4 / 9]]))
+        assert returns.tolist() == [[4, 3, 1], [1, 0, 2]]
+
+    def test_alone_or_certain_it_has_no_advantage(self):
+        """Norms of 0, a policy that is certain: the plain mean; the tail of the longest sample: an exact 0."""
+        rewards, mask = torch.tensor([[0.0, 0.3], [0.1, 0.0]]), torch.tensor([[1, 1], [1, 0]]).bool()
+        given = {"group_ids": torch.zeros(2).long(), "score_norms": torch.zeros(2, 2)}
+        advantages, _ = estimate("optimal_token_baseline", rewards, mask, **given)
+        torch.testing.assert_close(advantages, torch.tensor([[0.1, 0.0], [-0.1, 0.0]]))
+        assert advantages[0, 1] == 0
+
+    def test_it_has_the_least_variance_of_all_baselines(self):
+        """Of one token with two outcomes: E[(A·∇log π)²] is least at the baseline."""
+        p, r = torch.tensor([0.2, 0.8], dtype=torch.float64), torch.tensor([1.0, 5.0], dtype=torch.float64)
+        norms = (1 - 2 * p + p.square().sum()).repeat_interleave(torch.tensor([2, 8]))  # ten samples in proportion
+        rewards, mask = r.repeat_interleave(torch.tensor([2, 8]))[:, None], torch.ones(10, 1).bool()
+        given = {"group_ids": torch.zeros(10).long(), "score_norms": norms[:, None]}
+        advantages, _ = estimate("optimal_token_baseline", rewards, mask, **given)
+
+        def variance(baseline: Tensor) -> Tensor:
+            return (norms * (rewards[:, 0] - baseline).square()).sum()
+
+        best = (rewards - advantages)[0, 0]
+        assert all(variance(best) < variance(best + step) for step in (-0.01, 0.01))
+
+    def test_needs_the_norms(self):
+        with pytest.raises(ValueError, match="score_norms"):
+            estimate("optimal_token_baseline", torch.ones(2, 1), torch.ones(2, 1).bool(), score_norms=None)

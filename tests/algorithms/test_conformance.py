@@ -211,6 +211,23 @@ class TestAdvantages:
         # TRL PPOTrainer.train whitens each rank's rows by themselves
         differs(ours[0], numbers("-2.14369853 .42025603 -.4658165 .01492498 .14689323"), by=0.1)
 
+    def test_deviation_of_the_batch(self):
+        """TRL scale_rewards="batch"."""
+        advantages, _ = estimate("grpo", std_eps=1e-4, batch_std=True)
+        expected = on_tokens(".58647762 -.58647762 0 -1.0165612 1.68123583 -.66467463")
+        close(advantages, expected)
+
+    def test_optimal_token_baseline(self):
+        """verl b178a3cd compute_optimal_token_baseline_advantage, with Σπ² = π² + 0.1, to its ε of 1e-8."""
+        norms = 1 - 2 * LOG_PROBS.exp() + LOG_PROBS.exp().square() + 0.1
+        advantages, _ = estimate("optimal_token_baseline", TOKEN_REWARDS, gamma=1.0, score_norms=norms)
+        expected = rows(
+            """.46110333 .43820481 .46620640 .20163541 .00000000  -.44289667 -.41579519 -.47779360
+            -.11789667 -.10079519 -.04379360 -.31136459  -.33356943 -.89934853
+            1.82243057 1.36365147 .00000001 .00000001 .00000001  -.12556943"""
+        )
+        close(advantages, expected, 5e-7)
+
 
 class TestKL:
     K1 = "-.47 .55 .36 .81 -.41  .03 -.35 .2  -.07 .84 .33 .53  -.37 .02  .7 .02 1.23 .03 -.89  .57"

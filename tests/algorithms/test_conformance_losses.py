@@ -27,7 +27,8 @@ from support.conformance import (
 )
 from torch import Tensor
 
-from lightppo.algorithms.correction import correction_weights, mismatch_terms, normalize_weights
+from lightppo.algorithms.correction import correction_weights, mismatch_terms, normalize_weights, rejection_mask
+from lightppo.algorithms.entries import Rejection
 from lightppo.algorithms.kl import approx_kl
 from lightppo.algorithms.losses import PolicyLoss, ValueLoss
 from lightppo.algorithms.masking import LossNormalizer, aggregate_loss
@@ -247,10 +248,12 @@ class TestCorrection:
         weights = correction_weights(name, OLD, ROLLOUT, MASK, **bounds)
         close(policy_loss("ppo", TOKEN_MEAN, 0.2, high, weights=weights)[0], loss, FLOAT32)
 
-    def test_truncation_is_from_above_only(self):
-        """OpenRLHF's tis with its default [0.5, 5] also lifts small weights to 0.5: 0.126457766."""
+    def test_truncation_from_below_is_off_by_default(self):
+        """OpenRLHF's tis with its default [0.5, 5] lifts small weights to 0.5."""
         weights = correction_weights("tis", OLD, ROLLOUT, MASK, high=5.0)
         differs(policy_loss("ppo", TOKEN_MEAN, 0.2, 0.28, weights=weights)[0], 0.126457766, by=0.01)
+        lifted = correction_weights("tis", OLD, ROLLOUT, MASK, low=0.5, high=5.0)
+        close(policy_loss("ppo", TOKEN_MEAN, 0.2, 0.28, weights=lifted)[0], 0.126457766, FLOAT32)
 
     def test_mismatch(self):
         """verl compute_offpolicy_metrics, compute_is_metrics (no weight is above its bound here)."""
@@ -262,3 +265,69 @@ class TestCorrection:
         close(ratio.square().mean() - 1, 0.00425296)
         close(terms["seq_ratio"].square().mean() - 1, -0.19765814)
         close(ratio.mean().square() / ratio.square().mean(), 0.86856791)
+
+
+class TestRejections:
+    """The kept ones of the 20 trained tokens, by the program that the comment names, unless it says otherwise."""
+
+    @pytest.mark.parametrize(
+        ("texts", "kept"),
+        [
+            # verl b178a3cd compute_rollout_rejection_mask; its k1 has bounds of 1/ρ: "0.8_1.25" is the same either way
+            (["token_ratio=0.8:1.25"], "10000010100001000000"),
+            (["token_k2=0.05"], "11101110100101010101"),
+            (["token_k3=0.05"], "11101110100101010101"),
+            (["seq_sum_ratio=0.66666667:1.66666667"], "00000000000000000001"),  # "0.6_1.5"
+            (["seq_sum_k2=0.3"], "11111000111111000001"),
+            (["seq_sum_k3=0.25"], "11111000000011000001"),
+            (["seq_mean_ratio=0.90909091:1.25"], "00000000111100111110"),  # "0.8_1.1"
+            (["seq_mean_k2=0.05"], "11111000000000000001"),
+            (["seq_mean_k3=0.05"], "11111000000000000001"),
+            (["seq_max_k2=0.1"], "11111000000000000001"),
+            (["seq_max_k3=0.1"], "11111000000000000001"),
+            (["token_ratio=0.66666667:1.66666667", "seq_max_k3=0.3"], "11111000111101010111"),
+            # AReaL apply_rejection_sampling, action mask: token kl_k1 (its sign is the other), ratio mean, max, sum
+            (["token_k1=-0.3:0.3"], "11101010100101010101"),
+            (["seq_mean_ratio=0.9:1.2"], "00000000111100111110"),
+            (["seq_max_ratio=1.4"], "11111111000011000001"),
+            (["seq_sum_ratio=0.5:1.5"], "00000000000011111111"),
+            # AReaL _apply_m2po_masking
+            (["m2po=0.04"], "10101010100001010100"),
+            (["m2po=0.1"], "11111110111101010111"),
+            (["m2po=0.2"], "1" * 20),
+        ],
+        ids=str,
+    )
+    def test_before_training(self, texts, kept):
+        mask = rejection_mask([Rejection.parse(text) for text in texts], OLD, ROLLOUT, MASK)
+        assert "".join(str(int(x)) for x in mask[MASK]) == kept
+
+    @pytest.mark.parametrize(("delta", "rows"), [(0.05, "101010"), (0.1, "101110"), (0.2, "101111")])
+    def test_off_policy_sequence_masking(self, delta, rows):
+        """slime compute_opsm_mask; TRL get_off_policy_mask has the same formula."""
+        rejection = Rejection.parse(f"opsm={delta}")
+        mask = rejection_mask([rejection], LOG_PROBS, ROLLOUT, MASK, advantages=ROW_ADVANTAGES)
+        assert "".join(str(int(x)) for x in mask[:, 0]) == rows
+
+    @pytest.mark.parametrize(
+        ("name", "bounds", "weights"),
+        [
+            # TRL sequence_mask, as GRPOTrainer has it
+            ("seq_mis", (0.0, 1.7), ".39062784 .2490753 0 .65704682 .63762815 .75578374"),
+            ("seq_mis", (0.3, 3.0), ".39062784 0 1.78603843 .65704682 .63762815 .75578374"),
+            # AReaL apply_rejection_sampling, level sequence, metric ratio: action mask and clamp
+            ("geo_mis", (0.9, 1.2), "0 0 1.15603995 0 .91393101 0"),
+            ("geo_tis", (0.9, 1.2), ".9 .9 1.15603995 .9 .91393101 .9"),
+        ],
+    )
+    def test_weights_of_rows(self, name, bounds, weights):
+        low, high = bounds
+        close(correction_weights(name, OLD, ROLLOUT, MASK, low=low, high=high), on_tokens(weights), FLOAT32)
+
+    def test_weights_of_tokens_with_a_lower_bound(self):
+        """AReaL action clamp; slime vanilla_tis_function and TRL token_truncate have the same formula."""
+        expected = rows(
+            """1.221403 .8 .8 .8 .8  .8 .878095 .8  .904837 1.25 1.25 .8  .8 1.138828
+            .8 1.25 .8 1.25 1.25  .8"""
+        )
+        close(correction_weights("tis", OLD, ROLLOUT, MASK, low=0.8, high=1.25), expected, FLOAT32)

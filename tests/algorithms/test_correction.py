@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from support.fakes import FakeStrategy, on_ranks
 from torch import Tensor
 
 from lightppo.algorithms.correction import (
@@ -15,9 +16,11 @@ from lightppo.algorithms.correction import (
     mismatch_metrics,
     mismatch_terms,
     normalize_weights,
+    rejection_mask,
 )
-from lightppo.algorithms.entries import CORRECTIONS
+from lightppo.algorithms.entries import CORRECTIONS, REJECTIONS, Rejection
 from lightppo.algorithms.losses import PolicyLoss
+from lightppo.errors import ConfigError
 
 NAN, INF = math.nan, math.inf
 
@@ -36,12 +39,15 @@ RHO = ((0.5, 1.0, 4.0), (1.0, 9.0, 1.5), (3.0, 3.0, 3.0))
 MASK = torch.tensor([[1, 1, 1], [1, 0, 1], [0, 0, 0]]).bool()
 BY_HAND: dict[str, tuple[dict[str, float], tuple[tuple[float, ...], ...]]] = {
     "none": ({}, ((1, 1, 1), (1, 0, 1), (0, 0, 0))),
-    "tis": ({"high": 2.0}, ((0.5, 1, 2), (1, 0, 1.5), (0, 0, 0))),
-    "seq_tis": ({"high": 1.8}, ((1.8, 1.8, 1.8), (1.5, 0, 1.5), (0, 0, 0))),
+    "tis": ({"low": 0.6, "high": 2.0}, ((0.6, 1, 2), (1, 0, 1.5), (0, 0, 0))),
+    "seq_tis": ({"low": 1.7, "high": 1.8}, ((1.8, 1.8, 1.8), (1.7, 0, 1.7), (0, 0, 0))),
+    "geo_tis": ({"low": 1.24, "high": 1.25}, ((1.25, 1.25, 1.25), (1.24, 0, 1.24), (0, 0, 0))),
+    "seq_mis": ({"low": 1.0, "high": 1.8}, ((0, 0, 0), (1.5, 0, 1.5), (0, 0, 0))),
+    "geo_mis": ({"low": 1.23, "high": 2.0}, ((2 ** (1 / 3),) * 3, (0, 0, 0), (0, 0, 0))),
     "icepop": ({"low": 0.6, "high": 2.0}, ((0, 1, 0), (1, 0, 1.5), (0, 0, 0))),
     "seq_mask": ({"low": 1.0, "high": 1.25}, ((0, 0, 0), (1, 0, 1), (0, 0, 0))),
     "seq_mask_tis": ({"low": 1.23, "high": 1.27}, ((0.5, 1, 4), (0, 0, 0), (0, 0, 0))),
-    "decoupled": ({"high": 2.0}, ((0.5, 1, 0), (1, 0, 1.5), (0, 0, 0))),
+    "decoupled": ({"low": 0.4, "high": 2.0}, ((0.5, 1, 0), (1, 0, 1.5), (0, 0, 0))),
 }
 REAL = tuple(name for name in CORRECTIONS if name != "none")
 
@@ -67,6 +73,9 @@ def test_defaults():
     expected = {
         "tis": (0.4, 1, 2, 1.5),  # at most 2
         "seq_tis": (2, 2, 2, 2),  # 0.4 · 6 · 1.5 = 3.6, at most 2
+        "geo_tis": (3.6**0.25,) * 4,  # 1.377
+        "seq_mis": (0, 0, 0, 0),
+        "geo_mis": (3.6**0.25,) * 4,
         "icepop": (0, 1, 0, 1.5),  # 0.5 to 5
         "seq_mask": (0, 0, 0, 0),  # 3.6^(1/4) = 1.377, not in 0.999 to 1.001
         "seq_mask_tis": (0.4, 1, 6, 1.5),  # 1.377 is in 0.5 to 5
@@ -159,7 +168,7 @@ def test_rows_and_padding_do_not_matter(name):
         alone = correction_weights(name, log_probs[b : b + 1], rollout[b : b + 1], mask[b : b + 1], **bounds, veto=veto)
         torch.testing.assert_close(alone[0], whole[b])
     if name != "none":
-        assert 0 < int((whole[mask] == 0).sum()) < int(mask.sum()) or name in ("tis", "seq_tis")
+        assert 0 < int((whole[mask] == 0).sum()) < int(mask.sum()) or name.endswith("tis")
 
 
 def test_importance_sampling_takes_the_expectation_to_the_other_policy():
@@ -208,6 +217,133 @@ def test_without_a_difference_no_real_correction_changes_anything():
     for name in CORRECTIONS:
         assert torch.equal(correction_weights(name, log_probs, log_probs, MASK), MASK.float())
     assert torch.equal(normalize_weights(MASK.float(), MASK), MASK.float())
+
+
+# -- rejections ------------------------------------------------------------------------------------------------------
+
+# d of the rows above: -ln 2, 0, ln 4; 0, hole, ln 1.5; nothing trained.  k1 = -d: .693, 0, -1.386; 0, -.405
+# k2 = d²/2: .240, 0, .961; 0, .0822.  k3 = ρ - 1 - d: .193, 0, 1.614; 0, .0945
+# Row 0: sums .  k1 -.693, k2 1.201, k3 1.807; means -.231, .400, .602.  Row 1: -.405, .0822, .0945; -.203, .0411, .0473
+KEPT = {
+    "token_ratio=0.6:2": "010 101",
+    "token_ratio=2": "110 101",
+    "token_ratio=0.6:": "011 101",
+    "token_k1=-0.5:0.7": "110 101",
+    "token_k1=0.5": "011 101",
+    "token_k2=0.2": "010 101",
+    "token_k3=0.2": "110 101",
+    "seq_sum_ratio=1:1.8": "000 101",  # 2; 1.5
+    "seq_sum_k1=-0.5:0": "000 101",
+    "seq_sum_k2=1.3": "111 101",
+    "seq_sum_k2=1.2": "000 101",
+    "seq_sum_k3=1.8": "000 101",
+    "seq_mean_ratio=1.23:1.27": "111 000",  # 1.2599; 1.2247
+    "seq_mean_k1=-0.3:-0.21": "111 000",
+    "seq_mean_k2=0.05": "000 101",
+    "seq_mean_k3=0.7": "111 101",
+    "seq_mean_k3=0.6": "000 101",
+    "seq_max_ratio=3": "000 101",
+    "seq_max_ratio=0.6:5": "000 101",  # the 0.5, as a veto does
+    "seq_max_k1=-0.5:0.1": "000 101",
+    "seq_max_k2=0.9": "000 101",
+    "seq_max_k2=1": "111 101",
+    "seq_max_k3=0.05": "000 000",
+    "m2po=0.5": "110 101",  # d² 0 0 .164 .480 1.922: means 0 0 .055 .161 .513
+    "m2po=0.1": "010 101",
+    "m2po=0.6": "111 101",
+    "opsm=0.01": "111 101",  # row means of k1 are below 0: the policy likes these answers more than the engine did
+    "opsm=-0.22": "111 000",  # row 1 has -.203; both have A < 0
+}
+
+
+def kept_by(*texts: str, log_probs: Tensor, rollout: Tensor, mask: Tensor = MASK, **more: object) -> Tensor:
+    more = {"advantages": torch.full(mask.shape, -1.0)} | more
+    return rejection_mask([Rejection.parse(text) for text in texts], log_probs, rollout, mask, **more)
+
+
+def pattern(text: str) -> list[list[bool]]:
+    return [[letter == "1" for letter in row] for row in f"{text} 000".split()]
+
+
+@pytest.mark.parametrize("text", KEPT)
+@pytest.mark.parametrize("junk", [0.0, NAN, INF])
+def test_rejections_by_hand_whatever_is_masked(text, junk):
+    log_probs, rollout = (x.masked_fill(~MASK, junk) for x in ratios(*RHO))
+    assert kept_by(text, log_probs=log_probs, rollout=rollout).tolist() == pattern(KEPT[text])
+
+
+def test_every_rejection_has_a_case():
+    assert {text.partition("=")[0] for text in KEPT} == REJECTIONS.keys()
+
+
+def test_rejections_add_up():
+    log_probs, rollout = ratios(*RHO)
+    both = kept_by("token_k2=0.2", "seq_mean_ratio=1.23:1.27", log_probs=log_probs, rollout=rollout)
+    assert both.tolist() == pattern("010 000")
+
+
+def test_opsm_spares_what_was_good():
+    log_probs, rollout = ratios((0.5, 0.5), (0.5, 0.5))
+    mask, advantages = torch.ones(2, 2).bool(), torch.tensor([[1.0, -1.0], [0.0, -0.1]])
+    kept = kept_by("opsm=0.1", log_probs=log_probs, rollout=rollout, mask=mask, advantages=advantages)
+    assert kept.tolist() == [[True, False], [True, False]]  # mean k1 is ln 2
+
+
+def test_a_token_without_a_number_stays():
+    """Its loss is NaN, so the optimizer step is skipped and counted: a rejection would hide it."""
+    log_probs, rollout = ratios((1.0, 1.0, 9.0))
+    log_probs[0, 0] = NAN
+    mask = torch.ones(1, 3).bool()
+    for text in ("token_k2=0.1", "seq_mean_k3=0.1", "seq_sum_ratio=0.9:1.1", "m2po=0.1"):
+        assert kept_by(text, log_probs=log_probs, rollout=rollout, mask=mask)[0, 0]
+
+
+@pytest.mark.parametrize("name", REJECTIONS)
+def test_rejections_depend_neither_on_rows_nor_padding_nor_ranks(name):
+    generator = torch.Generator().manual_seed(1)
+    rollout = -torch.rand(6, 50, generator=generator)
+    log_probs = rollout + 0.5 * torch.randn(6, 50, generator=generator)
+    mask = torch.rand(6, 50, generator=generator) < 0.7
+    mask[2] = False
+    inputs = {"log_probs": log_probs, "rollout": rollout, "mask": mask}
+    bounds = (0.01 * 1.1**k for k in range(100))  # one that keeps some and drops some
+    tries = ((f"{name}={high}", kept_by(f"{name}={high}", **inputs)) for high in bounds)
+    text, whole = next((text, kept) for text, kept in tries if 0 < int(kept.sum()) < int(mask.sum()))
+    order = torch.tensor([3, 0, 5, 2, 1, 4])
+    assert torch.equal(kept_by(text, **{key: x[order] for key, x in inputs.items()}), whole[order])
+    wide = {key: torch.nn.functional.pad(x, (2, 5), value=0 if key == "mask" else NAN) for key, x in inputs.items()}
+    assert torch.equal(kept_by(text, **wide)[:, 2:-5], whole)
+    shares = [slice(0, 4), slice(4, 6), slice(0, 0)]
+
+    def on_rank(strategy: FakeStrategy) -> Tensor:
+        share = {key: x[shares[strategy.rank]] for key, x in inputs.items()}
+        return kept_by(text, **share, all_gather=lambda x: torch.cat(strategy.all_gather_object(x)))
+
+    parts = on_ranks(3, on_rank)
+    assert torch.equal(torch.cat(parts), whole)
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("tokn_k1=2", r"--rollout_rejection: unknown name 'tokn_k1' \(did you mean 'token_k1'"),
+        ("token_k1", "write token_k1=HIGH or token_k1=LOW:HIGH"),
+        ("token_k1=a", "in numbers"),
+        ("token_k1=inf", "write token_k1=HIGH"),
+        ("token_k1=1:0.5", "the lower one first"),
+        ("token_k1=1:1", "the lower one first"),
+        ("token_k2=0.1:0.5", "upper bound alone: token_k2=HIGH"),
+        ("token_k2=-1", "must be above 0"),
+        ("seq_sum_ratio=0:2", "must be above 0"),
+        ("m2po=", "write m2po=HIGH"),
+    ],
+)
+def test_rejections_that_cannot_be_read(text, match):
+    with pytest.raises(ConfigError, match=match):
+        Rejection.parse(text)
+
+
+# -- normalising and metrics -----------------------------------------------------------------------------------------
 
 
 def test_normalize_by_hand():
