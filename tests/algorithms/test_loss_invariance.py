@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightppo.algorithms.entries import LOSS_AGG_MODES, POLICY_LOSSES
+from lightppo.algorithms.entries import LOSS_AGG_MODES, POLICY_LOSSES, Rejection
 from lightppo.algorithms.kl import approx_kl
 from lightppo.algorithms.losses import GPTLMLoss, PolicyLoss, ValueLoss
 from lightppo.algorithms.masking import LossNormalizer, aggregate_loss
@@ -50,6 +50,18 @@ def value(mode: str) -> SplitLoss:
 
 def kl_loss(mode: str) -> SplitLoss:
     return lambda x, c, m, n: aggregate_loss(approx_kl(x, c[0], "k3"), m, mode, n)
+
+
+def rejecting(mode: str) -> SplitLoss:
+    """Rows and tokens left out by the policy in training, and their share."""
+    rejections = tuple(map(Rejection.parse, ("opsm=0.1", "token_k2=3", "seq_mean_k2=1.5")))
+    loss_fn = PolicyLoss(loss_agg_mode=mode, rejections=rejections)
+
+    def loss(x: Tensor, c: Tensor, m: Tensor, n: LossNormalizer) -> Tensor:
+        value, metrics = loss_fn(c[0] + 0.3 * x, c[0], c[1], m, n, rollout_log_probs=c[2])
+        return value + metrics["rejected_ratio"]
+
+    return loss
 
 
 def policy_metrics(mode: str, kind: str = "ppo") -> SplitLoss:
@@ -112,7 +124,7 @@ SPLITS = {
 @pytest.mark.parametrize("trim", [False, True], ids=["one width", "own width"])
 @pytest.mark.parametrize("ranks", SPLITS.values(), ids=SPLITS.keys())
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
-@pytest.mark.parametrize("make_loss", [value, kl_loss])
+@pytest.mark.parametrize("make_loss", [value, kl_loss, rejecting])
 def test_loss_and_gradient_do_not_depend_on_the_split(make_loss, mode, ranks, trim, simulate_ranks):
     whole_loss, whole_gradient = run_step(make_loss(mode), [[ALL]], simulate_ranks)
     loss, gradient = run_step(make_loss(mode), ranks, simulate_ranks, trim=trim)
@@ -179,3 +191,17 @@ def test_language_model_loss_does_not_depend_on_the_split():
     whole = gradient([slice(0, 4)], 1)
     torch.testing.assert_close(gradient([slice(0, 1), slice(1, 4)], 1), whole)
     torch.testing.assert_close(gradient([slice(0, 3), slice(3, 4)], 2), whole)
+
+
+def test_rejections_leave_out_some(simulate_ranks):
+    """Else their invariance would say nothing."""
+    shares = []
+
+    def share(x: Tensor, c: Tensor, m: Tensor, n: LossNormalizer) -> Tensor:
+        loss = rejecting("token-mean")(x, c, m, n)
+        plain = PolicyLoss()(c[0] + 0.3 * x, c[0], c[1], m, n)[0]
+        shares.append((loss - plain).item())
+        return loss
+
+    run_step(share, [[ALL]], simulate_ranks)
+    assert abs(shares[0]) > 0.1

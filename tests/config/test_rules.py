@@ -25,6 +25,7 @@ from lightppo.config.rules import (
     old_log_probs_from,
     parse_specs,
     reference_is_actor,
+    rejections,
     reward_plan,
     reward_sources,
 )
@@ -208,7 +209,15 @@ CONTRADICTIONS = [
     ({"correction_high": 0.5}, "correction_high rollout_correction"),
     ({"correction_veto": 0.0001}, "correction_veto rollout_correction"),
     ({"correction_batch_norm": True}, "correction_batch_norm rollout_correction"),
-    ({"rollout_correction": "tis", "correction_low": 0.5}, "correction_low rollout_correction"),
+    ({"rollout_rejection": ["token_k2"]}, "rollout_rejection"),
+    ({"rollout_rejection": ["token_k4=1"]}, "rollout_rejection"),
+    ({"rollout_rejection": ["m2po=0.04"], "old_log_probs": "rollout"}, "old_log_probs rollout_rejection"),
+    (
+        {**GROUP, "advantage_estimator": "optimal_token_baseline", "old_log_probs": "rollout"},
+        "old_log_probs advantage_estimator",
+    ),
+    ({"grpo_std_scope": "batch"}, "grpo_std_scope advantage_estimator"),
+    ({**GROUP, "group_std_norm": False, "grpo_std_scope": "batch"}, "grpo_std_scope group_std_norm"),
     ({"rollout_correction": "icepop", "correction_low": 9}, "correction_low correction_high"),
     ({"reward_clip_range": [1, 1]}, "reward_clip_range"),
     ({"stop_properly_penalty": 1.5}, "stop_properly_penalty"),
@@ -590,6 +599,15 @@ def test_every_correction_brings_its_own_bounds(name):
     assert (correction.correction_low, correction.correction_high) == (traits.low, traits.high)
 
 
+def test_when_rejections_are_judged():
+    both = {"rollout_rejection": ["token_k2=1", "opsm=0.1"]}
+    names = lambda run, in_training: [one.name for one in rejections(run, in_training)]  # noqa: E731
+    run = config(**both).resolved()
+    assert (names(run, False), names(run, True)) == (["token_k2"], ["opsm"])
+    bypass = config(**both, old_log_probs="rollout").resolved()
+    assert (names(bypass, False), names(bypass, True)) == ([], ["token_k2", "opsm"])
+
+
 SHORTCUT = {"train_batch_size": 512, "init_kl_coef": 0}
 
 
@@ -602,6 +620,9 @@ SHORTCUT = {"train_batch_size": 512, "init_kl_coef": 0}
         ({**SHORTCUT, "train_batch_size": 256}, False),
         ({**SHORTCUT, "max_epochs": 2}, False),
         ({**SHORTCUT, "rollout_correction": "tis"}, False),
+        ({**SHORTCUT, "rollout_rejection": ["token_k2=1"]}, False),
+        ({**SHORTCUT, "rollout_rejection": ["opsm=1"]}, True),  # judged in training
+        ({**SHORTCUT, **GROUP, "train_batch_size": 2048, "advantage_estimator": "optimal_token_baseline"}, False),
         ({**SHORTCUT, "high_entropy_token_ratio": 0.2}, False),
         ({**SHORTCUT, "policy_loss": "kl_cov"}, False),
         ({**SHORTCUT, "freezing_actor_steps": 3}, False),
@@ -622,6 +643,10 @@ def test_when_the_training_pass_gives_the_old_log_probs(options, expected):
         ({**FOUR, "dynamic_sampling": True}, True, "forward"),
         ({**FOUR, "gen_batch_size": 16}, True, "forward"),
         ({"high_entropy_token_ratio": 0.2}, True, "forward"),
+        ({"rollout_rejection": ["token_k2=1"]}, True, "forward"),
+        ({"rollout_rejection": ["token_k2=1"], "old_log_probs": "rollout"}, False, "rollout"),
+        ({"rollout_rejection": ["opsm=1"]}, True, "rollout"),
+        ({**GROUP, "advantage_estimator": "optimal_token_baseline"}, True, "forward"),
         ({"old_log_probs": "rollout"}, False, "rollout"),
         (SHORTCUT, False, "training"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -217,6 +218,61 @@ class TestOnPolicyShortcut:
         recomputed = make_one(maker(**options, old_log_probs="forward"))
         assert recomputed.action_log_probs.tolist() == [[-1, -2, -3]]
         assert torch.equal(experience.advantages, recomputed.advantages)
+
+
+class TestRejections:
+    """ENGINE: d = 0, 0.7, 0.7."""
+
+    def weights(self, *texts: str, **options) -> Tensor | None:
+        return make_one(maker(rollout_rejection=texts, **options), answer(log_probs=ENGINE)).loss_weights
+
+    def test_masks_without_weights_and_with_them(self):
+        assert self.weights("token_ratio=0.5:2").tolist() == [[1, 0, 0]]
+        assert self.weights("seq_mean_ratio=0.5:2").tolist() == [[1, 1, 1]]  # e^(1.4/3) = 1.59
+        assert self.weights("seq_mean_ratio=0.5:2", "token_k2=0.2").tolist() == [[1, 0, 0]]
+        both = self.weights("seq_sum_k2=0.5", rollout_correction="tis", correction_high=1.5)
+        assert both == approx([[1.0, 1.5, 1.5]])  # 2 · 0.245
+
+    def test_in_training_there_is_nothing_to_do_before(self):
+        assert self.weights("opsm=0.1") is None
+        assert self.weights("token_ratio=0.5:2", old_log_probs="rollout") is None
+
+    def test_all_ranks_decide_together(self):
+        """d² of two ranks: 0, .49, .49 and 0, 0, 4: means 0 0 0 .1225 .196 .83."""
+        other = [-1.0, -2.0, -5.0]
+
+        def on_rank(strategy: FakeStrategy) -> list:
+            rollout = answer(log_probs=[ENGINE, other][strategy.rank], index=strategy.rank)
+            return make_one(maker(strategy, rollout_rejection=["m2po=0.2"]), rollout).loss_weights.tolist()
+
+        assert on_ranks(2, on_rank) == [[[1, 1, 1]], [[1, 1, 0]]]
+
+    def test_without_log_probs_of_the_engine(self):
+        with pytest.raises(ValueError, match=r"--rollout_rejection opsm=0.1 needs the log probs of the rollout engine"):
+            make_one(maker(rollout_rejection=["opsm=0.1"]), answer())
+
+
+def test_the_optimal_token_baseline_gets_the_norms_of_a_pass():
+    """Two logits of 0: Σπ² = 1/2, so ‖∇ log π‖² = 1.5 - 2π: of ids 10, 20, 30 with π = e^-1, e^-2, e^-3."""
+    first, second = answer(3.0), make_rollout([40, 50], [20], reward=1.0, sample_index=1)
+    options = {"advantage_estimator": "optimal_token_baseline", "n_samples_per_prompt": 2, "coef": 0.0, "critic": False}
+    experience = make_one(maker(**options), first, second)
+    w0, w1 = 1.5 - 2 * math.exp(-1), 1.5 - 2 * math.exp(-2)
+    baseline = (3 * w0 + 1 * w1) / (w0 + w1)
+    assert experience.advantages == approx([[3 - baseline, 0, 0], [1 - baseline, 0, 0]])
+
+
+def test_the_deviation_of_the_batch_is_of_all_ranks():
+    options = {"advantage_estimator": "grpo", "n_samples_per_prompt": 2, "coef": 0.0, "critic": False}
+    options |= {"grpo_std_scope": "batch", "grpo_std_eps": 0.0}
+
+    def on_rank(strategy: FakeStrategy) -> list:
+        rollouts = group(0.0, 2.0) if strategy.rank == 0 else group(6.0, 6.0, index=1)
+        (got,) = maker(strategy, **options).make_experience_list(rollouts)
+        return got.advantages[:, 0].tolist()
+
+    # mean 3.5, squares 27, deviation 3
+    assert on_ranks(2, on_rank) == [pytest.approx([-1 / 3, 1 / 3]), [0, 0]]
 
 
 @pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)

@@ -21,6 +21,8 @@ NAN = float("nan")
 class TablePolicy(nn.Module):
     """The log prob of a token is the table's number for its id, wherever it stands. NaN where there is no token."""
 
+    temperature = 1.0
+
     def __init__(self, table: dict[int, float]) -> None:
         super().__init__()
         self.table = nn.Parameter(torch.tensor([table.get(i, NAN) for i in range(100)]))
@@ -33,7 +35,8 @@ class TablePolicy(nn.Module):
 
     def score_actions(self, sequences: Tensor, num_actions: int, attention_mask: Tensor, **_: bool) -> ActionScores:
         real = attention_mask[:, -num_actions:].bool()
-        return ActionScores(self(sequences, num_actions, attention_mask), real)
+        log_probs, logits = self(sequences, num_actions, attention_mask), torch.zeros(int(real.sum()), 2)
+        return ActionScores(log_probs, real, logits=logits)
 
 
 class TableCritic(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -217,6 +218,64 @@ def test_the_reference_follows_the_actor(trainer_with, parts):
     assert all(torch.equal(p, weights_of(actor)[name]) for name, p in weights_of(reference).items())
     assert trainer_with().checkpointer.models.keys() == {"actor", "critic"}
     assert resets.checkpointer.models.keys() == {"actor", "critic", "reference"}
+
+
+class RecordingEngine(FakeEngine):
+    """Gives log probs to its answers, by default -1 each."""
+
+    log_probs = [[-1.0, -1.0]] * 4
+
+    def generate(self, prompts: list[Prompt], sampling: SamplingParams) -> list[Rollout]:
+        answers = super().generate(prompts, sampling)
+        return [replace(rollout, log_probs=own) for rollout, own in zip(answers, self.log_probs)]
+
+
+@pytest.mark.usefixtures("kept")
+@pytest.mark.parametrize(
+    ("options", "share"),
+    [
+        ({"rollout_rejection": ["opsm=0.2"]}, 1 / 4),
+        ({"rollout_rejection": ["opsm=0.4"]}, 0),
+        ({"rollout_rejection": ["seq_max_k1=0.2"], "old_log_probs": "rollout"}, 2 / 4),
+    ],
+    ids=str,
+)
+def test_rejections_in_training(trainer_with, options, share):
+    """Of the answers of prompt 0 the engine thought more by 0.3 per token; the first has A < 0, which opsm wants."""
+    engine = RecordingEngine()
+    of_the_actor = collected(trainer_with(rollout_engine=engine, **GRPO, old_log_probs="forward"), "action_log_probs")
+    engine.log_probs = (of_the_actor + torch.tensor([0.3, 0.3, 0.0, 0.0])[:, None]).tolist()
+    trainer = trainer_with(rollout_engine=engine, **GRPO, **ONE_STEP, **options)
+    sample(trainer, PROMPTS, step=1)
+    status = trainer.ppo_train(1)
+    assert status["rejected_ratio"] == pytest.approx(share)
+    assert "loss_weight" not in status
+
+
+def test_rejections_before_training(trainer_with):
+    trainer = trainer_with(rollout_engine=RecordingEngine(), **GRPO, **ONE_STEP, rollout_rejection=["token_ratio=1e-9"])
+    sample(trainer, PROMPTS, step=1)
+    status = trainer.ppo_train(1)
+    assert status["loss_weight_zero"] == 1
+    assert status["policy_loss"] == 0
+    assert "rejected_ratio" not in status
+
+
+def test_the_optimal_token_baseline_of_a_model(trainer_with, parts):
+    """Its norms are those of the model's whole distributions."""
+    trainer = trainer_with(advantage_estimator="optimal_token_baseline", init_kl_coef=0.0)
+    got = collected(trainer, "advantages")
+    batch = Experience.collate(trainer.replay_buffer.items)
+    with torch.no_grad():
+        scores = parts["actor"][0].score_actions(batch.sequences, batch.num_actions, batch.attention_mask, logits=True)
+    p = scores.logits.double().softmax(-1).view(4, 2, -1)
+    chosen = batch.sequences[:, -2:, None]
+    one_hot = torch.zeros_like(p).scatter(-1, chosen, 1.0)
+    energy = (one_hot - p).square().sum(-1).cumsum(1)  # (4, 2)
+    rewards = torch.tensor([0.0, 1.0, 3.0, 7.0])[:, None]
+    for rows in (slice(0, 2), slice(2, 4)):
+        w, r = energy[rows], rewards[rows]
+        torch.testing.assert_close(got[rows].double(), r - (w * r).sum(0) / w.sum(0), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("estimator", ["abs", "k2"])
