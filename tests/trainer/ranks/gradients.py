@@ -52,6 +52,7 @@ def make_samples(vocab: int = 43) -> list[Experience]:
             loss_weights=normal().abs(),
             selected=normal() > 0,
         )
+        sample.rollout_log_probs = sample.action_log_probs  # as with --old_log_probs rollout
         samples.append(sample)
     samples[1].action_mask[0, 5:9] = False
     return samples
@@ -77,6 +78,7 @@ VARIANTS: dict[str, dict] = {
     **{f"loss {name}": {"policy_loss": name, **WIDE} for name in ("gspo", "gmpo", "cispo", "cpgd")},
     **{f"kl {name}": {"use_kl_loss": True, "kl_estimator": name} for name in ("k2", "full", "k1+", "k3+")},
     "entropy": {"entropy_coef": 0.3, "loss_agg_mode": "seq-mean-token-mean"},
+    "rejections": {"rollout_rejection": ["opsm=0.05", "token_k2=0.2"], "old_log_probs": "rollout"},
     "sum norm": {"loss_agg_mode": "seq-mean-token-sum-norm", "use_kl_loss": True},
 }
 
