@@ -27,7 +27,7 @@ no_advantage_std_norm algo.advantage.no_std_norm | `--no_adv_std_norm`
 entropy_loss_coef actor.entropy_coef | `--entropy_coef`; the entropy is always logged
 stop_properly_penalty_coef reward.stop_properly_penalty_coef | `--stop_properly_penalty`
 enable_vllm_is_correction vllm_is_correction_type algo.advantage.is_correction_enable algo.advantage.is_correction_type | `--rollout_correction tis`, `icepop`, `seq_mask_tis`
-vllm_is_truncated_threshold algo.advantage.is_correction_threshold | `--correction_low A --correction_high B`; `tis` has no lower bound
+vllm_is_truncated_threshold algo.advantage.is_correction_threshold | `--correction_low A --correction_high B`
 kl_estimator algo.kl.estimator | `--kl_estimator`, with `--kl_clip 10`
 use_kl_estimator_k3 | `--kl_estimator k3`
 load_checkpoint ckpt.load_enable | on by default; `--resume never`
@@ -171,7 +171,7 @@ loss_agg_mode=dr_grpo | `seq-mean-token-sum-norm`
 sapo_temperature_pos sapo_temperature_neg | `--sapo_tau_pos`, `--sapo_tau_neg`
 vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg | not here
 importance_sampling_level | `--policy_loss gspo` for `sequence`
-scale_rewards | `--advantage_estimator grpo --grpo_std_eps 1e-4` for `group`; `--no_group_std_norm` for `none`
+scale_rewards | `--advantage_estimator grpo --grpo_std_eps 1e-4` for `group`; with `--grpo_std_scope batch` for `batch`; `--no_group_std_norm` for `none`
 normalize_advantages | `--adv_norm`
 whiten_rewards | not here: `--reward_running_norm` normalises scores
 top_entropy_quantile | `--high_entropy_token_ratio`
@@ -187,9 +187,9 @@ vllm_model_impl vllm_structured_outputs_regex vllm_group_port | not here
 vllm_enable_sleep_mode | `--free_cache_engine` (on)
 vllm_server_base_url vllm_server_host vllm_server_port | `--vllm_server_url http://HOST:PORT`
 vllm_gpu_memory_utilization vllm_max_model_length vllm_tensor_parallel_size | `--gpu_memory_utilization`, `--max_model_len`, `--tensor_parallel_size`
-vllm_importance_sampling_correction vllm_importance_sampling_mode | `--rollout_correction tis`, `seq_tis`, `icepop` for `token_truncate`, `sequence_truncate`, `token_mask`
+vllm_importance_sampling_correction vllm_importance_sampling_mode | `--rollout_correction tis`, `seq_tis`, `icepop`, `seq_mis` for `token_truncate`, `sequence_truncate`, `token_mask`, `sequence_mask`
 vllm_importance_sampling_clip_min vllm_importance_sampling_clip_max vllm_importance_sampling_cap | `--correction_low`, `--correction_high`
-off_policy_mask_threshold | not here by this name: [conformance.md](conformance.md)
+off_policy_mask_threshold | `--rollout_rejection opsm=` the threshold
 use_transformers_continuous_batching transformers_continuous_batching_config use_transformers_paged | not here: `--rollout_engine hf` always batches continuously
 mask_truncated_completions | `--mask_too_long`
 sync_ref_model ref_model_sync_steps ref_model_mixup_alpha | `--ref_reset_steps N` for α 1; `--ref_ema_eta` α for 1 step
@@ -303,9 +303,9 @@ algorithm.use_kl_in_reward algorithm.kl_penalty | `--use_kl_in_reward`, `--kl_es
 algorithm.kl_ctrl.type algorithm.kl_ctrl.kl_coef algorithm.kl_ctrl.target_kl algorithm.kl_ctrl.horizon | `--init_kl_coef`, `--kl_target` (which makes it adaptive), `--kl_horizon`
 algorithm.rollout_correction.rollout_is | `--rollout_correction tis` for `token`, `seq_tis` for `sequence`
 algorithm.rollout_correction.rollout_is_threshold | `--correction_high 2`; `0.5_5.0` is `--rollout_correction icepop --correction_low 0.5 --correction_high 5`
-algorithm.rollout_correction.rollout_rs algorithm.rollout_correction.rollout_rs_threshold | `--rollout_correction seq_mask --correction_low 1/b --correction_high 1/a` for `seq_mean_k1`, `a_b`
+algorithm.rollout_correction.rollout_rs algorithm.rollout_correction.rollout_rs_threshold | `--rollout_rejection seq_mean_k3=0.01`, also several; for `…_k1` with `a_b` `seq_mean_ratio=` 1/b`:`1/a, as numbers
 algorithm.rollout_correction.rollout_token_veto_threshold algorithm.rollout_correction.rollout_is_batch_normalize | `--correction_veto`, `--correction_batch_norm`
-algorithm.rollout_correction.bypass_mode algorithm.rollout_correction.loss_type | `--old_log_probs rollout`
+algorithm.rollout_correction.bypass_mode algorithm.rollout_correction.loss_type | `--old_log_probs rollout`; with `--policy_loss cispo` for `reinforce`
 algorithm.use_pf_ppo algorithm.pf_ppo.* | not here
 critic.cliprange_value | `--value_clip` (0.5 there, 0.2 here)
 reward_model.enable | not here: `--reward_pretrain` alone switches it on
@@ -384,7 +384,8 @@ ppo.disable_value | `--advantage_estimator reinforce`, with `gae_lambda` 1
 ppo.value_norm ppo.value_norm_type ppo.value_norm_beta ppo.value_norm_eps | `--value_norm exp` or `ma` (on there, off here), `--value_norm_beta`, `--value_norm_eps`
 ppo.recompute_logprob actor.recompute_logprob actor.prox_logp_method | `--old_log_probs`
 ppo.use_decoupled_loss actor.use_decoupled_loss ppo.behav_imp_weight_cap actor.behav_imp_weight_cap | `--rollout_correction decoupled`, `--correction_high`
-actor.rejection_sampling.* actor.m2_threshold | not here by this name: [conformance.md](conformance.md)
+actor.m2_threshold | `--rollout_rejection m2po=` the threshold
+actor.rejection_sampling.* | `--rollout_correction tis` or `geo_tis` for `clamp`, `icepop` or `geo_mis` for `mask` of level `token` or `sequence`; `--rollout_rejection token_k2=…` for other metrics
 actor.importance_sampling_level | `--policy_loss gspo` for `sequence`
 actor.use_sapo_loss actor.sapo_tau_pos actor.sapo_tau_neg | `--policy_loss sapo`, `--sapo_tau_pos`, `--sapo_tau_neg`
 *.mask_no_eos_with_zero | `--mask_no_eos_with_zero`
