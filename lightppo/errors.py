@@ -91,6 +91,10 @@ class CheckpointError(UserError, ValueError):
     """A directory is not a checkpoint, or its shape does not fit this run."""
 
 
+class TrainingError(UserError, RuntimeError):
+    """A run trained nothing."""
+
+
 class LaunchError(UserError, RuntimeError):
     """This process cannot become a rank: the environment, the port or the GPUs are not right."""
 

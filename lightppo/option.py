@@ -34,7 +34,7 @@ class Option:
     needs: tuple[str, ...] = ()  # conditions without which it does nothing; see lightppo.config.rules.condition_text
     off: tuple[Any, ...] = ()  # values besides the default that ask for nothing, and so need nothing; those out of
     # range stand for the default
-    resume_safe: bool = False  # a resumed run may change it; everything else must stay as it was
+    resume_safe: bool | None = None  # a resumed run may change it, else it must stay as it was; None: as its section
     required: bool = False  # every run must set it
     per_role: bool = False  # of the actor; --critic_<name> is the critic's own, None: the same
     secret: bool = False  # a wrong value may be a key: it is not shown
@@ -122,7 +122,7 @@ class Section(types.SimpleNamespace):
         cls._own, cls._owner, cls._declared = own, cls.__name__.removesuffix("Config").lower(), {}
         for name, kind in get_type_hints(cls).items():
             declared: Option = cls.__dict__[name]
-            safe = resume_safe or declared.resume_safe
+            safe = resume_safe if declared.resume_safe is None else declared.resume_safe
             cls._declared[name] = replace(declared, name=name, type=kind, owner=cls._owner, resume_safe=safe)
             if declared.per_role:
                 cls._declared[f"critic_{name}"] = cls._declared[name].of_critic()

@@ -12,7 +12,8 @@ import pytest
 from lightppo.compat import config_from_options, constructor_config, take_schedule
 from lightppo.config import PPOConfig
 from lightppo.errors import ConfigError
-from lightppo.trainer.build import eval_sampling_params, public_options, sampling_params
+from lightppo.trainer.build import eval_sampling_params, sampling_params
+from lightppo.trainer.run_folder import public_options
 
 # What SPEC row C2 says the constructor means where it is given nothing.
 C2_DEFAULTS = {

@@ -13,7 +13,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "lightppo ppo") -> None:
 
     from lightppo.trainer.preflight import before_imports, preflight
 
-    before_imports(lambda: preflight(config), prog)
+    before_imports(lambda: preflight(config.resolved()), prog)
 
     # After options, files and folders are checked: these imports take seconds.
     from lightppo import PPOTrainer

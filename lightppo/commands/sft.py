@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from typing import Literal
 
 from lightppo.config.cli import parse_section
+from lightppo.errors import StagingError
 from lightppo.option import Section, option
+from lightppo.storage import check_scheme, is_url
 
 
 class SFTConfig(Section):
@@ -53,7 +55,7 @@ class SFTConfig(Section):
 
     save_path: str = option(
         "./ckpt/sft",
-        "Folder of the trained model, in Hugging Face format; with --lora_rank merged, and the adapter inside.",
+        "Folder or URL of the trained model, in Hugging Face format; with --lora_rank merged, and the adapter inside.",
     )
     log_file: str | None = option(None, "JSONL file of the metrics. None: SAVE_PATH/metrics.jsonl.")
     logging_steps: int = option(1, "A row of metrics every so many.", unit="optimizer steps", ge=1)
@@ -71,6 +73,11 @@ def problems(config: SFTConfig, world_size: int) -> list[str]:
             found.append(f"--{flag} has no effect without adapters: set --lora_rank, or leave it out")
     if config.load_in_4bit and config.lora_rank == 0:
         found.append("--load_in_4bit holds weights that do not train in 4 bits: set --lora_rank, or leave it out")
+    try:
+        if is_url(config.save_path):
+            check_scheme(config.save_path, "--save_path")
+    except StagingError as error:
+        found.append(str(error))
     per_forward = config.micro_train_batch_size * world_size
     if config.train_batch_size % per_forward:
         found.append(
@@ -90,12 +97,14 @@ def train(config: SFTConfig) -> None:
     from transformers import get_scheduler
 
     from lightppo import Actor, SFTDataset, SFTTrainer, blending_datasets, get_strategy, get_tokenizer
-    from lightppo.data.readers import stage_to_local
     from lightppo.models.lora import LoraOptions, add_adapters
+    from lightppo.storage import local_folder, stage_to_local
+    from lightppo.trainer.run_folder import claim, upload_records
     from lightppo.trainer.supervised import total_steps
 
     strategy = get_strategy(config)
     strategy.setup_distributed()
+    claim({"--save_path": config.save_path}, strategy)
 
     pretrain = stage_to_local(config.pretrain)
     model = Actor(
@@ -154,7 +163,7 @@ def train(config: SFTConfig) -> None:
         scheduler,
         loader,
         max_steps=steps,
-        log_path=config.log_file or os.path.join(config.save_path, "metrics.jsonl"),
+        log_path=config.log_file or local_folder(config.save_path) / "metrics.jsonl",
         logging_steps=config.logging_steps,
     )
     status = trainer.fit()
@@ -163,6 +172,7 @@ def train(config: SFTConfig) -> None:
         strategy.report_memory(f"dry run: one step of {rows}; nothing is kept; memory of rank 0")
         return
     strategy.save_model(model, tokenizer, config.save_path)
+    strategy.on_rank_0(lambda: upload_records(config.save_path), f"write {config.save_path}")
     strategy.print(f"{steps} steps, loss {status['train/loss']:.4f}; saved to {config.save_path}")
     strategy.print(f"next: lightppo ppo --pretrain {config.save_path} --prompt_data FILE --reward_fn FILE.py")
 

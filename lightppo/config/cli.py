@@ -39,7 +39,7 @@ _SCREEN = {
 
 
 def parse_args(argv: Sequence[str] | None = None, prog: str = "train_ppo.py") -> PPOConfig:
-    """Parse flags (and ``--config FILE.yaml`` beneath them) into a resolved, checked config.
+    """Parse flags (and ``--config FILE.yaml`` beneath them) into a checked config, as it was asked for.
 
     Args:
         argv: arguments; ``None`` for the arguments of this process.
@@ -60,7 +60,7 @@ def parse_args(argv: Sequence[str] | None = None, prog: str = "train_ppo.py") ->
             change = "changes" if len(names) == 1 else "change"
             given = ", ".join(f"--{name}" for name in names)
             _print(f"{prog}: note: {given} {change} nothing here: as by default, without {needed}\n", sys.stderr)
-    return config.resolved()
+    return config
 
 
 def parse_section(kind: type[S], check: Callable[[S, int], list[str]], argv: Sequence[str] | None, prog: str) -> S:
@@ -331,7 +331,7 @@ def _line(option: Option) -> str:
     needs = [" or ".join(map(_condition, text.split(" or "))) for text in option.needs]
     brackets = "; ".join(filter(None, (_values(option), ", ".join(needs))))
     brackets = "" if brackets == "`false`" else f" ({brackets})"
-    star, required = "*" * option.resume_safe, " Required." * option.required
+    star, required = "*" * bool(option.resume_safe), " Required." * option.required
     return f"- `--{option.name}`{star}{brackets}: {option.help}{required}"
 
 

@@ -561,8 +561,14 @@ saved = partial(option, needs="save_steps>0 or save_epochs or save_seconds")
 class CheckpointConfig(Section, resume_safe=True):
     """Checkpoints and the final model."""
 
-    save_path: str = option("./ckpt", "Folder of the run: final model, metrics.jsonl, run_config.yaml, eval/.")
-    ckpt_path: str = option("./ckpt/checkpoints_ppo", "Folder of the checkpoints: _actor, _critic, global_stepN_hf.")
+    save_path: str = option(
+        "./ckpt",
+        "Folder or fsspec URL of the run: final model, metrics.jsonl, run_config.yaml, eval/.",
+        resume_safe=False,
+    )
+    ckpt_path: str | None = option(
+        None, "Folder or URL of the checkpoints: _actor, _critic, global_stepN_hf. None: SAVE_PATH/checkpoints_ppo."
+    )
     save_steps: int = option(-1, "Checkpoint every N steps; -1: never.", "PPO steps", ge=-1)
     save_epochs: int | None = option(None, "Checkpoint every N episodes.", "episodes", ge=1)
     save_seconds: float | None = option(None, "Checkpoint every N seconds.", "seconds", gt=0)

@@ -24,9 +24,10 @@ from lightppo.algorithms.entries import (
     Rejection,
 )
 from lightppo.config.options import Options, all_options
-from lightppo.errors import ConfigError
+from lightppo.errors import ConfigError, StagingError
 from lightppo.http import check_url, is_loopback, shown_url
 from lightppo.option import nearest, out_of_order
+from lightppo.storage import check_scheme, is_url, join
 
 # -- facts -----------------------------------------------------------------------------------------------------------
 
@@ -293,6 +294,7 @@ def resolutions(config: Options) -> dict[str, Any]:
         "generation_size": r.n_samples_per_prompt,
         "gen_batch_size": r.rollout_batch_size,
         "adv_norm": estimator.whiten,
+        "ckpt_path": str(join(config.checkpoint.save_path, "checkpoints_ppo")),
         "use_kl_loss": use_kl_loss,
         "use_kl_in_reward": not use_kl_loss,
         "kl_estimator": "k2" if use_kl_loss else "k1",
@@ -747,6 +749,13 @@ def _rewards(o: SimpleNamespace) -> Iterator[str]:
 def _data(o: SimpleNamespace) -> Iterator[str]:
     if o.input_template is not None and o.input_template.count("{}") != 1:
         yield f"--input_template {o.input_template!r} needs exactly one {{}} for the prompt"
+    folders = {name: getattr(o.config.checkpoint, name) for name in ("save_path", "ckpt_path", "resume")}
+    for name, url in folders.items():
+        try:
+            if url is not None and is_url(url):
+                check_scheme(url, f"--{name}")
+        except StagingError as error:
+            yield str(error)
     if (o.save_steps > 0 or o.save_epochs or o.save_seconds) and o.disable_ds_ckpt and not o.save_hf_ckpt:
         yield "--disable_ds_ckpt without --save_hf_ckpt leaves nothing to save at --save_steps/epochs/seconds"
 

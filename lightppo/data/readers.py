@@ -1,4 +1,4 @@
-"""From ``--prompt_data a.jsonl,folder,owner/name`` to one dataset: copying URLs, reading files, splits, blending.
+"""From ``--prompt_data a.jsonl,folder,owner/name`` to one dataset: reading files, splits, blending.
 
 The hidden column ``__origin__`` keeps each row's file and line, so that errors can name them.
 """
@@ -6,12 +6,10 @@ The hidden column ``__origin__`` keeps each row's file and line, so that errors 
 from __future__ import annotations
 
 import csv
-import hashlib
 import json
 import logging
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -23,6 +21,7 @@ import numpy as np
 
 from lightppo.data.rows import ORIGIN_COLUMN, check_choice
 from lightppo.errors import DataError, StagingError
+from lightppo.storage import check_scheme, is_url, stage_to_local
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -32,7 +31,6 @@ logger = logging.getLogger(__name__)
 StoppingStrategy = Literal["all_exhausted", "first_exhausted"]
 Rows = Iterator[tuple[str, dict[str, Any]]]  # (origin, row)
 
-CACHE_VARIABLE = "LIGHTPPO_CACHE"
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zip")
 _KINDS = dict.fromkeys((".jsonl", ".ndjson", ".json"), "json") | dict.fromkeys((".csv", ".tsv"), "csv")
 _KINDS |= {".parquet": "parquet", ".arrow": "arrow"}
@@ -167,7 +165,7 @@ def _as_json(dataset: Dataset, columns: list[str], name: str) -> Dataset:
 
 def _is_hub_name(source: str, flag: str) -> bool:
     """False for URLs, and for files and folders of this machine; DataError if it is none of these. No network."""
-    if _is_remote(source):
+    if is_url(source):
         check_scheme(source, flag)
         return False
     path = Path(source.split("://", 1)[-1]).expanduser()
@@ -195,7 +193,7 @@ def _load_source(source: str, split: str, limit: int, flag: str) -> Dataset:
 
 def first_rows(source: str, split: str, flag: str, count: int = 20) -> Dataset | None:
     """The first rows of a file or folder of this machine; None for URLs and hub names, which would be copied whole."""
-    return None if _is_remote(source) or _is_hub_name(source, flag) else _load_source(source, split, count, flag)
+    return None if is_url(source) or _is_hub_name(source, flag) else _load_source(source, split, count, flag)
 
 
 def _load_hub(source: str, split: str, flag: str) -> Dataset:
@@ -417,93 +415,3 @@ def _read_mapped(kind: str, path: str | Path, name: str) -> Dataset:
     finally:
         if not shown:
             datasets.enable_progress_bars()
-
-
-# -- URLs, copied to this node ---------------------------------------------------------------------------------------
-
-
-def stage_to_local(url: str, *, cache_dir: str | Path | None = None, timeout_s: float = 3600.0) -> str:
-    """Local path of a file or folder; a URL is first copied to this node's cache, unless an equal copy is there.
-
-    No half copy is ever used, and a remote file that has changed (size, time, etag) is copied again. ``cache_dir`` is
-    ``$LIGHTPPO_CACHE`` by default, else ``~/.cache/lightppo``; ``timeout_s`` limits the wait for another process.
-    """
-    if not _is_remote(url):
-        return url.split("://", 1)[-1]
-
-    import fsspec
-    from filelock import FileLock, Timeout
-
-    check_scheme(url)
-    try:
-        fs, remote = fsspec.core.url_to_fs(url)
-        info = fs.info(remote)
-        is_folder = info["type"] == "directory"
-        # find() only for folders: over HTTP it would read a file in search of links
-        found: dict[str, dict[str, Any]] = fs.find(remote, detail=True) if is_folder else {remote: info}
-    except Exception as error:  # each file system raises its own errors
-        raise StagingError(f"{url} cannot be read: {type(error).__name__}: {error}") from error
-    if not found:
-        raise StagingError(f"{url} is an empty folder, or does not exist")
-    versions = ("ETag", "etag", "md5Hash", "mtime", "LastModified", "created")  # the first that the file system knows
-    files = [
-        (name, info.get("size"), str(next((info[key] for key in versions if info.get(key)), "")))
-        for name, info in sorted(found.items())
-    ]
-    key = hashlib.sha256(repr([url, files]).encode()).hexdigest()[:24]
-    root = Path(cache_dir or os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "lightppo")
-    target = root / "staged" / key / (Path(remote.rstrip("/")).name or "root")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    if target.exists():
-        return str(target)
-    lock = FileLock(target.parent / ".lock", timeout=timeout_s)
-    try:
-        with lock:
-            if not target.exists():
-                sizes = [size for _, size, _ in files]
-                _copy(fs, remote, target, url, is_folder=is_folder, size=None if None in sizes else sum(sizes))
-    except Timeout as error:
-        waited = f"another process on this node has been copying it for over {timeout_s:g} s"
-        raise TimeoutError(f"{url}: {waited}; see its log (lock {lock.lock_file})") from error
-    return str(target)
-
-
-def check_scheme(url: str, flag: str = "the URL") -> None:
-    """StagingError if fsspec does not know the URL's scheme or its package is not installed. No network."""
-    from fsspec import available_protocols, get_filesystem_class
-
-    scheme = url.split("://")[0]
-    try:
-        get_filesystem_class(scheme)
-    except ValueError as error:
-        known = ", ".join(sorted(available_protocols()))
-        raise StagingError(f"{flag} {url}: unknown scheme {scheme!r}; known: {known}") from error
-    except ImportError as error:
-        raise StagingError(f"{flag} {url}: {error}") from error
-
-
-def _is_remote(source: str) -> bool:
-    return "://" in source and not source.startswith(("file://", "local://"))
-
-
-def _copy(fs: Any, remote: str, target: Path, url: str, *, is_folder: bool, size: int | None) -> None:
-    """Copy under a temporary name beside the target, check, rename. Only the lock's holder may call this."""
-    temporary = target.with_name(f".{target.name}.partial")
-    _remove(temporary)  # left by a process that was killed
-    logger.info("copying %s (%s bytes) to %s", url, "?" if size is None else size, target)
-    try:
-        fs.get(remote.rstrip("/"), str(temporary), recursive=is_folder)
-        got = sum(p.stat().st_size for p in (temporary, *temporary.rglob("*")) if p.is_file())
-        if size is not None and got != size:
-            raise OSError(f"got {got} bytes of {size}")
-    except Exception as error:  # each file system raises its own errors
-        _remove(temporary)
-        raise StagingError(f"copying {url} to {target.parent} failed: {type(error).__name__}: {error}") from error
-    os.replace(temporary, target)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)

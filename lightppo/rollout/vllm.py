@@ -24,13 +24,13 @@ import torch.distributed as dist
 from torch import nn
 
 from lightppo.config import PPOConfig
-from lightppo.data.readers import stage_to_local
 from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import ConfigError, RolloutError
 from lightppo.rollout.engine import SamplingParams
 from lightppo.rollout.hf import check_drawn, check_lengths, request_streams
 from lightppo.rollout.sampling import StopCriteria, bad_word_ids, end_of_text_ids, request_seed
 from lightppo.rollout.weights import differing_weights, full_weights, trainer_fingerprints
+from lightppo.storage import stage_to_local
 from lightppo.strategy.distributed import on_cuda
 from lightppo.strategy.zero3 import find_hf_model
 

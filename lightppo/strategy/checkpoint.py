@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from lightppo.errors import CheckpointError
 from lightppo.ranks import Ranks
+from lightppo.storage import download, is_url, local_folder, upload
 from lightppo.strategy.zero3 import (
     find_adapters,
     find_hf_model,
@@ -40,7 +41,7 @@ from lightppo.strategy.zero3 import (
 logger = logging.getLogger(__name__)
 
 LATEST = "latest"
-_META = "lightppo_checkpoint.json"
+META = "lightppo_checkpoint.json"
 _CLIENT_STATE = "client_state.pt"
 _INCOMPLETE = ".incomplete"
 _FORMAT = 1
@@ -61,7 +62,8 @@ def save_checkpoint(
 ) -> str:
     """Saves weights, optimizer and scheduler to ``save_dir/tag``, marks it as the latest, returns the tag. Collective.
 
-    The directory gets its name once all ranks have written; older checkpoints are removed only then.
+    The directory gets its name once all ranks have written; older checkpoints are removed only then. With a URL, all is
+    written to ``storage.local_folder(save_dir)``, then sent.
 
     Args:
         tag: name of this checkpoint; None is ``global_step{optimizer steps}``.
@@ -73,7 +75,7 @@ def save_checkpoint(
     engine = get_engine(model, "saving a checkpoint")
     if max_num < 1:
         raise ValueError(f"--max_ckpt_num must be at least 1, got {max_num}")
-    save_dir = Path(save_dir)
+    target, save_dir = save_dir, local_folder(save_dir)
     tag = tag or f"global_step{engine.global_steps}"
     staging = save_dir / f"{tag}{_INCOMPLETE}"
     ranks.on_rank_0(lambda: _make_room(save_dir), f"prepare {save_dir}")
@@ -91,7 +93,7 @@ def save_checkpoint(
 
     def commit() -> None:
         torch.save(client_state or {}, staging / _CLIENT_STATE)
-        (staging / _META).write_text(json.dumps(meta))
+        (staging / META).write_text(json.dumps(meta))
         replaced = save_dir / f"{tag}.old{_INCOMPLETE}"
         if (save_dir / tag).exists():
             os.replace(save_dir / tag, replaced)
@@ -100,8 +102,10 @@ def save_checkpoint(
         marker = save_dir / f"{LATEST}.tmp"
         marker.write_text(tag)
         os.replace(marker, save_dir / LATEST)
+        upload(target, tag, last=META)
+        upload(target, LATEST)
         # Only now: the new checkpoint is complete before an old one is removed.
-        _rotate(save_dir, keep={tag, *protected_tags}, max_num=max_num, max_mem=max_mem)
+        upload(target, *_rotate(save_dir, keep={tag, *protected_tags}, max_num=max_num, max_mem=max_mem))
 
     ranks.on_rank_0(commit, f"complete the checkpoint {save_dir / tag}")
     return tag
@@ -122,7 +126,10 @@ def load_checkpoint(
     ``load_module_strict`` refuses weights whose names do not fit.
     """
     engine = get_engine(model, "loading a checkpoint")
-    load_dir = Path(load_dir)
+    source, load_dir = load_dir, local_folder(load_dir)
+    if is_url(source):
+        marks = (LATEST, f"{tag}/")
+        ranks.on_rank_0(lambda: download(source, lambda name: name.startswith(marks)), f"read {source}")
     tag = tag or latest_tag(load_dir)
     if tag is None:
         raise CheckpointError(f"{load_dir} holds no checkpoint: there is no file {LATEST!r} in it")
@@ -158,7 +165,7 @@ def latest_tag(load_dir: str | os.PathLike[str]) -> str | None:
     if not marker.is_file():
         return None
     tag = marker.read_text().strip()
-    if not (load_dir / tag / _META).is_file():
+    if not (load_dir / tag / META).is_file():
         others = ", ".join(list_tags(load_dir)) or "none"
         raise CheckpointError(f"{marker} names {tag!r}, which is not a whole checkpoint; whole ones here: {others}")
     return tag
@@ -166,8 +173,8 @@ def latest_tag(load_dir: str | os.PathLike[str]) -> str | None:
 
 def list_tags(save_dir: str | os.PathLike[str]) -> list[str]:
     """Tags of the complete checkpoints in a directory, oldest first."""
-    found = [path for path in Path(save_dir).iterdir() if (path / _META).is_file() and path.suffix != _INCOMPLETE]
-    return [path.name for path in sorted(found, key=lambda path: ((path / _META).stat().st_mtime_ns, path.name))]
+    found = [path for path in Path(save_dir).iterdir() if (path / META).is_file() and path.suffix != _INCOMPLETE]
+    return [path.name for path in sorted(found, key=lambda path: ((path / META).stat().st_mtime_ns, path.name))]
 
 
 def rng_state() -> dict[str, Any]:
@@ -200,9 +207,9 @@ def _shape(engine: Any) -> dict[str, Any]:
 
 
 def _check_fits(ranks: Ranks, engine: Any, path: Path, load_optimizer_states: bool, adapters: str | None) -> None:
-    if not (path / _META).is_file():
-        raise CheckpointError(f"{path} is not a checkpoint of lightppo: {_META} is missing")
-    meta = json.loads((path / _META).read_text())
+    if not (path / META).is_file():
+        raise CheckpointError(f"{path} is not a checkpoint of lightppo: {META} is missing")
+    meta = json.loads((path / META).read_text())
     if meta.get("format") != _FORMAT:
         raise CheckpointError(f"{path} has format {meta.get('format')!r}; this version of lightppo reads {_FORMAT}")
     if (saved := meta.get("adapters")) != adapters:
@@ -310,16 +317,19 @@ def _make_room(save_dir: Path) -> None:
         shutil.rmtree(leftover)
 
 
-def _rotate(save_dir: Path, keep: set[str], max_num: int, max_mem: float) -> None:
-    tags = list_tags(save_dir)
+def _rotate(save_dir: Path, keep: set[str], max_num: int, max_mem: float) -> list[str]:
+    """Removes checkpoints, oldest first, until the others are within the limits; returns their tags."""
+    tags, gone = list_tags(save_dir), []
     sizes = {tag: sum(f.stat().st_size for f in (save_dir / tag).rglob("*") if f.is_file()) for tag in tags}
     for tag in [tag for tag in tags if tag not in keep]:
         if len(sizes) <= max_num and sum(sizes.values()) <= max_mem * 1e9:
-            return
+            break
         doomed = save_dir / f"{tag}{_INCOMPLETE}"
         os.replace(save_dir / tag, doomed)  # whole or gone, even if this is interrupted
         shutil.rmtree(doomed)
         del sizes[tag]
+        gone.append(tag)
+    return gone
 
 
 # -- Hugging Face folders ----------------------------------------------------------------------------------------------
@@ -345,13 +355,22 @@ model = {auto_class}.from_pretrained("{name}")
 
 
 def save_model(ranks: Ranks, model: Any, tokenizer: Any | None, output_dir: str | os.PathLike[str]) -> None:
-    """Writes all that transformers reads. A new folder appears complete; in an old one, file by file. Collective."""
+    """Writes all that transformers reads. A new folder appears complete; in an old one, file by file. Collective.
+
+    With a URL, it is written to ``storage.local_folder(output_dir)``, then sent, the config last.
+    """
     hf_model, prefix = find_hf_model(model)
     state_dict = full_state_dict(model, ranks.is_rank_0())
-    ranks.on_rank_0(lambda: _write(hf_model, prefix, state_dict, tokenizer, Path(output_dir)), f"save {output_dir}")
+
+    def write() -> None:
+        names = _write(hf_model, prefix, state_dict, tokenizer, local_folder(output_dir))
+        upload(output_dir, *sorted(names, key=lambda name: name == "config.json"), instead_of=_WEIGHT_FILES)
+
+    ranks.on_rank_0(write, f"save {output_dir}")
 
 
-def _write(hf_model: Any, prefix: str, state_dict: Any, tokenizer: Any | None, output_dir: Path) -> None:
+def _write(hf_model: Any, prefix: str, state_dict: Any, tokenizer: Any | None, output_dir: Path) -> list[str]:
+    """Returns the names of what it has written."""
     state_dict = {name.removeprefix(prefix): tensor for name, tensor in state_dict.items() if name.startswith(prefix)}
     adapters = find_adapters(hf_model)
     whole = state_dict if adapters is None else adapters.merged(state_dict)
@@ -372,12 +391,14 @@ def _write(hf_model: Any, prefix: str, state_dict: Any, tokenizer: Any | None, o
         auto_class = "AutoModelForCausalLM" if hf_model.can_generate() else "AutoModelForSequenceClassification"
         names = {"name": output_dir.name, "architecture": type(hf_model).__name__, "auto_class": auto_class}
         (staging / "README.md").write_text(_MODEL_CARD.format(**names))
+        written = [path.name for path in staging.iterdir()]
         if inside:
             _move_files(staging, output_dir)
         else:
             os.replace(staging, output_dir)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+    return written
 
 
 @contextlib.contextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import json
 import math
-import os
 import shutil
 import sys
 import tempfile
@@ -13,11 +12,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import yaml
 from torch.utils.data import DataLoader
 from transformers import get_scheduler
 
@@ -35,13 +32,13 @@ from lightppo.config.rules import (
     uses_adapters,
 )
 from lightppo.data.datasets import PromptDataset, RolloutBatchSampler, SFTDataset
-from lightppo.data.readers import blending_datasets, stage_to_local
+from lightppo.data.readers import blending_datasets
 from lightppo.errors import ConfigError
 from lightppo.experience.batching import balance_ranks
 from lightppo.experience.checks import RolloutCheck, RolloutReplay
 from lightppo.experience.maker import ExperienceMaker
 from lightppo.experience.sampler import GroupCollector, GroupFilter, RolloutSampler
-from lightppo.http import read_token, shown_url
+from lightppo.http import read_token
 from lightppo.models import loading
 from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic, RewardModel
@@ -54,11 +51,13 @@ from lightppo.rollout.engine import RolloutEngine, SamplingParams
 from lightppo.rollout.hf import HFRolloutEngine
 from lightppo.rollout.vllm import VLLMRolloutEngine
 from lightppo.rollout.vllm_server import VLLMServerRolloutEngine
+from lightppo.storage import local_folder, stage_to_local
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.strategy.zero3 import parameter_count
 from lightppo.trainer.evaluator import Evaluator
 from lightppo.trainer.preflight import dry_run_config, preflight
 from lightppo.trainer.report import summary
+from lightppo.trainer.run_folder import claim, public_options
 
 
 @dataclass
@@ -104,6 +103,8 @@ def build(config: PPOConfig) -> Run:
     asked, rewards = config, None
     if config.training.dry_run:
         config = dry_run_config(config, strategy.world_size, _temporary_folder(strategy))
+    c = config.checkpoint
+    claim({"--save_path": c.save_path, "--ckpt_path": c.ckpt_path}, strategy)
     loader, pretrain, eval_prompts = build_data(config, tokenizer, strategy, asked)
     if not config.model.reward_pretrain:
         rewards = build_rewards(config, [], tokenizer, strategy)
@@ -119,6 +120,8 @@ def build(config: PPOConfig) -> Run:
     strategy.print(f"models: {model_sizes(models)}\nfiles: {places(config)}")
 
     t, per_episode = config.training, steps_per_episode(config, loader)
+    if loader is not None and not t.dry_run:
+        check_total_steps(config, per_episode, len(loader.dataset))
     steps = partial(optimizer_steps, config, per_episode)
     (actor, actor_optim, actor_scheduler), (critic, critic_optim, critic_scheduler) = strategy.prepare(
         with_optimizer(models.actor, t.actor_learning_rate, steps("actor"), config, strategy),
@@ -187,14 +190,18 @@ def _loading(config: PPOConfig) -> dict[str, Any]:
 def build_models(config: PPOConfig, strategy: DeepspeedStrategy) -> Models:
     """Load all models, each under the ZeRO configuration of its role."""
     m, s, a, t = config.model, config.strategy, config.algorithm, config.training
-    own = _loading(config)
-    shared = {name: own[name] for name in ("attn_implementation", "trust_remote_code", "external_lib", "seed")}
+    loading_options = _loading(config)
+    shared = {n: loading_options[n] for n in ("attn_implementation", "trust_remote_code", "external_lib", "seed")}
+
+    def own(path: str | None) -> dict[str, Any]:  # critic and reference may have a checkpoint of their own
+        return loading_options | {"init_from_scratch": m.init_from_scratch and path == m.pretrain}
+
     shares = t.share_prompts and config.rollout.n_samples_per_prompt > 1
     rows = {"packing_samples": t.packing_samples, "share_prompts": shares}
     policy = {"temperature": config.rollout.temperature or 1.0, **rows}
 
     actor_ds = strategy.get_ds_train_config()
-    actor = Actor(stage_to_local(m.pretrain), bf16=m.bf16, ds_config=actor_ds, **policy, **own)
+    actor = Actor(stage_to_local(m.pretrain), bf16=m.bf16, ds_config=actor_ds, **policy, **own(m.pretrain))
     if config.loss.aux_loss_coef > 0:
         with _as_config_error():
             actor.check_router()
@@ -204,14 +211,15 @@ def build_models(config: PPOConfig, strategy: DeepspeedStrategy) -> Models:
         max_norm = of_role(config, "critic").max_norm
         critic_ds = strategy.get_ds_train_config(zero_stage=s.critic_zero_stage, max_norm=max_norm, **offload)
         head = {"value_head_prefix": m.value_head_prefix, "init_value_head": True if m.init_critic_from_actor else None}
-        critic = Critic(stage_to_local(m.critic_pretrain), bf16=m.bf16, ds_config=critic_ds, **head, **rows, **own)
+        path = stage_to_local(m.critic_pretrain)
+        critic = Critic(path, bf16=m.bf16, ds_config=critic_ds, **head, **rows, **own(m.critic_pretrain))
     add_lora(config, actor, critic)
     # Averages and a reference that moves are fp32: small steps would vanish in bf16.
     if needs_reference(config) and not reference_is_actor(config):
         bf16 = m.bf16 and not moves_reference(config)
         ref_ds = strategy.get_ds_eval_config(s.ref_offload, zero_stage=s.ref_zero_stage, bf16=bf16)
         path, flag = stage_to_local(m.ref_pretrain), "--ref_pretrain"
-        reference = Actor(path, bf16=bf16, ds_config=ref_ds, flag=flag, **policy, **own)
+        reference = Actor(path, bf16=bf16, ds_config=ref_ds, flag=flag, **policy, **own(m.ref_pretrain))
     reward_ds = strategy.get_ds_eval_config(s.reward_offload, zero_stage=s.reward_zero_stage)
     scoring = {"normalize_reward": config.reward.normalize_reward, "value_head_prefix": m.value_head_prefix}
     reward_models = [
@@ -220,7 +228,7 @@ def build_models(config: PPOConfig, strategy: DeepspeedStrategy) -> Models:
     ]
     if a.enable_ema:
         ema_ds = strategy.get_ds_eval_config(s.ref_offload, zero_stage=s.ref_zero_stage, bf16=False)
-        ema = Actor(stage_to_local(m.pretrain), ds_config=ema_ds, **own)
+        ema = Actor(stage_to_local(m.pretrain), ds_config=ema_ds, **own(m.pretrain))
     models = Models(actor, critic, reference, reward_models, ema)
     accelerate(models, config, strategy.device)
     return models
@@ -401,6 +409,18 @@ def optimizer_steps(config: PPOConfig, rollouts_per_episode: int, role: Literal[
     return rollouts * math.ceil(r.rollout_batch_size * r.n_samples_per_prompt / t.train_batch_size) * epochs
 
 
+def check_total_steps(config: PPOConfig, per_episode: int, prompts: int) -> None:
+    """The schedules must not stretch over steps that the prompts do not hold."""
+    t = config.training
+    total, held = t.total_training_steps, t.num_episodes * per_episode
+    if total is not None and total > held:
+        raise ConfigError(
+            f"--total_training_steps {total} is more than the {held} steps of --num_episodes {t.num_episodes} "
+            f"({prompts} prompts, --rollout_batch_size {config.rollout.rollout_batch_size}): set at most {held}, or "
+            f"--num_episodes {math.ceil(total / per_episode)}"
+        )
+
+
 # -- sampling --------------------------------------------------------------------------------------------------------
 
 
@@ -461,7 +481,7 @@ def build_evaluator(
     config: PPOConfig, engine: RolloutEngine, source: RewardSource, prompts: PromptDataset, strategy: Ranks
 ) -> Evaluator:
     """Evaluation on held-out prompts with the run's engine and rewards."""
-    sampling, folder = eval_sampling_params(config), Path(config.checkpoint.save_path) / "eval"
+    sampling, folder = eval_sampling_params(config), local_folder(config.checkpoint.save_path) / "eval"
     threshold = config.evaluation.eval_correct_threshold
     return Evaluator(engine, source, prompts, sampling, strategy, threshold=threshold, folder=folder)
 
@@ -588,7 +608,7 @@ def check_disk_space(config: PPOConfig, parameters: dict[str, int], exported: in
         export = (parameters["actor"] if exported is None else exported) * weight
     # One more than are kept: an old checkpoint goes only when the new one is whole.
     needed = min((c.max_ckpt_num + 1) * (state + export), c.max_ckpt_mem * 1e9 + state + export)
-    folder = Path(c.ckpt_path)
+    folder = local_folder(c.ckpt_path).absolute()
     while not folder.exists():
         folder = folder.parent
     free = shutil.disk_usage(folder).free
@@ -600,13 +620,6 @@ def check_disk_space(config: PPOConfig, parameters: dict[str, int], exported: in
 
 
 # -- what a run says of itself ---------------------------------------------------------------------------------------
-
-
-def public_options(config: PPOConfig) -> dict[str, Any]:
-    """All options by flag name, for logs, files and checkpoints: without what a reward URL carries in its query."""
-    values = config.flat()
-    shown = (shown_url(url) if url.startswith(("http://", "https://")) else url for url in values["remote_rm_url"])
-    return values | {"remote_rm_url": tuple(shown)}
 
 
 def described(config: PPOConfig) -> str:
@@ -652,7 +665,7 @@ def places(config: PPOConfig) -> str:
 
 def ending(config: PPOConfig, steps: int, exported: bool) -> list[str]:
     """What a finished run says: before and after, the picture, where all is, what to do next."""
-    c, folder = config.checkpoint, Path(config.checkpoint.save_path)
+    c, folder = config.checkpoint, local_folder(config.checkpoint.save_path)
     if config.evaluation.val_only:
         return [f"answers: {folder / 'eval'}"]
     lines = [f"finished: {steps} steps", summary(folder / "metrics.jsonl")]
@@ -668,24 +681,3 @@ def ending(config: PPOConfig, steps: int, exported: bool) -> list[str]:
     if c.save_steps > 0 or c.save_epochs or c.save_seconds:
         lines.append("go on: the same command with a larger --num_episodes or --total_training_steps")
     return lines
-
-
-def save_run_config(config: PPOConfig, strategy: DeepspeedStrategy) -> None:
-    """Keep the resolved options in ``save_path/run_config.yaml``, which ``--config`` reads. Collective."""
-    problem = write_run_config(config) if strategy.is_rank_0() else None
-    if problem := strategy.broadcast_object(problem):
-        raise ConfigError(problem)
-
-
-def write_run_config(config: PPOConfig) -> str | None:
-    """Write run_config.yaml whole or not at all; returns what went wrong."""
-    options = {n: list(v) if isinstance(v, tuple) else v for n, v in public_options(config).items() if n != "config"}
-    folder = Path(config.checkpoint.save_path)
-    temporary = folder / ".run_config.yaml"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(yaml.safe_dump(options, sort_keys=False, allow_unicode=True))
-        os.replace(temporary, folder / "run_config.yaml")
-    except OSError as error:
-        return f"--save_path {folder}: cannot be written ({error.strerror})"
-    return None

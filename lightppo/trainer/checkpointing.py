@@ -21,7 +21,8 @@ from typing import Any, Self
 
 from lightppo.config.options import CheckpointConfig, unsafe_changes
 from lightppo.errors import CheckpointError, ConfigError
-from lightppo.strategy.checkpoint import LATEST, list_tags, restore_rng_state, rng_state
+from lightppo.storage import download, is_url, join, local_folder, upload
+from lightppo.strategy.checkpoint import LATEST, META, list_tags, restore_rng_state, rng_state
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 
 logger = logging.getLogger(__name__)
@@ -35,6 +36,7 @@ class TrainerState:
     episode: int = 0  # current pass over the prompts, from 0
     consumed_prompts: int = 0  # prompts taken from this episode, over all ranks
     pretrain_batches: int = 0  # batches taken from the pretraining data on each rank
+    optimizer_steps: int = 0  # taken, of actor and critic
     skipped_optimizer_steps: int = 0  # for a non-finite gradient, actor and critic
     stopped_optimizer_steps: int = 0  # of the actor, by an early stop
     run_id: str | None = None  # of the Weights & Biases run
@@ -84,15 +86,15 @@ class RunCheckpointer:
 
         ``client_state`` comes back from :meth:`load`; the random generators of every rank are added.
         """
-        root, tag, c = Path(root), f"global_step{step}", self.config
+        tag, c = f"global_step{step}", self.config
         if not c.disable_ds_ckpt:
             state = {**client_state, "rng": self.strategy.all_gather_object(rng_state())}
-            previous = self._last_whole(root)
+            previous = self._last_whole(local_folder(root))
             # The actor last: its client state is what makes the other parts a checkpoint of the run. Until it is
             # written, the others keep what belongs to the one before.
             for name in sorted(self.models, key=lambda name: name == "actor"):
                 self.strategy.save_ckpt(
-                    *(self.models[name], root / f"_{name}", tag),
+                    *(self.models[name], join(root, f"_{name}"), tag),
                     max_num=c.max_ckpt_num,
                     max_mem=c.max_ckpt_mem / len(self.models),
                     client_state=state if name == "actor" else None,
@@ -104,26 +106,34 @@ class RunCheckpointer:
 
     def save_hf(self, root: str | Path, step: int) -> None:
         """Export the actor as ``root/global_stepN_hf``; the oldest exports beyond ``max_ckpt_num`` go. Collective."""
-        root, name = Path(root), f"global_step{step}_hf"
-        self.strategy.save_model(self.models["actor"], self.tokenizer, root / name)
+        name = f"global_step{step}_hf"
+        self.strategy.save_model(self.models["actor"], self.tokenizer, join(root, name))
         if self.strategy.is_rank_0():
-            others = [p for p in root.glob("global_step*_hf") if _HF_EXPORT.fullmatch(p.name) and p.name != name]
+            others = [
+                p for p in local_folder(root).glob("global_step*_hf") if _HF_EXPORT.fullmatch(p.name) and p.name != name
+            ]
             # By age, not by number: a run started anew in this folder counts from 1 again.
             others.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
             for old in others[self.config.max_ckpt_num - 1 :]:
                 shutil.rmtree(old)
+                upload(root, old.name)
         self.strategy.barrier()
 
     def save_best(self, root: str | Path, step: int, metric: str, value: float) -> None:
         """Export the actor as ``root/best_hf``, in place of an older best; rotation leaves it alone. Collective."""
-        folder = Path(root) / "best_hf"
+        folder = join(root, "best_hf")
         self.strategy.save_model(self.models["actor"], self.tokenizer, folder)
         note = json.dumps({"step": step, "metric": metric, "value": value})
-        self.strategy.on_rank_0(lambda: (folder / _BEST).write_text(note), f"write {folder / _BEST}")
+
+        def write() -> None:
+            (local_folder(folder) / _BEST).write_text(note)
+            upload(folder, _BEST)
+
+        self.strategy.on_rank_0(write, f"write {_BEST} in {folder}")
 
     def best_value(self, root: str | Path, metric: str) -> float | None:
         """The metric's value of ``root/best_hf``; ``None`` without one, or with one by another metric. Collective."""
-        path, note = Path(root) / "best_hf" / _BEST, None
+        path, note = local_folder(root) / "best_hf" / _BEST, None
         if self.strategy.is_rank_0() and path.is_file():
             note = json.loads(path.read_text())
         note = self.strategy.broadcast_object(note)
@@ -131,13 +141,13 @@ class RunCheckpointer:
 
     def find(self, root: str | Path) -> str | None:
         """Tag of the last checkpoint with all parts whole, or ``None``. CheckpointError: this run has other parts."""
-        root = Path(root)
-        tag = self._last_whole(root)
-        if tag is None and _tags("actor", root):
-            missing = ", ".join(sorted(f"_{name}" for name in self.models if not _tags(name, root))) or "in common"
+        local = local_folder(root)
+        tag = self._last_whole(local)
+        if tag is None and _tags("actor", local):
+            missing = ", ".join(sorted(f"_{name}" for name in self.models if not _tags(name, local))) or "in common"
             raise CheckpointError(
                 f"the checkpoints in {root} have no part {missing}: they belong to a run with other options; set "
-                "another --ckpt_path or --resume never"
+                "--resume never, or another --save_path"
             )
         return tag
 
@@ -154,24 +164,36 @@ class RunCheckpointer:
             logger.warning("%s/latest names %s; the last whole checkpoint is %s", root, marked, whole[-1])
         return whole[-1] if whole else None
 
-    def resume(self, options: Mapping[str, Any]) -> dict[str, Any] | None:
+    def resume(self, options: Mapping[str, Any], content: Mapping[str, str]) -> dict[str, Any] | None:
         """Load the last checkpoint that ``--resume`` allows, if there is one; returns its client state. Collective.
 
         Raises:
-            ConfigError: ``options`` of this run that must stay as they were have changed.
+            ConfigError: ``options`` of this run that must stay as they were have changed, or the ``content`` of what
+                they name.
             CheckpointError: the checkpoint does not fit this run.
         """
-        root = resume_root(self.config.resume, self.config.ckpt_path)
+        c = self.config
+        if is_url(c.resume):
+            self.strategy.on_rank_0(lambda: download_marks(c.resume), f"read --resume {c.resume}")
+        root = resume_root(c.resume, c.ckpt_path)
         tag = self.find(root) if root is not None else None
         if tag is None:
             return None
         saved = self.load(root, tag)
         refused, safe = unsafe_changes(saved["config"], options)
-        if refused:
-            changes = ", ".join(f"--{name} {old} → {new}" for name, (old, new) in refused.items())
+        refused.pop("save_path", None)  # the same folder may be spelt otherwise, or have been moved
+        changes = [f"--{name} {old} → {new}" for name, (old, new) in refused.items()]
+        for name, mark in saved.get("content", {}).items():
+            if name in refused or content.get(name, mark) == mark:
+                continue
+            if name != "save_path":
+                changes.append(f"--{name} {options[name]} has other content than it had")
+            elif c.resume == "auto":  # a path asks for another run that goes on from this one
+                changes.append(f"--save_path {saved['config'][name]} → {options[name]}")
+        if changes:
             raise ConfigError(
-                f"cannot resume {root}/{tag} with other options: {changes}. Set them back, or start anew with "
-                "--resume never and another --ckpt_path"
+                f"cannot resume {root}/{tag} as another run: {', '.join(changes)}. Set that back, or start anew: with "
+                "another --save_path (and --ckpt_path), or with --resume never"
             )
         for name, (old, new) in safe.items():
             self.strategy.print(f"resume: --{name} was {old}, is {new}")
@@ -182,7 +204,7 @@ class RunCheckpointer:
         """Load all parts and this rank's random generators; returns the client state that was saved. Collective."""
         states = {}
         for name, model in self.models.items():
-            _, states[name] = self.strategy.load_ckpt(model, Path(root) / f"_{name}", tag)
+            _, states[name] = self.strategy.load_ckpt(model, join(root, f"_{name}"), tag)
         state = states["actor"]
         restore_rng_state(state.pop("rng")[self.strategy.get_rank()])
         return state
@@ -194,22 +216,28 @@ def _tags(name: str, root: Path) -> list[str]:
     return [tag for tag in list_tags(part) if _STEP.fullmatch(tag)] if part.is_dir() else []
 
 
-def _mark(root: Path, tag: str) -> None:
-    marker = root / f".{LATEST}.tmp"
+def _mark(root: str | Path, tag: str) -> None:
+    marker = local_folder(root) / f".{LATEST}.tmp"
     marker.write_text(tag)
-    os.replace(marker, root / LATEST)
+    os.replace(marker, marker.with_name(LATEST))
+    upload(root, LATEST)
 
 
-def resume_root(resume: str, ckpt_path: str) -> Path | None:
+def download_marks(root: str) -> None:
+    """Of the checkpoints and exports at a URL, the small files that say which are whole."""
+    download(root, lambda name: name.endswith((LATEST, META, f"_hf/{_BEST}", "_hf/config.json")))
+
+
+def resume_root(resume: str, ckpt_path: str) -> str | Path | None:
     """Where to look for a checkpoint: ``--ckpt_path`` for auto, the named folder for a path, nowhere for never."""
     if resume == "never":
         return None
     if resume == "auto":
-        return Path(ckpt_path)
-    root = Path(resume)
-    if not (root / "_actor").is_dir() or not list_tags(root / "_actor"):
+        return ckpt_path if is_url(ckpt_path) else local_folder(ckpt_path)
+    parts = local_folder(resume) / "_actor"
+    if not parts.is_dir() or not list_tags(parts):
         raise CheckpointError(
             f"--resume {resume}: not a folder of checkpoints (it has no _actor with a whole one inside); "
             "name the --ckpt_path of the run to go on with, or leave --resume at auto"
         )
-    return root
+    return resume if is_url(resume) else local_folder(resume)

@@ -28,7 +28,7 @@ from lightppo.config.rules import (
     old_log_probs_from,
 )
 from lightppo.data.records import Rollout
-from lightppo.errors import ConfigError, RewardError
+from lightppo.errors import ConfigError, RewardError, TrainingError
 from lightppo.experience.batching import Minibatch, ReplayBuffer, StepPart, lone_part, minibatches
 from lightppo.experience.checks import RolloutCheck, examined, write_step
 from lightppo.experience.experience import Experience
@@ -39,6 +39,7 @@ from lightppo.models.packing import all_share_prompts
 from lightppo.rewards.registry import build_reward_source
 from lightppo.rewards.source import RewardSource, close_source
 from lightppo.rollout.engine import RolloutEngine
+from lightppo.storage import local_folder
 from lightppo.strategy.zero3 import parameter_count
 from lightppo.trainer import metrics as m
 from lightppo.trainer import update
@@ -49,9 +50,7 @@ from lightppo.trainer.build import (
     build_rollout_engine,
     build_sampler,
     ending,
-    public_options,
     sampling_params,
-    save_run_config,
     saved_parts,
     steps_per_episode,
 )
@@ -59,6 +58,16 @@ from lightppo.trainer.checkpointing import RunCheckpointer, TrainerState
 from lightppo.trainer.evaluator import Evaluator
 from lightppo.trainer.prompts import EpisodePrompts, PromptFilter, as_lm_batch, as_prompts, endless
 from lightppo.trainer.recorder import Recorder
+from lightppo.trainer.run_folder import (
+    content_of,
+    public_options,
+    release,
+    save_run_config,
+    set_records_aside,
+    upload_records,
+)
+
+_TRAINING_METHODS = ("ppo_train", "training_step", "training_step_actor", "training_step_critic")
 
 
 class PPOTrainer(SeedAttributes):
@@ -136,6 +145,7 @@ class PPOTrainer(SeedAttributes):
         self.alarms = Alarms(len(tokenizer))
         self.total_steps: int | None = None  # of the run, known in fit
         self.owns_parts = False  # a script in the seed's style saves and closes by itself
+        self.content: dict[str, str] = {}  # marks of what options name, where the trainer built itself
         self._accumulate_alone()
 
     def _make_losses(self) -> None:
@@ -192,9 +202,19 @@ class PPOTrainer(SeedAttributes):
         run = build(config)
         trainer = cls(**vars(run))
         trainer.owns_parts = True
+        loaders = {"prompt_data": run.prompts_dataloader, "pretrain_data": run.pretrain_dataloader}
+        rows = {name: loader.dataset.dataset for name, loader in loaders.items() if loader is not None}
+        trainer.content = content_of(run.config, rows, run.strategy)
         trainer.resume()
-        save_run_config(run.config, run.strategy)  # only now: a refused resume leaves the run's own options in place
+        trainer.set_aside()  # only now: a refused resume leaves the run's own files in place
+        save_run_config(run.config if config.training.dry_run else config, run.strategy)
         return trainer
+
+    def set_aside(self) -> None:
+        """Keep what an earlier run recorded apart, unless this one goes on with it. Collective."""
+        if self.state.global_step == 0:
+            folder = self.config.checkpoint.save_path
+            self.strategy.on_rank_0(lambda: set_records_aside(self.config), f"keep apart what is in {folder}")
 
     # -- the loop ------------------------------------------------------------------------------------------------
 
@@ -393,6 +413,7 @@ class PPOTrainer(SeedAttributes):
         return {name: part.state_dict() for name, part in self._stateful_parts().items()} | {
             "trainer": asdict(self.state),
             "config": public_options(self.config),
+            "content": self.content,
             "consumed_samples": self.state.global_step * self.config.rollout.rollout_batch_size,
         }
 
@@ -406,7 +427,7 @@ class PPOTrainer(SeedAttributes):
 
     def resume(self) -> bool:
         """Go on from the last checkpoint that ``--resume`` allows; returns whether there was one. Collective."""
-        saved = self.checkpointer.resume(public_options(self.config))
+        saved = self.checkpointer.resume(public_options(self.config), self.content)
         if saved is None:
             return False
         for name, part in self._stateful_parts().items():
@@ -419,11 +440,11 @@ class PPOTrainer(SeedAttributes):
 
     def save_model(self, path: str | Path | None = None) -> None:
         """Save the actor (its moving average where there is one) for transformers, and the critic if asked for."""
-        path = Path(path or self.config.checkpoint.save_path)
+        path = path or self.config.checkpoint.save_path
         model = self.ema_model if self.ema_model is not None else self.actor
         self.strategy.save_model(model, self.tokenizer, path)
         if self.config.checkpoint.save_value_network:
-            self.strategy.save_model(self.critic, self.tokenizer, path.with_name(f"{path.name}_critic"))
+            self.strategy.save_model(self.critic, self.tokenizer, f"{str(path).rstrip('/')}_critic")
 
     # -- parts of the loop ---------------------------------------------------------------------------------------
 
@@ -504,7 +525,7 @@ class PPOTrainer(SeedAttributes):
     def profiler(self, step: int) -> AbstractContextManager:
         """Writes a trace of a step of ``--profile_steps``."""
         name = f"step{step}_rank{self.strategy.get_rank()}.json.gz"
-        path = Path(self.config.checkpoint.save_path) / "profile" / name
+        path = local_folder(self.config.checkpoint.save_path) / "profile" / name
         return m.profile(path) if step in self.config.logging.profile_steps else nullcontext()
 
     def _finish_step(self, prompts: EpisodePrompts, taken: int, collected: CollectedStep) -> dict[str, float]:
@@ -518,6 +539,7 @@ class PPOTrainer(SeedAttributes):
         """Last evaluation, checkpoint and, where the trainer built itself, the model at ``save_path``."""
         if not self.config.evaluation.val_only:
             step = self.state.global_step
+            self._check_trained()
             self.recorder.finish(step, lambda: self._save_checkpoint(None, f"global_step{step}"))
             if self.owns_parts and not self.config.training.dry_run:
                 self.save_model()
@@ -527,12 +549,32 @@ class PPOTrainer(SeedAttributes):
         elif self.strategy.is_rank_0():
             for line in ending(self.config, self.state.global_step, self.owns_parts):
                 self.strategy.print(line)
+        if self.strategy.is_rank_0():
+            upload_records(self.config.checkpoint.save_path)  # with the picture
         self.rollout_engine.close()
         if self.owns_parts:  # a source that a script made is the script's to end
             close_source(self.reward_source)
             judge = getattr(self.evaluator, "reward_source", self.reward_source)
             if judge is not self.reward_source:
                 close_source(judge)
+            c = self.config.checkpoint
+            release([c.save_path, c.ckpt_path])
+
+    def _check_trained(self) -> None:
+        """A run that did not change its models is no success."""
+        s, t = self.state, self.config.training
+        if s.global_step > 0 and s.optimizer_steps == 0 and not self._overrides(*_TRAINING_METHODS):
+            rejected = "every group was rejected: widen --filter_range, or take other prompts"
+            skipped = f"{s.skipped_optimizer_steps} had a gradient that is not finite"
+            stopped = f"{s.stopped_optimizer_steps} were stopped early"
+            counts = {skipped: s.skipped_optimizer_steps, stopped: s.stopped_optimizer_steps}
+            reason = ", ".join(text for text, count in counts.items() if count) or rejected
+            raise TrainingError(f"no optimizer step was taken in {s.global_step} PPO steps, nothing is saved: {reason}")
+        if t.total_training_steps is not None and s.global_step < t.total_training_steps and t.benchmark_steps is None:
+            self.strategy.print(
+                f"note: the prompts held {s.global_step} steps; the schedules were stretched over "
+                f"--total_training_steps {t.total_training_steps}"
+            )
 
     def _tell_dry_run(self) -> None:
         """What the step took."""
@@ -548,6 +590,8 @@ class PPOTrainer(SeedAttributes):
         self.strategy.report_memory(f"dry run: {took}; nothing is kept; memory of rank 0")
 
     def _new_recorder(self) -> Recorder:
+        if not self.owns_parts:
+            self.set_aside()
         parts = (self.config, self.strategy, self.checkpointer, self.evaluator)
         start = {"start_step": self.state.global_step, "run_id": self.state.run_id}
         recorder = Recorder(*parts, options=public_options(self.config), alarms=self.alarms, **start)
@@ -642,6 +686,7 @@ class PPOTrainer(SeedAttributes):
         if outcome is None:  # more micro batches follow
             return status
         self.state.skipped_optimizer_steps += outcome.skipped
+        self.state.optimizer_steps += not outcome.skipped
         grad_norm = float("nan") if outcome.skipped else outcome.grad_norm
         return status | {f"{name}_grad_norm": grad_norm, f"{name}_skipped": float(outcome.skipped)}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import math
@@ -16,11 +15,13 @@ from typing import Any
 from lightppo.config import PPOConfig
 from lightppo.config.options import LoggingConfig
 from lightppo.errors import ConfigError
+from lightppo.storage import local_folder
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.trainer.alarms import Alarms
 from lightppo.trainer.checkpointing import RunCheckpointer
 from lightppo.trainer.evaluator import Evaluator
 from lightppo.trainer.metrics import Pace, PhaseTimer, with_namespace
+from lightppo.trainer.run_folder import run_name, set_aside, upload_records
 
 logger = logging.getLogger(__name__)
 
@@ -66,8 +67,8 @@ class JsonlSink:
 
     def __init__(self, path: Path, start_step: int = 0) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists() and start_step == 0:
-            path.rename(next(p for i in itertools.count(1) if not (p := path.with_suffix(f".{i}.jsonl")).exists()))
+        if start_step == 0:
+            set_aside(path)
         elif path.exists():
             kept = [line for line in path.read_text().splitlines() if _step_of(line) <= start_step]
             rewritten = path.with_suffix(".tmp")
@@ -141,13 +142,13 @@ def open_sinks(
 ) -> list[Sink]:
     """All sinks of a run: metrics.jsonl in its folder, and what the options name. Arguments as of :class:`Recorder`."""
     sinks: list[Sink] = []
-    name = config.wandb_run_name or Path(folder).resolve().name
+    name = run_name(config, folder)
     if config.use_tensorboard:
         sinks.append(TensorBoardSink(Path(config.use_tensorboard) / name, start_step))
     if config.use_wandb:
         sinks.append(WandbSink(config, name, options, run_id))
     # Last: it puts the file of an older run aside, which a missing package above should not.
-    return [*sinks, JsonlSink(Path(folder) / "metrics.jsonl", start_step)]
+    return [*sinks, JsonlSink(local_folder(folder) / "metrics.jsonl", start_step)]
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -216,6 +217,7 @@ class Recorder:
         self._write(step, results | with_namespace(self.timer.reset()))
         accuracy, reward = results["eval/accuracy"], results["eval/reward"]
         self.strategy.print(f"[step {step}] evaluation: accuracy {accuracy:.3f}, reward {reward:.3f}")
+        self._upload()
         if self.config.evaluation.best_metric is not None:
             self._keep_best(step, results, self.config.evaluation.best_metric)
         return results
@@ -259,8 +261,13 @@ class Recorder:
         if self.last_saved != step:
             with self.timer("save"):
                 save()
+            self._upload()
             self.last_saved = step
             logger.info("checkpoint global_step%d written", step)
+
+    def _upload(self) -> None:
+        if self.strategy.is_rank_0():
+            upload_records(self.config.checkpoint.save_path)
 
     @property
     def tensorboard_writer(self) -> Any | None:
@@ -274,4 +281,6 @@ class Recorder:
         """Close the logs; nothing is logged after it."""
         for sink in self.sinks:
             sink.close()
+        if self.sinks:
+            self._upload()
         self.sinks = []

@@ -73,7 +73,7 @@ def test_a_repeated_list_replaces_and_no_value_empties_it(parse):
     ],
 )
 def test_switches_that_may_be_none(parse, flags, expected):
-    assert parse(flags).algorithm.adv_norm is expected
+    assert parse(flags).resolved().algorithm.adv_norm is expected
 
 
 def test_the_launcher_puts_local_rank_first():

@@ -41,7 +41,7 @@ def back(tmp_path, monkeypatch):
     """``back(config)``: the options that --config reads from the run_config.yaml of this config."""
     # Combinations of arbitrary values contradict each other; how they are written does not depend on that.
     monkeypatch.setattr(rules, "contradictions", lambda config, world_size, by_hand: [])
-    from lightppo.trainer.build import write_run_config
+    from lightppo.trainer.run_folder import write_run_config
 
     def run(config: PPOConfig) -> dict[str, Any]:
         config = config.with_options(save_path=tmp_path / "run")
@@ -90,7 +90,7 @@ def test_numbers(back, name, value):
 
 
 def test_save_path_that_cannot_be_written(tmp_path):
-    from lightppo.trainer.build import write_run_config
+    from lightppo.trainer.run_folder import write_run_config
 
     (tmp_path / "file").write_text("")
     config = PPOConfig.from_flat(save_path=tmp_path / "file" / "run")
@@ -102,8 +102,8 @@ def test_unsafe_changes():
     saved = PPOConfig().flat()
     now = PPOConfig.from_flat(gamma=0.9, seed=1, num_episodes=3, save_path=Path("elsewhere")).flat()
     refused, safe = unsafe_changes(saved, now)
-    assert refused == {"gamma": (1.0, 0.9), "seed": (42, 1)}
-    assert safe == {"num_episodes": (1, 3), "save_path": ("./ckpt", "elsewhere")}
+    assert refused == {"gamma": (1.0, 0.9), "seed": (42, 1), "save_path": ("./ckpt", "elsewhere")}
+    assert safe == {"num_episodes": (1, 3)}
     only_evaluates = unsafe_changes(saved | {"prompt_data": "p.jsonl"}, saved | {"val_only": True})
     assert only_evaluates == ({}, {"val_only": (False, True)})
 

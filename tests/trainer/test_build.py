@@ -19,7 +19,7 @@ from lightppo.models.loading import get_tokenizer
 from lightppo.strategy import distributed
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.strategy.zero3 import find_engine
-from lightppo.trainer import build
+from lightppo.trainer import build, run_folder
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -582,7 +582,7 @@ def test_options_of_the_run_are_kept_and_can_be_read_again(make_config, tmp_path
     from lightppo.config import parse_args
 
     config = make_config(stop=["x", "y"], kl_target=0.5).resolved()
-    build.save_run_config(config, DeepspeedStrategy())
+    run_folder.save_run_config(config, DeepspeedStrategy())
     assert parse_args(["--config", str(tmp_path / "run" / "run_config.yaml")]).flat() == {
         **config.flat(),
         "config": str(tmp_path / "run" / "run_config.yaml"),
@@ -621,7 +621,7 @@ def test_a_run_folder_that_cannot_be_written_is_named(make_config, tmp_path):
 
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=f"--save_path {tmp_path}/file/run"):
-        build.save_run_config(make_config(save_path=str(tmp_path / "file" / "run")), DeepspeedStrategy())
+        run_folder.save_run_config(make_config(save_path=str(tmp_path / "file" / "run")), DeepspeedStrategy())
 
 
 # -- what makes models faster or smaller -----------------------------------------------------------------------------

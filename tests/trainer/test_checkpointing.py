@@ -152,7 +152,7 @@ def test_directories_with_other_names_are_left_alone(tmp_path):
 )
 def test_checkpoints_of_a_run_with_other_models_are_refused(tmp_path, saved, now, parts):
     make_checkpoints(tmp_path, 5, 10, parts=saved)
-    with pytest.raises(CheckpointError, match=rf"{parts}:.*--ckpt_path"):
+    with pytest.raises(CheckpointError, match=rf"{parts}:.*--resume never.*--save_path"):
         checkpointer(**now).find(tmp_path)
 
 

@@ -10,8 +10,8 @@ import pytest
 from support.fakes import FakeStrategy, on_ranks
 
 from lightppo.config import PPOConfig
-from lightppo.trainer.build import public_options
 from lightppo.trainer.recorder import Recorder
+from lightppo.trainer.run_folder import public_options
 
 
 class FakeCheckpointer:

@@ -152,9 +152,9 @@ def test_options_that_make_another_run_are_refused(make_config, tmp_path):
     changed = config.with_options(actor_learning_rate=0.5, gamma=0.9, benchmark_steps=2)
     with pytest.raises(ConfigError) as error:
         PPOTrainer.from_config(changed)
-    assert f"cannot resume {tmp_path}/ckpt/global_step1 with other options" in str(error.value)
+    assert f"cannot resume {tmp_path}/ckpt/global_step1 as another run: --gamma" in str(error.value)
     assert "--gamma 1.0 → 0.9, --actor_learning_rate 0.01 → 0.5" in str(error.value)
-    assert "Set them back, or start anew with --resume never" in str(error.value)
+    assert "Set that back, or start anew: with another --save_path" in str(error.value)
     assert "benchmark_steps" not in str(error.value)
     assert (tmp_path / "run" / "run_config.yaml").read_text() == kept  # that of the run that is there
 

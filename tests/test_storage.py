@@ -10,9 +10,10 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from lightppo.data.readers import blending_datasets, check_scheme, stage_to_local
+from lightppo.data.readers import blending_datasets
 from lightppo.data.rows import ORIGIN_COLUMN
 from lightppo.errors import DataError, StagingError
+from lightppo.storage import check_scheme, stage_to_local
 
 
 @pytest.fixture
@@ -115,7 +116,7 @@ class Counted(LocalFileSystem):
         return super()._strip_protocol(path.removeprefix("counted://"))
 
 fsspec.register_implementation("counted", Counted)
-from lightppo.data.readers import stage_to_local
+from lightppo.storage import stage_to_local
 print(open(stage_to_local("counted://" + sys.argv[1], timeout_s=250)).read())
 """
 
@@ -124,7 +125,7 @@ def test_two_processes_copy_once(tmp_path: Path) -> None:
     (tmp_path / "x.txt").write_text("whole")
     log = tmp_path / "log"
     command = [sys.executable, "-c", RANK, str(tmp_path / "x.txt"), str(log)]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     ranks = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) for _ in range(2)]
     assert [rank.communicate(timeout=300)[0].strip() for rank in ranks] == ["whole", "whole"]
     assert log.read_text() == "copy\n"

@@ -1,0 +1,200 @@
+"""Files and folders by URL, through fsspec: read from a copy on this node; written here, then uploaded."""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import logging
+import os
+import posixpath
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from lightppo.errors import StagingError
+
+logger = logging.getLogger(__name__)
+
+CACHE_VARIABLE = "LIGHTPPO_CACHE"
+
+
+_TIMES = ("mtime", "LastModified", "created")  # of a change, as file systems name them
+
+
+def is_url(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is on no file system of this machine; ``file:///folder`` is."""
+    return "://" in os.fspath(path) and not os.fspath(path).startswith(("file://", "local://"))
+
+
+def _cache() -> Path:
+    return Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "lightppo")
+
+
+# -- read ------------------------------------------------------------------------------------------------------------
+
+
+def stage_to_local(url: str, *, cache_dir: str | Path | None = None, timeout_s: float = 3600.0) -> str:
+    """Local path of a file or folder; a URL is first copied to this node's cache, unless an equal copy is there.
+
+    No half copy is ever used, and a remote file that has changed (size, time, etag) is copied again. ``cache_dir`` is
+    ``$LIGHTPPO_CACHE`` by default, else ``~/.cache/lightppo``; ``timeout_s`` limits the wait for another process.
+    """
+    if not is_url(url):
+        return url.split("://", 1)[-1]
+
+    import fsspec
+    from filelock import FileLock, Timeout
+
+    check_scheme(url)
+    try:
+        fs, remote = fsspec.core.url_to_fs(url)
+        info = fs.info(remote)
+        is_folder = info["type"] == "directory"
+        # find() only for folders: over HTTP it would read a file in search of links
+        found: dict[str, dict[str, Any]] = fs.find(remote, detail=True) if is_folder else {remote: info}
+    except Exception as error:  # each file system raises its own errors
+        raise StagingError(f"{url} cannot be read: {type(error).__name__}: {error}") from error
+    if not found:
+        raise StagingError(f"{url} is an empty folder, or does not exist")
+    versions = ("ETag", "etag", "md5Hash", *_TIMES)  # the first that the file system knows
+    files = [
+        (name, info.get("size"), str(next((info[key] for key in versions if info.get(key)), "")))
+        for name, info in sorted(found.items())
+    ]
+    key = hashlib.sha256(repr([url, files]).encode()).hexdigest()[:24]
+    target = Path(cache_dir or _cache()) / "staged" / key / (Path(remote.rstrip("/")).name or "root")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if target.exists():
+        return str(target)
+    lock = FileLock(target.parent / ".lock", timeout=timeout_s)
+    try:
+        with lock:
+            if not target.exists():
+                sizes = [size for _, size, _ in files]
+                _copy(fs, remote, target, url, is_folder=is_folder, size=None if None in sizes else sum(sizes))
+    except Timeout as error:
+        waited = f"another process on this node has been copying it for over {timeout_s:g} s"
+        raise TimeoutError(f"{url}: {waited}; see its log (lock {lock.lock_file})") from error
+    return str(target)
+
+
+def check_scheme(url: str, flag: str = "the URL") -> None:
+    """StagingError if fsspec does not know the URL's scheme or its package is not installed. No network."""
+    from fsspec import available_protocols, get_filesystem_class
+
+    scheme = url.split("://")[0]
+    try:
+        get_filesystem_class(scheme)
+    except ValueError as error:
+        known = ", ".join(sorted(available_protocols()))
+        raise StagingError(f"{flag} {url}: unknown scheme {scheme!r}; known: {known}") from error
+    except ImportError as error:
+        raise StagingError(f"{flag} {url}: {error}") from error
+
+
+def _copy(fs: Any, remote: str, target: Path, url: str, *, is_folder: bool, size: int | None) -> None:
+    """Copy under a temporary name beside the target, check, rename. Only the lock's holder may call this."""
+    temporary = target.with_name(f".{target.name}.partial")
+    _remove(temporary)  # left by a process that was killed
+    logger.info("copying %s (%s bytes) to %s", url, "?" if size is None else size, target)
+    try:
+        fs.get(remote.rstrip("/"), str(temporary), recursive=is_folder)
+        got = sum(p.stat().st_size for p in (temporary, *temporary.rglob("*")) if p.is_file())
+        if size is not None and got != size:
+            raise OSError(f"got {got} bytes of {size}")
+    except Exception as error:  # each file system raises its own errors
+        _remove(temporary)
+        raise StagingError(f"copying {url} to {target.parent} failed: {type(error).__name__}: {error}") from error
+    os.replace(temporary, target)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+# -- folders that are written here and uploaded ------------------------------------------------------------------------
+
+
+def local_folder(folder: str | os.PathLike[str]) -> Path:
+    """The folder itself; for a URL the folder of this node's cache that is written in its place."""
+    path = os.fspath(folder)
+    if not is_url(path):
+        return Path(path.split("://", 1)[-1])
+    scheme, _, rest = path.partition("://")
+    return _cache() / "folders" / scheme / posixpath.normpath(f"/{rest}").lstrip("/")
+
+
+def join(folder: str | os.PathLike[str], name: str) -> str | Path:
+    """A path inside a folder; a URL stays one."""
+    return f"{os.fspath(folder).rstrip('/')}/{name}" if is_url(folder) else local_folder(folder) / name
+
+
+def upload(
+    folder: str | os.PathLike[str], *names: str, last: str | None = None, instead_of: tuple[str, ...] = ()
+) -> None:
+    """Send the named files and folders from ``local_folder(folder)``; what is not there goes from the URL too.
+
+    The file called ``last`` in a folder goes last: without it, the rest does not count. Other files at the URL that fit
+    a pattern of ``instead_of`` go. Nothing to do where the folder is no URL.
+    """
+    if not is_url(folder):
+        return
+    with _remote(folder) as (fs, root):
+        stale = [path for path in (fs.ls(root, detail=False) if instead_of and fs.exists(root) else ())
+                 if any(fnmatch.fnmatch(posixpath.basename(path), p) for p in instead_of)]  # fmt: skip
+        for name in (*names, *(base for path in stale if (base := posixpath.basename(path)) not in names)):
+            source, target = local_folder(folder) / name, f"{root}/{name}"
+            if not source.is_file() and fs.exists(target):
+                fs.rm(target, recursive=True)
+            files = [path for path in (source, *source.rglob("*")) if path.is_file()]
+            for is_last in (False, True):
+                chosen = [path for path in files if (path.name == last) == is_last]
+                if chosen:
+                    targets = [target + str(path)[len(str(source)) :] for path in chosen]
+                    fs.put([str(path) for path in chosen], targets)
+
+
+def download(folder: str | os.PathLike[str], wanted: Callable[[str], bool]) -> None:
+    """Bring what the URL has under names (relative) that are wanted into ``local_folder(folder)``, with its times."""
+    if not is_url(folder):
+        return
+    with _remote(folder) as (fs, root):
+        fs.invalidate_cache()
+        found = fs.find(root, detail=True) if fs.exists(root) else {}
+        names = {path: path[len(root) :].lstrip("/") for path in sorted(found)}
+        for path, name in names.items():
+            if wanted(name):
+                target = local_folder(folder) / name
+                target.parent.mkdir(parents=True, exist_ok=True)
+                fs.get_file(path, str(target))
+                changed = next((found[path][key] for key in _TIMES if found[path].get(key)), None)
+                changed = changed.timestamp() if hasattr(changed, "timestamp") else changed
+                if isinstance(changed, (int, float)):
+                    os.utime(target, (changed, changed))
+
+
+def probe(folder: str | os.PathLike[str]) -> None:
+    """StagingError if nothing can be written to the URL."""
+    if is_url(folder):
+        with _remote(folder) as (fs, root):
+            fs.makedirs(root, exist_ok=True)
+            fs.pipe_file(f"{root}/.lightppo", b"")
+            fs.rm(f"{root}/.lightppo")
+
+
+@contextmanager
+def _remote(folder: str | os.PathLike[str]) -> Iterator[tuple[Any, str]]:
+    """The file system of a URL and the path on it; whatever fails is a StagingError that names the URL."""
+    import fsspec
+
+    check_scheme(url := os.fspath(folder))
+    try:
+        fs, root = fsspec.core.url_to_fs(url)
+        yield fs, root.rstrip("/")
+    except Exception as error:  # each file system raises its own errors
+        raise StagingError(f"{url}: {type(error).__name__}: {error}") from error

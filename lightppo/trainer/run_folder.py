@@ -1,0 +1,234 @@
+"""The folder of a run: held by one process, apart from what an earlier run left; and what makes it this run."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import logging
+import os
+import socket
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import yaml
+
+from lightppo.config import LoggingConfig, PPOConfig
+from lightppo.data.rows import ORIGIN_COLUMN
+from lightppo.errors import ConfigError, StagingError
+from lightppo.http import shown_url
+from lightppo.models.loading import checkpoint_mark
+from lightppo.ranks import Ranks
+from lightppo.storage import download, is_url, local_folder, probe, stage_to_local, upload
+from lightppo.trainer.checkpointing import download_marks
+from lightppo.user_code import split_python_spec
+
+logger = logging.getLogger(__name__)
+
+# What a run writes into its folder beside the model.
+RECORDS = ("metrics.jsonl", "eval", "plot.png", "profile", "run_config.yaml", "run_config.resolved.yaml")
+
+# -- one process -----------------------------------------------------------------------------------------------------
+
+_LOCK = ".lock"
+_held: dict[Path, IO[str]] = {}  # lock files of this process
+
+
+def _leave_to_parent() -> None:
+    """A process that was forked off, such as a worker, does not hold the locks on."""
+    for file in _held.values():
+        file.close()
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
+
+
+def claim(folders: Mapping[str, str], ranks: Ranks) -> None:
+    """Make the folders, by their flags, and keep other processes out of them until this one ends. Collective.
+
+    For a URL, what is needed to go on is brought to this node.
+
+    Raises:
+        ConfigError: another process holds one, it cannot be written, or a node does not see rank 0's copy of a URL.
+    """
+    problem = next(filter(None, itertools.starmap(_claim, folders.items())), None) if ranks.is_rank_0() else None
+    if problem := ranks.broadcast_object(problem):
+        raise ConfigError(problem)
+    for flag, folder in folders.items():
+        if is_url(folder) and not all(ranks.all_gather_object(local_folder(folder).is_dir())):
+            raise ConfigError(
+                f"{flag} {folder}: it is written here first: set LIGHTPPO_CACHE to a folder that all nodes share"
+            )
+
+
+def _claim(flag: str, folder: str) -> str | None:
+    """Lock a folder and make it ready; what is in the way."""
+    local = local_folder(folder)
+    try:
+        local.mkdir(parents=True, exist_ok=True)
+        file = (local / _LOCK).open("a+")
+        problem = _lock(file, f"{flag} {folder}")
+        if problem is None and is_url(folder):
+            probe(folder)
+            for path in local.rglob("*"):  # what an earlier process had not sent is no part of any run
+                if path.is_file() and path.name != _LOCK:
+                    path.unlink()
+            download_marks(folder)
+            kinds = tuple(name.partition(".")[0] for name in RECORDS)
+            download(folder, lambda name: name.startswith(kinds))
+    except OSError as error:
+        reason = error if isinstance(error, StagingError) else error.strerror
+        return f"{flag} {folder}: cannot be written ({reason})"
+    return problem
+
+
+def _lock(file: IO[str], name: str) -> str | None:
+    import fcntl
+
+    path = Path(file.name).resolve()
+    if path in _held:
+        return None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        return f"{name} is in use by {file.read() or 'another process'}: wait for it, or choose another --save_path"
+    except OSError as error:
+        logger.warning("%s: no locks on this file system (%s): nothing keeps another run out", name, error.strerror)
+        return None
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}")
+    file.flush()
+    _held[path] = file
+    return None
+
+
+def release(folders: Iterable[str]) -> None:
+    """Let others have the folders, before this process ends."""
+    for folder in folders:
+        if (file := _held.pop((local_folder(folder) / _LOCK).resolve(), None)) is not None:
+            file.close()
+
+
+# -- no other run's files --------------------------------------------------------------------------------------------
+
+
+def set_aside(*paths: Path) -> None:
+    """Number what an earlier run left under these names: ``metrics.jsonl`` becomes ``metrics.1.jsonl``."""
+    found = [path for path in dict.fromkeys(paths) if path.is_file() or (path.is_dir() and any(path.iterdir()))]
+
+    def numbered(path: Path, number: int) -> Path:
+        return path.with_name(f"{path.stem}.{number}{path.suffix}")
+
+    number = next(i for i in itertools.count(1) if not any(numbered(path, i).exists() for path in paths))
+    for path in found:
+        path.rename(numbered(path, number))
+    if found:
+        names = [f"{path.name} → {numbered(path, number).name}" for path in found]
+        more = f", … ({len(names)} in all)" if len(names) > 6 else ""
+        print(f"{found[0].parent}: an earlier run's files are kept apart: {', '.join(names[:6])}{more}", flush=True)
+
+
+def set_records_aside(config: PPOConfig) -> None:
+    """Keep apart what an earlier run has recorded where this one will."""
+    o, folder = config.logging, config.checkpoint.save_path
+    paths = [local_folder(folder).absolute() / name for name in RECORDS]
+    if o.use_tensorboard:
+        paths.append(Path(o.use_tensorboard).absolute() / run_name(o, folder))
+    if config.sampling.rollout_data_dir is not None:
+        rollouts = Path(config.sampling.rollout_data_dir).absolute()
+        steps = sorted(rollouts.glob("step*.jsonl"))
+        # The folder may hold other things too.
+        paths += [rollouts] if rollouts.is_dir() and len(steps) == len(list(rollouts.iterdir())) else steps
+    set_aside(*paths)
+    upload_records(folder)
+
+
+def upload_records(folder: str) -> None:
+    """Send what the run has recorded so far, where the folder is a URL."""
+    kinds = [name.partition(".")[0] for name in RECORDS]
+    names = {path.name for kind in kinds for path in local_folder(folder).glob(f"{kind}*")}
+    upload(folder, *sorted(names))
+
+
+def run_name(config: LoggingConfig, folder: str) -> str:
+    """The name of the run in TensorBoard and Weights & Biases."""
+    return config.wandb_run_name or local_folder(folder).resolve().name
+
+
+# -- what makes the run ----------------------------------------------------------------------------------------------
+
+
+def content_of(config: PPOConfig, rows: Mapping[str, Any], ranks: Ranks) -> dict[str, str]:
+    """A mark of the content behind each option that names some: reward files, models, data. Collective.
+
+    Args:
+        config: resolved.
+        rows: the rows of a run, by the option that names their files.
+    """
+    r, m = config.reward, config.model
+    marks: dict[str, str] = {}
+    if ranks.is_rank_0():
+        files = {"reward_fn": r.reward_fn, "remote_rm_url": r.remote_rm_url[0] if len(r.remote_rm_url) == 1 else None}
+        for name, spec in files.items():
+            if spec is not None and "://" not in spec:
+                marks[name] = _digest(split_python_spec(spec, name)[0].read_bytes())
+        if (routes := config.verifier.reward_routes) and not routes.lstrip().startswith("{"):
+            marks["reward_routes"] = _digest(Path(routes).expanduser().read_bytes())
+        models = {name: (getattr(m, name),) for name in ("pretrain", "ref_pretrain", "critic_pretrain")}
+        for name, paths in (models | {"reward_pretrain": m.reward_pretrain}).items():
+            if given := [checkpoint_mark(stage_to_local(path)) for path in paths if path is not None]:
+                marks[name] = " ".join(given)
+        marks |= {name: _rows_mark(of_option) for name, of_option in rows.items()}
+        c = config.checkpoint  # where one lies from the other: both may have been moved together
+        marks["save_path"] = c.save_path if is_url(c.save_path) else os.path.relpath(c.save_path, c.ckpt_path)
+    return ranks.broadcast_object(marks)
+
+
+def _rows_mark(rows: Any, batch: int = 1000) -> str:
+    digest = hashlib.sha256()
+    for start in range(0, len(rows), batch):
+        columns = {name: column for name, column in rows[start : start + batch].items() if name != ORIGIN_COLUMN}
+        digest.update(json.dumps(columns, sort_keys=True, default=str).encode())
+    return digest.hexdigest()[:16]
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+# -- what a run says of itself ---------------------------------------------------------------------------------------
+
+
+def public_options(config: PPOConfig) -> dict[str, Any]:
+    """All options by flag name, for logs, files and checkpoints: without what a reward URL carries in its query."""
+    values = config.flat()
+    shown = (shown_url(url) if url.startswith(("http://", "https://")) else url for url in values["remote_rm_url"])
+    return values | {"remote_rm_url": tuple(shown)}
+
+
+def save_run_config(config: PPOConfig, ranks: Ranks) -> None:
+    """Keep the options as they were given in ``run_config.yaml``, which ``--config`` reads, and beside it in
+    ``run_config.resolved.yaml`` with what None stood for. Collective."""
+    problem = write_run_config(config) if ranks.is_rank_0() else None
+    if problem := ranks.broadcast_object(problem):
+        raise ConfigError(problem)
+
+
+def write_run_config(config: PPOConfig) -> str | None:
+    """Write both files whole or not at all; returns what went wrong."""
+    folder = config.checkpoint.save_path
+    temporary = local_folder(folder) / ".run_config.yaml"
+    try:
+        temporary.parent.mkdir(parents=True, exist_ok=True)
+        for name, options in {"run_config": config, "run_config.resolved": config.resolved()}.items():
+            values = {n: list(v) if isinstance(v, tuple) else v for n, v in public_options(options).items()}
+            del values["config"]
+            temporary.write_text(yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
+            os.replace(temporary, temporary.with_name(f"{name}.yaml"))
+        upload_records(folder)
+    except OSError as error:
+        return f"--save_path {folder}: cannot be written ({error.strerror or error})"
+    return None
