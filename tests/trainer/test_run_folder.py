@@ -328,7 +328,7 @@ def test_a_run_at_a_url_goes_on_on_another_machine(make_config, memory, tmp_path
     anew = PPOTrainer.from_config(config.with_options(resume="never"))
     assert anew.state.global_step == 0
     assert {"metrics.1.jsonl", "eval.1/step1.jsonl", "run_config.1.yaml"} < names(memory, "/bucket/run")
-    again = make_config(pretrain="memory://bucket/run", ref_pretrain=assets["pretrain"])
+    again = make_config(pretrain="memory://bucket/run", save_path=str(tmp_path / "next"), ckpt_path=None)
     from_export = PPOTrainer.from_config(again)
     assert all(torch.equal(tensor, weights(straight)[name]) for name, tensor in weights(from_export).items())
 
