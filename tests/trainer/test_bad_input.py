@@ -239,7 +239,7 @@ def test_a_checkpoint_directory_that_is_not_one(refused, tmp_path):
 def test_checkpoints_of_a_run_with_other_models_or_another_stage(make_config, tmp_path):
     config = make_config(save_steps=1, benchmark_steps=1)
     PPOTrainer.from_config(config).fit()
-    with pytest.raises(UserError, match=r"_ema.*--ckpt_path"):
+    with pytest.raises(UserError, match=r"_ema.*--resume never.*--save_path"):
         PPOTrainer.from_config(config.with_options(enable_ema=True))
     with pytest.raises(UserError, match=r"zero_stage=0.*zero_stage=1"):
         PPOTrainer.from_config(config.with_options(zero_stage=1))

@@ -22,6 +22,7 @@ from lightppo.config import PPOConfig, parse_args
 from lightppo.errors import ConfigError, TrainingError
 from lightppo.models.loading import checkpoint_mark
 from lightppo.storage import local_folder
+from lightppo.trainer import build
 from lightppo.trainer.run_folder import claim, release, set_aside
 
 GROUPS = {"advantage_estimator": "grpo", "init_kl_coef": 0.0, "n_samples_per_prompt": 2}
@@ -106,9 +107,10 @@ def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, caplog):
 
 
 @pytest.mark.usefixtures("world")
-def test_a_second_run_is_refused_before_its_models_load(make_config, tmp_path, other_process):
+def test_a_second_run_is_refused_before_its_models_load(make_config, tmp_path, other_process, monkeypatch):
     other_process(tmp_path / "run" / "checkpoints_ppo")
-    config = make_config(ckpt_path=None, pretrain=str(tmp_path / "nowhere"))
+    monkeypatch.setattr(build, "build_models", lambda *_: pytest.fail("models were loaded"))
+    config = make_config(ckpt_path=None)
     with pytest.raises(ConfigError, match=r"--ckpt_path .*/run/checkpoints_ppo is in use by process"):
         PPOTrainer.from_config(config)
 
@@ -351,6 +353,7 @@ def test_a_scheme_that_cannot_be_used_is_refused_at_once(flag, url, problem, cap
 @pytest.mark.usefixtures("world")
 def test_a_url_that_cannot_be_written_is_refused_before_models_load(make_config, memory, monkeypatch):
     monkeypatch.setattr(type(memory), "pipe_file", lambda *_, **__: (_ for _ in ()).throw(PermissionError("read only")))
-    config = make_config(save_path="memory://bucket/run", ckpt_path=None, pretrain="nowhere")
+    monkeypatch.setattr(build, "build_models", lambda *_: pytest.fail("models were loaded"))
+    config = make_config(save_path="memory://bucket/run", ckpt_path=None)
     with pytest.raises(ConfigError, match=r"--save_path memory://bucket/run: cannot be written .*read only"):
         PPOTrainer.from_config(config)

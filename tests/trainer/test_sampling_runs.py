@@ -13,7 +13,7 @@ from support.tiny import sums, write_jsonl
 
 from lightppo import PPOTrainer
 from lightppo.config import PPOConfig
-from lightppo.errors import ConfigError, RewardError
+from lightppo.errors import ConfigError, RewardError, TrainingError
 from lightppo.trainer.build import eval_sampling_params, sampling_params
 from lightppo.trainer.metrics import METRICS
 from lightppo.trainer.prompts import EpisodePrompts
@@ -149,12 +149,13 @@ def test_what_is_logged_is_documented_and_only_of_selection_where_there_is_any(c
     assert without <= {*METRICS, "step"}
 
 
-def test_steps_without_a_group_train_nothing_and_the_run_goes_on(config_of, tmp_path):
+def test_steps_without_a_group_train_nothing_and_the_run_goes_on_to_its_error(config_of, tmp_path):
     (tmp_path / "same.py").write_text("def reward_func(queries, prompts, labels):\n    return [1.0] * len(queries)\n")
     config = config_of(dynamic_sampling=True, max_num_gen_batches=2, reward_fn=str(tmp_path / "same.py"))
     trainer = PPOTrainer.from_config(config)
     before = weights(trainer)
-    trainer.fit()
+    with pytest.raises(TrainingError, match=r"no optimizer step was taken in 3 PPO steps.*--filter_range"):
+        trainer.fit()
     rows = rows_of(config)
     assert [row["step"] for row in rows] == [1, 2, 3]  # two batches of two prompts each
     assert {(row["rollout/samples"], row["train/optimizer_steps"], row["rollout/kept_share"]) for row in rows} == {
