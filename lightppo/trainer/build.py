@@ -106,6 +106,8 @@ def build(config: PPOConfig) -> Run:
     c = config.checkpoint
     claim({"--save_path": c.save_path, "--ckpt_path": c.ckpt_path}, strategy)
     loader, pretrain, eval_prompts = build_data(config, tokenizer, strategy, asked)
+    if loader is not None and not config.training.dry_run:
+        check_total_steps(config, steps_per_episode(config, loader), len(loader.dataset))
     if not config.model.reward_pretrain:
         rewards = build_rewards(config, [], tokenizer, strategy)
 
@@ -120,8 +122,6 @@ def build(config: PPOConfig) -> Run:
     strategy.print(f"models: {model_sizes(models)}\nfiles: {places(config)}")
 
     t, per_episode = config.training, steps_per_episode(config, loader)
-    if loader is not None and not t.dry_run:
-        check_total_steps(config, per_episode, len(loader.dataset))
     steps = partial(optimizer_steps, config, per_episode)
     (actor, actor_optim, actor_scheduler), (critic, critic_optim, critic_scheduler) = strategy.prepare(
         with_optimizer(models.actor, t.actor_learning_rate, steps("actor"), config, strategy),
