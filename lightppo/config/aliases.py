@@ -143,7 +143,7 @@ reward_weights multi_objective_aggregation | a `CombinedReward` in the file of `
 dataset_name dataset_train_split | `--prompt_data`, `--prompt_split`
 dataset_test_split | `--eval_data`, `--eval_split`
 dataset_config dataset_streaming dataset_num_proc remove_unused_columns | not here: rows are read once, other columns go to the reward function
-shuffle_dataset | not here: prompts are always shuffled, by `--seed`
+shuffle_dataset | `--data_shuffle` (on)
 chat_template_kwargs | not here: `--apply_chat_template` renders as the tokenizer does
 per_device_train_batch_size local_batch_size micro_batch_size | `--micro_train_batch_size`
 gradient_accumulation_steps batch_size mini_batch_size local_mini_batch_size | `--train_batch_size`: samples per optimizer step over all ranks
@@ -214,7 +214,7 @@ log_multimodal max_tool_calling_iterations | not here: text, one turn per sample
 log_completions_hub_repo push_to_hub hub_model_id torch_empty_cache_steps ignore_bias_buffers | not here
 report_to run_name | `--use_wandb`, `--use_tensorboard`, `--wandb_run_name`
 top_k | `--top_k`, off is 0 there, -1 here
-kl_estimator gamma temperature top_p repetition_penalty entropy_coef reward_clip_range vllm_server_timeout trust_remote_code attn_implementation lora_alpha lora_dropout load_in_4bit gradient_checkpointing bf16 use_liger_kernel logging_steps save_steps eval_steps seed full_determinism torch_compile | =
+kl_estimator gamma temperature top_p min_p repetition_penalty entropy_coef reward_clip_range vllm_server_timeout trust_remote_code attn_implementation lora_alpha lora_dropout load_in_4bit gradient_checkpointing bf16 use_liger_kernel logging_steps save_steps eval_steps seed full_determinism torch_compile | =
 """
 
 VERL = """
@@ -228,7 +228,7 @@ policy_loss=geo_mean | `gmpo`
 rollout_engine=sglang | not here: `hf`, `vllm` or `vllm_server`
 data.train_files data.val_files | `--prompt_data`, `--eval_data`
 data.prompt_key | `--input_key`
-data.reward_fn_key | not here: the column is data_source
+data.reward_fn_key | `--data_source_key`
 data.train_max_samples data.val_max_samples | `--max_samples`, `--eval_max_samples`
 data.train_batch_size | `--rollout_batch_size`, in prompts
 data.val_batch_size | not here: `--micro_rollout_batch_size` holds for evaluations too
@@ -236,9 +236,11 @@ data.max_prompt_length data.max_response_length *.rollout.prompt_length *.rollou
 data.filter_overlong_prompts data.truncation | `--filter_overlong_prompts`, `--truncation`
 data.dataloader_num_workers data.filter_overlong_prompts_workers | `--data_num_workers`
 data.seed *.data_loader_seed *.fsdp_config.seed | `--seed`
-data.shuffle data.validation_shuffle | not here: prompts are shuffled by `--seed`, evaluations are not
+data.shuffle | `--data_shuffle` (on)
+data.validation_shuffle | not here: evaluations keep their order
 data.trust_remote_code *.model.trust_remote_code | `--trust_remote_code`
-data.tokenizer *.tokenizer_path *.hf_config_path | not here: they come with `--pretrain`
+data.tokenizer *.tokenizer_path | `--tokenizer_path`
+*.hf_config_path | not here: it comes with `--pretrain`
 data.apply_chat_template_kwargs *.custom_chat_template | not here: `--apply_chat_template` renders as the tokenizer does
 data.tool_config_path data.custom_cls.* data.sampler.* data.datagen.* | not here: a class of your own goes into a script ([extending.md](extending.md))
 data.image_key data.video_key data.image_patch_size data.return_multi_modal_inputs *.freeze_vision_tower *.limit_images | not here: text only
@@ -339,7 +341,7 @@ mode partition schedule_strategy allocation_mode n_nodes n_gpus_per_node nodelis
 metric_discovery_port ignore_worker_error cache_clear_freq torch_cache_mysophobia fuse_rew_ref ppo.fuse_rew_ref enable_offload | not here
 actor.path critic.path ref.path rew.path | `--pretrain`, `--critic_pretrain`, `--ref_pretrain`, `--reward_pretrain`
 *.init_from_scratch *.init_critic_from_actor | the last part of the name
-*.type actor.is_critic *.is_critic tokenizer_path | not here: known from the checkpoint
+*.type actor.is_critic *.is_critic | not here: known from the checkpoint
 *.gradient_checkpointing *.bf16 *.attn_impl *.dtype | `--gradient_checkpointing`, `--bf16`, `--attn_implementation`
 *.use_lora *.lora_rank *.lora_alpha *.target_modules *.peft_type | `--lora_rank`, `--lora_alpha`, `--target_modules`
 actor.optimizer.lr critic.optimizer.lr | `--actor_learning_rate`, `--critic_learning_rate`
@@ -353,12 +355,13 @@ dataset.path train_dataset.path | `--prompt_data`
 valid_dataset.path | `--eval_data`
 dataset.max_prompt_len train_dataset.max_length | `--prompt_max_len`; a longer prompt is an error, or `--filter_overlong_prompts`
 dataset.train_bs_n_seqs train_dataset.batch_size | `--rollout_batch_size`
-shuffle_dataset *.shuffle *.drop_last | not here: prompts are shuffled by `--seed`; a rollout is always whole
+shuffle_dataset *.shuffle | `--data_shuffle` (on)
+*.drop_last | not here: a rollout is always whole
 *.pin_memory *.num_workers *.num_dataset_workers | `--dataloader_pin_memory`, `--data_num_workers`
 group_size gconfig.n_samples ppo.gen.n | `--n_samples_per_prompt`
 generation_size | the same: the best of them train
 ppo.gen.max_new_tokens gconfig.max_new_tokens actor.max_new_tokens gconfig.max_tokens | `--generate_max_len`
-ppo.gen.min_new_tokens gconfig.min_new_tokens ppo.gen.temperature gconfig.temperature ppo.gen.top_p gconfig.top_p gconfig.stop gconfig.stop_token_ids gconfig.ignore_eos | the last part of the name
+ppo.gen.min_new_tokens gconfig.min_new_tokens ppo.gen.temperature gconfig.temperature ppo.gen.top_p gconfig.top_p gconfig.stop gconfig.stop_token_ids gconfig.ignore_eos gconfig.frequency_penalty | the last part of the name
 ppo.gen.top_k gconfig.top_k | `--top_k`, off is 1e8 there, -1 here
 ppo.gen.greedy gconfig.greedy | `--no_do_sample`
 ppo.gen.use_cuda_graph ppo.gen.force_* gconfig.skip_special_tokens gconfig.lora_name gconfig.use_beam_search | not here
@@ -412,7 +415,7 @@ perf_tracer.* memory_profiler.* | `--profile_steps`
 max_head_offpolicyness max_concurrent_rollouts n_rollout_workers schedule_policy new_tokens_per_chunk flush_request_timeout rollout.* | not here: rollouts and training take turns, so that every step is on-policy
 teacher.* *.agent.* | not here
 *.log_agent_stats* *.temperature *.request_timeout *.setup_timeout *.log_level *._version *.admin_api_key *.optimizer *.experiment_name *.trial_name | not here
-seed | =
+seed tokenizer_path | =
 """
 
 TABLES = {"OpenRLHF": OPENRLHF, "LightRFT": LIGHTRFT, "TRL": TRL, "verl": VERL, "AReaL": AREAL}
