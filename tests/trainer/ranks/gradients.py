@@ -83,6 +83,15 @@ VARIANTS: dict[str, dict] = {
 }
 
 
+class Tokenizer:
+    """As much of one as a trainer that gets token ids asks for."""
+
+    pad_token_id = 0
+
+    def __len__(self) -> int:
+        return 64
+
+
 def build_trainer(strategy, actor_parts: tuple, critic_parts: tuple, reference: Actor, **options) -> PPOTrainer:
     """Trains the actor alone; with ``freezing_actor_steps`` the critic alone."""
     actor, actor_optim, _ = actor_parts
@@ -91,7 +100,7 @@ def build_trainer(strategy, actor_parts: tuple, critic_parts: tuple, reference: 
     config = PPOConfig.from_flat(advantage_estimator="gae" if trains_critic else "reinforce", **options)
     models, trained = (actor, critic, None, reference, None), (actor_optim, critic_optim, None, None)
     parts = {"rollout_engine": SimpleNamespace(), "reward_source": SimpleNamespace(name="none")}
-    return PPOTrainer(strategy, *models, *trained, config=config, tokenizer=SimpleNamespace(pad_token_id=0), **parts)
+    return PPOTrainer(strategy, *models, *trained, config=config, tokenizer=Tokenizer(), **parts)
 
 
 def gradients(model_path: str, zero_stage: int, cases: list[tuple[int, bool | str]]) -> dict:
