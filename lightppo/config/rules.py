@@ -507,6 +507,8 @@ def _relations(o: SimpleNamespace, by_hand: bool) -> Iterator[str]:
     """Options without what they need, and options that exclude each other."""
     options = {one.name: one for one in all_options() if not by_hand or one.owner in _OF_TRAINER}
     values, given = {name: getattr(o, name) for name in options} | o.facts, o.config.flat()
+    if by_hand:
+        values["enable_ema"] = True  # the script brings its ema_model
     is_set = {f"no_{n}" if given[n] is False else n: one for n, one in options.items() if one.is_set(given[n])}
     for flag, option in is_set.items():
         for condition in option.needs:
