@@ -416,6 +416,14 @@ def test_what_cannot_be_served_is_refused_at_once(args, message, command):
         command("main", *args)
 
 
+def test_the_world_needs_a_token():
+    class Source:
+        name = "source"
+
+    with pytest.raises(ValueError, match=r"--host 0\.0\.0\.0 .*--token_env"):
+        serve(RewardApp(Source()), host="0.0.0.0", port=0)
+
+
 def test_bad_options_are_refused():
     class Source:
         name = "source"

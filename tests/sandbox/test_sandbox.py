@@ -332,6 +332,12 @@ def test_programs_see_nothing_of_each_other(pool):
     assert run.stdout == "False False False\n"
 
 
+def test_only_the_beginning_of_the_errors_is_kept(pool):
+    run = pool.run("import sys\nsys.stderr.write('first' + 'x' * 100_000)")
+    assert run.ended == "exit"
+    assert run.stderr == "first" + "x" * 4091
+
+
 def test_same_program_same_verdict(pool):
     code = "import random\nprint(random.random(), list({'a', 'b', 'c', 'd'}))"
     assert pool.run(code).stdout == pool.run(code).stdout != ""
