@@ -148,7 +148,7 @@ def test_an_entry_from_python_is_a_name_with_flags_checks_and_metrics():
         "lightppo.algorithms.losses:ppo_policy_loss", options=(power,), metrics={"mine_share": "share of it"}
     )
     needed = ["--pretrain=m", "--prompt_data=d", "--reward_fn=r.py"]
-    assert parse_args([*needed, "--policy_loss", "mine"]).loss.mine_power == 2.0
+    assert parse_args([*needed, "--policy_loss", "mine"]).resolved().loss.mine_power == 2.0
     assert parse_args([*needed, "--policy_loss", "mine", "--mine_power", "3"]).flat()["mine_power"] == 3.0
     for flags, word in ((["--mine_power", "3"], "policy_loss mine"), (["--policy_loss=mine", "--mine_power=0"], ">0")):
         with pytest.raises(ConfigError, match=f"--mine_power .*{word}"):

@@ -45,7 +45,7 @@ def said(recipe: Path) -> dict[str, Any]:
 
 def parsed(recipe: Path, options: dict[str, Any]) -> PPOConfig:
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    return parse_args(["--config", str(recipe), *words])
+    return parse_args(["--config", str(recipe), *words]).resolved()
 
 
 def test_the_algorithms_that_people_ask_for_are_there():
