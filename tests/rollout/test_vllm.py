@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.once import once
 from support.ranks import run_ranks
 from support.tiny import save_causal_lm, save_tokenizer
 
@@ -64,8 +65,12 @@ def save_family(folder, name):
 
 
 @pytest.fixture(scope="module")
-def one_rank(folder):
+def one_rank(folder, tmp_path_factory):
     """[untied, tied, and one of each family]."""
+    return once(tmp_path_factory, "vllm_one_rank", lambda: see_one_rank(folder))
+
+
+def see_one_rank(folder: Path) -> list[dict]:
     cases = [{"model": "untied", "zero_stage": 0, "extras": True}, {"model": "tied", "zero_stage": 0}]
     cases += [{"model": name, "zero_stage": 0, "brief": True} for name in FAMILIES]
     run_ranks(WORKER, folder, *map(json.dumps, cases), vllm=True, world_size=1, timeout=500)
@@ -73,14 +78,24 @@ def one_rank(folder):
 
 
 @pytest.fixture(scope="module")
-def two_ranks(folder):
+def two_ranks(folder, tmp_path_factory):
     """[tied, untied with one engine over both ranks, and three with adapters] of each rank."""
+    return once(tmp_path_factory, "vllm_two_ranks", lambda: see_two_ranks(folder))
+
+
+def see_two_ranks(folder: Path) -> list[list[dict]]:
     cases = [{"model": "tied", "zero_stage": 3}, {"model": "untied", "zero_stage": 3, "tensor_parallel_size": 2}]
     cases += [{"adapters": True, "brief": True} | case for case in WITH_ADAPTERS]
+    forget_shared_memory()  # of a test run that was killed
     run_ranks(WORKER, folder, *map(json.dumps, cases), vllm=True)
-    for left in SHARED_MEMORY.glob("-tp:*-cpushm_*"):  # vLLM removes it when Python is taken down, which forks do not
-        left.unlink()
+    forget_shared_memory()
     return [json.loads((folder / f"rank{rank}of2.json").read_text()) for rank in range(2)]
+
+
+def forget_shared_memory() -> None:
+    """vLLM removes it when Python is taken down, which forks do not; its name is the same for all engines."""
+    for left in SHARED_MEMORY.glob("-tp:*-cpushm_*"):
+        left.unlink()
 
 
 @pytest.fixture(scope="module", params=["one rank, untied", "one rank, tied", "ZeRO 3, tied", "ZeRO 3, shared engine"])

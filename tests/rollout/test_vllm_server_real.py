@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from filelock import FileLock
+from support.once import once
 from support.ranks import REPO, run_ranks
 from support.tiny import save_causal_lm, sums, write_jsonl
 from support.vllm_servers import KEY, KEY_VARIABLE, SHARED_MEMORY, Servers
@@ -101,15 +101,7 @@ def whole_run(root: Path, url: str, environment: dict[str, str]) -> dict:
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):
-    """What was seen; the first test process makes it, others wait for it."""
-    if "PYTEST_XDIST_WORKER" not in os.environ:
-        return see_everything(tmp_path_factory.mktemp("vllm_server"))
-    shared = tmp_path_factory.getbasetemp().parent
-    with FileLock(str(shared / "vllm_server.lock"), timeout=1100):
-        result = shared / "vllm_server.json"
-        if not result.exists():
-            result.write_text(json.dumps(see_everything(tmp_path_factory.mktemp("vllm_server"))))
-        return json.loads(result.read_text())
+    return once(tmp_path_factory, "vllm_server", lambda: see_everything(tmp_path_factory.mktemp("vllm_server")))
 
 
 @pytest.fixture(params=["untied, ZeRO 3, rank 0", "untied, ZeRO 3, rank 1", "tied"])
