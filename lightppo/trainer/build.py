@@ -104,7 +104,9 @@ def build(config: PPOConfig) -> Run:
     if config.training.dry_run:
         config = dry_run_config(config, strategy.world_size, _temporary_folder(strategy))
     c = config.checkpoint
-    claim({"--save_path": c.save_path, "--ckpt_path": c.ckpt_path}, strategy)
+    # An evaluation writes no checkpoint: it may look at those of a run that goes on.
+    written = {"--save_path": c.save_path} | ({} if config.evaluation.val_only else {"--ckpt_path": c.ckpt_path})
+    claim(written, strategy)
     loader, pretrain, eval_prompts = build_data(config, tokenizer, strategy, asked)
     if loader is not None and not config.training.dry_run:
         check_total_steps(config, steps_per_episode(config, loader), len(loader.dataset))

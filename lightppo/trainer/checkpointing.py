@@ -173,8 +173,8 @@ class RunCheckpointer:
             CheckpointError: the checkpoint does not fit this run.
         """
         c = self.config
-        if is_url(c.resume):
-            self.strategy.on_rank_0(lambda: download_marks(c.resume), f"read --resume {c.resume}")
+        if is_url(source := c.ckpt_path if c.resume == "auto" else c.resume):
+            self.strategy.on_rank_0(lambda: download_marks(source), f"read {source}")
         root = resume_root(c.resume, c.ckpt_path)
         tag = self.find(root) if root is not None else None
         if tag is None:

@@ -182,6 +182,18 @@ def test_critic_starts_from_the_reward_model_or_from_the_actor(make_config, rewa
     assert not torch.equal(head, again.critic.hf_model.score.weight)  # new, drawn by --seed
 
 
+def test_random_weights_are_for_models_without_a_checkpoint_of_their_own(make_config, tmp_path):
+    other = save_causal_lm(tmp_path / "other", seed=9)
+    loaded = models_of(make_config(ref_pretrain=other, critic_pretrain=other))
+    scratch = models_of(make_config(init_from_scratch=True, ref_pretrain=other, critic_pretrain=other))
+    assert not same_weights(scratch.actor, loaded.actor)
+    assert same_weights(scratch.reference, loaded.reference)
+    assert same_weights(scratch.critic.hf_model.base_model, loaded.critic.hf_model.base_model)
+    alike = models_of(make_config(init_from_scratch=True))  # random too: the reference is the actor's own start
+    assert same_weights(alike.reference, alike.actor)
+    assert not same_weights(alike.critic.hf_model.base_model, loaded.critic.hf_model.base_model)
+
+
 def test_random_weights_overridden_configs_and_eager_attention(make_config):
     loaded, scratch = models_of(make_config()), models_of(make_config(init_from_scratch=True))
     assert not same_weights(loaded.actor, scratch.actor)

@@ -115,6 +115,15 @@ def test_a_second_run_is_refused_before_its_models_load(make_config, tmp_path, o
         PPOTrainer.from_config(config)
 
 
+@pytest.mark.usefixtures("world")
+def test_an_evaluation_may_look_at_checkpoints_of_a_run_that_goes_on(make_config, tmp_path, assets, other_process):
+    fitted(make_config(**GROUPS, save_steps=1, benchmark_steps=1))
+    other_process(tmp_path / "ckpt")
+    only = {"eval_data": assets["prompt_data"], "eval_max_samples": 2, "val_only": True}
+    config = make_config(**GROUPS, **only, resume=str(tmp_path / "ckpt"), save_path=str(tmp_path / "eval"))
+    assert fitted(config).state.global_step == 1
+
+
 # -- no other run's files --------------------------------------------------------------------------------------------
 
 
