@@ -6,7 +6,7 @@ import math
 import os
 import tempfile
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from lightppo.config.cli import parse_section
 from lightppo.errors import StagingError
@@ -94,10 +94,7 @@ def parse_args(argv: Sequence[str] | None = None, prog: str = "lightppo sft") ->
 
 def train(config: SFTConfig) -> None:
     """Strategy → model → tokenizer → data → fit → save."""
-    from transformers import get_scheduler
-
-    from lightppo import Actor, SFTDataset, SFTTrainer, blending_datasets, get_strategy, get_tokenizer
-    from lightppo.models.lora import LoraOptions, add_adapters
+    from lightppo import SFTTrainer, get_strategy, get_tokenizer
     from lightppo.storage import local_folder, stage_to_local
     from lightppo.trainer.run_folder import claim, upload_records
     from lightppo.trainer.supervised import total_steps
@@ -107,61 +104,14 @@ def train(config: SFTConfig) -> None:
     claim({"--save_path": config.save_path}, strategy)
 
     pretrain = stage_to_local(config.pretrain)
-    model = Actor(
-        pretrain,
-        bf16=config.bf16,
-        attn_implementation=config.attn_implementation,
-        ds_config=strategy.get_ds_train_config(is_actor=True),
-        load_in_4bit=config.load_in_4bit,
-    )
-    if config.lora_rank > 0:
-        alpha, dropout = config.lora_alpha or 16.0, config.lora_dropout or 0.0
-        add_adapters(model, LoraOptions(config.lora_rank, alpha, dropout, config.target_modules), config.seed)
-    if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable()
+    model = build_model(config, pretrain, strategy)
     tokenizer = get_tokenizer(pretrain, model)
-
-    rows = blending_datasets(
-        config.dataset,
-        None,
-        strategy,
-        config.seed,
-        train_split=config.dataset_split,
-        flag="--dataset",
-    )
-    rows = rows.select(range(min(len(rows), config.max_samples)))
-    dataset = SFTDataset(
-        rows,
-        tokenizer,
-        config.max_len,
-        input_key=config.input_key,
-        output_key=config.output_key,
-        input_template=config.input_template,
-        apply_chat_template=config.apply_chat_template,
-    )
-    strategy.print(f"--dataset {config.dataset}: {dataset.report}")
-    loader = strategy.setup_dataloader(
-        dataset, config.micro_train_batch_size, pin_memory=True, collate_fn=dataset.collate_fn
-    )
-
+    loader = build_loader(config, tokenizer, strategy)
     steps = total_steps(strategy, loader, config.num_epochs or 1, config.max_steps)
-    optimizer = strategy.create_optimizer(
-        model, lr=config.learning_rate, betas=config.adam_betas, weight_decay=config.l2
-    )
-    scheduler = get_scheduler(
-        "constant_with_warmup" if config.lr_scheduler == "constant" else config.lr_scheduler,
-        optimizer,
-        num_warmup_steps=math.ceil(steps * config.lr_warmup_ratio),
-        num_training_steps=steps,
-    )
-    model, optimizer, scheduler = strategy.prepare((model, optimizer, scheduler))
+    model, optimizer, scheduler = strategy.prepare((model, *build_optimizer(config, model, steps, strategy)))
 
     trainer = SFTTrainer(
-        strategy,
-        model,
-        optimizer,
-        scheduler,
-        loader,
+        *(strategy, model, optimizer, scheduler, loader),
         max_steps=steps,
         log_path=config.log_file or local_folder(config.save_path) / "metrics.jsonl",
         logging_steps=config.logging_steps,
@@ -175,6 +125,52 @@ def train(config: SFTConfig) -> None:
     strategy.on_rank_0(lambda: upload_records(config.save_path), f"write {config.save_path}")
     strategy.print(f"{steps} steps, loss {status['train/loss']:.4f}; saved to {config.save_path}")
     strategy.print(f"next: lightppo ppo --pretrain {config.save_path} --prompt_data FILE --reward_fn FILE.py")
+
+
+def build_model(config: SFTConfig, pretrain: str, strategy: Any) -> Any:
+    """The model, with adapters if they are asked for."""
+    from lightppo import Actor
+    from lightppo.models.lora import LoraOptions, add_adapters
+
+    model = Actor(
+        pretrain,
+        bf16=config.bf16,
+        attn_implementation=config.attn_implementation,
+        ds_config=strategy.get_ds_train_config(is_actor=True),
+        load_in_4bit=config.load_in_4bit,
+    )
+    if config.lora_rank > 0:
+        alpha, dropout = config.lora_alpha or 16.0, config.lora_dropout or 0.0
+        add_adapters(model, LoraOptions(config.lora_rank, alpha, dropout, config.target_modules), config.seed)
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable()
+    return model
+
+
+def build_loader(config: SFTConfig, tokenizer: Any, strategy: Any) -> Any:
+    """Micro batches of the demonstrations."""
+    from lightppo import SFTDataset, blending_datasets
+
+    split = {"train_split": config.dataset_split, "flag": "--dataset"}
+    rows = blending_datasets(config.dataset, None, strategy, config.seed, **split)
+    rows = rows.select(range(min(len(rows), config.max_samples)))
+    names = ("input_key", "output_key", "input_template", "apply_chat_template")
+    form = {name: getattr(config, name) for name in names}
+    dataset = SFTDataset(rows, tokenizer, config.max_len, **form)
+    strategy.print(f"--dataset {config.dataset}: {dataset.report}")
+    size = config.micro_train_batch_size
+    return strategy.setup_dataloader(dataset, size, pin_memory=True, collate_fn=dataset.collate_fn)
+
+
+def build_optimizer(config: SFTConfig, model: Any, steps: int, strategy: Any) -> tuple[Any, Any]:
+    """AdamW and its schedule over so many steps."""
+    from transformers import get_scheduler
+
+    adam = {"lr": config.learning_rate, "betas": config.adam_betas, "weight_decay": config.l2}
+    optimizer = strategy.create_optimizer(model, **adam)
+    name = "constant_with_warmup" if config.lr_scheduler == "constant" else config.lr_scheduler
+    warm_up = math.ceil(steps * config.lr_warmup_ratio)
+    return optimizer, get_scheduler(name, optimizer, num_warmup_steps=warm_up, num_training_steps=steps)
 
 
 def dry_run(config: SFTConfig) -> None:

@@ -309,17 +309,7 @@ def resolutions(config: Options) -> dict[str, Any]:
     if a.init_kl_coef > 0:
         meant["ref_pretrain"] = m.pretrain
     if estimator.needs_critic:
-        reward_model = m.reward_pretrain[0] if m.reward_pretrain and not m.init_critic_from_actor else None
-        stage = _or(s.critic_zero_stage, s.zero_stage)
-        meant |= {
-            "critic_pretrain": reward_model or m.pretrain,
-            "critic_zero_stage": stage,
-            "critic_adam_offload": s.adam_offload and stage > 0,
-            "critic_param_offload": s.param_offload and stage == 3,
-            **{f"critic_{name}": value for name, value in vars(of_role(config, "actor")).items()},
-        }
-        if t.critic_lr_warmup_ratio is not None:  # a share of its own wins over the actor's number of steps
-            meant["critic_lr_warmup_steps"] = None
+        meant |= _critic_resolutions(config)
     if estimator.divides_by_std and a.group_std_norm:
         meant["grpo_std_eps"] = 1e-6
     if _or(a.adv_norm, estimator.whiten):
@@ -343,6 +333,23 @@ def resolutions(config: Options) -> dict[str, Any]:
         "reward_manager": {"dapo": "auto"}.get(manager := config.verifier.reward_manager, manager),
         "resume": config.checkpoint.resume if config.checkpoint.load_checkpoint else "never",
     }
+
+
+def _critic_resolutions(config: Options) -> dict[str, Any]:
+    """The critic's options: as the actor's, but for where it starts."""
+    m, s = config.model, config.strategy
+    reward_model = m.reward_pretrain[0] if m.reward_pretrain and not m.init_critic_from_actor else None
+    stage = _or(s.critic_zero_stage, s.zero_stage)
+    meant = {
+        "critic_pretrain": reward_model or m.pretrain,
+        "critic_zero_stage": stage,
+        "critic_adam_offload": s.adam_offload and stage > 0,
+        "critic_param_offload": s.param_offload and stage == 3,
+        **{f"critic_{name}": value for name, value in vars(of_role(config, "actor")).items()},
+    }
+    if config.training.critic_lr_warmup_ratio is not None:  # a share wins over the actor's number of steps
+        meant["critic_lr_warmup_steps"] = None
+    return meant
 
 
 # -- what an option needs --------------------------------------------------------------------------------------------

@@ -87,15 +87,7 @@ def build(config: PPOConfig) -> Run:
     """Build everything a run needs; whatever cannot work is an error that names its flag. Collective."""
     strategy = build_strategy(config)
     strategy.setup_distributed()
-    config.validate(strategy.world_size)
-    config = config.resolved()
-    problem = _refusal(config) if strategy.is_rank_0() else None
-    if problem := strategy.broadcast_object(problem):
-        raise ConfigError(problem)
-    check_before_loading(config)
-    strategy.print(described(config))
-    for line in advice(config):
-        strategy.print(f"note: {line}")
+    config = checked(config, strategy)
 
     # What can fail on a user's mistake comes before what takes long: all rows and the reward file, then the models.
     check_lengths(config, loading.load_config(stage_to_local(config.model.pretrain), **_loading(config)))
@@ -144,6 +136,20 @@ def build(config: PPOConfig) -> Run:
         *(actor_optim, critic_optim, actor_scheduler, critic_scheduler),
         *(config, tokenizer, source, engine, loader, pretrain, evaluator),
     )
+
+
+def checked(config: PPOConfig, strategy: DeepspeedStrategy) -> PPOConfig:
+    """The config, resolved, after all checks that load nothing; says what was set. Collective."""
+    config.validate(strategy.world_size)
+    config = config.resolved()
+    problem = _refusal(config) if strategy.is_rank_0() else None
+    if problem := strategy.broadcast_object(problem):
+        raise ConfigError(problem)
+    check_before_loading(config)
+    strategy.print(described(config))
+    for line in advice(config):
+        strategy.print(f"note: {line}")
+    return config
 
 
 # -- models ----------------------------------------------------------------------------------------------------------
