@@ -141,12 +141,12 @@ def build(config: PPOConfig) -> Run:
 def checked(config: PPOConfig, strategy: DeepspeedStrategy) -> PPOConfig:
     """The config, resolved, after all checks that load nothing; says what was set. Collective."""
     config.validate(strategy.world_size)
-    config = config.resolved()
+    asked, config = config, config.resolved()
     problem = _refusal(config) if strategy.is_rank_0() else None
     if problem := strategy.broadcast_object(problem):
         raise ConfigError(problem)
     check_before_loading(config)
-    strategy.print(described(config))
+    strategy.print(described(asked))
     for line in advice(config):
         strategy.print(f"note: {line}")
     return config
@@ -631,14 +631,15 @@ def check_disk_space(config: PPOConfig, parameters: dict[str, int], exported: in
 
 
 def described(config: PPOConfig) -> str:
-    """The options of a resolved config that differ from their defaults and from what None means, by section."""
+    """The options that were set, and differ from the defaults and from what None means, by section."""
+    config, asked = config.resolved(), config.flat()
     public, lines = public_options(config), ["options that differ from the defaults (all are in run_config.yaml):"]
 
     def is_meant(name: str) -> bool:
         return config.with_options(**{name: None}).resolved().flat()[name] == public[name]
 
     for title, section in sections().items():
-        set_here = [o for o in section.options().values() if public[o.name] != o.default]
+        set_here = [o for o in section.options().values() if asked[o.name] != o.default]
         set_here = [o.name for o in set_here if o.default is not None or not is_meant(o.name)]
         lines += [f"  {title}: {' '.join(f'{name}={public[name]!r}' for name in set_here)}"] if set_here else []
     return "\n".join(lines)

@@ -73,8 +73,8 @@ MEASURED = {
     "tis": 0.27,
 }
 
-# Those of `make test`: a critic, a group baseline, a greedy baseline, a loss per sequence, a selection of tokens.
-ALWAYS = ("gae", "grpo", "remax", "loss-gspo", "loss-kl_cov")
+# Those of `make test`: a critic, a group baseline, a selection of tokens.
+ALWAYS = ("gae", "grpo", "loss-kl_cov")
 
 pytestmark = pytest.mark.usefixtures("world")
 

@@ -38,6 +38,7 @@ PRELOADED = (
     "lightppo.compat",
     "lightppo.trainer.build",
     "lightppo.trainer.supervised",
+    "matplotlib.backends.backend_agg",
 )
 WITH_VLLM = (
     "lightppo.rollout.vllm",
