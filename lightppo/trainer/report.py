@@ -41,7 +41,7 @@ SFT_PANELS = (
     Panel("loss (nats per token)", {"train/loss": "training data"}, {}),
     Panel("gradient norm", {"train/grad_norm": "before clipping"}, {}),
 )
-FEWEST_STEPS = 8  # of a picture at the end of a run: it takes a second
+FEWEST_STEPS = 3  # of a picture at the end of a run: two points are no curve, and the table has them
 PICTURE = "plot.png"
 NO_MATPLOTLIB = "no picture: pip install 'lightppo[plots]'"
 
