@@ -11,8 +11,9 @@ import zlib
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -309,3 +310,40 @@ def minibatches(
                 plan_step([collate([items[step[i]] for i in part]) for part in parts], ranks, scale=loss_scale)
             )
         yield Minibatch(*plans)
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def save_batch(path: Path, minibatch: Minibatch, texts: Sequence[Sequence[str]], **facts: Any) -> None:
+    """Writes this rank's part of an optimizer step, for :func:`load_batch`.
+
+    Args:
+        texts: prompt and response of each row, for people.
+        **facts: numbers and texts, such as the step and the rank.
+    """
+
+    def plain(part: Experience) -> dict[str, Any]:
+        tensors = {f.name: getattr(part, f.name) for f in fields(Experience) if f.name not in ("info", "part")}
+        step = part.part and vars(part.part) | {"normalizer": vars(part.part.normalizer)}
+        if step and step["pretrain"]:
+            step["pretrain"] = (dict(part.part.pretrain[0]), *part.part.pretrain[1:])
+        return {"tensors": tensors, "info": part.info, "part": step}
+
+    kinds = {"micro_batches": minibatch.micro_batches, "critic_micro_batches": minibatch.critic_micro_batches}
+    parts = {name: batches and [plain(part) for part in batches] for name, batches in kinds.items()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save({**parts, "texts": [tuple(row) for row in texts], "facts": facts}, path)
+
+
+def load_batch(path: Path) -> tuple[Minibatch, list[tuple[str, str]], dict[str, Any]]:
+    """What :func:`save_batch` wrote, on the CPU: optimizer step, texts of its rows, facts. Runs no code of the file."""
+    saved = torch.load(path, map_location="cpu", weights_only=True)
+
+    def experience(plain: dict[str, Any]) -> Experience:
+        if (part := plain["part"]) is not None:
+            part = StepPart(**part | {"normalizer": LossNormalizer(**part["normalizer"])})
+        return Experience(**plain["tensors"], info=plain["info"], part=part)
+
+    kinds = [saved[name] and [experience(p) for p in saved[name]] for name in ("micro_batches", "critic_micro_batches")]
+    return Minibatch(*kinds), saved["texts"], saved["facts"]

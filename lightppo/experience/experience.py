@@ -62,6 +62,12 @@ class Experience:
         responses = self.response_lengths.tolist()
         return [(total - r, r) for total, r in zip(self.total_lengths.tolist(), responses)]
 
+    def non_finite(self) -> dict[str, int]:
+        """Rows with a NaN or an infinite number at a trained token, by the name of the tensor."""
+        rows = {n: (~getattr(self, n).isfinite() & self.action_mask).any(1).sum() for n in self._present()}
+        counts = torch.stack([*rows.values(), self.action_mask.sum()]).tolist()  # one copy
+        return {name: count for name, count in zip(rows, counts) if count}
+
     def prompts(self) -> list[bytes]:
         """The prompt of each row as bytes, equal for equal token ids."""
         split = self.sequences.size(1) - self.num_actions
