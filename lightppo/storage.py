@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import hashlib
+import itertools
 import logging
 import os
 import posixpath
@@ -144,7 +145,7 @@ def upload(
     """
     if not is_url(folder):
         return
-    with _remote(folder) as (fs, root):
+    with _remote(folder, f"; what this run has written is in {local_folder(folder)}") as (fs, root):
         stale = [path for path in (fs.ls(root, detail=False) if instead_of and fs.exists(root) else ())
                  if any(fnmatch.fnmatch(posixpath.basename(path), p) for p in instead_of)]  # fmt: skip
         for name in (*names, *(base for path in stale if (base := posixpath.basename(path)) not in names)):
@@ -156,7 +157,10 @@ def upload(
                 chosen = [path for path in files if (path.name == last) == is_last]
                 if chosen:
                     targets = [target + str(path)[len(str(source)) :] for path in chosen]
+                    changed = [path.stat().st_mtime_ns for path in chosen]
                     fs.put([str(path) for path in chosen], targets)
+                    for path, time in zip(chosen, changed):
+                        _stamp_sent(path, time)
 
 
 def download(folder: str | os.PathLike[str], wanted: Callable[[str], bool]) -> None:
@@ -176,6 +180,46 @@ def download(folder: str | os.PathLike[str], wanted: Callable[[str], bool]) -> N
                 changed = changed.timestamp() if hasattr(changed, "timestamp") else changed
                 if isinstance(changed, (int, float)):
                     os.utime(target, (changed, changed))
+                _stamp_sent(target, target.stat().st_mtime_ns)
+
+
+def set_unsent_aside(folder: str | os.PathLike[str], *, besides: str) -> Path | None:
+    """Clear ``local_folder(folder)`` of files, but for those of the name ``besides``.
+
+    If an earlier process could not send all of them, they are moved, as a whole checkpoint may be among them; returns
+    where to.
+    """
+    local = local_folder(folder)
+    files = [path for path in local.rglob("*") if path.is_file() and path.name != besides]
+    aside = None
+    if not all(map(_is_sent, files)):
+        base = _cache() / "unsent" / local.relative_to(_cache() / "folders")
+        aside = next(path for n in itertools.count(1) if not (path := base.with_name(f"{base.name}.{n}")).exists())
+    for path in files:
+        if aside is None:
+            path.unlink()
+        else:
+            target = aside / path.relative_to(local)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            path.rename(target)
+    return aside
+
+
+def _stamp(path: Path) -> Path:
+    """An empty file that has the time of the last change that was sent."""
+    return _cache() / "sent" / path.relative_to(_cache() / "folders")
+
+
+def _is_sent(path: Path) -> bool:
+    stamp = _stamp(path)
+    return stamp.exists() and stamp.stat().st_mtime_ns == path.stat().st_mtime_ns
+
+
+def _stamp_sent(path: Path, changed: int) -> None:
+    stamp = _stamp(path)
+    stamp.parent.mkdir(parents=True, exist_ok=True)
+    stamp.touch()
+    os.utime(stamp, ns=(changed, changed))
 
 
 def probe(folder: str | os.PathLike[str]) -> None:
@@ -188,7 +232,7 @@ def probe(folder: str | os.PathLike[str]) -> None:
 
 
 @contextmanager
-def _remote(folder: str | os.PathLike[str]) -> Iterator[tuple[Any, str]]:
+def _remote(folder: str | os.PathLike[str], hint: str = "") -> Iterator[tuple[Any, str]]:
     """The file system of a URL and the path on it; whatever fails is a StagingError that names the URL."""
     import fsspec
 
@@ -197,4 +241,4 @@ def _remote(folder: str | os.PathLike[str]) -> Iterator[tuple[Any, str]]:
         fs, root = fsspec.core.url_to_fs(url)
         yield fs, root.rstrip("/")
     except Exception as error:  # each file system raises its own errors
-        raise StagingError(f"{url}: {type(error).__name__}: {error}") from error
+        raise StagingError(f"{url}: {type(error).__name__}: {error}{hint}") from error

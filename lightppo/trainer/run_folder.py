@@ -20,7 +20,7 @@ from lightppo.errors import ConfigError, StagingError
 from lightppo.http import shown_url
 from lightppo.models.loading import checkpoint_mark
 from lightppo.ranks import Ranks
-from lightppo.storage import download, is_url, local_folder, probe, stage_to_local, upload
+from lightppo.storage import download, is_url, local_folder, probe, set_unsent_aside, stage_to_local, upload
 from lightppo.trainer.checkpointing import download_marks
 from lightppo.user_code import split_python_spec
 
@@ -53,7 +53,8 @@ def claim(folders: Mapping[str, str], ranks: Ranks) -> None:
     Raises:
         ConfigError: another process holds one, it cannot be written, or a node does not see rank 0's copy of a URL.
     """
-    problem = next(filter(None, itertools.starmap(_claim, folders.items())), None) if ranks.is_rank_0() else None
+    steps = (do(flag, folder) for do in (_claim, _prepare) for flag, folder in folders.items())
+    problem = next(filter(None, steps), None) if ranks.is_rank_0() else None
     if problem := ranks.broadcast_object(problem):
         raise ConfigError(problem)
     for flag, folder in folders.items():
@@ -64,24 +65,30 @@ def claim(folders: Mapping[str, str], ranks: Ranks) -> None:
 
 
 def _claim(flag: str, folder: str) -> str | None:
-    """Lock a folder and make it ready; what is in the way."""
+    """Make a folder and lock it; what is in the way."""
     local = local_folder(folder)
     try:
         local.mkdir(parents=True, exist_ok=True)
-        file = (local / _LOCK).open("a+")
-        problem = _lock(file, f"{flag} {folder}")
-        if problem is None and is_url(folder):
-            probe(folder)
-            for path in local.rglob("*"):  # what an earlier process had not sent is no part of any run
-                if path.is_file() and path.name != _LOCK:
-                    path.unlink()
-            download_marks(folder)
-            kinds = tuple(name.partition(".")[0] for name in RECORDS)
-            download(folder, lambda name: name.startswith(kinds))
+        return _lock((local / _LOCK).open("a+"), f"{flag} {folder}")
     except OSError as error:
-        reason = error if isinstance(error, StagingError) else error.strerror
-        return f"{flag} {folder}: cannot be written ({reason})"
-    return problem
+        return f"{flag} {folder}: cannot be written ({error.strerror})"
+
+
+def _prepare(flag: str, folder: str) -> str | None:
+    """Bring what is needed to go on from a URL; what is in the way."""
+    if not is_url(folder):
+        return None
+    try:
+        probe(folder)
+        if (aside := set_unsent_aside(folder, besides=_LOCK)) is not None:  # of no run: the URL alone counts
+            logger.warning("%s %s: an earlier process could not send all it wrote, which is now in %s",
+                           flag, folder, aside)  # fmt: skip
+        download_marks(folder)
+        kinds = tuple(name.partition(".")[0] for name in RECORDS)
+        download(folder, lambda name: name.startswith(kinds))
+    except OSError as error:
+        return f"{flag} {folder}: cannot be written ({error if isinstance(error, StagingError) else error.strerror})"
+    return None
 
 
 def _lock(file: IO[str], name: str) -> str | None:

@@ -19,9 +19,9 @@ from support.tiny import save_causal_lm, sums, write_jsonl
 
 from lightppo import PPOTrainer
 from lightppo.config import PPOConfig, parse_args
-from lightppo.errors import ConfigError, TrainingError
+from lightppo.errors import ConfigError, StagingError, TrainingError
 from lightppo.models.loading import checkpoint_mark
-from lightppo.storage import local_folder
+from lightppo.storage import local_folder, upload
 from lightppo.trainer import build
 from lightppo.trainer.run_folder import claim, release, set_aside
 
@@ -339,9 +339,40 @@ def test_a_run_at_a_url_goes_on_on_another_machine(make_config, memory, tmp_path
     anew = PPOTrainer.from_config(config.with_options(resume="never"))
     assert anew.state.global_step == 0
     assert {"metrics.1.jsonl", "eval.1/step1.jsonl", "run_config.1.yaml"} < names(memory, "/bucket/run")
+    assert not (tmp_path / "node2" / "unsent").exists()  # all was sent
     again = make_config(pretrain="memory://bucket/run", save_path=str(tmp_path / "next"), ckpt_path=None)
     from_export = PPOTrainer.from_config(again)
     assert all(torch.equal(tensor, weights(straight)[name]) for name, tensor in weights(from_export).items())
+
+
+def test_what_was_not_sent_is_kept_apart_by_the_next_process(memory, tmp_path, monkeypatch, caplog):
+    folders = {"--save_path": "memory://bucket/run", "--ckpt_path": "memory://bucket/run/checkpoints_ppo"}
+    here = local_folder(folders["--save_path"])
+    claim(folders, FakeStrategy())
+    (here / "checkpoints_ppo" / "_actor").mkdir()
+    (here / "checkpoints_ppo" / "_actor" / "shard").write_text("sent")
+    upload(folders["--ckpt_path"], "_actor")
+    (here / "metrics.jsonl").write_text("sent")
+    upload(folders["--save_path"], "metrics.jsonl")
+    claim(folders, FakeStrategy())  # all is at the URL
+    assert [path.name for path in here.rglob("*") if path.is_file() and path.name != ".lock"] == ["metrics.jsonl"]
+
+    (here / "model.safetensors").write_text("trained")
+    with monkeypatch.context() as patch:
+        patch.setattr(type(memory), "put", lambda *_, **__: (_ for _ in ()).throw(ConnectionError("gone")))
+        with pytest.raises(StagingError, match=rf"memory://bucket/run: ConnectionError: gone; what .* is in {here}"):
+            upload(folders["--save_path"], "model.safetensors")
+    caplog.clear()
+    claim(folders, FakeStrategy())
+    (kept,) = (tmp_path / "node1" / "unsent").rglob("model.safetensors")
+    assert kept.read_text() == "trained"
+    said = "--save_path memory://bucket/run: an earlier process could not send all it wrote, which is now in"
+    assert f"{said} {kept.parent}" in caplog.text
+    assert not (here / "model.safetensors").exists()  # the URL alone counts
+    (here / "metrics.jsonl").write_text("same")  # sent once, and changed since
+    claim(folders, FakeStrategy())
+    assert (kept.parent.with_name("run.2") / "metrics.jsonl").read_text() == "same"
+    release(folders.values())
 
 
 def test_a_file_url_is_that_folder(tmp_path):
