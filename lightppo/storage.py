@@ -10,7 +10,6 @@ import os
 import posixpath
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 CACHE_VARIABLE = "LIGHTPPO_CACHE"
 
-
+_WAITS = (0.0, 2.0, 10.0)  # seconds before further tries
 _TIMES = ("mtime", "LastModified", "created")  # of a change, as file systems name them
 
 
@@ -145,12 +144,13 @@ def upload(
     """
     if not is_url(folder):
         return
-    with _remote(folder, f"; what this run has written is in {local_folder(folder)}") as (fs, root):
-        stale = [path for path in (fs.ls(root, detail=False) if instead_of and fs.exists(root) else ())
+
+    def send(fs: Any, root: str) -> None:
+        stale = [path for path in (fs.ls(root, detail=False) if instead_of and _exists(fs, root) else ())
                  if any(fnmatch.fnmatch(posixpath.basename(path), p) for p in instead_of)]  # fmt: skip
         for name in (*names, *(base for path in stale if (base := posixpath.basename(path)) not in names)):
             source, target = local_folder(folder) / name, f"{root}/{name}"
-            if not source.is_file() and fs.exists(target):
+            if not source.is_file() and _exists(fs, target):
                 fs.rm(target, recursive=True)
             files = [path for path in (source, *source.rglob("*")) if path.is_file()]
             for is_last in (False, True):
@@ -162,14 +162,17 @@ def upload(
                     for path, time in zip(chosen, changed):
                         _stamp_sent(path, time)
 
+    _remotely(folder, send, f"; what this run has written is in {local_folder(folder)}")
+
 
 def download(folder: str | os.PathLike[str], wanted: Callable[[str], bool]) -> None:
     """Bring what the URL has under names (relative) that are wanted into ``local_folder(folder)``, with its times."""
     if not is_url(folder):
         return
-    with _remote(folder) as (fs, root):
+
+    def bring(fs: Any, root: str) -> None:
         fs.invalidate_cache()
-        found = fs.find(root, detail=True) if fs.exists(root) else {}
+        found = {info["name"]: info for info in _files(fs, root)} if _exists(fs, root) else {}
         names = {path: path[len(root) :].lstrip("/") for path in sorted(found)}
         for path, name in names.items():
             if wanted(name):
@@ -181,6 +184,8 @@ def download(folder: str | os.PathLike[str], wanted: Callable[[str], bool]) -> N
                 if isinstance(changed, (int, float)):
                     os.utime(target, (changed, changed))
                 _stamp_sent(target, target.stat().st_mtime_ns)
+
+    _remotely(folder, bring)
 
 
 def set_unsent_aside(folder: str | os.PathLike[str], *, besides: str) -> Path | None:
@@ -224,21 +229,61 @@ def _stamp_sent(path: Path, changed: int) -> None:
 
 def probe(folder: str | os.PathLike[str]) -> None:
     """StagingError if nothing can be written to the URL."""
+
+    def write(fs: Any, root: str) -> None:
+        fs.makedirs(root, exist_ok=True)
+        fs.pipe_file(f"{root}/.lightppo", b"")
+        fs.rm(f"{root}/.lightppo")
+
     if is_url(folder):
-        with _remote(folder) as (fs, root):
-            fs.makedirs(root, exist_ok=True)
-            fs.pipe_file(f"{root}/.lightppo", b"")
-            fs.rm(f"{root}/.lightppo")
+        _remotely(folder, write)
 
 
-@contextmanager
-def _remote(folder: str | os.PathLike[str], hint: str = "") -> Iterator[tuple[Any, str]]:
-    """The file system of a URL and the path on it; whatever fails is a StagingError that names the URL."""
+def _remotely(folder: str | os.PathLike[str], action: Callable[[Any, str], None], hint: str = "") -> None:
+    """Calls ``action`` with the file system of a URL and the path on it, again over a new connection if it fails.
+
+    Whatever fails to the end is a StagingError that names the URL.
+    """
     import fsspec
+    import tenacity
 
     check_scheme(url := os.fspath(folder))
-    try:
+
+    def once() -> None:
         fs, root = fsspec.core.url_to_fs(url)
-        yield fs, root.rstrip("/")
+        try:
+            action(fs, root.rstrip("/"))
+        except Exception:
+            fs.clear_instance_cache()  # a server ends connections that were idle
+            raise
+
+    final = (FileNotFoundError, NotADirectoryError, PermissionError)
+    waits = tenacity.wait_chain(*map(tenacity.wait_fixed, _WAITS))
+    try:
+        tenacity.retry(
+            stop=tenacity.stop_after_attempt(len(_WAITS) + 1),
+            wait=waits,
+            retry=tenacity.retry_if_not_exception_type(final),
+            before_sleep=lambda state: logger.warning("%s: %r; again", url, state.outcome.exception()),
+            reraise=True,
+        )(once)()
     except Exception as error:  # each file system raises its own errors
         raise StagingError(f"{url}: {type(error).__name__}: {error}{hint}") from error
+
+
+def _exists(fs: Any, path: str) -> bool:
+    """Not ``fs.exists``, which says no where the server cannot be reached: a run would begin anew."""
+    try:
+        fs.info(path)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _files(fs: Any, folder: str) -> Iterator[dict[str, Any]]:
+    """All files below a folder. ``fs.find`` leaves out what it cannot list."""
+    for info in fs.ls(folder, detail=True):
+        if info["type"] != "directory":
+            yield info
+        elif info["name"].rstrip("/") != folder:
+            yield from _files(fs, info["name"].rstrip("/"))

@@ -360,6 +360,7 @@ def test_what_was_not_sent_is_kept_apart_by_the_next_process(memory, tmp_path, m
     (here / "model.safetensors").write_text("trained")
     with monkeypatch.context() as patch:
         patch.setattr(type(memory), "put", lambda *_, **__: (_ for _ in ()).throw(ConnectionError("gone")))
+        patch.setattr("time.sleep", lambda seconds: None)  # between tries
         with pytest.raises(StagingError, match=rf"memory://bucket/run: ConnectionError: gone; what .* is in {here}"):
             upload(folders["--save_path"], "model.safetensors")
     caplog.clear()
@@ -372,6 +373,39 @@ def test_what_was_not_sent_is_kept_apart_by_the_next_process(memory, tmp_path, m
     (here / "metrics.jsonl").write_text("same")  # sent once, and changed since
     claim(folders, FakeStrategy())
     assert (kept.parent.with_name("run.2") / "metrics.jsonl").read_text() == "same"
+    release(folders.values())
+
+
+def test_a_lost_connection_is_made_again_and_never_looks_like_an_empty_folder(memory, tmp_path, monkeypatch):
+    """fsspec's ``exists`` and ``find`` say no, and nothing, for a server that does not answer."""
+    folders, failures = {"--ckpt_path": "memory://bucket/ckpt"}, {}
+    memory.pipe("/bucket/ckpt/latest", b"global_step1")
+    local = local_folder(folders["--ckpt_path"])
+
+    def failing(name: str, real: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            if failures.get(name, 0) > 0:
+                failures[name] -= 1
+                raise BrokenPipeError(name)
+            return real(*args, **options)
+
+        return call
+
+    names = ("info", "ls", "put", "pipe_file", "get_file")
+    for name in names:
+        monkeypatch.setattr(type(memory), name, failing(name, getattr(type(memory), name)))
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    failures.update(dict.fromkeys(names, 1))
+    claim(folders, FakeStrategy())
+    assert (local / "latest").read_text() == "global_step1"
+    (local / "latest").write_text("global_step2")
+    upload(folders["--ckpt_path"], "latest")
+    assert memory.cat("/bucket/ckpt/latest") == b"global_step2"
+    assert failures == dict.fromkeys(names, 0)
+    failures["info"] = 1000
+    with pytest.raises(ConfigError, match=r"--ckpt_path memory://bucket/ckpt: .*BrokenPipeError: info"):
+        claim(folders, FakeStrategy())
+    failures["info"] = 0
     release(folders.values())
 
 
