@@ -25,9 +25,10 @@ eps_clip_low_high actor.eps_clip_low_high | `--eps_clip_low A --eps_clip_high B`
 dual_clip actor.dual_clip | `--dual_clip`
 no_advantage_std_norm algo.advantage.no_std_norm | `--no_adv_std_norm`
 entropy_loss_coef actor.entropy_coef | `--entropy_coef`; the entropy is always logged
-stop_properly_penalty_coef reward.stop_properly_penalty_coef | `--stop_properly_penalty`
+stop_properly_penalty_coef reward.stop_properly_penalty_coef | `--stop_properly_penalty`, which never raises a score
 enable_vllm_is_correction vllm_is_correction_type algo.advantage.is_correction_enable algo.advantage.is_correction_type | `--rollout_correction tis`, `icepop`, `seq_mask_tis`
 vllm_is_truncated_threshold algo.advantage.is_correction_threshold | `--correction_low A --correction_high B`
+use_icepop | `--rollout_correction icepop`
 kl_estimator algo.kl.estimator | `--kl_estimator`, with `--kl_clip 10`
 use_kl_estimator_k3 | `--kl_estimator k3`
 load_checkpoint ckpt.load_enable | on by default; `--resume never`
@@ -59,7 +60,7 @@ deepspeed_enable_sleep ds.enable_sleep | not here: `--adam_offload` and `--param
 deepcompile ds.deepcompile | `--torch_compile`
 ds_tensor_parallel_size ds.tensor_parallel_size | not here: `--zero_stage 3` shards the models
 ring_attn_size ds.ring_attn_size ring_head_stride ring_attn_head_stride ds.ring_attn_head_stride | not here: sequences are not split over ranks
-use_ds_universal_ckpt ds.use_universal_ckpt | not here: resume with as many ranks and the same ZeRO stage; the HF export fits any
+use_ds_universal_ckpt universal_ckpt ds.use_universal_ckpt | not here: resume with as many ranks and the same ZeRO stage; the HF export fits any
 param_dtype ds.param_dtype | `--bf16`
 perf | not here: times of each part are always logged, under perf/
 use_ms | not here: give a local folder, or a hub id of Hugging Face
@@ -75,7 +76,7 @@ actor.adam.eps critic.adam.eps | not here: AdamW's 1e-8
 actor.lr_scheduler critic.lr_scheduler actor.lr_warmup_ratio critic.lr_warmup_ratio actor.min_lr_ratio critic.min_lr_ratio actor.max_norm critic.max_norm | `--lr_scheduler`, `--lr_warmup_ratio`, `--min_lr_ratio`, `--max_norm`; the critic's with `critic_` before the name
 actor.optim critic.optim *.muon.* | not here: AdamW
 actor.gradient_checkpointing_enable actor.gradient_checkpointing_reentrant | `--gradient_checkpointing`, `--gradient_checkpointing_use_reentrant`
-actor.freeze_visual_encoder data.image_key data.max_images_per_prompt | not here: text only
+actor.freeze_visual_encoder freeze_visual_encoder data.image_key image_key data.max_images_per_prompt max_images_per_prompt | not here: text only
 algo.advantage.estimator | `--advantage_estimator`
 algo.kl.init_coef algo.kl.target algo.kl.horizon algo.kl.use_loss | `--init_kl_coef`, `--kl_target`, `--kl_horizon`, `--use_kl_loss`
 critic.save_value_network | `--save_value_network`
@@ -84,14 +85,15 @@ train.enable_ema train.ema_beta train.full_determinism_enable | `--enable_ema`, 
 rollout.batch_size rollout.micro_batch_size rollout.n_samples_per_prompt rollout.temperature rollout.top_p | `--rollout_batch_size`, `--micro_rollout_batch_size`, `--n_samples_per_prompt`, `--temperature`, `--top_p`
 reward.normalize_enable reward.clip_range reward.overlong_buffer_len reward.overlong_penalty_factor | `--normalize_reward`, `--reward_clip_range`, `--overlong_buffer_len`, `--overlong_penalty_factor`
 data.prompt_dataset data.prompt_probs data.prompt_split data.input_key data.label_key data.input_template data.apply_chat_template data.max_samples | `--prompt_data`, `--prompt_data_probs`, `--prompt_split`, then the same names
-data.disable_fast_tokenizer data.dataloader_num_workers | `--disable_fast_tokenizer`, `--data_num_workers`
-eval.split eval.steps | `--eval_split`, `--eval_steps`
+data.disable_fast_tokenizer data.dataloader_num_workers dataloader_num_workers | `--disable_fast_tokenizer`, `--data_num_workers` (tokenises; the loader there)
+eval_split eval.split | `--eval_split` (train there, test here)
+eval_steps eval.steps | `--eval_steps` (-1: never there, once per episode here)
 ckpt.path ckpt.output_dir ckpt.save_steps ckpt.save_hf ckpt.disable_ds ckpt.max_num ckpt.max_mem | `--ckpt_path`, `--save_path`, `--save_steps`, `--save_hf_ckpt`, `--disable_ds_ckpt`, `--max_ckpt_num`, `--max_ckpt_mem`
 ds.zero_stage ds.zpg ds.adam_offload ds.attn_implementation ds.use_liger_kernel ds.grad_accum_dtype ds.overlap_comm ds.packing_samples ds.load_in_4bit ds.value_head_prefix | the last part of the name
-ds.experts_implementation | not here: transformers' default
+ds.experts_implementation disable_trace_cache | not here: transformers' and DeepSpeed's defaults
 ds.lora.rank ds.lora.alpha ds.lora.dropout ds.lora.target_modules | `--lora_rank`, `--lora_alpha`, `--lora_dropout`, `--target_modules`
 logger.logging_steps logger.tensorboard_dir logger.wandb.org logger.wandb.group logger.wandb.project logger.wandb.run_name | `--logging_steps`, `--use_tensorboard`, `--wandb_org`, `--wandb_group`, `--wandb_project`, `--wandb_run_name`
-actor_learning_rate adam_betas adam_offload apply_chat_template attn_implementation bf16 ckpt_path critic_learning_rate critic_pretrain disable_ds_ckpt disable_fast_tokenizer ema_beta enable_ema eval_split eval_steps eval_temperature flash_attn full_determinism generate_max_len grad_accum_dtype gradient_checkpointing gradient_checkpointing_use_reentrant init_kl_coef input_key input_template kl_horizon kl_target l2 label_key load_in_4bit local_rank logging_steps lora_alpha lora_dropout lora_rank lr_scheduler lr_warmup_ratio max_ckpt_mem max_ckpt_num max_epochs max_norm max_samples micro_rollout_batch_size micro_train_batch_size n_samples_per_prompt normalize_reward num_episodes overlap_comm overlong_buffer_len overlong_penalty_factor packing_samples pretrain pretrain_data pretrain_data_probs pretrain_split prompt_data prompt_data_probs prompt_max_len prompt_split ptx_coef reward_clip_range reward_pretrain rollout_batch_size save_hf_ckpt save_path save_steps save_value_network seed target_modules temperature top_p train_batch_size use_kl_loss use_liger_kernel use_tensorboard value_head_prefix wandb_group wandb_org wandb_project wandb_run_name zero_stage zpg | =
+actor_learning_rate adam_betas adam_offload advantage_estimator apply_chat_template attn_implementation bf16 ckpt_path critic_learning_rate critic_pretrain disable_ds_ckpt disable_fast_tokenizer ema_beta enable_ema eval_temperature flash_attn full_determinism generate_max_len grad_accum_dtype gradient_checkpointing gradient_checkpointing_use_reentrant init_kl_coef input_key input_template kl_horizon kl_target l2 label_key load_in_4bit local_rank logging_steps lora_alpha lora_dropout lora_rank lr_scheduler lr_warmup_ratio max_ckpt_mem max_ckpt_num max_epochs max_norm max_samples micro_rollout_batch_size micro_train_batch_size n_samples_per_prompt normalize_reward num_episodes overlap_comm overlong_buffer_len overlong_penalty_factor packing_samples pretrain pretrain_data pretrain_data_probs pretrain_split prompt_data prompt_data_probs prompt_max_len prompt_split ptx_coef reward_clip_range reward_pretrain rollout_batch_size save_hf_ckpt save_path save_steps save_value_network seed target_modules temperature top_p torch_compile train_batch_size use_kl_loss use_liger_kernel use_tensorboard value_head_prefix wandb_group wandb_org wandb_project wandb_run_name zero_stage zpg | =
 """
 
 LIGHTRFT = """
@@ -109,6 +111,7 @@ reward_clip | `--reward_clip_range -X X`
 reward_running_norm_minus_mean | not here: always so with `--reward_running_norm`
 normalize_reward_for_critic | `--normalize_reward`
 reference_key | `--label_key`
+system_prompt_path | `--system_prompt`, the text itself
 max_eval_samples | `--eval_max_samples`
 max_len | `--prompt_max_len` and `--generate_max_len`
 reward_pretrain | `--reward_pretrain A B`; a script may keep the comma
@@ -130,7 +133,7 @@ meta_init initial_model_shard_size no_shard_vit fsdp fsdp_cpu_offload use_mp_opt
 sp_size | not here: sequences are not split over ranks
 fused_linear_logprob chunk_size disable_logprobs_flashattn | not here: log probs are always computed in chunks of positions that are read
 rm_use_engine rm_engine_cudagraph | not here: reward models run in the training processes, or behind `--remote_rm_url`
-freeze_prefix images_key limit_mm_image_per_prompt mixed_mm_data text_only | not here: text only
+freeze_prefix images_key limit_mm_image_per_prompt limit_mm_video_per_prompt fps max_pixels mixed_mm_data text_only | not here: text only
 use_ms | not here: give a local folder, or a hub id of Hugging Face
 actor_learning_rate adam_betas adam_offload advantage_estimator apply_chat_template aux_loss_coef bf16 ckpt_path critic_pretrain disable_ds_ckpt disable_fast_tokenizer dynamic_sampling enable_ema eps_clip eval_data eval_split eval_steps flash_attn freezing_actor_steps gamma generate_max_len grad_accum_dtype gradient_checkpointing gradient_checkpointing_use_reentrant init_kl_coef input_key input_template kl_target l2 label_key load_in_4bit local_rank logging_steps lora_alpha lora_dropout lora_rank lr_warmup_ratio max_ckpt_mem max_ckpt_num max_epochs max_norm max_samples micro_rollout_batch_size micro_train_batch_size n_samples_per_prompt num_episodes overlap_comm packing_samples pretrain pretrain_data pretrain_data_probs pretrain_split prompt_data prompt_data_probs prompt_max_len prompt_split ptx_coef reward_running_norm rollout_batch_size save_hf_ckpt save_path save_steps save_value_network seed system_prompt target_modules temperature top_p train_batch_size use_kl_loss use_tensorboard value_head_prefix wandb_group wandb_org wandb_project wandb_run_name zero_stage zpg | =
 """
@@ -142,8 +145,13 @@ reward_funcs | `--reward_fn path.py:name`
 reward_weights multi_objective_aggregation | a `CombinedReward` in the file of `--reward_fn`
 dataset_name dataset_train_split | `--prompt_data`, `--prompt_split`
 dataset_test_split | `--eval_data`, `--eval_split`
-dataset_config dataset_streaming dataset_num_proc remove_unused_columns | not here: rows are read once, other columns go to the reward function
+datasets datasets.* | `--prompt_data A B`, with `--prompt_data_probs`
+dataset_config dataset_streaming streaming dataset_num_proc remove_unused_columns test_split_size | not here: rows are read once, other columns go to the reward function
+fraction | `--max_samples`, as a number of rows
 shuffle_dataset | `--data_shuffle` (on)
+data_seed | not here: all random numbers come from `--seed`
+dataloader_num_workers | `--data_num_workers`
+dataloader_drop_last | not here: what is left of an episode is a smaller rollout
 chat_template_kwargs | not here: `--apply_chat_template` renders as the tokenizer does
 per_device_train_batch_size local_batch_size micro_batch_size | `--micro_train_batch_size`
 gradient_accumulation_steps batch_size mini_batch_size local_mini_batch_size | `--train_batch_size`: samples per optimizer step over all ranks
@@ -152,11 +160,12 @@ generation_batch_size steps_per_generation | `--rollout_batch_size`, in prompts
 local_rollout_forward_batch_size | `--micro_rollout_batch_size`
 num_generations | `--n_samples_per_prompt`
 num_generations_eval | `--eval_n_samples`
+per_device_eval_batch_size | not here: `--micro_rollout_batch_size` holds for evaluations too
 max_prompt_length | `--prompt_max_len`
 max_completion_length response_length | `--generate_max_len`
 stop_token stop_token_id | `--stop`, `--stop_token_ids`
-missing_eos_penalty | `--stop_properly_penalty`
-beta | `--use_kl_loss --kl_estimator k3 --init_kl_coef`
+missing_eos_penalty | not here: `--stop_properly_penalty` leaves a share of the score, `--mask_no_eos_with_zero` none of it
+beta | `--init_kl_coef` (0.01 here): GRPO's (0 there) with `--use_kl_loss --kl_estimator k3`, RLOO's (0.05 there) in the reward
 kl_coef | `--init_kl_coef`
 use_bias_correction_kl | not here
 epsilon epsilon_high cliprange | `--eps_clip_low`, `--eps_clip_high`, `--eps_clip`
@@ -194,27 +203,42 @@ use_transformers_continuous_batching transformers_continuous_batching_config use
 mask_truncated_completions | `--mask_too_long`
 sync_ref_model ref_model_sync_steps ref_model_mixup_alpha | `--ref_reset_steps N` for α 1; `--ref_ema_eta` α for 1 step
 num_iterations num_ppo_epochs | `--max_epochs`
-total_episodes num_train_epochs | `--num_episodes`, passes over the prompts
-max_steps | `--total_training_steps`, PPO steps
+num_train_epochs | `--num_episodes` (1 here, 3 there)
+total_episodes | not here: samples there; `--num_episodes` counts passes over the prompts, `--total_training_steps` PPO steps
+max_steps | `--total_training_steps`, PPO steps (optimizer steps there)
+save_steps eval_steps logging_steps | the same, in PPO steps (optimizer steps there)
+lora_alpha lora_dropout | the same (32 and 0.05 there, 16 and 0 here)
+gradient_checkpointing bf16 | the same (on there, off here)
+reward_clip_range | the same (off there, -10 and 10 here)
+vllm_server_timeout | `--vllm_server_start_timeout`; `--vllm_server_timeout` is a response's
 num_total_batches world_size | not here: they follow from the other sizes
 learning_rate | `--actor_learning_rate`, `--critic_learning_rate`
 lr_scheduler_type lr_scheduler_kwargs warmup_ratio warmup_steps | `--lr_scheduler`, `--min_lr_ratio`, `--lr_warmup_ratio`, `--lr_warmup_steps`
 weight_decay max_grad_norm adam_beta1 adam_beta2 | `--l2`, `--max_norm`, `--adam_betas`
 adam_epsilon optim optim_args | not here: AdamW with 1e-8
-dtype torch_dtype fp16 | `--bf16`
+dtype torch_dtype fp16 bf16_full_eval | `--bf16`
+tf32 torch_compile_backend torch_compile_mode neftune_noise_alpha auto_find_batch_size | not here
+use_cpu | not here: a machine without GPUs trains on its CPUs
+ddp_timeout | `--dist_timeout`, in minutes (seconds there)
+ddp_find_unused_parameters ddp_bucket_cap_mb | not here: DeepSpeed reduces gradients
+average_tokens_across_devices | not here: losses are always averaged over the tokens of all ranks
 gradient_checkpointing_kwargs | `--gradient_checkpointing_use_reentrant`
 use_peft lora_r lora_target_modules | `--lora_rank`, `--target_modules`
 lora_target_parameters lora_modules_to_save lora_task_type use_rslora use_dora load_in_8bit bnb_4bit_quant_type use_bnb_nested_quant bnb_4bit_quant_storage model_adapter_name ref_adapter_name | not here: LoRA or QLoRA of linear layers in NF4 ([lora.md](lora.md))
 deepspeed fsdp | not here: DeepSpeed's options are flags (`--zero_stage`, …)
 output_dir | `--save_path`, `--ckpt_path`
 save_strategy save_total_limit resume_from_checkpoint | `--save_steps`, `--max_ckpt_num`, `--resume`
-eval_strategy do_eval | `--eval_steps`, `--eval_epochs`, `--eval_seconds`
+save_only_model save_safetensors | `--hf_save_steps`: the model alone, always as safetensors
+load_best_model_at_end metric_for_best_model greater_is_better | `--best_metric`; the best is in `--ckpt_path`, the last in `--save_path`
+eval_strategy do_eval eval_delay | `--eval_steps`, `--eval_epochs`, `--eval_seconds`
+eval_on_start | `--val_before_train` (on)
 log_completions num_completions_to_print num_sample_generations log_unique_prompts | `--num_examine`, `--rollout_data_dir`
 log_multimodal max_tool_calling_iterations | not here: text, one turn per sample
-log_completions_hub_repo push_to_hub hub_model_id torch_empty_cache_steps ignore_bias_buffers | not here
-report_to run_name | `--use_wandb`, `--use_tensorboard`, `--wandb_run_name`
+log_completions_hub_repo push_to_hub hub_model_id hub_strategy hub_token hub_private_repo torch_empty_cache_steps ignore_bias_buffers | not here
+report_to run_name project logging_dir | `--use_wandb`, `--use_tensorboard`, `--wandb_run_name`, `--wandb_project`
+logging_strategy logging_first_step disable_tqdm log_level | not here: `--logging_steps` alone (1 here, 10 there)
 top_k | `--top_k`, off is 0 there, -1 here
-kl_estimator gamma temperature top_p min_p repetition_penalty entropy_coef reward_clip_range vllm_server_timeout trust_remote_code attn_implementation lora_alpha lora_dropout load_in_4bit gradient_checkpointing bf16 use_liger_kernel logging_steps save_steps eval_steps seed full_determinism torch_compile | =
+kl_estimator dataloader_pin_memory gamma temperature top_p min_p repetition_penalty entropy_coef trust_remote_code attn_implementation load_in_4bit use_liger_kernel seed full_determinism torch_compile | =
 """
 
 VERL = """
@@ -342,6 +366,9 @@ metric_discovery_port ignore_worker_error cache_clear_freq torch_cache_mysophobi
 actor.path critic.path ref.path rew.path | `--pretrain`, `--critic_pretrain`, `--ref_pretrain`, `--reward_pretrain`
 *.init_from_scratch *.init_critic_from_actor | the last part of the name
 *.type actor.is_critic *.is_critic | not here: known from the checkpoint
+train_dataset.type valid_dataset.type *.dataset_kwargs | not here: rows are prompts; `lightppo sft` trains on answers
+actor.temperature critic.temperature | `--temperature`: that of sampling holds in training too
+ref.* | not here: the reference gives log probs only
 *.gradient_checkpointing *.bf16 *.attn_impl *.dtype | `--gradient_checkpointing`, `--bf16`, `--attn_implementation`
 *.use_lora *.lora_rank *.lora_alpha *.target_modules *.peft_type | `--lora_rank`, `--lora_alpha`, `--target_modules`
 actor.optimizer.lr critic.optimizer.lr | `--actor_learning_rate`, `--critic_learning_rate`
@@ -353,20 +380,25 @@ actor.optimizer.lr critic.optimizer.lr | `--actor_learning_rate`, `--critic_lear
 *.disable_dropout *.pad_to_maximum dataset.fill_to_max_length dynamic_bs | not here: no dropout, no padding where it is not needed
 dataset.path train_dataset.path | `--prompt_data`
 valid_dataset.path | `--eval_data`
+train_dataset.split valid_dataset.split | `--prompt_split`, `--eval_split`
+valid_dataset.batch_size | not here: `--micro_rollout_batch_size` holds for evaluations too
+valid_dataset.max_length | `--prompt_max_len`, which holds for evaluations too
 dataset.max_prompt_len train_dataset.max_length | `--prompt_max_len`; a longer prompt is an error, or `--filter_overlong_prompts`
 dataset.train_bs_n_seqs train_dataset.batch_size | `--rollout_batch_size`
 shuffle_dataset *.shuffle | `--data_shuffle` (on)
-*.drop_last | not here: a rollout is always whole
+*.drop_last | not here: what is left of an episode is a smaller rollout (dropped there)
 *.pin_memory *.num_workers *.num_dataset_workers | `--dataloader_pin_memory`, `--data_num_workers`
 group_size gconfig.n_samples ppo.gen.n | `--n_samples_per_prompt`
 generation_size | the same: the best of them train
-ppo.gen.max_new_tokens gconfig.max_new_tokens actor.max_new_tokens gconfig.max_tokens | `--generate_max_len`
+ppo.gen.max_new_tokens gconfig.max_new_tokens actor.max_new_tokens | `--generate_max_len`
+gconfig.max_tokens | `--prompt_max_len` and `--generate_max_len`
 ppo.gen.min_new_tokens gconfig.min_new_tokens ppo.gen.temperature gconfig.temperature ppo.gen.top_p gconfig.top_p gconfig.stop gconfig.stop_token_ids gconfig.ignore_eos gconfig.frequency_penalty | the last part of the name
 ppo.gen.top_k gconfig.top_k | `--top_k`, off is 1e8 there, -1 here
 ppo.gen.greedy gconfig.greedy | `--no_do_sample`
 ppo.gen.use_cuda_graph ppo.gen.force_* gconfig.skip_special_tokens gconfig.lora_name gconfig.use_beam_search | not here
-eval_gconfig.n_samples eval_gconfig.temperature eval_gconfig.top_p eval_gconfig.top_k | `--eval_n_samples`, `--eval_temperature`, `--eval_top_p`, `--eval_top_k`
-ppo.ppo_n_minibatches actor.ppo_n_minibatches | `--ppo_n_minibatches` (4 there; None here)
+eval_gconfig.n_samples eval_gconfig.temperature eval_gconfig.top_p eval_gconfig.top_k eval_gconfig.greedy | `--eval_n_samples`, `--eval_temperature` (0 is greedy), `--eval_top_p`, `--eval_top_k`
+eval_gconfig.* | not here: as in training
+ppo.ppo_n_minibatches actor.ppo_n_minibatches critic.ppo_n_minibatches | `--ppo_n_minibatches` (4 there; None here)
 ppo.eps_clip actor.eps_clip actor.eps_clip_higher | `--eps_clip`, `--eps_clip_low`, `--eps_clip_high`
 ppo.c_clip actor.c_clip | `--dual_clip`
 ppo.value_eps_clip critic.eps_clip | `--value_clip`
@@ -403,6 +435,8 @@ exp_ctrl.ckpt_freq_* recover.freq_* | `--save_steps`, `--save_epochs`, `--save_s
 exp_ctrl.eval_freq_* evaluator.freq_* | `--eval_steps`, `--eval_epochs`, `--eval_seconds`
 exp_ctrl.benchmark_steps exp_ctrl.benchmark_n_seqs | `--benchmark_steps`
 evaluator.eval_before_train | `--val_before_train` (on)
+saver.fileroot evaluator.fileroot recover.fileroot | `--save_path`, `--ckpt_path`
+saver.mode | not here
 recover_mode recover.mode | `--resume auto`, `never`
 recover_retries recover_after recover.retries recover.no_* | not here: start the command again, it goes on by itself
 auto_eval auto_eval_config.* | `--eval_data` while training, or `lightppo eval` on an export
@@ -412,6 +446,9 @@ perf_tracer.* memory_profiler.* | `--profile_steps`
 *vllm.gpu_memory_utilization sglang.mem_fraction_static *.sglang.mem_fraction_static | `--gpu_memory_utilization`: 0.9 there, for GPUs of its own; 0.4 here, shared with training
 *vllm.max_num_seqs *vllm.max_model_len *vllm.block_size *vllm.enforce_eager *vllm.enable_prefix_caching *vllm.dtype | the last part of the name; `--vllm_dtype`
 *vllm.* *sglang.* | not here: for vLLM servers, options of vLLM go to `lightppo serve-vllm`
+rollout.tokenizer_path rollout.dump_to_file | `--tokenizer_path`, `--rollout_data_dir`
+rollout.request_timeout rollout.request_retries | `--vllm_server_timeout`, `--vllm_server_retries`
+scheduler.reward_model_path scheduler.reward_model_service_url scheduler.reward_functioncall_config | `--reward_pretrain`, `--remote_rm_url`, `--function_call_url`
 max_head_offpolicyness max_concurrent_rollouts n_rollout_workers schedule_policy new_tokens_per_chunk flush_request_timeout rollout.* | not here: rollouts and training take turns, so that every step is on-policy
 teacher.* *.agent.* | not here
 *.log_agent_stats* *.temperature *.request_timeout *.setup_timeout *.log_level *._version *.admin_api_key *.optimizer *.experiment_name *.trial_name | not here
