@@ -13,13 +13,14 @@ ENGINE ?= hf
 
 .DEFAULT_GOAL := help
 .PHONY: help install quickstart test test-all lint docs bench bench-scaling bench-memory bench-rollouts
-.PHONY: house reference-runs coverage clean
+.PHONY: test-faults house reference-runs coverage clean
 
 help:
 	@echo "make quickstart   install, then SFT and PPO of a small model on this machine, with a report (about 5 minutes)"
 	@echo "                  RANKS=2 ZERO_STAGE=3 for two processes with ZeRO-3; ENGINE=vllm samples with vLLM"
 	@echo "make test         install, then the test suite"
 	@echo "make test-all     the same and more: every algorithm is trained until its reward has risen (minutes)"
+	@echo "make test-faults  kills, hangs, full disks, lost networks at every phase of a run (docs/faults.md); most of an hour"
 	@echo "make coverage     the test suite, and the lines of lightppo that it leaves out, by file"
 	@echo "make lint         ruff"
 	@echo "make docs         write the generated pages of docs/"
@@ -55,6 +56,10 @@ test: $(INSTALLED)
 
 test-all: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "" $(PYTEST_ARGS)
+
+# KILLS=100: how many random kills; at the end it is said how many there were.
+test-faults: $(INSTALLED)
+	$(if $(KILLS),KILLS=$(KILLS)) $(BIN)/python -m pytest -m "" tests/faults $(PYTEST_ARGS)
 
 coverage: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check coverage==7.17.3

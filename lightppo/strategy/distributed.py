@@ -50,6 +50,38 @@ def ensure_launcher_variables() -> None:
         os.environ["MASTER_PORT"] = str(sock.getsockname()[1])
 
 
+def choose_gloo_interface() -> None:
+    """Lets nodes reach each other where a host's own name leads to 127.0.1.1, as Debian has it: gloo listens there.
+
+    LaunchError if the interface that leads to the other nodes is not plain to see.
+    """
+    import psutil
+
+    of_node = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")  # of torchrun; of deepspeed
+    if "GLOO_SOCKET_IFNAME" in os.environ or of_node in (None, os.environ["WORLD_SIZE"]):
+        return
+    try:
+        host = socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return
+    if not host.startswith("127."):
+        return
+    all_addresses = [
+        (a.address, name) for name, of in psutil.net_if_addrs().items() for a in of if a.family == socket.AF_INET
+    ]
+    interfaces = {address: name for address, name in all_addresses if not address.startswith("127.")}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        sock.connect((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))  # sends nothing
+        own = sock.getsockname()[0]
+    found = {interfaces[own]} if own in interfaces else set(interfaces.values())
+    if len(found) != 1:
+        raise LaunchError(
+            f"this host's name leads to {host}, where other nodes do not reach it, and it has the interfaces "
+            f"{', '.join(sorted(found)) or 'none'}: set GLOO_SOCKET_IFNAME to the one that leads to the other nodes"
+        )
+    os.environ["GLOO_SOCKET_IFNAME"] = found.pop()
+
+
 def on_cuda() -> bool:
     """True if engines run on GPUs: there is one, and DS_ACCELERATOR (DeepSpeed's own switch) does not say cpu."""
     return torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR", "cuda") == "cuda"
@@ -182,6 +214,7 @@ class DistributedStrategy:
             # Joining gloo would compile this op for minutes, under a lock that a killed process leaves behind.
             # Private hook of DeepSpeed 0.19; the plain gloo collectives take over.
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+            choose_gloo_interface()
         try:
             timeout = timeout or timedelta(minutes=self.timeout_minutes)
             deepspeed.init_distributed(timeout=timeout, verbose=False)

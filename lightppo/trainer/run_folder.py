@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import socket
+import uuid
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -51,16 +52,24 @@ def claim(folders: Mapping[str, str], ranks: Ranks) -> None:
     For a URL, what is needed to go on is brought to this node.
 
     Raises:
-        ConfigError: another process holds one, it cannot be written, or a node does not see rank 0's copy of a URL.
+        ConfigError: another process holds one, it cannot be written, or a node does not see what rank 0 writes there.
     """
     steps = (do(flag, folder) for do in (_claim, _prepare) for flag, folder in folders.items())
     problem = next(filter(None, steps), None) if ranks.is_rank_0() else None
     if problem := ranks.broadcast_object(problem):
         raise ConfigError(problem)
+    name = ranks.broadcast_object(f".seen-{uuid.uuid4().hex}")  # which no node has looked for before
     for flag, folder in folders.items():
-        if is_url(folder) and not all(ranks.all_gather_object(local_folder(folder).is_dir())):
+        mark = local_folder(folder) / name
+        ranks.on_rank_0(mark.touch, f"write into {folder}")
+        hosts = ranks.all_gather_object((socket.gethostname(), mark.exists()))
+        ranks.on_rank_0(mark.unlink, f"remove {mark}")
+        if blind := [f"rank {rank} on {host}" for rank, (host, seen) in enumerate(hosts) if not seen]:
+            remedy = "set LIGHTPPO_CACHE to a folder" if is_url(folder) else "name one"
             raise ConfigError(
-                f"{flag} {folder}: it is written here first: set LIGHTPPO_CACHE to a folder that all nodes share"
+                f"{flag} {folder}: {blind[0]} does not see what rank 0 on {hosts[0][0]} writes "
+                f"{'here first' if is_url(folder) else 'there'} ({len(blind)} of {len(hosts)} ranks do not): {remedy} "
+                "that all nodes share"
             )
 
 

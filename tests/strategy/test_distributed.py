@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from support.ranks import run_ranks
 
+from lightppo.errors import LaunchError
 from lightppo.strategy.deepspeed import DeepspeedStrategy, get_strategy
-from lightppo.strategy.distributed import RankSampler, ensure_launcher_variables, wait_for_torch_threads
+from lightppo.strategy.distributed import (
+    RankSampler,
+    choose_gloo_interface,
+    ensure_launcher_variables,
+    wait_for_torch_threads,
+)
 
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -43,6 +51,51 @@ def test_half_a_launcher_is_refused(no_launcher, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(RuntimeError, match="not LOCAL_RANK, MASTER_ADDR, MASTER_PORT"):
         ensure_launcher_variables()
+
+
+@pytest.mark.parametrize(
+    ("others", "own", "chosen"),
+    [
+        ({}, "127.0.0.1", "eth0"),  # the first node, which is its own master: there is one only
+        ({"docker0": "172.17.0.1"}, "10.0.0.1", "eth0"),  # the way to the master
+        ({"docker0": "172.17.0.1"}, "127.0.0.1", None),
+    ],
+)
+def test_the_interface_that_leads_to_the_other_nodes(no_launcher, monkeypatch, others, own, chosen):
+    class Way:
+        def __init__(self, *_):
+            self.getsockname = lambda: (own, 0)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def connect(self, address):
+            assert address == ("node-a", 29500)
+
+    addresses = {name: [SimpleNamespace(family=socket.AF_INET, address=address)]
+                 for name, address in {"lo": "127.0.0.1", "eth0": "10.0.0.1", **others}.items()}  # fmt: skip
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: addresses)
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
+    monkeypatch.setattr(socket, "socket", Way)
+    variables = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "node-a", "MASTER_PORT": "29500"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "set by the user")
+    choose_gloo_interface()
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "set by the user"
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    if chosen is None:
+        with pytest.raises(LaunchError, match=r"127.0.1.1, .* interfaces docker0, eth0: set GLOO_SOCKET_IFNAME"):
+            choose_gloo_interface()
+        return
+    choose_gloo_interface()
+    assert os.environ.pop("GLOO_SOCKET_IFNAME") == chosen
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # one machine
+    choose_gloo_interface()
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
 
 
 def test_strategy_from_any_object_with_attributes():

@@ -1,0 +1,177 @@
+"""``lightppo ppo`` in which one rank meets one fault: ``faulty.py '{"fault": …, "phase": …, "rank": …}' flags…``
+
+The fault comes in PPO step ``step``, at the phase's first call on the given rank; "loading" has no step. It comes from
+a user's subclass, so the product knows nothing of it. The file ``struck`` tells that it came.
+
+Also without a fault: ``network`` names the network namespace of each rank, which it enters before it joins the others;
+``folders`` a working folder of each; ``environment`` has variables of all.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+SPEC: dict[str, Any] = json.loads(sys.argv[1])
+RANK = int(os.environ.get("RANK", 0))
+HUGE = 1 << 40  # bytes
+
+
+def main() -> None:
+    """As commands/ppo.py, with the trainer below."""
+    os.environ.update(SPEC.get("environment", {}))
+    if "network" in SPEC:
+        enter_network(SPEC["network"][RANK])
+    if "folders" in SPEC:
+        os.chdir(SPEC["folders"][RANK])
+
+    from lightppo.config import parse_args
+    from lightppo.trainer import run
+
+    config = parse_args(sys.argv[2:])
+    run(lambda: trainer_class().from_config(config).fit())
+
+
+def trainer_class() -> type:
+    from lightppo import PPOTrainer
+
+    class Faulty(PPOTrainer):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            if SPEC.get("rank") == RANK and "fault" in SPEC:
+                owner, method = {
+                    "generation": (self.rollout_engine, "generate"),
+                    "scoring": (self.reward_source, "score"),
+                    "training": (self.strategy, "backward"),
+                    "sync": (self.rollout_engine, "sync_weights"),
+                    "saving": (self.strategy, "save_ckpt"),
+                    "loading": (self.strategy, "load_ckpt"),
+                }[SPEC["phase"]]
+                around(self, owner, method)
+
+    return Faulty
+
+
+def around(trainer: Any, owner: Any, method: str) -> None:
+    """The fault comes before the call, "NaN" in what it gets or gives; of a save, between the parts."""
+    original, calls = getattr(owner, method), 0
+
+    def call(*args: Any, **options: Any) -> Any:
+        nonlocal calls
+        # A save and the steps' count: the state has counted the step by then.
+        step = trainer.state.global_step + (SPEC["phase"] != "saving")
+        if SPEC["phase"] == "loading" or step == SPEC["step"]:
+            calls += 1
+            if calls == (2 if SPEC["phase"] == "saving" else 1):
+                tell()
+                if SPEC["fault"] == "NaN":
+                    return not_finite(trainer, original, *args, **options)
+                FAULTS[SPEC["fault"]]()
+        return original(*args, **options)
+
+    setattr(owner, method, call)
+
+
+def tell() -> None:
+    """When the fault came."""
+    Path(SPEC["struck"]).write_text(repr(time.time()))
+
+
+def not_finite(trainer: Any, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    nan = float("nan")
+    match SPEC["phase"]:
+        case "scoring":
+            output = original(*args, **options)
+            output.rewards[0] = nan
+            return output
+        case "training":
+            loss, *others = args
+            return original(loss * nan, *others, **options)
+        case "generation" | "sync":
+            for parameter in trainer.actor.model.parameters():
+                parameter.data.fill_(nan)
+            return original(*args, **options)
+    raise ValueError(f"nothing is computed in {SPEC['phase']}")
+
+
+# -- faults ----------------------------------------------------------------------------------------------------------
+
+
+def raise_error() -> None:
+    raise RuntimeError("injected")
+
+
+def use_up_memory() -> None:
+    """A limit, so that it is this process that has no memory, not the machine."""
+    import torch
+
+    resource.setrlimit(resource.RLIMIT_AS, (HUGE, HUGE))
+    torch.zeros(2 * HUGE, dtype=torch.int8)
+
+
+def be_slow() -> None:
+    time.sleep(SPEC.get("seconds", 4))
+
+
+def kill_server() -> None:
+    os.kill(SPEC["server"], signal.SIGKILL)
+    time.sleep(0.2)
+
+
+def fill_disk() -> None:
+    """All that is left on the file system of the run."""
+    with (Path(SPEC["disk"]) / "filled").open("wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(4096))
+        except OSError:
+            pass
+
+
+def pull_cable() -> None:
+    subprocess.run(["ip", "link", "set", "eth0", "down"], check=True)
+
+
+def jump_back() -> None:
+    """The clock of the machine goes back a day: this process asks for the time, and files are of the future."""
+    real = time.time
+    time.time = lambda: real() - 86400
+    for path in Path(SPEC["clocked"]).rglob("*"):
+        if path.is_file():
+            os.utime(path, (real() + 86400, real() + 86400))
+
+
+FAULTS: dict[str, Callable[[], Any]] = {
+    "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "SIGSTOP": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "exception": raise_error,
+    "os._exit": lambda: os._exit(3),
+    "out of memory": use_up_memory,
+    "slow rank": be_slow,
+    "dead reward server": kill_server,
+    "dead vLLM server": kill_server,
+    "full disk": fill_disk,
+    "lost network": pull_cable,
+    "clock jump": jump_back,
+}
+
+
+def enter_network(name: str) -> None:
+    """This thread, and those that it starts, in a network namespace."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/var/run/netns/{name}") as namespace:
+        if libc.setns(namespace.fileno(), 0x40000000):  # CLONE_NEWNET
+            raise OSError(ctypes.get_errno(), f"cannot enter network namespace {name}")
+
+
+if __name__ == "__main__":
+    main()
