@@ -91,6 +91,10 @@ class CheckpointError(UserError, ValueError):
     """A directory is not a checkpoint, or its shape does not fit this run."""
 
 
+class StorageError(UserError, OSError):
+    """A disk is full, or a folder cannot be written."""
+
+
 class TrainingError(UserError, RuntimeError):
     """A run trained nothing."""
 

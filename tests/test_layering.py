@@ -21,6 +21,7 @@ FLOORS = {
     "option": 0,
     "user_code": 0,
     "storage": 0,
+    "durable": 0,
     "algorithms": 1,
     "config": 2,  # the entries of algorithms are options; the light parts stay light all the same, see below
     "models": 3,

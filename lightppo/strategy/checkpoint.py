@@ -13,7 +13,7 @@ import math
 import os
 import random
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,8 @@ import numpy
 import torch
 import torch.distributed as dist
 
-from lightppo.errors import CheckpointError
+from lightppo import durable
+from lightppo.errors import CheckpointError, StorageError
 from lightppo.ranks import Ranks
 from lightppo.storage import download, is_url, local_folder, upload
 from lightppo.strategy.zero3 import (
@@ -43,7 +44,9 @@ logger = logging.getLogger(__name__)
 LATEST = "latest"
 META = "lightppo_checkpoint.json"
 _CLIENT_STATE = "client_state.pt"
-_INCOMPLETE = ".incomplete"
+DAMAGED = ".damaged"
+INCOMPLETE = ".incomplete"
+_REPLACED = f".old{INCOMPLETE}"
 _FORMAT = 1
 
 
@@ -77,38 +80,114 @@ def save_checkpoint(
         raise ValueError(f"--max_ckpt_num must be at least 1, got {max_num}")
     target, save_dir = save_dir, local_folder(save_dir)
     tag = tag or f"global_step{engine.global_steps}"
-    staging = save_dir / f"{tag}{_INCOMPLETE}"
-    ranks.on_rank_0(lambda: _make_room(save_dir), f"prepare {save_dir}")
+    staging = save_dir / f"{tag}{INCOMPLETE}"
+    ranks.on_rank_0(lambda: _make_room(save_dir, staging), f"prepare {save_dir}")
 
     adapters = find_adapters(model)
-    meta = {"format": _FORMAT, **_shape(engine), "adapters": None if adapters is None else str(adapters)}
+    meta = {
+        "format": _FORMAT,
+        "sealed": True,
+        **_shape(engine),
+        "adapters": None if adapters is None else str(adapters),
+    }
+    files = _Files(staging)
     if not has_optimizer(engine):
-        _save_without_optimizer(ranks, engine, staging)
+        # Each rank writes its shards under ZeRO-3; otherwise rank 0 writes everything.
+        if zero_stage_of(engine) == 3 or ranks.is_rank_0():
+            files.write(_local_tensors(engine), staging / f"frozen_rank{ranks.get_rank()}.pt")
     else:
-        with _frozen_left_out(engine) if meta["adapters"] else contextlib.nullcontext():
+        with _frozen_left_out(engine) if meta["adapters"] else contextlib.nullcontext(), files.of(engine):
             options = {"exclude_frozen_parameters": True} if meta["adapters"] else {}
             engine.save_checkpoint(str(save_dir), tag=staging.name, save_latest=False, **options)
     if meta["adapters"]:
         meta["frozen"], meta["in_4bit"] = zip(*ranks.all_gather_object(_frozen_sums(engine.module)))
+    known, needed = files.settle(ranks)
 
     def commit() -> None:
-        torch.save(client_state or {}, staging / _CLIENT_STATE)
-        (staging / META).write_text(json.dumps(meta))
-        replaced = save_dir / f"{tag}.old{_INCOMPLETE}"
-        if (save_dir / tag).exists():
-            os.replace(save_dir / tag, replaced)
-        os.replace(staging, save_dir / tag)
-        shutil.rmtree(replaced, ignore_errors=True)
-        marker = save_dir / f"{LATEST}.tmp"
-        marker.write_text(tag)
-        os.replace(marker, save_dir / LATEST)
-        upload(target, tag, last=META)
-        upload(target, LATEST)
-        # Only now: the new checkpoint is complete before an old one is removed.
-        upload(target, *_rotate(save_dir, keep={tag, *protected_tags}, max_num=max_num, max_mem=max_mem))
+        try:
+            with durable.explained(save_dir, needed):
+                client = durable.write_file(staging / _CLIENT_STATE, partial(torch.save, client_state or {}))
+                (staging / META).write_text(json.dumps(meta))
+                durable.seal(staging, known | {_CLIENT_STATE: client})
+        except BaseException:
+            shutil.rmtree(staging, ignore_errors=True)  # room for others
+            raise
+        replaced = save_dir / f"{tag}{_REPLACED}"
+        with durable.explained(save_dir):
+            if (save_dir / tag).exists():
+                durable.rename(save_dir / tag, replaced)
+            durable.rename(staging, save_dir / tag)
+            shutil.rmtree(replaced, ignore_errors=True)
+            durable.write_text(save_dir / LATEST, tag)
+            upload(target, tag, last=META)
+            upload(target, LATEST)
+            # Only now: the new checkpoint is complete before an old one is removed.
+            upload(target, *_rotate(save_dir, keep={tag, *protected_tags}, max_num=max_num, max_mem=max_mem))
 
     ranks.on_rank_0(commit, f"complete the checkpoint {save_dir / tag}")
     return tag
+
+
+class _Files:
+    """What this rank writes of a checkpoint: on disk, with digests. A failure waits until all ranks can share it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.needed = folder, 0
+        self.known: dict[str, durable.Digest] = {}
+        self.failure: Exception | None = None
+
+    @contextlib.contextmanager
+    def of(self, engine: Any) -> Iterator[None]:
+        """All that DeepSpeed writes comes here: an error of one rank would leave the others in its barrier."""
+        writer, copy_scripts = engine.checkpoint_engine, engine._copy_recovery_script
+        writer.save = lambda state_dict, path: self.write(state_dict, Path(path))
+        engine._copy_recovery_script = lambda path: self._attempt(partial(copy_scripts, path))
+        try:
+            yield
+        finally:
+            del writer.save, engine._copy_recovery_script
+
+    def write(self, state: Any, path: Path) -> None:
+        self.needed += _bytes_of(state)
+
+        def write() -> None:
+            self.known[path.relative_to(self.folder).as_posix()] = durable.write_file(path, partial(torch.save, state))
+
+        self._attempt(write)
+
+    def _attempt(self, action: Callable[[], Any]) -> None:
+        try:
+            if self.failure is None:
+                action()
+        except Exception as error:
+            self.failure = error
+
+    def settle(self, ranks: Ranks) -> tuple[dict[str, durable.Digest], int]:
+        """Digests of all ranks' files, and their bytes; one error on all ranks if one rank has one. Collective."""
+        gathered = ranks.all_gather_object(
+            (self.known, self.needed, None if self.failure is None else repr(self.failure))
+        )
+        needed = sum(size for _, size, _ in gathered)
+        failed = [rank for rank, (*_, failure) in enumerate(gathered) if failure]
+        if failed:
+            if ranks.is_rank_0():
+                shutil.rmtree(self.folder, ignore_errors=True)  # room for others, and what is free is said without it
+            ranks.barrier()
+            text = None
+            if self.failure is not None:
+                found = durable.problem(self.failure, self.folder.parent, needed)
+                text = str(found or f"{self.folder}: {type(self.failure).__name__}: {self.failure}")
+            text = ranks.broadcast_object(text, src=failed[0])
+            raise StorageError(f"rank {failed[0]}: {text}") from self.failure
+        return {name: digest for known, *_ in gathered for name, digest in known.items()}, needed
+
+
+def _bytes_of(state: Any) -> int:
+    """Of the tensors in nested containers."""
+    if isinstance(state, torch.Tensor):
+        return state.untyped_storage().nbytes()
+    inside = state.values() if isinstance(state, Mapping) else state if isinstance(state, list | tuple) else ()
+    return sum(map(_bytes_of, inside))
 
 
 def load_checkpoint(
@@ -119,21 +198,23 @@ def load_checkpoint(
     load_module_strict: bool = True,
     load_optimizer_states: bool = True,
     load_lr_scheduler_states: bool = True,
+    checked: bool = False,
 ) -> tuple[str, dict[str, Any]]:
     """Loads a checkpoint into a model prepared like the saved one, its optimizer and its scheduler. Collective.
 
     Returns the checkpoint's path, and the ``client_state`` saved with it. ``tag`` None is the latest;
-    ``load_module_strict`` refuses weights whose names do not fit.
+    ``load_module_strict`` refuses weights whose names do not fit; ``checked`` says that :func:`damage` found nothing.
     """
     engine = get_engine(model, "loading a checkpoint")
     source, load_dir = load_dir, local_folder(load_dir)
-    if is_url(source):
-        marks = (LATEST, f"{tag}/")
-        ranks.on_rank_0(lambda: download(source, lambda name: name.startswith(marks)), f"read {source}")
+    if not checked:
+        bring(ranks, source, tag)
     tag = tag or latest_tag(load_dir)
     if tag is None:
         raise CheckpointError(f"{load_dir} holds no checkpoint: there is no file {LATEST!r} in it")
     path = load_dir / tag
+    if not checked and (path / META).is_file() and (found := damage(ranks, path)):
+        raise CheckpointError(f"{path} is damaged: {'; '.join(found)}")
     adapters = find_adapters(model)
     _check_fits(ranks, engine, path, load_optimizer_states, None if adapters is None else str(adapters))
     if not has_optimizer(engine):
@@ -156,6 +237,35 @@ def load_checkpoint(
     return str(path), client_state
 
 
+def bring(ranks: Ranks, source: str | os.PathLike[str], tag: str | None) -> None:
+    """A checkpoint at a URL to this node. Collective."""
+    if is_url(source):
+        marks = (LATEST, f"{tag}/")
+        ranks.on_rank_0(lambda: download(source, lambda name: name.startswith(marks)), f"read {source}")
+
+
+def damage(ranks: Ranks, path: Path) -> list[str]:
+    """What is damaged in a checkpoint, a text per file; nothing if it is as it was saved. Collective.
+
+    Each rank reads its share of the files. One of an older lightppo, which has no manifest, is taken as it is.
+    """
+    found, share = [], ranks.get_rank()
+    if not durable.is_sealed(path) and not _meant_sealed(path):
+        if ranks.is_rank_0():
+            logger.info("%s is of an older lightppo: it has no manifest to be checked against", path)
+    else:
+        found = durable.check(path, share, ranks.world_size)
+    return sorted({text for texts in ranks.all_gather_object(found) for text in texts})
+
+
+def _meant_sealed(path: Path) -> bool:
+    """Whether a checkpoint was saved with a manifest; also one whose own file cannot be read counts."""
+    try:
+        return bool(json.loads((path / META).read_text()).get("sealed"))
+    except (OSError, ValueError, AttributeError):
+        return True
+
+
 def latest_tag(load_dir: str | os.PathLike[str]) -> str | None:
     """The tag to resume from in ``load_dir``; None if there is no checkpoint."""
     load_dir = Path(load_dir)
@@ -173,7 +283,8 @@ def latest_tag(load_dir: str | os.PathLike[str]) -> str | None:
 
 def list_tags(save_dir: str | os.PathLike[str]) -> list[str]:
     """Tags of the complete checkpoints in a directory, oldest first."""
-    found = [path for path in Path(save_dir).iterdir() if (path / META).is_file() and path.suffix != _INCOMPLETE]
+    aside = (INCOMPLETE, DAMAGED)
+    found = [path for path in Path(save_dir).iterdir() if (path / META).is_file() and path.suffix not in aside]
     return [path.name for path in sorted(found, key=lambda path: ((path / META).stat().st_mtime_ns, path.name))]
 
 
@@ -278,20 +389,6 @@ def _load_trained(strict: bool, source: str, src: dict[str, torch.Tensor], dst: 
         raise CheckpointError(f"{source} holds other adapters: {len(odd)} weights differ, first {odd[0]!r}")
 
 
-def _save_without_optimizer(ranks: Ranks, engine: Any, directory: Path) -> None:
-    """Each rank writes its shards under ZeRO-3; otherwise rank 0 writes everything."""
-    rank, error = ranks.get_rank(), None
-    if zero_stage_of(engine) == 3 or rank == 0:
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            torch.save(_local_tensors(engine), directory / f"frozen_rank{rank}.pt")
-        except Exception as exception:
-            error = exception
-    failures = [f for f in ranks.all_gather_object(None if error is None else f"rank {rank}: {error}") if f]
-    if failures:
-        raise RuntimeError(f"could not write {directory}: {'; '.join(failures)}") from error
-
-
 @torch.no_grad()
 def _load_without_optimizer(engine: Any, directory: Path) -> None:
     rank = dist.get_rank() if zero_stage_of(engine) == 3 else 0
@@ -310,11 +407,18 @@ def _local_tensors(engine: Any) -> dict[str, torch.Tensor]:
     return {name: t.ds_tensor.data if is_sharded(t) else t.detach() for name, t in tensors.items()}
 
 
-def _make_room(save_dir: Path) -> None:
-    save_dir.mkdir(parents=True, exist_ok=True)
-    for leftover in save_dir.glob(f"*{_INCOMPLETE}"):
-        logger.warning("removing %s, a checkpoint whose saving was interrupted", leftover)
-        shutil.rmtree(leftover)
+def _make_room(save_dir: Path, staging: Path) -> None:
+    """A folder for a new checkpoint, without what an interrupted saving left."""
+    with durable.explained(save_dir):
+        save_dir.mkdir(parents=True, exist_ok=True)
+        for leftover in list(save_dir.glob(f"*{INCOMPLETE}")):
+            whole = save_dir / leftover.name.removesuffix(_REPLACED)
+            if leftover.name.endswith(_REPLACED) and not whole.exists():
+                durable.rename(leftover, whole)  # the one that was to take its place did not come
+                continue
+            logger.warning("removing %s, a checkpoint whose saving was interrupted", leftover)
+            shutil.rmtree(leftover)
+        staging.mkdir()
 
 
 def _rotate(save_dir: Path, keep: set[str], max_num: int, max_mem: float) -> list[str]:
@@ -324,9 +428,7 @@ def _rotate(save_dir: Path, keep: set[str], max_num: int, max_mem: float) -> lis
     for tag in [tag for tag in tags if tag not in keep]:
         if len(sizes) <= max_num and sum(sizes.values()) <= max_mem * 1e9:
             break
-        doomed = save_dir / f"{tag}{_INCOMPLETE}"
-        os.replace(save_dir / tag, doomed)  # whole or gone, even if this is interrupted
-        shutil.rmtree(doomed)
+        durable.remove_folder(save_dir / tag, aside=save_dir / f"{tag}{INCOMPLETE}")
         del sizes[tag]
         gone.append(tag)
     return gone

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler, Sampler
 from tqdm import tqdm
 
-from lightppo.errors import LaunchError
+from lightppo.errors import LaunchError, UserError
 
 logger = logging.getLogger(__name__)
 
@@ -357,16 +357,24 @@ class DistributedStrategy:
         return self.all_reduce(int(n), op="max")
 
     def on_rank_0(self, action: Callable[[], Any], what: str) -> None:
-        """Runs ``action`` on rank 0 while the others wait; its failure is a RuntimeError on every rank. Collective."""
+        """Runs ``action`` on rank 0 while the others wait; its failure is raised on every rank. Collective.
+
+        Errors for users stay what they are, any other is a RuntimeError.
+        """
         error: Exception | None = None
         if dist.get_rank() == 0:
             try:
                 action()
             except Exception as exception:
                 error = exception
-        reason = None if error is None else "".join(traceback.format_exception_only(error)).strip()
-        if reason := self.broadcast_object(reason):
-            raise RuntimeError(f"rank 0 could not {what}: {reason}") from error
+        told: Any = error
+        if error is not None and not isinstance(error, UserError):
+            told = "".join(traceback.format_exception_only(error)).strip()
+        told = self.broadcast_object(told)
+        if isinstance(told, UserError):
+            raise error or told
+        if told is not None:
+            raise RuntimeError(f"rank 0 could not {what}: {told}") from error
 
     def barrier(self) -> None:
         """Waits for all ranks. Collective."""

@@ -5,24 +5,37 @@ ckpt_path/_critic/global_stepN   likewise _ema, and _reference if it moves
 ckpt_path/global_stepN_hf        the actor for transformers (--save_hf_ckpt)
 ckpt_path/best_hf                the actor of the best evaluation (--best_metric), and best.json
 ckpt_path/latest                 the last tag of which every part is whole
+
+Each part has a manifest. A checkpoint with a file that is not as it was saved is renamed, all parts together, to
+``global_stepN.damaged``, and the run goes on from the one before.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from lightppo import durable
 from lightppo.config.options import CheckpointConfig, unsafe_changes
 from lightppo.errors import CheckpointError, ConfigError
 from lightppo.storage import download, is_url, join, local_folder, upload
-from lightppo.strategy.checkpoint import LATEST, META, list_tags, restore_rng_state, rng_state
+from lightppo.strategy.checkpoint import (
+    DAMAGED,
+    INCOMPLETE,
+    LATEST,
+    META,
+    bring,
+    damage,
+    list_tags,
+    restore_rng_state,
+    rng_state,
+)
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 
 logger = logging.getLogger(__name__)
@@ -89,7 +102,13 @@ class RunCheckpointer:
         tag, c = f"global_step{step}", self.config
         if not c.disable_ds_ckpt:
             state = {**client_state, "rng": self.strategy.all_gather_object(rng_state())}
-            previous = self._last_whole(local_folder(root))
+            previous: list[str] = []  # on rank 0, which removes the older ones
+
+            def prepare() -> None:
+                previous.extend(self._with_all_parts(local_folder(root))[:1])
+                _drop(root, tag)
+
+            self.strategy.on_rank_0(prepare, f"make room for {tag} in {root}")
             # The actor last: its client state is what makes the other parts a checkpoint of the run. Until it is
             # written, the others keep what belongs to the one before.
             for name in sorted(self.models, key=lambda name: name == "actor"):
@@ -98,7 +117,7 @@ class RunCheckpointer:
                     max_num=c.max_ckpt_num,
                     max_mem=c.max_ckpt_mem / len(self.models),
                     client_state=state if name == "actor" else None,
-                    protected_tags=() if name == "actor" or previous is None else (previous,),
+                    protected_tags=() if name == "actor" else previous,
                 )
             self.strategy.on_rank_0(lambda: _mark(root, tag), f"mark {tag} as the latest in {root}")
         if c.save_hf_ckpt:
@@ -140,29 +159,85 @@ class RunCheckpointer:
         return note["value"] if note is not None and note["metric"] == metric else None
 
     def find(self, root: str | Path) -> str | None:
-        """Tag of the last checkpoint with all parts whole, or ``None``. CheckpointError: this run has other parts."""
+        """Tag of the last checkpoint with all parts, or ``None``. CheckpointError: this run has other parts."""
+        return next(iter(self._candidates(root)), None)
+
+    def _candidates(self, root: str | Path) -> list[str]:
+        """Tags that have all parts, the one to resume from first."""
         local = local_folder(root)
-        tag = self._last_whole(local)
-        if tag is None and _tags("actor", local):
+        tags = self._with_all_parts(local)
+        if not tags and _tags("actor", local):
             missing = ", ".join(sorted(f"_{name}" for name in self.models if not _tags(name, local))) or "in common"
             raise CheckpointError(
                 f"the checkpoints in {root} have no part {missing}: they belong to a run with other options; set "
                 "--resume never, or another --save_path"
             )
-        return tag
+        return tags
 
-    def _last_whole(self, root: Path) -> str | None:
-        """The tag in ``latest``, if it is whole, else the whole one that was saved last.
+    def _with_all_parts(self, root: Path) -> list[str]:
+        """The tag in ``latest``, if it has all parts, then the others, the one that was saved last first.
 
         Not the highest number: a run started anew in this folder counts from 1 again, beside what the old one left.
         """
         whole = [tag for tag in _tags("actor", root) if all(tag in _tags(name, root) for name in self.models)]
         marked = (root / LATEST).read_text().strip() if (root / LATEST).is_file() else None
-        if marked in whole:
-            return marked
-        if whole:
+        if whole and marked not in whole:
             logger.warning("%s/latest names %s; the last whole checkpoint is %s", root, marked, whole[-1])
-        return whole[-1] if whole else None
+        whole.reverse()
+        return sorted(whole, key=lambda tag: tag != marked)
+
+    def _undamaged(self, root: str | Path, keep_aside: bool) -> str | None:
+        """The first candidate whose files are as they were saved; those before it are kept aside. Collective."""
+        tags, refusal = [], None
+        if self.strategy.is_rank_0():
+            try:
+                tags = self._candidates(root)
+            except CheckpointError as error:
+                refusal = str(error)
+        tags, refusal = self.strategy.broadcast_object((tags, refusal))
+        if refusal:
+            raise CheckpointError(refusal)
+        bad: dict[str, str] = {}
+        for tag in tags:
+            if found := self._damage(root, tag):
+                bad[tag] = "; ".join(found)
+            elif bad and keep_aside:
+                self.strategy.on_rank_0(lambda tag=tag: self._set_aside(root, bad, tag), f"rename {list(bad)}")
+                told = [f"{name} is damaged, kept as {name}{DAMAGED}: {text}" for name, text in bad.items()]
+                self.strategy.print(f"{root}: {'; '.join(told)}; going on from {tag}")
+                return tag
+            else:
+                break
+        else:
+            tag = None
+        if not bad:
+            return tag
+        first, text = next(iter(bad.items()))
+        left = "no whole one is left" if tag is None else f"the run that owns it would go on from {tag}"
+        raise CheckpointError(f"{root}/{first} is damaged: {text}; {left}. To start anew, set --resume never")
+
+    def _damage(self, root: str | Path, tag: str) -> list[str]:
+        """What is damaged in any part, a text per file. Collective."""
+        found = []
+        for name in self.models:
+            part = join(root, f"_{name}")
+            bring(self.strategy, part, tag)
+            found += [f"_{name}: {text}" for text in damage(self.strategy, local_folder(part) / tag)]
+        return found
+
+    def _set_aside(self, root: str | Path, tags: Iterable[str], whole: str) -> None:
+        """Other names for damaged checkpoints, in all parts; ``latest`` names the whole one."""
+        for part in sorted(local_folder(root).glob("_*"), key=lambda path: path.name != "_actor"):
+            folder = join(root, part.name)
+            for tag in tags:
+                if (part / tag).is_dir():
+                    aside = [f"{tag}{DAMAGED}"] + [f"{tag}.{i}{DAMAGED}" for i in range(1, 100)]
+                    name = next(name for name in aside if not (part / name).exists())
+                    durable.rename(part / tag, part / name)
+                    upload(folder, name, tag)
+            durable.write_text(part / LATEST, whole)
+            upload(folder, LATEST)
+        _mark(root, whole)
 
     def resume(self, options: Mapping[str, Any], content: Mapping[str, str]) -> dict[str, Any] | None:
         """Load the last checkpoint that ``--resume`` allows, if there is one; returns its client state. Collective.
@@ -176,10 +251,12 @@ class RunCheckpointer:
         if is_url(source := c.ckpt_path if c.resume == "auto" else c.resume):
             self.strategy.on_rank_0(lambda: download_marks(source), f"read {source}")
         root = resume_root(c.resume, c.ckpt_path)
-        tag = self.find(root) if root is not None else None
+        # A folder that this run does not hold, such as another run's, is only read.
+        held = c.resume == "auto" and not options.get("val_only")
+        tag = self._undamaged(root, keep_aside=held) if root is not None else None
         if tag is None:
             return None
-        saved = self.load(root, tag)
+        saved = self.load(root, tag, checked=True)
         refused, safe = unsafe_changes(saved["config"], options)
         refused.pop("save_path", None)  # the same folder may be spelt otherwise, or have been moved
         changes = [f"--{name} {old} → {new}" for name, (old, new) in refused.items()]
@@ -200,11 +277,14 @@ class RunCheckpointer:
         self.strategy.print(f"resumed from {root}/{tag}: {saved['trainer']['global_step']} steps done")
         return saved
 
-    def load(self, root: str | Path, tag: str) -> dict[str, Any]:
-        """Load all parts and this rank's random generators; returns the client state that was saved. Collective."""
+    def load(self, root: str | Path, tag: str, checked: bool = False) -> dict[str, Any]:
+        """Load all parts and this rank's random generators; returns the client state that was saved. Collective.
+
+        ``checked``: files were compared with their manifests already.
+        """
         states = {}
         for name, model in self.models.items():
-            _, states[name] = self.strategy.load_ckpt(model, join(root, f"_{name}"), tag)
+            _, states[name] = self.strategy.load_ckpt(model, join(root, f"_{name}"), tag, checked=checked)
         state = states["actor"]
         restore_rng_state(state.pop("rng")[self.strategy.get_rank()])
         return state
@@ -216,10 +296,17 @@ def _tags(name: str, root: Path) -> list[str]:
     return [tag for tag in list_tags(part) if _STEP.fullmatch(tag)] if part.is_dir() else []
 
 
+def _drop(root: str | Path, tag: str) -> None:
+    """An older run's checkpoint of this tag goes before its parts are written one by one, the actor's first: parts of
+    two runs would look like one checkpoint."""
+    for part in sorted(local_folder(root).glob("_*"), key=lambda path: path.name != "_actor"):
+        if (part / tag).is_dir():
+            durable.remove_folder(part / tag, aside=part / f"{tag}{INCOMPLETE}")
+            upload(join(root, part.name), tag)
+
+
 def _mark(root: str | Path, tag: str) -> None:
-    marker = local_folder(root) / f".{LATEST}.tmp"
-    marker.write_text(tag)
-    os.replace(marker, marker.with_name(LATEST))
+    durable.write_text(local_folder(root) / LATEST, tag)
     upload(root, LATEST)
 
 

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ import pytest
 import torch
 from support.fakes import FakeStrategy, on_ranks
 
-from lightppo.config import CheckpointConfig
+from lightppo import durable
+from lightppo.config import CheckpointConfig, PPOConfig
 from lightppo.errors import CheckpointError
 from lightppo.strategy.checkpoint import list_tags
 from lightppo.trainer.checkpointing import RunCheckpointer, resume_root
@@ -58,7 +60,7 @@ class SavingStrategy(FakeStrategy):
                 file.unlink()
             (save_dir / old).rmdir()
 
-    def load_ckpt(self, model: str, load_dir: Path, tag: str) -> tuple[str, Any]:
+    def load_ckpt(self, model: str, load_dir: Path, tag: str, checked: bool) -> tuple[str, Any]:
         path = load_dir / tag
         assert json.loads((path / "content.json").read_text())["model"] == model
         return str(path), torch.load(path / "state.pt", weights_only=False)
@@ -167,6 +169,115 @@ def test_parts_that_this_run_does_not_have_do_not_matter_to_finding(tmp_path):
     """Whether the options may differ is decided by the saved config."""
     make_checkpoints(tmp_path, 5, parts=("critic", "ema", "actor"))
     assert checkpointer(critic=False).find(tmp_path) == "global_step5"
+
+
+# -- damaged ones ----------------------------------------------------------------------------------------------------
+
+
+def seal_all(root: Path) -> None:
+    for folder in root.glob("_*/global_step*"):
+        (folder / "states.pt").write_text(folder.name)
+        meta = folder / "lightppo_checkpoint.json"
+        age = meta.stat().st_mtime_ns
+        meta.write_text('{"sealed": true}')
+        os.utime(meta, ns=(age, age))
+        durable.seal(folder)
+
+
+def resumed(root: Path, mine: RunCheckpointer | None = None, **options: Any) -> tuple[str | None, str]:
+    """The tag that a start loads, and what it says."""
+    mine, loaded = mine or checkpointer(ckpt_path=str(root), **options), []
+
+    def load(root: Path, tag: str, checked: bool) -> dict[str, Any]:
+        assert checked
+        loaded.append(tag)
+        return {"config": PPOConfig().flat(), "trainer": {"global_step": 0}}
+
+    mine.load = load
+    mine.resume(PPOConfig().flat(), {})
+    return (loaded or [None])[0], "\n".join(mine.strategy.printed)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("part", ["actor", "critic"])
+def test_a_damaged_checkpoint_is_kept_aside_and_the_one_before_taken(tmp_path, part, world):
+    make_checkpoints(tmp_path, 4, 5, 6)
+    seal_all(tmp_path)
+    (tmp_path / f"_{part}" / "global_step6" / "states.pt").write_text("global_stepX")
+    (tmp_path / "_critic" / "global_step5" / "states.pt").unlink()
+
+    def start(strategy: FakeStrategy) -> tuple[str | None, str]:
+        mine = checkpointer(SavingStrategy(strategy.rank, world, strategy.exchange), ckpt_path=str(tmp_path))
+        return resumed(tmp_path, mine)
+
+    starts = on_ranks(world, start)
+    assert [tag for tag, _ in starts] == ["global_step4"] * world
+    told = starts[0][1].splitlines()[0]
+    assert told == (
+        f"{tmp_path}: global_step6 is damaged, kept as global_step6.damaged: _{part}: states.pt has other content than "
+        "was written; global_step5 is damaged, kept as global_step5.damaged: _critic: states.pt is missing; "
+        "going on from global_step4"
+    )
+    for folder in (tmp_path / "_actor", tmp_path / "_critic"):
+        names = sorted(path.name for path in folder.iterdir())
+        assert names == ["global_step4", "global_step5.damaged", "global_step6.damaged", "latest"]
+        assert (folder / "latest").read_text() == "global_step4"
+        assert list_tags(folder) == ["global_step4"]
+    assert resumed(tmp_path)[0] == "global_step4"  # the next start does not speak of it again
+    assert "is damaged" not in resumed(tmp_path)[1]
+
+
+def test_a_second_damaged_checkpoint_of_a_step_is_kept_too(tmp_path):
+    for _ in range(2):
+        make_checkpoints(tmp_path, 4)
+        make_checkpoints(tmp_path, 5)
+        seal_all(tmp_path)
+        (tmp_path / "_actor" / "global_step5" / "states.pt").unlink()
+        assert resumed(tmp_path)[0] == "global_step4"
+        for part in ("_actor", "_critic"):
+            shutil.rmtree(tmp_path / part / "global_step4")
+    found = sorted(path.name for path in (tmp_path / "_critic").glob("*.damaged"))
+    assert found == ["global_step5.1.damaged", "global_step5.damaged"]
+
+
+def test_without_a_whole_one_nothing_is_renamed_and_nothing_starts_anew(tmp_path):
+    make_checkpoints(tmp_path, 5)
+    seal_all(tmp_path)
+    (tmp_path / "_actor" / "global_step5" / "states.pt").unlink()
+    for _ in range(2):
+        with pytest.raises(
+            CheckpointError, match=r"_actor: states.pt is missing; no whole one is left.*--resume never"
+        ):
+            resumed(tmp_path)
+
+
+def test_a_named_folder_is_only_read(tmp_path):
+    make_checkpoints(tmp_path, 4, 5)
+    seal_all(tmp_path)
+    (tmp_path / "_actor" / "global_step5" / "states.pt").unlink()
+    with pytest.raises(CheckpointError, match=rf"{tmp_path}/global_step5 is damaged: _actor: states.pt is missing"):
+        resumed(tmp_path, checkpointer(resume=str(tmp_path)))
+    assert (tmp_path / "_actor" / "global_step5").is_dir()
+
+
+def test_one_of_an_older_version_is_taken_without_a_manifest_but_not_one_that_lost_it(tmp_path, caplog):
+    make_checkpoints(tmp_path, 4, 5)
+    with caplog.at_level("INFO"):
+        assert resumed(tmp_path)[0] == "global_step5"
+    assert "global_step5 is of an older lightppo: it has no manifest" in caplog.text
+    seal_all(tmp_path)
+    (tmp_path / "_critic" / "global_step5" / durable.MANIFEST).unlink()
+    assert resumed(tmp_path)[0] == "global_step4"
+
+
+def test_parts_of_two_runs_never_look_like_one_checkpoint(tmp_path):
+    """A run started anew writes step 2 of its critic over that of an older run, and is killed before its actor's."""
+    make_checkpoints(tmp_path, 1, 2)
+    mine = checkpointer()
+    mine.strategy.dies_at = "actor"
+    with pytest.raises(KeyboardInterrupt):
+        mine.save(tmp_path, 2, {})
+    assert checkpointer().find(tmp_path) == "global_step1"
 
 
 # -- saving and loading ----------------------------------------------------------------------------------------------

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import re
 from pathlib import Path
 
 import pytest
@@ -30,7 +33,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from lightppo.errors import CheckpointError
+from lightppo import durable
+from lightppo.errors import CheckpointError, StorageError
 from lightppo.strategy.checkpoint import latest_tag, list_tags, restore_rng_state, rng_state
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 
@@ -120,6 +124,58 @@ def check_weights_alone(_: DeepspeedStrategy, work_dir: Path) -> None:
                 role.load_ckpt(other, work_dir / "alone3", tag="a", load_optimizer_states=False)
 
 
+def alter(role: DeepspeedStrategy, meta: Path, old: str, new: str) -> None:
+    """A checkpoint that was saved by another run."""
+    role.barrier()
+    if role.is_rank_0():
+        meta.write_text(meta.read_text().replace(old, new))
+        durable.seal(meta.parent)
+    role.barrier()
+
+
+def check_damage_and_full_disks(strategy: DeepspeedStrategy, work_dir: Path) -> None:
+    """All ranks say the same of a damaged checkpoint, and of a disk that is full for one of them."""
+    role = make_strategy(zero_stage=2)
+    actor, *_ = trained_actor(role)
+    directory = work_dir / "damage"
+    role.save_ckpt(actor, directory, tag="a")
+    names = json.loads((directory / "a" / durable.MANIFEST).read_text())["files"]
+    assert {"mp_rank_00_model_states.pt", "client_state.pt", "lightppo_checkpoint.json"} < names.keys()
+    assert len([name for name in names if name.endswith("optim_states.pt")]) == 2  # of both ranks
+    role.load_ckpt(actor, directory)
+
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with pytest.MonkeyPatch.context() as patch:
+        if role.get_rank() == 1:
+            patch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(full))
+        with pytest.raises(StorageError) as error:
+            role.save_ckpt(actor, directory, tag="b")
+    told = str(error.value)
+    assert re.match(rf"rank 1: {directory}: the disk is full: [\d,]+ bytes are needed, .* are free: lower --max", told)
+    left = sorted(p.name for p in directory.iterdir() if p.suffix != ".py")
+    assert left == ["a", "latest"], left  # the old one is there, half a one is not
+
+    if role.is_rank_0():
+        for name, change in (
+            ("mp_rank_00_model_states.pt", flipped),
+            ("client_state.pt", lambda content: content[:-1]),
+        ):
+            (directory / "a" / name).write_bytes(change((directory / "a" / name).read_bytes()))
+        (directory / "a" / sorted(names)[-1]).unlink()
+    role.barrier()
+    with pytest.raises(CheckpointError) as error:
+        role.load_ckpt(actor, directory)
+    told = role.all_gather_object(str(error.value))
+    assert told[0] == told[1]
+    assert f"{directory}/a is damaged: client_state.pt has " in told[0]
+    assert f"mp_rank_00_model_states.pt has other content than was written; {sorted(names)[-1]} is missing" in told[0]
+
+
+def flipped(content: bytes) -> bytes:
+    middle = len(content) // 2
+    return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+
+
 def check_rotation_and_errors(strategy: DeepspeedStrategy, work_dir: Path) -> None:
     role = make_strategy(zero_stage=2)
     actor, *_ = trained_actor(role)
@@ -147,18 +203,12 @@ def check_rotation_and_errors(strategy: DeepspeedStrategy, work_dir: Path) -> No
         role.load_ckpt(actor, directory, tag="a")
     frozen = role.prepare(TinyActor(causal_lm(), role.get_ds_eval_config(zero_stage=0)))
     meta = directory / "e" / "lightppo_checkpoint.json"
-    role.barrier()
-    if role.is_rank_0():
-        meta.write_text(meta.read_text().replace('"zero_stage": 2', '"zero_stage": 0'))
-    role.barrier()
+    alter(role, meta, '"zero_stage": 2', '"zero_stage": 0')
     with pytest.raises(CheckpointError, match="optimizer=True, this run has optimizer=False"):
         role.load_ckpt(frozen, directory, tag="e")
     with pytest.raises(CheckpointError, match="zero_stage=0, this run has zero_stage=2"):
         role.load_ckpt(actor, directory, tag="e")
-    role.barrier()
-    if role.is_rank_0():
-        meta.write_text(meta.read_text().replace('"world_size": 2', '"world_size": 4'))
-    role.barrier()
+    alter(role, meta, '"world_size": 2', '"world_size": 4')
     with pytest.raises(CheckpointError, match="world_size=4, this run has world_size=2: resume with the same number"):
         role.load_ckpt(actor, directory, tag="e")
     with pytest.raises(ValueError, match="max_ckpt_num"):

@@ -1,0 +1,267 @@
+"""Files that outlive a crash of the machine, and folders that show when they were altered.
+
+A file's data is on disk after ``fsync`` of the file, its name after ``fsync`` of the folder. What is written here has
+its data on disk before it gets its name. A sealed folder has a manifest: size and SHA-256 of every file.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lightppo.errors import StorageError
+
+MANIFEST = "lightppo_manifest.json"
+_THREADS = min(8, os.cpu_count() or 1)
+_CHUNK = 1 << 22  # bytes read at once; and of a write from which on a thread of its own hashes
+
+
+class Digest(NamedTuple):
+    """What a file holds."""
+
+    size: int
+    sha256: str
+
+
+# -- write -----------------------------------------------------------------------------------------------------------
+
+
+class _HashedFile:
+    """Hashes what it writes, at the same time.
+
+    After a failure it takes all further data and forgets it: torch's C++ writer would hide the reason, or abort.
+    """
+
+    def __init__(self, path: Path, hasher: ThreadPoolExecutor) -> None:
+        self.file, self.hasher = path.open("wb"), hasher
+        self.hash, self.size, self.error = hashlib.sha256(), 0, None
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        if self.error is None:
+            hashing: Future | None = None
+            if view.nbytes >= _CHUNK:
+                hashing = self.hasher.submit(self.hash.update, view)  # both release Python's lock
+            else:
+                self.hash.update(view)
+            try:
+                self.file.write(view)
+                self.size += view.nbytes
+            except OSError as error:
+                self.error = error
+            if hashing is not None:
+                hashing.result()
+        return view.nbytes
+
+    def flush(self) -> None:
+        """Nothing: it is on disk at the end."""
+
+    def close(self) -> Digest:
+        try:
+            if self.error is None:
+                self.file.flush()
+                os.fsync(self.file.fileno())
+        finally:
+            with suppress(OSError):  # of a flush that failed before
+                self.file.close()
+        if self.error is not None:
+            raise self.error
+        return Digest(self.size, self.hash.hexdigest())
+
+
+def write_file(path: str | os.PathLike[str], fill: Callable[[Any], Any]) -> Digest:
+    """A new file that ``fill(file)`` writes; its data is on disk then, its name is not yet.
+
+    Raises:
+        OSError: of a write, also where ``fill`` raised something else because of it.
+    """
+    with ThreadPoolExecutor(1) as hasher:
+        file = _HashedFile(Path(path), hasher)
+        try:
+            fill(file)
+        except BaseException as error:
+            file.error = file.error or error
+        return file.close()
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """The whole text under this name or what was there before, whenever the machine stops."""
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.tmp")
+    write_file(temporary, lambda file: file.write(text.encode()))
+    rename(temporary, path)
+
+
+def rename(source: Path, target: Path) -> None:
+    """``os.replace``, on disk when it returns."""
+    os.replace(source, target)
+    for folder in {source.parent, target.parent}:
+        sync_folder(folder)
+
+
+def remove_folder(folder: Path, aside: Path) -> None:
+    """Whole or gone, whenever the machine stops; at worst ``aside`` is left."""
+    rename(folder, aside)
+    shutil.rmtree(aside)
+
+
+def sync_folder(folder: Path) -> None:
+    """The names in a folder are on disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a file system that does not know it
+            raise
+    finally:
+        os.close(handle)
+
+
+# -- manifests -------------------------------------------------------------------------------------------------------
+
+
+def seal(folder: Path, known: Mapping[str, Digest] = {}, names: Iterable[str] | None = None, **facts: Any) -> None:
+    """Put all files of a folder on disk, and their manifest beside them, which makes the folder whole.
+
+    Args:
+        known: of files that this or another rank wrote with :func:`write_file`, by name below the folder.
+        names: the files to seal; ``None``: all.
+        facts: plain values to keep, see :func:`facts`.
+    """
+    here = [path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST]
+    found = sorted(path.relative_to(folder).as_posix() for path in here) if names is None else sorted(names)
+    if missing := sorted(known.keys() - set(found)):
+        raise StorageError(f"{folder}: {missing[0]}, which another rank wrote, is not here: all nodes must share it")
+    others = [name for name in found if name not in known]
+    with ThreadPoolExecutor(_THREADS) as pool:
+        digests = dict(known) | dict(zip(others, pool.map(lambda name: _settle(folder / name), others)))
+    content = {"files": {name: digests[name] for name in found}, "facts": facts}
+    text = json.dumps(content | {"sha256": _sum_of(content)}, indent=1)
+    for below in {folder, *((folder / name).parent for name in found)}:
+        sync_folder(below)
+    write_text(folder / MANIFEST, text)
+
+
+def _settle(path: Path) -> Digest:
+    """Of a file that another library wrote: on disk when it returns."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+    return _digest(path)
+
+
+def _digest(path: Path) -> Digest:
+    digest, size = hashlib.sha256(), 0
+    with path.open("rb", buffering=0) as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+            size += len(chunk)
+    return Digest(size, digest.hexdigest())
+
+
+def _sum_of(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    """Raises ValueError for a manifest that was altered."""
+    content = json.loads((folder / MANIFEST).read_bytes())
+    if not isinstance(content, dict) or content.pop("sha256", None) != _sum_of(content):
+        raise ValueError
+    return content
+
+
+def is_sealed(folder: Path) -> bool:
+    return (folder / MANIFEST).is_file()
+
+
+def facts(folder: Path) -> dict[str, Any]:
+    """What was kept with :func:`seal`; nothing where there is no whole manifest."""
+    try:
+        return _read(folder)["facts"]
+    except (OSError, ValueError):
+        return {}
+
+
+def check(folder: Path, share: int = 0, shares: int = 1) -> list[str]:
+    """What is damaged in a sealed folder, a text per file: nothing if it is as it was sealed.
+
+    Args:
+        share, shares: contents are read of this share of the files only; sizes are of all.
+    """
+    try:
+        files = {name: Digest(*digest) for name, digest in _read(folder)["files"].items()}
+    except FileNotFoundError:
+        return [f"{MANIFEST} is missing"]
+    except (ValueError, TypeError):
+        return [f"{MANIFEST} has other content than was written"]
+    mine = sorted(files, key=lambda name: (-files[name].size, name))[share::shares]
+
+    def problem(name: str) -> str | None:
+        path = folder / name
+        try:
+            size = path.stat().st_size
+            if size != files[name].size:
+                return f"{name} has {size} bytes, {files[name].size} were written"
+            if name in mine and _digest(path) != files[name]:
+                return f"{name} has other content than was written"
+        except FileNotFoundError:
+            return f"{name} is missing"
+        except OSError as error:
+            return f"{name} cannot be read ({error.strerror})"
+        return None
+
+    with ThreadPoolExecutor(_THREADS) as pool:
+        return [text for text in pool.map(problem, files) if text is not None]
+
+
+# -- errors of a disk ------------------------------------------------------------------------------------------------
+
+_FULL, _REFUSED = (errno.ENOSPC, errno.EDQUOT), (errno.EROFS, errno.EACCES, errno.EPERM)
+
+
+def problem(error: BaseException, folder: Path, needed: int | None = None) -> StorageError | None:
+    """What a full or read-only disk means for the user, whichever library said so; ``None`` for another error.
+
+    Args:
+        needed: bytes that were to be written.
+    """
+
+    def is_one(number: int) -> bool:  # Rust's libraries raise errors of their own, with the system's words in them
+        return getattr(error, "errno", None) == number or os.strerror(number) in str(error)
+
+    if any(map(is_one, _FULL)):
+        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        need = "" if needed is None else f"{_size(needed)} are needed, "
+        free = f"{_size(shutil.disk_usage(there).free)} are free"
+        remedy = "lower --max_ckpt_num, or choose another disk with --ckpt_path (for model and logs --save_path)"
+        return StorageError(f"{folder}: the disk is full: {need}{free}: {remedy}")
+    if any(map(is_one, _REFUSED)):
+        reason = next(os.strerror(number) for number in _REFUSED if is_one(number))
+        remedy = "make it writable, or choose another --ckpt_path (for model and logs --save_path)"
+        return StorageError(f"{folder}: cannot be written ({reason}): {remedy}")
+    return None
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count:,} bytes"
+
+
+@contextmanager
+def explained(folder: Path, needed: int | None = None) -> Iterator[None]:
+    """A disk that is full or read-only is a StorageError that says what to do."""
+    try:
+        yield
+    except StorageError:
+        raise
+    except Exception as error:
+        if (found := problem(error, folder, needed)) is not None:
+            raise found from error
+        raise
