@@ -5,6 +5,8 @@ A message names the flag, file, line or rank, and says what to do.
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class UserError(Exception):
     """An error that the user can fix."""
@@ -97,6 +99,14 @@ class StorageError(UserError, OSError):
 
 class TrainingError(UserError, RuntimeError):
     """A run trained nothing."""
+
+
+class NonFiniteError(TrainingError):
+    """A model or an engine gave numbers that are not finite, on some rank; every rank raises it."""
+
+    def __init__(self, message: str, batch: Any = None) -> None:
+        super().__init__(message)
+        self.batch = batch  # this rank's Experience
 
 
 class LaunchError(UserError, RuntimeError):

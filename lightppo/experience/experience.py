@@ -10,7 +10,7 @@ tokens inside a response that the model did not choose (tool output).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -73,6 +73,12 @@ class Experience:
         split = self.sequences.size(1) - self.num_actions
         ids, real = self.sequences[:, :split].cpu(), self.attention_mask[:, :split].bool().cpu()
         return [row[mask].numpy().tobytes() for row, mask in zip(ids, real)]
+
+    def texts(self, decode: Callable[[Tensor], str]) -> list[tuple[str, str]]:
+        """Prompt and response of each row."""
+        split = self.sequences.size(1) - self.num_actions
+        rows = zip(self.sequences.cpu(), self.attention_mask.bool().cpu())
+        return [(decode(ids[:split][real[:split]]), decode(ids[split:][real[split:]])) for ids, real in rows]
 
     @classmethod
     def from_rollouts(cls, rollouts: Sequence[Rollout]) -> Self:
@@ -186,6 +192,14 @@ class Experience:
     def pin_memory(self) -> Self:
         """Pins every tensor in place for fast copies to a GPU; returns itself."""
         return self._map(lambda x: x.pin_memory())
+
+
+def non_finite_text(found: Sequence[Mapping[str, int]]) -> str:
+    """``rank 1: values in 2 rows``, of what :meth:`Experience.non_finite` says on each rank; "" without any."""
+    shown = (
+        "; ".join(f"{name} in {rows} row{'s' * (rows > 1)}" for name, rows in of_rank.items()) for of_rank in found
+    )
+    return ", ".join(f"rank {rank}: {text}" for rank, text in enumerate(shown) if text)
 
 
 ACTION_TENSORS = [f.name for f in dataclasses.fields(Experience) if f.type == "Tensor | None"]  # (B, A), may be absent

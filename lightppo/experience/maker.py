@@ -34,8 +34,9 @@ from lightppo.algorithms.shaping import (
 from lightppo.config import PPOConfig, RewardConfig
 from lightppo.config.rules import micro_batch_spec, old_log_probs_from, rejections
 from lightppo.data.records import Rollout, seed_of_step
+from lightppo.errors import NonFiniteError
 from lightppo.experience.batching import MicroBatching, ReplayBuffer, select_tokens
-from lightppo.experience.experience import Experience
+from lightppo.experience.experience import Experience, non_finite_text
 from lightppo.models.packing import all_pack, all_share_prompts
 from lightppo.ranks import Ranks, level
 
@@ -174,6 +175,7 @@ class ExperienceMaker:
 
         Raises:
             ValueError: a rollout has no reward, or a group is smaller than the estimator allows.
+        NonFiniteError: a model or the engine gave numbers that are not finite, on some rank.
         """
         if any(isinstance(rollout, str) for rollout in rollouts):
             if self.sample is None:
@@ -185,6 +187,7 @@ class ExperienceMaker:
         batch = Experience.from_rollouts(rollouts) if rollouts else Experience.placeholder()
         batch.to_device(self.strategy.device)
         made = self._run_models(batch)
+        self._require_finite(batch)
         if not rollouts:
             batch, made = batch.without_rows(), {name: values[:0] for name, values in made.items()}
         truncated = torch.tensor([r.truncated for r in rollouts], dtype=torch.bool, device=self.strategy.device)
@@ -198,6 +201,13 @@ class ExperienceMaker:
             self._add_loss_weights(batch, made.get("entropy"))
         self._add_info(batch, rollouts)
         return batch.split(self.micro_rollout_batch_size) if rollouts else []
+
+    def _require_finite(self, batch: Experience) -> None:
+        """Raises NonFiniteError on all ranks, before any statistics have seen the numbers. Collective."""
+        found = batch.non_finite()
+        found.pop("base_action_log_probs", None)  # what it does to the KL counts, which may be clipped
+        if self.strategy.all_reduce(len(found), "max"):
+            raise NonFiniteError(f"not finite: {non_finite_text(self.strategy.all_gather_object(found))}", batch)
 
     def normalize(self, buffer: ReplayBuffer, loss: Any, step: int) -> None:
         """Whitens and clips the advantages over all ranks, and selects tokens for the loss. Collective."""

@@ -120,6 +120,8 @@ class DeepspeedStrategy(DistributedStrategy):
     overlap_comm: bool = False  # reduce gradients while the backward pass runs
     # engine → [calls of optimizer_step since the last step, calls that make a step]
     _accumulation: WeakKeyDictionary[Any, list[int]] = field(default_factory=WeakKeyDictionary, init=False)
+    # engine → sum of the losses since the last step
+    _losses: WeakKeyDictionary[Any, torch.Tensor] = field(default_factory=WeakKeyDictionary, init=False)
 
     def __post_init__(self) -> None:
         stage = self.zero_stage
@@ -306,7 +308,9 @@ class DeepspeedStrategy(DistributedStrategy):
 
     def backward(self, loss: torch.Tensor, model: Any, optim: Any = None) -> None:
         """Adds a loss's gradient, averaged over ranks, to the step. Collective from ZeRO-2 on. ``optim`` is unused."""
-        get_engine(model, "backward").backward(loss)
+        engine = get_engine(model, "backward")
+        self._losses[engine] = self._losses.get(engine, 0.0) + loss.detach().double()
+        engine.backward(loss)
 
     def accumulate(self, model: Any, micro_batches: int) -> None:
         """From now on only every ``micro_batches``-th call of :meth:`optimizer_step` takes the step."""
@@ -323,8 +327,8 @@ class DeepspeedStrategy(DistributedStrategy):
     ) -> StepOutcome | None:
         """Clips and takes one optimizer step with the gradient from ``backward``, then moves the scheduler. Collective.
 
-        If the gradient is not finite on any rank, all ranks skip the step and drop the gradient. Returns None before
-        the last micro batch of a step (:meth:`accumulate`). ``scheduler`` moves in addition to the one given to
+        If a gradient or a loss is not finite on any rank, all ranks skip the step and drop the gradient. Returns None
+        before the last micro batch of a step (:meth:`accumulate`). ``scheduler`` moves in addition to the one given to
         ``prepare``.
         """
         engine = get_engine(model, "optimizer_step")
@@ -332,13 +336,17 @@ class DeepspeedStrategy(DistributedStrategy):
             progress[0] = (progress[0] + 1) % progress[1]
             if progress[0]:
                 return None
-        engine.step()  # moves the engine's own scheduler
-        skipped = not engine.was_step_applied()
-        grad_norm = float(engine.get_global_grad_norm())
+        # A loss of NaN may have a finite gradient: that of a clamp is 0.
+        skipped = not math.isfinite(self.all_reduce(self._losses.pop(engine, torch.zeros(())), "sum"))
+        grad_norm = math.inf
+        if not skipped:
+            engine.step()  # moves the engine's own scheduler
+            skipped = not engine.was_step_applied()
+            grad_norm = float(engine.get_global_grad_norm())
         drop_gradients(engine)
         if skipped:
             if self.is_rank_0():
-                logger.warning("step %d of %s skipped: gradient not finite", engine.global_steps, name)
+                logger.warning("a step of %s is skipped: gradient or loss not finite", name)
         elif scheduler is not None and scheduler is not engine.lr_scheduler:
             scheduler.step()
         return StepOutcome(grad_norm=math.inf if skipped else grad_norm, skipped=skipped)
@@ -346,6 +354,7 @@ class DeepspeedStrategy(DistributedStrategy):
     def skip_step(self, model: Any, name: str = "model") -> None:
         """Drops the gradient since the last step. Collective: all ranks must decide alike."""
         engine = get_engine(model, "skip_step")
+        self._losses.pop(engine, None)
         if not zero3.has_optimizer(engine):
             raise ValueError(f"skip_step: {name} was prepared without an optimizer, so it has no gradient")
         drop_gradients(engine)

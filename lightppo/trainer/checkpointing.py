@@ -51,6 +51,7 @@ class TrainerState:
     pretrain_batches: int = 0  # batches taken from the pretraining data on each rank
     optimizer_steps: int = 0  # taken, of actor and critic
     skipped_optimizer_steps: int = 0  # for a non-finite gradient, actor and critic
+    skipped_in_a_row: int = 0  # PPO steps, until the last one, in which a model had no finite gradient
     stopped_optimizer_steps: int = 0  # of the actor, by an early stop
     run_id: str | None = None  # of the Weights & Biases run
     # Only with --dataset_filter_threshold: mean score of the prompts sampled in this episode, by Prompt.index; and

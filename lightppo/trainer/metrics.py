@@ -96,13 +96,13 @@ METRICS: dict[str, str] = {
     "train/actor_stopped": "share of the actor's optimizer steps skipped by --early_stop_imp_ratio or --early_stop_kl",
     "train/actor_lr": "learning rate of the actor",
     "train/actor_grad_norm": "gradient norm of the actor before clipping",
-    "train/actor_skipped": "share of the actor's optimizer steps skipped for a non-finite gradient",
+    "train/actor_skipped": "share of the actor's optimizer steps skipped for a gradient or a loss that is not finite",
     "train/critic_loss": "value loss",
     "train/values": "mean value of a trained token during training",
     "train/value_clip_ratio": "share of trained tokens whose clipped value error is the larger one",
     "train/critic_lr": "learning rate of the critic",
     "train/critic_grad_norm": "gradient norm of the critic before clipping",
-    "train/critic_skipped": "share of the critic's optimizer steps skipped for a non-finite gradient",
+    "train/critic_skipped": "share of the critic's optimizer steps skipped for a gradient or a loss that is not finite",
     "train/kl_coef": "KL coefficient in this step",
     "train/optimizer_steps": "optimizer steps taken in this PPO step",
     "perf/time_rollout": "seconds of generation",
@@ -198,8 +198,10 @@ def policy_summaries(
         sampled_kl: log probs of policy and reference → KL, all of one shape.
     """
     terms: dict[str, Tensor] = {}
-    mask, reference, engine = experience.action_mask, experience.base_action_log_probs, experience.rollout_log_probs
+    reference, engine = experience.base_action_log_probs, experience.rollout_log_probs
+    mask = experience.action_mask & ~log_probs.isnan()  # with NaN the optimizer step is skipped, and counted
     if reference is not None:
+        mask = mask & ~reference.isnan()
         terms["policy_kl"] = (log_probs - reference)[mask]
         terms["kl"] = (sampled_kl(log_probs, reference) if experience.kl is None else experience.kl)[mask]
     if engine is not None:

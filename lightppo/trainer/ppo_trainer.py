@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,10 +29,10 @@ from lightppo.config.rules import (
     old_log_probs_from,
 )
 from lightppo.data.records import Rollout
-from lightppo.errors import ConfigError, RewardError, TrainingError
-from lightppo.experience.batching import Minibatch, ReplayBuffer, StepPart, lone_part, minibatches
+from lightppo.errors import ConfigError, NonFiniteError, RewardError, TrainingError
+from lightppo.experience.batching import Minibatch, ReplayBuffer, StepPart, lone_part, minibatches, save_batch
 from lightppo.experience.checks import RolloutCheck, examined, write_step
-from lightppo.experience.experience import Experience
+from lightppo.experience.experience import Experience, non_finite_text
 from lightppo.experience.maker import ExperienceMaker
 from lightppo.experience.sampler import CollectedStep
 from lightppo.models.lora import AdaptersOff
@@ -39,7 +40,7 @@ from lightppo.models.packing import all_share_prompts
 from lightppo.rewards.registry import build_reward_source
 from lightppo.rewards.source import RewardSource, close_source
 from lightppo.rollout.engine import RolloutEngine
-from lightppo.storage import local_folder
+from lightppo.storage import local_folder, upload
 from lightppo.strategy.zero3 import parameter_count
 from lightppo.trainer import metrics as m
 from lightppo.trainer import update
@@ -66,6 +67,8 @@ from lightppo.trainer.run_folder import (
     set_records_aside,
     upload_records,
 )
+
+logger = logging.getLogger(__name__)
 
 _TRAINING_METHODS = ("ppo_train", "training_step", "training_step_actor", "training_step_critic")
 
@@ -163,6 +166,8 @@ class PPOTrainer(SeedAttributes):
         self.value_norm = update.build_value_norm(o)
         self.early_stop = update.EarlyStop(o, self.strategy)
         self.on_policy: dict[str, m.Summary] = {}  # of log probs that only the training pass has made
+        self.skips: dict[str, list[bool]] = {}  # by model, of each optimizer step of this PPO step: not finite
+        self.not_finite: Minibatch | None = None  # the first of these steps
 
     def _make_reward_source(self) -> RewardSource:
         """Of the constructor's reward models, function or servers."""
@@ -246,20 +251,25 @@ class PPOTrainer(SeedAttributes):
                 self.move_reference(step)
                 with self.timer("sync"):
                     self.rollout_engine.sync_weights(self.actor)  # 5 the next rollouts are on-policy
-                if not math.isnan(status.get("advantage_mean", 0.0)):  # some token is trained, so there is a KL
-                    self.kl_ctl.update(status.get("policy_kl", 0.0), int(status.get("samples", 0)))  # 6
+                kl = status.get("policy_kl", 0.0)
+                if not math.isnan(status.get("advantage_mean", 0.0) + kl):  # some token is trained, so there is a KL
+                    self.kl_ctl.update(kl, int(status.get("samples", 0)))  # 6
             status |= self._finish_step(prompts, taken, collected)
             bar.update()
             self.save_logs_and_checkpoints(args, step, bar, status, self.client_state())  # 7
+            self._stop_without_gradients(step)
         self._end()
 
     def make_experience(self, collected: CollectedStep, step: int) -> None:
         """Fill the replay buffer with the step's rollouts; advantages are whitened over all ranks. Collective."""
         if collected.groups > 0:
             with self.timer("experience"):
-                experience = self.experience_maker.make_experience_list(collected.rollouts)
-                self.replay_buffer.fill(experience, collected.repeated)
-                self.experience_maker.normalize(self.replay_buffer, self.actor_loss_fn, step)
+                try:
+                    experience = self.experience_maker.make_experience_list(collected.rollouts)
+                    self.replay_buffer.fill(experience, collected.repeated)
+                    self.experience_maker.normalize(self.replay_buffer, self.actor_loss_fn, step)
+                except NonFiniteError as error:
+                    self._leave_out(step, error)
         if (folder := self.config.sampling.rollout_data_dir) is not None:
             write_step(folder, step, collected.rollouts, self.strategy)
         shown: Counter[str] = Counter()
@@ -276,7 +286,7 @@ class PPOTrainer(SeedAttributes):
         this PPO step, seeds the shuffling.
         """
         empty = self.strategy.all_reduce(len(self.replay_buffer), "sum") == 0
-        if empty and not self.config.sampling.dynamic_sampling:
+        if empty and not self.config.sampling.dynamic_sampling and self.not_finite is None:
             raise RewardError(f"step {global_steps}: none of the samples was scored, so there is nothing to train on")
         rollout = m.rollout_summaries(self.replay_buffer.items, self.experience_maker.sampled_kl)
         self.on_policy, steps = {}, []
@@ -293,12 +303,17 @@ class PPOTrainer(SeedAttributes):
         status = m.optimizer_status(steps, self.strategy)  # the means of the rollout take the place of the seed's
         status = {name: value for name, value in status.items() if name not in m.SEED_INFO}
         status |= m.rollout_status(m.merge_summaries(self.strategy.all_gather_object(rollout)))
+        if self.skips:
+            self.state.skipped_in_a_row = self.state.skipped_in_a_row + 1 if self._without_gradients() else 0
+        if not steps:
+            status |= {f"{name}_skipped": 1.0 for name in self.skips}
         return {"samples": 0.0} | status | {"kl_coef": self.kl_ctl.value, "optimizer_steps": float(len(steps))}
 
     def train_minibatch(self, minibatch: Minibatch, global_steps: int = 0) -> list[Mapping[str, float]]:
         """One optimizer step of actor and critic; what ``training_step`` says of each micro batch with samples."""
         micro_batches = self._with_pretrain(minibatch.micro_batches)
         of_critic = micro_batches if minibatch.critic_micro_batches is None else minibatch.critic_micro_batches
+        skipped = self.state.skipped_optimizer_steps
         self.strategy.accumulate(self.actor, len(micro_batches))
         self.strategy.accumulate(self.critic, len(of_critic))
         if self.critic is None or of_critic is micro_batches:
@@ -308,6 +323,8 @@ class PPOTrainer(SeedAttributes):
                 done = [(e, self.training_step_actor(e)) for e in micro_batches if self._actor_trains(global_steps)]
             with self.timer("critic_update"):
                 done += [(e, self.training_step_critic(e)) for e in of_critic if self._critic_trains()]
+        if self.state.skipped_optimizer_steps > skipped and self.not_finite is None:
+            self.not_finite = minibatch
         statuses = [(experience.part.has_samples, m.checked_status(status)) for experience, status in done]
         # A placeholder says nothing but the PTX loss of its own batch.
         return [s if real else {n: v for n, v in s.items() if n == "ptx_loss"} for real, s in statuses]
@@ -576,6 +593,45 @@ class PPOTrainer(SeedAttributes):
                 f"--total_training_steps {t.total_training_steps}"
             )
 
+    def _leave_out(self, step: int, error: NonFiniteError) -> None:
+        """Train nothing on rollouts whose numbers are not finite, on any rank."""
+        trained = {"actor": self._actor_trains(step), "critic": self._critic_trains()}
+        self.skips = {name: [True] for name, trains in trained.items() if trains}
+        self.state.skipped_optimizer_steps += len(self.skips)
+        self.not_finite = Minibatch([error.batch])
+        if self.strategy.is_rank_0():
+            logger.warning("step %d is left out: %s", step, error)
+
+    def _without_gradients(self) -> list[str]:
+        """The models of which every optimizer step of this PPO step was skipped; the same on every rank."""
+        return [name for name, skips in self.skips.items() if all(skips)]
+
+    def _stop_without_gradients(self, step: int) -> None:
+        """After ``--max_skipped_steps``: keep the batch, end the run. Collective then."""
+        models, batch, limit = self._without_gradients(), self.not_finite, self.config.training.max_skipped_steps
+        self.skips, self.not_finite = {}, None
+        if not limit or not models or self.state.skipped_in_a_row < limit:
+            return
+        folder, rank, found = self.config.checkpoint.save_path, self.strategy.get_rank(), Counter()
+        for part in batch.micro_batches:
+            found.update(part.non_finite())
+        save_batch(
+            local_folder(folder) / (name := f"nonfinite/step{step}_rank{rank}.pt"),
+            batch,
+            [text for part in batch.micro_batches for text in part.texts(self.tokenizer.decode)],
+            **{"step": step, "rank": rank, "models": " and ".join(models)},
+        )
+        upload(folder, name)
+        of_ranks = self.strategy.all_gather_object(found)
+        first = next((i for i, of_rank in enumerate(of_ranks) if of_rank), 0)
+        why = non_finite_text(of_ranks)
+        why = f"Not finite: {why}" if why else "All numbers of the batch are finite: look at the weights and the loss"
+        raise TrainingError(
+            f"step {step}: no finite gradient of the {' and '.join(models)} in {limit} PPO steps in a row "
+            f"(--max_skipped_steps). {why}. To run the batch again: lightppo replay {folder} --step {step} "
+            f"--batch {folder}/nonfinite/step{step}_rank{first}.pt"
+        )
+
     def _tell_dry_run(self) -> None:
         """What the step took."""
         r, path = self.config.rollout, Path(self.config.checkpoint.save_path, "metrics.jsonl")
@@ -687,6 +743,7 @@ class PPOTrainer(SeedAttributes):
             return status
         self.state.skipped_optimizer_steps += outcome.skipped
         self.state.optimizer_steps += not outcome.skipped
+        self.skips.setdefault(name, []).append(outcome.skipped)
         grad_norm = float("nan") if outcome.skipped else outcome.grad_norm
         return status | {f"{name}_grad_norm": grad_norm, f"{name}_skipped": float(outcome.skipped)}
 

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.ranks import run_ranks
 
 from lightppo import PPOTrainer
 from lightppo.data.records import Rollout
+from lightppo.experience.batching import load_batch
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -74,3 +76,46 @@ def test_the_moving_average_moves_once_per_step_and_not_with_one_that_was_stoppe
     assert not same(before, actor)
     for old, new, mean in zip(before, actor, average, strict=True):
         torch.testing.assert_close(mean, 0.8 * old + 0.2 * new)
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(assets, tmp_path_factory):
+    """``on_two_ranks(case)``: what both ranks saw while rank 1 had NaN; and the folder of the runs."""
+    folder = tmp_path_factory.mktemp("ranks")
+    script = Path(__file__).parent / "ranks" / "non_finite.py"
+    run_ranks(script, *(assets[name] for name in ("pretrain", "prompt_data", "reward_fn")), folder)
+    return folder, lambda case: [json.loads((folder / f"{case}.rank{rank}.json").read_text()) for rank in (0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("case", "skipped", "actor", "critic"),
+    [
+        ("engine", 2, [False, True, True], [False, True, True]),
+        ("actor", 1, [False, True, True], [True, True, True]),  # in training: the engine's log probs are the old ones
+        ("values", 2, [False, True, True], [False, True, True]),
+        ("loss", 1, [False, True, True], [True, True, True]),  # of the actor alone
+        ("actor_in_training", 1, [False, True, True], None),
+    ],
+)
+def test_nan_on_one_of_two_ranks_is_skipped_on_both(on_two_ranks, case, skipped, actor, critic):
+    ranks = on_two_ranks[1](case)
+    for seen in ranks:
+        assert seen["moved"] == {"actor": actor} | ({} if critic is None else {"critic": critic})
+        assert (seen["skipped"], seen["finite"], seen["error"]) == (skipped, True, None)
+    assert ranks[0]["sums"] == ranks[1]["sums"]
+    assert ranks[0]["kl_coef"] == ranks[1]["kl_coef"]
+
+
+def test_after_so_many_in_a_row_the_run_ends_and_keeps_the_batch_of_both_ranks(on_two_ranks):
+    folder, of_case = on_two_ranks
+    for rank, seen in enumerate(of_case("for_good")):
+        assert seen["moved"]["actor"] == [False, False]
+        assert seen["skipped"] == 4  # two optimizer steps in each of two PPO steps
+        assert "no finite gradient of the actor in 2 PPO steps in a row (--max_skipped_steps)" in seen["error"]
+        path = f"{folder}/for_good/nonfinite/step2_rank0.pt"
+        assert f"lightppo replay {folder}/for_good --step 2 --batch {path}" in seen["error"]
+        batch, texts, facts = load_batch(Path(path.replace("rank0", f"rank{rank}")))
+        assert facts == {"step": 2, "rank": rank, "models": "actor"}
+        assert all(prompt and response for prompt, response in texts)
+        assert len(texts) == sum(len(part) for part in batch.micro_batches) == 2
+        assert batch.micro_batches[0].part.normalizer.tokens > 0
