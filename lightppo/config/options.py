@@ -4,7 +4,7 @@ The name of an option is unique over all sections: it is the flag, and the key i
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, Self
@@ -727,15 +727,26 @@ def conform(one: Option, value: Any) -> Any:
         raise ConfigError(f"--{one.name} {value}{meant}" if meant else str(error)) from None
 
 
-def unsafe_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[dict[str, tuple], dict[str, tuple]]:
-    """Compare a resumed run's options with those it was started with.
+_OF_TRAINING = {"sampling", "algorithm", "loss", "correction", "training"}  # sections that no evaluation reads
+_OF_WEIGHTS = {"model", "adapter"}
+
+
+def unsafe_changes(
+    saved: Mapping[str, Any], now: Mapping[str, Any], idle: Container[str] = ()
+) -> tuple[dict[str, tuple], dict[str, tuple]]:
+    """Compare a resumed run's options with those it was started with; an evaluation's only in what makes the weights.
+
+    Args:
+        idle: options that do nothing in this run.
 
     Returns:
         (refused, safe): for each option that changed, (old, new).
     """
-    refused, safe = {}, {}
+    refused, safe, evaluates = {}, {}, now["val_only"]
     for one in all_options():
-        unread = one.required and now[one.name] is None  # by a run that only evaluates
-        if one.name in saved and saved[one.name] != now[one.name] and not unread:
-            (safe if one.resume_safe else refused)[one.name] = (saved[one.name], now[one.name])
+        unread = evaluates and (one.owner in _OF_TRAINING or (one.required and now[one.name] is None))
+        if one.name not in saved or saved[one.name] == now[one.name] or unread or one.name in idle:
+            continue
+        other_part = one.owner not in _OF_WEIGHTS or one.name.startswith(("critic_", "ref_", "reward_"))
+        (safe if one.resume_safe or (evaluates and other_part) else refused)[one.name] = saved[one.name], now[one.name]
     return refused, safe

@@ -763,6 +763,9 @@ def _data(o: SimpleNamespace) -> Iterator[str]:
         try:
             if url is not None and is_url(url):
                 check_scheme(url, f"--{name}")
+                if urlsplit(url).password:
+                    what = "a password in a URL would be written into logs"
+                    yield f"--{name}: {what}: set FSSPEC_{url.split(':')[0].upper()}_PASSWORD"
         except StagingError as error:
             yield str(error)
     if (o.save_steps > 0 or o.save_epochs or o.save_seconds) and o.disable_ds_ckpt and not o.save_hf_ckpt:

@@ -14,7 +14,6 @@ from torch.utils.data import Sampler
 from lightppo.algorithms.losses import IGNORE_INDEX
 from lightppo.data.records import Prompt
 from lightppo.data.rows import (
-    ORIGIN_COLUMN,
     BadRowPolicy,
     DatasetReport,
     Encoded,
@@ -26,6 +25,7 @@ from lightppo.data.rows import (
     check_dataset,
     lookup,
     origin_of,
+    other_columns,
     prepare_rows,
     read_example,
     read_label,
@@ -188,15 +188,13 @@ class PromptDataset(_PreparedDataset):
         if self._rows.truncated[position]:  # the text shows what the model sees, except plain text's begin-of-text
             text = self.tokenizer.decode(token_ids, skip_special_tokens=not rendered.is_chat)
         source = lookup(row, self.data_source_key)
-        # A conversation's own column stays: its last turn is not in the prompt.
-        hidden = {ORIGIN_COLUMN} if key in (None, "messages") else {ORIGIN_COLUMN, key}
         return Prompt(
             text,
             token_ids,
             label=read_label(row, self.fields),
             index=number,
             data_source="default" if source is None else str(source),
-            extra={k: v for k, v in row.items() if k not in hidden},
+            extra=other_columns(row, key),
             messages=rendered.messages,
         )
 

@@ -146,6 +146,15 @@ def read_prompt(row: Mapping[str, Any], fields: RowFields) -> tuple[str | Chat, 
     return prompt, key
 
 
+def other_columns(row: Mapping[str, Any], key: str | None) -> dict[str, Any]:
+    """What reward functions get of a row whose prompt is in column ``key``.
+
+    A conversation's own column stays: its last turn is not in the prompt.
+    """
+    hidden = {ORIGIN_COLUMN} if key in (None, "messages") else {ORIGIN_COLUMN, key}
+    return {name: value for name, value in row.items() if name not in hidden}
+
+
 def read_label(row: Mapping[str, Any], fields: RowFields) -> Any:
     """The ground truth of a row, any JSON value or None."""
     key, value = _first_value(row, fields.label)

@@ -260,7 +260,12 @@ class BoundFunction:
             raise ValueError(f"--reward_fn_style must be one of auto, {', '.join(STYLES)}, got {style!r}")
         self.name = name
         self.signature = _signature(fn, name)
-        self.style = STYLES[recognise(fn, name) if style == "auto" else style]
+        names = {*self.signature.parameters}
+        own = style == "auto" or STYLES[style].needs <= names
+        if not own and (other := next((k for k, s in STYLES.items() if len(s.needs) > 1 and s.needs <= names), None)):
+            raise ValueError(f"reward function {name}{self.signature} is {other}'s, not --reward_fn_style {style}'s")
+        self._style_name = recognise(fn, name) if style == "auto" else style
+        self.style = STYLES[self._style_name]
         try:
             taken = set(self.signature.bind_partial(*self.style.positional).arguments)
         except TypeError as error:
@@ -299,8 +304,8 @@ class BoundFunction:
             self.signature.bind(*args, **kwargs)
         except TypeError as error:
             raise RewardError(
-                f"reward function {self.name}{self.signature}: {error}; beside its first {len(args)} arguments there "
-                f"are: {', '.join(values) or 'none'}"
+                f"reward function {self.name}{self.signature}: {error}; called as f{self.style.shape}, "
+                f"--reward_fn_style {self._style_name}, it could get {', '.join((*self.style.positional, *values))}"
             ) from None
         return Call(args, kwargs)
 

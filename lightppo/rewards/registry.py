@@ -142,10 +142,10 @@ def _options_of(kind: Callable[..., Any], config: VerifierConfig) -> dict[str, A
 # --- servers, a function, or models
 
 
-def check_reward_files(config: PPOConfig, flag: str = "--reward_fn") -> str | None:
+def check_reward_files(config: PPOConfig, flag: str = "--reward_fn") -> tuple[BoundFunction | None, str | None]:
     """Refuses a ``path.py`` whose source shows that it cannot be used, with a ``ValueError``; the file does not run.
 
-    Returns the function's parameter with the labels, if it reads them.
+    Returns the function, if it gets all rows, and its parameter with the labels, if it reads them.
     """
     r, sources, declared = config.reward, reward_sources(config), None
     option, spec = (flag, r.reward_fn) if "function" in sources and r.reward_fn else ("--remote_rm_url", "")
@@ -154,13 +154,14 @@ def check_reward_files(config: PPOConfig, flag: str = "--reward_fn") -> str | No
     if r.reward_fn and not spec and "model" in sources:
         declared_function(r.reward_fn, _COMBINE_NAME, option=flag)
     if not spec or (declared := declared_function(spec, _FUNCTION_NAME, _VERL_NAME, option=option)) is None:
-        return None
+        return None, None
     try:
         FunctionReward(declared.function, Path(spec).name, spec=spec, **function_options(config.verifier))
     except ValueError as error:
         raise ValueError(f"{option}: {error}") from None
     bound = BoundFunction(declared.function, Path(spec).name, config.verifier.reward_fn_style)
-    return bound.label_parameter if bound.label_parameter in declared.names else None
+    gets_all = list(reward_plan(config) or (ANY_ROUTE,)) == [ANY_ROUTE]
+    return bound if gets_all else None, bound.label_parameter if bound.label_parameter in declared.names else None
 
 
 def check_label(config: PPOConfig, prompt: Prompt) -> None:

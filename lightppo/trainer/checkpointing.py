@@ -16,7 +16,7 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -240,8 +240,12 @@ class RunCheckpointer:
             upload(folder, LATEST)
         _mark(root, whole)
 
-    def resume(self, options: Mapping[str, Any], content: Mapping[str, str]) -> dict[str, Any] | None:
+    def resume(
+        self, options: Mapping[str, Any], content: Mapping[str, str], idle: Container[str] = ()
+    ) -> dict[str, Any] | None:
         """Load the last checkpoint that ``--resume`` allows, if there is one; returns its client state. Collective.
+
+        ``idle`` names options that do nothing in this run.
 
         Raises:
             ConfigError: ``options`` of this run that must stay as they were have changed, or the ``content`` of what
@@ -258,11 +262,12 @@ class RunCheckpointer:
         if tag is None:
             return None
         saved = self.load(root, tag, checked=True)
-        refused, safe = unsafe_changes(saved["config"], options)
+        refused, safe = unsafe_changes(saved["config"], options, idle)
         refused.pop("save_path", None)  # the same folder may be spelt otherwise, or have been moved
         changes = [f"--{name} {old} → {new}" for name, (old, new) in refused.items()]
         for name, mark in saved.get("content", {}).items():
-            if name in refused or content.get(name, mark) == mark:
+            unread = options["val_only"] and name != "pretrain"
+            if name in refused or unread or content.get(name, mark) == mark:
                 continue
             if name != "save_path":
                 changes.append(f"--{name} {options[name]} has other content than it had")

@@ -21,6 +21,7 @@ from lightppo.algorithms.losses import GPTLMLoss, ValueLoss
 from lightppo.compat import SeedAttributes, constructor_config, generation_options, take_schedule, with_generation
 from lightppo.config import PPOConfig
 from lightppo.config.rules import (
+    idle_flags,
     micro_batch_spec,
     moves_reference,
     needs_critic,
@@ -444,10 +445,12 @@ class PPOTrainer(SeedAttributes):
 
     def resume(self) -> bool:
         """Go on from the last checkpoint that ``--resume`` allows; returns whether there was one. Collective."""
-        saved = self.checkpointer.resume(public_options(self.config), self.content)
+        options = public_options(self.config)
+        idle = set().union(*idle_flags(self.config, options).values())
+        saved = self.checkpointer.resume(options, self.content, idle)
         if saved is None:
             return False
-        for name, part in self._stateful_parts().items():
+        for name, part in ({} if self.config.evaluation.val_only else self._stateful_parts()).items():
             part.load_state_dict(saved[name])
         self.sampler.load_state_dict(saved["surplus"][self.strategy.get_rank()])
         self.alarms.load_state_dict(saved["alarms"])

@@ -15,13 +15,14 @@ from lightppo.config import PPOConfig
 from lightppo.config.cli import exit_on_mistakes
 from lightppo.config.rules import estimator_entry, evaluation_config, needs_critic, needs_reference
 from lightppo.data.readers import check_data_paths, first_rows
-from lightppo.data.records import Prompt
+from lightppo.data.records import Prompt, Rollout
 from lightppo.data.rows import (
     Encoded,
     Outcome,
     PromptTemplate,
     RowFields,
     origin_of,
+    other_columns,
     prepare_rows,
     read_example,
     read_label,
@@ -204,7 +205,8 @@ def _check_prompts(config: PPOConfig, flag: str) -> None:
     if flag == "--eval_data":
         paths, probs, split = d.eval_data, None, d.eval_split
     scoring = evaluation_config(config) if flag == "--eval_data" else None
-    reads_labels = check_reward_files(config) if scoring is None else check_reward_files(scoring, "--eval_reward_fn")
+    named = (config,) if scoring is None else (scoring, "--eval_reward_fn")
+    function, reads_labels = check_reward_files(*named)
     check_data_paths(paths, probs, flag=flag)
     template = PromptTemplate(
         _tokenizer(config.model.tokenizer_path or config.model.pretrain),
@@ -217,16 +219,20 @@ def _check_prompts(config: PPOConfig, flag: str) -> None:
         template.render(read_prompt(row, fields)[0])
         read_label(row, fields)
 
-    labels = []
+    prompts: list[Prompt] = []
     fields = {"input_key": d.input_key, "label_key": d.label_key}
     for rows, known in _check_rows(flag, paths, split, fields, render, d.on_bad_row):
         for number, row in enumerate(rows):
-            labels.append(read_label(row, known))
+            chat, key = read_prompt(row, known)
+            more = {"extra": other_columns(row, key), "messages": chat if isinstance(chat, list) else None}
+            prompts.append(Prompt("", [], label=read_label(row, known), **more))
             try:
-                check_label(scoring or config, Prompt("", [], label=labels[-1], extra=row))
+                check_label(scoring or config, prompts[-1])
             except ValueError as error:
                 raise DataError(f"{origin_of(row, number)}: {error}") from error
-    if reads_labels and labels and all(label is None for label in labels):
+    if function and prompts:  # only made: refused where an argument is missing
+        function.calls([Rollout(prompt, 0, [], "", "stop") for prompt in prompts])
+    if reads_labels and prompts and all(prompt.label is None for prompt in prompts):
         logger.warning("%s %s: %s; the reward function reads %s", flag, paths, NO_LABELS, reads_labels)
 
 

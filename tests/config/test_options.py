@@ -108,6 +108,19 @@ def test_unsafe_changes():
     assert only_evaluates == ({}, {"val_only": (False, True)})
 
 
+def test_an_evaluation_needs_the_weights_alone_as_they_were():
+    saved = PPOConfig.from_flat(critic_pretrain="c", ref_pretrain="r", gamma=0.9, input_template="Q: {}").flat()
+    trained = {"gamma": 1.0, "critic_learning_rate": 1.0, "critic_pretrain": "d", "prompt_max_len": 7, "lora_rank": 8}
+    refused, safe = unsafe_changes(saved, saved | trained | {"val_only": True})
+    assert refused == {"lora_rank": (0, 8)}
+    assert safe == {"val_only": (False, True), "critic_pretrain": ("c", "d"), "prompt_max_len": (1024, 7)}
+    assert set(unsafe_changes(saved, saved | trained)[0]) == set(trained)
+    assert set(unsafe_changes(saved, saved | trained, idle={"gamma", "lora_rank"})[0]) == set(trained) - {
+        "gamma",
+        "lora_rank",
+    }
+
+
 def test_unchanged_and_unknown_options_are_no_change():
     saved = PPOConfig().flat()
     assert unsafe_changes(saved, saved) == ({}, {})

@@ -12,6 +12,7 @@ import pytest
 from support.tiny import write_jsonl
 
 from lightppo.config import PPOConfig
+from lightppo.data.rows import ORIGIN_COLUMN
 from lightppo.errors import ConfigError
 from lightppo.trainer.preflight import before_imports, dry_run_config, preflight, preflight_sft
 
@@ -142,6 +143,9 @@ def test_weights_and_biases_without_a_key(run, monkeypatch, tmp_path):
 # -- rewards ---------------------------------------------------------------------------------------------------------
 
 
+VERL = "def reward_func(data_source, solution_str, ground_truth, extra_info): pass\n"
+
+
 @pytest.mark.parametrize(
     ("source", "options", "said"),
     [
@@ -150,6 +154,9 @@ def test_weights_and_biases_without_a_key(run, monkeypatch, tmp_path):
         ("def reward_func(labels, queries): pass\n", {}, ["--reward_fn_style", "(labels, queries)"]),
         (GOOD, {"reward_manager": "naive"}, ["--reward_manager naive", "a whole batch"]),
         (GOOD, {"reward_fn_style": "areal"}, ["must take (prompt, completions"]),
+        (VERL, {"reward_fn_style": "trl"}, ["ground_truth, extra_info) is verl's, not --reward_fn_style trl's"]),
+        (VERL, {"reward_fn_style": "areal"}, ["is verl's"]),  # although its parameters' places fit
+        (VERL, {"reward_fn_style": "queries"}, ["is verl's"]),
     ],
 )
 def test_reward_files(run, tmp_path, source, options, said):
@@ -157,6 +164,30 @@ def test_reward_files(run, tmp_path, source, options, said):
     message = refusal(run(reward_fn=str(tmp_path / "mine.py"), **options))
     assert [part for part in ["--reward_fn", *said] if part not in message] == []
     assert len(message.splitlines()) == 1
+
+
+TRL = "def reward_func(completions, answer, **columns): pass\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "style", "missing"),
+    [
+        (TRL, "verl", "completions"),
+        (TRL, "auto", "answer"),
+        (TRL.replace("answer", "label"), "trl", None),  # a column
+        ("def reward_func(queries, prompts, labels, level): pass", "auto", "level"),
+    ],
+)
+def test_a_function_that_lacks_an_argument(run, tmp_path, source, style, missing):
+    """Columns of the rows are arguments too."""
+    (tmp_path / "mine.py").write_text(source)
+    config = run(reward_fn=str(tmp_path / "mine.py"), reward_fn_style=style)
+    if missing is None:
+        return preflight(config)
+    message = refusal(config)
+    assert f"missing a required argument: '{missing}'" in message
+    assert "--reward_fn_style" in message
+    assert ORIGIN_COLUMN not in message
 
 
 @pytest.mark.parametrize(

@@ -116,12 +116,18 @@ def test_a_second_run_is_refused_before_its_models_load(make_config, tmp_path, o
 
 
 @pytest.mark.usefixtures("world")
-def test_an_evaluation_may_look_at_checkpoints_of_a_run_that_goes_on(make_config, tmp_path, assets, other_process):
-    fitted(make_config(**GROUPS, save_steps=1, benchmark_steps=1))
+def test_an_evaluation_may_look_at_checkpoints_of_a_run_that_goes_on(
+    make_config, tmp_path, assets, other_process, capsys
+):
+    """What it does not read may differ: here what trains the critic, the KL controller, the reward file."""
+    fitted(make_config(save_steps=1, benchmark_steps=1))
     other_process(tmp_path / "ckpt")
-    only = {"eval_data": assets["prompt_data"], "eval_max_samples": 2, "val_only": True}
-    config = make_config(**GROUPS, **only, resume=str(tmp_path / "ckpt"), save_path=str(tmp_path / "eval"))
+    only = {"eval_data": assets["prompt_data"], "eval_max_samples": 2, "val_only": True, "prompt_data": None}
+    (tmp_path / "other.py").write_text(Path(assets["reward_fn"]).read_text() + "\n")
+    only |= {"reward_fn": str(tmp_path / "other.py"), "kl_target": 0.1, "prompt_max_len": 10}
+    config = make_config(**only, save_path=str(tmp_path / "eval")).with_options(critic_learning_rate=0.5)
     assert fitted(config).state.global_step == 1
+    assert "resume: --prompt_max_len was 12, is 10\n" in capsys.readouterr().out
 
 
 # -- no other run's files --------------------------------------------------------------------------------------------
@@ -213,8 +219,9 @@ def test_another_save_path_is_another_run_but_a_folder_may_be_moved(begun, tmp_p
     # by default the checkpoints of another folder are other ones
     assert PPOTrainer.from_config(begun.with_options(**elsewhere)).state.global_step == 0
     # on purpose
-    branch = begun.with_options(save_path=str(tmp_path / "branch"), resume=str(tmp_path / "run" / "checkpoints_ppo"))
-    assert PPOTrainer.from_config(branch).state.global_step == 1
+    off = {"lora_alpha": 16, "lora_dropout": 0, "ptx_coef": 0, "pretrain_data_probs": "1.0"}  # nothing here
+    branch = {"save_path": str(tmp_path / "branch"), "resume": str(tmp_path / "run" / "checkpoints_ppo")}
+    assert PPOTrainer.from_config(begun.with_options(**branch, **off)).state.global_step == 1
     release([str(tmp_path / "run"), str(tmp_path / "run" / "checkpoints_ppo")])
     (tmp_path / "run").rename(tmp_path / "moved")
     resumed = fitted(begun.with_options(save_path=str(tmp_path / "moved")))
@@ -422,6 +429,15 @@ def test_a_scheme_that_cannot_be_used_is_refused_at_once(flag, url, problem, cap
         parse_args(["--pretrain", "m", "--prompt_data", "p", "--reward_fn", "r.py", f"--{flag}", url])
     assert stop.value.code == 2
     assert f"--{flag} {url}: {problem}" in capsys.readouterr().err
+
+
+def test_a_password_in_the_url_of_a_folder_is_refused_and_not_shown(capsys):
+    words = ["--pretrain", "m", "--prompt_data", "p", "--reward_fn", "r.py", "--save_path", "ftp://me:hidden@host/run"]
+    with pytest.raises(SystemExit):
+        parse_args(words)
+    said = capsys.readouterr().err
+    assert "--save_path: a password in a URL would be written into logs: set FSSPEC_FTP_PASSWORD" in said
+    assert "hidden" not in said
 
 
 @pytest.mark.usefixtures("world")
