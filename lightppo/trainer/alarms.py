@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from statistics import median
+from statistics import fmean, median
 
 Series = Mapping[str, Sequence[float]]  # name of a metric → its values, step after step
 
@@ -24,6 +24,7 @@ class Alarm:
     condition: str
     remedy: str
     rings: Callable[..., bool]  # gets the values so far of each of the metrics
+    unless_solved: bool = False  # no alarm where scores are as good as they get
 
 
 def lasting(bad: Callable[..., bool], steps: int = LASTING) -> Callable[..., bool]:
@@ -42,6 +43,15 @@ def falling(values: Sequence[float]) -> bool:
     return best - middles[-1] > max((best - middles[0]) / 2, 3 * usual)
 
 
+SCORES = ("rollout/reward", "rollout/reward_max", "rollout/reward_min")
+
+
+def solved(means: Sequence[float], highest: Sequence[float], lowest: Sequence[float]) -> bool:
+    """Whether the last steps' mean score is within 5% of the range of all samples so far from the best of them."""
+    best, worst = max(highest, default=0.0), min(lowest, default=0.0)
+    return best > worst and fmean(means[-LASTING:]) >= best - 0.05 * (best - worst)
+
+
 LESS = "lower --actor_learning_rate or --max_epochs"
 ALARMS = {
     "kl_explosion": Alarm(
@@ -58,10 +68,11 @@ ALARMS = {
     ),
     "entropy_collapse": Alarm(
         ("train/entropy",),
-        f"below 0.01 nats in {LASTING} steps: all samples of a prompt will be the same",
+        f"below 0.01 nats in {LASTING} steps, scores not at their best: samples of a prompt will be the same",
         "a higher --eps_clip_high (0.28) or --temperature, --entropy_coef 0.001, --policy_loss clip_cov; "
         "a lower --actor_learning_rate if it fell within a few steps",
         lasting(lambda entropy: entropy < 0.01),
+        unless_solved=True,
     ),
     "entropy_uniform": Alarm(
         (SHARE,),
@@ -71,18 +82,20 @@ ALARMS = {
         lasting(lambda share: share > 0.95),
     ),
     "equal_rewards": Alarm(
-        ("rollout/reward", "rollout/reward_max", "rollout/reward_min", "rollout/samples"),
-        f"the same for all samples in {LASTING} steps: there is nothing to learn from",
+        (*SCORES, "rollout/samples"),
+        f"the same for all samples in {LASTING} steps, and not their best so far: there is nothing to learn from",
         "read answers (--num_examine 3) and the reward function; easier or harder prompts, a higher --temperature, "
         "more --n_samples_per_prompt",
         lasting(lambda mean, high, low, samples: high == low and samples > 1),
+        unless_solved=True,
     ),
     "zero_gradient": Alarm(
         ("train/actor_grad_norm",),
-        f"0 in {LASTING} steps: the actor does not change",
+        f"0 in {LASTING} steps, and scores are not at their best: the actor does not change",
         "where groups have equal scores, --dynamic_sampling or more --n_samples_per_prompt; far too high a rate breaks "
         "a policy so, too: lower --actor_learning_rate",
         lasting(lambda norm: norm == 0),
+        unless_solved=True,
     ),
     "truncated": Alarm(
         ("rollout/response_clip_ratio",),
@@ -136,11 +149,13 @@ class Alarms:
             status = {**status, SHARE: status["train/entropy"] / math.log(self.vocabulary)}
         for name in {name for alarm in ALARMS.values() for name in alarm.metrics if name in status}:
             self.series[name].append(status[name])
+        is_solved = solved(*(self.series[name] for name in SCORES))
         seen, lines = {}, []
         for name, alarm in ALARMS.items():
             if not all(metric in status for metric in alarm.metrics):
                 continue
-            rings = alarm.rings(*(self.series[metric] for metric in alarm.metrics))
+            rings = not (alarm.unless_solved and is_solved)
+            rings = rings and alarm.rings(*(self.series[metric] for metric in alarm.metrics))
             seen[f"alarm/{name}"] = float(rings)
             if rings and name not in self.ringing:
                 value = status[alarm.metrics[0]]

@@ -77,6 +77,33 @@ def test_one_sample_is_no_group_of_equal_rewards():
     assert rung([bad] * 5) == [set()] * 5
 
 
+def at(mean: float, low: float, high: float) -> dict[str, float]:
+    """A step of these scores whose entropy and gradient are gone."""
+    scores = {"rollout/reward": mean, "rollout/reward_min": low, "rollout/reward_max": high}
+    return {**scores, "train/entropy": 0.001, "train/actor_grad_norm": 0.0}
+
+
+GONE = {"entropy_collapse", "zero_gradient"}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "rings"),
+    [
+        ([at(0.4, 0.0, 1.0)], at(1.0, 1.0, 1.0), set()),  # solved
+        ([at(0.4, 0.0, 1.0)], at(0.97, 0.0, 1.0), set()),  # all but
+        ([at(0.4, 0.0, 1.0)], at(0.9, 0.0, 1.0), GONE),
+        ([at(0.4, 0.0, 1.0)], at(0.0, 0.0, 0.0), {*GONE, "equal_rewards"}),  # at its worst
+        ([at(-5.0, -9.0, -1.0)], at(-1.0, -1.0, -1.0), set()),  # whatever the scale
+        ([], at(1.0, 1.0, 1.0), {*GONE, "equal_rewards"}),  # always the same: nobody knows whether there is better
+        ([at(0.5, 0.0, 2.0)], at(1.0, 1.0, 1.0), {*GONE, "equal_rewards"}),  # there is better
+    ],
+)
+def test_a_task_that_is_solved_is_no_alarm(before, after, rings):
+    alarms = Alarms()
+    seen = [alarms.look(GOOD | step)[0] for step in [*before, *[after] * 5]]
+    assert {name.removeprefix("alarm/") for name, value in seen[-1].items() if value} == rings
+
+
 def of_rewards(rewards: Sequence[float], metric: str = "rollout/reward") -> list[bool]:
     name = {"rollout/reward": "reward_falls", "reward/accuracy": "accuracy_falls"}[metric]
     return [name in step for step in rung([{metric: reward} for reward in rewards])]
