@@ -16,6 +16,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -39,6 +40,7 @@ _START_TRIES = 3
 _START_SECONDS = 120  # until a worker has loaded its target; imports are slow on a busy machine
 _LOOK_SECONDS = 1.0  # between checks that a pool of processes still runs
 _MAX_ANSWER = 16 << 20  # characters
+_MAX_TRACE = 10_000  # characters
 _PR_SET_PDEATHSIG = 1
 _EXIT_0 = 256  # stands for exit code 0
 
@@ -337,7 +339,8 @@ class _RunningPool(SpawnContext):
             else:
                 if "unloadable" in answer:
                     raise WorkerStartError(answer["unloadable"])
-                yield Outcome(answer.get("value"), answer.get("error"))
+                trace = RewardError(f"in a worker process:\n{answer['trace']}") if "trace" in answer else None
+                yield Outcome(answer.get("value"), answer.get("error"), cause=trace)
 
     def last_end(self) -> str:
         return next((worker.end for worker in reversed(self._workers) if worker.end), "no process could be started")
@@ -463,7 +466,8 @@ def _answer(payload: bytes) -> str:
             raise ValueError(f"the answer has {len(answer)} bytes")
         return answer
     except BaseException as error:  # SystemExit too: a function that exits has no answer
-        return json.dumps({"error": _text(error)})
+        trace = "".join(traceback.format_exception(error))[-_MAX_TRACE:]  # for --debug; no exception leaves a worker
+        return json.dumps({"error": _text(error), "trace": trace})
 
 
 def _text(error: BaseException) -> str:

@@ -241,7 +241,7 @@ class Outcome:
 
     value: Any = None  # after settle: of the last answer that could be read, even if only in part
     error: str | None = None  # why the last try gave no full answer
-    cause: BaseException | None = None  # the exception, if the call ran in this process
+    cause: BaseException | None = None  # the exception; of a call in another process, one that holds its trace
     timeouts: int = 0  # tries that ran past the time limit
     failures: int = 0  # tries without a full answer, time-outs included
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import sys
 import traceback
 from collections.abc import Callable
+from datetime import timedelta
 
 from lightppo.errors import UserError
+
+_ALIKE = timedelta(seconds=2)  # between errors of ranks that are one
 
 
 def run(main: Callable[[], None], prog: str | None = None, *, debug: bool = False) -> None:
@@ -29,10 +33,28 @@ def run(main: Callable[[], None], prog: str | None = None, *, debug: bool = Fals
     except UserError as error:
         if debug:
             traceback.print_exception(error)
-        print(f"[rank {rank}] {prog or os.path.basename(sys.argv[0])}: error: {error}", file=sys.stderr, flush=True)
+        if not _told_by_rank_0(str(error)):
+            print(f"[rank {rank}] {prog or os.path.basename(sys.argv[0])}: error: {error}", file=sys.stderr, flush=True)
         raise SystemExit(1) from error
     import torch.distributed as dist
 
     if dist.is_initialized():
         dist.barrier()  # rank 0 may hold the store, and others may still read from it
         dist.destroy_process_group()
+
+
+def _told_by_rank_0(message: str) -> bool:
+    """Whether rank 0, which tells all its errors, has the same one within ``_ALIKE``."""
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_initialized():
+        return False
+    key = f"told/{hashlib.sha256(message.encode()).hexdigest()}"
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        if dist.get_rank() == 0:
+            store.set(key, "")
+            return False
+        store.wait([key], _ALIKE)
+    except (RuntimeError, ValueError):  # it has not, has ended, or there are no ranks any more
+        return False
+    return True

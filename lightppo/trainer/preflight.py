@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -63,7 +64,7 @@ def preflight(config: PPOConfig) -> None:
         checks.append(partial(_check_pretraining, config))
     if config.logging.use_wandb:
         checks.append(_check_wandb)
-    _run_all(checks)
+    _run_all(checks, config.logging.debug)
 
 
 def preflight_sft(config: Any) -> None:
@@ -90,7 +91,8 @@ def preflight_sft(config: Any) -> None:
             partial(check_writable, config.save_path, "--save_path"),
             partial(check_writable, log_folder, "--log_file"),
             check_data,
-        ]
+        ],
+        config.debug,
     )
 
 
@@ -120,13 +122,15 @@ def dry_run_config(config: PPOConfig, world_size: int, folder: str) -> PPOConfig
     return config.with_options(**sizes, **kept, val_before_train=False, num_examine=1)
 
 
-def _run_all(checks: Iterable[Callable[[], Any]]) -> None:
+def _run_all(checks: Iterable[Callable[[], Any]], debug: bool) -> None:
     problems = []
     for check in checks:
         try:
             check()
         except (UserError, ValueError) as error:
             problems.append(str(error))
+            if debug:
+                traceback.print_exception(error)
     if problems:
         raise ConfigError("\n".join(dict.fromkeys(problems)))
 

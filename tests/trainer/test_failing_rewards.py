@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import traceback
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,7 @@ def test_the_error_shows_the_users_line_and_that_there_are_no_labels(make_config
     place = f"({tmp_path}/mine.py:2 in compute_score: return float(ground_truth) / 0)"
     assert (f"ZeroDivisionError: float division by zero {place}" in str(error.value)) is labelled
     assert str(error.value).endswith(place if labelled else f"{place}. rows have no label: set --label_key")
+    assert 'mine.py", line 2, in compute_score' in "".join(traceback.format_exception(error.value))  # for --debug
 
 
 def test_by_default_the_first_failure_ends_the_run(make_config, failing):

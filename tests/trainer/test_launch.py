@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch.distributed as dist
+from support.ranks import run_ranks
 
 from lightppo.errors import RolloutError
 from lightppo.trainer import run
@@ -55,3 +58,13 @@ def test_without_a_process_group_there_is_nothing_to_end(events, monkeypatch):
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
     run(lambda: events.append("main"))
     assert events == ["main"]
+
+
+def test_an_error_of_all_ranks_is_told_once_and_that_of_one_rank_by_it():
+    output = run_ranks(Path(__file__).parent / "ranks" / "errors.py").output
+    told = [line for line in output.splitlines() if "error: " in line]
+    assert sorted(told) == [
+        "[rank 0] train.py: error: rank 0's own",
+        "[rank 0] train.py: error: the same",
+        "[rank 1] train.py: error: rank 1's own",
+    ]

@@ -190,6 +190,12 @@ def test_a_function_that_lacks_an_argument(run, tmp_path, source, style, missing
     assert ORIGIN_COLUMN not in message
 
 
+@pytest.mark.parametrize("debug", [False, True])
+def test_debug_shows_the_trace(run, tmp_path, capsys, debug):
+    refusal(run(reward_fn=str(tmp_path / "none.py"), debug=debug))
+    assert ("Traceback" in capsys.readouterr().err) is debug
+
+
 @pytest.mark.parametrize(
     "source",
     [
@@ -281,7 +287,7 @@ def test_a_function_that_reads_labels_which_no_row_has(run, tmp_path, caplog, so
 def test_supervised_training(run, tmp_path):
     options = {"pretrain": str(tmp_path / "model"), "dataset": str(tmp_path / "rows.jsonl"), "dataset_split": "train"}
     options |= {"save_path": str(tmp_path / "sft"), "log_file": None, "input_key": "input", "output_key": "label"}
-    options |= {"apply_chat_template": False, "input_template": None}
+    options |= {"apply_chat_template": False, "input_template": None, "debug": False}
     run()
     preflight_sft(SimpleNamespace(**options))
     wrong = {
