@@ -94,7 +94,10 @@ def _watch(name: str) -> None:
     setattr(signal, name, watched)
 
 
-for _name in ("signal", "alarm", "setitimer"):
+# Here, as a file of the user that is loaded later may have ``from signal import alarm``; off again in worker processes,
+# whose calls are in their main thread. Outside of calls in threads nothing is changed.
+_WATCHED = ("signal", "alarm", "setitimer")
+for _name in _WATCHED:
     _watch(_name)
 
 
@@ -426,6 +429,8 @@ _loaded: Callable[..., Any] | str = ""  # the target, or why it could not be loa
 def _load(target: str, preload: Sequence[str], quiet: bool) -> None:
     """Prepares a worker process and loads its target."""
     global _loaded
+    for name in _WATCHED:
+        setattr(signal, name, getattr(signal, name).__wrapped__)
     os.setsid()  # a Ctrl-C is the trainer's, and a kill reaches the worker's children
     if sys.platform == "linux":  # ended by the kernel when the trainer ends, however it ends
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -76,6 +76,13 @@ def test_switches_that_may_be_none(parse, flags, expected):
     assert parse(flags).resolved().algorithm.adv_norm is expected
 
 
+def test_none_for_lists(parse):
+    assert parse("").reward.reward_clip_range == (-10.0, 10.0)
+    assert parse("--reward_clip_range None").reward.reward_clip_range is None
+    assert parse("--reward_clip_range=None").reward.reward_clip_range is None
+    assert parse("--stop None").rollout.stop == ("None",)  # a list of texts, which cannot be None
+
+
 def test_the_launcher_puts_local_rank_first():
     flags = ["--local_rank=1", "--pretrain", "m", "--prompt_data", "d", "--reward_fn", "r.py"]
     assert parse_args(flags).strategy.local_rank == 1
@@ -105,6 +112,8 @@ def test_arguments_of_the_process(monkeypatch):
         ("--gamma nan", ["train_ppo.py: error: --gamma", "'nan'"]),
         ("--train_batch_size 0", ["train_ppo.py: error: --train_batch_size", "≥1"]),
         ("--zero_stage None", ["--zero_stage", "None"]),
+        ("--adam_betas None", ["--adam_betas", "2 numbers"]),
+        ("--reward_clip_range None None", ["--reward_clip_range", "2 numbers or None"]),
     ],
 )
 def test_refused_flags(refusal, flags, fragments):

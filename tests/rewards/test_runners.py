@@ -310,7 +310,7 @@ def test_a_third_of_calls_failing_leaves_a_run_that_finishes(make_rollout: Make,
 def scorer(tmp_path: Path) -> str:
     path = tmp_path / "scorer.py"
     path.write_text(
-        "import os, time\n"
+        "import os, signal, time\n"
         "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
         "    if ground_truth == 'hang':\n"
         "        while True: pass\n"
@@ -318,7 +318,8 @@ def scorer(tmp_path: Path) -> str:
         "        os._exit(1)\n"
         "    return {'score': float(ground_truth), 'pid': os.getpid(), 'level': extra_info['level']}\n"
         "def reward_func(queries, prompts, labels, **extra):\n"
-        "    return {'rewards': [float(x) for x in labels], 'extra_logs': {'pid': os.getpid()}}\n"
+        "    watched = float(hasattr(signal.alarm, '__wrapped__'))\n"
+        "    return {'rewards': [float(x) for x in labels], 'extra_logs': {'pid': os.getpid(), 'watched': watched}}\n"
         "def wrong(f):\n"
         "    return lambda solution_str, ground_truth: f(None, solution_str, ground_truth, {'level': 0})\n"
         "wrapped = wrong(compute_score)\n"
@@ -349,6 +350,8 @@ def test_prime_runs_functions_of_a_batch_too(make_rollout: Make, scorer: str) ->
     source = FunctionReward(fn, reward_manager="prime", reward_workers=1, reward_timeout=60)
     output = source.score([make_rollout(0, label="3"), make_rollout(1, label="4")])
     assert output.scores == [3.0, 4.0]
+    assert output.metrics["watched"] == [0.0, 0.0]  # signal's own functions, while those of this process tell of timers
+    assert hasattr(signal.alarm, "__wrapped__")
 
 
 def test_prime_with_a_spec(make_rollout: Make, scorer: str) -> None:

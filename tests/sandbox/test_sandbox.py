@@ -285,6 +285,24 @@ print("alive")
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="numbers of x86_64")
+def test_files_have_their_limit_one_by_one_and_together(pool):
+    run = pool.run("""
+import os, resource
+print(resource.getrlimit(resource.RLIMIT_FSIZE)[0])
+for n in range(16):
+    try:
+        with open(f"{n}", "wb", buffering=0) as file:
+            for _ in range(8):
+                file.write(bytes(1 << 20))
+    except OSError:
+        pass
+print(sum(os.path.getsize(f"{n}") for n in range(16) if os.path.exists(f"{n}")))
+""")
+    limit, written = map(int, run.stdout.split())
+    assert limit == LIMITS.code_file_limit_mb << 20
+    assert written <= limit
+
+
 def test_filtered_system_calls(pool):
     if "seccomp" not in pool.layers:
         pytest.skip("no filter here")
