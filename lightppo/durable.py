@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -128,16 +128,15 @@ def sync_folder(folder: Path) -> None:
 # -- manifests -------------------------------------------------------------------------------------------------------
 
 
-def seal(folder: Path, known: Mapping[str, Digest] = {}, names: Iterable[str] | None = None, **facts: Any) -> None:
+def seal(folder: Path, known: Mapping[str, Digest] = {}, **facts: Any) -> None:
     """Put all files of a folder on disk, and their manifest beside them, which makes the folder whole.
 
     Args:
         known: of files that this or another rank wrote with :func:`write_file`, by name below the folder.
-        names: the files to seal; ``None``: all.
         facts: plain values to keep, see :func:`facts`.
     """
     here = [path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST]
-    found = sorted(path.relative_to(folder).as_posix() for path in here) if names is None else sorted(names)
+    found = sorted(path.relative_to(folder).as_posix() for path in here)
     if missing := sorted(known.keys() - set(found)):
         raise StorageError(f"{folder}: {missing[0]}, which another rank wrote, is not here: all nodes must share it")
     others = [name for name in found if name not in known]
@@ -188,6 +187,14 @@ def facts(folder: Path) -> dict[str, Any]:
         return _read(folder)["facts"]
     except (OSError, ValueError):
         return {}
+
+
+def sealed_files(folder: Path) -> set[str]:
+    """Names of the files that were sealed; none where there is no whole manifest."""
+    try:
+        return set(_read(folder)["files"])
+    except (OSError, ValueError):
+        return set()
 
 
 def check(folder: Path, share: int = 0, shares: int = 1) -> list[str]:

@@ -46,7 +46,7 @@ META = "lightppo_checkpoint.json"
 _CLIENT_STATE = "client_state.pt"
 DAMAGED = ".damaged"
 INCOMPLETE = ".incomplete"
-_REPLACED = f".old{INCOMPLETE}"
+_OLD = f".old{INCOMPLETE}"
 _FORMAT = 1
 
 
@@ -112,7 +112,7 @@ def save_checkpoint(
         except BaseException:
             shutil.rmtree(staging, ignore_errors=True)  # room for others
             raise
-        replaced = save_dir / f"{tag}{_REPLACED}"
+        replaced = save_dir / f"{tag}{_OLD}"
         with durable.explained(save_dir):
             if (save_dir / tag).exists():
                 durable.rename(save_dir / tag, replaced)
@@ -412,8 +412,8 @@ def _make_room(save_dir: Path, staging: Path) -> None:
     with durable.explained(save_dir):
         save_dir.mkdir(parents=True, exist_ok=True)
         for leftover in list(save_dir.glob(f"*{INCOMPLETE}")):
-            whole = save_dir / leftover.name.removesuffix(_REPLACED)
-            if leftover.name.endswith(_REPLACED) and not whole.exists():
+            whole = save_dir / leftover.name.removesuffix(_OLD)
+            if leftover.name.endswith(_OLD) and not whole.exists():
                 durable.rename(leftover, whole)  # the one that was to take its place did not come
                 continue
             logger.warning("removing %s, a checkpoint whose saving was interrupted", leftover)
@@ -437,6 +437,7 @@ def _rotate(save_dir: Path, keep: set[str], max_num: int, max_mem: float) -> lis
 # -- Hugging Face folders ----------------------------------------------------------------------------------------------
 
 ADAPTER = "adapter"  # folder inside the export of a model with adapters
+SAVING, REPLACED = ".saving", ".replaced"
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model.bin.index.json")
 _MODEL_CARD = """---
 library_name: transformers
@@ -456,31 +457,52 @@ model = {auto_class}.from_pretrained("{name}")
 """
 
 
-def save_model(ranks: Ranks, model: Any, tokenizer: Any | None, output_dir: str | os.PathLike[str]) -> None:
+def save_model(
+    ranks: Ranks,
+    model: Any,
+    tokenizer: Any | None,
+    output_dir: str | os.PathLike[str],
+    files: Mapping[str, str] = {},
+    **facts: Any,
+) -> None:
     """Writes all that transformers reads. A new folder appears complete; in an old one, file by file. Collective.
 
     With a URL, it is written to ``storage.local_folder(output_dir)``, then sent, the config last.
+
+    Args:
+        files: further files, name → text.
+        facts: plain values that its manifest keeps, see ``durable.facts``.
     """
     hf_model, prefix = find_hf_model(model)
     state_dict = full_state_dict(model, ranks.is_rank_0())
 
     def write() -> None:
-        names = _write(hf_model, prefix, state_dict, tokenizer, local_folder(output_dir))
+        local = local_folder(output_dir)
+        with durable.explained(local, _bytes_of(state_dict)):
+            names = _write(hf_model, prefix, state_dict, tokenizer, local, files, facts)
         upload(output_dir, *sorted(names, key=lambda name: name == "config.json"), instead_of=_WEIGHT_FILES)
 
     ranks.on_rank_0(write, f"save {output_dir}")
 
 
-def _write(hf_model: Any, prefix: str, state_dict: Any, tokenizer: Any | None, output_dir: Path) -> list[str]:
+def _write(
+    hf_model: Any,
+    prefix: str,
+    state_dict: Any,
+    tokenizer: Any | None,
+    output_dir: Path,
+    files: Mapping[str, str],
+    facts: Mapping[str, Any],
+) -> list[str]:
     """Returns the names of what it has written."""
     state_dict = {name.removeprefix(prefix): tensor for name, tensor in state_dict.items() if name.startswith(prefix)}
     adapters = find_adapters(hf_model)
     whole = state_dict if adapters is None else adapters.merged(state_dict)
     if output_dir.exists() and not output_dir.is_dir():
         raise FileExistsError(f"{output_dir} is a file, not a directory")
-    inside = output_dir.is_dir() and any(output_dir.iterdir())
+    inside = output_dir.is_dir() and any(output_dir.iterdir()) and not _is_export(output_dir)
     # A folder with other things in it (checkpoints, say) is filled file by file; any other appears complete.
-    staging = output_dir / ".saving" if inside else output_dir.with_name(f".{output_dir.name}.saving")
+    staging = output_dir / SAVING if inside else output_dir.with_name(f".{output_dir.name}{SAVING}")
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     try:
@@ -492,15 +514,51 @@ def _write(hf_model: Any, prefix: str, state_dict: Any, tokenizer: Any | None, o
             tokenizer.save_pretrained(str(staging))
         auto_class = "AutoModelForCausalLM" if hf_model.can_generate() else "AutoModelForSequenceClassification"
         names = {"name": output_dir.name, "architecture": type(hf_model).__name__, "auto_class": auto_class}
-        (staging / "README.md").write_text(_MODEL_CARD.format(**names))
+        for name, text in {"README.md": _MODEL_CARD.format(**names), **files}.items():
+            (staging / name).write_text(text)
+        durable.seal(staging, **facts)
         written = [path.name for path in staging.iterdir()]
         if inside:
             _move_files(staging, output_dir)
         else:
-            os.replace(staging, output_dir)
+            _take_place(staging, output_dir)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     return written
+
+
+def _is_export(folder: Path) -> bool:
+    """Whether all that is in a folder is one export."""
+    files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    return files == {durable.MANIFEST, *durable.sealed_files(folder)}
+
+
+def _take_place(staging: Path, output_dir: Path) -> None:
+    replaced = output_dir.with_name(f".{output_dir.name}{REPLACED}")
+    if output_dir.is_dir() and any(output_dir.iterdir()):
+        shutil.rmtree(replaced, ignore_errors=True)
+        durable.rename(output_dir, replaced)
+    durable.rename(staging, output_dir)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def clear_exports(root: Path) -> list[str]:
+    """Remove exports below ``root`` whose saving was interrupted, and return their names; what they were to take the
+    place of is there again."""
+    if not root.is_dir():
+        return []
+    for replaced in root.glob(f".*{REPLACED}"):
+        whole = root / replaced.name.removeprefix(".").removesuffix(REPLACED)
+        if whole.exists():
+            shutil.rmtree(replaced)
+        else:
+            durable.rename(replaced, whole)
+    names = []
+    for leftover in root.glob(f".?*{SAVING}"):
+        logger.warning("removing %s, an export that was interrupted", leftover)
+        shutil.rmtree(leftover)
+        names.append(leftover.name.removeprefix(".").removesuffix(SAVING))
+    return names
 
 
 @contextlib.contextmanager
@@ -530,16 +588,22 @@ def _savable(hf_model: Any) -> Iterator[None]:
 
 
 def _move_files(staging: Path, output_dir: Path) -> None:
+    """The manifest goes first and comes last: between, the folder is no whole export."""
     new = {path.name for path in staging.iterdir()}
-    for path in staging.iterdir():
+    (output_dir / durable.MANIFEST).unlink(missing_ok=True)
+    durable.sync_folder(output_dir)
+    for path in sorted(staging.iterdir(), key=lambda path: path.name == durable.MANIFEST):
         target = output_dir / path.name
         if target.is_dir():
             shutil.rmtree(target)
+        if path.name == durable.MANIFEST:
+            for pattern in _WEIGHT_FILES:  # shards of an earlier, larger save would be loaded as part of this model
+                for old in output_dir.glob(pattern):
+                    if old.name not in new:
+                        old.unlink()
+            durable.sync_folder(output_dir)
         os.replace(path, target)
-    for pattern in _WEIGHT_FILES:  # loading would take shards of an earlier, larger save for part of this model
-        for path in output_dir.glob(pattern):
-            if path.name not in new:
-                path.unlink()
+    durable.sync_folder(output_dir)
 
 
 def load_model(model: Any, path: str | os.PathLike[str], strict: bool = True) -> None:

@@ -31,6 +31,7 @@ from lightppo.strategy.checkpoint import (
     LATEST,
     META,
     bring,
+    clear_exports,
     damage,
     list_tags,
     restore_rng_state,
@@ -141,21 +142,31 @@ class RunCheckpointer:
 
     def save_best(self, root: str | Path, step: int, metric: str, value: float) -> None:
         """Export the actor as ``root/best_hf``, in place of an older best; rotation leaves it alone. Collective."""
-        folder = join(root, "best_hf")
-        self.strategy.save_model(self.models["actor"], self.tokenizer, folder)
         note = json.dumps({"step": step, "metric": metric, "value": value})
+        folder = join(root, "best_hf")
+        self.strategy.save_model(self.models["actor"], self.tokenizer, folder, files={_BEST: note})
 
-        def write() -> None:
-            (local_folder(folder) / _BEST).write_text(note)
-            upload(folder, _BEST)
+    def catch_up(self, root: str | Path, step: int, due: bool) -> None:
+        """After a resume: exports that were interrupted go; that of this step is made if it was due. Collective."""
+        name, local, cut = f"global_step{step}_hf", local_folder(root), []
 
-        self.strategy.on_rank_0(write, f"write {_BEST} in {folder}")
+        def clear() -> None:
+            with durable.explained(local):
+                cut.extend(clear_exports(local))
+
+        self.strategy.on_rank_0(clear, f"clear {root}")
+        if self.strategy.broadcast_object((due or name in cut) and not (local / name).exists()):
+            self.strategy.print(f"{root}/{name} was not written before the run ended: it is now")
+            self.save_hf(root, step)
 
     def best_value(self, root: str | Path, metric: str) -> float | None:
         """The metric's value of ``root/best_hf``; ``None`` without one, or with one by another metric. Collective."""
         path, note = local_folder(root) / "best_hf" / _BEST, None
         if self.strategy.is_rank_0() and path.is_file():
-            note = json.loads(path.read_text())
+            try:
+                note = json.loads(path.read_text())
+            except ValueError as error:
+                raise CheckpointError(f"{path} is damaged: remove {path.parent}, and the next best is kept") from error
         note = self.strategy.broadcast_object(note)
         return note["value"] if note is not None and note["metric"] == metric else None
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from lightppo import durable
 from lightppo.algorithms.kl import make_kl_controller
 from lightppo.algorithms.losses import GPTLMLoss, ValueLoss
 from lightppo.compat import SeedAttributes, constructor_config, generation_options, take_schedule, with_generation
@@ -212,9 +213,22 @@ class PPOTrainer(SeedAttributes):
         rows = {name: loader.dataset.dataset for name, loader in loaders.items() if loader is not None}
         trainer.content = content_of(run.config, rows, run.strategy)
         trainer.resume()
+        if trainer.is_complete():
+            return trainer  # and its folder stays as it is
         trainer.set_aside()  # only now: a refused resume leaves the run's own files in place
         save_run_config(run.config if config.training.dry_run else config, run.strategy)
         return trainer
+
+    def is_complete(self) -> bool:
+        """Whether the run has come to its end and its model is there, whole: nothing is left to do. Collective."""
+        c, step, whole = self.config.checkpoint, self.state.global_step, False
+        if not self.owns_parts or step == 0 or self.config.evaluation.val_only or not self._reached_limits():
+            return False
+        if self.strategy.is_rank_0():
+            folders = [c.save_path] + ([f"{c.save_path.rstrip('/')}_critic"] if c.save_value_network else [])
+            whole = all(durable.facts(local_folder(folder)).get("step") == step for folder in folders)
+            whole = whole and not any(durable.check(local_folder(folder)) for folder in folders)
+        return self.strategy.broadcast_object(whole)
 
     def set_aside(self) -> None:
         """Keep what an earlier run recorded apart, unless this one goes on with it. Collective."""
@@ -241,6 +255,9 @@ class PPOTrainer(SeedAttributes):
             consumed_samples: prompts used before, over all ranks: where a script's own resume starts.
             num_update_steps_per_episodes: optimizer steps per episode, where the dataloader has no length.
         """
+        if self.is_complete():
+            self._tell_complete()
+            return self._close()
         self._begin(args, prompts_dataloader, pretrain_dataloader, consumed_samples, num_update_steps_per_episodes)
         for step, prompts, bar in self._steps():
             taken = prompts.taken
@@ -462,9 +479,11 @@ class PPOTrainer(SeedAttributes):
         """Save the actor (its moving average where there is one) for transformers, and the critic if asked for."""
         path = path or self.config.checkpoint.save_path
         model = self.ema_model if self.ema_model is not None else self.actor
-        self.strategy.save_model(model, self.tokenizer, path)
+        models = [(model, path)]
         if self.config.checkpoint.save_value_network:
-            self.strategy.save_model(self.critic, self.tokenizer, f"{str(path).rstrip('/')}_critic")
+            models.insert(0, (self.critic, f"{str(path).rstrip('/')}_critic"))
+        for model, path in models:
+            self.strategy.save_model(model, self.tokenizer, path, step=self.state.global_step)
 
     # -- parts of the loop ---------------------------------------------------------------------------------------
 
@@ -490,16 +509,16 @@ class PPOTrainer(SeedAttributes):
         if not val_only:
             self.prompt_filter.restore(self.prompts_dataloader, self.state)
         self.recorder = self._new_recorder()
+        if self.owns_parts and self.state.global_step > 0 and not val_only:
+            finished = self.state.episode if self.state.consumed_prompts == 0 else None
+            self.recorder.catch_up(self.state.global_step, finished, self.config.checkpoint.ckpt_path)
         if val_only or (self.state.global_step == 0 and self.config.evaluation.val_before_train):
             self.recorder.evaluate(self.state.global_step)
 
     def _steps(self) -> Iterator[tuple[int, EpisodePrompts, tqdm]]:
         """Number, prompts and progress bar of each PPO step until a limit is reached."""
-        if (limits := self._reached_limits()) and not self.config.evaluation.val_only:
-            self.strategy.print(
-                f"run complete: {self.state.global_step} steps; raise {limits} to go on, or start anew with "
-                "--resume never"
-            )
+        if self._reached_limits() and not self.config.evaluation.val_only:
+            self._tell_complete()
         with self._bar(None, "step", initial=self.state.global_step) as bar:
             while not self._done():
                 episode, data = self.state.episode, self.prompts_dataloader
@@ -512,6 +531,10 @@ class PPOTrainer(SeedAttributes):
                 )
                 while self.state.episode == episode and not self._done():
                     yield self.state.global_step + 1, prompts, bar
+
+    def _tell_complete(self) -> None:
+        done, limits = self.state.global_step, self._reached_limits()
+        self.strategy.print(f"run complete: {done} steps; raise {limits} to go on, or start anew with --resume never")
 
     def _count_steps(self) -> int:
         """Steps of the whole run, those that are done included; at most so many with ``--dynamic_sampling``."""
@@ -571,6 +594,10 @@ class PPOTrainer(SeedAttributes):
                 self.strategy.print(line)
         if self.strategy.is_rank_0():
             upload_records(self.config.checkpoint.save_path)  # with the picture
+        self._close()
+
+    def _close(self) -> None:
+        """End what the trainer opened."""
         self.rollout_engine.close()
         if self.owns_parts:  # a source that a script made is the script's to end
             close_source(self.reward_source)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lightppo import durable
 from lightppo.config import PPOConfig
 from lightppo.config.options import LoggingConfig
 from lightppo.errors import ConfigError
@@ -21,7 +22,7 @@ from lightppo.trainer.alarms import Alarms
 from lightppo.trainer.checkpointing import RunCheckpointer
 from lightppo.trainer.evaluator import Evaluator
 from lightppo.trainer.metrics import Pace, PhaseTimer, with_namespace
-from lightppo.trainer.run_folder import run_name, set_aside, upload_records
+from lightppo.trainer.run_folder import hold, is_at, run_name, set_aside, upload_records
 
 logger = logging.getLogger(__name__)
 
@@ -61,8 +62,8 @@ class Cadence:
 class JsonlSink:
     """One JSON object per line: step, time (Unix seconds) and the metrics. NaN becomes null.
 
-    A new run (``start_step`` 0) puts an older file aside; a resumed one keeps the rows up to ``start_step`` and drops
-    rows of steps that will be done again.
+    A new run (``start_step`` 0) puts an older file aside; a resumed one keeps the rows up to ``start_step`` and cuts
+    off those of steps that will be done again. A file that vanishes is made again.
     """
 
     def __init__(self, path: Path, start_step: int = 0) -> None:
@@ -70,25 +71,43 @@ class JsonlSink:
         if start_step == 0:
             set_aside(path)
         elif path.exists():
-            kept = [line for line in path.read_text().splitlines() if _step_of(line) <= start_step]
-            rewritten = path.with_suffix(".tmp")
-            rewritten.write_text("".join(line + "\n" for line in kept))
-            os.replace(rewritten, path)
-        self.file = path.open("a", buffering=1)
+            _cut(path, start_step)
+        self.path, self.file = path, path.open("a", buffering=1)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         row = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        self.file.write(json.dumps({"step": step, "time": time.time(), **row}) + "\n")
+        with durable.explained(self.path):
+            if not is_at(self.path, self.file):
+                logger.warning("%s was removed: it is made again, without its earlier rows", self.path)
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self.file = self.path.open("a", buffering=1)
+            self.file.write(json.dumps({"step": step, "time": time.time(), **row}) + "\n")
+
+    def sync(self) -> None:
+        """All rows are on disk: a checkpoint will say that their steps are done."""
+        with durable.explained(self.path):
+            os.fsync(self.file.fileno())
 
     def close(self) -> None:
         self.file.close()
 
 
-def _step_of(line: str) -> float:
-    """Step of a row; infinity for a row that a crash cut off."""
+def _cut(path: Path, last: int) -> None:
+    """Keep the rows up to step ``last``, in place: what another process has open stays the file."""
+    with path.open("r+b") as file:
+        rows = file.read().splitlines(keepends=True)
+        kept = [row.rstrip(b"\n") + b"\n" for row in rows if _step_of(row) <= last]
+        same = next((i for i, (old, new) in enumerate(zip(rows, kept)) if old != new), min(len(rows), len(kept)))
+        file.seek(sum(map(len, rows[:same])))
+        file.writelines(kept[same:])
+        file.truncate()
+
+
+def _step_of(row: bytes) -> float:
+    """Step of a row; infinity for a row that a crash tore."""
     try:
-        return json.loads(line)["step"]
-    except ValueError:
+        return json.loads(row)["step"]
+    except (ValueError, TypeError, KeyError):
         return math.inf
 
 
@@ -187,11 +206,27 @@ class Recorder:
         if e.best_metric is not None and start_step > 0:
             self.best = checkpointer.best_value(c.ckpt_path, e.best_metric)
         self.alarms, self.timer, self.pace = alarms or Alarms(), PhaseTimer(), Pace(start_step)
-        self.last_evaluated: int | None = None
+        self.last_evaluated = self._evaluated_before(start_step)
         self.last_saved: int | None = start_step or None
         run = {"start_step": start_step, "run_id": run_id}
         self.sinks = open_sinks(config.logging, c.save_path, options, **run) if strategy.is_rank_0() else []
         self.run_id = run_id if self.wandb_run is None else self.wandb_run.id  # of the Weights & Biases run
+
+    def _evaluated_before(self, step: int) -> int | None:
+        """The step that the run goes on from, if its evaluation is in the metrics. Collective."""
+        path, found = local_folder(self.config.checkpoint.save_path) / "metrics.jsonl", False
+        if step == 0 or self.evaluator is None or self.config.evaluation.best_metric is not None:
+            return None
+        if self.strategy.is_rank_0() and path.is_file():
+            rows = [row for row in path.read_bytes().splitlines() if _step_of(row) == step]
+            found = any(name.startswith("eval/") for row in rows for name in json.loads(row))
+        return step if self.strategy.broadcast_object(found) else None
+
+    def catch_up(self, step: int, finished_episodes: int | None, ckpt_path: str) -> None:
+        """After a resume: the export that was due at this step, if the run ended before it was whole. Collective."""
+        c = self.config.checkpoint
+        due = c.save_hf_ckpt or self.export_cadence.due(step, finished_episodes)
+        self.checkpointer.catch_up(ckpt_path, step, due and c.resume == "auto")
 
     def _write(self, step: int, metrics: Mapping[str, float]) -> None:
         for sink in self.sinks:
@@ -201,6 +236,8 @@ class Recorder:
         """Log one step, if it is due, as a row and as a line; alarms are told when they begin."""
         status = with_namespace(status)
         alarms, told = self.alarms.look(status)
+        if self.sinks:
+            hold([self.config.checkpoint.save_path, self.config.checkpoint.ckpt_path])
         if step % self.config.logging.logging_steps == 0:
             self._write(step, status | alarms)
             self.strategy.print(self.pace.line(step, total_steps, status))
@@ -259,11 +296,17 @@ class Recorder:
     def _checkpoint(self, step: int, save: Callable[[], None]) -> None:
         """Once per step at most."""
         if self.last_saved != step:
+            self.strategy.on_rank_0(self._sync, "put metrics.jsonl on disk")
             with self.timer("save"):
                 save()
             self._upload()
             self.last_saved = step
             logger.info("checkpoint global_step%d written", step)
+
+    def _sync(self) -> None:
+        for sink in self.sinks:
+            if isinstance(sink, JsonlSink):
+                sink.sync()
 
     def _upload(self) -> None:
         if self.strategy.is_rank_0():

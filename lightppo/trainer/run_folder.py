@@ -15,6 +15,7 @@ from typing import IO, Any
 
 import yaml
 
+from lightppo import durable
 from lightppo.config import LoggingConfig, PPOConfig
 from lightppo.data.rows import ORIGIN_COLUMN
 from lightppo.errors import ConfigError, StagingError
@@ -61,9 +62,15 @@ def claim(folders: Mapping[str, str], ranks: Ranks) -> None:
     name = ranks.broadcast_object(f".seen-{uuid.uuid4().hex}")  # which no node has looked for before
     for flag, folder in folders.items():
         mark = local_folder(folder) / name
+        before = mark.parent.stat() if ranks.is_rank_0() else None
         ranks.on_rank_0(mark.touch, f"write into {folder}")
         hosts = ranks.all_gather_object((socket.gethostname(), mark.exists()))
-        ranks.on_rank_0(mark.unlink, f"remove {mark}")
+
+        def remove(mark: Path = mark, before: Any = before) -> None:
+            mark.unlink()  # and the folder of a run that is complete is as it was
+            os.utime(mark.parent, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+        ranks.on_rank_0(remove, f"remove {mark}")
         if blind := [f"rank {rank} on {host}" for rank, (host, seen) in enumerate(hosts) if not seen]:
             remedy = "set LIGHTPPO_CACHE to a folder" if is_url(folder) else "name one"
             raise ConfigError(
@@ -119,6 +126,29 @@ def _lock(file: IO[str], name: str) -> str | None:
     file.flush()
     _held[path] = file
     return None
+
+
+def is_at(path: Path, file: IO[str]) -> bool:
+    """Whether an open file is still the one of that name."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
+    except FileNotFoundError:
+        return False
+
+
+def hold(folders: Iterable[str | None]) -> None:
+    """Make folders of this process that were removed again, and keep others out of them.
+
+    Raises:
+        ConfigError: another process has one by now, or it cannot be made.
+    """
+    for folder in filter(None, folders):
+        path = (local_folder(folder) / _LOCK).resolve()
+        if path in _held and not is_at(path, _held[path]):
+            logger.warning("%s was removed while the run goes on: it is made again, what was in it is lost", folder)
+            _held.pop(path).close()
+            if problem := _claim("the folder", folder):
+                raise ConfigError(problem)
 
 
 def release(folders: Iterable[str]) -> None:
@@ -236,14 +266,13 @@ def save_run_config(config: PPOConfig, ranks: Ranks) -> None:
 def write_run_config(config: PPOConfig) -> str | None:
     """Write both files whole or not at all; returns what went wrong."""
     folder = config.checkpoint.save_path
-    temporary = local_folder(folder) / ".run_config.yaml"
+    local = local_folder(folder)
     try:
-        temporary.parent.mkdir(parents=True, exist_ok=True)
+        local.mkdir(parents=True, exist_ok=True)
         for name, options in {"run_config": config, "run_config.resolved": config.resolved()}.items():
             values = {n: list(v) if isinstance(v, tuple) else v for n, v in public_options(options).items()}
             del values["config"]
-            temporary.write_text(yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
-            os.replace(temporary, temporary.with_name(f"{name}.yaml"))
+            durable.write_text(local / f"{name}.yaml", yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
         upload_records(folder)
     except OSError as error:
         return f"--save_path {folder}: cannot be written ({error.strerror or error})"

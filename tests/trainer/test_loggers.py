@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import sys
 from pathlib import Path
 
@@ -50,6 +51,47 @@ def test_a_new_run_puts_the_files_of_older_ones_aside(tmp_path):
     assert [row["run"] for row in rows(path)] == [2, 2]
     assert [row["run"] for row in rows(tmp_path / "metrics.1.jsonl")] == [0, 0]
     assert [row["run"] for row in rows(tmp_path / "metrics.2.jsonl")] == [1, 1]
+
+
+def test_a_resume_cuts_in_place_and_loses_no_row_of_who_still_writes(tmp_path):
+    """Not a new file under the name: rows of a process that has the old one open would be lost."""
+    path = tmp_path / "metrics.jsonl"
+    first = JsonlSink(path)
+    for step in (1, 2, 3):
+        first.log(step, {"run": 0.0})
+    write(path, [3], start_step=2, tag=1.0)
+    first.log(4, {"run": 0.0})
+    first.close()
+    assert [(row["step"], row["run"]) for row in rows(path)] == [(1, 0), (2, 0), (3, 1), (4, 0)]
+
+
+@pytest.mark.parametrize("torn", ['{"step": 2, "ti', '{"st', "\x00\x00\x00", "3", "{}"])
+def test_a_row_that_a_crash_tore_is_cut_off(tmp_path, torn):
+    path = tmp_path / "metrics.jsonl"
+    write(path, [1, 2])
+    with path.open("a") as file:
+        file.write(torn)
+    write(path, [3], start_step=2)
+    assert [row["step"] for row in rows(path)] == [1, 2, 3]
+
+
+def test_a_torn_row_in_the_middle_takes_no_other_with_it(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write(path, [1])
+    with path.open("a") as file:
+        file.write('{"step": 2, "ti\n' + '{"step": 2, "run": 7}')  # the last one lacks its end of line
+    write(path, [3], start_step=2)
+    assert [(row["step"], row["run"]) for row in rows(path)] == [(1, 0), (2, 7), (3, 0)]
+
+
+def test_a_file_that_was_removed_is_made_again(tmp_path, caplog):
+    sink = JsonlSink(tmp_path / "run" / "metrics.jsonl")
+    sink.log(1, {"run": 0.0})
+    shutil.rmtree(tmp_path / "run")
+    for step in (2, 3):
+        sink.log(step, {"run": 0.0})
+    assert [row["step"] for row in rows(tmp_path / "run" / "metrics.jsonl")] == [2, 3]
+    assert caplog.text.count("metrics.jsonl was removed: it is made again, without its earlier rows") == 1
 
 
 def test_a_resumed_run_drops_the_rows_of_steps_that_are_done_again(tmp_path):

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +15,11 @@ import pytest
 import torch
 from support.tiny import write_jsonl
 
-from lightppo import PPOTrainer
+from lightppo import PPOTrainer, durable
 from lightppo.config import PPOConfig
-from lightppo.errors import ConfigError
+from lightppo.errors import ConfigError, StorageError
 from lightppo.rollout.hf import HFRolloutEngine
+from lightppo.trainer.run_folder import release
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -145,6 +151,72 @@ def test_a_finished_run_does_nothing_and_says_so(make_config, capsys):
     assert "run complete: 6 steps; raise --num_episodes 2, --total_training_steps 5 to go on" in out
 
 
+def files_of(folder: Path) -> dict[str, tuple[int, bytes]]:
+    """Time and bytes of every file, and times of the folders; not of the lock, which names its holder."""
+    return {
+        str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.read_bytes() if path.is_file() else b"")
+        for path in (folder, *folder.rglob("*"))
+        if path.name != ".lock"
+    }
+
+
+def test_a_finished_command_run_again_changes_nothing(make_config, assets, tmp_path, capsys):
+    options = {"eval_data": assets["prompt_data"], "eval_max_samples": 2, "eval_steps": 0, "save_hf_ckpt": True,
+               "save_value_network": True, "use_tensorboard": str(tmp_path / "tb")}  # fmt: skip
+    config = make_config(save_steps=2, ckpt_path=None, **options)
+    fitted(config)
+    before = files_of(tmp_path)
+    assert {"run/model.safetensors", "run_critic/model.safetensors", "run/metrics.jsonl"} < before.keys()
+    release([config.checkpoint.save_path, config.resolved().checkpoint.ckpt_path])
+    capsys.readouterr()
+    fitted(config)
+    after = files_of(tmp_path)
+    assert [name for name in before.keys() | after.keys() if before.get(name) != after.get(name)] == []
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("run complete")]
+    assert said == ["run complete: 3 steps; raise --num_episodes 1 to go on, or start anew with --resume never"]
+
+    (tmp_path / "run" / "model.safetensors").unlink()  # not complete: its model is made again, no evaluation is
+    fitted(config)
+    after = files_of(tmp_path)
+    changed = {name for name in before if before[name][1] != after[name][1]}
+    assert not changed - {"run/plot.png"}, changed
+
+
+def test_exports_that_a_kill_took_are_made_by_the_next_start(make_config, tmp_path, capsys):
+    config = make_config(save_steps=1, hf_save_steps=1, benchmark_steps=2)
+    fitted(config)
+    ckpt = tmp_path / "ckpt"
+    export = {path.name: path.read_bytes() for path in (ckpt / "global_step2_hf").iterdir()}
+    (ckpt / "global_step2_hf").rename(ckpt / ".global_step2_hf.saving")  # killed in the middle of it
+    (ckpt / ".global_step2_hf.saving" / "config.json").unlink()
+    (ckpt / ".global_step7_hf.saving").mkdir()  # of a step that is not there
+    (tmp_path / "run" / durable.MANIFEST).unlink()  # and before the model
+    capsys.readouterr()
+    fitted(config)
+    assert f"{ckpt}/global_step2_hf was not written before the run ended: it is now" in capsys.readouterr().out
+    assert {path.name: path.read_bytes() for path in (ckpt / "global_step2_hf").iterdir()} == export
+    assert list(ckpt.glob(".*saving")) == []
+    assert durable.facts(tmp_path / "run") == {"step": 2}
+
+
+def test_a_folder_that_vanishes_during_a_run_is_made_again(make_config, tmp_path, caplog):
+    config = make_config(save_steps=2, ckpt_path=None)
+    trainer = PPOTrainer.from_config(config)
+    ppo_train = trainer.ppo_train
+
+    def train(step: int) -> dict[str, float]:
+        if step == 2:
+            shutil.rmtree(tmp_path / "run")
+        return ppo_train(step)
+
+    trainer.ppo_train = train
+    trainer.fit()
+    assert f"{tmp_path}/run was removed while the run goes on: it is made again" in caplog.text
+    assert [row["step"] for row in trained_rows(config)] == [2, 3]
+    assert durable.check(tmp_path / "run") == []
+    assert durable.check(tmp_path / "run" / "checkpoints_ppo" / "_actor" / "global_step3") == []
+
+
 def test_options_that_make_another_run_are_refused(make_config, tmp_path):
     config = make_config(save_steps=1, benchmark_steps=1)
     fitted(config)
@@ -195,3 +267,56 @@ def test_a_resumed_run_samples_with_the_resumed_weights(make_config, monkeypatch
     norm = sum(p.norm() for p in trainer.actor.model.parameters())
     trainer.fit()
     assert events[:2] == [f"push of norm {norm:.6f}", "rollout"]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A folder that is a disk of 8 MB."""
+    (folder := tmp_path / "ckpt").mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "none", str(folder)]
+    done = subprocess.run(mount, capture_output=True, text=True)
+    if done.returncode != 0:
+        pytest.skip(f"no disk can be mounted here: {done.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_a_full_disk_is_one_line_and_costs_no_checkpoint(make_config, small_disk):
+    config = make_config(save_steps=1, max_ckpt_num=1)
+    trainer = PPOTrainer.from_config(config)
+    ppo_train, filler = trainer.ppo_train, small_disk / "filler"
+
+    def train(step: int) -> dict[str, float]:
+        if step == 2:
+            filler.write_bytes(b"x" * (shutil.disk_usage(small_disk).free - 50_000))
+        return ppo_train(step)
+
+    trainer.ppo_train = train
+    text = r"_critic: the disk is full: 2\d\d,\d{3} bytes are needed, \d\d,\d{3} bytes are free: lower --max_ckpt_num"
+    with pytest.raises(StorageError, match=text):
+        trainer.fit()
+    assert sorted(path.name for path in (small_disk / "_critic").iterdir() if path.is_dir()) == ["global_step1"]
+    with pytest.raises(StorageError, match=r"/model: the disk is full: [\d,]+ bytes are needed"):  # told by safetensors
+        trainer.save_model(small_disk / "model")
+    filler.unlink()
+    release([config.checkpoint.save_path, config.checkpoint.ckpt_path])
+    assert fitted(config).state.global_step == 3
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
+def test_a_disk_that_takes_nothing_stops_the_run_with_a_checkpoint(make_config, tmp_path, monkeypatch, number):
+    config = make_config(save_steps=1, max_ckpt_num=1)
+    trainer = PPOTrainer.from_config(config)
+    fsync = os.fsync
+
+    def refuse(handle: Any) -> None:
+        if trainer.state.global_step == 2 and "_actor" in os.readlink(f"/proc/self/fd/{handle}"):
+            raise OSError(number, os.strerror(number))
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    told = "the disk is full: .* lower --max_ckpt_num" if number == errno.ENOSPC else r"cannot be written \(Read-only"
+    with pytest.raises(StorageError, match=rf"{tmp_path}/ckpt/_actor: {told}.*--ckpt_path"):
+        trainer.fit()
+    monkeypatch.undo()
+    assert PPOTrainer.from_config(config).state.global_step == 1
