@@ -5,7 +5,7 @@ Their positional constructor, ``strategy.args`` and keyword options, public attr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, Literal
 
@@ -13,6 +13,7 @@ from torch import nn
 
 from lightppo.config import PPOConfig
 from lightppo.config.options import all_options
+from lightppo.config.rules import idle_options
 from lightppo.errors import ConfigError
 from lightppo.models import actor as actors
 from lightppo.models import critic as critics
@@ -71,17 +72,25 @@ def constructor_config(
         if options.get("max_norm", strategy.max_norm) != strategy.max_norm:
             given = options["max_norm"]
             raise ConfigError(f"max_norm {given} is not the strategy's ({strategy.max_norm}): set it there")
-        return config_from_options(getattr(strategy, "args", None), options, tokenizer, strategy.world_size)
+        args = getattr(strategy, "args", None)
+        return config_from_options(args, options, tokenizer, strategy.world_size, say=strategy.print)
     if options:
         raise ConfigError(f"options {sorted(options)} beside config: put them into the config")
     config.validate(strategy.world_size, by_hand=True)
     return config.resolved()
 
 
-def config_from_options(args: Any, options: Mapping[str, Any], tokenizer: Any = None, world_size: int = 1) -> PPOConfig:
+def config_from_options(
+    args: Any,
+    options: Mapping[str, Any],
+    tokenizer: Any = None,
+    world_size: int = 1,
+    say: Callable[[str], None] = print,
+) -> PPOConfig:
     """Config of a trainer that is built by hand, resolved.
 
-    Options win over ``args``; the options of ``CONSTRUCTOR_DEFAULTS`` have their default also where ``args`` names
+    What a script hands over in vain, such as settings of a critic that is not there, is said. Options win over
+    ``args``; the options of ``CONSTRUCTOR_DEFAULTS`` have their default also where ``args`` names
     them, as in the seed. Attributes of ``args`` that are no option of lightppo belong to the script.
 
     Raises:
@@ -94,6 +103,10 @@ def config_from_options(args: Any, options: Mapping[str, Any], tokenizer: Any = 
     elif {"policy_loss", "advantage_estimator", "eps_clip_low", "eps_clip_high"} & values.keys():
         values["eps_clip"] = None  # then what belongs to the loss: 0.2 for PPO's
     config = _with_options(PPOConfig(), values | options, tokenizer)
+    if idle := idle_options(config):
+        say("without effect here: " + "; ".join(f"{name} needs {condition}" for name, condition in idle.items()))
+        defaults = PPOConfig().flat()
+        config = config.with_options(**{name: defaults[name] for name in idle})
     config.validate(world_size, by_hand=True)
     return config.resolved()
 

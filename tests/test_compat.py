@@ -217,6 +217,20 @@ def test_contradictions_of_options_and_args_are_refused():
         config_from_options(args_of(advantage_estimator="grpo"), {})
 
 
+def test_settings_of_a_critic_that_is_not_there_are_said_and_do_not_stop_a_script(capsys):
+    """Scripts hand over all their options, whatever they train, and their defaults are not ours."""
+    args = args_of(advantage_estimator="rloo", n_samples_per_prompt=2, critic_learning_rate=1e-3)
+    flat = config_from_options(args, {"value_clip": 0.5, "lambd": 1.0}).flat()
+    said = capsys.readouterr().out
+    for name in ("critic_learning_rate", "value_clip", "lambd"):
+        assert f"{name} needs a critic" in said
+        assert flat[name] == PPOConfig().flat()[name]
+    assert config_from_options(args_of(critic_learning_rate=1e-3), {}).training.critic_learning_rate == 1e-3
+    assert capsys.readouterr().out == ""
+    with pytest.raises(ConfigError, match="--critic_learning_rate needs a critic"):
+        constructor_config(PPOConfig.from_flat(**vars(args)), SimpleNamespace(world_size=1), {}, None)
+
+
 def test_batch_sizes_are_checked_against_the_ranks():
     args = args_of(rollout_batch_size=6, train_batch_size=3)
     assert config_from_options(args, {}, world_size=3).training.train_batch_size == 3

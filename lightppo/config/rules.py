@@ -510,6 +510,17 @@ def contradictions(config: Options, world_size: int, by_hand: bool = False) -> l
     return list(found.values())
 
 
+def idle_options(config: Options) -> dict[str, str]:
+    """What scripts hand over whatever they train, and this run has no use for: {name: what it needs}."""
+    given, facts = config.flat(), _facts(config)
+    return {
+        one.name: condition_text(condition)
+        for one in all_options()
+        for condition in one.needs
+        if condition in ("critic", "discounting", "clipping") and one.is_set(given[one.name]) and not facts[condition]
+    }
+
+
 def _relations(o: SimpleNamespace, by_hand: bool) -> Iterator[str]:
     """Options without what they need, and options that exclude each other."""
     options = {one.name: one for one in all_options() if not by_hand or one.owner in _OF_TRAINER}
