@@ -353,7 +353,8 @@ trainer.save_freq trainer.test_freq | `--save_steps`, `--eval_steps` (-1: never 
 trainer.default_local_dir trainer.max_actor_ckpt_to_keep trainer.max_critic_ckpt_to_keep | `--ckpt_path`, `--max_ckpt_num`
 trainer.resume_mode trainer.resume_from_path | `--resume auto`, `never` or `PATH`
 trainer.val_before_train trainer.val_only | `--no_val_before_train`, `--val_only`
-trainer.logger trainer.project_name trainer.experiment_name | `--use_wandb`, `--use_tensorboard`, `--wandb_project`, `--wandb_run_name`
+trainer.logger logger | `--use_wandb`, `--use_tensorboard FOLDER`; the console has a line per step in any case
+trainer.project_name trainer.experiment_name | `--wandb_project`, `--wandb_run_name`
 trainer.log_val_generations trainer.rollout_data_dir trainer.validation_data_dir | `--num_examine`, `--rollout_data_dir`; evaluations are in the folder eval of `--save_path`
 trainer.default_hdfs_dir trainer.del_local_ckpt_after_load | not here: see `--ckpt_path`, `--save_path`
 trainer.nnodes trainer.n_gpus_per_node trainer.device trainer.ray_wait_register_center_timeout trainer.use_legacy_worker_impl trainer.esi_redundant_time ray_kwargs.* transfer_queue.* | not here: no Ray; the launcher sets the ranks

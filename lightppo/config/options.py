@@ -86,6 +86,9 @@ class DataConfig(Section):
     prompt_data: str | None = option(None, "Prompts: file, folder, hub name or URL; several by commas.", required=True)
     prompt_data_probs: str | None = option(None, "Sampling probabilities of several --prompt_data, e.g. 0.7,0.3.")
     prompt_split: str = option("train", "Split of --prompt_data.")
+    prompt_metadata: str | None = option(
+        None, "File with more columns of all prompts, held-out ones too, joined by query_id: AReaL's code tests."
+    )
     eval_data: str | None = safe(None, "Held-out prompts. Without it there is no evaluation.")
     eval_split: str = safe("test", "Split of --eval_data; files without splits have only one.")
     pretrain_data: str | None = option(None, "Text for the PTX loss.", needs="ptx_coef>0")

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 StoppingStrategy = Literal["all_exhausted", "first_exhausted"]
 Rows = Iterator[tuple[str, dict[str, Any]]]  # (origin, row)
 
+_ID = "query_id"
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zip")
 _KINDS = dict.fromkeys((".jsonl", ".ndjson", ".json"), "json") | dict.fromkeys((".csv", ".tsv"), "csv")
 _KINDS |= {".parquet": "parquet", ".arrow": "arrow"}
@@ -82,6 +84,29 @@ def blending_datasets(
         level = logging.INFO if used == count else logging.WARNING
         logger.log(level, "%s %s: %d rows, %d used%s", flag, source, count, used, " (repeats)" * (used > count))
     return blend
+
+
+def with_metadata(rows: Dataset, path: str | None, flag: str = "--prompt_metadata") -> Dataset:
+    """The rows with the further columns of the file's row of the same ``query_id``; DataError if one is missing."""
+    if path is None:
+        return rows
+    from datasets import concatenate_datasets
+
+    more = _load_source(path, "train", sys.maxsize, flag)
+    for name, dataset in {"it": more, "the prompts": rows}.items():
+        if _ID not in dataset.column_names:
+            raise DataError(f"{flag} {path}: no column {_ID!r} in {name}, by which rows are joined")
+    places: dict[str, int] = {}
+    for place, (key, origin) in enumerate(zip(more[_ID], more[ORIGIN_COLUMN])):
+        if places.setdefault(str(key), place) != place:
+            raise DataError(f"{flag} {origin}: {_ID} {key!r} is there twice")
+    for key, origin in zip(rows[_ID], rows[ORIGIN_COLUMN]):
+        if str(key) not in places:
+            raise DataError(f"{origin}: {_ID} {key!r} is not in {flag} {path}")
+    further = [name for name in more.column_names if name not in rows.column_names]
+    return concatenate_datasets(
+        [rows, more.select_columns(further).select([places[str(k)] for k in rows[_ID]])], axis=1
+    )
 
 
 def check_data_paths(

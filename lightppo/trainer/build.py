@@ -32,7 +32,7 @@ from lightppo.config.rules import (
     uses_adapters,
 )
 from lightppo.data.datasets import PromptDataset, RolloutBatchSampler, SFTDataset
-from lightppo.data.readers import blending_datasets
+from lightppo.data.readers import blending_datasets, with_metadata
 from lightppo.errors import ConfigError
 from lightppo.experience.batching import balance_ranks
 from lightppo.experience.checks import RolloutCheck, RolloutReplay
@@ -342,6 +342,7 @@ def build_prompts(
     if evaluation:
         paths, probs, split, limit = d.eval_data, None, d.eval_split, d.eval_max_samples
     rows = blending_datasets(paths, probs, strategy, config.strategy.seed, train_split=split, flag=flag)
+    rows = with_metadata(rows, d.prompt_metadata)
     by = config.verifier.reward_routes_by
     if config.verifier.reward_routes and by not in ("label", "data_source", *rows.column_names):
         raise ConfigError(f"--reward_routes_by {by!r} is not a column of {flag}; its columns: {rows.column_names}")

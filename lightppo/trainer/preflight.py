@@ -15,7 +15,7 @@ from typing import Any
 from lightppo.config import PPOConfig
 from lightppo.config.cli import exit_on_mistakes
 from lightppo.config.rules import estimator_entry, evaluation_config, needs_critic, needs_reference
-from lightppo.data.readers import check_data_paths, first_rows
+from lightppo.data.readers import check_data_paths, first_rows, with_metadata
 from lightppo.data.records import Prompt, Rollout
 from lightppo.data.rows import (
     Encoded,
@@ -225,7 +225,7 @@ def _check_prompts(config: PPOConfig, flag: str) -> None:
 
     prompts: list[Prompt] = []
     fields = {"input_key": d.input_key, "label_key": d.label_key}
-    for rows, known in _check_rows(flag, paths, split, fields, render, d.on_bad_row):
+    for rows, known in _check_rows(flag, paths, split, fields, render, d.on_bad_row, d.prompt_metadata):
         for number, row in enumerate(rows):
             chat, key = read_prompt(row, known)
             more = {"extra": other_columns(row, key), "messages": chat if isinstance(chat, list) else None}
@@ -255,6 +255,7 @@ def _check_rows(
     fields: dict[str, Any],
     render: Callable[[Row, RowFields], Any],
     on_bad_row: str = "error",
+    metadata: str | None = None,
 ) -> list[tuple[Any, RowFields]]:
     """The first rows of each local source, and their keys. With ``skip`` it is only seen that sources can be read."""
 
@@ -269,6 +270,7 @@ def _check_rows(
     for source in map(str.strip, paths.split(",")):
         rows = first_rows(source, split, flag)
         if rows is not None and on_bad_row == "error":
+            rows = with_metadata(rows, metadata)
             try:
                 known = resolve_fields(rows.column_names, **fields)
             except DataError as error:

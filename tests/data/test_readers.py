@@ -19,6 +19,7 @@ from lightppo.data.readers import (
     file_format,
     interleave_indices,
     read_file,
+    with_metadata,
 )
 from lightppo.data.rows import ORIGIN_COLUMN
 from lightppo.errors import DataError
@@ -358,3 +359,36 @@ def test_real_gsm8k_rows(tokenizer) -> None:
     recognised = PromptDataset(both.select(range(50)), tokenizer)  # without keys: question and answer
     assert [p.label for p in recognised] == both["answer"][:50]
     assert blending_datasets(str(GSM8K), train_split="test").num_rows == 1319
+
+
+def test_metadata_is_joined_by_query_id(write_jsonl) -> None:
+    """Ids may be text in one file and numbers in the other, as AReaL takes them; a column of the prompts stays."""
+    prompts = write_jsonl([{"prompt": p, "query_id": i} for p, i in (("a", 7), ("b", 8), ("c", 7))], "prompts.jsonl")
+    tests = [{"query_id": "8", "input_output": "{}", "prompt": "no"}, {"query_id": "7", "input_output": None, "n": 1}]
+    rows = with_metadata(blending_datasets(prompts), write_jsonl(tests, "tests.jsonl"))
+    kept = [{name: value for name, value in row.items() if name != ORIGIN_COLUMN} for row in rows]
+    assert kept == [
+        {"prompt": "a", "query_id": 7, "input_output": None, "n": 1},
+        {"prompt": "b", "query_id": 8, "input_output": "{}", "n": None},
+        {"prompt": "c", "query_id": 7, "input_output": None, "n": 1},
+    ]
+    assert rows[1][ORIGIN_COLUMN] == f"{prompts}:2"
+
+
+@pytest.mark.parametrize(
+    ("prompts", "tests", "problem"),
+    [
+        (
+            [{"query_id": 1}, {"query_id": 2}],
+            [{"query_id": 1}],
+            r"prompts.jsonl:2: query_id 2 is not in --prompt_m",
+        ),
+        ([{"query_id": 1}, {"x": 2}], [{"query_id": 1}], r"prompts.jsonl:2: query_id None is not in"),
+        ([{"x": 1}], [{"query_id": 1}], r"--prompt_metadata .*: no column 'query_id' in the prompts"),
+        ([{"query_id": 1}], [{"id": 1}], r"--prompt_metadata .*tests.jsonl.*: no column 'query_id'"),
+        ([{"query_id": 1}], [{"query_id": 1}, {"query_id": "1"}], r"--prompt_metadata .*tests.jsonl:2: .* there twice"),
+    ],
+)
+def test_metadata_that_cannot_be_joined(write_jsonl, prompts, tests, problem) -> None:
+    with pytest.raises(DataError, match=problem):
+        with_metadata(blending_datasets(write_jsonl(prompts, "prompts.jsonl")), write_jsonl(tests, "tests.jsonl"))

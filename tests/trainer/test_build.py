@@ -387,6 +387,10 @@ def test_columns_of_the_data_source_and_of_routes(make_config, tokenizer, tmp_pa
     assert [dataset[i].data_source for i in range(2)] == ["sums", "default"]
     with pytest.raises(DataError, match=r"--data_source_key 'source' .*: input, origin, task"):
         build.build_prompts(config.with_options(data_source_key="source"), tokenizer, DeepspeedStrategy())
+    tests = write_jsonl(tmp_path / "tests.jsonl", [{"query_id": n, "level": n + 1} for n in range(2)])
+    path_of_ids = write_jsonl(tmp_path / "ids.jsonl", [{"input": "1+1=", "query_id": str(n)} for n in range(2)])
+    joined = make_config(prompt_data=path_of_ids, prompt_metadata=tests)
+    assert build.build_prompts(joined, tokenizer, DeepspeedStrategy())[1].extra == {"query_id": "1", "level": 2}
     routes = {"reward_fn": None, "reward_routes": '{"math": {"format": 1}, "*": {"format": 2}}'}
     by_task = make_config(**routes, prompt_data=path, reward_routes_by="task")
     assert build.build_prompts(by_task, tokenizer, DeepspeedStrategy())[0].extra["task"] == "math"

@@ -257,6 +257,16 @@ def test_templates(run, tmp_path, data):
     preflight(run(**chats))
 
 
+def test_tests_of_programs_in_a_file_of_their_own(run, tmp_path):
+    test = {"query_id": "b", "input_output": '{"inputs": ["1 1"], "outputs": ["2"]}'}
+    options = rows(tmp_path, {"input": "add", "query_id": "b"}) | {"reward_fn": None, "reward_source": ("code",)}
+    assert "no test cases" in refusal(run(**options))
+    options["prompt_metadata"] = write_jsonl(tmp_path / "tests.jsonl", [test])
+    preflight(run(**options))
+    write_jsonl(tmp_path / "tests.jsonl", [test | {"query_id": "c"}])
+    assert f"{tmp_path}/other.jsonl:1: query_id 'b' is not in --prompt_metadata" in refusal(run(**options))
+
+
 def test_rows_without_the_labels_that_a_verifier_needs(run, tmp_path):
     unlabelled = rows(tmp_path, {"input": "1+1="})
     math = {"reward_fn": None, "reward_source": ["math"]}
