@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
 from lightppo.errors import RefusedError, RequestError, SlowServerError, UnreachableError, UserError
+from lightppo.ranks import heartbeat
 
 if TYPE_CHECKING:
     import requests
@@ -105,7 +106,9 @@ class HTTPClient:
             reraise=True,
         )
         try:
-            return retrying(self._try, path, content, read, timeout or self.timeout)
+            answer = retrying(self._try, path, content, read, timeout or self.timeout)
+            heartbeat.beat()
+            return answer
         except RequestError as error:
             if tries > 1:
                 error.args = (f"{error} ({retrying.statistics['attempt_number']} of {tries} tries)",)

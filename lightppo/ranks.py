@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 T = TypeVar("T")
@@ -82,6 +83,33 @@ class Alone:
 
     def print(self, *parts: Any) -> None:
         print(*parts, flush=True)
+
+
+class Heartbeat:
+    """What this process is at and whether it moves: the parts tell, ``trainer.watchdog`` looks."""
+
+    def __init__(self) -> None:
+        self.beats = 0  # signs of life: a micro batch, a decoding step, a scored sample, a collective that ended
+        self.phase = "start"
+        self.phases = 0  # begun so far, by all ranks in the same order
+        self.step = 0
+        self.limit: float | None = None  # seconds without a sign of life that are a hang; None: ranks have not met
+
+    def beat(self) -> None:
+        self.beats += 1
+
+    @contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        before, self.phase = self.phase, phase
+        self.phases += 1
+        try:
+            yield
+        finally:
+            self.phase = before
+            self.beats += 1
+
+
+heartbeat = Heartbeat()  # of this process
 
 
 def level(parts: Sequence[T], ranks: Ranks, filler: Callable[[], T]) -> list[T]:

@@ -561,7 +561,7 @@ class StrategyConfig(Section):
     seed: int = option(42, "Seed of sampling, shuffling and initialisation.", ge=0)
     full_determinism: bool = option(False, "Deterministic kernels; slower.")
     local_rank: int = safe(-1, "Set by the launcher.")
-    dist_timeout: float = safe(30.0, "Longest wait for another rank.", "minutes", gt=0)
+    dist_timeout: float = safe(30.0, "Longest wait for another rank, or for a sign of life.", "minutes", gt=0)
 
 
 saved = partial(option, needs="save_steps>0 or save_epochs or save_seconds")

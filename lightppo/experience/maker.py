@@ -38,7 +38,7 @@ from lightppo.errors import NonFiniteError
 from lightppo.experience.batching import MicroBatching, ReplayBuffer, select_tokens
 from lightppo.experience.experience import Experience, non_finite_text
 from lightppo.models.packing import all_pack, all_share_prompts
-from lightppo.ranks import Ranks, level
+from lightppo.ranks import Ranks, heartbeat, level
 
 
 class ScoreShaper:
@@ -271,6 +271,7 @@ class ExperienceMaker:
                 for _, run, rows in calls:
                     for name, values in run(batch.select(rows)).items():  # (b, a), of the first a action positions
                         made[name][rows, : values.size(1)] = values.float()
+                    heartbeat.beat()
         if self.old_log_probs == "rollout":
             made["action_log_probs"] = batch.rollout_log_probs.clone()
         if self.has_kl and not self.full_kl:

@@ -15,7 +15,7 @@ from lightppo.data.records import Rollout
 from lightppo.data.rows import PromptTemplate, Rendered
 from lightppo.errors import BadRowError, DataError, RewardError
 from lightppo.models.packing import micro_batches
-from lightppo.ranks import Alone, Ranks, level
+from lightppo.ranks import Alone, Ranks, heartbeat, level
 from lightppo.rewards.source import RewardOutput, describe_sample
 
 if TYPE_CHECKING:
@@ -204,6 +204,7 @@ class RewardModelSource:
         scores = torch.empty(len(rows))
         for places in level(parts, self.ranks, list):
             batch = self._forward(model_index, [rows[i] for i in places] or filler)
+            heartbeat.beat()
             if places:
                 scores[places] = batch
         return scores

@@ -31,6 +31,7 @@ from typing import Any
 from pebble import ProcessExpired, ProcessPool
 
 from lightppo.errors import RewardError, WorkerStartError
+from lightppo.ranks import heartbeat
 from lightppo.rewards.source import Call, Outcome, in_daemon_thread
 from lightppo.user_code import error_place
 
@@ -160,6 +161,8 @@ class ThreadRunner:
                 return Outcome(_awaited(self.fn(*call.args, **call.kwargs)))
             except (Exception, SystemExit) as error:
                 return _raised(error)
+            finally:
+                heartbeat.beat()
 
     def _give_up(self, future: Future[Outcome]) -> None:
         self._stuck = [f for f in self._stuck if not f.done()] + [future]
@@ -225,6 +228,8 @@ class LoopRunner:
                 return Outcome(await self.fn(*call.args, **call.kwargs))
             except (Exception, SystemExit) as error:  # a SystemExit that leaves a task ends the loop
                 return _raised(error)
+            finally:
+                heartbeat.beat()
 
 
 @dataclass(eq=False)
@@ -332,6 +337,7 @@ class _RunningPool(SpawnContext):
             while not wait((future,), _LOOK_SECONDS).done:
                 if not self._pool.active:  # an ended pool leaves its calls waiting
                     raise BrokenProcessPool("ended")
+            heartbeat.beat()
             try:
                 answer = json.loads(future.result())
             except TimeoutError:

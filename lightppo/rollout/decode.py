@@ -22,6 +22,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from lightppo.models.packing import PACKED_SDPA
+from lightppo.ranks import heartbeat
 from lightppo.rollout.sampling import NO_TOKEN, StopCriteria, TokenSampler
 
 CPU_COLUMNS = 16  # added to a cache at a time on the CPU, where attention is faster over a whole buffer than a part
@@ -427,6 +428,7 @@ class SlotDecoder(Decoder):
         """See :class:`Decoder`."""
         queue = self._start(prompts)
         while True:
+            heartbeat.beat()
             if self._refills(queue):
                 self._admit(*queue.take(self.slots - len(self.rows)), uniforms)
             elif not len(self.rows):
@@ -556,6 +558,7 @@ class BatchDecoder(Decoder):
         inputs = prompt_ids.clamp(min=0)  # (b, P), later (b, 1)
         cache = DynamicCache(config=self.forward.config)
         for step in range(most):
+            heartbeat.beat()
             width = prompt_width + step
             logits = self.forward(inputs, mask[:, :width], positions, cache)  # (b, V)
             history = ids[rows, :width] if self.sampler.needs_history else None

@@ -26,6 +26,7 @@ from torch import nn
 from lightppo.config import PPOConfig
 from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import ConfigError, RolloutError
+from lightppo.ranks import heartbeat
 from lightppo.rollout.engine import SamplingParams
 from lightppo.rollout.hf import check_drawn, check_lengths, request_streams
 from lightppo.rollout.sampling import StopCriteria, bad_word_ids, end_of_text_ids, request_seed
@@ -275,6 +276,7 @@ class VLLMRolloutEngine(VLLMEngine):
                 how = {"output_kind": RequestOutputKind.FINAL_ONLY, "flat_logprobs": True}
                 engine.add_request(name, tokens_input(list(token_ids)), VLLMSamplingParams(**parameters, **how))
             while engine.has_unfinished_requests():
+                heartbeat.beat()
                 for output in engine.step():
                     if output.finished:
                         yield running.pop(output.request_id), output.outputs[0]

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from lightppo.ranks import heartbeat
 from lightppo.strategy import checkpoint, zero3
 from lightppo.strategy.distributed import DistributedStrategy, on_cuda
 from lightppo.strategy.zero3 import find_engine, get_engine, unwrap_model
@@ -311,6 +312,7 @@ class DeepspeedStrategy(DistributedStrategy):
         engine = get_engine(model, "backward")
         self._losses[engine] = self._losses.get(engine, 0.0) + loss.detach().double()
         engine.backward(loss)
+        heartbeat.beat()
 
     def accumulate(self, model: Any, micro_batches: int) -> None:
         """From now on only every ``micro_batches``-th call of :meth:`optimizer_step` takes the step."""

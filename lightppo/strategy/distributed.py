@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, DistributedSampler, Sampler
 from tqdm import tqdm
 
 from lightppo.errors import LaunchError, UserError
+from lightppo.ranks import heartbeat
 
 logger = logging.getLogger(__name__)
 
@@ -218,6 +219,8 @@ class DistributedStrategy:
         try:
             timeout = timeout or timedelta(minutes=self.timeout_minutes)
             deepspeed.init_distributed(timeout=timeout, verbose=False)
+            seconds = timeout.total_seconds()
+            heartbeat.limit = seconds - min(60.0, seconds / 10)  # before the collectives' own errors
         except dist.DistNetworkError as error:
             if "EADDRINUSE" not in str(error):
                 raise
@@ -318,6 +321,7 @@ class DistributedStrategy:
                 buffer = buffer.float()
             buffer /= dist.get_world_size()
         dist.all_reduce(buffer, op={"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}.get(op, dist.ReduceOp.SUM))
+        heartbeat.beat()
         return buffer.to(tensor.device)
 
     def all_gather(self, data: Any) -> Any:
@@ -344,12 +348,14 @@ class DistributedStrategy:
         """A picklable object from every rank, in rank order. Collective."""
         gathered: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, obj)
+        heartbeat.beat()
         return gathered
 
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
         """Rank ``src``'s picklable object on every rank. Collective."""
         holder = [obj]
         dist.broadcast_object_list(holder, src=src)
+        heartbeat.beat()
         return holder[0]
 
     def same_count(self, n: int) -> int:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 
 from lightppo.errors import UserError
+from lightppo.trainer.watchdog import Watchdog
 
 _ALIKE = timedelta(seconds=2)  # between errors of ranks that are one
 
@@ -23,19 +27,34 @@ def run(main: Callable[[], None], prog: str | None = None, *, debug: bool = Fals
     messages; without it the script's. ``debug`` shows tracebacks too.
 
     Raises:
-        SystemExit: code 1 after an error that the user can mend, told on standard error.
+        SystemExit: code 1 after an error that the user can mend, told on standard error, and after another rank's end.
     """
     rank = os.environ.get("RANK", "0")
     logging.basicConfig(level=logging.WARNING, format=f"[rank {rank}] %(levelname)s %(name)s: %(message)s")
     logging.getLogger("lightppo").setLevel(logging.INFO if rank == "0" else logging.WARNING)
-    try:
-        main()
-    except UserError as error:
-        if debug:
-            traceback.print_exception(error)
-        if not _told_by_rank_0(str(error)):
-            print(f"[rank {rank}] {prog or os.path.basename(sys.argv[0])}: error: {error}", file=sys.stderr, flush=True)
-        raise SystemExit(1) from error
+    name = f"[rank {rank}] {prog or os.path.basename(sys.argv[0])}"
+    with Watchdog() as watchdog:
+        try:
+            main()
+            _meet_and_part()
+        except UserError as error:
+            if debug:
+                traceback.print_exception(error)
+            if not _told_by_rank_0(str(error)):
+                print(f"{name}: error: {error}", file=sys.stderr, flush=True)
+            _tell_torchrun(str(error))
+            raise SystemExit(1) from error
+        except Exception as error:
+            if (lost := watchdog.lost_rank(error)) is None:
+                _tell_torchrun(traceback.format_exc())
+                raise
+            if debug:
+                traceback.print_exception(error)
+            print(f"{name}: {lost}", file=sys.stderr, flush=True)
+            raise SystemExit(1) from error
+
+
+def _meet_and_part() -> None:
     import torch.distributed as dist
 
     if dist.is_initialized():
@@ -58,3 +77,10 @@ def _told_by_rank_0(message: str) -> bool:
     except (RuntimeError, ValueError):  # it has not, has ended, or there are no ranks any more
         return False
     return True
+
+
+def _tell_torchrun(text: str) -> None:
+    """What its last lines show of this rank; other launchers show nothing."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        more = {"py_callstack": text, "timestamp": str(int(time.time()))}
+        Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": more}}))

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from lightppo.algorithms import entries
 from lightppo.algorithms.correction import Summary, mismatch_metrics, mismatch_terms
 from lightppo.experience.experience import Experience
-from lightppo.ranks import Ranks
+from lightppo.ranks import Ranks, heartbeat
 from lightppo.trainer.alarms import ALARMS
 
 TIMED = {  # the parts of experience and training, whose time is also given per token of prompt and response
@@ -365,7 +365,7 @@ class PhaseTimer:
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         start = time.perf_counter()
-        with torch.profiler.record_function(phase):  # its name in a trace
+        with torch.profiler.record_function(phase), heartbeat.during(phase):  # its name in a trace
             yield
         if torch.cuda.is_available():
             torch.cuda.synchronize()

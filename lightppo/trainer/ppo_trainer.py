@@ -39,6 +39,7 @@ from lightppo.experience.maker import ExperienceMaker
 from lightppo.experience.sampler import CollectedStep
 from lightppo.models.lora import AdaptersOff
 from lightppo.models.packing import all_share_prompts
+from lightppo.ranks import heartbeat
 from lightppo.rewards.registry import build_reward_source
 from lightppo.rewards.source import RewardSource, close_source
 from lightppo.rollout.engine import RolloutEngine
@@ -530,7 +531,8 @@ class PPOTrainer(SeedAttributes):
                     lambda batch: as_prompts(batch, self.tokenizer, self.config.data.prompt_max_len),
                 )
                 while self.state.episode == episode and not self._done():
-                    yield self.state.global_step + 1, prompts, bar
+                    heartbeat.step = self.state.global_step + 1
+                    yield heartbeat.step, prompts, bar
 
     def _tell_complete(self) -> None:
         done, limits = self.state.global_step, self._reached_limits()

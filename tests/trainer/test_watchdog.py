@@ -1,0 +1,90 @@
+"""A run that hangs ends and says where; where a rank fails, the others do not hide why. Ranks of ranks/hanging.py."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from support.ranks import ENVIRONMENT, free_port, run_ranks
+
+SCRIPT = Path(__file__).parent / "ranks" / "hanging.py"
+REWARD = """
+import asyncio
+import threading
+
+def hang(queries, prompts, labels):
+    threading.Event().wait()  # line 6
+
+async def hang_async(prompts, completions, **rest):
+    await never()
+
+async def never():
+    await asyncio.Event().wait()  # line 12
+"""
+
+
+@pytest.fixture
+def start(tmp_path):
+    (tmp_path / "reward.py").write_text(REWARD)
+
+    def start(case: str, **how):
+        return run_ranks(SCRIPT, case, tmp_path / "reward.py", 1.5, check=False, **how)
+
+    return start
+
+
+@pytest.mark.parametrize(("ranks", "case", "line"), [(1, "hang", "6 in hang"), (2, "hang_async", "12 in never")])
+def test_a_hang_names_rank_phase_and_the_line_of_the_user_and_ends_the_run(start, tmp_path, ranks, case, line):
+    ended = start(case, world_size=ranks)
+    said = ended.output
+    assert ended.returncode == 124, said
+    assert said.count("the rollout is done") == ranks  # longer than the limit, and not ended
+    last = ranks - 1
+    assert f"[rank {last}] hangs, without a sign of life for" in said
+    assert "step 4, phase reward" in said
+    assert f"[rank {last}] your code is at {tmp_path}/reward.py:{line}; --reward_timeout limits a call" in said
+    assert "thread MainThread:" in said
+    assert said.rstrip().endswith("--dist_timeout (minutes)")
+    assert "Timed out" not in said
+    if ranks == 2:
+        assert "step 4, phase train" in said
+        assert "in all_reduce" in said  # the stack of the rank that waits
+        assert "rank 1 (phase reward) lags behind: the others wait for it" in said
+
+
+def test_the_cause_is_the_last_error_and_the_other_rank_is_quiet(start):
+    ended = start("error", launcher="torchrun")
+    assert ended.returncode == 1
+    assert "KeyError: 'the cause'" in "".join(ended.output.rstrip().splitlines()[-4:])
+    assert ended.output.count("Traceback") == 3  # the rank's own, torchrun's, and the rank's again in its last lines
+    assert "Connection closed" not in ended.output
+
+
+@pytest.mark.learning
+def test_a_rank_that_ends_without_a_word_is_named_by_the_other(tmp_path):
+    """Nobody but the test waits for the ranks, so that the end of one can be seen by the other, whenever it looks."""
+    where = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = []
+    with (tmp_path / "log").open("wb") as log:
+        for rank in ("0", "1"):
+            environment = {**os.environ, **ENVIRONMENT, **where, "RANK": rank, "LOCAL_RANK": rank}
+            command = [sys.executable, str(SCRIPT), "kill", "", "100"]
+            ranks.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
+    try:
+        line = "[rank 1] ended without an error of its own: killed by signal 9 (SIGKILL)"
+        deadline = time.monotonic() + 200
+        while line not in (said := (tmp_path / "log").read_text()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert line in said, said
+        assert "Traceback" not in said
+        ranks[0].terminate()  # as a launcher does
+        assert ranks[0].wait(60) == -signal.SIGTERM
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
