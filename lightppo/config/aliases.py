@@ -60,7 +60,7 @@ deepspeed_enable_sleep ds.enable_sleep | not here: `--adam_offload` and `--param
 deepcompile ds.deepcompile | `--torch_compile`
 ds_tensor_parallel_size ds.tensor_parallel_size | not here: `--zero_stage 3` shards the models
 ring_attn_size ds.ring_attn_size ring_head_stride ring_attn_head_stride ds.ring_attn_head_stride | not here: sequences are not split over ranks
-use_ds_universal_ckpt universal_ckpt ds.use_universal_ckpt | not here: resume with as many ranks and the same ZeRO stage; the HF export fits any
+use_ds_universal_ckpt universal_ckpt ds.use_universal_ckpt | `--reshape_ckpt`, at the resume alone: nothing is converted beforehand
 param_dtype ds.param_dtype | `--bf16`
 perf | not here: times of each part are always logged, under perf/
 use_ms | not here: give a local folder, or a hub id of Hugging Face

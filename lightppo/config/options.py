@@ -519,7 +519,7 @@ class TrainingConfig(Section):
     shuffle: Literal["samples", "groups"] = option(
         "samples", "What an epoch's steps draw: samples, or all samples of a prompt.", needs="n_samples_per_prompt>1"
     )
-    buffer_limit: int = option(0, "Samples in the buffer, oldest out first; 0: all.", "samples per rank", ge=0)
+    buffer_limit: int = safe(0, "Samples in the buffer, oldest out first; 0: all.", "samples per rank", ge=0)
     buffer_cpu_offload: bool = safe(True, "Keep the replay buffer in CPU memory.")
     actor_learning_rate: float = option(1e-06, "Peak learning rate of the actor.", ge=0)
     critic_learning_rate: float = critic(9e-06, "Peak learning rate of the critic.", ge=0)
@@ -543,17 +543,21 @@ class TrainingConfig(Section):
 class StrategyConfig(Section):
     """Distribution: DeepSpeed ZeRO and the machine."""
 
-    zero_stage: Literal[0, 1, 2, 3] = option(2, "ZeRO stage of actor and critic; 3 also shards the frozen models.")
-    critic_zero_stage: Literal[0, 1, 2, 3] | None = critic(None, "ZeRO stage of the critic. None: --zero_stage.")
-    ref_zero_stage: Literal[0, 3] | None = option(None, "ZeRO of reference, EMA. None: 3 at --zero_stage 3, else 0.")
-    reward_zero_stage: Literal[0, 3] | None = option(None, "ZeRO of reward models. None: as the reference.")
+    zero_stage: Literal[0, 1, 2, 3] = safe(
+        2, "ZeRO stage of actor and critic; 3 also shards the frozen models. On resume with --reshape_ckpt."
+    )
+    critic_zero_stage: Literal[0, 1, 2, 3] | None = safe(
+        None, "ZeRO stage of the critic. None: --zero_stage.", needs="critic"
+    )
+    ref_zero_stage: Literal[0, 3] | None = safe(None, "ZeRO of reference, EMA. None: 3 at --zero_stage 3, else 0.")
+    reward_zero_stage: Literal[0, 3] | None = safe(None, "ZeRO of reward models. None: as the reference.")
     adam_offload: bool = safe(False, "Keep the actor's optimizer state in CPU memory.", needs="zero_stage=1|2|3")
     critic_adam_offload: bool | None = safe(None, "The critic's. None: --adam_offload, at ZeRO 1 to 3.", needs="critic")
     param_offload: bool = safe(False, "Keep the actor's parameter shards in CPU memory.", needs="zero_stage=3")
     critic_param_offload: bool | None = safe(None, "The critic's. None: --param_offload, at ZeRO 3.", needs="critic")
     ref_offload: bool = safe(False, "The reference's shards in CPU memory.", needs="ref_zero_stage=3 and own_reference")
     reward_offload: bool = safe(False, "Keep the reward models' shards in CPU memory.", needs="reward_zero_stage=3")
-    zpg: int = option(1, "ZeRO-3 hpZ: ranks per secondary partition; 1: off.", "ranks", ge=1, needs="zero_stage=3")
+    zpg: int = safe(1, "ZeRO-3 hpZ: ranks per secondary partition; 1: off.", "ranks", ge=1, needs="zero_stage=3")
     grad_accum_dtype: Literal["fp32", "bf16"] | None = option(
         None, "Type gradients are accumulated in.", needs="bf16", off=("fp32",)
     )
@@ -590,6 +594,9 @@ class CheckpointConfig(Section, resume_safe=True):
     max_ckpt_mem: float = option(100000000.0, "Disk space of all checkpoints, oldest out first.", "GB", gt=0)
     resume: str = option("auto", "auto: go on from the last checkpoint; never; or a checkpoint path.", off=("never",))
     load_checkpoint: bool = option(True, "--no_load_checkpoint is --resume never.")
+    reshape_ckpt: bool = option(
+        False, "Go on from a checkpoint of another number of processes or other ZeRO stages.", needs="resume!=never"
+    )
     save_value_network: bool = critic(False, "Save the critic beside the final model.")
 
 

@@ -333,6 +333,14 @@ class GroupCollector:
         self.surplus = [(values["step"], from_plain(values)) for values in state]
 
 
+def dealt_out(surplus: Sequence[Sequence[dict[str, Any]]], ranks: int) -> list[list[dict[str, Any]]]:
+    """Each rank's ``GroupCollector.state_dict`` for another number of ranks: the oldest groups first, in turn."""
+    if len(surplus) == ranks:
+        return [list(groups) for groups in surplus]
+    oldest_first = sorted((group for groups in surplus for group in groups), key=lambda group: group["step"])
+    return [oldest_first[rank::ranks] for rank in range(ranks)]
+
+
 def deal(count: int, held: Sequence[int], room: Sequence[int]) -> list[int]:
     """How many of ``count`` groups each rank gets, one by one to the rank that holds fewest and has room for more."""
     given = [0] * len(held)

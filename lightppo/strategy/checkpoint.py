@@ -13,7 +13,7 @@ import math
 import os
 import random
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from lightppo import durable
 from lightppo.errors import CheckpointError, StorageError
 from lightppo.ranks import Ranks
 from lightppo.storage import download, is_url, local_folder, upload
+from lightppo.strategy.reshape import FROZEN, load_frozen, load_trained
 from lightppo.strategy.zero3 import (
     find_adapters,
     find_hf_model,
@@ -94,7 +95,7 @@ def save_checkpoint(
     if not has_optimizer(engine):
         # Each rank writes its shards under ZeRO-3; otherwise rank 0 writes everything.
         if zero_stage_of(engine) == 3 or ranks.is_rank_0():
-            files.write(_local_tensors(engine), staging / f"frozen_rank{ranks.get_rank()}.pt")
+            files.write(_local_tensors(engine), staging / FROZEN.format(ranks.get_rank()))
     else:
         with _frozen_left_out(engine) if meta["adapters"] else contextlib.nullcontext(), files.of(engine):
             options = {"exclude_frozen_parameters": True} if meta["adapters"] else {}
@@ -199,11 +200,13 @@ def load_checkpoint(
     load_optimizer_states: bool = True,
     load_lr_scheduler_states: bool = True,
     checked: bool = False,
+    reshape: bool = False,
 ) -> tuple[str, dict[str, Any]]:
     """Loads a checkpoint into a model prepared like the saved one, its optimizer and its scheduler. Collective.
 
     Returns the checkpoint's path, and the ``client_state`` saved with it. ``tag`` None is the latest;
     ``load_module_strict`` refuses weights whose names do not fit; ``checked`` says that :func:`damage` found nothing.
+    With ``reshape`` it may be of another number of ranks or another ZeRO stage, optimizer included.
     """
     engine = get_engine(model, "loading a checkpoint")
     source, load_dir = load_dir, local_folder(load_dir)
@@ -216,9 +219,12 @@ def load_checkpoint(
     if not checked and (path / META).is_file() and (found := damage(ranks, path)):
         raise CheckpointError(f"{path} is damaged: {'; '.join(found)}")
     adapters = find_adapters(model)
-    _check_fits(ranks, engine, path, load_optimizer_states, None if adapters is None else str(adapters))
+    meta = _check_fits(ranks, engine, path, load_optimizer_states, None if adapters is None else str(adapters), reshape)
+    reshaped = any(meta[key] != value for key, value in _shape(engine).items())
     if not has_optimizer(engine):
-        _load_without_optimizer(engine, path)
+        load_frozen(engine, path, meta) if reshaped else _load_without_optimizer(engine, path)
+    elif reshaped:
+        load_trained(engine, path, meta, load_lr_scheduler_states)
     else:
         loaded, _ = engine.load_checkpoint(
             str(load_dir),
@@ -230,9 +236,9 @@ def load_checkpoint(
         )
         if loaded is None:
             raise CheckpointError(f"{path} has no file for rank {ranks.get_rank()}")
-        if engine.lr_scheduler is not None:
-            for group, lr in zip(engine.optimizer.param_groups, engine.lr_scheduler.get_last_lr(), strict=True):
-                group["lr"] = lr
+    if has_optimizer(engine) and engine.lr_scheduler is not None:
+        for group, lr in zip(engine.optimizer.param_groups, engine.lr_scheduler.get_last_lr(), strict=True):
+            group["lr"] = lr
     client_state = torch.load(path / _CLIENT_STATE, map_location="cpu", weights_only=True)
     return str(path), client_state
 
@@ -317,7 +323,10 @@ def _shape(engine: Any) -> dict[str, Any]:
     }
 
 
-def _check_fits(ranks: Ranks, engine: Any, path: Path, load_optimizer_states: bool, adapters: str | None) -> None:
+def _check_fits(
+    ranks: Ranks, engine: Any, path: Path, load_optimizer_states: bool, adapters: str | None, reshape: bool
+) -> dict[str, Any]:
+    """What the checkpoint says about itself, if it can be loaded here."""
     if not (path / META).is_file():
         raise CheckpointError(f"{path} is not a checkpoint of lightppo: {META} is missing")
     meta = json.loads((path / META).read_text())
@@ -328,24 +337,38 @@ def _check_fits(ranks: Ranks, engine: Any, path: Path, load_optimizer_states: bo
             f"{path} was saved with {saved or 'no LoRA adapters'}, this model has {adapters or 'none'}: resume with "
             "the same --lora_rank, --lora_alpha, --target_modules and --load_in_4bit"
         )
-    for key, value in _shape(engine).items():
-        if meta[key] != value:
-            raise CheckpointError(
-                f"{path} was saved with {key}={meta[key]}, this run has {key}={value}: resume with the same number of "
-                "processes, --zero_stage and --bf16, or start from its HF export with --pretrain"
-            )
+    shape = _shape(engine)
+    changed = [key for key in shape if meta[key] != shape[key]]
+    if fixed := [key for key in changed if key not in ("world_size", "zero_stage") or not reshape]:
+        also = "" if reshape or {"bf16", "optimizer"} & {*changed} else "set --reshape_ckpt, "
+        raise CheckpointError(
+            f"{path} was saved with {', '.join(f'{key}={meta[key]}' for key in fixed)}, this run has "
+            f"{', '.join(f'{key}={shape[key]}' for key in fixed)}: {also}resume with the same number of "
+            "processes, --zero_stage and --bf16, or start from its HF export with --pretrain"
+        )
+    if changed and not load_optimizer_states:
+        raise CheckpointError(f"{path} has other ranks or another ZeRO stage: its weights load with the optimizer only")
     if not load_optimizer_states and zero_stage_of(engine) == 3 and latest_tag(path.parent) != path.name:
         # DeepSpeed rebuilds ZeRO-3 weights from the marker's tag, whatever tag we ask for.
         raise CheckpointError(f"at ZeRO-3 weights alone load from the latest tag only, and {path.name!r} is not it")
     if adapters:
         frozen, in_4bit = zip(*ranks.all_gather_object(_frozen_sums(engine.module)))
+        saved, now = (meta["frozen"], meta.get("in_4bit", in_4bit)), (frozen, in_4bit)
+        if changed:  # other shards: only their totals compare
+            saved, now = _totals(*saved, meta["zero_stage"]), _totals(*now, shape["zero_stage"])
         # Another machine's kernels may sum in another order; another model's sums are far off.
-        alike = all(math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-9) for a, b in zip(meta["frozen"], frozen, strict=True))
-        if not alike or meta.get("in_4bit", list(in_4bit)) != list(in_4bit):
+        alike = all(math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-9) for a, b in zip(saved[0], now[0], strict=True))
+        if not alike or list(saved[1]) != list(now[1]):
             raise CheckpointError(
                 f"{path} holds LoRA adapters of other frozen weights: give the --pretrain (for a critic, the "
                 "--critic_pretrain) that they were trained on, unchanged"
             )
+    return meta
+
+
+def _totals(dense: Sequence[float], in_4bit: Sequence[int], stage: int) -> tuple[list[float], list[int]]:
+    """Sums over the whole model, out of ``_frozen_sums`` of each rank."""
+    return ([sum(dense)], [sum(in_4bit)]) if stage == 3 else ([dense[0]], [in_4bit[0]])
 
 
 def _frozen_sums(module: torch.nn.Module) -> tuple[float, int]:
@@ -392,7 +415,7 @@ def _load_trained(strict: bool, source: str, src: dict[str, torch.Tensor], dst: 
 @torch.no_grad()
 def _load_without_optimizer(engine: Any, directory: Path) -> None:
     rank = dist.get_rank() if zero_stage_of(engine) == 3 else 0
-    saved = torch.load(directory / f"frozen_rank{rank}.pt", map_location="cpu", weights_only=True)
+    saved = torch.load(directory / FROZEN.format(rank), map_location="cpu", weights_only=True)
     tensors, local = unwrap_model(engine).state_dict(keep_vars=True), _local_tensors(engine)
     if saved.keys() != local.keys():
         odd = sorted(saved.keys() ^ local.keys())

@@ -116,6 +116,14 @@ def forget_secondary_shard(param: torch.Tensor) -> None:
         param.ds_secondary_tensor = None
 
 
+def shard_of(param: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """This rank's part of the flat ``whole``, cut as the sharded parameter is: equal slices, zero-padded."""
+    size = param.ds_tensor.numel()
+    start = size * torch.distributed.get_rank(param.ds_process_group)
+    part = whole[start : start + size]
+    return torch.nn.functional.pad(part, (0, size - part.numel()))
+
+
 def parameter_count(model: nn.Module, trained_only: bool = False) -> int:
     """Number of (trained) parameters of a model, counted in full even if sharded or held in 4 bits."""
     counted = [p for p in model.parameters() if p.requires_grad or not trained_only]
@@ -198,11 +206,7 @@ def _matching_part(param: torch.Tensor, ema_param: torch.Tensor) -> torch.Tensor
         if param.ds_tensor.numel() != ema_param.ds_tensor.numel():
             raise ValueError("the model and its EMA are sharded over different numbers of ranks; set the same --zpg")
         return param.ds_tensor
-    # A whole parameter into a shard: shards are equal slices of the flat parameter, zero-padded.
-    size = ema_param.ds_tensor.numel()
-    start = size * torch.distributed.get_rank(ema_param.ds_process_group)
-    part = param.data.flatten()[start : start + size]
-    return torch.nn.functional.pad(part, (0, size - part.numel()))
+    return shard_of(ema_param, param.data.flatten())
 
 
 @contextmanager

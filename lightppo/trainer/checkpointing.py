@@ -297,13 +297,21 @@ class RunCheckpointer:
     def load(self, root: str | Path, tag: str, checked: bool = False) -> dict[str, Any]:
         """Load all parts and this rank's random generators; returns the client state that was saved. Collective.
 
-        ``checked``: files were compared with their manifests already.
+        It has a ``world_size`` in place of the generators, which with another number of ranks are seeded by seed, step
+        and rank. ``checked``: files were compared with their manifests already.
         """
-        states = {}
+        states, options = {}, {"checked": checked, "reshape": self.config.reshape_ckpt}
         for name, model in self.models.items():
-            _, states[name] = self.strategy.load_ckpt(model, join(root, f"_{name}"), tag, checked=checked)
-        state = states["actor"]
-        restore_rng_state(state.pop("rng")[self.strategy.get_rank()])
+            _, states[name] = self.strategy.load_ckpt(model, join(root, f"_{name}"), tag, **options)
+        state, strategy = states["actor"], self.strategy
+        generators, now = state.pop("rng"), strategy.world_size
+        state["world_size"] = len(generators)
+        if len(generators) == now:
+            restore_rng_state(generators[strategy.get_rank()])
+        else:  # the states are of other ranks
+            key = (strategy.seed, state["trainer"]["global_step"], strategy.get_rank())
+            strategy.set_seed(hash(key) & 0x7FFF_FFFF_FFFF_FFFF)
+            strategy.print(f"--reshape_ckpt: {len(generators)} ranks → {now}; random generators are seeded anew")
         return state
 
 

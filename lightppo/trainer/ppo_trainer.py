@@ -36,7 +36,7 @@ from lightppo.experience.batching import Minibatch, ReplayBuffer, StepPart, lone
 from lightppo.experience.checks import RolloutCheck, examined, write_step
 from lightppo.experience.experience import Experience, non_finite_text
 from lightppo.experience.maker import ExperienceMaker
-from lightppo.experience.sampler import CollectedStep
+from lightppo.experience.sampler import CollectedStep, dealt_out
 from lightppo.models.lora import AdaptersOff
 from lightppo.models.packing import all_share_prompts
 from lightppo.ranks import heartbeat
@@ -470,9 +470,11 @@ class PPOTrainer(SeedAttributes):
             return False
         for name, part in ({} if self.config.evaluation.val_only else self._stateful_parts()).items():
             part.load_state_dict(saved[name])
-        self.sampler.load_state_dict(saved["surplus"][self.strategy.get_rank()])
+        before, now = saved["world_size"], self.strategy.world_size
+        self.sampler.load_state_dict(dealt_out(saved["surplus"], now)[self.strategy.get_rank()])
         self.alarms.load_state_dict(saved["alarms"])
         self.state = TrainerState(**saved["trainer"])
+        self.state.pretrain_batches = math.ceil(self.state.pretrain_batches * before / now)  # of each rank
         self.rollout_engine.sync_weights(self.actor)
         return True
 

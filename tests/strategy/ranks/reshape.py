@@ -1,0 +1,152 @@
+"""Checkpoints that other ranks and ZeRO stages go on from; FORMS, in the environment, says which are saved and loaded.
+
+``check_save`` writes to FORM@RANKS; ``check_load`` goes on from all that other runs wrote.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import adapters
+import common
+import pytest
+import torch
+from common import TinyActor, causal_lm, make_strategy, run, train_step, trained_actor, whole_weights
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+from lightppo.errors import CheckpointError
+from lightppo.strategy.deepspeed import DeepspeedStrategy
+
+FORMS: dict[str, dict[str, Any]] = {str(stage): {"zero_stage": stage} for stage in range(4)}
+FORMS |= {f"{stage} bf16": {"zero_stage": stage, "bf16": True} for stage in (1, 2, 3)}
+FORMS |= {f"{stage} lora": {"zero_stage": stage} for stage in range(4)}
+FORMS |= {f"{stage} offload": {"zero_stage": stage, "adam_offload": True} for stage in (1, 2, 3)}
+FORMS |= {f"{stage} frozen": {"zero_stage": stage} for stage in range(4)}  # a layer trains, the rest does not
+FORMS["3 unsharded"] = {"zero_stage": 3}  # DeepSpeed leaves small parameters whole, as it does by default
+CHOSEN = os.environ["FORMS"].split(",")
+
+# Of the losses after a resume, against going on with the same ranks: only the sums over ranks round differently.
+TOLERANCE = {"": 1e-6, "bf16": 3e-3}
+
+
+def kind_of(form: str) -> str:
+    kind = form[2:]
+    return kind if kind in ("bf16", "lora", "frozen") else ""
+
+
+def make(role: DeepspeedStrategy, form: str, work_dir: Path, seed: int = 0) -> tuple[Any, Any, Any]:
+    """A prepared model, its optimizer, its scheduler."""
+    if kind_of(form) == "lora":
+        return adapters.lora_actor(role, adapters.saved_model(work_dir, role, tied=True))
+    if kind_of(form) != "frozen":
+        return trained_actor(role, seed, persist=form == "3 unsharded")
+    actor = TinyActor(causal_lm(seed), common.sharded_train_config(role))
+    actor.requires_grad_(False).model.model.layers[0].requires_grad_(True)
+    optimizer = role.create_optimizer(actor, lr=common.LR, weight_decay=0.1, eps=common.EPS)
+    return role.prepare((actor, optimizer, common.halving(optimizer)))
+
+
+def losses(role: DeepspeedStrategy, form: str, parts: tuple[Any, Any, Any], steps: tuple[int, ...]) -> list[float]:
+    train = adapters.train_step if kind_of(form) == "lora" else train_step
+    return [train(role, *parts, step)[0] for step in steps]
+
+
+def state_of(role: DeepspeedStrategy, actor: TinyActor, optimizer: Any, scheduler: Any) -> dict[str, Any]:
+    """Whole fp32 weights and moments by DeepSpeed's own functions, the weights of the forward pass, and the rest."""
+    engine = actor.model
+    if hasattr(engine.optimizer, "_lazy_init_hp_params_optimizer_state"):
+        engine.optimizer._hp_optimizer_states_linked = False  # DeepSpeed links once, before there are moments
+        engine.optimizer._lazy_init_hp_params_optimizer_state()
+    tensors = {f"weight of {name}": weight for name, weight in whole_weights(role, actor).items()}
+    for name, p in engine.module.named_parameters():
+        if not p.requires_grad:
+            continue
+        plain = role.zero_stage == 0
+        tensors[f"master of {name}"] = p.detach().clone() if plain else safe_get_full_fp32_param(p).clone()
+        for key in ("exp_avg", "exp_avg_sq"):
+            moment = engine.optimizer.state[p][key] if plain else safe_get_full_optimizer_state(p, key)
+            tensors[f"{key} of {name}"] = moment.clone()
+    inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    steps = {float(state["step"]) for state in inner.state.values()}
+    groups = [{key: group[key] for key in ("lr", "weight_decay", "betas", "eps")} for group in optimizer.param_groups]
+    rest = {"steps": steps, "groups": groups, "lr": scheduler.get_last_lr(), "engine's steps": engine.global_steps}
+    return {"tensors": tensors, "rest": rest}
+
+
+def check_save(_: DeepspeedStrategy, work_dir: Path) -> None:
+    """Trains 2 steps, saves, trains 2 more."""
+    for form in CHOSEN:
+        role = make_strategy(**FORMS[form])
+        parts = make(role, form, work_dir)
+        losses(role, form, parts, (0, 1))
+        folder = work_dir / f"{form}@{role.world_size}"
+        role.save_ckpt(parts[0], folder, tag="t", client_state={"form": form})
+        state = state_of(role, *parts) | {"losses": losses(role, form, parts, (2, 3))}
+        if role.is_rank_0():
+            torch.save(state, folder / "expected.pt")
+    for stage in (0, 3):
+        role = make_strategy(zero_stage=stage)
+        ema = role.prepare(TinyActor(causal_lm(seed=5), role.get_ds_eval_config()))
+        role.save_ckpt(ema, work_dir / "ema" / f"{stage}@{role.world_size}", tag="t")
+    role.barrier()
+
+
+def check_load(_: DeepspeedStrategy, work_dir: Path) -> None:
+    """Starts from other weights, loads what is in another form or of other ranks: all is as it was, and goes on alike."""
+    done = 0
+    for folder in sorted(work_dir.glob("*@*")):
+        saved, ranks = folder.name.split("@")
+        for form in CHOSEN:
+            role = make_strategy(**FORMS[form])
+            if kind_of(saved) != kind_of(form) or folder.name == f"{form}@{role.world_size}":
+                continue
+            parts, where = make(role, form, work_dir, seed=9), f"{folder.name} at {form}, {role.world_size} ranks"
+            losses(role, form, parts, (7,))  # it had a state, too
+            if int(ranks) != role.world_size or saved[0] != form[0]:
+                with pytest.raises(CheckpointError, match="set --reshape_ckpt, resume with the same number of processes"):
+                    role.load_ckpt(parts[0], folder, tag="t")
+            path, client_state = role.load_ckpt(parts[0], folder, tag="t", reshape=True)
+            assert (path, client_state) == (str(folder / "t"), {"form": saved})
+            expected, state = torch.load(folder / "expected.pt"), state_of(role, *parts)
+            tensors = expected["tensors"]
+            assert state["tensors"].keys() == tensors.keys()
+            assert [name for name in tensors if not torch.equal(state["tensors"][name], tensors[name])] == [], where
+            assert state["rest"] == expected["rest"], where
+            tolerance = TOLERANCE["bf16" if kind_of(form) == "bf16" else ""]
+            assert losses(role, form, parts, (2, 3)) == pytest.approx(expected["losses"], rel=tolerance), where
+            done += 1
+    assert done > 0
+
+
+def check_load_frozen(_: DeepspeedStrategy, work_dir: Path) -> None:
+    """A model without optimizer, such as a moving average."""
+    expected = dict(causal_lm(seed=5).named_parameters())
+    for folder in sorted((work_dir / "ema").glob("*@*")):
+        for stage in (0, 3):
+            role = make_strategy(zero_stage=stage)
+            ema = role.prepare(TinyActor(causal_lm(seed=6), role.get_ds_eval_config()))
+            role.load_ckpt(ema, folder, tag="t", reshape=True)
+            for name, weight in whole_weights(role, ema).items():
+                assert torch.equal(weight, expected[name]), (folder.name, stage, name)
+
+
+def check_refused(_: DeepspeedStrategy, work_dir: Path) -> None:
+    """What is another model stays an error, with the flag too."""
+    folder = next(work_dir.glob("2@*"))
+    role = make_strategy(zero_stage=3)
+    actor = TinyActor(causal_lm(tied=False), common.sharded_train_config(role))
+    optimizer = role.create_optimizer(actor, lr=common.LR)
+    actor, *_ = role.prepare((actor, optimizer, None))
+    with pytest.raises(CheckpointError, match=r"holds other trained weights: 1 differ, first 'lm_head.weight'"):
+        role.load_ckpt(actor, folder, tag="t", reshape=True)
+    with pytest.raises(CheckpointError, match="its weights load with the optimizer only"):
+        role.load_ckpt(actor, folder, tag="t", reshape=True, load_optimizer_states=False)
+    role = make_strategy(zero_stage=2, bf16=True)
+    with pytest.raises(CheckpointError, match="bf16=False, this run has bf16=True: resume with the same"):
+        role.load_ckpt(trained_actor(role)[0], folder, tag="t", reshape=True)
+
+
+if __name__ == "__main__":
+    run([value for name, value in list(globals().items()) if name.startswith("check_")])
