@@ -594,9 +594,7 @@ class CheckpointConfig(Section, resume_safe=True):
     max_ckpt_mem: float = option(100000000.0, "Disk space of all checkpoints, oldest out first.", "GB", gt=0)
     resume: str = option("auto", "auto: go on from the last checkpoint; never; or a checkpoint path.", off=("never",))
     load_checkpoint: bool = option(True, "--no_load_checkpoint is --resume never.")
-    reshape_ckpt: bool = option(
-        False, "Go on from a checkpoint of another number of processes or other ZeRO stages.", needs="resume!=never"
-    )
+    reshape_ckpt: bool = option(False, "Resume a checkpoint of another number of processes or other ZeRO stages, too.")
     save_value_network: bool = critic(False, "Save the critic beside the final model.")
 
 

@@ -26,8 +26,24 @@ def test_every_element_lies_in_one_place(stage, ranks):
         assert [i for p in pieces for i in range(p.start, p.start + p.count)] == list(range(size))
 
 
-def test_one_rank_and_two_at_zero_2_and_3(run_checks):
-    forms = {"env": {"FORMS": "2,3"}}
-    run_checks("reshape.py", "check_save", world_size=2, **forms)
-    run_checks("reshape.py", "check_load", "check_load_frozen", "check_refused", "check_save", world_size=1, **forms)
-    run_checks("reshape.py", "check_load", world_size=2, **forms)
+def test_between_one_rank_and_two_and_zero_2_and_3(run_checks):
+    options = {"env": {"FORMS": "2,3", "ACROSS": "yes"}}
+    run_checks("reshape.py", "check_save", **options)
+    run_checks("reshape.py", "check_load", "check_load_frozen", "check_refused", "check_save", world_size=1, **options)
+    run_checks("reshape.py", "check_load", "check_load_frozen", **options)
+
+
+@pytest.mark.learning  # minutes
+@pytest.mark.parametrize(
+    "forms",
+    [
+        *("0,1,2,3,3 unsharded", "1 bf16,2 bf16,3 bf16", "0 lora,2 lora,3 lora"),
+        *("1 offload,2 offload,3 offload", "0 frozen,2 frozen,3 frozen"),
+    ],
+)
+def test_between_all_stages_and_one_two_and_four_ranks(run_checks, forms):
+    options = {"env": {"FORMS": forms}, "timeout": 800}
+    run_checks("reshape.py", "check_save", **options)
+    run_checks("reshape.py", "check_load", "check_load_frozen", "check_save", world_size=1, **options)
+    run_checks("reshape.py", "check_load", "check_load_frozen", "check_save", world_size=4, **options)
+    run_checks("reshape.py", "check_load", "check_load_frozen", **options)
