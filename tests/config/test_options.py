@@ -132,7 +132,7 @@ def test_unchanged_and_unknown_options_are_no_change():
     "name",
     # what decides which samples are drawn, what is learned from them, or what a checkpoint holds
     ["pretrain", "prompt_data", "rollout_batch_size", "temperature", "advantage_estimator", "train_batch_size",
-     "actor_learning_rate", "zero_stage", "bf16", "seed", "enable_ema", "init_kl_coef"],
+     "actor_learning_rate", "bf16", "seed", "enable_ema", "init_kl_coef"],
 )  # fmt: skip
 def test_options_that_make_the_run_are_not_free(name):
     assert not next(o for o in all_options() if o.name == name).resume_safe
