@@ -209,7 +209,7 @@ def check_rotation_and_errors(strategy: DeepspeedStrategy, work_dir: Path) -> No
     with pytest.raises(CheckpointError, match="zero_stage=0, this run has zero_stage=2"):
         role.load_ckpt(actor, directory, tag="e")
     alter(role, meta, '"world_size": 2', '"world_size": 4')
-    with pytest.raises(CheckpointError, match="world_size=4, this run has world_size=2: resume with the same number"):
+    with pytest.raises(CheckpointError, match=r"world_size=4, .*has world_size=2, .*: set --reshape_ckpt, resume with"):
         role.load_ckpt(actor, directory, tag="e")
     with pytest.raises(ValueError, match="max_ckpt_num"):
         role.save_ckpt(actor, directory, max_num=0)
