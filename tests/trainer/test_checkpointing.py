@@ -19,6 +19,7 @@ from lightppo import durable
 from lightppo.config import CheckpointConfig, PPOConfig
 from lightppo.errors import CheckpointError
 from lightppo.strategy.checkpoint import list_tags
+from lightppo.strategy.distributed import DistributedStrategy
 from lightppo.trainer.checkpointing import RunCheckpointer, resume_root
 
 ages = itertools.count(1)
@@ -60,7 +61,7 @@ class SavingStrategy(FakeStrategy):
                 file.unlink()
             (save_dir / old).rmdir()
 
-    def load_ckpt(self, model: str, load_dir: Path, tag: str, checked: bool) -> tuple[str, Any]:
+    def load_ckpt(self, model: str, load_dir: Path, tag: str, checked: bool, reshape: bool) -> tuple[str, Any]:
         path = load_dir / tag
         assert json.loads((path / "content.json").read_text())["model"] == model
         return str(path), torch.load(path / "state.pt", weights_only=False)
@@ -334,8 +335,23 @@ def test_state_and_random_numbers_come_back(tmp_path):
     expected = draw()
     draw()
     state = checkpointer().load(tmp_path, "global_step2")
-    assert state == {"trainer": {"global_step": 2}, "kl_ctl": {"value": 0.5}}
+    assert state == {"trainer": {"global_step": 2}, "kl_ctl": {"value": 0.5}, "world_size": 1}
     assert draw() == expected
+
+
+def test_with_other_ranks_the_generators_are_seeded_by_seed_step_and_rank(tmp_path):
+    for step in (2, 3):
+        checkpointer().save(tmp_path, step, {"trainer": {"global_step": step}})
+
+    def drawn(rank: int, step: int, seed: int = 42) -> tuple[float, ...]:
+        mine = SavingStrategy(rank, world_size=2)
+        mine.seed, mine.set_seed = seed, DistributedStrategy().set_seed
+        assert checkpointer(mine, reshape_ckpt=True).load(tmp_path, f"global_step{step}")["world_size"] == 1
+        return random.random(), float(numpy.random.rand()), torch.rand(()).item()
+
+    found = [drawn(0, 2), drawn(1, 2), drawn(0, 3), drawn(0, 2, seed=43)]
+    assert len(set(found)) == 4
+    assert drawn(1, 2) == found[1]
 
 
 def test_random_numbers_of_every_rank_are_in_the_checkpoint(tmp_path):
