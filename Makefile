@@ -19,7 +19,7 @@ help:
 	@echo "make quickstart   install, then SFT and PPO of a small model on this machine, with a report (about 5 minutes)"
 	@echo "                  RANKS=2 ZERO_STAGE=3 for two processes with ZeRO-3; ENGINE=vllm samples with vLLM"
 	@echo "make test         install, then the test suite"
-	@echo "make test-all     the same and more: every algorithm is trained until its reward has risen (minutes)"
+	@echo "make test-all     the same and more: every algorithm is trained until its reward has risen, every launcher runs (minutes)"
 	@echo "make test-faults  kills, hangs, full disks, lost networks at every phase of a run (docs/faults.md); most of an hour"
 	@echo "make coverage     the test suite, and the lines of lightppo that it leaves out, by file"
 	@echo "make lint         ruff"

@@ -1,6 +1,8 @@
 """Settings of every test: offline, CPU, one thread per process, seeded; GPU and vLLM tests only where these are."""
 
+import gc
 import importlib.util
+import math
 import os
 import random
 import sys
@@ -45,6 +47,24 @@ def slow_files_first(items: list[pytest.Item], shares: int) -> None:
     others = iter([item for item in items if item.path not in share])
     length = len(items) // shares
     items[:] = [item for part in parts for item in (*part, *islice(others, max(0, length - len(part))))] + list(others)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """What all tests share is no garbage, which DeepSpeed's engines look for: a quarter of a second each time."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # else nanobind takes what is left for leaks
+
+
+@pytest.fixture(autouse=True)
+def pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None at the end of a run: drawing takes as long as the run. Tests of pictures override this."""
+    if report := sys.modules.get("lightppo.trainer.report"):
+        monkeypatch.setattr(report, "FEWEST_STEPS", math.inf)
 
 
 @pytest.fixture(autouse=True)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from support.ranks import run_ranks
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 RUN = "kl-loss-k3"
@@ -23,18 +22,19 @@ def reference_runs(benchmark_script: Callable[[str], ModuleType]) -> ModuleType:
 
 @pytest.mark.slow
 def test_record_and_compare(tmp_path):
-    """One process for all three, as importing takes most of the time."""
+    """One process for all three, which has the imports done."""
     path = tmp_path / "out.json"
     commands = [["record", path, RUN], ["compare", path, RUN], ["compare", path, RUN, "--flags=--ref_ema_eta 0.9"]]
-    code = (
-        "import json, sys; from reference_runs import main\nprint([main(words) for words in json.loads(sys.argv[1])])"
+    script = tmp_path / "three.py"
+    script.write_text(
+        f"import json, sys\nsys.path.insert(0, {str(BENCHMARKS)!r})\nfrom reference_runs import main\n"
+        "print([main(words) for words in json.loads(sys.argv[1])])\n"
     )
-    words = [sys.executable, "-c", code, json.dumps(commands, default=str)]
-    ended = subprocess.run(words, cwd=BENCHMARKS, capture_output=True, text=True, timeout=600, check=False)
-    assert ended.stdout.splitlines()[-1:] == ["[0, 0, 1]"], ended.stdout + ended.stderr
-    assert f"{RUN}: equal\n" in ended.stdout
+    output = run_ranks(script, json.dumps(commands, default=str), world_size=1).output
+    assert "[0, 0, 1]" in output.splitlines(), output
+    assert f"{RUN}: equal\n" in output
     # The reference moves after the first step, and its KL counts in the loss alone.
-    assert re.search(rf"{RUN}: step 2, rollout/kl: [-\d.e]+ was recorded, now [-\d.e]+ ", ended.stdout)
+    assert re.search(rf"{RUN}: step 2, rollout/kl: [-\d.e]+ was recorded, now [-\d.e]+ ", output)
 
     recorded = json.loads(path.read_text())["runs"][RUN]
     assert [row["step"] for row in recorded["rows"]] == [1, 2]

@@ -38,6 +38,7 @@ def assets(tmp_path_factory: pytest.TempPathFactory, tiny_model: str) -> dict[st
         "reward": str(root / "reward.py"),
         "reward_model": save_reward_model(root / "rm", mean=0.5, std=2.0),
         "prompts": write_jsonl(root / "prompts.jsonl", sums(20)),
+        "few_prompts": write_jsonl(root / "few_prompts.jsonl", sums(12)),
         "held_out": write_jsonl(root / "held_out.jsonl", sums(5)),
         "text": write_jsonl(root / "text.jsonl", [{"input": f"{i}+{i}={2 * i}"} for i in range(10)]),
     }
@@ -67,7 +68,7 @@ def test_a_run_that_is_killed_goes_on_as_if_nothing_had_happened(assets, tmp_pat
         arguments = flags(
             out,
             pretrain=assets["model"],
-            prompt_data=assets["prompts"],
+            prompt_data=assets["few_prompts"],
             eval_data=assets["held_out"],
             pretrain_data=assets["text"],
             reward_fn=assets["reward"],
@@ -83,22 +84,22 @@ def test_a_run_that_is_killed_goes_on_as_if_nothing_had_happened(assets, tmp_pat
             kl_target=0.1,
             enable_ema=True,
             save_steps=2,
-            total_training_steps=7,  # 20 prompts in batches of 4: the second episode begins at step 6
+            total_training_steps=5,  # 12 prompts in batches of 4: the second episode begins at step 4
         )
         return run_ranks(*(script or (SCRIPT,)), *arguments, **options)
 
     launch(tmp_path / "whole")
-    # Call 1 scores the evaluation before training, call k + 1 the rollouts of step k (call 7: the evaluation after 5).
-    killed = launch(tmp_path / "killed", "lightppo", "ppo", launcher="deepspeed", check=False, env={"DIE_AT": "8"})
+    # Call 1 scores the evaluation before training, call k + 1 the rollouts of step k (call 5: the evaluation after 3).
+    killed = launch(tmp_path / "killed", "lightppo", "ppo", launcher="deepspeed", check=False, env={"DIE_AT": "6"})
     assert killed.returncode != 0
-    assert max(steps(tmp_path / "killed")) == 5
-    assert (tmp_path / "killed" / "ckpt" / "latest").read_text() == "global_step4"
+    assert max(steps(tmp_path / "killed")) == 3
+    assert (tmp_path / "killed" / "ckpt" / "latest").read_text() == "global_step2"
 
     resumed = launch(tmp_path / "killed")
     assert "resumed from" in resumed.output
-    assert "4 steps done" in resumed.output
+    assert "2 steps done" in resumed.output
     whole, after = steps(tmp_path / "whole"), steps(tmp_path / "killed")
-    assert list(after) == list(whole) == [1, 2, 3, 4, 5, 6, 7]
+    assert list(after) == list(whole) == [1, 2, 3, 4, 5]
     assert after == whole  # every number of every step, to the last bit
 
     again = launch(tmp_path / "killed")
@@ -107,7 +108,8 @@ def test_a_run_that_is_killed_goes_on_as_if_nothing_had_happened(assets, tmp_pat
 
 
 @pytest.mark.slow
-def test_torchrun_bf16_zero3_reward_model_packed_grpo(assets, tmp_path):
+@pytest.mark.parametrize("launcher", ["fork", pytest.param("torchrun", marks=pytest.mark.long)])
+def test_bf16_zero3_reward_model_packed_grpo(assets, tmp_path, launcher):
     arguments = flags(
         tmp_path,
         pretrain=assets["model"],
@@ -135,7 +137,8 @@ def test_torchrun_bf16_zero3_reward_model_packed_grpo(assets, tmp_path):
         use_tensorboard=tmp_path / "tb",
         benchmark_steps=2,
     )
-    run_ranks("lightppo", "ppo", *arguments, launcher="torchrun")
+    command = (SCRIPT,) if launcher == "fork" else ("lightppo", "ppo")
+    run_ranks(*command, *arguments, launcher=launcher)
     rows = steps(tmp_path)
     assert [rows[step]["rollout/samples"] for step in (1, 2)] == [18, 18]
     for row in rows.values():

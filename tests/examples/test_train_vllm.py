@@ -82,12 +82,13 @@ def steps(out: Path) -> dict[int, dict[str, float]]:
     }
 
 
-def test_a_run_and_its_resume(flags, tmp_path):
+@pytest.mark.parametrize("launcher", ["fork", pytest.param("deepspeed", marks=pytest.mark.long)])
+def test_a_run_and_its_resume(flags, tmp_path, launcher):
     def launch(**how):
         how |= {"timeout": 500, "env": READ_BY_VLLM}
         return run_ranks(SCRIPT, *flags(tmp_path, zero_stage=3, save_steps=2), **how).output
 
-    output = launch(launcher="deepspeed")
+    output = launch(launcher=launcher, vllm=True)
     assert "rollout check: log probs differ by" in output
     assert "16 rows: 16 kept, 1 of them truncated" in output  # and all the steps below have been through with it
     seen = steps(tmp_path)
@@ -107,7 +108,14 @@ def test_a_run_and_its_resume(flags, tmp_path):
                 assert math.isclose(value, seen[step][name], rel_tol=1e-4, abs_tol=1e-6), (step, name)
 
 
-@pytest.mark.parametrize(("how", "launcher", "code"), [("raise", "fork", 1), ("interrupt", "python", -signal.SIGINT)])
+@pytest.mark.parametrize(
+    ("how", "launcher", "code"),
+    [
+        ("raise", "fork", 1),
+        ("interrupt", "fork", 1),
+        pytest.param("interrupt", "python", -signal.SIGINT, marks=pytest.mark.long),
+    ],
+)
 def test_a_run_that_is_broken_off_leaves_nothing(flags, tmp_path, how, launcher, code):
     notes = tmp_path / "notes.json"
     ended = run_ranks(

@@ -6,14 +6,21 @@ Servers are started once for the whole file, also where it is shared out over se
 
 import json
 import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
+import requests
 from support.once import once
-from support.ranks import REPO, run_ranks
+from support.ranks import ENVIRONMENT, REPO, free_port, run_ranks
 from support.tiny import save_causal_lm, sums, write_jsonl
-from support.vllm_servers import KEY, KEY_VARIABLE, SHARED_MEMORY, Servers
+from support.vllm_servers import KEY, KEY_VARIABLE, SERVE, SHARED_MEMORY, Servers, wait_until_up
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]
 
@@ -40,10 +47,9 @@ def see_everything(root: Path) -> dict:
             return run_ranks(WORKER, root, task, model, *words, env=environment, vllm=True, **options)
 
         seen = {"urls": [first, second]}
-        servers.wait([1, 2])  # the first one takes longer to start
+        servers.wait()
         ended = launch("killed_trainer", "untied", [first, second], [], check=False, world_size=1)
         seen["killed_trainer"] = ended.returncode
-        servers.wait([0])
         launch("one_server", "tied", [third], [], world_size=1)
         seen["run"] = whole_run(root, third, environment)
         launch("two_servers", "untied", [first, second], [third])
@@ -215,6 +221,31 @@ def test_a_whole_run(seen):
     for step in steps:
         assert step["rollout/logp_diff_max"] < 1e-4
     assert "rollout check: log probs differ by" in seen["run"]["output"]
+
+
+@pytest.mark.long
+def test_the_script_becomes_a_server_and_ends_as_one(tmp_path):
+    """In a process of its own; the servers above are forked."""
+    model, port = save_causal_lm(tmp_path / "model", max_position_embeddings=256, **SHAPE), free_port()
+    sockets = Path(tempfile.mkdtemp(prefix="lppo-", dir="/tmp"))
+    command = [sys.executable, str(SERVE), f"--model={model}", f"--port={port}", f"--api_key_env={KEY_VARIABLE}"]
+    command += ["--dtype=float32", f"--kv-cache-memory-bytes={32 << 20}", "--max-model-len=128", "--block-size=32"]
+    environment = os.environ | ENVIRONMENT | {KEY_VARIABLE: KEY, "VLLM_RPC_BASE_PATH": str(sockets)}
+    url, body = f"http://127.0.0.1:{port}", {"model": model, "prompt": [5, 6, 7], "max_tokens": 4}
+    with subprocess.Popen(command, env=environment, start_new_session=True) as server:
+        try:
+            wait_until_up(url, lambda: server.poll() is None)
+            assert requests.post(f"{url}/v1/completions", json=body, timeout=60).status_code == 401
+            key = {"Authorization": f"Bearer {KEY}"}
+            answer = requests.post(f"{url}/v1/completions", json=body, headers=key, timeout=60).json()
+            assert answer["usage"]["completion_tokens"] <= 4
+            server.terminate()
+            assert server.wait(120) == 0
+            assert list(sockets.iterdir()) == []
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(server.pid, signal.SIGKILL)
+            shutil.rmtree(sockets)
 
 
 def test_nothing_is_left_behind(seen):

@@ -105,6 +105,11 @@ def test_two_ranks(run_checks):
     assert "FutureWarning" not in output
 
 
+@pytest.mark.long
+def test_skipped_steps_in_every_configuration(run_checks):
+    run_checks("engines.py", "check_skip_step_everywhere", world_size=2, timeout=400)
+
+
 def test_one_process_without_a_launcher(run_checks):
     checks = ("check_zero_equals_plain_torch", "check_skip_step", "check_moving_average")
     run_checks("engines.py", *checks, world_size=1, timeout=400)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import atexit
 import gc
 import importlib
+import math
 import multiprocessing
 import os
 import runpy
@@ -40,6 +41,8 @@ def main() -> None:
     # Arrow's jemalloc stops its thread before a fork, and starts it after one.
     threads = {(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()}
     assert len(threads - {"jemalloc_bg_thd"}) == 1, f"an import started threads, which forks would lack: {threads}"
+    if report := sys.modules.get("lightppo.trainer.report"):
+        report.FEWEST_STEPS = math.inf  # no picture at the end of a run, which takes as long as the run
     gc.freeze()  # no rank copies what it never touches
     gc.unfreeze = lambda: None  # which vLLM calls, and collects garbage seven times for each engine
     staying: list[ForkProcess] = []
@@ -74,15 +77,25 @@ def run(control: Connection, job: dict[str, Any], environment: dict[str, str]) -
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(job["folder"])
-    if job["timeout"] is None:  # what it starts by spawning is forked too
+    if job["timeout"] is None:  # what it starts by spawning is forked too, and what it would become it is at once
         real = multiprocessing.get_context
         multiprocessing.get_context = lambda method=None: real("fork" if method == "spawn" else method)
+        os.execve = become
     sys.argv = [job["script"], *job["words"]]
     sys.path[:1] = [str(Path(job["script"]).parent), *environment["PYTHONPATH"].split(os.pathsep)]
     try:
         runpy.run_path(job["script"], run_name="__main__")
     finally:
         atexit._run_exitfuncs()
+
+
+def become(program: str, command: list[str], environment: dict[str, str]) -> None:
+    """``os.execve`` of ``python -m MODULE words…``, in this process."""
+    module = command[command.index("-m") + 1]
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = command[command.index("-m") + 1 :]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def watch(ranks: list[ForkProcess], control: Connection, timeout: float) -> int | None:

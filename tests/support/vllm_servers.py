@@ -7,7 +7,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,17 +15,17 @@ import psutil
 import pytest
 import requests
 
-from lightppo.rollout.serving import server_command, server_environment
 from support.ranks import ENVIRONMENT, REPO, ask_fork_server, free_port, tell_fork_server
 
+SERVE = REPO / "examples" / "serve_vllm.py"
 KEY_VARIABLE = "LIGHTPPO_TEST_KEY"
 KEY = "open-sesame"
 SHARED_MEMORY = Path("/dev/shm")
 
 
 class Servers:
-    """Servers of models, all at once: the first by examples/serve_vllm.py, which starts it anew, as for a user;
-    the others are forked from a process that has vLLM imported. They end with that process at the latest.
+    """Servers of models, all at once, by examples/serve_vllm.py, forked from a process that has vLLM imported. They
+    end with that process at the latest.
 
     Args:
         models: folder of each.
@@ -45,34 +45,20 @@ class Servers:
             KEY_VARIABLE: KEY,
         }
         shared = ["--dtype=float32", f"--kv-cache-memory-bytes={32 << 20}", "--max-model-len=128", "--block-size=32"]
-        forked = log_folder / "serve.py"
-        forked.write_text("from lightppo.rollout.serving import serve\n\nserve()\n")
         self.urls, self.logs, self.pids = [], [], []
         for model, own in zip(models, more):
             port = free_port()
             self.urls.append(f"http://127.0.0.1:{port}")
             self.logs.append(log_folder / f"server-{port}.log")
             self.logs[-1].touch()
-            options = [*shared, "--max-num-seqs=32", *own]
-            if self.pids:
-                script, words = forked, server_command(model, "127.0.0.1", port, options)[3:]
-            else:
-                script = REPO / "examples" / "serve_vllm.py"
-                words = [f"--model={model}", f"--port={port}", f"--api_key_env={KEY_VARIABLE}", *options]
-            environments = [environment | (server_environment(KEY) if self.pids else {})]
-            self.pids.append(ask_fork_server(script, words, environments, str(self.logs[-1]), None, vllm=True))
+            words = [f"--model={model}", f"--port={port}", f"--api_key_env={KEY_VARIABLE}", *shared, *own]
+            log = str(self.logs[-1])
+            self.pids.append(ask_fork_server(SERVE, [*words, "--max-num-seqs=32"], [environment], log, None, vllm=True))
 
-    def wait(self, which: Iterable[int], seconds: float = 900) -> None:
-        """Until these are up."""
-        deadline = time.monotonic() + seconds
-        for url, pid, log in [(self.urls[i], self.pids[i], self.logs[i]) for i in which]:
-            while True:
-                with suppress(requests.RequestException):
-                    if requests.get(f"{url}/health", timeout=5).ok:
-                        break
-                if not _is_running(pid) or time.monotonic() > deadline:
-                    pytest.fail(f"the vLLM server did not start:\n{log.read_text()[-6000:]}")
-                time.sleep(0.2)
+    def wait(self) -> None:
+        """Until all are up."""
+        for url, pid, log in zip(self.urls, self.pids, self.logs):
+            wait_until_up(url, lambda: _is_running(pid), log)  # noqa: B023
 
     def terminate(self) -> int | None:
         """Ends the first one as a user would; its exit code."""
@@ -105,6 +91,17 @@ class Servers:
                 if os.getsid(process.pid) in self.pids and _is_running(process.pid):
                     own.append(process)
         return own
+
+
+def wait_until_up(url: str, is_running: Callable[[], bool], log: Path | None = None, seconds: float = 900) -> None:
+    deadline = time.monotonic() + seconds
+    while True:
+        with suppress(requests.RequestException):
+            if requests.get(f"{url}/health", timeout=5).ok:
+                return
+        if not is_running() or time.monotonic() > deadline:
+            pytest.fail(f"the vLLM server did not start:\n{log.read_text()[-6000:] if log else ''}")
+        time.sleep(0.2)
 
 
 def _is_running(pid: int) -> bool:

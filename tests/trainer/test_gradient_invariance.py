@@ -5,7 +5,6 @@ temperature 0.7) and critic."""
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import sys
 from pathlib import Path
 
@@ -119,8 +118,7 @@ def test_every_loss_has_one_gradient_however_it_is_cut_up(script, found):
     for name in script.VARIANTS:
         whole = found[name, 1, 4, False]
         assert max(g.abs().max() for g in whole["actor"].values()) > 1e-4, name
-        ways = ((1, False), (4, False), (2, True), (4, "shared"))
-        for world, (micro, packed) in itertools.product((1, 2), ways):
+        for world, (micro, packed) in ((world, way) for world, ways in script.WAYS.items() for way in ways):
             case = found[name, world, micro, packed]
             for parameter, expected in whole["actor"].items():
                 torch.testing.assert_close(

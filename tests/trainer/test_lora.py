@@ -32,7 +32,10 @@ KL = {
 }
 
 
-@pytest.mark.parametrize(("zero_stage", "case"), [*((0, case) for case in KL), *((3, case) for case in list(KL)[2:])])
+KL["full loss, dropout, packed, checkpointing"] = KL["full loss, dropout"] | KL["packed, checkpointing"]
+
+
+@pytest.mark.parametrize(("zero_stage", "case"), [*((0, case) for case in list(KL)[:4]), (3, list(KL)[4])])
 def test_the_reference_gives_the_numbers_of_a_separate_one(make_config, tmp_path, tiny_model, case, zero_stage):
     options = (
         LORA
@@ -155,7 +158,7 @@ def test_two_ranks_at_zero3(assets, tmp_path):
             "zero_stage": 3, "lora_rank": 4, "lora_alpha": 32, "lora_dropout": 0.1, "prompt_max_len": 12,
             "generate_max_len": 5, "rollout_batch_size": 4, "train_batch_size": 4, "micro_train_batch_size": 1,
             "max_epochs": 2, "actor_learning_rate": 1e-2, "critic_learning_rate": 1e-2, "save_steps": 1,
-            "kl_target": 0.1, "save_path": tmp_path / "model", "ckpt_path": tmp_path / "ckpt",
+            "benchmark_steps": 2, "kl_target": 0.1, "save_path": tmp_path / "model", "ckpt_path": tmp_path / "ckpt",
         }  # fmt: skip
         words = [f"--{name}={value}" for name, value in flags.items()]
         run_ranks(REPO / "examples" / "train_ppo.py", *words, "--gradient_checkpointing", timeout=300)
@@ -165,8 +168,8 @@ def test_two_ranks_at_zero3(assets, tmp_path):
     forget_checkpoints(tmp_path / "ckpt", after=1)
     assert launch() == whole
     kls = [row["rollout/kl"] for row in whole]
-    assert len(kls) == 3
-    assert abs(kls[0]) < 1e-6 < abs(kls[2])  # the old log probs are the engine's: rounding is all that differs
+    assert len(kls) == 2
+    assert abs(kls[0]) < 1e-6 < abs(kls[1])  # the old log probs are the engine's: rounding is all that differs
 
     unset_hf_deepspeed_config()
     ids = torch.randint(4, 40, (3, 9))

@@ -198,7 +198,8 @@ def test_two_ranks_at_zero3(assets, wide_model, tmp_path):
 
 
 @pytest.mark.slow
-def test_supervised_training(wide_model, tmp_path):
+@pytest.mark.parametrize("launcher", ["fork", pytest.param("python", marks=pytest.mark.long)])
+def test_supervised_training(wide_model, tmp_path, launcher):
     """examples/train_sft.py takes the flag too."""
     data = write_jsonl(tmp_path / "sft.jsonl", [{"input": f"{a}+1=", "output": f"{a + 1}"} for a in range(8)])
     flags = {
@@ -208,7 +209,7 @@ def test_supervised_training(wide_model, tmp_path):
     }  # fmt: skip
     words = [f"--{name}={value}" for name, value in flags.items()]
     script = REPO / "examples" / "train_sft.py"
-    result = run_ranks(script, *words, "--load_in_4bit", launcher="python", world_size=1, timeout=300)
+    result = run_ranks(script, *words, "--load_in_4bit", launcher=launcher, world_size=1, timeout=300)
     assert "Failed to load" not in result.output  # bitsandbytes's warning
     losses = [
         json.loads(line)["train/loss"] for line in (tmp_path / "model" / "metrics.jsonl").read_text().splitlines()

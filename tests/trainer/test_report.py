@@ -35,6 +35,11 @@ ROWS = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def pictures() -> None:
+    """Are drawn."""
+
+
 def write(path: Path, *lines: str) -> Path:
     path.write_text("".join(line + "\n" for line in lines))
     return path

@@ -76,7 +76,12 @@ def options(model: str, dataset: str, folder: Path, micro: int, *more: str) -> l
 
 @pytest.mark.parametrize(
     ("launcher", "world_size", "micro", "zero_stage"),
-    [("fork", 1, 1, 1), ("deepspeed", 2, 2, 3), ("fork", 2, 1, 2)],
+    [
+        ("fork", 1, 1, 1),
+        ("fork", 2, 2, 3),
+        ("fork", 2, 1, 2),
+        pytest.param("deepspeed", 2, 2, 3, marks=pytest.mark.long),
+    ],
 )
 def test_steps_are_those_of_plain_torch(tiny_model, dataset, plain, tmp_path, launcher, world_size, micro, zero_stage):
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -169,6 +169,8 @@ def check_adapters_train_as_in_plain_peft(strategy: DeepspeedStrategy, work_dir:
     losses, norms, first, last = plain_peft(path + DENSE)
     base = AutoModelForCausalLM.from_pretrained(path + DENSE).state_dict()
     for variant, options in VARIANTS.items():
+        if strategy.world_size == 1 and len(options) == 2:
+            continue  # of the variations on a stage one rank tries only those of several options
         options = dict(options)
         checkpointing = options.pop("checkpointing", None)
         of_actor = {name: options.pop(name, False) for name in ("persist", "packed")}
@@ -269,7 +271,7 @@ def check_export(strategy: DeepspeedStrategy, work_dir: Path) -> None:
     """The folder is the merged model, its subfolder the adapter; both compute what the trained actor computes."""
     ids, mask = ragged(0)
     cases = {"zero0": [True], "zero2": [False], "zero3": [False, True], "zero2_bf16": [True], "zero3_bf16": [False]}
-    for name, tied in ((name, tied) for name, kinds in cases.items() for tied in kinds):
+    for name, tied in ((key, tied) for key in CKPT for tied in cases[key]):
         path = saved_model(work_dir, strategy, tied=tied)
         role = make_strategy(**CKPT[name])
         actor, optimizer, scheduler = lora_actor(role, path)

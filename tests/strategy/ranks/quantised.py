@@ -32,8 +32,9 @@ adapters.LOAD, adapters.DENSE = {"load_in_4bit": True}, "_dense"
 adapters.APART_BF16 = 0.05  # the dense model is that of fp32 weights in 4 bits, rounded
 adapters.VARIANTS = {
     name: adapters.VARIANTS[name]
-    for name in ("0", "1, checkpointing", "2, packed", "3", "3, packed, checkpointing", "3, all offloaded")
+    for name in ("0", "1, checkpointing", "2, packed", "3, packed, checkpointing", "3, all offloaded")
 }
+adapters.CKPT = {name: adapters.CKPT[name] for name in ("zero2", "zero3", "zero3_bf16")}
 
 
 def with_dense_twin(saved: Any, kind: type[Actor] | type[Critic]) -> Any:

@@ -72,7 +72,7 @@ def pretrain_batches(count: int, rank: int, world_size: int) -> list[dict[str, t
 
 OPTIONS = {"use_kl_loss": True, "kl_estimator": "k3", "init_kl_coef": 0.1, "ptx_coef": 0.5, "eps_clip": 0.3}
 WIDE = {"eps_clip_low": 0.6, "eps_clip_high": 0.9}  # so that only some tokens are clipped
-# Further ways to train, each cut up in three ways on one rank and on two.
+# Further ways to train, each cut up as WAYS says.
 VARIANTS: dict[str, dict] = {
     **{f"loss {name}": {"policy_loss": name} for name in POLICY_LOSSES},
     **{f"loss {name}": {"policy_loss": name, **WIDE} for name in ("gspo", "gmpo", "cispo", "cpgd")},
@@ -81,6 +81,8 @@ VARIANTS: dict[str, dict] = {
     "rejections": {"rollout_rejection": ["opsm=0.05", "token_k2=0.2"], "old_log_probs": "rollout"},
     "sum norm": {"loss_agg_mode": "seq-mean-token-sum-norm", "use_kl_loss": True},
 }
+# By the number of ranks: micro batch and rows of each way.
+WAYS = {1: ((4, False), (2, True), (4, SHARED)), 2: ((1, False), (4, SHARED))}
 
 
 class Tokenizer:
@@ -143,7 +145,7 @@ def gradients(model_path: str, zero_stage: int, cases: list[tuple[int, bool | st
         for name, options in VARIANTS.items():
             trainer = build_trainer(strategy, actor_parts, critic_parts, reference, init_kl_coef=0.1, **options)
             mine = make_samples()[rank::world]
-            for micro, packed in ((1, False), (4, False), (2, True), (4, SHARED)):
+            for micro, packed in WAYS[world]:
                 set_rows((actor, reference), packed)
                 minibatch = minibatch_of(strategy, mine, micro, packed)
                 change, status = one_step(trainer, actor, minibatch)
