@@ -9,6 +9,7 @@ import logging
 import os
 import posixpath
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -80,13 +81,13 @@ def stage_to_local(url: str, *, cache_dir: str | Path | None = None, timeout_s: 
     return str(target)
 
 
-def check_scheme(url: str, flag: str = "the URL") -> None:
-    """StagingError if fsspec does not know the URL's scheme or its package is not installed. No network."""
+def check_scheme(url: str, flag: str = "the URL") -> Any:
+    """fsspec's class for a URL; StagingError if there is none or its package is not installed. No network."""
     from fsspec import available_protocols, get_filesystem_class
 
     scheme = url.split("://")[0]
     try:
-        get_filesystem_class(scheme)
+        return get_filesystem_class(scheme)
     except ValueError as error:
         known = ", ".join(sorted(available_protocols()))
         raise StagingError(f"{flag} {url}: unknown scheme {scheme!r}; known: {known}") from error
@@ -159,8 +160,8 @@ def upload(
                     targets = [target + str(path)[len(str(source)) :] for path in chosen]
                     changed = [path.stat().st_mtime_ns for path in chosen]
                     fs.put([str(path) for path in chosen], targets)
-                    for path, time in zip(chosen, changed):
-                        _stamp_sent(path, time)
+                    for path, when in zip(chosen, changed):
+                        _stamp_sent(path, when)
 
     _remotely(folder, send, f"; what this run has written is in {local_folder(folder)}")
 
@@ -191,22 +192,19 @@ def download(folder: str | os.PathLike[str], wanted: Callable[[str], bool]) -> N
 def set_unsent_aside(folder: str | os.PathLike[str], *, besides: str) -> Path | None:
     """Clear ``local_folder(folder)`` of files, but for those of the name ``besides``.
 
-    If an earlier process could not send all of them, they are moved, as a whole checkpoint may be among them; returns
-    where to.
+    All are moved if an earlier process could not send one: a whole checkpoint may be among them. Returns where to.
     """
     local = local_folder(folder)
     files = [path for path in local.rglob("*") if path.is_file() and path.name != besides]
-    aside = None
+    base, aside = _cache() / "unsent" / local.relative_to(_cache() / "folders"), None
     if not all(map(_is_sent, files)):
-        base = _cache() / "unsent" / local.relative_to(_cache() / "folders")
         aside = next(path for n in itertools.count(1) if not (path := base.with_name(f"{base.name}.{n}")).exists())
     for path in files:
-        if aside is None:
-            path.unlink()
-        else:
-            target = aside / path.relative_to(local)
-            target.parent.mkdir(parents=True, exist_ok=True)
+        if aside is not None:
+            (target := aside / path.relative_to(local)).parent.mkdir(parents=True, exist_ok=True)
             path.rename(target)
+        else:
+            path.unlink()
     return aside
 
 
@@ -240,35 +238,20 @@ def probe(folder: str | os.PathLike[str]) -> None:
 
 
 def _remotely(folder: str | os.PathLike[str], action: Callable[[Any, str], None], hint: str = "") -> None:
-    """Calls ``action`` with the file system of a URL and the path on it, again over a new connection if it fails.
-
-    Whatever fails to the end is a StagingError that names the URL.
-    """
+    """Calls ``action`` with the file system of a URL and the path on it; a StagingError if the last try fails too."""
     import fsspec
-    import tenacity
 
-    check_scheme(url := os.fspath(folder))
-
-    def once() -> None:
-        fs, root = fsspec.core.url_to_fs(url)
+    file_system = check_scheme(url := os.fspath(folder))
+    for wait in (*_WAITS, None):
         try:
-            action(fs, root.rstrip("/"))
-        except Exception:
-            fs.clear_instance_cache()  # a server ends connections that were idle
-            raise
-
-    final = (FileNotFoundError, NotADirectoryError, PermissionError)
-    waits = tenacity.wait_chain(*map(tenacity.wait_fixed, _WAITS))
-    try:
-        tenacity.retry(
-            stop=tenacity.stop_after_attempt(len(_WAITS) + 1),
-            wait=waits,
-            retry=tenacity.retry_if_not_exception_type(final),
-            before_sleep=lambda state: logger.warning("%s: %r; again", url, state.outcome.exception()),
-            reraise=True,
-        )(once)()
-    except Exception as error:  # each file system raises its own errors
-        raise StagingError(f"{url}: {type(error).__name__}: {error}{hint}") from error
+            fs, root = fsspec.core.url_to_fs(url)
+            return action(fs, root.rstrip("/"))
+        except Exception as error:  # each file system raises its own errors
+            if wait is None or isinstance(error, (FileNotFoundError, NotADirectoryError, PermissionError)):
+                raise StagingError(f"{url}: {type(error).__name__}: {error}{hint}") from error
+            logger.warning("%s: %r; next try in %g s", url, error, wait)
+        file_system.clear_instance_cache()  # a server ends connections that were idle
+        time.sleep(wait)
 
 
 def _exists(fs: Any, path: str) -> bool:
