@@ -32,6 +32,7 @@ OTHER_FLAGS = {
     "num_gpus", "master_port", "nproc_per_node",  # deepspeed, torchrun
     "hostfile", "module", "nnodes", "rdzv_backend", "rdzv_endpoint", "rdzv_id",
     "nodes", "ntasks", "gres",  # sbatch
+    "signal",  # Slurm
 }  # fmt: skip
 OWN_OTHER_FLAGS = {"write", "help", "version", "spo_power", "module"}  # of commands, an example; deepspeed --module
 VLLM_FLAGS = {"dtype", "enable_sleep_mode", "ssl_keyfile", "ssl_certfile"}  # of lightppo serve-vllm, handed on
@@ -87,7 +88,7 @@ def known_flags() -> set[str]:
 
 def test_flags_exist(page):
     named = set(re.findall(r"(?<![\w-])--([a-z]\w*)", page.read_text(encoding="utf-8")))
-    pages = ("README.md", "migrating.md", "troubleshooting.md", "rollouts.md", "multi-node.md")
+    pages = ("README.md", "migrating.md", "troubleshooting.md", "rollouts.md", "multi-node.md", "dataflow.md")
     others = OTHER_FLAGS if page.name in pages else set()
     others |= VLLM_FLAGS if page.name == "rollouts.md" else set()
     assert named - known_flags() - OWN_OTHER_FLAGS - others == set()

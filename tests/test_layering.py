@@ -22,6 +22,7 @@ FLOORS = {
     "user_code": 0,
     "storage": 0,
     "durable": 0,
+    "signals": 0,
     "algorithms": 1,
     "config": 2,  # the entries of algorithms are options; the light parts stay light all the same, see below
     "models": 3,

@@ -11,15 +11,19 @@ def main(argv: Sequence[str] | None = None, prog: str = "lightppo ppo") -> None:
     """Train, as the arguments say; those of this process, if ``None`` are given."""
     config = parse_args(argv, prog)
 
-    from lightppo.trainer.preflight import before_imports, preflight
-
-    before_imports(lambda: preflight(config.resolved()), prog)
-
-    # After options, files and folders are checked: these imports take seconds.
-    from lightppo import PPOTrainer
     from lightppo.trainer import run
 
-    run(lambda: PPOTrainer.from_config(config).fit(), prog, debug=config.logging.debug)
+    def train() -> None:
+        from lightppo.trainer.preflight import before_imports, preflight
+
+        before_imports(lambda: preflight(config.resolved()), prog)
+
+        # After options, files and folders are checked: this import takes seconds.
+        from lightppo import PPOTrainer
+
+        PPOTrainer.from_config(config).fit()
+
+    run(train, prog, debug=config.logging.debug)
 
 
 def evaluate(argv: Sequence[str], prog: str = "lightppo eval") -> None:

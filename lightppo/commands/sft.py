@@ -186,11 +186,12 @@ def main(argv: Sequence[str] | None = None, prog: str = "lightppo sft") -> None:
     """Train, as the arguments say; those of this process, if ``None`` are given."""
     config = parse_args(argv, prog)
 
-    from lightppo.trainer.preflight import before_imports, preflight_sft
-
-    before_imports(lambda: preflight_sft(config), prog)
-
-    # After options, files and folders are checked: this import takes seconds.
     from lightppo.trainer import run
 
-    run(lambda: (dry_run if config.dry_run else train)(config), prog, debug=config.debug)
+    def checked() -> None:
+        from lightppo.trainer.preflight import before_imports, preflight_sft
+
+        before_imports(lambda: preflight_sft(config), prog)
+        (dry_run if config.dry_run else train)(config)  # its imports take seconds
+
+    run(checked, prog, debug=config.debug)

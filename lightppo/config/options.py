@@ -595,6 +595,13 @@ class CheckpointConfig(Section, resume_safe=True):
     resume: str = option("auto", "auto: go on from the last checkpoint; never; or a checkpoint path.", off=("never",))
     load_checkpoint: bool = option(True, "--no_load_checkpoint is --resume never.")
     reshape_ckpt: bool = option(False, "Resume a checkpoint of another number of processes or other ZeRO stages, too.")
+    signal_grace: float = option(
+        25.0,
+        "SIGTERM, SIGINT (Ctrl-C) and SIGUSR1 save when the step under way is done, and end the run; at most so long "
+        "after the signal it ends unsaved. torchrun, deepspeed, Slurm and Kubernetes kill 30 s after SIGTERM.",
+        "seconds",
+        gt=0,
+    )
     save_value_network: bool = critic(False, "Save the critic beside the final model.")
 
 

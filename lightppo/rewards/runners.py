@@ -443,7 +443,9 @@ def _load(target: str, preload: Sequence[str], quiet: bool) -> None:
     parent = multiprocessing.parent_process()
     if parent is None or os.getppid() != parent.pid:  # the trainer has ended already
         os._exit(1)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    # DeepSpeed's launch.py signals what ranks have started too, while the trainer ends its step. Not ignored: programs
+    # that the function starts would inherit that.
+    signal.signal(signal.SIGTERM, lambda *_: None)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if quiet:

@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lightppo import signals
 from lightppo.errors import SandboxError, SandboxRefusedError
 
 logger = logging.getLogger(__name__)
@@ -339,14 +340,19 @@ class SandboxPool(contextlib.AbstractContextManager):
         )
 
     def run(self, code: str, **options: Any) -> ProgramRun:
-        """:meth:`Sandbox.run` in the next idle sandbox. If it fails, replaces it and tries the program once more."""
+        """:meth:`Sandbox.run` in the next idle sandbox. If it fails, replaces it and tries the program once more.
+
+        Also after a SIGTERM while this process is asked to stop: a launcher may have sent it to all below itself.
+        """
         failure = None
-        for _ in range(2):
+        for attempt in range(2):
             if not self._close.alive:
                 raise SandboxError("the sandbox is closed")
             sandbox = self._idle.get()
             try:
-                return sandbox.run(code, **options)
+                run = sandbox.run(code, **options)
+                if run.code != -signal.SIGTERM or not signals.asked() or attempt == 1:
+                    return run
             except SandboxError as error:
                 failure = error
                 logger.warning("code sandbox: %s; replaced", error)

@@ -45,6 +45,7 @@ def main() -> None:
     os.umask(0o022)
     os.closerange(3, 1 << 16)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a namespace's first process ignores only unhandled signals
+    signal.signal(signal.SIGTERM, lambda *_: None)  # of a launcher, while the trainer ends its step
     parent = os.getppid()
     try:
         if "readable" in orders:  # started again, inside bubblewrap
@@ -285,7 +286,8 @@ def _run_program(request: dict[str, Any], prelude: dict[str, Any], wall: walls.W
     """Runs one program in this process, which has only the descriptors above; returns the exit code."""
     os.setsid()
     _set_limits(wall.limits, request["total_seconds"])
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
     # the interpreter's own streams still belong to the process this one was forked from
     sys.stdin = sys.__stdin__ = _stream(_STDIN, "r", "surrogateescape")
     sys.stdout = sys.__stdout__ = _stream(_STDOUT, "w", "surrogateescape")

@@ -13,8 +13,9 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
+from lightppo import signals
 from lightppo.errors import UserError
-from lightppo.trainer.watchdog import Watchdog
+from lightppo.trainer.watchdog import Watchdog, is_lost_connection
 
 _ALIKE = timedelta(seconds=2)  # between errors of ranks that are one
 
@@ -27,7 +28,8 @@ def run(main: Callable[[], None], prog: str | None = None, *, debug: bool = Fals
     messages; without it the script's. ``debug`` shows tracebacks too.
 
     Raises:
-        SystemExit: code 1 after an error that the user can mend, told on standard error, and after another rank's end.
+        SystemExit: code 1 after an error that the user can mend, told on standard error, and after another rank's end;
+            128 + its number after a signal, as ``lightppo.signals`` tells.
     """
     rank = os.environ.get("RANK", "0")
     logging.basicConfig(level=logging.WARNING, format=f"[rank {rank}] %(levelname)s %(name)s: %(message)s")
@@ -35,29 +37,38 @@ def run(main: Callable[[], None], prog: str | None = None, *, debug: bool = Fals
     name = f"[rank {rank}] {prog or os.path.basename(sys.argv[0])}"
     with Watchdog() as watchdog:
         try:
-            main()
+            with signals.watched(to_the_end=True):
+                main()
             _meet_and_part()
-        except UserError as error:
-            if debug:
-                traceback.print_exception(error)
-            if not _told_by_rank_0(str(error)):
-                print(f"{name}: error: {error}", file=sys.stderr, flush=True)
-            _tell_torchrun(str(error))
-            raise SystemExit(1) from error
+        except signals.Stopped as stop:
+            if stop.together:
+                _meet_and_part()
+            elif rank == "0":
+                print(f"{name}: stopped by {stop.name}; there was nothing to save", file=sys.stderr, flush=True)
+            raise
         except Exception as error:
-            if (lost := watchdog.lost_rank(error)) is None:
+            number, lost = signals.asked(), None
+            if not number and not isinstance(error, UserError) and (lost := watchdog.lost_rank(error)) is None:
                 _tell_torchrun(traceback.format_exc())
                 raise
             if debug:
                 traceback.print_exception(error)
-            print(f"{name}: {lost}", file=sys.stderr, flush=True)
-            raise SystemExit(1) from error
+            if number:
+                # What a launcher signals may fail first: another rank, which tells why, or what a reward has started.
+                if isinstance(error, UserError) or not is_lost_connection(error):
+                    why = f"stopped by signal {number}, the step under way is lost: {type(error).__name__}: {error}"
+                    print(f"{name}: {why}", file=sys.stderr, flush=True)
+            elif lost is not None:
+                print(f"{name}: {lost}", file=sys.stderr, flush=True)
+            else:
+                if not _told_by_rank_0(str(error)):
+                    print(f"{name}: error: {error}", file=sys.stderr, flush=True)
+                _tell_torchrun(str(error))
+            raise SystemExit(128 + number if number else 1) from error
 
 
 def _meet_and_part() -> None:
-    import torch.distributed as dist
-
-    if dist.is_initialized():
+    if (dist := sys.modules.get("torch.distributed")) is not None and dist.is_initialized():
         dist.barrier()  # rank 0 may hold the store, and others may still read from it
         dist.destroy_process_group()
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from lightppo import durable
+from lightppo import durable, signals
 from lightppo.algorithms.kl import make_kl_controller
 from lightppo.algorithms.losses import GPTLMLoss, ValueLoss
 from lightppo.compat import SeedAttributes, constructor_config, generation_options, take_schedule, with_generation
@@ -150,6 +150,7 @@ class PPOTrainer(SeedAttributes):
         self.recorder: Recorder | None = None
         self.alarms = Alarms(len(tokenizer))
         self.total_steps: int | None = None  # of the run, known in fit
+        self.stop_signal = 0  # that all ranks stop for, after the step
         self.owns_parts = False  # a script in the seed's style saves and closes by itself
         self.content: dict[str, str] = {}  # marks of what options name, where the trainer built itself
         self._accumulate_alone()
@@ -260,24 +261,26 @@ class PPOTrainer(SeedAttributes):
             self._tell_complete()
             return self._close()
         self._begin(args, prompts_dataloader, pretrain_dataloader, consumed_samples, num_update_steps_per_episodes)
-        for step, prompts, bar in self._steps():
-            taken = prompts.taken
-            with self.timer("step"), self.profiler(step):
-                collected = self.sampler.collect(prompts, step)  # 1 prompts → responses, scored and selected
-                self.make_experience(collected, step)  # 2 log probs, values, rewards → 3 advantages in the buffer
-                status = collected.counts | self.ppo_train(step)  # 4 → training_step per micro batch
-                self.replay_buffer.clear()
-                self.move_reference(step)
-                with self.timer("sync"):
-                    self.rollout_engine.sync_weights(self.actor)  # 5 the next rollouts are on-policy
-                kl = status.get("policy_kl", 0.0)
-                if not math.isnan(status.get("advantage_mean", 0.0) + kl):  # some token is trained, so there is a KL
-                    self.kl_ctl.update(kl, int(status.get("samples", 0)))  # 6
-            status |= self._finish_step(prompts, taken, collected)
-            bar.update()
-            self.save_logs_and_checkpoints(args, step, bar, status, self.client_state())  # 7
-            self._stop_without_gradients(step)
-        self._end()
+        with signals.safe_points(self.config.checkpoint.signal_grace):
+            for step, prompts, bar in self._steps():
+                taken = prompts.taken
+                with self.timer("step"), self.profiler(step):
+                    collected = self.sampler.collect(prompts, step)  # 1 prompts → responses, scored and selected
+                    self.make_experience(collected, step)  # 2 log probs, values, rewards → 3 advantages in the buffer
+                    status = collected.counts | self.ppo_train(step)  # 4 → training_step per micro batch
+                    self.replay_buffer.clear()
+                    self.move_reference(step)
+                    with self.timer("sync"):
+                        self.rollout_engine.sync_weights(self.actor)  # 5 the next rollouts are on-policy
+                    kl = status.get("policy_kl", 0.0)
+                    if not math.isnan(status.get("advantage_mean", 0.0) + kl):  # a token is trained, so there is a KL
+                        self.kl_ctl.update(kl, int(status.get("samples", 0)))  # 6
+                status |= self._finish_step(prompts, taken, collected)
+                bar.update()
+                self.save_logs_and_checkpoints(args, step, bar, status, self.client_state())  # 7
+                self._stop_without_gradients(step)
+                self._stop_if_asked(args, step)
+            self._end()
 
     def make_experience(self, collected: CollectedStep, step: int) -> None:
         """Fill the replay buffer with the step's rollouts; advantages are whitened over all ranks. Collective."""
@@ -435,7 +438,7 @@ class PPOTrainer(SeedAttributes):
         self.rollout_check.watch(status, global_step)
         finished = self.state.episode if self.state.consumed_prompts == 0 else None
         due = lambda: self._save_checkpoint(args, f"global_step{global_step}", client_states)  # noqa: E731
-        self.recorder.after_step(global_step, finished, self._ckpt_path(args), due)
+        self.recorder.after_step(global_step, finished, self._ckpt_path(args), due, stops=self._saves_at_stop())
 
     def _save_checkpoint(self, args: Any, tag: str, client_states: Mapping[str, Any] | None = None) -> None:
         """Write the checkpoint ``tag``; the seed's name, so that an override acts. Collective."""
@@ -579,13 +582,37 @@ class PPOTrainer(SeedAttributes):
         """Bring the state up to date after a step; what there is to log."""
         ended = prompts.exhausted and collected.surplus == 0
         status = self.prompt_filter.after_step(self.prompts_dataloader, self.state, collected.prompt_scores, ended)
-        self.state.finish_step(self.strategy.all_reduce(prompts.taken - taken, "sum"), ended)
+        counts = self.strategy.all_reduce({"prompts": prompts.taken - taken} | signals.votes(), "sum")
+        self.state.finish_step(counts["prompts"], ended)
+        self.stop_signal = signals.elected(counts)
         return status
+
+    def _saves_at_stop(self) -> bool:
+        return self.stop_signal > 0 and not (self.config.training.dry_run or self.config.checkpoint.disable_ds_ckpt)
+
+    def _stop_if_asked(self, args: Any, step: int) -> None:
+        """Save, close and end the process where a signal asks for it. Collective."""
+        if not self.stop_signal:
+            return
+        stop, saved = signals.Stopped(self.stop_signal, together=True), "nothing is saved"
+        if self._saves_at_stop():
+            self.recorder.checkpoint(step, lambda: self._save_checkpoint(args, f"global_step{step}"))
+            saved = f"saved in {self._ckpt_path(args)}: the same command goes on"
+            if self.config.checkpoint.resume == "never":
+                saved += ", without --resume never"
+        signals.nothing_is_lost()
+        self.strategy.print(f"stopped by {stop.name} after step {step} of {self.total_steps}; {saved}")
+        self.recorder.close()
+        self._close()
+        self.strategy.barrier()  # a launcher ends the others when the first one has ended
+        raise stop
 
     def _end(self) -> None:
         """Last evaluation, checkpoint and, where the trainer built itself, the model at ``save_path``."""
         if not self.config.evaluation.val_only:
             step = self.state.global_step
+            self.stop_signal = signals.elected(self.strategy.all_reduce(signals.votes(), "sum"))
+            self._stop_if_asked(None, step)  # before what may take long
             self._check_trained()
             self.recorder.finish(step, lambda: self._save_checkpoint(None, f"global_step{step}"))
             if self.owns_parts and not self.config.training.dry_run:

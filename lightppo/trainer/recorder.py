@@ -270,12 +270,16 @@ class Recorder:
             with self.timer("save"):
                 self.checkpointer.save_best(self.config.checkpoint.ckpt_path, step, metric, self.best)
 
-    def after_step(self, step: int, finished_episodes: int | None, ckpt_path: str, save: Callable[[], None]) -> None:
-        """Evaluate, checkpoint (by ``save``) and export what is due. Collective."""
+    def after_step(
+        self, step: int, finished_episodes: int | None, ckpt_path: str, save: Callable[[], None], stops: bool = False
+    ) -> None:
+        """Evaluate, checkpoint (by ``save``) and export what is due; a run that stops saves first. Collective."""
+        if stops:
+            self.checkpoint(step, save)
         if self.evaluator is not None and self.eval_cadence.due(step, finished_episodes):
             self.evaluate(step)
         if self.checkpoint_cadence.due(step, finished_episodes):
-            self._checkpoint(step, save)
+            self.checkpoint(step, save)
         if self.export_cadence.due(step, finished_episodes):
             with self.timer("save"):
                 self.checkpointer.save_hf(ckpt_path, step)
@@ -284,8 +288,8 @@ class Recorder:
     def finish(self, step: int, save: Callable[[], None]) -> None:
         """The last evaluation and, where checkpoints are kept, the last checkpoint. Collective."""
         self.evaluate(step)
-        if self.checkpoint_cadence.active:
-            self._checkpoint(step, save)
+        if self.checkpoint_cadence.active or self.last_saved is not None:
+            self.checkpoint(step, save)
         self._write_seconds(step)
 
     def _write_seconds(self, step: int) -> None:
@@ -293,8 +297,8 @@ class Recorder:
         if seconds := with_namespace(self.timer.reset()):
             self._write(step, seconds)
 
-    def _checkpoint(self, step: int, save: Callable[[], None]) -> None:
-        """Once per step at most."""
+    def checkpoint(self, step: int, save: Callable[[], None]) -> None:
+        """Save, once per step at most. Collective."""
         if self.last_saved != step:
             self.strategy.on_rank_0(self._sync, "put metrics.jsonl on disk")
             with self.timer("save"):

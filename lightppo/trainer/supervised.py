@@ -10,6 +10,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from lightppo import signals
 from lightppo.algorithms.losses import GPTLMLoss
 from lightppo.models.actor import Actor
 from lightppo.strategy.deepspeed import DeepspeedStrategy
@@ -60,21 +61,31 @@ class SFTTrainer:
         self.train_dataloader, self.micro_batches_per_step = train_dataloader, strategy.accumulated_gradient
         self.max_steps, self.logging_steps, self.log_path = max_steps, logging_steps, log_path
         self.loss_fn = GPTLMLoss()
+        self.stop_signal = 0  # that all ranks stop for, after the step
 
     def fit(self) -> dict[str, float]:
-        """Train; returns the metrics of the last step, see :meth:`training_step`. Collective."""
+        """Train; returns the metrics of the last step, see :meth:`training_step`. Collective.
+
+        A signal stops all ranks after the same step (``lightppo.signals``); nothing is saved.
+        """
         sink = JsonlSink(Path(self.log_path)) if self.log_path is not None and self.strategy.is_rank_0() else None
         self.model.train()
         status: dict[str, float] = {}
         steps, pace = itertools.islice(self._steps(), self.max_steps), Pace()
         bar = progress_bar(steps, "step", total=self.max_steps, shown=self.strategy.is_rank_0())
         try:
-            for step, (epoch, micro_batches) in enumerate(bar, start=1):
-                status = {**self.training_step(micro_batches), "train/epoch": float(epoch)}
-                if step % self.logging_steps == 0 or step == self.max_steps:
-                    self.strategy.print(pace.line(step, self.max_steps, status))
-                    if sink is not None:
-                        sink.log(step, status)
+            with signals.safe_points():
+                for step, (epoch, micro_batches) in enumerate(bar, start=1):
+                    status = {**self.training_step(micro_batches), "train/epoch": float(epoch)}
+                    if step % self.logging_steps == 0 or step == self.max_steps:
+                        self.strategy.print(pace.line(step, self.max_steps, status))
+                        if sink is not None:
+                            sink.log(step, status)
+                    if self.stop_signal and step < self.max_steps:
+                        stop = signals.Stopped(self.stop_signal, together=True)
+                        self.strategy.print(f"stopped by {stop.name} after step {step}; nothing is saved")
+                        signals.nothing_is_lost()
+                        raise stop
         finally:
             if sink is not None:
                 sink.close()
@@ -100,8 +111,10 @@ class SFTTrainer:
             self.strategy.backward(loss, self.model, self.optim)
             loss_sum += loss.item()
         outcome = self.strategy.optimizer_step(self.optim, self.model, self.scheduler, name="sft")
+        means = self.strategy.all_reduce({"loss": loss_sum} | signals.votes(), op="mean")
+        self.stop_signal = signals.elected(means)
         return {
-            "train/loss": self.strategy.all_reduce(loss_sum, op="mean"),
+            "train/loss": means["loss"],
             "train/grad_norm": outcome.grad_norm,
             "train/lr": lr,
             "train/tokens": tokens,

@@ -171,7 +171,7 @@ class Watchdog:
 
         Waits, so that the launcher ends this process without a word and the other rank's error stays the last one.
         """
-        if not _is_lost_connection(error):
+        if not is_lost_connection(error):
             return None
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         deadline, ended = time.monotonic() + _PATIENCE, {}
@@ -188,14 +188,14 @@ class Watchdog:
         return f"the connection to another rank is lost, see its error: {str(error).partition(chr(10))[0]}"
 
 
-def _is_lost_connection(error: BaseException | None) -> bool:
+def is_lost_connection(error: BaseException | None) -> bool:
     import torch.distributed as dist
 
     if error is None or isinstance(error, UserError):
         return False
     of_torch = isinstance(error, (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError))
     of_gloo = isinstance(error, RuntimeError) and "gloo/transport" in str(error)
-    return of_torch or of_gloo or _is_lost_connection(error.__cause__) or _is_lost_connection(error.__context__)
+    return of_torch or of_gloo or is_lost_connection(error.__cause__) or is_lost_connection(error.__context__)
 
 
 def _how_it_ended(pid: int) -> str | None:

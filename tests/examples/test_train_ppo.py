@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 import math
+import signal
 from pathlib import Path
 
 import pytest
-from support.ranks import REPO, run_ranks
+from support.ranks import REPO, RanksResult, run_ranks
 from support.runs import forget_checkpoints
 from support.tiny import save_reward_model, sums, write_jsonl
 
 SCRIPT = REPO / "examples" / "train_ppo.py"
 
-# Scores the share of digits; on rank 1 it dies without a word in the batch that DIE_AT names.
+# Scores the share of digits; on rank 1 it dies without a word in the batch that DIE_AT names, or ends `deepspeed`
+# (which leaves its launch.py) in the one that STOP_AT names.
 REWARD = """
-import os, signal
+import os, signal, psutil
 
 calls = 0
 
@@ -24,6 +26,8 @@ def reward_func(queries, prompts, labels):
     calls += 1
     if os.environ.get("RANK") == "1" and calls == int(os.environ.get("DIE_AT", 0)):
         os.kill(os.getpid(), signal.SIGKILL)
+    if os.environ.get("RANK") == "1" and calls == int(os.environ.get("STOP_AT", 0)):
+        psutil.Process().parents()[1].terminate()
     answers = [query[len(prompt):] for query, prompt in zip(queries, prompts)]
     return [sum(c.isdigit() for c in a) / max(1, len(a)) for a in answers]
 """
@@ -62,49 +66,72 @@ def steps(out: Path) -> dict[int, dict[str, float]]:
     }
 
 
+def launch(assets: dict[str, str], out: Path, *script, **options) -> RanksResult:
+    arguments = flags(
+        out,
+        pretrain=assets["model"],
+        prompt_data=assets["few_prompts"],
+        eval_data=assets["held_out"],
+        pretrain_data=assets["text"],
+        reward_fn=assets["reward"],
+        zero_stage=2,
+        rollout_batch_size=4,
+        train_batch_size=4,
+        micro_train_batch_size=1,
+        prompt_max_len=16,
+        generate_max_len=6,
+        num_episodes=2,
+        actor_learning_rate=1e-3,
+        critic_learning_rate=1e-3,
+        kl_target=0.1,
+        enable_ema=True,
+        save_steps=2,
+        total_training_steps=5,  # 12 prompts in batches of 4: the second episode begins at step 4
+    )
+    return run_ranks(*(script or (SCRIPT,)), *arguments, **options)
+
+
+@pytest.fixture(scope="module")
+def whole(assets, tmp_path_factory) -> Path:
+    """A run that nothing has stopped."""
+    folder = tmp_path_factory.mktemp("whole")
+    launch(assets, folder)
+    return folder
+
+
 @pytest.mark.slow
-def test_a_run_that_is_killed_goes_on_as_if_nothing_had_happened(assets, tmp_path):
-    def launch(out: Path, *script, **options):
-        arguments = flags(
-            out,
-            pretrain=assets["model"],
-            prompt_data=assets["few_prompts"],
-            eval_data=assets["held_out"],
-            pretrain_data=assets["text"],
-            reward_fn=assets["reward"],
-            zero_stage=2,
-            rollout_batch_size=4,
-            train_batch_size=4,
-            micro_train_batch_size=1,
-            prompt_max_len=16,
-            generate_max_len=6,
-            num_episodes=2,
-            actor_learning_rate=1e-3,
-            critic_learning_rate=1e-3,
-            kl_target=0.1,
-            enable_ema=True,
-            save_steps=2,
-            total_training_steps=5,  # 12 prompts in batches of 4: the second episode begins at step 4
-        )
-        return run_ranks(*(script or (SCRIPT,)), *arguments, **options)
-
-    launch(tmp_path / "whole")
+def test_a_run_that_is_killed_goes_on_as_if_nothing_had_happened(assets, whole, tmp_path):
     # Call 1 scores the evaluation before training, call k + 1 the rollouts of step k (call 5: the evaluation after 3).
-    killed = launch(tmp_path / "killed", "lightppo", "ppo", launcher="deepspeed", check=False, env={"DIE_AT": "6"})
+    killed = launch(assets, tmp_path, "lightppo", "ppo", launcher="deepspeed", check=False, env={"DIE_AT": "6"})
     assert killed.returncode != 0
-    assert max(steps(tmp_path / "killed")) == 3
-    assert (tmp_path / "killed" / "ckpt" / "latest").read_text() == "global_step2"
+    assert max(steps(tmp_path)) == 3
+    assert (tmp_path / "ckpt" / "latest").read_text() == "global_step2"
 
-    resumed = launch(tmp_path / "killed")
+    resumed = launch(assets, tmp_path)
     assert "resumed from" in resumed.output
     assert "2 steps done" in resumed.output
-    whole, after = steps(tmp_path / "whole"), steps(tmp_path / "killed")
-    assert list(after) == list(whole) == [1, 2, 3, 4, 5]
-    assert after == whole  # every number of every step, to the last bit
+    assert list(steps(tmp_path)) == [1, 2, 3, 4, 5]
+    assert steps(tmp_path) == steps(whole)  # every number of every step, to the last bit
 
-    again = launch(tmp_path / "killed")
+    again = launch(assets, tmp_path)
     assert "complete" in again.output
-    assert steps(tmp_path / "killed") == whole
+    assert steps(tmp_path) == steps(whole)
+
+
+@pytest.mark.slow
+def test_ranks_whose_launcher_ends_save_and_go_on_as_if_nothing_had_happened(assets, whole, tmp_path):
+    stopped = launch(assets, tmp_path, "lightppo", "ppo", launcher="deepspeed", check=False, env={"STOP_AT": "4"})
+    assert stopped.returncode == -signal.SIGTERM
+    assert "which started this, has ended: stopping when the step under way is done" in stopped.output
+    said = f"stopped by SIGTERM after step 3 of 5; saved in {tmp_path / 'ckpt'}: the same command goes on"
+    assert said in stopped.output  # which ends with the last process: nobody is left
+    assert "Traceback" not in stopped.output
+    assert list(steps(tmp_path)) == [1, 2, 3]
+
+    assert "3 steps done" in launch(assets, tmp_path).output
+    assert steps(tmp_path) == steps(whole)
+    models = [(folder / "model" / "model.safetensors").read_bytes() for folder in (tmp_path, whole)]
+    assert models[0] == models[1]
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,12 +25,15 @@ from lightppo.trainer.run_folder import release
 pytestmark = pytest.mark.usefixtures("world")
 
 
+def logged(config: PPOConfig) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(config.checkpoint.save_path, "metrics.jsonl").read_text().splitlines()]
+
+
 def trained_rows(config: PPOConfig) -> list[dict[str, Any]]:
     """Logged rows of the training steps, without what a clock measured."""
-    rows = [json.loads(line) for line in Path(config.checkpoint.save_path, "metrics.jsonl").read_text().splitlines()]
     return [
         {name: value for name, value in row.items() if name == "step" or name.startswith(("train/", "rollout/"))}
-        for row in rows
+        for row in logged(config)
         if "rollout/reward" in row
     ]
 
@@ -79,10 +83,9 @@ def everything(make_config, tmp_path):
             clip_cov_low=-9.0,
             # 5 texts in batches of 2 are 3 batches: no step starts where another one did
             pretrain_data=write_jsonl(tmp_path / "text.jsonl", [{"input": f"{i}+{i}={2 * i}"} for i in range(5)]),
-            save_steps=1,
             save_path=str(tmp_path / folder / "run"),
             ckpt_path=str(tmp_path / folder / "ckpt"),
-            **options,
+            **{"save_steps": 1} | options,
         )
 
     return make
@@ -120,6 +123,45 @@ def test_a_resumed_run_is_the_uninterrupted_run(everything, capsys, zero_stage):
     assert [row["train/ptx_loss"] > 0 for row in rows] == [True] * 4
     assert len({row["train/kl_coef"] for row in rows}) == 4
     assert len({row["train/actor_lr"] for row in rows}) == 4
+
+
+def test_a_run_stopped_by_a_signal_saves_and_goes_on_as_if_nothing_had_happened(everything, tmp_path, capsys):
+    """Also one that keeps no checkpoints; and an evaluation that was due when the signal came is made."""
+    order = tmp_path / "stop"  # the reward function takes it
+    reward = tmp_path / "reward.py"
+    reward.write_text(f"""
+import os, pathlib, signal
+
+def reward_func(queries, prompts, labels):
+    if len(queries) > 1 and (order := pathlib.Path({str(order)!r})).exists():  # not of an evaluation
+        number = int(order.read_text())
+        order.unlink()
+        os.kill(os.getpid(), number)
+    return [float(query.count("1") + query.count("2")) for query in queries]
+""")
+    held_out = write_jsonl(tmp_path / "held_out.jsonl", [{"input": "1+1=", "label": "2"}])
+    options = {"reward_fn": str(reward), "benchmark_steps": 3, "save_steps": -1, "eval_data": held_out, "eval_steps": 1}
+    straight = fitted(everything("straight", **options))
+    for number, (step, code) in {signal.SIGTERM: (1, 143), signal.SIGUSR1: (2, 138)}.items():
+        order.write_text(str(int(number)))
+        config = everything("stopped", **options)
+        with pytest.raises(SystemExit) as caught:
+            fitted(config)
+        assert caught.value.code == code
+        said = capsys.readouterr().out
+        where = config.checkpoint.ckpt_path
+        assert f"stopped by {number.name} after step {step} of 3; saved in {where}: the same command goes on" in said
+        assert Path(where, "latest").read_text() == f"global_step{step}"
+    resumed = fitted(everything("stopped", **options))
+    assert "resumed from" in capsys.readouterr().out
+
+    assert trained_rows(resumed.config) == trained_rows(straight.config)
+    evaluated = [[row["step"] for row in logged(run.config) if "eval/reward" in row] for run in (resumed, straight)]
+    assert evaluated[0] == evaluated[1] == [0, 1, 2, 3]
+    ours, theirs = weights(resumed), weights(straight)
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+    fitted(everything("stopped", **options))  # the checkpoint of the stop is not the last one
+    assert "run complete: 3 steps" in capsys.readouterr().out
 
 
 def test_a_finished_run_does_nothing_and_says_so(make_config, capsys):

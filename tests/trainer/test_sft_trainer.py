@@ -129,6 +129,31 @@ def test_a_dry_run_takes_one_step_and_keeps_nothing(tiny_model, dataset, tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_signal_to_one_rank_stops_all_after_the_same_step(tiny_model, dataset, tmp_path):
+    """Run without an end; rank 1 gets SIGTERM after the first step."""
+    script, log = tmp_path / "stopped.py", tmp_path / "sft.jsonl"
+    script.write_text(f"""
+import os, pathlib, signal, sys, threading, time
+from lightppo.commands.sft import main
+
+def stop():
+    while not (log := pathlib.Path({str(log)!r})).exists() or not log.read_text():
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+if os.environ["RANK"] == "1":
+    threading.Thread(target=stop, daemon=True).start()
+main(sys.argv[1:], "train_sft.py")
+""")
+    endless = [a for a in options(tiny_model, dataset, tmp_path, 2) if not a.startswith("--num_epochs")]
+    result = run_ranks(script, *endless, "--max_steps=1000000", check=False)
+    last = len(log.read_text().splitlines())
+    assert result.returncode == 143, result.output
+    assert f"stopped by SIGTERM after step {last}; nothing is saved" in result.output
+    assert "Traceback" not in result.output
+    assert not (tmp_path / "model" / "config.json").exists()
+
+
 def test_adapters(tiny_model, dataset, tmp_path):
     """With --lora_rank the adapters learn, and the merged model and the adapter are saved."""
     from peft import PeftModel

@@ -1,0 +1,299 @@
+"""SIGTERM, SIGINT, SIGUSR1 and a launcher that died: a run stops at its next safe point, within a limited time.
+
+Signals come to some ranks, or to one after the other, and a rank that waits for another one runs no Python. So a thread
+takes them, and ends the process when its time is over; where all ranks are safe, :func:`votes` and :func:`elected` make
+them stop together. Outside of :func:`safe_points` there is nothing to save: the main thread ends at once.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import re
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+GRACE = 25.0  # seconds; torchrun, DeepSpeed's launch.py, Slurm and Kubernetes kill 30 s after SIGTERM
+# Launchers add SIGTERM to what they get, so it comes last.
+SIGNALS = {number.name: number for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM)}
+_MARKS = {"TORCHELASTIC_RUN_ID": "torchrun", "CROSS_SIZE": "deepspeed"}  # variables that launchers set
+_REPEAT = 2.0  # seconds in which further signals are the first one, handed on by a launcher
+_LAUNCHER = re.compile(
+    r"(deepspeed|torchrun|accelerate)(\.\w+)?|(deepspeed\.launcher|torch\.distributed|accelerate)\..*"
+)
+
+
+class Stopped(SystemExit):
+    """Ends the process for a signal, with exit code 128 + its number; ``together``: all ranks raise it."""
+
+    def __init__(self, number: int, together: bool = False) -> None:
+        super().__init__(128 + number)
+        self.name, self.together = signal.Signals(number).name, together
+
+
+class _Watch:
+    """Handlers and thread of one process."""
+
+    def __init__(self) -> None:
+        self.number, self.since = 0, 0.0  # of the signal that asks to stop
+        self.grace = GRACE
+        self.deferred = False  # the main thread looks by itself
+        self.saved = False  # nothing is lost any more
+        self._raised = False
+        self._streams = sys.stdout, sys.stderr
+        self._inbox, self._outbox = socket.socketpair()
+        self._outbox.setblocking(False)
+        self._launchers, self._gone = self._open_launchers()
+        self._before = {
+            number: signal.signal(number, self._in_main_thread)
+            for number in SIGNALS.values()
+            if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler)
+        }
+        # Bytes of a signal arrive also while the main thread waits in a collective, where no handler runs.
+        self._outer = signal.set_wakeup_fd(self._outbox.fileno(), warn_on_full_buffer=False)
+        threading.Thread(target=self._listen, name="signals", daemon=True).start()
+
+    def _open_launchers(self) -> tuple[dict[int, str], str]:
+        """By pidfd: the kernel's signal at a parent's death comes with the end of a thread, and not of grandparents."""
+        launchers, gone = _launchers()
+        opened = {}
+        for pid, name in launchers:
+            try:
+                opened[os.pidfd_open(pid)] = f"{name} (process {pid})"
+            except ProcessLookupError:
+                gone = name
+            except OSError as error:
+                logger.warning("the end of %s (process %d) will not be noticed: %s", name, pid, error.strerror)
+        return opened, gone
+
+    def restore(self) -> None:
+        signal.set_wakeup_fd(self._outer)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def close(self) -> None:
+        self.restore()
+        sys.stdout, sys.stderr = self._streams
+        self._outbox.close()  # ends the thread
+
+    def _in_main_thread(self, number: int, frame: Any) -> None:
+        if not self.number:  # the thread has not had it yet
+            self.ask(number)
+        if not (self.deferred or self._raised):
+            self._raised = True
+            raise Stopped(self.number)
+
+    def _listen(self) -> None:
+        poller = select.poll()
+        for descriptor in (self._inbox.fileno(), *self._launchers):
+            poller.register(descriptor, select.POLLIN)
+        if self._gone:
+            self._mourn(self._gone)
+        while True:
+            left = self.since + self.grace - time.monotonic()
+            if self.number and left <= 0:
+                self._end(f"not at a safe point within {self.grace:g} s (--signal_grace)")
+            for descriptor, _ in poller.poll(1000 * left + 1 if self.number else None):
+                if descriptor != self._inbox.fileno():
+                    poller.unregister(descriptor)
+                    os.close(descriptor)
+                    self._mourn(self._launchers.pop(descriptor))
+                    continue
+                if not (numbers := self._inbox.recv(64)):
+                    return self._inbox.close()
+                for number in SIGNALS.values():
+                    if number in numbers and number in self._before:
+                        self.ask(number)
+
+    def _mourn(self, launcher: str) -> None:
+        self.ask(signal.SIGTERM, f"{launcher}, which started this, has ended")
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
+
+    def ask(self, number: int, launcher: str = "") -> None:
+        """The first one is noted. A later one ends the process, but for what a launcher hands on."""
+        now, name = time.monotonic(), signal.Signals(number).name
+        if not self.number:
+            self.since, self.number = now, number
+            with contextlib.suppress(OSError):
+                self._outbox.send(b"\0")  # wakes the thread, whose time runs from now on
+            sys.stdout, sys.stderr = map(_Lasting, self._streams)
+            if self.deferred and os.environ.get("RANK", "0") == "0":
+                when = f"when the step under way is done, or in {self.grace:g} s (--signal_grace)"
+                self._say(f"{launcher or name}: stopping {when}; another signal ends at once")
+        elif now - self.since <= _REPEAT:
+            self.number = next(known for known in SIGNALS.values() if known in (number, self.number))
+        elif not (launcher or self.saved):
+            self._end(f"{name} came again")
+
+    def _end(self, why: str) -> None:
+        lost = ": the step under way is lost" if self.deferred and not self.saved else ""
+        self._say(f"stopped by {signal.Signals(self.number).name}, {why}{lost}")
+        os._exit(128 + self.number)
+
+    def _say(self, text: str) -> None:
+        with contextlib.suppress(OSError):  # whoever read it has ended
+            os.write(2, f"[rank {os.environ.get('RANK', '0')}] {text}\n".encode())
+
+
+class _Lasting:
+    """A stream that writes to nowhere once its reader has ended, as ``tee`` does at a Ctrl-C."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with self._or_nowhere():
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._or_nowhere():
+            self._stream.flush()
+
+    @contextlib.contextmanager
+    def _or_nowhere(self) -> Iterator[None]:
+        try:
+            yield
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+
+
+_watch: _Watch | None = None
+
+
+@contextlib.contextmanager
+def watched(to_the_end: bool = False) -> Iterator[None]:
+    """Takes signals meanwhile, in the main thread of a program that is no interactive session.
+
+    A handler of the program's own stays; it may call :func:`request`. An ignored signal stays ignored. ``to_the_end``:
+    the program ends now, if a signal has come, and the time for it stays limited.
+    """
+    global _watch
+    if to_the_end:
+        atexit.register(_leave)  # early, so that it is called last
+    interactive = hasattr(sys, "ps1") or "ipykernel" in sys.modules
+    if _watch is not None or interactive or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    _watch = _Watch()
+    try:
+        yield
+    finally:
+        if not (to_the_end and _watch.number):
+            _watch.close()
+            _watch = None
+
+
+def _leave() -> None:
+    """Python's own clearing up takes seconds on a busy machine."""
+    if _watch is not None and _watch.number:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(128 + _watch.number)
+
+
+@contextlib.contextmanager
+def safe_points(grace: float = GRACE) -> Iterator[None]:
+    """Meanwhile a signal waits for the main thread to look, ``grace`` seconds at most."""
+    with watched():
+        if (watch := _watch) is None:
+            yield
+            return
+        watch.grace, watch.deferred = grace, True
+        yield
+        watch.deferred, watch.number = False, 0  # a signal that came at the end has nothing to stop
+
+
+def asked() -> int:
+    """Number of the signal that asks this process to stop; 0: none."""
+    return 0 if _watch is None else _watch.number
+
+
+def request(number: int) -> None:
+    """What a signal does, for a handler of the program's own."""
+    if _watch is not None:
+        _watch.ask(number)
+
+
+def votes() -> dict[str, int]:
+    """What this rank brings to a collective whose sum or mean :func:`elected` reads."""
+    return {name: int(asked() == number) for name, number in SIGNALS.items()}
+
+
+def elected(counts: Mapping[str, float]) -> int:
+    """The signal that stops all ranks; 0: none."""
+    number = next((number for name, number in SIGNALS.items() if counts[name] > 0), 0)
+    if number and _watch is not None:
+        if not _watch.number:  # it came to other ranks
+            _watch.ask(number)
+        _watch.number = number
+    return number
+
+
+def nothing_is_lost() -> None:
+    """All that a stop needs is saved: a further signal changes nothing."""
+    if _watch is not None:
+        _watch.saved = True
+
+
+def _launchers() -> tuple[list[tuple[int, str]], str]:
+    """The processes from this rank's parent up to the launcher's first, and the name of one that has ended already."""
+    import psutil
+
+    if "LOCAL_RANK" not in os.environ:
+        return [], ""
+    above = [(process.pid, _command(process)) for process in psutil.Process().parents()]
+    names = [_program(words) for _, words in above]
+    last = max((i for i, name in enumerate(names) if _LAUNCHER.fullmatch(name)), default=-1)
+    gone = ""
+    if last >= 0 and names[last] == "deepspeed.launcher.launch":
+        # `deepspeed` starts it like this on a single node
+        options = {word.partition("=")[0] for word in above[last][1] if word.startswith("--")}
+        gone = "deepspeed" if "--node_rank" not in options and "--enable_each_rank_log=None" in above[last][1] else ""
+    elif last < 0 and above and not os.path.basename(above[0][1][0]).startswith("python"):  # that may be a launcher
+        gone = next((name for variable, name in _MARKS.items() if variable in os.environ), "")
+    return [(pid, name) for (pid, _), name in zip(above[: last + 1], names)], gone
+
+
+def _command(process: Any) -> list[str]:
+    import psutil
+
+    with contextlib.suppress(psutil.Error):
+        return process.cmdline() or [""]
+    return [""]
+
+
+def _program(words: list[str]) -> str:
+    """What a command runs: the module after ``-m``, or the name of the script or program."""
+    if os.path.basename(words[0]).startswith("python"):
+        words = words[1:]
+        while words and words[0].startswith("-"):
+            if words[0] == "-m":
+                return words[1]
+            words = words[1:]
+    return os.path.basename(words[0]) if words else ""
+
+
+def _leave_to_parent() -> None:
+    """A process that was forked off is ended by its parent's means."""
+    global _watch
+    if _watch is not None:
+        _watch.restore()
+        signal.set_wakeup_fd(-1)
+        _watch = None
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
