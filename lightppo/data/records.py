@@ -37,6 +37,7 @@ class Rollout:
     token_rewards: list[float] | None = None  # one score per response token
     extras: dict[str, float] = field(default_factory=dict)  # numbers from the reward source, logged as reward/<name>
     texts: dict[str, str] = field(default_factory=dict)  # its texts, kept in the files of samples
+    stale: bool = False  # an older policy than that of the step sampled it (a surplus of dynamic sampling)
     baseline: Rollout | None = None  # the greedy answer to the prompt, if the advantage estimator needs it
 
     @property

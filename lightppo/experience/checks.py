@@ -162,16 +162,20 @@ class RolloutCheck:
         return (sums["total"] / sums["count"] if sums["count"] else 0.0), largest
 
     def watch(self, status: Mapping[str, float], step: int) -> None:
-        """Warns if a step's ``logp_diff_mean`` exceeds the tolerance, and again when it has doubled."""
-        mean = status.get("logp_diff_mean", 0.0)
+        """Warns if a step's ``logp_diff_mean`` exceeds the tolerance, and again when it has doubled.
+
+        Samples of an older policy do not count: training has moved the actor away from them.
+        """
+        name = "logp_diff_on_policy" if "logp_diff_on_policy" in status else "logp_diff_mean"
+        mean = status.get(name, 0.0)
         if self.mode == "off" or not mean > self._warned_at:
             return
         self._warned_at = 2 * mean
         if self.strategy.is_rank_0():
             logger.warning(
-                "step %d: the rollout engine's log probs drift from the trainer's: rollout/logp_diff_mean is %.3g, "
+                "step %d: the rollout engine's log probs drift from the trainer's: rollout/%s is %.3g, "
                 "--logp_diff_tolerance %g; see docs/rollouts.md",
-                *(step, mean, self.tolerance),
+                *(step, name, mean, self.tolerance),
             )
 
     def _suspects(self) -> str:

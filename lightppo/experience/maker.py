@@ -380,6 +380,8 @@ class ExperienceMaker:
         tensor = partial(torch.tensor, dtype=torch.float32, device=self.strategy.device)
         kl = torch.zeros_like(batch.action_mask, dtype=torch.float32) if batch.kl is None else batch.kl
         batch.info["reward"] = tensor([r.reward for r in rollouts])
+        if any(r.stale for r in rollouts):
+            batch.info["stale"] = tensor([r.stale for r in rollouts])
         batch.info["kl"] = masked_mean(kl, batch.action_mask)
         if self.shaper.config.overlong_buffer_len is not None:
             penalty = self.shaper.overlong(rollouts)

@@ -299,9 +299,9 @@ class GroupCollector:
         """Takes this rank's share out of the surplus, oldest first, and totals the counts. Collective."""
         chosen, self.surplus = self.surplus[:share], self.surplus[share:]
         rollouts, places = [], []
-        for _, group in chosen:
+        for sampled, group in chosen:
             places.append(range(len(rollouts), len(rollouts) + len(group)))
-            rollouts += group
+            rollouts += [replace(rollout, stale=True) for rollout in group] if sampled < step else group
         names = (*SAMPLE_COUNTS, "judged", *REASONS, *(["not_best"] if self.sampler.keeps_best else []))
         selection = {
             "trained_groups": len(chosen) + len(extra),

@@ -77,6 +77,7 @@ METRICS: dict[str, str] = {
     "rollout/reused_groups": "of these, groups trained on once more (--on_exhausted reuse)",
     "rollout/stale_groups": "groups trained on that an earlier step generated",
     "rollout/staleness": "mean PPO steps from generating a group to training on it",
+    "rollout/logp_diff_on_policy": "rollout/logp_diff_mean without stale groups, where there are some",
     "rollout/surplus_groups": "accepted groups that wait for the next step",
     "rollout/kept_share": "share of this step's groups that --dynamic_sampling accepted",
     "rollout/rejected_equal": "groups rejected because all samples have the same --filter_metric",
@@ -206,7 +207,13 @@ def policy_summaries(
         terms["kl"] = (sampled_kl(log_probs, reference) if experience.kl is None else experience.kl)[mask]
     if engine is not None:
         terms |= {f"mismatch_{name}": x for name, x in mismatch_terms(log_probs, engine, mask).items()}
-    return {name: Summary.of(x) for name, x in terms.items()}
+    summaries = {name: Summary.of(x) for name, x in terms.items()}
+    if engine is not None:
+        summaries["mismatch_on_policy"] = summaries["mismatch_logp_diff"]
+        if (stale := experience.info.get("stale")) is not None:
+            fresh = (stale == 0)[:, None].expand(mask.shape)[mask]
+            summaries["mismatch_on_policy"] = Summary.of(terms["mismatch_logp_diff"][fresh])
+    return summaries
 
 
 def rollout_summaries(
@@ -226,7 +233,7 @@ def rollout_summaries(
     if batch.loss_weights is not None:
         weights = batch.loss_weights[batch.action_mask]
         tokens |= {"loss_weight": weights, "loss_weight_zero": weights == 0}
-    summaries = {name: Summary.of(x) for name, x in batch.info.items() if name != "kl"}
+    summaries = {name: Summary.of(x) for name, x in batch.info.items() if name not in ("kl", "stale")}
     if batch.action_log_probs is not None:
         summaries |= policy_summaries(batch, batch.action_log_probs, sampled_kl)
     return summaries | {name: Summary.of(x) for name, x in tokens.items()}
@@ -255,6 +262,9 @@ def rollout_status(summaries: Mapping[str, Summary]) -> dict[str, float]:
         if name in _WITH_RANGE:
             status |= {f"{name}_max": s.high, f"{name}_min": s.low}
     if mismatch:
+        on_policy = mismatch.pop("on_policy")
+        if on_policy.count < mismatch["logp_diff"].count:
+            status["logp_diff_on_policy"] = on_policy.mean
         numbers = mismatch_metrics(mismatch)
         status |= {"logp_diff_mean": mismatch["logp_diff"].mean, "logp_diff_max": numbers.pop("logp_diff_max")}
         status |= {f"mismatch_{name}": value for name, value in numbers.items()}

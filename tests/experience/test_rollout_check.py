@@ -144,6 +144,11 @@ def test_drift_is_warned_of_and_again_when_it_has_doubled(actor, caplog):
             check.watch({"logp_diff_mean": mean}, step)
             warned += [step] * ("drift" in caplog.text)
         check.watch({}, 9)
+        caplog.clear()
+        check.watch({"logp_diff_mean": 0.5, "logp_diff_on_policy": 0.001}, 10)  # the rest is of an older policy
+        assert caplog.text == ""
+        check.watch({"logp_diff_mean": 0.5, "logp_diff_on_policy": 0.1}, 11)
+        assert "rollout/logp_diff_on_policy is 0.1" in caplog.text
     assert warned == [2, 4]
 
 

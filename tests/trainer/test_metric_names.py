@@ -33,7 +33,7 @@ OF_SELECTION = {
     for name in (
         *("not_best", "num_gen_batches", "trained_groups", "reused_groups", "stale_groups", "staleness"),
         *("surplus_groups", "kept_share", "rejected_equal", "rejected_low", "rejected_high", "rejected_unmeasured"),
-        "left_out_prompts",
+        *("left_out_prompts", "logp_diff_on_policy"),
     )
 }
 

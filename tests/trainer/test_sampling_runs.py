@@ -282,7 +282,7 @@ def test_prompts_of_dropped_rows_are_found(config_of, tmp_path):
     assert {dataset[position].index for position in order} == set(range(1, 6)) - left_out
 
 
-def test_groups_that_were_left_over_have_log_probs_of_the_policy_that_trains(make_config):
+def test_groups_that_were_left_over_have_log_probs_of_the_policy_that_trains(make_config, caplog):
     """With ``--gen_batch_size`` alone: of 6 prompts a step trains on 4, the other 2 wait while the policy moves on."""
     options = {"gen_batch_size": 6, "num_episodes": 1, "total_training_steps": 2, "lr_warmup_steps": 0}
     trainer = PPOTrainer.from_config(make_config(**options))
@@ -299,5 +299,11 @@ def test_groups_that_were_left_over_have_log_probs_of_the_policy_that_trains(mak
     trainer.experience_maker.make_experience_list = checked
     trainer.fit()
     lines = Path(trainer.config.checkpoint.save_path, "metrics.jsonl").read_text().splitlines()
-    assert json.loads(lines[-1])["rollout/stale_groups"] == 2
+    first, last = (json.loads(line) for line in lines)
+    assert last["rollout/stale_groups"] == 2
     assert max(compared) < 1e-5
+    # That an older policy sampled some is no error of the engine.
+    assert last["rollout/logp_diff_mean"] > trainer.rollout_check.tolerance
+    assert last["rollout/logp_diff_on_policy"] < 1e-5
+    assert "rollout/logp_diff_on_policy" not in first
+    assert "drift" not in caplog.text
