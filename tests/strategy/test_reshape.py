@@ -33,7 +33,7 @@ def test_between_one_rank_and_two_and_zero_2_and_3(run_checks):
     run_checks("reshape.py", "check_load", "check_load_frozen", **options)
 
 
-@pytest.mark.learning  # minutes
+@pytest.mark.long
 @pytest.mark.parametrize(
     "forms",
     [
