@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -57,7 +58,7 @@ def preflight(config: PPOConfig) -> None:
     folders |= {"rollout_data_dir": config.sampling.rollout_data_dir, "skip_rollout": config.sampling.skip_rollout}
     checks: list[Callable[[], Any]] = [partial(check_model, path, f"--{flag}") for path, flag in first_flags.items()]
     checks += [partial(check_writable, folder, f"--{flag}") for flag, folder in folders.items() if folder]
-    checks.append(partial(_check_resume, c.resume))
+    checks += [partial(_check_resume, c.resume), partial(_check_shape, config)]
     used = {"--prompt_data": d.prompt_data, "--eval_data": d.eval_data}
     checks += [partial(_check_prompts, config, flag) for flag, paths in used.items() if paths]
     if d.pretrain_data:
@@ -181,6 +182,25 @@ def _check_resume(resume: str) -> None:
         raise CheckpointError(
             f"--resume {resume}: not a folder of checkpoints (it has no _actor with one inside); name the --ckpt_path "
             "of the run to go on with, or leave --resume at auto"
+        )
+
+
+def _check_shape(config: PPOConfig) -> None:
+    """The last checkpoint is of as many ranks and the same ZeRO stage; what else may be wrong is seen at the resume."""
+    c = config.checkpoint
+    root = c.ckpt_path if c.resume == "auto" else c.resume
+    if c.resume == "never" or c.reshape_ckpt or config.training.dry_run or "://" in root:
+        return
+    try:  # the names are those of strategy/checkpoint.py, which loads torch
+        tag = Path(root, "latest").read_text().strip()
+        saved = json.loads(Path(root, "_actor", tag, "lightppo_checkpoint.json").read_text())
+    except (OSError, ValueError):
+        return
+    now = {"world_size": int(os.environ.get("WORLD_SIZE", "1")), "zero_stage": config.strategy.zero_stage}
+    if others := [f"{name}={saved.get(name)}, not {value}" for name, value in now.items() if saved.get(name) != value]:
+        raise CheckpointError(
+            f"{root}/{tag} was saved with {'; '.join(others)}: set --reshape_ckpt to go on with it here, or take the "
+            "same number of processes and --zero_stage"
         )
 
 

@@ -112,6 +112,20 @@ def test_resume_from_what_is_no_checkpoint(run, tmp_path):
     assert f"--resume {tmp_path}: not a folder of checkpoints" in refusal(run(resume=str(tmp_path)))
 
 
+def test_a_checkpoint_of_other_ranks_or_another_stage_is_refused_before_models_load(run, tmp_path, monkeypatch):
+    part = tmp_path / "out" / "ckpt" / "_actor" / "global_step3"
+    part.mkdir(parents=True)
+    (tmp_path / "out" / "ckpt" / "latest").write_text("global_step3")
+    (part / "lightppo_checkpoint.json").write_text(json.dumps({"world_size": 2, "zero_stage": 2}))
+    assert "global_step3 was saved with world_size=2, not 1: set --reshape_ckpt" in refusal(run())
+    both = refusal(run(zero_stage=3, resume=str(tmp_path / "out" / "ckpt")))
+    assert "world_size=2, not 1; zero_stage=2, not 3: set --reshape_ckpt" in both
+    for options in ({"reshape_ckpt": True}, {"resume": "never"}, {"dry_run": True}):
+        preflight(run(**options))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    preflight(run())
+
+
 @pytest.mark.parametrize(
     ("mode", "logged_in", "said"),
     [("online", True, None), ("online", False, "wandb login"), ("offline", False, None), ("disabled", False, None)],
