@@ -126,10 +126,10 @@ def test_a_rank_that_is_lost_ends_the_job(tmp_path):
         "strategy.setup_distributed(timeout=timedelta(seconds=4))\n"
         "strategy.all_reduce(1.0)\n"
         "if strategy.get_rank() == 1:\n"
-        "    time.sleep(600)\n"
+        "    time.sleep(6)\n"
         "strategy.all_reduce(1.0)\n"
     )
-    result = run_ranks(script, launcher="torchrun", timeout=120, check=False)
+    result = run_ranks(script, timeout=120, check=False)
     assert result.returncode != 0
     assert "imed out" in result.output
 
