@@ -19,6 +19,8 @@ COMMANDS = {  # name: module, function of (arguments, name in messages), what it
     "sft": ("lightppo.commands.sft", "main", "train it on demonstrations"),
     "eval": ("lightppo.commands.ppo", "evaluate", "score its answers to held-out prompts"),
     "report": ("lightppo.trainer.report", "main", "show what a run did: a table and a picture"),
+    "replay": ("lightppo.commands.replay", "main", "do a step of a run again, look at it, debug it"),
+    "diff": ("lightppo.commands.diff", "main", "name the first number in which two runs differ"),
     "serve-reward": ("lightppo.commands.serve_reward", "main", "serve rewards over HTTP"),
     "serve-vllm": ("lightppo.commands.serve_vllm", "main", "serve rollouts by vLLM"),
 }

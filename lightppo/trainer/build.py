@@ -94,7 +94,7 @@ def build(config: PPOConfig) -> Run:
     tokenizer = build_tokenizer(config)
     asked, rewards = config, None
     if config.training.dry_run:
-        config = dry_run_config(config, strategy.world_size, _temporary_folder(strategy))
+        config = dry_run_config(config, strategy.world_size, temporary_folder(strategy))
     c = config.checkpoint
     # An evaluation writes no checkpoint: it may look at those of a run that goes on.
     written = {"--save_path": c.save_path} | ({} if config.evaluation.val_only else {"--ckpt_path": c.ckpt_path})
@@ -558,11 +558,11 @@ ENGINES: dict[str, Callable[[PPOConfig, Any, Any, Any], RolloutEngine]] = {
 # -- checks before anything large is loaded ---------------------------------------------------------------------------
 
 
-def _temporary_folder(strategy: DeepspeedStrategy) -> str:
+def temporary_folder(strategy: DeepspeedStrategy) -> str:
     """A folder that goes with rank 0's process. Collective."""
     folder = None
     if strategy.is_rank_0():
-        folder = tempfile.mkdtemp(prefix="lightppo-dry-run-")
+        folder = tempfile.mkdtemp(prefix="lightppo-")
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return strategy.broadcast_object(folder)
 

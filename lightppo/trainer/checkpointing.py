@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 import shutil
 from collections.abc import Container, Iterable, Mapping
@@ -198,12 +199,16 @@ class RunCheckpointer:
         whole.reverse()
         return sorted(whole, key=lambda tag: tag != marked)
 
-    def _undamaged(self, root: str | Path, keep_aside: bool) -> str | None:
-        """The first candidate whose files are as they were saved; those before it are kept aside. Collective."""
+    def _undamaged(self, root: str | Path, keep_aside: bool, before: int | None = None) -> str | None:
+        """The first candidate whose files are as they were saved; those before it are kept aside. Collective.
+
+        ``before``: of those before this step.
+        """
         tags, refusal = [], None
         if self.strategy.is_rank_0():
             try:
                 tags = self._candidates(root)
+                tags = tags if before is None else _before(before, tags)
             except CheckpointError as error:
                 refusal = str(error)
         tags, refusal = self.strategy.broadcast_object((tags, refusal))
@@ -252,11 +257,15 @@ class RunCheckpointer:
         _mark(root, whole)
 
     def resume(
-        self, options: Mapping[str, Any], content: Mapping[str, str], idle: Container[str] = ()
+        self,
+        options: Mapping[str, Any],
+        content: Mapping[str, str],
+        idle: Container[str] = (),
+        before: int | None = None,
     ) -> dict[str, Any] | None:
         """Load the last checkpoint that ``--resume`` allows, if there is one; returns its client state. Collective.
 
-        ``idle`` names options that do nothing in this run.
+        ``idle`` names options that do nothing in this run; ``before``: the last one before this step.
 
         Raises:
             ConfigError: ``options`` of this run that must stay as they were have changed, or the ``content`` of what
@@ -269,7 +278,7 @@ class RunCheckpointer:
         root = resume_root(c.resume, c.ckpt_path)
         # A folder that this run does not hold, such as another run's, is only read.
         held = c.resume == "auto" and not options.get("val_only")
-        tag = self._undamaged(root, keep_aside=held) if root is not None else None
+        tag = self._undamaged(root, held, before) if root is not None else None
         if tag is None:
             return None
         saved = self.load(root, tag, checked=True)
@@ -328,6 +337,19 @@ def _drop(root: str | Path, tag: str) -> None:
         if (part / tag).is_dir():
             durable.remove_folder(part / tag, aside=part / f"{tag}{INCOMPLETE}")
             upload(join(root, part.name), tag)
+
+
+def _before(step: int, tags: Iterable[str]) -> list[str]:
+    """Of tags, the last saved first, those before a step; what an earlier run left in the folder does not count."""
+    kept, later = [], math.inf
+    for tag in tags:
+        saved = int(tag.removeprefix("global_step"))
+        if saved >= later:  # a run's steps rise from save to save
+            break
+        later = saved
+        if saved < step:
+            kept.append(tag)
+    return kept
 
 
 def _mark(root: str | Path, tag: str) -> None:

@@ -49,6 +49,7 @@ from lightppo.trainer import metrics as m
 from lightppo.trainer import update
 from lightppo.trainer.alarms import Alarms
 from lightppo.trainer.build import (
+    Run,
     build,
     build_evaluator,
     build_rollout_engine,
@@ -65,6 +66,7 @@ from lightppo.trainer.recorder import Recorder
 from lightppo.trainer.run_folder import (
     content_of,
     public_options,
+    record_start,
     release,
     save_run_config,
     set_records_aside,
@@ -209,16 +211,23 @@ class PPOTrainer(SeedAttributes):
     def from_config(cls, config: PPOConfig) -> Self:
         """Build strategy, models, data and everything else, and resume if there is something to resume. Collective."""
         run = build(config)
-        trainer = cls(**vars(run))
-        trainer.owns_parts = True
-        loaders = {"prompt_data": run.prompts_dataloader, "pretrain_data": run.pretrain_dataloader}
-        rows = {name: loader.dataset.dataset for name, loader in loaders.items() if loader is not None}
-        trainer.content = content_of(run.config, rows, run.strategy)
+        trainer = cls.from_run(run)
         trainer.resume()
         if trainer.is_complete():
             return trainer  # and its folder stays as it is
         trainer.set_aside()  # only now: a refused resume leaves the run's own files in place
         save_run_config(run.config if config.training.dry_run else config, run.strategy)
+        record_start(run.config, run.strategy, trainer.state.global_step, trainer.content)
+        return trainer
+
+    @classmethod
+    def from_run(cls, run: Run) -> Self:
+        """A trainer that ends the parts that ``build`` made, at its start. Collective."""
+        trainer = cls(**vars(run))
+        trainer.owns_parts = True
+        loaders = {"prompt_data": run.prompts_dataloader, "pretrain_data": run.pretrain_dataloader}
+        rows = {name: loader.dataset.dataset for name, loader in loaders.items() if loader is not None}
+        trainer.content = content_of(run.config, rows, run.strategy)
         return trainer
 
     def is_complete(self) -> bool:
@@ -259,7 +268,7 @@ class PPOTrainer(SeedAttributes):
         """
         if self.is_complete():
             self._tell_complete()
-            return self._close()
+            return self.close()
         self._begin(args, prompts_dataloader, pretrain_dataloader, consumed_samples, num_update_steps_per_episodes)
         with signals.safe_points(self.config.checkpoint.signal_grace):
             for step, prompts, bar in self._steps():
@@ -464,11 +473,16 @@ class PPOTrainer(SeedAttributes):
         }
         return {name: part for name, part in parts.items() if part is not None}
 
-    def resume(self) -> bool:
-        """Go on from the last checkpoint that ``--resume`` allows; returns whether there was one. Collective."""
-        options = public_options(self.config)
+    def resume(self, options: Mapping[str, Any] | None = None, before: int | None = None) -> bool:
+        """Go on from the last checkpoint that ``--resume`` allows; returns whether there was one. Collective.
+
+        Args:
+            options: compared with the saved ones; ``None``: the trainer's.
+            before: from the last one before this step.
+        """
+        options = options or public_options(self.config)
         idle = set().union(*idle_flags(self.config, options).values())
-        saved = self.checkpointer.resume(options, self.content, idle)
+        saved = self.checkpointer.resume(options, self.content, idle, before)
         if saved is None:
             return False
         for name, part in ({} if self.config.evaluation.val_only else self._stateful_parts()).items():
@@ -603,7 +617,7 @@ class PPOTrainer(SeedAttributes):
         signals.nothing_is_lost()
         self.strategy.print(f"stopped by {stop.name} after step {step} of {self.total_steps}; {saved}")
         self.recorder.close()
-        self._close()
+        self.close()
         self.strategy.barrier()  # a launcher ends the others when the first one has ended
         raise stop
 
@@ -625,10 +639,10 @@ class PPOTrainer(SeedAttributes):
                 self.strategy.print(line)
         if self.strategy.is_rank_0():
             upload_records(self.config.checkpoint.save_path)  # with the picture
-        self._close()
+        self.close()
 
-    def _close(self) -> None:
-        """End what the trainer opened."""
+    def close(self) -> None:
+        """End the rollout engine and, where the trainer built itself, rewards and locks."""
         self.rollout_engine.close()
         if self.owns_parts:  # a source that a script made is the script's to end
             close_source(self.reward_source)

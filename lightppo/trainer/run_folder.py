@@ -7,15 +7,19 @@ import itertools
 import json
 import logging
 import os
+import platform
 import socket
+import time
 import uuid
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
 
 import yaml
 
-from lightppo import durable
+from lightppo import __version__, durable
 from lightppo.config import LoggingConfig, PPOConfig
 from lightppo.data.rows import ORIGIN_COLUMN
 from lightppo.errors import ConfigError, StagingError
@@ -29,7 +33,8 @@ from lightppo.user_code import split_python_spec
 logger = logging.getLogger(__name__)
 
 # What a run writes into its folder beside the model.
-RECORDS = ("metrics.jsonl", "eval", "plot.png", "profile", "run_config.yaml", "run_config.resolved.yaml")
+METADATA = "run_metadata.jsonl"
+RECORDS = ("metrics.jsonl", "eval", "plot.png", "profile", "run_config.yaml", "run_config.resolved.yaml", METADATA)
 
 # -- one process -----------------------------------------------------------------------------------------------------
 
@@ -277,3 +282,36 @@ def write_run_config(config: PPOConfig) -> str | None:
     except OSError as error:
         return f"--save_path {folder}: cannot be written ({error.strerror or error})"
     return None
+
+
+def record_start(config: PPOConfig, ranks: Ranks, step: int, content: Mapping[str, str]) -> None:
+    """Add a line to ``run_metadata.jsonl``: what the run goes on with from ``step`` on. Collective.
+
+    Args:
+        content: of :func:`content_of`.
+    """
+    folder, device = config.checkpoint.save_path, ranks.device
+    if device.type == "cuda":
+        import torch
+
+        device = torch.cuda.get_device_name(device)
+    row = {"step": step, "time": time.time(), "ranks": ranks.world_size, "device": str(device)}
+    row |= {"versions": versions(), "content": dict(content)}
+
+    def write() -> None:
+        with (local_folder(folder) / METADATA).open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        upload_records(folder)
+
+    ranks.on_rank_0(write, f"write {METADATA} in {folder}")
+
+
+def versions() -> dict[str, str]:
+    """Of what computes: packages, Python, and lightppo with a mark of its source, which changes between releases."""
+    source = Path(__file__).parents[1]
+    code = b"".join(path.read_bytes() for path in sorted(source.rglob("*.py")))
+    found = {"lightppo": f"{__version__} ({_digest(code)})", "python": platform.python_version()}
+    for name in ("torch", "transformers", "deepspeed", "numpy", "peft", "vllm"):
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
