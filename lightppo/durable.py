@@ -133,7 +133,7 @@ def seal(folder: Path, known: Mapping[str, Digest] = {}, **facts: Any) -> None:
 
     Args:
         known: of files that this or another rank wrote with :func:`write_file`, by name below the folder.
-        facts: plain values to keep, see :func:`facts`.
+        facts: plain values to keep, see :func:`manifest`.
     """
     here = [path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST]
     found = sorted(path.relative_to(folder).as_posix() for path in here)
@@ -181,20 +181,12 @@ def is_sealed(folder: Path) -> bool:
     return (folder / MANIFEST).is_file()
 
 
-def facts(folder: Path) -> dict[str, Any]:
-    """What was kept with :func:`seal`; nothing where there is no whole manifest."""
+def manifest(folder: Path) -> dict[str, Any]:
+    """``files`` and ``facts`` of a sealed folder; both empty where there is no whole manifest."""
     try:
-        return _read(folder)["facts"]
+        return _read(folder)
     except (OSError, ValueError):
-        return {}
-
-
-def sealed_files(folder: Path) -> set[str]:
-    """Names of the files that were sealed; none where there is no whole manifest."""
-    try:
-        return set(_read(folder)["files"])
-    except (OSError, ValueError):
-        return set()
+        return {"files": {}, "facts": {}}
 
 
 def check(folder: Path, share: int = 0, shares: int = 1) -> list[str]:

@@ -27,7 +27,7 @@ def sealed(tmp_path: Path) -> Path:
 
 def test_a_folder_is_as_it_was_sealed(sealed):
     assert durable.check(sealed) == []
-    assert durable.facts(sealed) == {"step": 3}
+    assert durable.manifest(sealed)["facts"] == {"step": 3}
     files = json.loads((sealed / durable.MANIFEST).read_text())["files"]
     assert {name: size for name, (size, _) in files.items()} == {
         "big": (5 << 20) + 1,

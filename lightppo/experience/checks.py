@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -14,6 +13,7 @@ from typing import Any
 
 import torch
 
+from lightppo import durable
 from lightppo.config import PPOConfig
 from lightppo.data.records import Prompt, Rollout, from_plain, group_by_prompt, to_plain
 from lightppo.errors import ConfigError, RolloutMismatchError
@@ -96,10 +96,9 @@ class RolloutReplay:
 
 def _write(path: Path, text: str) -> None:
     """Writes the whole file or nothing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    with durable.explained(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        durable.write_text(path, text)
 
 
 CHECKED_ROWS = 8

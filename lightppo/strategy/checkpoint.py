@@ -494,7 +494,7 @@ def save_model(
 
     Args:
         files: further files, name → text.
-        facts: plain values that its manifest keeps, see ``durable.facts``.
+        facts: plain values that its manifest keeps, see ``durable.manifest``.
     """
     hf_model, prefix = find_hf_model(model)
     state_dict = full_state_dict(model, ranks.is_rank_0())
@@ -553,7 +553,7 @@ def _write(
 def _is_export(folder: Path) -> bool:
     """Whether all that is in a folder is one export."""
     files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-    return files == {durable.MANIFEST, *durable.sealed_files(folder)}
+    return not folder.is_symlink() and files == {durable.MANIFEST, *durable.manifest(folder)["files"]}
 
 
 def _take_place(staging: Path, output_dir: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
 
+from lightppo import durable
 from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import RewardError
 from lightppo.ranks import Ranks
@@ -155,7 +156,8 @@ class Evaluator:
         gathered = self.strategy.all_gather_object([EvalSample.of(r) for r in rollouts])
         samples = sorted((s for part in gathered for s in part), key=lambda s: s.index)
         if self.folder is not None and self.strategy.is_rank_0():
-            self.folder.mkdir(parents=True, exist_ok=True)
             lines = [json.dumps(vars(sample), default=str) + "\n" for sample in samples]
-            (self.folder / f"step{step}.jsonl").write_text("".join(lines))
+            with durable.explained(self.folder):
+                self.folder.mkdir(parents=True, exist_ok=True)
+                durable.write_text(self.folder / f"step{step}.jsonl", "".join(lines))
         return eval_metrics(samples, self.threshold)

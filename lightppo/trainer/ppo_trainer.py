@@ -237,7 +237,7 @@ class PPOTrainer(SeedAttributes):
             return False
         if self.strategy.is_rank_0():
             folders = [c.save_path] + ([f"{c.save_path.rstrip('/')}_critic"] if c.save_value_network else [])
-            whole = all(durable.facts(local_folder(folder)).get("step") == step for folder in folders)
+            whole = all(durable.manifest(local_folder(folder))["facts"].get("step") == step for folder in folders)
             whole = whole and not any(durable.check(local_folder(folder)) for folder in folders)
         return self.strategy.broadcast_object(whole)
 

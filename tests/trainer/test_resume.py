@@ -224,6 +224,28 @@ def test_a_finished_command_run_again_changes_nothing(make_config, assets, tmp_p
     assert not changed - {"run/plot.png", "run/run_metadata.jsonl"}, changed  # the start is recorded
 
 
+def test_one_altered_byte_sends_the_run_back_by_one_checkpoint(make_config, tmp_path, capsys):
+    """All the way: the numbers are those of the run whose files were left alone."""
+    straight = fitted(
+        make_config(save_path=str(tmp_path / "straight"), ckpt_path=str(tmp_path / "other"), save_steps=1)
+    )
+    config = make_config(save_steps=1)
+    fitted(config.with_options(benchmark_steps=2))
+    (states,) = (tmp_path / "ckpt" / "_critic" / "global_step2").glob("*model_states.pt")
+    content = bytearray(states.read_bytes())
+    content[len(content) // 2] ^= 1
+    states.write_bytes(content)
+    capsys.readouterr()
+    resumed = fitted(config)
+    out = capsys.readouterr().out
+    text = f"_critic: {states.name} has other content than was written; going on from global_step1"
+    assert f"{tmp_path}/ckpt: global_step2 is damaged, kept as global_step2.damaged: {text}\n" in out
+    assert f"resumed from {tmp_path}/ckpt/global_step1" in out
+    assert trained_rows(config) == trained_rows(straight.config)
+    ours, theirs = weights_of_actor(resumed), weights_of_actor(straight)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
 def test_exports_that_a_kill_took_are_made_by_the_next_start(make_config, tmp_path, capsys):
     config = make_config(save_steps=1, hf_save_steps=1, benchmark_steps=2)
     fitted(config)
@@ -238,7 +260,7 @@ def test_exports_that_a_kill_took_are_made_by_the_next_start(make_config, tmp_pa
     assert f"{ckpt}/global_step2_hf was not written before the run ended: it is now" in capsys.readouterr().out
     assert {path.name: path.read_bytes() for path in (ckpt / "global_step2_hf").iterdir()} == export
     assert list(ckpt.glob(".*saving")) == []
-    assert durable.facts(tmp_path / "run") == {"step": 2}
+    assert durable.manifest(tmp_path / "run")["facts"] == {"step": 2}
 
 
 def test_a_folder_that_vanishes_during_a_run_is_made_again(make_config, tmp_path, caplog):

@@ -109,10 +109,16 @@ def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, caplog):
 @pytest.mark.usefixtures("world")
 def test_a_second_run_is_refused_before_its_models_load(make_config, tmp_path, other_process, monkeypatch):
     other_process(tmp_path / "run" / "checkpoints_ppo")
+    live = [
+        tmp_path / "run" / "checkpoints_ppo" / name for name in ("_actor/global_step1.incomplete", ".best_hf.saving")
+    ]
+    for folder in live:  # what the other process is saving now
+        folder.mkdir(parents=True)
     monkeypatch.setattr(build, "build_models", lambda *_: pytest.fail("models were loaded"))
     config = make_config(ckpt_path=None)
     with pytest.raises(ConfigError, match=r"--ckpt_path .*/run/checkpoints_ppo is in use by process"):
         PPOTrainer.from_config(config)
+    assert all(folder.is_dir() for folder in live)
 
 
 @pytest.mark.usefixtures("world")
