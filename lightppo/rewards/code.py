@@ -21,6 +21,7 @@ from typing import Any, ClassVar, Literal, Protocol, get_args
 
 from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import RewardError
+from lightppo.ranks import heartbeat
 from lightppo.rewards.source import OnFailure, RewardOutput, check_failure_options, describe_sample, shown
 from lightppo.sandbox import ProgramRun, SandboxPool
 
@@ -260,6 +261,7 @@ class SandboxVerifier:
         verdict = CodeVerdict()
         left = self.code_total_timeout
         while len(verdict.passed) < len(tests.cases) and left > 0:
+            heartbeat.beat()
             rest = tests.cases[len(verdict.passed) :]
             if tests.function is None:  # each test in a process of its own
                 most = self.comparison.most_bytes(rest[0])

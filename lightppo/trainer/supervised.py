@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from lightppo import signals
 from lightppo.algorithms.losses import GPTLMLoss
 from lightppo.models.actor import Actor
+from lightppo.ranks import heartbeat
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.trainer.metrics import Pace, progress_bar
 from lightppo.trainer.recorder import JsonlSink
@@ -76,7 +77,9 @@ class SFTTrainer:
         try:
             with signals.safe_points():
                 for step, (epoch, micro_batches) in enumerate(bar, start=1):
-                    status = {**self.training_step(micro_batches), "train/epoch": float(epoch)}
+                    heartbeat.step = step
+                    with heartbeat.during("train"):
+                        status = {**self.training_step(micro_batches), "train/epoch": float(epoch)}
                     if step % self.logging_steps == 0 or step == self.max_steps:
                         self.strategy.print(pace.line(step, self.max_steps, status))
                         if sink is not None:

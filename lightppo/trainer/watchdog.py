@@ -13,6 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -57,20 +58,24 @@ class Watchdog:
             # For code that keeps Python's lock, such as a regular expression: this thread cannot say anything then.
             faulthandler.dump_traceback_later(heartbeat.limit + 2 * pause)
             now, before, work = (heartbeat.beats, heartbeat.phases), work, self._work()
-            works = heartbeat.phase in _WORKING and (work[0] - before[0] > pause / 10 or work[1] - before[1] > 1 << 20)
-            moves = now != seen or works or _in_debugger()
+            works = work[0] - before[0] > pause / 50 or work[1] - before[1] > 1 << 20
+            moves = now != seen or (works and heartbeat.phase in _WORKING) or _in_debugger()
             # Looks, not a clock: a process that was stopped for a while is not late.
             seen, idle = now, 0.0 if moves else idle + pause
             if idle >= heartbeat.limit or self._asked():
                 self._end(idle)
 
     def _work(self) -> tuple[float, int]:
-        """Seconds on a core, and bytes to and from disks."""
+        """Seconds on cores and bytes to and from disks, of this process and what it has started."""
         import psutil
 
-        process = psutil.Process()
-        files = process.io_counters() if hasattr(process, "io_counters") else None
-        return sum(process.cpu_times()[:2]), files.read_bytes + files.write_bytes if files else 0
+        seconds, size, process = 0.0, 0, psutil.Process()
+        for one in (process, *process.children(recursive=True)) if heartbeat.phase in _WORKING else ():
+            with suppress(psutil.Error, AttributeError):  # it has ended; no such counters here
+                seconds += sum(one.cpu_times()[:2])
+                files = one.io_counters()
+                size += files.read_bytes + files.write_bytes
+        return seconds, size
 
     # -- other ranks ---------------------------------------------------------------------------------------------
 
