@@ -85,12 +85,8 @@ def save_checkpoint(
     ranks.on_rank_0(lambda: _make_room(save_dir, staging), f"prepare {save_dir}")
 
     adapters = find_adapters(model)
-    meta = {
-        "format": _FORMAT,
-        "sealed": True,
-        **_shape(engine),
-        "adapters": None if adapters is None else str(adapters),
-    }
+    meta = {"format": _FORMAT, "sealed": True, **_shape(engine)}
+    meta["adapters"] = None if adapters is None else str(adapters)
     files = _Files(staging)
     if not has_optimizer(engine):
         # Each rank writes its shards under ZeRO-3; otherwise rank 0 writes everything.
@@ -150,11 +146,8 @@ class _Files:
 
     def write(self, state: Any, path: Path) -> None:
         self.needed += _bytes_of(state)
-
-        def write() -> None:
-            self.known[path.relative_to(self.folder).as_posix()] = durable.write_file(path, partial(torch.save, state))
-
-        self._attempt(write)
+        name, fill = path.relative_to(self.folder).as_posix(), partial(torch.save, state)
+        self._attempt(lambda: self.known.update({name: durable.write_file(path, fill)}))
 
     def _attempt(self, action: Callable[[], Any]) -> None:
         try:
@@ -165,12 +158,9 @@ class _Files:
 
     def settle(self, ranks: Ranks) -> tuple[dict[str, durable.Digest], int]:
         """Digests of all ranks' files, and their bytes; one error on all ranks if one rank has one. Collective."""
-        gathered = ranks.all_gather_object(
-            (self.known, self.needed, None if self.failure is None else repr(self.failure))
-        )
+        gathered = ranks.all_gather_object((self.known, self.needed, self.failure is not None))
         needed = sum(size for _, size, _ in gathered)
-        failed = [rank for rank, (*_, failure) in enumerate(gathered) if failure]
-        if failed:
+        if failed := [rank for rank, (*_, has_failed) in enumerate(gathered) if has_failed]:
             if ranks.is_rank_0():
                 shutil.rmtree(self.folder, ignore_errors=True)  # room for others, and what is free is said without it
             ranks.barrier()

@@ -130,16 +130,18 @@ class RunCheckpointer:
         """Export the actor as ``root/global_stepN_hf``; the oldest exports beyond ``max_ckpt_num`` go. Collective."""
         name = f"global_step{step}_hf"
         self.strategy.save_model(self.models["actor"], self.tokenizer, join(root, name))
-        if self.strategy.is_rank_0():
-            others = [
-                p for p in local_folder(root).glob("global_step*_hf") if _HF_EXPORT.fullmatch(p.name) and p.name != name
-            ]
+
+        def rotate() -> None:
+            found = local_folder(root).glob("global_step*_hf")
+            others = [path for path in found if _HF_EXPORT.fullmatch(path.name) and path.name != name]
             # By age, not by number: a run started anew in this folder counts from 1 again.
             others.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
             for old in others[self.config.max_ckpt_num - 1 :]:
-                shutil.rmtree(old)
+                with durable.explained(old):
+                    shutil.rmtree(old)
                 upload(root, old.name)
-        self.strategy.barrier()
+
+        self.strategy.on_rank_0(rotate, f"remove old exports in {root}")
 
     def save_best(self, root: str | Path, step: int, metric: str, value: float) -> None:
         """Export the actor as ``root/best_hf``, in place of an older best; rotation leaves it alone. Collective."""
