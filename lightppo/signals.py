@@ -28,8 +28,9 @@ GRACE = 25.0  # seconds; torchrun, DeepSpeed's launch.py, Slurm and Kubernetes k
 SIGNALS = {number.name: number for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM)}
 _MARKS = {"TORCHELASTIC_RUN_ID": "torchrun", "CROSS_SIZE": "deepspeed"}  # variables that launchers set
 _REPEAT = 2.0  # seconds in which further signals are the first one, handed on by a launcher
-_LAUNCHER = re.compile(
-    r"(deepspeed|torchrun|accelerate)(\.\w+)?|(deepspeed\.launcher|torch\.distributed|accelerate)\..*"
+_LAUNCHER = re.compile(  # python -u -m MODULE, python FOLDER/PROGRAM, PROGRAM
+    r"(\S*python\S* (-\S+ )*?)?(-m |\S*/)?"
+    r"(?P<name>(deepspeed\.launcher|torch\.distributed|accelerate)\.\S+|(deepspeed|torchrun|accelerate)(\.pt)?)( |$)"
 )
 
 
@@ -50,7 +51,6 @@ class _Watch:
         self.deferred = False  # the main thread looks by itself
         self.saved = False  # nothing is lost any more
         self._raised = False
-        self._streams = sys.stdout, sys.stderr
         self._inbox, self._outbox = socket.socketpair()
         self._outbox.setblocking(False)
         self._launchers, self._gone = self._open_launchers()
@@ -83,7 +83,6 @@ class _Watch:
 
     def close(self) -> None:
         self.restore()
-        sys.stdout, sys.stderr = self._streams
         self._outbox.close()  # ends the thread
 
     def _in_main_thread(self, number: int, frame: Any) -> None:
@@ -101,9 +100,14 @@ class _Watch:
             self._mourn(self._gone)
         while True:
             left = self.since + self.grace - time.monotonic()
+            for stream in (1, 2) if self.number else ():
+                poller.register(stream, 0)  # tells when its reader has ended, as `tee` does at a Ctrl-C
             if self.number and left <= 0:
                 self._end(f"not at a safe point within {self.grace:g} s (--signal_grace)")
             for descriptor, _ in poller.poll(1000 * left + 1 if self.number else None):
+                if descriptor in (1, 2):
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+                    continue
                 if descriptor != self._inbox.fileno():
                     poller.unregister(descriptor)
                     os.close(descriptor)
@@ -126,7 +130,6 @@ class _Watch:
             self.since, self.number = now, number
             with contextlib.suppress(OSError):
                 self._outbox.send(b"\0")  # wakes the thread, whose time runs from now on
-            sys.stdout, sys.stderr = map(_Lasting, self._streams)
             if self.deferred and os.environ.get("RANK", "0") == "0":
                 when = f"when the step under way is done, or in {self.grace:g} s (--signal_grace)"
                 self._say(f"{launcher or name}: stopping {when}; another signal ends at once")
@@ -143,32 +146,6 @@ class _Watch:
     def _say(self, text: str) -> None:
         with contextlib.suppress(OSError):  # whoever read it has ended
             os.write(2, f"[rank {os.environ.get('RANK', '0')}] {text}\n".encode())
-
-
-class _Lasting:
-    """A stream that writes to nowhere once its reader has ended, as ``tee`` does at a Ctrl-C."""
-
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def write(self, text: str) -> int:
-        with self._or_nowhere():
-            self._stream.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        with self._or_nowhere():
-            self._stream.flush()
-
-    @contextlib.contextmanager
-    def _or_nowhere(self) -> Iterator[None]:
-        try:
-            yield
-        except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 
 
 _watch: _Watch | None = None
@@ -253,38 +230,21 @@ def _launchers() -> tuple[list[tuple[int, str]], str]:
     """The processes from this rank's parent up to the launcher's first, and the name of one that has ended already."""
     import psutil
 
-    if "LOCAL_RANK" not in os.environ:
-        return [], ""
-    above = [(process.pid, _command(process)) for process in psutil.Process().parents()]
-    names = [_program(words) for _, words in above]
-    last = max((i for i, name in enumerate(names) if _LAUNCHER.fullmatch(name)), default=-1)
-    gone = ""
-    if last >= 0 and names[last] == "deepspeed.launcher.launch":
-        # `deepspeed` starts it like this on a single node
-        options = {word.partition("=")[0] for word in above[last][1] if word.startswith("--")}
-        gone = "deepspeed" if "--node_rank" not in options and "--enable_each_rank_log=None" in above[last][1] else ""
-    elif last < 0 and above and not os.path.basename(above[0][1][0]).startswith("python"):  # that may be a launcher
-        gone = next((name for variable, name in _MARKS.items() if variable in os.environ), "")
-    return [(pid, name) for (pid, _), name in zip(above[: last + 1], names)], gone
-
-
-def _command(process: Any) -> list[str]:
-    import psutil
-
-    with contextlib.suppress(psutil.Error):
-        return process.cmdline() or [""]
-    return [""]
-
-
-def _program(words: list[str]) -> str:
-    """What a command runs: the module after ``-m``, or the name of the script or program."""
-    if os.path.basename(words[0]).startswith("python"):
-        words = words[1:]
-        while words and words[0].startswith("-"):
-            if words[0] == "-m":
-                return words[1]
-            words = words[1:]
-    return os.path.basename(words[0]) if words else ""
+    above: list[tuple[int, str]] = []
+    for process in psutil.Process().parents() if "LOCAL_RANK" in os.environ else []:
+        with contextlib.suppress(psutil.Error):
+            above.append((process.pid, " ".join(process.cmdline())))
+    matches = [_LAUNCHER.match(command) for _, command in above]
+    if found := [i for i, match in enumerate(matches) if match]:
+        last, command = found[-1], above[found[-1]][1]
+        # On a single node it is `deepspeed` that starts launch.py, and so.
+        single = " --enable_each_rank_log=None " in f"{command} " and " --node_rank" not in command
+        gone = "deepspeed" if single and matches[last]["name"] == "deepspeed.launcher.launch" else ""
+        named = zip(above[: last + 1], matches)
+        return [(pid, match["name"] if match else command) for (pid, command), match in named], gone
+    if above and not re.match(r"\S*python", above[0][1]):  # which may be a launcher of its own
+        return [], next((name for variable, name in _MARKS.items() if variable in os.environ), "")
+    return [], ""
 
 
 def _leave_to_parent() -> None:

@@ -39,7 +39,17 @@ def _with_child(value: float) -> float:
     return value
 
 
+def _terminated(value: float) -> float:
+    """By a launcher that signals all below itself; what the function starts is ended by SIGTERM all the same."""
+    os.kill(os.getpid(), signal.SIGTERM)
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    child.terminate()
+    assert child.wait() == -signal.SIGTERM
+    return value
+
+
 BEHAVIOURS = {
+    "terminated": _terminated,
     "ok": lambda value: value,
     "numpy": lambda value: {"score": np.float32(value), "all": np.arange(3)},
     "sleep": lambda value: time.sleep(600),

@@ -431,6 +431,10 @@ def test_answers_in_order(pool: KillablePool) -> None:
     assert pool.run([]) == []
 
 
+def test_a_worker_ends_its_call_after_a_sigterm(behave: Behave) -> None:
+    assert behave("terminated")[0].value == 0.5
+
+
 def test_values_of_numpy_come_as_pythons(behave: Behave) -> None:
     assert behave("numpy")[0].value == {"score": 0.5, "all": [0, 1, 2]}
 

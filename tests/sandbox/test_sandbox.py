@@ -19,12 +19,14 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pytest
 
+from lightppo import signals
 from lightppo.errors import SandboxError, SandboxRefusedError
 from lightppo.sandbox import ISOLATIONS, PROTECTIONS, ProgramRun, SandboxLimits, SandboxPool
 from lightppo.sandbox.pool import Sandbox
@@ -459,6 +461,20 @@ def test_killed_sandbox_is_replaced(strongest):
     assert strongest.run("print(1)").stdout == "1\n"
     assert strongest.sandboxes[0].pid != first
     assert not runs(first)
+
+
+def test_a_sigterm_to_all_below_a_trainer_that_stops_changes_no_verdict(strongest):
+    """As DeepSpeed's launch.py sends it to all that a rank has started."""
+    sandbox = strongest.sandboxes[0]
+    before = family(sandbox)
+    with signals.safe_points(), ThreadPoolExecutor() as threads:
+        signals.request(signal.SIGTERM)
+        answer = threads.submit(strongest.run, "import time\ntime.sleep(1)\nprint(1)")
+        assert eventually(lambda: family(sandbox) > before)
+        for pid in family(sandbox):
+            os.kill(pid, signal.SIGTERM)
+        assert answer.result(60).stdout == "1\n"
+    assert strongest.run("import os, signal\nos.kill(os.getpid(), signal.SIGTERM)").code == -signal.SIGTERM
 
 
 def test_silent_sandbox_is_replaced(strongest, monkeypatch):
