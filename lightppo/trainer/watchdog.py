@@ -101,6 +101,8 @@ class Watchdog:
 
     def _asked(self) -> bool:
         """Whether another rank hangs."""
+        if 0 in self._peers and _how_it_ended(self._peers[0]) is not None:
+            self._store = None  # torch would tell the lost connection at length
         try:
             return self._store is not None and self._store.check(["hang"])
         except RuntimeError:  # the rank that holds the store has ended, or is stopped
