@@ -175,22 +175,26 @@ class Replayed:
         return statuses
 
     def train_alone(self, rollouts: Sequence[Any]) -> None:
-        """One optimizer step on the batch of ``--batch``, then the end. Collective."""
+        """The optimizer step of ``--batch``, then the end. Collective."""
         from lightppo.experience.batching import load_batch
 
         path = self.asked.batch
         if self.strategy.world_size > 1:
             path = path.with_name(f"{path.stem.rpartition('_rank')[0]}_rank{self.strategy.get_rank()}{path.suffix}")
+        if not path.is_file():
+            raise ConfigError(f"--batch {path}: no such file")
         batch, texts, facts = load_batch(path)
         parts = [*batch.micro_batches, *(batch.critic_micro_batches or ())]
-        found = [
-            f"  micro batch {i}: not finite: {part.non_finite() or 'none'}" for i, part in enumerate(parts, start=1)
-        ]
-        self.tell(f"{path}, of step {facts['step']} and rank {facts['rank']}: {len(texts)} samples", *found)
+        lines = [f"  micro batch {i}: not finite: {part.non_finite() or 'none'}" for i, part in enumerate(parts, 1)]
+        self.tell(f"{path}, of step {facts['step']} and rank {facts['rank']}: {len(texts)} samples", *lines)
         for part in parts:
             part.to_device(self.strategy.device)
         self.stop(rollouts, parts)
-        self.train_minibatch(batch, self.asked.step)
+        if parts[0].part is None:  # it was left out before there were advantages: all that there is are the passes
+            self.experience_maker.run_models(parts[0])
+            self.tell(f"run again: not finite: {parts[0].non_finite() or 'none'}")
+        else:
+            self.train_minibatch(batch, self.asked.step)
         raise StopReplay
 
     def save_logs_and_checkpoints(self, args: Any, global_step: int, *rest: Any) -> None:

@@ -186,7 +186,7 @@ class ExperienceMaker:
         # placeholder row, from then on without rows.
         batch = Experience.from_rollouts(rollouts) if rollouts else Experience.placeholder()
         batch.to_device(self.strategy.device)
-        made = self._run_models(batch)
+        made = self.run_models(batch)
         self._require_finite(batch)
         if not rollouts:
             batch, made = batch.without_rows(), {name: values[:0] for name, values in made.items()}
@@ -245,8 +245,8 @@ class ExperienceMaker:
                 "another engine"
             )
 
-    def _run_models(self, batch: Experience) -> dict[str, Tensor]:
-        """Fills in log probs, KL and values; each model runs all rows in its own micro batches.
+    def run_models(self, batch: Experience) -> dict[str, Tensor]:
+        """Fills in log probs, KL and values; each model runs all rows in its own micro batches. Collective.
 
         Returns:
             what the passes made, each (B, A): also ``last_values``, in the first column, and ``entropy``.

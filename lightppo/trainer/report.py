@@ -47,20 +47,22 @@ NO_MATPLOTLIB = "no picture: pip install 'lightppo[plots]'"
 
 
 def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
-    """All rows of a JSONL file.
+    """All rows of a JSONL file, but for a last one that is being written, or was torn by a crash.
 
     Raises:
         ReportError: no such file, no row, or a line that is no JSON object.
     """
     try:
-        lines = Path(path).read_text().splitlines()
+        text = Path(path).read_text()
     except OSError as error:
         raise ReportError(f"{path}: cannot be read ({error.strerror})") from error
-    rows = []
+    rows, lines = [], text.splitlines()
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
         except ValueError as error:
+            if number == len(lines) and not text.endswith("\n"):
+                break
             raise ReportError(
                 f"{path}, line {number}: is not JSON ({error}); was the run killed while writing?"
             ) from error

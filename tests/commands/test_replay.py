@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from support.world import one_rank
 
 from lightppo.__main__ import main
 from lightppo.errors import CheckpointError, ConfigError
-from lightppo.experience.batching import save_batch
+from lightppo.experience.batching import Minibatch, load_batch, save_batch
 from lightppo.rollout.hf import HFRolloutEngine
 from lightppo.trainer.ppo_trainer import PPOTrainer
 from lightppo.trainer.report import read_jsonl
@@ -179,6 +180,16 @@ def test_a_saved_batch_alone(replay, recorded, monkeypatch, tmp_path):
     assert alone == first
     assert "critic_loss nan" in alone
     assert "equal to what was recorded" not in out
+
+    batch, texts, facts = load_batch(tmp_path / "step3_rank0.pt")
+    early = replace(batch.micro_batches[0], advantages=None, returns=None, part=None)  # left out before training
+    early.values[0, 0] = float("nan")
+    save_batch(tmp_path / "early_rank0.pt", Minibatch([early]), texts[: len(early)], **facts)
+    code, out = replay(recorded / "one", 3, "--batch", tmp_path / "early_rank0.pt")
+    assert (code, "micro batch 1: not finite: {'values': 1}" in out) == (0, True)
+    assert "run again: not finite: none" in out
+    with pytest.raises(ConfigError, match=r"--batch .*/none\.pt: no such file"):
+        replay(recorded / "one", 3, "--batch", tmp_path / "none.pt")
 
 
 def test_two_ranks_under_zero_3_one_at_the_debugger(recorded, tmp_path):

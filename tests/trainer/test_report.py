@@ -64,6 +64,12 @@ def test_a_damaged_file_is_named_with_its_line(tmp_path, lines, message):
         read_metrics(write(tmp_path / "metrics.jsonl", *lines))
 
 
+def test_a_last_row_that_is_not_whole_is_left_out(tmp_path):
+    path = write(tmp_path / "metrics.jsonl", '{"step": 1}')
+    path.write_text(path.read_text() + '{"step": 2, "rew')
+    assert read_metrics(path) == [{"step": 1}]
+
+
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(ReportError, match=r"none\.jsonl"):
         read_jsonl(tmp_path / "none.jsonl")
