@@ -64,6 +64,7 @@ class Watchdog:
             seen, idle = now, 0.0 if moves else idle + pause
             if idle >= heartbeat.limit or self._asked():
                 self._end(idle)
+        faulthandler.cancel_dump_traceback_later()  # it may have been set since __exit__
 
     def _work(self) -> tuple[float, int]:
         """Seconds on cores and bytes to and from disks, of this process and what it has started."""
@@ -180,7 +181,8 @@ class Watchdog:
         """
         if not is_lost_connection(error):
             return None
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        with suppress(ValueError):  # not in the main thread
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
         deadline, ended = time.monotonic() + _PATIENCE, {}
         while not ended and time.monotonic() < deadline:
             ended = {rank: how for rank, pid in self._peers.items() if (how := _how_it_ended(pid)) is not None}
