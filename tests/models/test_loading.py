@@ -470,26 +470,19 @@ def gradients_of(model: Actor | Critic, batch: Batch) -> tuple[torch.Tensor, lis
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("packing", [False, True])
 def test_compiled_layers_give_the_same(packing: bool, causal_lm: MakeModel, ragged: Batch) -> None:
+    """In training; decoding does not compile."""
+    from lightppo.rollout.hf import generation_mode
+
     plain = gradients_of(Actor(causal_lm(), packing_samples=packing), ragged)
     actor, counter = Actor(causal_lm(), packing_samples=packing), CompileCounter()
     names = [name for name, _ in actor.named_parameters()]
     compile_layers(actor.hf_model, backend=counter)
+    with generation_mode(actor.hf_model):
+        actor.hf_model(ragged[0])
+    assert counter.frame_count == 0
     torch.testing.assert_close(gradients_of(actor, ragged), plain, atol=1e-5, rtol=1e-4)
     assert counter.frame_count > 0
     assert names == [name for name, _ in actor.named_parameters()]
-
-
-@pytest.mark.usefixtures("fresh_compiler")
-def test_decoding_does_not_compile(causal_lm: MakeModel, ragged: Batch) -> None:
-    from lightppo.rollout.hf import generation_mode
-
-    model, counter = causal_lm(), CompileCounter()
-    compile_layers(model, backend=counter)
-    with generation_mode(model):
-        model(ragged[0])
-    assert counter.frame_count == 0
-    model(ragged[0])
-    assert counter.frame_count > 0
 
 
 def test_layers_are_found_by_the_names_that_transformers_gives(family: str, causal_lm: MakeModel) -> None:

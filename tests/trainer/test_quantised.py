@@ -71,7 +71,10 @@ KL = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("case", "zero_stage"), [*((case, 0) for case in KL), (list(KL)[-1], 3)])
+@pytest.mark.parametrize(
+    ("case", "zero_stage"),
+    [*((case, 0) for case in KL), pytest.param(list(KL)[-1], 3, marks=pytest.mark.long)],  # 3: also strategy/ranks/
+)
 def test_the_reference_gives_the_numbers_of_a_separate_one_in_4_bits(config_of, tmp_path, wide_model, case, zero_stage):
     options = KL[case] | {"old_log_probs": "forward", "zero_stage": zero_stage, "load_checkpoint": False}
     shared = fitted(config_of(save_path=str(tmp_path / "shared"), **options))
