@@ -13,7 +13,7 @@ ENGINE ?= hf
 
 .DEFAULT_GOAL := help
 .PHONY: help install quickstart test test-all lint docs bench bench-scaling bench-memory bench-rollouts
-.PHONY: test-faults house reference-runs coverage clean
+.PHONY: test-faults soak house reference-runs coverage clean
 
 help:
 	@echo "make quickstart   install, then SFT and PPO of a small model on this machine, with a report (about 5 minutes)"
@@ -21,6 +21,7 @@ help:
 	@echo "make test         install, then the test suite"
 	@echo "make test-all     the same and more: every algorithm is trained until its reward has risen, every launcher runs (minutes)"
 	@echo "make test-faults  kills, hangs, full disks, lost networks at every phase of a run (docs/faults.md); most of an hour"
+	@echo "make soak         an hour (or STEPS=2000) of a small run that meets faults: memory, files, threads must not grow"
 	@echo "make coverage     the test suite, and the lines of lightppo that it leaves out, by file"
 	@echo "make lint         ruff"
 	@echo "make docs         write the generated pages of docs/"
@@ -61,6 +62,9 @@ test-all: $(INSTALLED)
 test-faults: $(INSTALLED)
 	$(if $(KILLS),KILLS=$(KILLS)) $(BIN)/python -m pytest -m "" tests/faults $(PYTEST_ARGS)
 
+soak: $(INSTALLED)
+	PYTHONPATH=tests $(BIN)/python tests/faults/soak.py $(if $(STEPS),--steps $(STEPS)) $(if $(ENGINE),--engine $(ENGINE))
+
 coverage: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check coverage==7.17.3
 	$(BIN)/coverage erase
@@ -76,6 +80,7 @@ docs: $(INSTALLED)
 	$(BIN)/python -c "from lightppo.config import cli; cli.write_flags_page()"
 	$(BIN)/python -c "from lightppo.config import aliases; aliases.write_page()"
 	$(BIN)/python -m lightppo.trainer.metrics > docs/metrics.md.new && mv docs/metrics.md.new docs/metrics.md
+	$(BIN)/python tests/faults/table.py
 
 # Longer than the tests and only on an idle machine: QUICK=1 shows whether it works, not how fast anything is.
 bench: $(INSTALLED)

@@ -4,7 +4,9 @@ The fault comes in PPO step ``step``, at the phase's first call on the given ran
 a user's subclass, so the product knows nothing of it. The file ``struck`` tells that it came.
 
 Also without a fault: ``network`` names the network namespace of each rank, which it enters before it joins the others;
-``folders`` a working folder of each; ``environment`` has variables of all.
+``folders`` a working folder of each; ``environment`` has variables of all; ``pids`` a folder where each rank writes its
+number. With ``operation`` N, the rank dies at the N-th file operation of the step's save, or at none and writes to
+``struck`` how many there are.
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ HUGE = 1 << 40  # bytes
 def main() -> None:
     """As commands/ppo.py, with the trainer below."""
     os.environ.update(SPEC.get("environment", {}))
+    if "pids" in SPEC:
+        Path(SPEC["pids"], str(RANK)).write_text(str(os.getpid()))
     if "network" in SPEC:
         enter_network(SPEC["network"][RANK])
     if "folders" in SPEC:
@@ -47,7 +51,9 @@ def trainer_class() -> type:
     class Faulty(PPOTrainer):
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **options)
-            if SPEC.get("rank") == RANK and "fault" in SPEC:
+            if SPEC.get("rank") == RANK and "operation" in SPEC:
+                in_save(self)
+            elif SPEC.get("rank") == RANK and "fault" in SPEC:
                 owner, method = {
                     "generation": (self.rollout_engine, "generate"),
                     "scoring": (self.reward_source, "score"),
@@ -79,6 +85,45 @@ def around(trainer: Any, owner: Any, method: str) -> None:
         return original(*args, **options)
 
     setattr(owner, method, call)
+
+
+CHANGES = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.symlink", "os.truncate", "os.utime")
+
+
+def in_save(trainer: Any) -> None:
+    """Counts what one save does to files of the checkpoints, and dies before the chosen operation."""
+    original, done, under = trainer.checkpointer.save, [], os.path.realpath(SPEC["under"])
+
+    def operation(name: str, path: Any) -> None:
+        if isinstance(path, int):
+            path = os.readlink(f"/proc/self/fd/{path}")
+        if os.path.realpath(os.fspath(path)).startswith(under):
+            done.append(name)
+            if len(done) == SPEC["operation"]:
+                FAULTS["SIGKILL"]()
+
+    def hook(event: str, args: tuple[Any, ...]) -> None:
+        writes = event == "open" and args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+        if saving and (writes or event in CHANGES):
+            operation(event, args[0])
+
+    def save(root: Any, step: int, state: Any) -> None:
+        nonlocal saving
+        saving = step == SPEC["step"]
+        try:
+            original(root, step, state)
+        finally:
+            if saving:
+                Path(SPEC["struck"]).write_text(json.dumps(done))
+            saving = False
+
+    def fsync(file: Any, sync: Callable[[Any], None] = os.fsync) -> None:
+        if saving:
+            operation("os.fsync", file if isinstance(file, int) else file.fileno())
+        sync(file)
+
+    saving, trainer.checkpointer.save, os.fsync = False, save, fsync
+    sys.addaudithook(hook)
 
 
 def tell() -> None:

@@ -17,11 +17,11 @@ def reward_func(queries, prompts, labels):
 """
 
 
-def write_inputs(folder: Path) -> dict[str, str]:
-    """The options that name model, prompts and reward, written into a folder."""
+def write_inputs(folder: Path, **model: Any) -> dict[str, str]:
+    """The options that name model, prompts and reward, written into a folder; ``model``: what changes in its config."""
     (folder / "reward.py").write_text(REWARD)
     return {
-        "pretrain": save_causal_lm(folder / "model"),
+        "pretrain": save_causal_lm(folder / "model", **model),
         "prompt_data": write_jsonl(folder / "prompts.jsonl", sums(4 * STEPS)),
         "reward_fn": str(folder / "reward.py"),
     }
