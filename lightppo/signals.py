@@ -175,8 +175,8 @@ def watched(to_the_end: bool = False) -> Iterator[None]:
 
 
 def _leave() -> None:
-    """Python's own clearing up takes seconds on a busy machine."""
-    if _watch is not None and _watch.number:
+    """Python's own clearing up takes seconds on a busy machine. vLLM's shared memory goes at the very end of it."""
+    if _watch is not None and _watch.number and "vllm" not in sys.modules:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(128 + _watch.number)
