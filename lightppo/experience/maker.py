@@ -175,7 +175,7 @@ class ExperienceMaker:
 
         Raises:
             ValueError: a rollout has no reward, or a group is smaller than the estimator allows.
-        NonFiniteError: a model or the engine gave numbers that are not finite, on some rank.
+            NonFiniteError: a model or the engine gave numbers that are not finite, on some rank.
         """
         if any(isinstance(rollout, str) for rollout in rollouts):
             if self.sample is None:

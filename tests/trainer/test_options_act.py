@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
@@ -292,8 +292,10 @@ def test_best_metric_keeps_the_best_evaluation_apart_from_rotation(parts, tmp_pa
     exports: list[Path] = []
 
     class Strategy(FakeStrategy):
-        def save_model(self, model, tokenizer, folder: Path) -> None:
+        def save_model(self, model, tokenizer, folder: Path, files: Mapping[str, str]) -> None:
             folder.mkdir(parents=True, exist_ok=True)
+            for name, text in files.items():
+                (folder / name).write_text(text)
             exports.append(folder)
 
     options = {"save_path": str(tmp_path / "run"), "ckpt_path": str(tmp_path / "ckpt"), "eval_steps": 1}
