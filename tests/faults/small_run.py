@@ -49,9 +49,10 @@ def flags(inputs: dict[str, str], out: Path, **options: Any) -> list[str]:
 
 
 def metric_rows(out: Path) -> list[dict[str, Any]]:
-    """Every number of every step, without what depends on the clock."""
-    rows = (json.loads(line) for line in (out / "run" / "metrics.jsonl").read_text().splitlines())
-    return [{k: v for k, v in row.items() if k != "time" and not k.startswith("perf/")} for row in rows]
+    """Every number of every step, without what depends on the clock, which some rows hold alone."""
+    found = (json.loads(line) for line in (out / "run" / "metrics.jsonl").read_text().splitlines())
+    rows = [{k: v for k, v in row.items() if k != "time" and not k.startswith("perf/")} for row in found]
+    return [row for row in rows if len(row) > 1]
 
 
 def outcome(out: Path) -> tuple[str, list[dict[str, Any]]]:

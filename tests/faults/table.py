@@ -96,12 +96,9 @@ FAULTS = (
 
 # Declared, and in the tests, but not run by anyone yet: marked ° on the page.
 NOT_RUN: dict[str, tuple[str, ...]] = {
-    "os._exit": ("generation", "scoring", "training", "sync"),
-    "out of memory": ("generation", "scoring", "sync", "loading"),
     "dead reward server": ("training", "sync"),
     "dead vLLM server": ("scoring", "training", "saving"),
-    "full disk": ("generation", "scoring", "sync"),
-    "lost network": ("scoring", "sync", "loading"),
+    "lost network": ("sync",),
 }
 
 
