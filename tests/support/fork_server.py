@@ -112,6 +112,8 @@ def watch(ranks: list[ForkProcess], control: Connection, timeout: float) -> int 
             break
         if not first and (first := next((rank.exitcode for rank in running if rank.exitcode), 0)):
             deadline = min(deadline, time.monotonic() + GRACE)
+    else:  # the last ones may have ended after the look above
+        first = first or next((rank.exitcode for rank in ranks if rank.exitcode), 0)
     end(ranks)
     return first
 
