@@ -94,22 +94,12 @@ FAULTS = (
 )
 
 
-# Declared, and in the tests, but not run by anyone yet: marked ° on the page.
-NOT_RUN: dict[str, tuple[str, ...]] = {
-    "dead reward server": ("training", "sync"),
-    "dead vLLM server": ("scoring", "training", "saving"),
-    "lost network": ("sync",),
-}
-
-
 def as_markdown() -> str:
     """Rows are faults, columns phases; neighbours with the same outcome are written once."""
     lines = [f"fault | {' | '.join(PHASES)}", "|".join(["---"] * (len(PHASES) + 1))]
     for fault in FAULTS:
         texts = [cell.why if isinstance(cell, Cannot) else cell.text for cell in fault.cells().values()]
         shown = ["″" if i and text == texts[i - 1] else text for i, text in enumerate(texts)]
-        not_run = NOT_RUN.get(fault.name, ())
-        shown = [f"{text} °" if phase in not_run else text for phase, text in zip(PHASES, shown)]
         lines.append(f"{fault.name} | {' | '.join(shown)}")
     return "\n".join(lines)
 
