@@ -17,8 +17,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-# Frames above the user's: what calls it, runs its file, or its coroutine.
-_CALLERS = (str(Path(__file__).parent), str(Path(sysconfig.get_path("stdlib"), "asyncio")), "<frozen")
+# Frames above the user's: what calls it, parses or runs its file, or its coroutine.
+_CALLERS = (str(Path(__file__).parent), str(Path(sysconfig.get_path("stdlib"), "asyncio")), ast.__file__, "<frozen")
 _MOST_FRAMES = 4
 
 

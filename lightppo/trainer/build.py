@@ -55,7 +55,7 @@ from lightppo.storage import local_folder, stage_to_local
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.strategy.zero3 import parameter_count
 from lightppo.trainer.evaluator import Evaluator
-from lightppo.trainer.preflight import dry_run_config, preflight
+from lightppo.trainer.preflight import check_positions, dry_run_config, preflight
 from lightppo.trainer.report import summary
 from lightppo.trainer.run_folder import claim, public_options
 
@@ -588,13 +588,7 @@ def check_before_loading(config: PPOConfig) -> None:
 
 def check_lengths(config: PPOConfig, model_config: Any) -> None:
     """Prompt and response must fit the model's positions."""
-    limit = getattr(model_config.get_text_config(decoder=True), "max_position_embeddings", None)
-    prompt, response = config.data.prompt_max_len, config.rollout.generate_max_len
-    if limit is not None and prompt + response > limit:
-        raise ConfigError(
-            f"--prompt_max_len {prompt} + --generate_max_len {response} = {prompt + response} tokens, but "
-            f"{config.model.pretrain} has {limit} positions: lower one of them to fit"
-        )
+    check_positions(config, getattr(model_config.get_text_config(decoder=True), "max_position_embeddings", None))
 
 
 def check_disk_space(config: PPOConfig, parameters: dict[str, int], exported: int | None = None) -> None:

@@ -58,7 +58,7 @@ def preflight(config: PPOConfig) -> None:
     folders |= {"rollout_data_dir": config.sampling.rollout_data_dir, "skip_rollout": config.sampling.skip_rollout}
     checks: list[Callable[[], Any]] = [partial(check_model, path, f"--{flag}") for path, flag in first_flags.items()]
     checks += [partial(check_writable, folder, f"--{flag}") for flag, folder in folders.items() if folder]
-    checks += [partial(_check_resume, c.resume), partial(_check_shape, config)]
+    checks += [partial(_check_lengths, config), partial(_check_resume, c.resume), partial(_check_shape, config)]
     used = {"--prompt_data": d.prompt_data, "--eval_data": d.eval_data}
     checks += [partial(_check_prompts, config, flag) for flag, paths in used.items() if paths]
     if d.pretrain_data:
@@ -163,6 +163,27 @@ def check_model(path: str, flag: str) -> None:
             return
         why = f"{type(error).__name__}: the hub cannot be reached" if response is None else "the hub does not have it"
         raise ModelLoadError(f"{flag} {path}: no such folder here, not in the hub's cache, and {why}") from error
+
+
+def _check_lengths(config: PPOConfig) -> None:
+    """Of a local folder whose config names its positions as most do; of any other model after the imports."""
+    try:
+        model = json.loads((Path(config.model.pretrain).expanduser() / "config.json").read_text(encoding="utf-8"))
+        model |= model.get("text_config") or {}
+        model |= json.loads(config.model.override_config or "{}")
+    except (OSError, ValueError, TypeError, AttributeError):  # the loader says what is wrong with it
+        return
+    check_positions(config, model.get("max_position_embeddings"))
+
+
+def check_positions(config: PPOConfig, positions: int | None) -> None:
+    """Prompt and response must fit; ``None``: a model without a limit."""
+    prompt, response = config.data.prompt_max_len, config.rollout.generate_max_len
+    if positions is not None and prompt + response > positions:
+        raise ConfigError(
+            f"--prompt_max_len {prompt} + --generate_max_len {response} = {prompt + response} tokens, but "
+            f"{config.model.pretrain} has {positions} positions: lower one of them to fit"
+        )
 
 
 def check_writable(folder: str, flag: str) -> None:

@@ -99,6 +99,16 @@ def _with(tmp_path: Path) -> str:
     return str(tmp_path / "empty")
 
 
+@pytest.mark.parametrize(
+    "config", ['{"max_position_embeddings": 64}', '{"text_config": {"max_position_embeddings": 64}}']
+)
+def test_prompt_and_response_must_fit_the_positions_of_the_model(run, tmp_path, config):
+    (tmp_path / "model" / "config.json").write_text(config)
+    assert "--prompt_max_len 40 + --generate_max_len 25 = 65" in refusal(run(prompt_max_len=40, generate_max_len=25))
+    preflight(run(prompt_max_len=40, generate_max_len=24))
+    preflight(run(prompt_max_len=40, generate_max_len=25, override_config='{"max_position_embeddings": 65}'))
+
+
 @pytest.mark.parametrize("flag", ["save_path", "ckpt_path", "rollout_data_dir", "use_tensorboard"])
 def test_folders_that_cannot_be_written(run, tmp_path, monkeypatch, flag):
     (tmp_path / "file").write_text("")
@@ -178,6 +188,7 @@ def test_reward_files(run, tmp_path, source, options, said):
     message = refusal(run(reward_fn=str(tmp_path / "mine.py"), **options))
     assert [part for part in ["--reward_fn", *said] if part not in message] == []
     assert len(message.splitlines()) == 1
+    assert "ast.py" not in message  # the user's lines alone
 
 
 TRL = "def reward_func(completions, answer, **columns): pass\n"
