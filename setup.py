@@ -58,7 +58,15 @@ setup(
         "tyro>=0.9",
     ],
     extras_require={
-        "dev": ["pytest>=8", "pytest-xdist", "pytest-timeout", "peft>=0.17", "bitsandbytes>=0.48", "playwright", "ruff"],
+        "dev": [
+            "pytest>=8",
+            "pytest-xdist",
+            "pytest-timeout",
+            "peft>=0.17",
+            "bitsandbytes>=0.48",
+            "playwright",
+            "ruff",
+        ],
         "lora": ["peft>=0.17"],
         "qlora": ["peft>=0.17", "bitsandbytes>=0.48"],
         "plots": ["matplotlib", "plotly>=6"],

@@ -118,6 +118,13 @@ class AggregationEntry(Entry):
     mean_of_rows: bool = False  # each row is divided by its own number of trained tokens first
 
 
+@dataclass(frozen=True)
+class PreferenceLossEntry(Entry):
+    """A loss of pairs without a reward model: of how far the policy leads its reference, and ``beta``."""
+
+    of_means: bool = False  # log probs of an answer are means over its tokens, where --average_log_probs says nothing
+
+
 class Table(dict[str, E]):
     """The names that one flag takes; ``decorator`` is for functions in files of the user's own, if it takes those."""
 
@@ -215,6 +222,7 @@ _KL = "lightppo.algorithms.kl"
 _CORRECTION = "lightppo.algorithms.correction"
 _LOSSES = "lightppo.algorithms.losses"
 _MASKING = "lightppo.algorithms.masking"
+_PREFERENCES = "lightppo.algorithms.preferences"
 _SELECTION = "lightppo.algorithms.selection"
 
 _REINFORCE = EstimatorEntry(f"{_ADVANTAGES}:reinforce", whiten=True, discounted=True)
@@ -409,4 +417,28 @@ LOSS_AGG_MODES: Table[AggregationEntry] = Table(
     },
 )
 
-TABLES = (ADVANTAGE_ESTIMATORS, POLICY_LOSSES, KL_ESTIMATORS, CORRECTIONS, REJECTIONS, LOSS_AGG_MODES)
+PREFERENCE_LOSSES: Table[PreferenceLossEntry] = Table(
+    "--preference_loss",
+    {
+        "dpo": PreferenceLossEntry(
+            f"{_PREFERENCES}:dpo_loss",
+            options=(
+                Option(
+                    "label_smoothing", float, 0.0, "share of pairs taken to be exchanged; above 0 it is cDPO.",
+                    ge=0, lt=0.5,
+                ),
+            ),
+        ),
+        "ipo": PreferenceLossEntry(f"{_PREFERENCES}:ipo_loss", of_means=True),
+    },
+)  # fmt: skip
+
+TABLES = (
+    ADVANTAGE_ESTIMATORS,
+    POLICY_LOSSES,
+    KL_ESTIMATORS,
+    CORRECTIONS,
+    REJECTIONS,
+    LOSS_AGG_MODES,
+    PREFERENCE_LOSSES,
+)

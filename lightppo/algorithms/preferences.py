@@ -22,6 +22,31 @@ def bradley_terry_loss(chosen: Tensor, rejected: Tensor, margin: Tensor | None =
     return -logsigmoid(lead if margin is None else lead - margin)
 
 
+def answer_log_probs(log_probs: Tensor, mask: Tensor, mean: bool) -> Tensor:
+    """(B,), the log prob of each answer: the sum, or the mean, over its tokens ``mask`` of ``log_probs`` (B, A)."""
+    total = log_probs.masked_fill(~mask, 0).sum(-1)
+    return total / mask.sum(-1).clamp(min=1) if mean else total
+
+
+def dpo_loss(lead: Tensor, *, beta: float, label_smoothing: float = 0.0) -> Tensor:
+    """-(1 - ε) log σ(βh) - ε log σ(-βh), where the ``lead`` h (B,) is log[π/π_ref](y_c) - log[π/π_ref](y_l).
+
+    ε, ``label_smoothing``, is the chance that a pair has its answers exchanged: cDPO. Its loss is least at
+    βh = log[(1 - ε) / ε], which it does not run past. Sources: Rafailov et al. 2023 (arXiv:2305.18290), eq. 7; cDPO:
+    Mitchell 2023, https://ericmitchell.ai/cdpo.pdf.
+    """
+    return -(1 - label_smoothing) * logsigmoid(beta * lead) - label_smoothing * logsigmoid(-beta * lead)
+
+
+def ipo_loss(lead: Tensor, *, beta: float) -> Tensor:
+    """(h - 1 / 2β)², h as in :func:`dpo_loss`: it stops at a lead of 1 / 2β, however clear the preferences are.
+
+    The paper's answers are single actions. For answers of many tokens h is here of mean log probs, as its authors run
+    it, lest 1 / 2β mean another lead per token at each length. Source: Azar et al. 2023 (arXiv:2310.12036), eq. 17.
+    """
+    return (lead - 1 / (2 * beta)) ** 2
+
+
 def pair_mean(pair_loss: Tensor, pairs: float, dp_size: int = 1) -> Tensor:
     """One micro batch's share of the mean of ``pair_loss`` (B,) over the ``pairs`` of the optimizer step on all ranks.
 
