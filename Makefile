@@ -24,7 +24,7 @@ help:
 	@echo "make soak         an hour (or STEPS=2000) of a small run that meets faults: memory, files, threads must not grow"
 	@echo "make coverage     the test suite, and the lines of lightppo that it leaves out, by file"
 	@echo "make lint         ruff"
-	@echo "make docs         write the generated pages of docs/"
+	@echo "make docs         write the generated pages of docs/, build the site into runs/site, check its links"
 	@echo "make bench        TRL and lightppo on the same work, into runs/bench and docs/performance.md; QUICK=1 for a try"
 	@echo "make bench-scaling, make bench-memory   time per real token, memory at ZeRO 0 to 3; QUICK=1 too"
 	@echo "make bench-rollouts   tokens per second of each rollout engine, and what pushing weights costs; QUICK=1 too"
@@ -81,6 +81,8 @@ docs: $(INSTALLED)
 	$(BIN)/python -c "from lightppo.config import aliases; aliases.write_page()"
 	$(BIN)/python -m lightppo.trainer.metrics > docs/metrics.md.new && mv docs/metrics.md.new docs/metrics.md
 	$(BIN)/python tests/faults/table.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo "the site: runs/site/index.html"
 
 # Longer than the tests and only on an idle machine: QUICK=1 shows whether it works, not how fast anything is.
 bench: $(INSTALLED)

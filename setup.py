@@ -59,12 +59,12 @@ setup(
     ],
     extras_require={
         "dev": [
-            "pytest>=8",
-            "pytest-xdist",
-            "pytest-timeout",
-            "peft>=0.17",
             "bitsandbytes>=0.48",
+            "peft>=0.17",
             "playwright",
+            "pytest>=8",
+            "pytest-timeout",
+            "pytest-xdist",
             "ruff",
         ],
         "lora": ["peft>=0.17"],

@@ -1,0 +1,240 @@
+"""Snippets of README and docs: Python runs, the tutorial runs from top to bottom, commands run up to their checks."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import redirect_stdout, suppress
+from functools import cache
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from support.ranks import REPO, run_ranks
+from support.tiny import save_causal_lm, sums, write_jsonl
+
+from lightppo.__main__ import COMMANDS
+from lightppo.__main__ import main as lightppo
+from lightppo.config import parse_args
+
+PAGES = sorted([*REPO.glob("*.md"), *(REPO / "docs").glob("*.md")])
+
+
+def fenced(text: str, language: str) -> Iterator[tuple[str, str]]:
+    """(line before the block, block) of the fenced blocks in a language."""
+    for match in re.finditer(r"(?:^|\n)([^\n]*)\n```(\w*)\n(.*?)\n```", text, re.DOTALL):
+        if match[2] == language:
+            yield match[1], match[3]
+
+
+# -- commands ----------------------------------------------------------------------------------------------------------
+
+
+def command_lines() -> Iterator[tuple[str, list[str]]]:
+    """(page, words) of all command lines, a line each; those of transcripts begin with a dollar sign."""
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        blocks = [block for _, block in fenced(text, "bash")]
+        blocks += ["\n".join(re.findall(r"^\$ (.+)", block, re.MULTILINE)) for _, block in fenced(text, "")]
+        for line in "\n".join(blocks).replace("\\\n", " ").splitlines():
+            if words := shlex.split(line.rstrip("\\"), comments=True):
+                yield page.name, words
+
+
+LINES = [pytest.param(page, words, id=f"{page}: {' '.join(words)[:60]}") for page, words in command_lines()]
+SHELL = {"trap", "wait", "cd", "cat", "ls", "head", "tail"}
+VLLM_FLAGS = {"--dtype", "--max_model_len"}  # of lightppo serve-vllm, which hands on what it does not know
+
+
+@cache
+def flags_of(command: str) -> set[str]:
+    told = StringIO()
+    for more in ([], ["all"]):
+        with redirect_stdout(told), suppress(SystemExit):
+            lightppo([command, "--help", *more])
+    return set(re.findall(r"--[a-z]\w*", told.getvalue()))
+
+
+@pytest.mark.parametrize(("page", "words"), LINES)
+def test_command_lines_name_what_there_is(page, words):
+    """Programs, targets, extras, commands and their flags."""
+    while words and (re.match(r"\w+=", words[0]) or words[0] == "srun"):
+        words = [] if "$(" in words[0] else words[1:]
+    if not words:
+        return
+    program, *rest = words
+    if program == "make":
+        targets = re.findall(r"^([\w-]+):", (REPO / "Makefile").read_text(), re.MULTILINE)
+        assert {word for word in rest if "=" not in word} <= {*targets, "bench-scaling", "bench-memory"}
+    elif "lightppo" in words or any(word.startswith("examples/train_") for word in words):
+        at = next(i for i, word in enumerate(words) if word == "lightppo" or word.startswith("examples/train_"))
+        name = words[at + 1] if words[at] == "lightppo" else Path(words[at]).stem.removeprefix("train_")
+        check_flags(name, words[at + 1 :])
+    elif program.startswith("--"):
+        check_flags("ppo", words)
+    elif program == "python":
+        assert rest[0] == "-c" or (REPO / rest[0]).is_file() or page == "tutorial.md"
+    elif program == "pip":
+        assert rest[0] in ("install", "freeze")
+    else:
+        assert program in SHELL
+
+
+def check_flags(name: str, words: list[str]) -> None:
+    if name.startswith("--"):  # lightppo --version
+        return
+    assert name in COMMANDS
+    named = {word.partition("=")[0] for word in words if re.match(r"--[a-z]", word)}
+    known = flags_of(name) | (VLLM_FLAGS if name == "serve-vllm" else set())
+    assert named - known - {flag.replace("--", "--no_") for flag in known} == set()
+    whole = not {"…", "..."} & set(words)
+    if whole and name == "ppo" and {"--prompt_data", "--pretrain"} <= named:
+        start = next(i for i, word in enumerate(words) if word.startswith("--"))
+        parse_args(words[start:])
+
+
+def test_whole_commands_have_no_contradictions():
+    """Commands under the marker are parsed with all their flags."""
+    marked = [b for page in PAGES for before, b in fenced(page.read_text(), "bash") if "flags are checked" in before]
+    assert len(marked) == 1
+    (command,) = marked
+    with_critic = next(b for _, b in fenced((REPO / "README.md").read_text(), "bash") if b.lstrip().startswith("--adv"))
+    lines = command.split("\n")
+    in_place = [with_critic if "grpo" in line else line for line in lines]
+    assert in_place != lines
+    for text, estimator in ((command, "grpo"), ("\n".join(in_place), "gae")):
+        words = shlex.split(text.replace("\\\n", " "))
+        config = parse_args(words[words.index("examples/train_ppo.py") + 1 :])
+        assert config.algorithm.advantage_estimator == estimator
+
+
+# -- examples that run -------------------------------------------------------------------------------------------------
+
+
+def python_blocks(alone: bool) -> dict[str, str]:
+    """Of all pages but the tutorial; ``alone``: those that say that they run as they are, else those that do not."""
+    return {
+        f"{page.stem}-{i}": block
+        for page in PAGES
+        if page.stem != "tutorial"
+        for i, (before, block) in enumerate(fenced(page.read_text(encoding="utf-8"), "python"))
+        if (before == "<!-- runs -->") == alone
+    }
+
+
+EXAMPLES, FRAGMENTS = python_blocks(alone=True), python_blocks(alone=False)
+
+REWARD = """
+def reward_func(queries, prompts, labels, **extra):
+    return [float(label in query) for query, label in zip(queries, labels)]
+"""
+
+
+def test_there_are_examples():
+    assert sorted(EXAMPLES) == ["README-0", "README-1", "extending-0", "extending-6", "rewards-2"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_example_runs(name, tmp_path):
+    """In a folder with a tiny model, prompts and a reward function, under the names that the pages use."""
+    save_causal_lm(tmp_path / "model")
+    write_jsonl(tmp_path / "prompts.jsonl", sums(8))
+    (tmp_path / "reward.py").write_text(REWARD)
+    (tmp_path / "example.py").write_text("import os\nos.chdir(os.path.dirname(__file__))\n" + EXAMPLES[name])
+    run_ranks(tmp_path / "example.py", world_size=1)
+    made = {"README-0": "ckpt/model.safetensors", "README-1": "trained/model.safetensors"}
+    made["extending-6"] = "trained/model.safetensors"
+    if name in made:
+        assert (tmp_path / made[name]).is_file()
+
+
+RUN_FRAGMENTS = '''
+"""Each fragment in the names of those before, or in the file that it says it is in."""
+import importlib, json, os, re, sys
+
+os.chdir(os.path.dirname(__file__))
+sys.path.insert(0, os.getcwd())
+from lightppo import Actor, get_strategy, get_tokenizer
+from lightppo.algorithms import advantages
+from lightppo.algorithms.entries import load
+from argparse import Namespace
+
+strategy = get_strategy(Namespace(train_batch_size=1, micro_train_batch_size=1))
+strategy.setup_distributed()
+advantages.group_range = lambda groups, **_: groups.advantage  # another example of the page
+names = {"Actor": Actor, "strategy": strategy, "tokenizer": get_tokenizer("MODEL"), "judge": len}
+flags = "--pretrain MODEL --prompt_data train.jsonl --reward_fn reward.py --policy_loss spo --spo_power 1.5"
+sys.argv = ["train.py", *flags.split()]
+
+for name, text in json.load(open("fragments.json")).items():
+    print("fragment", name, flush=True)
+    space, first = names, text.split("\\n")[0]
+    if found := re.match(r"# (lightppo/\\S+)[.]py", first):
+        space = vars(importlib.import_module(found[1].replace("/", ".")))
+    elif re.match(r"# \\w+[.]py$", first):
+        open(first[2:], "w").write(text)
+    if text.split("\\n")[1].startswith(\'"\'):  # entries of a table
+        for entry in eval("{" + text + "}", space).values():
+            assert callable(load(entry.function))
+    else:
+        exec(text, space)
+
+assert names["config"].loss.policy_loss == "spo" and names["prompts"].report and names["reference"]
+assert names["reward_func"](["1+1=2"], ["1+1="], ["2"], response_ids=[[5]])["rewards"] == [1]
+'''
+
+
+def test_fragments_run(tmp_path):
+    """What a page shows in part runs where it belongs."""
+    save_causal_lm(tmp_path / "MODEL")
+    rows = [{"question": row["input"], "answer": row["label"]} for row in sums(8)]
+    for folder in (tmp_path, tmp_path / "owner" / "name"):
+        folder.mkdir(parents=True, exist_ok=True)
+        write_jsonl(folder / "train.jsonl", rows)
+    (tmp_path / "reward.py").write_text(REWARD)
+    (tmp_path / "examples").symlink_to(REPO / "examples")
+    (tmp_path / "fragments.json").write_text(json.dumps(FRAGMENTS))
+    (tmp_path / "run_fragments.py").write_text(RUN_FRAGMENTS)
+    done = run_ranks(tmp_path / "run_fragments.py", world_size=1)
+    assert done.output.count("fragment ") == len(FRAGMENTS) > 10
+
+
+# -- the tutorial ------------------------------------------------------------------------------------------------------
+
+
+def run_block(block: str, environment: dict[str, str]) -> None:
+    """In bash; what begins with ``python examples/`` in a fork, which has the imports done."""
+    for command in block.replace("\\\n", " ").splitlines():
+        if command.startswith("python examples/"):
+            _, script, *words = shlex.split(command)
+            run_ranks(REPO / script, *words, world_size=1, timeout=500)
+            continue
+        command = ["bash", "-euo", "pipefail", "-c", command]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
+        assert done.returncode == 0, f"{block}\n{done.stdout[-2000:]}{done.stderr[-4000:]}"
+
+
+@pytest.mark.slow
+def test_the_tutorial(tmp_path, monkeypatch):
+    """Every block in the order of the page: Python goes into the file that its first line names, bash is run."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_task").mkdir()
+    (tmp_path / "examples").symlink_to(REPO / "examples")
+    page = (REPO / "docs" / "tutorial.md").read_text(encoding="utf-8")
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = os.environ | {"PATH": path, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
+    languages = []
+    for language, block in re.findall(r"^```(\w*)\n(.*?)\n```", page, re.DOTALL | re.MULTILINE):
+        languages.append(language)
+        if language == "python":
+            (tmp_path / block.split("\n")[0].removeprefix("# ")).write_text(block + "\n")
+        else:
+            run_block(block, environment)
+    assert languages == ["python", "bash", "python", "python", "bash", "bash", "python", "bash", "bash"]
+    assert (tmp_path / "my_task" / "trained" / "model.safetensors").is_file()
