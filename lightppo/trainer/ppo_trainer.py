@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import logging
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from lightppo import durable, signals
+from lightppo import signals
 from lightppo.algorithms.kl import make_kl_controller
 from lightppo.algorithms.losses import GPTLMLoss, ValueLoss
 from lightppo.compat import SeedAttributes, constructor_config, generation_options, take_schedule, with_generation
@@ -31,10 +30,10 @@ from lightppo.config.rules import (
     old_log_probs_from,
 )
 from lightppo.data.records import Rollout
-from lightppo.errors import ConfigError, NonFiniteError, RewardError, TrainingError
+from lightppo.errors import ConfigError, NonFiniteError, RewardError
 from lightppo.experience.batching import Minibatch, ReplayBuffer, StepPart, lone_part, minibatches, save_batch
 from lightppo.experience.checks import RolloutCheck, examined, write_step
-from lightppo.experience.experience import Experience, non_finite_text
+from lightppo.experience.experience import Experience
 from lightppo.experience.maker import ExperienceMaker
 from lightppo.experience.sampler import CollectedStep, dealt_out
 from lightppo.models.lora import AdaptersOff
@@ -43,7 +42,7 @@ from lightppo.ranks import heartbeat
 from lightppo.rewards.registry import build_reward_source
 from lightppo.rewards.source import RewardSource, close_source
 from lightppo.rollout.engine import RolloutEngine
-from lightppo.storage import local_folder, upload
+from lightppo.storage import local_folder
 from lightppo.strategy.zero3 import parameter_count
 from lightppo.trainer import metrics as m
 from lightppo.trainer import update
@@ -60,6 +59,7 @@ from lightppo.trainer.build import (
     steps_per_episode,
 )
 from lightppo.trainer.checkpointing import RunCheckpointer, TrainerState
+from lightppo.trainer.ending import SkippedSteps, check_trained, dry_run_cost, is_saved, stop_together
 from lightppo.trainer.evaluator import Evaluator
 from lightppo.trainer.prompts import EpisodePrompts, PromptFilter, as_lm_batch, as_prompts, endless
 from lightppo.trainer.recorder import Recorder
@@ -72,8 +72,6 @@ from lightppo.trainer.run_folder import (
     set_records_aside,
     upload_records,
 )
-
-logger = logging.getLogger(__name__)
 
 _TRAINING_METHODS = ("ppo_train", "training_step", "training_step_actor", "training_step_critic")
 
@@ -172,8 +170,10 @@ class PPOTrainer(SeedAttributes):
         self.value_norm = update.build_value_norm(o)
         self.early_stop = update.EarlyStop(o, self.strategy)
         self.on_policy: dict[str, m.Summary] = {}  # of log probs that only the training pass has made
-        self.skips: dict[str, list[bool]] = {}  # by model, of each optimizer step of this PPO step: not finite
-        self.not_finite: Minibatch | None = None  # the first of these steps
+        folder, again = self.config.checkpoint.save_path, "lightppo replay {folder} --step {step} --batch {batch}"
+        self.skipped = SkippedSteps(
+            *(self.strategy, t.max_skipped_steps, folder, self._write_batch), f"To run the batch again: {again}"
+        )
 
     def _make_reward_source(self) -> RewardSource:
         """Of the constructor's reward models, function or servers."""
@@ -232,14 +232,11 @@ class PPOTrainer(SeedAttributes):
 
     def is_complete(self) -> bool:
         """Whether the run has come to its end and its model is there, whole: nothing is left to do. Collective."""
-        c, step, whole = self.config.checkpoint, self.state.global_step, False
+        c, step = self.config.checkpoint, self.state.global_step
         if not self.owns_parts or step == 0 or self.config.evaluation.val_only or not self._reached_limits():
             return False
-        if self.strategy.is_rank_0():
-            folders = [c.save_path] + ([f"{c.save_path.rstrip('/')}_critic"] if c.save_value_network else [])
-            whole = all(durable.manifest(local_folder(folder))["facts"].get("step") == step for folder in folders)
-            whole = whole and not any(durable.check(local_folder(folder)) for folder in folders)
-        return self.strategy.broadcast_object(whole)
+        critic = [f"{c.save_path.rstrip('/')}_critic"] if c.save_value_network else []
+        return is_saved(self.strategy, [c.save_path, *critic], step)
 
     def set_aside(self) -> None:
         """Keep what an earlier run recorded apart, unless this one goes on with it. Collective."""
@@ -287,7 +284,7 @@ class PPOTrainer(SeedAttributes):
                 status |= self._finish_step(prompts, taken, collected)
                 bar.update()
                 self.save_logs_and_checkpoints(args, step, bar, status, self.client_state())  # 7
-                self._stop_without_gradients(step)
+                self.skipped.check(self.state, step)
                 self._stop_if_asked(args, step)
             self._end()
 
@@ -317,7 +314,7 @@ class PPOTrainer(SeedAttributes):
         this PPO step, seeds the shuffling.
         """
         empty = self.strategy.all_reduce(len(self.replay_buffer), "sum") == 0
-        if empty and not self.config.sampling.dynamic_sampling and self.not_finite is None:
+        if empty and not self.config.sampling.dynamic_sampling and self.skipped.batch is None:
             raise RewardError(f"step {global_steps}: none of the samples was scored, so there is nothing to train on")
         rollout = m.rollout_summaries(self.replay_buffer.items, self.experience_maker.sampled_kl)
         self.on_policy, steps = {}, []
@@ -334,17 +331,16 @@ class PPOTrainer(SeedAttributes):
         status = m.optimizer_status(steps, self.strategy)  # the means of the rollout take the place of the seed's
         status = {name: value for name, value in status.items() if name not in m.SEED_INFO}
         status |= m.rollout_status(m.merge_summaries(self.strategy.all_gather_object(rollout)))
-        if self.skips:
-            self.state.skipped_in_a_row = self.state.skipped_in_a_row + 1 if self._without_gradients() else 0
+        self.skipped.end_step(self.state)
         if not steps:
-            status |= {f"{name}_skipped": 1.0 for name in self.skips}
+            status |= {f"{name}_skipped": 1.0 for name in self.skipped.of_model}
         return {"samples": 0.0} | status | {"kl_coef": self.kl_ctl.value, "optimizer_steps": float(len(steps))}
 
     def train_minibatch(self, minibatch: Minibatch, global_steps: int = 0) -> list[Mapping[str, float]]:
         """One optimizer step of actor and critic; what ``training_step`` says of each micro batch with samples."""
         micro_batches = self._with_pretrain(minibatch.micro_batches)
         of_critic = micro_batches if minibatch.critic_micro_batches is None else minibatch.critic_micro_batches
-        skipped = self.state.skipped_optimizer_steps
+        self.skipped.begin(minibatch)
         self.strategy.accumulate(self.actor, len(micro_batches))
         self.strategy.accumulate(self.critic, len(of_critic))
         if self.critic is None or of_critic is micro_batches:
@@ -354,8 +350,6 @@ class PPOTrainer(SeedAttributes):
                 done = [(e, self.training_step_actor(e)) for e in micro_batches if self._actor_trains(global_steps)]
             with self.timer("critic_update"):
                 done += [(e, self.training_step_critic(e)) for e in of_critic if self._critic_trains()]
-        if self.state.skipped_optimizer_steps > skipped and self.not_finite is None:
-            self.not_finite = minibatch
         statuses = [(experience.part.has_samples, m.checked_status(status)) for experience, status in done]
         # A placeholder says nothing but the PTX loss of its own batch.
         return [s if real else {n: v for n, v in s.items() if n == "ptx_loss"} for real, s in statuses]
@@ -608,18 +602,16 @@ class PPOTrainer(SeedAttributes):
         """Save, close and end the process where a signal asks for it. Collective."""
         if not self.stop_signal:
             return
-        stop, saved = signals.Stopped(self.stop_signal, together=True), "nothing is saved"
-        if self._saves_at_stop():
-            self.recorder.checkpoint(step, lambda: self._save_checkpoint(args, f"global_step{step}"))
-            saved = f"saved in {self._ckpt_path(args)}: the same command goes on"
-            if self.config.checkpoint.resume == "never":
-                saved += ", without --resume never"
-        signals.nothing_is_lost()
-        self.strategy.print(f"stopped by {stop.name} after step {step} of {self.total_steps}; {saved}")
-        self.recorder.close()
-        self.close()
-        self.strategy.barrier()  # a launcher ends the others when the first one has ended
-        raise stop
+        when, save = f"after step {step} of {self.total_steps}", partial(self._save_stopped, args, step)
+        stop_together(
+            *(self.strategy, self.stop_signal, when, save if self._saves_at_stop() else None),
+            close=lambda: (self.recorder.close(), self.close()),
+            resume=self.config.checkpoint.resume,
+        )
+
+    def _save_stopped(self, args: Any, step: int) -> str:
+        self.recorder.checkpoint(step, lambda: self._save_checkpoint(args, f"global_step{step}"))
+        return self._ckpt_path(args)
 
     def _end(self) -> None:
         """Last evaluation, checkpoint and, where the trainer built itself, the model at ``save_path``."""
@@ -633,7 +625,9 @@ class PPOTrainer(SeedAttributes):
                 self.save_model()
         self.recorder.close()
         if self.config.training.dry_run:
-            self._tell_dry_run()
+            told = self.strategy.is_rank_0() and not self.config.evaluation.val_only
+            took = dry_run_cost(self.config) if told else "no step"
+            self.strategy.report_memory(f"dry run: {took}; nothing is kept; memory of rank 0")
         elif self.strategy.is_rank_0():
             for line in ending(self.config, self.state.global_step, self.owns_parts):
                 self.strategy.print(line)
@@ -655,13 +649,8 @@ class PPOTrainer(SeedAttributes):
     def _check_trained(self) -> None:
         """A run that did not change its models is no success."""
         s, t = self.state, self.config.training
-        if s.global_step > 0 and s.optimizer_steps == 0 and not self._overrides(*_TRAINING_METHODS):
-            rejected = "every group was rejected: widen --filter_range, or take other prompts"
-            skipped = f"{s.skipped_optimizer_steps} had a gradient that is not finite"
-            stopped = f"{s.stopped_optimizer_steps} were stopped early"
-            counts = {skipped: s.skipped_optimizer_steps, stopped: s.stopped_optimizer_steps}
-            reason = ", ".join(text for text, count in counts.items() if count) or rejected
-            raise TrainingError(f"no optimizer step was taken in {s.global_step} PPO steps, nothing is saved: {reason}")
+        if not self._overrides(*_TRAINING_METHODS):
+            check_trained(s, "every group was rejected: widen --filter_range, or take other prompts")
         if t.total_training_steps is not None and s.global_step < t.total_training_steps and t.benchmark_steps is None:
             self.strategy.print(
                 f"note: the prompts held {s.global_step} steps; the schedules were stretched over "
@@ -671,54 +660,13 @@ class PPOTrainer(SeedAttributes):
     def _leave_out(self, step: int, error: NonFiniteError) -> None:
         """Train nothing on rollouts whose numbers are not finite, on any rank."""
         trained = {"actor": self._actor_trains(step), "critic": self._critic_trains()}
-        self.skips = {name: [True] for name, trains in trained.items() if trains}
-        self.state.skipped_optimizer_steps += len(self.skips)
-        self.not_finite = Minibatch([error.batch])
-        if self.strategy.is_rank_0():
-            logger.warning("step %d is left out: %s", step, error)
+        models = [name for name, trains in trained.items() if trains]
+        self.skipped.leave_out(self.state, step, models, Minibatch([error.batch]), error)
 
-    def _without_gradients(self) -> list[str]:
-        """The models of which every optimizer step of this PPO step was skipped; the same on every rank."""
-        return [name for name, skips in self.skips.items() if all(skips)]
-
-    def _stop_without_gradients(self, step: int) -> None:
-        """After ``--max_skipped_steps``: keep the batch, end the run. Collective then."""
-        models, batch, limit = self._without_gradients(), self.not_finite, self.config.training.max_skipped_steps
-        self.skips, self.not_finite = {}, None
-        if not limit or not models or self.state.skipped_in_a_row < limit:
-            return
-        folder, rank, found = self.config.checkpoint.save_path, self.strategy.get_rank(), Counter()
-        for part in batch.micro_batches:
-            found.update(part.non_finite())
-        save_batch(
-            local_folder(folder) / (name := f"nonfinite/step{step}_rank{rank}.pt"),
-            batch,
-            [text for part in batch.micro_batches for text in part.texts(self.tokenizer.decode)],
-            **{"step": step, "rank": rank, "models": " and ".join(models)},
-        )
-        upload(folder, name)
-        of_ranks = self.strategy.all_gather_object(found)
-        first = next((i for i, of_rank in enumerate(of_ranks) if of_rank), 0)
-        why = non_finite_text(of_ranks)
-        why = f"Not finite: {why}" if why else "All numbers of the batch are finite: look at the weights and the loss"
-        raise TrainingError(
-            f"step {step}: no finite gradient of the {' and '.join(models)} in {limit} PPO steps in a row "
-            f"(--max_skipped_steps). {why}. To run the batch again: lightppo replay {folder} --step {step} "
-            f"--batch {folder}/nonfinite/step{step}_rank{first}.pt"
-        )
-
-    def _tell_dry_run(self) -> None:
-        """What the step took."""
-        r, path = self.config.rollout, Path(self.config.checkpoint.save_path, "metrics.jsonl")
-        took = "no step"
-        if self.strategy.is_rank_0() and not self.config.evaluation.val_only:
-            rows = (json.loads(line) for line in path.read_text().splitlines())
-            times = next(row for row in rows if "perf/time_step" in row)
-            names = ("rollout", "reward", "experience", "train", "sync")
-            parts = ", ".join(f"{name} {times[f'perf/time_{name}']:.1f}" for name in names)
-            size = f"{r.rollout_batch_size} prompts × {r.n_samples_per_prompt} samples, ≤ {r.generate_max_len} tokens,"
-            took = f"one step of {size} took {times['perf/time_step']:.1f} s ({parts})"
-        self.strategy.report_memory(f"dry run: {took}; nothing is kept; memory of rank 0")
+    def _write_batch(self, path: Path, batch: Minibatch, facts: Mapping[str, Any]) -> Counter[str]:
+        texts = [text for part in batch.micro_batches for text in part.texts(self.tokenizer.decode)]
+        save_batch(path, batch, texts, **facts)
+        return sum((Counter(part.non_finite()) for part in batch.micro_batches), Counter())
 
     def _new_recorder(self) -> Recorder:
         if not self.owns_parts:
@@ -816,9 +764,7 @@ class PPOTrainer(SeedAttributes):
         outcome = self.strategy.optimizer_step(optim, model, scheduler, name=name)
         if outcome is None:  # more micro batches follow
             return status
-        self.state.skipped_optimizer_steps += outcome.skipped
-        self.state.optimizer_steps += not outcome.skipped
-        self.skips.setdefault(name, []).append(outcome.skipped)
+        self.skipped.add(self.state, name, outcome.skipped)
         grad_norm = float("nan") if outcome.skipped else outcome.grad_norm
         return status | {f"{name}_grad_norm": grad_norm, f"{name}_skipped": float(outcome.skipped)}
 

@@ -111,7 +111,7 @@ def test_after_so_many_in_a_row_the_run_ends_and_keeps_the_batch_of_both_ranks(o
     for rank, seen in enumerate(of_case("for_good")):
         assert seen["moved"]["actor"] == [False, False]
         assert seen["skipped"] == 4  # two optimizer steps in each of two PPO steps
-        assert "no finite gradient of the actor in 2 PPO steps in a row (--max_skipped_steps)" in seen["error"]
+        assert "no finite gradient of the actor in 2 steps in a row (--max_skipped_steps)" in seen["error"]
         path = f"{folder}/for_good/nonfinite/step2_rank0.pt"
         assert f"lightppo replay {folder}/for_good --step 2 --batch {path}" in seen["error"]
         batch, texts, facts = load_batch(Path(path.replace("rank0", f"rank{rank}")))

@@ -271,7 +271,7 @@ def test_a_run_without_an_optimizer_step_is_an_error_and_saves_nothing(make_conf
     (tmp_path / "same.py").write_text("def reward_func(queries, prompts, labels):\n    return [1.0] * len(queries)\n")
     config = make_config(**GROUPS, reward_fn=str(tmp_path / "same.py"), dynamic_sampling=True, save_steps=1)
     trainer = PPOTrainer.from_config(config)
-    with pytest.raises(TrainingError, match=r"no optimizer step was taken in \d+ PPO steps.*--filter_range"):
+    with pytest.raises(TrainingError, match=r"no optimizer step was taken in \d+ steps.*--filter_range"):
         trainer.fit()
     assert list((tmp_path / "run").glob("*.safetensors")) == []
 

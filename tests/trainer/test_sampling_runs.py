@@ -154,7 +154,7 @@ def test_steps_without_a_group_train_nothing_and_the_run_goes_on_to_its_error(co
     config = config_of(dynamic_sampling=True, max_num_gen_batches=2, reward_fn=str(tmp_path / "same.py"))
     trainer = PPOTrainer.from_config(config)
     before = weights(trainer)
-    with pytest.raises(TrainingError, match=r"no optimizer step was taken in 3 PPO steps.*--filter_range"):
+    with pytest.raises(TrainingError, match=r"no optimizer step was taken in 3 steps.*--filter_range"):
         trainer.fit()
     rows = rows_of(config)
     assert [row["step"] for row in rows] == [1, 2, 3]  # two batches of two prompts each
