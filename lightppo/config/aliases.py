@@ -235,7 +235,7 @@ eval_on_start | `--val_before_train` (on)
 log_completions num_completions_to_print num_sample_generations log_unique_prompts | `--num_examine`, `--rollout_data_dir`
 log_multimodal max_tool_calling_iterations | not here: text, one turn per sample
 log_completions_hub_repo push_to_hub hub_model_id hub_strategy hub_token hub_private_repo torch_empty_cache_steps ignore_bias_buffers | not here
-report_to run_name project logging_dir | `--use_wandb`, `--use_tensorboard`, `--wandb_run_name`, `--wandb_project`
+report_to run_name project logging_dir | `--use_wandb`, `--use_tensorboard FOLDER`, `--use_trackio PROJECT`, `--use_mlflow URI`, `--wandb_run_name`, `--wandb_project`
 logging_strategy logging_first_step disable_tqdm log_level | not here: `--logging_steps` alone (1 here, 10 there)
 top_k | `--top_k`, off is 0 there, -1 here
 kl_estimator dataloader_pin_memory gamma temperature top_p min_p repetition_penalty entropy_coef trust_remote_code attn_implementation load_in_4bit use_liger_kernel seed full_determinism torch_compile | =
@@ -353,8 +353,8 @@ trainer.save_freq trainer.test_freq | `--save_steps`, `--eval_steps` (-1: never 
 trainer.default_local_dir trainer.max_actor_ckpt_to_keep trainer.max_critic_ckpt_to_keep | `--ckpt_path`, `--max_ckpt_num`
 trainer.resume_mode trainer.resume_from_path | `--resume auto`, `never` or `PATH`
 trainer.val_before_train trainer.val_only | `--no_val_before_train`, `--val_only`
-trainer.logger logger | `--use_wandb`, `--use_tensorboard FOLDER`; the console has a line per step in any case
-trainer.project_name trainer.experiment_name | `--wandb_project`, `--wandb_run_name`
+trainer.logger logger | `--use_wandb`, `--use_tensorboard FOLDER`, `--use_trackio PROJECT`, `--use_mlflow URI`, several at once; the console has a line per step in any case
+trainer.project_name trainer.experiment_name | `--wandb_project`, `--use_trackio`, `--mlflow_experiment`; `--wandb_run_name`
 trainer.log_val_generations trainer.rollout_data_dir trainer.validation_data_dir | `--num_examine`, `--rollout_data_dir`; evaluations are in the folder eval of `--save_path`
 trainer.default_hdfs_dir trainer.del_local_ckpt_after_load | not here: see `--ckpt_path`, `--save_path`
 trainer.nnodes trainer.n_gpus_per_node trainer.device trainer.ray_wait_register_center_timeout trainer.use_legacy_worker_impl trainer.esi_redundant_time ray_kwargs.* transfer_queue.* | not here: no Ray; the launcher sets the ranks
@@ -442,7 +442,8 @@ recover_mode recover.mode | `--resume auto`, `never`
 recover_retries recover_after recover.retries recover.no_* | not here: start the command again, it goes on by itself
 auto_eval auto_eval_config.* | `--eval_data` while training, or `lightppo eval` on an export
 wandb.mode wandb.entity wandb.project wandb.name wandb.group tensorboard.path stats_logger.* | `--use_wandb`, `--wandb_org`, `--wandb_project`, `--wandb_run_name`, `--wandb_group`, `--use_tensorboard`
-wandb.job_type wandb.notes wandb.tags wandb.config swanlab.* trackio.* | not here; wandb reads its environment variables
+trackio.project trackio.name | `--use_trackio`, `--wandb_run_name`
+wandb.job_type wandb.notes wandb.tags wandb.config swanlab.* trackio.* | not here; trackers read their environment variables
 perf_tracer.* memory_profiler.* | `--profile_steps`
 *vllm.gpu_memory_utilization sglang.mem_fraction_static *.sglang.mem_fraction_static | `--gpu_memory_utilization`: 0.9 there, for GPUs of its own; 0.4 here, shared with training
 *vllm.max_num_seqs *vllm.max_model_len *vllm.block_size *vllm.enforce_eager *vllm.enable_prefix_caching *vllm.dtype | the last part of the name; `--vllm_dtype`

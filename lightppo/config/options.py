@@ -659,13 +659,20 @@ class LoggingConfig(Section, resume_safe=True):
         secret=True,
     )
     wandb_org: str | None = wandb(None, "Entity.")
-    wandb_group: str | None = wandb(None, "Group.")
+    wandb_group: str | None = option(
+        None, "Group, also in trackio; a tag in MLflow.", needs="use_wandb or use_trackio or use_mlflow"
+    )
     wandb_project: str = wandb("lightppo", "Project.")
     wandb_run_name: str | None = option(
         None,
-        "Name of the run, also in TensorBoard. None: the name of --save_path.",
-        needs="use_wandb or use_tensorboard",
+        "Name of the run in every tracker. None: the name of --save_path.",
+        needs="use_wandb or use_tensorboard or use_trackio or use_mlflow",
     )
+    use_trackio: str | None = option(None, "Project in trackio: in TRACKIO_DIR, or where its variables lead.")
+    use_mlflow: str | None = option(
+        None, "Where MLflow tracks: a folder, or the address of a server, whose login is in MLflow's variables."
+    )
+    mlflow_experiment: str = option("lightppo", "Experiment.", needs="use_mlflow")
 
 
 @dataclass

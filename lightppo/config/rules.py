@@ -779,6 +779,9 @@ def _data(o: SimpleNamespace) -> Iterator[str]:
                     yield f"--{name}: {what}: set FSSPEC_{url.split(':')[0].upper()}_PASSWORD"
         except StagingError as error:
             yield str(error)
+    if o.use_mlflow is not None and "@" in urlsplit(o.use_mlflow).netloc:
+        login = "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
+        yield f"--use_mlflow: a login in an address would be written into logs: set {login}"
     if (o.save_steps > 0 or o.save_epochs or o.save_seconds) and o.disable_ds_ckpt and not o.save_hf_ckpt:
         yield "--disable_ds_ckpt without --save_hf_ckpt leaves nothing to save at --save_steps/epochs/seconds"
 

@@ -663,6 +663,8 @@ def places(config: PPOConfig) -> str:
         f"checkpoints in {c.ckpt_path}" if saves else "no checkpoints (--save_steps)",
     ]
     found += [f"TensorBoard in {log.use_tensorboard}"] if log.use_tensorboard else []
+    found += [f"MLflow in {log.use_mlflow}"] if log.use_mlflow else []
+    found += [f"trackio: trackio show --project {log.use_trackio}"] if log.use_trackio else []
     found += [f"profiles in {c.save_path}/profile"] if log.profile_steps else []
     return ", ".join(found)
 

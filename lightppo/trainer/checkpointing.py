@@ -55,11 +55,19 @@ class TrainerState:
     skipped_optimizer_steps: int = 0  # for a non-finite gradient, actor and critic
     skipped_in_a_row: int = 0  # PPO steps, until the last one, in which a model had no finite gradient
     stopped_optimizer_steps: int = 0  # of the actor, by an early stop
-    run_id: str | None = None  # of the Weights & Biases run
+    run_ids: dict[str, str] = field(default_factory=dict)  # of the run, by tracker
     # Only with --dataset_filter_threshold: mean score of the prompts sampled in this episode, by Prompt.index; and
     # Prompt.index of those that it has left out of the further episodes.
     episode_scores: dict[int, float] = field(default_factory=dict)
     left_out_prompts: list[int] = field(default_factory=list)
+
+    @classmethod
+    def from_saved(cls, saved: Mapping[str, Any]) -> Self:
+        """Of a checkpoint; older ones have only the id of the Weights & Biases run."""
+        values = dict(saved)
+        if (run_id := values.pop("run_id", None)) is not None:
+            values["run_ids"] = {"wandb": run_id}
+        return cls(**values)
 
     @classmethod
     def from_consumed(cls, consumed_samples: int, steps_per_episode: int, rollout_batch_size: int) -> Self:

@@ -484,7 +484,7 @@ class PPOTrainer(SeedAttributes):
         before, now = saved["world_size"], self.strategy.world_size
         self.sampler.load_state_dict(dealt_out(saved["surplus"], now)[self.strategy.get_rank()])
         self.alarms.load_state_dict(saved["alarms"])
-        self.state = TrainerState(**saved["trainer"])
+        self.state = TrainerState.from_saved(saved["trainer"])
         self.state.pretrain_batches = math.ceil(self.state.pretrain_batches * before / now)  # of each rank
         self.rollout_engine.sync_weights(self.actor)
         return True
@@ -672,9 +672,9 @@ class PPOTrainer(SeedAttributes):
         if not self.owns_parts:
             self.set_aside()
         parts = (self.config, self.strategy, self.checkpointer, self.evaluator)
-        start = {"start_step": self.state.global_step, "run_id": self.state.run_id}
+        start = {"start_step": self.state.global_step, "run_ids": self.state.run_ids}
         recorder = Recorder(*parts, options=public_options(self.config), alarms=self.alarms, **start)
-        self.state.run_id = recorder.run_id
+        self.state.run_ids = recorder.run_ids
         return recorder
 
     def _ckpt_path(self, args: Any) -> str:

@@ -34,6 +34,7 @@ from lightppo.data.rows import (
 from lightppo.errors import BadRowError, CheckpointError, ConfigError, DataError, ModelLoadError, UserError
 from lightppo.rewards.registry import check_label, check_reward_files
 from lightppo.rewards.source import NO_LABELS
+from lightppo.trainer.trackers import check_trackers
 
 logger = logging.getLogger(__name__)
 
@@ -63,8 +64,7 @@ def preflight(config: PPOConfig) -> None:
     checks += [partial(_check_prompts, config, flag) for flag, paths in used.items() if paths]
     if d.pretrain_data:
         checks.append(partial(_check_pretraining, config))
-    if config.logging.use_wandb:
-        checks.append(_check_wandb)
+    checks.append(partial(check_trackers, config.logging))
     _run_all(checks, config.logging.debug)
 
 
@@ -118,7 +118,8 @@ def dry_run_config(config: PPOConfig, world_size: int, folder: str) -> PPOConfig
     # The one step trains the actor on what it has sampled itself, whatever that is worth.
     sizes |= {"freezing_actor_steps": 0, "dynamic_sampling": False, "skip_rollout": None, "buffer_limit": 0}
     kept = {"save_path": folder, "ckpt_path": f"{folder}/checkpoints", "resume": "never", "rollout_data_dir": None}
-    kept |= {"use_wandb": False, "use_tensorboard": None, "best_metric": None, "save_steps": -1, "hf_save_steps": -1}
+    kept |= {"use_wandb": False, "use_tensorboard": None, "use_trackio": None, "use_mlflow": None}
+    kept |= {"best_metric": None, "save_steps": -1, "hf_save_steps": -1}
     kept |= dict.fromkeys(("save_epochs", "save_seconds", "hf_save_epochs", "hf_save_seconds"))
     return config.with_options(**sizes, **kept, val_before_train=False, num_examine=1)
 
@@ -136,7 +137,7 @@ def _run_all(checks: Iterable[Callable[[], Any]], debug: bool) -> None:
         raise ConfigError("\n".join(dict.fromkeys(problems)))
 
 
-# -- models, folders, accounts ---------------------------------------------------------------------------------------
+# -- models and folders ----------------------------------------------------------------------------------------------
 
 
 def check_model(path: str, flag: str) -> None:
@@ -223,21 +224,6 @@ def _check_shape(config: PPOConfig) -> None:
             f"{root}/{tag} was saved with {'; '.join(others)}: set --reshape_ckpt to go on with it here, or take the "
             "same number of processes and --zero_stage"
         )
-
-
-def _check_wandb() -> None:
-    try:
-        import wandb
-    except ImportError as error:
-        raise ConfigError("--use_wandb needs wandb: pip install 'lightppo[wandb]'") from error
-    if wandb.setup().settings.mode in ("offline", "disabled", "dryrun"):
-        return
-    try:
-        if wandb.login(prompt=False, verify=False):
-            return
-    except wandb.Error as error:
-        raise ConfigError(f"--use_wandb: {error}") from error
-    raise ConfigError("--use_wandb: not logged in: run `wandb login`, or set WANDB_API_KEY, or WANDB_MODE=offline")
 
 
 # -- rewards and data ------------------------------------------------------------------------------------------------

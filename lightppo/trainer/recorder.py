@@ -23,6 +23,7 @@ from lightppo.trainer.checkpointing import RunCheckpointer
 from lightppo.trainer.evaluator import Evaluator
 from lightppo.trainer.metrics import Pace, PhaseTimer, with_namespace
 from lightppo.trainer.run_folder import hold, is_at, run_name, set_aside, upload_records
+from lightppo.trainer.trackers import TensorBoardSink, Tracker, WandbSink, open_trackers
 
 logger = logging.getLogger(__name__)
 
@@ -111,45 +112,7 @@ def _step_of(row: bytes) -> float:
         return math.inf
 
 
-class TensorBoardSink:
-    """TensorBoard event files in ``folder``; after a resume, points of steps done again are purged."""
-
-    def __init__(self, folder: Path, start_step: int = 0) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self.writer = SummaryWriter(log_dir=str(folder), purge_step=start_step + 1 if start_step else None)
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        for name, value in metrics.items():
-            self.writer.add_scalar(name, value, step)
-        self.writer.flush()  # its own thread writes every two minutes, and what it holds dies with the process
-
-    def close(self) -> None:
-        self.writer.close()
-
-
-class WandbSink:
-    """A Weights & Biases run; goes on with the run of ``run_id`` after a resume. WANDB_MODE=offline works."""
-
-    def __init__(self, config: LoggingConfig, run_name: str, options: Mapping[str, Any], run_id: str | None) -> None:
-        try:
-            import wandb
-        except ImportError as error:
-            raise ImportError("--use_wandb needs wandb: pip install 'lightppo[wandb]'") from error
-        where = {"entity": config.wandb_org, "project": config.wandb_project, "group": config.wandb_group}
-        self.run = wandb.init(**where, name=run_name, id=run_id, resume="allow", config=dict(options))
-        self.run.define_metric("global_step")
-        for namespace in ("rollout", "train", "eval", "perf", "reward", "alarm"):
-            self.run.define_metric(f"{namespace}/*", step_metric="global_step")
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.run.log({"global_step": step, **metrics})
-
-    def close(self) -> None:
-        self.run.finish()
-
-
-Sink = JsonlSink | TensorBoardSink | WandbSink
+Sink = JsonlSink | Tracker
 
 
 def open_sinks(
@@ -157,17 +120,12 @@ def open_sinks(
     folder: str | Path,
     options: Mapping[str, Any],
     start_step: int = 0,
-    run_id: str | None = None,
+    run_ids: Mapping[str, str] | None = None,
 ) -> list[Sink]:
     """All sinks of a run: metrics.jsonl in its folder, and what the options name. Arguments as of :class:`Recorder`."""
-    sinks: list[Sink] = []
-    name = run_name(config, folder)
-    if config.use_tensorboard:
-        sinks.append(TensorBoardSink(Path(config.use_tensorboard) / name, start_step))
-    if config.use_wandb:
-        sinks.append(WandbSink(config, name, options, run_id))
+    trackers = open_trackers(config, run_name(config, folder), options, start_step, run_ids or {})
     # Last: it puts the file of an older run aside, which a missing package above should not.
-    return [*sinks, JsonlSink(local_folder(folder) / "metrics.jsonl", start_step)]
+    return [*trackers, JsonlSink(local_folder(folder) / "metrics.jsonl", start_step)]
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -178,9 +136,9 @@ class Recorder:
 
     Args:
         evaluator: ``None``: no evaluation.
-        options: of the run, shown by Weights & Biases. Without secrets: tokens come from the environment.
+        options: of the run, shown by trackers. Without secrets: tokens come from the environment.
         start_step: step the run starts or resumes at; logs of later steps, of a run that was cut off, are dropped.
-        run_id: Weights & Biases run to go on with.
+        run_ids: runs to go on with, by tracker.
         alarms: look at each step that is logged; ``None``: new ones.
     """
 
@@ -193,7 +151,7 @@ class Recorder:
         *,
         options: Mapping[str, Any],
         start_step: int = 0,
-        run_id: str | None = None,
+        run_ids: Mapping[str, str] | None = None,
         alarms: Alarms | None = None,
     ) -> None:
         self.config, self.strategy, self.checkpointer, self.evaluator = config, strategy, checkpointer, evaluator
@@ -208,9 +166,9 @@ class Recorder:
         self.alarms, self.timer, self.pace = alarms or Alarms(), PhaseTimer(), Pace(start_step)
         self.last_evaluated = self._evaluated_before(start_step)
         self.last_saved: int | None = start_step or None
-        run = {"start_step": start_step, "run_id": run_id}
+        run = {"start_step": start_step, "run_ids": run_ids}
         self.sinks = open_sinks(config.logging, c.save_path, options, **run) if strategy.is_rank_0() else []
-        self.run_id = run_id if self.wandb_run is None else self.wandb_run.id  # of the Weights & Biases run
+        self.run_ids = dict(run_ids or {}) | {s.name: s.run_id for s in self.sinks if hasattr(s, "run_id")}
 
     def _evaluated_before(self, step: int) -> int | None:
         """The step that the run goes on from, if its evaluation is in the metrics. Collective."""

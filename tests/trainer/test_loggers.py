@@ -1,4 +1,4 @@
-"""Sinks of metrics: JSONL rows over new and resumed runs, TensorBoard events, Weights & Biases offline."""
+"""Sinks of metrics: JSONL rows over new and resumed runs, TensorBoard, Weights & Biases offline, trackio, MLflow."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from lightppo.config import LoggingConfig
+from lightppo.config import LoggingConfig, PPOConfig
+from lightppo.errors import ConfigError
 from lightppo.trainer.recorder import JsonlSink, open_sinks
+from lightppo.trainer.trackers import check_trackers
 
 
 def rows(path: Path) -> list[dict]:
@@ -117,10 +119,10 @@ def test_a_resumed_run_whose_file_is_gone_starts_one(tmp_path):
 
 
 class Sinks:
-    """All sinks of a run; ``options`` are of the logging section, but for ``start_step`` and ``run_id``."""
+    """All sinks of a run; ``options`` are of the logging section, but for ``start_step`` and ``run_ids``."""
 
     def __init__(self, folder: Path, **options) -> None:
-        own = {name: options.pop(name) for name in ("start_step", "run_id") if name in options}
+        own = {name: options.pop(name) for name in ("start_step", "run_ids") if name in options}
         self.sinks = open_sinks(LoggingConfig(**options), folder, {"seed": 42}, **own)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
@@ -174,10 +176,12 @@ def test_tensorboard_drops_points_of_steps_done_again(tmp_path):
     assert points(tmp_path / "tb" / "named") == {"train/kl": [(1, 0.0), (2, 0.0), (3, 1.0), (4, 1.0)]}
 
 
-def test_missing_wandb_names_the_extra(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ImportError, match=r"--use_wandb.*lightppo\[wandb\]"):
-        Sinks(tmp_path, use_wandb=True)
+@pytest.mark.parametrize(("package", "value"), [("wandb", True), ("trackio", "mine"), ("mlflow", "runs")])
+def test_a_missing_package_names_the_extra(tmp_path, monkeypatch, package, value):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ConfigError, match=rf"--use_{package}.*lightppo\[{package}\]"):
+        Sinks(tmp_path, **{f"use_{package}": value})
+    assert not (tmp_path / "metrics.jsonl").exists()
 
 
 @pytest.fixture
@@ -208,6 +212,108 @@ def test_wandb_offline_records_the_run_and_goes_on_with_it(tmp_path, wandb):
     expected = (run.id, "project-x", "group-y", "train/policy_loss", "eval/accuracy", "global_step")
     assert [text for text in expected if text.encode() not in content] == []
 
-    resumed = Sinks(tmp_path / "my_run", use_wandb=True, start_step=2, run_id=run.id)
+    resumed = Sinks(tmp_path / "my_run", use_wandb=True, start_step=2, run_ids={"wandb": run.id})
     assert resumed.sinks[0].run.id == run.id
     resumed.close()
+
+
+@pytest.fixture
+def trackio(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    module = pytest.importorskip("trackio")
+    from trackio import sqlite_storage, utils
+
+    for place in (utils, sqlite_storage):  # which read the variable when they are imported
+        monkeypatch.setattr(place, "TRACKIO_DIR", tmp_path / "trackio")
+    return module
+
+
+@pytest.fixture
+def mlflow(monkeypatch):
+    for name in ("MLFLOW_ALLOW_FILE_STORE", "MLFLOW_HTTP_REQUEST_MAX_RETRIES"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, "x")  # what the sink sets is removed again
+        monkeypatch.delenv(name)
+    return pytest.importorskip("mlflow")
+
+
+def trackio_points(project: str, name: str, metric: str) -> list[tuple[int, float]]:
+    from trackio.sqlite_storage import SQLiteStorage
+
+    return [(row["step"], row[metric]) for row in SQLiteStorage.get_logs(project, name) if metric in row]
+
+
+def mlflow_points(client, run_id: str, metric: str) -> list[tuple[int, float]]:
+    return [(point.step, point.value) for point in client.get_metric_history(run_id, metric)]
+
+
+def test_several_trackers_at_once_and_each_goes_on_after_a_resume(tmp_path, trackio, mlflow):
+    """With real files of the three; a run that another one of the same name has overtaken keeps its own."""
+    options = {"use_tensorboard": str(tmp_path / "tb"), "use_trackio": "maths", "use_mlflow": str(tmp_path / "mlruns")}
+    options |= {"wandb_group": "sweep", "mlflow_experiment": "maths"}
+    ids: dict[str, str] = {}
+    for start, value in ((0, 0.5), (2, 0.25)):
+        sinks = Sinks(tmp_path / "my_run", start_step=start, run_ids=ids, **options)
+        ids = {sink.name: sink.run_id for sink in sinks.sinks if hasattr(sink, "run_id")}
+        for step in (start + 1, start + 2):
+            sinks.log(step, {"train/loss": value, "eval/pass@4": 1.0})
+        sinks.close()
+        other = Sinks(tmp_path / "elsewhere" / "my_run", **options | {"use_tensorboard": None})  # between the two
+        other.log(9, {"train/loss": 9.0})
+        other.close()
+    expected = [(1, 0.5), (2, 0.5), (3, 0.25), (4, 0.25)]
+    assert points(tmp_path / "tb" / "my_run")["train/loss"] == expected
+    assert sorted(ids) == ["mlflow", "trackio"]
+    assert trackio_points("maths", ids["trackio"], "train/loss") == expected
+    client = mlflow.MlflowClient(str(tmp_path / "mlruns"))
+    assert mlflow_points(client, ids["mlflow"], "train/loss") == expected
+    assert mlflow_points(client, ids["mlflow"], "eval/pass_4") == [(step, 1.0) for step in (1, 2, 3, 4)]
+    run = client.get_run(ids["mlflow"])
+    assert (run.info.run_name, run.info.status, run.data.params["seed"]) == ("my_run", "FINISHED", "42")
+    assert run.data.tags["group"] == "sweep"
+    (found,) = [run for run in trackio.Api().runs("maths") if run.name == ids["trackio"]]
+    assert (found.config["seed"], found.config["_Group"]) == (42, "sweep")
+    assert len(rows(tmp_path / "my_run" / "metrics.jsonl")) == 4
+
+
+def test_a_name_of_ones_own_is_the_name_everywhere(tmp_path, trackio, mlflow):
+    options = {"wandb_run_name": "mine", "use_trackio": "names", "use_mlflow": str(tmp_path / "mlruns")}
+    sinks = Sinks(tmp_path / "run", **options)
+    kept = {sink.name: sink for sink in sinks.sinks if hasattr(sink, "run_id")}
+    assert kept["trackio"].run.name == "mine"
+    assert kept["mlflow"].client.get_run(kept["mlflow"].run_id).info.run_name == "mine"
+    sinks.close()
+
+
+def test_what_mlflow_does_not_take_waits_for_the_next_step(tmp_path, mlflow, caplog, monkeypatch):
+    sinks = Sinks(tmp_path / "run", use_mlflow=str(tmp_path / "mlruns"))
+    sink = sinks.sinks[0]
+    taken = sink.client.log_batch
+
+    def refuse(*args, **more):
+        raise mlflow.MlflowException("the server is away")
+
+    monkeypatch.setattr(sink.client, "log_batch", refuse)
+    sinks.log(1, {"train/loss": 0.5})
+    assert "step 1: MLflow did not take the metrics, the next step tries again: the server is away" in caplog.text
+    monkeypatch.setattr(sink.client, "log_batch", taken)
+    sinks.log(2, {"train/loss": 0.25})
+    assert mlflow_points(sink.client, sink.run_id, "train/loss") == [(1, 0.5), (2, 0.25)]
+    monkeypatch.setattr(sink.client, "log_batch", refuse)
+    sinks.log(3, {"train/loss": 0.0})
+    sinks.close()
+    assert "MLflow did not take 1 numbers; metrics.jsonl has them" in caplog.text
+    assert [row["step"] for row in rows(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("uri", ["http://127.0.0.1:9", "sqlite:///mlflow.db"])
+def test_an_mlflow_store_that_is_not_there_is_told_at_the_start(mlflow, uri, monkeypatch):
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    with pytest.raises(ConfigError, match=rf"--use_mlflow {uri}: .*a database needs a server"):
+        check_trackers(LoggingConfig(use_mlflow=uri))
+
+
+def test_a_login_in_the_address_of_mlflow_is_refused_and_not_repeated():
+    with pytest.raises(ConfigError, match="MLFLOW_TRACKING_PASSWORD") as error:
+        PPOConfig.from_flat(use_mlflow="https://me:SECRET@host").validate()
+    assert "SECRET" not in str(error.value)

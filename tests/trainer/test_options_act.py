@@ -492,7 +492,7 @@ def test_what_goes_to_weights_and_biases(make_config, monkeypatch):
     ]  # fmt: skip
     assert options["config"]["gamma"] == 0.5
     assert logged[0]["global_step"] == 1
-    assert trainer.state.run_id == "run-7"
+    assert trainer.state.run_ids == {"wandb": "run-7"}
 
 
 # -- reward servers --------------------------------------------------------------------------------------------------

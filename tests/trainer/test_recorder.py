@@ -36,7 +36,7 @@ class FakeEvaluator:
 
 
 def recorder(folder: Path, strategy: FakeStrategy | None = None, evaluates: bool = True, **options: Any) -> Recorder:
-    own = {name: options.pop(name) for name in ("start_step", "run_id") if name in options}
+    own = {name: options.pop(name) for name in ("start_step", "run_ids") if name in options}
     config = PPOConfig.from_flat(save_path=str(folder), **options)
     evaluator = FakeEvaluator() if evaluates else None
     return Recorder(
@@ -232,9 +232,9 @@ def test_secrets_of_urls_do_not_reach_the_sinks(tmp_path, monkeypatch):
 
 
 def test_only_rank_0_writes(tmp_path):
-    options = {"use_tensorboard": str(tmp_path / "tb"), "use_wandb": True, "run_id": "abc"}
+    options = {"use_tensorboard": str(tmp_path / "tb"), "use_wandb": True, "run_ids": {"wandb": "abc"}}
     mine = recorder(tmp_path / "run", FakeStrategy(rank=1, world_size=2), **options)
     mine.log(1, {"reward": 1.0})
     mine.close()
-    assert mine.run_id == "abc"
+    assert mine.run_ids == {"wandb": "abc"}
     assert list(tmp_path.iterdir()) == []

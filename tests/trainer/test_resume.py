@@ -164,8 +164,10 @@ def reward_func(queries, prompts, labels):
     assert "run complete: 3 steps" in capsys.readouterr().out
 
 
-def test_a_finished_run_does_nothing_and_says_so(make_config, capsys):
-    config = make_config(save_steps=2)
+def test_a_finished_run_does_nothing_and_says_so(make_config, tmp_path, capsys, monkeypatch):
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    config = make_config(save_steps=2, use_mlflow=str(tmp_path / "mlruns"))
     first = fitted(config)
     before, rows = weights_of_actor(first), trained_rows(config)
     assert len(rows) == 3
@@ -187,6 +189,12 @@ def test_a_finished_run_does_nothing_and_says_so(make_config, capsys):
     assert "run complete" not in out
     assert more.state.global_step == 6
     assert [row["step"] for row in trained_rows(config)] == [1, 2, 3, 4, 5, 6]
+    client, ids = mlflow.MlflowClient(str(tmp_path / "mlruns")), more.state.run_ids
+    points = client.get_metric_history(ids["mlflow"], "rollout/reward")
+    assert ids == first.state.run_ids
+    assert [point.step for point in points] == [1, 2, 3, 4, 5, 6]
+    (experiment,) = client.search_experiments(filter_string="name = 'lightppo'")
+    assert len(client.search_runs([experiment.experiment_id])) == 1
 
     fitted(config.with_options(num_episodes=2, total_training_steps=5))
     out = capsys.readouterr().out

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import pytest
 
 from lightppo.trainer.checkpointing import TrainerState
@@ -39,3 +41,11 @@ def test_both_ways_of_counting_agree(steps):
     for i in range(steps):
         state.finish_step(8, last_of_episode=i % 3 == 2)
     assert TrainerState.from_consumed(8 * steps, 3, 8) == state
+
+
+@pytest.mark.parametrize(("old", "ids"), [("w1", {"wandb": "w1"}), (None, {})])
+def test_checkpoints_that_know_one_tracker_load(old, ids):
+    saved = asdict(TrainerState(global_step=3, run_ids={}))
+    del saved["run_ids"]
+    assert TrainerState.from_saved(saved | {"run_id": old}) == TrainerState(global_step=3, run_ids=ids)
+    assert TrainerState.from_saved(asdict(TrainerState(run_ids=ids))).run_ids == ids
