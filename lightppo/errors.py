@@ -69,6 +69,10 @@ class RewardError(UserError, RuntimeError):
     """A reward source failed, or gave an unusable answer. It never becomes a score."""
 
 
+class NonFiniteRewardError(RewardError):
+    """A reward source gave a number that is NaN or infinite: the step is left out, the run goes on."""
+
+
 class WorkerStartError(RewardError):
     """No worker process can load the function it should call."""
 

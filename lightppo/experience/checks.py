@@ -19,6 +19,7 @@ from lightppo.data.records import Prompt, Rollout, from_plain, group_by_prompt, 
 from lightppo.errors import ConfigError, RolloutMismatchError
 from lightppo.experience.experience import Experience
 from lightppo.ranks import Ranks
+from lightppo.rewards.source import finite
 from lightppo.rollout.engine import RolloutEngine
 
 logger = logging.getLogger(__name__)
@@ -37,7 +38,7 @@ def write_step(folder: str | Path, step: int, rollouts: Sequence[Rollout], strat
             "input": r.prompt.text,
             "output": r.response_text,
             "ground_truth": r.prompt.label,
-            "score": r.reward,
+            "score": None if r.reward is None else finite(r.reward),
             "finish_reason": r.finish_reason,
             "response_length": len(r.response_ids),
             "extras": r.extras | r.texts,

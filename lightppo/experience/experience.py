@@ -65,6 +65,8 @@ class Experience:
     def non_finite(self) -> dict[str, int]:
         """Rows with a NaN or an infinite number at a trained token, by the name of the tensor."""
         rows = {n: (~getattr(self, n).isfinite() & self.action_mask).any(1).sum() for n in self._present()}
+        if "reward" in self.info:
+            rows["score"] = (~self.info["reward"].isfinite()).sum()
         counts = torch.stack([*rows.values(), self.action_mask.sum()]).tolist()  # one copy
         return {name: count for name, count in zip(rows, counts) if count}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -13,7 +14,7 @@ from typing import Any, Literal, Protocol
 from torch import Tensor
 
 from lightppo.data.records import Prompt, Rollout, from_plain, group_by_prompt, seed_of_step, to_plain
-from lightppo.errors import RewardError
+from lightppo.errors import NonFiniteRewardError, RewardError
 from lightppo.experience.checks import RolloutReplay
 from lightppo.ranks import Ranks
 from lightppo.rewards.source import AsyncScorer, RewardSource, describe_sample, score_rollouts
@@ -81,6 +82,7 @@ class SampledBatch:
     rollouts: list[Rollout]  # to train on
     left_out: dict[str, float]  # counts of the others by reason, and of the reward source's failures and time-outs
     prompt_scores: dict[int, float]  # Prompt.index → mean score of all its scored samples
+    not_finite: str | None = None  # which score is not: then all samples are here, and none has a score
 
 
 @dataclass
@@ -124,11 +126,19 @@ class RolloutSampler:
         A group that becomes too small for the estimator, or whose greedy baseline is unscored, is left out and counted.
         """
         everything = [*rollouts, *{id(r.baseline): r.baseline for r in rollouts if r.baseline is not None}.values()]
-        if self.scorer is None:
-            score_rollouts(self.reward_source, everything)
-        else:
-            self.scorer.collect()
+        not_finite = None
+        try:
+            if self.scorer is None:
+                score_rollouts(self.reward_source, everything)
+            else:
+                self.scorer.collect()
+        except NonFiniteRewardError as error:  # other ranks wait: the step is left out where all of them meet
+            not_finite = str(error)
+            for rollout in everything:
+                rollout.reward = math.nan
         self.check(rollouts)
+        if not_finite is not None:
+            return SampledBatch(rollouts, {}, {}, not_finite)
         # Totals, not means over the samples that stay, which lack the samples that failed for good.
         left_out = {
             name: sum(r.extras.pop(name.removeprefix("reward/"), 0.0) for r in everything) for name in FAILURE_COUNTS
@@ -178,6 +188,7 @@ class CollectedStep:
     counts: dict[str, float]  # over all ranks, named as in trainer.metrics.METRICS without rollout/
     prompt_scores: dict[int, float]  # mean score of each prompt that this rank sampled in this step
     surplus: int  # accepted groups of all ranks that wait for the next step
+    not_finite: str | None = None  # which score is not, of all ranks: nothing is trained on
 
 
 @dataclass
@@ -188,6 +199,8 @@ class Tally:
     counts: Counter[str] = field(default_factory=Counter)
     prompt_scores: dict[int, float] = field(default_factory=dict)
     names: set[str] = field(default_factory=set)  # of the reward source's metrics
+    not_finite: str | None = None  # which score is not
+    lost: list[Rollout] = field(default_factory=list)  # sampled with it
 
 
 @dataclass
@@ -236,8 +249,10 @@ class GroupCollector:
 
     def _select(self, source: PromptSource, step: int, tally: Tally) -> CollectedStep:
         while True:
-            available, exhausted, judged = self._agree(source, tally, step)
+            available, exhausted, judged, not_finite = self._agree(source, tally, step)
             total = sum(available)
+            if not_finite:
+                return self._finish(step, tally, 0, [], total)
             limit_reached = self.max_batches > 0 and tally.batches >= self.max_batches
             if total >= self.groups_per_step or exhausted or limit_reached:
                 break
@@ -266,7 +281,10 @@ class GroupCollector:
             rollouts = sample() if self.replay is None else self.replay.rollouts(prompts, step, tally.batches, sample)
         with self.timer("reward"):
             batch = self.sampler.score(rollouts)
-            for group in group_by_prompt(batch.rollouts):
+            if batch.not_finite is not None:
+                tally.not_finite, tally.lost = batch.not_finite, batch.rollouts
+                tally.counts["not_finite"] += 1
+            for group in group_by_prompt(batch.rollouts) if batch.not_finite is None else ():
                 reason = self.group_filter(group) if self.group_filter is not None else None
                 if reason is None:
                     self.surplus.append((step, group))
@@ -277,11 +295,12 @@ class GroupCollector:
         tally.prompt_scores |= batch.prompt_scores
         tally.names |= {name for r in batch.rollouts for name in r.extras}
 
-    def _agree(self, source: PromptSource, tally: Tally, step: int) -> tuple[list[int], bool, int]:
+    def _agree(self, source: PromptSource, tally: Tally, step: int) -> tuple[list[int], bool, int, int]:
         """What every decision of a step rests on. Collective.
 
         Returns:
-            accepted groups of each rank, whether the episode has no more prompts, groups of this step that were judged.
+            accepted groups of each rank, whether the episode has no more prompts, groups of this step that were judged,
+            generation batches with a score that is not finite.
         """
         own = (len(self.surplus), source.exhausted, set(tally.names), Counter(tally.counts))
         available, exhausted, names, counts = zip(*self.strategy.all_gather_object(own))
@@ -293,7 +312,7 @@ class GroupCollector:
                 f"--filter_metric {self.group_filter.metric}: no sample of step {step} has it; the reward source gives "
                 f"{', '.join(['score', *sorted(set().union(*names))])}"
             )
-        return list(available), any(exhausted), total["judged"]
+        return list(available), any(exhausted), total["judged"], total["not_finite"]
 
     def _finish(self, step: int, tally: Tally, share: int, extra: list[int], surplus: int) -> CollectedStep:
         """Takes this rank's share out of the surplus, oldest first, and totals the counts. Collective."""
@@ -302,7 +321,7 @@ class GroupCollector:
         for sampled, group in chosen:
             places.append(range(len(rollouts), len(rollouts) + len(group)))
             rollouts += [replace(rollout, stale=True) for rollout in group] if sampled < step else group
-        names = (*SAMPLE_COUNTS, "judged", *REASONS, *(["not_best"] if self.sampler.keeps_best else []))
+        names = (*SAMPLE_COUNTS, "judged", "not_finite", *REASONS, *(["not_best"] if self.sampler.keeps_best else []))
         selection = {
             "trained_groups": len(chosen) + len(extra),
             "reused_groups": len(extra),
@@ -320,6 +339,10 @@ class GroupCollector:
             if self.group_filter is not None:
                 counts |= rejected
                 counts["kept_share"] = 1 - sum(rejected.values()) / judged if judged else float("nan")
+        if counts.pop("not_finite"):
+            found = self.strategy.all_gather_object(tally.not_finite)
+            text = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(found) if text)
+            return CollectedStep(rollouts + tally.lost, 0, [], counts, tally.prompt_scores, surplus, text)
         return CollectedStep(
             rollouts, trained, [i for e in extra for i in places[e]], counts, tally.prompt_scores, surplus
         )

@@ -12,7 +12,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal, NamedTuple, get_args
 
 from lightppo.data.records import Rollout
-from lightppo.errors import RewardError
+from lightppo.errors import NonFiniteRewardError, RewardError
 from lightppo.rewards.runners import KillablePool, LoopRunner, ThreadRunner, function_spec
 from lightppo.rewards.source import (
     NO_LABELS,
@@ -24,6 +24,7 @@ from lightppo.rewards.source import (
     check_output,
     describe_sample,
     finite,
+    is_non_finite,
     join_outputs,
     output_from_result,
     settle,
@@ -45,6 +46,10 @@ class _Answer(NamedTuple):
     bad: list[bool]
 
 
+class _NonFinite(str):
+    """Says of an answer that all that it lacks are finite numbers."""
+
+
 _Reading = tuple[_Answer | None, str | None]  # the text says why the answer is incomplete
 
 
@@ -55,7 +60,7 @@ def _read_list(value: Any, part: list[Rollout], label: str) -> _Reading:
         output = output_from_result(value, len(part), label)
         return _Answer(check_output(output, part, label), [False] * len(part)), None
     except RewardError as error:
-        problem = str(error)
+        problem = _NonFinite(error) if isinstance(error, NonFiniteRewardError) else str(error)
     columns = [] if output is None else [output.scores, *output.metrics.values(), *output.texts.values()]
     if output is None or any(len(values) != len(part) for values in columns):
         return None, problem
@@ -79,7 +84,8 @@ def _read_sample(value: Any, part: list[Rollout], label: str) -> _Reading:
         score = value[0]
     number = finite(score)
     if number is None and score is not None:
-        return None, f"it returned {shown(value)}; a score must be a finite number, or None for an unscored sample"
+        problem = f"it returned {shown(value)}; a score must be a finite number, or None for an unscored sample"
+        return None, _NonFinite(problem) if is_non_finite(score) else problem
     return _Answer(RewardOutput([number], metrics, texts=texts), [False]), None
 
 
@@ -89,7 +95,11 @@ def _read_samples(value: Any, part: list[Rollout], label: str) -> _Reading:
     if not isinstance(values, (list, tuple)) or len(values) != len(part):
         return None, f"it returned {shown(value)}; a list with one entry for each of {len(part)} samples is needed"
     readings = [_read_sample(item, part[i : i + 1], label) for i, item in enumerate(values)]
-    problem = next((f"{describe_sample(part, i)}: {text}" for i, (_, text) in enumerate(readings) if text), None)
+    bad = sorted((isinstance(text, _NonFinite), i) for i, (_, text) in enumerate(readings) if text)  # others first
+    problem = None
+    if bad:
+        text = f"{describe_sample(part, bad[0][1])}: {readings[bad[0][1]][1]}"
+        problem = _NonFinite(text) if bad[0][0] else text
     outputs = [RewardOutput([None]) if answer is None else answer.output for answer, _ in readings]
     return _Answer(join_outputs(outputs), [answer is None for answer, _ in readings]), problem
 
@@ -383,9 +393,11 @@ class FunctionReward:
             return self._style.read(value, parts[i], self._label)
 
         settled = settle(self._run, self._bound.calls(rollouts), read, self.reward_retries)
-        failed = next((i for i, state in enumerate(settled) if state.error is not None), None)
-        if failed is not None and self.on_reward_failure == "error":
-            raise RewardError(self._error_text(settled[failed], rollouts, failed)) from settled[failed].cause
+        failed = [i for i, state in enumerate(settled) if state.error is not None]
+        if failed and self.on_reward_failure == "error":
+            worst = next((i for i in failed if not isinstance(settled[i].error, _NonFinite)), failed[0])
+            kind = NonFiniteRewardError if isinstance(settled[worst].error, _NonFinite) else RewardError
+            raise kind(self._error_text(settled[worst], rollouts, worst)) from settled[worst].cause
         answers: list[_Answer] = [
             state.value or _Answer(RewardOutput([None] * len(part)), [True] * len(part))
             for state, part in zip(settled, parts)

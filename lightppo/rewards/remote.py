@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass
 
 from lightppo.data.records import Rollout
-from lightppo.errors import RefusedError, RequestError, RewardError
+from lightppo.errors import NonFiniteRewardError, RefusedError, RequestError, RewardError
 from lightppo.http import HTTPClient, check_url
 from lightppo.rewards.source import (
     OnFailure,
@@ -60,8 +60,9 @@ class RemoteReward:
             return RewardOutput([])
         with ThreadPoolExecutor(len(shares), thread_name_prefix="reward") as pool:
             answers = list(pool.map(self._ask, *zip(*shares)))
-        if errors := [str(answer) for answer in answers if isinstance(answer, RequestError)]:
-            raise RewardError("; ".join(errors))
+        if errors := [answer for answer in answers if isinstance(answer, Exception)]:
+            alike = all(isinstance(error, NonFiniteRewardError) for error in errors)
+            raise (NonFiniteRewardError if alike else RewardError)("; ".join(map(str, errors)))
         return join_outputs(answers)
 
     def close(self) -> None:
@@ -69,7 +70,7 @@ class RemoteReward:
         for server in self._servers:
             server.close()
 
-    def _ask(self, server: HTTPClient, rollouts: list[Rollout]) -> RewardOutput | RequestError:
+    def _ask(self, server: HTTPClient, rollouts: list[Rollout]) -> RewardOutput | RequestError | NonFiniteRewardError:
         """One server's answer about its share, or why there is none."""
         n = len(rollouts)
         failures: list[RequestError] = []
@@ -79,8 +80,15 @@ class RemoteReward:
             "labels": [rollout.prompt.label for rollout in rollouts],
         }
 
+        non_finite = -1  # the try whose answer had nothing worse than numbers that are not finite
+
         def read(result: dict) -> RewardOutput:
-            return check_output(output_from_result(result, n, self.name), rollouts, self.name)
+            nonlocal non_finite
+            try:
+                return check_output(output_from_result(result, n, self.name), rollouts, self.name)
+            except NonFiniteRewardError:
+                non_finite = len(failures)
+                raise
 
         try:
             output = server.post("", body, read, on_failure=failures.append)
@@ -88,7 +96,7 @@ class RemoteReward:
             raise RewardError(f"{error}; labels must be text, numbers, lists or objects") from None
         except RequestError as error:
             if self.on_reward_failure == "error" or isinstance(error, RefusedError):
-                return error
+                return NonFiniteRewardError(str(error)) if non_finite == len(failures) - 1 else error
             logger.warning("%s; its %d samples stay unscored", error, n)
             output = RewardOutput([None] * n)
         if self.retries or self.on_reward_failure == "unscored":

@@ -15,7 +15,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal, Protocol, TypeVar, get_args, runtime_checkable
 
 from lightppo.data.records import Rollout
-from lightppo.errors import RewardError
+from lightppo.errors import NonFiniteRewardError, RewardError
 from lightppo.ranks import Ranks
 
 OnFailure = Literal["error", "unscored"]
@@ -96,8 +96,18 @@ def finite(value: Any) -> float | None:
         return None
 
 
+def is_non_finite(value: Any) -> bool:
+    """Whether a value is a number, but NaN or infinite."""
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):
+        value = value.item()
+    return isinstance(value, float) and not math.isfinite(value)
+
+
 def check_output(output: RewardOutput, rollouts: Sequence[Rollout], source_name: str) -> RewardOutput:
-    """The answer with plain Python floats; a :class:`RewardError` names source and sample of an unusable value."""
+    """The answer with plain Python floats; a :class:`RewardError` names source and sample of an unusable value.
+
+    It is a :class:`NonFiniteRewardError` where all that is wrong with the values are NaN and infinite numbers.
+    """
     if not isinstance(output, RewardOutput):
         raise RewardError(f"{source_name}: score() must return a RewardOutput, got {type(output).__name__}")
     metrics = {}
@@ -196,12 +206,13 @@ def _numbers(values: Any, rollouts: Sequence[Rollout], source_name: str, what: s
     if len(values) != len(rollouts):
         raise RewardError(f"{source_name}: {len(values)} {what}s for {len(rollouts)} samples")
     numbers = [finite(value) for value in values]
-    for i, (value, number) in enumerate(zip(values, numbers)):
-        if value is not None and number is None:
-            raise RewardError(
-                f"{source_name}: the {what} of {describe_sample(rollouts, i)} is {shown(repr(value), 80)}; it must be "
-                "a finite number, or None for an unscored sample"
-            )
+    bad = [i for i, value in enumerate(values) if value is not None and numbers[i] is None]
+    if bad:
+        worst = next((i for i in bad if not is_non_finite(values[i])), bad[0])
+        raise (NonFiniteRewardError if is_non_finite(values[worst]) else RewardError)(
+            f"{source_name}: the {what} of {describe_sample(rollouts, worst)} is {shown(repr(values[worst]), 80)}; it "
+            "must be a finite number, or None for an unscored sample"
+        )
     return numbers
 
 
@@ -218,7 +229,7 @@ def _token_numbers(rows: Any, rollouts: Sequence[Rollout], source_name: str) -> 
             raise RewardError(f"{source_name}: {len(numbers)} token scores for the {n} response tokens of {sample}")
         if None in numbers:
             t = numbers.index(None)
-            raise RewardError(
+            raise (NonFiniteRewardError if is_non_finite(row[t]) else RewardError)(
                 f"{source_name}: token score {t} of {sample} is {shown(repr(row[t]), 80)}; it must be a finite number"
             )
     return checked
@@ -287,7 +298,8 @@ def check_verifier_status(rollouts: Sequence[Rollout], *, minimum: float, source
     The verifier is then more likely broken than the model. Source: AReaL, ``check_verifier_status`` (of the mean).
     """
     scores = [rollout.reward for rollout in rollouts if rollout.reward is not None]
-    counts = {"samples": len(rollouts), "scored": len(scores), "above": sum(score > minimum for score in scores)}
+    above = sum(not score <= minimum for score in scores)  # NaN says nothing of a minimum
+    counts = {"samples": len(rollouts), "scored": len(scores), "above": above}
     total = ranks.all_reduce({name: float(count) for name, count in counts.items()}, "sum")
     if total["samples"] == 0 or total["above"] > 0:
         return
@@ -354,10 +366,15 @@ class RoutedReward:
         token_totals: list[list[float] | None] = [None] * n
         metrics: dict[str, list[float | None]] = {}
         texts: dict[str, list[str | None]] = {}
+        non_finite: NonFiniteRewardError | None = None  # raised at the end: other ranks may wait in the next source
         for source, weights in self._plan:
             places = [i for i, route in enumerate(routes) if route in weights]
             share = [rollouts[i] for i in places]
-            output = check_output(source.score(share), share, source.name)
+            try:
+                output = check_output(source.score(share), share, source.name)
+            except NonFiniteRewardError as error:
+                non_finite = error
+                continue
             own = {source.name: output.scores} | {f"{source.name}/{m}": v for m, v in output.metrics.items()}
             for kept, columns in ((metrics, own), (texts, {f"{source.name}/{t}": v for t, v in output.texts.items()})):
                 for key, values in columns.items():
@@ -369,6 +386,8 @@ class RoutedReward:
                 if row is not None:
                     before = token_totals[i] or [0.0] * len(row)
                     token_totals[i] = [a + weight * b for a, b in zip(before, row)]
+        if non_finite is not None:
+            raise non_finite
         for count in ("failures", "timeouts"):
             parts = [metrics[key] for source, _ in self._plan if (key := f"{source.name}/{count}") in metrics]
             if parts:

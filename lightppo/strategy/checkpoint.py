@@ -233,6 +233,12 @@ def load_checkpoint(
     return str(path), client_state
 
 
+def has_finite_weights(model: Any) -> bool:
+    """Of this rank, by their sums: one look at each."""
+    weights = [_own_part(p) for p in unwrap_model(model).parameters() if p.is_floating_point()]
+    return bool(torch.stack([w.sum(dtype=torch.float32) for w in weights]).isfinite().all())
+
+
 def bring(ranks: Ranks, source: str | os.PathLike[str], tag: str | None) -> None:
     """A checkpoint at a URL to this node. Collective."""
     if is_url(source):

@@ -380,6 +380,7 @@ class DeepspeedStrategy(DistributedStrategy):
 
     save_ckpt = checkpoint.save_checkpoint
     load_ckpt = checkpoint.load_checkpoint
+    has_finite_weights = staticmethod(checkpoint.has_finite_weights)
     save_model = checkpoint.save_model
     load_model = staticmethod(checkpoint.load_model)
 

@@ -24,7 +24,7 @@ from typing import Any, Self
 
 from lightppo import durable
 from lightppo.config.options import CheckpointConfig, unsafe_changes
-from lightppo.errors import CheckpointError, ConfigError
+from lightppo.errors import CheckpointError, ConfigError, TrainingError
 from lightppo.storage import download, is_url, join, local_folder, upload
 from lightppo.strategy.checkpoint import (
     DAMAGED,
@@ -111,6 +111,7 @@ class RunCheckpointer:
         ``client_state`` comes back from :meth:`load`; the random generators of every rank are added.
         """
         tag, c = f"global_step{step}", self.config
+        self.require_finite(step)
         if not c.disable_ds_ckpt:
             state = {**client_state, "rng": self.strategy.all_gather_object(rng_state())}
             previous: list[str] = []  # on rank 0, which removes the older ones
@@ -134,8 +135,18 @@ class RunCheckpointer:
         if c.save_hf_ckpt:
             self.save_hf(root, step)
 
+    def require_finite(self, step: int) -> None:
+        """Raises TrainingError where a weight is NaN or infinite, before it takes a good one's place. Collective."""
+        bad = [name for name, model in self.models.items() if not self.strategy.has_finite_weights(model)]
+        if found := sorted({name for of_rank in self.strategy.all_gather_object(bad) for name in of_rank}):
+            raise TrainingError(
+                f"after step {step} weights of the {' and '.join(found)} are not finite: nothing is saved, and the "
+                "last checkpoint stays. Lower the learning rate, or train in fp32; the same command goes on from there"
+            )
+
     def save_hf(self, root: str | Path, step: int) -> None:
         """Export the actor as ``root/global_stepN_hf``; the oldest exports beyond ``max_ckpt_num`` go. Collective."""
+        self.require_finite(step)
         name = f"global_step{step}_hf"
         self.strategy.save_model(self.models["actor"], self.tokenizer, join(root, name))
 
@@ -153,6 +164,7 @@ class RunCheckpointer:
 
     def save_best(self, root: str | Path, step: int, metric: str, value: float) -> None:
         """Export the actor as ``root/best_hf``, in place of an older best; rotation leaves it alone. Collective."""
+        self.require_finite(step)
         note = json.dumps({"step": step, "metric": metric, "value": value})
         folder = join(root, "best_hf")
         self.strategy.save_model(self.models["actor"], self.tokenizer, folder, files={_BEST: note})

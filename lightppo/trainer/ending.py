@@ -50,6 +50,7 @@ class SkippedSteps:
         self.strategy, self.limit, self.folder, self.write, self.again = strategy, limit, folder, write, again
         self.of_model: dict[str, list[bool]] = {}  # of each optimizer step of this step: skipped
         self.batch: Any = None  # of the first one that was
+        self.why = ""  # the step was left out
         self._current: Any = None
 
     def begin(self, batch: Any) -> None:
@@ -69,7 +70,7 @@ class SkippedSteps:
         self.begin(batch)
         for model in models:
             self.add(state, model, skipped=True)
-        self.batch = batch  # also where nothing would have been trained
+        self.batch, self.why = batch, str(why)  # also where nothing would have been trained
         if self.strategy.is_rank_0():
             logger.warning("step %d is left out: %s", step, why)
 
@@ -85,8 +86,8 @@ class SkippedSteps:
 
     def check(self, state: TrainerState, step: int) -> None:
         """After the limit: keep the batch, end the run. Begins the next step. Collective then."""
-        models, batch = " and ".join(self.models()), self.batch
-        self.of_model, self.batch = {}, None
+        models, batch, left_out = " and ".join(self.models()), self.batch, self.why
+        self.of_model, self.batch, self.why = {}, None, ""
         if not self.limit or not models or state.skipped_in_a_row < self.limit:
             return
         rank = self.strategy.get_rank()
@@ -97,6 +98,7 @@ class SkippedSteps:
         first = next((i for i, of_rank in enumerate(of_ranks) if of_rank), 0)
         why = non_finite_text(of_ranks)
         why = f"Not finite: {why}" if why else "All numbers of the batch are finite: look at the weights and the loss"
+        why = left_out or why
         batch_of_first = f"{self.folder}/nonfinite/step{step}_rank{first}.pt"
         raise TrainingError(
             f"step {step}: no finite gradient of the {models} in {self.limit} steps in a row (--max_skipped_steps). "

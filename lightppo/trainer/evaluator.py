@@ -13,7 +13,7 @@ from typing import Any
 
 from lightppo import durable
 from lightppo.data.records import Prompt, Rollout
-from lightppo.errors import RewardError
+from lightppo.errors import NonFiniteError, NonFiniteRewardError, RewardError
 from lightppo.ranks import Ranks
 from lightppo.rewards.source import RewardSource, score_rollouts
 from lightppo.rollout.engine import RolloutEngine, SamplingParams
@@ -149,11 +149,17 @@ class Evaluator:
         self.sampling = replace(self.sampling, seed=-1 - self.sampling.seed)
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Metrics of the current weights, the same on every rank. Collective."""
+        """Metrics of the current weights, the same on every rank; NonFiniteError where a score is not. Collective."""
         mine = range(self.strategy.get_rank(), len(self.prompts), self.strategy.world_size)
         rollouts = self.engine.generate([self.prompts[i] for i in mine], self.sampling)
-        score_rollouts(self.reward_source, rollouts)
-        gathered = self.strategy.all_gather_object([EvalSample.of(r) for r in rollouts])
+        not_finite = None
+        try:
+            score_rollouts(self.reward_source, rollouts)
+        except NonFiniteRewardError as error:
+            not_finite = str(error)
+        texts, gathered = zip(*self.strategy.all_gather_object((not_finite, [EvalSample.of(r) for r in rollouts])))
+        if any(texts):
+            raise NonFiniteError("; ".join(filter(None, texts)))
         samples = sorted((s for part in gathered for s in part), key=lambda s: s.index)
         if self.folder is not None and self.strategy.is_rank_0():
             lines = [json.dumps(vars(sample), default=str) + "\n" for sample in samples]

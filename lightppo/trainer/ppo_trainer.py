@@ -290,7 +290,11 @@ class PPOTrainer(SeedAttributes):
 
     def make_experience(self, collected: CollectedStep, step: int) -> None:
         """Fill the replay buffer with the step's rollouts; advantages are whitened over all ranks. Collective."""
-        if collected.groups > 0:
+        if collected.not_finite is not None:
+            batch = Experience.from_rollouts(collected.rollouts) if collected.rollouts else Experience.placeholder()
+            batch.info["reward"] = torch.tensor([r.reward for r in collected.rollouts])
+            self._leave_out(step, NonFiniteError(collected.not_finite, batch))
+        elif collected.groups > 0:
             with self.timer("experience"):
                 try:
                     experience = self.experience_maker.make_experience_list(collected.rollouts)
@@ -492,6 +496,7 @@ class PPOTrainer(SeedAttributes):
     def save_model(self, path: str | Path | None = None) -> None:
         """Save the actor (its moving average where there is one) for transformers, and the critic if asked for."""
         path = path or self.config.checkpoint.save_path
+        self.checkpointer.require_finite(self.state.global_step)
         model = self.ema_model if self.ema_model is not None else self.actor
         models = [(model, path)]
         if self.config.checkpoint.save_value_network:
@@ -783,7 +788,10 @@ class PPOTrainer(SeedAttributes):
         config = with_generation(self.config, options, self.tokenizer) if options else self.config
         records = as_prompts(batch, self.tokenizer, config.data.prompt_max_len)
         sampler = replace(self.sampler.sampler, sampling=sampling_params(config))
-        return sampler.score(sampler.generate(records, self.state.global_step + 1)).rollouts
+        sampled = sampler.score(sampler.generate(records, self.state.global_step + 1))
+        if sampled.not_finite is not None:
+            raise RewardError(sampled.not_finite)
+        return sampled.rollouts
 
     def _bar(self, items: Iterable, desc: str, **options: Any) -> tqdm:
         """A progress bar on rank 0 of a terminal; elsewhere silent."""

@@ -15,7 +15,7 @@ from typing import Any
 from lightppo import durable
 from lightppo.config import PPOConfig
 from lightppo.config.options import LoggingConfig
-from lightppo.errors import ConfigError
+from lightppo.errors import ConfigError, NonFiniteError
 from lightppo.storage import local_folder
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.trainer.alarms import Alarms
@@ -206,9 +206,16 @@ class Recorder:
         """Evaluate the current weights, once per step at most; empty without an evaluator. Collective."""
         if self.evaluator is None or self.last_evaluated == step:
             return {}
-        with self.timer("eval"):
-            results = self.evaluator.evaluate(step)
         self.last_evaluated = step
+        try:
+            with self.timer("eval"):
+                results = self.evaluator.evaluate(step)
+        except NonFiniteError as error:
+            if self.config.evaluation.val_only:
+                raise
+            if self.sinks:
+                logger.warning("the evaluation after step %d is left out: %s", step, error)
+            return {}
         self._write(step, results | with_namespace(self.timer.reset()))
         accuracy, reward = results["eval/accuracy"], results["eval/reward"]
         self.strategy.print(f"[step {step}] evaluation: accuracy {accuracy:.3f}, reward {reward:.3f}")

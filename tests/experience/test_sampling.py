@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from support.fakes import FakeEngine, FakeReward
 
@@ -85,8 +87,17 @@ def test_nothing_is_said_where_all_is_scored(caplog):
 
 
 def test_a_score_that_is_no_number_is_an_error_and_changes_no_sample():
-    source = sampler({**everything(2), (1, 0): float("nan")})
+    source = sampler({**everything(2), (1, 0): "high"})
     rollouts = source.generate(PROMPTS, 1)
     with pytest.raises(RewardError, match=r"table: the score of sample 2 \(prompt row 1, sample_index 0"):
         source.score(rollouts)
     assert all(r.reward is None for r in rollouts)
+
+
+def test_a_score_that_is_not_finite_keeps_the_samples_together_for_the_step_that_is_left_out():
+    source = sampler({**everything(2), (1, 0): float("nan")}, min_group_size=2)
+    batch = source.score(source.generate(PROMPTS, 1))
+    assert batch.not_finite.startswith("table: the score of sample 2 (prompt row 1, sample_index 0")
+    assert len(batch.rollouts) == 6
+    assert all(math.isnan(r.reward) for r in batch.rollouts)  # none of them is trained on by mistake
+    assert batch.prompt_scores == {}

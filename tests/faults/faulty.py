@@ -59,7 +59,7 @@ def trainer_class() -> type:
                     "scoring": (self.reward_source, "score"),
                     "training": (self.strategy, "backward"),
                     "sync": (self.rollout_engine, "sync_weights"),
-                    "saving": (self.strategy, "save_ckpt"),
+                    "saving": (self.checkpointer, "save") if SPEC["fault"] == "NaN" else (self.strategy, "save_ckpt"),
                     "loading": (self.strategy, "load_ckpt"),
                 }[SPEC["phase"]]
                 around(self, owner, method)
@@ -77,7 +77,7 @@ def around(trainer: Any, owner: Any, method: str) -> None:
         step = trainer.state.global_step + (SPEC["phase"] != "saving")
         if SPEC["phase"] == "loading" or step == SPEC["step"]:
             calls += 1
-            if calls == (2 if SPEC["phase"] == "saving" else 1):
+            if calls == (2 if method == "save_ckpt" else 1):
                 tell()
                 if SPEC["fault"] == "NaN":
                     return not_finite(trainer, original, *args, **options)
@@ -136,12 +136,12 @@ def not_finite(trainer: Any, original: Callable[..., Any], *args: Any, **options
     match SPEC["phase"]:
         case "scoring":
             output = original(*args, **options)
-            output.rewards[0] = nan
+            output.scores[0] = nan
             return output
         case "training":
             loss, *others = args
             return original(loss * nan, *others, **options)
-        case "generation" | "sync":
+        case "generation" | "saving":
             for parameter in trainer.actor.model.parameters():
                 parameter.data.fill_(nan)
             return original(*args, **options)

@@ -85,8 +85,9 @@ FAULTS = (
         NOTHING_COMPUTED,
         at={
             "generation": Ends("ends: no token can be drawn", "no token can be drawn"),
-            "scoring": Ends("ends: a score is a number or fails, never 0", r"(?i)nan"),
+            "scoring": GoesOn("the step is left out on all ranks and counted", counted="train/actor_skipped"),
             "training": GoesOn("the step is skipped on all ranks and counted", counted="train/actor_skipped"),
+            "saving": Ends("ends: weights that are not finite take no good checkpoint's place", "are not finite"),
         },
     ),
     Fault("lost network", HUNG, needs="network"),

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lightppo.data.records import Rollout
-from lightppo.errors import RewardError
+from lightppo.errors import NonFiniteRewardError, RewardError
 from lightppo.rewards import FunctionReward, RewardSource, score_rollouts
 from lightppo.rewards.function import STYLES, BoundFunction, recognise
 
@@ -213,8 +213,9 @@ def test_verl_garbage_is_an_error_that_names_the_sample(rows, result):
     def f(data_source, solution_str, ground_truth, extra_info):
         return 1.0 if ground_truth == "4" else result
 
-    with pytest.raises(RewardError, match=r"reward function f .*sample 1 \(prompt row 101.*: it returned"):
+    with pytest.raises(RewardError, match=r"reward function f .*sample 1 \(prompt row 101.*: it returned") as caught:
         FunctionReward(f).score(rows)
+    assert type(caught.value) is (NonFiniteRewardError if isinstance(result, float) else RewardError)
 
 
 def test_verl_with_fewer_names_and_with_filled_in_ones(rows):

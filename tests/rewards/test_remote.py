@@ -7,7 +7,7 @@ import threading
 import pytest
 from support.http_server import ok
 
-from lightppo.errors import RewardError
+from lightppo.errors import NonFiniteRewardError, RewardError
 from lightppo.rewards import RemoteReward
 
 TOKEN = "s3cret-Token/+=="
@@ -84,9 +84,12 @@ LIES = {
 def test_a_lie_is_an_error_that_names_the_url_after_the_retries(server, rollouts, lie):
     content, message = LIES[lie]
     server.reply = lambda path, body, n: (200, content)
-    with pytest.raises(RewardError, match=rf"^reward server {server.url}/get_reward: .*{message}.*\(2 of 2 tries\)$"):
+    with pytest.raises(
+        RewardError, match=rf"^reward server {server.url}/get_reward: .*{message}.*\(2 of 2 tries\)$"
+    ) as caught:
         remote(server).score(rollouts)
     assert len(server.requests) == 2
+    assert type(caught.value) is (NonFiniteRewardError if lie in ("nan", "infinity") else RewardError)
 
 
 def test_a_dead_server_is_named_and_the_living_one_is_not(make_server, rollouts):

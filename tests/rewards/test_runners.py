@@ -20,7 +20,7 @@ import pytest
 from support.fakes import FakeStrategy, on_ranks
 
 from lightppo.data.records import Rollout
-from lightppo.errors import RewardError, WorkerStartError
+from lightppo.errors import NonFiniteRewardError, RewardError, WorkerStartError
 from lightppo.experience.sampler import RolloutSampler
 from lightppo.ranks import Alone
 from lightppo.rewards.function import FunctionReward
@@ -257,8 +257,12 @@ def test_what_can_be_used_of_a_batch_is_used(make_rollout: Make) -> None:
     assert output.scores == [0.5, None, None]  # the last answer with one entry for each
     assert output.metrics == {"n": [1.0] * 3, "failures": [3.0, 4.0, 3.0], "timeouts": [0.0] * 3}
     source = FunctionReward(lambda q, p, labels: [1.0, float("inf"), 0.0], "f")
-    with pytest.raises(RewardError, match=r"f: the score of sample 1 .* is inf"):
+    with pytest.raises(NonFiniteRewardError, match=r"f: the score of sample 1 .* is inf"):
         source.score(rollouts)
+    batch = FunctionReward(lambda solution_strs, ground_truths: [1.0, float("inf"), "x"], "f")
+    with pytest.raises(RewardError, match=r"sample 2 .*: it returned x;") as caught:  # the worst of them
+        batch.score(rollouts)
+    assert type(caught.value) is RewardError
 
 
 def test_a_metric_of_the_name_of_a_count_is_an_error(make_rollout: Make) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightppo.errors import RewardError
+from lightppo.errors import NonFiniteRewardError, RewardError
 from lightppo.rewards import (
     AsyncScorer,
     CombinedReward,
@@ -83,6 +83,23 @@ def test_score_rollouts_writes_into_the_samples(rollouts):
     assert rollouts[1].extras == {}
     assert rollouts[0].token_rewards == [0.5]
     assert rollouts[1].token_rewards is None
+
+
+@pytest.mark.parametrize(("scores", "kind"), [([1.0, -math.inf], NonFiniteRewardError), ([math.nan, "x"], RewardError)])
+def test_numbers_that_are_not_finite_have_an_error_of_their_own(make_rollout, scores, kind):
+    """What is worse comes first; all sources are asked before: on other ranks they may act together."""
+    asked = []
+
+    class Asked(Fixed):
+        def score(self, rollouts):
+            asked.append(self.name)
+            return super().score(rollouts)
+
+    sources = {Asked("bad", RewardOutput(scores)): 1.0, Asked("good", RewardOutput([1.0, 1.0])): 1.0}
+    with pytest.raises(RewardError, match=r"^bad: the score of sample 1") as caught:
+        score_rollouts(CombinedReward(sources), [make_rollout(i) for i in range(2)])
+    assert type(caught.value) is kind
+    assert asked == (["bad", "good"] if kind is NonFiniteRewardError else ["bad"])
 
 
 def test_score_rollouts_changes_nothing_on_error(rollouts):

@@ -27,6 +27,9 @@ class FakeStrategy:
         self.collectives = 0
         self.exchange = exchange or (lambda rank, value: [value])
 
+    def has_finite_weights(self, model: Any) -> bool:
+        return True
+
     def all_gather_object(self, obj: Any) -> list[Any]:
         self.collectives += 1
         return self.exchange(self.rank, obj)

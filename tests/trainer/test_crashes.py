@@ -13,7 +13,7 @@ from support.fakes import FakeStrategy
 
 from lightppo import durable
 from lightppo.config import CheckpointConfig, PPOConfig
-from lightppo.errors import CheckpointError
+from lightppo.errors import CheckpointError, TrainingError
 from lightppo.strategy.checkpoint import clear_exports
 from lightppo.trainer.checkpointing import RunCheckpointer
 
@@ -77,6 +77,22 @@ def test_a_crash_while_saving_leaves_the_old_checkpoint_or_the_new_one(saver, tm
 
     lay_out(dict(log.states())[list(found)[-1]], tmp_path / "end", tmp_path / "blobs")
     assert mine.load(tmp_path / "end", "global_step2")["trainer"] == 2  # by the engines
+
+
+def test_weights_that_are_not_finite_take_no_good_checkpoint(saver, tmp_path):
+    mine, root = saver(max_ckpt_num=1, save_hf_ckpt=True), tmp_path / "ckpt"
+    mine.save(root, 1, {"trainer": 1})
+    weight = next(iter(mine.models["critic"].parameters())).data.view(-1)
+    kept = weight[0].item()
+    with logged(root) as log:
+        for bad in (float("nan"), float("inf")):
+            weight[0] = bad
+            for save in (mine.save_hf, lambda root, step: mine.save(root, step, {})):
+                with pytest.raises(TrainingError, match="after step 2 weights of the critic are not finite"):
+                    save(root, 2)
+    weight[0] = kept
+    assert [moment.what for moment in log.moments] == ["start", "end"]
+    assert start(root)[0] == "global_step1"
 
 
 def test_the_model_sees_what_a_missing_fsync_does(saver, tmp_path, monkeypatch):

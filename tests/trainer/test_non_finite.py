@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from support.ranks import run_ranks
+from support.tiny import sums, write_jsonl
 
 from lightppo import PPOTrainer
 from lightppo.data.records import Rollout
+from lightppo.errors import TrainingError
 from lightppo.experience.batching import load_batch
 
 pytestmark = pytest.mark.usefixtures("world")
@@ -26,8 +28,7 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-@pytest.mark.parametrize("part", ["advantages", "returns"])
-@pytest.mark.parametrize("zero_stage", [0, 2])
+@pytest.mark.parametrize(("zero_stage", "part"), [(0, "advantages"), (2, "returns")])
 def test_a_step_with_a_loss_that_is_not_finite_is_skipped(make_config, tmp_path, zero_stage, part):
     config = make_config(zero_stage=zero_stage, adv_norm=False, enable_ema=True, lr_warmup_steps=0, save_steps=3)
     trainer = PPOTrainer.from_config(config)
@@ -93,6 +94,7 @@ def on_two_ranks(assets, tmp_path_factory):
         ("engine", 2, [False, True, True], [False, True, True]),
         ("actor", 1, [False, True, True], [True, True, True]),  # in training: the engine's log probs are the old ones
         ("values", 2, [False, True, True], [False, True, True]),
+        ("score_of_a_stream", 1, [False, True, True], None),
         ("loss", 1, [False, True, True], [True, True, True]),  # of the actor alone
         ("actor_in_training", 1, [False, True, True], None),
     ],
@@ -104,6 +106,19 @@ def test_nan_on_one_of_two_ranks_is_skipped_on_both(on_two_ranks, case, skipped,
         assert (seen["skipped"], seen["finite"], seen["error"]) == (skipped, True, None)
     assert ranks[0]["sums"] == ranks[1]["sums"]
     assert ranks[0]["kl_coef"] == ranks[1]["kl_coef"]
+
+
+def test_scores_that_are_not_finite_for_good_end_the_run_and_name_sample_and_source(on_two_ranks):
+    folder, of_case = on_two_ranks
+    for rank, seen in enumerate(of_case("scores_for_good")):
+        assert (seen["moved"], seen["skipped"]) == ({"actor": [False, False], "critic": [False, False]}, 4)
+        assert "of the actor and critic in 2 steps in a row (--max_skipped_steps). rank 1: reward" in seen["error"]
+        assert "reward.py:reward_func: the score of sample 0 (prompt row" in seen["error"]
+        path = f"{folder}/scores_for_good/nonfinite/step2_rank1.pt"
+        assert f"lightppo replay {folder}/scores_for_good --step 2 --batch {path}" in seen["error"]
+        batch, texts, _ = load_batch(Path(path.replace("rank1", f"rank{rank}")))
+        assert [part.non_finite() for part in batch.micro_batches] == [{"score": 2}] * rank or [{}]
+        assert len(texts) == 2
 
 
 def test_after_so_many_in_a_row_the_run_ends_and_keeps_the_batch_of_both_ranks(on_two_ranks):
@@ -119,3 +134,28 @@ def test_after_so_many_in_a_row_the_run_ends_and_keeps_the_batch_of_both_ranks(o
         assert all(prompt and response for prompt, response in texts)
         assert len(texts) == sum(len(part) for part in batch.micro_batches) == 2
         assert batch.micro_batches[0].part.normalizer.tokens > 0
+
+
+NAN_SCORES = """
+def reward_func(queries, prompts, labels):
+    return [float(query.count("1")) if query.startswith(prompts[1]) else NAN for query in queries]
+"""
+
+
+def test_a_run_whose_scores_are_not_finite_from_the_first_step_on(make_config, tmp_path, caplog):
+    """Neither an evaluation nor a dry run takes such scores for anything."""
+    (tmp_path / "nan.py").write_text('NAN = float("nan")\n' + NAN_SCORES)
+    prompts = write_jsonl(tmp_path / "held_out.jsonl", sums(2))
+    options = {"reward_fn": str(tmp_path / "nan.py"), "eval_data": prompts, "eval_steps": 1, "num_episodes": 2}
+    with pytest.raises(TrainingError, match=r"in 3 steps in a row .* the score of sample 0 \(prompt row") as caught:
+        PPOTrainer.from_config(make_config(**options)).fit()
+    assert "nan.py:reward_func" in str(caught.value)
+    assert "step 1 is left out: rank 0: reward function nan.py:reward_func: the score of sample 0" in caplog.text
+    assert "the evaluation after step 1 is left out: reward function nan.py:reward_func" in caplog.text
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["train/actor_skipped"]) for row in rows if "train/actor_skipped" in row] == [
+        (1, 1), (2, 1), (3, 1)
+    ]  # fmt: skip
+    assert not any(name.startswith("eval/") for row in rows for name in row)
+    with pytest.raises(TrainingError, match="no optimizer step was taken in 1 steps"):
+        PPOTrainer.from_config(make_config(**options, dry_run=True, save_path=str(tmp_path / "dry"))).fit()

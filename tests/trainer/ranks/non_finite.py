@@ -25,6 +25,8 @@ CASES: dict[str, dict[str, Any]] = {
     "engine": {"zero_stage": 0},
     "actor": {"zero_stage": 3},
     "values": {"zero_stage": 2, "value_norm": "exp"},
+    "score_of_a_stream": {"zero_stage": 0, "dynamic_sampling": True, "filter_range": [-100, 100], **GRPO},
+    "scores_for_good": {"zero_stage": 2, "max_skipped_steps": 2},
     "loss": {"zero_stage": 3},
     "actor_in_training": {"zero_stage": 0, "kl_target": 0.1, **GRPO},
     "for_good": {"zero_stage": 2, "max_skipped_steps": 2, "max_epochs": 2},
@@ -50,7 +52,13 @@ def poison(trainer: PPOTrainer, case: str, now: Callable[[], bool]) -> None:
     def of_loss(result: tuple) -> tuple:
         return result[0] + torch.tensor(NAN), result[1]  # a constant: the gradient is finite
 
+    def of_source(output: Any) -> Any:
+        output.scores[0] = NAN
+        return output
+
     match case:
+        case "score_of_a_stream" | "scores_for_good":
+            wrap(trainer.reward_source, "score", of_source)
         case "engine":
             wrap(trainer.rollout_engine, "generate", of_engine)
         case "values":
@@ -71,7 +79,7 @@ def run(case: str, options: dict[str, Any], folder: Path) -> dict[str, Any]:
     models = ["actor", *(["critic"] if trainer.critic is not None else [])]
     seen: list[dict[str, torch.Tensor]] = []
     bad_rank = trainer.strategy.get_rank() == 1
-    poison(trainer, case, lambda: bad_rank and (case == "for_good" or trainer.state.global_step == 0))
+    poison(trainer, case, lambda: bad_rank and (case.endswith("for_good") or trainer.state.global_step == 0))
     finish = trainer.save_logs_and_checkpoints
 
     def after_step(*args: Any, **more: Any) -> None:
