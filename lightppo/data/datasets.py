@@ -107,6 +107,10 @@ class _PreparedDataset(TorchDataset):
         number = int(self._rows.row_numbers[position])
         return origin_of(self.dataset[number], number)
 
+    def ids_of(self, position: int) -> list[int]:
+        """Token ids of the row at this position."""
+        return self._rows.token_ids(position)
+
     @staticmethod
     def _fit(ids: list[int], prompt_length: int, limit: int, truncation: Truncation, overlong: str) -> Outcome:
         """A row within the limit; ``overlong`` is the message where ``truncation`` is ``error``."""

@@ -56,6 +56,7 @@ from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.strategy.zero3 import parameter_count
 from lightppo.trainer.evaluator import Evaluator
 from lightppo.trainer.preflight import check_positions, dry_run_config, preflight
+from lightppo.trainer.rehearsal import rehearse
 from lightppo.trainer.report import summary
 from lightppo.trainer.run_folder import claim, public_options
 
@@ -104,6 +105,11 @@ def build(config: PPOConfig) -> Run:
         check_total_steps(config, steps_per_episode(config, loader), len(loader.dataset))
     if not config.model.reward_pretrain:
         rewards = build_rewards(config, [], tokenizer, strategy)
+    if asked.training.dry_run:  # what is to be seen in prompts and scores, before the models take their time
+        if loader is not None:
+            rehearse(asked, loader.dataset, eval_prompts, rewards and rewards[0], strategy)
+        if eval_prompts is not None:
+            eval_prompts = build_prompts(config, tokenizer, strategy, evaluation=True)
 
     models = build_models(config, strategy)
     loading.fit_to_model(tokenizer, models.actor, config.model.pretrain, "--pretrain")
@@ -321,15 +327,13 @@ def with_optimizer(
 def build_data(
     config: PPOConfig, tokenizer: Any, strategy: DeepspeedStrategy, asked: PPOConfig
 ) -> tuple[DataLoader | None, DataLoader | None, PromptDataset | None]:
-    """Prompts, pretraining text, held-out prompts. A dry run looks at all of ``asked``, though it takes few."""
+    """Prompts, pretraining text, held-out prompts: all of ``asked``, also where a dry run takes few."""
     loader = eval_prompts = None
     if not config.evaluation.val_only:
         loader = prompts_dataloader(config, build_prompts(config, tokenizer, strategy), strategy)
     pretrain = build_pretrain(config, tokenizer, strategy)
     if config.data.eval_data is not None:
         eval_prompts = build_prompts(asked, tokenizer, strategy, evaluation=True)
-        if config is not asked:
-            eval_prompts = build_prompts(config, tokenizer, strategy, evaluation=True)
     return loader, pretrain, eval_prompts
 
 

@@ -63,6 +63,7 @@ from lightppo.trainer.ending import SkippedSteps, check_trained, dry_run_cost, i
 from lightppo.trainer.evaluator import Evaluator
 from lightppo.trainer.prompts import EpisodePrompts, PromptFilter, as_lm_batch, as_prompts, endless
 from lightppo.trainer.recorder import Recorder
+from lightppo.trainer.rehearsal import after_step
 from lightppo.trainer.run_folder import (
     content_of,
     public_options,
@@ -632,6 +633,8 @@ class PPOTrainer(SeedAttributes):
         if self.config.training.dry_run:
             told = self.strategy.is_rank_0() and not self.config.evaluation.val_only
             took = dry_run_cost(self.config) if told else "no step"
+            for line in after_step(self.config) if told else ():
+                self.strategy.print(line)
             self.strategy.report_memory(f"dry run: {took}; nothing is kept; memory of rank 0")
         elif self.strategy.is_rank_0():
             for line in ending(self.config, self.state.global_step, self.owns_parts):
