@@ -114,7 +114,7 @@ METRICS: dict[str, str] = {
     "perf/time_sync": "seconds of handing weights to the rollout engine",
     "perf/time_step": "seconds of the whole step",
     "perf/time_eval": "seconds of an evaluation, in its row",
-    "perf/time_save": "seconds of writing checkpoints and exports, in a row of its own",
+    "perf/time_save": "seconds of writing checkpoints and exports since the row before",
     "perf/rollout_tokens_per_second": "generated tokens per second of generation",
     "perf/train_tokens_per_second": "prompt and response tokens trained per second of training, all epochs",
     "perf/train_ms_per_token": "milliseconds of training per prompt and response token",

@@ -446,7 +446,8 @@ class PPOTrainer(SeedAttributes):
         self.rollout_check.watch(status, global_step)
         finished = self.state.episode if self.state.consumed_prompts == 0 else None
         due = lambda: self._save_checkpoint(args, f"global_step{global_step}", client_states)  # noqa: E731
-        self.recorder.after_step(global_step, finished, self._ckpt_path(args), due, stops=self._saves_at_stop())
+        stops = self.owns_parts and self._saves_at_stop()
+        self.recorder.after_step(global_step, finished, self._ckpt_path(args), due, stops)
 
     def _save_checkpoint(self, args: Any, tag: str, client_states: Mapping[str, Any] | None = None) -> None:
         """Write the checkpoint ``tag``; the seed's name, so that an override acts. Collective."""
@@ -606,6 +607,9 @@ class PPOTrainer(SeedAttributes):
 
     def _stop_if_asked(self, args: Any, step: int) -> None:
         """Save, close and end the process where a signal asks for it. Collective."""
+        if not self.stop_signal and step in (self.recorder.last_evaluated, self.recorder.last_saved):
+            # That took long: a signal that has come since need not wait for the end of another step.
+            self.stop_signal = signals.elected(self.strategy.all_reduce(signals.votes(), "sum"))
         if not self.stop_signal:
             return
         when, save = f"after step {step} of {self.total_steps}", partial(self._save_stopped, args, step)

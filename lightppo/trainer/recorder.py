@@ -164,25 +164,30 @@ class Recorder:
         if e.best_metric is not None and start_step > 0:
             self.best = checkpointer.best_value(c.ckpt_path, e.best_metric)
         self.alarms, self.timer, self.pace = alarms or Alarms(), PhaseTimer(), Pace(start_step)
-        self.last_evaluated = self._evaluated_before(start_step)
+        self.evaluation = self._evaluated_before(start_step)  # of the start
+        self.last_evaluated = start_step if self.evaluation else None
         self.last_saved: int | None = start_step or None
         run = {"start_step": start_step, "run_ids": run_ids}
         self.sinks = open_sinks(config.logging, c.save_path, options, **run) if strategy.is_rank_0() else []
         self.run_ids = dict(run_ids or {}) | {s.name: s.run_id for s in self.sinks if hasattr(s, "run_id")}
 
-    def _evaluated_before(self, step: int) -> int | None:
-        """The step that the run goes on from, if its evaluation is in the metrics. Collective."""
-        path, found = local_folder(self.config.checkpoint.save_path) / "metrics.jsonl", False
-        if step == 0 or self.evaluator is None or self.config.evaluation.best_metric is not None:
-            return None
+    def _evaluated_before(self, step: int) -> dict[str, float]:
+        """The evaluation in the metrics of the step that the run goes on from; empty if there is none. Collective."""
+        path, found = local_folder(self.config.checkpoint.save_path) / "metrics.jsonl", {}
+        if step == 0 or self.evaluator is None:
+            return found
         if self.strategy.is_rank_0() and path.is_file():
-            rows = [row for row in path.read_bytes().splitlines() if _step_of(row) == step]
-            found = any(name.startswith("eval/") for row in rows for name in json.loads(row))
-        return step if self.strategy.broadcast_object(found) else None
+            rows = [json.loads(row) for row in path.read_bytes().splitlines() if _step_of(row) == step]
+            found = {name: value for row in rows for name, value in row.items() if name.startswith("eval/")}
+        return self.strategy.broadcast_object(found)
 
     def catch_up(self, step: int, finished_episodes: int | None, ckpt_path: str) -> None:
-        """After a resume: the export that was due at this step, if the run ended before it was whole. Collective."""
-        c = self.config.checkpoint
+        """After a resume: the evaluation and the export that were due at this step, if they lack. Collective."""
+        c, metric = self.config.checkpoint, self.config.evaluation.best_metric
+        if self.evaluation and metric is not None:
+            self._keep_best(step, self.evaluation, metric)
+        elif self.eval_cadence.due(step, finished_episodes):
+            self.evaluate(step)
         due = c.save_hf_ckpt or self.export_cadence.due(step, finished_episodes)
         self.checkpointer.catch_up(ckpt_path, step, due and c.resume == "auto")
 
@@ -197,7 +202,8 @@ class Recorder:
         if self.sinks:
             hold([self.config.checkpoint.save_path, self.config.checkpoint.ckpt_path])
         if step % self.config.logging.logging_steps == 0:
-            self._write(step, status | alarms)
+            # What saving took before: a row of its own, written after a save, could be lost while the save is not.
+            self._write(step, status | alarms | with_namespace(self.timer.reset()))
             self.strategy.print(self.pace.line(step, total_steps, status))
         for line in told:
             self.strategy.print(f"[step {step}] {line}")
@@ -208,7 +214,7 @@ class Recorder:
             return {}
         self.last_evaluated = step
         try:
-            with self.timer("eval"):
+            with (timer := PhaseTimer())("eval"):
                 results = self.evaluator.evaluate(step)
         except NonFiniteError as error:
             if self.config.evaluation.val_only:
@@ -216,7 +222,7 @@ class Recorder:
             if self.sinks:
                 logger.warning("the evaluation after step %d is left out: %s", step, error)
             return {}
-        self._write(step, results | with_namespace(self.timer.reset()))
+        self._write(step, results | with_namespace(timer.reset()))
         accuracy, reward = results["eval/accuracy"], results["eval/reward"]
         self.strategy.print(f"[step {step}] evaluation: accuracy {accuracy:.3f}, reward {reward:.3f}")
         self._upload()
@@ -238,9 +244,12 @@ class Recorder:
     def after_step(
         self, step: int, finished_episodes: int | None, ckpt_path: str, save: Callable[[], None], stops: bool = False
     ) -> None:
-        """Evaluate, checkpoint (by ``save``) and export what is due; a run that stops saves first. Collective."""
+        """Evaluate, checkpoint (by ``save``) and export what is due. Collective.
+
+        A run that ``stops`` is saved at once; the next start evaluates and exports in :meth:`catch_up`.
+        """
         if stops:
-            self.checkpoint(step, save)
+            return self.checkpoint(step, save)
         if self.evaluator is not None and self.eval_cadence.due(step, finished_episodes):
             self.evaluate(step)
         if self.checkpoint_cadence.due(step, finished_episodes):
@@ -248,19 +257,12 @@ class Recorder:
         if self.export_cadence.due(step, finished_episodes):
             with self.timer("save"):
                 self.checkpointer.save_hf(ckpt_path, step)
-        self._write_seconds(step)
 
     def finish(self, step: int, save: Callable[[], None]) -> None:
         """The last evaluation and, where checkpoints are kept, the last checkpoint. Collective."""
         self.evaluate(step)
         if self.checkpoint_cadence.active or self.last_saved is not None:
             self.checkpoint(step, save)
-        self._write_seconds(step)
-
-    def _write_seconds(self, step: int) -> None:
-        """What saving took: a row of its own, as its step is logged already."""
-        if seconds := with_namespace(self.timer.reset()):
-            self._write(step, seconds)
 
     def checkpoint(self, step: int, save: Callable[[], None]) -> None:
         """Save, once per step at most. Collective."""

@@ -98,7 +98,8 @@ class DiskLog:
             synced = moment.synced_data.get(node)
             if synced == written or content == "kept":
                 return written
-            return (synced or b"") if content == "lost" else written[: len(written) // 2]
+            kept = synced if synced and written.startswith(synced) else b""  # of a file that has grown
+            return (synced or b"") if content == "lost" else written[: (len(kept) + len(written)) // 2]
 
         def walk(folder: int, path: str) -> None:
             first = moment.synced_at.get(folder, now)

@@ -16,6 +16,7 @@ from lightppo.config import CheckpointConfig, PPOConfig
 from lightppo.errors import CheckpointError, TrainingError
 from lightppo.strategy.checkpoint import clear_exports
 from lightppo.trainer.checkpointing import RunCheckpointer
+from lightppo.trainer.recorder import Recorder
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -103,6 +104,31 @@ def test_the_model_sees_what_a_missing_fsync_does(saver, tmp_path, monkeypatch):
         mine.save(root, 2, {})
     with pytest.raises(CheckpointError):  # the old one was gone before the names of the new one were on disk
         found_after_crashes(log, tmp_path, start)
+
+
+def test_a_crash_takes_no_row_of_a_step_that_is_saved(saver, parts, tmp_path):
+    """Whatever the checkpoint is that the next start takes, each row until its step is there."""
+    mine, root = saver(max_ckpt_num=1), tmp_path / "all"
+    config = PPOConfig.from_flat(save_path=str(root / "run"), ckpt_path=str(root / "ckpt"), save_steps=1)
+    recorder = Recorder(config, parts["strategy"], mine, None, options={})
+    with logged(root) as log:
+        for step in (1, 2):
+            recorder.log(step, {"reward": 1.0, "time_step": 0.1})
+            recorder.after_step(step, None, root / "ckpt", lambda step=step: mine.save(root / "ckpt", step, {}))
+    recorder.close()
+
+    def look(after: Path) -> tuple[int, list[tuple[int, list[str]]]]:
+        tag, rows = start(after / "ckpt")[0], []
+        last = int(tag.removeprefix("global_step")) if tag else 0
+        for line in (after / "run" / "metrics.jsonl").read_text().splitlines() if last else ():
+            if line.endswith("}") and (row := json.loads(line))["step"] <= last:  # not one that the crash tore
+                rows.append((row["step"], sorted(row)))
+        return last, rows
+
+    whole = [(row["step"], sorted(row)) for row in map(json.loads, (root / "run" / "metrics.jsonl").open())]
+    found = found_after_crashes(log, tmp_path, look)
+    assert {last for last, _ in found.values()} == {0, 1, 2}
+    assert {what: seen for what, seen in found.items() if seen[1] != [row for row in whole if row[0] <= seen[0]]} == {}
 
 
 def test_a_crash_while_an_export_is_replaced_leaves_the_old_or_the_new(saver, tmp_path):

@@ -84,13 +84,14 @@ def test_a_line_for_each_logged_step_and_alarms_when_they_begin(tmp_path):
     assert [row["alarm/kl_explosion"] for row in rows(tmp_path)] == [0.0, 0.0, 0.0]
 
 
-def test_what_evaluation_and_saving_took_is_logged_in_rows_of_their_own(tmp_path):
+def test_what_saving_took_is_logged_with_the_next_step_and_an_evaluation_with_its_time(tmp_path):
     mine = recorder(tmp_path, save_steps=2, hf_save_steps=3, eval_steps=4)
     run(mine, 4)
     timed = [
         (row["step"], name) for row in rows(tmp_path) for name in row if name in ("perf/time_eval", "perf/time_save")
     ]
-    assert timed == [(2, "perf/time_save"), (3, "perf/time_save"), (4, "perf/time_eval"), (4, "perf/time_save")]
+    assert timed == [(3, "perf/time_save"), (4, "perf/time_save"), (4, "perf/time_eval")]
+    assert len(rows(tmp_path)) == 5  # no row that a kill after a save could take
 
 
 def test_evaluation_is_logged_and_told(tmp_path):

@@ -126,24 +126,29 @@ def test_a_resumed_run_is_the_uninterrupted_run(everything, capsys, zero_stage):
 
 
 def test_a_run_stopped_by_a_signal_saves_and_goes_on_as_if_nothing_had_happened(everything, tmp_path, capsys):
-    """Also one that keeps no checkpoints; and an evaluation that was due when the signal came is made."""
+    """Also one that keeps no checkpoints; an evaluation that was due when the signal came is made by the next start,
+    and a signal during an evaluation waits for its end only."""
     order = tmp_path / "stop"  # the reward function takes it
     reward = tmp_path / "reward.py"
     reward.write_text(f"""
 import os, pathlib, signal
 
 def reward_func(queries, prompts, labels):
-    if len(queries) > 1 and (order := pathlib.Path({str(order)!r})).exists():  # not of an evaluation
-        number = int(order.read_text())
-        order.unlink()
-        os.kill(os.getpid(), number)
+    if (order := pathlib.Path({str(order)!r})).exists():
+        number, calls, size = map(int, order.read_text().split())  # after so many calls with one sample, or with more
+        if (len(queries) > 1) == (size > 1):
+            order.write_text(f"{{number}} {{calls - 1}} {{size}}")
+            if calls == 0:
+                order.unlink()
+                os.kill(os.getpid(), number)
     return [float(query.count("1") + query.count("2")) for query in queries]
 """)
     held_out = write_jsonl(tmp_path / "held_out.jsonl", [{"input": "1+1=", "label": "2"}])
     options = {"reward_fn": str(reward), "benchmark_steps": 3, "save_steps": -1, "eval_data": held_out, "eval_steps": 1}
     straight = fitted(everything("straight", **options))
-    for number, (step, code) in {signal.SIGTERM: (1, 143), signal.SIGUSR1: (2, 138)}.items():
-        order.write_text(str(int(number)))
+    # In the first step's scoring; in the evaluation of the second step, after that of the first one.
+    for number, (step, code, at) in {signal.SIGTERM: (1, 143, "0 8"), signal.SIGUSR1: (2, 138, "1 1")}.items():
+        order.write_text(f"{int(number)} {at}")
         config = everything("stopped", **options)
         with pytest.raises(SystemExit) as caught:
             fitted(config)
@@ -156,8 +161,13 @@ def reward_func(queries, prompts, labels):
     assert "resumed from" in capsys.readouterr().out
 
     assert trained_rows(resumed.config) == trained_rows(straight.config)
-    evaluated = [[row["step"] for row in logged(run.config) if "eval/reward" in row] for run in (resumed, straight)]
-    assert evaluated[0] == evaluated[1] == [0, 1, 2, 3]
+    evaluated = [
+        [{n: x for n, x in row.items() if n == "step" or "eval/" in n} for row in logged(run.config)]
+        for run in (resumed, straight)
+    ]
+    evaluated = [[row for row in rows if "eval/reward" in row] for rows in evaluated]
+    assert evaluated[0] == evaluated[1]
+    assert [row["step"] for row in evaluated[0]] == [0, 1, 2, 3]
     ours, theirs = weights(resumed), weights(straight)
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
     fitted(everything("stopped", **options))  # the checkpoint of the stop is not the last one
