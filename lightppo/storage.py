@@ -10,7 +10,7 @@ import os
 import posixpath
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +206,13 @@ def set_unsent_aside(folder: str | os.PathLike[str], *, besides: str) -> Path | 
         else:
             path.unlink()
     return aside
+
+
+def unsent(folder: str | os.PathLike[str], paths: Iterable[Path]) -> list[str]:
+    """Names of the files at and below these paths that have changed since they were last sent; none if no URL."""
+    local = local_folder(folder)
+    files = {path for top in paths for path in (top, *top.rglob("*")) if path.is_file()} if is_url(folder) else set()
+    return sorted(path.relative_to(local).as_posix() for path in files if not _is_sent(path))
 
 
 def _stamp(path: Path) -> Path:

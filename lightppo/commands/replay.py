@@ -140,7 +140,7 @@ class Replayed:
 
     def described(self, rollouts: Sequence[Any]) -> str:
         """This rank's samples: scores of all, then some with their tokens."""
-        from lightppo.experience.checks import examined
+        from lightppo.experience.samples import examined
 
         scores = " ".join(f"{r.prompt.index}.{r.sample_index}:{r.reward:.4g}" for r in rollouts)
         lines = [f"step {self.asked.step}: {len(rollouts)} samples, as prompt.sample:score {scores}"]

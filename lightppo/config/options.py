@@ -246,6 +246,9 @@ class SamplingConfig(Section):
     fire_temperature: float | None = option(
         None, "Temperature of that token. None: 10.", gt=0, needs="fire_sampling", off=(10,)
     )
+    record_samples: int = safe(
+        16, "Samples kept in SAVE_PATH/rollouts with numbers per token, by groups; 0: none.", "samples per step", ge=0
+    )
     rollout_data_dir: str | None = safe(None, "Folder for stepN.jsonl: every sample that the step trains on.")
     skip_rollout: str | None = safe(None, "Debugging: folder where rollouts are saved, and read by the next run.")
     skip_rollout_reuse: bool = safe(False, "Every step gets its first rollout.", needs="skip_rollout")

@@ -1,4 +1,4 @@
-"""Checks on rollouts: files for people to read, save and replay, and the engine's log probs against the trainer's."""
+"""Checks on rollouts: save and replay, and the engine's log probs against the trainer's."""
 
 from __future__ import annotations
 
@@ -6,58 +6,20 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lightppo import durable
 from lightppo.config import PPOConfig
 from lightppo.data.records import Prompt, Rollout, from_plain, group_by_prompt, to_plain
 from lightppo.errors import ConfigError, RolloutMismatchError
 from lightppo.experience.experience import Experience
+from lightppo.experience.samples import write_whole
 from lightppo.ranks import Ranks
-from lightppo.rewards.source import finite
 from lightppo.rollout.engine import RolloutEngine
 
 logger = logging.getLogger(__name__)
-
-SHOWN_PROMPT = 200  # characters
-
-
-def write_step(folder: str | Path, step: int, rollouts: Sequence[Rollout], strategy: Ranks) -> None:
-    """Writes ``stepN.jsonl``: one line per sample of all ranks, by prompt and sample number. Collective."""
-    own = [
-        {
-            "step": step,
-            "index": r.prompt.index,
-            "sample_index": r.sample_index,
-            "data_source": r.prompt.data_source,
-            "input": r.prompt.text,
-            "output": r.response_text,
-            "ground_truth": r.prompt.label,
-            "score": None if r.reward is None else finite(r.reward),
-            "finish_reason": r.finish_reason,
-            "response_length": len(r.response_ids),
-            "extras": r.extras | r.texts,
-        }
-        for r in rollouts
-    ]
-    rows = sorted(chain(*strategy.all_gather_object(own)), key=itemgetter("index", "sample_index"))
-    path = Path(folder) / f"step{step}.jsonl"
-    strategy.on_rank_0(lambda: _write(path, "".join(json.dumps(row, default=str) + "\n" for row in rows)), f"{path}")
-
-
-def examined(rollout: Rollout) -> str:
-    """A sample for people: the end of its prompt, the answer, label, score and other numbers."""
-    prompt, facts = rollout.prompt, {"score": rollout.reward} | rollout.extras | rollout.texts
-    label = "" if prompt.label is None else f"label {prompt.label} · "
-    end = prompt.text if len(prompt.text) <= SHOWN_PROMPT else f"…{prompt.text[-SHOWN_PROMPT:]}"
-    numbers = " · ".join(f"{k} {v:.4g}" if isinstance(v, (int, float)) else f"{k} {v}" for k, v in facts.items())
-    cut = " (cut by --generate_max_len)" if rollout.truncated else ""
-    return f"prompt: {end}\n  answer: {rollout.response_text}{cut}\n  {label}{numbers}"
 
 
 @dataclass
@@ -91,15 +53,8 @@ class RolloutReplay:
         except TypeError as error:
             message = f"--skip_rollout {self.folder}: the prompts of step {step} cannot be written as JSON: {error}"
             raise ConfigError(message) from error
-        _write(path, text)
+        write_whole(path, text)
         return rollouts
-
-
-def _write(path: Path, text: str) -> None:
-    """Writes the whole file or nothing."""
-    with durable.explained(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        durable.write_text(path, text)
 
 
 CHECKED_ROWS = 8

@@ -32,10 +32,11 @@ from lightppo.config.rules import (
 from lightppo.data.records import Rollout
 from lightppo.errors import ConfigError, NonFiniteError, RewardError
 from lightppo.experience.batching import Minibatch, ReplayBuffer, StepPart, lone_part, minibatches, save_batch
-from lightppo.experience.checks import RolloutCheck, examined, write_step
+from lightppo.experience.checks import RolloutCheck
 from lightppo.experience.experience import Experience
 from lightppo.experience.maker import ExperienceMaker
 from lightppo.experience.sampler import CollectedStep, dealt_out
+from lightppo.experience.samples import SampleRecord, examined, write_step
 from lightppo.models.lora import AdaptersOff
 from lightppo.models.packing import all_share_prompts
 from lightppo.ranks import heartbeat
@@ -65,6 +66,7 @@ from lightppo.trainer.prompts import EpisodePrompts, PromptFilter, as_lm_batch, 
 from lightppo.trainer.recorder import Recorder
 from lightppo.trainer.rehearsal import after_step
 from lightppo.trainer.run_folder import (
+    SAMPLES,
     content_of,
     public_options,
     record_start,
@@ -206,6 +208,10 @@ class PPOTrainer(SeedAttributes):
             *(config, strategy, self.rollout_engine, self.reward_source, self.experience_maker, self.rollout_check),
             self.timer,
         )
+        self.samples = SampleRecord(
+            *(local_folder(config.checkpoint.save_path) / SAMPLES, s.record_samples),
+            *(config.rollout.n_samples_per_prompt, strategy, self.tokenizer.decode, self.experience_maker.sampled_kl),
+        )
         self.prompt_filter = PromptFilter(s.dataset_filter_threshold, s.dataset_max_filter_percentage, strategy)
 
     @classmethod
@@ -275,6 +281,7 @@ class PPOTrainer(SeedAttributes):
                     collected = self.sampler.collect(prompts, step)  # 1 prompts → responses, scored and selected
                     self.make_experience(collected, step)  # 2 log probs, values, rewards → 3 advantages in the buffer
                     status = collected.counts | self.ppo_train(step)  # 4 → training_step per micro batch
+                    self.samples.write(step)
                     self.replay_buffer.clear()
                     self.move_reference(step)
                     with self.timer("sync"):
@@ -303,6 +310,7 @@ class PPOTrainer(SeedAttributes):
                     self.experience_maker.normalize(self.replay_buffer, self.actor_loss_fn, step)
                 except NonFiniteError as error:
                     self._leave_out(step, error)
+        self.samples.pick(step, collected.rollouts, self.replay_buffer.items, len(collected.repeated))
         if (folder := self.config.sampling.rollout_data_dir) is not None:
             write_step(folder, step, collected.rollouts, self.strategy)
         shown: Counter[str] = Counter()
@@ -385,7 +393,7 @@ class PPOTrainer(SeedAttributes):
             experience = replace(experience, loss_weights=weights * entropy_mask.float())
         part = experience.part or self._lone_part(experience, self.pretrain_dataloader)
         self.actor.train()
-        loss, metrics, old_log_probs = update.actor_loss(
+        loss, metrics, log_probs, entropy = update.actor_loss(
             *(self.actor, experience, part.normalizer),
             loss_fn=self.actor_loss_fn,
             config=self.config,
@@ -394,8 +402,9 @@ class PPOTrainer(SeedAttributes):
         )
         self.strategy.backward(loss * part.loss_scale, self.actor, self.actor_optim)
         self.early_stop.add(metrics)
+        self.samples.observe(experience, log_probs, entropy)
         if experience.action_log_probs is None and part.has_samples:
-            summaries = m.policy_summaries(experience, old_log_probs, self.experience_maker.sampled_kl)
+            summaries = m.policy_summaries(experience, log_probs, self.experience_maker.sampled_kl)
             self.on_policy = m.merge_summaries([self.on_policy, summaries])
         status = m.micro_batch_status(metrics, experience, part.status_scale)
         if part.pretrain is not None:

@@ -22,7 +22,7 @@ from lightppo.trainer.alarms import Alarms
 from lightppo.trainer.checkpointing import RunCheckpointer
 from lightppo.trainer.evaluator import Evaluator
 from lightppo.trainer.metrics import Pace, PhaseTimer, with_namespace
-from lightppo.trainer.run_folder import hold, is_at, run_name, set_aside, upload_records
+from lightppo.trainer.run_folder import cut_samples, hold, is_at, run_name, set_aside, upload_records
 from lightppo.trainer.trackers import TensorBoardSink, Tracker, WandbSink, open_trackers
 
 logger = logging.getLogger(__name__)
@@ -167,6 +167,8 @@ class Recorder:
         self.evaluation = self._evaluated_before(start_step)  # of the start
         self.last_evaluated = start_step if self.evaluation else None
         self.last_saved: int | None = start_step or None
+        if start_step > 0 and strategy.is_rank_0():
+            cut_samples(c.save_path, start_step)
         run = {"start_step": start_step, "run_ids": run_ids}
         self.sinks = open_sinks(config.logging, c.save_path, options, **run) if strategy.is_rank_0() else []
         self.run_ids = dict(run_ids or {}) | {s.name: s.run_id for s in self.sinks if hasattr(s, "run_id")}

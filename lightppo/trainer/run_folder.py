@@ -26,15 +26,16 @@ from lightppo.errors import ConfigError, StagingError
 from lightppo.http import shown_url
 from lightppo.models.loading import checkpoint_mark
 from lightppo.ranks import Ranks
-from lightppo.storage import download, is_url, local_folder, probe, set_unsent_aside, stage_to_local, upload
+from lightppo.storage import download, is_url, local_folder, probe, set_unsent_aside, stage_to_local, unsent, upload
 from lightppo.trainer.checkpointing import download_marks
 from lightppo.user_code import split_python_spec
 
 logger = logging.getLogger(__name__)
 
 # What a run writes into its folder beside the model.
-METADATA = "run_metadata.jsonl"
-RECORDS = ("metrics.jsonl", "eval", "plot.png", "profile", "run_config.yaml", "run_config.resolved.yaml", METADATA)
+METADATA, SAMPLES = "run_metadata.jsonl", "rollouts"
+RECORDS = ("metrics.jsonl", "eval", SAMPLES, "plot.png", "report.html", "profile")
+RECORDS += ("run_config.yaml", "run_config.resolved.yaml", METADATA)
 
 # -- one process -----------------------------------------------------------------------------------------------------
 
@@ -192,16 +193,27 @@ def set_records_aside(config: PPOConfig) -> None:
         rollouts = Path(config.sampling.rollout_data_dir).absolute()
         steps = sorted(rollouts.glob("step*.jsonl"))
         # The folder may hold other things too.
-        paths += [rollouts] if rollouts.is_dir() and len(steps) == len(list(rollouts.iterdir())) else steps
+        alone = rollouts.is_dir() and len(steps) == len(list(rollouts.iterdir()))
+        paths += [rollouts] if alone or rollouts in paths else steps
     set_aside(*paths)
+    upload(folder, *RECORDS)  # what is no longer here goes there, too
     upload_records(folder)
 
 
 def upload_records(folder: str) -> None:
-    """Send what the run has recorded so far, where the folder is a URL."""
+    """Send what the run has recorded since it was last sent, where the folder is a URL."""
     kinds = [name.partition(".")[0] for name in RECORDS]
-    names = {path.name for kind in kinds for path in local_folder(folder).glob(f"{kind}*")}
-    upload(folder, *sorted(names))
+    local = local_folder(folder)
+    upload(folder, *unsent(folder, {path for kind in kinds for path in local.glob(f"{kind}*")}))
+
+
+def cut_samples(folder: str, last: int) -> None:
+    """Remove the samples of steps after ``last``, which a resumed run does again."""
+    steps = {path: int(path.name[4:-9]) for path in (local_folder(folder) / SAMPLES).glob("step*.jsonl.gz")}
+    late = [path for path, step in steps.items() if step > last]
+    for path in late:
+        path.unlink()
+    upload(folder, *(f"{SAMPLES}/{path.name}" for path in late))
 
 
 def run_name(config: LoggingConfig, folder: str) -> str:

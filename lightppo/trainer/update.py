@@ -35,13 +35,13 @@ def actor_loss(
     config: PPOConfig,
     kl_coef: float,
     reference: Any | None,
-) -> tuple[Tensor, Metrics, Tensor]:
+) -> tuple[Tensor, Metrics, Tensor, Tensor]:
     """Policy loss, entropy bonus, KL loss and load-balancing loss.
 
     Without ``action_log_probs`` in the experience, the policy that is trained is the one that sampled.
 
     Returns:
-        the loss (scalar), metrics, and the log probs of the policy before the update (B, A).
+        the loss (scalar), metrics, and without gradient the policy's log probs and its entropy, (B, A) each.
     """
     a, o, mask = config.algorithm, config.loss, experience.action_mask
     scores = actor.score_actions(
@@ -51,7 +51,8 @@ def actor_loss(
         logits=a.use_kl_loss and a.kl_estimator == "full",
         router_loss=o.aux_loss_coef > 0,
     )
-    old = scores.log_probs.detach() if experience.action_log_probs is None else experience.action_log_probs
+    log_probs, per_token = scores.log_probs.detach(), scores.entropy.detach()
+    old = log_probs if experience.action_log_probs is None else experience.action_log_probs
     selected = experience.selected if selection_of(loss_fn) is not None else None
     loss, metrics = loss_fn(
         *(scores.log_probs, old, experience.advantages, mask, normalizer),
@@ -59,7 +60,7 @@ def actor_loss(
         selected=selected,
         rollout_log_probs=experience.rollout_log_probs,
     )
-    entropy = aggregate_loss(scores.entropy.detach(), mask, "token-mean", normalizer)
+    entropy = aggregate_loss(per_token, mask, "token-mean", normalizer)
     metrics |= {"policy_loss": loss.detach(), "entropy": entropy}
     if o.entropy_coef > 0:
         loss = loss - o.entropy_coef * aggregate_loss(scores.entropy, mask, o.loss_agg_mode, normalizer)
@@ -74,7 +75,7 @@ def actor_loss(
         aux_loss = share * scores.router_loss
         loss = loss + o.aux_loss_coef * aux_loss
         metrics |= {"aux_loss": aux_loss.detach()}
-    return loss, metrics, old
+    return loss, metrics, log_probs, per_token
 
 
 def _kl_to_reference(

@@ -1,15 +1,13 @@
-"""Rollouts in files: the samples of a step, and replay."""
+"""Rollouts in files: replay."""
 
 from __future__ import annotations
 
-import json
-
 import pytest
-from support.fakes import FakeEngine, FakeStrategy, make_rollout, on_ranks
+from support.fakes import FakeEngine, FakeStrategy, on_ranks
 
 from lightppo.data.records import Prompt
 from lightppo.errors import ConfigError
-from lightppo.experience.checks import RolloutReplay, write_step
+from lightppo.experience.checks import RolloutReplay
 from lightppo.rollout.engine import SamplingParams
 
 PROMPTS = [Prompt("a", [1], label={"answer": 3}, index=0, extra={"level": 2}), Prompt("b", [2, 3], index=1)]
@@ -20,27 +18,6 @@ def sampled(prompts=PROMPTS):
     for rollout in rollouts:
         rollout.log_probs = [-0.1, -1 / 3]
     return rollouts
-
-
-def test_one_line_per_sample_of_all_ranks_in_order(tmp_path):
-    def run(strategy):
-        # rank 0 has prompt 5, rank 1 has prompt 2
-        index = 5 - 3 * strategy.rank
-        mine = [make_rollout(index=index, sample_index=j, reward=index + j / 2, label="7") for j in (0, 1)]
-        mine[1].extras, mine[1].finish_reason = {"accuracy": 1.0}, "length"
-        write_step(tmp_path / "data", 4, mine, strategy)
-
-    on_ranks(2, run)
-    assert [path.name for path in (tmp_path / "data").iterdir()] == ["step4.jsonl"]
-    rows = [json.loads(line) for line in (tmp_path / "data" / "step4.jsonl").read_text().splitlines()]
-    assert [(row["index"], row["sample_index"], row["score"]) for row in rows] == [
-        (2, 0, 2.0), (2, 1, 2.5), (5, 0, 5.0), (5, 1, 5.5)
-    ]  # fmt: skip
-    assert rows[1] == {
-        "step": 4, "index": 2, "sample_index": 1, "data_source": "default", "input": "prompt 2", "output": "answer 1",
-        "ground_truth": "7", "score": 2.5, "finish_reason": "length", "response_length": 2,
-        "extras": {"accuracy": 1.0},
-    }  # fmt: skip
 
 
 def never() -> list:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import signal
@@ -163,6 +164,8 @@ def test_a_new_run_keeps_evaluations_rollouts_and_curves_of_the_old_one(make_con
         fitted(make_config(**options, benchmark_steps=steps))
     files = lambda folder: sorted(path.name for path in folder.iterdir())  # noqa: E731
     assert (files(run / "eval.1"), files(run / "eval")) == (["step2.jsonl"], ["step1.jsonl"])
+    samples = ["step1.jsonl.gz", "step2.jsonl.gz"]
+    assert (files(run / "rollouts.1"), files(run / "rollouts")) == (samples, samples[:1])
     assert files(tmp_path / "rollouts.1") == ["step1.jsonl", "step2.jsonl"]
     assert files(tmp_path / "rollouts") == ["step1.jsonl"]
     assert files(tb) == ["run", "run.1"]
@@ -170,6 +173,25 @@ def test_a_new_run_keeps_evaluations_rollouts_and_curves_of_the_old_one(make_con
     assert len((run / "metrics.jsonl").read_text().splitlines()) == 2
     assert "benchmark_steps: 2" in (run / "run_config.1.yaml").read_text()
     assert capsys.readouterr().out.count("an earlier run's files are kept apart") == 1
+
+
+@pytest.mark.usefixtures("world")
+def test_all_samples_may_be_in_the_folder_of_some(make_config, tmp_path):
+    run = tmp_path / "run"
+    for _ in range(2):
+        fitted(make_config(record_samples=3, rollout_data_dir=str(run / "rollouts"), benchmark_steps=1))
+    for folder in (run / "rollouts", run / "rollouts.1"):
+        assert sorted(path.name for path in folder.iterdir()) == ["step1.jsonl", "step1.jsonl.gz"]
+        every = [json.loads(line) for line in (folder / "step1.jsonl").read_text().splitlines()]
+        with gzip.open(folder / "step1.jsonl.gz", "rt") as file:
+            some = [json.loads(line) for line in file]
+        assert (len(every), len(some)) == (4, 3)
+        for row in some:  # a critic, a reference, one optimizer step
+            tokens = row.pop("tokens")
+            numbers = {"log_prob", "rollout_log_prob", "kl", "entropy", "advantage", "value"}
+            assert tokens.keys() == {"text"} | numbers
+            assert {len(values) for values in tokens.values()} == {row["response_length"]}
+            assert row in every
 
 
 # -- what makes the run ----------------------------------------------------------------------------------------------
@@ -327,8 +349,11 @@ def test_a_run_at_a_url_goes_on_on_another_machine(make_config, memory, tmp_path
                "best_metric": "eval/reward", "eval_steps": 1, "val_before_train": False,
                "save_hf_ckpt": True}  # fmt: skip
     straight = fitted(make_config(**options))
+    samples = Path(straight.config.checkpoint.save_path, "rollouts")
     config = make_config(**options, save_path="memory://bucket/run", ckpt_path=None)
     fitted(config.with_options(benchmark_steps=2))
+    memory.pipe("/bucket/run/rollouts/step3.jsonl.gz", b"of a step that no checkpoint has")
+    memory.pipe("/bucket/run/rollouts/step9.jsonl.gz", b"")
     assert "/bucket/run/config.json" in memory.find("/bucket/run")
     whole = names(memory, "/bucket/run/checkpoints_ppo")
     assert {name.split("/")[1] for name in whole if name.startswith("_actor/")} == {"global_step2", "latest"}
@@ -345,13 +370,19 @@ def test_a_run_at_a_url_goes_on_on_another_machine(make_config, memory, tmp_path
     assert {name for name in names(memory, "/bucket/run") if name.startswith("eval/")} == {
         f"eval/step{step}.jsonl" for step in (1, 2, 3)
     }
+    kept = [name for name in names(memory, "/bucket/run") if name.startswith("rollouts/")]
+    assert {name: memory.cat(f"/bucket/run/{name}") for name in kept} == {
+        f"rollouts/{path.name}": path.read_bytes() for path in samples.iterdir()
+    }
     kept = names(memory, "/bucket/run/checkpoints_ppo")
     assert {name.split("/")[1] for name in kept if name.startswith("_actor/")} == {"global_step3", "latest"}
     assert not any(name.startswith("global_step2_hf") for name in kept)
 
     anew = PPOTrainer.from_config(config.with_options(resume="never"))
     assert anew.state.global_step == 0
-    assert {"metrics.1.jsonl", "eval.1/step1.jsonl", "run_config.1.yaml"} < names(memory, "/bucket/run")
+    kept = names(memory, "/bucket/run")
+    assert {"metrics.1.jsonl", "eval.1/step1.jsonl", "rollouts.1/step3.jsonl.gz", "run_config.1.yaml"} < kept
+    assert not any(name.startswith(("eval/", "rollouts/", "metrics.jsonl")) for name in kept)
     assert not (tmp_path / "node2" / "unsent").exists()  # all was sent
     again = make_config(pretrain="memory://bucket/run", save_path=str(tmp_path / "next"), ckpt_path=None)
     from_export = PPOTrainer.from_config(again)
