@@ -17,7 +17,7 @@ import yaml
 from lightppo.config.aliases import hint
 from lightppo.config.options import all_options, conform, sections
 from lightppo.config.rules import FACTS, PPOConfig, condition_text, idle_flags
-from lightppo.errors import ConfigError
+from lightppo.errors import ConfigError, UserError
 from lightppo.option import Option, Section, nearest
 
 S = TypeVar("S", bound=Section)
@@ -86,11 +86,11 @@ def _arguments(argv: Sequence[str] | None, help_of: Callable[[bool], str]) -> Se
 
 
 @contextmanager
-def exit_on_mistakes(prog: str) -> Iterator[None]:
-    """Turns a ``ConfigError`` into exit code 2, and prints its lines on rank 0."""
+def exit_on_mistakes(prog: str, kind: type[UserError] = ConfigError) -> Iterator[None]:
+    """Turns an error of this kind into exit code 2, and prints its lines on rank 0."""
     try:
         yield
-    except ConfigError as error:
+    except kind as error:
         for line in str(error).split("\n"):
             _print(f"{prog}: error: {line}\n", sys.stderr)
         raise SystemExit(2) from None

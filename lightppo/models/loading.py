@@ -51,7 +51,7 @@ class LoadOptions:
     """How a model is loaded."""
 
     attn_implementation: str = "auto"  # or a name of transformers': eager, sdpa, flash_attention_2
-    bf16: bool = False  # the dtype of the weights, else float32
+    bf16: bool | None = False  # the dtype of the weights, else float32; None: as in the checkpoint
     ds_config: dict[str, Any] | None = None  # DeepSpeed's; ZeRO stage 3 shards the weights while they load
     trust_remote_code: bool = False  # run the model code that comes with the checkpoint
     init_from_scratch: bool = False  # random weights from the config alone (the folder needs only config.json)
@@ -106,7 +106,7 @@ def _load(
     model_class = auto_class._model_mapping.get(type(config), None)
     kwargs: dict[str, Any] = {
         "attn_implementation": resolve_attn_implementation(o.attn_implementation, o.bf16, model_class),
-        "dtype": torch.bfloat16 if o.bf16 else torch.float32,
+        "dtype": "auto" if o.bf16 is None else torch.bfloat16 if o.bf16 else torch.float32,
         "trust_remote_code": o.trust_remote_code,
     }
     zero3 = _zero3_config(o)
@@ -245,7 +245,7 @@ def _zero_dropout_attributes(owner: PretrainedConfig | nn.Module) -> None:
             setattr(owner, key, 0.0)
 
 
-def resolve_attn_implementation(name: str, bf16: bool, model_class: type | None = None) -> str | None:
+def resolve_attn_implementation(name: str, bf16: bool | None, model_class: type | None = None) -> str | None:
     """The flag for transformers. "auto" is flash_attention_2 if usable, else None, and transformers chooses."""
     if name not in ("auto", "flash_attention_2"):
         return name

@@ -6,10 +6,14 @@ Uses peft's private ``_disable_adapters``: its public switch also freezes adapte
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
+import textwrap
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +24,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lightppo.errors import ModelLoadError
 from lightppo.models.actor import ActionScores, Actor
-from lightppo.models.loading import head_names, value_head
+from lightppo.models.loading import head_names, load_causal_lm, load_config, load_sequence_classifier, value_head
 from lightppo.models.quantised import dense_weight, quantised_layers
 from lightppo.models.wrapper import PretrainedWrapper
 
@@ -43,7 +47,7 @@ class LoraOptions:
 def check_peft() -> None:
     """ModelLoadError if peft is not installed; imports nothing."""
     if importlib.util.find_spec("peft") is None:
-        raise ModelLoadError("--lora_rank needs peft: pip install 'lightppo[lora]', or pip install peft")
+        raise ModelLoadError("LoRA adapters (--lora_rank) need peft: pip install 'lightppo[lora]', or pip install peft")
 
 
 def add_adapters(model: PretrainedWrapper, options: LoraOptions, seed: int = 42) -> None:
@@ -161,6 +165,47 @@ def merge(weight: Tensor, a: Tensor, b: Tensor, scaling: float, transposed: bool
     """W + scaling · B A, summed in float32, in W's dtype; ``transposed``: W is (in, out) (GPT-2's Conv1D)."""
     change = scaling * (b.float() @ a.float())
     return (weight.float() + (change.T if transposed else change)).to(weight.dtype)
+
+
+def is_adapter(path: str | os.PathLike[str]) -> bool:
+    """Whether a folder holds adapters alone."""
+    folder = Path(path).expanduser()
+    return (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file()
+
+
+@torch.no_grad()
+def load_merged(
+    adapter: str | os.PathLike[str], base: str | None = None, flag: str = "--base", trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """The base model of an adapter's folder with the adapter in its weights: summed in float32, in the weights' dtype.
+
+    ``base`` None: what the adapter's config names. Any adapter that peft can merge.
+    """
+    check_peft()
+    from peft import PeftConfig, PeftModel
+
+    config = PeftConfig.from_pretrained(str(adapter))
+    if (base := base or config.base_model_name_or_path) is None:
+        raise ModelLoadError(f"{adapter}: adapter_config.json does not name the base model: set {flag}")
+    options = {"flag": flag, "trust_remote_code": trust_remote_code}
+    if getattr(load_config(base, **options), "quantization_config", None) is not None:
+        raise ModelLoadError(f"{flag} {base} is quantised, and cannot hold a merged adapter: name the dense model")
+    load = partial(load_sequence_classifier, kind="critic") if config.task_type == "SEQ_CLS" else load_causal_lm
+    model = load(base, bf16=None, **options)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*missing adapter keys")
+        try:
+            wrapped = PeftModel.from_pretrained(model, str(adapter))
+        except (UserWarning, RuntimeError, ValueError) as error:
+            reason = textwrap.shorten(str(error), 500, placeholder=" …")
+            raise ModelLoadError(f"{adapter} does not fit {flag} {base}: {reason}") from error
+    for layer in [module for module in wrapped.modules() if hasattr(module, "get_base_layer") and hasattr(module, "merge")]:
+        dtypes = {name: weight.dtype for name, weight in layer.get_base_layer().named_parameters()}
+        layer.float().merge(safe_merge=True)
+        for name, dtype in dtypes.items():
+            weight = layer.get_base_layer().get_parameter(name)
+            weight.data = weight.data.to(dtype)
+    return wrapped.merge_and_unload()
 
 
 def layer_of(name: str) -> str:

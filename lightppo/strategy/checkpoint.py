@@ -26,7 +26,7 @@ from lightppo import durable
 from lightppo.errors import CheckpointError, StorageError
 from lightppo.ranks import Ranks
 from lightppo.storage import download, is_url, local_folder, upload
-from lightppo.strategy.reshape import FROZEN, load_frozen, load_trained
+from lightppo.strategy.reshape import FROZEN, load_frozen, load_trained, whole_weights
 from lightppo.strategy.zero3 import (
     find_adapters,
     find_hf_model,
@@ -229,8 +229,40 @@ def load_checkpoint(
     if has_optimizer(engine) and engine.lr_scheduler is not None:
         for group, lr in zip(engine.optimizer.param_groups, engine.lr_scheduler.get_last_lr(), strict=True):
             group["lr"] = lr
-    client_state = torch.load(path / _CLIENT_STATE, map_location="cpu", weights_only=True)
-    return str(path), client_state
+    return str(path), read_client_state(path)
+
+
+def read_client_state(path: Path) -> dict[str, Any]:
+    """What was saved with the checkpoint in this folder."""
+    return torch.load(path / _CLIENT_STATE, map_location="cpu", weights_only=True)
+
+
+def read_meta(path: Path) -> dict[str, Any]:
+    """What a checkpoint says about itself: ranks, ZeRO stage, precision, adapters."""
+    if not (path / META).is_file():
+        raise CheckpointError(f"{path} is not a checkpoint of lightppo: {META} is missing")
+    meta = json.loads((path / META).read_text())
+    if meta.get("format") != _FORMAT:
+        raise CheckpointError(f"{path} has format {meta.get('format')!r}; this version of lightppo reads {_FORMAT}")
+    return meta
+
+
+def load_weights(model: Any, path: Path, meta: Mapping[str, Any]) -> None:
+    """Loads the weights of a checkpoint of any ranks and ZeRO stage into a model of this process, without engine.
+
+    Its tensors are replaced by those of the files; under adapters its frozen weights stay.
+    """
+    module = unwrap_model(model)
+    if meta["adapters"]:
+        _check_frozen(path, meta, [_frozen_sums(module)], 0, changed=True)
+    weights = whole_weights(path, meta, module.state_dict(keep_vars=True))
+    module.load_state_dict(weights, strict=False, assign=True)
+    find_hf_model(module)[0].tie_weights()
+    now = module.state_dict(keep_vars=True)
+    given = {now[name] for name in weights}
+    kept = _frozen_names(module) if meta["adapters"] else set()
+    if missing := sorted(name for name, tensor in now.items() if tensor not in given and name not in kept):
+        raise CheckpointError(f"{path} holds another model: it has no {missing[0]!r} ({len(missing)} are missing)")
 
 
 def has_finite_weights(model: Any) -> bool:
@@ -323,11 +355,7 @@ def _check_fits(
     ranks: Ranks, engine: Any, path: Path, load_optimizer_states: bool, adapters: str | None, reshape: bool
 ) -> dict[str, Any]:
     """What the checkpoint says about itself, if it can be loaded here."""
-    if not (path / META).is_file():
-        raise CheckpointError(f"{path} is not a checkpoint of lightppo: {META} is missing")
-    meta = json.loads((path / META).read_text())
-    if meta.get("format") != _FORMAT:
-        raise CheckpointError(f"{path} has format {meta.get('format')!r}; this version of lightppo reads {_FORMAT}")
+    meta = read_meta(path)
     if (saved := meta.get("adapters")) != adapters:
         raise CheckpointError(
             f"{path} was saved with {saved or 'no LoRA adapters'}, this model has {adapters or 'none'}: resume with "
@@ -348,18 +376,25 @@ def _check_fits(
         # DeepSpeed rebuilds ZeRO-3 weights from the marker's tag, whatever tag we ask for.
         raise CheckpointError(f"at ZeRO-3 weights alone load from the latest tag only, and {path.name!r} is not it")
     if adapters:
-        frozen, in_4bit = zip(*ranks.all_gather_object(_frozen_sums(engine.module)))
-        saved, now = (meta["frozen"], meta.get("in_4bit", in_4bit)), (frozen, in_4bit)
-        if changed:  # other shards: only their totals compare
-            saved, now = _totals(*saved, meta["zero_stage"]), _totals(*now, shape["zero_stage"])
-        # Another machine's kernels may sum in another order; another model's sums are far off.
-        alike = all(math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-9) for a, b in zip(saved[0], now[0], strict=True))
-        if not alike or list(saved[1]) != list(now[1]):
-            raise CheckpointError(
-                f"{path} holds LoRA adapters of other frozen weights: give the --pretrain (for a critic, the "
-                "--critic_pretrain) that they were trained on, unchanged"
-            )
+        _check_frozen(path, meta, ranks.all_gather_object(_frozen_sums(engine.module)), shape["zero_stage"], bool(changed))
     return meta
+
+
+def _check_frozen(
+    path: Path, meta: Mapping[str, Any], sums: Sequence[tuple[float, int]], stage: int, changed: bool
+) -> None:
+    """Adapters fit the weights beside which they were trained; ``changed``: shards or ranks are not as they were."""
+    frozen, in_4bit = zip(*sums)
+    saved, now = (meta["frozen"], meta.get("in_4bit", in_4bit)), (frozen, in_4bit)
+    if changed:  # other shards: only their totals compare
+        saved, now = _totals(*saved, meta["zero_stage"]), _totals(*now, stage)
+    # Another machine's kernels may sum in another order; another model's sums are far off.
+    alike = all(math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-9) for a, b in zip(saved[0], now[0], strict=True))
+    if not alike or list(saved[1]) != list(now[1]):
+        raise CheckpointError(
+            f"{path} holds LoRA adapters of other frozen weights: give the --pretrain (for a critic, the "
+            "--critic_pretrain) that they were trained on, unchanged"
+        )
 
 
 def _totals(dense: Sequence[float], in_4bit: Sequence[int], stage: int) -> tuple[list[float], list[int]]:

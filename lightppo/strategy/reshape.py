@@ -8,7 +8,7 @@ to the others or back. The layouts of ``pieces_of``, and ``_MASTERS`` and ``_BAS
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -226,14 +226,42 @@ def _fill(engine: Any, saved: SavedOptimizer, groups: Sequence[Shapes]) -> list[
 @torch.no_grad()
 def load_frozen(engine: Any, path: Path, meta: Mapping[str, Any]) -> None:
     """As ``load_trained``, for a model without optimizer."""
+    tensors = unwrap_model(engine).state_dict(keep_vars=True)
+    for name, weights in _frozen_weights(path, meta, tensors):
+        _put(tensors[name], weights)
+
+
+def _frozen_weights(
+    path: Path, meta: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """(name, elements, perhaps with padding behind them) of a model saved without optimizer."""
     sharded = meta["zero_stage"] == 3
     files = [_read(path / FROZEN.format(rank)) for rank in range(meta["world_size"] if sharded else 1)]
-    tensors = unwrap_model(engine).state_dict(keep_vars=True)
     if odd := sorted(files[0].keys() ^ tensors.keys()):
         raise CheckpointError(f"{path} holds another model: {len(odd)} weights differ, first {odd[0]!r}")
     for name, tensor in tensors.items():
         parts = [file[name].reshape(-1) for file in files]
-        _put(tensor, torch.cat(parts) if sharded and isinstance(tensor, nn.Parameter) else parts[0])
+        yield name, torch.cat(parts) if sharded and isinstance(tensor, nn.Parameter) else parts[0]
+
+
+@torch.no_grad()
+def whole_weights(path: Path, meta: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What a checkpoint holds, in type and shape of a model's ``tensors``, which are not sharded: the weights of its
+    forward. Under adapters these are the trained ones; of tied weights there is at least one."""
+    if not meta["optimizer"]:
+        found = dict(_frozen_weights(path, meta, tensors))
+    elif meta["zero_stage"] < 3:
+        found = _read(path / "mp_rank_00_model_states.pt")["module"]
+    else:
+        saved = SavedOptimizer(path, meta, ())
+        found = {name: saved.common["module"][name] for name in saved.common["buffer_names"]}
+        found |= {name: saved.whole(name) for name in saved.members}
+        frozen = {name: saved.frozen(name) for name in tensors.keys() - found.keys()}
+        found |= {name: weights for name, weights in frozen.items() if weights is not None}
+    fits = {name: t.numel() <= found[name].numel() for name, t in tensors.items() if name in found}
+    if odd := sorted(name for name in found if not fits.get(name)):
+        raise CheckpointError(f"{path} holds another model: {len(odd)} weights differ, first {odd[0]!r}")
+    return {name: w.reshape(-1)[: (t := tensors[name]).numel()].view(t.shape).to(t.dtype) for name, w in found.items()}
 
 
 def _put(tensor: Tensor, weights: Tensor) -> None:

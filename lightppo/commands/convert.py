@@ -1,0 +1,177 @@
+"""``lightppo convert``: a checkpoint of training → a Hugging Face folder. ``lightppo merge``: an adapter and its base.
+
+Both take one process and no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightppo.commands.diff import options_of, recorded_path
+from lightppo.config.cli import exit_on_mistakes
+from lightppo.errors import CheckpointError, ConfigError, UserError
+
+PARTS = ("actor", "critic", "ema", "reference")
+
+
+def convert(argv: Sequence[str], prog: str = "lightppo convert") -> None:
+    """Exit code 2 if there is no such checkpoint, or if it is damaged."""
+    parser = argparse.ArgumentParser(
+        prog, description="Write a model of a training checkpoint (ZeRO 0 to 3, any number of ranks) as a Hugging Face "
+        "folder with its tokenizer; with LoRA merged, and the adapter inside. Needs one process and no GPU."
+    )  # fmt: skip
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="--save_path or --ckpt_path of a run, or "
+                        "the folder of one checkpoint, such as CKPT_PATH/_actor/global_step20")  # fmt: skip
+    parser.add_argument("output", metavar="OUT", type=Path, help="new folder")
+    parser.add_argument("--step", type=int, help="of a run: the checkpoint of this step; default: the last one")
+    parser.add_argument("--part", choices=PARTS, default="actor", help="of a run: which model; default: actor")
+    add_base(parser, "model that training started from, for config and tokenizer, under LoRA its weights too; "
+             "default: the one that the checkpoint names")  # fmt: skip
+    args = parser.parse_args(argv)
+
+    def model_and_tokenizer() -> tuple[Any, Any]:
+        folder = find_checkpoint(args.checkpoint, args.part, args.step)
+        print(f"reading {folder}", flush=True)
+        return open_checkpoint(folder, args.base, args.trust_remote_code)
+
+    _write(args.output, model_and_tokenizer, prog)
+
+
+def merge(argv: Sequence[str], prog: str = "lightppo merge") -> None:
+    """Exit code 2 if the adapter does not fit."""
+    parser = argparse.ArgumentParser(
+        prog, description="Write a LoRA adapter, summed into its base model, as a Hugging Face folder with tokenizer and "
+        "generation config. Weights keep their type; the sum is made in float32."
+    )  # fmt: skip
+    parser.add_argument("adapter", metavar="ADAPTER", type=Path, help="folder with adapter_config.json")
+    parser.add_argument("output", metavar="OUT", type=Path, help="new folder")
+    add_base(parser, "dense base model; default: the one that the adapter's config names")
+    args = parser.parse_args(argv)
+
+    def model_and_tokenizer() -> tuple[Any, Any]:
+        if not (args.adapter / "adapter_config.json").is_file():
+            raise ConfigError(f"{args.adapter} has no adapter_config.json: it is no folder of an adapter")
+        if options_of(args.adapter.absolute().parent).get("load_in_4bit"):
+            print("note: this adapter was trained beside weights in 4 bits: merged into the dense ones, the model is not "
+                  f"quite the trained one; {args.adapter.absolute().parent} is", flush=True)  # fmt: skip
+        return open_adapter(args.adapter, args.base, args.trust_remote_code)
+
+    _write(args.output, model_and_tokenizer, prog)
+
+
+def add_base(parser: argparse.ArgumentParser, meaning: str) -> None:
+    """The options of what a checkpoint or an adapter belongs to."""
+    parser.add_argument("--base", metavar="MODEL", help=meaning)
+    parser.add_argument("--trust_remote_code", action="store_true", help="run Python code that comes with the base")
+
+
+def _write(output: Path, read: Callable[[], tuple[Any, Any]], prog: str) -> None:
+    with exit_on_mistakes(prog, UserError):
+        if output.exists() and (not output.is_dir() or any(output.iterdir())):
+            raise ConfigError(f"{output} is there already: name a new folder")
+
+        from lightppo.ranks import Alone
+        from lightppo.strategy.checkpoint import save_model
+
+        save_model(Alone(), *read(), output)
+        size = sum(path.stat().st_size for path in output.rglob("*") if path.is_file())
+        print(f"{output}: {size / 1e6:,.1f} MB")
+
+
+# -- what is where ---------------------------------------------------------------------------------------------------
+
+
+def find_checkpoint(path: Path, part: str = "actor", step: int | None = None) -> Path:
+    """The folder of one model in a checkpoint: ``path`` itself, or in the run that it belongs to; the last, or of a step."""
+    from lightppo.strategy.checkpoint import META, list_tags
+
+    if (path / META).is_file():
+        return path
+    recorded = recorded_path(path, "ckpt_path")  # of the run with this --save_path
+    found = [recorded / f"_{part}"] if recorded is not None else [path / f"_{part}", path]
+    for folder in found:
+        tags = [f"global_step{step}"] if step is not None else list_tags(folder)[::-1] if folder.is_dir() else []
+        for tag in tags[:1]:
+            if (folder / tag / META).is_file():
+                return folder / tag
+    there = ", ".join(sorted(tag for folder in found if folder.is_dir() for tag in list_tags(folder))) or "none"
+    wanted = "" if step is None else f" of step {step}"
+    raise CheckpointError(f"{path} holds no checkpoint{wanted} of the {part}; whole ones here: {there}")
+
+
+def checkpoint_options(folder: Path) -> dict[str, Any]:
+    """The options of the run that saved a checkpoint; none if it does not say them."""
+    from lightppo.strategy.checkpoint import read_client_state
+
+    of_actor = folder.absolute().parent.parent / "_actor" / folder.name  # its part knows, the others do not
+    states = [read_client_state(one) for one in (folder, of_actor) if (one / "client_state.pt").is_file()]
+    return next((state["config"] for state in states if "config" in state), {})
+
+
+# -- models out of them ----------------------------------------------------------------------------------------------
+
+
+def open_checkpoint(folder: Path, base: str | None, trust_remote_code: bool) -> tuple[Any, Any]:
+    """Model (an actor or a critic) and tokenizer of a checkpoint, whose manifest is checked before."""
+    from lightppo.models.loading import get_tokenizer
+    from lightppo.ranks import Alone
+    from lightppo.storage import stage_to_local
+    from lightppo.strategy.checkpoint import damage, load_weights, read_meta
+
+    meta = read_meta(folder)
+    if found := damage(Alone(), folder):
+        raise CheckpointError(f"{folder} is damaged: {'; '.join(found)}")
+    options = checkpoint_options(folder)
+    is_critic = folder.absolute().parent.name == "_critic"
+    start = base or options.get("critic_pretrain" if is_critic else "pretrain")
+    if start is None:
+        raise CheckpointError(f"{folder} does not name the model that it started from: set --base")
+    model = _model_for(meta, options, stage_to_local(start), is_critic, trust_remote_code)
+    load_weights(model, folder, meta)
+    words = base or options.get("tokenizer_path") or start
+    return model, get_tokenizer(stage_to_local(words), model, trust_remote_code=trust_remote_code, flag="--base")
+
+
+def _model_for(
+    meta: Mapping[str, Any], options: Mapping[str, Any], start: str, is_critic: bool, trust_remote_code: bool
+) -> Any:
+    """A model that a checkpoint's weights fit; its own are the base's under adapters, else of no meaning."""
+    from contextlib import nullcontext
+
+    from transformers.initialization import no_init_weights
+
+    from lightppo.models.actor import Actor
+    from lightppo.models.critic import Critic
+    from lightppo.models.lora import LoraOptions, add_adapters
+
+    settings = {"bf16": meta["bf16"], "flag": "--base", "trust_remote_code": trust_remote_code}
+    settings |= {name: options[name] for name in ("external_lib", "init_from_scratch", "seed") if name in options}
+    if not meta["adapters"]:
+        settings["init_from_scratch"] = True
+    if options.get("override_config"):
+        settings["override_config"] = json.loads(options["override_config"])
+    if is_critic:
+        settings["init_value_head"] = True  # the trained head is in the checkpoint
+    if meta["adapters"]:
+        settings["load_in_4bit"] = options.get("load_in_4bit", False)
+    with nullcontext() if meta["adapters"] else no_init_weights():
+        model = (Critic if is_critic else Actor)(start, **settings)
+    if meta["adapters"]:
+        alpha, targets = options.get("lora_alpha") or 16.0, tuple(options.get("target_modules", ()))
+        add_adapters(model, LoraOptions(options["lora_rank"], alpha, target_modules=targets))
+    return model
+
+
+def open_adapter(folder: Path, base: str | None, trust_remote_code: bool = False) -> tuple[Any, Any]:
+    """Merged model and tokenizer; the tokenizer is the base's if the folder has none."""
+    from lightppo.models.loading import get_tokenizer
+    from lightppo.models.lora import load_merged
+
+    model = load_merged(folder, base, trust_remote_code=trust_remote_code)
+    has_tokenizer = (folder / "tokenizer_config.json").is_file()
+    path = str(folder) if has_tokenizer else model.config.name_or_path
+    return model, get_tokenizer(path, model, trust_remote_code=trust_remote_code, flag="--base")
