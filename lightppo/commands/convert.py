@@ -44,8 +44,8 @@ def convert(argv: Sequence[str], prog: str = "lightppo convert") -> None:
 def merge(argv: Sequence[str], prog: str = "lightppo merge") -> None:
     """Exit code 2 if the adapter does not fit."""
     parser = argparse.ArgumentParser(
-        prog, description="Write a LoRA adapter, summed into its base model, as a Hugging Face folder with tokenizer and "
-        "generation config. Weights keep their type; the sum is made in float32."
+        prog, description="Write a LoRA adapter, summed into its base model, as a Hugging Face folder with tokenizer "
+        "and generation config. Weights keep their type; the sum is made in float32."
     )  # fmt: skip
     parser.add_argument("adapter", metavar="ADAPTER", type=Path, help="folder with adapter_config.json")
     parser.add_argument("output", metavar="OUT", type=Path, help="new folder")
@@ -55,9 +55,10 @@ def merge(argv: Sequence[str], prog: str = "lightppo merge") -> None:
     def model_and_tokenizer() -> tuple[Any, Any]:
         if not (args.adapter / "adapter_config.json").is_file():
             raise ConfigError(f"{args.adapter} has no adapter_config.json: it is no folder of an adapter")
-        if options_of(args.adapter.absolute().parent).get("load_in_4bit"):
-            print("note: this adapter was trained beside weights in 4 bits: merged into the dense ones, the model is not "
-                  f"quite the trained one; {args.adapter.absolute().parent} is", flush=True)  # fmt: skip
+        run = args.adapter.absolute().parent
+        if options_of(run).get("load_in_4bit"):
+            note = "trained beside weights in 4 bits: merged into the dense ones it is not quite the trained model"
+            print(f"note: this adapter was {note}, which {run} is", flush=True)
         return open_adapter(args.adapter, args.base, args.trust_remote_code)
 
     _write(args.output, model_and_tokenizer, prog)
@@ -86,7 +87,7 @@ def _write(output: Path, read: Callable[[], tuple[Any, Any]], prog: str) -> None
 
 
 def find_checkpoint(path: Path, part: str = "actor", step: int | None = None) -> Path:
-    """The folder of one model in a checkpoint: ``path`` itself, or in the run that it belongs to; the last, or of a step."""
+    """The folder of one model's checkpoint: ``path`` itself, or of a run with this folder the last one, or a step's."""
     from lightppo.strategy.checkpoint import META, list_tags
 
     if (path / META).is_file():

@@ -199,13 +199,15 @@ def load_merged(
         except (UserWarning, RuntimeError, ValueError) as error:
             reason = textwrap.shorten(str(error), 500, placeholder=" …")
             raise ModelLoadError(f"{adapter} does not fit {flag} {base}: {reason}") from error
-    for layer in [module for module in wrapped.modules() if hasattr(module, "get_base_layer") and hasattr(module, "merge")]:
+    for layer in [module for module in wrapped.modules() if hasattr(module, "lora_A") and hasattr(module, "merge")]:
         dtypes = {name: weight.dtype for name, weight in layer.get_base_layer().named_parameters()}
         layer.float().merge(safe_merge=True)
         for name, dtype in dtypes.items():
             weight = layer.get_base_layer().get_parameter(name)
             weight.data = weight.data.to(dtype)
-    return wrapped.merge_and_unload()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="All adapters are already merged")
+        return wrapped.merge_and_unload()
 
 
 def layer_of(name: str) -> str:

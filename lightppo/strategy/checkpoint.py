@@ -376,7 +376,8 @@ def _check_fits(
         # DeepSpeed rebuilds ZeRO-3 weights from the marker's tag, whatever tag we ask for.
         raise CheckpointError(f"at ZeRO-3 weights alone load from the latest tag only, and {path.name!r} is not it")
     if adapters:
-        _check_frozen(path, meta, ranks.all_gather_object(_frozen_sums(engine.module)), shape["zero_stage"], bool(changed))
+        sums = ranks.all_gather_object(_frozen_sums(engine.module))
+        _check_frozen(path, meta, sums, shape["zero_stage"], bool(changed))
     return meta
 
 

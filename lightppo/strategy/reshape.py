@@ -231,9 +231,7 @@ def load_frozen(engine: Any, path: Path, meta: Mapping[str, Any]) -> None:
         _put(tensors[name], weights)
 
 
-def _frozen_weights(
-    path: Path, meta: Mapping[str, Any], tensors: Mapping[str, Tensor]
-) -> Iterator[tuple[str, Tensor]]:
+def _frozen_weights(path: Path, meta: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """(name, elements, perhaps with padding behind them) of a model saved without optimizer."""
     sharded = meta["zero_stage"] == 3
     files = [_read(path / FROZEN.format(rank)) for rank in range(meta["world_size"] if sharded else 1)]

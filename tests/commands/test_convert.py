@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from support.adapters import randomize_b
 from support.ranks import run_ranks
-from support.tiny import save_causal_lm, sums, write_jsonl
+from support.tiny import save_causal_lm
 
 from lightppo.__main__ import main
 
@@ -34,3 +34,131 @@ def test_a_checkpoint_becomes_what_its_run_has_exported(name, recorded, tmp_path
     main(["convert", str(recorded / name), str(tmp_path / "out")])
     assert "global_step4" in capsys.readouterr().out
     assert_same_model(tmp_path / "out", recorded / name)
+
+
+def test_a_critic_and_an_earlier_step(recorded, tmp_path):
+    main(["convert", str(recorded / "two"), str(tmp_path / "out"), "--step", "2", "--part", "critic"])
+    from transformers import AutoModelForSequenceClassification
+
+    checkpoint = recorded / "two" / "checkpoints_ppo" / "_critic" / "global_step2"
+    files = [checkpoint / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (0, 1)]
+    parts = [torch.load(file, weights_only=False) for file in files]
+    masters = torch.cat([part["optimizer_state_dict"]["fp32_flat_groups"][0] for part in parts])
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
+    assert model.score.weight.shape == (1, 32)
+    assert torch.isin(model.score.weight, masters).all()
+    assert not (weights(tmp_path / "out")["score.weight"] == 0).any()
+
+
+@pytest.fixture(scope="module")
+def adapted(recorded, tmp_path_factory) -> Path:
+    """A run on two ranks at ZeRO 2 in bf16 with LoRA, an export beside its checkpoint, and a critic's."""
+    root = tmp_path_factory.mktemp("adapted")
+    flags = {"config": recorded / "one" / "run_config.yaml", "save_path": root / "run", "ckpt_path": root / "ckpt"}
+    flags |= {"bf16": True, "zero_stage": 2, "lora_rank": 2, "benchmark_steps": 2, "init_kl_coef": 0.1}
+    words = [f"--{name}={value}" for name, value in flags.items() if value is not True]
+    run_ranks(recorded / "command.py", "ppo", *words, "--bf16", "--save_hf_ckpt", "--save_value_network")
+    return root
+
+
+def test_adapters_out_of_a_checkpoint(adapted, tmp_path):
+    """Under bf16, where a sum that is rounded twice would differ."""
+    main(["convert", str(adapted / "ckpt"), str(tmp_path / "out")])
+    export = adapted / "ckpt" / "global_step2_hf"
+    assert_same_model(tmp_path / "out", export)
+    ours, theirs = (load_file(at / "adapter" / "adapter_model.safetensors") for at in (tmp_path / "out", export))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize("which", ["run", "run_critic"])
+def test_an_adapter_is_merged_as_in_an_export(which, adapted, recorded, tmp_path):
+    """Into weights of bf16, as training held them."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(recorded / "model", dtype=torch.bfloat16)
+    model.generation_config.update(temperature=0.5, do_sample=True)
+    model.save_pretrained(tmp_path / "base")
+    shutil.copy(recorded / "model" / "tokenizer.json", tmp_path / "base")
+    shutil.copy(recorded / "model" / "tokenizer_config.json", tmp_path / "base")
+    main(["merge", str(adapted / which / "adapter"), str(tmp_path / "out"), "--base", str(tmp_path / "base")])
+    found, expected = weights(tmp_path / "out"), weights(adapted / which)
+    assert found.keys() == expected.keys()
+    assert [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)] == []
+    if which == "run":
+        assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["temperature"] == 0.5
+
+
+def test_a_merged_adapter_computes_as_beside_its_base(tiny_model, tmp_path):
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(tiny_model)
+    adapted = get_peft_model(base, LoraConfig(r=4, lora_alpha=9, target_modules=["q_proj", "up_proj"], use_rslora=True))
+    randomize_b(adapted)
+    adapted.save_pretrained(tmp_path / "adapter")
+    main(["merge", str(tmp_path / "adapter"), str(tmp_path / "out")])
+    ids = torch.arange(4, 24)[None]
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    with torch.no_grad():
+        expected = adapted(ids).logits
+        torch.testing.assert_close(merged(ids).logits, expected, rtol=1e-5, atol=1e-5)
+        with adapted.disable_adapter():
+            assert (adapted(ids).logits - expected).abs().max() > 1e-2
+
+
+def fails(*words: str, capsys) -> str:
+    with pytest.raises(SystemExit) as stopped:
+        main([str(word) for word in words])
+    assert stopped.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_what_cannot_be_converted(recorded, copied, tiny_model, tmp_path, capsys):
+    run, out = copied("one"), tmp_path / "out"
+    assert "is there already: name a new folder" in fails("convert", run, run, capsys=capsys)
+    assert "no checkpoint of step 3 of the actor; whole ones here: global_step2, global_step4" in fails(
+        "convert", run, out, "--step", "3", capsys=capsys
+    )
+    assert "no checkpoint of the ema" in fails("convert", run, out, "--part", "ema", capsys=capsys)
+    assert "--base /nowhere: no such folder" in fails("convert", run, out, "--base", "/nowhere", capsys=capsys)
+    wider = save_causal_lm(tmp_path / "wider", hidden_size=64)
+    assert "holds another model" in fails("convert", run, out, "--base", wider, capsys=capsys)
+    deeper = save_causal_lm(tmp_path / "deeper", num_hidden_layers=3)
+    assert "holds another model: it has no" in fails("convert", run, out, "--base", deeper, capsys=capsys)
+    states = run / "checkpoints_ppo" / "_actor" / "global_step4" / "mp_rank_00_model_states.pt"
+    states.write_bytes(states.read_bytes()[:-1] + b"?")
+    assert "global_step4 is damaged: mp_rank_00_model_states.pt" in fails("convert", run, out, capsys=capsys)
+    assert not out.exists()
+
+
+def test_what_cannot_be_merged(adapted, tmp_path, capsys):
+    adapter, out = adapted / "run" / "adapter", tmp_path / "out"
+    assert "has no adapter_config.json" in fails("merge", adapted, out, capsys=capsys)
+    other = save_causal_lm(tmp_path / "wider", hidden_size=64)
+    assert f"adapter does not fit --base {other}" in fails("merge", adapter, out, "--base", other, capsys=capsys)
+    config = json.loads((Path(other) / "config.json").read_text())
+    packed = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (Path(other) / "config.json").write_text(json.dumps(config | {"quantization_config": packed}))
+    told = fails("merge", adapter, out, "--base", other, capsys=capsys)
+    assert "is quantised, and cannot hold a merged adapter" in told
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize(("stage", "bf16"), [(0, False), (1, True), (2, False), (3, True)])
+def test_every_stage_on_two_ranks(stage, bf16, lora, recorded, tmp_path):
+    flags = {"config": recorded / "one" / "run_config.yaml", "save_path": tmp_path / "run", "zero_stage": stage}
+    flags |= {"benchmark_steps": 2} | ({"lora_rank": 2} if lora else {"enable_ema": True})
+    words = [f"--{name}={value}" for name, value in flags.items() if value is not True]
+    words += [f"--{name}" for name, value in (flags | {"bf16": bf16}).items() if value is True]
+    run_ranks(recorded / "command.py", "ppo", *words, "--save_hf_ckpt", "--save_value_network")
+    main(["convert", str(tmp_path / "run"), str(tmp_path / "out")])
+    assert_same_model(tmp_path / "out", tmp_path / "run" / "checkpoints_ppo" / "global_step2_hf")
+    main(["convert", str(tmp_path / "run"), str(tmp_path / "critic"), "--part", "critic"])
+    found, expected = weights(tmp_path / "critic"), weights(tmp_path / "run_critic")
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+    if not lora:  # the run's own model is the average
+        main(["convert", str(tmp_path / "run"), str(tmp_path / "ema"), "--part", "ema"])
+        found, expected = weights(tmp_path / "ema"), weights(tmp_path / "run")
+        assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
