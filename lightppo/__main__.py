@@ -21,6 +21,7 @@ COMMANDS = {  # name: module, function of (arguments, name in messages), what it
     "report": ("lightppo.trainer.report", "main", "show what a run did: a table and a picture"),
     "replay": ("lightppo.commands.replay", "main", "do a step of a run again, look at it, debug it"),
     "diff": ("lightppo.commands.diff", "main", "name the first number in which two runs differ"),
+    "chat": ("lightppo.commands.chat", "main", "talk to a model, in a terminal or through a pipe"),
     "convert": ("lightppo.commands.convert", "convert", "write a training checkpoint as a Hugging Face folder"),
     "merge": ("lightppo.commands.convert", "merge", "write a LoRA adapter and its base as one model"),
     "serve-reward": ("lightppo.commands.serve_reward", "main", "serve rewards over HTTP"),

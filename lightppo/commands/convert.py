@@ -176,3 +176,24 @@ def open_adapter(folder: Path, base: str | None, trust_remote_code: bool = False
     has_tokenizer = (folder / "tokenizer_config.json").is_file()
     path = str(folder) if has_tokenizer else model.config.name_or_path
     return model, get_tokenizer(path, model, trust_remote_code=trust_remote_code, flag="--base")
+
+
+def open_model(name: str, base: str | None, trust_remote_code: bool) -> tuple[Any, Any, dict[str, Any]]:
+    """Causal LM, tokenizer, and options of the run that it is of, out of whatever a run has left, or the hub has."""
+    from lightppo.models.loading import get_tokenizer, load_causal_lm
+    from lightppo.models.lora import is_adapter
+    from lightppo.storage import stage_to_local
+
+    path, options = Path(name).expanduser(), {}
+    if is_adapter(path):
+        return *open_adapter(path, base, trust_remote_code), options_of(path.absolute().parent)
+    if path.is_dir() and not (path / "config.json").is_file():
+        folder = find_checkpoint(path)
+        path, options = folder.parent.parent / f"{folder.name}_hf", checkpoint_options(folder)  # of --save_hf_ckpt
+        if not (path / "config.json").is_file():
+            model, tokenizer = open_checkpoint(folder, base, trust_remote_code)
+            return model.hf_model, tokenizer, options
+        name = str(path)
+    loading = {"flag": "MODEL", "trust_remote_code": trust_remote_code}
+    model = load_causal_lm(local := stage_to_local(name), bf16=None, **loading)
+    return model, get_tokenizer(local, model, **loading), options or options_of(path)
