@@ -18,6 +18,7 @@ COMMANDS = {  # name: module, function of (arguments, name in messages), what it
     "ppo": ("lightppo.commands.ppo", "main", "train a language model with PPO or a relative"),
     "sft": ("lightppo.commands.sft", "main", "train it on demonstrations"),
     "eval": ("lightppo.commands.ppo", "evaluate", "score its answers to held-out prompts"),
+    "data": ("lightppo.commands.data", "main", "look at rows as a model will see them; convert data sets"),
     "report": ("lightppo.trainer.report", "main", "show what a run did: a table and a picture"),
     "replay": ("lightppo.commands.replay", "main", "do a step of a run again, look at it, debug it"),
     "diff": ("lightppo.commands.diff", "main", "name the first number in which two runs differ"),

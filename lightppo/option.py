@@ -115,10 +115,10 @@ class Section(types.SimpleNamespace):
             train_batch_size: int = option(128, "Samples per optimizer step.", "samples over all ranks", ge=1)
 
     ``own=TABLE`` adds the own options of all entries of a table of algorithms, also of those that are added later;
-    ``resume_safe=True`` holds for all options of the section.
+    ``resume_safe=True`` holds for all options of the section; ``shared`` are options that other sections declare.
     """
 
-    def __init_subclass__(cls, own: Any = None, resume_safe: bool = False) -> None:
+    def __init_subclass__(cls, own: Any = None, resume_safe: bool = False, shared: Iterable[Option] = ()) -> None:
         cls._own, cls._owner, cls._declared = own, cls.__name__.removesuffix("Config").lower(), {}
         for name, kind in get_type_hints(cls).items():
             declared: Option = cls.__dict__[name]
@@ -127,6 +127,7 @@ class Section(types.SimpleNamespace):
             if declared.per_role:
                 cls._declared[f"critic_{name}"] = cls._declared[name].of_critic()
             delattr(cls, name)
+        cls._declared |= {option.name: option for option in shared}
 
     @classmethod
     def options(cls) -> dict[str, Option]:

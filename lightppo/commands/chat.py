@@ -18,8 +18,8 @@ SAMPLING = ("temperature", "top_p", "generate_max_len")
 def main(argv: Sequence[str], prog: str = "lightppo chat") -> None:
     """Answer until ``/quit`` or the end of the input; exit code 2 if the model cannot be loaded."""
     parser = argparse.ArgumentParser(
-        prog, description="Talk to a model: /reset begins anew, /quit ends, Ctrl-C stops an answer. Without a terminal, "
-        "each line of the input is a turn, and the answers are the output."
+        prog, description="Talk to a model: /reset begins anew, /quit ends, Ctrl-C stops an answer. Without a "
+        "terminal, each line of the input is a turn, and the answers are the output."
     )  # fmt: skip
     parser.add_argument("model", metavar="MODEL", help="folder or hub id of a model, folder of a LoRA adapter, "
                         "--save_path or --ckpt_path of a run")  # fmt: skip

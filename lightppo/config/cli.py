@@ -66,11 +66,16 @@ def parse_args(argv: Sequence[str] | None = None, prog: str = "train_ppo.py") ->
 def parse_section(kind: type[S], check: Callable[[S, int], list[str]], argv: Sequence[str] | None, prog: str) -> S:
     """The options of a script that has one section; errors as :func:`parse_args`.
 
-    ``check`` says what is wrong with values that are each in range, for so many ranks.
+    ``check`` says what is wrong with values that are each in range, for so many ranks. An option ``config`` names the
+    YAML file of a run, out of which the section's options are taken beneath the flags.
     """
     arguments = _arguments(argv, lambda _: section_help(f"{prog} [flags]", kind))
     with exit_on_mistakes(prog):
-        config = kind(**_read_flags(arguments, list(kind.options().values())))
+        flags = _read_flags(arguments, list(kind.options().values()))
+        if flags.get("config") is not None:
+            of_run = _with_file(PPOConfig(), flags["config"]).flat()
+            flags = {name: value for name, value in of_run.items() if name in kind.options()} | flags
+        config = kind(**flags)
         if problems := config.missing() + check(config, int(os.environ.get("WORLD_SIZE", "1"))):
             raise ConfigError("\n".join(problems))
     return config

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
 from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data import Sampler
@@ -101,6 +102,11 @@ class _PreparedDataset(TorchDataset):
 
     def __len__(self) -> int:
         return len(self._rows)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each row. (N,)"""
+        return np.diff(self._rows.offsets)
 
     def origin(self, position: int) -> str:
         """File and line, or row number, of the row at this position."""

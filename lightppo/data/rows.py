@@ -374,6 +374,7 @@ class DatasetReport:
     kept: int = 0
     truncated: int = 0  # rows kept, but cut
     dropped: dict[str, int] = field(default_factory=dict)  # by reason: missing, wrong_type, empty, overlong, template
+    bad: list[str] = field(default_factory=list, repr=False)  # each bad row that was skipped, with its origin
 
     def __str__(self) -> str:
         dropped = ", ".join(f"{n} {reason}" for reason, n in sorted(self.dropped.items())) or "0"
@@ -451,13 +452,13 @@ def prepare_rows(
             message = f"{origin_of(dataset[number], number)}: {outcome}"
             if on_bad_row == "error":
                 raise DataError(f"{message} (mend the row, or leave such rows out with --on_bad_row skip)") from outcome
-            if len(skipped) < NAMED_ROWS:
-                skipped.append(message)
-    report = DatasetReport(len(dataset), len(kept), sum(row.truncated for row in kept), dict(dropped))
+            skipped.append(message)
+    report = DatasetReport(len(dataset), len(kept), sum(row.truncated for row in kept), dict(dropped), skipped)
+    named = skipped[:NAMED_ROWS]
     if not kept:
-        raise DataError(f"no row is left to train on. {report}" + "".join(f"\n  {m}" for m in skipped))
-    if skipped:
-        logger.warning("bad rows skipped, the first of them:\n  %s", "\n  ".join(skipped))
+        raise DataError(f"no row is left to train on. {report}" + "".join(f"\n  {m}" for m in named))
+    if named:
+        logger.warning("bad rows skipped, the first of them:\n  %s", "\n  ".join(named))
     if report.kept < report.rows or report.truncated:
         logger.warning("%s", report)
     return PreparedRows(

@@ -1,0 +1,227 @@
+"""``lightppo data``: rows as the model will see them, lengths and problems of all; public data sets → rows."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Literal
+
+from lightppo.commands.sft import SFTConfig
+from lightppo.config.cli import exit_on_mistakes, parse_section
+from lightppo.config.options import all_options
+from lightppo.errors import ConfigError, DataError, UserError
+from lightppo.option import Option, Section, option
+
+_OF_RUN = {option.name: option for option in all_options()}
+_NAMES = ("pretrain", "tokenizer_path", "trust_remote_code", "prompt_data", "prompt_data_probs", "prompt_split")
+_NAMES += ("prompt_metadata", "input_key", "label_key", "input_template", "apply_chat_template", "system_prompt")
+_NAMES += ("data_source_key", "max_samples", "prompt_max_len", "truncation", "filter_overlong_prompts", "seed")
+_SHARED = [replace(_OF_RUN[name], required=False) for name in _NAMES]
+_SHARED += [SFTConfig.options()[name] for name in ("dataset_split", "output_key", "max_len")]
+_SHARED.append(replace(SFTConfig.options()["dataset"], required=False, help="As --prompt_data, of the others."))
+_SHARED.append(Option("for", Literal["ppo", "sft"], "ppo", "The command that would train on the rows."))
+
+LIMITS = {"ppo": "prompt_max_len", "sft": "max_len"}
+
+
+class RowsConfig(Section, shared=_SHARED):
+    """Show rows as a model will see them, lengths and problems of all; exit code 1 if there are rows with a problem."""
+
+    config: str | None = option(None, "YAML file of a run, for the options that it shares with this command.")
+    row: tuple[int, ...] = option((), "Numbers of rows to show, from 1.", ge=1)
+    rows: int = option(1, "Without --row: as many from the start.", ge=0)
+    write: str | None = option(None, "Write all rows to this new JSONL file in the form that training reads.")
+    form: Literal["auto", "gsm8k", "math", "ultrafeedback"] = option(
+        "auto", "With --write: the data set that the rows are like. auto: by its columns."
+    )
+
+
+def main(argv: Sequence[str], prog: str = "lightppo data") -> None:
+    """Show rows, or write them in our form; exit code 2 if the data cannot be read."""
+
+    def problems(config: RowsConfig, _: int) -> list[str]:
+        source = "prompt_data" if kind_of(config) == "ppo" else "dataset"
+        needed = [source] if config.write else [source, "pretrain"]
+        return [f"--{name} is required" for name in needed if not getattr(config, name)]
+
+    config = parse_section(RowsConfig, problems, argv, prog)
+    with exit_on_mistakes(prog, UserError):
+        found = write(config) if config.write else show(config)
+    if found:
+        raise SystemExit(1)
+
+
+def kind_of(config: RowsConfig) -> str:
+    """The command that would train on the rows."""
+    return getattr(config, "for")
+
+
+def read(config: RowsConfig) -> tuple[Any, str]:
+    """The rows, and the flag that names them."""
+    from lightppo.data.readers import blending_datasets, with_metadata
+
+    paths, probs, split, flag = config.prompt_data, config.prompt_data_probs, config.prompt_split, "--prompt_data"
+    if kind_of(config) != "ppo":
+        paths, probs, split, flag = config.dataset, None, config.dataset_split, "--dataset"
+    rows = blending_datasets(paths, probs, None, config.seed, train_split=split, flag=flag)
+    rows = with_metadata(rows, config.prompt_metadata)
+    return rows.select(range(min(len(rows), config.max_samples))), flag
+
+
+# -- show ------------------------------------------------------------------------------------------------------------
+
+
+def show(config: RowsConfig) -> int:
+    """Print rows, lengths and problems; the number of rows with a problem."""
+    import numpy as np
+
+    from lightppo.data.rows import ORIGIN_COLUMN
+    from lightppo.models.loading import get_tokenizer
+    from lightppo.storage import stage_to_local
+
+    logging.getLogger("lightppo").setLevel(logging.ERROR)  # what it would warn of is printed
+    rows, flag = read(config)
+    path = stage_to_local(config.tokenizer_path or config.pretrain)
+    tokenizer = get_tokenizer(path, trust_remote_code=config.trust_remote_code)
+    if late := [n for n in config.row if n > len(rows)]:
+        raise DataError(f"--row {late[0]}: there are {len(rows)} rows")
+    for number in config.row or range(1, min(config.rows, len(rows)) + 1):
+        print(f"-- row {number}: {rows[number - 1][ORIGIN_COLUMN]}")
+        try:
+            print(*described(prepare(config, rows.select([number - 1]), tokenizer)), "", sep="\n")
+        except DataError as error:
+            print(f"cannot be used: {error}\n")
+    whole = prepare(config, rows, tokenizer, limited=False)
+    limit, kind = LIMITS[kind_of(config)], "drop" if config.filter_overlong_prompts else config.truncation
+    over = int((whole.lengths > getattr(config, limit)).sum())
+    middle, most, longest = np.percentile(whole.lengths, (50, 95, 100), method="inverted_cdf").astype(int)
+    print(f"-- {flag}: {whole.report}")
+    print(f"tokens: median {middle}, 95% up to {most}, longest {longest}")
+    print(f"over --{limit} {getattr(config, limit)}: {over}" + f" (--truncation {kind})" * (limit == "prompt_max_len"))
+    for text in whole.report.bad:
+        print(text)
+    return len(whole.report.bad) + (over if limit == "max_len" or kind == "error" else 0)
+
+
+def prepare(config: RowsConfig, rows: Any, tokenizer: Any, limited: bool = True) -> Any:
+    """The data set that training makes; without its limit, bad rows are counted."""
+    from lightppo.data.datasets import PromptDataset, SFTDataset
+
+    names = ("input_key", "input_template", "apply_chat_template")
+    options = {name: getattr(config, name) for name in names} | {"on_bad_row": "error" if limited else "skip"}
+    limit = getattr(config, LIMITS[kind_of(config)]) if limited else 2**31 - 1
+    if kind_of(config) == "sft":
+        return SFTDataset(rows, tokenizer, limit, output_key=config.output_key, **options)
+    names = ("label_key", "data_source_key", "system_prompt", "truncation")
+    options |= {name: getattr(config, name) for name in names} | {"filter_overlong": config.filter_overlong_prompts}
+    return PromptDataset(rows, tokenizer, prompt_max_len=limit, **options)
+
+
+def described(dataset: Any) -> Iterator[str]:
+    """The first row: text and tokens, those that are trained in green, or in brackets where there are no colours."""
+    from lightppo.data.records import Prompt
+
+    example, fields = dataset[0], dataset.fields
+    keys = {name: " or ".join(getattr(fields, name)) for name in ("prompt", "completion", "label")}
+    yield "columns: " + "; ".join(f"{name} {text}" for name, text in keys.items() if text)
+    if isinstance(example, Prompt):
+        template = dataset.template.input_template
+        of_text = "as it is" if template is None else f"in --input_template {template!r}"
+        chat = example.messages and f"chat of {len(example.messages)} messages by the tokenizer's chat template"
+        yield f"prompt: {chat or f'text {of_text}'}; label: {example.label!r}; data source: {example.data_source}"
+        yield from _marked(dataset.tokenizer, example.token_ids, [False] * len(example.token_ids))
+        yield f"reward functions also get: {', '.join(example.extra) or 'nothing else'}"
+    else:
+        yield from _marked(dataset.tokenizer, example["input_ids"].tolist(), (example["labels"] >= 0).tolist())
+
+
+def _marked(tokenizer: Any, ids: list[int], trained: list[bool]) -> Iterator[str]:
+    left, right = ("\033[32m", "\033[0m") if sys.stdout.isatty() else ("[", "]")
+    spans = [
+        (is_trained, [i for i, _ in span]) for is_trained, span in groupby(zip(ids, trained), lambda pair: pair[1])
+    ]
+
+    def all_of(text: Callable[[list[int]], str], between: str) -> str:
+        return between.join(f"{left}{text(span)}{right}" if is_trained else text(span) for is_trained, span in spans)
+
+    yield textwrap.indent(all_of(tokenizer.decode, ""), "    ")
+    pieces = all_of(lambda span: "|".join(tokenizer.decode([i]).replace("\n", "\\n") for i in span), "|")
+    yield f"{len(ids)} tokens, {sum(trained)} of them trained: {pieces}"
+    yield f"ids: {all_of(lambda span: ' '.join(map(str, span)), ' ')}"
+
+
+# -- write -----------------------------------------------------------------------------------------------------------
+
+
+def gsm8k(row: Mapping[str, Any]) -> dict[str, Any] | None:
+    """``question``, ``answer`` with the number behind ####: input, output, label."""
+    return _worked(row["question"], row["answer"], "####", "openai/gsm8k")
+
+
+def competition_math(row: Mapping[str, Any]) -> dict[str, Any] | None:
+    """``problem``, ``solution`` with a boxed answer: input, output, label, level, type."""
+    more = {name: row[name] for name in ("level", "type") if row.get(name) is not None}
+    return _worked(row["problem"], row["solution"], "\\boxed", "math") | more
+
+
+def _worked(problem: str, solution: str, mark: str, source: str) -> dict[str, Any]:
+    from lightppo.rewards.math import gold_answers
+
+    if mark not in solution:
+        raise ValueError(f"the solution has no {mark}")
+    return {"input": problem, "output": solution, "label": gold_answers(solution)[0], "data_source": source}
+
+
+def ultrafeedback(row: Mapping[str, Any]) -> dict[str, Any] | None:
+    """``instruction`` and scored ``completions``, or a ``prompt`` with ``chosen`` and ``rejected``: a pair with the
+    margin of the scores; None where best and worst have the same score."""
+    if "completions" in row:
+        by_score = sorted(row["completions"], key=lambda one: float(one["overall_score"]))
+        worst, *_, best = [(one["response"], float(one["overall_score"])) for one in by_score]
+        prompt = row["instruction"]
+    else:
+        best, worst = ((row[name], row.get(f"score_{name}")) for name in ("chosen", "rejected"))
+        prompt = row["prompt"]
+    answers = [text if isinstance(text, str) else text[-1]["content"] for text, _ in (best, worst)]
+    pair = {"input": prompt, "chosen": answers[0], "rejected": answers[1], "data_source": "ultrafeedback"}
+    if best[1] is not None and worst[1] is not None:
+        pair["margin"] = best[1] - worst[1]
+    return None if pair.get("margin") == 0 or answers[0] == answers[1] else pair
+
+
+FORMS = {  # name → conversion of a row, and the columns that tell it
+    "gsm8k": (gsm8k, ({"question", "answer"},)),
+    "math": (competition_math, ({"problem", "solution"},)),
+    "ultrafeedback": (ultrafeedback, ({"instruction", "completions"}, {"prompt", "chosen", "rejected"})),
+}
+
+
+def write(config: RowsConfig) -> None:
+    """Write the rows of a public data set in the form that training reads."""
+    from lightppo import durable
+    from lightppo.data.rows import ORIGIN_COLUMN, origin_of
+
+    if Path(config.write).exists():
+        raise ConfigError(f"--write {config.write}: is there already")
+    rows, flag = read(config)
+    fits = [name for name, (_, known) in FORMS.items() if any(set(rows.column_names) >= one for one in known)]
+    form = fits[0] if config.form == "auto" and fits else config.form
+    if form not in fits:
+        columns = ", ".join(name for name in rows.column_names if name != ORIGIN_COLUMN)
+        raise DataError(f"{flag}: its columns, {columns}, are not those of --form {'|'.join(FORMS)}")
+    lines = []
+    for number, row in enumerate(rows):
+        try:
+            lines.append(FORMS[form][0](row))
+        except (ValueError, TypeError, KeyError, IndexError) as error:
+            raise DataError(f"{origin_of(row, number)}: no row of {form}: {type(error).__name__}: {error}") from error
+    kept = [json.dumps(line, ensure_ascii=False) + "\n" for line in lines if line is not None]
+    durable.write_text(config.write, "".join(kept))
+    left_out = f"; {len(lines) - len(kept)} pairs without a difference left out" * (len(kept) < len(lines))
+    print(f"{config.write}: {len(kept)} rows of {form}{left_out}")
