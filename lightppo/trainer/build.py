@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import json
 import math
+import re
 import shutil
 import sys
 import tempfile
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -33,6 +35,7 @@ from lightppo.config.rules import (
 )
 from lightppo.data.datasets import PromptDataset, RolloutBatchSampler, SFTDataset
 from lightppo.data.readers import blending_datasets, with_metadata
+from lightppo.data.rows import ORIGIN_COLUMN
 from lightppo.errors import ConfigError
 from lightppo.experience.batching import balance_ranks
 from lightppo.experience.checks import RolloutCheck, RolloutReplay
@@ -54,10 +57,10 @@ from lightppo.rollout.vllm_server import VLLMServerRolloutEngine
 from lightppo.storage import local_folder, stage_to_local
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.strategy.zero3 import parameter_count
-from lightppo.trainer.evaluator import Evaluator
+from lightppo.trainer.evaluator import Evaluator, table
 from lightppo.trainer.preflight import check_positions, dry_run_config, preflight
 from lightppo.trainer.rehearsal import rehearse
-from lightppo.trainer.report import summary
+from lightppo.trainer.report import read_metrics, summary
 from lightppo.trainer.run_folder import claim, public_options
 
 
@@ -347,6 +350,9 @@ def build_prompts(
         paths, probs, split, limit = d.eval_data, None, d.eval_split, d.eval_max_samples
     rows = blending_datasets(paths, probs, strategy, config.strategy.seed, train_split=split, flag=flag)
     rows = with_metadata(rows, d.prompt_metadata)
+    if evaluation and "," in paths and d.data_source_key not in rows.column_names:  # else nothing would tell them apart
+        names = [Path(re.sub(r"(:\d+|, row \d+)$", "", origin)).stem for origin in rows[ORIGIN_COLUMN]]
+        rows = rows.add_column(d.data_source_key, names)
     by = config.verifier.reward_routes_by
     if config.verifier.reward_routes and by not in ("label", "data_source", *rows.column_names):
         raise ConfigError(f"--reward_routes_by {by!r} is not a column of {flag}; its columns: {rows.column_names}")
@@ -677,7 +683,7 @@ def ending(config: PPOConfig, steps: int, exported: bool) -> list[str]:
     """What a finished run says: before and after, the picture, where all is, what to do next."""
     c, folder = config.checkpoint, local_folder(config.checkpoint.save_path)
     if config.evaluation.val_only:
-        return [f"answers: {folder / 'eval'}"]
+        return [*table(read_metrics(folder / "metrics.jsonl")[-1]), f"answers and metrics: {folder / 'eval'}"]
     lines = [f"finished: {steps} steps", summary(folder / "metrics.jsonl")]
     if exported:
         lines += [

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, pstdev
@@ -112,7 +113,7 @@ def _metrics_of(samples: Sequence[EvalSample], threshold: float, prefix: str) ->
     if len(scored) < len(samples):
         metrics["unscored"] = float(len(samples) - len(scored))
     if n > 1:
-        for k in (2**i for i in range(n.bit_length())):
+        for k in sorted({*(2**i for i in range(n.bit_length())), n}):
             pass_at = lambda c, k=k: pass_at_k(len(c), sum(x >= 0.5 for x in c), k)  # noqa: E731
             metrics[f"pass@{k}"] = over_prompts(pass_at, right)
         metrics |= {f"best@{n}": over_prompts(max, score), f"worst@{n}": over_prompts(min, score)}
@@ -120,6 +121,41 @@ def _metrics_of(samples: Sequence[EvalSample], threshold: float, prefix: str) ->
         if any(s.extra("pred") is not None for s in scored):
             metrics[f"maj@{n}"] = over_prompts(majority_correct, lambda s: (s.extra("pred"), right(s)))
     return {f"{prefix}/{name}": value for name, value in metrics.items()}
+
+
+def by_source(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """The metrics of :func:`eval_metrics` by data source; "all": of all samples."""
+    each = [name[len("eval/") : -len("/samples")] for name in metrics if name.endswith("/samples")]
+    sources = sorted(filter(None, each), key=len, reverse=True)  # one may begin with another one's name
+    found: dict[str, dict[str, float]] = {source: {} for source in ("all", *sorted(sources))}
+    for name, value in metrics.items():
+        source = next((s for s in sources if name.startswith(f"eval/{s}/")), None)
+        found[source or "all"][name.removeprefix(f"eval/{source}/" if source else "eval/")] = value
+    return found
+
+
+_IN_TABLE = (
+    "accuracy",
+    "reward",
+    "mean@",
+    "best@",
+    "maj@",
+    "pass@",
+    "response_length",
+    "truncated",
+    "unscored",
+    "samples",
+)
+
+
+def table(metrics: Mapping[str, float]) -> list[str]:
+    """Lines that show :func:`eval_metrics`, one per data source."""
+    found = by_source({name: value for name, value in metrics.items() if name.startswith("eval/")})
+    names = [name for kind in _IN_TABLE for name in found["all"] if re.fullmatch(rf"{kind}(?<=@)\d+|{kind}", name)]
+    cells = [["", *names]]
+    cells += [[source, *(f"{of[name]:.4g}" if name in of else "" for name in names)] for source, of in found.items()]
+    widths = [max(map(len, column)) for column in zip(*cells)]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in cells]
 
 
 def _extras_of(samples: Sequence[EvalSample]) -> dict[str, float]:
@@ -142,7 +178,7 @@ class Evaluator:
     sampling: SamplingParams  # the same random numbers at every evaluation
     strategy: Ranks
     threshold: float = 0.5  # a score of at least this is correct, where the source gives no acc
-    folder: Path | None = None  # rank 0 writes all samples to step{N}.jsonl in it
+    folder: Path | None = None  # rank 0 writes all samples to step{N}.jsonl in it, the metrics to step{N}.json
 
     def __post_init__(self) -> None:
         # Apart from every training step's seed: evaluation prompt i does not get the samples of training prompt i.
@@ -161,9 +197,11 @@ class Evaluator:
         if any(texts):
             raise NonFiniteError("; ".join(filter(None, texts)))
         samples = sorted((s for part in gathered for s in part), key=lambda s: s.index)
+        metrics = eval_metrics(samples, self.threshold)
         if self.folder is not None and self.strategy.is_rank_0():
             lines = [json.dumps(vars(sample), default=str) + "\n" for sample in samples]
             with durable.explained(self.folder):
                 self.folder.mkdir(parents=True, exist_ok=True)
                 durable.write_text(self.folder / f"step{step}.jsonl", "".join(lines))
-        return eval_metrics(samples, self.threshold)
+                durable.write_text(self.folder / f"step{step}.json", json.dumps(by_source(metrics), indent=1) + "\n")
+        return metrics

@@ -129,7 +129,7 @@ METRICS: dict[str, str] = {
     "eval/samples": "samples drawn",
     "eval/unscored": "samples that the reward source left unscored; only where there are such",
     "eval/mean@<n>": "mean over prompts of the mean score of their n samples (--eval_n_samples)",
-    "eval/pass@<k>": "chance that one of k samples or more is correct (Chen et al. 2021, eq. 1), k = 1, 2, 4, … ≤ n",
+    "eval/pass@<k>": "chance that one of k samples or more is correct (Chen et al. 2021, eq. 1), k = 1, 2, 4, …, n",
     "eval/best@<n>": "mean over prompts of the best score of their n samples",
     "eval/worst@<n>": "mean over prompts of the worst score of their n samples",
     "eval/std@<n>": "mean over prompts of the standard deviation of their n scores",

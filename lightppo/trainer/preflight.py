@@ -148,6 +148,8 @@ def check_model(path: str, flag: str) -> None:
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             found = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
+            if "adapter_config.json" in found:
+                raise ModelLoadError(f"{flag} {path} is an adapter: `lightppo merge {path} OUT` makes a model of it")
             raise ModelLoadError(f"{flag} {path} has no config.json: it is no Hugging Face model; it has {found}")
         return
     if not _HUB_ID.fullmatch(path):

@@ -82,18 +82,22 @@ def test_the_rank_that_deepspeed_puts_before_the_command(capsys, monkeypatch):
 
 
 def test_an_evaluation_trains_nothing(tiny_model, tmp_path):
-    """``--no_val_only`` does not make it a training."""
+    """``--no_val_only`` does not make it a training. Needs no prompts to train on; files are told apart."""
     (tmp_path / "command.py").write_text("from lightppo.__main__ import main\n\nmain()\n")
     (tmp_path / "reward.py").write_text("def reward_func(queries, prompts, labels):\n    return [0.5] * len(queries)\n")
-    prompts = write_jsonl(tmp_path / "prompts.jsonl", sums(4))
-    words = [f"--pretrain={tiny_model}", f"--prompt_data={prompts}", f"--eval_data={prompts}", "--no_val_only"]
+    files = [write_jsonl(tmp_path / "first.jsonl", sums(3)), write_jsonl(tmp_path / "second.jsonl", sums(1))]
+    words = [f"--pretrain={tiny_model}", f"--eval_data={','.join(files)}", "--no_val_only", "--eval_n_samples=3"]
     words += [f"--reward_fn={tmp_path / 'reward.py'}", "--prompt_max_len=16", "--generate_max_len=4"]
     words += ["--rollout_batch_size=4", "--train_batch_size=4", f"--save_path={tmp_path / 'out'}"]
     words += [f"--ckpt_path={tmp_path / 'ckpt'}"]
-    run_ranks(tmp_path / "command.py", "eval", *words, world_size=1)
+    told = run_ranks(tmp_path / "command.py", "eval", *words, world_size=1).output
+    assert re.search(r"^ +accuracy +reward +mean@3 +best@3 +pass@1 +pass@2 +pass@3 ", told, re.MULTILINE)
+    assert re.search(r"^second +1 +0.5 +0.5 .* 3$", told, re.MULTILINE)
+    metrics = json.loads((tmp_path / "out" / "eval" / "step0.json").read_text())
+    assert [(name, of["samples"]) for name, of in metrics.items()] == [("all", 12), ("first", 9), ("second", 3)]
     (row,) = report.read_metrics(tmp_path / "out" / "metrics.jsonl")
     assert row["eval/reward"] == 0.5
-    assert len(report.read_jsonl(tmp_path / "out" / "eval" / "step0.jsonl")) == 4
+    assert len(report.read_jsonl(tmp_path / "out" / "eval" / "step0.jsonl")) == 12
     assert not list(tmp_path.rglob("*.safetensors"))
 
 

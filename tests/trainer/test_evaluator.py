@@ -12,7 +12,7 @@ from lightppo.data.records import Prompt
 from lightppo.errors import RewardError
 from lightppo.experience.sampler import seed_of_step
 from lightppo.rollout.engine import SamplingParams
-from lightppo.trainer.evaluator import EvalSample, Evaluator, eval_metrics, pass_at_k
+from lightppo.trainer.evaluator import EvalSample, Evaluator, by_source, eval_metrics, pass_at_k, table
 
 
 def sample(index: int, score: float | None, source: str = "default", length: int = 2, finish: str = "stop"):
@@ -114,6 +114,20 @@ def test_each_data_source_has_its_own_metrics():
     assert metrics["eval/code/accuracy"] == 1.0
     assert metrics["eval/math/samples"] == 2.0
     assert not [name for name in eval_metrics(samples[:2], 0.5) if name.startswith("eval/math")]  # one source: once
+    assert by_source(metrics)["math"]["accuracy"] == 0.5
+    assert by_source(metrics)["all"] == {name[5:]: value for name, value in metrics.items() if name.count("/") == 1}
+
+
+def test_the_table_has_a_line_per_source():
+    """One of the sources begins with the other's name; three samples: pass@3 too."""
+    samples = [sample(i, float(i + j == 0), source) for i, source in enumerate(("a", "a/b")) for j in range(3)]
+    metrics = eval_metrics(samples, threshold=0.5)
+    assert table(metrics | {"perf/time_eval": 1.0}) == [
+        "     accuracy  reward  mean@3  best@3  pass@1  pass@2  pass@3  response_length  truncated  samples",
+        "all    0.1667  0.1667  0.1667     0.5  0.1667  0.3333     0.5                2          0        6",
+        "  a    0.3333  0.3333  0.3333       1  0.3333  0.6667       1                2          0        3",
+        "a/b         0       0       0       0       0       0       0                2          0        3",
+    ]
 
 
 def test_unscored_samples_are_counted_and_count_nowhere_else():
@@ -177,6 +191,9 @@ def test_all_samples_are_kept_in_the_order_of_prompts(tmp_path):
     evaluator(FakeStrategy(), tmp_path).evaluate(7)
     rows = [json.loads(line) for line in (tmp_path / "step7.jsonl").read_text().splitlines()]
     assert [(row["index"], row["score"]) for row in rows] == [(i, (i + j) / 5) for i in range(5) for j in range(2)]
+    metrics = json.loads((tmp_path / "step7.json").read_text())
+    assert metrics["all"]["samples"] == 10
+    assert metrics["b"]["reward"] == pytest.approx(sum(r["score"] for r in rows if r["data_source"] == "b") / 4)
     assert rows[3] == {
         "prompt": "prompt 1",
         "response": "answer 1.1",

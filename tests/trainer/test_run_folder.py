@@ -368,7 +368,7 @@ def test_a_run_at_a_url_goes_on_on_another_machine(make_config, memory, tmp_path
     rows = [json.loads(line) for line in memory.cat("/bucket/run/metrics.jsonl").splitlines()]
     assert [row["step"] for row in rows if "rollout/reward" in row] == [1, 2, 3]
     assert {name for name in names(memory, "/bucket/run") if name.startswith("eval/")} == {
-        f"eval/step{step}.jsonl" for step in (1, 2, 3)
+        f"eval/step{step}.{kind}" for step in (1, 2, 3) for kind in ("json", "jsonl")
     }
     kept = [name for name in names(memory, "/bucket/run") if name.startswith("rollouts/")]
     assert {name: memory.cat(f"/bucket/run/{name}") for name in kept} == {
