@@ -14,6 +14,7 @@ import pytest
 from support.ranks import REPO
 
 from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS, CORRECTIONS, KL_ESTIMATORS, POLICY_LOSSES
+from lightppo.commands.data import RowsConfig
 from lightppo.commands.sft import SFTConfig
 from lightppo.config.options import all_options
 from lightppo.trainer.metrics import METRICS
@@ -61,12 +62,12 @@ def test_relative_links_resolve(page):
 @cache
 def known_flags() -> set[str]:
     names = {option.name for option in all_options()}
-    names |= SFTConfig.options().keys()
-    files = [f"commands/{name}.py" for name in ("serve_reward", "serve_vllm", "replay", "diff")] + ["trainer/report.py"]
+    names |= SFTConfig.options().keys() | RowsConfig.options().keys()
+    files = [f"commands/{name}.py" for name in ("serve_reward", "serve_vllm", "replay", "diff", "convert", "chat")] + ["trainer/report.py"]
     servers = [ast.parse((REPO / "lightppo" / file).read_text()) for file in files]
     calls = [node for server in servers for node in ast.walk(server) if isinstance(node, ast.Call)]
-    added = [call.args[0].value for call in calls if getattr(call.func, "attr", None) == "add_argument"]
-    names |= {flag.removeprefix("--") for flag in added}
+    added = [call.args[0] for call in calls if getattr(call.func, "attr", None) == "add_argument"]
+    names |= {flag.value.removeprefix("--") for flag in added if isinstance(flag, ast.Constant)}
     for file in ("run.py", "make_assets.py"):
         quickstart = ast.parse((REPO / "examples" / "quickstart" / file).read_text())
         main = next(node for node in quickstart.body if isinstance(node, ast.FunctionDef) and node.name == "main")
