@@ -47,7 +47,7 @@ class LoraOptions:
 def check_peft() -> None:
     """ModelLoadError if peft is not installed; imports nothing."""
     if importlib.util.find_spec("peft") is None:
-        raise ModelLoadError("LoRA adapters (--lora_rank) need peft: pip install 'lightppo[lora]', or pip install peft")
+        raise ModelLoadError("--lora_rank and adapters need peft: pip install 'lightppo[lora]', or pip install peft")
 
 
 def add_adapters(model: PretrainedWrapper, options: LoraOptions, seed: int = 42) -> None:
