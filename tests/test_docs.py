@@ -63,7 +63,8 @@ def test_relative_links_resolve(page):
 def known_flags() -> set[str]:
     names = {option.name for option in all_options()}
     names |= SFTConfig.options().keys() | RowsConfig.options().keys()
-    files = [f"commands/{name}.py" for name in ("serve_reward", "serve_vllm", "replay", "diff", "convert", "chat")] + ["trainer/report.py"]
+    commands = ("serve_reward", "serve_vllm", "replay", "diff", "convert", "chat")
+    files = [f"commands/{name}.py" for name in commands] + ["trainer/report.py"]
     servers = [ast.parse((REPO / "lightppo" / file).read_text()) for file in files]
     calls = [node for server in servers for node in ast.walk(server) if isinstance(node, ast.Call)]
     added = [call.args[0] for call in calls if getattr(call.func, "attr", None) == "add_argument"]
