@@ -163,7 +163,8 @@ def test_a_new_run_keeps_evaluations_rollouts_and_curves_of_the_old_one(make_con
     for steps in (2, 1):
         fitted(make_config(**options, benchmark_steps=steps))
     files = lambda folder: sorted(path.name for path in folder.iterdir())  # noqa: E731
-    assert (files(run / "eval.1"), files(run / "eval")) == (["step2.jsonl"], ["step1.jsonl"])
+    evaluations = (["step2.json", "step2.jsonl"], ["step1.json", "step1.jsonl"])
+    assert (files(run / "eval.1"), files(run / "eval")) == evaluations
     samples = ["step1.jsonl.gz", "step2.jsonl.gz"]
     assert (files(run / "rollouts.1"), files(run / "rollouts")) == (samples, samples[:1])
     assert files(tmp_path / "rollouts.1") == ["step1.jsonl", "step2.jsonl"]
