@@ -62,7 +62,7 @@ HEAVY = (
     *("deepspeed.module_inject", "setuptools", "pebble"),
 )
 # Before a run's own flags: it pads, in whatever version of the code, unless it says --packing_samples.
-DEFAULTS = {"train_ppo.py": "--no_packing_samples"}
+DEFAULTS = dict.fromkeys(("train_ppo.py", "train_sft.py"), "--no_packing_samples")
 Result = dict[str, Any]
 
 

@@ -73,6 +73,17 @@ class Option:
         name, meaning = f"critic_{self.name}", f"The critic's. None: --{self.name}."
         return replace(self, name=name, type=self.type | None, help=meaning, **more)
 
+    def reworded(self, words: Mapping[str, str]) -> Option:
+        """The declaration with other words in help, unit and needs; a need of no words is none."""
+
+        def said(text: str) -> str:
+            for old, new in words.items():
+                text = text.replace(old, new)
+            return text
+
+        needs = tuple(filter(None, map(said, self.needs)))
+        return replace(self, help=said(self.help), unit=self.unit and said(self.unit), needs=needs)
+
     def is_set(self, value: Any) -> bool:
         """Whether a value asks for something that the default does not."""
         return value != self.default and value not in self.off
@@ -115,12 +126,29 @@ class Section(types.SimpleNamespace):
             train_batch_size: int = option(128, "Samples per optimizer step.", "samples over all ranks", ge=1)
 
     ``own=TABLE`` adds the own options of all entries of a table of algorithms, also of those that are added later;
-    ``resume_safe=True`` holds for all options of the section; ``shared`` are options that other sections declare.
+    ``resume_safe=True`` holds for all options of the section; ``shared`` are options that other sections declare. A
+    section that extends another one has its options::
+
+        class OtherTrainingConfig(TrainingConfig, only="l2 max_epochs", words={"rollout": "epoch"}, max_epochs=3):
+            "Training: these of them, in other words; ``NAME=VALUE`` is another default. More may follow."
     """
 
-    def __init_subclass__(cls, own: Any = None, resume_safe: bool = False, shared: Iterable[Option] = ()) -> None:
-        cls._own, cls._owner, cls._declared = own, cls.__name__.removesuffix("Config").lower(), {}
+    def __init_subclass__(
+        cls,
+        own: Any = None,
+        resume_safe: bool = False,
+        shared: Iterable[Option] = (),
+        only: str = "",
+        words: Mapping[str, str] = {},
+        **defaults: Any,
+    ) -> None:
+        extended = getattr(cls, "_declared", {})
+        cls._own, cls._owner = own, cls._owner if extended else cls.__name__.removesuffix("Config").lower()
+        cls._declared = {name: extended[name].reworded(words) for name in only.split() or extended}
+        cls._declared |= {name: replace(cls._declared[name], default=value) for name, value in defaults.items()}
         for name, kind in get_type_hints(cls).items():
+            if name not in cls.__dict__:  # of the section that is extended
+                continue
             declared: Option = cls.__dict__[name]
             safe = resume_safe if declared.resume_safe is None else declared.resume_safe
             cls._declared[name] = replace(declared, name=name, type=kind, owner=cls._owner, resume_safe=safe)

@@ -15,8 +15,8 @@ from support.ranks import REPO
 
 from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS, CORRECTIONS, KL_ESTIMATORS, POLICY_LOSSES
 from lightppo.commands.data import RowsConfig
-from lightppo.commands.sft import SFTConfig
 from lightppo.config.options import all_options
+from lightppo.config.supervised import COMMANDS
 from lightppo.trainer.metrics import METRICS
 
 PAGES = sorted([*REPO.glob("*.md"), *(REPO / "docs").glob("*.md")])
@@ -62,7 +62,7 @@ def test_relative_links_resolve(page):
 @cache
 def known_flags() -> set[str]:
     names = {option.name for option in all_options()}
-    names |= SFTConfig.options().keys() | RowsConfig.options().keys()
+    names |= {option.name for kind in COMMANDS.values() for option in kind.all_options()} | RowsConfig.options().keys()
     commands = ("serve_reward", "serve_vllm", "replay", "diff", "convert", "chat")
     files = [f"commands/{name}.py" for name in commands] + ["trainer/report.py"]
     servers = [ast.parse((REPO / "lightppo" / file).read_text()) for file in files]

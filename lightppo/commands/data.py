@@ -12,9 +12,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
-from lightppo.commands.sft import SFTConfig
 from lightppo.config.cli import exit_on_mistakes, parse_section
 from lightppo.config.options import all_options
+from lightppo.config.supervised import SFTConfig
 from lightppo.errors import ConfigError, DataError, UserError
 from lightppo.option import Option, Section, option
 
@@ -23,8 +23,9 @@ _NAMES = ("pretrain", "tokenizer_path", "trust_remote_code", "prompt_data", "pro
 _NAMES += ("prompt_metadata", "input_key", "label_key", "input_template", "apply_chat_template", "system_prompt")
 _NAMES += ("data_source_key", "max_samples", "prompt_max_len", "truncation", "filter_overlong_prompts", "seed")
 _SHARED = [replace(_OF_RUN[name], required=False) for name in _NAMES]
-_SHARED += [SFTConfig.options()[name] for name in ("dataset_split", "output_key", "max_len")]
-_SHARED.append(replace(SFTConfig.options()["dataset"], required=False, help="As --prompt_data, of the others."))
+_OF_SFT = {option.name: option for option in SFTConfig.all_options()}
+_SHARED += [_OF_SFT[name] for name in ("dataset_split", "output_key", "max_len")]
+_SHARED.append(replace(_OF_SFT["dataset"], required=False, help="As --prompt_data, of the others."))
 _SHARED.append(Option("for", Literal["ppo", "sft"], "ppo", "The command that would train on the rows."))
 
 LIMITS = {"ppo": "prompt_max_len", "sft": "max_len"}

@@ -7,24 +7,26 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import yaml
 
 from lightppo.config.aliases import hint
-from lightppo.config.options import all_options, conform, sections
+from lightppo.config.options import conform, sections
 from lightppo.config.rules import FACTS, PPOConfig, condition_text, idle_flags
+from lightppo.config.supervised import COMMANDS, WORDS, SupervisedConfig
 from lightppo.errors import ConfigError, UserError
 from lightppo.option import Option, Section, nearest
 
-S = TypeVar("S", bound=Section)
+S, C = TypeVar("S", bound=Section), TypeVar("C", PPOConfig, SupervisedConfig)
 
-_DESCRIPTION = (
-    "Train a causal language model with PPO. One process per GPU (or CPU rank): deepspeed, torchrun or python."
-)
+_DATA = "--pretrain MODEL --dataset FILE"
+_USAGE = "--pretrain MODEL --prompt_data FILE --reward_fn FILE.py"
+_DESCRIPTION = "Train a causal language model with PPO."
 # What --help shows: the options that most people set, on one screen.
 _SCREEN = {
     "Run": "config save_path save_steps eval_steps use_wandb",
@@ -38,20 +40,21 @@ _SCREEN = {
 }
 
 
-def parse_args(argv: Sequence[str] | None = None, prog: str = "train_ppo.py") -> PPOConfig:
+def parse_args(argv: Sequence[str] | None = None, prog: str = "train_ppo.py", kind: type[C] = PPOConfig) -> C:
     """Parse flags (and ``--config FILE.yaml`` beneath them) into a checked config, as it was asked for.
 
     Args:
         argv: arguments; ``None`` for the arguments of this process.
         prog: name of the program in messages.
+        kind: the command's options.
 
     Raises:
         SystemExit: code 2 on an unknown flag or key, a value out of range or a contradiction; code 0 after ``--help``.
     """
-    arguments = _arguments(argv, lambda everything: help_text(prog, everything))
+    arguments = _arguments(argv, lambda everything: help_text(prog, everything, kind))
     with exit_on_mistakes(prog):
-        flags = _read_flags(arguments, list(all_options()))
-        config = PPOConfig()
+        flags = _read_flags(arguments, list(kind.all_options()))
+        config = kind()
         if flags.get("config") is not None:
             config = _with_file(config, flags["config"])
         config = config.with_options(**flags)
@@ -207,15 +210,15 @@ def _typed(value: str | list[str], option: Option) -> Any:
     return meant.get(value, value)
 
 
-def _with_file(config: PPOConfig, path: str) -> PPOConfig:
+def _with_file(config: C, path: str) -> C:
     """The config with the options of the ``--config`` file."""
     try:
-        return config.with_options(**_read_yaml(path))
+        return config.with_options(**_read_yaml(path, config.sections()))
     except ConfigError as error:
         raise ConfigError("\n".join(f"--config {path}: {line}" for line in str(error).split("\n"))) from error
 
 
-def _read_yaml(path: str) -> dict[str, Any]:
+def _read_yaml(path: str, sections: Container[str]) -> dict[str, Any]:
     try:
         values = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_Loader)
     except OSError as error:
@@ -226,7 +229,7 @@ def _read_yaml(path: str) -> dict[str, Any]:
         return {}
     if not isinstance(values, dict):
         raise ConfigError(f"must be a mapping of option to value, not a {type(values).__name__}")
-    if nested := [name for name, value in values.items() if isinstance(value, dict) and name in sections()]:
+    if nested := [name for name, value in values.items() if isinstance(value, dict) and name in sections]:
         raise ConfigError(f"sections are not nested: write the options of {nested[0]!r} at the top level")
     if "config" in values:
         raise ConfigError("the file names another with 'config': give one file only")
@@ -248,16 +251,17 @@ class _Loader(yaml.SafeLoader):
 # -- help and docs/flags.md ------------------------------------------------------------------------------------------
 
 
-def help_text(prog: str, everything: bool) -> str:
+def help_text(prog: str, everything: bool, kind: type[C] = PPOConfig) -> str:
     """One screen of the usual options, or all of them by section with unit, range, default and what they need."""
-    options = {option.name: option for option in all_options()}
-    lines = [f"usage: {prog} --pretrain MODEL --prompt_data FILE --reward_fn FILE.py [--config FILE.yaml] [flags]"]
+    options = {option.name: option for option in kind.all_options()}
+    usage, screen, what = (_USAGE, _SCREEN, _DESCRIPTION) if kind is PPOConfig else (_DATA, kind.screen, kind.__doc__)
+    lines = [f"usage: {prog} {usage} [--config FILE.yaml] [flags]"]
     if everything:
-        lines += ["", _DESCRIPTION]
-        for section in sections().values():
+        lines += ["", f"{what} One process per GPU (or CPU rank): deepspeed, torchrun or python."]
+        for section in kind.sections().values():
             lines += ["", *_section_lines(section)]
         return "\n".join(lines) + "\n"
-    for title, names in _SCREEN.items():
+    for title, names in screen.items():
         lines.append(f"{title}:")
         for option in map(options.__getitem__, names.split()):
             text = option.help.partition(". ")[0].rstrip(".")
@@ -329,7 +333,18 @@ def flags_page() -> str:
     for section in sections().values():
         lines = "\n".join(map(_line, section.options().values()))
         parts.append(f"## {(section.__doc__ or '').rstrip('.')}\n\n{lines}\n")
-    return "\n".join(parts)
+    return "\n".join([*parts, *map(_part_of_command, COMMANDS)])
+
+
+def _part_of_command(name: str) -> str:
+    """The options that no command before it has so, and the names of all others."""
+    earlier = takewhile(lambda other: other != name, COMMANDS)
+    known = [one.reworded(WORDS) for one in PPOConfig.all_options()]
+    known += [one for other in earlier for one in COMMANDS[other].all_options()]
+    new = [one for one in COMMANDS[name].all_options() if one not in known]
+    same = ", ".join(f"`--{one.name}`" for one in COMMANDS[name].all_options() if one not in new)
+    lines = "\n".join(map(_line, new))
+    return f"## `lightppo {name}`\n\n{COMMANDS[name].__doc__}\n\n{lines}\n\nAs above, of its steps: {same}.\n"
 
 
 def _line(option: Option) -> str:

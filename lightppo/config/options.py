@@ -4,7 +4,7 @@ The name of an option is unique over all sections: it is the flag, and the key i
 """
 
 import dataclasses
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, Self
@@ -679,8 +679,60 @@ class LoggingConfig(Section, resume_safe=True):
 
 
 @dataclass
-class Options:
-    """The options of a run by section: ``options.algorithm.gamma``; ``options.flat()["gamma"]``."""
+class OptionSet:
+    """The options of a command by section; a dataclass whose fields are the sections."""
+
+    @classmethod
+    def sections(cls) -> dict[str, type[Section]]:
+        """The sections by their names."""
+        return {home.name: home.default_factory for home in dataclasses.fields(cls)}
+
+    @classmethod
+    def all_options(cls) -> Iterator[Option]:
+        """Every option, in the order of the sections."""
+        for section in cls.sections().values():
+            yield from section.options().values()
+
+    @classmethod
+    def from_flat(cls, values: Mapping[str, Any] | None = None, **more: Any) -> Self:
+        """Build from flag names and values; errors as :meth:`with_options`."""
+        return cls().with_options(**{**(values or {}), **more})
+
+    def with_options(self, **values: Any) -> Self:
+        """A copy with some options replaced; lists become tuples, paths text.
+
+        Raises:
+            ConfigError: on an unknown name, a value of the wrong type or out of range; one line for each.
+        """
+        known = {one.name: one for one in self.all_options()}
+        problems: list[str] = []
+        changed: dict[str, dict[str, Any]] = {}
+        for name, value in values.items():
+            if name not in known:
+                problems.append(f"unknown option {name!r}{hint(name) or nearest(name, known)}")
+                continue
+            try:
+                changed.setdefault(known[name].owner, {})[name] = conform(known[name], value)
+            except ValueError as error:
+                problems.append(str(error))
+        if problems:
+            raise ConfigError("\n".join(problems))
+        sections = {owner: getattr(self, owner) for owner in changed}
+        return dataclasses.replace(self, **{o: type(s)(**vars(s) | changed[o]) for o, s in sections.items()})
+
+    def flat(self) -> dict[str, Any]:
+        """All options by flag name."""
+        return {one.name: getattr(getattr(self, one.owner), one.name) for one in self.all_options()}
+
+    def missing(self) -> Iterator[str]:
+        """One message per required option without a value."""
+        for section in vars(self).values():
+            yield from section.missing()
+
+
+@dataclass
+class Options(OptionSet):
+    """The options of a PPO run by section: ``options.algorithm.gamma``; ``options.flat()["gamma"]``."""
 
     file: FileConfig = field(default_factory=FileConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -700,47 +752,15 @@ class Options:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
 
-    @classmethod
-    def from_flat(cls, values: Mapping[str, Any] | None = None, **more: Any) -> Self:
-        """Build from flag names and values; errors as :meth:`with_options`."""
-        return cls().with_options(**{**(values or {}), **more})
-
-    def with_options(self, **values: Any) -> Self:
-        """A copy with some options replaced; lists become tuples, paths text.
-
-        Raises:
-            ConfigError: on an unknown name, a value of the wrong type or out of range; one line for each.
-        """
-        known = {one.name: one for one in all_options()}
-        problems: list[str] = []
-        changed: dict[str, dict[str, Any]] = {}
-        for name, value in values.items():
-            if name not in known:
-                problems.append(f"unknown option {name!r}{hint(name) or nearest(name, known)}")
-                continue
-            try:
-                changed.setdefault(known[name].owner, {})[name] = conform(known[name], value)
-            except ValueError as error:
-                problems.append(str(error))
-        if problems:
-            raise ConfigError("\n".join(problems))
-        sections = {owner: getattr(self, owner) for owner in changed}
-        return dataclasses.replace(self, **{o: type(s)(**vars(s) | changed[o]) for o, s in sections.items()})
-
-    def flat(self) -> dict[str, Any]:
-        """All options by flag name."""
-        return {one.name: getattr(getattr(self, one.owner), one.name) for one in all_options()}
-
 
 def sections() -> dict[str, type[Section]]:
     """The sections of :class:`Options` by their names."""
-    return {home.name: home.default_factory for home in dataclasses.fields(Options)}
+    return Options.sections()
 
 
 def all_options() -> Iterator[Option]:
-    """Every option, in the order of the sections."""
-    for section in sections().values():
-        yield from section.options().values()
+    """Every option of :class:`Options`, in the order of the sections."""
+    return Options.all_options()
 
 
 def conform(one: Option, value: Any) -> Any:
@@ -757,18 +777,22 @@ _OF_WEIGHTS = {"model", "adapter"}
 
 
 def unsafe_changes(
-    saved: Mapping[str, Any], now: Mapping[str, Any], idle: Container[str] = ()
+    saved: Mapping[str, Any],
+    now: Mapping[str, Any],
+    idle: Container[str] = (),
+    options: Iterable[Option] | None = None,
 ) -> tuple[dict[str, tuple], dict[str, tuple]]:
     """Compare a resumed run's options with those it was started with; an evaluation's only in what makes the weights.
 
     Args:
         idle: options that do nothing in this run.
+        options: those of the command; ``None``: of PPO.
 
     Returns:
         (refused, safe): for each option that changed, (old, new).
     """
-    refused, safe, evaluates = {}, {}, now["val_only"]
-    for one in all_options():
+    refused, safe, evaluates = {}, {}, now.get("val_only", False)
+    for one in all_options() if options is None else options:
         unread = evaluates and (one.owner in _OF_TRAINING or (one.required and now[one.name] is None))
         if one.name not in saved or saved[one.name] == now[one.name] or unread or one.name in idle:
             continue

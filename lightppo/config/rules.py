@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ from lightppo.algorithms.entries import (
     PolicyLossEntry,
     Rejection,
 )
-from lightppo.config.options import Options, all_options
+from lightppo.config.options import Options, OptionSet, all_options
 from lightppo.errors import ConfigError, StagingError
 from lightppo.http import check_url, is_loopback, shown_url
 from lightppo.option import nearest, out_of_order
@@ -66,15 +66,15 @@ def moves_reference(config: Options) -> bool:
     return config.algorithm.ref_ema_eta is not None or config.algorithm.ref_reset_steps is not None
 
 
-def uses_adapters(config: Options) -> bool:
+def uses_adapters(config: OptionSet) -> bool:
     """Whether actor and critic train adapters."""
     return config.adapter.lora_rank > 0
 
 
-def of_role(config: Options, role: Literal["actor", "critic"]) -> SimpleNamespace:
+def of_role(config: OptionSet, role: Literal["actor", "critic"]) -> SimpleNamespace:
     """What the actor, or the critic, has of the options that are ``per_role``; of a resolved config."""
     flat, prefix = config.flat(), "" if role == "actor" else f"{role}_"
-    return SimpleNamespace(**{one.name: flat[prefix + one.name] for one in all_options() if one.per_role})
+    return SimpleNamespace(**{one.name: flat[prefix + one.name] for one in config.all_options() if one.per_role})
 
 
 def reference_is_actor(config: Options) -> bool:
@@ -468,17 +468,15 @@ _EXCLUSIVE = (
 )
 
 
-def idle_flags(config: Options, given: Container[str]) -> dict[str, list[str]]:
+def idle_flags(config: OptionSet, given: Container[str]) -> dict[str, list[str]]:
     """Options that were ``given`` and change nothing, which no error says because they are off or the default.
 
     Returns:
         what they need, in words → their names.
     """
     flat, found = config.flat(), {}
-    idle = [one for one in all_options() if one.needs and one.name in given and not one.is_set(flat[one.name])]
-    if idle:
-        facts = _source_facts(reward_plan(config), reward_sources(config), _judges(config))
-        values = flat | resolutions(config) | _facts(config) | facts
+    idle = [one for one in config.all_options() if one.needs and one.name in given and not one.is_set(flat[one.name])]
+    values = config.known() if idle else {}
     for one in idle:
         if unmet := [condition for condition in one.needs if not _holds(condition, values)]:
             found.setdefault(condition_text(unmet[0]), []).append(one.name)
@@ -497,15 +495,20 @@ def contradictions(config: Options, world_size: int, by_hand: bool = False) -> l
     o.config, o.ranks, o.samples, o.facts = config, world_size, _samples(config), _facts(config)
     rules = [_batches, _sampling, _engine, _algorithm]
     if not by_hand:
-        rules = [_required, *rules, _micro_batches, _models, _rewards, _data, _strategy]
+        rules = [_required, *rules, _micro_batches, _models, _rewards, files, _strategy]
         o.plan_problem = None
         try:
             o.plan, o.sources, o.judges = reward_plan(config), reward_sources(config), _judges(config)
             o.facts |= _source_facts(o.plan, o.sources, o.judges)
         except ConfigError as error:
             o.plan_problem = str(error)
-    found: dict[str, str] = {}  # by the flag that a message begins with
-    for message in [*_relations(o, by_hand), *(message for rule in rules for message in rule(o))]:
+    return first_of_each([*relations(o, by_hand), *(message for rule in rules for message in rule(o))])
+
+
+def first_of_each(messages: Iterable[str]) -> list[str]:
+    """The first message of each flag, which messages begin with."""
+    found: dict[str, str] = {}
+    for message in messages:
         found.setdefault(message.split()[0].strip(":,"), message)
     return list(found.values())
 
@@ -521,9 +524,9 @@ def idle_options(config: Options) -> dict[str, str]:
     }
 
 
-def _relations(o: SimpleNamespace, by_hand: bool) -> Iterator[str]:
-    """Options without what they need, and options that exclude each other."""
-    options = {one.name: one for one in all_options() if not by_hand or one.owner in _OF_TRAINER}
+def relations(o: SimpleNamespace, by_hand: bool = False) -> Iterator[str]:
+    """Options without what they need, and options that exclude each other. ``o`` has ``config`` and ``facts`` too."""
+    options = {one.name: one for one in o.config.all_options() if not by_hand or one.owner in _OF_TRAINER}
     values, given = {name: getattr(o, name) for name in options} | o.facts, o.config.flat()
     if by_hand:
         values["enable_ema"] = True  # the script brings its ema_model
@@ -684,9 +687,7 @@ def _algorithm(o: SimpleNamespace) -> Iterator[str]:
 
 
 def _required(o: SimpleNamespace) -> Iterator[str]:
-    for section in vars(o.config).values():
-        missing = section.missing()
-        yield from (line for line in missing if not (o.val_only and line.startswith("--prompt_data ")))
+    yield from (line for line in o.config.missing() if not (o.val_only and line.startswith("--prompt_data ")))
 
 
 def _micro_batches(o: SimpleNamespace) -> Iterator[str]:
@@ -766,7 +767,8 @@ def _rewards(o: SimpleNamespace) -> Iterator[str]:
                 yield str(error)
 
 
-def _data(o: SimpleNamespace) -> Iterator[str]:
+def files(o: SimpleNamespace) -> Iterator[str]:
+    """The template, folders and URLs, and what is saved in them."""
     if o.input_template is not None and o.input_template.count("{}") != 1:
         yield f"--input_template {o.input_template!r} needs exactly one {{}} for the prompt"
     folders = {name: getattr(o.config.checkpoint, name) for name in ("save_path", "ckpt_path", "resume")}
@@ -821,6 +823,11 @@ class PPOConfig(Options):
         self.with_options(**self.flat())
         if problems := contradictions(self, world_size, by_hand):
             raise ConfigError("\n".join(problems))
+
+    def known(self) -> dict[str, Any]:
+        """What conditions of options are about: their values, and facts."""
+        facts = _source_facts(reward_plan(self), reward_sources(self), _judges(self))
+        return self.flat() | resolutions(self) | _facts(self) | facts
 
     def resolved(self) -> Self:
         """A copy with every "None means …" replaced by what it means. ConfigError for a value out of range."""

@@ -16,6 +16,7 @@ from lightppo.algorithms.losses import IGNORE_INDEX
 from lightppo.data.records import Prompt
 from lightppo.data.rows import (
     BadRowPolicy,
+    Chat,
     DatasetReport,
     Encoded,
     Outcome,
@@ -30,6 +31,8 @@ from lightppo.data.rows import (
     prepare_rows,
     read_example,
     read_label,
+    read_margin,
+    read_pair,
     read_prompt,
     require_column,
     resolve_fields,
@@ -271,6 +274,7 @@ class SFTDataset(_PreparedDataset):
         on_bad_row: BadRowPolicy | None = None,
         padding_side: PaddingSide = "right",
         num_workers: int | None = None,
+        fields: Mapping[str, Any] = {"supervised": True},
     ) -> None:
         self.max_len, self.pretrain_mode, self.padding_side = int(max_len), pretrain_mode, padding_side
         self.truncation = truncation or ("right" if pretrain_mode else "error")
@@ -286,7 +290,7 @@ class SFTDataset(_PreparedDataset):
         super().__init__(
             *(dataset, tokenizer, strategy),
             template=template,
-            fields={"input_key": input_key, "output_key": output_key, "supervised": True, "documents": pretrain_mode},
+            fields={"input_key": input_key, "output_key": output_key, "documents": pretrain_mode, **fields},
             on_bad_row=on_bad_row,
             num_workers=num_workers,
         )
@@ -301,8 +305,7 @@ class SFTDataset(_PreparedDataset):
 
     def collate_fn(self, rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         """Pad to the longest row: ``input_ids``, ``attention_mask`` (1 = real token), ``labels``, all (B, S) long."""
-        # Any id will do for padding: it is masked and has no label.
-        pad_id = self.tokenizer.eos_token_id if self.tokenizer.pad_token_id is None else self.tokenizer.pad_token_id
+        pad_id = self._pad_id()
 
         def padded(tensors: list[torch.Tensor], value: int) -> torch.Tensor:
             return torch.nn.utils.rnn.pad_sequence(tensors, True, value, padding_side=self.padding_side)
@@ -314,9 +317,16 @@ class SFTDataset(_PreparedDataset):
             "labels": padded([row["labels"] for row in rows], IGNORE_INDEX),
         }
 
+    def _pad_id(self) -> int:
+        """Any id will do for padding: it is masked and has no label."""
+        tokenizer = self.tokenizer
+        return tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+
     def _render_row(self, row: Mapping[str, Any]) -> tuple[Rendered, Rendered]:
+        return self._rendered(*read_example(row, self.fields))
+
+    def _rendered(self, prompt: str | Chat, completion: str | Chat | None) -> tuple[Rendered, Rendered]:
         """Prompt, and prompt with completion, as text; the first is a prefix of the second."""
-        prompt, completion = read_example(row, self.fields)
         is_text = isinstance(prompt, str) and not isinstance(completion, list)
         if completion is None and not self.pretrain_mode:
             raise BadRowError("missing", "no completion: set --output_key, or pretrain_mode for text without a prompt")
@@ -339,6 +349,10 @@ class SFTDataset(_PreparedDataset):
         return start, whole
 
     def _encode(self, rendered: list[tuple[Rendered, Rendered]]) -> Iterator[Outcome]:
+        return (self._fit_example(ids, prompt_length) for ids, prompt_length in self._ids(rendered))
+
+    def _ids(self, rendered: list[tuple[Rendered, Rendered]]) -> Iterator[tuple[list[int], int]]:
+        """Ids, which end with the end-of-text, and how many of them are the prompt's."""
         wholes = self.template.encode_rendered([whole for _, whole in rendered])
         prompts: Iterable[list[int]] = repeat([])
         if not self.pretrain_mode:
@@ -347,19 +361,78 @@ class SFTDataset(_PreparedDataset):
             if ids[: len(prompt_ids)] != prompt_ids:
                 # A token would span the boundary. A rollout starts from the prompt's own ids, so training does too.
                 ids = prompt_ids + self.template.encode([whole.text[len(prompt.text) :]], special_tokens=False)[0]
-            yield self._fit_example(ids, len(prompt_ids))
+            ends = [self.tokenizer.eos_token_id] * (ids[-1:] != [self.tokenizer.eos_token_id])
+            yield (ids + ends if len(ids) > len(prompt_ids) else ids), len(prompt_ids)
 
     def _fit_example(self, ids: list[int], prompt_length: int) -> Outcome:
         if len(ids) <= prompt_length:
             return BadRowError("empty", "the completion has no tokens" if prompt_length else "the text has no tokens")
-        if ids[-1] != self.tokenizer.eos_token_id:
-            ids = [*ids, self.tokenizer.eos_token_id]
         overlong = (
             f"{len(ids)} tokens ({prompt_length} of the prompt), the limit is {self.max_len}: raise it, or choose "
             "truncation right (where the prompt leaves room) or drop"
         )
         no_room = self.truncation == "right" and prompt_length >= self.max_len
         return self._fit(ids, prompt_length, self.max_len, "error" if no_room else self.truncation, overlong)
+
+
+class PairDataset(SFTDataset):
+    """Map-style dataset of pairs: a prompt with a chosen and a rejected answer, both to their end-of-text.
+
+    Rows have the columns chosen and rejected, in the forms of ``docs/supervised.md``. Arguments and errors as of
+    :class:`SFTDataset`; each answer fits into ``max_len`` with the prompt.
+
+    Args:
+        margin_key: column of the margin, a number that every row must then have.
+    """
+
+    def __init__(self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, max_len: int,
+                 margin_key: str | None = None, **options: Any) -> None:  # fmt: skip
+        fields = {"pairs": True, "label_key": margin_key}
+        super().__init__(dataset, tokenizer, max_len, fields=fields, **options)
+
+    def __getitem__(self, position: int) -> dict[str, Any]:
+        """``prompt``, ``chosen`` and ``rejected``, ids (S,) long; ``margin`` where there are margins."""
+        position = range(len(self))[position]
+        ids, rows = torch.tensor(self._rows.token_ids(position), dtype=torch.long), self._rows
+        lengths = int(rows.prompt_lengths[position]), int(rows.first_answers[position])
+        parts = ids.split([*lengths, len(ids) - sum(lengths)])
+        margin = read_margin(self.dataset[int(rows.row_numbers[position])], self.fields)
+        return dict(zip(("prompt", "chosen", "rejected"), parts)) | ({} if margin is None else {"margin": margin})
+
+    def collate_fn(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        """``[left padding | prompt | answer | right padding]``, so that a packed pass has a prompt once for both.
+
+        Of B pairs the rows 0 … B - 1 are chosen, B … 2B - 1 the rejected ones: ``sequences`` and ``attention_mask``
+        (2B, S) long, ``action_mask`` (2B, A) True on the answers, which are in the last A columns, ``margin`` (B,).
+        """
+        pad = torch.nn.utils.rnn.pad_sequence
+        prompts = [row["prompt"] for row in rows] * 2
+        answers = [row[name] for name in ("chosen", "rejected") for row in rows]
+        sides = {"left": prompts, "right": answers}
+        ids = [pad(parts, True, self._pad_id(), padding_side=side) for side, parts in sides.items()]
+        masks = [pad([torch.ones_like(x) for x in parts], True, 0, padding_side=s) for s, parts in sides.items()]
+        batch = {"sequences": torch.cat(ids, 1), "attention_mask": torch.cat(masks, 1), "action_mask": masks[1].bool()}
+        margins = [row["margin"] for row in rows if "margin" in row]
+        return batch | ({"margin": torch.tensor(margins)} if margins else {})
+
+    def _render_row(self, row: Mapping[str, Any]) -> list[tuple[Rendered, Rendered]]:
+        prompt, *answers = read_pair(row, self.fields)
+        read_margin(row, self.fields)
+        return [self._rendered(prompt, answer) for answer in answers]
+
+    def _encode(self, rendered: list[list[tuple[Rendered, Rendered]]]) -> Iterator[Outcome]:
+        examples = self._ids([example for pair in rendered for example in pair])
+        for (chosen, start), (rejected, _) in zip(examples, examples):  # two at a time
+            fitted = self._fit_example(chosen, start), self._fit_example(rejected, start)
+            odd = [one for one in fitted if not isinstance(one, Encoded)]
+            answers = [] if odd else [list(one.token_ids[start:]) for one in fitted]
+            if odd:
+                yield odd[0]
+            elif answers[0] == answers[1]:
+                yield BadRowError("equal", "both answers have the same tokens, after a cut perhaps")
+            else:
+                ids = chosen[:start] + answers[0] + answers[1]
+                yield Encoded(ids, start, any(one.truncated for one in fitted), len(answers[0]))
 
 
 class RolloutBatchSampler(Sampler[list[int]]):

@@ -6,6 +6,7 @@ Every row is checked and tokenised once, before training.
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -63,11 +64,13 @@ def resolve_fields(
     output_key: str | None = None,
     supervised: bool = False,
     documents: bool = False,
+    pairs: bool = False,
 ) -> RowFields:
     """Decide which keys are read from data with these columns; DataError lists the columns if none fits.
 
     None, or a default name without a column, tries the known names. ``supervised`` rows need a completion too;
-    ``documents`` may be plain text (pretraining), unless a completion is found.
+    ``documents`` may be plain text (pretraining), unless a completion is found; ``pairs`` need both answers, and their
+    label is the margin.
     """
 
     def known(keys: Iterable[str]) -> tuple[str, ...]:
@@ -78,15 +81,17 @@ def resolve_fields(
         return (key,)
 
     input_key = input_key or DEFAULT_INPUT_KEY
-    label = explicit(label_key, "--label_key") if label_key else known(LABEL_KEYS)
+    label = explicit(label_key, "--margin_key" if pairs else "--label_key") if label_key else known(LABEL_KEYS)
     preference = set(PREFERENCE_KEYS) <= set(columns)
+    if pairs and not preference:
+        raise DataError(f"no columns chosen and rejected: rename those with the answers; columns: {_listed(columns)}")
     if documents and _column_of(input_key, columns) is None and (text := known(TEXT_KEYS)):
         # --input_key names the prompts' column; the pretraining data beside them has its own
         logger.info("--input_key %r is not a column of the text data; reading %r", input_key, text[0])
         input_key = DEFAULT_INPUT_KEY
     if input_key != DEFAULT_INPUT_KEY:
         prompt = explicit(input_key, "--input_key")
-        preference = supervised and preference
+        preference = (supervised or pairs) and preference
     else:
         prompt = known((*TEXT_KEYS, *PROMPT_KEYS) if documents else PROMPT_KEYS)
     if not prompt and not preference:
@@ -179,12 +184,47 @@ def read_example(row: Mapping[str, Any], fields: RowFields) -> tuple[str | Chat,
         return prompt[:-1], prompt[-1:]
     if output is None or (key in TEXT_KEYS and fields.documents and not fields.completion_required):
         return prompt, None
-    completion = _text_or_chat(answer, repr(output))
-    if isinstance(prompt, str) and isinstance(completion, str):
-        return prompt, completion
-    chat, completion = as_chat(prompt, "user"), as_chat(completion, "assistant")
-    repeated = len(completion) > len(chat) and completion[: len(chat)] == chat  # TRL: `chosen` may repeat the prompt
-    return chat, completion[len(chat) :] if repeated else completion
+    return _after(prompt, _text_or_chat(answer, repr(output)))
+
+
+def _after(prompt: str | Chat, answer: str | Chat) -> tuple[str | Chat, str | Chat]:
+    """Prompt and answer as two texts or two chats; TRL: a chat may repeat the prompt."""
+    if isinstance(prompt, str) and isinstance(answer, str):
+        return prompt, answer
+    chat, answer = as_chat(prompt, "user"), as_chat(answer, "assistant")
+    repeated = len(answer) > len(chat) and answer[: len(chat)] == chat
+    return chat, answer[len(chat) :] if repeated else answer
+
+
+def read_pair(row: Mapping[str, Any], fields: RowFields) -> tuple[str | Chat, str | Chat, str | Chat]:
+    """Prompt, chosen and rejected answer of a row. Of two answers that are whole chats the prompt is the beginning."""
+    if missing := [key for key in PREFERENCE_KEYS if row.get(key) is None]:
+        raise BadRowError("missing", f"{missing[0]!r} is missing or null")
+    chosen, rejected = (_text_or_chat(row[key], repr(key)) for key in PREFERENCE_KEYS)
+    if chosen == rejected:
+        raise BadRowError("equal", "'chosen' and 'rejected' are the same: there is nothing to prefer")
+    key, value = _first_value(row, fields.prompt)
+    whole = all(isinstance(answer, list) and answer[0]["role"] != "assistant" for answer in (chosen, rejected))
+    if key is None or whole:
+        return _split_pair(chosen, rejected)
+    prompt = _text_or_chat(value, repr(key))
+    if isinstance(prompt, str) and all(isinstance(x, str) and x.startswith(prompt) for x in (chosen, rejected)):
+        chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
+    _, chosen = _after(prompt, chosen)
+    prompt, rejected = _after(prompt, rejected)
+    if type(chosen) is not type(rejected):
+        raise BadRowError("wrong_type", "one of 'chosen' and 'rejected' is text, the other a chat")
+    return prompt, chosen, rejected
+
+
+def read_margin(row: Mapping[str, Any], fields: RowFields) -> float | None:
+    """The margin of a pair, a number at least 0; ``None`` where no --margin_key is given."""
+    if not fields.label_required:
+        return None
+    value = read_label(row, fields)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise BadRowError("margin", f"--margin_key {fields.label[0]!r} is {_shown(value)}; a number ≥ 0 is needed")
+    return float(value)
 
 
 def as_chat(prompt: str | Chat, role: str) -> Chat:
@@ -202,15 +242,22 @@ def _prompt_and_chosen(row: Mapping[str, Any], fields: RowFields) -> tuple[str |
     chosen, rejected = row["chosen"], row["rejected"]
     if isinstance(chosen, list) and isinstance(rejected, list):
         chosen, rejected = _chat(chosen, "'chosen'"), _chat(rejected, "'rejected'")
+    prompt, chosen, _ = _split_pair(chosen, rejected)
+    return prompt, None, chosen
+
+
+def _split_pair(chosen: Any, rejected: Any) -> tuple[str | Chat, str | Chat, str | Chat]:
+    """Common beginning, and the rest of both: messages, or texts in the form of hh-rlhf."""
+    if isinstance(chosen, list) and isinstance(rejected, list):
         cut = _shared(chosen, rejected)
         if 0 < cut < len(chosen):
-            return chosen[:cut], None, chosen[cut:]
+            return chosen[:cut], chosen[cut:], rejected[cut:]
     elif isinstance(chosen, str) and isinstance(rejected, str):
         turn = "\n\nAssistant:"  # as in hh-rlhf, the one public data set of this kind
         start = chosen.rfind(turn, 0, _shared(chosen, rejected))
         cut = start + len(turn)
         if start >= 0 and chosen[:start].strip() and chosen[cut:].strip():
-            return chosen[:cut], None, chosen[cut:]
+            return chosen[:cut], chosen[cut:], rejected[cut:]
     else:
         kinds = f"{type(chosen).__name__} and {type(rejected).__name__}"
         raise BadRowError("wrong_type", f"'chosen' and 'rejected' are {kinds}; both must be text, or both chats")
@@ -359,6 +406,7 @@ class Encoded(NamedTuple):
     token_ids: Any  # prompt and completion
     prompt_length: int  # how many of these tokens are the prompt
     truncated: bool
+    first_answer: int = 0  # of a pair: how many tokens after the prompt are its first answer
 
 
 # A row that is used, the reason why an option leaves it out (``--truncation drop``), or why it is bad.
@@ -388,6 +436,7 @@ class PreparedRows:
     row_numbers: np.ndarray  # (N,) in the dataset
     prompt_lengths: np.ndarray  # (N,) how many ids of a row are the prompt
     truncated: np.ndarray  # (N,) whether the row was cut
+    first_answers: np.ndarray  # (N,) how many ids after a row's prompt are the first answer of a pair
     offsets: np.ndarray  # (N + 1,) where a row's ids begin in flat_ids
     flat_ids: np.ndarray  # of all rows
     report: DatasetReport
@@ -465,6 +514,7 @@ def prepare_rows(
         row_numbers=np.asarray(numbers, dtype=np.int64),
         prompt_lengths=np.asarray([row.prompt_length for row in kept], dtype=np.int64),
         truncated=np.asarray([row.truncated for row in kept], dtype=bool),
+        first_answers=np.asarray([row.first_answer for row in kept], dtype=np.int64),
         offsets=np.cumsum([0, *(len(row.token_ids) for row in kept)], dtype=np.int64),
         flat_ids=np.concatenate([row.token_ids for row in kept]),
         report=report,

@@ -116,6 +116,18 @@ ALARMS = {
         "lower --critic_learning_rate; --value_norm exp where the returns are large",
         lasting(lambda skipped, loss: skipped > 0 or not math.isfinite(loss), steps=1),
     ),
+    "loss_not_finite": Alarm(
+        ("train/skipped", "train/loss"),
+        "a gradient or the loss is not finite",
+        "lower --learning_rate; fp32 instead of --bf16",
+        lasting(lambda skipped, loss: skipped > 0 or not math.isfinite(loss), steps=1),
+    ),
+    "loss_rises": Alarm(
+        ("train/loss",),
+        f"its median of {WINDOW} steps has lost more than half of what it had gained",
+        "lower --learning_rate, or raise --lr_warmup_ratio",
+        lambda losses: falling([-loss for loss in losses]),
+    ),
     "reward_falls": Alarm(
         ("rollout/reward",),
         f"its median of {WINDOW} steps has lost more than half of what it had gained",

@@ -22,7 +22,7 @@ from transformers import get_scheduler
 
 from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS
 from lightppo.config import PPOConfig
-from lightppo.config.options import sections
+from lightppo.config.options import OptionSet
 from lightppo.config.rules import (
     advice,
     evaluation_config,
@@ -94,7 +94,7 @@ def build(config: PPOConfig) -> Run:
     config = checked(config, strategy)
 
     # What can fail on a user's mistake comes before what takes long: all rows and the reward file, then the models.
-    check_lengths(config, loading.load_config(stage_to_local(config.model.pretrain), **_loading(config)))
+    check_lengths(config, loading.load_config(stage_to_local(config.model.pretrain), **loading_options(config)))
     tokenizer = build_tokenizer(config)
     asked, rewards = config, None
     if config.training.dry_run:
@@ -173,7 +173,7 @@ def _as_config_error() -> Iterator[None]:
         raise ConfigError(str(error)) from error
 
 
-def build_strategy(config: PPOConfig) -> DeepspeedStrategy:
+def build_strategy(config: OptionSet) -> DeepspeedStrategy:
     """The strategy of a config; no process group yet. Raises ConfigError for ZeRO options that exclude each other."""
     flat = config.resolved().flat()
     same_name = {f.name: flat[f.name] for f in fields(DeepspeedStrategy) if f.name in flat}
@@ -192,7 +192,7 @@ class Models:
     ema: Actor | None
 
 
-def _loading(config: PPOConfig) -> dict[str, Any]:
+def loading_options(config: OptionSet) -> dict[str, Any]:
     """How all models but reward models are loaded."""
     m = config.model
     return {name: getattr(m, name) for name in ("attn_implementation", "trust_remote_code", "external_lib")} | {
@@ -207,11 +207,11 @@ def _loading(config: PPOConfig) -> dict[str, Any]:
 def build_models(config: PPOConfig, strategy: DeepspeedStrategy) -> Models:
     """Load all models, each under the ZeRO configuration of its role."""
     m, s, a, t = config.model, config.strategy, config.algorithm, config.training
-    loading_options = _loading(config)
-    shared = {n: loading_options[n] for n in ("attn_implementation", "trust_remote_code", "external_lib", "seed")}
+    options = loading_options(config)
+    shared = {n: options[n] for n in ("attn_implementation", "trust_remote_code", "external_lib", "seed")}
 
     def own(path: str | None) -> dict[str, Any]:  # critic and reference may have a checkpoint of their own
-        return loading_options | {"init_from_scratch": m.init_from_scratch and path == m.pretrain}
+        return options | {"init_from_scratch": m.init_from_scratch and path == m.pretrain}
 
     shares = t.share_prompts and config.rollout.n_samples_per_prompt > 1
     rows = {"packing_samples": t.packing_samples, "share_prompts": shares}
@@ -257,7 +257,7 @@ def saved_parts(config: PPOConfig, actor: Any, critic: Any, ema: Any, reference:
     return {name: model for name, model in parts.items() if model is not None}
 
 
-def settle_packing(config: PPOConfig, strategy: DeepspeedStrategy, *models: Any) -> None:
+def settle_packing(config: OptionSet, strategy: DeepspeedStrategy, *models: Any) -> None:
     """``--packing_samples`` None: all models pack, if each does it exactly on every rank. Collective."""
     if config.training.packing_samples is not None:
         return
@@ -269,7 +269,7 @@ def settle_packing(config: PPOConfig, strategy: DeepspeedStrategy, *models: Any)
         strategy.print(f"note: batches are padded: {reason}")
 
 
-def accelerate(models: Models, config: PPOConfig, device: torch.device) -> None:
+def accelerate(models: Models, config: OptionSet, device: torch.device) -> None:
     """Gradient checkpointing, offloaded activations, other kernels, compiled layers: as the options ask."""
     m, trained = config.model, {"actor": models.actor, "critic": models.critic}
     trained = {role: model for role, model in trained.items() if model is not None}
@@ -287,7 +287,7 @@ def accelerate(models: Models, config: PPOConfig, device: torch.device) -> None:
             loading.compile_layers(model.hf_model)
 
 
-def add_lora(config: PPOConfig, *models: Actor | Critic | None) -> None:
+def add_lora(config: OptionSet, *models: Actor | Critic | None) -> None:
     """Adapters for actor and critic, where ``--lora_rank`` asks for them; from here on only these train."""
     a = config.adapter
     if uses_adapters(config):
@@ -297,7 +297,7 @@ def add_lora(config: PPOConfig, *models: Actor | Critic | None) -> None:
                 add_adapters(model, options, config.strategy.seed)
 
 
-def build_tokenizer(config: PPOConfig, actor: Actor | None = None) -> Any:
+def build_tokenizer(config: OptionSet, actor: Actor | None = None) -> Any:
     """The actor's tokenizer; if the actor is there, checked against its embedding."""
     m = config.model
     options = {"use_fast": not m.disable_fast_tokenizer, "trust_remote_code": m.trust_remote_code}
@@ -309,7 +309,7 @@ def with_optimizer(
     model: Any,
     learning_rate: float,
     steps: int,
-    config: PPOConfig,
+    config: OptionSet,
     strategy: DeepspeedStrategy,
     role: Literal["actor", "critic"] = "actor",
 ) -> tuple[Any, Any, Any]:
@@ -601,7 +601,7 @@ def check_lengths(config: PPOConfig, model_config: Any) -> None:
     check_positions(config, getattr(model_config.get_text_config(decoder=True), "max_position_embeddings", None))
 
 
-def check_disk_space(config: PPOConfig, parameters: dict[str, int], exported: int | None = None) -> None:
+def check_disk_space(config: OptionSet, parameters: dict[str, int], exported: int | None = None) -> None:
     """Room for the checkpoints that will be kept, before the first one is lost to a full disk.
 
     Trained models have weights, fp32 master weights and two fp32 moments; ``ema`` and ``reference`` fp32 weights.
@@ -635,7 +635,7 @@ def check_disk_space(config: PPOConfig, parameters: dict[str, int], exported: in
 # -- what a run says of itself ---------------------------------------------------------------------------------------
 
 
-def described(config: PPOConfig) -> str:
+def described(config: OptionSet) -> str:
     """The options that were set, and differ from the defaults and from what None means, by section."""
     config, asked = config.resolved(), config.flat()
     public, lines = public_options(config), ["options that differ from the defaults (all are in run_config.yaml):"]
@@ -643,7 +643,7 @@ def described(config: PPOConfig) -> str:
     def is_meant(name: str) -> bool:
         return config.with_options(**{name: None}).resolved().flat()[name] == public[name]
 
-    for title, section in sections().items():
+    for title, section in config.sections().items():
         set_here = [o for o in section.options().values() if asked[o.name] != o.default]
         set_here = [o.name for o in set_here if o.default is not None or not is_meant(o.name)]
         lines += [f"  {title}: {' '.join(f'{name}={public[name]!r}' for name in set_here)}"] if set_here else []
@@ -664,7 +664,7 @@ def model_sizes(models: Models) -> str:
     return ", ".join(texts)
 
 
-def places(config: PPOConfig) -> str:
+def places(config: OptionSet) -> str:
     """Where a run writes to."""
     c, log = config.checkpoint, config.logging
     saves = c.save_steps > 0 or c.save_epochs or c.save_seconds

@@ -25,6 +25,7 @@ from typing import Any, Self
 from lightppo import durable
 from lightppo.config.options import CheckpointConfig, unsafe_changes
 from lightppo.errors import CheckpointError, ConfigError, TrainingError
+from lightppo.option import Option
 from lightppo.storage import download, is_url, join, local_folder, upload
 from lightppo.strategy.checkpoint import (
     DAMAGED,
@@ -284,10 +285,12 @@ class RunCheckpointer:
         content: Mapping[str, str],
         idle: Container[str] = (),
         before: int | None = None,
+        declared: Iterable[Option] | None = None,
     ) -> dict[str, Any] | None:
         """Load the last checkpoint that ``--resume`` allows, if there is one; returns its client state. Collective.
 
-        ``idle`` names options that do nothing in this run; ``before``: the last one before this step.
+        ``idle`` names options that do nothing in this run; ``before``: the last one before this step;
+        ``declared``: the command's options, by default of PPO.
 
         Raises:
             ConfigError: ``options`` of this run that must stay as they were have changed, or the ``content`` of what
@@ -304,11 +307,11 @@ class RunCheckpointer:
         if tag is None:
             return None
         saved = self.load(root, tag, checked=True)
-        refused, safe = unsafe_changes(saved["config"], options, idle)
+        refused, safe = unsafe_changes(saved["config"], options, idle, declared)
         refused.pop("save_path", None)  # the same folder may be spelt otherwise, or have been moved
         changes = [f"--{name} {old} → {new}" for name, (old, new) in refused.items()]
         for name, mark in saved.get("content", {}).items():
-            unread = options["val_only"] and name != "pretrain"
+            unread = options.get("val_only") and name != "pretrain"
             if name in refused or unread or content.get(name, mark) == mark:
                 continue
             if name != "save_path":

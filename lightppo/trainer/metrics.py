@@ -30,6 +30,15 @@ TIMED = {  # the parts of experience and training, whose time is also given per 
     "critic_update": "the same of the critic",
 }
 
+SUPERVISED = {  # names in train/ and, but for those of the optimizer, in eval/
+    "loss": "mean loss of a labelled token, or of a pair",
+    "tokens": "labelled tokens of the step",
+    "epoch": "passes over the data before this one",
+    "lr": "learning rate",
+    "grad_norm": "gradient norm before clipping",
+    "skipped": "1 where the step was skipped for a gradient or a loss that is not finite",
+}
+
 # Name in the logs → meaning. The part before the first "/" is the namespace; <…> stands for any text.
 METRICS: dict[str, str] = {
     "rollout/reward": "mean score of a sample, before clipping",
@@ -106,6 +115,7 @@ METRICS: dict[str, str] = {
     "train/critic_skipped": "share of the critic's optimizer steps skipped for a gradient or a loss that is not finite",
     "train/kl_coef": "KL coefficient in this step",
     "train/optimizer_steps": "optimizer steps taken in this PPO step",
+    **{f"train/{name}": f"`lightppo sft`, `rm`, `dpo`: {meaning}" for name, meaning in SUPERVISED.items()},
     "perf/time_rollout": "seconds of generation",
     "perf/time_reward": "seconds of scoring",
     "perf/time_experience": "seconds of forward passes and advantages",
@@ -134,6 +144,8 @@ METRICS: dict[str, str] = {
     "eval/worst@<n>": "mean over prompts of the worst score of their n samples",
     "eval/std@<n>": "mean over prompts of the standard deviation of their n scores",
     "eval/maj@<n>": "share of prompts whose most frequent answer is correct; answers are the source's texts pred",
+    "eval/loss": "`lightppo sft`, `rm`, `dpo`: mean loss of a labelled token, or of a pair, of --eval_dataset",
+    "eval/tokens": "labelled tokens of --eval_dataset",
     "eval/<name>": "mean of a number that the reward source gives beside its score; the names above stay what they are",
     "eval/<source>/<metric>": "any of the above for one data source, where the evaluation data has several",
     "reward/failures": "tries of the reward source that failed; no failure is ever a score",

@@ -16,6 +16,7 @@ from typing import Any
 from lightppo.config import PPOConfig
 from lightppo.config.cli import exit_on_mistakes
 from lightppo.config.rules import estimator_entry, evaluation_config, needs_critic, needs_reference
+from lightppo.config.supervised import SupervisedConfig
 from lightppo.data.readers import check_data_paths, first_rows, with_metadata
 from lightppo.data.records import Prompt, Rollout
 from lightppo.data.rows import (
@@ -28,6 +29,8 @@ from lightppo.data.rows import (
     prepare_rows,
     read_example,
     read_label,
+    read_margin,
+    read_pair,
     read_prompt,
     resolve_fields,
 )
@@ -42,6 +45,13 @@ Row = Mapping[str, Any]
 
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _HUB_SECONDS = 10.0
+NOTHING_KEPT = {  # options of a dry run
+    "resume": "never",
+    "val_before_train": False,
+    **{"use_wandb": False, "use_tensorboard": None, "use_trackio": None, "use_mlflow": None},
+    **{"best_metric": None, "save_steps": -1, "hf_save_steps": -1},
+    **dict.fromkeys(("save_epochs", "save_seconds", "hf_save_epochs", "hf_save_seconds")),
+}
 _DRY_SAMPLES, _DRY_TOKENS = 4, 32  # of a dry run: at most, per prompt and per response
 
 
@@ -68,33 +78,44 @@ def preflight(config: PPOConfig) -> None:
     _run_all(checks, config.logging.debug)
 
 
-def preflight_sft(config: Any) -> None:
-    """The same for supervised training."""
-    fields = {"input_key": config.input_key, "output_key": config.output_key, "supervised": True}
-    template = {"apply_chat_template": config.apply_chat_template, "input_template": config.input_template}
+def preflight_supervised(config: SupervisedConfig) -> None:
+    """The same for training on data."""
+    c, d, flat = config.checkpoint, config.data, config.flat()
+    is_pairs = not hasattr(d, "output_key")
+    fields = {"input_key": d.input_key} | (
+        {"pairs": True, "label_key": d.margin_key} if is_pairs else {"output_key": d.output_key, "supervised": True}
+    )
+    rendering = partial(
+        PromptTemplate, apply_chat_template=d.apply_chat_template, input_template=d.input_template,
+        system_prompt=d.system_prompt,
+    )  # fmt: skip
 
-    def check_data() -> None:
-        check_data_paths(config.dataset, flag="--dataset")
-        rendering = PromptTemplate(_tokenizer(config.pretrain), **template)
+    def check_data(flag: str, paths: str, split: str) -> None:
+        check_data_paths(paths, flag=flag)
+        template = rendering(_tokenizer(config.model.tokenizer_path or config.model.pretrain))
 
         def render(row: Row, fields: RowFields) -> None:
-            prompt, completion = read_example(row, fields)
-            if completion is None:
-                raise BadRowError("missing", "no completion: set --output_key")
-            rendering.render(prompt)
+            if is_pairs:
+                prompt, *_ = read_pair(row, fields)
+                read_margin(row, fields)
+            else:
+                prompt, completion = read_example(row, fields)
+                if completion is None:
+                    raise BadRowError("missing", "no completion: set --output_key")
+            template.render(prompt)
 
-        _check_rows("--dataset", config.dataset, config.dataset_split, fields, render)
+        _check_rows(flag, paths, split, fields, render, d.on_bad_row)
 
-    log_folder = os.path.dirname(config.log_file or "") or config.save_path
-    _run_all(
-        [
-            partial(check_model, config.pretrain, "--pretrain"),
-            partial(check_writable, config.save_path, "--save_path"),
-            partial(check_writable, log_folder, "--log_file"),
-            check_data,
-        ],
-        config.debug,
-    )
+    models = {name: flat[name] for name in ("pretrain", "ref_pretrain") if flat.get(name)}
+    folders = {name: flat[name] for name in ("save_path", "ckpt_path", "use_tensorboard") if flat[name]}
+    folders |= {"log_file": os.path.dirname(flat["log_file"]) or "."} if flat["log_file"] else {}
+    used = {"--dataset": (d.dataset, d.dataset_split), "--eval_dataset": (d.eval_dataset, d.eval_split)}
+    checks: list[Callable[[], Any]] = [partial(check_model, path, f"--{name}") for name, path in models.items()]
+    checks += [partial(check_writable, folder, f"--{name}") for name, folder in folders.items()]
+    checks += [partial(_check_resume, c.resume), partial(_check_shape, config.resolved())]
+    checks += [partial(check_trackers, config.logging)]
+    checks += [partial(check_data, flag, *source) for flag, source in used.items() if source[0]]
+    _run_all(checks, config.logging.debug)
 
 
 def before_imports(check: Callable[[], None], prog: str) -> None:
@@ -117,11 +138,8 @@ def dry_run_config(config: PPOConfig, world_size: int, folder: str) -> PPOConfig
     sizes |= {"eval_max_samples": 2 * world_size, "eval_n_samples": min(e.eval_n_samples, _DRY_SAMPLES)}
     # The one step trains the actor on what it has sampled itself, whatever that is worth.
     sizes |= {"freezing_actor_steps": 0, "dynamic_sampling": False, "skip_rollout": None, "buffer_limit": 0}
-    kept = {"save_path": folder, "ckpt_path": f"{folder}/checkpoints", "resume": "never", "rollout_data_dir": None}
-    kept |= {"use_wandb": False, "use_tensorboard": None, "use_trackio": None, "use_mlflow": None}
-    kept |= {"best_metric": None, "save_steps": -1, "hf_save_steps": -1}
-    kept |= dict.fromkeys(("save_epochs", "save_seconds", "hf_save_epochs", "hf_save_seconds"))
-    return config.with_options(**sizes, **kept, val_before_train=False, num_examine=1)
+    folders = {"save_path": folder, "ckpt_path": f"{folder}/checkpoints", "rollout_data_dir": None}
+    return config.with_options(**sizes, **folders, **NOTHING_KEPT, num_examine=1)
 
 
 def _run_all(checks: Iterable[Callable[[], Any]], debug: bool) -> None:

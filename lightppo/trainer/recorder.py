@@ -13,14 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from lightppo import durable
-from lightppo.config import PPOConfig
-from lightppo.config.options import LoggingConfig
+from lightppo.config.options import LoggingConfig, OptionSet
 from lightppo.errors import ConfigError, NonFiniteError
 from lightppo.storage import local_folder
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.trainer.alarms import Alarms
 from lightppo.trainer.checkpointing import RunCheckpointer
-from lightppo.trainer.evaluator import Evaluator
 from lightppo.trainer.metrics import Pace, PhaseTimer, with_namespace
 from lightppo.trainer.run_folder import cut_samples, hold, is_at, run_name, set_aside, upload_records
 from lightppo.trainer.trackers import TensorBoardSink, Tracker, WandbSink, open_trackers
@@ -121,11 +119,12 @@ def open_sinks(
     options: Mapping[str, Any],
     start_step: int = 0,
     run_ids: Mapping[str, str] | None = None,
+    path: Path | None = None,
 ) -> list[Sink]:
     """All sinks of a run: metrics.jsonl in its folder, and what the options name. Arguments as of :class:`Recorder`."""
     trackers = open_trackers(config, run_name(config, folder), options, start_step, run_ids or {})
     # Last: it puts the file of an older run aside, which a missing package above should not.
-    return [*trackers, JsonlSink(local_folder(folder) / "metrics.jsonl", start_step)]
+    return [*trackers, JsonlSink(path or local_folder(folder) / "metrics.jsonl", start_step)]
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -135,7 +134,8 @@ class Recorder:
     """Logs, evaluates and saves. All ranks call every method; rank 0's clock decides what is due by time.
 
     Args:
-        evaluator: ``None``: no evaluation.
+        config: its sections ``checkpoint``, ``evaluation`` and ``logging`` are read.
+        evaluator: with ``evaluate(step)``, which returns metrics ``eval/<name>``; ``None``: no evaluation.
         options: of the run, shown by trackers. Without secrets: tokens come from the environment.
         start_step: step the run starts or resumes at; logs of later steps, of a run that was cut off, are dropped.
         run_ids: runs to go on with, by tracker.
@@ -144,10 +144,10 @@ class Recorder:
 
     def __init__(
         self,
-        config: PPOConfig,
+        config: OptionSet,
         strategy: DeepspeedStrategy,
         checkpointer: RunCheckpointer,
-        evaluator: Evaluator | None,
+        evaluator: Any | None,
         *,
         options: Mapping[str, Any],
         start_step: int = 0,
@@ -163,19 +163,21 @@ class Recorder:
         self.best: float | None = None
         if e.best_metric is not None and start_step > 0:
             self.best = checkpointer.best_value(c.ckpt_path, e.best_metric)
+        log_file = getattr(config.logging, "log_file", None)  # PPO has none
+        self.path = local_folder(c.save_path) / "metrics.jsonl" if log_file is None else Path(log_file)
         self.alarms, self.timer, self.pace = alarms or Alarms(), PhaseTimer(), Pace(start_step)
         self.evaluation = self._evaluated_before(start_step)  # of the start
         self.last_evaluated = start_step if self.evaluation else None
         self.last_saved: int | None = start_step or None
         if start_step > 0 and strategy.is_rank_0():
             cut_samples(c.save_path, start_step)
-        run = {"start_step": start_step, "run_ids": run_ids}
+        run = {"start_step": start_step, "run_ids": run_ids, "path": self.path}
         self.sinks = open_sinks(config.logging, c.save_path, options, **run) if strategy.is_rank_0() else []
         self.run_ids = dict(run_ids or {}) | {s.name: s.run_id for s in self.sinks if hasattr(s, "run_id")}
 
     def _evaluated_before(self, step: int) -> dict[str, float]:
         """The evaluation in the metrics of the step that the run goes on from; empty if there is none. Collective."""
-        path, found = local_folder(self.config.checkpoint.save_path) / "metrics.jsonl", {}
+        path, found = self.path, {}
         if step == 0 or self.evaluator is None:
             return found
         if self.strategy.is_rank_0() and path.is_file():
@@ -219,14 +221,15 @@ class Recorder:
             with (timer := PhaseTimer())("eval"):
                 results = self.evaluator.evaluate(step)
         except NonFiniteError as error:
-            if self.config.evaluation.val_only:
+            if getattr(self.config.evaluation, "val_only", False):
                 raise
             if self.sinks:
                 logger.warning("the evaluation after step %d is left out: %s", step, error)
             return {}
         self._write(step, results | with_namespace(timer.reset()))
-        accuracy, reward = results["eval/accuracy"], results["eval/reward"]
-        self.strategy.print(f"[step {step}] evaluation: accuracy {accuracy:.3f}, reward {reward:.3f}")
+        told = [name for name in ("loss", "accuracy", "reward", "margin") if f"eval/{name}" in results]
+        told = ", ".join(f"{name} {results[f'eval/{name}']:.3f}" for name in told)
+        self.strategy.print(f"[step {step}] evaluation: {told}")
         self._upload()
         if self.config.evaluation.best_metric is not None:
             self._keep_best(step, results, self.config.evaluation.best_metric)
@@ -236,7 +239,8 @@ class Recorder:
         if metric not in results:
             known = ", ".join(sorted(results))
             raise ConfigError(f"--best_metric {metric} is not among the evaluation's metrics: {known}")
-        if self.best is not None and results[metric] <= self.best:
+        sign = -1 if metric.endswith("loss") else 1
+        if self.best is not None and sign * results[metric] <= sign * self.best:
             return
         self.best = results[metric]
         if step > 0:  # the start is the bar to pass, not a result

@@ -20,7 +20,7 @@ from typing import IO, Any
 import yaml
 
 from lightppo import __version__, durable
-from lightppo.config import LoggingConfig, PPOConfig
+from lightppo.config.options import LoggingConfig, OptionSet
 from lightppo.data.rows import ORIGIN_COLUMN
 from lightppo.errors import ConfigError, StagingError
 from lightppo.http import shown_url
@@ -183,14 +183,14 @@ def set_aside(*paths: Path) -> None:
         print(f"{found[0].parent}: an earlier run's files are kept apart: {', '.join(names[:6])}{more}", flush=True)
 
 
-def set_records_aside(config: PPOConfig) -> None:
+def set_records_aside(config: OptionSet) -> None:
     """Keep apart what an earlier run has recorded where this one will."""
     o, folder = config.logging, config.checkpoint.save_path
     paths = [local_folder(folder).absolute() / name for name in RECORDS]
     if o.use_tensorboard:
         paths.append(Path(o.use_tensorboard).absolute() / run_name(o, folder))
-    if config.sampling.rollout_data_dir is not None:
-        rollouts = Path(config.sampling.rollout_data_dir).absolute()
+    if (rollout_data_dir := config.flat().get("rollout_data_dir")) is not None:
+        rollouts = Path(rollout_data_dir).absolute()
         steps = sorted(rollouts.glob("step*.jsonl"))
         # The folder may hold other things too.
         alone = rollouts.is_dir() and len(steps) == len(list(rollouts.iterdir()))
@@ -224,24 +224,24 @@ def run_name(config: LoggingConfig, folder: str) -> str:
 # -- what makes the run ----------------------------------------------------------------------------------------------
 
 
-def content_of(config: PPOConfig, rows: Mapping[str, Any], ranks: Ranks) -> dict[str, str]:
+def content_of(config: OptionSet, rows: Mapping[str, Any], ranks: Ranks) -> dict[str, str]:
     """A mark of the content behind each option that names some: reward files, models, data. Collective.
 
     Args:
         config: resolved.
         rows: the rows of a run, by the option that names their files.
     """
-    r, m = config.reward, config.model
-    marks: dict[str, str] = {}
+    flat, marks = config.flat(), {}
     if ranks.is_rank_0():
-        files = {"reward_fn": r.reward_fn, "remote_rm_url": r.remote_rm_url[0] if len(r.remote_rm_url) == 1 else None}
+        urls = flat.get("remote_rm_url", ())
+        files = {"reward_fn": flat.get("reward_fn"), "remote_rm_url": urls[0] if len(urls) == 1 else None}
         for name, spec in files.items():
             if spec is not None and "://" not in spec:
                 marks[name] = _digest(split_python_spec(spec, name)[0].read_bytes())
-        if (routes := config.verifier.reward_routes) and not routes.lstrip().startswith("{"):
+        if (routes := flat.get("reward_routes")) and not routes.lstrip().startswith("{"):
             marks["reward_routes"] = _digest(Path(routes).expanduser().read_bytes())
-        models = {name: (getattr(m, name),) for name in ("pretrain", "ref_pretrain", "critic_pretrain")}
-        for name, paths in (models | {"reward_pretrain": m.reward_pretrain}).items():
+        models = {name: (flat.get(name),) for name in ("pretrain", "ref_pretrain", "critic_pretrain")}
+        for name, paths in (models | {"reward_pretrain": flat.get("reward_pretrain", ())}).items():
             if given := [checkpoint_mark(stage_to_local(path)) for path in paths if path is not None]:
                 marks[name] = " ".join(given)
         marks |= {name: _rows_mark(of_option) for name, of_option in rows.items()}
@@ -265,14 +265,16 @@ def _digest(content: bytes) -> str:
 # -- what a run says of itself ---------------------------------------------------------------------------------------
 
 
-def public_options(config: PPOConfig) -> dict[str, Any]:
+def public_options(config: OptionSet) -> dict[str, Any]:
     """All options by flag name, for logs, files and checkpoints: without what a reward URL carries in its query."""
     values = config.flat()
+    if "remote_rm_url" not in values:
+        return values
     shown = (shown_url(url) if url.startswith(("http://", "https://")) else url for url in values["remote_rm_url"])
     return values | {"remote_rm_url": tuple(shown)}
 
 
-def save_run_config(config: PPOConfig, ranks: Ranks) -> None:
+def save_run_config(config: OptionSet, ranks: Ranks) -> None:
     """Keep the options as they were given in ``run_config.yaml``, which ``--config`` reads, and beside it in
     ``run_config.resolved.yaml`` with what None stood for. Collective."""
     problem = write_run_config(config) if ranks.is_rank_0() else None
@@ -280,7 +282,7 @@ def save_run_config(config: PPOConfig, ranks: Ranks) -> None:
         raise ConfigError(problem)
 
 
-def write_run_config(config: PPOConfig) -> str | None:
+def write_run_config(config: OptionSet) -> str | None:
     """Write both files whole or not at all; returns what went wrong."""
     folder = config.checkpoint.save_path
     local = local_folder(folder)
@@ -296,7 +298,7 @@ def write_run_config(config: PPOConfig) -> str | None:
     return None
 
 
-def record_start(config: PPOConfig, ranks: Ranks, step: int, content: Mapping[str, str]) -> None:
+def record_start(config: OptionSet, ranks: Ranks, step: int, content: Mapping[str, str]) -> None:
     """Add a line to ``run_metadata.jsonl``: what the run goes on with from ``step`` on. Collective.
 
     Args:

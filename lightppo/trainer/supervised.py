@@ -1,141 +1,414 @@
-"""Supervised fine-tuning: next-token cross entropy on demonstrations. What PPO starts from."""
+"""Training on data: the one loop under ``lightppo sft``, ``rm`` and ``dpo``. What a run learns is an ``Objective``."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
+from typing import Any, Self
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from lightppo import signals
-from lightppo.algorithms.losses import GPTLMLoss
-from lightppo.models.actor import Actor
-from lightppo.ranks import heartbeat
+from lightppo.config.rules import idle_flags
+from lightppo.config.supervised import SupervisedConfig
+from lightppo.data.readers import blending_datasets
+from lightppo.models import loading
+from lightppo.models.lora import check_peft
+from lightppo.models.quantised import check_bitsandbytes
+from lightppo.ranks import heartbeat, level
+from lightppo.storage import local_folder
 from lightppo.strategy.deepspeed import DeepspeedStrategy
-from lightppo.trainer.metrics import Pace, progress_bar
-from lightppo.trainer.recorder import JsonlSink
+from lightppo.strategy.zero3 import parameter_count
+from lightppo.trainer import build as building
+from lightppo.trainer import metrics as m
+from lightppo.trainer.alarms import Alarms
+from lightppo.trainer.checkpointing import RunCheckpointer, TrainerState
+from lightppo.trainer.ending import SkippedSteps, check_trained, is_saved, stop_together
+from lightppo.trainer.objectives import OBJECTIVES, Batch, Objective
+from lightppo.trainer.preflight import NOTHING_KEPT
+from lightppo.trainer.recorder import Recorder
 from lightppo.trainer.report import summary
-from lightppo.trainer.update import pretrain_loss
+from lightppo.trainer.run_folder import (
+    claim,
+    content_of,
+    public_options,
+    record_start,
+    release,
+    save_run_config,
+    set_records_aside,
+    upload_records,
+)
 
-Batch = dict[str, torch.Tensor]
 
-
-class SFTTrainer:
-    """Trains an Actor on batches with labels.
-
-    The loss is the mean over the labelled tokens of the whole optimizer step, over all ranks and micro batches, so
-    that it does not depend on how the step is cut into micro batches.
+class HeldOut:
+    """Evaluation on rows that are not trained on: the means of the objective over all of them.
 
     Args:
-        strategy: with the process group up; its train_batch_size and micro_train_batch_size say how many micro
-            batches make a step. The last step of an epoch has what is left: no row is dropped.
-        model: prepared.
-        scheduler: of the model, or None for a constant rate.
-        train_dataloader: this rank's micro batches, from ``strategy.setup_dataloader``; each has ``input_ids``,
-            ``attention_mask`` and ``labels``, (B, S) long, the labels -100 where nothing is learned.
-        max_steps: optimizer steps of the run, over as many epochs as it takes; see :func:`total_steps`.
-        log_path: JSONL file of the metrics, written by rank 0; None for no file.
-        logging_steps: a row every so many optimizer steps.
+        dataset: the same on every rank; ranks share its rows.
+        limit: the first so many rows; ``None``: all.
+    """
 
-    Raises:
-        ValueError: no step to take, or batch sizes that do not divide.
+    def __init__(
+        self, objective: Objective, model: Any, dataset: Any, micro_batch_size: int, limit: int | None = None
+    ) -> None:
+        self.objective, self.model, self.dataset, self.size = objective, model, dataset, micro_batch_size
+        self.strategy, self.rows = objective.strategy, len(dataset) if limit is None else min(limit, len(dataset))
+
+    def batches(self) -> Iterator[tuple[Batch, bool]]:
+        """This rank's micro batches, each row once over all ranks; False: a filler, as ranks take equally many."""
+        ranks = self.strategy
+        mine = range(ranks.get_rank(), self.rows, ranks.world_size)
+        parts = [mine[i : i + self.size] for i in range(0, len(mine), self.size)]
+        for part in level(parts, ranks, lambda: range(0)):
+            batch = self.dataset.collate_fn([self.dataset[i] for i in part or [0]])
+            yield {name: tensor.to(ranks.device) for name, tensor in batch.items()}, bool(part)
+
+    @torch.no_grad()
+    def evaluate(self, step: int) -> dict[str, float]:
+        """``eval/loss``, further means and their count, the same on every rank. Collective."""
+        sums, objective, ranks = Counter(), self.objective, self.strategy
+        self.model.eval()
+        for batch, counts in self.batches():
+            loss, metrics = objective.loss(self.model, batch, 1.0, ranks.world_size)
+            count = {objective.unit: float(objective.count(batch)) * ranks.world_size}
+            for name, value in ({"loss": loss} | metrics | count).items():
+                sums[name] += float(value) * counts
+        means = ranks.all_reduce(dict(sums), op="mean")
+        total = means.pop(objective.unit)
+        return {f"eval/{name}": x / total for name, x in means.items()} | {f"eval/{objective.unit}": total}
+
+
+class SupervisedTrainer:
+    """Trains a model on the batches of an objective.
+
+    The loss is a mean over the whole optimizer step, over all ranks and micro batches, so that it does not depend on
+    how the step is cut into micro batches. ``from_config(config).fit()`` builds everything; a script may bring parts.
+
+    Args:
+        model: prepared, with ``optim`` and ``scheduler``.
+        train_dataloader: this rank's micro batches, from ``strategy.setup_dataloader``. The last step of an epoch has
+            what is left: no row is dropped.
+        config: resolved.
+        evaluator: of held-out rows, or ``None``.
     """
 
     def __init__(
         self,
-        strategy: DeepspeedStrategy,
-        model: Actor,
+        objective: Objective,
+        model: Any,
         optim: torch.optim.Optimizer,
-        scheduler: LRScheduler | None,
+        scheduler: Any,
         train_dataloader: DataLoader,
         *,
-        max_steps: int,
-        log_path: str | Path | None = None,
-        logging_steps: int = 1,
+        config: SupervisedConfig,
+        tokenizer: Any,
+        evaluator: HeldOut | None = None,
     ) -> None:
-        if max_steps < 1 or logging_steps < 1:
-            raise ValueError(f"max_steps ({max_steps}) and logging_steps ({logging_steps}) must be at least 1")
-        self.strategy, self.model, self.optim, self.scheduler = strategy, model, optim, scheduler
-        self.train_dataloader, self.micro_batches_per_step = train_dataloader, strategy.accumulated_gradient
-        self.max_steps, self.logging_steps, self.log_path = max_steps, logging_steps, log_path
-        self.loss_fn = GPTLMLoss()
-        self.stop_signal = 0  # that all ranks stop for, after the step
+        self.objective, self.strategy, self.config, self.tokenizer = objective, objective.strategy, config, tokenizer
+        self.model, self.optim, self.scheduler, self.evaluator = model, optim, scheduler, evaluator
+        self.train_dataloader, self.state, self.alarms = train_dataloader, TrainerState(), Alarms()
+        self.checkpointer = RunCheckpointer(self.strategy, config.checkpoint, {"actor": model}, tokenizer)
+        limit, folder = config.training.max_skipped_steps, config.checkpoint.save_path
+        self.skipped = SkippedSteps(self.strategy, limit, folder, self._write_batch)
+        self.timer, self.stop_signal = m.PhaseTimer(), 0
+        self.content: dict[str, str] = {}  # marks of what options name
+        self.recorder: Recorder | None = None
+
+    @classmethod
+    def from_config(cls, config: SupervisedConfig) -> Self:
+        """Build everything, and resume if there is something to resume. Collective."""
+        trainer, asked = build(config, cls), config
+        trainer.resume()
+        if trainer.is_complete():
+            return trainer  # and its folder stays as it is
+        config, strategy, step = trainer.config, trainer.strategy, trainer.state.global_step
+        if step == 0:
+            strategy.on_rank_0(
+                lambda: set_records_aside(config), f"keep apart what is in {config.checkpoint.save_path}"
+            )
+        save_run_config(config if config.training.dry_run else asked, strategy)
+        record_start(config, strategy, step, trainer.content)
+        return trainer
+
+    # -- the loop ------------------------------------------------------------------------------------------------
 
     def fit(self) -> dict[str, float]:
-        """Train; returns the metrics of the last step, see :meth:`training_step`. Collective.
-
-        A signal stops all ranks after the same step (``lightppo.signals``); nothing is saved.
-        """
-        sink = JsonlSink(Path(self.log_path)) if self.log_path is not None and self.strategy.is_rank_0() else None
-        self.model.train()
+        """Train, evaluate, save; returns the metrics of the last step, see :meth:`training_step`. Collective."""
         status: dict[str, float] = {}
-        steps, pace = itertools.islice(self._steps(), self.max_steps), Pace()
-        bar = progress_bar(steps, "step", total=self.max_steps, shown=self.strategy.is_rank_0())
-        try:
-            with signals.safe_points():
-                for step, (epoch, micro_batches) in enumerate(bar, start=1):
-                    heartbeat.step = step
-                    with heartbeat.during("train"):
-                        status = {**self.training_step(micro_batches), "train/epoch": float(epoch)}
-                    if step % self.logging_steps == 0 or step == self.max_steps:
-                        self.strategy.print(pace.line(step, self.max_steps, status))
-                        if sink is not None:
-                            sink.log(step, status)
-                    if self.stop_signal and step < self.max_steps:
-                        stop = signals.Stopped(self.stop_signal, together=True)
-                        self.strategy.print(f"stopped by {stop.name} after step {step}; nothing is saved")
-                        signals.nothing_is_lost()
-                        raise stop
-        finally:
-            if sink is not None:
-                sink.close()
-        if sink is not None:
-            self.strategy.print(summary(Path(self.log_path)))
+        if self.is_complete():
+            self._tell_complete()
+        else:
+            with signals.safe_points(self.config.checkpoint.signal_grace):
+                self._begin()
+                for step, micro_batches, is_last in self._steps():
+                    epoch = float(self.state.episode)
+                    with self.timer("step"), self._profiler(step):
+                        status = {**self.training_step(micro_batches), "train/epoch": epoch}
+                    self.skipped.end_step(self.state)
+                    self.state.finish_step(self.config.training.train_batch_size, is_last)
+                    self._record(step, status)
+                    self.skipped.check(self.state, step)
+                    self._stop_if_asked()
+                self._end(status)
+        c = self.config.checkpoint
+        release([c.save_path, c.ckpt_path])
         return status
 
-    def training_step(self, micro_batches: list[Batch]) -> dict[str, float]:
+    def training_step(self, micro_batches: Sequence[Batch]) -> dict[str, float]:
         """One optimizer step. Collective; every rank has the same number of micro batches.
 
         Returns:
-            Over all ranks: ``train/loss`` (nats per labelled token), ``train/grad_norm`` before clipping,
-            ``train/lr`` of this step, ``train/tokens`` with a label, and ``train/skipped``, 1 where a gradient that is
-            not finite made all ranks skip the step.
+            Over all ranks: ``train/loss`` and the objective's means, ``train/<unit>`` counted, ``train/grad_norm``
+            before clipping, ``train/lr`` of this step, and ``train/skipped``, 1 where a gradient that is not finite
+            made all ranks skip the step.
         """
-        lr = self.optim.param_groups[0]["lr"]
-        tokens = sum(self.loss_fn.num_tokens(batch["labels"]) for batch in micro_batches)
-        tokens = self.strategy.all_reduce(float(tokens), op="sum")
-        loss_sum = 0.0
-        for batch in micro_batches:
-            batch = {name: tensor.to(self.strategy.device) for name, tensor in batch.items()}
-            loss = pretrain_loss(self.model, batch, self.loss_fn, tokens, self.strategy.world_size)
-            self.strategy.backward(loss, self.model, self.optim)
-            loss_sum += loss.item()
-        outcome = self.strategy.optimizer_step(self.optim, self.model, self.scheduler, name="sft")
-        means = self.strategy.all_reduce({"loss": loss_sum} | signals.votes(), op="mean")
+        objective, ranks, lr = self.objective, self.strategy, self.optim.param_groups[0]["lr"]
+        counts = {"total": sum(map(objective.count, micro_batches))}
+        counts["tokens"] = sum(int(batch["attention_mask"].sum()) for batch in micro_batches)
+        counts = ranks.all_reduce({name: float(count) for name, count in counts.items()}, op="sum")
+        sums: Counter[str] = Counter(loss=0.0)
+        self.model.train()
+        self.skipped.begin(micro_batches)
+        with self.timer("train"):
+            for batch in micro_batches:
+                batch = {name: tensor.to(ranks.device) for name, tensor in batch.items()}
+                loss, metrics = objective.loss(self.model, batch, counts["total"], ranks.world_size)
+                ranks.backward(loss, self.model, self.optim)
+                sums.update({name: value.item() for name, value in ({"loss": loss} | metrics).items()})
+            outcome = ranks.optimizer_step(self.optim, self.model, self.scheduler, name="model")
+        self.skipped.add(self.state, "model", outcome.skipped)
+        means = ranks.all_reduce(dict(sums) | signals.votes(), op="mean")
         self.stop_signal = signals.elected(means)
-        return {
-            "train/loss": means["loss"],
+        self.tokens = counts["tokens"]
+        return {f"train/{name}": means[name] for name in sums} | {
             "train/grad_norm": outcome.grad_norm,
             "train/lr": lr,
-            "train/tokens": tokens,
+            f"train/{objective.unit}": counts["total"],
             "train/skipped": float(outcome.skipped),
         }
 
-    def _steps(self) -> Iterator[tuple[int, list[Batch]]]:
-        """(epoch, micro batches of one optimizer step), without end; a step never spans two epochs."""
-        for epoch in itertools.count():
-            self.train_dataloader.sampler.set_epoch(epoch)
-            batches = iter(self.train_dataloader)
-            while step := list(itertools.islice(batches, self.micro_batches_per_step)):
-                yield epoch, step
+    def _steps(self) -> Iterator[tuple[int, list[Batch], bool]]:
+        """Number, micro batches and whether it ends the epoch, of each optimizer step until a limit is reached."""
+        state, size = self.state, self.strategy.accumulated_gradient
+        with m.progress_bar(
+            None, "step", shown=self.strategy.is_rank_0(), initial=state.global_step, total=self.total_steps
+        ) as bar:
+            while not self._reached_limits():
+                self.train_dataloader.sampler.set_epoch(state.episode, state.consumed_prompts)
+                left, batches = len(self.train_dataloader), iter(self.train_dataloader)
+                while left and not self._reached_limits():
+                    micro_batches = list(itertools.islice(batches, size))
+                    left -= len(micro_batches)
+                    heartbeat.step = state.global_step + 1
+                    yield heartbeat.step, micro_batches, left == 0
+                    bar.update()
+
+    # -- records and state ---------------------------------------------------------------------------------------
+
+    def _record(self, step: int, status: Mapping[str, float]) -> None:
+        """Log a step; evaluate, checkpoint and export if due."""
+        perf = m.perf_metrics(
+            *(self.timer.reset(), {"samples": 1.0, "total_length": self.tokens}),
+            epochs={"train": 1},
+            world_size=self.strategy.world_size,
+            parameters=parameter_count(self.model),
+            peak_tflops=self.config.logging.peak_tflops,
+        )
+        self.recorder.log(step, {**status, **perf}, self.total_steps)
+        save = partial(self._save_checkpoint, step)
+        self.recorder.after_step(step, self._finished_epochs(), self._ckpt_path, save, stops=self._saves_at_stop())
+
+    def _finished_epochs(self) -> int | None:
+        return self.state.episode if self.state.consumed_prompts == 0 else None
+
+    @property
+    def _ckpt_path(self) -> str:
+        return self.config.checkpoint.ckpt_path
+
+    def _save_checkpoint(self, step: int) -> None:
+        """All that a resumed run needs beside what the checkpointer saves. Collective."""
+        state = {"trainer": asdict(self.state), "alarms": self.alarms.state_dict()}
+        state |= {"config": public_options(self.config), "content": self.content}
+        self.checkpointer.save(self._ckpt_path, step, state)
+
+    def resume(self) -> bool:
+        """Go on from the last checkpoint that ``--resume`` allows; returns whether there was one. Collective."""
+        options = public_options(self.config)
+        idle = set().union(*idle_flags(self.config, options).values())
+        saved = self.checkpointer.resume(options, self.content, idle, declared=list(self.config.all_options()))
+        if saved is None:
+            return False
+        self.state = TrainerState.from_saved(saved["trainer"])
+        self.alarms.load_state_dict(saved["alarms"])
+        return True
+
+    def is_complete(self) -> bool:
+        """Whether the run has come to its end and its model is there, whole: nothing is left to do. Collective."""
+        step = self.state.global_step
+        ended = step > 0 and bool(self._reached_limits())
+        return ended and is_saved(self.strategy, [self.config.checkpoint.save_path], step)
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        t = self.config.training
+        total = schedule_steps(self.config, self.train_dataloader, self.strategy)
+        return total if t.benchmark_steps is None else min(total, t.benchmark_steps)
+
+    def _reached_limits(self) -> str:
+        """The limits that the run has come to, as flags; empty while it goes on."""
+        t, state = self.config.training, self.state
+        epochs = t.num_epochs or (1 if t.max_steps is None else None)
+        limits = {"num_epochs": (state.episode, epochs)}
+        limits |= {name: (state.global_step, getattr(t, name)) for name in ("max_steps", "benchmark_steps")}
+        return ", ".join(f"--{name} {n}" for name, (done, n) in limits.items() if n is not None and done >= n)
+
+    def _tell_complete(self) -> None:
+        done, limits = self.state.global_step, self._reached_limits()
+        self.strategy.print(f"run complete: {done} steps; raise {limits} to go on, or start anew with --resume never")
+
+    # -- parts of the loop ---------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        parts = (self.config, self.strategy, self.checkpointer, self.evaluator)
+        start = {"start_step": self.state.global_step, "run_ids": self.state.run_ids}
+        self.recorder = Recorder(*parts, options=public_options(self.config), alarms=self.alarms, **start)
+        self.state.run_ids = self.recorder.run_ids
+        if self.state.global_step > 0:
+            self.recorder.catch_up(self.state.global_step, self._finished_epochs(), self._ckpt_path)
+        elif self.config.evaluation.val_before_train:
+            self.recorder.evaluate(0)
+
+    def _profiler(self, step: int) -> Any:
+        name = f"step{step}_rank{self.strategy.get_rank()}.json.gz"
+        path = local_folder(self.config.checkpoint.save_path) / "profile" / name
+        return m.profile(path) if step in self.config.logging.profile_steps else nullcontext()
+
+    def _saves_at_stop(self) -> bool:
+        return self.stop_signal > 0 and not (self.config.training.dry_run or self.config.checkpoint.disable_ds_ckpt)
+
+    def _stop_if_asked(self) -> None:
+        """Save, close and end the process where a signal asks for it. Collective."""
+        step, c = self.state.global_step, self.config.checkpoint
+        if not self.stop_signal and step in (self.recorder.last_evaluated, self.recorder.last_saved):  # took long
+            self.stop_signal = signals.elected(self.strategy.all_reduce(signals.votes(), "sum"))
+        if not self.stop_signal:
+            return
+
+        def save() -> str:
+            self.recorder.checkpoint(step, partial(self._save_checkpoint, step))
+            return self._ckpt_path
+
+        def close() -> None:
+            self.recorder.close()
+            release([c.save_path, c.ckpt_path])
+
+        when = f"after step {step} of {self.total_steps}"
+        saves = save if self._saves_at_stop() else None
+        stop_together(self.strategy, self.stop_signal, when, saves, close, resume=c.resume)
+
+    def _end(self, status: Mapping[str, float]) -> None:
+        """Last evaluation and checkpoint, the model at ``save_path``, and what to tell."""
+        config, strategy, step = self.config, self.strategy, self.state.global_step
+        path, dry_run = config.checkpoint.save_path, config.training.dry_run
+        self.stop_signal = signals.elected(strategy.all_reduce(signals.votes(), "sum"))
+        self._stop_if_asked()  # before what may take long
+        check_trained(self.state, "there was none")
+        self.recorder.finish(step, partial(self._save_checkpoint, step))
+        if not dry_run:
+            size = config.training.micro_train_batch_size
+            self.model.eval()
+            self.objective.finish(
+                self.model, HeldOut(self.objective, self.model, self.train_dataloader.dataset, size).batches()
+            )
+            strategy.save_model(self.model, self.tokenizer, path, step=step)
+        self.recorder.close()
+        if dry_run:
+            rows = f"{config.training.train_batch_size} rows, loss {status['train/loss']:.4f}"
+            strategy.report_memory(f"dry run: one step of {rows}; nothing is kept; memory of rank 0")
+        elif strategy.is_rank_0():
+            strategy.print(summary(self.recorder.path))
+            strategy.print(f"finished: {step} steps; files: {building.places(config)}")
+            strategy.print(f"next: {self.objective.next.format(path=path)}")
+            upload_records(path)  # with the picture
+
+    def _write_batch(self, path: Path, batch: Sequence[Batch], facts: Mapping[str, Any]) -> Mapping[str, int]:
+        """Keep this rank's micro batches of a step whose gradient is not finite."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        texts = [self.tokenizer.batch_decode(part.get("sequences", part.get("input_ids"))) for part in batch]
+        torch.save({"micro_batches": list(batch), "texts": texts, "facts": dict(facts)}, path)
+        return {}
 
 
-def total_steps(
-    strategy: DeepspeedStrategy, train_dataloader: DataLoader, num_epochs: int = 1, max_steps: int | None = None
-) -> int:
-    """Optimizer steps of a run: ``max_steps`` if given, else the steps of ``num_epochs``."""
-    per_epoch = -(-len(train_dataloader) // strategy.accumulated_gradient)
-    return max_steps if max_steps is not None else num_epochs * per_epoch
+class SFTTrainer(SupervisedTrainer):
+    """The trainer by its public name; what it learns, its config says."""
+
+
+# -- building ----------------------------------------------------------------------------------------------------------
+
+
+def build(config: SupervisedConfig, trainer: type[SupervisedTrainer] = SupervisedTrainer) -> SupervisedTrainer:
+    """Strategy → data → model → trainer; whatever cannot work is an error that names its flag. Collective."""
+    strategy = building.build_strategy(config)
+    strategy.setup_distributed()
+    config.validate(strategy.world_size)
+    strategy.print(building.described(config))
+    if config.adapter.lora_rank > 0:
+        check_peft()
+    if config.adapter.load_in_4bit:
+        check_bitsandbytes()
+    config = (dry_run_config(config, strategy) if config.training.dry_run else config).resolved()
+    c, d, t = config.checkpoint, config.data, config.training
+    claim({"--save_path": c.save_path, "--ckpt_path": c.ckpt_path}, strategy)
+    objective = next(kind for kind in OBJECTIVES if kind.config_class is type(config))(config, strategy)
+    tokenizer = building.build_tokenizer(config)
+
+    def dataset(paths: str, split: str, limit: int, flag: str) -> Any:
+        rows = blending_datasets(paths, None, strategy, config.strategy.seed, train_split=split, flag=flag)
+        found = objective.build_dataset(rows.select(range(min(len(rows), limit))), tokenizer)
+        strategy.print(f"{flag} {paths}: {found.report}")
+        return found
+
+    rows = dataset(d.dataset, d.dataset_split, d.max_samples, "--dataset")
+    held_out = dataset(d.eval_dataset, d.eval_split, d.eval_max_samples, "--eval_dataset") if d.eval_dataset else None
+    size = t.micro_train_batch_size
+    loader = strategy.setup_dataloader(rows, size, pin_memory=True, collate_fn=rows.collate_fn)
+
+    model = objective.build_model()
+    loading.fit_to_model(tokenizer, model, config.model.pretrain, "--pretrain")
+    building.add_lora(config, model)
+    building.accelerate(building.Models(model, None, None, [], None), config, strategy.device)
+    counted = parameter_count(model, trained_only=config.adapter.lora_rank > 0)
+    building.check_disk_space(config, {"actor": counted}, exported=parameter_count(model))
+    strategy.print(f"model: {parameter_count(model):,} parameters, {counted:,} train\nfiles: {building.places(config)}")
+    steps = schedule_steps(config, loader, strategy)
+    prepared = strategy.prepare(building.with_optimizer(model, t.learning_rate, steps, config, strategy))
+    building.settle_packing(config, strategy, *objective.attach(prepared[0]))
+    evaluator = None
+    if held_out is not None:
+        evaluator = HeldOut(objective, prepared[0], held_out, size, 2 * strategy.world_size if t.dry_run else None)
+    made = trainer(objective, *prepared, loader, config=config, tokenizer=tokenizer, evaluator=evaluator)
+    made.content = content_of(config, {"dataset": rows.dataset}, strategy)
+    return made
+
+
+def schedule_steps(config: SupervisedConfig, train_dataloader: DataLoader, strategy: DeepspeedStrategy) -> int:
+    """Optimizer steps that the schedule of the learning rate stretches over."""
+    t, rows = config.training, train_dataloader.sampler.num_samples  # of this rank, in a whole epoch
+    per_epoch = -(-rows // (strategy.accumulated_gradient * strategy.micro_train_batch_size))
+    return t.max_steps or (t.num_epochs or 1) * per_epoch
+
+
+def dry_run_config(config: SupervisedConfig, strategy: DeepspeedStrategy) -> SupervisedConfig:
+    """``--dry_run``: one step of few rows, with all files in a folder that goes at the end. Collective."""
+    size, folder = min(config.training.micro_train_batch_size, 2), building.temporary_folder(strategy)
+    strategy.micro_train_batch_size, strategy.train_batch_size = size, size * strategy.world_size
+    small = {"micro_train_batch_size": size, "train_batch_size": strategy.train_batch_size}
+    small |= {"num_epochs": None, "max_steps": 1, "benchmark_steps": None}
+    return config.with_options(**small, **NOTHING_KEPT, save_path=folder, ckpt_path=None, log_file=None)

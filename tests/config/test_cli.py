@@ -15,6 +15,7 @@ import pytest
 from lightppo.config import cli, parse_args
 from lightppo.config.options import all_options
 from lightppo.config.rules import PPOConfig, condition_text
+from lightppo.config.supervised import COMMANDS
 from lightppo.option import Section, option
 
 ROOT = Path(__file__).parents[2]
@@ -371,9 +372,10 @@ def test_the_page_is_up_to_date():
 
 
 def test_lines():
-    lines = [line for line in cli.flags_page().split("\n") if line.startswith("- ")]
+    lines = [line for line in reversed(cli.flags_page().split("\n")) if line.startswith("- ")]  # PPO's lines count
     parsed = {m[1]: m for m in (re.fullmatch(r"- `--(\w+)`(\*?)(?: \((.*?)\))?: (.*)", line) for line in lines)}
-    assert list(parsed) == [one.name for one in all_options()]
+    of_others = {one.name for kind in COMMANDS.values() for one in kind.all_options()}
+    assert set(parsed) == {one.name for one in all_options()} | of_others
     values = {name: m[3] for name, m in parsed.items()}
     assert values["bf16"].split("; ")[0] == "`false`"
     assert values["init_from_scratch"] is None  # a switch that is off

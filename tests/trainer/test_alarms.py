@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from support.runs import fitted
 
-from lightppo.config.options import all_options
+from lightppo.config import PPOConfig
+from lightppo.config.supervised import SFTConfig
 from lightppo.trainer.alarms import ALARMS, Alarms
 from lightppo.trainer.report import read_metrics, series
 
@@ -29,6 +30,8 @@ GOOD = {
     "train/critic_skipped": 0.0,
     "train/critic_loss": 0.2,
     "reward/accuracy": 0.5,
+    "train/skipped": 0.0,
+    "train/loss": 2.0,
 }
 
 
@@ -54,6 +57,8 @@ def test_a_good_run_has_no_alarm():
         ("equal_rewards", {"rollout/reward_max": 0.5, "rollout/reward_min": 0.5}, 3),
         ("zero_gradient", {"train/actor_grad_norm": 0.0}, 3),
         ("truncated", {"rollout/response_clip_ratio": 0.51}, 3),
+        ("loss_not_finite", {"train/skipped": 1.0}, 1),
+        ("loss_not_finite", {"train/loss": math.nan}, 1),
         ("not_finite", {"train/actor_skipped": 0.5}, 1),
         ("not_finite", {"train/policy_loss": math.nan}, 1),
         ("not_finite", {"train/entropy": math.inf}, 1),
@@ -145,7 +150,7 @@ def test_it_is_told_when_it_begins_only_and_again_when_it_comes_back():
 
 
 def test_remedies_name_flags_that_exist():
-    known = {option.name for option in all_options()}
+    known = {option.name for kind in (PPOConfig, SFTConfig) for option in kind.all_options()}
     for name, alarm in ALARMS.items():
         named = set(re.findall(r"--(\w+)", f"{alarm.remedy} {alarm.condition}"))
         assert named <= known, name

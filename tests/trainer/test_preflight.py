@@ -12,9 +12,10 @@ import pytest
 from support.tiny import write_jsonl
 
 from lightppo.config import PPOConfig
+from lightppo.config.supervised import SFTConfig
 from lightppo.data.rows import ORIGIN_COLUMN
 from lightppo.errors import ConfigError
-from lightppo.trainer.preflight import before_imports, dry_run_config, preflight, preflight_sft
+from lightppo.trainer.preflight import before_imports, dry_run_config, preflight, preflight_supervised
 
 GOOD = "def reward_func(queries, prompts, labels):\n    return [0.0] * len(queries)\n"
 
@@ -321,19 +322,20 @@ def test_a_function_that_reads_labels_which_no_row_has(run, tmp_path, caplog, so
 
 def test_supervised_training(run, tmp_path):
     options = {"pretrain": str(tmp_path / "model"), "dataset": str(tmp_path / "rows.jsonl"), "dataset_split": "train"}
-    options |= {"save_path": str(tmp_path / "sft"), "log_file": None, "input_key": "input", "output_key": "label"}
-    options |= {"apply_chat_template": False, "input_template": None, "debug": False}
+    options |= {"save_path": str(tmp_path / "sft"), "input_key": "input", "output_key": "label"}
     run()
-    preflight_sft(SimpleNamespace(**options))
+    preflight_supervised(SFTConfig.from_flat(options))
     wrong = {
         "output_key": "gold",
         "pretrain": "./no",
         "save_path": str(tmp_path / "rows.jsonl"),
         "dataset": "./no.json",
+        "eval_dataset": "./no.json",
+        "resume": "./no",
     }
     for name, value in wrong.items():
         with pytest.raises(ConfigError, match=f"--{'output_key' if name == 'output_key' else name}"):
-            preflight_sft(SimpleNamespace(**options | {name: value}))
+            preflight_supervised(SFTConfig.from_flat(options | {name: value}))
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])

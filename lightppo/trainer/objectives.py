@@ -1,0 +1,113 @@
+"""What a supervised run learns: demonstrations (``lightppo sft``). The loop around it is ``trainer.supervised``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from lightppo.algorithms.losses import IGNORE_INDEX, GPTLMLoss
+from lightppo.algorithms.masking import LossNormalizer, aggregate_loss
+from lightppo.config.supervised import SFTConfig, SupervisedConfig
+from lightppo.data.datasets import SFTDataset
+from lightppo.models.actor import Actor
+from lightppo.storage import stage_to_local
+from lightppo.strategy.deepspeed import DeepspeedStrategy
+from lightppo.trainer.build import loading_options
+from lightppo.trainer.update import pretrain_loss
+
+Batch = dict[str, Tensor]
+Metrics = dict[str, Tensor]
+
+
+class Objective:
+    """Base of the objectives: a model, a data set, and the loss of a micro batch. To add one, override all of these.
+
+    The loop calls, in this order: ``build_dataset`` for training and held-out rows; ``build_model``; after
+    ``strategy.prepare``, ``attach``; for each micro batch ``count`` and ``loss``; before the end, ``finish``.
+
+    Args:
+        config: resolved.
+        strategy: with the process group up.
+    """
+
+    config_class: ClassVar[type[SupervisedConfig]]
+    unit: ClassVar[str]  # what the loss is a mean over, as the metric that counts it: tokens, pairs
+    next: ClassVar[str]  # what to do with the saved model, with {path} in it
+
+    def __init__(self, config: Any, strategy: DeepspeedStrategy) -> None:
+        self.config, self.strategy = config, strategy
+
+    def build_dataset(self, rows: Any, tokenizer: Any) -> Any:
+        """Rows checked and tokenised, with ``collate_fn`` for micro batches and a ``report``."""
+        raise NotImplementedError
+
+    def build_model(self) -> Any:
+        """The model that trains, loaded for training, without adapters, not yet in an engine."""
+        raise NotImplementedError
+
+    def attach(self, model: Any) -> list[Any]:
+        """Take the prepared model, and make further, frozen ones; returns all models, which pack together or not."""
+        return [model]
+
+    def count(self, batch: Batch) -> int:
+        """How many the loss of this micro batch is a sum over, in ``unit``."""
+        raise NotImplementedError
+
+    def loss(self, model: Any, batch: Batch, total: float, dp_size: int) -> tuple[Tensor, Metrics]:
+        """This micro batch's share of the mean over the ``total`` of the optimizer step on ``dp_size`` ranks, see
+        :func:`~lightppo.algorithms.masking.aggregate_loss`; and of further means over the same, without gradient.
+
+        The same for training and evaluation: ``train/<name>`` and ``eval/<name>``.
+        """
+        raise NotImplementedError
+
+    def finish(self, model: Any, batches: Iterator[tuple[Batch, bool]]) -> None:
+        """Before the final model is saved: with all training rows, see ``HeldOut.batches``. Collective."""
+
+    def _loading(self) -> dict[str, Any]:
+        """Options of the model that trains."""
+        m, packing = self.config.model, self.config.training.packing_samples
+        loaded = loading_options(self.config) | {"ds_config": self.strategy.get_ds_train_config()}
+        return loaded | {"bf16": m.bf16, "packing_samples": packing}
+
+    def _dataset_options(self) -> dict[str, Any]:
+        d = self.config.data
+        names = ("input_key", "input_template", "apply_chat_template", "system_prompt", "truncation", "on_bad_row")
+        return {name: getattr(d, name) for name in names} | {"num_workers": d.data_num_workers}
+
+
+class SFT(Objective):
+    """Cross entropy of completions."""
+
+    config_class = SFTConfig
+    unit = "tokens"
+    next = "lightppo ppo --pretrain {path} --prompt_data FILE --reward_fn FILE.py"
+
+    def __init__(self, config: SFTConfig, strategy: DeepspeedStrategy) -> None:
+        super().__init__(config, strategy)
+        self.loss_fn = GPTLMLoss()
+
+    def build_dataset(self, rows: Any, tokenizer: Any) -> SFTDataset:
+        d = self.config.data
+        return SFTDataset(rows, tokenizer, d.max_len, output_key=d.output_key, **self._dataset_options())
+
+    def build_model(self) -> Actor:
+        return Actor(stage_to_local(self.config.model.pretrain), share_prompts=False, **self._loading())
+
+    def count(self, batch: Batch) -> int:
+        return self.loss_fn.num_tokens(batch["labels"])
+
+    def loss(self, model: Any, batch: Batch, total: float, dp_size: int) -> tuple[Tensor, Metrics]:
+        if not model.packing_samples:
+            return pretrain_loss(model, batch, self.loss_fn, total, dp_size), {}
+        labels = batch["labels"][:, 1:]  # (B, S-1)
+        first = int((labels != IGNORE_INDEX).any(0).long().argmax())
+        labels = labels[:, first:]  # (B, A)
+        log_probs = model(batch["input_ids"], labels.shape[1], batch["attention_mask"])  # (B, A)
+        normalizer = LossNormalizer(total, sequences=0, dp_size=dp_size)
+        return aggregate_loss(-log_probs, labels != IGNORE_INDEX, "token-mean", normalizer), {}
+
+
+OBJECTIVES: tuple[type[Objective], ...] = (SFT,)
