@@ -121,13 +121,26 @@ def _remove(path: Path) -> None:
 # -- folders that are written here and uploaded ------------------------------------------------------------------------
 
 
+_apart: Path | None = None
+
+
+def read_apart(folder: str | os.PathLike[str]) -> None:
+    """From now on folders at URLs are in this one: a run of this machine that goes on writes in the cache."""
+    global _apart
+    _apart = Path(folder)
+
+
+def _home() -> Path:
+    return _apart or _cache()
+
+
 def local_folder(folder: str | os.PathLike[str]) -> Path:
     """The folder itself; for a URL the folder of this node's cache that is written in its place."""
     path = os.fspath(folder)
     if not is_url(path):
         return Path(path.split("://", 1)[-1])
     scheme, _, rest = path.partition("://")
-    return _cache() / "folders" / scheme / posixpath.normpath(f"/{rest}").lstrip("/")
+    return _home() / "folders" / scheme / posixpath.normpath(f"/{rest}").lstrip("/")
 
 
 def join(folder: str | os.PathLike[str], name: str) -> str | Path:
@@ -196,7 +209,7 @@ def set_unsent_aside(folder: str | os.PathLike[str], *, besides: str) -> Path | 
     """
     local = local_folder(folder)
     files = [path for path in local.rglob("*") if path.is_file() and path.name != besides]
-    base, aside = _cache() / "unsent" / local.relative_to(_cache() / "folders"), None
+    base, aside = _home() / "unsent" / local.relative_to(_home() / "folders"), None
     if not all(map(_is_sent, files)):
         aside = next(path for n in itertools.count(1) if not (path := base.with_name(f"{base.name}.{n}")).exists())
     for path in files:
@@ -217,7 +230,7 @@ def unsent(folder: str | os.PathLike[str], paths: Iterable[Path]) -> list[str]:
 
 def _stamp(path: Path) -> Path:
     """An empty file that has the time of the last change that was sent."""
-    return _cache() / "sent" / path.relative_to(_cache() / "folders")
+    return _home() / "sent" / path.relative_to(_home() / "folders")
 
 
 def _is_sent(path: Path) -> bool:

@@ -24,6 +24,8 @@ from lightppo.commands.diff import differences, first_sample, recorded_path, sta
 from lightppo.config import CheckpointConfig, EvaluationConfig, LoggingConfig, PPOConfig, parse_args
 from lightppo.config.cli import exit_on_mistakes
 from lightppo.errors import CheckpointError, ConfigError, ReportError
+from lightppo.http import shown_url
+from lightppo.storage import is_url, local_folder, read_apart
 
 SHOWN_TOKENS = 24
 A_YEAR = 365 * 24 * 60.0  # minutes: nobody's wait for a person at a debugger ends
@@ -39,6 +41,8 @@ def main(argv: Sequence[str], prog: str = "lightppo replay") -> None:
                         "`trainer`, `rollouts` and `experience`; and where it fails")  # fmt: skip
     parser.add_argument("--batch", type=Path, help="train on this file alone, which a run of numbers that are not "
                         "finite has left: RUN/nonfinite/stepN_rankR.pt, on each rank its own")  # fmt: skip
+    parser.add_argument("--remote_rm_url", nargs="+", default=(), help="whole addresses of the run's reward servers: "
+                        "of a query string (?key=…) a run keeps nothing")  # fmt: skip
     parser.add_argument("--samples", type=int, default=2, help="samples of each rank to show; default: 2")
     parser.add_argument("--output", type=Path, help="new folder for metrics.jsonl and rollouts/; default: none is kept")
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # of the launcher
@@ -92,17 +96,41 @@ def replay_config(args: argparse.Namespace, recorded: PPOConfig, output: Path) -
     """The options of the replay: no evaluation, no checkpoint, no other log, and all files in the output."""
     saved = recorded_path(args.run, "ckpt_path")
     if "://" in (url := recorded.resolved().checkpoint.ckpt_path) and saved is None:
-        raise ConfigError(f"--ckpt_path {url}: copy it to {args.run}/checkpoints_ppo")
+        saved = url
     sections = (CheckpointConfig, EvaluationConfig, LoggingConfig)
     changes = {one.name: one.default for section in sections for one in section.options().values()}
     changes |= {"save_path": str(output), "ckpt_path": str(output / "checkpoints"), "num_examine": 0}
     changes |= {"eval_data": None, "rollout_data_dir": str(output / "rollouts"), "benchmark_steps": args.step}
-    changes["resume"] = str(saved) if saved is not None and any((saved / "_actor").glob("*/")) else "never"
+    there = saved is not None and (saved == url or any((saved / "_actor").glob("*/")))
+    changes["resume"] = str(saved) if there else "never"
+    changes["remote_rm_url"] = whole_urls(args.remote_rm_url, recorded.reward.remote_rm_url)
     if recorded.sampling.skip_rollout is not None:
         changes["skip_rollout"] = str(output / "saved_rollouts")
     if args.pdb:
         changes["dist_timeout"] = A_YEAR
     return recorded.with_options(**changes)
+
+
+def whole_urls(given: Sequence[str], recorded: Sequence[str]) -> tuple[str, ...]:
+    """The reward servers of the run, with what ``--remote_rm_url`` adds to their addresses."""
+    if given and [shown_url(url) for url in given] != [shown_url(url) for url in recorded]:
+        raise ConfigError(f"--remote_rm_url: the run had {', '.join(recorded)}")
+    if cut := [url for url in given or recorded if url.endswith("?…")]:
+        raise ConfigError(f"--remote_rm_url {cut[0]}: a run does not keep the part after ?: give its whole address")
+    return tuple(given or recorded)
+
+
+def fetch_marks(strategy: Any, config: PPOConfig) -> PPOConfig:
+    """What is at the URL of the checkpoints, in a folder of the replay's own. Collective."""
+    if not is_url(url := config.checkpoint.resume):
+        return config
+    from lightppo.trainer.build import temporary_folder
+    from lightppo.trainer.checkpointing import download_marks
+
+    read_apart(temporary_folder(strategy))
+    strategy.on_rank_0(lambda: download_marks(url), f"read {url}")
+    found = strategy.broadcast_object(any((local_folder(url) / "_actor").glob("*/")))
+    return config if found else config.with_options(resume="never")
 
 
 def link_rollouts(run: Path, folder: str | None, rank: int) -> None:
@@ -258,6 +286,7 @@ def replay(args: argparse.Namespace, config: PPOConfig, recorded: PPOConfig) -> 
     (strategy := build_strategy(config)).setup_distributed()
     if args.output is None:
         config = replay_config(args, recorded, Path(temporary_folder(strategy)))
+    config = fetch_marks(strategy, config)
     link_rollouts(args.run, config.sampling.skip_rollout, strategy.get_rank())
     trainer = ReplayedTrainer.from_run(build(config))
     trainer.resume(public_options(recorded.resolved()), before=args.step)

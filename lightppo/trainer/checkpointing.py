@@ -225,7 +225,7 @@ class RunCheckpointer:
     def _undamaged(self, root: str | Path, keep_aside: bool, before: int | None = None) -> str | None:
         """The first candidate whose files are as they were saved; those before it are kept aside. Collective.
 
-        ``before``: of those before this step.
+        ``before``: of those before this step, which are only read: a damaged one is passed over.
         """
         tags, refusal = [], None
         if self.strategy.is_rank_0():
@@ -251,6 +251,10 @@ class RunCheckpointer:
         else:
             tag = None
         if not bad:
+            return tag
+        if before is not None:
+            told = "; ".join(f"{name} is damaged: {text}" for name, text in bad.items())
+            self.strategy.print(f"{root}: {told}; going on from {tag or 'the start'}")
             return tag
         first, text = next(iter(bad.items()))
         left = "no whole one is left" if tag is None else f"the run that owns it would go on from {tag}"

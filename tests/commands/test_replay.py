@@ -13,11 +13,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import yaml
+from support.http_server import JsonServer, ok
 from support.ranks import run_ranks
 from support.world import one_rank
 
+from lightppo import storage
 from lightppo.__main__ import main
 from lightppo.errors import CheckpointError, ConfigError
 from lightppo.experience.batching import Minibatch, load_batch, save_batch
@@ -130,6 +133,61 @@ def test_checkpoints_of_an_earlier_run_in_the_folder_are_not_taken(replay, copie
         os.utime(mark.parent.parent / "global_step4" / mark.name, (1, 1))  # saved long ago
     code, out = replay(run, 4, "--samples", 0)
     assert (code, "/global_step2: 2 steps done" in out) == (0, True)
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_said_and_nothing_is_renamed(replay, copied):
+    run = copied("one")
+    (states,) = (run / "checkpoints_ppo" / "_critic" / "global_step2").glob("*model_states.pt")
+    data = bytearray(states.read_bytes())
+    data[len(data) // 2] ^= 1
+    states.write_bytes(data)
+    before = files(run)
+    code, out = replay(run, 3, "--samples", 0)
+    assert (code, "step 3 is equal to what was recorded" in out) == (0, True)
+    assert re.search(r"_ppo: global_step2 is damaged: _critic: .*model_states.pt.*; going on from the start", out)
+    assert "from step 1 on, to 3" in out
+    assert files(run) == before
+
+
+def edit_options(run: Path, **changes: Any) -> None:
+    for name in ("run_config.yaml", "run_config.resolved.yaml"):
+        options = yaml.safe_load((run / name).read_text())
+        (run / name).write_text(yaml.safe_dump(options | changes))
+
+
+@pytest.mark.parametrize("scheme", ["memory", "file"])
+def test_checkpoints_at_a_url(replay, copied, monkeypatch, tmp_path, scheme):
+    """They are brought to a folder of the replay's own: the run's, in the cache, may be in use."""
+    monkeypatch.setenv("LIGHTPPO_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(storage, "_apart", None)
+    run, url = copied("one"), "memory://bucket/ckpt" if scheme == "memory" else f"file://{tmp_path}/moved"
+    fsspec.filesystem(scheme).put(f"{run}/checkpoints_ppo/", url, recursive=True)
+    shutil.rmtree(run / "checkpoints_ppo")
+    edit_options(run, ckpt_path=url)
+    code, out = replay(run, 3, "--samples", 0)
+    assert (code, "step 3 is equal to what was recorded" in out) == (0, True)
+    assert re.search(r"resumed from \S+/global_step2: 2 steps done", out)
+    assert not (tmp_path / "cache" / "folders").exists()
+    if scheme == "memory":
+        fsspec.filesystem("memory").rm("/bucket", recursive=True)
+        code, out = replay(run, 1, "--samples", 0)  # a run that has none
+        assert (code, "from step 1 on, to 1" in out) == (0, True)
+
+
+def test_a_reward_server_whose_address_is_not_kept_whole(replay, copied):
+    run, server = copied("one"), JsonServer()
+    server.reply = lambda path, body, n: ok(rewards=[1.0] * len(body["query"]))
+    edit_options(run, reward_fn=None, remote_rm_url=[f"{server.url}/score?…"])
+    code, out = replay(run, 1)
+    assert (code, f"--remote_rm_url {server.url}/score?…: a run does not keep the part after ?" in out) == (2, True)
+    code, out = replay(run, 1, "--remote_rm_url", "http://localhost:1/other?key=1")
+    assert (code, f"--remote_rm_url: the run had {server.url}/score?…" in out) == (2, True)
+    edit_lines(run / "run_metadata.jsonl", lambda row: row["content"].pop("reward_fn", None))
+    code, out = replay(run, 1, "--remote_rm_url", f"{server.url}/score?key=4711")
+    assert "1.0" in out
+    assert "4711" not in out
+    assert {path for path, _ in server.requests} == {"/score?key=4711"}
+    server.close()
 
 
 class TestDebugger:

@@ -185,8 +185,10 @@ def seal_all(root: Path) -> None:
         durable.seal(folder)
 
 
-def resumed(root: Path, mine: RunCheckpointer | None = None, **options: Any) -> tuple[str | None, str]:
-    """The tag that a start loads, and what it says."""
+def resumed(
+    root: Path, mine: RunCheckpointer | None = None, before: int | None = None, **options: Any
+) -> tuple[str | None, str]:
+    """The tag that a start loads, and what it says; ``before``: a replay of this step."""
     mine, loaded = mine or checkpointer(ckpt_path=str(root), **options), []
 
     def load(root: Path, tag: str, checked: bool) -> dict[str, Any]:
@@ -195,7 +197,7 @@ def resumed(root: Path, mine: RunCheckpointer | None = None, **options: Any) -> 
         return {"config": PPOConfig().flat(), "trainer": {"global_step": 0}}
 
     mine.load = load
-    mine.resume(PPOConfig().flat(), {})
+    mine.resume(PPOConfig().flat(), {}, before=before)
     return (loaded or [None])[0], "\n".join(mine.strategy.printed)
 
 
@@ -258,6 +260,9 @@ def test_a_named_folder_is_only_read(tmp_path):
     (tmp_path / "_actor" / "global_step5" / "states.pt").unlink()
     with pytest.raises(CheckpointError, match=rf"{tmp_path}/global_step5 is damaged: _actor: states.pt is missing"):
         resumed(tmp_path, checkpointer(resume=str(tmp_path)))
+    tag, said = resumed(tmp_path, checkpointer(resume=str(tmp_path)), before=9)  # a replay passes it over
+    assert tag == "global_step4"
+    assert said.startswith(f"{tmp_path}: global_step5 is damaged: _actor: states.pt is missing; going on from global_")
     assert (tmp_path / "_actor" / "global_step5").is_dir()
 
 
