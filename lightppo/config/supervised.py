@@ -5,11 +5,12 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, ClassVar, Literal, Self
 
+from lightppo.algorithms.entries import PREFERENCE_LOSSES
 from lightppo.config import options as ppo
 from lightppo.config.options import OptionSet
 from lightppo.config.rules import files, first_of_each, relations, uses_adapters
 from lightppo.errors import ConfigError
-from lightppo.option import option
+from lightppo.option import Section, option
 from lightppo.storage import join
 
 WORDS = {
@@ -206,5 +207,40 @@ class SFTConfig(SupervisedConfig):
     data: SFTDataConfig = field(default_factory=SFTDataConfig)
 
 
-COMMANDS: dict[str, type[SupervisedConfig]] = {"sft": SFTConfig}
+class PreferenceConfig(Section, own=PREFERENCE_LOSSES):
+    """Loss on pairs, without a reward model; docs/supervised.md."""
+
+    preference_loss: str = option("dpo", "Loss of a pair.", names=PREFERENCE_LOSSES)
+    beta: float = option(0.1, "How strongly the model is held to its start: β of the loss.", gt=0)
+    average_log_probs: bool | None = option(
+        None, "An answer's log prob is the mean over its tokens, not the sum. None: as the loss is defined; ipo: true."
+    )
+
+
+class DPOTrainingConfig(SupervisedTrainingConfig, learning_rate=1e-6):
+    """Training: batches, epochs, optimizer."""
+
+
+class DPOCheckpointConfig(SupervisedCheckpointConfig, save_path="./ckpt/dpo"):
+    """Checkpoints and the final model."""
+
+
+@dataclass
+class DPOConfig(SupervisedConfig):
+    """Train a causal language model on pairs of answers, without a reward model: DPO, cDPO, IPO."""
+
+    preference: PreferenceConfig = field(default_factory=PreferenceConfig)
+    training: DPOTrainingConfig = field(default_factory=DPOTrainingConfig)
+    checkpoint: DPOCheckpointConfig = field(default_factory=DPOCheckpointConfig)
+
+    screen: ClassVar[dict[str, str]] = SupervisedConfig.screen | {"Loss": "preference_loss beta label_smoothing"}
+
+    def known(self) -> dict[str, Any]:
+        values = super().known()
+        entry, averages = PREFERENCE_LOSSES.find(values["preference_loss"]), values["average_log_probs"]
+        own = entry.completed({name: values[name] for name in entry.defaults}, values["preference_loss"])
+        return values | own | {"average_log_probs": entry.of_means if averages is None else averages}
+
+
+COMMANDS: dict[str, type[SupervisedConfig]] = {"sft": SFTConfig, "dpo": DPOConfig}
 """Name of the command → its options."""

@@ -435,6 +435,20 @@ class PairDataset(SFTDataset):
                 yield Encoded(ids, start, any(one.truncated for one in fitted), len(answers[0]))
 
 
+class ReferencedPairs(PairDataset):
+    """Pairs whose batches also have ``reference`` (B, 2), once it is set: the reference's log probs of both answers."""
+
+    reference: torch.Tensor | None = None  # (N, 2)
+
+    def __getitem__(self, position: int) -> dict[str, Any]:
+        row = super().__getitem__(position)
+        return row if self.reference is None else row | {"reference": self.reference[position]}
+
+    def collate_fn(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        references = [row["reference"] for row in rows if "reference" in row]
+        return super().collate_fn(rows) | ({"reference": torch.stack(references)} if references else {})
+
+
 class RolloutBatchSampler(Sampler[list[int]]):
     """Batches of prompt positions for one rank; ``batch_size`` is over all ranks.
 

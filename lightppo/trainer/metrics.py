@@ -38,6 +38,15 @@ SUPERVISED = {  # names in train/ and, but for those of the optimizer, in eval/
     "grad_norm": "gradient norm before clipping",
     "skipped": "1 where the step was skipped for a gradient or a loss that is not finite",
 }
+PAIRS = {  # the same, of training on pairs
+    "pairs": "pairs of the step",
+    "accuracy": "share of pairs whose chosen answer has the higher reward",
+    "margin": "mean lead of the chosen answer's reward; rewards of `dpo` are β·log(π / π at the start)",
+    "chosen_reward": "mean reward of chosen answers",
+    "rejected_reward": "mean reward of rejected answers",
+    "chosen_log_prob": "mean log prob of chosen answers; of `ipo` per token",
+    "rejected_log_prob": "mean log prob of rejected answers; of `ipo` per token",
+}
 
 # Name in the logs → meaning. The part before the first "/" is the namespace; <…> stands for any text.
 METRICS: dict[str, str] = {
@@ -116,6 +125,7 @@ METRICS: dict[str, str] = {
     "train/kl_coef": "KL coefficient in this step",
     "train/optimizer_steps": "optimizer steps taken in this PPO step",
     **{f"train/{name}": f"`lightppo sft`, `rm`, `dpo`: {meaning}" for name, meaning in SUPERVISED.items()},
+    **{f"train/{name}": f"`lightppo rm`, `dpo`, also in eval/: {meaning}" for name, meaning in PAIRS.items()},
     "perf/time_rollout": "seconds of generation",
     "perf/time_reward": "seconds of scoring",
     "perf/time_experience": "seconds of forward passes and advantages",

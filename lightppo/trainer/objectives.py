@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
+from lightppo.algorithms.entries import PREFERENCE_LOSSES
 from lightppo.algorithms.losses import IGNORE_INDEX, GPTLMLoss
 from lightppo.algorithms.masking import LossNormalizer, aggregate_loss
-from lightppo.config.supervised import SFTConfig, SupervisedConfig
-from lightppo.data.datasets import SFTDataset
+from lightppo.algorithms.preferences import answer_log_probs, pair_mean
+from lightppo.config.supervised import DPOConfig, SFTConfig, SupervisedConfig
+from lightppo.data.datasets import ReferencedPairs, SFTDataset
 from lightppo.models.actor import Actor
+from lightppo.ranks import heartbeat, level
 from lightppo.storage import stage_to_local
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.trainer.build import loading_options
@@ -50,6 +55,9 @@ class Objective:
     def attach(self, model: Any) -> list[Any]:
         """Take the prepared model, and make further, frozen ones; returns all models, which pack together or not."""
         return [model]
+
+    def begin(self, model: Any) -> None:
+        """Before the first step and before a checkpoint is loaded: the prepared model is as --pretrain. Collective."""
 
     def count(self, batch: Batch) -> int:
         """How many the loss of this micro batch is a sum over, in ``unit``."""
@@ -110,4 +118,77 @@ class SFT(Objective):
         return aggregate_loss(-log_probs, labels != IGNORE_INDEX, "token-mean", normalizer), {}
 
 
-OBJECTIVES: tuple[type[Objective], ...] = (SFT,)
+class DPO(Objective):
+    """Pairs without a reward model: the model shall prefer the chosen answers by more than it did at its start.
+
+    What it thought of them at its start, the reference's log probs, is computed once, before the first step: no second
+    model is in memory, whatever the ZeRO stage, and fresh adapters change nothing. A resumed run computes it again.
+    """
+
+    config_class = DPOConfig
+    unit = "pairs"
+    next = "lightppo eval --pretrain {path} --eval_data FILE --reward_fn FILE.py"
+
+    def __init__(self, config: DPOConfig, strategy: DeepspeedStrategy) -> None:
+        super().__init__(config, strategy)
+        p = config.preference
+        entry = PREFERENCE_LOSSES.find(p.preference_loss)
+        self.loss_fn = partial(entry.fn, beta=p.beta, **{name: getattr(p, name) for name in entry.defaults})
+        self.datasets: list[ReferencedPairs] = []
+
+    def build_dataset(self, rows: Any, tokenizer: Any) -> ReferencedPairs:
+        self.datasets.append(ReferencedPairs(rows, tokenizer, self.config.data.max_len, **self._dataset_options()))
+        return self.datasets[-1]
+
+    def build_model(self) -> Actor:
+        return Actor(stage_to_local(self.config.model.pretrain), **self._loading())
+
+    @torch.no_grad()
+    def begin(self, model: Any) -> None:
+        if self.config.training.dry_run:  # of one step: the model is at its start
+            return
+        model.eval()
+        ranks, size = self.strategy, self.config.training.micro_train_batch_size
+        for dataset in self.datasets:
+            found = torch.zeros(len(dataset), 2, device=ranks.device)
+            with heartbeat.during("reference"):
+                for rows, batch in shared_rows(dataset, ranks, size):
+                    found[rows] = self._log_probs(model, batch)[: len(rows)]
+                    heartbeat.beat()
+            dataset.reference = ranks.all_reduce(found, op="sum").cpu()
+
+    def count(self, batch: Batch) -> int:
+        return len(batch["sequences"]) // 2
+
+    def loss(self, model: Any, batch: Batch, total: float, dp_size: int) -> tuple[Tensor, Metrics]:
+        mean = partial(pair_mean, pairs=total, dp_size=dp_size)
+        log_probs = self._log_probs(model, batch)  # (B, 2)
+        change = log_probs - batch.get("reference", log_probs.detach())  # (B, 2)
+        lead = change[:, 0] - change[:, 1]  # (B,)
+        rewards = self.config.preference.beta * change.detach()
+        metrics = {"accuracy": (lead > 0).float(), "margin": rewards[:, 0] - rewards[:, 1]}
+        for i, name in enumerate(("chosen", "rejected")):
+            metrics |= {f"{name}_reward": rewards[:, i], f"{name}_log_prob": log_probs[:, i].detach()}
+        return mean(self.loss_fn(lead)), {name: mean(values) for name, values in metrics.items()}
+
+    def _log_probs(self, model: Any, batch: Batch) -> Tensor:
+        """(B, 2): of the chosen and the rejected answer of each pair."""
+        mask = batch["action_mask"]
+        log_probs = model(batch["sequences"], mask.shape[1], batch["attention_mask"])  # (2B, A)
+        return answer_log_probs(log_probs, mask, self.config.preference.average_log_probs).view(2, -1).T
+
+
+def shared_rows(dataset: Any, ranks: DeepspeedStrategy, size: int, limit: int | None = None) -> Iterator[tuple]:
+    """This rank's micro batches of the first ``limit`` rows, each row once over all ranks: positions, batch.
+
+    Ranks take equally many: a filler has no positions.
+    """
+    total = len(dataset) if limit is None else min(limit, len(dataset))
+    mine = range(ranks.get_rank(), total, ranks.world_size)
+    parts = [list(mine[i : i + size]) for i in range(0, len(mine), size)]
+    for part in level(parts, ranks, list):
+        batch = dataset.collate_fn([dataset[i] for i in part or [0]])
+        yield part, {name: tensor.to(ranks.device) for name, tensor in batch.items()}
+
+
+OBJECTIVES: tuple[type[Objective], ...] = (SFT, DPO)

@@ -83,7 +83,9 @@ def preflight_supervised(config: SupervisedConfig) -> None:
     c, d, flat = config.checkpoint, config.data, config.flat()
     is_pairs = not hasattr(d, "output_key")
     fields = {"input_key": d.input_key} | (
-        {"pairs": True, "label_key": d.margin_key} if is_pairs else {"output_key": d.output_key, "supervised": True}
+        {"pairs": True, "label_key": flat.get("margin_key")}
+        if is_pairs
+        else {"output_key": d.output_key, "supervised": True}
     )
     rendering = partial(
         PromptTemplate, apply_chat_template=d.apply_chat_template, input_template=d.input_template,

@@ -21,7 +21,7 @@ from lightppo.data.readers import blending_datasets
 from lightppo.models import loading
 from lightppo.models.lora import check_peft
 from lightppo.models.quantised import check_bitsandbytes
-from lightppo.ranks import heartbeat, level
+from lightppo.ranks import heartbeat
 from lightppo.storage import local_folder
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.strategy.zero3 import parameter_count
@@ -30,7 +30,7 @@ from lightppo.trainer import metrics as m
 from lightppo.trainer.alarms import Alarms
 from lightppo.trainer.checkpointing import RunCheckpointer, TrainerState
 from lightppo.trainer.ending import SkippedSteps, check_trained, is_saved, stop_together
-from lightppo.trainer.objectives import OBJECTIVES, Batch, Objective
+from lightppo.trainer.objectives import OBJECTIVES, Batch, Objective, shared_rows
 from lightppo.trainer.preflight import NOTHING_KEPT
 from lightppo.trainer.recorder import Recorder
 from lightppo.trainer.report import summary
@@ -58,16 +58,12 @@ class HeldOut:
         self, objective: Objective, model: Any, dataset: Any, micro_batch_size: int, limit: int | None = None
     ) -> None:
         self.objective, self.model, self.dataset, self.size = objective, model, dataset, micro_batch_size
-        self.strategy, self.rows = objective.strategy, len(dataset) if limit is None else min(limit, len(dataset))
+        self.strategy, self.limit = objective.strategy, limit
 
     def batches(self) -> Iterator[tuple[Batch, bool]]:
         """This rank's micro batches, each row once over all ranks; False: a filler, as ranks take equally many."""
-        ranks = self.strategy
-        mine = range(ranks.get_rank(), self.rows, ranks.world_size)
-        parts = [mine[i : i + self.size] for i in range(0, len(mine), self.size)]
-        for part in level(parts, ranks, lambda: range(0)):
-            batch = self.dataset.collate_fn([self.dataset[i] for i in part or [0]])
-            yield {name: tensor.to(ranks.device) for name, tensor in batch.items()}, bool(part)
+        for rows, batch in shared_rows(self.dataset, self.strategy, self.size, self.limit):
+            yield batch, bool(rows)
 
     @torch.no_grad()
     def evaluate(self, step: int) -> dict[str, float]:
@@ -390,6 +386,7 @@ def build(config: SupervisedConfig, trainer: type[SupervisedTrainer] = Supervise
     steps = schedule_steps(config, loader, strategy)
     prepared = strategy.prepare(building.with_optimizer(model, t.learning_rate, steps, config, strategy))
     building.settle_packing(config, strategy, *objective.attach(prepared[0]))
+    objective.begin(prepared[0])
     evaluator = None
     if held_out is not None:
         evaluator = HeldOut(objective, prepared[0], held_out, size, 2 * strategy.world_size if t.dry_run else None)

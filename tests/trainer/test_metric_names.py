@@ -28,7 +28,7 @@ def reward_func(queries, prompts, labels, responses):
 OF_PPO = entries.POLICY_LOSSES["ppo"].metrics
 OF_OTHERS = {f"train/{name}" for name in {"aux_loss", *entries.metric_names()} - OF_PPO.keys()}
 # Of training on data; tests/trainer/test_supervised.py has them.
-OF_OTHERS |= {f"train/{name}" for name in metrics.SUPERVISED} | {"eval/loss", "eval/tokens"}
+OF_OTHERS |= {f"train/{name}" for name in metrics.SUPERVISED | metrics.PAIRS} | {"eval/loss", "eval/tokens"}
 OF_OTHERS |= {"alarm/loss_not_finite", "alarm/loss_rises"}
 # Of selection, which this run has not; tests/trainer/test_sampling_runs.py has it.
 OF_SELECTION = {
