@@ -106,9 +106,9 @@ def respond(model: Any, tokenizer: Any, template: Any, prompt: Any, args: argpar
     room = getattr(model.config.get_text_config(), "max_position_embeddings", sys.maxsize) - len(ids)
     if room < 1:
         raise ConfigError(f"{len(ids)} tokens so far, and the model has {len(ids) + room} positions: /reset")
-    sampling = {"do_sample": args.temperature > 0, "top_k": 0, "max_new_tokens": min(args.generate_max_len, room)}
+    sampling = {"do_sample": args.temperature > 0, "max_new_tokens": min(args.generate_max_len, room)}
     if args.temperature > 0:
-        sampling |= {"temperature": args.temperature, "top_p": args.top_p}
+        sampling |= {"temperature": args.temperature, "top_p": args.top_p, "top_k": 0}
     ends = end_of_text_ids(tokenizer, model.generation_config)
     # A new one: what training sampled by has none of the model's own settings.
     config = GenerationConfig(eos_token_id=ends, pad_token_id=tokenizer.pad_token_id, **sampling)
