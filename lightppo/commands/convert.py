@@ -122,23 +122,24 @@ def open_checkpoint(folder: Path, base: str | None, trust_remote_code: bool) -> 
     from lightppo.ranks import Alone
     from lightppo.storage import stage_to_local
     from lightppo.strategy.checkpoint import damage, load_weights, read_meta
+    from lightppo.strategy.reshape import saved_names
 
     meta = read_meta(folder)
     if found := damage(Alone(), folder):
         raise CheckpointError(f"{folder} is damaged: {'; '.join(found)}")
     options = checkpoint_options(folder)
-    is_critic = folder.absolute().parent.name == "_critic"
-    start = base or options.get("critic_pretrain" if is_critic else "pretrain")
+    has_value_head = any(name.startswith("model.score.") for name in saved_names(folder, meta))  # it always trains
+    start = base or options.get("critic_pretrain" if folder.absolute().parent.name == "_critic" else "pretrain")
     if start is None:
         raise CheckpointError(f"{folder} does not name the model that it started from: set --base")
-    model = _model_for(meta, options, stage_to_local(start), is_critic, trust_remote_code)
+    model = _model_for(meta, options, stage_to_local(start), has_value_head, trust_remote_code)
     load_weights(model, folder, meta)
     words = base or options.get("tokenizer_path") or start
     return model, get_tokenizer(stage_to_local(words), model, trust_remote_code=trust_remote_code, flag="--base")
 
 
 def _model_for(
-    meta: Mapping[str, Any], options: Mapping[str, Any], start: str, is_critic: bool, trust_remote_code: bool
+    meta: Mapping[str, Any], options: Mapping[str, Any], start: str, has_value_head: bool, trust_remote_code: bool
 ) -> Any:
     """A model that a checkpoint's weights fit; its own are the base's under adapters, else of no meaning."""
     from contextlib import nullcontext
@@ -155,12 +156,12 @@ def _model_for(
         settings["init_from_scratch"] = True
     if options.get("override_config"):
         settings["override_config"] = json.loads(options["override_config"])
-    if is_critic:
+    if has_value_head:
         settings["init_value_head"] = True  # the trained head is in the checkpoint
     if meta["adapters"]:
         settings["load_in_4bit"] = options.get("load_in_4bit", False)
     with nullcontext() if meta["adapters"] else no_init_weights():
-        model = (Critic if is_critic else Actor)(start, **settings)
+        model = (Critic if has_value_head else Actor)(start, **settings)
     if meta["adapters"]:
         alpha, targets = options.get("lora_alpha") or 16.0, tuple(options.get("target_modules", ()))
         add_adapters(model, LoraOptions(options["lora_rank"], alpha, target_modules=targets))

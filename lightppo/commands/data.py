@@ -14,24 +14,21 @@ from typing import Any, Literal
 
 from lightppo.config.cli import exit_on_mistakes, parse_section
 from lightppo.config.options import all_options
-from lightppo.config.supervised import SFTConfig
+from lightppo.config.supervised import COMMANDS
 from lightppo.errors import ConfigError, DataError, UserError
 from lightppo.option import Option, Section, option
 
-_OF_RUN = {option.name: option for option in all_options()}
 _NAMES = ("pretrain", "tokenizer_path", "trust_remote_code", "prompt_data", "prompt_data_probs", "prompt_split")
 _NAMES += ("prompt_metadata", "input_key", "label_key", "input_template", "apply_chat_template", "system_prompt")
 _NAMES += ("data_source_key", "max_samples", "prompt_max_len", "truncation", "filter_overlong_prompts", "seed")
-_SHARED = [replace(_OF_RUN[name], required=False) for name in _NAMES]
-_OF_SFT = {option.name: option for option in SFTConfig.all_options()}
-_SHARED += [_OF_SFT[name] for name in ("dataset_split", "output_key", "max_len")]
-_SHARED.append(replace(_OF_SFT["dataset"], required=False, help="As --prompt_data, of the others."))
-_SHARED.append(Option("for", Literal["ppo", "sft"], "ppo", "The command that would train on the rows."))
-
-LIMITS = {"ppo": "prompt_max_len", "sft": "max_len"}
+_OF_OTHERS = [option for kind in COMMANDS.values() for option in type(kind().data).options().values()]
+_OF_OTHERS = [option for option in _OF_OTHERS if not option.name.startswith(("eval_", "on_", "data_"))]
+_SHARED = {option.name: replace(option, required=False) for option in (*_OF_OTHERS, *all_options())}
+_SHARED = {name: _SHARED[name] for name in (*_NAMES, *(option.name for option in _OF_OTHERS))}
+_SHARED["for"] = Option("for", Literal[("ppo", *COMMANDS)], "ppo", "The command that would train on the rows.")
 
 
-class RowsConfig(Section, shared=_SHARED):
+class RowsConfig(Section, shared=_SHARED.values()):
     """Show rows as a model will see them, lengths and problems of all; exit code 1 if there are rows with a problem."""
 
     config: str | None = option(None, "YAML file of a run, for the options that it shares with this command.")
@@ -99,29 +96,40 @@ def show(config: RowsConfig) -> int:
         except DataError as error:
             print(f"cannot be used: {error}\n")
     whole = prepare(config, rows, tokenizer, limited=False)
-    limit, kind = LIMITS[kind_of(config)], "drop" if config.filter_overlong_prompts else config.truncation
+    limit, kind = limit_of(config), "drop" if config.filter_overlong_prompts else config.truncation
     over = int((whole.lengths > getattr(config, limit)).sum())
     middle, most, longest = np.percentile(whole.lengths, (50, 95, 100), method="inverted_cdf").astype(int)
     print(f"-- {flag}: {whole.report}")
     print(f"tokens: median {middle}, 95% up to {most}, longest {longest}")
-    print(f"over --{limit} {getattr(config, limit)}: {over}" + f" (--truncation {kind})" * (limit == "prompt_max_len"))
+    print(f"over --{limit} {getattr(config, limit)}: {over} (--truncation {kind})")
     for text in whole.report.bad:
         print(text)
-    return len(whole.report.bad) + (over if limit == "max_len" or kind == "error" else 0)
+    return len(whole.report.bad) + (over if kind == "error" else 0)
+
+
+def limit_of(config: RowsConfig) -> str:
+    """The option that limits the tokens of a row."""
+    return "prompt_max_len" if kind_of(config) == "ppo" else "max_len"
 
 
 def prepare(config: RowsConfig, rows: Any, tokenizer: Any, limited: bool = True) -> Any:
     """The data set that training makes; without its limit, bad rows are counted."""
-    from lightppo.data.datasets import PromptDataset, SFTDataset
+    options = {name: getattr(config, name) for name in _SHARED} | {"on_bad_row": "error" if limited else "skip"}
+    if not limited:
+        options |= {limit_of(config): 2**31 - 1, "truncation": "error", "filter_overlong_prompts": False}
+    if kind_of(config) == "ppo":
+        from lightppo.data.datasets import PromptDataset
 
-    names = ("input_key", "input_template", "apply_chat_template")
-    options = {name: getattr(config, name) for name in names} | {"on_bad_row": "error" if limited else "skip"}
-    limit = getattr(config, LIMITS[kind_of(config)]) if limited else 2**31 - 1
-    if kind_of(config) == "sft":
-        return SFTDataset(rows, tokenizer, limit, output_key=config.output_key, **options)
-    names = ("label_key", "data_source_key", "system_prompt", "truncation")
-    options |= {name: getattr(config, name) for name in names} | {"filter_overlong": config.filter_overlong_prompts}
-    return PromptDataset(rows, tokenizer, prompt_max_len=limit, **options)
+        names = ("input_key", "label_key", "data_source_key", "input_template", "apply_chat_template", "system_prompt")
+        names += ("prompt_max_len", "truncation", "on_bad_row")
+        given = {name: options[name] for name in names}
+        return PromptDataset(rows, tokenizer, filter_overlong=options["filter_overlong_prompts"], **given)
+    from lightppo.trainer.objectives import OBJECTIVES
+
+    kind = COMMANDS[kind_of(config)]
+    objective = next(one for one in OBJECTIVES if one.config_class is kind)
+    given = {name: options[name] for name in type(kind().data).options() if name in options}
+    return objective(kind().with_options(**given), None).build_dataset(rows, tokenizer)
 
 
 def described(dataset: Any) -> Iterator[str]:
@@ -138,15 +146,21 @@ def described(dataset: Any) -> Iterator[str]:
         yield f"prompt: {chat or f'text {of_text}'}; label: {example.label!r}; data source: {example.data_source}"
         yield from _marked(dataset.tokenizer, example.token_ids, [False] * len(example.token_ids))
         yield f"reward functions also get: {', '.join(example.extra) or 'nothing else'}"
-    else:
+    elif "labels" in example:
         yield from _marked(dataset.tokenizer, example["input_ids"].tolist(), (example["labels"] >= 0).tolist())
+    else:
+        if "margin" in example:
+            yield f"margin: {example['margin']:g}"
+        for name in ("chosen", "rejected"):
+            yield f"{name}:"
+            prompt, answer = example["prompt"].tolist(), example[name].tolist()
+            yield from _marked(dataset.tokenizer, prompt + answer, [False] * len(prompt) + [True] * len(answer))
 
 
 def _marked(tokenizer: Any, ids: list[int], trained: list[bool]) -> Iterator[str]:
     left, right = ("\033[32m", "\033[0m") if sys.stdout.isatty() else ("[", "]")
-    spans = [
-        (is_trained, [i for i, _ in span]) for is_trained, span in groupby(zip(ids, trained), lambda pair: pair[1])
-    ]
+    groups = groupby(zip(ids, trained), lambda pair: pair[1])
+    spans = [(is_trained, [i for i, _ in span]) for is_trained, span in groups]
 
     def all_of(text: Callable[[list[int]], str], between: str) -> str:
         return between.join(f"{left}{text(span)}{right}" if is_trained else text(span) for is_trained, span in spans)

@@ -76,7 +76,7 @@ def parse_section(kind: type[S], check: Callable[[S, int], list[str]], argv: Seq
     with exit_on_mistakes(prog):
         flags = _read_flags(arguments, list(kind.options().values()))
         if flags.get("config") is not None:
-            of_run = _with_file(PPOConfig(), flags["config"]).flat()
+            of_run = _with_file(COMMANDS.get(flags.get("for"), PPOConfig)(), flags["config"]).flat()
             flags = {name: value for name, value in of_run.items() if name in kind.options()} | flags
         config = kind(**flags)
         if problems := config.missing() + check(config, int(os.environ.get("WORLD_SIZE", "1"))):

@@ -390,6 +390,12 @@ class PairDataset(SFTDataset):
         fields = {"pairs": True, "label_key": margin_key}
         super().__init__(dataset, tokenizer, max_len, fields=fields, **options)
 
+    @property
+    def lengths(self) -> np.ndarray:
+        """Of the prompt with the longer answer. (N,)"""
+        prompts, first = self._rows.prompt_lengths, self._rows.first_answers
+        return prompts + np.maximum(first, super().lengths - prompts - first)
+
     def __getitem__(self, position: int) -> dict[str, Any]:
         """``prompt``, ``chosen`` and ``rejected``, ids (S,) long; ``margin`` where there are margins."""
         position = range(len(self))[position]

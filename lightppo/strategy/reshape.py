@@ -242,6 +242,16 @@ def _frozen_weights(path: Path, meta: Mapping[str, Any], tensors: Mapping[str, T
         yield name, torch.cat(parts) if sharded and isinstance(tensor, nn.Parameter) else parts[0]
 
 
+def saved_names(path: Path, meta: Mapping[str, Any]) -> set[str]:
+    """Names of the weights that a checkpoint holds; of tied ones at least one."""
+    if not meta["optimizer"]:
+        return set(_read(path / FROZEN.format(0)))
+    if meta["zero_stage"] < 3:
+        return set(_read(path / "mp_rank_00_model_states.pt")["module"])
+    shapes = _read(path / "zero_pp_rank_0_mp_rank_00_model_states.pt")["param_shapes"]
+    return {name for of_group in shapes for name in of_group}
+
+
 @torch.no_grad()
 def whole_weights(path: Path, meta: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What a checkpoint holds, in type and shape of a model's ``tensors``, which are not sharded: the weights of its

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from support.adapters import randomize_b
 from support.ranks import run_ranks
-from support.tiny import save_causal_lm
+from support.tiny import save_causal_lm, sums, write_jsonl
 
 from lightppo.__main__ import main
 
@@ -105,6 +105,17 @@ def test_a_merged_adapter_computes_as_beside_its_base(tiny_model, tmp_path):
         torch.testing.assert_close(merged(ids).logits, expected, rtol=1e-5, atol=1e-5)
         with adapted.disable_adapter():
             assert (adapted(ids).logits - expected).abs().max() > 1e-2
+
+
+def test_a_checkpoint_of_supervised_training(recorded, tmp_path):
+    """Whose checkpoints are in another folder."""
+    rows = write_jsonl(tmp_path / "rows.jsonl", [{"input": row["input"], "output": row["label"]} for row in sums(8)])
+    flags = {"pretrain": recorded / "model", "dataset": rows, "max_steps": 2, "save_steps": 1, "learning_rate": 1e-2}
+    flags |= {"train_batch_size": 4, "micro_train_batch_size": 4, "save_path": tmp_path / "run", "zero_stage": 1}
+    words = [f"--{name}={value}" for name, value in flags.items()]
+    run_ranks(recorded / "command.py", "sft", *words, world_size=1)
+    main(["convert", str(tmp_path / "run"), str(tmp_path / "out")])
+    assert_same_model(tmp_path / "out", tmp_path / "run")
 
 
 def fails(*words: str, capsys) -> str:

@@ -75,7 +75,7 @@ def test_which_tokens_are_trained(look, tmp_path):
     code, told = look(*words)
     assert code == 1
     assert "    1+1=[2<eos>]\n6 tokens, 2 of them trained: 1|+|1|=|[2|<eos>]\nids: 5 14 5 15 [6 2]\n" in told
-    assert "over --max_len 8: 1\n" in told
+    assert "over --max_len 8: 1 (--truncation error)\n" in told
     assert f"{rows}:3: no completion" in told
 
 
@@ -84,6 +84,21 @@ def test_colours_in_a_terminal(look, tmp_path, monkeypatch):
     rows = write_jsonl(tmp_path / "rows.jsonl", ROWS[:1])
     _, told = look("--for=sft", f"--dataset={rows}", "--input_key=question")
     assert "    1+1\033[32m2<eos>\033[0m\n" in told
+
+
+def test_both_sides_of_a_pair(tiny_tokenizer):
+    from datasets import Dataset
+
+    from lightppo.commands.data import described
+    from lightppo.data.datasets import PairDataset
+
+    rows = Dataset.from_list([{"input": "1+1=", "chosen": "2", "rejected": "33", "margin": 1.5}])
+    pairs = PairDataset(rows, tiny_tokenizer, 16, margin_key="margin")
+    lines = list(described(pairs))
+    assert lines[1:4] == ["margin: 1.5", "chosen:", "    1+1=[2<eos>]"]
+    assert lines[4] == "6 tokens, 2 of them trained: 1|+|1|=|[2|<eos>]"
+    assert lines[6:8] == ["rejected:", "    1+1=[33<eos>]"]
+    assert pairs.lengths.tolist() == [7]
 
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]

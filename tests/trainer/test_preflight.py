@@ -92,6 +92,8 @@ def test_what_the_hub_says(run, monkeypatch, status, said):
 
 def test_a_folder_without_a_model(run, tmp_path):
     assert "has no config.json: it is no Hugging Face model; it has out.txt" in refusal(run(pretrain=_with(tmp_path)))
+    (tmp_path / "empty" / "adapter_config.json").write_text("{}")
+    assert "is an adapter: `lightppo merge " in refusal(run(pretrain=str(tmp_path / "empty")))
 
 
 def _with(tmp_path: Path) -> str:
