@@ -34,7 +34,7 @@ setup(
         "Typing :: Typed",
     ],
     packages=find_packages(include=["lightppo", "lightppo.*"]),
-    package_data={"lightppo": ["py.typed"]},
+    package_data={"lightppo": ["py.typed", "trainer/report.html"]},
     entry_points={"console_scripts": ["lightppo = lightppo.__main__:main"]},
     python_requires=">=3.11",
     install_requires=[

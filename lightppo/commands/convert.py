@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightppo.commands.diff import options_of, recorded_path
 from lightppo.config.cli import exit_on_mistakes
 from lightppo.errors import CheckpointError, ConfigError, UserError
+from lightppo.trainer.report import options_of, recorded_path
 
 PARTS = ("actor", "critic", "ema", "reference")
 

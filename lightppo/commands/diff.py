@@ -5,16 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from lightppo.errors import ReportError
-from lightppo.trainer.report import read_jsonl, read_metrics
+from lightppo.trainer.report import facts_of, options_of, read_jsonl, read_metrics, recorded_path
 
 # As quantities arise in a step: samples, their scores, what follows from both, losses, gradients. Then as in the row.
 _ORDER = ("rollout/response", "rollout/total", "rollout/generated", "reward/", "rollout/reward", "rollout/", "train/")
@@ -56,39 +53,6 @@ def steps_of(run: Path) -> dict[int, Values]:
         if values := {name: value for name, value in row.items() if not name.startswith(_CLOCK)}:
             steps.setdefault(row["step"], {}).update(values)
     return steps
-
-
-def options_of(run: Path) -> Values:
-    """The options of a run, resolved; empty where it kept none."""
-    path = run / "run_config.resolved.yaml"
-    return yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}
-
-
-def recorded_path(run: Path, option: str) -> Path | None:
-    """The folder that an option of the run names, if it is there; both may have been moved."""
-    options = options_of(run)
-    if (value := options.get(option)) is None:
-        return None
-    beside = run / (Path(value).name if "://" in value else os.path.relpath(value, options["save_path"]))
-    return next((path for path in (beside, Path(value)) if path.is_dir()), None)
-
-
-def starts_of(run: Path) -> list[Values]:
-    """What ``trainer.run_folder.record_start`` kept of each start of a run."""
-    path = run / "run_metadata.jsonl"
-    return read_jsonl(path) if path.is_file() else []
-
-
-def facts_of(run: Path) -> Values:
-    """Versions, ranks, device and marks of files of a run; with their steps, where a later start had others."""
-    found: dict[str, list[str]] = {}
-    for start in starts_of(run):
-        content = {f"content of --{name}": mark for name, mark in start["content"].items() if name != "save_path"}
-        for name, value in {**start["versions"], "ranks": start["ranks"], "device": start["device"], **content}.items():
-            seen = found.setdefault(name, [str(value)])
-            if seen[-1].partition(" from step ")[0] != str(value):
-                seen.append(f"{value} from step {start['step'] + 1} on")
-    return {name: ", ".join(values) for name, values in found.items()}
 
 
 # -- where they differ -----------------------------------------------------------------------------------------------

@@ -20,12 +20,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lightppo.commands.diff import differences, first_sample, recorded_path, starts_of, steps_of
+from lightppo.commands.diff import differences, first_sample, steps_of
 from lightppo.config import CheckpointConfig, EvaluationConfig, LoggingConfig, PPOConfig, parse_args
 from lightppo.config.cli import exit_on_mistakes
 from lightppo.errors import CheckpointError, ConfigError, ReportError
 from lightppo.http import shown_url
 from lightppo.storage import is_url, local_folder, read_apart
+from lightppo.trainer.report import recorded_path, starts_of
 
 SHOWN_TOKENS = 24
 A_YEAR = 365 * 24 * 60.0  # minutes: nobody's wait for a person at a debugger ends

@@ -125,9 +125,9 @@ engine_mem_util | `--gpu_memory_utilization` (0.5 there, 0.4 here)
 enable_engine_sleep disable_engine_sleep | `--free_cache_engine` (on), `--no_free_cache_engine`
 use_fire first_token_temperature | `--fire_sampling`, `--fire_temperature`
 log_dir | `--use_tensorboard`
-save_trajectories num_trajectories_to_save | `--rollout_data_dir`
+save_trajectories num_trajectories_to_save | `--record_samples`; all of them: `--rollout_data_dir`
 ckpt_path_local | `--ckpt_path`
-print_replay_buffer_stats trajectory_analysis plot_every mark_high_entropy_tokens | not here: numbers of every rollout are logged, samples are in `--rollout_data_dir`
+print_replay_buffer_stats trajectory_analysis plot_every mark_high_entropy_tokens | not here: numbers of every rollout are logged, `lightppo report` shows samples and colours their tokens
 actor_init_on_gpu | not here: models are loaded where they train
 meta_init initial_model_shard_size no_shard_vit fsdp fsdp_cpu_offload use_mp_opt | not here: DeepSpeed shards (`--zero_stage`, `--adam_offload`, `--param_offload`)
 sp_size | not here: sequences are not split over ranks

@@ -1,15 +1,25 @@
-"""What a run did, from the files it wrote: its metrics as one picture, before and after, its evaluations."""
+"""What a run did, from the files it wrote: before and after, a picture, and a page of HTML (``report.html``)."""
 
 from __future__ import annotations
 
 import argparse
+import base64
+import gzip
+import html
 import json
-from collections.abc import Mapping, Sequence
+import math
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lightppo import __version__, durable
+from lightppo.config.options import all_options
 from lightppo.errors import ReportError
+from lightppo.trainer.alarms import ALARMS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -44,6 +54,9 @@ SFT_PANELS = (
 FEWEST_STEPS = 3  # of a picture at the end of a run: two points are no curve, and the table has them
 PICTURE = "plot.png"
 NO_MATPLOTLIB = "no picture: pip install 'lightppo[plots]'"
+REPORT = "report.html"
+NO_PLOTLY = "no report: pip install 'lightppo[plots]'"
+ROLLOUTS_MB = 50.0  # of samples in a report
 
 
 def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
@@ -127,19 +140,26 @@ def before_and_after(rows: Sequence[Row]) -> str:
 
 
 def summary(path: Path) -> str:
-    """What to tell at the end of a run whose metrics are in ``path``; draws the picture beside them."""
+    """What to tell at the end of a run whose metrics are in ``path``; beside them it draws the picture, writes the
+    report."""
     try:
         rows = read_metrics(path)
-        told = before_and_after(rows)
-        if len({row["step"] for row in rows}) < FEWEST_STEPS:
-            return told
-        plot_training(rows, path.with_name(PICTURE))
-        return f"{told}\ncurves: {path.with_name(PICTURE)}"
     except ReportError as error:
         return str(error)
-    except (ModuleNotFoundError, OSError) as error:
-        why = NO_MATPLOTLIB if isinstance(error, ModuleNotFoundError) else f"no picture: {error}"
-        return f"{told}\n{why}"
+    told = [before_and_after(rows)]
+    drawn = {
+        ("curves", "picture", path.with_name(PICTURE)): lambda file: plot_training(rows, file),
+        ("report", "report", path.with_name(REPORT)): lambda file: write_report([path], file),
+    }
+    for (title, kind, file), draw in drawn.items() if len({row["step"] for row in rows}) >= FEWEST_STEPS else ():
+        try:
+            draw(file)
+            told.append(f"{title}: {file}")
+        except ModuleNotFoundError:
+            told.append({"picture": NO_MATPLOTLIB, "report": NO_PLOTLY}[kind])
+        except (ReportError, OSError) as error:
+            told.append(f"no {kind}: {error}")
+    return "\n".join(told)
 
 
 def draw_training(rows: Sequence[Row], title: str | None = None) -> Figure:
@@ -179,23 +199,205 @@ def plot_training(rows: Sequence[Row], path: str | Path, title: str | None = Non
     draw_training(rows, title).savefig(path, format="png", dpi=100)
 
 
+# -- what else a run recorded ------------------------------------------------------------------------------------------
+
+
+def options_of(run: Path, file: str = "run_config.resolved.yaml") -> dict[str, Any]:
+    """The options of a run, resolved; empty where it kept none."""
+    import yaml
+
+    path = run / file
+    return yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def recorded_path(run: Path, option: str) -> Path | None:
+    """The folder that an option of the run names, if it is there; both may have been moved."""
+    options = options_of(run)
+    if (value := options.get(option)) is None:
+        return None
+    beside = run / (Path(value).name if "://" in value else os.path.relpath(value, options["save_path"]))
+    return next((path for path in (beside, Path(value)) if path.is_dir()), None)
+
+
+def starts_of(run: Path) -> list[dict[str, Any]]:
+    """What ``trainer.run_folder.record_start`` kept of each start of a run."""
+    path = run / "run_metadata.jsonl"
+    return read_jsonl(path) if path.is_file() else []
+
+
+def facts_of(run: Path) -> dict[str, str]:
+    """Versions, ranks, device and marks of files of a run; with their steps, where a later start had others."""
+    found: dict[str, list[str]] = {}
+    for start in starts_of(run):
+        content = {f"content of --{name}": mark for name, mark in start["content"].items() if name != "save_path"}
+        for name, value in {**start["versions"], "ranks": start["ranks"], "device": start["device"], **content}.items():
+            seen = found.setdefault(name, [str(value)])
+            if seen[-1].partition(" from step ")[0] != str(value):
+                seen.append(f"{value} from step {start['step'] + 1} on")
+    return {name: ", ".join(values) for name, values in found.items()}
+
+
+# -- report.html -------------------------------------------------------------------------------------------------------
+
+# Title of a chart → its metrics with their labels; where there is one metric, the title says it all.
+CHARTS = {
+    "Reward": {"rollout/reward": "training", "eval/reward": "held out"},
+    "Accuracy": {"reward/accuracy": "training", "train/accuracy": "training", "eval/accuracy": "held out"},
+    "KL to the reference, nats per token": {"rollout/kl": "estimate", "rollout/policy_kl": "unbiased"},
+    "Entropy, nats per token": {"train/entropy": "training"},
+    "Response length, tokens": {"rollout/response_length": "training", "eval/response_length": "held out"},
+    "Responses cut by the limit, share": {"rollout/response_clip_ratio": "training", "eval/truncated": "held out"},
+    "Loss": {
+        **{f"train/{n}": n.removesuffix("_loss") for n in ("policy_loss", "critic_loss", "kl_loss", "ptx_loss")},
+        **{"train/loss": "training", "eval/loss": "held out"},
+    },
+    "Clipped tokens, share": {"train/clip_ratio": "policy", "train/value_clip_ratio": "value"},
+    "KL of an update, nats per token": {"train/approx_kl": "training"},
+    "Gradient norm": {"train/actor_grad_norm": "actor", "train/critic_grad_norm": "critic", "train/grad_norm": "model"},
+    "Learning rate": {"train/actor_lr": "actor", "train/critic_lr": "critic", "train/lr": "model"},
+    "Log prob, engine against trainer, nats": {"rollout/logp_diff_mean": "mean"},
+    "Tokens per second": {"perf/rollout_tokens_per_second": "generation", "perf/train_tokens_per_second": "training"},
+}
+PHASES = {f"perf/time_{phase}": phase for phase in ("rollout", "reward", "experience", "train", "sync")}
+
+
+def write_report(runs: Sequence[Path], out: Path, rollouts_mb: float = ROLLOUTS_MB) -> None:
+    """Writes one page that shows runs, given by their files of metrics, beside one another; it needs no other file.
+
+    What is embedded is gzip in base64, and read only when it is shown.
+
+    Raises:
+        ReportError: metrics that cannot be read.
+        ModuleNotFoundError: plotly is not installed.
+    """
+    from plotly.offline import get_plotlyjs
+
+    page, blocks = (Path(__file__).with_suffix(".html")).read_text(encoding="utf-8"), []
+    shown = []
+    for number, path in enumerate(runs):
+        shown.append(run := _run(path))
+        files = _sample_files(path.parent)
+        for kind, step in _evenly(files, rollouts_mb * 1e6 / len(runs)):
+            run["samples"].setdefault(kind, []).append(step)
+            blocks.append(_block(f"{kind}-{number}-{step}", files[kind, step]))
+        run["left_out"] = len(files) - sum(map(len, run["samples"].values()))
+    data = {"version": __version__, "time": time.time(), "runs": shown, "charts": CHARTS, "phases": PHASES}
+    data["differing"] = {
+        what: _differing([run[what] for run in shown]) for what in ("options", "facts") if len(shown) > 1
+    }
+    blocks.insert(0, _block("data", _packed(json.dumps(data, default=str))))
+    blocks.append(_block("plotly", _packed(get_plotlyjs())))
+    title = html.escape(", ".join(run["name"] for run in shown))
+    durable.write_text(out, page.replace("<!--TITLE-->", title, 1).replace("<!--DATA-->", "\n".join(blocks), 1))
+
+
+def _run(path: Path) -> dict[str, Any]:
+    """What the page shows of a run, beside its samples."""
+    rows, run = read_metrics(path), path.parent
+    names = sorted({name for row in rows for name in row} - {"step", "time"})
+    curves = {name: (steps, [float(f"{x:.6g}") for x in values]) for name in names
+              for steps, values in [series(rows, name)] if steps and not name.startswith("alarm/")}  # fmt: skip
+    times = [row["time"] for row in rows if isinstance(row.get("time"), float)]
+    options, defaults = options_of(run), {one.name: one.default for one in all_options()}
+    given = options_of(run, "run_config.yaml") or options
+    plain = {name: list(value) if isinstance(value, tuple) else value for name, value in defaults.items()}
+    return {
+        "name": run.resolve().name,
+        "folder": str(run.resolve()),
+        "steps": [rows[0]["step"], rows[-1]["step"]],
+        "times": [min(times), max(times)] if times else [],
+        "starts": [start["step"] for start in starts_of(run)],
+        "series": curves,
+        "alarms": list(_alarms(rows)),
+        "options": {n: v for n, v in options.items() if v is not None},
+        "set": [name for name, value in given.items() if name not in plain or value != plain[name]],
+        "facts": facts_of(run),
+        "samples": {},
+    }
+
+
+def _alarms(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
+    """The alarms that rang, with the first and the last step of each time."""
+    for name, alarm in ALARMS.items():
+        steps, values = series(rows, f"alarm/{name}")
+        rings = [[step for step, _ in part] for on, part in groupby(zip(steps, values), lambda pair: pair[1] > 0) if on]
+        if rings:
+            yield {"name": name, "metrics": alarm.metrics, "condition": alarm.condition, "remedy": alarm.remedy,
+                   "spans": [[part[0], part[-1]] for part in rings]}  # fmt: skip
+
+
+def _differing(runs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """What is not the same in all runs, by name; None where a run has none."""
+    names = dict.fromkeys(name for run in runs for name in run)
+    values = {name: [run.get(name) for run in runs] for name in names}
+    return {name: found for name, found in values.items() if any(value != found[0] for value in found)}
+
+
+def _sample_files(run: Path) -> dict[tuple[str, int], bytes]:
+    """By kind and step, what a run kept of its samples, as gzip: those with numbers per token where there are any."""
+    found: dict[tuple[str, int], bytes] = {}
+    for kind, folder in (("rollouts", recorded_path(run, "rollout_data_dir")), ("eval", run / "eval")):
+        for path in folder.glob("step*.jsonl") if folder is not None else ():
+            found[kind, _step_of(path)] = gzip.compress(path.read_bytes(), 6)
+    for path in (run / "rollouts").glob("step*.jsonl.gz"):
+        found["rollouts", _step_of(path)] = path.read_bytes()
+    return dict(sorted(found.items()))
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name[4:].partition(".")[0])
+
+
+def _evenly(files: Mapping[tuple[str, int], bytes], limit: float) -> list[tuple[str, int]]:
+    """As many files as there is room for, steps left out evenly; the last step of each kind is always there."""
+    last = [max(keys) for _, keys in groupby(files, lambda key: key[0])]
+    for stride in range(1, len(files) + 1):
+        kept = sorted({*list(files)[::stride], *last})
+        if sum(len(files[key]) for key in kept) <= limit:
+            return kept
+    return sorted(last)
+
+
+def _packed(text: str) -> bytes:
+    return gzip.compress(text.encode(), 6)
+
+
+def _block(name: str, content: bytes) -> str:
+    return f'<script type="application/gzip" id="{name}">{base64.b64encode(content).decode()}</script>'
+
+
 # -- lightppo report ---------------------------------------------------------------------------------------------------
 
 
 def main(argv: Sequence[str], prog: str = "lightppo report") -> None:
-    """Print a run's table and draw its picture; code 2 where there is no run, as for every wrong argument."""
-    parser = argparse.ArgumentParser(prog, description="Show what a run did: a table and a picture.")
-    parser.add_argument("run", metavar="RUN", type=Path, help="its --save_path, which holds metrics.jsonl")
-    parser.add_argument("--picture", type=Path, help=f"PNG file; default: RUN/{PICTURE}")
+    """Print the tables of runs, write their report; code 2 where there is no run, as for every wrong argument."""
+    parser = argparse.ArgumentParser(
+        prog,
+        description="Show what runs did: a table each, and one page of HTML that needs neither server nor network.",
+    )
+    parser.add_argument(
+        "runs", metavar="RUN", nargs="+", type=Path, help="its --save_path, which holds metrics.jsonl; several: compare"
+    )
+    parser.add_argument("--out", type=Path, help=f"the page; default: RUN/{REPORT}, of several runs {REPORT} here")
+    parser.add_argument("--picture", type=Path, help="also the curves of one run, into this PNG file")
+    parser.add_argument("--rollouts_mb", type=float, default=ROLLOUTS_MB, help="room for samples in the page, in MB; "
+                        "steps beyond it are left out evenly; default: %(default)g")  # fmt: skip
     args = parser.parse_args(argv)
-    picture = args.picture or args.run / PICTURE
+    out = args.out or (args.runs[0] if len(args.runs) == 1 else Path()) / REPORT
+    if args.picture is not None and len(args.runs) > 1:
+        parser.error("--picture shows one run: name one, or leave it out")
+    if not (math.isfinite(args.rollouts_mb) and args.rollouts_mb >= 0):
+        parser.error("--rollouts_mb must be a number of at least 0")
+    paths = [run / "metrics.jsonl" for run in args.runs]
     try:
-        rows = read_metrics(args.run / "metrics.jsonl")
-        print(before_and_after(rows))
-        plot_training(rows, picture, title=str(args.run))
+        for path in paths:
+            print(*([f"\n{path.parent}"] if len(paths) > 1 else []), before_and_after(read_metrics(path)), sep="\n")
+        if args.picture is not None:
+            plot_training(read_metrics(paths[0]), args.picture, title=str(args.runs[0]))
+        write_report(paths, out, args.rollouts_mb)
     except (ReportError, OSError) as error:
         parser.error(str(error))
-    except ModuleNotFoundError:
-        parser.exit(message=f"{NO_MATPLOTLIB}\n")
+    except ModuleNotFoundError as error:
+        parser.exit(message=f"{NO_PLOTLY if (error.name or '').startswith('plotly') else NO_MATPLOTLIB}\n")
     else:
-        print(picture)
+        print(out)

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
 import json
+import random
 import re
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 from support.runs import fitted
 
 from lightppo.errors import ConfigError, ReportError
@@ -19,11 +26,13 @@ from lightppo.trainer.report import (
     before_and_after,
     draw_training,
     evaluations,
+    main,
     plot_training,
     read_jsonl,
     read_metrics,
     series,
     summary,
+    write_report,
 )
 
 ROWS = [
@@ -143,19 +152,24 @@ def test_supervised_training_has_panels_of_its_own(tmp_path):
     assert [axes.get_title() for axes in draw_training(rows).axes] == [panel.title for panel in SFT_PANELS]
 
 
-def test_the_summary_of_a_run_without_rows_without_matplotlib_or_room(tmp_path, monkeypatch):
+def test_the_summary_of_a_run_without_rows_without_packages_or_room(tmp_path, monkeypatch):
     path = tmp_path / "metrics.jsonl"
     assert "none.jsonl" in summary(tmp_path / "none.jsonl")
     rows = [json.dumps({"step": n, "rollout/reward": 0.5}) for n in range(1, 10)]
     assert "curves" not in summary(write(path, *rows[:2]))
-    assert not (tmp_path / "plot.png").exists()
+    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
     write(path, *rows)
-    (tmp_path / "plot.png").mkdir()
-    assert "no picture" in summary(path)
-    assert "rollout/reward" in summary(path)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
-    assert summary(path).endswith("no picture: pip install 'lightppo[plots]'")
+    assert summary(path).endswith(f"\ncurves: {tmp_path}/plot.png\nreport: {tmp_path}/report.html")
+    for name in ("plot.png", "report.html"):
+        (tmp_path / name).unlink()
+        (tmp_path / name).mkdir()
+    told = summary(path).splitlines()
+    assert [line.partition(":")[0] for line in told[-2:]] == ["no picture", "no report"]
+    assert any(line.startswith("rollout/reward") for line in told)
+    for name in ("matplotlib", "matplotlib.backends.backend_agg", "plotly", "plotly.offline"):
+        monkeypatch.setitem(sys.modules, name, None)
+    remedy = "pip install 'lightppo[plots]'"
+    assert summary(path).endswith(f"\nno picture: {remedy}\nno report: {remedy}")
 
 
 @pytest.mark.usefixtures("world")
@@ -175,7 +189,15 @@ def test_what_a_run_says(make_config, tmp_path, capsys, assets):
     assert [line.split()[0] for line in lines[start + 1 : start + 3]] == ["answer:", "label"]
     end = lines[lines.index("finished: 4 steps") :]
     assert any(line.startswith("eval/accuracy ") for line in end)
-    assert f"curves: {run}/plot.png" in end
+    assert {f"curves: {run}/plot.png", f"report: {run}/report.html"} < set(end)
+    page = (run / "report.html").read_text()
+    data = json.loads(embedded(page, "data"))
+    assert data["runs"][0]["samples"] == {"eval": [0, 3, 4], "rollouts": [1, 2, 3, 4]}
+    told = set(data["runs"][0]["set"])
+    assert {"pretrain", "profile_steps", "save_path", "old_log_probs"} < told
+    assert not told & {"num_examine", "critic_pretrain", "gamma"}  # the default; what None stood for
+    assert data["runs"][0]["facts"]["ranks"] == "1"
+    assert [json.loads(line)["step"] for line in embedded(page, "rollouts-0-2").splitlines()] == [2] * 4
     assert f"files: model and logs in {run}, checkpoints in {tmp_path}/ckpt, profiles in {run}/profile" in end
     assert any(line.startswith("generate: ") and f"'{run}'" in line for line in end)
     assert any(line.startswith(f"evaluate: lightppo eval --config {run}/run_config.yaml ") for line in end)
@@ -199,3 +221,265 @@ def test_what_a_run_says(make_config, tmp_path, capsys, assets):
 def test_a_step_to_profile_that_never_comes_is_refused(make_config):
     with pytest.raises(ConfigError, match="--profile_steps 9: the run has 3 steps"):
         fitted(make_config(profile_steps=[1, 9], actor_learning_rate=0.0))
+
+
+# -- the page ----------------------------------------------------------------------------------------------------------
+
+EVIL = '<script>window.evil = 1</script><img src=x onerror="window.evil = 2"> </pre>'
+
+
+def embedded(page: str, name: str) -> str:
+    """What the page holds under a name."""
+    content = re.search(f'<script type="application/gzip" id="{name}">([^<]*)</script>', page)[1]
+    return gzip.decompress(base64.b64decode(content)).decode()
+
+
+def sample(step: int, index: int, rng: random.Random, length: int) -> dict[str, Any]:
+    text = [rng.choice((" one", " and", " two", "\n")) for _ in range(length)]
+    numbers = lambda scale: [round(rng.gauss(0, scale), 4) for _ in text]  # noqa: E731
+    tokens = {"text": text, "log_prob": numbers(1), "rollout_log_prob": numbers(1), "kl": numbers(0.1),
+              "entropy": [abs(x) for x in numbers(1)], "advantage": numbers(2)}  # fmt: skip
+    row = {"step": step, "index": index // 2, "sample_index": index % 2, "data_source": "sums", "finish_reason": "stop"}
+    row |= {"input": f"{index} + 1 =", "output": "".join(text), "ground_truth": str(index + 1)}
+    row |= {"score": round(rng.random(), 3), "response_length": length, "extras": {"accuracy": 1.0}}
+    return row | {"tokens": tokens}
+
+
+def make_run(folder: Path, steps: int, samples: int, length: int = 8, seed: int = 0, **options: Any) -> Path:
+    """The files of a run that never was."""
+    rng = random.Random(seed)
+    (folder / "rollouts").mkdir(parents=True)
+    rows = []
+    for step in range(1, steps + 1):
+        rows.append({"step": step, "time": 1.7e9 + step, "rollout/reward": rng.random(), "rollout/kl": step / 100})
+        rows[-1] |= {"train/entropy": 1 / step, "train/clip_ratio": 0.1, "rollout/response_length": 8.0 * step}
+        rows[-1] |= {"perf/time_step": 2.0, "perf/time_rollout": 1.0, "perf/time_train": 0.5, "train/own": 3.0}
+        rows[-1] |= {"rollout/response_clip_ratio": 0.6, "alarm/truncated": float(step in (3, 4, 6))}
+        lines = [json.dumps(sample(step, i, rng, length)) + "\n" for i in range(samples)]
+        (folder / "rollouts" / f"step{step}.jsonl.gz").write_bytes(gzip.compress("".join(lines).encode(), 1))
+    rows += [{"step": step, "time": 1.7e9 + step, "eval/accuracy": step / 10} for step in (1, steps)]
+    write(folder / "metrics.jsonl", *map(json.dumps, rows))
+    options = {"save_path": str(folder), "pretrain": "tiny", "actor_learning_rate": 1e-6} | options
+    (folder / "run_config.resolved.yaml").write_text(yaml.safe_dump(options))
+    start = {"step": 0, "time": 1.7e9, "ranks": 2, "device": "cpu", "content": {}, "versions": {"torch": f"2.{seed}"}}
+    write(folder / "run_metadata.jsonl", json.dumps(start))
+    return folder
+
+
+def rows_of(run: Path, step: int) -> list[dict[str, Any]]:
+    with gzip.open(run / "rollouts" / f"step{step}.jsonl.gz", "rt", encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
+
+
+FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+         "--disable-background-networking", "--disable-component-update", "--disable-sync")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    sync_api = pytest.importorskip("playwright.sync_api", reason="the page is looked at with playwright")
+    names = ("chromium", "chromium-browser", "google-chrome")
+    path = next(filter(None, map(shutil.which, names)), None)
+    if path is None:
+        pytest.skip(f"the page is looked at with a browser: none of {', '.join(names)} is installed")
+    with sync_api.sync_playwright() as playwright:
+        yield playwright.chromium.launch(executable_path=path, args=FLAGS)
+
+
+@pytest.fixture
+def opened(browser) -> Iterator[Any]:
+    """``opened(file)``: the page, without network; at the end, no error was told and nothing was asked for."""
+    context = browser.new_context(offline=True, viewport={"width": 1400, "height": 1000})
+    page, told, asked = context.new_page(), [], []
+    page.on("pageerror", lambda error: told.append(str(error)))
+    page.on("console", lambda message: told.append(message.text))
+    page.on("request", lambda request: asked.append(request.url))
+
+    def open_page(path: Path) -> Any:
+        page.goto(f"file://{path}")
+        page.wait_for_selector("html[data-ready=curves]", timeout=60_000)
+        return page
+
+    yield open_page
+    context.close()
+    assert (told, len(asked)) == ([], 1)
+
+
+def drawn(page: Any, title: str) -> list[dict[str, Any]]:
+    """The curves of a chart."""
+    chart = page.locator(f"figure:has(h3:text-is({json.dumps(title)}))")
+    chart.scroll_into_view_if_needed()
+    chart.locator(".main-svg").first.wait_for()
+    traces = "p => p.data.map(t => ({name: t.name, x: [...t.x], y: [...t.y], stack: t.stackgroup, run: t.meta}))"
+    return chart.locator(".plot").evaluate(traces)
+
+
+def listed(page: Any) -> list[list[str]]:
+    """Score, answer and length of each sample in the list."""
+    return page.eval_on_selector_all("#list button", "all => all.map(b => [...b.children].map(c => c.textContent))")
+
+
+def shown_text(page: Any, selector: str, text: str) -> None:
+    """Waits until it is shown."""
+    page.wait_for_function("([s, t]) => document.querySelector(s).textContent.includes(t)", arg=[selector, text])
+
+
+def test_curves_alarms_evaluations_and_options_are_those_of_the_files(tmp_path, opened):
+    run = make_run(tmp_path / "<b>run", 6, 2)
+    main([str(run)])
+    page, rows = opened(run / "report.html"), read_metrics(run / "metrics.jsonl")[:6]
+    assert page.locator(".run b").all_inner_texts() == ["<b>run"]
+    (reward,) = drawn(page, "Reward")
+    assert (reward["x"], reward["y"]) == ([1, 2, 3, 4, 5, 6], pytest.approx([r["rollout/reward"] for r in rows], 1e-5))
+    phases = {trace["name"]: trace["y"] for trace in drawn(page, "Seconds of a step by phase")}
+    assert phases == {"rollout": [1.0] * 6, "train": [0.5] * 6, "other": [0.5] * 6}
+    cut = page.locator("figure:has-text('Responses cut') .plot")
+    drawn(page, "Responses cut by the limit, share")
+    assert cut.evaluate("p => p.layout.shapes.map(s => [s.x0, s.x1])") == [[2.5, 4.5], [5.5, 6.5]]
+    assert "truncated · steps 3 to 4, 6" in page.inner_text("#alarms")
+    assert page.locator("#evaluations tr").all_inner_texts() == ["step\t1\t6", "accuracy\t0.1\t0.6"]
+    options = page.locator("#options tr").all_inner_texts()
+    assert "--pretrain\ttiny" in options
+    page.select_option("#metric", "train/own")
+    assert drawn(page, "train/own")[0]["y"] == [3.0] * 6
+    page.fill("#smooth", "0.9")
+    assert [trace["y"][0] for trace in drawn(page, "Entropy, nats per token")] == [1, pytest.approx(1)]
+
+
+def test_samples_by_step_score_length_and_colour(tmp_path, opened):
+    run = make_run(tmp_path / "run", 6, 4)
+    main([str(run)])
+    page = opened(run / "report.html")
+    by_score = sorted(rows_of(run, 6), key=lambda row: -row["score"])
+    assert [float(score) for score, *_ in listed(page)] == [row["score"] for row in by_score]
+    page.select_option("#sort", "score+")
+    assert [float(score) for score, *_ in listed(page)] == [row["score"] for row in by_score[::-1]]
+    page.select_option("#step", "2")
+    page.select_option("#sort", "prompt+")
+    row = rows_of(run, 2)[0]
+    shown_text(page, "#prompt", row["input"])
+    assert page.locator("#tokens").text_content() == row["output"].replace("\n", "↵\n")
+    facts = page.locator("#facts span").all_inner_texts()
+    assert {f"score {row['score']}", "label 1", "source sums", "accuracy 1", "ended by stop"} < set(facts)
+    modes = page.locator("#modes button").all_inner_texts()
+    assert modes == ["advantage", "ratio trainer/engine", "KL", "entropy", "surprise"]
+    page.click("#modes button:text-is('KL')")
+    colours = page.eval_on_selector_all("#tokens span", "all => all.map(s => s.style.background)")
+    assert ["--low" in c for c in colours if "0.000" not in c] == [x < 0 for c, x in zip(colours, row["tokens"]["kl"])
+                                                                  if "0.000" not in c]  # fmt: skip
+    page.hover("#tokens span >> nth=1")
+    assert f"kl               {row['tokens']['kl'][1]}" in page.inner_text("#tip")
+    page.focus("#tokens")
+    for _ in range(3):
+        page.keyboard.press("ArrowRight")
+    assert f"entropy          {row['tokens']['entropy'][2]}" in page.inner_text("#tip")
+    page.fill("#find", rows_of(run, 2)[3]["input"])
+    assert len(listed(page)) == 1
+    page.fill("#find", "")
+    page.focus("#list button >> nth=0")
+    page.keyboard.press("ArrowDown")
+    assert page.inner_text("#prompt") == rows_of(run, 2)[1]["input"]
+    page.click("#after")
+    page.wait_for_function("document.querySelector('#step').value === '3'")
+
+
+def test_what_looks_like_html_is_shown_as_text(tmp_path, opened):
+    run = make_run(tmp_path / "run", 3, 1)
+    row = rows_of(run, 3)[0] | {"input": EVIL, "output": EVIL, "ground_truth": EVIL, "data_source": EVIL}
+    row |= {"extras": {EVIL: EVIL, "nan": float("nan")}, "finish_reason": EVIL}
+    row["tokens"]["text"][0] = EVIL
+    row["tokens"]["kl"][0] = None
+    (run / "rollouts" / "step3.jsonl.gz").write_bytes(gzip.compress(json.dumps(row).encode()))
+    (run / "eval").mkdir()
+    of_evaluation = {"prompt": EVIL, "response": EVIL, "label": None, "score": None, "data_source": "x", "index": 0,
+                     "response_length": 3, "finish_reason": "stop", "extras": {}}  # fmt: skip
+    write(run / "eval" / "step3.jsonl", json.dumps(of_evaluation))
+    (run / "run_config.resolved.yaml").write_text(yaml.safe_dump({"pretrain": EVIL, "save_path": str(run)}))
+    main([str(run)])
+    page = opened(run / "report.html")
+    assert page.inner_text("#prompt") == EVIL
+    assert EVIL in page.locator("#tokens").text_content()
+    assert page.inner_text("#facts").count(EVIL) == 5
+    assert any(EVIL in text for text in page.locator("#options td").all_inner_texts())
+    page.select_option("#kind", "eval")
+    page.wait_for_selector("#tokens:not(:has(span))")
+    assert page.inner_text("#tokens") == EVIL
+    assert page.evaluate("window.evil") is None
+
+
+def test_runs_beside_one_another(tmp_path, opened, monkeypatch, capsys):
+    changed = {"actor_learning_rate": 2e-6, "temperature": 0.5}
+    runs = [make_run(tmp_path / "a", 3, 2), make_run(tmp_path / "b", 3, 2, seed=1, **changed)]
+    monkeypatch.chdir(tmp_path)
+    main([str(run) for run in runs])
+    assert capsys.readouterr().out.splitlines()[-1] == "report.html"
+    page = opened(tmp_path / "report.html")
+    assert [(trace["name"], trace["run"]) for trace in drawn(page, "Reward")] == [("a training", 0), ("b training", 1)]
+    told = page.locator("#options .scroll >> nth=0").locator("tr").all_inner_texts()
+    assert sorted(told) == ["\ta\tb", "actor_learning_rate\t0.000001\t0.000002", f"save_path\t{runs[0]}\t{runs[1]}",
+                            "temperature\t–\t0.5"]  # fmt: skip
+    assert "torch\t2.0\t2.1" in page.locator("#options tr").all_inner_texts()
+    page.select_option("#of-run", "1")
+    expected = max(rows_of(runs[1], 3), key=lambda row: row["score"])
+    page.wait_for_function(
+        "t => document.querySelector('#facts').textContent.includes(t)", arg=f"score {expected['score']}"
+    )
+    assert page.inner_text("#prompt") == expected["input"]
+
+
+def test_ten_thousand_samples_open(tmp_path, opened):
+    run = make_run(tmp_path / "run", 100, 100, length=4)
+    main([str(run)])
+    page = opened(run / "report.html")  # docs/report.md has the seconds
+    assert page.inner_text("#count").startswith("100 of 100")
+    page.select_option("#step", "50")
+    shown_text(page, "#facts", f"score {max(row['score'] for row in rows_of(run, 50))}")
+
+
+def test_samples_beyond_the_room_are_left_out_evenly(tmp_path):
+    run, out = make_run(tmp_path / "run", 10, 2), tmp_path / "report.html"
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "step11.jsonl").write_text(json.dumps({"score": 1.0}) + "\n")  # --record_samples 0
+    (run / "run_config.resolved.yaml").write_text(
+        yaml.safe_dump({"save_path": str(run), "rollout_data_dir": str(data)})
+    )
+    sizes = [path.stat().st_size for path in (run / "rollouts").iterdir()]
+
+    def steps(megabytes: float) -> list[int]:
+        write_report([run / "metrics.jsonl"], out, megabytes)
+        (told,) = json.loads(embedded(out.read_text(), "data"))["runs"]
+        assert told["left_out"] == 11 - len(told["samples"]["rollouts"])
+        return told["samples"]["rollouts"]
+
+    assert steps(1.0) == list(range(1, 12))
+    assert steps(sum(sizes) * 0.7 / 1e6) == [1, 3, 5, 7, 9, 11]
+    assert steps(0.0) == [11]
+    assert json.loads(embedded(out.read_text(), "rollouts-0-11")) == {"score": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["none"], r"none/metrics\.jsonl: cannot be read"),
+        (["run", "run", "--picture", "x.png"], "--picture shows one run"),
+        (["run", "--rollouts_mb", "-1"], "--rollouts_mb must be"),
+        (["run", "--out", "no/such/folder.html"], "No such file"),
+    ],
+)
+def test_mistakes_of_the_command_are_named(tmp_path, monkeypatch, capsys, words, message):
+    make_run(tmp_path / "run", 1, 1)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        main(words)
+    assert stop.value.code == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_the_command_says_what_to_install(tmp_path, monkeypatch, capsys):
+    run = make_run(tmp_path / "run", 1, 1)
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    with pytest.raises(SystemExit) as stop:
+        main([str(run)])
+    assert (stop.value.code, capsys.readouterr().err) == (0, "no report: pip install 'lightppo[plots]'\n")
