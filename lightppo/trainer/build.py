@@ -197,7 +197,7 @@ class Models:
     reference: Actor | None
     reward_models: list[RewardModel]
     ema: Actor | None
-    teacher: Actor | None
+    teacher: Actor | None = None
 
 
 def loading_options(config: OptionSet) -> dict[str, Any]:
