@@ -24,7 +24,7 @@ def convert(argv: Sequence[str], prog: str = "lightppo convert") -> None:
         prog, description="Write a model of a training checkpoint (ZeRO 0 to 3, any number of ranks) as a Hugging Face "
         "folder with its tokenizer; with LoRA merged, and the adapter inside. Needs one process and no GPU."
     )  # fmt: skip
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="--save_path or --ckpt_path of a run, or "
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="--save_path or --ckpt_path of a run, or "
                         "the folder of one checkpoint, such as CKPT_PATH/_actor/global_step20")  # fmt: skip
     parser.add_argument("output", metavar="OUT", type=Path, help="new folder")
     parser.add_argument("--step", type=int, help="of a run: the checkpoint of this step; default: the last one")
@@ -34,7 +34,9 @@ def convert(argv: Sequence[str], prog: str = "lightppo convert") -> None:
     args = parser.parse_args(argv)
 
     def model_and_tokenizer() -> tuple[Any, Any]:
-        folder = find_checkpoint(args.checkpoint, args.part, args.step)
+        from lightppo.storage import stage_to_local
+
+        folder = find_checkpoint(Path(stage_to_local(args.checkpoint)).expanduser(), args.part, args.step)
         print(f"reading {folder}", flush=True)
         return open_checkpoint(folder, args.base, args.trust_remote_code)
 
