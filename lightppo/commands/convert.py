@@ -90,20 +90,19 @@ def _write(output: Path, read: Callable[[], tuple[Any, Any]], prog: str) -> None
 
 def find_checkpoint(path: Path, part: str = "actor", step: int | None = None) -> Path:
     """The folder of one model's checkpoint: ``path`` itself, or of a run with this folder the last one, or a step's."""
-    from lightppo.strategy.checkpoint import META, list_tags
+    from lightppo.strategy.checkpoint import META, latest_tag, list_tags
 
     if (path / META).is_file():
         return path
-    recorded = recorded_path(path, "ckpt_path")  # of the run with this --save_path
-    found = [recorded / f"_{part}"] if recorded is not None else [path / f"_{part}", path]
-    for folder in found:
-        tags = [f"global_step{step}"] if step is not None else list_tags(folder)[::-1] if folder.is_dir() else []
-        for tag in tags[:1]:
-            if (folder / tag / META).is_file():
-                return folder / tag
-    there = ", ".join(sorted(tag for folder in found if folder.is_dir() for tag in list_tags(folder))) or "none"
+    root = recorded_path(path, "ckpt_path") or path  # of the run with this --save_path
+    folder = root / f"_{part}" if (root / "_actor").is_dir() else root
+    if folder.is_dir():
+        tag = latest_tag(folder) if step is None else f"global_step{step}"
+        if tag is not None and (folder / tag / META).is_file():
+            return folder / tag
+    there = ", ".join(list_tags(folder)) if folder.is_dir() else ""
     wanted = "" if step is None else f" of step {step}"
-    raise CheckpointError(f"{path} holds no checkpoint{wanted} of the {part}; whole ones here: {there}")
+    raise CheckpointError(f"{path} holds no checkpoint{wanted} of the {part}; whole ones here: {there or 'none'}")
 
 
 def checkpoint_options(folder: Path) -> dict[str, Any]:
