@@ -17,6 +17,7 @@ from lightppo.option import nearest
 COMMANDS = {  # name: module, function of (arguments, name in messages), what it does
     "ppo": ("lightppo.commands.ppo", "main", "train a language model with PPO or a relative"),
     "sft": ("lightppo.commands.sft", "main", "train it on demonstrations"),
+    "rm": ("lightppo.commands.rm", "main", "train a reward model on pairs of answers"),
     "dpo": ("lightppo.commands.dpo", "main", "train it on pairs of answers, without a reward model"),
     "eval": ("lightppo.commands.ppo", "evaluate", "score its answers to held-out prompts"),
     "data": ("lightppo.commands.data", "main", "look at rows as a model will see them; convert data sets"),

@@ -1,4 +1,4 @@
-"""Training on data: ``lightppo sft``, on demonstrations."""
+"""Training on data: ``lightppo sft``, on demonstrations. :func:`train` is under ``rm`` and ``dpo``, too."""
 
 from __future__ import annotations
 

@@ -73,6 +73,20 @@ class SFTDataConfig(SupervisedDataConfig):
     output_key: str | None = option(None, "Column of the completion. None: tries the usual names.")
 
 
+class PairDataConfig(SupervisedDataConfig):
+    """Data: prompts with a chosen and a rejected answer, and held-out ones; docs/supervised.md."""
+
+    margin_key: str | None = option(
+        None, "Column with the margin by which the chosen answer is to lead, a number ≥ 0. None: no margin."
+    )
+
+
+class RewardModelConfig(SupervisedModelConfig):
+    """Model: where it comes from and how it is loaded."""
+
+    value_head_prefix: str = option("score", "Name of the value head in --pretrain, where it is a reward model.")
+
+
 class SupervisedTrainingConfig(
     ppo.TrainingConfig,
     only="dry_run benchmark_steps micro_train_batch_size packing_samples lr_scheduler lr_warmup_ratio lr_warmup_steps "
@@ -114,6 +128,10 @@ class SupervisedCheckpointConfig(
         "Folder or URL of the checkpoints: _actor (the model), global_stepN_hf. None: SAVE_PATH/checkpoints.",
         resume_safe=True,
     )
+
+
+class RewardCheckpointConfig(SupervisedCheckpointConfig, save_path="./ckpt/rm"):
+    """Checkpoints and the final model."""
 
 
 class SupervisedEvaluationConfig(
@@ -207,6 +225,15 @@ class SFTConfig(SupervisedConfig):
     data: SFTDataConfig = field(default_factory=SFTDataConfig)
 
 
+@dataclass
+class RMConfig(SupervisedConfig):
+    """Train a reward model on pairs of a chosen and a rejected answer."""
+
+    model: RewardModelConfig = field(default_factory=RewardModelConfig)
+    data: PairDataConfig = field(default_factory=PairDataConfig)
+    checkpoint: RewardCheckpointConfig = field(default_factory=RewardCheckpointConfig)
+
+
 class PreferenceConfig(Section, own=PREFERENCE_LOSSES):
     """Loss on pairs, without a reward model; docs/supervised.md."""
 
@@ -242,5 +269,5 @@ class DPOConfig(SupervisedConfig):
         return values | own | {"average_log_probs": entry.of_means if averages is None else averages}
 
 
-COMMANDS: dict[str, type[SupervisedConfig]] = {"sft": SFTConfig, "dpo": DPOConfig}
+COMMANDS: dict[str, type[SupervisedConfig]] = {"sft": SFTConfig, "rm": RMConfig, "dpo": DPOConfig}
 """Name of the command → its options."""

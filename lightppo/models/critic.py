@@ -114,8 +114,13 @@ class RewardModel(SequenceRegressor):
 
     kind = "reward"
 
-    def forward(self, sequences: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Scores (B,) float32 of sequences (B, S), padded on either side; mask None: no padding."""
+    def forward(
+        self, sequences: Tensor, attention_mask: Tensor | None = None, num_actions: int | None = None
+    ) -> Tensor:
+        """Scores (B,) float32 of sequences (B, S), padded on either side; mask None: no padding.
+
+        With ``num_actions`` A, packed rows share equal prompts, which end before the last A columns.
+        """
         if attention_mask is None:
             attention_mask = torch.ones_like(sequences)
         empty = (attention_mask.sum(-1) == 0).nonzero().flatten().tolist()
@@ -123,5 +128,17 @@ class RewardModel(SequenceRegressor):
             raise ValueError(f"rows {empty} have no real token to score (attention_mask is 0)")
         length = sequences.shape[1]
         last = length - 1 - attention_mask.long().flip(-1).argmax(-1)  # (B,)
+        if self.packing_samples:
+            is_last = torch.arange(length, device=last.device) == last[:, None]  # (B, S)
+            batch = self._batch(sequences, attention_mask, slice(None), is_last, num_actions)
+            with self._reading(batch.places, batch.inputs[0]):
+                output = self._hidden(*batch.inputs)
+            return read(self._score(output.last_hidden_state[0, batch.places]), batch.reads)
         hidden = self._hidden(sequences, attention_mask, None).last_hidden_state  # (B, S, H)
         return self._score(hidden[torch.arange(len(last), device=last.device), last])
+
+
+class NewRewardModel(RewardModel):
+    """A reward model to be trained: a checkpoint without a head, such as a causal LM, gets a new one."""
+
+    kind = "critic"

@@ -1,4 +1,4 @@
-"""What a supervised run learns: demonstrations (``lightppo sft``). The loop around it is ``trainer.supervised``."""
+"""What ``trainer.supervised`` learns: demonstrations (``sft``), a reward (``rm``), or a policy (``dpo``) from pairs."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ from torch import Tensor
 from lightppo.algorithms.entries import PREFERENCE_LOSSES
 from lightppo.algorithms.losses import IGNORE_INDEX, GPTLMLoss
 from lightppo.algorithms.masking import LossNormalizer, aggregate_loss
-from lightppo.algorithms.preferences import answer_log_probs, pair_mean
-from lightppo.config.supervised import DPOConfig, SFTConfig, SupervisedConfig
-from lightppo.data.datasets import ReferencedPairs, SFTDataset
+from lightppo.algorithms.preferences import answer_log_probs, bradley_terry_loss, pair_mean
+from lightppo.config.supervised import DPOConfig, RMConfig, SFTConfig, SupervisedConfig
+from lightppo.data.datasets import PairDataset, ReferencedPairs, SFTDataset
 from lightppo.models.actor import Actor
+from lightppo.models.critic import NewRewardModel
+from lightppo.models.loading import value_head
 from lightppo.ranks import heartbeat, level
 from lightppo.storage import stage_to_local
 from lightppo.strategy.deepspeed import DeepspeedStrategy
+from lightppo.strategy.zero3 import find_hf_model
 from lightppo.trainer.build import loading_options
 from lightppo.trainer.update import pretrain_loss
 
@@ -30,7 +33,7 @@ class Objective:
     """Base of the objectives: a model, a data set, and the loss of a micro batch. To add one, override all of these.
 
     The loop calls, in this order: ``build_dataset`` for training and held-out rows; ``build_model``; after
-    ``strategy.prepare``, ``attach``; for each micro batch ``count`` and ``loss``; before the end, ``finish``.
+    ``strategy.prepare``, ``attach``; for each micro batch ``count`` and ``loss``; before a model is saved, ``finish``.
 
     Args:
         config: resolved.
@@ -72,7 +75,7 @@ class Objective:
         raise NotImplementedError
 
     def finish(self, model: Any, batches: Iterator[tuple[Batch, bool]]) -> None:
-        """Before the final model is saved: with all training rows, see ``HeldOut.batches``. Collective."""
+        """With all rows after an evaluation, and of training at the end; see ``HeldOut.batches``. Collective."""
 
     def _loading(self) -> dict[str, Any]:
         """Options of the model that trains."""
@@ -116,6 +119,54 @@ class SFT(Objective):
         log_probs = model(batch["input_ids"], labels.shape[1], batch["attention_mask"])  # (B, A)
         normalizer = LossNormalizer(total, sequences=0, dp_size=dp_size)
         return aggregate_loss(-log_probs, labels != IGNORE_INDEX, "token-mean", normalizer), {}
+
+
+class RewardModelling(Objective):
+    """The Bradley-Terry loss of pairs; accuracy, margin and rewards are of scores, without the rows' own margins."""
+
+    config_class = RMConfig
+    unit = "pairs"
+    next = "lightppo ppo --reward_pretrain {path} --normalize_reward --pretrain MODEL --prompt_data FILE"
+
+    def build_dataset(self, rows: Any, tokenizer: Any) -> PairDataset:
+        d = self.config.data
+        return PairDataset(rows, tokenizer, d.max_len, d.margin_key, **self._dataset_options())
+
+    def build_model(self) -> NewRewardModel:
+        m = self.config.model
+        return NewRewardModel(
+            stage_to_local(m.pretrain), value_head_prefix=m.value_head_prefix, flag="--pretrain", **self._loading()
+        )
+
+    def attach(self, model: Any) -> list[Any]:
+        head, _ = value_head(find_hf_model(model)[0])
+        self.next += f" --value_head_prefix {head}" * (head != "score")
+        return [model]
+
+    def count(self, batch: Batch) -> int:
+        return len(batch["sequences"]) // 2
+
+    def loss(self, model: Any, batch: Batch, total: float, dp_size: int) -> tuple[Tensor, Metrics]:
+        mean = partial(pair_mean, pairs=total, dp_size=dp_size)
+        chosen, rejected = self._scores(model, batch)
+        loss, lead = bradley_terry_loss(chosen, rejected, batch.get("margin")), chosen - rejected
+        metrics = {"accuracy": (lead > 0).float(), "margin": lead}
+        metrics |= {"chosen_reward": chosen, "rejected_reward": rejected}
+        return mean(loss), {name: mean(values.detach()) for name, values in metrics.items()}
+
+    @torch.no_grad()
+    def finish(self, model: Any, batches: Iterator[tuple[Batch, bool]]) -> None:
+        """Mean and standard deviation of all scores go into the model's config, for ``--normalize_reward``."""
+        found = [(torch.cat(self._scores(model, batch)), counts) for batch, counts in batches]
+        scores = self.strategy.all_gather(torch.cat([x if counts else x[:0] for x, counts in found]).double())
+        config, std = find_hf_model(model)[0].config, scores.std(unbiased=False).item()
+        if std > 0:  # else the model tells no answer from another
+            config.mean, config.std = scores.mean().item(), std
+
+    @staticmethod
+    def _scores(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Of the chosen and the rejected answers, (B,) each, from one pass."""
+        return model(batch["sequences"], batch["attention_mask"], batch["action_mask"].shape[1]).chunk(2)
 
 
 class DPO(Objective):
@@ -191,4 +242,4 @@ def shared_rows(dataset: Any, ranks: DeepspeedStrategy, size: int, limit: int | 
         yield part, {name: tensor.to(ranks.device) for name, tensor in batch.items()}
 
 
-OBJECTIVES: tuple[type[Objective], ...] = (SFT, DPO)
+OBJECTIVES: tuple[type[Objective], ...] = (SFT, RewardModelling, DPO)

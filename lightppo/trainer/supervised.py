@@ -77,6 +77,7 @@ class HeldOut:
                 sums[name] += float(value) * counts
         means = ranks.all_reduce(dict(sums), op="mean")
         total = means.pop(objective.unit)
+        objective.finish(self.model, self.batches())
         return {f"eval/{name}": x / total for name, x in means.items()} | {f"eval/{objective.unit}": total}
 
 

@@ -20,7 +20,6 @@ ACTION_TENSORS = (
     "kl",
     "loss_weights",
     "selected",
-    "teacher_log_probs",
 )
 
 

@@ -238,3 +238,22 @@ def test_several_labels_are_refused(classifier: MakeModel, tmp_path: Path) -> No
     classifier(num_labels=3).save_pretrained(tmp_path)
     with pytest.raises(ModelLoadError, match=r"--reward_pretrain .*\(3, 32\)"):
         RewardModel(str(tmp_path))
+
+
+def test_packed_rows_that_share_prompts_have_the_scores_of_padded_ones(family, attention, classifier, ragged) -> None:
+    """Two answers to each prompt, with the gradients."""
+    sequences, mask, num_actions = ragged
+    sequences, mask = sequences.repeat(2, 1), mask.repeat(2, 1)
+    sequences[4:, -num_actions:] = sequences[:4, -num_actions:].flip(0)
+    mask[4:, -num_actions:] = mask[:4, -num_actions:].flip(0)
+    found = {}
+    for packing in (False, True):
+        model = RewardModel(classifier(family, attention), packing_samples=packing)
+        scores = model.train()(sequences, mask, num_actions)
+        (scores * torch.linspace(-1, 1, 8)).sum().backward()
+        found[packing] = scores.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    assert found[True][0].shape == (8,)
+    torch.testing.assert_close(found[True][0], found[False][0], atol=1e-5, rtol=1e-5)
+    assert found[True][1].keys() == found[False][1].keys()
+    for name, grad in found[False][1].items():
+        torch.testing.assert_close(found[True][1][name], grad, atol=2e-5, rtol=1e-4, msg=name)

@@ -1,0 +1,181 @@
+"""What a run learns from pairs: a reward model, against formulas by hand, in PPO's hands, on one rank and two."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.ranks import REPO, run_ranks
+from support.tiny import write_jsonl
+
+from lightppo.config import PPOConfig
+from lightppo.config.supervised import RMConfig
+
+SCRIPT = REPO / "examples" / "train_reward_model.py"
+TRAIN, HELD_OUT = 160, 48
+
+
+def worth(answer: str) -> int:
+    """The rule that the pairs follow and the model never sees: small digits are better."""
+    return sum(digit in "12345" for digit in answer)
+
+
+def made_pairs(number: int, seed: int) -> list[dict[str, Any]]:
+    """Answers of different lengths, whose worth differs."""
+    draw, found = random.Random(seed), []
+    while len(found) < number:
+        answers = ["".join(draw.choices("0123456789", k=draw.randint(3, 5))) for _ in range(2)]
+        worse, better = sorted(answers, key=worth)
+        if worth(better) > worth(worse):
+            lead = float(worth(better) - worth(worse))
+            found.append({"prompt": f"{draw.randrange(99)}+", "chosen": better, "rejected": worse, "lead": lead})
+    return found
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("pairs")
+    return {
+        "dataset": write_jsonl(folder / "train.jsonl", made_pairs(TRAIN, 0)),
+        "eval_dataset": write_jsonl(folder / "held_out.jsonl", made_pairs(HELD_OUT, 1)),
+    }
+
+
+@pytest.fixture(scope="module")
+def run(world, tiny_model, data, tmp_path_factory):
+    """``run(**options)``: a finished run in this process, its trainer."""
+    from lightppo.trainer.supervised import SupervisedTrainer
+
+    def fit(**more: Any):
+        folder = more.pop("folder", None) or tmp_path_factory.mktemp("run")
+        small = {"pretrain": tiny_model, "eval_split": "train", "max_len": 16, "zero_stage": 0, "save_path": folder}
+        small |= {"train_batch_size": 16, "learning_rate": 5e-3, "lr_warmup_ratio": 0, "num_epochs": 4}
+        trainer = SupervisedTrainer.from_config(RMConfig.from_flat(data | small | more))
+        trainer.fit()
+        return trainer
+
+    return fit
+
+
+@pytest.fixture(scope="module")
+def trained(run):
+    return run(margin_key="lead")
+
+
+def logged(trainer: Any, prefix: str = "train/") -> list[dict[str, float]]:
+    return rows_of(Path(trainer.config.checkpoint.save_path), prefix)
+
+
+def rows_of(folder: Path, prefix: str = "train/") -> list[dict[str, float]]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [{n: x for n, x in row.items() if n == "step" or n.startswith(prefix)} for row in rows]
+    return [row for row in rows if len(row) > 1]
+
+
+def scores(trainer: Any, rows: Any) -> torch.Tensor:
+    """(2, N) of the chosen and the rejected answers, each alone and unpadded."""
+    trainer.model.eval()
+    parts = [[torch.cat([row["prompt"], row[name]]) for row in rows] for name in ("chosen", "rejected")]
+    with torch.no_grad():
+        return torch.stack([torch.cat([trainer.model(ids[None]) for ids in part]) for part in parts])
+
+
+class TestRewardModel:
+    def test_learns_the_rule_of_the_pairs(self, trained):
+        before, *_, after = logged(trained, "eval/")
+        assert before["step"] == 0
+        assert before["eval/accuracy"] < 0.85
+        assert after["eval/accuracy"] >= 0.95
+        assert after["eval/margin"] > before["eval/margin"]
+        assert after["eval/pairs"] == HELD_OUT
+
+    def test_loss_accuracy_and_margin_by_hand(self, trained):
+        """-log σ(r_c - r_l - m), the mean over all held-out pairs; accuracy and margin leave m out."""
+        rows = trained.evaluator.dataset
+        chosen, rejected = scores(trained, rows)
+        margins = torch.tensor([row["margin"] for row in rows])
+        expected = {
+            "eval/loss": -torch.sigmoid(chosen - rejected - margins).log().mean().item(),
+            "eval/accuracy": (chosen > rejected).float().mean().item(),
+            "eval/margin": (chosen - rejected).mean().item(),
+        }
+        last = logged(trained, "eval/")[-1]
+        assert {name: last[name] for name in expected} == pytest.approx(expected, rel=1e-4)
+
+    def test_scores_critic_and_statistics_of_the_saved_model_are_those_of_training(self, trained, tiny_model, data):
+        """As PPO loads it: --reward_pretrain with --normalize_reward, and --critic_pretrain."""
+        from lightppo.trainer import build
+
+        path, rows = trained.config.checkpoint.save_path, trained.train_dataloader.dataset
+        found = scores(trained, rows)
+        saved = json.loads(Path(path, "config.json").read_text())
+        assert saved["mean"] == pytest.approx(found.mean().item(), rel=1e-4, abs=1e-5)
+        assert saved["std"] == pytest.approx(found.std(unbiased=False).item(), rel=1e-4)
+
+        config = PPOConfig.from_flat(
+            pretrain=tiny_model, reward_pretrain=(path,), critic_pretrain=path, normalize_reward=True, zero_stage=0
+        )
+        models = build.build_models(config.resolved(), trained.strategy)
+        ids = torch.cat([rows[3]["prompt"], rows[3]["chosen"]])[None]
+        with torch.no_grad():
+            reward, values = models.reward_models[0](ids), models.critic(ids)
+        assert reward.item() == pytest.approx((found[0, 3].item() - saved["mean"]) / saved["std"], rel=1e-4, abs=1e-5)
+        assert values[0, -1].item() == pytest.approx(found[0, 3].item(), rel=1e-4, abs=1e-5)
+
+    def test_goes_on_from_a_reward_model_with_its_head(self, trained, run):
+        path = trained.config.checkpoint.save_path
+        assert logged(run(pretrain=path, max_steps=1, num_epochs=None), "eval/")[0]["eval/accuracy"] >= 0.95
+
+    def test_packed_with_shared_prompts_is_padded_but_for_rounding(self, run):
+        small = {"num_epochs": None, "max_steps": 3, "max_norm": 0}
+        packed, padded = run(**small), run(**small, packing_samples=False)
+        assert packed.model.module.shares_prompts
+        for ours, theirs in zip(logged(packed), logged(padded), strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-4 if ours["step"] == 1 else 5e-3, abs=1e-5)
+
+    def test_a_resumed_run_is_the_uninterrupted_run(self, run, tmp_path):
+        """With adapters, whose dropout draws random numbers; the best model is kept with statistics of its own."""
+        more = {
+            "lora_rank": 4,
+            "lora_dropout": 0.2,
+            "num_epochs": None,
+            "max_steps": 4,
+            "save_steps": 1,
+            "eval_steps": 2,
+        }
+        more |= {"best_metric": "eval/accuracy", "max_samples": 48}
+        straight = run(**more, folder=tmp_path / "straight")
+        for stop in (1, None):
+            torch.rand(7)
+            resumed = run(**more, folder=tmp_path / "resumed", benchmark_steps=stop)
+        assert logged(resumed) == logged(straight)
+        from safetensors.torch import load_file
+
+        ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("resumed", "straight"))
+        assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+        assert not [name for name in ours if "lora" in name]
+        best = json.loads((tmp_path / "straight/checkpoints/best_hf/config.json").read_text())
+        assert best["std"] > 0
+
+    @pytest.mark.parametrize("more", [["--zero_stage=3"], ["--zero_stage=2", "--bf16", "--lora_rank=4"]], ids=str)
+    def test_two_ranks(self, run, tiny_model, data, tmp_path, more):
+        """The same steps as on one rank; the share of a rank in the last step of an epoch differs."""
+        flags = {**data, "pretrain": tiny_model, "eval_split": "train", "max_len": 16, "max_samples": 23}
+        flags |= {"train_batch_size": 8, "micro_train_batch_size": 2, "learning_rate": 3e-3, "num_epochs": 1}
+        flags |= {"lr_warmup_ratio": 0, "margin_key": "lead", "eval_max_samples": 7, "save_path": tmp_path / "two"}
+        run_ranks(SCRIPT, *(f"--{name}={value}" for name, value in flags.items()), *more)
+        one = run(**flags | {"save_path": tmp_path / "one"}, folder=tmp_path / "one", zero_stage=0,
+                  lora_rank=4 * ("--lora_rank=4" in more))  # fmt: skip
+        close = {"rel": 0.2, "abs": 0.1} if "--bf16" in more else {"rel": 5e-3, "abs": 1e-4}
+        found, expected = rows_of(tmp_path / "two", "eval/")[0], logged(one, "eval/")[0]
+        assert found == pytest.approx(expected, **close)
+        assert found["eval/pairs"] == 7
+        first, expected = rows_of(tmp_path / "two")[0], logged(one)[0]
+        assert first.pop("train/accuracy") == pytest.approx(expected.pop("train/accuracy"), abs=0.13)  # one pair of 8
+        assert first == pytest.approx(expected, **close)
+        assert [row["train/pairs"] for row in rows_of(tmp_path / "two")] == [8, 8, 8]  # 23 on two ranks are 24
+        assert json.loads((tmp_path / "two/config.json").read_text())["std"] > 0
