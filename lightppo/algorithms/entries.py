@@ -66,6 +66,7 @@ class EstimatorEntry(Entry):
     needs_greedy_baseline: bool = False  # compares with the greedy answer, which is sampled and scored too
     discounted: bool = False  # --gamma acts
     divides_by_std: bool = False  # of scores: --no_group_std_norm, --grpo_std_scope, --grpo_std_eps act
+    of_teacher: bool = False  # a teacher's term is all of its advantage: it needs one, and no reward
     kl_in_loss: bool = False  # by default, not in the reward: its noise would be divided by a group's deviation too
     policy_loss: str = "ppo"  # where --policy_loss says nothing
     loss_agg_mode: str | None = None  # where --loss_agg_mode says nothing; None: as the loss says
@@ -252,6 +253,7 @@ ADVANTAGE_ESTIMATORS: Table[EstimatorEntry] = Table(
         "group_adv_norm": EstimatorEntry(
             f"{_ADVANTAGES}:group_adv_norm", min_group_size=2, discounted=True, kl_in_loss=True
         ),
+        "on_policy_distill": EstimatorEntry(f"{_ADVANTAGES}:on_policy_distill", of_teacher=True, kl_in_loss=True),
     },
     decorator="estimator",
 )

@@ -49,49 +49,70 @@ def k3(log_ratio: Tensor) -> Tensor:
     return (-log_ratio).expm1() + log_ratio
 
 
-def full_kl(logits: Tensor, ref_logits: Tensor, temperature: float = 1.0, chunk_size: int | None = None) -> Tensor:
+def full_kl(
+    logits: Tensor, ref_logits: Tensor, temperature: float = 1.0, chunk_size: int | None = None, beta: float = 1.0
+) -> Tensor:
     """Σ_v p_v (log p_v - log q_v) with p, q = softmax(logits / temperature), (N, V) -> (N,): the exact KL.
 
     Its gradient is (p_v / temperature)(d_v - KL); ``ref_logits`` get none. Only one chunk of rows is in float32 at a
     time; the backward pass recomputes the distributions. p > 0 where q = 0 gives inf, and NaN gradients.
+
+    With ``beta`` below 1 the generalised Jensen-Shannon divergence (1 - β) KL(p || m) + β KL(q || m) of
+    m = (1 - β) p + β q, with β = 0 KL(q || p). Source: GKD, Agarwal et al. 2023 (arXiv:2306.13649), eq. 1.
     """
     require_same_shape(logits=logits, ref_logits=ref_logits)
     # Half the rows of a chunk of log probs: there are two distributions.
     chunk_size = rows_per_chunk(2 * logits.shape[1], chunk_size, temperature)
-    return _FullKL.apply(logits, ref_logits, temperature, chunk_size)
+    return _FullKL.apply(logits, ref_logits, temperature, chunk_size, beta)
 
 
 class _FullKL(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, ref_logits: Tensor, temperature: float, chunk_size: int) -> Tensor:
+    def forward(
+        ctx: Any, logits: Tensor, ref_logits: Tensor, temperature: float, chunk_size: int, beta: float
+    ) -> Tensor:
         kl = at_least_float32(logits.new_empty(logits.shape[0]))  # (N,)
         for start in range(0, len(logits), chunk_size):
             rows = slice(start, start + chunk_size)
-            p, d = _probs_and_log_ratio(logits[rows], ref_logits[rows], temperature)
-            kl[rows] = (p * d).sum(-1)
-        ctx.save_for_backward(logits, ref_logits, kl)
-        ctx.temperature, ctx.chunk_size = temperature, chunk_size
+            kl[rows] = _divergence(logits[rows], ref_logits[rows], temperature, beta)[0]
+        ctx.save_for_backward(logits, ref_logits)
+        ctx.temperature, ctx.chunk_size, ctx.beta = temperature, chunk_size, beta
         return kl
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None, None]:
-        logits, ref_logits, kl = ctx.saved_tensors
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None, None, None]:
+        logits, ref_logits = ctx.saved_tensors
         gradient = torch.empty_like(logits)  # (N, V)
         for start in range(0, len(logits), ctx.chunk_size):
             rows = slice(start, start + ctx.chunk_size)
-            p, d = _probs_and_log_ratio(logits[rows], ref_logits[rows], ctx.temperature)
+            _, p, change = _divergence(logits[rows], ref_logits[rows], ctx.temperature, ctx.beta)
             scale = (upstream[rows] / ctx.temperature).unsqueeze(-1)  # (n, 1)
             # Rows that the loss leaves out stay at 0 where the KL is inf or NaN.
-            gradient[rows] = (scale * p * (d - kl[rows].unsqueeze(-1))).masked_fill(scale == 0, 0.0).to(logits.dtype)
-        return gradient, None, None, None
+            gradient[rows] = (scale * p * change).masked_fill(scale == 0, 0.0).to(logits.dtype)
+        return gradient, None, None, None, None
 
 
-def _probs_and_log_ratio(logits: Tensor, ref_logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """p and d of a chunk; d is 0 where p is 0, so that 0 · log 0 counts as 0 instead of NaN."""
+def _divergence(logits: Tensor, ref_logits: Tensor, temperature: float, beta: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Of a chunk: the divergence (n,), and two factors (n, V) of its gradient in logits / temperature."""
     log_p, log_q = log_softmax(logits, temperature), log_softmax(ref_logits, temperature)
     p = log_p.exp()
-    return p, (log_p - log_q).masked_fill(p == 0, 0.0)
+    if beta == 0:
+        q = log_q.exp()
+        return _mean_log_ratio(q, log_q, log_p)[0], p - q, torch.ones_like(p)
+    if beta == 1:
+        kl, d = _mean_log_ratio(p, log_p, log_q)
+        return kl, p, d - kl.unsqueeze(-1)
+    log_m = torch.logaddexp(log_p + math.log1p(-beta), log_q + math.log(beta))
+    of_p, d = _mean_log_ratio(p, log_p, log_m)
+    of_q, _ = _mean_log_ratio(log_q.exp(), log_q, log_m)
+    return (1 - beta) * of_p + beta * of_q, (1 - beta) * p, d - of_p.unsqueeze(-1)
+
+
+def _mean_log_ratio(p: Tensor, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
+    """Σ p d and d; d is 0 where p is 0, so that 0 · log 0 counts as 0 instead of NaN."""
+    d = (log_p - log_q).masked_fill(p == 0, 0.0)
+    return (p * d).sum(-1), d
 
 
 def approx_kl(

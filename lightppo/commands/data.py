@@ -49,8 +49,14 @@ def main(argv: Sequence[str], prog: str = "lightppo data") -> None:
         return [f"--{name} is required" for name in needed if not getattr(config, name)]
 
     config = parse_section(RowsConfig, problems, argv, prog)
-    with exit_on_mistakes(prog, UserError):
-        found = write(config) if config.write else show(config)
+    logger = logging.getLogger("lightppo")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # what it would warn of is printed
+    try:
+        with exit_on_mistakes(prog, UserError):
+            found = write(config) if config.write else show(config)
+    finally:
+        logger.setLevel(level)
     if found:
         raise SystemExit(1)
 
@@ -83,7 +89,6 @@ def show(config: RowsConfig) -> int:
     from lightppo.models.loading import get_tokenizer
     from lightppo.storage import stage_to_local
 
-    logging.getLogger("lightppo").setLevel(logging.ERROR)  # what it would warn of is printed
     rows, flag = read(config)
     path = stage_to_local(config.tokenizer_path or config.pretrain)
     tokenizer = get_tokenizer(path, trust_remote_code=config.trust_remote_code)

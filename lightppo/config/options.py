@@ -230,7 +230,9 @@ class SamplingConfig(Section):
         needs="dynamic_sampling and max_num_gen_batches>0",
     )
     dataset_filter_threshold: float | None = option(
-        None, "After an episode, drop prompts of a mean score above this.", needs="dataset_max_filter_percentage>0"
+        None,
+        "After an episode, drop prompts of a mean score above this.",
+        needs="dataset_max_filter_percentage>0",
     )
     dataset_max_filter_percentage: float = option(
         0.1,
@@ -255,6 +257,7 @@ class SamplingConfig(Section):
 
 
 reward_model = partial(option, needs="reward_pretrain")
+shaping = partial(option, needs="trained_scores")
 
 
 class RewardConfig(Section):
@@ -271,23 +274,23 @@ class RewardConfig(Section):
     reward_max_length: int | None = reward_model(None, "Longest input of a reward model. None: any.", "tokens", ge=2)
     reward_truncation: Literal["error", "left"] = reward_model("error", "Longer inputs: stop, or cut left; counted.")
     normalize_reward: bool = reward_model(False, "Reward models subtract mean and divide by std of their config.")
-    reward_bias: float = option(0.0, "Subtracted from every score, before --reward_scaling.")
-    reward_scaling: float = option(1.0, "Factor on every score; below 0 it turns them round.")
-    max_reward_clip: float | None = option(None, "Scaled scores are clipped to ± this.", gt=0)
-    reward_running_norm: bool = option(False, "Normalise scaled scores by running mean and deviation of all ranks.")
-    stop_properly_penalty: float | None = option(
+    reward_bias: float = shaping(0.0, "Subtracted from every score, before --reward_scaling.")
+    reward_scaling: float = shaping(1.0, "Factor on every score; below 0 it turns them round.")
+    max_reward_clip: float | None = shaping(None, "Scaled scores are clipped to ± this.", gt=0)
+    reward_running_norm: bool = shaping(False, "Normalise scaled scores by running mean and deviation of all ranks.")
+    stop_properly_penalty: float | None = shaping(
         None, "A response cut by the limit scores at most this share (0 to 1), or at most this (below 0).", le=1
     )
-    overlong_buffer_len: int | None = option(
+    overlong_buffer_len: int | None = shaping(
         None, "DAPO's soft limit: the last so many tokens before --generate_max_len are punished.", "tokens", ge=1
     )
     overlong_penalty_factor: float | None = option(
         None, "Largest penalty. None: 1.", gt=0, needs="overlong_buffer_len", off=(1,)
     )
-    mask_no_eos_with_zero: bool = option(False, "Responses cut by the limit have score 0; their KL still counts.")
+    mask_no_eos_with_zero: bool = shaping(False, "Responses cut by the limit have score 0; their KL still counts.")
     mask_too_long: bool = option(False, "Responses cut by the limit are in neither training nor advantage statistics.")
-    reward_clip_range: tuple[float, float] | None = option((-10.0, 10.0), "Shaped scores are clipped to this range.")
-    use_dense_reward: bool = option(False, "Train on one score per response token, which the reward source gives.")
+    reward_clip_range: tuple[float, float] | None = shaping((-10.0, 10.0), "Shaped scores are clipped to this range.")
+    use_dense_reward: bool = shaping(False, "Train on one score per response token, which the reward source gives.")
     reward_delta: bool = option(False, "Dense rewards are differences of successive scores.", needs="use_dense_reward")
 
 
@@ -408,7 +411,7 @@ class AlgorithmConfig(Section, own=ADVANTAGE_ESTIMATORS):
         "KL as a term of the loss instead of in the reward. None: for estimators that divide by a group's deviation.",
         off=(False,),
     )
-    use_kl_in_reward: bool | None = option(None, "KL in the reward. None: unless it is in the loss.")
+    use_kl_in_reward: bool | None = shaping(None, "KL in the reward. None: unless it is in the loss.", off=(False,))
     ref_ema_eta: float | None = kl(
         None, "After each step the reference becomes (1 - η)·itself + η·actor.", gt=0, le=1, off=(0,)
     )
@@ -421,6 +424,43 @@ class AlgorithmConfig(Section, own=ADVANTAGE_ESTIMATORS):
     )
     enable_ema: bool = option(False, "Keep an exponential moving average of the actor and save it at the end.")
     ema_beta: float = option(0.992, "Decay of the moving average.", ge=0, lt=1, needs="enable_ema")
+
+
+teacher = partial(option, needs="teacher_pretrain or teacher_url")
+own_teacher = partial(option, needs="teacher_pretrain")
+
+
+class DistillConfig(Section):
+    """Distillation: a teacher judges each token of the student's own samples."""
+
+    teacher_pretrain: str | None = option(
+        None, "Teacher: local path, hub name or fsspec URL of a causal LM with the vocabulary of --pretrain."
+    )
+    teacher_url: tuple[str, ...] = safe((), "Teacher: addresses of vLLM servers of one, which share the samples.")
+    teacher_api_key_env: str | None = safe(
+        None, "Environment variable that holds the API key of these servers.", needs="teacher_url"
+    )
+    teacher_zero_stage: Literal[0, 3] | None = partial(own_teacher, resume_safe=True)(
+        None, "ZeRO of the teacher. None: as the reference."
+    )
+    teacher_offload: bool = safe(
+        False, "Keep the teacher's shards in CPU memory.", needs="teacher_zero_stage=3 and teacher_pretrain"
+    )
+    distill_coef: float = teacher(1.0, "Weight of what the teacher says, beside the reward.", gt=0)
+    distill_by: Literal["advantage", "loss"] = own_teacher(
+        "advantage",
+        "advantage: plus log π_teacher - log π of the sampled token; loss: plus a divergence of all tokens.",
+    )
+    distill_discount: float = teacher(
+        0.0, "How much of the later tokens' terms a token's advantage has.", ge=0, le=1, also="distill_by=advantage"
+    )
+    distill_beta: float = own_teacher(
+        1.0,
+        "Divergence of the loss: 1 is KL(student || teacher), 0 KL(teacher || student), between them Jensen-Shannon.",
+        ge=0,
+        le=1,
+        also="distill_by=loss",
+    )
 
 
 clips = partial(option, needs="clipping")
@@ -744,6 +784,7 @@ class Options(OptionSet):
     reward: RewardConfig = field(default_factory=RewardConfig)
     verifier: VerifierConfig = field(default_factory=VerifierConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    distill: DistillConfig = field(default_factory=DistillConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
@@ -772,7 +813,7 @@ def conform(one: Option, value: Any) -> Any:
         raise ConfigError(f"--{one.name} {value}{meant}" if meant else str(error)) from None
 
 
-_OF_TRAINING = {"sampling", "algorithm", "loss", "correction", "training"}  # sections that no evaluation reads
+_OF_TRAINING = {"sampling", "algorithm", "distill", "loss", "correction", "training"}  # no evaluation reads
 _OF_WEIGHTS = {"model", "adapter"}
 
 

@@ -61,6 +61,16 @@ def needs_reference(config: Options) -> bool:
     return config.algorithm.init_kl_coef > 0 and not config.evaluation.val_only
 
 
+def needs_teacher(config: Options) -> bool:
+    """Whether a teacher judges the samples of this run."""
+    return bool(config.distill.teacher_pretrain or config.distill.teacher_url) and not config.evaluation.val_only
+
+
+def teacher_adds(config: Options) -> bool:
+    """Whether its term is part of the advantages, not of the loss."""
+    return needs_teacher(config) and config.distill.distill_by == "advantage"
+
+
 def moves_reference(config: Options) -> bool:
     """Whether the reference changes during the run, and so belongs to its checkpoints."""
     return config.algorithm.ref_ema_eta is not None or config.algorithm.ref_reset_steps is not None
@@ -94,7 +104,7 @@ def _or(value: Any, default: Any) -> Any:
 
 # -- micro batches ---------------------------------------------------------------------------------------------------
 
-SCORING_CALLS = ("actor", "reference", "critic", "reward")
+SCORING_CALLS = ("actor", "reference", "teacher", "critic", "reward")
 CALLS = (*SCORING_CALLS, "actor_train", "critic_train")
 
 
@@ -125,6 +135,8 @@ def parse_specs(texts: tuple[str, ...]) -> dict[str, MicroBatchSpec]:
 def micro_batch_spec(config: Options, call: str) -> MicroBatchSpec:
     """What holds for one of ``CALLS``: its own spec, else the token budget, else the number of samples."""
     t = config.training
+    if call == "teacher" and config.distill.teacher_url:
+        return MicroBatchSpec(_samples(config))  # servers share out all that there is
     if (own := parse_specs(t.micro_batch_specs).get(call)) is not None:
         return own
     if t.max_tokens_per_micro_batch is not None:
@@ -155,6 +167,7 @@ def old_log_probs_from(config: Options, exact_rollout: bool) -> Literal["trainin
     rejected_before = rejections(config, in_training=False)
     needed_before = (
         (a.init_kl_coef > 0 and a.use_kl_in_reward)
+        or teacher_adds(config)
         or config.correction.rollout_correction != "none"
         or rejected_before
         or config.loss.high_entropy_token_ratio is not None
@@ -296,7 +309,7 @@ def resolutions(config: Options) -> dict[str, Any]:
         "adv_norm": estimator.whiten,
         "ckpt_path": str(join(config.checkpoint.save_path, "checkpoints_ppo")),
         "use_kl_loss": use_kl_loss,
-        "use_kl_in_reward": not use_kl_loss,
+        "use_kl_in_reward": not use_kl_loss and not estimator.of_teacher,
         "kl_estimator": "k2" if use_kl_loss else "k1",
         "policy_loss": estimator.policy_loss,
         "loss_agg_mode": _or(estimator.loss_agg_mode, loss.loss_agg_mode),
@@ -308,6 +321,8 @@ def resolutions(config: Options) -> dict[str, Any]:
     }
     if a.init_kl_coef > 0:
         meant["ref_pretrain"] = m.pretrain
+    if config.distill.teacher_pretrain:
+        meant["teacher_zero_stage"] = _or(s.ref_zero_stage, frozen_stage)
     if estimator.needs_critic:
         meant |= _critic_resolutions(config)
     if estimator.divides_by_std and a.group_std_norm:
@@ -368,6 +383,7 @@ FACTS = {
     "discounting": _with("discounted"),
     "group_deviation": _with("divides_by_std"),
     "clipping": "a --policy_loss that clips",
+    "trained_scores": "scores that are trained on (not --advantage_estimator on_policy_distill)",
     "own_reference": "a reference model of its own (no --lora_rank, or another --ref_pretrain)",
     "one_source": "a single source of rewards",
     "function": "a reward function (--reward_fn)",
@@ -386,6 +402,7 @@ def _facts(config: Options) -> dict[str, bool]:
         "discounting": estimator.discounted,
         "group_deviation": estimator.divides_by_std,
         "clipping": policy_loss_entry(config).eps_clip is not None,
+        "trained_scores": not estimator.of_teacher,
         "own_reference": not reference_is_actor(config),
     }
 
@@ -440,7 +457,7 @@ def _holds(condition: str, values: Mapping[str, Any]) -> bool:
 # -- what cannot work ------------------------------------------------------------------------------------------------
 
 # The sections of a trainer whose models, data and reward were made by hand.
-_OF_TRAINER = {"rollout", "training", "sampling", "engine", "algorithm", "loss", "correction", "reward"}
+_OF_TRAINER = {"rollout", "training", "sampling", "engine", "algorithm", "distill", "loss", "correction", "reward"}
 
 _CUT = "both say what becomes of a response cut by the limit"
 # An option, others that cannot be set beside it, and why.
@@ -452,6 +469,7 @@ _EXCLUSIVE = (
     ("flash_attn", "attn_implementation", "contradict each other"),
     ("resume", "no_load_checkpoint", "contradict each other"),
     ("reward_source", "reward_routes", "both name the sources"),
+    ("teacher_pretrain", "teacher_url", "both name the teacher"),
     ("sandbox_fusion_url", "function_call_url", "both run the programs"),
     ("mask_too_long", "mask_no_eos_with_zero stop_properly_penalty", _CUT),
     ("stop_properly_penalty", "mask_no_eos_with_zero", _CUT),
@@ -667,6 +685,10 @@ def _algorithm(o: SimpleNamespace) -> Iterator[str]:
         yield f"{name} compares with the greedy answer, which every sample is: set a --temperature above 0"
     if estimator.needs_greedy_baseline and o.use_dense_reward:
         yield f"{name} acts on the one score of a response, --use_dense_reward on token scores: leave one out"
+    if estimator.of_teacher and not (o.teacher_pretrain or o.teacher_url):
+        yield f"{name} learns from a teacher alone: set --teacher_pretrain or --teacher_url"
+    if o.teacher_url and o.temperature not in (0, 1):
+        yield f"--teacher_url gives log probs at --temperature 1, not {o.temperature:g}: set 1, or --teacher_pretrain"
     if o.init_kl_coef > 0 and not o.use_kl_loss and not o.use_kl_in_reward:
         yield "--no_use_kl_in_reward without --use_kl_loss leaves --init_kl_coef without effect: set --init_kl_coef 0"
     if o.kl_target is not None and 0.2 * o.samples >= o.kl_horizon:
@@ -698,6 +720,7 @@ def _micro_batches(o: SimpleNamespace) -> Iterator[str]:
         yield str(error)
         return
     needed = {"critic": "critic", "critic_train": "critic", "reference": "init_kl_coef>0", "reward": "reward_pretrain"}
+    needed["teacher"] = "teacher_pretrain"
     for call in specs:
         if call in needed and not _holds(needed[call], vars(o) | o.facts):
             yield f"--micro_batch_specs {call}=…: the call needs {condition_text(needed[call])}; leave it out"
@@ -728,7 +751,14 @@ def _rewards(o: SimpleNamespace) -> Iterator[str]:
     given = [name for name, flag in OWN.items() if getattr(o, flag)]
     models = len(o.reward_pretrain)
     if o.plan is None:
-        if not given and not (o.val_only and o.judges):
+        if not given and not o.facts["trained_scores"]:
+            picks = {"dynamic_sampling": o.dynamic_sampling, "dataset_filter_threshold": o.dataset_filter_threshold}
+            picks["generation_size"] = o.generation_size > o.n_samples_per_prompt
+            for name in filter(picks.get, picks):
+                yield f"--{name} chooses by scores, and this run has no reward: leave it out"
+            if o.eval_data and not o.judges:
+                yield "--eval_data: nothing scores the answers: set --eval_reward_source, or --eval_reward_fn path.py"
+        elif not given and not (o.val_only and o.judges):
             built_in = f"a built-in --reward_source ({', '.join(BUILT_IN)})"
             yield f"no reward: set --reward_fn path.py, --remote_rm_url URL, --reward_pretrain MODEL or {built_in}"
         for other in ("model", "function"):
@@ -759,12 +789,15 @@ def _rewards(o: SimpleNamespace) -> Iterator[str]:
         yield "--reward_manager prime kills a call at its limit: set --reward_timeout"
     if models and (tokenizers := len(o.reward_input_tokenizer)) not in (0, 1, models):
         yield f"--reward_input_tokenizer has {tokenizers} for {models} --reward_pretrain: give one for all, or one each"
+    urls = [(url, "--teacher_url", "--teacher_api_key_env") for url in o.teacher_url]
     for url in o.remote_rm_url:
         if len(o.remote_rm_url) > 1 or "://" in url or not url.split(":")[0].endswith(".py"):
-            try:
-                check_url(url)
-            except ValueError as error:
-                yield str(error)
+            urls.append((url,))
+    for address in urls:
+        try:
+            check_url(*address)
+        except ValueError as error:
+            yield str(error)
 
 
 def files(o: SimpleNamespace) -> Iterator[str]:

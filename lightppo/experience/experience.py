@@ -36,6 +36,7 @@ class Experience:
     kl: Tensor | None = None  # (B, A) KL estimate between policy and reference per token
     loss_weights: Tensor | None = None  # (B, A) constant factors of the policy loss: correction, high-entropy tokens
     selected: Tensor | None = None  # (B, A) bool: tokens that the policy loss treats differently (clip_cov, kl_cov)
+    teacher_log_probs: Tensor | None = None  # (B, A) the teacher's
     info: dict[str, Tensor] = field(default_factory=dict)  # (B,) each: reward, response_length, kl, return, ...
     part: Any = None  # batching.StepPart of a micro batch: its share of an optimizer step; else None
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightppo.algorithms.advantages import group_normalize
+from lightppo.algorithms.advantages import group_normalize, teacher_advantages
 from lightppo.algorithms.correction import correction_weights, normalize_weights, rejection_mask
 from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS
 from lightppo.algorithms.kl import KLController, approx_kl, full_kl
@@ -32,7 +32,7 @@ from lightppo.algorithms.shaping import (
     zero_truncated,
 )
 from lightppo.config import PPOConfig, RewardConfig
-from lightppo.config.rules import micro_batch_spec, old_log_probs_from, rejections
+from lightppo.config.rules import SCORING_CALLS, micro_batch_spec, old_log_probs_from, rejections, teacher_adds
 from lightppo.data.records import Rollout, seed_of_step
 from lightppo.errors import NonFiniteError
 from lightppo.experience.batching import MicroBatching, ReplayBuffer, select_tokens
@@ -120,6 +120,8 @@ class ExperienceMaker:
 
     Args:
         critic, initial_model: ``None`` if the estimator needs no values, and without KL.
+        teacher: whose term the advantages have; ``None``: they have none.
+        rewarded: whether scores are numbers of a reward source, to be logged.
         old_log_probs: the source of the log probs before the update; ``None``: as ``old_log_probs_from`` says.
         sample: (prompts, labels, generation options) → scored rollouts, for scripts in the seed's style.
         progress: wraps the micro batches in a progress bar.
@@ -135,6 +137,8 @@ class ExperienceMaker:
         kl_ctl: KLController,
         config: PPOConfig,
         *,
+        teacher: Any | None = None,
+        rewarded: bool = True,
         value_norm: ValueNorm | None = None,
         old_log_probs: Literal["training", "rollout", "forward"] | None = None,
         sample: Callable[..., list[Rollout]] | None = None,
@@ -142,17 +146,20 @@ class ExperienceMaker:
         timer: Callable[[str], AbstractContextManager] = lambda phase: nullcontext(),
     ) -> None:
         self.actor, self.critic, self.initial_model = actor, critic, initial_model
+        self.teacher, self.rewarded = teacher if teacher_adds(config) else None, rewarded
         self.strategy, self.kl_ctl, self.value_norm = strategy, kl_ctl, value_norm
         self.sample, self.progress, self.timer = sample, progress, timer
         self.algorithm, self.loss, self.correction = config.algorithm, config.loss, config.correction
+        self.distill = config.distill
         self.rejections = rejections(config, in_training=False)
         self.estimator = ADVANTAGE_ESTIMATORS.find(self.algorithm.advantage_estimator)
         self.mask_too_long = config.reward.mask_too_long
         self.micro_rollout_batch_size = config.rollout.micro_rollout_batch_size
         self.seed = config.strategy.seed
-        self.micro_batches = {name: micro_batch_spec(config, name) for name in ("actor", "reference", "critic")}
-        shares = config.training.share_prompts and all_share_prompts((actor, critic, initial_model))
-        packs = all_pack(config.training.packing_samples, (actor, critic, initial_model))
+        self.micro_batches = {call: micro_batch_spec(config, call) for call in SCORING_CALLS}
+        models = (actor, critic, initial_model, self.teacher)
+        shares = config.training.share_prompts and all_share_prompts(models)
+        packs = all_pack(config.training.packing_samples, models)
         self.batching = MicroBatching(strategy, packs, shares)
         self.old_log_probs = old_log_probs or old_log_probs_from(config, exact_rollout=False)
         self.has_kl = initial_model is not None and self.old_log_probs != "training"
@@ -254,9 +261,10 @@ class ExperienceMaker:
         calls = [
             ("actor", "old_log_probs", self._run_actor, self.old_log_probs == "forward"),
             ("reference", "reference", self._run_reference, self.initial_model is not None and not self.full_kl),
+            ("teacher", "teacher", self._run_teacher, self.teacher is not None),
             ("critic", "values", self._run_critic, self.critic is not None),
         ]
-        for model in (self.actor, self.critic, self.initial_model):
+        for model in (self.actor, self.critic, self.initial_model, self.teacher):
             if model is not None:
                 model.eval()
 
@@ -276,7 +284,7 @@ class ExperienceMaker:
             made["action_log_probs"] = batch.rollout_log_probs.clone()
         if self.has_kl and not self.full_kl:
             made["kl"] = self.sampled_kl(made["action_log_probs"], made["base_action_log_probs"])
-        for name in ("action_log_probs", "base_action_log_probs", "values", "kl"):
+        for name in ("action_log_probs", "base_action_log_probs", "teacher_log_probs", "values", "kl"):
             setattr(batch, name, made.get(name))
         return made
 
@@ -309,6 +317,10 @@ class ExperienceMaker:
     def _run_reference(self, part: Experience) -> dict[str, Tensor]:
         reference = self.initial_model.score_actions(part.sequences, part.num_actions, part.attention_mask)
         return {"base_action_log_probs": reference.log_probs}
+
+    def _run_teacher(self, part: Experience) -> dict[str, Tensor]:
+        teacher = self.teacher.score_actions(part.sequences, part.num_actions, part.attention_mask)
+        return {"teacher_log_probs": teacher.log_probs}
 
     def _run_critic(self, part: Experience) -> dict[str, Tensor]:
         options = {"num_actions": part.num_actions, "attention_mask": part.attention_mask, "include_last": True}
@@ -350,6 +362,9 @@ class ExperienceMaker:
             all_reduce_sum=self._all_reduce_sum,
             **{name: getattr(config, name) for name in self.estimator.defaults},
         )
+        if self.teacher is not None:
+            gaps = (batch.action_log_probs, batch.teacher_log_probs, mask, self.distill.distill_discount)
+            batch.advantages = batch.advantages + self.distill.distill_coef * teacher_advantages(*gaps)
         if config.adv_norm and config.adv_norm_scope == "group":
             batch.advantages = group_normalize(batch.advantages, mask, groups, config.adv_norm_eps)
         if self.value_norm is not None:
@@ -379,7 +394,8 @@ class ExperienceMaker:
         """One number per sample, for the logs."""
         tensor = partial(torch.tensor, dtype=torch.float32, device=self.strategy.device)
         kl = torch.zeros_like(batch.action_mask, dtype=torch.float32) if batch.kl is None else batch.kl
-        batch.info["reward"] = tensor([r.reward for r in rollouts])
+        if self.rewarded:
+            batch.info["reward"] = tensor([r.reward for r in rollouts])
         if any(r.stale for r in rollouts):
             batch.info["stale"] = tensor([r.stale for r in rollouts])
         batch.info["kl"] = masked_mean(kl, batch.action_mask)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightppo.config import PPOConfig, VerifierConfig
-from lightppo.config.rules import ANY_ROUTE, micro_batch_spec, reward_plan, reward_sources
+from lightppo.config.rules import ANY_ROUTE, estimator_entry, micro_batch_spec, reward_plan, reward_sources
 from lightppo.data.records import Prompt
 from lightppo.errors import ConfigError
 from lightppo.http import read_token
@@ -24,7 +24,7 @@ from lightppo.rewards.function import BoundFunction, FunctionReward
 from lightppo.rewards.math import MathReward, gold_answers
 from lightppo.rewards.remote import RemoteReward
 from lightppo.rewards.services import FunctionCallVerifier, SandboxFusionVerifier
-from lightppo.rewards.source import NO_LABELS, CombinedReward, RewardSource, RoutedReward
+from lightppo.rewards.source import NO_LABELS, CombinedReward, NoReward, RewardSource, RoutedReward
 from lightppo.sandbox import SandboxLimits, SandboxPool
 from lightppo.user_code import declared_function, load_python_function, load_python_object, split_python_spec
 
@@ -47,6 +47,8 @@ def build_reward(
     ``flag`` is what errors call the Python file.
     """
     r, v = config.reward, config.verifier
+    if estimator_entry(config).of_teacher and not reward_sources(config):
+        return NoReward()
     own = "server" if r.remote_rm_url else "model" if reward_models else "function"
     plan = reward_plan(config) or {ANY_ROUTE: {own: 1.0}}
     names = list(dict.fromkeys(name for weights in plan.values() for name in weights))

@@ -47,6 +47,15 @@ class RewardSource(Protocol):
     def score(self, rollouts: list[Rollout]) -> RewardOutput: ...
 
 
+class NoReward:
+    """Of a run that learns from a teacher alone: nothing is added up, so every score is 0."""
+
+    name = "no reward"
+
+    def score(self, rollouts: list[Rollout]) -> RewardOutput:
+        return RewardOutput([0.0] * len(rollouts))
+
+
 Routes = Mapping[str, Sequence[tuple[RewardSource, float]]]  # route → sources and their weights
 
 

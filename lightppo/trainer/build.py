@@ -29,6 +29,7 @@ from lightppo.config.rules import (
     moves_reference,
     needs_critic,
     needs_reference,
+    needs_teacher,
     of_role,
     reference_is_actor,
     uses_adapters,
@@ -52,6 +53,7 @@ from lightppo.rewards.registry import build_reward
 from lightppo.rewards.source import AsyncScorer, RewardSource, check_verifier_status
 from lightppo.rollout.engine import RolloutEngine, SamplingParams
 from lightppo.rollout.hf import HFRolloutEngine
+from lightppo.rollout.teacher import TeacherServers
 from lightppo.rollout.vllm import VLLMRolloutEngine
 from lightppo.rollout.vllm_server import VLLMServerRolloutEngine
 from lightppo.storage import local_folder, stage_to_local
@@ -74,6 +76,7 @@ class Run:
     reward_model: list[Any]
     initial_model: Any | None
     ema_model: Any | None
+    teacher: Any | None
     actor_optim: Any
     critic_optim: Any
     actor_scheduler: Any
@@ -96,6 +99,7 @@ def build(config: PPOConfig) -> Run:
     # What can fail on a user's mistake comes before what takes long: all rows and the reward file, then the models.
     check_lengths(config, loading.load_config(stage_to_local(config.model.pretrain), **loading_options(config)))
     tokenizer = build_tokenizer(config)
+    servers = check_teacher(config, tokenizer, strategy)
     asked, rewards = config, None
     if config.training.dry_run:
         config = dry_run_config(config, strategy.world_size, temporary_folder(strategy))
@@ -117,8 +121,10 @@ def build(config: PPOConfig) -> Run:
     models = build_models(config, strategy)
     loading.fit_to_model(tokenizer, models.actor, config.model.pretrain, "--pretrain")
     models.actor.valid_vocab_size = loading.valid_vocab_size(tokenizer)
-    if models.reference is not None:
-        models.reference.valid_vocab_size = models.actor.valid_vocab_size
+    for frozen in filter(None, (models.reference, models.teacher)):
+        frozen.valid_vocab_size = models.actor.valid_vocab_size
+    if models.teacher is not None:
+        loading.fit_to_model(tokenizer, models.teacher, config.distill.teacher_pretrain, "--teacher_pretrain")
     saved = saved_parts(config, models.actor, models.critic, models.ema, models.reference)
     sizes = {part: parameter_count(model, uses_adapters(config)) for part, model in saved.items()}
     check_disk_space(asked, sizes, exported=parameter_count(models.actor))
@@ -131,8 +137,9 @@ def build(config: PPOConfig) -> Run:
         with_optimizer(models.critic, t.critic_learning_rate, steps("critic"), config, strategy, "critic"),
     )
     # None stays None; the list keeps prepare's return type the same for any number of reward models
-    reference, ema, *reward_models = strategy.prepare(models.reference, models.ema, *models.reward_models)
-    settle_packing(config, strategy, actor, critic, reference)
+    frozen = (models.reference, models.ema, models.teacher)
+    reference, ema, teacher, *reward_models = strategy.prepare(*frozen, *models.reward_models)
+    settle_packing(config, strategy, actor, critic, reference, teacher)
     if reference_is_actor(config):
         reference = AdaptersOff(actor)
     source, judge = rewards or build_rewards(config, reward_models, tokenizer, strategy)
@@ -141,7 +148,7 @@ def build(config: PPOConfig) -> Run:
     if eval_prompts is not None:
         evaluator = build_evaluator(config, engine, judge, eval_prompts, strategy)
     return Run(
-        *(strategy, actor, critic, reward_models, reference, ema),
+        *(strategy, actor, critic, reward_models, reference, ema, teacher or servers),
         *(actor_optim, critic_optim, actor_scheduler, critic_scheduler),
         *(config, tokenizer, source, engine, loader, pretrain, evaluator),
     )
@@ -190,6 +197,7 @@ class Models:
     reference: Actor | None
     reward_models: list[RewardModel]
     ema: Actor | None
+    teacher: Actor | None = None
 
 
 def loading_options(config: OptionSet) -> dict[str, Any]:
@@ -246,9 +254,37 @@ def build_models(config: PPOConfig, strategy: DeepspeedStrategy) -> Models:
     if a.enable_ema:
         ema_ds = strategy.get_ds_eval_config(s.ref_offload, zero_stage=s.ref_zero_stage, bf16=False)
         ema = Actor(stage_to_local(m.pretrain), ds_config=ema_ds, **own(m.pretrain))
-    models = Models(actor, critic, reference, reward_models, ema)
+    models = Models(actor, critic, reference, reward_models, ema, build_teacher(config, strategy, policy | shared))
     accelerate(models, config, strategy.device)
     return models
+
+
+def build_teacher(config: PPOConfig, strategy: DeepspeedStrategy, options: dict[str, Any]) -> Actor | None:
+    """``--teacher_pretrain``, as it is: neither 4 bits nor ``--override_config`` are its."""
+    d, flag = config.distill, "--teacher_pretrain"
+    if d.teacher_pretrain is None or not needs_teacher(config):
+        return None
+    ds = strategy.get_ds_eval_config(d.teacher_offload, zero_stage=d.teacher_zero_stage)
+    return Actor(stage_to_local(d.teacher_pretrain), bf16=config.model.bf16, ds_config=ds, flag=flag, **options)
+
+
+def check_teacher(config: PPOConfig, tokenizer: Any, strategy: DeepspeedStrategy) -> TeacherServers | None:
+    """The servers of ``--teacher_url``; a teacher must have the student's vocabulary. Collective."""
+    d, m = config.distill, config.model
+    if needs_teacher(config) and d.teacher_url:
+        return TeacherServers(config, tokenizer, strategy)
+    if needs_teacher(config):
+        options = {"use_fast": not m.disable_fast_tokenizer, "trust_remote_code": m.trust_remote_code}
+        path = stage_to_local(d.teacher_pretrain)
+        theirs = loading.get_tokenizer(path, None, **options, flag="--teacher_pretrain").get_vocab()
+        other = [token for token, index in tokenizer.get_vocab().items() if theirs.get(token) != index]
+        if other:
+            raise ConfigError(
+                f"--teacher_pretrain {d.teacher_pretrain} has another vocabulary than the student: {len(other)} of the "
+                f"student's tokens have no id there or another one ({', '.join(map(repr, sorted(other)[:3]))}, …): "
+                "take a teacher of the student's family"
+            )
+    return None
 
 
 def saved_parts(config: PPOConfig, actor: Any, critic: Any, ema: Any, reference: Any) -> dict[str, Any]:
@@ -280,7 +316,7 @@ def accelerate(models: Models, config: OptionSet, device: torch.device) -> None:
         if of.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": m.gradient_checkpointing_use_reentrant})
         model.activation_offload = m.activation_offload
-    for model in [*trained.values(), *([models.reference] if models.reference is not None else [])]:
+    for model in filter(None, [*trained.values(), models.reference, models.teacher]):
         if m.use_liger_kernel:
             loading.use_liger_kernels(model.hf_model)
         if m.torch_compile:
@@ -594,6 +630,7 @@ def check_before_loading(config: PPOConfig) -> None:
     with _as_config_error():
         read_token(env=config.reward.remote_rm_token_env)
         read_token(env=config.engine.vllm_server_api_key_env, option="--vllm_server_api_key_env")
+        read_token(env=config.distill.teacher_api_key_env, option="--teacher_api_key_env")
 
 
 def check_lengths(config: PPOConfig, model_config: Any) -> None:
@@ -653,7 +690,7 @@ def described(config: OptionSet) -> str:
 def model_sizes(models: Models) -> str:
     """The parameters of each model, and how many of them train where not all do."""
     named = {"actor": models.actor, "critic": models.critic, "reference": models.reference}
-    named |= {"moving average": models.ema}
+    named |= {"moving average": models.ema, "teacher": models.teacher}
     named |= {f"reward model {i}": model for i, model in enumerate(models.reward_models, start=1)}
     texts = []
     for name, model in named.items():

@@ -24,6 +24,7 @@ from lightppo.trainer.alarms import ALARMS
 TIMED = {  # the parts of experience and training, whose time is also given per token of prompt and response
     "old_log_probs": "log probs of the actor before the update",
     "reference": "log probs of the reference",
+    "teacher": "log probs of the teacher",
     "values": "values of the critic",
     "advantages": "rewards of tokens, advantages, whitening",
     "actor_update": "forward and backward passes and optimizer steps of the actor",
@@ -61,6 +62,9 @@ METRICS: dict[str, str] = {
     "rollout/total_length": "mean tokens of prompt and response",
     "rollout/kl": "mean of --kl_estimator per trained token; k1 where full is in the loss only (nats)",
     "rollout/policy_kl": "mean log prob - reference log prob of a token: KL without bias, for --kl_target (nats)",
+    "rollout/teacher_kl": "mean log prob - teacher's log prob of a token: KL without bias, of --distill_by "
+    "loss as met in training (nats)",
+    "rollout/teacher_log_prob": "mean log prob of a trained token under the teacher",
     "rollout/return": "mean sum of token rewards of a sample, KL included where it is in the reward",
     "rollout/advantage_mean": "mean advantage of a trained token, as trained on",
     "rollout/advantage_max": "largest advantage",
@@ -105,6 +109,7 @@ METRICS: dict[str, str] = {
     "rollout/left_out_prompts": "prompts that --dataset_filter_threshold has left out so far",
     "train/policy_loss": "policy loss",
     "train/kl_loss": "KL term of the loss, before its coefficient (--use_kl_loss)",
+    "train/distill_loss": "divergence from the teacher's distributions, before its coefficient (--distill_by loss)",
     "train/ptx_loss": "language-model loss on --pretrain_data",
     "train/clip_ratio": "share of trained tokens whose gradient the clip took away",
     "train/ratio": "mean probability ratio of new to old policy",
@@ -227,6 +232,8 @@ def policy_summaries(
         mask = mask & ~reference.isnan()
         terms["policy_kl"] = (log_probs - reference)[mask]
         terms["kl"] = (sampled_kl(log_probs, reference) if experience.kl is None else experience.kl)[mask]
+    if (teacher := experience.teacher_log_probs) is not None:
+        terms |= {"teacher_kl": (log_probs - teacher)[mask], "teacher_log_prob": teacher[mask]}
     if engine is not None:
         terms |= {f"mismatch_{name}": x for name, x in mismatch_terms(log_probs, engine, mask).items()}
     summaries = {name: Summary.of(x) for name, x in terms.items()}
@@ -290,9 +297,10 @@ def rollout_status(summaries: Mapping[str, Summary]) -> dict[str, float]:
         numbers = mismatch_metrics(mismatch)
         status |= {"logp_diff_mean": mismatch["logp_diff"].mean, "logp_diff_max": numbers.pop("logp_diff_max")}
         status |= {f"mismatch_{name}": value for name, value in numbers.items()}
+    if "response_length" in summaries:
+        status["samples"] = summaries["response_length"].count
     if "reward" in summaries:
         status["reward_std"] = math.sqrt(summaries["reward"].variance)
-        status["samples"] = summaries["reward"].count
     if "residual" in summaries:
         spread = summaries["return_token"].variance
         status["vf_explained_var"] = 1 - summaries["residual"].variance / spread if spread > 0 else math.nan
@@ -355,6 +363,7 @@ def _mean_of_numbers(values: Sequence[float]) -> float:
 
 
 _SHOWN = {"loss": "train/loss", "reward": "rollout/reward", "kl": "rollout/kl", "entropy": "train/entropy"}
+_SHOWN["teacher kl"] = "rollout/teacher_kl"
 _SHOWN |= {"len": "rollout/response_length"}
 
 

@@ -21,11 +21,13 @@ from lightppo.algorithms.losses import GPTLMLoss, ValueLoss
 from lightppo.compat import SeedAttributes, constructor_config, generation_options, take_schedule, with_generation
 from lightppo.config import PPOConfig
 from lightppo.config.rules import (
+    estimator_entry,
     idle_flags,
     micro_batch_spec,
     moves_reference,
     needs_critic,
     needs_reference,
+    needs_teacher,
     of_role,
     old_log_probs_from,
 )
@@ -41,7 +43,7 @@ from lightppo.models.lora import AdaptersOff
 from lightppo.models.packing import all_share_prompts
 from lightppo.ranks import heartbeat
 from lightppo.rewards.registry import build_reward_source
-from lightppo.rewards.source import RewardSource, close_source
+from lightppo.rewards.source import NoReward, RewardSource, close_source
 from lightppo.rollout.engine import RolloutEngine
 from lightppo.storage import local_folder
 from lightppo.strategy.zero3 import parameter_count
@@ -91,6 +93,7 @@ class PPOTrainer(SeedAttributes):
         critic: ``None`` where the estimator needs none.
         reward_model: one, a list (then ``reward_fn`` combines their scores), or ``None`` with another source.
         initial_model: the reference; ``None`` with ``init_kl_coef`` 0 only.
+        teacher: judges the actor's samples: a frozen :class:`Actor`, of which ``config`` says ``teacher_pretrain``.
         ema_model: gets the moving average of the actor; or ``None``.
         reward_fn: combines the scores of several reward models, or is the reward function itself.
         remote_rm_url: reward servers or a Python file.
@@ -116,6 +119,7 @@ class PPOTrainer(SeedAttributes):
         *,
         config: PPOConfig | None = None,
         tokenizer=None,
+        teacher=None,
         reward_fn=None,
         remote_rm_url: str | Sequence[str] | None = None,
         reward_source=None,
@@ -127,13 +131,14 @@ class PPOTrainer(SeedAttributes):
         **options: Any,
     ) -> None:
         config = constructor_config(config, strategy, options, tokenizer)
-        _check_models(config, critic, initial_model, tokenizer)
+        _check_models(config, critic, initial_model, tokenizer, teacher)
         for model in (actor, critic) if options.get("gradient_checkpointing") else ():
             if model is not None:
                 model.gradient_checkpointing_enable()
         self.config, self.strategy, self.tokenizer = config, strategy, tokenizer
         self.args, self.generate_kwargs = getattr(strategy, "args", None), generation_options(options)
         self.actor, self.critic, self.initial_model, self.ema_model = actor, critic, initial_model, ema_model
+        self.teacher = teacher
         self.actor_optim, self.actor_scheduler = actor_optim, actor_scheduler
         self.critic_optim, self.critic_scheduler = critic_optim, critic_scheduler
         self.reward_model, self.reward_fn, self.remote_rm_url = reward_model, reward_fn, remote_rm_url
@@ -181,6 +186,8 @@ class PPOTrainer(SeedAttributes):
     def _make_reward_source(self) -> RewardSource:
         """Of the constructor's reward models, function or servers."""
         models, strategy = self.reward_model, self.strategy
+        if estimator_entry(self.config).of_teacher and not (models or self.reward_fn or self.remote_rm_url):
+            return NoReward()
         options = {"device": strategy.device, "pad_token_id": self.tokenizer.pad_token_id, "ranks": strategy}
         return build_reward_source(
             remote_rm_url=self.remote_rm_url,
@@ -195,6 +202,8 @@ class PPOTrainer(SeedAttributes):
         self.timer = m.PhaseTimer()
         self.experience_maker = ExperienceMaker(
             *(self.actor, self.critic, self.initial_model, strategy, self.kl_ctl, config),
+            teacher=self.teacher,
+            rewarded=not isinstance(self.reward_source, NoReward),
             value_norm=self.value_norm,
             old_log_probs=self._old_log_probs(),
             sample=self._sample_texts,
@@ -399,6 +408,7 @@ class PPOTrainer(SeedAttributes):
             config=self.config,
             kl_coef=self.kl_ctl.value,
             reference=self.initial_model,
+            teacher=self.teacher,
         )
         self.strategy.backward(loss * part.loss_scale, self.actor, self.actor_optim)
         self.early_stop.add(metrics)
@@ -716,7 +726,7 @@ class PPOTrainer(SeedAttributes):
             actor=micro_batch_spec(c, "actor_train"),
             critic=self._critic_spec(),
             packed=self.experience_maker.batching.packed,
-            share_prompts=shares and all_share_prompts((self.actor, self.critic, self.initial_model)),
+            share_prompts=shares and all_share_prompts((self.actor, self.critic, self.initial_model, self.teacher)),
             shuffle=t.shuffle,
             generator=torch.Generator().manual_seed(hash(key) & 0x7FFF_FFFF_FFFF_FFFF),
             collate=self.replay_buffer.collate_fn,
@@ -814,7 +824,7 @@ class PPOTrainer(SeedAttributes):
         return m.progress_bar(items, desc, shown=self.strategy.is_rank_0(), **options)
 
 
-def _check_models(config: PPOConfig, critic: Any, initial_model: Any, tokenizer: Any) -> None:
+def _check_models(config: PPOConfig, critic: Any, initial_model: Any, tokenizer: Any, teacher: Any) -> None:
     """Raises ConfigError where the options need what the constructor was not given."""
     a = config.algorithm
     if tokenizer is None:
@@ -823,6 +833,8 @@ def _check_models(config: PPOConfig, critic: Any, initial_model: Any, tokenizer:
         raise ConfigError(f"--advantage_estimator {a.advantage_estimator} needs a critic, but critic is None")
     if initial_model is None and needs_reference(config):
         raise ConfigError(f"init_kl_coef {a.init_kl_coef} needs a reference: pass initial_model, or set init_kl_coef=0")
+    if (teacher is not None) != needs_teacher(config):
+        raise ConfigError("pass teacher=, and name it by --teacher_pretrain: one without the other does nothing")
     if isinstance(initial_model, AdaptersOff) and moves_reference(config):
         raise ConfigError(
             "--ref_ema_eta and --ref_reset_steps need a reference with weights of its own, and this one is the actor "

@@ -15,7 +15,7 @@ from typing import Any
 
 from lightppo.config import PPOConfig
 from lightppo.config.cli import exit_on_mistakes
-from lightppo.config.rules import estimator_entry, evaluation_config, needs_critic, needs_reference
+from lightppo.config.rules import estimator_entry, evaluation_config, needs_critic, needs_reference, needs_teacher
 from lightppo.config.supervised import SupervisedConfig
 from lightppo.data.readers import check_data_paths, first_rows, with_metadata
 from lightppo.data.records import Prompt, Rollout
@@ -63,6 +63,7 @@ def preflight(config: PPOConfig) -> None:
     m, c, d = config.model, config.checkpoint, config.data
     models = [("pretrain", m.pretrain)] + [("reward_pretrain", path) for path in m.reward_pretrain]
     models += [("ref_pretrain", m.ref_pretrain)] * needs_reference(config)
+    models += [("teacher_pretrain", config.distill.teacher_pretrain)] * needs_teacher(config)
     models += [("critic_pretrain", m.critic_pretrain)] * needs_critic(config)
     first_flags = {path: flag for flag, path in reversed(models) if path}
     folders = {"save_path": c.save_path, "ckpt_path": c.ckpt_path, "use_tensorboard": config.logging.use_tensorboard}

@@ -18,7 +18,7 @@ from lightppo.data.datasets import PromptDataset
 from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import ConfigError, RewardError
 from lightppo.ranks import Ranks
-from lightppo.rewards.source import RewardSource, in_daemon_thread, score_rollouts
+from lightppo.rewards.source import NoReward, RewardSource, in_daemon_thread, score_rollouts
 from lightppo.rollout.sampling import end_of_text_ids
 from lightppo.storage import stage_to_local
 
@@ -36,11 +36,11 @@ def rehearse(
 
     Args:
         config: as asked for, resolved.
-        source: ``None``: reward models, which score answers of their own.
+        source: ``None``: reward models, which score answers of their own; without rewards there is nothing to say.
     """
     for line in (*_settings(config, prompts), *_rows(prompts), *_chats(config, prompts), *_repeated(prompts, held_out)):
         ranks.print(f"look at this: {line}")
-    if source is not None:
+    if source is not None and not isinstance(source, NoReward):
         found = list(_scores(config, prompts, source)) if ranks.is_rank_0() else []
         for line in found:
             ranks.print(f"look at this: {line}")

@@ -240,7 +240,8 @@ def content_of(config: OptionSet, rows: Mapping[str, Any], ranks: Ranks) -> dict
                 marks[name] = _digest(split_python_spec(spec, name)[0].read_bytes())
         if (routes := flat.get("reward_routes")) and not routes.lstrip().startswith("{"):
             marks["reward_routes"] = _digest(Path(routes).expanduser().read_bytes())
-        models = {name: (flat.get(name),) for name in ("pretrain", "ref_pretrain", "critic_pretrain")}
+        own = ("pretrain", "ref_pretrain", "critic_pretrain", "teacher_pretrain")
+        models = {name: (flat.get(name),) for name in own}
         for name, paths in (models | {"reward_pretrain": flat.get("reward_pretrain", ())}).items():
             if given := [checkpoint_mark(stage_to_local(path)) for path in paths if path is not None]:
                 marks[name] = " ".join(given)

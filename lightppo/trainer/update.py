@@ -35,20 +35,22 @@ def actor_loss(
     config: PPOConfig,
     kl_coef: float,
     reference: Any | None,
+    teacher: Any | None = None,
 ) -> tuple[Tensor, Metrics, Tensor, Tensor]:
-    """Policy loss, entropy bonus, KL loss and load-balancing loss.
+    """Policy loss, entropy bonus, KL loss, the divergence from a teacher and load-balancing loss.
 
     Without ``action_log_probs`` in the experience, the policy that is trained is the one that sampled.
 
     Returns:
         the loss (scalar), metrics, and without gradient the policy's log probs and its entropy, (B, A) each.
     """
-    a, o, mask = config.algorithm, config.loss, experience.action_mask
+    a, o, d, mask = config.algorithm, config.loss, config.distill, experience.action_mask
+    imitates = teacher is not None and d.distill_by == "loss"
     scores = actor.score_actions(
         *(experience.sequences, experience.num_actions, experience.attention_mask),
         entropy=True,
         entropy_grad=o.entropy_coef > 0,
-        logits=a.use_kl_loss and a.kl_estimator == "full",
+        logits=imitates or (a.use_kl_loss and a.kl_estimator == "full"),
         router_loss=o.aux_loss_coef > 0,
     )
     log_probs, per_token = scores.log_probs.detach(), scores.entropy.detach()
@@ -69,6 +71,13 @@ def actor_loss(
         kl_loss = aggregate_loss(kl, mask, o.loss_agg_mode, normalizer)
         loss = loss + kl_coef * kl_loss
         metrics |= {"kl_loss": kl_loss.detach()}
+    if imitates:
+        divergence, teacher_log_probs = _divergence(actor, teacher, scores, experience, d.distill_beta)
+        distill_loss = aggregate_loss(divergence, mask, o.loss_agg_mode, normalizer)
+        loss = loss + d.distill_coef * distill_loss
+        means = {"teacher_kl": scores.log_probs.detach() - teacher_log_probs, "teacher_log_prob": teacher_log_probs}
+        metrics |= {name: aggregate_loss(x, mask, "token-mean", normalizer) for name, x in means.items()}
+        metrics |= {"distill_loss": distill_loss.detach()}
     if o.aux_loss_coef > 0:
         # The mean over micro batches, by their tokens: as a product of means it cannot be split exactly.
         share = mask.sum() * normalizer.dp_size / max(normalizer.tokens, 1.0)
@@ -86,12 +95,19 @@ def _kl_to_reference(
     if a.kl_estimator != "full":
         base = experience.base_action_log_probs
         return approx_kl(scores.log_probs, base, a.kl_estimator, a.kl_clip, action_mask=experience.action_mask)
-    inputs = (experience.sequences, experience.num_actions, experience.attention_mask)
-    with torch.no_grad():
-        other = reference.score_actions(*inputs, logits=True)
-    per_token = full_kl(scores.logits, other.logits, actor.temperature)  # (K,)
-    kl = torch.zeros_like(scores.log_probs).masked_scatter(scores.real, per_token)
+    kl, _ = _divergence(actor, reference, scores, experience)
     return kl if a.kl_clip is None else kl.clamp(-a.kl_clip, a.kl_clip)
+
+
+def _divergence(
+    actor: Any, other: Any, scores: ActionScores, experience: Experience, beta: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """From a frozen model over the whole vocabulary, with gradient; and the frozen model's log probs (B, A)."""
+    with torch.no_grad():
+        inputs = (experience.sequences, experience.num_actions, experience.attention_mask)
+        frozen = other.score_actions(*inputs, logits=True)
+    per_token = full_kl(scores.logits, frozen.logits, actor.temperature, beta=beta)  # (K,)
+    return torch.zeros_like(scores.log_probs).masked_scatter(scores.real, per_token), frozen.log_probs
 
 
 def critic_loss(

@@ -354,11 +354,47 @@ def test_against_torch_distributions(temperature):
     torch.testing.assert_close(full_kl(logits, ref, temperature), expected)
 
 
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("chunk_size", [1, 2, 5, None])
-def test_gradcheck_in_chunks(chunk_size):
+def test_gradcheck_in_chunks(chunk_size, beta):
     logits = random_logits(0, (5, 4)).requires_grad_()
     ref = random_logits(1, (5, 4))
-    assert torch.autograd.gradcheck(lambda x: full_kl(x, ref, 0.7, chunk_size), (logits,))
+    assert torch.autograd.gradcheck(lambda x: full_kl(x, ref, 0.7, chunk_size, beta), (logits,))
+
+
+@pytest.mark.parametrize(
+    ("beta", "expected"),
+    [
+        # p = ½, ¼, ¼ and q = ¼, ¼, ½:  KL(q || p) = ¼·(-ln 2) + ½·ln 2
+        (0.0, 0.25 * math.log(2)),
+        # m = ⅜, ¼, ⅜:  ½(½ ln(4/3) + ¼ ln(2/3)) + ½(¼ ln(2/3) + ½ ln(4/3)) = ½ ln(4/3) + ¼ ln(2/3)
+        (0.5, 0.5 * math.log(4 / 3) + 0.25 * math.log(2 / 3)),
+        (1.0, 0.25 * math.log(2)),
+    ],
+)
+def test_jensen_shannon_by_hand(beta, expected):
+    p, q = torch.tensor([[0.5, 0.25, 0.25]]), torch.tensor([[0.25, 0.25, 0.5]])
+    torch.testing.assert_close(full_kl(p.log(), q.log(), beta=beta), torch.tensor([expected]))
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.2, 0.7])
+def test_jensen_shannon_against_torch_distributions(beta):
+    p, q = (torch.distributions.Categorical(logits=random_logits(i, (5, 7)) / 0.7) for i in (0, 1))
+    m = torch.distributions.Categorical(probs=(1 - beta) * p.probs + beta * q.probs)
+    kl = torch.distributions.kl_divergence
+    expected = (1 - beta) * kl(p, m) + beta * kl(q, m) if beta else kl(q, p)
+    torch.testing.assert_close(full_kl(random_logits(0, (5, 7)), random_logits(1, (5, 7)), 0.7, beta=beta), expected)
+
+
+@pytest.mark.parametrize(("beta", "expected"), [(0.0, [0.5, -0.5]), (0.5, [0.0, 0.0])])
+def test_jensen_shannon_where_one_is_certain(beta, expected):
+    """p = 1, 0: KL(q || p) is infinite and its gradient p - q finite; Jensen-Shannon has both finite."""
+    logits = torch.tensor([[0.0, -INF]], requires_grad=True)
+    kl = full_kl(logits, torch.zeros(1, 2), beta=beta)
+    # m = ¾, ¼:  ½·ln(4/3) + ½(½ ln(2/3) + ½ ln 2) = ½ ln(4/3) + ¼ ln(4/3)
+    assert kl.item() == (INF if beta == 0 else pytest.approx(0.75 * math.log(4 / 3)))
+    kl.sum().backward()
+    torch.testing.assert_close(logits.grad, torch.tensor([expected]))
 
 
 @pytest.mark.parametrize("chunk_size", [1, 2, 3, 7, None])

@@ -36,6 +36,8 @@ PATHS = {"pretrain": "model", "prompt_data": "p.jsonl", "reward_fn": "r.py"}
 RLOO = {"advantage_estimator": "rloo", "n_samples_per_prompt": 2}
 GROUP = {"advantage_estimator": "grpo", "n_samples_per_prompt": 4}
 FOUR = {"rollout_batch_size": 8, "n_samples_per_prompt": 4, "train_batch_size": 32}
+TEACHER = {"advantage_estimator": "on_policy_distill", "teacher_pretrain": "larger"}
+BY_LOSS = {"teacher_pretrain": "larger", "distill_by": "loss"}
 NO_REWARD: dict[str, Any] = {"reward_fn": None}
 MATH = {"reward_source": ["math"]}
 FUNCTION = {"reward_fn": "r.py"}
@@ -366,6 +368,24 @@ CONTRADICTIONS = [
         {**SERVERS, "rollout_engine": "vllm", "vllm_server_url": (), "vllm_server_concurrency": 3},
         "vllm_server_concurrency rollout_engine",
     ),
+    # a teacher
+    ({"advantage_estimator": "on_policy_distill"}, "advantage_estimator teacher_pretrain teacher_url"),
+    ({**TEACHER, "teacher_url": LOCAL}, "teacher_pretrain teacher_url"),
+    ({"distill_coef": 0.5}, "distill_coef teacher_pretrain teacher_url"),
+    ({**BY_LOSS, "teacher_pretrain": None, "teacher_url": LOCAL}, "distill_by teacher_pretrain"),
+    ({**BY_LOSS, "distill_discount": 0.5}, "distill_discount distill_by"),
+    ({"teacher_pretrain": "larger", "distill_beta": 0.5}, "distill_beta distill_by"),
+    ({"teacher_pretrain": "larger", "teacher_offload": True}, "teacher_offload teacher_zero_stage"),
+    ({"teacher_pretrain": "larger", "teacher_api_key_env": "KEY"}, "teacher_api_key_env teacher_url"),
+    ({"teacher_url": ["ftp://host"]}, "teacher_url"),
+    ({"teacher_url": LOCAL, "temperature": 0.7}, "teacher_url temperature teacher_pretrain"),
+    ({**TEACHER, "use_kl_in_reward": True}, "use_kl_in_reward advantage_estimator"),
+    ({**TEACHER, "reward_scaling": 2.0}, "reward_scaling advantage_estimator"),
+    ({**TEACHER, **NO_REWARD, "n_samples_per_prompt": 2, "dynamic_sampling": True}, "dynamic_sampling"),
+    ({**TEACHER, **NO_REWARD, "generation_size": 2}, "generation_size"),
+    ({**TEACHER, **NO_REWARD, **EVAL}, "eval_data eval_reward_source eval_reward_fn"),
+    ({**NO_REWARD, "teacher_pretrain": "larger"}, "reward_fn remote_rm_url reward_pretrain reward_source"),
+    ({"teacher_url": LOCAL, "micro_batch_specs": ["teacher=8"]}, "micro_batch_specs teacher_pretrain"),
     # adapters
     ({**LORA, "enable_ema": True}, "lora_rank enable_ema"),
     ({**LORA, "ref_ema_eta": 0.1}, "lora_rank ref_ema_eta"),
@@ -405,6 +425,8 @@ def without_needs(one: Option) -> dict[str, Any]:
         "ptx_coef>0": {"ptx_coef": 0.0},
         "packing_samples!=False": {"packing_samples": False},
         "discounting": GROUP,
+        "trained_scores": TEACHER,
+        "teacher_zero_stage=3": {"teacher_pretrain": "larger"},
         "whitening": RLOO,
         "clipping": {"policy_loss": "kl_cov"},
         "policy_loss=ppo": {"policy_loss": "gspo"},
@@ -576,9 +598,9 @@ def test_resolution(options, expected):
 
 @pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)
 def test_every_estimator_is_accepted_with_what_it_needs(name):
-    resolved = config(
-        advantage_estimator=name, n_samples_per_prompt=ADVANTAGE_ESTIMATORS[name].min_group_size
-    ).resolved()
+    teacher = TEACHER if ADVANTAGE_ESTIMATORS[name].of_teacher else {}
+    samples = ADVANTAGE_ESTIMATORS[name].min_group_size
+    resolved = config(**teacher | {"advantage_estimator": name, "n_samples_per_prompt": samples}).resolved()
     resolved.validate()
     assert resolved.loss.policy_loss == ADVANTAGE_ESTIMATORS[name].policy_loss
     assert resolved.algorithm.adv_norm == ADVANTAGE_ESTIMATORS[name].whiten
@@ -711,6 +733,10 @@ REMOTE = {**SERVERS, "vllm_server_url": (LOCAL[0], "http://192.0.2.1:8000")}
         ({**FOUR, "dynamic_sampling": True, "gen_batch_size": 2, "filter_metric": "acc"}, 2),
         ({"dynamic_sampling": True, "filter_range": (0, 1)}, 1),
         ({"load_in_4bit": True, "lora_rank": 4, "torch_compile": True}, 1),
+        ({**TEACHER, **NO_REWARD, "teacher_zero_stage": 3, "teacher_offload": True}, 1),  # alone
+        ({**TEACHER, "n_samples_per_prompt": 2, "dynamic_sampling": True, "distill_discount": 1.0}, 1),
+        ({**BY_LOSS, **GROUP, "distill_beta": 0.5, "temperature": 0.7}, 1),  # beside a reward
+        ({"teacher_url": LOCAL, "teacher_api_key_env": "KEY", "temperature": 0.0}, 1),
         ({"lora_rank": 4, "ref_pretrain": "another", "ref_zero_stage": 3, "ref_offload": True}, 1),
         ({**GROUP, "freezing_actor_steps": 0, "eval_steps": 0}, 1),  # which is off too
         ({**FUNCTION, **SERVER, "reward_source": ["function", "server=0.5"]}, 1),

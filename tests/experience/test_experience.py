@@ -20,6 +20,7 @@ ACTION_TENSORS = (
     "kl",
     "loss_weights",
     "selected",
+    "teacher_log_probs",
 )
 
 

@@ -31,3 +31,11 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
             warm_start(unfinished)
             unfinished.rename(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def better(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Folder of a model that answers six of seven sums right when it samples."""
+    folder = tmp_path_factory.mktemp("better")
+    warm_start(folder, seed=2, smoothing=0.0)
+    return str(folder / "model")

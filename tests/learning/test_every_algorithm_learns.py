@@ -17,6 +17,8 @@ from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 
 GAE: dict[str, Any] = {"advantage_estimator": "gae", "critic_learning_rate": 2e-3}
 GRPO: dict[str, Any] = {"advantage_estimator": "grpo"}
+TEACHER = {"teacher_pretrain": "a better model", "distill_coef": 0.3}  # its folder is known in the test
+ALONE = {"teacher_pretrain": "a better model", "advantage_estimator": "on_policy_distill"}
 KL_LOSS = GRPO | {"use_kl_loss": True, "init_kl_coef": 0.05}
 # Two names of one estimator are one case, under the first.
 ESTIMATORS = list({entry.fn: name for name, entry in reversed(ADVANTAGE_ESTIMATORS.items())}.values())[::-1]
@@ -24,6 +26,11 @@ ESTIMATORS = list({entry.fn: name for name, entry in reversed(ADVANTAGE_ESTIMATO
 CASES: dict[str, dict[str, Any]] = {
     **{name: {"advantage_estimator": name} for name in ESTIMATORS},
     "gae": GAE,
+    "on_policy_distill": ALONE,
+    "distill_by-loss": ALONE | {"distill_by": "loss"},
+    "distill_beta-0.5": ALONE | {"distill_by": "loss", "distill_beta": 0.5},
+    "distill_beta-0": ALONE | {"distill_by": "loss", "distill_beta": 0.0},
+    "grpo-and-teacher": GRPO | TEACHER,
     **{f"loss-{name}": GRPO | {"policy_loss": name} for name in POLICY_LOSSES if name != "ppo"},  # ppo: grpo's own
     "kl_in_reward": GAE | {"init_kl_coef": 0.01},
     "kl_loss-k2": KL_LOSS,
@@ -52,6 +59,11 @@ MEASURED = {
     "grpo_passk": 0.21,
     "cpgd": 0.28,
     "group_adv_norm": 0.27,
+    "on_policy_distill": 0.25,
+    "distill_by-loss": 0.30,
+    "distill_beta-0.5": 0.30,
+    "distill_beta-0": 0.25,
+    "grpo-and-teacher": 0.28,
     "loss-gspo": 0.22,
     "loss-cispo": 0.27,
     "loss-gmpo": 0.28,
@@ -80,8 +92,14 @@ pytestmark = pytest.mark.usefixtures("world")
 
 
 @pytest.mark.parametrize("name", [n if n in ALWAYS else pytest.param(n, marks=pytest.mark.learning) for n in CASES])
-def test_the_reward_rises(name, warm, tmp_path):
-    assert rise(train(warm, tmp_path, **CASES[name])) > MEASURED[name] / 2
+def test_the_reward_rises(name, warm, tmp_path, request):
+    options = dict(CASES[name])
+    if "teacher_pretrain" in options:
+        options["teacher_pretrain"] = request.getfixturevalue("better")
+    rows = train(warm, tmp_path, **options)
+    assert rise(rows) > MEASURED[name] / 2
+    if "teacher_pretrain" in options:
+        assert rows[-1]["rollout/teacher_kl"] < rows[0]["rollout/teacher_kl"] / 2
 
 
 @pytest.mark.learning

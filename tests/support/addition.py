@@ -34,11 +34,12 @@ def quickstart(name: str) -> ModuleType:
             sys.modules.pop(module, None)
 
 
-def warm_start(folder: Path, seed: int = 1, head_dim: int = 16) -> None:
+def warm_start(folder: Path, seed: int = 1, head_dim: int = 16, smoothing: float = 0.2) -> None:
     """Write model and prompts into ``folder``. The greedy answer is mostly right, a sampled one one time in three.
 
     The labels are smoothed, so that the model knows the sums but is not sure of them: each of the four tokens comes out
-    right with a probability of about 0.8. What is left to do is what a reward alone can do in a few steps.
+    right with a probability of about 0.8. What is left to do is what a reward alone can do in a few steps. Without
+    ``smoothing`` it is a teacher: sampled answers are mostly right, too.
     """
     task, make_assets = quickstart("task"), quickstart("make_assets")
     rows = task.labelled_prompts(task.split_pairs()[0])
@@ -46,14 +47,14 @@ def warm_start(folder: Path, seed: int = 1, head_dim: int = 16) -> None:
     texts = [tokenizer(row["input"] + row["label"])["input_ids"] + [tokenizer.eos_token_id] for row in rows]
     with torch.random.fork_rng():
         model = make_assets.build_model(tokenizer, seed, head_dim)
-        _teach(model, torch.tensor(texts), torch.Generator().manual_seed(seed))
+        _teach(model, torch.tensor(texts), torch.Generator().manual_seed(seed), smoothing)
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     random.Random(seed).shuffle(rows)
     write_jsonl(folder / "prompts.jsonl", rows[: PROMPTS * STEPS])
 
 
-def _teach(model: Any, texts: torch.Tensor, generator: torch.Generator) -> None:
+def _teach(model: Any, texts: torch.Tensor, generator: torch.Generator, smoothing: float) -> None:
     """Supervised training on the answers in ``texts`` (N, 11) until nine in ten are right.
 
     Until, because small differences between machines grow into different runs; 210 to 250 steps were enough so far.
@@ -65,7 +66,7 @@ def _teach(model: Any, texts: torch.Tensor, generator: torch.Generator) -> None:
         rows = texts[torch.randint(len(texts), (128,), generator=generator)]  # (B, 11)
         logits = model(rows[:, :-1]).logits[:, PROMPT_TOKENS - 1 :]  # (B, 4, V)
         answers = rows[:, PROMPT_TOKENS:]  # (B, 4)
-        loss = cross_entropy(logits.flatten(0, 1), answers.flatten(), label_smoothing=0.2)
+        loss = cross_entropy(logits.flatten(0, 1), answers.flatten(), label_smoothing=smoothing)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -57,9 +57,19 @@ class TableCritic(nn.Module):
 # ids 10, 20, 30: log prob under the policy, and under the reference
 POLICY = {10: -1.0, 20: -2.0, 30: -3.0}
 REFERENCE = {10: -1.5, 20: -2.0, 30: -2.5}
+TEACHER = {10: -0.5, 20: -2.5, 30: -2.0}
 
 
-def maker(strategy: Any = None, *, coef: float = 0.1, reference: bool = True, critic: bool = True, **options: Any):
+def maker(
+    strategy: Any = None,
+    *,
+    coef: float = 0.1,
+    reference: bool = True,
+    critic: bool = True,
+    teacher: bool = False,
+    **options: Any,
+):
+    options |= {"teacher_pretrain": "teacher"} if teacher else {}
     return ExperienceMaker(
         TablePolicy(POLICY),
         TableCritic() if critic else None,
@@ -67,6 +77,7 @@ def maker(strategy: Any = None, *, coef: float = 0.1, reference: bool = True, cr
         strategy or FakeStrategy(),
         SimpleNamespace(value=coef),
         PPOConfig.from_flat({"gamma": 1.0, "lambd": 0.5, "reward_clip_range": None} | options).resolved(),
+        teacher=TablePolicy(TEACHER) if teacher else None,
     )
 
 

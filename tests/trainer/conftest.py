@@ -94,7 +94,7 @@ def trainer_with(parts, tmp_path) -> Callable[..., Any]:
 
     from lightppo import PPOTrainer
 
-    def make(reward_source=None, rollout_engine=None, **options: Any) -> PPOTrainer:
+    def make(reward_source=None, rollout_engine=None, teacher=None, **options: Any) -> PPOTrainer:
         small = {"rollout_batch_size": 2, "n_samples_per_prompt": 2, "prompt_max_len": 12, "generate_max_len": 5,
                  "num_examine": 0, "save_path": str(tmp_path / "run"), "ckpt_path": str(tmp_path / "ckpt")}  # fmt: skip
         if "ppo_n_minibatches" not in options:
@@ -107,7 +107,7 @@ def trainer_with(parts, tmp_path) -> Callable[..., Any]:
         models = (actor, critic, None, reference, None)
         trained = (actor_optim, critic_optim, actor_schedule, critic_schedule)
         return PPOTrainer(parts["strategy"], *models, *trained, config=config, tokenizer=parts["tokenizer"],
-                          rollout_engine=rollout_engine or FakeEngine(),
+                          rollout_engine=rollout_engine or FakeEngine(), teacher=teacher,
                           reward_source=reward_source or FakeReward(SCORES))  # fmt: skip
 
     return make

@@ -29,6 +29,9 @@ OF_PPO = entries.POLICY_LOSSES["ppo"].metrics
 OF_OTHERS = {f"train/{name}" for name in {"aux_loss", *entries.metric_names()} - OF_PPO.keys()}
 # Of training on data; tests/trainer/test_supervised.py has them.
 OF_OTHERS |= {f"train/{name}" for name in metrics.SUPERVISED | metrics.PAIRS} | {"eval/loss", "eval/tokens"}
+# Of a teacher; tests/trainer/test_distill.py has them.
+OF_OTHERS |= {"rollout/teacher_kl", "rollout/teacher_log_prob", "train/distill_loss"}
+OF_OTHERS |= {"perf/time_teacher", "perf/teacher_ms_per_token"}
 OF_OTHERS |= {"alarm/loss_not_finite", "alarm/loss_rises"}
 # Of selection, which this run has not; tests/trainer/test_sampling_runs.py has it.
 OF_SELECTION = {
