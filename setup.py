@@ -75,7 +75,7 @@ setup(
         "wandb": ["wandb"],
         "trackio": ["trackio>=0.4"],
         "mlflow": ["mlflow-skinny>=3"],
-        "watch": ["rich>=13", "plotext>=5.3"],
+        "watch": ["rich>=13", "plotext>=6"],
         "docs": ["mkdocs-material>=9.5"],
         "flash-attn": ["flash-attn"],
         "vllm": ["vllm>=0.32"],

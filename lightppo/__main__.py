@@ -22,6 +22,7 @@ COMMANDS = {  # name: module, function of (arguments, name in messages), what it
     "eval": ("lightppo.commands.ppo", "evaluate", "score its answers to held-out prompts"),
     "data": ("lightppo.commands.data", "main", "look at rows as a model will see them; convert data sets"),
     "report": ("lightppo.trainer.report", "main", "show what runs did: tables, and a page with curves and samples"),
+    "watch": ("lightppo.commands.watch", "main", "look at a run in the terminal while it goes on"),
     "replay": ("lightppo.commands.replay", "main", "do a step of a run again, look at it, debug it"),
     "diff": ("lightppo.commands.diff", "main", "name the first number in which two runs differ"),
     "chat": ("lightppo.commands.chat", "main", "talk to a model, in a terminal or through a pipe"),

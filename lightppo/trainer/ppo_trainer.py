@@ -158,6 +158,7 @@ class PPOTrainer(SeedAttributes):
         self.recorder: Recorder | None = None
         self.alarms = Alarms(len(tokenizer))
         self.total_steps: int | None = None  # of the run, known in fit
+        self.update_steps = 0  # optimizer steps per episode, where the dataloader has no length
         self.stop_signal = 0  # that all ranks stop for, after the step
         self.owns_parts = False  # a script in the seed's style saves and closes by itself
         self.content: dict[str, str] = {}  # marks of what options name, where the trainer built itself
@@ -233,7 +234,8 @@ class PPOTrainer(SeedAttributes):
             return trainer  # and its folder stays as it is
         trainer.set_aside()  # only now: a refused resume leaves the run's own files in place
         save_run_config(run.config if config.training.dry_run else config, run.strategy)
-        record_start(run.config, run.strategy, trainer.state.global_step, trainer.content)
+        total = None if run.prompts_dataloader is None else trainer._count_steps()
+        record_start(run.config, run.strategy, trainer.state.global_step, trainer.content, total)
         return trainer
 
     @classmethod

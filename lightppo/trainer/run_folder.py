@@ -299,11 +299,14 @@ def write_run_config(config: OptionSet) -> str | None:
     return None
 
 
-def record_start(config: OptionSet, ranks: Ranks, step: int, content: Mapping[str, str]) -> None:
+def record_start(
+    config: OptionSet, ranks: Ranks, step: int, content: Mapping[str, str], total_steps: int | None = None
+) -> None:
     """Add a line to ``run_metadata.jsonl``: what the run goes on with from ``step`` on. Collective.
 
     Args:
         content: of :func:`content_of`.
+        total_steps: of the whole run, where they are known.
     """
     folder, device = config.checkpoint.save_path, ranks.device
     if device.type == "cuda":
@@ -311,7 +314,7 @@ def record_start(config: OptionSet, ranks: Ranks, step: int, content: Mapping[st
 
         device = torch.cuda.get_device_name(device)
     row = {"step": step, "time": time.time(), "ranks": ranks.world_size, "device": str(device)}
-    row |= {"versions": versions(), "content": dict(content)}
+    row |= {"total_steps": total_steps, "versions": versions(), "content": dict(content)}
 
     def write() -> None:
         with (local_folder(folder) / METADATA).open("a") as file:

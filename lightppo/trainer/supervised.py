@@ -130,7 +130,7 @@ class SupervisedTrainer:
                 lambda: set_records_aside(config), f"keep apart what is in {config.checkpoint.save_path}"
             )
         save_run_config(config if config.training.dry_run else asked, strategy)
-        record_start(config, strategy, step, trainer.content)
+        record_start(config, strategy, step, trainer.content, trainer.total_steps)
         return trainer
 
     # -- the loop ------------------------------------------------------------------------------------------------
