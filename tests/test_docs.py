@@ -29,7 +29,7 @@ OTHER_FLAGS = {
     "nodes", "ntasks", "gres",  # sbatch
     "signal",  # Slurm
 }  # fmt: skip
-OWN_OTHER_FLAGS = {"write", "help", "version", "spo_power", "module"}  # of commands, an example; deepspeed --module
+OWN_OTHER_FLAGS = {"write", "help", "version", "spo_power", "module", "once"}  # of commands, an example, deepspeed
 NO_NEWS = {"NO_MKDOCS_2_WARNING": "1"}
 VLLM_FLAGS = {"dtype", "enable_sleep_mode", "ssl_keyfile", "ssl_certfile"}  # of lightppo serve-vllm, handed on
 

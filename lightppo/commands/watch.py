@@ -80,14 +80,18 @@ class Watched:
         lines = _text(self.folder / "run_metadata.jsonl").splitlines() or ["{}"]
         return json.loads(lines[-1]).get("total_steps")
 
+    def holder(self) -> tuple[str, str] | None:
+        """Process and machine of the run, by its lock; ``None`` where it has ended. Of another machine nobody knows."""
+        found = re.fullmatch(r"process (\d+) on (.*)", _text(self.folder / ".lock"))
+        ended = found and found[2] == socket.gethostname() and not os.path.exists(f"/proc/{found[1]}")
+        return None if found is None or ended else (found[1], found[2])
+
     def state(self) -> str:
-        """Whether it lives: by the process that its lock names, on another machine by its last row."""
+        """Whether it lives, and its last sign of life."""
         last = f"last row {_duration(time.time() - self.rows[-1]['time'])} ago" if self.rows else "no row yet"
-        holder = re.fullmatch(r"process (\d+) on (.*)", _text(self.folder / ".lock"))
-        if holder and holder[2] != socket.gethostname():
-            return f"on {holder[2]}, {last}"
-        if holder and os.path.exists(f"/proc/{holder[1]}"):
-            return f"running, process {holder[1]}, {last}"
+        if holder := self.holder():
+            process, host = holder
+            return f"running, process {process}, {last}" if host == socket.gethostname() else f"on {host}, {last}"
         return f"finished, {last}" if self.total is not None and self.step >= self.total else f"ended, {last}"
 
     def pace(self) -> str:
@@ -98,7 +102,7 @@ class Watched:
         if len(last) > 1:
             each = median((ends[b] - ends[a]) / (b - a) for a, b in pairwise(last))
             parts.append(f"{each:.2g} s per step")
-            if self.total:
+            if self.total and self.holder():
                 left = (ends[last[-1]] - ends[last[0]]) / (last[-1] - last[0]) * (self.total - self.step)
                 parts.append(f"ETA {_duration(left)}")
         return " · ".join(parts)

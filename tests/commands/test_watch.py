@@ -63,6 +63,7 @@ def test_a_real_run(copied, shown):
 
 
 def test_where_a_run_stands(run, shown):
+    (run / ".lock").write_text(f"process {os.getpid()} on {socket.gethostname()}")
     out = shown(run)
     assert "\nstep 3/12 · 60 s per step · ETA 9:00\n" in out
     assert f"rollout    {'█' * 8:<31}0.50 s\n" in out
@@ -172,6 +173,10 @@ def test_supervised_training(run, shown):
     assert " loss ● train 1 ● eval 1.5" in out
     assert " gradient norm ● 1" in out
     assert "reward" not in out
+
+
+def test_a_run_that_has_ended_has_no_time_left(run, shown):
+    assert "\nstep 3/12 · 60 s per step\n" in shown(run)
 
 
 def test_several_runs_in_the_same_plots(run, shown, tmp_path):
