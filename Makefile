@@ -63,7 +63,7 @@ test-faults: $(INSTALLED)
 	$(if $(KILLS),KILLS=$(KILLS)) $(BIN)/python -m pytest -m "" tests/faults $(PYTEST_ARGS)
 
 soak: $(INSTALLED)
-	PYTHONPATH=tests $(BIN)/python tests/faults/soak.py $(if $(STEPS),--steps $(STEPS)) $(if $(ENGINE),--engine $(ENGINE))
+	PYTHONPATH=tests $(BIN)/python tests/faults/soak.py $(if $(STEPS),--steps $(STEPS)) $(if $(MINUTES),--minutes $(MINUTES)) $(if $(ENGINE),--engine $(ENGINE))
 
 coverage: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check coverage==7.17.3

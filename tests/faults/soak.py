@@ -1,6 +1,6 @@
 """An hour, or so many steps, of the small run on two ranks that meet faults: does anything grow?
 
-    make soak [STEPS=2000] [ENGINE=vllm]
+    make soak [STEPS=2000 | MINUTES=60] [ENGINE=vllm]
 
 Every few steps a gradient is NaN or a rank is slow, one reward in 40 fails; at the end of a life a rank is killed, and
 the run started again. Each rank notes what it holds after every step. Of each life that is long enough the slope is
@@ -97,7 +97,8 @@ def main() -> None:
     from support.ranks import ENVIRONMENT, kill_marked, launch_command
 
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=None, help="of all lives; by default as many as an hour holds")
+    parser.add_argument("--steps", type=int, default=None, help="of all lives; by default as many as --minutes hold")
+    parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--lives", type=int, default=4)
     parser.add_argument("--engine", default="hf", choices=["hf", "vllm"])
     given = parser.parse_args()
@@ -108,7 +109,7 @@ def main() -> None:
     for life in range(given.lives):
         notes = folder / f"life{life}"
         notes.mkdir()
-        ends = {"steps": given.steps and given.steps * (life + 1) // given.lives, "seconds": 3600 / given.lives}
+        ends = {"steps": given.steps and given.steps * (life + 1) // given.lives, "seconds": 60 * given.minutes / given.lives}
         with (folder / f"log{life}").open("w") as log:
             command = launch_command("deepspeed", 2, Path(__file__), words)
             options = {"env": environment | {"SOAK_NOTES": str(notes)}, "stdin": subprocess.DEVNULL}
