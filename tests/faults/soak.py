@@ -109,7 +109,8 @@ def main() -> None:
     for life in range(given.lives):
         notes = folder / f"life{life}"
         notes.mkdir()
-        ends = {"steps": given.steps and given.steps * (life + 1) // given.lives, "seconds": 60 * given.minutes / given.lives}
+        steps, seconds = given.steps and given.steps * (life + 1) // given.lives, 60 * given.minutes / given.lives
+        ends = {"steps": steps, "seconds": seconds}
         with (folder / f"log{life}").open("w") as log:
             command = launch_command("deepspeed", 2, Path(__file__), words)
             options = {"env": environment | {"SOAK_NOTES": str(notes)}, "stdin": subprocess.DEVNULL}
@@ -161,7 +162,7 @@ def live(
             kill_a_rank(launcher.pid, dice)
             killed = True
         time.sleep(0.5)
-    code = launcher.wait(timeout=120)
+    code = launcher.wait(timeout=600)
     assert killed != (code == 0), f"the launcher ended with {code}: see {notes.parent}"
 
 

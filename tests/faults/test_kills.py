@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
-from faults.small_run import flags, metric_rows, outcome
+from faults.small_run import STEPS, flags, metric_rows, outcome
 from support.ranks import ENVIRONMENT, kill_marked, launch_command
 
 KILLS = int(os.environ.get("KILLS", 100))
@@ -61,13 +61,16 @@ def test_random_kills_change_nothing(run, start, tmp_path, capsys):
     start(tmp_path / "undisturbed", {"pids": str(pids)}, **options)
     expected = outcome(tmp_path / "undisturbed")
     whole = (tmp_path / "undisturbed" / "run" / "model.safetensors").stat().st_mtime - (pids / "0").stat().st_mtime
+    times = [json.loads(row)["time"] for row in (tmp_path / "undisturbed" / "run" / "metrics.jsonl").open()]
+    of_step = (times[-1] - times[0]) / (STEPS - 1)
     while kills < -(-KILLS // len(RUNS)):
         folder, runs = tmp_path / f"run{runs}", runs + 1
-        done = False
+        mark, done = folder / "ckpt" / "latest", False
         while not done:
             for file in pids.iterdir():
                 file.unlink()
-            killer = Killer(pids, dice.choice([[0], [1], [0, 1]]), dice.uniform(0, whole))
+            steps_done = int(mark.read_text().removeprefix("global_step")) if mark.exists() else 0
+            killer = Killer(pids, dice.choice([[0], [1], [0, 1]]), dice.uniform(0, whole - of_step * steps_done))
             killer.start()
             result = start(folder, {"pids": str(pids)}, check=False, **options)
             killer.over.set()
@@ -80,29 +83,32 @@ def test_random_kills_change_nothing(run, start, tmp_path, capsys):
         print(f"\n{run}: {kills} kills in {runs} runs", flush=True)
 
 
-def operations(start: Any, folder: Path, rank: int, number: int | None, **options: Any) -> list[str]:
-    """What the second save of a run does to files, in order; the rank dies at the ``number``-th."""
+def operations(start: Any, folder: Path, rank: int, number: int | None, step: int, **options: Any) -> list[str]:
+    """What the save of a step does to files, in order; the rank dies at the ``number``-th."""
     struck = folder.with_suffix(".json")
-    spec = {"rank": rank, "operation": number, "step": 2, "under": str(folder / "ckpt"), "struck": str(struck)}
+    spec = {"rank": rank, "operation": number, "step": step, "under": str(folder / "ckpt"), "struck": str(struck)}
     result = start(folder, spec, check=number is None, **options)
     assert (result.returncode != 0) == (number is not None), result.output[-3000:]
+    assert ("resumed from" in result.output) == (step > 2), result.output[-3000:]
     return json.loads(struck.read_text()) if number is None else []
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_kill_at_every_file_operation_of_a_save(start, tmp_path, rank, capsys):
-    """The second save, which also removes the first checkpoint: the run goes on from the old one or from the new."""
-    options = {"max_ckpt_num": 1, "benchmark_steps": 3}
-    names = operations(start, tmp_path / "undisturbed", rank, None, **options)
+    """A save, which also removes the checkpoint before: the run goes on from the old one or from the new, and its next
+    save meets a kill at the next operation."""
+    options = {"max_ckpt_num": 1, "num_episodes": 5}
+    saves = range(2, 5 * STEPS)
+    names = operations(start, tmp_path / "undisturbed", rank, None, saves[0], **options)
     expected = outcome(tmp_path / "undisturbed")
     assert len(names) > (15 if rank == 0 else 1)
-    for number, name in enumerate(names, start=1):
-        folder = tmp_path / f"operation{number}"
-        operations(start, folder, rank, number, **options)
-        resumed = start(folder, **options)
-        assert "resumed from" in resumed.output, f"{number}, {name}"
-        assert outcome(folder) == expected, f"{number}, {name}"
+    for first in range(0, len(names), len(saves)):
+        folder, hit = tmp_path / f"from{first}", list(enumerate(names, start=1))[first : first + len(saves)]
+        for step, (number, _) in zip(saves, hit):
+            operations(start, folder, rank, number, step, **options)
+        assert "resumed from" in start(folder, **options).output
+        assert outcome(folder) == expected, hit
     with capsys.disabled():
         print(f"\nrank {rank}: killed at each of {len(names)} file operations of a save", flush=True)
 
