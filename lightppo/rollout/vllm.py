@@ -15,7 +15,8 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,7 +31,7 @@ from lightppo.ranks import heartbeat
 from lightppo.rollout.engine import SamplingParams
 from lightppo.rollout.hf import check_drawn, check_lengths, request_streams
 from lightppo.rollout.sampling import StopCriteria, bad_word_ids, end_of_text_ids, request_seed
-from lightppo.rollout.weights import differing_weights, full_weights, trainer_fingerprints
+from lightppo.rollout.weights import SHARED_MEMORY, differing_weights, full_weights, trainer_fingerprints
 from lightppo.storage import stage_to_local
 from lightppo.strategy.distributed import on_cuda
 from lightppo.strategy.zero3 import find_hf_model
@@ -207,6 +208,10 @@ class VLLMRolloutEngine(VLLMEngine):
         check_installed()
         set_environment()
         super().__init__(config, strategy, actor, tokenizer)
+        if not self.on_gpu and config.engine.tensor_parallel_size > 1:
+            if os.environ.get("LOCAL_RANK", "0") == "0":
+                clear_shared_memory()
+            strategy.barrier()
         self.group = tensor_parallel_group(config.engine.tensor_parallel_size)
         self._requests = 0
         self.sleeps = self.on_gpu and config.engine.free_cache_engine
@@ -333,6 +338,19 @@ def tensor_parallel_group(size: int) -> Any | None:
     starts = range(0, dist.get_world_size(), size)
     groups = [dist.new_group(list(range(first, first + size)), backend="gloo") for first in starts]
     return groups[dist.get_rank() // size]
+
+
+def clear_shared_memory() -> None:
+    """Without a GPU, ranks that share an engine meet in files whose names are the same in every run; vLLM refuses those
+    that a killed run has left."""
+    maps = []
+    for path in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):  # it has ended, or is another user's
+            maps.append(path.read_text())
+    held = "".join(maps)
+    for path in SHARED_MEMORY.glob("-tp:*-cpushm_*"):
+        if str(path) not in held:
+            path.unlink(missing_ok=True)
 
 
 def check_installed() -> None:

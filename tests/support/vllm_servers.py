@@ -61,9 +61,13 @@ class Servers:
             wait_until_up(url, lambda: _is_running(pid), log)  # noqa: B023
 
     def terminate(self) -> int | None:
-        """Ends the first one as a user would; its exit code."""
+        """Ends the first one as a user would; its exit code. vLLM's queues go at Python's own end, which forks lack."""
+        queues = {path for process in self._own() for path in shared_memory_of(process) if path.name.startswith("psm_")}
         os.kill(self.pids[0], signal.SIGTERM)
-        return tell_fork_server(self.pids[0], vllm=True)
+        code = tell_fork_server(self.pids[0], vllm=True)
+        for path in queues:
+            path.unlink(missing_ok=True)
+        return code
 
     def leftovers(self, seconds: float = 120) -> list[str]:
         """Command lines of processes that servers have left; vLLM's end a little after the first one."""
