@@ -486,6 +486,9 @@ class AsyncScorer:
                 f"{self.source.name}: {left} of {len(everything)} samples were not scored {self.timeout:g} s after the "
                 "end of generation"
             )
+        errors = [error for _, future in parts if (error := future.exception()) is not None]
+        if errors:
+            raise min(errors, key=lambda error: isinstance(error, NonFiniteRewardError))  # what is worse comes first
         output = join_outputs([future.result() for _, future in parts])
         write_output(output, everything)
         return output

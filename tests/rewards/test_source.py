@@ -376,6 +376,8 @@ def test_several_workers_score_at_the_same_time(rollouts, closing):
 def test_errors_come_up_when_collected(rollouts, closing, error):
     class Failing(Gated):
         def score(self, rollouts):
+            if rollouts[0].prompt.index == 100:
+                raise NonFiniteRewardError("the score is nan")  # which gives way to what is worse
             if rollouts[0].prompt.index == 101:
                 raise error
             return super().score(rollouts)
