@@ -86,8 +86,9 @@ def two_ranks(folder, tmp_path_factory):
 def see_two_ranks(folder: Path) -> list[list[dict]]:
     cases = [{"model": "tied", "zero_stage": 3}, {"model": "untied", "zero_stage": 3, "tensor_parallel_size": 2}]
     cases += [{"adapters": True, "brief": True} | case for case in WITH_ADAPTERS]
-    with suppress(FileExistsError):  # what a run that was killed has left, which vLLM refuses
-        (SHARED_MEMORY / "-tp:0-[0-1]-cpushm_0").open("x").close()
+    for group in (0, 1):  # what a run that was killed has left, which vLLM refuses
+        with suppress(FileExistsError):
+            (SHARED_MEMORY / f"-tp:{group}-[0-1]-cpushm_0").open("x").close()
     run_ranks(WORKER, folder, *map(json.dumps, cases), vllm=True)
     forget_shared_memory()
     return [json.loads((folder / f"rank{rank}of2.json").read_text()) for rank in range(2)]
