@@ -20,7 +20,7 @@ help:
 	@echo "                  RANKS=2 ZERO_STAGE=3 for two processes with ZeRO-3; ENGINE=vllm samples with vLLM"
 	@echo "make test         install, then the test suite"
 	@echo "make test-all     the same and more: every algorithm is trained until its reward has risen, every launcher runs (minutes)"
-	@echo "make test-faults  kills, hangs, full disks, lost networks at every phase of a run (docs/faults.md); most of an hour"
+	@echo "make test-faults  kills, hangs, full disks, lost networks at every phase of a run (docs/faults.md); about 40 minutes"
 	@echo "make soak         an hour (or STEPS=2000) of a small run that meets faults: memory, files, threads must not grow"
 	@echo "make coverage     the test suite, and the lines of lightppo that it leaves out, by file"
 	@echo "make lint         ruff"
