@@ -39,7 +39,7 @@ def quantise(model: PreTrainedModel, heads: set[str]) -> None:
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         raise ModelLoadError("--load_in_4bit: the model is sharded already; load it with load_in_4bit=True")
     model.requires_grad_(False)
-    for name in _fitting_layers(model, heads):
+    for name in fitting_layers(model, heads):
         try:
             quantised = _quantised(model.get_submodule(name))
         except (RuntimeError, ImportError) as error:
@@ -88,7 +88,7 @@ def _leave_scales_out(layer: Linear4bit, state_dict: dict[str, Tensor], prefix: 
         del state_dict[name]
 
 
-def _fitting_layers(model: PreTrainedModel, heads: set[str]) -> list[str]:
+def fitting_layers(model: PreTrainedModel, heads: set[str]) -> list[str]:
     """Names of the layers that can be held in 4 bits; an error if they have less than half of the body's weights."""
     modules = dict(model.named_modules())
     plain = {name: module for name, module in modules.items() if is_plain_linear(module) or type(module) is Conv1D}

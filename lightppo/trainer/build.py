@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import json
 import math
+import os
 import re
 import shutil
 import sys
@@ -98,6 +99,8 @@ def build(config: PPOConfig) -> Run:
 
     # What can fail on a user's mistake comes before what takes long: all rows and the reward file, then the models.
     check_lengths(config, loading.load_config(stage_to_local(config.model.pretrain), **loading_options(config)))
+    if config.training.dry_run or strategy.device.type == "cuda":
+        tell_memory(config, strategy)
     tokenizer = build_tokenizer(config)
     servers = check_teacher(config, tokenizer, strategy)
     asked, rewards = config, None
@@ -636,6 +639,23 @@ def check_before_loading(config: PPOConfig) -> None:
 def check_lengths(config: PPOConfig, model_config: Any) -> None:
     """Prompt and response must fit the model's positions."""
     check_positions(config, getattr(model_config.get_text_config(decoder=True), "max_position_embeddings", None))
+
+
+def tell_memory(config: PPOConfig, strategy: DeepspeedStrategy) -> None:
+    """Prints what the run will need; refuses one whose weights and optimizer alone do not fit. Collective."""
+    from lightppo.trainer.memory import check_memory
+
+    device, per_node = strategy.device, int(os.environ.get("LOCAL_WORLD_SIZE", strategy.world_size))
+    size = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+    found = None
+    if strategy.is_rank_0():
+        try:
+            found = "\n".join(check_memory(config, strategy.world_size, size, per_node))
+        except ConfigError as error:
+            found = error
+    if isinstance(found := strategy.broadcast_object(found), ConfigError):
+        raise found
+    strategy.print(found)
 
 
 def check_disk_space(config: OptionSet, parameters: dict[str, int], exported: int | None = None) -> None:

@@ -1,0 +1,64 @@
+"""``lightppo memory``: what a run needs of GPUs and hosts, when its peak is, and what would make it fit."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from lightppo.config import parse_args
+from lightppo.config.cli import exit_on_mistakes
+from lightppo.errors import ConfigError, UserError
+
+_UNITS = {"GB": 10**9, "GIB": 2**30, "MB": 10**6, "MIB": 2**20, "": 1}
+
+
+def main(argv: Sequence[str], prog: str = "lightppo memory") -> None:
+    """Print the table; exit code 1 if the run does not fit."""
+    parser = argparse.ArgumentParser(prog, description=__doc__, allow_abbrev=False, epilog="and all of lightppo ppo")
+    parser.add_argument("--gpus", type=int, help="GPUs of a node; 0: ranks on the CPU. Default: those of this machine")
+    parser.add_argument("--nodes", type=int, default=1, help="default: 1")
+    parser.add_argument("--gpu_memory", help="of a GPU, such as 80GB or 24GiB; default: this machine's, else 80GB")
+    parser.add_argument("--json", action="store_true", help="parts, phases and peak as JSON, in bytes")
+    args, flags = parser.parse_known_args(argv)
+    config = parse_args(flags, prog)
+    with exit_on_mistakes(prog):
+        size = parse_size(args.gpu_memory)
+        import torch
+
+        here = torch.cuda.device_count()
+        gpus = here if args.gpus is None else args.gpus
+        if size is None:
+            size = torch.cuda.get_device_properties(0).total_memory if here else 80 * 10**9
+        ranks = (gpus or int(os.environ.get("WORLD_SIZE", "1"))) * args.nodes
+        config.validate(world_size=ranks)
+        from lightppo.trainer import memory
+
+        machine = memory.Machine(ranks, gpus > 0, ranks // args.nodes, size if gpus else None)
+        try:
+            found = memory.estimate(config.resolved(), machine)
+            advice = [] if found.fits else memory.advice(config.resolved(), machine)
+        except UserError as error:
+            raise ConfigError(str(error)) from error
+    if args.json:
+        phases = {phase: dict(zip(("gpu", "host"), found.of_phase(phase))) for phase in memory.PHASES}
+        shown = asdict(found) | {"phases": phases, "peak": found.peak(), "fits": found.fits, "advice": advice}
+        print(json.dumps(shown, default=sorted, indent=1))
+    else:
+        print("\n".join(memory.table(found)))
+        if advice:
+            print("\n".join([f"this does not fit into {memory.gigabytes(size)}:", *advice]))
+    raise SystemExit(0 if found.fits else 1)
+
+
+def parse_size(text: str | None) -> int | None:
+    """Bytes of ``80GB`` (10^9) or ``24GiB`` (2^30)."""
+    if text is None:
+        return None
+    form = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([GM]i?B|)", text, re.IGNORECASE)
+    if form is None:
+        raise ConfigError(f"--gpu_memory {text}: write 80GB, or 24GiB")
+    return int(float(form[1]) * _UNITS[form[2].upper()])
