@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PretrainedConfig
 
 from lightppo.config import PPOConfig, rules
-from lightppo.errors import ConfigError
+from lightppo.errors import ConfigError, UserError
 from lightppo.models import loading
 from lightppo.models.actor import Actor, is_untouched, scores_from_head, scoring_head
 from lightppo.models.critic import Critic
@@ -554,16 +554,17 @@ def advice(config: PPOConfig, machine: Machine, configs: Mapping[str, Pretrained
     idle = set() if config.model.reward_pretrain else {"reward_zero_stage"}
     idle |= set() if rules.needs_reference(config) else {"ref_zero_stage"}
 
-    def peak(base: PPOConfig, changes: Mapping[str, Any]) -> tuple[int, PPOConfig]:
+    def peak(base: PPOConfig, changes: Mapping[str, Any]) -> tuple[float, PPOConfig]:
         flat, critic = base.flat(), rules.needs_critic(base)
         changes = {n: v for n, v in changes.items() if n not in idle and (critic or not n.startswith("critic_"))}
         changes = {n: v for n, v in changes.items() if flat[n] != v}
         try:
             changed = base.with_options(**changes)
             changed.validate(machine.world_size)
-        except ConfigError:
-            return 1 << 62, base
-        return (estimate(changed.resolved(), machine, configs).peak()[1] if changes else 1 << 62), changed
+            size = estimate(changed.resolved(), machine, configs).peak()[1] if changes else math.inf
+        except UserError:  # not for this run, or not with this model
+            return math.inf, base
+        return size, changed
 
     def flags(changed: PPOConfig) -> str:
         before, after = config.flat(), changed.flat()

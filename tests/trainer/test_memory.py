@@ -1,0 +1,147 @@
+"""The calculator of `lightppo memory` against numbers by hand; what it advises, prints and refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.tiny import tiny_config, write_jsonl
+from transformers import LlamaConfig, Qwen2Config
+
+from lightppo.__main__ import main
+from lightppo.config import PPOConfig
+from lightppo.errors import ConfigError
+from lightppo.trainer.memory import ACTOR, ROLLOUT, Machine, advice, check_memory, estimate
+
+QWEN_7B = Qwen2Config(
+    hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4,
+    vocab_size=152064, tie_word_embeddings=False,
+)  # fmt: skip
+LLAMA_8B = LlamaConfig(
+    hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
+    vocab_size=128256, tie_word_embeddings=False,
+)  # fmt: skip
+# Embedding and head; per layer queries and output, keys and values (and biases), the MLP, two norms; the last norm.
+QWEN = 2 * 152064 * 3584 + 28 * (2 * 3584**2 + 2 * 3584 * 512 + 4608 + 3 * 3584 * 18944 + 2 * 3584) + 3584
+LLAMA = 2 * 128256 * 4096 + 32 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096) + 4096
+CRITIC = QWEN - 152064 * 3584 + 3584  # a head of one output
+GRPO = {"advantage_estimator": "group_norm", "n_samples_per_prompt": 4, "train_batch_size": 2048}
+
+
+def config(**options: Any) -> PPOConfig:
+    needed = {"pretrain": "model", "prompt_data": "prompts", "reward_fn": "reward.py", "bf16": True}
+    return PPOConfig.from_flat(needed | options).resolved()
+
+
+def parts(model: Any, gpus: int, **options: Any) -> dict[tuple[str, str], Any]:
+    found = estimate(config(**options), Machine(gpus, device_bytes=80 * 10**9), {"model": model})
+    return {(part.owner, part.what): part for part in found.parts}
+
+
+def test_7b_with_critic_by_hand() -> None:
+    found = parts(QWEN_7B, 8, zero_stage=2, gradient_checkpointing=True)
+    assert QWEN == 7_615_616_512
+    for owner, count in (("actor", QWEN), ("critic", CRITIC)):
+        by_hand = {
+            "weights": 2 * count,
+            "fp32 masters": 4 * count / 8,
+            "Adam": 8 * count / 8,
+            "gradients": 4 * count / 8,
+        }
+        assert {what: found[owner, what].gpu for what in by_hand} == {k: pytest.approx(v) for k, v in by_hand.items()}
+    assert found["reference", "weights"].gpu == 2 * QWEN
+    # 4 samples of 2048 tokens: the input of each layer, in bf16, waits for the backward pass; what else is live is of a
+    # layer at a time, the head's three chunks of 2^26 float32 numbers, and a bucket of 5e8 bf16 numbers.
+    activations, inputs = found["actor", "activations, buckets"].gpu, 28 * 8192 * 3584 * 2
+    assert inputs + 1e9 < activations < inputs + 1e9 + 8192 * (10 * 18944 + 20 * 3584) * 2 + 3 * 2**28
+    # 28 layers, keys and values of 4 heads of 128 numbers in bf16; 8 slots of 2048 columns and 128 to spare
+    assert found["HF engine", "KV cache"].gpu == 8 * 2176 * 28 * 2 * 4 * 128 * 2
+
+
+@pytest.mark.long
+def test_an_8b_model_without_critic_by_hand() -> None:
+    found = parts(LLAMA_8B, 8, zero_stage=3, init_kl_coef=0, **GRPO, micro_train_batch_size=1)
+    assert LLAMA == 8_030_261_248
+    assert found["actor", "weights"].gpu == LLAMA * 2 / 8
+    assert found["actor", "gathered for generation"].gpu == 2 * LLAMA
+    assert found["actor", "gathered weights"].gpu == 2 * 10**9  # DeepSpeed's stage3_max_live_parameters
+
+
+@pytest.mark.parametrize(("stage", "of_parameter", "published"), [(2, 2 + 14 / 64, 16.6e9), (3, 16 / 64, 1.9e9)])
+def test_the_figures_of_the_zero_paper(stage: int, of_parameter: float, published: float) -> None:
+    """arXiv:1910.02054, figure 1: 7.5B parameters on 64 GPUs, 16-bit gradients."""
+    model = tiny_config(hidden_size=1024, num_attention_heads=16)
+    count = 2 * model.vocab_size * 1024 + 2 * (2 * 1024**2 + 2 * 1024 * 128 + 3 * 1024 * 64 + 2 * 1024) + 1024
+    found = parts(model, 64, zero_stage=stage, grad_accum_dtype="bf16", init_kl_coef=0, **GRPO)
+    states = ("weights", "fp32 masters", "Adam", "gradients", "gradients of the shard")
+    held = sum(part.gpu for (owner, what), part in found.items() if owner == "actor" and what in states)
+    assert held / count == pytest.approx(of_parameter, rel=1e-3)
+    assert held / count * 7.5e9 == pytest.approx(published, rel=0.02)
+
+
+def test_7b_with_critic_at_zero_2_does_not_fit_and_the_advice_does() -> None:
+    asked, machine = config(zero_stage=2), Machine(8, device_bytes=80 * 10**9)
+    model = {"model": tiny_config(hidden_size=4096, intermediate_size=16384, num_attention_heads=32)}
+    small = Machine(8, device_bytes=10 * 10**9)
+    assert not estimate(config(zero_stage=2, gradient_checkpointing=True), machine, {"model": QWEN_7B}).fits
+    lines = advice(asked, small, model)
+    assert any(line.startswith("  --gradient_checkpointing --critic_gradient_checkpointing: ") for line in lines)
+    assert lines[-1].endswith("which fits")
+    taken = lines[-1].split("together ")[1].split(":")[0].split(" --")
+    changed = {word.strip("-").partition(" ")[0]: word.partition(" ")[2] or True for word in taken}
+    assert estimate(asked.with_options(**changed).resolved(), small, model).fits
+
+
+@pytest.mark.parametrize(
+    ("options", "less"),
+    [
+        ({"gradient_checkpointing": True}, ACTOR),
+        ({"micro_train_batch_size": 1}, ACTOR),
+        ({"adam_offload": True}, ACTOR),
+        ({"lora_rank": 8}, ACTOR),
+        ({"micro_rollout_batch_size": 1}, ROLLOUT),
+        ({"rollout_engine": "vllm_server", "vllm_server_url": ("http://127.0.0.1:1",)}, ROLLOUT),
+    ],
+)
+def test_options_save_where_they_should(options: dict[str, Any], less: str) -> None:
+    model, machine = {"model": tiny_config()}, Machine(2)
+    sizes = [estimate(config(**more), machine, model).of_phase(less)[0] for more in (options, {})]
+    assert sizes[0] < sizes[1]
+
+
+def run_options(tmp_path: Path) -> list[str]:
+    tiny_config().save_pretrained(tmp_path)
+    (tmp_path / "reward.py").write_text("def reward_func(queries, prompts, labels): return [0.0] * len(queries)\n")
+    prompts = write_jsonl(tmp_path / "prompts.jsonl", [{"input": "1+1="}])
+    return f"--pretrain {tmp_path} --prompt_data {prompts} --reward_fn {tmp_path}/reward.py --bf16".split()
+
+
+def test_the_command_prints_parts_and_peak(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        main(["memory", *run_options(tmp_path), "--gpus", "4", "--nodes", "2", "--gpu_memory", "24GiB", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert done.value.code == 0
+    assert found["machine"] == {"world_size": 8, "gpus": True, "per_node": 4, "device_bytes": 24 * 2**30}
+    assert found["peak"][1] == max(phase["gpu"] for phase in found["phases"].values())
+    with pytest.raises(SystemExit) as done:
+        main(["memory", *run_options(tmp_path), "--gpus", "1", "--gpu_memory", "1GB"])
+    shown = capsys.readouterr().out
+    assert done.value.code == 1
+    assert "this does not fit into 1.00 GB" in shown
+    assert "does not fit either: more GPUs, or a smaller model" in shown
+
+
+def test_a_size_that_is_no_size_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["memory", *run_options(tmp_path), "--gpu_memory", "much"])
+    assert "--gpu_memory much: write 80GB, or 24GiB" in capsys.readouterr().err
+
+
+def test_what_certainly_does_not_fit_is_refused_before_anything_loads(tmp_path: Path) -> None:
+    LlamaConfig(**tiny_config().to_dict() | {"vocab_size": 500_000}).save_pretrained(tmp_path)
+    asked = config(pretrain=str(tmp_path), prompt_max_len=16, generate_max_len=16)
+    assert check_memory(asked, 2, None)[-1].startswith("peak: ")
+    with pytest.raises(ConfigError, match="of a GPU are needed at least"):
+        check_memory(asked, 2, 10**8)
