@@ -63,7 +63,7 @@ def test_relative_links_resolve(page):
 def known_flags() -> set[str]:
     names = {option.name for option in all_options()}
     names |= {option.name for kind in COMMANDS.values() for option in kind.all_options()} | RowsConfig.options().keys()
-    commands = ("serve_reward", "serve_vllm", "replay", "diff", "convert", "chat")
+    commands = ("serve_reward", "serve_vllm", "replay", "diff", "convert", "chat", "memory")
     files = [f"commands/{name}.py" for name in commands] + ["trainer/report.py"]
     servers = [ast.parse((REPO / "lightppo" / file).read_text()) for file in files]
     calls = [node for server in servers for node in ast.walk(server) if isinstance(node, ast.Call)]
