@@ -89,10 +89,12 @@ def template_of(args: argparse.Namespace, options: Mapping[str, Any], tokenizer:
     from lightppo.data.rows import PromptTemplate
 
     chat, text = args.apply_chat_template, args.input_template
+    system = args.system_prompt or options.get("system_prompt")
     if not chat and text is None:
-        chat = options.get("apply_chat_template", bool(tokenizer.chat_template and not options))
         text = options.get("input_template")
-    return PromptTemplate(tokenizer, chat, text, args.system_prompt or options.get("system_prompt"))
+        chat = options.get("apply_chat_template", bool(tokenizer.chat_template and not options))
+        chat = chat or (system is not None and text is None)  # the rows of such a run were chats
+    return PromptTemplate(tokenizer, chat, text, system)
 
 
 def respond(model: Any, tokenizer: Any, template: Any, prompt: Any, args: argparse.Namespace) -> str:

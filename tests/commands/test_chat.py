@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -56,6 +57,9 @@ def test_turns_of_a_chat(chat_model, say):
     assert first != second != alone
     assert say([chat_model, *GREEDY], "1+1\n\n2+2\n/reset\n2+2\n/quit\n3+3\n") == [first, second, alone]
     assert say([chat_model, *GREEDY, "--system_prompt", "be"], "2+2\n") == [greedy(chat_model, "sbe u2+2 a")]
+    options = Path(chat_model, "run_config.resolved.yaml")  # of a run whose rows were chats
+    options.write_text("{apply_chat_template: false, input_template: null, system_prompt: be}")
+    assert say([chat_model, *GREEDY], "2+2\n") == [greedy(chat_model, "sbe u2+2 a")]
 
 
 def test_plain_prompts_stand_alone(chat_model, tiny_model, say):
