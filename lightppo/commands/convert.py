@@ -129,7 +129,8 @@ def open_checkpoint(folder: Path, base: str | None, trust_remote_code: bool) -> 
     if found := damage(Alone(), folder):
         raise CheckpointError(f"{folder} is damaged: {'; '.join(found)}")
     options = checkpoint_options(folder)
-    has_value_head = any(name.startswith("model.score.") for name in saved_names(folder, meta))  # it always trains
+    heads = ("model.score.", "model.classifier.")  # of transformers' classifiers in our wrapper; they always train
+    has_value_head = any(name.startswith(heads) for name in saved_names(folder, meta))
     start = base or options.get("critic_pretrain" if folder.absolute().parent.name == "_critic" else "pretrain")
     if start is None:
         raise CheckpointError(f"{folder} does not name the model that it started from: set --base")
