@@ -107,15 +107,20 @@ def test_a_merged_adapter_computes_as_beside_its_base(tiny_model, tmp_path):
             assert (adapted(ids).logits - expected).abs().max() > 1e-2
 
 
-def test_a_checkpoint_of_supervised_training(recorded, tmp_path):
-    """Whose checkpoints are in another folder."""
-    rows = write_jsonl(tmp_path / "rows.jsonl", [{"input": row["input"], "output": row["label"]} for row in sums(8)])
+@pytest.mark.parametrize("command", ["sft", "rm"])
+def test_a_checkpoint_of_training_on_data(command, recorded, tmp_path):
+    """Whose checkpoints are in another folder; a reward model has a head."""
+    answers = {"output": "8", "chosen": "8", "rejected": "9"}
+    rows = write_jsonl(tmp_path / "rows.jsonl", [{"input": row["input"]} | answers for row in sums(8)])
     flags = {"pretrain": recorded / "model", "dataset": rows, "max_steps": 2, "save_steps": 1, "learning_rate": 1e-2}
     flags |= {"train_batch_size": 4, "micro_train_batch_size": 4, "save_path": tmp_path / "run", "zero_stage": 1}
     words = [f"--{name}={value}" for name, value in flags.items()]
-    run_ranks(recorded / "command.py", "sft", *words, world_size=1)
+    run_ranks(recorded / "command.py", command, *words, world_size=1)
     main(["convert", str(tmp_path / "run"), str(tmp_path / "out")])
-    assert_same_model(tmp_path / "out", tmp_path / "run")
+    found, expected = weights(tmp_path / "out"), weights(tmp_path / "run")
+    assert found.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+    assert ("score.weight" in found) == (command == "rm")
 
 
 def fails(*words: str, capsys) -> str:
