@@ -127,9 +127,9 @@ class SampleRecord:
         """A training pass has made these, each (B, A), of the current policy."""
         if not self.passes:
             return
-        real = experience.attention_mask.bool().cpu()
-        for i, (ids, mask) in enumerate(zip(experience.sequences.cpu(), real)):
-            if (passes := self.passes.get(ids[mask].numpy().tobytes())) is not None:
+        rows = zip(experience.sequences.cpu().numpy(), experience.attention_mask.bool().cpu().numpy())
+        for i, (ids, real) in enumerate(rows):
+            if (passes := self.passes.get(ids[real].tobytes())) is not None:
                 passes[1:] = [_Pass(log_probs[i].detach().cpu(), entropy[i].detach().cpu())]
                 passes[:1] = passes[:1] or passes[1:]
 

@@ -363,6 +363,7 @@ def test_samples_by_step_score_length_and_colour(tmp_path, opened):
     assert {f"score {row['score']}", "label 1", "source sums", "accuracy 1", "ended by stop"} < set(facts)
     modes = page.locator("#modes button").all_inner_texts()
     assert modes == ["advantage", "ratio trainer/engine", "KL", "entropy", "surprise"]
+    assert page.locator("#sample h3 >> nth=2").inner_text() == "2 answers to this prompt"
     page.click("#modes button:text-is('KL')")
     colours = page.eval_on_selector_all("#tokens span", "all => all.map(s => s.style.background)")
     assert ["--low" in c for c in colours if "0.000" not in c] == [x < 0 for c, x in zip(colours, row["tokens"]["kl"])
@@ -404,6 +405,7 @@ def test_what_looks_like_html_is_shown_as_text(tmp_path, opened):
     page.select_option("#kind", "eval")
     page.wait_for_selector("#tokens:not(:has(span))")
     assert page.inner_text("#tokens") == EVIL
+    assert page.locator("#sample > *").all_inner_texts()[1:] == ["Prompt", EVIL, "Answer", EVIL]
     assert page.evaluate("window.evil") is None
 
 
