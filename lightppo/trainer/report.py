@@ -303,7 +303,7 @@ def _run(path: Path) -> dict[str, Any]:
     plain = {name: list(value) if isinstance(value, tuple) else value for name, value in defaults.items()}
     return {
         "name": run.resolve().name,
-        "folder": str(run.resolve()),
+        "folder": str(run),  # as it was given
         "steps": [rows[0]["step"], rows[-1]["step"]],
         "times": [min(times), max(times)] if times else [],
         "starts": [start["step"] for start in starts_of(run)],
