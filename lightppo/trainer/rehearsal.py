@@ -90,29 +90,19 @@ def _rows(prompts: PromptDataset) -> Iterator[str]:
         return any(mark in (message["content"] or "") for message in p.messages or () for mark in marks)
 
     found = {
-        "begin with two begin-of-text tokens": (
-            lambda p: bos is not None and p.token_ids[:2] == [bos, bos],
-            "leave it out of the rows, or of the chat template",
-        ),
+        "begin with two begin-of-text tokens": (lambda p: bos is not None and p.token_ids[:2] == [bos, bos],
+            "leave it out of the rows, or of the chat template"),
         "hold special tokens inside a message": (in_chat, "was a chat template applied before? Give the bare text"),
         "end with end-of-text": (lambda p: p.token_ids[-1] == eos, "the answer comes after the end: leave it out"),
-        "end with a blank": (
-            lambda p: p.messages is None and p.text.endswith(" "),
-            "words begin with their blank, so answers get odd tokens: cut it off the rows or --input_template",
-        ),
-        "have tokens that the tokenizer does not know": (
-            lambda p: unknown is not None and unknown in p.token_ids,
-            "do the data and the tokenizer of --pretrain belong together?",
-        ),
-        "have no label": (
-            lambda p: usual is not None and p.label is None,
-            "others have one: fill them, or leave the rows out",
-        ),
-        f"have a label that is not {usual} as most are": (
-            lambda p: p.label is not None and type(p.label).__name__ != usual,
-            "'8' == 8 is false in Python: write all in one type",
-        ),
-    }
+        "end with a blank": (lambda p: p.messages is None and p.text.endswith(" "),
+            "words begin with their blank, so answers get odd tokens: cut it off the rows or --input_template"),
+        "have tokens that the tokenizer does not know": (lambda p: unknown is not None and unknown in p.token_ids,
+            "do the data and the tokenizer of --pretrain belong together?"),
+        "have no label": (lambda p: usual is not None and p.label is None,
+            "others have one: fill them, or leave the rows out"),
+        f"have a label that is not {usual} as most are": (lambda p: type(p.label).__name__ not in (usual, "NoneType"),
+            "'8' == 8 is false in Python: write all in one type"),
+    }  # fmt: skip
     for what, (is_so, cure) in found.items():
         if at := [position for position, prompt in enumerate(some) if is_so(prompt)]:
             shown = some[at[0]].text[-40:]
@@ -142,9 +132,8 @@ def _chats(config: PPOConfig, prompts: PromptDataset) -> Iterator[str]:
             name = "--system_prompt" if config.data.system_prompt else f"the system message of {prompts.origin(0)}"
             raise ConfigError(f"{name}: the chat template drops it; put it into the user's message, or use another")
     chat = first.messages
-    if chat[-1]["role"] != "assistant" and template.chat_text(chat, add_generation_prompt=True) == template.chat_text(
-        chat
-    ):
+    asked = template.chat_text(chat, add_generation_prompt=chat[-1]["role"] != "assistant")
+    if chat[-1]["role"] != "assistant" and asked == template.chat_text(chat):
         yield "the chat template has no generation prompt: the model has to write the assistant's header itself"
     mark = "answer 7"
     tail = template.chat_text([*chat, {"role": "assistant", "content": mark}]).rpartition(mark)[2].strip()

@@ -83,7 +83,7 @@ class MlflowSink:
 
     def __init__(self, config: LoggingConfig, run_name: str, options: Mapping[str, Any], run_id: str | None) -> None:
         self.client, found = open_mlflow(config)
-        self.waiting: list[Any] = []
+        self.mlflow, self.waiting = import_module("mlflow"), []
         if run_id is not None:
             self.client.update_run(run_id, status="RUNNING")
             self.run_id = run_id
@@ -91,32 +91,28 @@ class MlflowSink:
         experiment = found.experiment_id if found else self.client.create_experiment(config.mlflow_experiment)
         tags = {"group": config.wandb_group} if config.wandb_group else {}
         self.run_id = self.client.create_run(experiment, run_name=run_name, tags=tags).info.run_id
-        params = [_entities().Param(name, str(value)) for name, value in options.items()]
+        params = [self.mlflow.entities.Param(name, str(value)) for name, value in options.items()]
         for first in range(0, len(params), 100):  # at most, of one call
             self.client.log_batch(self.run_id, params=params[first : first + 100])
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        now, metric = int(1000 * time.time()), _entities().Metric
+        now, metric = int(1000 * time.time()), self.mlflow.entities.Metric
         self.waiting += [metric(re.sub(r"[^\w\-. :/]", "_", n), float(v), now, step) for n, v in metrics.items()]
         try:
             while self.waiting:
                 self.client.log_batch(self.run_id, metrics=self.waiting[:1000])  # at most, of one call
                 del self.waiting[:1000]
-        except self._refused as error:
+        except self.mlflow.MlflowException as error:
             logger.warning("step %d: MLflow did not take the metrics, the next step tries again: %s", step, error)
 
     def close(self) -> None:
         try:
             self.log(0, {})
             self.client.set_terminated(self.run_id)
-        except self._refused as error:
+        except self.mlflow.MlflowException as error:
             logger.warning("MLflow run %s is not ended there: %s", self.run_id, error)
         if self.waiting:
             logger.warning("MLflow did not take %d numbers; metrics.jsonl has them", len(self.waiting))
-
-    @property
-    def _refused(self) -> type[Exception]:
-        return import_module("mlflow.exceptions").MlflowException
 
 
 Tracker = TensorBoardSink | WandbSink | TrackioSink | MlflowSink
@@ -158,10 +154,6 @@ def open_mlflow(config: LoggingConfig) -> tuple[Any, Any]:
         return client, client.get_experiment_by_name(config.mlflow_experiment)
     except mlflow.MlflowException as error:
         raise ConfigError(f"--use_mlflow {uri}: {error} (a database needs a server: `mlflow server`)") from error
-
-
-def _entities() -> Any:
-    return import_module("mlflow.entities")
 
 
 def _package(name: str) -> Any:
