@@ -21,6 +21,7 @@ SCRIPT = REPO / "examples" / "train_dpo.py"
 SEED, ROWS, BATCH, EPOCHS, RATE, BETA = 7, 6, 4, 2, 1e-3, 0.5  # steps of 4 and 2 pairs in each epoch
 LOSSES = {
     "dpo": (["--label_smoothing=0.1"], lambda lead: dpo_loss(lead, beta=BETA, label_smoothing=0.1), False),
+    "dpo_of_means": ([], lambda lead: dpo_loss(lead, beta=BETA), True),
     "ipo": (["--preference_loss=ipo"], lambda lead: ipo_loss(lead, beta=BETA), True),
 }
 
@@ -144,6 +145,11 @@ def test_a_packed_run_is_a_padded_one_but_for_rounding(fitted, rows, tiny_model,
     expected = plain(rows, tiny_model, "dpo")
     for run in ("packed", "padded"):
         check_steps(logged(tmp_path / run), expected)
+
+
+def test_log_probs_of_answers_may_be_means_over_their_tokens(fitted, rows, tiny_model, tmp_path):
+    fitted(".", average_log_probs=True)
+    check_steps(logged(tmp_path), plain(rows, tiny_model, "dpo_of_means"))
 
 
 def test_a_resumed_run_with_adapters_is_the_uninterrupted_run(fitted, dataset, tiny_model, tmp_path):
