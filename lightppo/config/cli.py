@@ -210,10 +210,15 @@ def _typed(value: str | list[str], option: Option) -> Any:
     return meant.get(value, value)
 
 
-def _with_file(config: C, path: str) -> C:
-    """The config with the options of the ``--config`` file."""
+def _with_file(config: C, path: str, above: tuple[str, ...] = ()) -> C:
+    """The config with the options of the ``--config`` file, over those of the file beside it that it names itself."""
     try:
-        return config.with_options(**_read_yaml(path, config.sections()))
+        values = _read_yaml(path, config.sections())
+        if (base := values.pop("config", None)) is not None:
+            if path in above:
+                raise ConfigError("'config' leads back to this file")
+            config = _with_file(config, str(Path(path).parent / str(base)), (*above, path))
+        return config.with_options(**values)
     except ConfigError as error:
         raise ConfigError("\n".join(f"--config {path}: {line}" for line in str(error).split("\n"))) from error
 
@@ -231,8 +236,6 @@ def _read_yaml(path: str, sections: Container[str]) -> dict[str, Any]:
         raise ConfigError(f"must be a mapping of option to value, not a {type(values).__name__}")
     if nested := [name for name, value in values.items() if isinstance(value, dict) and name in sections]:
         raise ConfigError(f"sections are not nested: write the options of {nested[0]!r} at the top level")
-    if "config" in values:
-        raise ConfigError("the file names another with 'config': give one file only")
     return {str(name): value for name, value in values.items()}
 
 

@@ -23,7 +23,9 @@ kl = partial(option, needs="init_kl_coef>0")
 class FileConfig(Section, resume_safe=True):
     """Options from a file."""
 
-    config: str | None = option(None, "YAML file with options; flags on the command line win.")
+    config: str | None = option(
+        None, "YAML file with options; flags win over it. Its own `config` names a file beside it, over which it wins."
+    )
 
 
 class ModelConfig(Section):
