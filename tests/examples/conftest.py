@@ -11,15 +11,24 @@ from types import ModuleType
 import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-_QUICKSTART = ("task", "make_assets", "reward", "summarize")
+
+
+def scripts_of(folder: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
+    """``("task")`` imports ``examples/FOLDER/task.py`` as a script beside it would."""
+    monkeypatch.syspath_prepend(str(EXAMPLES / folder))
+    names = [path.stem for path in (EXAMPLES / folder).glob("*.py")]
+    for name in names:
+        sys.modules.pop(name, None)
+    yield importlib.import_module
+    for name in names:
+        sys.modules.pop(name, None)
 
 
 @pytest.fixture
 def quickstart(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
-    """``quickstart("task")`` imports ``examples/quickstart/task.py`` as a script beside it would."""
-    monkeypatch.syspath_prepend(str(EXAMPLES / "quickstart"))
-    for name in _QUICKSTART:
-        sys.modules.pop(name, None)
-    yield importlib.import_module
-    for name in _QUICKSTART:
-        sys.modules.pop(name, None)
+    yield from scripts_of("quickstart", monkeypatch)
+
+
+@pytest.fixture
+def rlhf(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
+    yield from scripts_of("rlhf", monkeypatch)
