@@ -70,9 +70,12 @@ def prompts(held_out: bool, count: int, seed: int) -> list[dict[str, str]]:
 
 def another(item: Item, rng: random.Random) -> Item:
     """A thing to train on that differs in colour and kind."""
-    while (other := rng.choice(items(False)))[0] == item[0] or other[1] == item[1]:
-        pass
-    return other
+    return rng.choice(_others(item))
+
+
+@functools.cache
+def _others(item: Item) -> list[Item]:
+    return [other for other in items(False) if other[0] != item[0] and other[1] != item[1]]
 
 
 def demonstration(prompt: str, label: str, rng: random.Random) -> str:
