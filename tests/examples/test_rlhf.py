@@ -118,12 +118,12 @@ def test_the_judge_reads_a_whole_run(rlhf, models, tmp_path):
     for model in ("ppo", "ppo_no_kl", "dpo"):
         folder = tmp_path / model / "checkpoints"
         folder.mkdir(parents=True)
-        for step in (5, 10):
+        for step in (5, 10) if model == "ppo" else (10,):
             (folder / f"global_step{step}_hf").symlink_to(models / "2")
     rlhf("judge").main(tmp_path)
     summary = json.loads((tmp_path / "summary.json").read_text())
     found = {(v["model"], v["step"]): v for v in summary["verdicts"]}
-    assert found.keys() == {("sft", 0)} | {(m, s) for m in ("ppo", "ppo_no_kl", "dpo") for s in (5, 10)}
+    assert found.keys() == {("sft", 0), ("ppo", 5), ("ppo", 10), ("ppo_no_kl", 10), ("dpo", 10)}
     assert found["sft", 0]["kl"] == 0
     assert found["ppo", 10]["kl"] == found["dpo", 10]["kl"] > 0
     assert summary["reward_model_accuracy"] in (0.0, 1.0)

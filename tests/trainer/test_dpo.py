@@ -125,7 +125,7 @@ def fitted(world, tiny_model, dataset, tmp_path):
     ("world_size", "micro", "zero_stage", "packing", "loss"),
     [
         (2, 1, 3, "--packing_samples", "ipo"),
-        (2, 2, 2, "--no_packing_samples", "dpo"),
+        pytest.param(2, 2, 2, "--no_packing_samples", "dpo", marks=pytest.mark.long),
         pytest.param(1, 4, 1, "--packing_samples", "dpo", marks=pytest.mark.long),
         pytest.param(2, 2, 0, "--packing_samples", "dpo", marks=pytest.mark.long),
     ],
