@@ -372,6 +372,8 @@ def shapes(config: PPOConfig, configs: Mapping[str, PretrainedConfig]) -> dict[s
         roles["reference"] = shape(m.ref_pretrain, "--ref_pretrain", bf16=bf16, in_4bit=a.load_in_4bit)
     if config.algorithm.enable_ema:
         roles["moving average"] = shape(m.pretrain, "--pretrain", bf16=False)
+    if config.distill.teacher_pretrain is not None and rules.needs_teacher(config):
+        roles["teacher"] = shape(config.distill.teacher_pretrain, "--teacher_pretrain")
     for i, path in enumerate(m.reward_pretrain, start=1):
         roles[f"reward model {i}"] = shape(path, "--reward_pretrain", True)
     return roles
@@ -383,8 +385,11 @@ def _placed(role: str, config: PPOConfig) -> tuple[int, bool]:
     if role in ("actor", "critic"):
         of_critic = (s.critic_zero_stage, bool(s.critic_param_offload))
         return of_critic if role == "critic" else (s.zero_stage, s.param_offload)
-    scores = role.startswith("reward")
-    stage, offload = (s.reward_zero_stage, s.reward_offload) if scores else (s.ref_zero_stage, s.ref_offload)
+    stage, offload = s.ref_zero_stage, s.ref_offload
+    if role.startswith("reward"):
+        stage, offload = s.reward_zero_stage, s.reward_offload
+    elif role == "teacher":
+        stage, offload = config.distill.teacher_zero_stage, config.distill.teacher_offload
     return 3 if offload else stage, offload
 
 
@@ -394,8 +399,14 @@ def _weights(role: str, shape: Shape, stage: int, offload: bool, config: PPOConf
     yield Part(role, "weights", always, *((0, held) if offload else (held, 0)))
     if stage == 3 and config.strategy.zpg > 1:
         yield Part(role, "secondary shards (--zpg)", always, gpu=n.bytes // config.strategy.zpg)
-    if machine.gpus and stage != 3:  # all models are there, whole, before the first one goes to its GPU
-        yield Part(role, "whole on the host", frozenset({LOADING}), host=n.total * n.width)
+    if machine.gpus and stage != 3:  # all models are there before the first one goes to its GPU
+        # A checkpoint in the run's own type is mapped from its file, once for all ranks of a host.
+        mapped = shape.config.dtype is built(shape).hf_model.dtype and not (
+            shape.in_4bit or config.model.init_from_scratch
+        )
+        ranks = min(machine.world_size, machine.per_node) if mapped else 1
+        what = "mapped from the file" if mapped else "whole on the host"
+        yield Part(role, what, frozenset({LOADING}), host=math.ceil(n.total * n.width / ranks))
 
 
 def _trained(role: str, shape: Shape, stage: int, config: PPOConfig, machine: Machine) -> Iterator[Part]:
@@ -488,7 +499,7 @@ def _micro_batches(config: PPOConfig, rows: Rows, machine: Machine) -> int:
 
 def _scoring(roles: Mapping[str, Shape], config: PPOConfig, machine: Machine) -> Iterator[Part]:
     """The largest pass without gradients."""
-    calls = {"critic": "critic", "reference": "reference"}
+    calls = {"critic": "critic", "reference": "reference", "teacher": "teacher"}
     exact = config.engine.rollout_engine == "hf"
     if not config.evaluation.val_only and rules.old_log_probs_from(config, exact) == "forward":
         calls["actor"] = "actor"
