@@ -199,13 +199,13 @@ class Recorder:
         for sink in self.sinks:
             sink.log(step, metrics)
 
-    def log(self, step: int, status: Mapping[str, float], total_steps: int | None = None) -> None:
-        """Log one step, if it is due, as a row and as a line; alarms are told when they begin."""
+    def log(self, step: int, status: Mapping[str, float], total_steps: int | None = None, due: bool = False) -> None:
+        """Log one step, if it is ``due`` or its turn, as a row and as a line; alarms are told when they begin."""
         status = with_namespace(status)
         alarms, told = self.alarms.look(status)
         if self.sinks:
             hold([self.config.checkpoint.save_path, self.config.checkpoint.ckpt_path])
-        if step % self.config.logging.logging_steps == 0:
+        if due or step % self.config.logging.logging_steps == 0:
             # What saving took before: a row of its own, written after a save, could be lost while the save is not.
             self._write(step, status | alarms | with_namespace(self.timer.reset()))
             self.strategy.print(self.pace.line(step, total_steps, status))

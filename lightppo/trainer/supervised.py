@@ -217,7 +217,7 @@ class SupervisedTrainer:
             parameters=parameter_count(self.model),
             peak_tflops=self.config.logging.peak_tflops,
         )
-        self.recorder.log(step, {**status, **perf}, self.total_steps)
+        self.recorder.log(step, {**status, **perf}, self.total_steps, due=step == self.total_steps)
         save = partial(self._save_checkpoint, step)
         self.recorder.after_step(step, self._finished_epochs(), self._ckpt_path, save, stops=self._saves_at_stop())
 

@@ -156,6 +156,11 @@ def test_max_steps_goes_on_into_further_epochs_and_the_rate_falls(fitted, tmp_pa
     assert found[-1]["train/loss"] < found[0]["train/loss"]
 
 
+def test_the_last_step_is_logged_whatever_its_number(fitted, tmp_path):
+    fitted(".", logging_steps=4)
+    assert [row["step"] for row in logged(tmp_path)] == [4, 6]
+
+
 def test_a_packed_run_is_a_padded_one_but_for_rounding(fitted, tmp_path):
     packed, padded = fitted("packed", max_norm=0), fitted("padded", max_norm=0, packing_samples=False)
     assert (packed.model.packing_samples, padded.model.packing_samples) == (True, False)
