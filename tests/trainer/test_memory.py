@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from support.tiny import tiny_config, write_jsonl
-from transformers import LlamaConfig, Qwen2Config
+from transformers import LlamaConfig, MixtralConfig, Qwen2Config
 
 from lightppo.__main__ import main
 from lightppo.config import PPOConfig
@@ -116,6 +116,15 @@ def test_a_checkpoint_of_the_same_type_is_in_a_hosts_memory_once() -> None:
     size = parts(tiny_config(), 4)["actor", "weights"].gpu
     assert parts(tiny_config(dtype="float32"), 4)["actor", "whole on the host"].host == size
     assert parts(tiny_config(dtype="bfloat16"), 4)["actor", "mapped from the file"].host == -(-size // 4)
+
+
+def test_experts_are_counted_by_how_many_a_token_goes_through() -> None:
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    models = [MixtralConfig(**shape, vocab_size=64, num_local_experts=4, num_experts_per_tok=k) for k in (1, 2)]
+    one, two = (parts(model, 2, zero_stage=2)["actor", "activations, buckets"].gpu for model in models)
+    # 4 samples of 2048 tokens, bf16: of one more expert at least gate and value (256) and their product (128) are kept
+    # in the first layer; the last one runs at the read half of the positions
+    assert 384 * 8192 * 2 < two - one < 1536 * 8192 * 2
 
 
 def test_a_teacher_is_one_more_model() -> None:
