@@ -80,6 +80,7 @@ def test_where_a_run_stands(run, shown):
         (None, 3, "ended, last row "),
         (None, 0, "ended, no row yet"),
     ],
+    ids=["running", "ended", "finished", "elsewhere", "no lock", "no row"],
 )
 def test_whether_it_lives(run, shown, holder, steps, said):
     write(run, [row(step) for step in range(1, steps + 1)])
