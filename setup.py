@@ -7,7 +7,7 @@ from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
 HOME = ""  # address of the repository: "https://…"; empty as long as it has none
-VERSION = re.search(r'__version__ = "(.+)"', (HERE / "lightppo" / "__init__.py").read_text()).group(1)
+VERSION = re.search(r'__version__ = "(.+)"', (HERE / "lightppo" / "version.py").read_text()).group(1)
 
 setup(
     name="lightppo",

@@ -97,7 +97,7 @@ def measure(options: dict[str, Any]) -> dict[str, int]:
     import psutil
 
     from lightppo import PPOConfig, PPOTrainer
-    from lightppo.trainer.memory import ACTOR, CRITIC, LOADING, ROLLOUT, SAVE, SCORING, LiveBytes
+    from lightppo.trainer.budget import ACTOR, CRITIC, LOADING, ROLLOUT, SAVE, SCORING, LiveBytes
 
     live, peaks, now = LiveBytes("cpu"), {}, [LOADING]
 
@@ -148,12 +148,12 @@ def measure(options: dict[str, Any]) -> dict[str, int]:
 def predicted(options: dict[str, Any], ranks: int) -> dict[str, int]:
     """The same phases by the calculator, of a rank."""
     from lightppo import PPOConfig
-    from lightppo.trainer import memory
+    from lightppo.trainer import budget
 
-    found = memory.estimate(PPOConfig.from_flat(options).resolved(), memory.Machine(ranks, gpus=False))
-    sizes = {phase: found.of_phase(phase)[1] // ranks for phase in memory.PHASES}
-    sizes[memory.ACTOR] = max(sizes[memory.ACTOR], sizes[memory.ACTOR_STEP])
-    sizes[memory.CRITIC] = max(sizes[memory.CRITIC], sizes[memory.CRITIC_STEP])
+    found = budget.estimate(PPOConfig.from_flat(options).resolved(), budget.Machine(ranks, gpus=False))
+    sizes = {phase: found.of_phase(phase)[1] // ranks for phase in budget.PHASES}
+    sizes[budget.ACTOR] = max(sizes[budget.ACTOR], sizes[budget.ACTOR_STEP])
+    sizes[budget.CRITIC] = max(sizes[budget.CRITIC], sizes[budget.CRITIC_STEP])
     return sizes
 
 

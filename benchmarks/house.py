@@ -166,9 +166,10 @@ class Trace:
         return local
 
     def numbers(self) -> dict[str, int]:
-        later, rows = {line for line in self.lines if line[2]}, {}
+        seen, rows = set(self.lines), {}  # a copy: other threads go on
+        later = {line for line in seen if line[2]}
         inside = {line for line in later if line[3]}
-        parts = {"": self.lines, " from the trainer on": later, " from the trainer on, inside functions": inside}
+        parts = {"": seen, " from the trainer on": later, " from the trainer on, inside functions": inside}
         for part, lines in parts.items():
             rows[f"one PPO step: lines executed{part}"] = len({line[:2] for line in lines})
             rows[f"one PPO step: files{part}"] = len({line[0] for line in lines})

@@ -7,7 +7,7 @@ import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from lightppo.version import __version__
 
 # Where bitsandbytes is installed, peft imports it, and transformers' schedules import peft: on a CPU each run would
 # begin with its warning of a package of kernels that nothing here uses.

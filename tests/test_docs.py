@@ -16,7 +16,7 @@ from support.ranks import REPO
 from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS, CORRECTIONS, KL_ESTIMATORS, POLICY_LOSSES
 from lightppo.commands.data import RowsConfig
 from lightppo.config.options import all_options
-from lightppo.config.supervised import COMMANDS
+from lightppo.config.sft_rm_dpo import COMMANDS
 from lightppo.trainer.metrics import METRICS
 
 PAGES = sorted([*REPO.glob("*.md"), *(REPO / "docs").glob("*.md")])

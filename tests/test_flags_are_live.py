@@ -13,7 +13,7 @@ import pytest
 from lightppo.algorithms.entries import TABLES
 from lightppo.config import PPOConfig
 from lightppo.config.options import all_options, sections
-from lightppo.config.supervised import COMMANDS
+from lightppo.config.sft_rm_dpo import COMMANDS
 from lightppo.rewards import registry
 from lightppo.rollout.engine import SamplingParams
 from lightppo.rollout.vllm import engine_arguments

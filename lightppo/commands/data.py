@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from lightppo.config.cli import exit_on_mistakes, parse_section
 from lightppo.config.options import all_options
-from lightppo.config.supervised import COMMANDS
+from lightppo.config.sft_rm_dpo import COMMANDS
 from lightppo.errors import ConfigError, DataError, UserError
 from lightppo.option import Option, Section, option
 

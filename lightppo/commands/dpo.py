@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightppo.commands.sft import train
-from lightppo.config.supervised import DPOConfig
+from lightppo.config.sft_rm_dpo import DPOConfig
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "lightppo dpo") -> None:

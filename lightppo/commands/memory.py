@@ -35,22 +35,22 @@ def main(argv: Sequence[str], prog: str = "lightppo memory") -> None:
             size = torch.cuda.get_device_properties(0).total_memory if here else 80 * 10**9
         ranks = (gpus or int(os.environ.get("WORLD_SIZE", "1"))) * args.nodes
         config.validate(world_size=ranks)
-        from lightppo.trainer import memory
+        from lightppo.trainer import budget
 
-        machine = memory.Machine(ranks, gpus > 0, ranks // args.nodes, size if gpus else None)
+        machine = budget.Machine(ranks, gpus > 0, ranks // args.nodes, size if gpus else None)
         try:
-            found = memory.estimate(config.resolved(), machine)
-            advice = [] if found.fits else memory.advice(config.resolved(), machine)
+            found = budget.estimate(config.resolved(), machine)
+            advice = [] if found.fits else budget.advice(config.resolved(), machine)
         except UserError as error:
             raise ConfigError(str(error)) from error
     if args.json:
-        phases = {phase: dict(zip(("gpu", "host"), found.of_phase(phase))) for phase in memory.PHASES}
+        phases = {phase: dict(zip(("gpu", "host"), found.of_phase(phase))) for phase in budget.PHASES}
         shown = asdict(found) | {"phases": phases, "peak": found.peak(), "fits": found.fits, "advice": advice}
         print(json.dumps(shown, default=sorted, indent=1))
     else:
-        print("\n".join(memory.table(found)))
+        print("\n".join(budget.table(found)))
         if advice:
-            print("\n".join([f"this does not fit into {memory.gigabytes(size)}:", *advice]))
+            print("\n".join([f"this does not fit into {budget.gigabytes(size)}:", *advice]))
     raise SystemExit(0 if found.fits else 1)
 
 

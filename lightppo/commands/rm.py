@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightppo.commands.sft import train
-from lightppo.config.supervised import RMConfig
+from lightppo.config.sft_rm_dpo import RMConfig
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "lightppo rm") -> None:

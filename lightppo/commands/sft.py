@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightppo.config.cli import parse_args
-from lightppo.config.supervised import SFTConfig, SupervisedConfig
+from lightppo.config.sft_rm_dpo import SFTConfig, SupervisedConfig
 
 
 def train(kind: type[SupervisedConfig], argv: Sequence[str] | None, prog: str) -> None:

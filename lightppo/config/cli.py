@@ -18,7 +18,7 @@ import yaml
 from lightppo.config.aliases import hint
 from lightppo.config.options import conform, sections
 from lightppo.config.rules import FACTS, PPOConfig, condition_text, idle_flags
-from lightppo.config.supervised import COMMANDS, WORDS, SupervisedConfig
+from lightppo.config.sft_rm_dpo import COMMANDS, WORDS, SupervisedConfig
 from lightppo.errors import ConfigError, UserError
 from lightppo.option import Option, Section, nearest
 

@@ -101,21 +101,12 @@ def save_checkpoint(
     known, needed = files.settle(ranks)
 
     def commit() -> None:
-        try:
-            with durable.explained(save_dir, needed):
-                client = durable.write_file(staging / _CLIENT_STATE, partial(torch.save, client_state or {}))
-                (staging / META).write_text(json.dumps(meta))
-                durable.seal(staging, known | {_CLIENT_STATE: client})
-        except BaseException:
-            shutil.rmtree(staging, ignore_errors=True)  # room for others
-            raise
-        replaced = save_dir / f"{tag}{_OLD}"
+        with _removed_on_failure(staging), durable.explained(save_dir, needed):
+            client = durable.write_file(staging / _CLIENT_STATE, partial(torch.save, client_state or {}))
+            (staging / META).write_text(json.dumps(meta))
+            durable.seal(staging, known | {_CLIENT_STATE: client})
         with durable.explained(save_dir):
-            if (save_dir / tag).exists():
-                durable.rename(save_dir / tag, replaced)
-            durable.rename(staging, save_dir / tag)
-            shutil.rmtree(replaced, ignore_errors=True)
-            durable.write_text(save_dir / LATEST, tag)
+            _replace(save_dir, tag, staging)
             upload(target, tag, last=META)
             upload(target, LATEST)
             # Only now: the new checkpoint is complete before an old one is removed.
@@ -123,6 +114,26 @@ def save_checkpoint(
 
     ranks.on_rank_0(commit, f"complete the checkpoint {save_dir / tag}")
     return tag
+
+
+@contextlib.contextmanager
+def _removed_on_failure(folder: Path) -> Iterator[None]:
+    """Room for others, where a disk is full."""
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _replace(save_dir: Path, tag: str, staging: Path) -> None:
+    """Give a written checkpoint its name, in place of an older one, and mark it as the latest."""
+    replaced = save_dir / f"{tag}{_OLD}"
+    if (save_dir / tag).exists():
+        durable.rename(save_dir / tag, replaced)
+    durable.rename(staging, save_dir / tag)
+    shutil.rmtree(replaced, ignore_errors=True)
+    durable.write_text(save_dir / LATEST, tag)
 
 
 class _Files:

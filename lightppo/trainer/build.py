@@ -115,19 +115,13 @@ def build(config: PPOConfig) -> Run:
         check_total_steps(config, steps_per_episode(config, loader), len(loader.dataset))
     if not config.model.reward_pretrain:
         rewards = build_rewards(config, [], tokenizer, strategy)
-    if asked.training.dry_run:  # what is to be seen in prompts and scores, before the models take their time
-        if loader is not None:
-            rehearse(asked, loader.dataset, eval_prompts, rewards and rewards[0], strategy)
-        if eval_prompts is not None:
-            eval_prompts = build_prompts(config, tokenizer, strategy, evaluation=True)
+    if asked.training.dry_run and loader is not None:  # before the models take their time
+        rehearse(asked, loader.dataset, eval_prompts, rewards and rewards[0], strategy)
+    if asked.training.dry_run and eval_prompts is not None:
+        eval_prompts = build_prompts(config, tokenizer, strategy, evaluation=True)
 
     models = build_models(config, strategy)
-    loading.fit_to_model(tokenizer, models.actor, config.model.pretrain, "--pretrain")
-    models.actor.valid_vocab_size = loading.valid_vocab_size(tokenizer)
-    for frozen in filter(None, (models.reference, models.teacher)):
-        frozen.valid_vocab_size = models.actor.valid_vocab_size
-    if models.teacher is not None:
-        loading.fit_to_model(tokenizer, models.teacher, config.distill.teacher_pretrain, "--teacher_pretrain")
+    fit_vocabulary(models, tokenizer, config)
     saved = saved_parts(config, models.actor, models.critic, models.ema, models.reference)
     sizes = {part: parameter_count(model, uses_adapters(config)) for part, model in saved.items()}
     check_disk_space(asked, sizes, exported=parameter_count(models.actor))
@@ -288,6 +282,17 @@ def check_teacher(config: PPOConfig, tokenizer: Any, strategy: DeepspeedStrategy
                 "take a teacher of the student's family"
             )
     return None
+
+
+def fit_vocabulary(models: Models, tokenizer: Any, config: PPOConfig) -> None:
+    """Actor, reference and teacher give log probs over the tokenizer's ids; ModelLoadError where it has more."""
+    flags = {"--pretrain": models.actor, "--teacher_pretrain": models.teacher}
+    for flag, model in flags.items():
+        if model is not None:
+            path = config.model.pretrain if model is models.actor else config.distill.teacher_pretrain
+            loading.fit_to_model(tokenizer, model, path, flag)
+    for model in filter(None, (models.actor, models.reference, models.teacher)):
+        model.valid_vocab_size = loading.valid_vocab_size(tokenizer)
 
 
 def saved_parts(config: PPOConfig, actor: Any, critic: Any, ema: Any, reference: Any) -> dict[str, Any]:
@@ -643,7 +648,7 @@ def check_lengths(config: PPOConfig, model_config: Any) -> None:
 
 def tell_memory(config: PPOConfig, strategy: DeepspeedStrategy) -> None:
     """Prints what the run will need; refuses one whose weights and optimizer alone do not fit. Collective."""
-    from lightppo.trainer.memory import check_memory
+    from lightppo.trainer.budget import check_memory
 
     device, per_node = strategy.device, int(os.environ.get("LOCAL_WORLD_SIZE", strategy.world_size))
     size = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None

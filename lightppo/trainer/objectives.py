@@ -13,7 +13,7 @@ from lightppo.algorithms.entries import PREFERENCE_LOSSES
 from lightppo.algorithms.losses import IGNORE_INDEX, GPTLMLoss
 from lightppo.algorithms.masking import LossNormalizer, aggregate_loss
 from lightppo.algorithms.preferences import answer_log_probs, bradley_terry_loss, pair_mean
-from lightppo.config.supervised import DPOConfig, RMConfig, SFTConfig, SupervisedConfig
+from lightppo.config.sft_rm_dpo import DPOConfig, RMConfig, SFTConfig, SupervisedConfig
 from lightppo.data.datasets import PairDataset, ReferencedPairs, SFTDataset
 from lightppo.models.actor import Actor
 from lightppo.models.critic import NewRewardModel

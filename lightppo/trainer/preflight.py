@@ -16,7 +16,7 @@ from typing import Any
 from lightppo.config import PPOConfig
 from lightppo.config.cli import exit_on_mistakes
 from lightppo.config.rules import estimator_entry, evaluation_config, needs_critic, needs_reference, needs_teacher
-from lightppo.config.supervised import SupervisedConfig
+from lightppo.config.sft_rm_dpo import SupervisedConfig
 from lightppo.data.readers import check_data_paths, first_rows, with_metadata
 from lightppo.data.records import Prompt, Rollout
 from lightppo.data.rows import (

@@ -16,10 +16,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightppo import __version__, durable
+from lightppo import durable
 from lightppo.config.options import all_options
 from lightppo.errors import ReportError
 from lightppo.trainer.alarms import ALARMS
+from lightppo.version import __version__
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -19,7 +19,7 @@ from typing import IO, Any
 
 import yaml
 
-from lightppo import __version__, durable
+from lightppo import durable
 from lightppo.config.options import LoggingConfig, OptionSet
 from lightppo.data.rows import ORIGIN_COLUMN
 from lightppo.errors import ConfigError, StagingError
@@ -29,6 +29,7 @@ from lightppo.ranks import Ranks
 from lightppo.storage import download, is_url, local_folder, probe, set_unsent_aside, stage_to_local, unsent, upload
 from lightppo.trainer.checkpointing import download_marks
 from lightppo.user_code import split_python_spec
+from lightppo.version import __version__
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from lightppo import signals
 from lightppo.config.rules import idle_flags
-from lightppo.config.supervised import SupervisedConfig
+from lightppo.config.sft_rm_dpo import SupervisedConfig
 from lightppo.data.readers import blending_datasets
 from lightppo.models import loading
 from lightppo.models.lora import check_peft

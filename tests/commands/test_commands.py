@@ -109,15 +109,15 @@ class TestReport:
         write_jsonl(tmp_path / "metrics.jsonl", rows)
         return tmp_path
 
-    def test_the_table_and_the_picture(self, run, capsys):
-        pytest.importorskip("matplotlib")
+    def test_the_table_and_the_page(self, run, capsys):
+        pytest.importorskip("plotly")
         main(["report", str(run)])
         out = capsys.readouterr().out
         assert re.search(r"^eval/reward +0\.25 +0\.75 +0\.75   1 → 3, best at 3$", out, re.MULTILINE)
         assert re.search(r"^rollout/reward +0\.1 +0\.3 +0\.3   1 → 3, best at 3$", out, re.MULTILINE)
-        picture = Path(out.splitlines()[-1])
-        assert picture.parent == run
-        assert picture.read_bytes().startswith(b"\x89PNG")
+        page = Path(out.splitlines()[-1])
+        assert page.parent == run
+        assert page.read_text().startswith("<!DOCTYPE html>")
 
     def test_without_evaluations_the_training_rows(self):
         rows = [{"step": 4, "rollout/reward": 0.5, "eval/reward": 1.0}, {"step": 9, "rollout/reward": 2.0}]
@@ -145,6 +145,7 @@ def test_a_wheel_holds_the_package_and_its_command(tmp_path):
     subprocess.run([*pip, "wheel", str(source), "--no-build-isolation", *alone, "-w", str(tmp_path)], check=True)
     (wheel,) = tmp_path.glob("*.whl")
     files = {path.relative_to(REPO).as_posix() for path in (REPO / "lightppo").rglob("*.py")} | {"lightppo/py.typed"}
+    files |= {"lightppo/trainer/report.html"}
     held = set(zipfile.ZipFile(wheel).namelist())
     assert {name for name in held if name.startswith("lightppo/")} == files
     subprocess.run([*pip, "install", *alone, "--target", str(site), str(wheel)], check=True)

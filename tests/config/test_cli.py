@@ -15,7 +15,7 @@ import pytest
 from lightppo.config import cli, parse_args
 from lightppo.config.options import all_options
 from lightppo.config.rules import PPOConfig, condition_text
-from lightppo.config.supervised import COMMANDS
+from lightppo.config.sft_rm_dpo import COMMANDS
 from lightppo.option import Section, option
 
 ROOT = Path(__file__).parents[2]

@@ -11,7 +11,7 @@ import pytest
 from support.runs import fitted
 
 from lightppo.config import PPOConfig
-from lightppo.config.supervised import SFTConfig
+from lightppo.config.sft_rm_dpo import SFTConfig
 from lightppo.trainer.alarms import ALARMS, Alarms
 from lightppo.trainer.report import read_metrics, series
 

@@ -15,7 +15,7 @@ from support.tiny import write_jsonl
 
 from lightppo.algorithms.preferences import dpo_loss, ipo_loss
 from lightppo.config.cli import parse_args
-from lightppo.config.supervised import DPOConfig
+from lightppo.config.sft_rm_dpo import DPOConfig
 
 SCRIPT = REPO / "examples" / "train_dpo.py"
 SEED, ROWS, BATCH, EPOCHS, RATE, BETA = 7, 6, 4, 2, 1e-3, 0.5  # steps of 4 and 2 pairs in each epoch

@@ -12,7 +12,7 @@ import pytest
 from support.tiny import write_jsonl
 
 from lightppo.config import PPOConfig
-from lightppo.config.supervised import SFTConfig
+from lightppo.config.sft_rm_dpo import SFTConfig
 from lightppo.data.rows import ORIGIN_COLUMN
 from lightppo.errors import ConfigError
 from lightppo.trainer.preflight import before_imports, dry_run_config, preflight, preflight_supervised

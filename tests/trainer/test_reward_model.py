@@ -13,7 +13,7 @@ from support.ranks import REPO, run_ranks
 from support.tiny import write_jsonl
 
 from lightppo.config import PPOConfig
-from lightppo.config.supervised import RMConfig
+from lightppo.config.sft_rm_dpo import RMConfig
 
 SCRIPT = REPO / "examples" / "train_reward_model.py"
 TRAIN, HELD_OUT = 160, 48

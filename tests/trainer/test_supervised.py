@@ -12,7 +12,7 @@ from support.ranks import REPO, run_ranks
 from support.tiny import write_jsonl
 
 from lightppo.config.cli import parse_args
-from lightppo.config.supervised import SFTConfig
+from lightppo.config.sft_rm_dpo import SFTConfig
 from lightppo.errors import ConfigError, TrainingError
 
 SCRIPT = REPO / "examples" / "train_sft.py"

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, MixtralConfig, Qwen2Config
 from lightppo.__main__ import main
 from lightppo.config import PPOConfig
 from lightppo.errors import ConfigError
-from lightppo.trainer.memory import ACTOR, ROLLOUT, Machine, advice, check_memory, estimate
+from lightppo.trainer.budget import ACTOR, ROLLOUT, Machine, advice, check_memory, estimate
 
 QWEN_7B = Qwen2Config(
     hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4,
