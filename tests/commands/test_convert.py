@@ -55,6 +55,7 @@ def adapted(recorded, tmp_path_factory) -> Path:
     """A run on two ranks at ZeRO 2 in bf16 with LoRA, an export beside its checkpoint, and a critic's."""
     root = tmp_path_factory.mktemp("adapted")
     flags = {"config": recorded / "one" / "run_config.yaml", "save_path": root / "run", "ckpt_path": root / "ckpt"}
+    flags |= {"rollout_data_dir": root / "rollouts", "skip_rollout": root / "saved"}  # not the other run's
     flags |= {"bf16": True, "zero_stage": 2, "lora_rank": 2, "benchmark_steps": 2, "init_kl_coef": 0.1}
     words = [f"--{name}={value}" for name, value in flags.items() if value is not True]
     run_ranks(recorded / "command.py", "ppo", *words, "--bf16", "--save_hf_ckpt", "--save_value_network")
@@ -166,6 +167,7 @@ def test_what_cannot_be_merged(adapted, tmp_path, capsys):
 def test_every_stage_on_two_ranks(stage, bf16, lora, recorded, tmp_path):
     flags = {"config": recorded / "one" / "run_config.yaml", "save_path": tmp_path / "run", "zero_stage": stage}
     flags |= {"benchmark_steps": 2} | ({"lora_rank": 2} if lora else {"enable_ema": True})
+    flags |= {"rollout_data_dir": tmp_path / "rollouts", "skip_rollout": tmp_path / "saved"}  # not the other run's
     words = [f"--{name}={value}" for name, value in flags.items() if value is not True]
     words += [f"--{name}" for name, value in (flags | {"bf16": bf16}).items() if value is True]
     run_ranks(recorded / "command.py", "ppo", *words, "--save_hf_ckpt", "--save_value_network")

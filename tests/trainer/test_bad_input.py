@@ -197,7 +197,7 @@ def test_a_reward_function_that_gives_no_usable_scores(make_config, tmp_path, bo
     trainer = PPOTrainer.from_config(make_config(reward_fn=reward_file(tmp_path, body)))
     with pytest.raises(UserError, match=why):
         trainer.fit()
-    assert trainer.state.global_step == 0
+    assert trainer.state.optimizer_steps == 0
 
 
 def test_a_reward_file_that_is_not_there(refused, tmp_path):

@@ -90,7 +90,7 @@ def test_a_run_logs_what_is_documented_and_nothing_else(tiny_model, tmp_path):
     run_ranks(
         REPO / "examples" / "train_ppo.py",
         *("--pretrain", tiny_model, "--reward_fn", tmp_path / "reward.py", "--save_path", tmp_path / "run"),
-        *("--prompt_data", write_jsonl(tmp_path / "prompts.jsonl", sums(4)), "--ckpt_path", tmp_path / "checkpoints"),
+        *("--prompt_data", write_jsonl(tmp_path / "prompts.jsonl", sums(8)), "--ckpt_path", tmp_path / "checkpoints"),
         *("--eval_data", write_jsonl(tmp_path / "eval.jsonl", evaluation)),
         *("--pretrain_data", write_jsonl(tmp_path / "text.jsonl", [{"text": "1+1=2"}] * 4)),
         *("--rollout_batch_size=4", "--train_batch_size=2", "--micro_train_batch_size=1", "--generate_max_len=4"),

@@ -93,6 +93,9 @@ class Tokenizer:
     def __len__(self) -> int:
         return 64
 
+    def decode(self, ids: list[int]) -> str:
+        return " ".join(map(str, ids))
+
 
 def build_trainer(strategy, actor_parts: tuple, critic_parts: tuple, reference: Actor, **options) -> PPOTrainer:
     """Trains the actor alone; with ``freezing_actor_steps`` the critic alone."""
