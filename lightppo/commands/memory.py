@@ -24,7 +24,6 @@ def main(argv: Sequence[str], prog: str = "lightppo memory") -> None:
     parser.add_argument("--gpu_memory", help="of a GPU, such as 80GB or 24GiB; default: this machine's, else 80GB")
     parser.add_argument("--json", action="store_true", help="parts, phases and peak as JSON, in bytes")
     args, flags = parser.parse_known_args(argv)
-    config = parse_args(flags, prog)
     with exit_on_mistakes(prog):
         size = parse_size(args.gpu_memory)
         import torch
@@ -34,7 +33,7 @@ def main(argv: Sequence[str], prog: str = "lightppo memory") -> None:
         if size is None:
             size = torch.cuda.get_device_properties(0).total_memory if here else 80 * 10**9
         ranks = (gpus or int(os.environ.get("WORLD_SIZE", "1"))) * args.nodes
-        config.validate(world_size=ranks)
+        config = parse_args(flags, prog, world_size=ranks)
         from lightppo.trainer import budget
 
         machine = budget.Machine(ranks, gpus > 0, ranks // args.nodes, size if gpus else None)

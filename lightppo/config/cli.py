@@ -40,13 +40,19 @@ _SCREEN = {
 }
 
 
-def parse_args(argv: Sequence[str] | None = None, prog: str = "train_ppo.py", kind: type[C] = PPOConfig) -> C:
+def parse_args(
+    argv: Sequence[str] | None = None,
+    prog: str = "train_ppo.py",
+    kind: type[C] = PPOConfig,
+    world_size: int | None = None,
+) -> C:
     """Parse flags (and ``--config FILE.yaml`` beneath them) into a checked config, as it was asked for.
 
     Args:
         argv: arguments; ``None`` for the arguments of this process.
         prog: name of the program in messages.
         kind: the command's options.
+        world_size: ranks to check for; ``None``: those of this run.
 
     Raises:
         SystemExit: code 2 on an unknown flag or key, a value out of range or a contradiction; code 0 after ``--help``.
@@ -58,7 +64,7 @@ def parse_args(argv: Sequence[str] | None = None, prog: str = "train_ppo.py", ki
         if flags.get("config") is not None:
             config = _with_file(config, flags["config"])
         config = config.with_options(**flags)
-        config.validate(world_size=int(os.environ.get("WORLD_SIZE", "1")))
+        config.validate(world_size=world_size or int(os.environ.get("WORLD_SIZE", "1")))
         for needed, names in idle_flags(config, flags).items():
             change = "changes" if len(names) == 1 else "change"
             given = ", ".join(f"--{name}" for name in names)

@@ -142,8 +142,10 @@ def run_options(tmp_path: Path) -> list[str]:
 
 
 def test_the_command_prints_parts_and_peak(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    machine = ["--gpus", "4", "--nodes", "2", "--gpu_memory", "24GiB", "--json"]
+    engine = ["--rollout_engine", "vllm", "--tensor_parallel_size", "4"]  # of 8 ranks, not of this process
     with pytest.raises(SystemExit) as done:
-        main(["memory", *run_options(tmp_path), "--gpus", "4", "--nodes", "2", "--gpu_memory", "24GiB", "--json"])
+        main(["memory", *run_options(tmp_path), *machine, *engine])
     found = json.loads(capsys.readouterr().out)
     assert done.value.code == 0
     assert found["machine"] == {"world_size": 8, "gpus": True, "per_node": 4, "device_bytes": 24 * 2**30}
