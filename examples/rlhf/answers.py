@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
 
 MAX_NEW_TOKENS = 48
 BATCH = 512
@@ -26,6 +27,7 @@ class Answers:
 
 def load(folder: Path) -> torch.nn.Module:
     """A causal LM for inference."""
+    disable_progress_bar()  # a model of a moment
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
