@@ -25,6 +25,7 @@ from lightppo.strategy.zero3 import find_hf_model
 from lightppo.trainer.build import loading_options
 from lightppo.trainer.update import pretrain_loss
 
+FULL = 0.9  # of padded rows: attention over each row alone takes longer than so little padding
 Batch = dict[str, Tensor]
 Metrics = dict[str, Tensor]
 
@@ -58,6 +59,10 @@ class Objective:
     def attach(self, model: Any) -> list[Any]:
         """Take the prepared model, and make further, frozen ones; returns all models, which pack together or not."""
         return [model]
+
+    def gains_by_packing(self, rows: Any) -> bool:
+        """Whether ``--packing_samples`` None tries it: it spares padding, and prompts that rows share."""
+        return True
 
     def begin(self, model: Any) -> None:
         """Before the first step and before a checkpoint is loaded: the prepared model is as --pretrain. Collective."""
@@ -106,6 +111,9 @@ class SFT(Objective):
 
     def build_model(self) -> Actor:
         return Actor(stage_to_local(self.config.model.pretrain), share_prompts=False, **self._loading())
+
+    def gains_by_packing(self, rows: SFTDataset) -> bool:
+        return rows.lengths.mean() < FULL * rows.lengths.max()
 
     def count(self, batch: Batch) -> int:
         return self.loss_fn.num_tokens(batch["labels"])

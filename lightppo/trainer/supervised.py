@@ -386,7 +386,11 @@ def build(config: SupervisedConfig, trainer: type[SupervisedTrainer] = Supervise
     strategy.print(f"model: {parameter_count(model):,} parameters, {counted:,} train\nfiles: {building.places(config)}")
     steps = schedule_steps(config, loader, strategy)
     prepared = strategy.prepare(building.with_optimizer(model, t.learning_rate, steps, config, strategy))
-    building.settle_packing(config, strategy, *objective.attach(prepared[0]))
+    models = objective.attach(prepared[0])
+    if config.training.packing_samples is None and not objective.gains_by_packing(rows):
+        strategy.print("note: batches are padded: all rows have about the same length")
+    else:
+        building.settle_packing(config, strategy, *models)
     objective.begin(prepared[0])
     evaluator = None
     if held_out is not None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.ranks import REPO, run_ranks
@@ -368,3 +370,11 @@ class TestBadInput:
         assert result.returncode == 2
         assert "train_sft.py: error: --pretrain /no/such: no such folder" in result.output
         assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(("lengths", "packs"), [([9, 10, 10], False), ([4, 10, 10], True)])
+def test_rows_of_about_the_same_length_gain_nothing_by_packing(lengths, packs):
+    from lightppo.trainer.objectives import SFT
+
+    rows = SimpleNamespace(lengths=np.array(lengths))
+    assert SFT(SFTConfig(), None).gains_by_packing(rows) == packs
