@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PretrainedConfig
+from transformers.integrations import deepspeed as hf_deepspeed
 
 from lightppo.config import PPOConfig, rules
 from lightppo.errors import ConfigError, UserError
@@ -187,6 +188,7 @@ def built(shape: Shape) -> Actor | Critic:
     if shape.scores:
         config.num_labels, auto = 1, transformers.AutoModelForSequenceClassification
     options = {"dtype": torch.bfloat16 if shape.bf16 else torch.float32, "attn_implementation": "eager"}
+    hf_deepspeed.unset_hf_deepspeed_config()  # of an earlier run in this process: nothing is sharded here
     with torch.device("meta"):
         model = auto.from_config(config, trust_remote_code=shape.trust_remote_code, **options)
         if not shape.eager and model._supports_attention_backend:
