@@ -647,7 +647,10 @@ def check_lengths(config: PPOConfig, model_config: Any) -> None:
 
 
 def tell_memory(config: PPOConfig, strategy: DeepspeedStrategy) -> None:
-    """Prints what the run will need; refuses one whose weights and optimizer alone do not fit. Collective."""
+    """Prints what the run will need; refuses one whose weights and optimizer alone do not fit. Collective.
+
+    A model whose code cannot run without data, as kernels of its own cannot, is not counted, and trains all the same.
+    """
     from lightppo.trainer.budget import check_memory
 
     device, per_node = strategy.device, int(os.environ.get("LOCAL_WORLD_SIZE", strategy.world_size))
@@ -658,6 +661,8 @@ def tell_memory(config: PPOConfig, strategy: DeepspeedStrategy) -> None:
             found = "\n".join(check_memory(config, strategy.world_size, size, per_node))
         except ConfigError as error:
             found = error
+        except Exception as error:  # of the model's own code, on a device that holds no data
+            found = f"note: the memory of this run cannot be computed: {type(error).__name__}: {error}"
     if isinstance(found := strategy.broadcast_object(found), ConfigError):
         raise found
     strategy.print(found)

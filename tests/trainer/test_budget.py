@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.fakes import FakeStrategy
 from support.tiny import tiny_config, write_jsonl
 from transformers import LlamaConfig, MixtralConfig, Qwen2Config
 
@@ -14,6 +15,7 @@ from lightppo.__main__ import main
 from lightppo.config import PPOConfig
 from lightppo.errors import ConfigError
 from lightppo.trainer.budget import ACTOR, ROLLOUT, Machine, advice, check_memory, estimate
+from lightppo.trainer.build import tell_memory
 
 QWEN_7B = Qwen2Config(
     hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4,
@@ -170,3 +172,15 @@ def test_what_certainly_does_not_fit_is_refused_before_anything_loads(tmp_path: 
     assert check_memory(asked, 2, None)[-1].startswith("peak: ")
     with pytest.raises(ConfigError, match="of a GPU are needed at least"):
         check_memory(asked, 2, 10**8)
+
+
+def test_a_model_that_cannot_be_counted_is_told_and_trains_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def estimate(*_: Any) -> None:
+        raise NotImplementedError("Cannot copy out of meta tensor; no data!")
+
+    monkeypatch.setattr("lightppo.trainer.budget.estimate", estimate)
+    strategy = FakeStrategy()
+    tell_memory(PPOConfig(), strategy)
+    assert strategy.printed == [
+        "note: the memory of this run cannot be computed: NotImplementedError: Cannot copy out of meta tensor; no data!"
+    ]
