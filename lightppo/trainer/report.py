@@ -160,6 +160,8 @@ def summary(path: Path) -> str:
             told.append({"picture": NO_MATPLOTLIB, "report": NO_PLOTLY}[kind])
         except (ReportError, OSError) as error:
             told.append(f"no {kind}: {error}")
+        except Exception as error:  # the run is trained and saved: a page is no reason to fail it
+            told.append(f"no {kind}: {type(error).__name__}: {error}; lightppo report {path.parent} shows where")
     return "\n".join(told)
 
 

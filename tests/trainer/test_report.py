@@ -166,6 +166,9 @@ def test_the_summary_of_a_run_without_rows_without_packages_or_room(tmp_path, mo
     told = summary(path).splitlines()
     assert [line.partition(":")[0] for line in told[-2:]] == ["no picture", "no report"]
     assert any(line.startswith("rollout/reward") for line in told)
+    with monkeypatch.context() as broken:
+        broken.setattr("lightppo.trainer.report.write_report", lambda *_: {}["loss"])
+        assert "no report: KeyError: 'loss'" in summary(path)  # the run is trained and saved all the same
     for name in ("matplotlib", "matplotlib.backends.backend_agg", "plotly", "plotly.offline"):
         monkeypatch.setitem(sys.modules, name, None)
     remedy = "pip install 'lightppo[plots]'"
