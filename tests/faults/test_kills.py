@@ -18,6 +18,8 @@ import pytest
 from faults.small_run import STEPS, flags, metric_rows, outcome
 from support.ranks import ENVIRONMENT, kill_marked, launch_command
 
+pytestmark = pytest.mark.timeout(5400)  # a hundred kills, each followed by what is left of its run
+
 KILLS = int(os.environ.get("KILLS", 100))
 RUNS = {
     "GAE at ZeRO 2": {},
