@@ -106,12 +106,13 @@ def watch(ranks: list[ForkProcess], control: Connection, timeout: float) -> int 
     """
     deadline, first = time.monotonic() + timeout, 0
     while running := [rank for rank in ranks if rank.exitcode is None]:
+        # of all, before the wait: one may have left `running` a moment after its pipe told that it ends
+        if not first and (first := next((rank.exitcode for rank in ranks if rank.exitcode), 0)):
+            deadline = min(deadline, time.monotonic() + GRACE)
         ready = wait([control, *(rank.sentinel for rank in running)], max(0, deadline - time.monotonic()))
         if not ready or control in ready:
             first = first or None
             break
-        if not first and (first := next((rank.exitcode for rank in running if rank.exitcode), 0)):
-            deadline = min(deadline, time.monotonic() + GRACE)
     else:  # the last ones may have ended after the look above
         first = first or next((rank.exitcode for rank in ranks if rank.exitcode), 0)
     end(ranks)
