@@ -606,7 +606,12 @@ class StrategyConfig(Section):
     grad_accum_dtype: Literal["fp32", "bf16"] | None = option(
         None, "Type gradients are accumulated in.", needs="bf16", off=("fp32",)
     )
-    overlap_comm: bool = safe(False, "Overlap gradient reduction with the backward pass.", needs="zero_stage=2|3")
+    overlap_comm: bool | None = safe(
+        None,
+        "Send gradients, and at ZeRO 3 weights, while the GPU computes. None: at ZeRO 3 on a GPU.",
+        needs="zero_stage=2|3",
+        off=(False,),
+    )
     seed: int = option(42, "Seed of sampling, shuffling and initialisation.", ge=0)
     full_determinism: bool = option(False, "Deterministic kernels; slower.")
     local_rank: int = safe(-1, "Set by the launcher.")

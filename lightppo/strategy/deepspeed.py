@@ -118,7 +118,9 @@ class DeepspeedStrategy(DistributedStrategy):
     adam_offload: bool = False  # optimizer states on the CPU
     param_offload: bool = False  # ZeRO-3 parameters on the CPU
     grad_accum_dtype: str | None = None  # "fp32" or "bf16", for the sum of micro batches' gradients; None is fp32
-    overlap_comm: bool = False  # reduce gradients while the backward pass runs
+    # Reduce gradients while the backward pass runs, and gather ZeRO-3's weights on a stream of their own, without which
+    # its prefetches wait for the computation. None: at stage 3 on CUDA, DeepSpeed's own default there.
+    overlap_comm: bool | None = None
     # engine → [calls of optimizer_step since the last step, calls that make a step]
     _accumulation: WeakKeyDictionary[Any, list[int]] = field(default_factory=WeakKeyDictionary, init=False)
     # engine → sum of the losses since the last step
@@ -133,7 +135,7 @@ class DeepspeedStrategy(DistributedStrategy):
             and not stage,
             f"--param_offload needs --zero_stage 3, got {stage}": self.param_offload and stage != 3,
             f"--zpg {self.zpg} needs --zero_stage 3, got {stage}": self.zpg != 1 and stage != 3,
-            f"--overlap_comm needs --zero_stage 2 or 3, got {stage}": self.overlap_comm and stage not in (2, 3),
+            f"--overlap_comm needs --zero_stage 2 or 3, got {stage}": bool(self.overlap_comm) and stage not in (2, 3),
             "--bf16 needs fp32 master weights, which ZeRO keeps: set --zero_stage 1, 2 or 3": self.bf16 and not stage,
             f"--grad_accum_dtype must be fp32 or bf16, and bf16 needs --bf16, got {self.grad_accum_dtype!r}": (
                 self.grad_accum_dtype not in (None, "fp32", *(["bf16"] if self.bf16 else []))
@@ -261,7 +263,8 @@ class DeepspeedStrategy(DistributedStrategy):
         offloads = self.param_offload if param_offload is None else param_offload
         config = self._config(self.bf16, sharded=zero_stage == 3, offload=offloads)
         zero = config["zero_optimization"]
-        zero |= {"stage": zero_stage, "overlap_comm": self.overlap_comm and zero_stage > 1}
+        overlaps = on_cuda() and zero_stage == 3 if self.overlap_comm is None else self.overlap_comm and zero_stage > 1
+        zero |= {"stage": zero_stage, "overlap_comm": overlaps}
         if not on_cuda():
             zero |= {"reduce_bucket_size": CPU_BUCKET_ELEMENTS, "allgather_bucket_size": CPU_BUCKET_ELEMENTS}
         if self.adam_offload if adam_offload is None else adam_offload:

@@ -336,6 +336,7 @@ def estimate(config: PPOConfig, machine: Machine, configs: Mapping[str, Pretrain
         stage, offload = _placed(role, config)
         parts += _weights(role, shape, stage, offload, config, machine)
         parts += _trained(role, shape, stage, config, machine) if trains else ()
+    parts += _loading(roles, config, machine)
     parts += [*_scoring(roles, config, machine), *_rollout(roles["actor"], config, machine)]
     r, samples = config.rollout, config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt
     # A row: ids, masks, about nine numbers of each token of the response.
@@ -401,14 +402,22 @@ def _weights(role: str, shape: Shape, stage: int, offload: bool, config: PPOConf
     yield Part(role, "weights", always, *((0, held) if offload else (held, 0)))
     if stage == 3 and config.strategy.zpg > 1:
         yield Part(role, "secondary shards (--zpg)", always, gpu=n.bytes // config.strategy.zpg)
-    if machine.gpus and stage != 3:  # all models are there before the first one goes to its GPU
+
+
+def _loading(roles: Mapping[str, Shape], config: PPOConfig, machine: Machine) -> Iterator[Part]:
+    """The largest model that is whole on a host while it loads: each goes to its GPU before the next one loads."""
+    found = []
+    for role, shape in roles.items():
+        n, scratch = sizes(shape), config.model.init_from_scratch
         # A checkpoint in the run's own type is mapped from its file, once for all ranks of a host.
-        mapped = shape.config.dtype is built(shape).hf_model.dtype and not (
-            shape.in_4bit or config.model.init_from_scratch
-        )
+        mapped = shape.config.dtype is built(shape).hf_model.dtype and not (shape.in_4bit or scratch)
         ranks = min(machine.world_size, machine.per_node) if mapped else 1
         what = "mapped from the file" if mapped else "whole on the host"
-        yield Part(role, what, frozenset({LOADING}), host=math.ceil(n.total * n.width / ranks))
+        if _placed(role, config)[0] != 3:
+            size = math.ceil(n.total * n.width / ranks)
+            found.append(Part(role, what, frozenset({LOADING}), host=size))
+    if machine.gpus and found:
+        yield max(found, key=lambda part: part.host)
 
 
 def _trained(role: str, shape: Shape, stage: int, config: PPOConfig, machine: Machine) -> Iterator[Part]:
@@ -419,7 +428,8 @@ def _trained(role: str, shape: Shape, stage: int, config: PPOConfig, machine: Ma
     accumulated = 2 if s.grad_accum_dtype == "bf16" else 4  # bytes of a number
     apart = shape.bf16 and accumulated == 4  # gradients are summed in another type than they are made in
     elements = GPU_BUCKET_ELEMENTS if machine.gpus else CPU_BUCKET_ELEMENTS
-    bucket, total = n.width * elements * (1 + bool(s.overlap_comm)), n.width * n.trained
+    twice = bool(s.overlap_comm) and stage == 2  # stage 3 overlaps from one buffer
+    bucket, total = n.width * elements * (1 + twice), n.width * n.trained
     shard = n.trained if stage == 0 else math.ceil(n.trained / machine.world_size)
     rows, kind = _rows(config, f"{role}_train", machine)
     many = _micro_batches(config, rows, machine) > 1

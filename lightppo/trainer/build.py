@@ -120,32 +120,26 @@ def build(config: PPOConfig) -> Run:
     if asked.training.dry_run and eval_prompts is not None:
         eval_prompts = build_prompts(config, tokenizer, strategy, evaluation=True)
 
-    models = build_models(config, strategy)
+    prepare, optimizers = into_engines(config, strategy, steps_per_episode(config, loader))
+    models = build_models(config, strategy, prepare)
     fit_vocabulary(models, tokenizer, config)
     saved = saved_parts(config, models.actor, models.critic, models.ema, models.reference)
     sizes = {part: parameter_count(model, uses_adapters(config)) for part, model in saved.items()}
     check_disk_space(asked, sizes, exported=parameter_count(models.actor))
     strategy.print(f"models: {model_sizes(models)}\nfiles: {places(config)}")
 
-    t, per_episode = config.training, steps_per_episode(config, loader)
-    steps = partial(optimizer_steps, config, per_episode)
-    (actor, actor_optim, actor_scheduler), (critic, critic_optim, critic_scheduler) = strategy.prepare(
-        with_optimizer(models.actor, t.actor_learning_rate, steps("actor"), config, strategy),
-        with_optimizer(models.critic, t.critic_learning_rate, steps("critic"), config, strategy, "critic"),
-    )
-    # None stays None; the list keeps prepare's return type the same for any number of reward models
-    frozen = (models.reference, models.ema, models.teacher)
-    reference, ema, teacher, *reward_models = strategy.prepare(*frozen, *models.reward_models)
-    settle_packing(config, strategy, actor, critic, reference, teacher)
+    actor, critic, reference = models.actor, models.critic, models.reference
+    settle_packing(config, strategy, actor, critic, reference, models.teacher)
     if reference_is_actor(config):
         reference = AdaptersOff(actor)
-    source, judge = rewards or build_rewards(config, reward_models, tokenizer, strategy)
+    source, judge = rewards or build_rewards(config, models.reward_models, tokenizer, strategy)
     engine = build_rollout_engine(config, strategy, actor, tokenizer)
     evaluator = None
     if eval_prompts is not None:
         evaluator = build_evaluator(config, engine, judge, eval_prompts, strategy)
+    (actor_optim, actor_scheduler), (critic_optim, critic_scheduler) = optimizers.values()
     return Run(
-        *(strategy, actor, critic, reward_models, reference, ema, teacher or servers),
+        *(strategy, actor, critic, models.reward_models, reference, models.ema, models.teacher or servers),
         *(actor_optim, critic_optim, actor_scheduler, critic_scheduler),
         *(config, tokenizer, source, engine, loader, pretrain, evaluator),
     )
@@ -187,12 +181,12 @@ def build_strategy(config: OptionSet) -> DeepspeedStrategy:
 
 @dataclass
 class Models:
-    """The models of a run, not yet in engines. No reference also where the actor itself is it, adapters off."""
+    """The models of a run. No reference also where the actor itself is it, adapters off."""
 
     actor: Actor
-    critic: Critic | None
+    critic: Any | None  # these are in their engines, if they were prepared
     reference: Actor | None
-    reward_models: list[RewardModel]
+    reward_models: list[Any]
     ema: Actor | None
     teacher: Actor | None = None
 
@@ -209,8 +203,14 @@ def loading_options(config: OptionSet) -> dict[str, Any]:
     }
 
 
-def build_models(config: PPOConfig, strategy: DeepspeedStrategy) -> Models:
-    """Load all models, each under the ZeRO configuration of its role."""
+def build_models(
+    config: PPOConfig, strategy: DeepspeedStrategy, prepare: Callable[..., Any] = lambda model, role=None: model
+) -> Models:
+    """Load all models, each under the ZeRO configuration of its role.
+
+    ``prepare(model)``, or ``prepare(model, role)`` for one that trains, takes each to its place before the next one
+    loads: below ZeRO-3 a host holds one whole model per rank, not four.
+    """
     m, s, a, t = config.model, config.strategy, config.algorithm, config.training
     options = loading_options(config)
     shared = {n: options[n] for n in ("attn_implementation", "trust_remote_code", "external_lib", "seed")}
@@ -222,11 +222,18 @@ def build_models(config: PPOConfig, strategy: DeepspeedStrategy) -> Models:
     rows = {"packing_samples": t.packing_samples, "share_prompts": shares}
     policy = {"temperature": config.rollout.temperature or 1.0, **rows}
 
+    def ready(model: Any, role: str | None = None) -> Any:
+        if role is not None:
+            add_lora(config, model)
+        accelerate(model, config, strategy.device, role)
+        return prepare(model) if role is None else prepare(model, role)
+
     actor_ds = strategy.get_ds_train_config()
     actor = Actor(stage_to_local(m.pretrain), bf16=m.bf16, ds_config=actor_ds, **policy, **own(m.pretrain))
     if config.loss.aux_loss_coef > 0:
         with _as_config_error():
             actor.check_router()
+    actor = ready(actor, "actor")
     critic = reference = ema = None
     if needs_critic(config):
         offload = {"adam_offload": s.critic_adam_offload, "param_offload": s.critic_param_offload}
@@ -235,25 +242,24 @@ def build_models(config: PPOConfig, strategy: DeepspeedStrategy) -> Models:
         head = {"value_head_prefix": m.value_head_prefix, "init_value_head": True if m.init_critic_from_actor else None}
         path = stage_to_local(m.critic_pretrain)
         critic = Critic(path, bf16=m.bf16, ds_config=critic_ds, **head, **rows, **own(m.critic_pretrain))
-    add_lora(config, actor, critic)
+        critic = ready(critic, "critic")
     # Averages and a reference that moves are fp32: small steps would vanish in bf16.
     if needs_reference(config) and not reference_is_actor(config):
         bf16 = m.bf16 and not moves_reference(config)
         ref_ds = strategy.get_ds_eval_config(s.ref_offload, zero_stage=s.ref_zero_stage, bf16=bf16)
         path, flag = stage_to_local(m.ref_pretrain), "--ref_pretrain"
-        reference = Actor(path, bf16=bf16, ds_config=ref_ds, flag=flag, **policy, **own(m.ref_pretrain))
+        reference = ready(Actor(path, bf16=bf16, ds_config=ref_ds, flag=flag, **policy, **own(m.ref_pretrain)))
     reward_ds = strategy.get_ds_eval_config(s.reward_offload, zero_stage=s.reward_zero_stage)
     scoring = {"normalize_reward": config.reward.normalize_reward, "value_head_prefix": m.value_head_prefix}
     reward_models = [
-        RewardModel(stage_to_local(path), bf16=m.bf16, ds_config=reward_ds, **scoring, **shared)
+        prepare(RewardModel(stage_to_local(path), bf16=m.bf16, ds_config=reward_ds, **scoring, **shared))
         for path in m.reward_pretrain
     ]
     if a.enable_ema:
         ema_ds = strategy.get_ds_eval_config(s.ref_offload, zero_stage=s.ref_zero_stage, bf16=False)
-        ema = Actor(stage_to_local(m.pretrain), ds_config=ema_ds, **own(m.pretrain))
-    models = Models(actor, critic, reference, reward_models, ema, build_teacher(config, strategy, policy | shared))
-    accelerate(models, config, strategy.device)
-    return models
+        ema = prepare(Actor(stage_to_local(m.pretrain), ds_config=ema_ds, **own(m.pretrain)))
+    teacher = build_teacher(config, strategy, policy | shared)
+    return Models(actor, critic, reference, reward_models, ema, None if teacher is None else ready(teacher))
 
 
 def build_teacher(config: PPOConfig, strategy: DeepspeedStrategy, options: dict[str, Any]) -> Actor | None:
@@ -313,32 +319,27 @@ def settle_packing(config: OptionSet, strategy: DeepspeedStrategy, *models: Any)
         strategy.print(f"note: batches are padded: {reason}")
 
 
-def accelerate(models: Models, config: OptionSet, device: torch.device) -> None:
-    """Gradient checkpointing, offloaded activations, other kernels, compiled layers: as the options ask."""
-    m, trained = config.model, {"actor": models.actor, "critic": models.critic}
-    trained = {role: model for role, model in trained.items() if model is not None}
-    if m.activation_offload:
-        loading.check_activation_offload(device)
-    for role, model in trained.items():
-        of = of_role(config, role)
-        if of.gradient_checkpointing:
+def accelerate(model: Actor | Critic, config: OptionSet, device: torch.device, role: str | None) -> None:
+    """Other kernels, compiled layers; of a model that trains (its ``role``) gradient checkpointing and offloading."""
+    m = config.model
+    if role is not None:
+        if m.activation_offload:
+            loading.check_activation_offload(device)
+        if of_role(config, role).gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": m.gradient_checkpointing_use_reentrant})
         model.activation_offload = m.activation_offload
-    for model in filter(None, [*trained.values(), models.reference, models.teacher]):
-        if m.use_liger_kernel:
-            loading.use_liger_kernels(model.hf_model)
-        if m.torch_compile:
-            loading.compile_layers(model.hf_model)
+    if m.use_liger_kernel:
+        loading.use_liger_kernels(model.hf_model)
+    if m.torch_compile:
+        loading.compile_layers(model.hf_model)
 
 
-def add_lora(config: OptionSet, *models: Actor | Critic | None) -> None:
-    """Adapters for actor and critic, where ``--lora_rank`` asks for them; from here on only these train."""
+def add_lora(config: OptionSet, model: Actor | Critic) -> None:
+    """Adapters, where ``--lora_rank`` asks for them; from here on only these train."""
     a = config.adapter
     if uses_adapters(config):
         options = LoraOptions(a.lora_rank, a.lora_alpha, a.lora_dropout, a.target_modules)
-        for model in models:
-            if model is not None:
-                add_adapters(model, options, config.strategy.seed)
+        add_adapters(model, options, config.strategy.seed)
 
 
 def build_tokenizer(config: OptionSet, actor: Actor | None = None) -> Any:
@@ -366,6 +367,21 @@ def with_optimizer(
     name = "constant_with_warmup" if of.lr_scheduler == "constant" else of.lr_scheduler
     specific = {"min_lr_rate": of.min_lr_ratio} if name == "cosine_with_min_lr" else {}
     return model, optimizer, get_scheduler(name, optimizer, warmup, steps, scheduler_specific_kwargs=specific)
+
+
+def into_engines(config: PPOConfig, strategy: DeepspeedStrategy, per_episode: int) -> tuple[Callable[..., Any], dict]:
+    """``prepare`` for :func:`build_models`, and where it leaves the optimizer and the scheduler of each role."""
+    rates = {"actor": config.training.actor_learning_rate, "critic": config.training.critic_learning_rate}
+    optimizers: dict[str, Any] = dict.fromkeys(rates, (None, None))
+
+    def prepare(model: Any, role: Literal["actor", "critic"] | None = None) -> Any:
+        if role is None:
+            return strategy.prepare(model)
+        steps = optimizer_steps(config, per_episode, role)
+        model, *optimizers[role] = strategy.prepare(with_optimizer(model, rates[role], steps, config, strategy, role))
+        return model
+
+    return prepare, optimizers
 
 
 # -- data ------------------------------------------------------------------------------------------------------------

@@ -380,7 +380,7 @@ def build(config: SupervisedConfig, trainer: type[SupervisedTrainer] = Supervise
     model = objective.build_model()
     loading.fit_to_model(tokenizer, model, config.model.pretrain, "--pretrain")
     building.add_lora(config, model)
-    building.accelerate(building.Models(model, None, None, [], None), config, strategy.device)
+    building.accelerate(model, config, strategy.device, "actor")
     counted = parameter_count(model, trained_only=config.adapter.lora_rank > 0)
     building.check_disk_space(config, {"actor": counted}, exported=parameter_count(model))
     strategy.print(f"model: {parameter_count(model):,} parameters, {counted:,} train\nfiles: {building.places(config)}")

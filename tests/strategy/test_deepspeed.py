@@ -49,6 +49,26 @@ def test_every_option_changes_the_configuration(monkeypatch):
     assert train_config(**base) != plain
 
 
+@pytest.mark.parametrize(
+    ("asked", "stage", "on"), [(None, 3, "cuda"), (None, 2, ""), (True, 2, "both"), (False, 3, "")]
+)
+def test_zero_3_overlaps_on_a_gpu_and_nothing_else_unasked(gpu, asked, stage, on):
+    """DeepSpeed's own default; without it ZeRO-3 gathers weights on the stream that computes: nothing is prefetched."""
+    zero = train_config(stage, overlap_comm=asked)["zero_optimization"]
+    assert zero["overlap_comm"] is (on == "both" or (on == "cuda" and gpu))
+
+
+def test_small_buckets_are_for_cpus_alone(gpu):
+    """A bucket is a copy in main memory there; a GPU keeps DeepSpeed's sizes, in training and in evaluation."""
+    strategy = DeepspeedStrategy(zero_stage=3)
+    sizes = {"reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size"}
+    for config, small in (
+        (strategy.get_ds_train_config(), sizes),
+        (strategy.get_ds_eval_config(), {"stage3_prefetch_bucket_size"}),
+    ):
+        assert sizes & config["zero_optimization"].keys() == (set() if gpu else small)
+
+
 def test_offload_pins_memory_only_where_there_is_a_gpu(gpu):
     config = train_config(adam_offload=True, param_offload=True)
     zero = config["zero_optimization"]

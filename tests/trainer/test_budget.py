@@ -116,8 +116,20 @@ def test_options_save_where_they_should(options: dict[str, Any], less: str) -> N
 def test_a_checkpoint_of_the_same_type_is_in_a_hosts_memory_once() -> None:
     """transformers maps safetensors: seen as 11 MB of the file and 1 MB of its own, for 272 MB of bf16 weights."""
     size = parts(tiny_config(), 4)["actor", "weights"].gpu
-    assert parts(tiny_config(dtype="float32"), 4)["actor", "whole on the host"].host == size
-    assert parts(tiny_config(dtype="bfloat16"), 4)["actor", "mapped from the file"].host == -(-size // 4)
+    for dtype, what, by_hand in (
+        ("float32", "whole on the host", size),
+        ("bfloat16", "mapped from the file", -(-size // 4)),
+    ):
+        found = parts(tiny_config(dtype=dtype), 4)
+        assert found["actor", what].host == by_hand
+        assert ("reference", what) not in found  # each model goes to its GPU before the next one loads
+    averaged = parts(tiny_config(dtype="bfloat16"), 4, enable_ema=True)  # in fp32, so copied
+    assert averaged["moving average", "whole on the host"].host == 2 * size
+    assert not any(
+        owner == "actor" for owner, what in averaged if what in ("whole on the host", "mapped from the file")
+    )
+    sharded = parts(tiny_config(dtype="float32"), 4, zero_stage=3)
+    assert not any(what in ("whole on the host", "mapped from the file") for _, what in sharded)
 
 
 def test_experts_are_counted_by_how_many_a_token_goes_through() -> None:

@@ -104,6 +104,31 @@ def zero_of(monkeypatch, make_config, reward_model):
     return roles
 
 
+def test_each_model_goes_to_its_place_before_the_next_one_loads(monkeypatch, make_config, reward_model):
+    """Below ZeRO-3 a host holds one whole model per rank, not all of them."""
+    events: list[str] = []
+    config = make_config(
+        reward_pretrain=[reward_model] * 2, reward_fn=None, enable_ema=True, teacher_pretrain=reward_model,
+        advantage_estimator="gae", distill_coef=0.1,
+    ).resolved()  # fmt: skip
+
+    class Seen(Loaded):
+        def __init__(self, path: str, **options: Any) -> None:
+            super().__init__(path, **options)
+            events.append("load")
+
+    def prepare(model: Any, role: str | None = None) -> Any:
+        events.append(role or "frozen")
+        return model
+
+    for name in ("Actor", "Critic", "RewardModel"):
+        monkeypatch.setattr(build, name, Seen)
+    models = build.build_models(config, build.build_strategy(config), prepare)
+    assert models.teacher is not None
+    frozen = ["load", "frozen"]  # reference, two reward models, moving average, teacher
+    assert events == ["load", "actor", "load", "critic", *frozen * 5]
+
+
 def stages(zero: dict[str, dict]) -> dict[str, int]:
     return {name: section["stage"] for name, section in zero.items()}
 
