@@ -657,8 +657,11 @@ def _servers(o: SimpleNamespace) -> Iterator[str]:
     by_files = o.vllm_server_sync == "disk" and o.vllm_server_sync_dir is not None
     by_broadcast = o.vllm_server_sync == "collective" and not is_loopback(o.vllm_server_sync_address)
     if remote and not by_files and not by_broadcast:
+        # the name of a host often leads to 127.0.1.1 on that host
+        wrong = f", and --vllm_server_sync_address {o.vllm_server_sync_address} leads here alone"
         yield (
-            f"--vllm_server_url {remote[0]} is on another machine: set --vllm_server_sync collective and "
+            f"--vllm_server_url {remote[0]} is on another machine"
+            f"{wrong if o.vllm_server_sync == 'collective' else ''}: set --vllm_server_sync collective and "
             "--vllm_server_sync_address to this machine's address there, or --vllm_server_sync disk and "
             "--vllm_server_sync_dir to a folder that both see under the same path"
         )

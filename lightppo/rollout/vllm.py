@@ -372,11 +372,15 @@ def set_environment() -> None:
 @contextmanager
 def undisturbed_process() -> Iterator[None]:
     """Brings back what building a vLLM engine changes: random numbers, the launcher's variables, thread settings,
-    precision of matmuls, what the garbage collector looks at."""
+    precision of matmuls, the CUDA stream, what the garbage collector looks at."""
     set_threads, threads = torch.set_num_threads, torch.get_num_threads()
     launcher = {name: value for name, value in os.environ.items() if name.endswith(_LAUNCHER_ENDINGS)}
+    stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
 
     def restore() -> None:
+        if stream is not None:  # parts of DeepSpeed know no other one; an engine of several ranks takes its own
+            stream.wait_stream(torch.cuda.current_stream())
+            torch.cuda.set_stream(stream)  # by now vLLM's function, which tells vLLM
         torch.set_num_threads = set_threads
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.linear import LinearBase
@@ -23,7 +24,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.platforms import current_platform
 from vllm.v1.sample.sampler import Sampler
 
-from lightppo.rollout.weights import PROTOCOL, GlooGroup, architecture, gpu_of, probe_vector
+from lightppo.rollout.weights import PROTOCOL, GlooGroup, NCCLGroup, architecture, gpu_of, probe_vector
 
 _GREEDY_BELOW = 1e-5  # vLLM's own limit
 
@@ -89,16 +90,17 @@ def install_sampler(worker: Any, valid_vocab_size: int | None, log_prob_vocab_si
 def push_weights(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
     """Replaces the weights of an engine in this process by a checkpoint's, which are read to their end. Returns the
     parameters that no weight went into."""
-    reload = Reload(worker.model_runner.get_model(), worker.model_runner.vllm_config.model_config)
-    weights = iter(weights)
-    try:
-        reload.load(weights)
-        for _ in weights:  # collective: whatever is left must be gathered by this rank too
-            pass
-    except BaseException:
-        reload.abandon()
-        raise
-    return reload.finish()
+    config, weights = worker.model_runner.vllm_config, iter(weights)
+    with set_current_vllm_config(config):  # some layers ask for it; vLLM's own routes for weights set it
+        reload = Reload(worker.model_runner.get_model(), config.model_config)
+        try:
+            reload.load(weights)
+            for _ in weights:  # collective: whatever is left must be gathered by this rank too
+                pass
+        except BaseException:
+            reload.abandon()
+            raise
+        return reload.finish()
 
 
 class Reload:
@@ -118,6 +120,8 @@ class Reload:
                 if getattr(method := getattr(module, "quant_method", None), "moe_kernel", None) is not None:
                     method.moe_kernel = None
         initialize_layerwise_reload(model)
+        # but those that vLLM computes, such as scales where it quantises: checkpoints do not have them
+        self._left &= {name for name, _ in model.named_parameters()}
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         loaded = self._model.load_weights(pair for pair in weights if self._has_head or pair[0] != "lm_head.weight")
@@ -166,8 +170,7 @@ class PushedWeights(WeightTransferEngine[SimpleNamespace, SimpleNamespace]):
     init_info_cls = update_info_cls = SimpleNamespace
 
     problem: str | None = None  # why the present push has failed
-    _group: GlooGroup | None = None
-    _stock: Any = None  # vLLM's engine for NCCL
+    _group: GlooGroup | NCCLGroup | None = None
     _reload: Reload | None = None
 
     def init_transfer_engine(self, init_info: SimpleNamespace) -> None:
@@ -177,15 +180,11 @@ class PushedWeights(WeightTransferEngine[SimpleNamespace, SimpleNamespace]):
 
     @_step
     def _meet(self, told: SimpleNamespace) -> None:
+        rank = self.parallel_config.rank + 1
         if told.transport == "gloo":
-            self._group = GlooGroup.join(vars(told), self.parallel_config.rank + 1)
+            self._group = GlooGroup.join(vars(told), rank)
         if told.transport == "nccl":
-            from vllm.distributed.weight_transfer import nccl_engine as nccl
-
-            self._stock = nccl.NCCLWeightTransferEngine(self.config, self.vllm_config, self.device, self.model)
-            address = {"master_address": told.address, "master_port": told.port}
-            info = nccl.NCCLWeightTransferInitInfo(**address, rank_offset=1, world_size=told.size)
-            self._stock.init_transfer_engine(info)
+            self._group = NCCLGroup(vars(told), rank, self.device)
 
     @_step
     def start_weight_update(self) -> None:
@@ -196,16 +195,10 @@ class PushedWeights(WeightTransferEngine[SimpleNamespace, SimpleNamespace]):
 
     @_step
     def receive_weights(self, update_info: SimpleNamespace) -> None:
-        if self._stock is not None:
-            target = SimpleNamespace(load_weights=self._reload.load)
-            self._stock.set_weight_update_target(target, self.model_config)
-            self._stock.receive_weights(self._stock.parse_update_info(vars(update_info)))
-            torch.accelerator.synchronize()
-        elif self._group is not None:
-            # all of it before any is loaded, so that an error in loading does not leave the trainer with its sending
-            self._reload.load(self._group.receive(vars(update_info)))
-        else:
+        if self._group is None:
             self._reload.load(load_file(update_info.path).items())
+        else:
+            self._reload.load(self._group.receive(vars(update_info)))
 
     @_step
     def finish_weight_update(self) -> None:
@@ -225,9 +218,7 @@ class PushedWeights(WeightTransferEngine[SimpleNamespace, SimpleNamespace]):
     def shutdown(self) -> None:
         if self._group is not None:
             self._group.close()
-        if self._stock is not None:
-            self._stock.shutdown()
-        self._group, self._stock = None, None
+        self._group = None
 
 
 WeightTransferEngineFactory.register_engine("lightppo", PushedWeights)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import hmac
 import importlib.util
@@ -36,7 +37,7 @@ GATHERED_NUMEL = 1 << 26
 BUCKET_BYTES = 256 << 20
 """Weights that travel together, one tensor at least. Two buckets are held at a time."""
 SHARED_MEMORY = Path("/dev/shm")
-PROTOCOL = 3
+PROTOCOL = 4
 """Raised whenever trainer and servers have to be of the same version of lightppo."""
 
 Bucket = list[tuple[str, Tensor]]
@@ -192,8 +193,8 @@ def _remove_stale(root: Path) -> None:
 class Broadcasts:
     """A group per server and push: rank 0 is this process, the others are the server's workers.
 
-    NCCL where this process and every worker have a GPU of their own (vLLM's own group, so that vLLM must be installed
-    here too), otherwise gloo. Nothing listens anywhere but at ``address``.
+    NCCL where this process and every worker have a GPU of their own (vLLM's communicator, so vLLM must be installed
+    here too), otherwise gloo, which listens nowhere but at ``address``; NCCL chooses its interface itself.
     """
 
     def __init__(self, address: str, seconds: float, device: torch.device) -> None:
@@ -202,41 +203,48 @@ class Broadcasts:
 
     def open(self, server: Any) -> None:
         gpus, size = [gpu_of(self._device), *server.gpus], len(server.gpus) + 1
-        try:
-            listener = socket.create_server((self._address, 0), family=_family(self._address))
-        except OSError as error:
-            raise RolloutError(
-                f"--vllm_server_sync_address {self._address}: this machine cannot listen there: {error.strerror}"
-            ) from None
-        place = {"address": self._address, "port": listener.getsockname()[1], "size": size}
+        info = {"size": size, "seconds": self._seconds}
         if None not in gpus and len(set(gpus)) == size and importlib.util.find_spec("vllm"):
-            listener.close()
-            info = {"transport": "nccl", **place}
-            join = partial(NCCLGroup, **place, device=self._device)
+            info |= {"transport": "nccl", "id": NCCLGroup.new_id()}
+            join = partial(NCCLGroup, info, 0, self._device)
         else:
+            listener = self._listen()
+            place = {"address": self._address, "port": listener.getsockname()[1]}
             # by its number alone the store would listen on every address
             store = _store(
                 place, self._seconds, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
             )
-            info = {"transport": "gloo", **place, "key": secrets.token_hex(16), "seconds": self._seconds}
+            info |= {"transport": "gloo", **place, "key": secrets.token_hex(16)}
             join = partial(GlooGroup, store, info, 0, self._address)
-        joined = thread(join)()  # both ends wait for each other; if the server fails, this one ends at its time-out
+        joined = thread(join)()  # both ends wait for each other; if the server fails, gloo's ends at its time-out
         server.push_step("/init_weight_transfer_engine", {"init_info": info})
         self._groups[server] = joined.result(_CONNECT_SECONDS)
+
+    def _listen(self) -> socket.socket:
+        try:
+            return socket.create_server((self._address, 0), family=_family(self._address))
+        except OSError as error:
+            raise RolloutError(
+                f"--vllm_server_sync_address {self._address}: this machine cannot listen there: {error.strerror}"
+            ) from None
 
     def pack(self, bucket: Bucket) -> Bucket:
         return [(name, tensor.contiguous()) for name, tensor in bucket]
 
     def send(self, server: Any, packed: Bucket) -> None:
         group = self._groups[server]
-        group.begin([tensor for _, tensor in packed])
         told = {
             "names": [name for name, _ in packed],
             "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in packed],
             "shapes": [list(tensor.shape) for _, tensor in packed],
         }
-        server.push_step("/update_weights", {"update_info": told})
-        group.wait()
+        try:
+            group.begin([tensor for _, tensor in packed])
+            server.push_step("/update_weights", {"update_info": told})
+            group.wait()
+        except BaseException:
+            group.close()  # at once: what hangs on a GPU is in the way of the other servers
+            raise
 
     def close(self) -> None:
         for group in self._groups.values():
@@ -244,7 +252,28 @@ class Broadcasts:
         self._groups.clear()
 
 
-class GlooGroup:
+class Group:
+    """What both kinds of group share: ``begin`` and ``wait`` are theirs."""
+
+    device: torch.device | str = "cpu"  # where they send from, and receive
+
+    def receive(self, told: dict[str, Any]) -> Bucket:
+        """A bucket, by what :meth:`Broadcasts.send` told. All of it is there before any of it is loaded, so that an
+        error in loading leaves nobody alone with what is under way."""
+        dtypes = [getattr(torch, name) for name in told["dtype_names"]]
+        tensors = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in zip(told["shapes"], dtypes)]
+        self.begin(tensors)
+        self.wait()
+        return list(zip(told["names"], tensors))
+
+    def contents(self, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+        """The bytes of contiguous tensors: NCCL and gloo do not know all types."""
+        for tensor in tensors:
+            if tensor.numel():
+                yield tensor.to(self.device).view(-1).view(torch.uint8)
+
+
+class GlooGroup(Group):
     """Broadcasts from rank 0 through CPU memory, beside the default group of torch.distributed, which is not touched.
 
     Members meet in a store and prove to each other that they have the key of this push. Only bytes travel. A lost
@@ -269,9 +298,7 @@ class GlooGroup:
         """A worker's end."""
         store = _store(told, told["seconds"])
         with socket.socket(_family(told["address"]), socket.SOCK_DGRAM) as sock:
-            sock.connect(
-                (told["address"], told["port"])
-            )  # sends nothing; tells this machine's address on the way there
+            sock.connect((told["address"], told["port"]))  # sends nothing; tells this machine's address on the way
             own = sock.getsockname()[0]
         return cls(store, told, rank, own)
 
@@ -279,23 +306,13 @@ class GlooGroup:
         """Begins to send contiguous tensors from rank 0, or to fill tensors of other ranks, which are in CPU memory."""
         options = distributed.BroadcastOptions()
         options.rootRank, options.rootTensor, options.asyncOp, options.timeout = 0, 0, True, self._limit
-        for tensor in tensors:
-            if tensor.numel():
-                content = tensor.cpu().view(-1).view(torch.uint8)
-                self._under_way.append((self._group.broadcast([content], options), content))
+        for content in self.contents(tensors):
+            self._under_way.append((self._group.broadcast([content], options), content))
 
     def wait(self) -> None:
         for work, _ in self._under_way:
             work.wait(self._limit)
         self._under_way.clear()
-
-    def receive(self, told: dict[str, Any]) -> Bucket:
-        """A bucket, by what :meth:`Broadcasts.send` told."""
-        dtypes = [getattr(torch, name) for name in told["dtype_names"]]
-        tensors = [torch.empty(shape, dtype=dtype) for shape, dtype in zip(told["shapes"], dtypes)]
-        self.begin(tensors)
-        self.wait()
-        return list(zip(told["names"], tensors))
 
     def close(self) -> None:
         """Ends the group without waiting for what is under way."""
@@ -306,23 +323,49 @@ class GlooGroup:
             threading.Thread(target=held.clear, name="weight-group", daemon=True).start()
 
 
-class NCCLGroup:
-    """The trainer's end of vLLM's own NCCL group, whose other end is ``NCCLWeightTransferEngine``."""
+class NCCLGroup(Group):
+    """The same by vLLM's NCCL communicator, from GPU to GPU. ``told`` is what :meth:`Broadcasts.open` tells the server.
 
-    def __init__(self, address: str, port: int, size: int, device: torch.device) -> None:
-        from vllm.distributed.weight_transfer.nccl_common import trainer_init
+    NCCL has no time-outs: whoever calls ``begin`` need not wait for the others, and ``close`` ends what hangs.
+    """
 
-        self._device = device
+    def __init__(self, told: dict[str, Any], rank: int, device: torch.device) -> None:
+        from vllm.distributed.weight_transfer.nccl_common import uid_init_process_group
+
+        self._seconds, self.device = told["seconds"], device
         with torch.cuda.device(device):
-            self._group = trainer_init({"master_address": address, "master_port": port, "world_size": size})
+            # of its own: in a shared one the broadcasts to a server that hangs would hold up all others
+            self._stream = torch.cuda.Stream(device)
+            self._group = uid_init_process_group(base64.b64decode(told["id"]), rank, told["size"], device)
+        if self._group.disabled:
+            raise RuntimeError("VLLM_DISABLE_PYNCCL is set, without which vLLM has no NCCL: unset it")
+
+    @staticmethod
+    def new_id() -> str:
+        """What the members of one group find each other by; it holds this machine's address and a random number."""
+        try:
+            from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
+            from vllm.distributed.weight_transfer.nccl_common import uid_init_process_group  # noqa: F401
+
+            return base64.b64encode(bytes(NCCLLibrary().ncclGetUniqueId().internal)).decode()
+        except (ImportError, OSError, ValueError, RuntimeError) as error:
+            raise RuntimeError(f"NCCL cannot be used by vLLM here: {error}") from error
 
     def begin(self, tensors: Iterable[Tensor]) -> None:
-        with torch.cuda.device(self._device):
-            for tensor in tensors:
-                self._group.broadcast(tensor, src=0, stream=torch.cuda.current_stream())
+        """As of :class:`GlooGroup`, with tensors on this GPU."""
+        with torch.cuda.device(self.device):
+            self._stream.wait_stream(torch.cuda.current_stream())  # until they are computed, or free
+        # in a thread: at its first broadcast NCCL connects, and waits for the others
+        self._under_way = thread(self._broadcast)(list(self.contents(tensors)))
+
+    def _broadcast(self, contents: list[Tensor]) -> None:
+        with torch.cuda.device(self.device):
+            for content in contents:
+                self._group.broadcast(content, src=0, stream=self._stream)
+            self._stream.synchronize()
 
     def wait(self) -> None:
-        torch.cuda.synchronize(self._device)
+        self._under_way.result(self._seconds)
 
     def close(self) -> None:
         self._group.destroy()

@@ -215,7 +215,12 @@ class DistributedStrategy:
             # Joining gloo would compile this op for minutes, under a lock that a killed process leaves behind.
             # Private hook of DeepSpeed 0.19; the plain gloo collectives take over.
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        try:
             choose_gloo_interface()
+        except LaunchError as error:
+            if not on_cuda():
+                raise
+            logger.warning("%s; NCCL does not need it, vLLM in the training processes does", error)
         try:
             timeout = timeout or timedelta(minutes=self.timeout_minutes)
             deepspeed.init_distributed(timeout=timeout, verbose=False)

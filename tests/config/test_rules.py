@@ -764,6 +764,8 @@ def test_servers_elsewhere_need_a_folder_that_both_see_or_an_address_of_the_trai
     (message,) = problems({**REMOTE, "vllm_server_sync": sync})
     assert "http://192.0.2.1:8000" in message
     assert {"vllm_server_sync", "vllm_server_sync_address", "vllm_server_sync_dir"} <= named(message)
+    leads_here = "machine, and --vllm_server_sync_address 127.0.0.1 leads here alone: set"
+    assert (leads_here in message) == (sync == "collective")
 
 
 def test_a_start_from_pretrain_without_one():

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from faults.small_run import flags, outcome, write_inputs
-from support.ranks import RanksResult, run_ranks
+from support.ranks import WITH_SUPPORT, RanksResult, run_ranks
 
 SCRIPT = Path(__file__).with_name("faulty.py")
 
@@ -25,7 +25,7 @@ def start(inputs: dict[str, str]) -> Callable[..., RanksResult]:
 
     def start(folder: Path, spec: dict[str, Any] | None = None, check: bool = True, **options: Any):
         words = flags(inputs, folder, **options)
-        return run_ranks(SCRIPT, json.dumps(spec or {}), *words, check=check, timeout=200)
+        return run_ranks(SCRIPT, json.dumps(spec or {}), *words, check=check, timeout=200, env=WITH_SUPPORT)
 
     return start
 

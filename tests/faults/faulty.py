@@ -11,7 +11,6 @@ number. With ``operation`` N, the rank dies at the N-th file operation of the st
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import resource
@@ -34,6 +33,8 @@ def main() -> None:
     if "pids" in SPEC:
         Path(SPEC["pids"], str(RANK)).write_text(str(os.getpid()))
     if "network" in SPEC:
+        from support.two_machines import enter_network
+
         enter_network(SPEC["network"][RANK])
     if "folders" in SPEC:
         os.chdir(SPEC["folders"][RANK])
@@ -208,14 +209,6 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "lost network": pull_cable,
     "clock jump": jump_back,
 }
-
-
-def enter_network(name: str) -> None:
-    """This thread, and those that it starts, in a network namespace."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    with open(f"/var/run/netns/{name}") as namespace:
-        if libc.setns(namespace.fileno(), 0x40000000):  # CLONE_NEWNET
-            raise OSError(ctypes.get_errno(), f"cannot enter network namespace {name}")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import subprocess
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from faults.small_run import flags, outcome
-from support.ranks import ENVIRONMENT, kill_marked
+from support.ranks import ENVIRONMENT, WITH_SUPPORT, kill_marked, run_ranks
 from support.two_machines import ADDRESSES, HOSTS, TwoMachines, two_machines, why_not
 
 
@@ -28,6 +29,13 @@ def test_two_machines_train_as_one(machines, start, undisturbed, tmp_path):
     environment = {"MASTER_ADDR": ADDRESSES[0], "LOCAL_WORLD_SIZE": "1"}
     start(tmp_path, {"network": machines.names, "environment": environment})
     assert outcome(tmp_path) == undisturbed
+
+
+def test_weights_get_to_a_server_on_the_other_machine(machines, tmp_path):
+    """Its group asks no host name, which leads nowhere in these networks."""
+    words = (json.dumps(machines.names), ADDRESSES[0], tmp_path)
+    run_ranks(Path(__file__).with_name("pushed.py"), *words, timeout=120, env=WITH_SUPPORT)
+    assert (tmp_path / "came").read_text() == "weight 499500"
 
 
 @pytest.mark.parametrize("flag", ["save_path", "ckpt_path"])

@@ -149,3 +149,17 @@ def test_what_building_changes_is_put_back(monkeypatch):
     assert torch.set_num_threads is before[2]
     assert os.environ["LOCAL_WORLD_SIZE"] == "7"
     assert "LOCAL_RANK" not in os.environ
+
+
+def test_the_trainer_keeps_its_cuda_stream(monkeypatch):
+    """vLLM takes one of its own where several ranks share an engine, and puts its function in the place of torch's."""
+    current, waited = ["the trainer's"], []
+    stream = SimpleNamespace(wait_stream=waited.append)
+    for name, value in (("is_initialized", lambda: True), ("current_stream", lambda: stream if current else "vLLM's")):
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch.cuda, "set_stream", None)
+    with undisturbed_process():
+        current.clear()
+        told = []
+        torch.cuda.set_stream = told.append
+    assert (waited, told) == (["vLLM's"], [stream])

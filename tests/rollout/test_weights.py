@@ -267,7 +267,15 @@ class TestKilled:
 def test_nccl_needs_a_gpu_of_its_own_for_everybody_and_vllm(monkeypatch):
     """vLLM's own group; here none of it is there, so that only the choice is looked at."""
     made = []
-    monkeypatch.setattr(weights, "NCCLGroup", lambda **place: made.append(place) or SimpleNamespace(close=list))
+
+    class Noted:
+        new_id = staticmethod(lambda: "the id")
+        close = list
+
+        def __init__(self, *of):
+            made.append(of)
+
+    monkeypatch.setattr(weights, "NCCLGroup", Noted)
     server, told, way = Server(), [], Broadcasts("127.0.0.1", 0.2, CPU)
     server.push_step = lambda route, body: told.append(body["init_info"]["transport"])
 
@@ -280,7 +288,8 @@ def test_nccl_needs_a_gpu_of_its_own_for_everybody_and_vllm(monkeypatch):
         return told[-1]
 
     assert transport("a", ["b", "c"]) == "nccl"
-    assert made[0]["size"] == 3
+    ((told_to_all, rank, device),) = made
+    assert (told_to_all["id"], told_to_all["size"], rank, device) == ("the id", 3, 0, CPU)
     assert transport("a", ["b", "a"]) == "gloo"
     assert transport("a", ["b", None]) == "gloo"
     assert transport(None, ["b"]) == "gloo"

@@ -8,12 +8,14 @@ import threading
 from pathlib import Path
 from types import SimpleNamespace
 
+import deepspeed
 import psutil
 import pytest
 import torch
 from support.ranks import run_ranks
 
 from lightppo.errors import LaunchError
+from lightppo.strategy import distributed
 from lightppo.strategy.deepspeed import DeepspeedStrategy, get_strategy
 from lightppo.strategy.distributed import (
     RankSampler,
@@ -96,6 +98,28 @@ def test_the_interface_that_leads_to_the_other_nodes(no_launcher, monkeypatch, o
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # one machine
     choose_gloo_interface()
     assert "GLOO_SOCKET_IFNAME" not in os.environ
+
+
+@pytest.mark.parametrize("has_gpu", [True, False])
+def test_gloo_needs_its_interface_with_gpus_too(no_launcher, monkeypatch, caplog, has_gpu):
+    """vLLM makes a group over all nodes; but what needs none runs on."""
+
+    def two_ways():
+        raise LaunchError("set GLOO_SOCKET_IFNAME")
+
+    monkeypatch.setattr(distributed, "on_cuda", lambda: has_gpu)
+    monkeypatch.setattr(distributed, "choose_gloo_interface", two_ways)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(deepspeed, "init_distributed", lambda **options: None)
+    strategy = DeepspeedStrategy()
+    if not has_gpu:
+        with pytest.raises(LaunchError):
+            strategy.setup_distributed()
+        return
+    strategy.setup_distributed()
+    assert "GLOO_SOCKET_IFNAME; NCCL does not need it, vLLM in the training processes does" in caplog.text
+    assert strategy.device == torch.device("cuda", 0)
 
 
 def test_strategy_from_any_object_with_attributes():

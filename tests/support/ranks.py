@@ -20,6 +20,8 @@ import psutil
 import pytest
 
 REPO = Path(__file__).parents[2]
+WITH_SUPPORT = {"PYTHONPATH": os.pathsep.join([str(REPO), str(REPO / "tests")])}
+"""For scripts that import from tests/."""
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
