@@ -283,11 +283,19 @@ def cleaned(text: str, secrets: Sequence[str]) -> str:
     return text if len(text) <= _SNIPPET_CHARS else text[:_SNIPPET_CHARS] + "…"
 
 
-def check_bind(host: str, has_token: bool, token_option: str = "--token_env") -> None:
-    """Refuses, with a ``ValueError``, to listen where other machines can connect unless a token keeps strangers out."""
+def check_bind(host: str, has_token: bool, token_option: str = "--token_env", port: int = 0) -> None:
+    """Refuses, with a ``ValueError``, to listen where other machines can connect unless a token keeps strangers out,
+    and at a port that another program has; 0: any."""
     if not has_token and not is_loopback(host):
         advice = f"name the variable of a bearer token with {token_option}, or listen on 127.0.0.1"
         raise ValueError(f"--host {host} can be reached from other machines: {advice}")
+    family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(address)
+        except OSError as error:
+            raise ValueError(f"--host {host} --port {port}: {error.strerror}: choose another port") from error
 
 
 def is_loopback(host: str) -> bool:

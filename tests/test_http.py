@@ -330,3 +330,8 @@ def test_loopback():
             check_bind(host, has_token=False)
     with pytest.raises(ValueError, match="--api_key_env"):
         check_bind("0.0.0.0", has_token=False, token_option="--api_key_env")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(ValueError, match=rf"--host 127.0.0.1 --port {port}: Address already in use: choose"):
+            check_bind("127.0.0.1", has_token=False, port=port)
+    check_bind("127.0.0.1", has_token=False, port=port)

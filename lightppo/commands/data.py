@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
-import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
@@ -83,11 +80,10 @@ def read(config: RowsConfig) -> tuple[Any, str]:
 
 def show(config: RowsConfig) -> int:
     """Print rows, lengths and problems; the number of rows with a problem."""
-    import numpy as np
-
     from lightppo.data.rows import ORIGIN_COLUMN
     from lightppo.models.loading import get_tokenizer
     from lightppo.storage import stage_to_local
+    from lightppo.trainer.rehearsal import described, lengths
 
     rows, flag = read(config)
     path = stage_to_local(config.tokenizer_path or config.pretrain)
@@ -103,9 +99,8 @@ def show(config: RowsConfig) -> int:
     whole = prepare(config, rows, tokenizer, limited=False)
     limit, kind = limit_of(config), "drop" if config.filter_overlong_prompts else config.truncation
     over = int((whole.lengths > getattr(config, limit)).sum())
-    middle, most, longest = np.percentile(whole.lengths, (50, 95, 100), method="inverted_cdf").astype(int)
     print(f"-- {flag}: {whole.report}")
-    print(f"tokens: median {middle}, 95% up to {most}, longest {longest}")
+    print(lengths(whole))
     print(f"over --{limit} {getattr(config, limit)}: {over} (--truncation {kind})")
     for text in whole.report.bad:
         print(text)
@@ -135,45 +130,6 @@ def prepare(config: RowsConfig, rows: Any, tokenizer: Any, limited: bool = True)
     objective = next(one for one in OBJECTIVES if one.config_class is kind)
     given = {name: options[name] for name in type(kind().data).options() if name in options}
     return objective(kind().with_options(**given), None).build_dataset(rows, tokenizer)
-
-
-def described(dataset: Any) -> Iterator[str]:
-    """The first row: text and tokens, those that are trained in green, or in brackets where there are no colours."""
-    from lightppo.data.records import Prompt
-
-    example, fields = dataset[0], dataset.fields
-    keys = {name: " or ".join(getattr(fields, name)) for name in ("prompt", "completion", "label")}
-    yield "columns: " + "; ".join(f"{name} {text}" for name, text in keys.items() if text)
-    if isinstance(example, Prompt):
-        template = dataset.template.input_template
-        of_text = "as it is" if template is None else f"in --input_template {template!r}"
-        chat = example.messages and f"chat of {len(example.messages)} messages by the tokenizer's chat template"
-        yield f"prompt: {chat or f'text {of_text}'}; label: {example.label!r}; data source: {example.data_source}"
-        yield from _marked(dataset.tokenizer, example.token_ids, [False] * len(example.token_ids))
-        yield f"reward functions also get: {', '.join(example.extra) or 'nothing else'}"
-    elif "labels" in example:
-        yield from _marked(dataset.tokenizer, example["input_ids"].tolist(), (example["labels"] >= 0).tolist())
-    else:
-        if "margin" in example:
-            yield f"margin: {example['margin']:g}"
-        for name in ("chosen", "rejected"):
-            yield f"{name}:"
-            prompt, answer = example["prompt"].tolist(), example[name].tolist()
-            yield from _marked(dataset.tokenizer, prompt + answer, [False] * len(prompt) + [True] * len(answer))
-
-
-def _marked(tokenizer: Any, ids: list[int], trained: list[bool]) -> Iterator[str]:
-    left, right = ("\033[32m", "\033[0m") if sys.stdout.isatty() else ("[", "]")
-    groups = groupby(zip(ids, trained), lambda pair: pair[1])
-    spans = [(is_trained, [i for i, _ in span]) for is_trained, span in groups]
-
-    def all_of(text: Callable[[list[int]], str], between: str) -> str:
-        return between.join(f"{left}{text(span)}{right}" if is_trained else text(span) for is_trained, span in spans)
-
-    yield textwrap.indent(all_of(tokenizer.decode, ""), "    ")
-    pieces = all_of(lambda span: "|".join(tokenizer.decode([i]).replace("\n", "\\n") for i in span), "|")
-    yield f"{len(ids)} tokens, {sum(trained)} of them trained: {pieces}"
-    yield f"ids: {all_of(lambda span: ' '.join(map(str, span)), ' ')}"
 
 
 # -- write -----------------------------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """``lightppo replay``: go to a step of a run, do it again, look at it, and say whether it equals what was recorded.
 
-RUN is the --save_path of a run of `lightppo ppo`. It is only read, also while the run goes on: no lock, no file. The
-replay begins at the last checkpoint before the step, or at the start, with as many processes as the run had:
+RUN is the --save_path of a run of `lightppo ppo`, `sft`, `rm` or `dpo`. It is only read, also while the run goes on: no
+lock, no file. The replay begins at the last checkpoint before the step, or at the start, with as many processes as the
+run had:
 
     lightppo replay RUN --step 12
     torchrun --nproc_per_node 2 -m lightppo replay RUN --step 12 --pdb
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import pdb
+import re
 import tempfile
 import traceback
 from bdb import BdbQuit
@@ -20,9 +22,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from lightppo.commands.diff import differences, first_sample, steps_of
 from lightppo.config import CheckpointConfig, EvaluationConfig, LoggingConfig, PPOConfig, parse_args
 from lightppo.config.cli import exit_on_mistakes
+from lightppo.config.options import OptionSet
+from lightppo.config.sft_rm_dpo import COMMANDS
 from lightppo.errors import CheckpointError, ConfigError, ReportError
 from lightppo.http import shown_url
 from lightppo.storage import is_url, local_folder, read_apart
@@ -37,7 +43,7 @@ def main(argv: Sequence[str], prog: str = "lightppo replay") -> None:
     """Replay a step: exit code 1 if it differs from what was recorded, 2 if there is no such run or step."""
     parser = argparse.ArgumentParser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", metavar="RUN", type=Path, help="folder of the run; it may have been moved")
-    parser.add_argument("--step", type=int, required=True, help="PPO step; also the one in which the run failed")
+    parser.add_argument("--step", type=int, help="of the run; also the one in which it failed. With --batch: its own")
     parser.add_argument("--pdb", action="store_true", help="stop before the step trains, in a debugger of rank 0 with "
                         "`trainer`, `rollouts` and `experience`; and where it fails")  # fmt: skip
     parser.add_argument("--batch", type=Path, help="train on this file alone, which a run of numbers that are not "
@@ -48,17 +54,21 @@ def main(argv: Sequence[str], prog: str = "lightppo replay") -> None:
     parser.add_argument("--output", type=Path, help="new folder for metrics.jsonl and rollouts/; default: none is kept")
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # of the launcher
     args = parser.parse_args(argv)
+    if args.step is None:
+        found = re.fullmatch(r"step(\d+)_rank\d+\.pt", args.batch.name if args.batch else "")
+        args.step = int(found[1]) if found else parser.error("--step is required")
     with exit_on_mistakes(prog):
         check_step(args.run, args.step)
-    recorded = parse_args(["--config", str(args.run / "run_config.yaml")], prog)
+    recorded = parse_args(["--config", str(args.run / "run_config.yaml")], prog, kind_of(args.run))
     with exit_on_mistakes(prog):
         if args.output is not None and args.output.is_dir() and any(args.output.iterdir()):
             raise ConfigError(f"--output {args.output}: holds files: name a new folder")
         config = replay_config(args, recorded, args.output or Path(tempfile.gettempdir(), "lightppo-replay"))
 
-    from lightppo.trainer.preflight import before_imports, preflight
+    from lightppo.trainer.preflight import before_imports, preflight, preflight_supervised
 
-    before_imports(lambda: preflight(config.resolved()), prog)
+    check = preflight if isinstance(config, PPOConfig) else preflight_supervised
+    before_imports(lambda: check(config.resolved()), prog)
 
     from lightppo.trainer import run
 
@@ -73,7 +83,9 @@ def check_step(run: Path, step: int) -> None:
     from lightppo.trainer.run_folder import versions
 
     if not (run / "run_config.yaml").is_file():
-        raise ConfigError(f"{run} has no run_config.yaml: name the --save_path of a run of `lightppo ppo`")
+        raise ConfigError(
+            f"{run} has no run_config.yaml: name the --save_path of a run of `lightppo ppo`, sft, rm, dpo"
+        )
     last = max(recorded_steps(run), default=0)
     if not 1 <= step <= last + 1:
         raise ConfigError(f"--step {step}: {run} has recorded {last} steps; the next one, {last + 1}, can be tried too")
@@ -81,6 +93,12 @@ def check_step(run: Path, step: int) -> None:
     for name, version in starts_of(run)[-1]["versions"].items() if starts_of(run) else ():
         if os.environ.get("RANK", "0") == "0" and now.get(name) != version:
             print(f"note: {run} was made with {name} {version}, this is {now.get(name, 'none')}")
+
+
+def kind_of(run: Path) -> type[OptionSet]:
+    """The command's options that the run's are the most like; other versions have some more or fewer."""
+    names = set(yaml.safe_load((run / "run_config.yaml").read_text()))
+    return min((PPOConfig, *COMMANDS.values()), key=lambda kind: len(names ^ set(kind().flat())))
 
 
 def recorded_steps(run: Path) -> dict[int, dict[str, Any]]:
@@ -93,22 +111,26 @@ def recorded_steps(run: Path) -> dict[int, dict[str, Any]]:
     return {step: row for step, row in steps.items() if row}
 
 
-def replay_config(args: argparse.Namespace, recorded: PPOConfig, output: Path) -> PPOConfig:
+def replay_config(args: argparse.Namespace, recorded: OptionSet, output: Path) -> OptionSet:
     """The options of the replay: no evaluation, no checkpoint, no other log, and all files in the output."""
     saved = recorded_path(args.run, "ckpt_path")
     if "://" in (url := recorded.resolved().checkpoint.ckpt_path) and saved is None:
         saved = url
-    sections = (CheckpointConfig, EvaluationConfig, LoggingConfig)
+    ours, is_ppo = (CheckpointConfig, EvaluationConfig, LoggingConfig), isinstance(recorded, PPOConfig)
+    sections = [section for section in recorded.sections().values() if issubclass(section, ours)]
     changes = {one.name: one.default for section in sections for one in section.options().values()}
-    changes |= {"save_path": str(output), "ckpt_path": str(output / "checkpoints"), "num_examine": 0}
-    changes |= {"eval_data": None, "rollout_data_dir": str(output / "rollouts"), "benchmark_steps": args.step}
+    changes |= {"save_path": str(output), "ckpt_path": str(output / "checkpoints"), "benchmark_steps": args.step}
+    changes |= {"eval_data" if is_ppo else "eval_dataset": None}
     there = saved is not None and (saved == url or any((saved / "_actor").glob("*/")))
     changes["resume"] = str(saved) if there else "never"
+    if args.pdb:
+        changes["dist_timeout"] = A_YEAR
+    if not is_ppo:
+        return recorded.with_options(**changes)
+    changes |= {"rollout_data_dir": str(output / "rollouts"), "num_examine": 0}
     changes["remote_rm_url"] = whole_urls(args.remote_rm_url, recorded.reward.remote_rm_url)
     if recorded.sampling.skip_rollout is not None:
         changes["skip_rollout"] = str(output / "saved_rollouts")
-    if args.pdb:
-        changes["dist_timeout"] = A_YEAR
     return recorded.with_options(**changes)
 
 
@@ -121,7 +143,7 @@ def whole_urls(given: Sequence[str], recorded: Sequence[str]) -> tuple[str, ...]
     return tuple(given or recorded)
 
 
-def fetch_marks(strategy: Any, config: PPOConfig) -> PPOConfig:
+def fetch_marks(strategy: Any, config: OptionSet) -> OptionSet:
     """What is at the URL of the checkpoints, in a folder of the replay's own. Collective."""
     if not is_url(url := config.checkpoint.resume):
         return config
@@ -149,36 +171,11 @@ class Replayed:
     """What the trainer of a replay does beside training: it shows one step, and stops in it. It changes no number."""
 
     asked: argparse.Namespace
-    optimizer_steps = 0  # of the step that is shown
-
-    def make_experience(self, collected: Any, step: int) -> None:
-        super().make_experience(collected, step)
-        if step == self.asked.step:
-            rows = list(self.replay_buffer.items)
-            first = max(0, len(collected.rollouts) + len(collected.repeated) - len(rows))  # by --buffer_limit
-            self.shown = list(zip(collected.rollouts[first:], rows))[: self.asked.samples]
-            self.tell(self.described(collected.rollouts))
-            if self.asked.batch is not None:
-                self.train_alone(collected.rollouts)
-            self.stop(collected.rollouts, rows)
 
     def tell(self, *lines: str) -> None:
         """Print what each rank says. Collective."""
         for rank, of_rank in enumerate(self.strategy.all_gather_object("\n".join(lines))):
             self.strategy.print(f"-- rank {rank}, " * (self.strategy.world_size > 1) + of_rank)
-
-    def described(self, rollouts: Sequence[Any]) -> str:
-        """This rank's samples: scores of all, then some with their tokens."""
-        from lightppo.experience.samples import examined
-
-        scores = " ".join(f"{r.prompt.index}.{r.sample_index}:{r.reward:.4g}" for r in rollouts)
-        lines = [f"step {self.asked.step}: {len(rollouts)} samples, as prompt.sample:score {scores}"]
-        for rollout, row in self.shown:
-            lines.append(f"{_name(rollout)}: {examined(rollout)}")
-            tokens = [self.tokenizer.decode([i]) for i in rollout.response_ids[:SHOWN_TOKENS]]
-            lines.append(f"  {len(rollout.response_ids)} tokens: {' '.join(map(repr, tokens))}")
-            lines += [f"  {name} {_numbers(x[0])}" for name in SHOWN if (x := getattr(row, name)) is not None]
-        return "\n".join(lines)
 
     def stop(self, rollouts: Sequence[Any], experience: Sequence[Any]) -> None:
         """With ``--pdb`` a debugger on rank 0, while the others wait; ``q`` ends all of them. Collective."""
@@ -194,6 +191,95 @@ class Replayed:
         if self.strategy.broadcast_object(quits):
             raise SystemExit(0)
 
+    def batch_file(self) -> Path:
+        """Of this rank."""
+        path = self.asked.batch
+        if self.strategy.world_size > 1:
+            path = path.with_name(f"{path.stem.rpartition('_rank')[0]}_rank{self.strategy.get_rank()}{path.suffix}")
+        if not path.is_file():
+            raise ConfigError(f"--batch {path}: no such file")
+        return path
+
+    def _saves_at_stop(self) -> bool:
+        return False
+
+    def _end(self, *_: Any) -> None:
+        """Nothing is evaluated or saved."""
+        self.recorder.close()
+
+
+class ReplayedOnData(Replayed):
+    """Of ``lightppo sft``, ``rm`` and ``dpo``."""
+
+    def training_step(self, micro_batches: Sequence[Any]) -> dict[str, float]:
+        step, texts = self.state.global_step + 1, []
+        if step != self.asked.step:
+            return super().training_step(micro_batches)
+        if self.asked.batch is not None:
+            micro_batches, texts = self.kept()
+        lines = [f"step {step}: {len(micro_batches)} micro batches, this rank's means without dropout:"]
+        ids = [part.get("sequences", part.get("input_ids")) for part in micro_batches]
+        texts = texts or [self.tokenizer.batch_decode(rows) for rows in ids]
+        for number, (part, found) in enumerate(zip(micro_batches, self.looked_at(micro_batches)), start=1):
+            values = ", ".join(f"{name} {value:.6g}" for name, value in found.items())
+            lines += [f"  micro batch {number}: {len(part['attention_mask'])} rows, {values}"]
+        lines += [f"  {text}" for text in [text for part in texts for text in part][: self.asked.samples]]
+        self.tell("\n".join(lines))
+        self.stop([text for part in texts for text in part], micro_batches)
+        status = super().training_step(micro_batches)
+        self.strategy.print("all together: " + ", ".join(f"{name} {value:.6g}" for name, value in status.items()))
+        if self.asked.batch is not None:
+            raise StopReplay
+        return status
+
+    def kept(self) -> tuple[list[Any], list[list[str]]]:
+        """``--batch``."""
+        import torch
+
+        saved = torch.load(self.batch_file(), map_location="cpu", weights_only=True)
+        self.tell("{}, of step {step} and rank {rank}".format(self.batch_file(), **saved["facts"]))
+        return saved["micro_batches"], saved["texts"]
+
+    def looked_at(self, micro_batches: Sequence[Any]) -> list[dict[str, float]]:
+        """Means of each micro batch, from passes that draw no random number. Collective."""
+        import torch
+
+        self.model.eval()
+        with torch.no_grad():
+            found = [{name: tensor.to(self.strategy.device) for name, tensor in part.items()} for part in micro_batches]
+            passes = [self.objective.loss(self.model, part, max(1, self.objective.count(part)), 1) for part in found]
+        return [{"loss": float(loss)} | {n: float(x) for n, x in means.items()} for loss, means in passes]
+
+
+class ReplayedPPO(Replayed):
+    """Of ``lightppo ppo``."""
+
+    optimizer_steps = 0  # of the step that is shown
+
+    def make_experience(self, collected: Any, step: int) -> None:
+        super().make_experience(collected, step)
+        if step == self.asked.step:
+            rows = list(self.replay_buffer.items)
+            first = max(0, len(collected.rollouts) + len(collected.repeated) - len(rows))  # by --buffer_limit
+            self.shown = list(zip(collected.rollouts[first:], rows))[: self.asked.samples]
+            self.tell(self.described(collected.rollouts))
+            if self.asked.batch is not None:
+                self.train_alone(collected.rollouts)
+            self.stop(collected.rollouts, rows)
+
+    def described(self, rollouts: Sequence[Any]) -> str:
+        """This rank's samples: scores of all, then some with their tokens."""
+        from lightppo.experience.samples import examined
+
+        scores = " ".join(f"{r.prompt.index}.{r.sample_index}:{r.reward:.4g}" for r in rollouts)
+        lines = [f"step {self.asked.step}: {len(rollouts)} samples, as prompt.sample:score {scores}"]
+        for rollout, row in self.shown:
+            lines.append(f"{_name(rollout)}: {examined(rollout)}")
+            tokens = [self.tokenizer.decode([i]) for i in rollout.response_ids[:SHOWN_TOKENS]]
+            lines.append(f"  {len(rollout.response_ids)} tokens: {' '.join(map(repr, tokens))}")
+            lines += [f"  {name} {_numbers(x[0])}" for name in SHOWN if (x := getattr(row, name)) is not None]
+        return "\n".join(lines)
+
     def train_minibatch(self, minibatch: Any, global_steps: int = 0) -> list[Mapping[str, float]]:
         statuses = super().train_minibatch(minibatch, global_steps)
         if global_steps == self.asked.step:
@@ -207,11 +293,7 @@ class Replayed:
         """The optimizer step of ``--batch``, then the end. Collective."""
         from lightppo.experience.batching import load_batch
 
-        path = self.asked.batch
-        if self.strategy.world_size > 1:
-            path = path.with_name(f"{path.stem.rpartition('_rank')[0]}_rank{self.strategy.get_rank()}{path.suffix}")
-        if not path.is_file():
-            raise ConfigError(f"--batch {path}: no such file")
+        path = self.batch_file()
         batch, texts, facts = load_batch(path)
         parts = [*batch.micro_batches, *(batch.critic_micro_batches or ())]
         lines = [f"  micro batch {i}: not finite: {part.non_finite() or 'none'}" for i, part in enumerate(parts, 1)]
@@ -249,12 +331,8 @@ class Replayed:
                 lines.append(f"  {_name(rollout)}: {_numbers((new - old).exp()[0])}")
         return lines
 
-    def _saves_at_stop(self) -> bool:
-        return False
-
     def _end(self) -> None:
-        """Nothing is evaluated or saved."""
-        self.recorder.close()
+        super()._end()
         self.close()
 
 
@@ -270,26 +348,35 @@ def _numbers(row: Any) -> str:
     return " ".join(f"{value:.4g}" for value in row[:SHOWN_TOKENS].tolist())
 
 
-def replay(args: argparse.Namespace, config: PPOConfig, recorded: PPOConfig) -> None:
+def built(args: argparse.Namespace, config: OptionSet) -> Any:
+    """The trainer of the replay. Collective."""
+    if isinstance(config, PPOConfig):
+        from lightppo import PPOTrainer
+        from lightppo.trainer.build import build
+
+        kind = type("ReplayedTrainer", (ReplayedPPO, PPOTrainer), {"asked": args})
+        return kind.from_run(build(config))
+    from lightppo.trainer.supervised import SupervisedTrainer, build
+
+    return build(config, type("ReplayedTrainer", (ReplayedOnData, SupervisedTrainer), {"asked": args}))
+
+
+def replay(args: argparse.Namespace, config: OptionSet, recorded: OptionSet) -> None:
     """Build, go to the step, do it, compare. Collective.
 
     Raises:
         SystemExit: code 1, the step differs from what was recorded; code 0, the user quit the debugger.
     """
-    from lightppo import PPOTrainer
-    from lightppo.trainer.build import build, build_strategy, temporary_folder
+    from lightppo.trainer.build import build_strategy, temporary_folder
     from lightppo.trainer.run_folder import public_options
 
-    class ReplayedTrainer(Replayed, PPOTrainer):
-        pass
-
-    ReplayedTrainer.asked = args
     (strategy := build_strategy(config)).setup_distributed()
     if args.output is None:
         config = replay_config(args, recorded, Path(temporary_folder(strategy)))
     config = fetch_marks(strategy, config)
-    link_rollouts(args.run, config.sampling.skip_rollout, strategy.get_rank())
-    trainer = ReplayedTrainer.from_run(build(config))
+    if isinstance(config, PPOConfig):
+        link_rollouts(args.run, config.sampling.skip_rollout, strategy.get_rank())
+    trainer = built(args, config)
     trainer.resume(public_options(recorded.resolved()), before=args.step)
     start = trainer.state.global_step
     check_start(args.run, start, trainer)

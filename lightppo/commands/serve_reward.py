@@ -107,7 +107,7 @@ def main(argv: Sequence[str] | None = None, prog: str = PROG) -> None:
 
     try:
         token = read_token(env=args.token_env, option="--token_env")
-        check_bind(args.host, token is not None)  # before a model is loaded
+        check_bind(args.host, token is not None, port=args.port)  # before a model is loaded
         source = reward_model(args) if args.reward_pretrain else reward_function(args)
         app = RewardApp(
             source,

@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "lightppo serve-vllm") -
             if any(text.split("=")[0].replace("_", "-") == option for text in engine_options):
                 raise ValueError(f"{option} cannot be given here: {REFUSED[option]}")
         key = read_token(env=args.api_key_env, option="--api_key_env")
-        check_bind(args.host, key is not None, "--api_key_env")
+        check_bind(args.host, key is not None, "--api_key_env", args.port)
         command = server_command(args.model, args.host, args.port, engine_options)
     except ValueError as error:
         sys.exit(str(error))

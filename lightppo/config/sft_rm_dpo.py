@@ -76,6 +76,13 @@ class SFTDataConfig(SupervisedDataConfig):
 class PairDataConfig(SupervisedDataConfig):
     """Data: prompts with a chosen and a rejected answer, and held-out ones; docs/supervised.md."""
 
+    chosen_key: str = option("chosen", "Column with the better answer: text, or chat messages.")
+    rejected_key: str = option("rejected", "Column with the worse answer.")
+
+
+class RewardDataConfig(PairDataConfig):
+    """Data: prompts with a chosen and a rejected answer, and held-out ones; docs/supervised.md."""
+
     margin_key: str | None = option(
         None, "Column with the margin by which the chosen answer is to lead, a number ≥ 0. None: no margin."
     )
@@ -85,6 +92,14 @@ class RewardModelConfig(SupervisedModelConfig):
     """Model: where it comes from and how it is loaded."""
 
     value_head_prefix: str = option("score", "Name of the value head in --pretrain, where it is a reward model.")
+
+
+class DPOModelConfig(SupervisedModelConfig):
+    """Model: where it comes from and how it is loaded."""
+
+    ref_pretrain: str | None = option(
+        None, "Reference model; its log probs are computed once, before the first step. None: --pretrain."
+    )
 
 
 class SupervisedTrainingConfig(
@@ -230,7 +245,7 @@ class RMConfig(SupervisedConfig):
     """Train a reward model on pairs of a chosen and a rejected answer."""
 
     model: RewardModelConfig = field(default_factory=RewardModelConfig)
-    data: PairDataConfig = field(default_factory=PairDataConfig)
+    data: RewardDataConfig = field(default_factory=RewardDataConfig)
     checkpoint: RewardCheckpointConfig = field(default_factory=RewardCheckpointConfig)
 
 
@@ -256,6 +271,8 @@ class DPOCheckpointConfig(SupervisedCheckpointConfig, save_path="./ckpt/dpo"):
 class DPOConfig(SupervisedConfig):
     """Train a causal language model on pairs of answers, without a reward model: DPO, cDPO, IPO."""
 
+    model: DPOModelConfig = field(default_factory=DPOModelConfig)
+    data: PairDataConfig = field(default_factory=PairDataConfig)
     preference: PreferenceConfig = field(default_factory=PreferenceConfig)
     training: DPOTrainingConfig = field(default_factory=DPOTrainingConfig)
     checkpoint: DPOCheckpointConfig = field(default_factory=DPOCheckpointConfig)

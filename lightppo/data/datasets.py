@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import repeat
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -49,6 +49,15 @@ logger = logging.getLogger(__name__)
 Truncation = Literal["error", "left", "right", "middle", "drop"]
 SFTTruncation = Literal["error", "right", "drop"]
 PaddingSide = Literal["left", "right"]
+
+
+class Example(NamedTuple):
+    """A prompt and an answer that is trained on; both are empty where a prompt is to be answered."""
+
+    prompt: Prompt
+    written: str = ""  # the answer, as the row has it
+    answer: str = ""  # after the template
+    answer_ids: Sequence[int] = ()
 
 
 class _PreparedDataset(TorchDataset):
@@ -120,6 +129,18 @@ class _PreparedDataset(TorchDataset):
         """Token ids of the row at this position."""
         return self._rows.token_ids(position)
 
+    def prompt_ids_of(self, position: int) -> list[int]:
+        """Those of its prompt."""
+        return self.ids_of(position)[: self._rows.prompt_lengths[position]]
+
+    def numbers(self, positions: Iterable[int]) -> list[int]:
+        """Numbers in ``dataset`` of the rows at these positions."""
+        return [int(self._rows.row_numbers[position]) for position in positions]
+
+    def examples(self, position: int) -> list[Example]:
+        """The row as texts and ids: its prompt with each of its answers."""
+        raise NotImplementedError
+
     @staticmethod
     def _fit(ids: list[int], prompt_length: int, limit: int, truncation: Truncation, overlong: str) -> Outcome:
         """A row within the limit; ``overlong`` is the message where ``truncation`` is ``error``."""
@@ -190,9 +211,12 @@ class PromptDataset(_PreparedDataset):
 
     def __getitems__(self, positions: list[int]) -> list[Prompt]:
         """Several prompts with one access to the table; torch's DataLoader calls it for a batch."""
-        numbers = [int(self._rows.row_numbers[position]) for position in positions]
+        numbers = self.numbers(positions)
         rows = self.dataset.__getitems__(numbers) if numbers else []
         return [self._prompt(position, number, row) for position, number, row in zip(positions, numbers, rows)]
+
+    def examples(self, position: int) -> list[Example]:
+        return [Example(self[position])]
 
     def _prompt(self, position: int, number: int, row: Mapping[str, Any]) -> Prompt:
         prompt, key = read_prompt(row, self.fields)
@@ -317,6 +341,18 @@ class SFTDataset(_PreparedDataset):
             "labels": padded([row["labels"] for row in rows], IGNORE_INDEX),
         }
 
+    def examples(self, position: int) -> list[Example]:
+        (number,), ids, first = self.numbers([position]), self.ids_of(position), self._rows.first_answers[position]
+        rendered, prompt = self._render_row(self.dataset[number]), self.prompt_ids_of(position)
+        rest, found = ids[len(prompt) :], []
+        answers = [rest[:first], rest[first:]] if first else [rest]
+        for (start, whole), answer in zip(rendered if first else [rendered], answers):
+            text = whole.text[len(start.text) :]
+            last = text if whole.messages is None else whole.messages[-1].get("content") or ""
+            asked = Prompt(start.text, prompt, index=number, messages=start.messages)
+            found.append(Example(asked, last, text, answer))
+        return found
+
     def _pad_id(self) -> int:
         """Any id will do for padding: it is masked and has no label."""
         tokenizer = self.tokenizer
@@ -378,16 +414,18 @@ class SFTDataset(_PreparedDataset):
 class PairDataset(SFTDataset):
     """Map-style dataset of pairs: a prompt with a chosen and a rejected answer, both to their end-of-text.
 
-    Rows have the columns chosen and rejected, in the forms of ``docs/supervised.md``. Arguments and errors as of
-    :class:`SFTDataset`; each answer fits into ``max_len`` with the prompt.
+    Rows have the forms of ``docs/supervised.md``. Arguments and errors as of :class:`SFTDataset`; each answer fits into
+    ``max_len`` with the prompt.
 
     Args:
+        chosen_key, rejected_key: columns of the answers.
         margin_key: column of the margin, a number that every row must then have.
     """
 
     def __init__(self, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, max_len: int,
-                 margin_key: str | None = None, **options: Any) -> None:  # fmt: skip
-        fields = {"pairs": True, "label_key": margin_key}
+                 margin_key: str | None = None, chosen_key: str | None = None, rejected_key: str | None = None,
+                 **options: Any) -> None:  # fmt: skip
+        fields = {"pairs": True, "label_key": margin_key, "chosen_key": chosen_key, "rejected_key": rejected_key}
         super().__init__(dataset, tokenizer, max_len, fields=fields, **options)
 
     @property

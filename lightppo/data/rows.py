@@ -48,11 +48,12 @@ class RowFields:
     label_required: bool = False  # a row without a label is bad
     completion_required: bool = False  # a row without a completion is bad
     preference: bool = False  # the prompt may be the common beginning of chosen and rejected
+    pair: tuple[str, str] = PREFERENCE_KEYS
     documents: bool = False  # text columns are whole documents, without a completion
 
     def columns_in(self, columns: Iterable[str]) -> list[str]:
         """The columns that are needed to render a row."""
-        keys = (*self.prompt, *self.completion, *self.label, *(PREFERENCE_KEYS if self.preference else ()))
+        keys = (*self.prompt, *self.completion, *self.label, *(self.pair if self.preference else ()))
         return [c for c in columns if c in {_column_of(key, columns) for key in keys}]
 
 
@@ -65,6 +66,8 @@ def resolve_fields(
     supervised: bool = False,
     documents: bool = False,
     pairs: bool = False,
+    chosen_key: str | None = None,
+    rejected_key: str | None = None,
 ) -> RowFields:
     """Decide which keys are read from data with these columns; DataError lists the columns if none fits.
 
@@ -82,9 +85,10 @@ def resolve_fields(
 
     input_key = input_key or DEFAULT_INPUT_KEY
     label = explicit(label_key, "--margin_key" if pairs else "--label_key") if label_key else known(LABEL_KEYS)
-    preference = set(PREFERENCE_KEYS) <= set(columns)
-    if pairs and not preference:
-        raise DataError(f"no columns chosen and rejected: rename those with the answers; columns: {_listed(columns)}")
+    pair = tuple(key or default for key, default in zip((chosen_key, rejected_key), PREFERENCE_KEYS))
+    preference = all(_column_of(key, columns) for key in pair)
+    for key, default in zip(pair, PREFERENCE_KEYS) if pairs else ():
+        require_column(key, columns, f"--{default}_key")
     if documents and _column_of(input_key, columns) is None and (text := known(TEXT_KEYS)):
         # --input_key names the prompts' column; the pretraining data beside them has its own
         logger.info("--input_key %r is not a column of the text data; reading %r", input_key, text[0])
@@ -103,7 +107,8 @@ def resolve_fields(
         completion = explicit(output_key, "--output_key")
     elif supervised and not (documents and input_key != DEFAULT_INPUT_KEY):
         completion = tuple(k for k in known(COMPLETION_KEYS) if k not in prompt)
-    return RowFields(prompt, completion, label, label_key is not None, output_key is not None, preference, documents)
+    required = label_key is not None, output_key is not None
+    return RowFields(prompt, completion, label, *required, preference, pair, documents)
 
 
 def require_column(key: str, columns: Sequence[str], flag: str) -> None:
@@ -198,11 +203,12 @@ def _after(prompt: str | Chat, answer: str | Chat) -> tuple[str | Chat, str | Ch
 
 def read_pair(row: Mapping[str, Any], fields: RowFields) -> tuple[str | Chat, str | Chat, str | Chat]:
     """Prompt, chosen and rejected answer of a row. Of two answers that are whole chats the prompt is the beginning."""
-    if missing := [key for key in PREFERENCE_KEYS if row.get(key) is None]:
+    given = {key: lookup(row, key) for key in fields.pair}
+    if missing := [key for key, value in given.items() if value is None]:
         raise BadRowError("missing", f"{missing[0]!r} is missing or null")
-    chosen, rejected = (_text_or_chat(row[key], repr(key)) for key in PREFERENCE_KEYS)
+    chosen, rejected = (_text_or_chat(lookup(row, key), repr(key)) for key in fields.pair)
     if chosen == rejected:
-        raise BadRowError("equal", "'chosen' and 'rejected' are the same: there is nothing to prefer")
+        raise BadRowError("equal", f"{' and '.join(map(repr, fields.pair))} are the same: there is nothing to prefer")
     key, value = _first_value(row, fields.prompt)
     whole = all(isinstance(answer, list) and answer[0]["role"] != "assistant" for answer in (chosen, rejected))
     if key is None or whole:

@@ -50,7 +50,7 @@ from lightppo.models.critic import Critic, RewardModel
 from lightppo.models.lora import AdaptersOff, LoraOptions, add_adapters, check_peft
 from lightppo.models.quantised import check_bitsandbytes
 from lightppo.ranks import Ranks
-from lightppo.rewards.registry import build_reward
+from lightppo.rewards.registry import build_reward, reward_inputs
 from lightppo.rewards.source import AsyncScorer, RewardSource, check_verifier_status
 from lightppo.rollout.engine import RolloutEngine, SamplingParams
 from lightppo.rollout.hf import HFRolloutEngine
@@ -98,11 +98,11 @@ def build(config: PPOConfig) -> Run:
     config = checked(config, strategy)
 
     # What can fail on a user's mistake comes before what takes long: all rows and the reward file, then the models.
-    check_lengths(config, loading.load_config(stage_to_local(config.model.pretrain), **loading_options(config)))
+    check_lengths(config, model_config(config))
     if config.training.dry_run or strategy.device.type == "cuda":
         tell_memory(config, strategy)
     tokenizer = build_tokenizer(config)
-    servers = check_teacher(config, tokenizer, strategy)
+    servers = check_tokenizers(config, tokenizer, strategy)
     asked, rewards = config, None
     if config.training.dry_run:
         config = dry_run_config(config, strategy.world_size, temporary_folder(strategy))
@@ -191,6 +191,11 @@ class Models:
     teacher: Actor | None = None
 
 
+def model_config(config: OptionSet) -> Any:
+    """Transformers' config of --pretrain."""
+    return loading.load_config(stage_to_local(config.model.pretrain), **loading_options(config))
+
+
 def loading_options(config: OptionSet) -> dict[str, Any]:
     """How all models but reward models are loaded."""
     m = config.model
@@ -271,23 +276,31 @@ def build_teacher(config: PPOConfig, strategy: DeepspeedStrategy, options: dict[
     return Actor(stage_to_local(d.teacher_pretrain), bf16=config.model.bf16, ds_config=ds, flag=flag, **options)
 
 
-def check_teacher(config: PPOConfig, tokenizer: Any, strategy: DeepspeedStrategy) -> TeacherServers | None:
-    """The servers of ``--teacher_url``; a teacher must have the student's vocabulary. Collective."""
-    d, m = config.distill, config.model
+def check_tokenizers(config: PPOConfig, tokenizer: Any, strategy: DeepspeedStrategy) -> TeacherServers | None:
+    """A teacher must have the student's vocabulary, as must reward models that read its ids; the servers of
+    ``--teacher_url``. Collective."""
+    d = config.distill
+    if config.model.reward_pretrain:
+        with _as_config_error():
+            reward_inputs(config, tokenizer)
     if needs_teacher(config) and d.teacher_url:
         return TeacherServers(config, tokenizer, strategy)
     if needs_teacher(config):
-        options = {"use_fast": not m.disable_fast_tokenizer, "trust_remote_code": m.trust_remote_code}
-        path = stage_to_local(d.teacher_pretrain)
-        theirs = loading.get_tokenizer(path, None, **options, flag="--teacher_pretrain").get_vocab()
-        other = [token for token, index in tokenizer.get_vocab().items() if theirs.get(token) != index]
-        if other:
-            raise ConfigError(
-                f"--teacher_pretrain {d.teacher_pretrain} has another vocabulary than the student: {len(other)} of the "
-                f"student's tokens have no id there or another one ({', '.join(map(repr, sorted(other)[:3]))}, …): "
-                "take a teacher of the student's family"
-            )
+        check_vocabulary(config, d.teacher_pretrain, "--teacher_pretrain", tokenizer)
     return None
+
+
+def check_vocabulary(config: OptionSet, path: str, flag: str, tokenizer: Any) -> None:
+    """Log probs of this model are of the same tokens as those of the model that trains."""
+    m = config.model
+    options = {"use_fast": not m.disable_fast_tokenizer, "trust_remote_code": m.trust_remote_code}
+    theirs = loading.get_tokenizer(stage_to_local(path), None, **options, flag=flag).get_vocab()
+    other = [token for token, index in tokenizer.get_vocab().items() if theirs.get(token) != index]
+    if other:
+        raise ConfigError(
+            f"{flag} {path} has another vocabulary than the model that trains: {len(other)} of its tokens have no id "
+            f"there or another one ({', '.join(map(repr, sorted(other)[:3]))}, …): take a model of the same family"
+        )
 
 
 def fit_vocabulary(models: Models, tokenizer: Any, config: PPOConfig) -> None:
@@ -657,9 +670,16 @@ def check_before_loading(config: PPOConfig) -> None:
         read_token(env=config.distill.teacher_api_key_env, option="--teacher_api_key_env")
 
 
-def check_lengths(config: PPOConfig, model_config: Any) -> None:
-    """Prompt and response must fit the model's positions."""
-    check_positions(config, getattr(model_config.get_text_config(decoder=True), "max_position_embeddings", None))
+def check_lengths(config: OptionSet, model_config: Any, longest: int | None = None) -> None:
+    """Prompt and response must fit the model's positions, or the ``longest`` row to learn from."""
+    positions = getattr(model_config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if longest is None:
+        check_positions(config, positions)
+    elif positions is not None and longest > positions:
+        raise ConfigError(
+            f"--max_len {config.data.max_len}: the longest row has {longest} tokens, but {config.model.pretrain} has "
+            f"{positions} positions: set --max_len {positions}, with --truncation right or drop"
+        )
 
 
 def tell_memory(config: PPOConfig, strategy: DeepspeedStrategy) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any, ClassVar
 
@@ -64,8 +64,11 @@ class Objective:
         """Whether ``--packing_samples`` None tries it: it spares padding, and prompts that rows share."""
         return True
 
-    def begin(self, model: Any) -> None:
-        """Before the first step and before a checkpoint is loaded: the prepared model is as --pretrain. Collective."""
+    def begin(self, model: Any, datasets: Iterable[Any]) -> None:
+        """Before the first step and before a checkpoint is loaded: the prepared model is as --pretrain. Collective.
+
+        ``datasets``: those of :meth:`build_dataset` that the run uses.
+        """
 
     def count(self, batch: Batch) -> int:
         """How many the loss of this micro batch is a sum over, in ``unit``."""
@@ -91,6 +94,7 @@ class Objective:
     def _dataset_options(self) -> dict[str, Any]:
         d = self.config.data
         names = ("input_key", "input_template", "apply_chat_template", "system_prompt", "truncation", "on_bad_row")
+        names += tuple(name for name in ("output_key", "chosen_key", "rejected_key") if hasattr(d, name))
         return {name: getattr(d, name) for name in names} | {"num_workers": d.data_num_workers}
 
 
@@ -106,8 +110,7 @@ class SFT(Objective):
         self.loss_fn = GPTLMLoss()
 
     def build_dataset(self, rows: Any, tokenizer: Any) -> SFTDataset:
-        d = self.config.data
-        return SFTDataset(rows, tokenizer, d.max_len, output_key=d.output_key, **self._dataset_options())
+        return SFTDataset(rows, tokenizer, self.config.data.max_len, **self._dataset_options())
 
     def build_model(self) -> Actor:
         return Actor(stage_to_local(self.config.model.pretrain), share_prompts=False, **self._loading())
@@ -182,6 +185,7 @@ class DPO(Objective):
 
     What it thought of them at its start, the reference's log probs, is computed once, before the first step: no second
     model is in memory, whatever the ZeRO stage, and fresh adapters change nothing. A resumed run computes it again.
+    ``--ref_pretrain`` is a second model, until then.
     """
 
     config_class = DPOConfig
@@ -193,22 +197,28 @@ class DPO(Objective):
         p = config.preference
         entry = PREFERENCE_LOSSES.find(p.preference_loss)
         self.loss_fn = partial(entry.fn, beta=p.beta, **{name: getattr(p, name) for name in entry.defaults})
-        self.datasets: list[ReferencedPairs] = []
+        self.reference: Actor | None = None
 
     def build_dataset(self, rows: Any, tokenizer: Any) -> ReferencedPairs:
-        self.datasets.append(ReferencedPairs(rows, tokenizer, self.config.data.max_len, **self._dataset_options()))
-        return self.datasets[-1]
+        return ReferencedPairs(rows, tokenizer, self.config.data.max_len, **self._dataset_options())
 
     def build_model(self) -> Actor:
         return Actor(stage_to_local(self.config.model.pretrain), **self._loading())
 
+    def attach(self, model: Any) -> list[Any]:
+        m, flag = self.config.model, "--ref_pretrain"
+        if m.ref_pretrain in (None, m.pretrain):
+            return [model]
+        options = self._loading() | {"ds_config": self.strategy.get_ds_eval_config(), "init_from_scratch": False}
+        self.reference = self.strategy.prepare(Actor(stage_to_local(m.ref_pretrain), flag=flag, **options))
+        return [model, self.reference]
+
     @torch.no_grad()
-    def begin(self, model: Any) -> None:
-        if self.config.training.dry_run:  # of one step: the model is at its start
-            return
-        model.eval()
+    def begin(self, model: Any, datasets: Iterable[Any]) -> None:
         ranks, size = self.strategy, self.config.training.micro_train_batch_size
-        for dataset in self.datasets:
+        model, self.reference = self.reference or model, None
+        model.eval()
+        for dataset in datasets:
             found = torch.zeros(len(dataset), 2, device=ranks.device)
             with heartbeat.during("reference"):
                 for rows, batch in shared_rows(dataset, ranks, size):
@@ -237,13 +247,12 @@ class DPO(Objective):
         return answer_log_probs(log_probs, mask, self.config.preference.average_log_probs).view(2, -1).T
 
 
-def shared_rows(dataset: Any, ranks: DeepspeedStrategy, size: int, limit: int | None = None) -> Iterator[tuple]:
-    """This rank's micro batches of the first ``limit`` rows, each row once over all ranks: positions, batch.
+def shared_rows(dataset: Any, ranks: DeepspeedStrategy, size: int) -> Iterator[tuple]:
+    """This rank's micro batches, each row once over all ranks: positions, batch.
 
     Ranks take equally many: a filler has no positions.
     """
-    total = len(dataset) if limit is None else min(limit, len(dataset))
-    mine = range(ranks.get_rank(), total, ranks.world_size)
+    mine = range(ranks.get_rank(), len(dataset), ranks.world_size)
     parts = [list(mine[i : i + size]) for i in range(0, len(mine), size)]
     for part in level(parts, ranks, list):
         batch = dataset.collate_fn([dataset[i] for i in part or [0]])

@@ -658,7 +658,7 @@ class PPOTrainer(SeedAttributes):
         if self.config.training.dry_run:
             told = self.strategy.is_rank_0() and not self.config.evaluation.val_only
             took = dry_run_cost(self.config) if told else "no step"
-            for line in after_step(self.config) if told else ():
+            for line in after_step(self.config, self.tokenizer) if told else ():
                 self.strategy.print(line)
             self.strategy.report_memory(f"dry run: {took}; nothing is kept; memory of rank 0")
         elif self.strategy.is_rank_0():

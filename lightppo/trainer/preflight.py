@@ -84,7 +84,7 @@ def preflight_supervised(config: SupervisedConfig) -> None:
     c, d, flat = config.checkpoint, config.data, config.flat()
     is_pairs = not hasattr(d, "output_key")
     fields = {"input_key": d.input_key} | (
-        {"pairs": True, "label_key": flat.get("margin_key")}
+        {"pairs": True, "label_key": flat.get("margin_key"), "chosen_key": d.chosen_key, "rejected_key": d.rejected_key}
         if is_pairs
         else {"output_key": d.output_key, "supervised": True}
     )

@@ -1,4 +1,4 @@
-"""What a dry run looks at beside its one step: prompts as the model reads them, labels, scores of made-up answers.
+"""What a dry run looks at beside its one step: rows as the model reads them, labels, scores of made-up answers.
 
 What is found here may be meant: each line says where it is, what it does and what to set. What is certain is refused.
 """
@@ -6,15 +6,24 @@ What is found here may be meant: each line says where it is, what it does and wh
 from __future__ import annotations
 
 import json
+import math
+import re
+import sys
+import textwrap
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import TimeoutError as OutOfTime
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from lightppo.config import PPOConfig
-from lightppo.data.datasets import PromptDataset
+from lightppo.config.options import OptionSet
+from lightppo.config.sft_rm_dpo import SFTConfig
+from lightppo.data.datasets import Example
 from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import ConfigError, RewardError
 from lightppo.ranks import Ranks
@@ -22,78 +31,144 @@ from lightppo.rewards.source import NoReward, RewardSource, in_daemon_thread, sc
 from lightppo.rollout.sampling import end_of_text_ids
 from lightppo.storage import stage_to_local
 
-_ROWS = 1000  # prompts that are looked at
-_FEWEST_SCORES = 4  # of which it says something that all are equal
+_ROWS = 1000  # that are looked at
+_FEWEST = 4  # scores or answers, of which it says something that all are equal
+_FEWEST_PAIRS, _MOSTLY_LONGER = 20, 0.9
+_FEWEST_TOKENS, _GUESSING = 16, 0.95  # of the loss of a model to which all tokens are the same
 _LONGEST_SCORE, _LONGEST_STEP = 15.0, 60.0  # seconds: of one sample, of the rewards of a step
 _RIGHT = ("{}", "The answer is {}", "#### {}", "\\boxed{{{}}}", "<think>\nso\n</think>\n<answer>{}</answer>")
 _WRONG = ("", "I do not know.")
+_MARK = re.compile(r"<\|[^|<>\s]{1,30}\|>|<(?:start|end)_of_turn>")  # as templates write tokens
 
 
-def rehearse(
-    config: PPOConfig, prompts: PromptDataset, held_out: PromptDataset | None, source: RewardSource | None, ranks: Ranks
-) -> None:
+def rehearse(config: OptionSet, rows: Any, held_out: Any, source: RewardSource | None, ranks: Ranks) -> None:
     """Print what to look at. Collective: rank 0 scores.
 
     Args:
-        config: as asked for, resolved.
+        config: as asked for, resolved: of PPO, or of training on data.
+        rows: prompts, or rows to learn from; ``held_out`` likewise, or ``None``.
         source: ``None``: reward models, which score answers of their own; without rewards there is nothing to say.
     """
-    for line in (*_settings(config, prompts), *_rows(prompts), *_chats(config, prompts), *_repeated(prompts, held_out)):
+    for line in (f"the first row, {rows.origin(0)}", *described(rows, ids=False), lengths(rows)):
+        ranks.print(line)
+    some = [rows.examples(position) for position in range(min(_ROWS, len(rows)))]
+    told = _settings(config, rows), _prompts(rows, some), _answers(rows, some), _pairs(rows, some)
+    for line in chain(*told, _chats(config, rows), _repeated(config, rows, held_out)):
         ranks.print(f"look at this: {line}")
     if source is not None and not isinstance(source, NoReward):
-        found = list(_scores(config, prompts, source)) if ranks.is_rank_0() else []
+        found = list(_scores(config, rows, source)) if ranks.is_rank_0() else []
         for line in found:
             ranks.print(f"look at this: {line}")
         ranks.barrier()
 
 
-def after_step(config: PPOConfig) -> Iterator[str]:
-    """What the scores of the step tell; of rank 0."""
-    rows = map(json.loads, Path(config.checkpoint.save_path, "metrics.jsonl").read_text().splitlines())
-    row = next((row for row in rows if row.get("rollout/samples", 0) >= _FEWEST_SCORES), {})
+def after_step(config: OptionSet, tokenizer: Any) -> Iterator[str]:
+    """What the numbers of the step tell; of rank 0."""
+    rows = [json.loads(x) for x in Path(config.checkpoint.save_path, "metrics.jsonl").read_text().splitlines()]
+    row = next((row for row in rows if row.get("rollout/samples", 0) >= _FEWEST), {})
     if row.get("rollout/reward_std") == 0:
         yield (
             f"look at this: all {row['rollout/samples']:g} scores of the step are {row['rollout/reward']:g}, which "
             "teaches nothing: take easier prompts or a reward with steps between"
         )
+    if isinstance(config, SFTConfig) and not config.model.init_from_scratch:
+        row = next(row for row in rows if "train/loss" in row)
+        loss, known = row["train/loss"], len(tokenizer)
+        if row["train/tokens"] >= _FEWEST_TOKENS and loss > _GUESSING * math.log(known):
+            yield (
+                f"look at this: the loss of the step, {loss:.2f}, is that of guessing among {known} tokens: do the "
+                "weights of --pretrain, its tokenizer and the language of the data belong together?"
+            )
 
 
 # -- options and rows ------------------------------------------------------------------------------------------------
 
 
-def _settings(config: PPOConfig, prompts: PromptDataset) -> Iterator[str]:
-    rate, size, report = config.training.actor_learning_rate, config.rollout.rollout_batch_size, prompts.report
-    if rate > 1e-4 and config.adapter.lora_rank == 0:
-        yield f"--actor_learning_rate {rate:g}: models of some size are trained with 1e-7 to 1e-5, adapters up to 1e-3"
-    if len(prompts) < size:
-        yield f"--rollout_batch_size {size} is more than the {len(prompts)} prompts: every step has all of them"
+def described(dataset: Any, ids: bool = True) -> Iterator[str]:
+    """The first row: text and tokens, those that are trained in green, or in brackets where there are no colours."""
+    fields, examples = dataset.fields, dataset.examples(0)
+    keys = {name: " or ".join(getattr(fields, name)) for name in ("prompt", "completion", "label")}
+    keys["chosen, rejected"] = ", ".join(fields.pair) if len(examples) > 1 else ""
+    yield "columns: " + "; ".join(f"{name} {text}" for name, text in keys.items() if text)
+    if (margin := dataset[0].get("margin") if len(examples) > 1 else None) is not None:
+        yield f"margin: {margin:g}"
+    for name, (prompt, _, _, answer) in zip(("chosen", "rejected"), examples):
+        if len(examples) > 1:
+            yield f"{name}:"
+        if not answer:
+            template = dataset.template.input_template
+            of_text = "as it is" if template is None else f"in --input_template {template!r}"
+            chat = prompt.messages and f"chat of {len(prompt.messages)} messages by the tokenizer's chat template"
+            yield f"prompt: {chat or f'text {of_text}'}; label: {prompt.label!r}; data source: {prompt.data_source}"
+        spans = [(False, list(prompt.token_ids)), (True, list(answer))]
+        yield from _marked(dataset.tokenizer, [span for span in spans if span[1]], ids)
+        if not answer:
+            yield f"reward functions also get: {', '.join(prompt.extra) or 'nothing else'}"
+
+
+def _marked(tokenizer: Any, spans: Sequence[tuple[bool, list[int]]], ids: bool) -> Iterator[str]:
+    left, right = ("\033[32m", "\033[0m") if sys.stdout.isatty() else ("[", "]")
+
+    def all_of(text: Callable[[list[int]], str], between: str) -> str:
+        return between.join(f"{left}{text(span)}{right}" if is_trained else text(span) for is_trained, span in spans)
+
+    yield textwrap.indent(all_of(tokenizer.decode, ""), "    ")
+    pieces = all_of(lambda span: "|".join(tokenizer.decode([i]).replace("\n", "\\n") for i in span), "|")
+    counts = [len(span) for _, span in spans], [len(span) for is_trained, span in spans if is_trained]
+    yield f"{sum(counts[0])} tokens, {sum(counts[1])} of them trained" + f": {pieces}" * ids
+    if ids:
+        yield f"ids: {all_of(lambda span: ' '.join(map(str, span)), ' ')}"
+
+
+def lengths(rows: Any) -> str:
+    """Tokens of the rows."""
+    middle, most, longest = np.percentile(rows.lengths, (50, 95, 100), method="inverted_cdf").astype(int)
+    return f"tokens: median {middle}, 95% up to {most}, longest {longest}"
+
+
+def _names(config: OptionSet) -> tuple[str, ...]:
+    """The options of PPO, or what they are called for training on data."""
+    if isinstance(config, PPOConfig):
+        return "actor_learning_rate", "rollout_batch_size", "prompt_max_len", "prompt_data", "eval_data", "prompts"
+    return "learning_rate", "train_batch_size", "max_len", "dataset", "eval_dataset", "rows"
+
+
+def _settings(config: OptionSet, rows: Any) -> Iterator[str]:
+    flat, usual, report = config.flat(), type(config)().flat(), rows.report
+    rate, size, limit, _, _, what = _names(config)
+    if flat[rate] > 100 * usual[rate] and config.adapter.lora_rank == 0:
+        usually = f"{usual[rate] / 10:g} to {usual[rate] * 10:g}"
+        yield f"--{rate} {flat[rate]:g}: models of some size are trained with {usually}, adapters up to 1e-3"
+    if len(rows) < flat[size]:
+        yield f"--{size} {flat[size]} is more than the {len(rows)} {what}: every step has all of them"
+    over = f"--{limit} {flat[limit]}"
     if report.truncated:
-        cut = f"{report.truncated} of {report.kept} prompts are cut to --prompt_max_len {config.data.prompt_max_len}"
-        yield f"{cut}: is the question still there (--truncation {config.data.truncation})? Else raise it, or drop"
-    for text in config.rollout.stop:
-        ids = prompts.tokenizer(text, add_special_tokens=False)["input_ids"]
+        cut = f"{report.truncated} of {report.kept} {what} are cut to {over}"
+        lost = "is the question still there" if what == "prompts" else "their answers never end"
+        yield f"{cut}: {lost} (--truncation {flat['truncation']})? Else raise it, or drop"
+    if left_out := report.dropped.get("overlong"):
+        yield f"{left_out} of {report.rows} {what} are longer than {over}, and left out: raise it, or is that meant?"
+    for text in flat.get("stop", ()):
+        ids = rows.tokenizer(text, add_special_tokens=False)["input_ids"]
         if "\\n" in text:
             yield f"--stop {text!r} has a backslash and an n, not a line break: in bash write $'\\n'"
-        elif prompts.tokenizer.unk_token_id is not None and prompts.tokenizer.unk_token_id in ids:
+        elif rows.tokenizer.unk_token_id is not None and rows.tokenizer.unk_token_id in ids:
             yield f"--stop {text!r}: the tokenizer cannot write it, so it ends no answer"
 
 
-def _rows(prompts: PromptDataset) -> Iterator[str]:
-    """Each kind of mistake with its number of rows and the first of them."""
-    some, tokenizer = prompts.__getitems__(list(range(min(_ROWS, len(prompts))))), prompts.tokenizer
+def _prompts(rows: Any, some: Sequence[Sequence[Example]]) -> Iterator[str]:
+    tokenizer, prompts = rows.tokenizer, [one[0].prompt for one in some]
     bos, eos, unknown = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id
     marks = [token for token in tokenizer.all_special_tokens if token != tokenizer.unk_token]
-    labels = Counter(type(p.label).__name__ for p in some if p.label is not None)
+    labels = Counter(type(p.label).__name__ for p in prompts if p.label is not None)
     usual = labels.most_common(1)[0][0] if labels else None
-
-    def in_chat(p: Prompt) -> bool:
-        return any(mark in (message["content"] or "") for message in p.messages or () for mark in marks)
-
     found = {
         "begin with two begin-of-text tokens": (lambda p: bos is not None and p.token_ids[:2] == [bos, bos],
             "leave it out of the rows, or of the chat template"),
-        "hold special tokens inside a message": (in_chat, "was a chat template applied before? Give the bare text"),
-        "end with end-of-text": (lambda p: p.token_ids[-1] == eos, "the answer comes after the end: leave it out"),
+        "hold special tokens inside a message": (
+            lambda p: any(mark in (message["content"] or "") for message in p.messages or () for mark in marks),
+            "was a chat template applied before? Give the bare text"),
+        "end with end-of-text": (lambda p: p.token_ids[-1:] == [eos], "the answer comes after the end: leave it out"),
         "end with a blank": (lambda p: p.messages is None and p.text.endswith(" "),
             "words begin with their blank, so answers get odd tokens: cut it off the rows or --input_template"),
         "have tokens that the tokenizer does not know": (lambda p: unknown is not None and unknown in p.token_ids,
@@ -103,39 +178,99 @@ def _rows(prompts: PromptDataset) -> Iterator[str]:
         f"have a label that is not {usual} as most are": (lambda p: type(p.label).__name__ not in (usual, "NoneType"),
             "'8' == 8 is false in Python: write all in one type"),
     }  # fmt: skip
+    yield from _told(rows, "prompts", [[p] for p in prompts], lambda p: f"…{p.text[-40:]!r}", found)
+
+
+def _answers(rows: Any, some: Sequence[Sequence[Example]]) -> Iterator[str]:
+    tokenizer, unknown = rows.tokenizer, rows.tokenizer.unk_token_id
+    marks = [token for token in tokenizer.all_special_tokens if token != tokenizer.unk_token]
+    found = {
+        "are not in what the chat template writes of them": (
+            lambda e: e.prompt.messages is not None and e.written.strip() not in e.answer,
+            "it drops or changes a part, such as the reasoning: take another template"),
+        "hold special tokens": (lambda e: any(mark in e.written for mark in marks),
+            "was a template applied before? Give the bare text, whose end-of-text is added"),
+        "have tokens that the tokenizer does not know": (lambda e: unknown is not None and unknown in e.answer_ids,
+            "do the data and the tokenizer of --pretrain belong together?"),
+        "have no text to learn": (
+            lambda e: not tokenizer.decode(list(e.answer_ids), skip_special_tokens=True).strip(),
+            "only special tokens are trained: fill the rows, or leave them out"),
+        "are the prompt once more": (
+            lambda e: e.written.strip() == (e.prompt.messages[-1]["content"] if e.prompt.messages else e.prompt.text),
+            "is the right column named?"),
+        "follow a word without a blank or a line": (
+            lambda e: e.prompt.messages is None and e.prompt.text[-1:].isalpha() and e.answer[:1].isalpha(),
+            "set --input_template, such as $'{}\\n', or write it into the rows"),
+    }  # fmt: skip
+    trained = [[e for e in one if e.answer_ids] for one in some]
+    yield from _told(rows, "answers", trained, lambda e: f"{e.answer[:40]!r}…", found)
+    if len(some) >= _FEWEST and len(all_of := {e.written for one in trained for e in one}) == 1:
+        yield f"all {len(some)} answers are {all_of.pop()[:40]!r}: is the right column named (--output_key)?"
+
+
+def _told(
+    rows: Any, kind: str, some: Sequence[Sequence[Any]], text: Callable[[Any], str], found: dict[str, Any]
+) -> Iterator[str]:
+    """Each kind of mistake with its number and the first of them."""
+    total = sum(map(len, some))
     for what, (is_so, cure) in found.items():
-        if at := [position for position, prompt in enumerate(some) if is_so(prompt)]:
-            shown = some[at[0]].text[-40:]
-            yield f"{len(at)} of {len(some)} prompts {what}, first {prompts.origin(at[0])} (…{shown!r}): {cure}"
+        if at := [(position, one) for position, of_row in enumerate(some) for one in of_row if is_so(one)]:
+            position, first = at[0]
+            shown = f"first {rows.origin(position)} ({text(first)})"
+            yield f"{len(at)} of {total} {kind} {what}, {shown}: {cure}"
 
 
-def _repeated(prompts: PromptDataset, held_out: PromptDataset | None) -> Iterator[str]:
-    ids = Counter(tuple(prompts.ids_of(position)) for position in range(len(prompts)))
-    if (more := len(prompts) - len(ids)) > 0:
-        yield f"{more} of {len(prompts)} prompts of --prompt_data are there before: they count as often"
-    both = [at for at in range(len(held_out or ())) if tuple(held_out.ids_of(at)) in ids]
+def _pairs(rows: Any, pairs: Sequence[Sequence[Example]]) -> Iterator[str]:
+    """What pairs teach beside what they mean to."""
+    if len(pairs[0]) < 2:
+        return
+    known = {tuple((tuple(e.prompt.token_ids), tuple(e.answer_ids)) for e in pair): i for i, pair in enumerate(pairs)}
+    both = [(known[pair[::-1]], i) for pair, i in known.items() if known.get(pair[::-1], i) < i]
     if both:
-        which = f"{len(both)} of {len(held_out)} prompts of --eval_data are in --prompt_data too"
+        first, second = map(rows.origin, both[0])
+        yield f"{len(both)} pairs are there the other way round, first {first} and {second}: which answer is better?"
+    longer = sum(len(chosen.answer_ids) > len(rejected.answer_ids) for chosen, rejected in pairs)
+    if len(pairs) >= _FEWEST_PAIRS and longer >= _MOSTLY_LONGER * len(pairs):
+        yield f"the chosen answer is the longer one in {longer} of {len(pairs)} pairs: length may be what is learned"
+    margins = {rows[i].get("margin") for i in range(len(pairs))}
+    if len(pairs) >= _FEWEST and margins != {None} and len(margins) == 1:
+        yield f"all margins of {len(pairs)} pairs are {margins.pop():g}: is the right column named (--margin_key)?"
+
+
+def _repeated(config: OptionSet, rows: Any, held_out: Any) -> Iterator[str]:
+    *_, data, eval_data, what = _names(config)
+    seen = Counter(tuple(rows.ids_of(position)) for position in range(len(rows)))
+    if (more := len(rows) - len(seen)) > 0:
+        yield f"{more} of {len(rows)} {what} of --{data} are there before: they count as often"
+    prompts = {tuple(rows.prompt_ids_of(position)) for position in range(len(rows))} if held_out else ()
+    both = [at for at in range(len(held_out or ())) if tuple(held_out.prompt_ids_of(at)) in prompts]
+    if both:
+        which = f"{len(both)} of {len(held_out)} prompts of --{eval_data} are in --{data} too"
         yield f"{which}, first {held_out.origin(both[0])}: evaluations measure what was learned by heart; remove them"
 
 
 # -- chat templates --------------------------------------------------------------------------------------------------
 
 
-def _chats(config: PPOConfig, prompts: PromptDataset) -> Iterator[str]:
-    first, template, r = prompts[0], prompts.template, config.rollout
+def _chats(config: OptionSet, rows: Any) -> Iterator[str]:
+    first, template, tokenizer = rows.examples(0)[0].prompt, rows.template, rows.tokenizer
     if first.messages is None:
         return
-    if not prompts.report.truncated:
+    if not rows.report.truncated:
         system = [m["content"] for m in first.messages if m["role"] == "system"] or [config.data.system_prompt or ""]
         if system[0].strip() not in first.text:
-            name = "--system_prompt" if config.data.system_prompt else f"the system message of {prompts.origin(0)}"
+            name = "--system_prompt" if config.data.system_prompt else f"the system message of {rows.origin(0)}"
             raise ConfigError(f"{name}: the chat template drops it; put it into the user's message, or use another")
     chat = first.messages
+    own = {mark for message in chat for mark in _MARK.findall(message["content"] or "")}
+    if foreign := sorted(set(_MARK.findall(first.text)) - own - set(tokenizer.get_vocab())):
+        yield f"the chat template writes {foreign[0]!r}, no token of this tokenizer: is it another model's template?"
     asked = template.chat_text(chat, add_generation_prompt=chat[-1]["role"] != "assistant")
     if chat[-1]["role"] != "assistant" and asked == template.chat_text(chat):
         yield "the chat template has no generation prompt: the model has to write the assistant's header itself"
-    mark = "answer 7"
+    if not isinstance(config, PPOConfig):  # whatever the template writes, rows to learn from end with end-of-text
+        return
+    r, mark = config.rollout, "answer 7"
     tail = template.chat_text([*chat, {"role": "assistant", "content": mark}]).rpartition(mark)[2].strip()
     from transformers import GenerationConfig
 
@@ -143,8 +278,8 @@ def _chats(config: PPOConfig, prompts: PromptDataset) -> Iterator[str]:
         generation = GenerationConfig.from_pretrained(stage_to_local(config.model.pretrain))
     except OSError:  # a model may have none
         generation = None
-    stops = {*end_of_text_ids(prompts.tokenizer, generation), *r.stop_token_ids}
-    ids = prompts.tokenizer(tail, add_special_tokens=False)["input_ids"]
+    stops = {*end_of_text_ids(tokenizer, generation), *r.stop_token_ids}
+    ids = tokenizer(tail, add_special_tokens=False)["input_ids"]
     if tail and not stops & set(ids) and not any(stop in tail for stop in r.stop):
         ends = f"the chat template ends an answer with {tail!r}, at which sampling goes on"
         yield f"{ends}: --stop {tail!r}, or the right eos_token in tokenizer_config.json"
@@ -153,10 +288,9 @@ def _chats(config: PPOConfig, prompts: PromptDataset) -> Iterator[str]:
 # -- scores ----------------------------------------------------------------------------------------------------------
 
 
-def _scores(config: PPOConfig, prompts: PromptDataset, source: RewardSource) -> Iterator[str]:
+def _scores(config: PPOConfig, prompts: Any, source: RewardSource) -> Iterator[str]:
     """The labels themselves and nonsense as answers: the ones should score higher, in the time there is."""
-    some = prompts.__getitems__(list(range(min(8, len(prompts)))))
-    made = [_made_up(prompts.tokenizer, prompt) for prompt in some]
+    made = [_made_up(prompts.tokenizer, prompts[position]) for position in range(min(8, len(prompts)))]
     everything = [rollout for right, wrong in made for rollout in (*right, *wrong)]
     try:
         start = time.monotonic()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
@@ -33,6 +33,7 @@ from lightppo.trainer.ending import SkippedSteps, check_trained, is_saved, stop_
 from lightppo.trainer.objectives import OBJECTIVES, Batch, Objective, shared_rows
 from lightppo.trainer.preflight import NOTHING_KEPT
 from lightppo.trainer.recorder import Recorder
+from lightppo.trainer.rehearsal import after_step, rehearse
 from lightppo.trainer.report import summary
 from lightppo.trainer.run_folder import (
     claim,
@@ -51,18 +52,15 @@ class HeldOut:
 
     Args:
         dataset: the same on every rank; ranks share its rows.
-        limit: the first so many rows; ``None``: all.
     """
 
-    def __init__(
-        self, objective: Objective, model: Any, dataset: Any, micro_batch_size: int, limit: int | None = None
-    ) -> None:
+    def __init__(self, objective: Objective, model: Any, dataset: Any, micro_batch_size: int) -> None:
         self.objective, self.model, self.dataset, self.size = objective, model, dataset, micro_batch_size
-        self.strategy, self.limit = objective.strategy, limit
+        self.strategy = objective.strategy
 
     def batches(self) -> Iterator[tuple[Batch, bool]]:
         """This rank's micro batches, each row once over all ranks; False: a filler, as ranks take equally many."""
-        for rows, batch in shared_rows(self.dataset, self.strategy, self.size, self.limit):
+        for rows, batch in shared_rows(self.dataset, self.strategy, self.size):
             yield batch, bool(rows)
 
     @torch.no_grad()
@@ -112,7 +110,8 @@ class SupervisedTrainer:
         self.train_dataloader, self.state, self.alarms = train_dataloader, TrainerState(), Alarms()
         self.checkpointer = RunCheckpointer(self.strategy, config.checkpoint, {"actor": model}, tokenizer)
         limit, folder = config.training.max_skipped_steps, config.checkpoint.save_path
-        self.skipped = SkippedSteps(self.strategy, limit, folder, self._write_batch)
+        again = "To train on the batch again alone: lightppo replay {folder} --batch {batch}"
+        self.skipped = SkippedSteps(self.strategy, limit, folder, self._write_batch, again)
         self.timer, self.stop_signal = m.PhaseTimer(), 0
         self.content: dict[str, str] = {}  # marks of what options name
         self.recorder: Recorder | None = None
@@ -234,11 +233,12 @@ class SupervisedTrainer:
         state |= {"config": public_options(self.config), "content": self.content}
         self.checkpointer.save(self._ckpt_path, step, state)
 
-    def resume(self) -> bool:
-        """Go on from the last checkpoint that ``--resume`` allows; returns whether there was one. Collective."""
-        options = public_options(self.config)
+    def resume(self, options: Mapping[str, Any] | None = None, before: int | None = None) -> bool:
+        """Go on from the last checkpoint that ``--resume`` allows, ``before`` a step; returns whether there was one.
+        ``options``, by default the trainer's, are compared with the saved ones. Collective."""
+        options = options or public_options(self.config)
         idle = set().union(*idle_flags(self.config, options).values())
-        saved = self.checkpointer.resume(options, self.content, idle, declared=list(self.config.all_options()))
+        saved = self.checkpointer.resume(options, self.content, idle, before, list(self.config.all_options()))
         if saved is None:
             return False
         self.state = TrainerState.from_saved(saved["trainer"])
@@ -327,7 +327,9 @@ class SupervisedTrainer:
             strategy.save_model(self.model, self.tokenizer, path, step=step)
         self.recorder.close()
         if dry_run:
-            rows = f"{config.training.train_batch_size} rows, loss {status['train/loss']:.4f}"
+            for line in after_step(config, self.tokenizer) if strategy.is_rank_0() else ():
+                strategy.print(line)
+            rows = f"the {len(self.train_dataloader.dataset)} longest rows, loss {status['train/loss']:.4f}"
             strategy.report_memory(f"dry run: one step of {rows}; nothing is kept; memory of rank 0")
         elif strategy.is_rank_0():
             strategy.print(summary(self.recorder.path))
@@ -360,11 +362,17 @@ def build(config: SupervisedConfig, trainer: type[SupervisedTrainer] = Supervise
         check_peft()
     if config.adapter.load_in_4bit:
         check_bitsandbytes()
-    config = (dry_run_config(config, strategy) if config.training.dry_run else config).resolved()
+    asked = config.resolved()
+    config = dry_run_config(asked, strategy) if asked.training.dry_run else asked
     c, d, t = config.checkpoint, config.data, config.training
     claim({"--save_path": c.save_path, "--ckpt_path": c.ckpt_path}, strategy)
     objective = next(kind for kind in OBJECTIVES if kind.config_class is type(config))(config, strategy)
     tokenizer = building.build_tokenizer(config)
+    if (reference := config.flat().get("ref_pretrain")) is not None:
+        building.check_vocabulary(config, reference, "--ref_pretrain", tokenizer)
+
+    def part_of(whole: Any, positions: Iterable[int]) -> Any:
+        return objective.build_dataset(whole.dataset.select(whole.numbers(positions)), tokenizer)
 
     def dataset(paths: str, split: str, limit: int, flag: str) -> Any:
         rows = blending_datasets(paths, None, strategy, config.strategy.seed, train_split=split, flag=flag)
@@ -374,7 +382,12 @@ def build(config: SupervisedConfig, trainer: type[SupervisedTrainer] = Supervise
 
     rows = dataset(d.dataset, d.dataset_split, d.max_samples, "--dataset")
     held_out = dataset(d.eval_dataset, d.eval_split, d.eval_max_samples, "--eval_dataset") if d.eval_dataset else None
+    building.check_lengths(config, building.model_config(config), int(rows.lengths.max()))
     size = t.micro_train_batch_size
+    if t.dry_run:  # of a full micro batch of the longest rows, which take the most memory
+        rehearse(asked, rows, held_out, None, strategy)
+        longest, few = rows.lengths.argsort(kind="stable")[::-1], size * strategy.world_size
+        rows, held_out = part_of(rows, longest[:few]), held_out and part_of(held_out, range(min(few, len(held_out))))
     loader = strategy.setup_dataloader(rows, size, pin_memory=True, collate_fn=rows.collate_fn)
 
     model = objective.build_model()
@@ -382,7 +395,7 @@ def build(config: SupervisedConfig, trainer: type[SupervisedTrainer] = Supervise
     building.add_lora(config, model)
     building.accelerate(model, config, strategy.device, "actor")
     counted = parameter_count(model, trained_only=config.adapter.lora_rank > 0)
-    building.check_disk_space(config, {"actor": counted}, exported=parameter_count(model))
+    building.check_disk_space(asked, {"actor": counted}, exported=parameter_count(model))
     strategy.print(f"model: {parameter_count(model):,} parameters, {counted:,} train\nfiles: {building.places(config)}")
     steps = schedule_steps(config, loader, strategy)
     prepared = strategy.prepare(building.with_optimizer(model, t.learning_rate, steps, config, strategy))
@@ -391,10 +404,8 @@ def build(config: SupervisedConfig, trainer: type[SupervisedTrainer] = Supervise
         strategy.print("note: batches are padded: all rows have about the same length")
     else:
         building.settle_packing(config, strategy, *models)
-    objective.begin(prepared[0])
-    evaluator = None
-    if held_out is not None:
-        evaluator = HeldOut(objective, prepared[0], held_out, size, 2 * strategy.world_size if t.dry_run else None)
+    objective.begin(prepared[0], filter(None, (rows, held_out)))
+    evaluator = held_out and HeldOut(objective, prepared[0], held_out, size)
     made = trainer(objective, *prepared, loader, config=config, tokenizer=tokenizer, evaluator=evaluator)
     made.content = content_of(config, {"dataset": rows.dataset}, strategy)
     return made
@@ -409,8 +420,8 @@ def schedule_steps(config: SupervisedConfig, train_dataloader: DataLoader, strat
 
 def dry_run_config(config: SupervisedConfig, strategy: DeepspeedStrategy) -> SupervisedConfig:
     """``--dry_run``: one step of few rows, with all files in a folder that goes at the end. Collective."""
-    size, folder = min(config.training.micro_train_batch_size, 2), building.temporary_folder(strategy)
-    strategy.micro_train_batch_size, strategy.train_batch_size = size, size * strategy.world_size
-    small = {"micro_train_batch_size": size, "train_batch_size": strategy.train_batch_size}
-    small |= {"num_epochs": None, "max_steps": 1, "benchmark_steps": None}
-    return config.with_options(**small, **NOTHING_KEPT, save_path=folder, ckpt_path=None, log_file=None)
+    folder = building.temporary_folder(strategy)
+    strategy.train_batch_size = strategy.micro_train_batch_size * strategy.world_size
+    small = {"train_batch_size": strategy.train_batch_size, "num_epochs": None, "max_steps": 1, "benchmark_steps": None}
+    places = {"save_path": folder, "ckpt_path": None, "log_file": None}
+    return config.with_options(**small, **NOTHING_KEPT, **places).resolved()

@@ -18,11 +18,12 @@ import pytest
 import yaml
 from support.http_server import JsonServer, ok
 from support.ranks import run_ranks
+from support.tiny import write_jsonl
 from support.world import one_rank
 
 from lightppo import storage
 from lightppo.__main__ import main
-from lightppo.errors import CheckpointError, ConfigError
+from lightppo.errors import CheckpointError, ConfigError, TrainingError
 from lightppo.experience.batching import Minibatch, load_batch, save_batch
 from lightppo.rollout.hf import HFRolloutEngine
 from lightppo.trainer.ppo_trainer import PPOTrainer
@@ -40,11 +41,11 @@ def replay(world, monkeypatch, capsys) -> Callable[..., tuple[int, str]]:
     """``replay(run, step, *flags)``: exit code and output, in this process."""
     monkeypatch.setattr("lightppo.trainer.run", lambda command, prog: command())  # the process group stays
 
-    def command(run: Path, step: int, *flags: Any) -> tuple[int, str]:
+    def command(run: Path, step: int | None, *flags: Any) -> tuple[int, str]:
         capsys.readouterr()
         code = 0
         try:
-            main(["replay", str(run), "--step", str(step), *map(str, flags)])
+            main(["replay", str(run), *(["--step", str(step)] if step else []), *map(str, flags)])
         except SystemExit as ended:
             code = ended.code
         return code, "".join(capsys.readouterr())
@@ -307,3 +308,70 @@ class TestMistakes:
         assert f"note: {run} was made with lightppo 9.0 (0), this is 0.1.0 (" in out
         assert f"note: {run} was made with torch 1.0, this is " in out
         assert f"--config {run}/run_config.yaml: unknown option 'option_of_9'" in out
+
+
+PAIRS = [{"input": f"{i}+{i}=", "chosen": "abc"[: 1 + i % 3], "rejected": "xyzabc"[: 1 + i % 5]} for i in range(8)]
+
+
+@pytest.fixture
+def taught(world, tiny_model, tmp_path) -> Callable[..., Path]:
+    """``taught("rm", **options)``: the folder of a finished run of four steps, on pairs."""
+    from lightppo.config.sft_rm_dpo import COMMANDS
+    from lightppo.trainer.supervised import SupervisedTrainer
+
+    def run(command: str, **options: Any) -> Path:
+        folder = tmp_path / command
+        flat = {"pretrain": tiny_model, "dataset": write_jsonl(tmp_path / "pairs.jsonl", PAIRS), "save_path": folder}
+        flat |= {"max_len": 24, "train_batch_size": 4, "micro_train_batch_size": 2, "num_epochs": 2, "zero_stage": 0}
+        flat |= {"learning_rate": 1e-3, "save_steps": 2, "lora_rank": 4, "lora_dropout": 0.1} | options
+        SupervisedTrainer.from_config(COMMANDS[command].from_flat(flat)).fit()
+        return Path(shutil.copytree(folder, tmp_path / "moved" / command))
+
+    return run
+
+
+@pytest.mark.parametrize("command", ["dpo", *(pytest.param(name, marks=pytest.mark.long) for name in ("sft", "rm"))])
+def test_a_step_of_training_on_data(replay, taught, command):
+    run = taught(command)
+    before = files(run)
+    code, out = replay(run, 4, "--samples", 1)
+    assert f"replay: {run} is only read; from step 3 on, to 4" in out
+    assert re.search(r"^step 4 is equal to what was recorded: \d+ numbers$", out, re.MULTILINE)
+    assert code == 0
+    assert files(run) == before
+    (row,) = (row for row in read_jsonl(run / "metrics.jsonl") if row["step"] == 4 and "train/loss" in row)
+    assert f"all together: train/loss {row['train/loss']:.6g}, " in out
+    assert f"train/grad_norm {row['train/grad_norm']:.6g}, " in out
+    assert re.search(r"^  micro batch 2: \d rows, loss [\d.]+", out, re.MULTILINE)
+    assert "+" in out.split("micro batch 2")[1].splitlines()[1]
+
+
+def test_a_saved_batch_of_training_on_data(replay, taught, monkeypatch, tmp_path):
+    """What the run has left, by the command that its error names, with the weights of then."""
+    from lightppo.strategy.deepspeed import DeepspeedStrategy
+    from lightppo.trainer.supervised import SupervisedTrainer
+
+    steps, original = [], SupervisedTrainer.training_step
+
+    def told(self: Any, batches: Any) -> Any:
+        steps.append(original(self, batches))
+        return steps[-1]
+
+    monkeypatch.setattr(SupervisedTrainer, "training_step", told)
+    backward = DeepspeedStrategy.backward
+
+    def broken(self: Any, loss: Any, *rest: Any) -> None:
+        backward(self, loss * float("nan") if len(steps) == 2 else loss, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DeepspeedStrategy, "backward", broken)
+        with pytest.raises(TrainingError) as error:
+            taught("rm", max_skipped_steps=1, lora_dropout=0.0)
+    run, batch = re.search(r"lightppo replay (\S+) --batch (\S+)", str(error.value)).groups()
+    code, out = replay(Path(run), None, "--batch", batch)
+    assert code == 0
+    assert f"{batch}, of step 3 and rank 0" in out
+    assert "from step 3 on, to 3" in out
+    assert f"all together: train/loss {steps[-1]['train/loss']:.6g}" in out
+    assert re.search(r"train/grad_norm [\d.]+, ", out)  # finite without the patch
+    assert "recorded" not in out

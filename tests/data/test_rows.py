@@ -261,7 +261,9 @@ def test_bad_pairs(row, reason, message):
 
 
 def test_pairs_need_their_columns():
-    with pytest.raises(DataError, match=r"no columns chosen and rejected.*columns: prompt, answer"):
+    with pytest.raises(
+        DataError, match=r"--chosen_key 'chosen' is not a column of the data; its columns: prompt, answer"
+    ):
         resolve_fields(["prompt", "answer"], pairs=True)
     with pytest.raises(DataError, match="--margin_key 'lead' is not a column"):
         resolve_fields(["prompt", "chosen", "rejected"], pairs=True, label_key="lead")

@@ -138,7 +138,7 @@ def test_a_teacher_with_another_vocabulary_is_refused_before_models_load(taught,
     vocab["1"], vocab["2"] = vocab["2"], vocab["1"]
     files.write_text(json.dumps(spelled))
     assert AutoTokenizer.from_pretrained(other).get_vocab()["1"] == vocab["1"]
-    with pytest.raises(ConfigError, match=r"--teacher_pretrain .*2 of the student's tokens .*'1', '2'.*family"):
+    with pytest.raises(ConfigError, match=r"--teacher_pretrain .*2 of its tokens .*'1', '2'.*family"):
         PPOTrainer.from_config(taught(teacher_pretrain=other))
 
 

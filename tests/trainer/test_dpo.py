@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.ranks import REPO, run_ranks
-from support.tiny import write_jsonl
+from support.tiny import save_causal_lm, write_jsonl
 
 from lightppo.algorithms.preferences import dpo_loss, ipo_loss
 from lightppo.config.cli import parse_args
@@ -38,13 +38,13 @@ def dataset(rows, tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_jsonl(tmp_path_factory.mktemp("data") / "pairs.jsonl", rows)
 
 
-def plain(rows: list[dict[str, str]], path: str, loss: str) -> list[dict[str, float]]:
-    """Metrics of each step by torch alone, one unpadded answer after the other."""
+def plain(rows: list[dict[str, str]], path: str, loss: str, start: str | None = None) -> list[dict[str, float]]:
+    """Metrics of each step by torch alone, one unpadded answer after the other; ``start``: another reference."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     _, loss_fn, averages = LOSSES[loss]
     tokenizer, model = AutoTokenizer.from_pretrained(path), AutoModelForCausalLM.from_pretrained(path)
-    reference = copy.deepcopy(model)
+    reference = AutoModelForCausalLM.from_pretrained(start) if start else copy.deepcopy(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)
     history = []
 
@@ -173,9 +173,31 @@ def test_a_resumed_run_with_adapters_is_the_uninterrupted_run(fitted, dataset, t
     assert not torch.equal(merged.model.layers[0].mlp.up_proj.weight, base.model.layers[0].mlp.up_proj.weight)
 
 
+def test_a_reference_of_its_own(fitted, rows, tmp_path, capsys):
+    """Against torch alone, by one forward pass and by two runs; it is let go before the first step."""
+    other = save_causal_lm(tmp_path / "other", seed=3)
+    more = {"ref_pretrain": other, "label_smoothing": 0.1}
+    trainer = fitted("own", **more)
+    check_steps(logged(tmp_path / "own"), plain(rows, trainer.config.model.pretrain, "dpo", other))
+    assert trainer.objective.reference is None
+    fitted("dry", **more, dry_run=True)
+    assert f"longest rows, loss {math.log(2):.4f}" not in capsys.readouterr().out
+    fitted("resumed", **more, save_steps=1, benchmark_steps=2)
+    fitted("resumed", **more, save_steps=1)
+    assert logged(tmp_path / "resumed") == logged(tmp_path / "own")
+
+
+def test_columns_of_other_names(fitted, rows, tmp_path):
+    renamed = [{"input": r["input"], "better": r["chosen"], "pair": {"worse": r["rejected"]}} for r in rows]
+    dataset = write_jsonl(tmp_path / "renamed.jsonl", renamed)
+    fitted("renamed", dataset=dataset, chosen_key="better", rejected_key="pair.worse")
+    fitted("named")
+    assert logged(tmp_path / "renamed") == logged(tmp_path / "named")
+
+
 def test_a_dry_run_needs_no_reference(fitted, tmp_path, capsys):
     fitted(".", dry_run=True)
-    assert f"dry run: one step of 2 rows, loss {math.log(2):.4f}" in capsys.readouterr().out
+    assert f"dry run: one step of the 2 longest rows, loss {math.log(2):.4f}" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,11 +12,13 @@ from typing import Any, NamedTuple
 
 import pytest
 from support.http_server import JsonServer, ok
-from support.tiny import save_causal_lm, sums, write_jsonl
+from support.ranks import run_ranks
+from support.tiny import save_causal_lm, save_reward_model, sums, write_jsonl
 
 from lightppo import PPOTrainer
 from lightppo.config import parse_args
 from lightppo.errors import UserError
+from lightppo.trainer.objectives import OBJECTIVES
 from lightppo.trainer.preflight import preflight
 
 pytestmark = pytest.mark.usefixtures("world")
@@ -33,6 +36,11 @@ CHAT = (
     "{{ bos_token }}{% for m in messages %}{{ m.role }} {{ m.content }}{{ eos_token }}{% endfor %}"
     "{% if add_generation_prompt %}assistant {% endif %}"
 )
+
+
+PAIRS = [{"input": f"{i}+{i}=", "chosen": f"{2 * i}", "rejected": "a" * (1 + i % 3)} for i in range(12)]
+NO_ANSWER = "{% for m in messages if m.role != 'assistant' %}{{ m.role }} {{ m.content }}{{ eos_token }}{% endfor %}"
+NO_REASONING = CHAT.replace("{{ m.content }}", "{{ m.content.split('=')[-1] if m.role == 'assistant' else m.content }}")
 
 
 class ModelsLoad(Exception):
@@ -73,6 +81,14 @@ class Bench:
         path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template} | settings))
         return str(folder)
 
+    def other_tokenizer(self) -> str:
+        """A reward model whose tokenizer has two ids the other way round."""
+        folder = self.folder / "other"
+        save_reward_model(folder)
+        path = folder / "tokenizer.json"
+        path.write_text(path.read_text().replace('"8": 12', '"8": 13').replace('"9": 13', '"9": 12'))
+        return str(folder)
+
     def small_disk(self) -> None:
         self.monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
 
@@ -84,9 +100,43 @@ class Bench:
             if value is not None and value is not False:
                 values = value if isinstance(value, list) else [] if value is True else [value]
                 words += [f"--{name}", *map(str, values)]
-        config = parse_args([*words, "--dry_run"])
+        self.start([*words, "--dry_run"])
+
+    def start(self, words: list[str]) -> None:
+        config = parse_args(words)
         preflight(config.resolved())
         PPOTrainer.from_config(config).fit()
+
+
+class OnData(Bench):
+    """Of ``lightppo sft``, ``rm`` and ``dpo``: pairs, whose chosen answers are demonstrations."""
+
+    def __init__(self, command: str, *parts: Any) -> None:
+        super().__init__(*parts)
+        self.command = command
+        self.flags = {"pretrain": self.model, "dataset": self.rows(PAIRS), "max_len": 20, "train_batch_size": 4,
+                      "micro_train_batch_size": 2, "zero_stage": 0, "save_path": self.folder / "run"}  # fmt: skip
+
+    def changed(self, number: int = 0, **columns: Any) -> dict[str, str]:
+        """The rows, with other values in one of them; ``None`` takes a column away."""
+        rows = [dict(row) for row in PAIRS]
+        rows[number] = {name: value for name, value in (rows[number] | columns).items() if value is not None}
+        return {"dataset": self.rows(rows)}
+
+    def demonstrations(self, rows: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        return {"dataset": self.rows(rows), **more}
+
+    def chats(self, template: str, **more: Any) -> dict[str, Any]:
+        return {"pretrain": self.chat_model(template), "apply_chat_template": True, "max_len": 64, **more}
+
+    def start(self, words: list[str]) -> None:
+        from lightppo.config.sft_rm_dpo import COMMANDS
+        from lightppo.trainer.preflight import preflight_supervised
+        from lightppo.trainer.supervised import SupervisedTrainer
+
+        config = parse_args(words, kind=COMMANDS[self.command])
+        preflight_supervised(config)
+        SupervisedTrainer.from_config(config).fit()
 
 
 class Mistake(NamedTuple):
@@ -127,7 +177,7 @@ CONFIG = {
         lambda b: {"generate_max_len": 60}, ("--generate_max_len 60 = 80 tokens", "has 64 positions: lower one")
     ),
     "a learning rate × 1000": Mistake(
-        lambda b: {"actor_learning_rate": 1e-2}, ("--actor_learning_rate 0.01: models", "1e-7 to 1e-5"), refused=False
+        lambda b: {"actor_learning_rate": 1e-2}, ("--actor_learning_rate 0.01: models", "1e-07 to 1e-05"), refused=False
     ),
     "no episode": Mistake(lambda b: {"num_episodes": 0}, ("--num_episodes must be a whole number ≥1",)),
     "no model there": Mistake(lambda b: {"pretrain": "./no/model"}, ("--pretrain ./no/model: no such folder",)),
@@ -236,6 +286,11 @@ TEMPLATE = {
                    "prompt_max_len": 40},
         ("the chat template ends an answer with 'z', at which sampling goes on: --stop 'z'",), refused=False,
     ),
+    "the template of another model": Mistake(
+        lambda b: {"pretrain": b.chat_model("<|im_start|>" + CHAT), "apply_chat_template": True, "prompt_max_len": 60,
+                   "generate_max_len": 4},
+        ("the chat template writes '<|im_start|>', no token of this tokenizer",), refused=False,
+    ),
     "a tokenizer of a larger vocabulary": Mistake(
         lambda b: {"pretrain": save_causal_lm(b.folder / "small", vocab_size=20)},
         ("the tokenizer's largest id is", "20 embedding rows"),
@@ -313,15 +368,159 @@ REWARD = {
         ("1 scores for 2 samples",),
     ),
     "no reward": Mistake(lambda b: {"reward_fn": None}, ("no reward: set --reward_fn path.py, --remote_rm_url",)),
+    "a reward model with another tokenizer": Mistake(
+        lambda b: {"reward_fn": None, "reward_pretrain": b.other_tokenizer(), "init_critic_from_actor": True},
+        ("--reward_pretrain", "has another tokenizer than the actor: 2 of the actor's tokens",
+         "Set --reward_input_tokenizer"),
+    ),
     "a reward model without a head": Mistake(
         lambda b: {"reward_fn": None, "reward_pretrain": b.model, "init_critic_from_actor": True},
         ("--reward_pretrain", "score.weight"),
     ),
 }  # fmt: skip
 
+PAIRED = {  # the command, then what is wrong
+    "rm: a wrong column of the chosen answers": Mistake(
+        lambda b: {"chosen_key": "better"}, ("--chosen_key 'better' is not a column", "input, chosen, rejected")
+    ),
+    "dpo: no column of rejected answers": Mistake(
+        lambda b: {"dataset": b.rows([{"input": "1+1=", "chosen": "2"}])}, ("--rejected_key 'rejected' is not a",)
+    ),
+    "rm: a wrong column of the margin": Mistake(lambda b: {"margin_key": "lead"}, ("--margin_key 'lead' is not a",)),
+    "rm: a margin below 0": Mistake(
+        lambda b: {"margin_key": "lead", **b.changed(0, lead=-1)}, ("--margin_key 'lead' is int -1; a number ≥ 0",)
+    ),
+    "rm: margins that are all the same": Mistake(
+        lambda b: {"margin_key": "lead", "dataset": b.rows([row | {"lead": 0} for row in PAIRS])},
+        ("all margins of 12 pairs are 0: is the right column named (--margin_key)?",), refused=False,
+    ),
+    "dpo: an empty answer": Mistake(lambda b: b.changed(3, rejected=" "), ("rows.jsonl:4: 'rejected' is empty",)),
+    "dpo: equal answers": Mistake(
+        lambda b: b.changed(2, rejected="4"), ("rows.jsonl:3: 'chosen' and 'rejected' are the same",)
+    ),
+    "rm: answers that a cut makes equal": Mistake(
+        lambda b: {**b.changed(0, chosen="ab", rejected="ac"), "max_len": 5, "truncation": "right"},
+        ("rows.jsonl:1: both answers have the same tokens, after a cut perhaps",),
+    ),
+    "dpo: pairs in both directions": Mistake(
+        lambda b: b.changed(1, input="0+0=", chosen="a", rejected="0"),
+        ("1 pairs are there the other way round", "rows.jsonl:1 and", "rows.jsonl:2"), refused=False,
+    ),
+    "rm: longer answers are the better ones": Mistake(
+        lambda b: {"dataset": b.rows([{"input": f"{i}=", "chosen": "aaa", "rejected": "b"} for i in range(20)])},
+        ("the chosen answer is the longer one in 20 of 20 pairs",), refused=False,
+    ),
+    "rm: held-out pairs that are trained on": Mistake(
+        lambda b: {"eval_dataset": b.rows(PAIRS[:3], "held_out.jsonl")},
+        ("3 of 3 prompts of --eval_dataset are in --dataset too, first", "held_out.jsonl:1"), refused=False,
+    ),
+    "dpo: a reference with another tokenizer": Mistake(
+        lambda b: {"ref_pretrain": b.other_tokenizer()}, ("--ref_pretrain", "has another vocabulary", "'8', '9'")
+    ),
+    "dpo: no reference there": Mistake(lambda b: {"ref_pretrain": "./no"}, ("--ref_pretrain ./no: no such folder",)),
+    "dpo: a learning rate × 1000": Mistake(
+        lambda b: {"learning_rate": 1e-3}, ("--learning_rate 0.001: models", "1e-07 to 1e-05"), refused=False
+    ),
+    "rm: LoRA on layers that are not there": Mistake(
+        lambda b: {"lora_rank": 4, "target_modules": ["query_proj"]}, ("--target_modules", "query_proj")
+    ),
+}  # fmt: skip
+
+DEMONSTRATED = {
+    "sft: a wrong column of the answer": Mistake(
+        lambda b: {"output_key": "anser"}, ("--output_key 'anser' is not a column",)
+    ),
+    "sft: no answers": Mistake(lambda b: b.demonstrations([{"input": "1+1="}]), ("rows.jsonl:1: no completion",)),
+    "sft: an empty answer": Mistake(
+        lambda b: b.demonstrations([{"input": "1+1=", "output": ""}]), ("rows.jsonl:1: 'output' is empty",)
+    ),
+    "sft: the prompt as its answer": Mistake(
+        lambda b: {"output_key": "input"}, ("12 of 12 answers are the prompt once more", "rows.jsonl:1"), refused=False
+    ),
+    "sft: a column with one value": Mistake(
+        lambda b: b.demonstrations([{"input": f"{i}=", "output": "math"} for i in range(5)]),
+        ("all 5 answers are 'math': is the right column named (--output_key)?",), refused=False,
+    ),
+    "sft: a template that drops the answer": Mistake(
+        lambda b: b.chats(NO_ANSWER), ("rows.jsonl:1: the completion has no tokens",)
+    ),
+    "sft: a template that drops the reasoning": Mistake(
+        lambda b: b.chats(NO_REASONING, **b.demonstrations([{"input": "1+1?", "output": "so 1+1=2"}])),
+        ("1 of 1 answers are not in what the chat template writes of them", "such as the reasoning"), refused=False,
+    ),
+    "sft: a template that rewrites the prompt": Mistake(
+        lambda b: b.chats("{{ messages | length }}" + CHAT), ("the chat template writes the prompt differently",)
+    ),
+    "sft: the template of another model": Mistake(
+        lambda b: b.chats("<|im_start|>" + CHAT), ("writes '<|im_start|>', no token of this tokenizer",), refused=False
+    ),
+    "sft: no generation prompt": Mistake(
+        lambda b: b.chats(CHAT.partition("{% if")[0]), ("no generation prompt",), refused=False
+    ),
+    "sft: no chat template": Mistake(
+        lambda b: {"apply_chat_template": True}, ("--apply_chat_template: the tokenizer", "has no chat template")
+    ),
+    "sft: end-of-text within the answers": Mistake(
+        lambda b: b.demonstrations([{"input": "1+1=", "output": "2<eos>"}]),
+        ("1 of 1 answers hold special tokens", "whose end-of-text is added"), refused=False,
+    ),
+    "sft: answers of nothing but special tokens": Mistake(
+        lambda b: b.demonstrations([{"input": "1+1=", "output": "é"}]),
+        ("1 of 1 answers have no text to learn", "tokens that the tokenizer does not know"), refused=False,
+    ),
+    "sft: answers that run into their prompt": Mistake(
+        lambda b: b.demonstrations([{"input": "what is one", "output": "first"}]),
+        ("1 of 1 answers follow a word without a blank or a line", "--input_template"), refused=False,
+    ),
+    "sft: a length that leaves no answer": Mistake(
+        lambda b: {"max_len": 4, "truncation": "right"}, ("(4 of the prompt), the limit is 4: raise it",)
+    ),
+    "sft: a length that drops all rows": Mistake(
+        lambda b: {"max_len": 3, "truncation": "drop"}, ("no row is left to train on", "12 overlong")
+    ),
+    "sft: a length that drops some rows": Mistake(
+        lambda b: {"max_len": 6, "truncation": "drop"},
+        ("7 of 12 rows are longer than --max_len 6, and left out",), refused=False,
+    ),
+    "sft: a length that cuts answers": Mistake(
+        lambda b: {"max_len": 7, "truncation": "right"},
+        ("2 of 12 rows are cut to --max_len 7: their answers never end",), refused=False,
+    ),
+    "sft: rows beyond the positions": Mistake(
+        lambda b: b.demonstrations([{"input": "1" * 60, "output": "2" * 60}], max_len=200),
+        ("--max_len 200: the longest row has 121 tokens, but", "has 64 positions: set --max_len 64"),
+    ),
+    "sft: rows that are there twice": Mistake(
+        lambda b: {"dataset": b.rows(PAIRS * 2)}, ("12 of 24 rows of --dataset are there before",), refused=False
+    ),
+    "sft: fewer rows than a batch": Mistake(
+        lambda b: {"train_batch_size": 64}, ("--train_batch_size 64 is more than the 12 rows",), refused=False
+    ),
+    "sft: batch sizes that do not divide": Mistake(
+        lambda b: {"train_batch_size": 5}, ("--train_batch_size 5 must be a multiple of --micro_train_batch_size 2",)
+    ),
+    "sft: a broken line": Mistake(
+        lambda b: {"dataset": b.file("broken.jsonl", '{"input": "1", "output": "2"}\n{"input"\n')},
+        ("broken.jsonl:2: not JSON",),
+    ),
+    "sft: no file": Mistake(lambda b: {"dataset": "./none.jsonl"}, ("--dataset", "none.jsonl")),
+    "sft: a tokenizer of a larger vocabulary": Mistake(
+        lambda b: {"pretrain": save_causal_lm(b.folder / "small", vocab_size=20)},
+        ("the tokenizer's largest id is", "20 embedding rows"),
+    ),
+    "sft: a model that knows nothing": Mistake(
+        lambda b: {"train_batch_size": 12, "micro_train_batch_size": 12},
+        ("the loss of the step, ", "is that of guessing among 43 tokens"), refused=False, whole=True,
+    ),
+    "sft: a disk that is too small": Mistake(
+        lambda b: b.small_disk() or {"save_steps": 1}, ("--ckpt_path", "checkpoints need about"),
+    ),
+}  # fmt: skip
+
+ON_DATA = PAIRED | DEMONSTRATED
 ALL = {f"{part}: {name}": mistake
        for part, table in {"config": CONFIG, "data": DATA, "template": TEMPLATE, "reward": REWARD}.items()
-       for name, mistake in table.items()}  # fmt: skip
+       for name, mistake in table.items()} | ON_DATA  # fmt: skip
 SAMPLE = {  # of the suite, mostly what only a dry run tells
     "config: a flag that is misspelt",
     "data: labels missing in some rows",
@@ -331,6 +530,10 @@ SAMPLE = {  # of the suite, mostly what only a dry run tells
     "template: no generation prompt",
     "template: a system prompt that the template drops",
     "template: turns that end with a token which stops nothing",
+    "rm: margins that are all the same",
+    "dpo: pairs in both directions",
+    "sft: a template that drops the reasoning",
+    "sft: a model that knows nothing",
     "reward: an answer that is never found",
     "reward: the same score for all",
 }
@@ -341,19 +544,28 @@ def models_load(*parts: Any) -> None:
 
 
 @pytest.fixture
-def bench(tmp_path, tiny_model, monkeypatch):
-    made = Bench(tmp_path, tiny_model, monkeypatch)
-    yield made
-    if hasattr(made, "server"):
-        made.server.close()
+def bench_of(tmp_path, tiny_model, monkeypatch):
+    """``bench_of("rm")``."""
+    made = []
+
+    def make(command: str) -> Bench:
+        parts = tmp_path, tiny_model, monkeypatch
+        made.append(OnData(command, *parts) if command in ("sft", "rm", "dpo") else Bench(*parts))
+        return made[0]
+
+    yield make
+    if hasattr(made[0], "server"):
+        made[0].server.close()
 
 
 @pytest.mark.parametrize("name", [n if n in SAMPLE else pytest.param(n, marks=pytest.mark.long) for n in ALL])
-def test_a_mistake_is_found_with_its_cause_and_what_to_do(bench, name, capsys, caplog, monkeypatch):
-    mistake, start = ALL[name], time.monotonic()
+def test_a_mistake_is_found_with_its_cause_and_what_to_do(bench_of, name, capsys, caplog, monkeypatch):
+    mistake, start, bench = ALL[name], time.monotonic(), bench_of(name.partition(":")[0])
     changes, refusal, code = mistake.seed(bench), "", None
     if not mistake.refused and not mistake.whole:
         monkeypatch.setattr("lightppo.trainer.build.build_models", models_load)
+        for objective in OBJECTIVES:
+            monkeypatch.setattr(objective, "build_model", models_load)
     try:
         bench.run(**changes)
     except ModelsLoad:
@@ -370,9 +582,36 @@ def test_a_mistake_is_found_with_its_cause_and_what_to_do(bench, name, capsys, c
     assert not (bench.folder / "run").exists()
 
 
-def test_a_run_without_mistakes_is_told_nothing(bench, capsys):
+@pytest.mark.parametrize("command", ["rm", "dpo"])
+def test_training_on_pairs_without_mistakes_is_told_nothing_and_shows_its_rows(bench_of, capsys, command):
+    bench = bench_of(command)
+    bench.run(eval_dataset=bench.rows([{"input": "9=", "chosen": "9", "rejected": "8"}], "held_out.jsonl"))
+    told = capsys.readouterr().out
+    assert "look at this" not in told
+    assert "the first row, " in told
+    assert "chosen:\n    0+0=[0<eos>]\n6 tokens, 2 of them trained\nrejected:\n    0+0=[a<eos>]\n" in told
+    assert "tokens: median " in told
+    assert "dry run: one step of the 2 longest rows, loss " in told
+
+
+def test_a_run_without_mistakes_is_told_nothing(bench_of, capsys):
+    bench = bench_of("ppo")
     bench.run(eval_data=bench.rows([{"input": "90+9=", "label": "99"}], "held_out.jsonl"))
     assert "look at this" not in capsys.readouterr().out
+
+
+def test_a_port_of_the_launcher_that_is_in_use(bench_of, tmp_path):
+    bench, script = bench_of("sft"), tmp_path / "command.py"
+    script.write_text("from lightppo.__main__ import main\n\nmain()\n")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+        rank = dict.fromkeys(("RANK", "LOCAL_RANK"), "0") | dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "1")
+        env = rank | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        words = [f"--{name}={value}" for name, value in bench.flags.items()]
+        result = run_ranks(script, "sft", *words, "--dry_run", world_size=1, check=False, env=env)
+    assert result.returncode == 1
+    assert f"port {port} is in use, by another run perhaps: choose one with --master_port" in result.output
+    assert "Traceback" not in result.output
 
 
 def test_there_are_as_many_as_promised():
@@ -380,4 +619,5 @@ def test_there_are_as_many_as_promised():
     assert [len(table) >= least for table, least in ((CONFIG, 10), (DATA, 10), (TEMPLATE, 8), (REWARD, 8))] == [
         True
     ] * 4
+    assert len(ON_DATA) >= 15
     assert ALL.keys() > SAMPLE

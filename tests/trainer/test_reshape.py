@@ -77,6 +77,47 @@ def test_two_ranks_at_zero_2_go_on_as_one_at_zero_3(run, tmp_path):
         assert numbers[0] == pytest.approx(numbers[1], rel=TOLERANCE, abs=1e-5), before["step"]
 
 
+DEMONSTRATIONS = [{"input": f"{i}+{i}=", "output": "abcdefghijkl"[: i + 1]} for i in range(12)]
+PAIRS = [{"input": f"{i}+{i}=", "chosen": "abc"[: 1 + i % 3], "rejected": "xyzabc"[: 1 + i % 5]} for i in range(12)]
+
+
+@pytest.mark.parametrize(
+    ("command", "data", "more"),
+    [
+        ("rm", PAIRS, ()),
+        pytest.param("sft", DEMONSTRATIONS, ("--lora_rank=4",), marks=pytest.mark.long),
+        pytest.param("dpo", PAIRS, (), marks=pytest.mark.long),
+    ],
+)
+def test_training_on_data_goes_on_with_other_ranks_and_another_stage(tiny_model, tmp_path, command, data, more):
+    """In the middle of the second epoch; a rank of two has other rows and padding than the one has."""
+    dataset, script = write_jsonl(tmp_path / "rows.jsonl", data), tmp_path / "command.py"
+    script.write_text("from lightppo.__main__ import main\n\nmain()\n")
+
+    def run(folder: Path, ranks: int, stage: int, *flags: str) -> tuple[list[dict[str, Any]], str]:
+        result = run_ranks(
+            *(script, command, f"--pretrain={tiny_model}", f"--dataset={dataset}", "--max_len=24", "--num_epochs=2"),
+            *(f"--save_path={folder / 'run'}", f"--ckpt_path={folder / 'ckpt'}", "--learning_rate=1e-3", *more),
+            *("--train_batch_size=4", "--micro_train_batch_size=2", "--save_steps=1", "--max_ckpt_num=9"),
+            *(f"--zero_stage={stage}", *flags),
+            world_size=ranks,
+        )
+        found = map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines())
+        return [row for row in found if "train/loss" in row], result.output
+
+    straight, _ = run(tmp_path / "straight", 2, 2)
+    assert [row["step"] for row in straight] == list(range(1, 7))
+    shutil.copytree(tmp_path / "straight", tmp_path / "moved")
+    forget_checkpoints(tmp_path / "moved" / "ckpt", after=4)
+    resumed, output = run(tmp_path / "moved", 1, 3, "--reshape_ckpt")
+    assert "--reshape_ckpt: 2 ranks → 1" in output
+    assert "resume: --zero_stage was 2, is 3" in output
+    assert "4 steps done" in output
+    for now, before in zip(resumed, straight, strict=True):
+        numbers = [{n: x for n, x in row.items() if n.startswith("train/")} for row in (now, before)]
+        assert numbers[0] == pytest.approx(numbers[1], rel=TOLERANCE, abs=1e-5), before["step"]
+
+
 def test_the_surplus_of_old_ranks_is_dealt_out_oldest_first():
     held = [[{"step": 1, "group": "a"}, {"step": 3, "group": "b"}], [{"step": 2, "group": "c"}], []]
     dealt = [[group["group"] for group in groups] for groups in dealt_out(held, 2)]
