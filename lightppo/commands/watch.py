@@ -29,6 +29,7 @@ CURVES = {  # title: metrics, each a line where it is there
     "length": ("rollout/response_length", "eval/response_length"),
     "loss": ("train/loss", "eval/loss", "train/policy_loss"),
     "accuracy": ("reward/accuracy", "reward/acc", "train/accuracy", "eval/accuracy"),
+    "margin": ("train/margin", "eval/margin"),
     "entropy": ("train/entropy",),
     "gradient norm": ("train/actor_grad_norm", "train/grad_norm"),
 }
@@ -160,6 +161,7 @@ def frame(runs: Sequence[Watched], width: int, height: int | None = None) -> Any
         grid.add_row(*plots[start : start + columns])
     parts.append(grid if plots else Text("waiting for the first step"))
     for run in runs:
+        parts += [Text(str(run.folder), style="bold")] * (len(runs) > 1)
         parts += [Text(line, no_wrap=True, overflow="ellipsis") for line in (*_phases(run), *_samples(run))]
     return Group(*parts)
 

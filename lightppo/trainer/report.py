@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import base64
 import gzip
 import html
 import json
 import math
 import os
+import shutil
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 from lightppo import durable
 from lightppo.config.options import all_options
-from lightppo.errors import ReportError
+from lightppo.errors import ReportError, StagingError
+from lightppo.storage import download, is_url, local_folder, read_apart
 from lightppo.trainer.alarms import ALARMS
 from lightppo.version import __version__
 
@@ -372,6 +376,18 @@ def _block(name: str, content: bytes) -> str:
 # -- lightppo report ---------------------------------------------------------------------------------------------------
 
 
+def brought(run: str) -> Path:
+    """The folder of a run; of a URL its records, brought to a folder that goes at the end."""
+    if is_url(run):
+        from lightppo.trainer.run_folder import RECORDS
+
+        kinds, folder = {name.partition(".")[0] for name in RECORDS} - {"profile"}, tempfile.mkdtemp(prefix="lightppo-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        read_apart(folder)
+        download(run, lambda name: name.partition("/")[0].partition(".")[0] in kinds)
+    return local_folder(run)
+
+
 def main(argv: Sequence[str], prog: str = "lightppo report") -> None:
     """Print the tables of runs, write their report; code 2 where there is no run, as for every wrong argument."""
     parser = argparse.ArgumentParser(
@@ -379,26 +395,29 @@ def main(argv: Sequence[str], prog: str = "lightppo report") -> None:
         description="Show what runs did: a table each, and one page of HTML that needs neither server nor network.",
     )
     parser.add_argument(
-        "runs", metavar="RUN", nargs="+", type=Path, help="its --save_path, which holds metrics.jsonl; several: compare"
+        "runs",
+        metavar="RUN",
+        nargs="+",
+        help="its --save_path, which holds metrics.jsonl, or its URL; several: compare",
     )
     parser.add_argument("--out", type=Path, help=f"the page; default: RUN/{REPORT}, of several runs {REPORT} here")
     parser.add_argument("--picture", type=Path, help="also the curves of one run, into this PNG file")
     parser.add_argument("--rollouts_mb", type=float, default=ROLLOUTS_MB, help="room for samples in the page, in MB; "
                         "steps beyond it are left out evenly; default: %(default)g")  # fmt: skip
     args = parser.parse_args(argv)
-    out = args.out or (args.runs[0] if len(args.runs) == 1 else Path()) / REPORT
+    out = args.out or (Path() if len(args.runs) > 1 or is_url(args.runs[0]) else local_folder(args.runs[0])) / REPORT
     if args.picture is not None and len(args.runs) > 1:
         parser.error("--picture shows one run: name one, or leave it out")
     if not (math.isfinite(args.rollouts_mb) and args.rollouts_mb >= 0):
         parser.error("--rollouts_mb must be a number of at least 0")
-    paths = [run / "metrics.jsonl" for run in args.runs]
     try:
+        paths = [brought(run) / "metrics.jsonl" for run in args.runs]
         for path in paths:
             print(*([f"\n{path.parent}"] if len(paths) > 1 else []), before_and_after(read_metrics(path)), sep="\n")
         if args.picture is not None:
             plot_training(read_metrics(paths[0]), args.picture, title=str(args.runs[0]))
         write_report(paths, out, args.rollouts_mb)
-    except (ReportError, OSError) as error:
+    except (ReportError, StagingError, OSError) as error:
         parser.error(str(error))
     except ModuleNotFoundError as error:
         parser.exit(message=f"{NO_PLOTLY if (error.name or '').startswith('plotly') else NO_MATPLOTLIB}\n")

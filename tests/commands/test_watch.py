@@ -166,13 +166,21 @@ def test_samples_of_the_latest_step(run, shown, tmp_path, where):
 
 def test_supervised_training(run, shown):
     rows = [
-        {"step": n, "time": float(n), "train/loss": 2.0 / n, "eval/loss": 3.0 / n, "train/grad_norm": 1.0}
+        {
+            "step": n,
+            "time": float(n),
+            "train/loss": 2.0 / n,
+            "eval/loss": 3.0 / n,
+            "train/grad_norm": 1.0,
+            "train/margin": 0.5,
+        }
         for n in (1, 2)
     ]
     write(run, rows)
     out = shown(run)
     assert " loss ● train 1 ● eval 1.5" in out
     assert " gradient norm ● 1" in out
+    assert " margin ● 0.5" in out
     assert "reward" not in out
 
 
@@ -187,6 +195,7 @@ def test_several_runs_in_the_same_plots(run, shown, tmp_path):
     assert f"{tmp_path / 'other'}  ended" in out
     assert out.count("KL per token") == 1
     assert " reward ● run 0.3 ● other 0.2" in out
+    assert f"\n{tmp_path / 'other'}\n" in out  # above its phases
 
 
 def test_a_run_that_has_only_begun(tmp_path, shown):

@@ -10,14 +10,19 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import yaml
 from support.runs import fitted
 
+from lightppo import storage
 from lightppo.errors import ConfigError, ReportError
 from lightppo.trainer.metrics import TIMED
 from lightppo.trainer.report import (
@@ -439,6 +444,36 @@ def test_ten_thousand_samples_open(tmp_path, opened):
     assert page.inner_text("#count").startswith("100 of 100")
     page.select_option("#step", "50")
     shown_text(page, "#facts", f"score {max(row['score'] for row in rows_of(run, 50))}")
+
+
+@pytest.mark.parametrize("scheme", ["file", "memory", "http"])
+def test_a_run_at_a_url(tmp_path, monkeypatch, capsys, scheme):
+    """Its records are brought, and go; the page lies here, beside the run where that is a folder of this machine."""
+    run = make_run(tmp_path / "runs" / "a", steps=3, samples=2)
+    (run / "checkpoints").mkdir()
+    (run / "checkpoints" / "large").write_text("not brought")
+    monkeypatch.setenv("LIGHTPPO_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(storage, "_apart", None)
+    (here := tmp_path / "here").mkdir()
+    monkeypatch.chdir(here)
+    handler = partial(SimpleHTTPRequestHandler, directory=tmp_path)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setattr(handler.func, "log_message", lambda *_: None)
+        http = f"http://127.0.0.1:{server.server_port}/runs/a"
+        url = {"file": f"file://{run}", "memory": "memory://runs/a", "http": http}[scheme]
+        if scheme == "memory":
+            fsspec.filesystem("memory").put(f"{run}/", "/runs/a", recursive=True)
+        main([url])
+        server.shutdown()
+    page = (run if scheme == "file" else here) / "report.html"
+    data = json.loads(embedded(page.read_text(), "data"))
+    assert [one["name"] for one in data["runs"]] == ["a"]
+    assert set(data["runs"][0]["samples"]) == {"rollouts"}
+    assert data["runs"][0]["series"]["rollout/reward"][0] == [1, 2, 3]
+    assert capsys.readouterr().out.splitlines()[-1] == str(page if scheme == "file" else page.name)
+    assert scheme == "file" or not list(storage.local_folder(url).rglob("large"))
+    assert not (tmp_path / "cache").exists()
 
 
 def test_samples_beyond_the_room_are_left_out_evenly(tmp_path):
