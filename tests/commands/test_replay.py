@@ -375,3 +375,15 @@ def test_a_saved_batch_of_training_on_data(replay, taught, monkeypatch, tmp_path
     assert f"all together: train/loss {steps[-1]['train/loss']:.6g}" in out
     assert re.search(r"train/grad_norm [\d.]+, ", out)  # finite without the patch
     assert "recorded" not in out
+
+
+@pytest.mark.long
+def test_a_step_of_training_on_data_by_two_ranks(tiny_model, tmp_path):
+    (tmp_path / "command.py").write_text("from lightppo.__main__ import main\n\nmain()\n")
+    flags = {"pretrain": tiny_model, "dataset": write_jsonl(tmp_path / "pairs.jsonl", PAIRS), "zero_stage": 3}
+    flags |= {"max_len": 24, "train_batch_size": 4, "micro_train_batch_size": 1, "save_path": tmp_path / "run"}
+    run_ranks(tmp_path / "command.py", "dpo", *(f"--{k}={v}" for k, v in flags.items()), "--save_steps=1")
+    out = run_ranks(tmp_path / "command.py", "replay", tmp_path / "run", "--step=2", "--samples=1").output
+    assert re.search(r"^step 2 is equal to what was recorded: \d+ numbers$", out, re.MULTILINE)
+    assert out.count("step 2: 2 micro batches, this rank's means without dropout:\n") == 2
+    assert "-- rank 1, step 2" in out

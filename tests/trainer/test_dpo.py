@@ -187,6 +187,14 @@ def test_a_reference_of_its_own(fitted, rows, tmp_path, capsys):
     assert logged(tmp_path / "resumed") == logged(tmp_path / "own")
 
 
+@pytest.mark.long
+def test_a_reference_of_its_own_in_shards(rows, tiny_model, dataset, tmp_path):
+    other = save_causal_lm(tmp_path / "other", seed=3)
+    options = values(tiny_model, dataset, tmp_path, 1) | {"zero_stage": 3, "ref_pretrain": other}
+    run_ranks(SCRIPT, *(f"--{k}={v}" for k, v in options.items()), "--label_smoothing=0.1")
+    check_steps(logged(tmp_path), plain(rows, tiny_model, "dpo", other))
+
+
 def test_columns_of_other_names(fitted, rows, tmp_path):
     renamed = [{"input": r["input"], "better": r["chosen"], "pair": {"worse": r["rejected"]}} for r in rows]
     dataset = write_jsonl(tmp_path / "renamed.jsonl", renamed)
