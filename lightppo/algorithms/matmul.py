@@ -32,8 +32,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """``a @ b``: (M, K), (K, N) -> (M, N), without a graph."""
-    return onednn_linear(a, b.t()) if by_onednn(a, b) else a @ b
+    """``a @ b``: (M, K), (K, N) -> (M, N), of any layout, without a graph."""
+    if not by_onednn(a, b):
+        return a @ b
+    if not a.is_contiguous() and a.shape[0] > b.shape[1]:  # the left factor is copied: let it be the smaller one
+        return onednn_linear(b.t(), a).t()
+    return onednn_linear(a, b.t())
 
 
 def packed(weight: Tensor) -> Tensor:
@@ -95,5 +99,6 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         rows = gradient.reshape(-1, gradient.shape[-1])  # (T, N)
         to_x = product(rows, weight).view(*gradient.shape[:-1], -1) if ctx.needs_input_grad[0] else None
-        to_weight = product(rows.t(), x.reshape(-1, x.shape[-1])) if ctx.needs_input_grad[1] else None
+        # contiguous, as its weight is: else every use of the gradient would turn it
+        to_weight = product(rows.t(), x.reshape(-1, x.shape[-1])).contiguous() if ctx.needs_input_grad[1] else None
         return to_x, to_weight, rows.sum(0) if ctx.needs_input_grad[2] else None

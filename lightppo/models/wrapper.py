@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from lightppo.errors import ModelLoadError, PackingNotSupportedError
 from lightppo.models.cpu import accelerate_on_cpu
+from lightppo.models.fused import fuse
 from lightppo.models.loading import decoder_layers, disable_dropout
 from lightppo.models.packing import (
     PACKED_SDPA,
@@ -87,6 +88,7 @@ class PretrainedWrapper(nn.Module):
         else:
             self.model = load(pretrain_or_model, bf16=bf16, ds_config=ds_config, **load_options)
         accelerate_on_cpu(self.model)
+        fuse(self.model)
         self.ds_config = ds_config  # for strategy.prepare; None: the strategy's own
         self.packing_samples = bool(packing_samples)  # None: as False until try_packing
         self.share_prompts = share_prompts

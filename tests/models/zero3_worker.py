@@ -72,9 +72,13 @@ def main(folder: Path, rank: int) -> None:
         engine.train()
         out = run(batch["sequences"], batch["num_actions"], batch["mask"])
         engine.backward((out * batch["weights"]).sum())
-        gradient_of = actor.hf_model.lm_head.weight if inner else critic.hf_model.score.weight
+        names = ("lm_head.weight", "score.weight", "layers.0.input_layernorm.weight", "layers.1.mlp.up_proj.weight")
         seen[f"{type(wrapper).__name__}_out"] = out.detach()
-        seen[f"{type(wrapper).__name__}_grad"] = deepspeed.utils.safe_get_full_grad(gradient_of)
+        seen[f"{type(wrapper).__name__}_grads"] = {
+            name: deepspeed.utils.safe_get_full_grad(parameter)
+            for name, parameter in wrapper.hf_model.named_parameters()
+            if name.endswith(names)
+        }
     torch.save(seen, folder / f"rank{rank}.pt")
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()

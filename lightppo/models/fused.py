@@ -1,0 +1,151 @@
+"""Norms and rotary embeddings of Llama-like models: the same, in fewer passes over memory.
+
+Each has a backward pass of its own that keeps only its inputs: of a norm in bfloat16 2 bytes per number instead of 6.
+Once differentiable. While torch compiles, the model's own code is compiled.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from transformers.models.llama import modeling_llama as llama
+
+from lightppo.algorithms.masking import at_least_float32
+
+# -- the arithmetic ---------------------------------------------------------------------------------------------------
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Zhang and Sennrich 2019 (arXiv:1910.07467): x / √(mean x² + ε), rounded to x's type, · weight; (..., H)."""
+    return _RMSNorm.apply(x, weight, eps) if torch.is_grad_enabled() else _normed(x, weight, eps)[0]
+
+
+def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    """transformers' ``apply_rotary_pos_emb``: (B, H, S, D) twice, by angles with cos and sin (B, S, D)."""
+    if args or kwargs or not q.dtype == k.dtype == cos.dtype:
+        return llama.apply_rotary_pos_emb(q, k, cos, sin, *args, **kwargs)
+    turn = _Rotary.apply if torch.is_grad_enabled() else _turned
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    return turn(q, cos, sin), turn(k, cos, sin)
+
+
+def _normed(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """And 1 / √(mean x² + ε), (..., 1), at least float32."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
+    scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    return (x * scale).to(x.dtype).mul_(weight), scale
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        y, scale = _normed(x, weight, eps)
+        # The weight itself, no view of it: ZeRO-3 takes its storage away until the backward.
+        ctx.save_for_backward(x, weight, scale)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight, scale = ctx.saved_tensors
+        rows, to_y, factor = (at_least_float32(t.reshape(-1, t.shape[-1])) for t in (x, gradient, scale))
+        by_row = to_y * rows  # (T, H)
+        to_weight = (factor.T @ by_row)[0].to(weight.dtype) if ctx.needs_input_grad[1] else None
+        if not ctx.needs_input_grad[0]:
+            return None, to_weight, None
+        # r·w·g - x · r³ · mean(w·g·x), with the factor r and the gradient g
+        wide = at_least_float32(weight)
+        along = (by_row @ wide)[:, None].mul_(factor**3).div_(x.shape[-1])  # (T, 1)
+        to_x = torch.mul(to_y, wide, out=by_row).mul_(factor).addcmul_(rows, along, value=-1)
+        return to_x.to(x.dtype).view(x.shape), to_weight, None
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    turned = x * cos
+    (first, second), (x1, x2), (sin1, sin2) = (t.chunk(2, -1) for t in (turned, x, sin))
+    first.addcmul_(x2, sin1, value=-1)
+    second.addcmul_(x1, sin2)
+    return turned
+
+
+class _Rotary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turned(x, cos, sin)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        back = gradient * cos
+        (first, second), (g1, g2), (sin1, sin2) = (t.chunk(2, -1) for t in (back, gradient, sin))
+        first.addcmul_(g2, sin2)
+        second.addcmul_(g1, sin1, value=-1)
+        return back, None, None
+
+
+# -- in a model -------------------------------------------------------------------------------------------------------
+
+
+def fuse(model: nn.Module) -> None:
+    """Modules whose code is Llama's, as in 130 families, get these functions in place; weights and names stay."""
+    for module in model.modules():
+        if "forward" not in vars(module):  # else Liger's, or somebody's own
+            mixin = _mixin_for(type(module).forward)
+            if mixin is not None:
+                module.__class__ = _derived(mixin, type(module))
+
+
+def _mixin_for(forward: Any) -> type | None:
+    if same_code(forward, llama.LlamaRMSNorm.forward):
+        return _FusedRMSNorm
+    rotates = isinstance(forward, FunctionType) and "apply_rotary_pos_emb" in forward.__code__.co_names
+    if rotates and not forward.__closure__ and forward.__kwdefaults__ is None:
+        parts = ("apply_rotary_pos_emb", "rotate_half")
+        if all(same_code(forward.__globals__.get(part), getattr(llama, part)) for part in parts):
+            return _with_rotary(forward)
+    return None
+
+
+def same_code(function: Any, other: Any) -> bool:
+    """Whether two functions differ only in their names, annotations and docstrings."""
+    if not (isinstance(function, FunctionType) and isinstance(other, FunctionType)) or function.__closure__:
+        return False
+    a, b = (
+        (f.__code__.co_code, f.__code__.co_names, [c for c in f.__code__.co_consts if c != f.__doc__])
+        for f in (function, other)
+    )
+    return a == b
+
+
+@cache
+def _derived(mixin: type, kind: type) -> type:
+    """A subclass with the name of ``kind``, by which transformers and DeepSpeed know it."""
+    return type(kind.__name__, (mixin, kind), {"__module__": kind.__module__})
+
+
+class _FusedRMSNorm(nn.Module):
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        if torch.compiler.is_compiling() or hidden_states.dtype != self.weight.dtype:
+            return super().forward(hidden_states)
+        return rms_norm(hidden_states, self.weight, self.variance_epsilon)
+
+
+@cache
+def _with_rotary(forward: FunctionType) -> type:
+    """The forward of an attention that finds :func:`rotary` where it looks for its own function."""
+    names = {**forward.__globals__, "apply_rotary_pos_emb": rotary}
+    turning = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__)
+
+    class _FusedRotary(nn.Module):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return (forward if torch.compiler.is_compiling() else turning)(self, *args, **kwargs)
+
+    return _FusedRotary

@@ -1,0 +1,220 @@
+"""Norms and rotary embeddings with a backward pass of their own: the same model, in place."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+
+from lightppo.models import wrapper
+from lightppo.models.actor import Actor
+from lightppo.models.fused import fuse, rms_norm, rotary
+from lightppo.models.loading import compile_layers
+
+Call = Callable[..., tuple[Tensor, ...]]
+EPS = 1e-5
+
+
+def llama_norm(x: Tensor, weight: Tensor) -> tuple[Tensor]:
+    norm = LlamaRMSNorm(len(weight), EPS)
+    del norm.weight
+    norm.weight = weight
+    return (norm(x),)
+
+
+CALLS: dict[str, tuple[Call, Call, list[tuple[int, ...]]]] = {
+    "rms_norm": (lambda x, w: (rms_norm(x, w, EPS),), llama_norm, [(2, 3, 8), (8,)]),
+    "rotary": (rotary, apply_rotary_pos_emb, [(2, 4, 3, 8)] * 2 + [(2, 3, 8)] * 2),
+}
+
+
+def results(call: Call, shapes: list[tuple[int, ...]], dtype: torch.dtype, wide: bool = False) -> list[Tensor]:
+    """Outputs and gradients of inputs in ``dtype``; ``wide``: the same numbers in float64."""
+    generator = torch.Generator().manual_seed(3)
+    inputs = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+    inputs = [x.double() if wide else x for x in inputs]
+    learns = inputs[:2]  # no gradient goes to cos and sin
+    outputs = call(*[x.requires_grad_() for x in learns], *inputs[2:])
+    weights = [torch.randn(x.shape, generator=generator).to(dtype) for x in outputs]
+    gradients = torch.autograd.grad(sum((x * w).sum() for x, w in zip(outputs, weights)), learns)
+    return [x.detach() for x in (*outputs, *gradients)]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_as_transformers_computes_it(name: str) -> None:
+    ours, theirs, shapes = CALLS[name]
+    for mine, its in zip(results(ours, shapes, torch.float32), results(theirs, shapes, torch.float32)):
+        torch.testing.assert_close(mine, its, rtol=1e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_in_bfloat16_as_near_to_the_truth(name: str) -> None:
+    ours, theirs, shapes = CALLS[name]
+    truth = results(theirs, shapes, torch.bfloat16, wide=True)
+    for mine, its, true in zip(results(ours, shapes, torch.bfloat16), results(theirs, shapes, torch.bfloat16), truth):
+        assert mine.dtype is torch.bfloat16
+        off, its_off = ((x.double() - true).square().mean().sqrt().item() for x in (mine, its))
+        assert off <= 1.2 * its_off
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_gradients_are_the_derivatives(name: str) -> None:
+    ours, _, shapes = CALLS[name]
+    inputs = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+    learns = [x.requires_grad_() for x in inputs[:2]]
+    assert torch.autograd.gradcheck(lambda a, b: ours(a, b, *inputs[2:]), learns)
+
+
+def test_a_norm_by_hand() -> None:
+    # mean square (9 + 16) / 2 = 12.5, √12.5 = 3.5355…; ε = 0
+    y = rms_norm(torch.tensor([[3.0, 4.0]]), torch.tensor([1.0, 2.0]), 0.0)
+    torch.testing.assert_close(y, torch.tensor([[0.84852814, 2.2627417]]))
+
+
+def test_rows_of_zeros_and_frozen_weights() -> None:
+    x, weight = torch.zeros(2, 4, requires_grad=True), torch.ones(4)
+    rms_norm(x, weight, EPS).sum().backward()
+    torch.testing.assert_close(x.grad, torch.full((2, 4), EPS**-0.5))  # ∂ x/√ε
+    learns = torch.ones(4, requires_grad=True)
+    rms_norm(torch.full((2, 4), 2.0), learns, 0.0).sum().backward()
+    torch.testing.assert_close(learns.grad, torch.full((4,), 2.0))  # each of two rows is 1 everywhere
+
+
+def test_without_gradient_to_the_bit() -> None:
+    for name, (ours, _, shapes) in CALLS.items():
+        inputs = [torch.randn(shape) for shape in shapes]
+        with_graph = ours(*[x.clone().requires_grad_() for x in inputs[:2]], *inputs[2:])
+        with torch.no_grad():
+            for x, y in zip(ours(*inputs), with_graph):
+                assert torch.equal(x, y), name
+
+
+def fused_kinds(model: nn.Module) -> set[str]:
+    named = (base.__name__ for module in model.modules() for base in type(module).__mro__)
+    return {name.removeprefix("_Fused") for name in named if name.startswith("_Fused")}
+
+
+def class_names(model: nn.Module) -> list[str]:
+    return [type(module).__name__.removeprefix("CPU") for module in model.modules()]
+
+
+BOTH = {"RMSNorm", "Rotary"}
+KINDS = dict.fromkeys(("llama", "qwen2", "qwen3", "qwen2_moe", "mixtral"), BOTH)
+KINDS |= {"gemma": {"Rotary"}, "gemma2": {"Rotary"}, "gpt2": set(), "gpt_neox": set()}
+
+
+def test_the_same_model(
+    family: str,
+    causal_lm: Callable[..., PreTrainedModel],
+    ragged: tuple[Tensor, Tensor, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sequences, mask, actions = ragged
+    results = []
+    for apply in (fuse, lambda model: None):
+        monkeypatch.setattr(wrapper, "fuse", apply)
+        plain = causal_lm(family)
+        names, kinds = list(plain.state_dict()), [type(module).__name__ for module in plain.modules()]
+        actor = Actor(plain, packing_samples=True)
+        assert fused_kinds(actor) == (KINDS[family] if apply is fuse else set())
+        assert (list(actor.model.state_dict()), class_names(actor.model)) == (names, kinds)
+        log_probs = actor(sequences, actions, mask)
+        log_probs.square().sum().backward()
+        results.append((log_probs.detach(), {name: p.grad for name, p in actor.named_parameters()}))
+    torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-4, atol=1e-4)
+    for name, gradient in results[0][1].items():
+        assert (gradient is None) == (results[1][1][name] is None)
+        if gradient is not None:
+            torch.testing.assert_close(gradient, results[1][1][name], rtol=1e-3, atol=1e-3, msg=name)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_with_checkpointing(
+    use_reentrant: bool, causal_lm: Callable[..., PreTrainedModel], ragged: tuple[Tensor, Tensor, int]
+) -> None:
+    sequences, mask, actions = ragged
+    gradients = []
+    for checkpointing in (False, True):
+        actor = Actor(causal_lm("qwen3"), packing_samples=True).train()
+        if checkpointing:
+            actor.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+            actor.model.enable_input_require_grads()
+        actor(sequences, actions, mask).sum().backward()
+        gradients.append({name: p.grad for name, p in actor.named_parameters()})
+    for name, gradient in gradients[0].items():
+        # without checkpointing the last layer runs at the read positions only
+        torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-4, atol=1e-4, msg=name)
+
+
+def test_a_compiled_layer_is_the_models_own(causal_lm: Callable[..., PreTrainedModel]) -> None:
+    model, ids = causal_lm("llama").eval(), torch.tensor([[4, 5, 6]])
+    expected = model(ids).logits
+    fuse(model)
+    graphs: list[str] = []
+
+    def backend(module: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable:
+        graphs.append(module.code)
+        return module.forward
+
+    compile_layers(model, backend)
+    torch.testing.assert_close(model(ids).logits, expected, rtol=1e-5, atol=1e-5)
+    assert len(graphs) == 2  # one of each layer, without a break
+    assert "autograd_function" not in "".join(graphs)
+
+
+def test_only_what_is_known(causal_lm: Callable[..., PreTrainedModel]) -> None:
+    class OwnNorm(LlamaRMSNorm):
+        def forward(self, hidden_states: Tensor) -> Tensor:
+            return super().forward(hidden_states) + 1
+
+    model = causal_lm()
+    layer = model.model.layers[0]
+    layer.input_layernorm.__class__ = OwnNorm
+    layer.post_attention_layernorm.forward = lambda x: x  # as Liger does
+    fuse(model)
+    assert type(layer.input_layernorm) is OwnNorm
+    assert type(layer.post_attention_layernorm) is LlamaRMSNorm
+    assert fused_kinds(layer) == {"Rotary"}
+    assert fused_kinds(model.model.layers[1]) == BOTH
+    before = [type(module) for module in model.modules()]
+    fuse(model)  # twice is once
+    assert [type(module) for module in model.modules()] == before
+
+
+def test_other_types_and_copies(causal_lm: Callable[..., PreTrainedModel]) -> None:
+    ids = torch.tensor([[4, 5, 6]])
+    model = causal_lm("qwen3").double()
+    fuse(model)
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        copied.model.norm.weight.zero_()
+    assert copied(ids).logits.abs().max() == 0
+    plain = causal_lm("qwen3").double()
+    torch.testing.assert_close(model(ids).logits, plain(ids).logits, rtol=1e-5, atol=1e-5)
+    norm = model.model.norm.float()  # a type other than its input's: as transformers has it
+    assert norm(torch.ones(1, 32, dtype=torch.bfloat16)).dtype is torch.float32
+
+
+def test_a_norm_keeps_its_input_only() -> None:
+    x = torch.randn(64, 32, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.ones(32, dtype=torch.bfloat16, requires_grad=True)
+
+    def kept(call: Callable[[], object]) -> int:
+        storages: dict[int, int] = {}
+
+        def pack(saved: Tensor) -> Tensor:
+            storages[saved.untyped_storage().data_ptr()] = saved.untyped_storage().nbytes()
+            return saved
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+            output = call()
+        del output
+        return sum(storages.values()) // x.numel()
+
+    assert kept(lambda: rms_norm(x, weight, EPS)) == 2
+    assert kept(lambda: llama_norm(x, weight)) == 6
