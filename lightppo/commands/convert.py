@@ -146,13 +146,15 @@ def _model_for(
     """A model that a checkpoint's weights fit; its own are the base's under adapters, else of no meaning."""
     from contextlib import nullcontext
 
+    import torch
     from transformers.initialization import no_init_weights
 
     from lightppo.models.actor import Actor
     from lightppo.models.critic import Critic
     from lightppo.models.lora import LoraOptions, add_adapters
 
-    settings = {"bf16": meta["bf16"], "flag": "--base", "trust_remote_code": trust_remote_code}
+    dtype = torch.bfloat16 if meta["bf16"] else torch.float16 if meta.get("fp16") else torch.float32
+    settings = {"dtype": dtype, "flag": "--base", "trust_remote_code": trust_remote_code}
     settings |= {name: options[name] for name in ("external_lib", "init_from_scratch", "seed") if name in options}
     if not meta["adapters"]:
         settings["init_from_scratch"] = True
@@ -198,5 +200,5 @@ def open_model(name: str, base: str | None, trust_remote_code: bool) -> tuple[An
             return model.hf_model, tokenizer, options
         name = str(path)
     loading = {"flag": "MODEL", "trust_remote_code": trust_remote_code}
-    model = load_causal_lm(local := stage_to_local(name), bf16=None, **loading)
+    model = load_causal_lm(local := stage_to_local(name), dtype="auto", **loading)
     return model, get_tokenizer(local, model, **loading), options or options_of(path)

@@ -33,7 +33,8 @@ def parse_args(argv: Sequence[str] | None = None, prog: str = PROG) -> argparse.
     model.add_argument("--micro_batch_size", type=int, default=8, help="samples per forward")
     model.add_argument("--normalize_reward", action="store_true", help="by mean and std of the model's config")
     model.add_argument("--value_head_prefix", default="score", help="name of the head in the checkpoint")
-    model.add_argument("--bf16", action="store_true")
+    model.add_argument("--bf16", action="store_const", dest="dtype", const="bfloat16", default="float32")
+    model.add_argument("--fp16", action="store_const", dest="dtype", const="float16")
     model.add_argument("--trust_remote_code", action="store_true")
     model.add_argument("--device", help="default: cuda where there is one")
 
@@ -67,7 +68,7 @@ def reward_model(args: argparse.Namespace) -> Any:
     model = RewardModel(
         args.reward_pretrain,
         normalize_reward=args.normalize_reward,
-        bf16=args.bf16,
+        dtype=getattr(torch, args.dtype),
         value_head_prefix=args.value_head_prefix,
         trust_remote_code=args.trust_remote_code,
     )

@@ -61,7 +61,7 @@ deepcompile ds.deepcompile | `--torch_compile`
 ds_tensor_parallel_size ds.tensor_parallel_size | not here: `--zero_stage 3` shards the models
 ring_attn_size ds.ring_attn_size ring_head_stride ring_attn_head_stride ds.ring_attn_head_stride | not here: sequences are not split over ranks
 use_ds_universal_ckpt universal_ckpt ds.use_universal_ckpt | `--reshape_ckpt`, at the resume alone: nothing is converted beforehand
-param_dtype ds.param_dtype | `--bf16`
+param_dtype ds.param_dtype | `--bf16`, `--fp16`
 perf | not here: times of each part are always logged, under perf/
 use_ms | not here: give a local folder, or a hub id of Hugging Face
 aux_loss_coef actor.aux_loss_coef | `--aux_loss_coef`
@@ -216,7 +216,7 @@ learning_rate | `--actor_learning_rate`, `--critic_learning_rate`
 lr_scheduler_type lr_scheduler_kwargs warmup_ratio warmup_steps | `--lr_scheduler`, `--min_lr_ratio`, `--lr_warmup_ratio`, `--lr_warmup_steps`
 weight_decay max_grad_norm adam_beta1 adam_beta2 | `--l2`, `--max_norm`, `--adam_betas`
 adam_epsilon optim optim_args | not here: AdamW with 1e-8
-dtype torch_dtype fp16 bf16_full_eval | `--bf16`
+dtype torch_dtype bf16_full_eval | `--bf16`, `--fp16`
 tf32 torch_compile_backend torch_compile_mode neftune_noise_alpha auto_find_batch_size | not here
 use_cpu | not here: a machine without GPUs trains on its CPUs
 ddp_timeout | `--dist_timeout`, in minutes (seconds there)
@@ -238,7 +238,7 @@ log_completions_hub_repo push_to_hub hub_model_id hub_strategy hub_token hub_pri
 report_to run_name project logging_dir | `--use_wandb`, `--use_tensorboard FOLDER`, `--use_trackio PROJECT`, `--use_mlflow URI`, `--wandb_run_name`, `--wandb_project`
 logging_strategy logging_first_step disable_tqdm log_level | not here: `--logging_steps` alone (1 here, 10 there)
 top_k | `--top_k`, off is 0 there, -1 here
-kl_estimator dataloader_pin_memory gamma temperature top_p min_p repetition_penalty entropy_coef trust_remote_code attn_implementation load_in_4bit use_liger_kernel seed full_determinism torch_compile | =
+fp16 kl_estimator dataloader_pin_memory gamma temperature top_p min_p repetition_penalty entropy_coef trust_remote_code attn_implementation load_in_4bit use_liger_kernel seed full_determinism torch_compile | =
 """
 
 VERL = """
@@ -302,7 +302,7 @@ actor_rollout_ref.actor.optim.lr critic.optim.lr | `--actor_learning_rate`, `--c
 *.optim.total_training_steps | not here: it follows from `--total_training_steps`
 *.optim.num_cycles *.optim.optimizer *.optim.optimizer_impl *.optim.override_optimizer_config | not here: AdamW, half a cosine
 *.fsdp_config.param_offload *.fsdp_config.optimizer_offload *.fsdp_config.offload_policy | `--param_offload`, `--adam_offload`, `--critic_param_offload`, `--critic_adam_offload`, `--ref_offload`
-*.fsdp_config.model_dtype *.fsdp_config.dtype | `--bf16`
+*.fsdp_config.model_dtype *.fsdp_config.dtype | `--bf16`, `--fp16`
 *.full_determinism | `--full_determinism`
 *.fsdp_config.* actor_rollout_ref.*.strategy critic.strategy reward_model.strategy *.megatron.* | not here: DeepSpeed shards, by `--zero_stage`
 *.ulysses_sequence_parallel_size | not here: sequences are not split over ranks
@@ -370,12 +370,12 @@ actor.path critic.path ref.path rew.path | `--pretrain`, `--critic_pretrain`, `-
 train_dataset.type valid_dataset.type *.dataset_kwargs | not here: rows are prompts; `lightppo sft` trains on answers
 actor.temperature critic.temperature | `--temperature`: that of sampling holds in training too
 ref.* | not here: the reference gives log probs only
-*.gradient_checkpointing *.bf16 *.attn_impl *.dtype | `--gradient_checkpointing`, `--bf16`, `--attn_implementation`
+*.gradient_checkpointing *.bf16 *.attn_impl *.dtype | `--gradient_checkpointing`, `--bf16` or `--fp16`, `--attn_implementation`
 *.use_lora *.lora_rank *.lora_alpha *.target_modules *.peft_type | `--lora_rank`, `--lora_alpha`, `--target_modules`
 actor.optimizer.lr critic.optimizer.lr | `--actor_learning_rate`, `--critic_learning_rate`
 *.optimizer.weight_decay *.optimizer.beta1 *.optimizer.beta2 *.optimizer.gradient_clipping *.optimizer.warmup_steps_proportion *.optimizer.lr_scheduler_type *.optimizer.min_lr_ratio | `--l2` (0.05 there, 0 here), `--adam_betas`, `--max_norm`, `--lr_warmup_ratio`, `--lr_scheduler`, `--min_lr_ratio`; the critic's with `critic_` before the name
 *.optimizer.offload *.offload | `--adam_offload`
-*.optimizer.eps *.optimizer.type *.initial_loss_scale *.min_loss_scale *.loss_scale_window *.hysteresis | not here: AdamW with 1e-8, in bf16 or float32
+*.optimizer.eps *.optimizer.type *.initial_loss_scale *.min_loss_scale *.loss_scale_window *.hysteresis | not here: AdamW with 1e-8; `--fp16` starts at a loss scale of 65536
 *.megatron.* *.fsdp.* *.archon.* *.grad_reduce_dtype *.enable_tree_training *.use_kernels *.weight_update_mode | not here: DeepSpeed shards, by `--zero_stage`
 *.mb_spec.n_mbs *.mb_spec.max_tokens_per_mb *.mb_spec.* | `--max_tokens_per_micro_batch`; `--micro_batch_specs actor_train=4096t` for one call
 *.disable_dropout *.pad_to_maximum dataset.fill_to_max_length dynamic_bs | not here: no dropout, no padding where it is not needed

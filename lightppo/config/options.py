@@ -46,8 +46,13 @@ class ModelConfig(Section):
     bf16: bool = option(
         False, "bfloat16 with an fp32 master copy; without it fp32.", needs="zero_stage!=0 and critic_zero_stage!=0"
     )
+    fp16: bool = option(
+        False,
+        "GPU: float16 with an fp32 master copy and a loss scale that follows overflows; nearer to the rollout engine.",
+        needs="zero_stage!=0 and critic_zero_stage!=0",
+    )
     attn_implementation: Literal["auto", "eager", "sdpa", "flash_attention_2"] = option(
-        "auto", "auto: flash_attention_2 on a GPU in bf16 with flash-attn, else sdpa.", off=("flash_attention_2",)
+        "auto", "auto: flash_attention_2 on a GPU in 16 bits with flash-attn, else sdpa.", off=("flash_attention_2",)
     )
     flash_attn: bool = option(False, "The same as --attn_implementation flash_attention_2.")
     gradient_checkpointing: bool = per_role(

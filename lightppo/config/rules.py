@@ -76,6 +76,11 @@ def moves_reference(config: Options) -> bool:
     return config.algorithm.ref_ema_eta is not None or config.algorithm.ref_reset_steps is not None
 
 
+def compute_dtype(config: OptionSet) -> Literal["float32", "bfloat16", "float16"]:
+    """Torch's name of the type that models are held and run in; fp32 master copies and averages are beside it."""
+    return "bfloat16" if config.model.bf16 else "float16" if config.model.fp16 else "float32"
+
+
 def uses_adapters(config: OptionSet) -> bool:
     """Whether actor and critic train adapters."""
     return config.adapter.lora_rank > 0
@@ -180,7 +185,7 @@ def old_log_probs_from(config: Options, exact_rollout: bool) -> Literal["trainin
     # Groups left over may be trained on in a later step, when the policy is another.
     stale = s.skip_rollout is not None or s.dynamic_sampling or (s.gen_batch_size or 0) > rollout.rollout_batch_size
     needs_pass = stale or rejected_before or _needs_pass(config.flat())
-    recorded = exact_rollout and not config.model.bf16 and not needs_pass
+    recorded = exact_rollout and compute_dtype(config) == "float32" and not needs_pass
     return "rollout" if recorded else "forward"
 
 
@@ -467,6 +472,7 @@ _EXCLUSIVE = (
     ("no_adv_shift_mean", "no_adv_std_norm", "leave nothing of whitening, as --no_adv_norm does"),
     ("input_template", "apply_chat_template", "both render the prompt"),
     ("flash_attn", "attn_implementation", "contradict each other"),
+    ("bf16", "fp16", "contradict each other"),
     ("resume", "no_load_checkpoint", "contradict each other"),
     ("reward_source", "reward_routes", "both name the sources"),
     ("teacher_pretrain", "teacher_url", "both name the teacher"),

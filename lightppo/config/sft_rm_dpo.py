@@ -33,8 +33,8 @@ WORDS = {
 class SupervisedModelConfig(
     ppo.ModelConfig,
     only="init_from_scratch override_config external_lib trust_remote_code tokenizer_path disable_fast_tokenizer bf16 "
-    "attn_implementation flash_attn gradient_checkpointing gradient_checkpointing_use_reentrant activation_offload "
-    "torch_compile use_liger_kernel",
+    "fp16 attn_implementation flash_attn gradient_checkpointing gradient_checkpointing_use_reentrant "
+    "activation_offload torch_compile use_liger_kernel",
     words=WORDS,
 ):
     """Model: where it comes from and how it is loaded."""

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from lightppo.config import PPOConfig
+from lightppo.config.rules import compute_dtype
 from lightppo.data.records import Prompt, Rollout, from_plain, group_by_prompt, to_plain
 from lightppo.errors import ConfigError, RolloutMismatchError
 from lightppo.experience.experience import Experience
@@ -70,7 +71,7 @@ class RolloutCheck:
     def __init__(self, actor: Any, engine: RolloutEngine, strategy: Ranks, config: PPOConfig) -> None:
         self.actor, self.engine, self.strategy, self.mode = actor, engine, strategy, config.engine.rollout_check
         # Well above rounding errors: those of fp32 if trainer and engine run in it, else those of the 16-bit types.
-        rough = config.model.bf16 or config.engine.vllm_dtype in ("bfloat16", "float16")
+        rough = compute_dtype(config) != "float32" or config.engine.vllm_dtype in ("bfloat16", "float16")
         self.tolerance = config.engine.logp_diff_tolerance or (0.1 if rough else 0.001)
         self.rows = min(CHECKED_ROWS, config.rollout.micro_rollout_batch_size)  # one forward pass that fits
         self.greedy = config.rollout.temperature == 0 or not config.rollout.do_sample
@@ -144,6 +145,6 @@ class RolloutCheck:
         if unknown:
             return f"No weight was seen to differ, but {len(unknown)} could not be compared, first {unknown[0]}"
         return (
-            "All weights are the same, so the two compute differently: check the types (--vllm_dtype, --bf16), and "
-            "whether vLLM and transformers agree on this model"
+            "All weights are the same, so the two compute differently: check the types (--vllm_dtype, --bf16, --fp16), "
+            "and whether vLLM and transformers agree on this model"
         )

@@ -51,7 +51,7 @@ class LoadOptions:
     """How a model is loaded."""
 
     attn_implementation: str = "auto"  # or a name of transformers': eager, sdpa, flash_attention_2
-    bf16: bool | None = False  # the dtype of the weights, else float32; None: as in the checkpoint
+    dtype: torch.dtype | Literal["auto"] = torch.float32  # of the weights; auto: as in the checkpoint
     ds_config: dict[str, Any] | None = None  # DeepSpeed's; ZeRO stage 3 shards the weights while they load
     trust_remote_code: bool = False  # run the model code that comes with the checkpoint
     init_from_scratch: bool = False  # random weights from the config alone (the folder needs only config.json)
@@ -105,8 +105,8 @@ def _load(
     """A value head is set later, so that it may be missing, or with ``any_head`` of another shape."""
     model_class = auto_class._model_mapping.get(type(config), None)
     kwargs: dict[str, Any] = {
-        "attn_implementation": resolve_attn_implementation(o.attn_implementation, o.bf16, model_class),
-        "dtype": "auto" if o.bf16 is None else torch.bfloat16 if o.bf16 else torch.float32,
+        "attn_implementation": resolve_attn_implementation(o.attn_implementation, o.dtype, model_class),
+        "dtype": o.dtype,
         "trust_remote_code": o.trust_remote_code,
     }
     zero3 = _zero3_config(o)
@@ -245,7 +245,9 @@ def _zero_dropout_attributes(owner: PretrainedConfig | nn.Module) -> None:
             setattr(owner, key, 0.0)
 
 
-def resolve_attn_implementation(name: str, bf16: bool | None, model_class: type | None = None) -> str | None:
+def resolve_attn_implementation(
+    name: str, dtype: torch.dtype | Literal["auto"], model_class: type | None = None
+) -> str | None:
     """The flag for transformers. "auto" is flash_attention_2 if usable, else None, and transformers chooses."""
     if name not in ("auto", "flash_attention_2"):
         return name
@@ -253,7 +255,7 @@ def resolve_attn_implementation(name: str, bf16: bool | None, model_class: type 
     obstacles = {
         "there is no CUDA device": not torch.cuda.is_available(),
         "the flash-attn package (2.3.3 or newer) is not installed": not is_flash_attn_2_available(),
-        "it needs --bf16": not bf16,
+        "it needs --bf16 or --fp16": dtype not in (torch.bfloat16, torch.float16),
         f"{getattr(model_class, '__name__', None)} does not support it": not supported,
     }
     reasons = [reason for reason, holds in obstacles.items() if holds]
@@ -281,8 +283,10 @@ def _zero3_config(o: LoadOptions) -> _Zero3LoadConfig | None:
         return None
     if not torch.distributed.is_initialized():
         raise ModelLoadError("loading under ZeRO stage 3 needs strategy.setup_distributed() first")
-    if bool(o.ds_config.get("bf16", {}).get("enabled")) != o.bf16:
-        raise ModelLoadError(f"the model is loaded with bf16={o.bf16}, but its ds_config says otherwise")
+    types = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    told = [dtype for name, dtype in types.items() if o.ds_config.get(name, {}).get("enabled")] or [torch.float32]
+    if told != [o.dtype]:
+        raise ModelLoadError(f"the model is loaded in {o.dtype}, but its ds_config says {told[0]}")
     zero3 = _Zero3LoadConfig(config=o.ds_config)
     hf_deepspeed.set_hf_deepspeed_config(zero3)
     return zero3

@@ -191,7 +191,7 @@ def load_merged(
     if getattr(load_config(base, **options), "quantization_config", None) is not None:
         raise ModelLoadError(f"{flag} {base} is quantised, and cannot hold a merged adapter: name the dense model")
     load = partial(load_sequence_classifier, kind="critic") if config.task_type == "SEQ_CLS" else load_causal_lm
-    model = load(base, bf16=None, **options)
+    model = load(base, dtype="auto", **options)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*missing adapter keys")
         try:

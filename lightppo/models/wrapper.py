@@ -68,6 +68,7 @@ class PretrainedWrapper(nn.Module):
         load: Callable[..., PreTrainedModel],
         *,
         bf16: bool = False,
+        dtype: torch.dtype = torch.float32,
         use_flash_attention_2: bool = False,
         ds_config: dict[str, Any] | None = None,
         packing_samples: bool | None = False,
@@ -80,13 +81,14 @@ class PretrainedWrapper(nn.Module):
                 raise ModelLoadError("use_flash_attention_2 (--flash_attn) contradicts attn_implementation: drop one")
             load_options["attn_implementation"] = "flash_attention_2"
         if isinstance(pretrain_or_model, PreTrainedModel):
-            given = sorted(load_options) + ["bf16"] * bf16
+            given = sorted(load_options) + ["bf16"] * bf16 + ["dtype"] * (dtype != torch.float32)
             if given:
                 raise ModelLoadError(f"{', '.join(given)}: only for loading by path, but a built model was given")
             disable_dropout(pretrain_or_model)
             self.model: nn.Module = pretrain_or_model  # strategy.prepare puts the DeepSpeed engine in its place
         else:
-            self.model = load(pretrain_or_model, bf16=bf16, ds_config=ds_config, **load_options)
+            dtype = torch.bfloat16 if bf16 else dtype
+            self.model = load(pretrain_or_model, dtype=dtype, ds_config=ds_config, **load_options)
         accelerate_on_cpu(self.model)
         fuse(self.model)
         self.ds_config = ds_config  # for strategy.prepare; None: the strategy's own

@@ -358,6 +358,7 @@ def _shape(engine: Any) -> dict[str, Any]:
         "world_size": dist.get_world_size(),
         "zero_stage": zero_stage_of(engine),
         "bf16": bool(engine.bfloat16_enabled()),
+        "fp16": bool(engine.fp16_enabled()),
         "optimizer": has_optimizer(engine),
     }
 
@@ -366,7 +367,7 @@ def _check_fits(
     ranks: Ranks, engine: Any, path: Path, load_optimizer_states: bool, adapters: str | None, reshape: bool
 ) -> dict[str, Any]:
     """What the checkpoint says about itself, if it can be loaded here."""
-    meta = read_meta(path)
+    meta = {"fp16": False} | read_meta(path)
     if (saved := meta.get("adapters")) != adapters:
         raise CheckpointError(
             f"{path} was saved with {saved or 'no LoRA adapters'}, this model has {adapters or 'none'}: resume with "
@@ -375,11 +376,11 @@ def _check_fits(
     shape = _shape(engine)
     changed = [key for key in shape if meta[key] != shape[key]]
     if fixed := [key for key in changed if key not in ("world_size", "zero_stage") or not reshape]:
-        also = "" if reshape or {"bf16", "optimizer"} & {*changed} else "set --reshape_ckpt, "
+        also = "" if reshape or {"bf16", "fp16", "optimizer"} & {*changed} else "set --reshape_ckpt, "
         raise CheckpointError(
             f"{path} was saved with {', '.join(f'{key}={meta[key]}' for key in fixed)}, this run has "
             f"{', '.join(f'{key}={shape[key]}' for key in fixed)}: {also}resume with the same number of "
-            "processes, --zero_stage and --bf16, or start from its HF export with --pretrain"
+            "processes, --zero_stage and --bf16 or --fp16, or start from its HF export with --pretrain"
         )
     if changed and not load_optimizer_states:
         raise CheckpointError(f"{path} has other ranks or another ZeRO stage: its weights load with the optimizer only")

@@ -10,6 +10,7 @@ import copy
 import logging
 import math
 from dataclasses import KW_ONLY, dataclass, field, fields
+from datetime import timedelta
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from lightppo.errors import LaunchError
 from lightppo.ranks import heartbeat
 from lightppo.strategy import checkpoint, zero3
 from lightppo.strategy.distributed import DistributedStrategy, on_cuda
@@ -26,6 +28,8 @@ from lightppo.strategy.zero3 import find_engine, get_engine, unwrap_model
 
 logger = logging.getLogger(__name__)
 
+LOSS_SCALE_POWER, MOST_LOSS_SCALE = 16, 2.0**24  # of fp16: at the start 2^16
+LOSS_SCALE_STEPS = 1000  # without an overflow, then the loss scale doubles
 CPU_BUCKET_ELEMENTS = 1_000_000  # small, because a bucket is a copy in main memory; GPUs keep DeepSpeed's own sizes
 
 
@@ -38,6 +42,13 @@ class StepOutcome:
 
     grad_norm: float  # L2 norm over all parameters and ranks, before clipping; inf for a skipped step
     skipped: bool  # the gradient was not finite, so no rank changed anything
+    overflow: bool = False  # a skipped step that says nothing but that fp16's loss scale was too large
+    loss_scale: float | None = None  # fp16: of the next step
+
+    def metrics(self) -> dict[str, float]:
+        """What records keep beside the norm; ``skipped`` is of steps that were no mere overflow."""
+        of_fp16 = {} if self.loss_scale is None else {"overflow": float(self.overflow), "loss_scale": self.loss_scale}
+        return {"skipped": float(self.skipped and not self.overflow)} | of_fp16
 
 
 def drop_gradients(engine: Any) -> None:
@@ -103,6 +114,13 @@ def _clip_and_check(max_norm: float, optimizer: torch.optim.Optimizer, args: Any
         torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm)
 
 
+def _double_when_due(scaler: Any) -> None:
+    """Doubles fp16's loss scale after a step, instead of DeepSpeed: it would do so before it unscales the gradient."""
+    good = scaler.cur_iter - scaler.last_overflow_iter - 1  # steps since the last overflow
+    if good and good % LOSS_SCALE_STEPS == 0:
+        scaler.cur_scale = min(2 * scaler.cur_scale, MOST_LOSS_SCALE)
+
+
 @dataclass(eq=False, repr=False)
 class DeepspeedStrategy(DistributedStrategy):
     """One process per GPU, or per CPU rank, on DeepSpeed ZeRO. ValueError names options that exclude each other."""
@@ -114,6 +132,7 @@ class DeepspeedStrategy(DistributedStrategy):
     bf16: bool = False  # bf16 parameters, fp32 masters; False is fp32
     args: Any = None  # of scripts in the seed's style
     _: KW_ONLY
+    fp16: bool = False  # fp16 parameters, fp32 masters, and a loss scale
     zpg: int = 1  # ranks per secondary ZeRO-3 shard group (hpZ); 1 has none
     adam_offload: bool = False  # optimizer states on the CPU
     param_offload: bool = False  # ZeRO-3 parameters on the CPU
@@ -136,7 +155,9 @@ class DeepspeedStrategy(DistributedStrategy):
             f"--param_offload needs --zero_stage 3, got {stage}": self.param_offload and stage != 3,
             f"--zpg {self.zpg} needs --zero_stage 3, got {stage}": self.zpg != 1 and stage != 3,
             f"--overlap_comm needs --zero_stage 2 or 3, got {stage}": bool(self.overlap_comm) and stage not in (2, 3),
-            "--bf16 needs fp32 master weights, which ZeRO keeps: set --zero_stage 1, 2 or 3": self.bf16 and not stage,
+            "--bf16 and --fp16 contradict each other": self.bf16 and self.fp16,
+            f"--{'bf16' if self.bf16 else 'fp16'} needs fp32 master weights, which ZeRO keeps: set --zero_stage 1, 2 "
+            "or 3": (self.bf16 or self.fp16) and not stage,
             f"--grad_accum_dtype must be fp32 or bf16, and bf16 needs --bf16, got {self.grad_accum_dtype!r}": (
                 self.grad_accum_dtype not in (None, "fp32", *(["bf16"] if self.bf16 else []))
             ),
@@ -144,6 +165,21 @@ class DeepspeedStrategy(DistributedStrategy):
         for problem, is_so in problems.items():
             if is_so:
                 raise ValueError(problem)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type that models are held and run in."""
+        return torch.bfloat16 if self.bf16 else torch.float16 if self.fp16 else torch.float32
+
+    def setup_distributed(self, timeout: timedelta | None = None) -> None:
+        """As :class:`DistributedStrategy` does; refuses a type that the device lacks. Collective."""
+        super().setup_distributed(timeout)
+        from deepspeed.accelerator import get_accelerator
+
+        if self.dtype not in get_accelerator().supported_dtypes():
+            name = torch.cuda.get_device_name(self.device) if on_cuda() else "this CPU"
+            flag, other = ("--bf16", "--fp16") if self.bf16 else ("--fp16", "--bf16")
+            raise LaunchError(f"{flag}: DeepSpeed does not train in it on {name}: set {other}, or neither for fp32")
 
     @property
     def accumulated_gradient(self) -> int:
@@ -237,6 +273,8 @@ class DeepspeedStrategy(DistributedStrategy):
             )
         if optimizer is None:
             engine.eval()
+        elif engine.fp16_enabled():  # at the lowest scale an overflow is a broken step, which optimizer_step tells
+            engine.optimizer.loss_scaler.raise_error_at_min_scale = False
         elif clip is not None:
             optimizer.register_step_pre_hook(clip)
         attribute = zero3.engine_attribute(model)
@@ -261,7 +299,7 @@ class DeepspeedStrategy(DistributedStrategy):
         """
         zero_stage = self.zero_stage if zero_stage is None else zero_stage
         offloads = self.param_offload if param_offload is None else param_offload
-        config = self._config(self.bf16, sharded=zero_stage == 3, offload=offloads)
+        config = self._config(self.dtype, sharded=zero_stage == 3, offload=offloads)
         zero = config["zero_optimization"]
         overlaps = on_cuda() and zero_stage == 3 if self.overlap_comm is None else self.overlap_comm and zero_stage > 1
         zero |= {"stage": zero_stage, "overlap_comm": overlaps}
@@ -280,21 +318,21 @@ class DeepspeedStrategy(DistributedStrategy):
         }
 
     def get_ds_eval_config(
-        self, offload: bool = False, *, zero_stage: int | None = None, bf16: bool | None = None
+        self, offload: bool = False, *, zero_stage: int | None = None, dtype: torch.dtype | None = None
     ) -> dict[str, Any]:
         """Configuration of a model that only runs forward: stage 3 at ZeRO-3 or with ``offload``, else stage 0.
 
-        None means the strategy's value. An EMA needs fp32.
+        None means the strategy's value. An EMA needs float32.
         """
         sharded = offload or (self.zero_stage if zero_stage is None else zero_stage) == 3
-        config = self._config(self.bf16 if bf16 is None else bf16, sharded=sharded, offload=offload)
+        config = self._config(dtype or self.dtype, sharded=sharded, offload=offload)
         config["zero_optimization"]["stage"] = 3 if sharded else 0
         if sharded:
             # The EMA is written into the shards; a parameter that is kept unsharded would miss the change.
             config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
         return config
 
-    def _config(self, bf16: bool, *, sharded: bool, offload: bool) -> dict[str, Any]:
+    def _config(self, dtype: torch.dtype, *, sharded: bool, offload: bool) -> dict[str, Any]:
         zero: dict[str, Any] = {}
         if sharded and offload:
             zero["offload_param"] = {"device": "cpu", "pin_memory": on_cuda()}
@@ -304,7 +342,13 @@ class DeepspeedStrategy(DistributedStrategy):
             "train_micro_batch_size_per_gpu": self.micro_train_batch_size,
             "gradient_accumulation_steps": 1,
             "steps_per_print": None,
-            "bf16": {"enabled": bf16, "check_grad_overflow": True},
+            "bf16": {"enabled": dtype == torch.bfloat16, "check_grad_overflow": True},
+            "fp16": {
+                "enabled": dtype == torch.float16,
+                "initial_scale_power": LOSS_SCALE_POWER,
+                "hysteresis": 1,  # the first overflow halves the scale: a second one would cost a step
+                "loss_scale_window": 1 << 62,  # see _double_when_due
+            },
             "zero_optimization": zero,
         }
 
@@ -334,7 +378,7 @@ class DeepspeedStrategy(DistributedStrategy):
 
         If a gradient or a loss is not finite on any rank, all ranks skip the step and drop the gradient. Returns None
         before the last micro batch of a step (:meth:`accumulate`). ``scheduler`` moves in addition to the one given to
-        ``prepare``.
+        ``prepare``. An overflow of fp16 also halves the loss scale.
         """
         engine = get_engine(model, "optimizer_step")
         if (progress := self._accumulation.get(engine)) is not None:
@@ -343,18 +387,26 @@ class DeepspeedStrategy(DistributedStrategy):
                 return None
         # A loss of NaN may have a finite gradient: that of a clamp is 0.
         skipped = not math.isfinite(self.all_reduce(self._losses.pop(engine, torch.zeros(())), "sum"))
-        grad_norm = math.inf
+        scaler = engine.optimizer.loss_scaler if engine.fp16_enabled() else None
+        grad_norm, scale, overflow = math.inf, scaler and scaler.cur_scale, False
         if not skipped:
             engine.step()  # moves the engine's own scheduler
             skipped = not engine.was_step_applied()
             grad_norm = float(engine.get_global_grad_norm())
+            if scaler is not None:
+                overflow = skipped and scaler.cur_scale < scale
+                _double_when_due(scaler)
         drop_gradients(engine)
-        if skipped:
+        if overflow:
+            if self.is_rank_0():
+                logger.info("a step of %s is skipped: overflow at the loss scale %g, which is halved", name, scale)
+        elif skipped:
             if self.is_rank_0():
                 logger.warning("a step of %s is skipped: gradient or loss not finite", name)
         elif scheduler is not None and scheduler is not engine.lr_scheduler:
             scheduler.step()
-        return StepOutcome(grad_norm=math.inf if skipped else grad_norm, skipped=skipped)
+        grad_norm = math.inf if skipped else grad_norm
+        return StepOutcome(grad_norm, skipped, overflow, scaler and scaler.cur_scale)
 
     def skip_step(self, model: Any, name: str = "model") -> None:
         """Drops the gradient since the last step. Collective: all ranks must decide alike."""

@@ -71,11 +71,11 @@ def pieces_of(stage: int, ranks: int, groups: Sequence[Shapes]) -> dict[str, lis
 
 def _read(path: Path) -> dict[str, Any]:
     """A file of DeepSpeed's or ours; its tensors come from the disk when they are used."""
-    from deepspeed.runtime.fp16.loss_scaler import LossScaler
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
 
-    with torch.serialization.safe_globals([LossScaler, ZeroStageEnum, fragment_address]):
+    with torch.serialization.safe_globals([DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]):
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
 
@@ -104,6 +104,7 @@ class SavedOptimizer:
             states = [_read(file)["optimizer_state_dict"] for file in files]
             groups = self.common["param_shapes"]
             bases = [state[_BASE[self.stage]] for state in states]
+            self.loss_scaler = states[0]["loss_scaler"]
             masters = [state[_MASTERS[self.stage]] for state in states]
         self.param_groups, self.pieces = bases[0]["param_groups"], pieces_of(self.stage, ranks, groups)
         self.members = members(self.param_groups, groups)
@@ -171,7 +172,7 @@ def load_trained(engine: Any, path: Path, meta: Mapping[str, Any], load_lr_sched
         "param_groups": [old | {"params": new["params"]} for old, new in zip(saved.param_groups, base["param_groups"])],
     }
     if stage:  # the masters are in place; this brings the optimizer's state, and what DeepSpeed derives from both
-        live[_BASE[stage]] = loaded
+        live |= {_BASE[stage]: loaded, "loss_scaler": saved.loss_scaler}
         optimizer.load_state_dict([live] * dist.get_world_size(), load_from_fp32_weights=True)
     else:
         optimizer.load_state_dict(loaded)

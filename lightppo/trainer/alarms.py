@@ -107,7 +107,7 @@ ALARMS = {
     "not_finite": Alarm(
         ("train/actor_skipped", "train/policy_loss", "train/entropy"),
         "a gradient, the loss or the entropy is not finite",
-        f"{LESS}; look at the scores for huge ones (--reward_clip_range); fp32 instead of --bf16",
+        f"{LESS}; look at the scores for huge ones (--reward_clip_range); fp32 instead of --bf16 or --fp16",
         lasting(lambda skipped, *numbers: skipped > 0 or not all(map(math.isfinite, numbers)), steps=1),
     ),
     "critic_not_finite": Alarm(
@@ -119,7 +119,7 @@ ALARMS = {
     "loss_not_finite": Alarm(
         ("train/skipped", "train/loss"),
         "a gradient or the loss is not finite",
-        "lower --learning_rate; fp32 instead of --bf16",
+        "lower --learning_rate; fp32 instead of --bf16 or --fp16",
         lasting(lambda skipped, loss: skipped > 0 or not math.isfinite(loss), steps=1),
     ),
     "loss_rises": Alarm(

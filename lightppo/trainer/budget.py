@@ -142,7 +142,7 @@ class Shape:
     config: PretrainedConfig = field(compare=False)
     text: str  # the config's, which tells models apart
     scores: bool  # with a value head
-    bf16: bool
+    dtype: torch.dtype
     adapters: LoraOptions | None = None
     in_4bit: bool = False
     eager: bool = False
@@ -187,7 +187,7 @@ def built(shape: Shape) -> Actor | Critic:
     config, auto = copy.deepcopy(shape.config), transformers.AutoModelForCausalLM
     if shape.scores:
         config.num_labels, auto = 1, transformers.AutoModelForSequenceClassification
-    options = {"dtype": torch.bfloat16 if shape.bf16 else torch.float32, "attn_implementation": "eager"}
+    options = {"dtype": shape.dtype, "attn_implementation": "eager"}
     hf_deepspeed.unset_hf_deepspeed_config()  # of an earlier run in this process: nothing is sharded here
     with torch.device("meta"):
         model = auto.from_config(config, trust_remote_code=shape.trust_remote_code, **options)
@@ -207,7 +207,7 @@ def built(shape: Shape) -> Actor | Critic:
 @lru_cache(maxsize=32)
 def sizes(shape: Shape) -> Sizes:
     """Numbers of parameters, and bytes."""
-    model, width = built(shape).hf_model, 2 if shape.bf16 else 4
+    model, width = built(shape).hf_model, shape.dtype.itemsize
     named = {name.replace(".base_layer", ""): p for name, p in model.named_parameters()}
     trained, total = (sum(p.numel() for p in named.values() if p.requires_grad or kept) for kept in (False, True))
     small = 0
@@ -359,10 +359,12 @@ def shapes(config: PPOConfig, configs: Mapping[str, PretrainedConfig]) -> dict[s
     options = {"override_config": json.loads(m.override_config) if m.override_config else None}
     options |= {"trust_remote_code": m.trust_remote_code, "external_lib": m.external_lib}
 
-    def shape(path: str, flag: str, scores: bool = False, bf16: bool = m.bf16, **more: Any) -> Shape:
+    own_dtype = getattr(torch, rules.compute_dtype(config))
+
+    def shape(path: str, flag: str, scores: bool = False, dtype: torch.dtype = own_dtype, **more: Any) -> Shape:
         found = configs.get(path) or loading.load_config(stage_to_local(path), flag=flag, **options)
         more |= {"eager": m.attn_implementation == "eager", "trust_remote_code": m.trust_remote_code}
-        return Shape(found, found.to_json_string(), scores, bf16, **more)
+        return Shape(found, found.to_json_string(), scores, dtype, **more)
 
     if rules.uses_adapters(config):
         lora = LoraOptions(a.lora_rank, a.lora_alpha, a.lora_dropout, a.target_modules)
@@ -371,10 +373,10 @@ def shapes(config: PPOConfig, configs: Mapping[str, PretrainedConfig]) -> dict[s
     if rules.needs_critic(config):
         roles["critic"] = shape(m.critic_pretrain, "--critic_pretrain", True, **own)
     if rules.needs_reference(config) and not rules.reference_is_actor(config):
-        bf16 = m.bf16 and not rules.moves_reference(config)
-        roles["reference"] = shape(m.ref_pretrain, "--ref_pretrain", bf16=bf16, in_4bit=a.load_in_4bit)
+        dtype = torch.float32 if rules.moves_reference(config) else own_dtype
+        roles["reference"] = shape(m.ref_pretrain, "--ref_pretrain", dtype=dtype, in_4bit=a.load_in_4bit)
     if config.algorithm.enable_ema:
-        roles["moving average"] = shape(m.pretrain, "--pretrain", bf16=False)
+        roles["moving average"] = shape(m.pretrain, "--pretrain", dtype=torch.float32)
     if config.distill.teacher_pretrain is not None and rules.needs_teacher(config):
         roles["teacher"] = shape(config.distill.teacher_pretrain, "--teacher_pretrain")
     for i, path in enumerate(m.reward_pretrain, start=1):
@@ -426,7 +428,7 @@ def _trained(role: str, shape: Shape, stage: int, config: PPOConfig, machine: Ma
     offload = s.critic_adam_offload if critic else s.adam_offload
     train, step = (CRITIC, CRITIC_STEP) if critic else (ACTOR, ACTOR_STEP)
     accumulated = 2 if s.grad_accum_dtype == "bf16" else 4  # bytes of a number
-    apart = shape.bf16 and accumulated == 4  # gradients are summed in another type than they are made in
+    apart = n.width == 2 and accumulated == 4  # gradients are summed in another type than they are made in
     elements = GPU_BUCKET_ELEMENTS if machine.gpus else CPU_BUCKET_ELEMENTS
     twice = bool(s.overlap_comm) and stage == 2  # stage 3 overlaps from one buffer
     bucket, total = n.width * elements * (1 + twice), n.width * n.trained
@@ -435,8 +437,9 @@ def _trained(role: str, shape: Shape, stage: int, config: PPOConfig, machine: Ma
     many = _micro_batches(config, rows, machine) > 1
     # From the first backward pass to the step; where there are several, the other model trains between them.
     until_step = TRAINING if many and _joint(config) else {train, step}
-    whole = stage == 1 and apart and not offload  # DeepSpeed's BF16_Optimizer: fp32 gradients of all parameters
-    # Without shards of their own, gradients are averaged in copies; DeepSpeed sends bf16 ones.
+    # DeepSpeed's BF16_Optimizer: fp32 gradients of all parameters
+    whole = stage == 1 and shape.dtype is torch.bfloat16 and apart and not offload
+    # Without shards of their own, gradients are averaged in copies; DeepSpeed sends those of 16 bits.
     copies = (machine.world_size > 1) * (1 + 0.5 * apart) * 4 * min(n.trained, GPU_BUCKET_ELEMENTS)
     again = 0 if apart and many else shard * accumulated  # a shard of this pass, beside that of earlier ones
 
@@ -497,7 +500,7 @@ def _rows(config: PPOConfig, call: str, machine: Machine) -> tuple[Rows, str]:
     count = min(fitting, per_rank)
     if not packed:
         return Rows(count, prompt + response, count * response, False), "masked"
-    fused = attention == "flash_attention_2" or (machine.gpus and config.model.bf16)
+    fused = attention == "flash_attention_2" or (machine.gpus and rules.compute_dtype(config) != "float32")
     tokens = math.ceil(count / shared) * prompt + count * response
     return Rows(1, tokens, count * response, True), "fused" if fused else "apart"
 

@@ -26,6 +26,7 @@ from lightppo.config import PPOConfig
 from lightppo.config.options import OptionSet
 from lightppo.config.rules import (
     advice,
+    compute_dtype,
     evaluation_config,
     moves_reference,
     needs_critic,
@@ -234,7 +235,7 @@ def build_models(
         return prepare(model) if role is None else prepare(model, role)
 
     actor_ds = strategy.get_ds_train_config()
-    actor = Actor(stage_to_local(m.pretrain), bf16=m.bf16, ds_config=actor_ds, **policy, **own(m.pretrain))
+    actor = Actor(stage_to_local(m.pretrain), dtype=strategy.dtype, ds_config=actor_ds, **policy, **own(m.pretrain))
     if config.loss.aux_loss_coef > 0:
         with _as_config_error():
             actor.check_router()
@@ -246,22 +247,22 @@ def build_models(
         critic_ds = strategy.get_ds_train_config(zero_stage=s.critic_zero_stage, max_norm=max_norm, **offload)
         head = {"value_head_prefix": m.value_head_prefix, "init_value_head": True if m.init_critic_from_actor else None}
         path = stage_to_local(m.critic_pretrain)
-        critic = Critic(path, bf16=m.bf16, ds_config=critic_ds, **head, **rows, **own(m.critic_pretrain))
+        critic = Critic(path, dtype=strategy.dtype, ds_config=critic_ds, **head, **rows, **own(m.critic_pretrain))
         critic = ready(critic, "critic")
-    # Averages and a reference that moves are fp32: small steps would vanish in bf16.
+    # Averages and a reference that moves are fp32: small steps would vanish in 16 bits.
     if needs_reference(config) and not reference_is_actor(config):
-        bf16 = m.bf16 and not moves_reference(config)
-        ref_ds = strategy.get_ds_eval_config(s.ref_offload, zero_stage=s.ref_zero_stage, bf16=bf16)
+        dtype = torch.float32 if moves_reference(config) else strategy.dtype
+        ref_ds = strategy.get_ds_eval_config(s.ref_offload, zero_stage=s.ref_zero_stage, dtype=dtype)
         path, flag = stage_to_local(m.ref_pretrain), "--ref_pretrain"
-        reference = ready(Actor(path, bf16=bf16, ds_config=ref_ds, flag=flag, **policy, **own(m.ref_pretrain)))
+        reference = ready(Actor(path, dtype=dtype, ds_config=ref_ds, flag=flag, **policy, **own(m.ref_pretrain)))
     reward_ds = strategy.get_ds_eval_config(s.reward_offload, zero_stage=s.reward_zero_stage)
     scoring = {"normalize_reward": config.reward.normalize_reward, "value_head_prefix": m.value_head_prefix}
     reward_models = [
-        prepare(RewardModel(stage_to_local(path), bf16=m.bf16, ds_config=reward_ds, **scoring, **shared))
+        prepare(RewardModel(stage_to_local(path), dtype=strategy.dtype, ds_config=reward_ds, **scoring, **shared))
         for path in m.reward_pretrain
     ]
     if a.enable_ema:
-        ema_ds = strategy.get_ds_eval_config(s.ref_offload, zero_stage=s.ref_zero_stage, bf16=False)
+        ema_ds = strategy.get_ds_eval_config(s.ref_offload, zero_stage=s.ref_zero_stage, dtype=torch.float32)
         ema = prepare(Actor(stage_to_local(m.pretrain), ds_config=ema_ds, **own(m.pretrain)))
     teacher = build_teacher(config, strategy, policy | shared)
     return Models(actor, critic, reference, reward_models, ema, None if teacher is None else ready(teacher))
@@ -273,7 +274,7 @@ def build_teacher(config: PPOConfig, strategy: DeepspeedStrategy, options: dict[
     if d.teacher_pretrain is None or not needs_teacher(config):
         return None
     ds = strategy.get_ds_eval_config(d.teacher_offload, zero_stage=d.teacher_zero_stage)
-    return Actor(stage_to_local(d.teacher_pretrain), bf16=config.model.bf16, ds_config=ds, flag=flag, **options)
+    return Actor(stage_to_local(d.teacher_pretrain), dtype=strategy.dtype, ds_config=ds, flag=flag, **options)
 
 
 def check_tokenizers(config: PPOConfig, tokenizer: Any, strategy: DeepspeedStrategy) -> TeacherServers | None:
@@ -716,7 +717,7 @@ def check_disk_space(config: OptionSet, parameters: dict[str, int], exported: in
     c = config.checkpoint
     exports = c.hf_save_steps > 0 or c.hf_save_epochs or c.hf_save_seconds or config.evaluation.best_metric
     saves = c.save_steps > 0 or c.save_epochs or c.save_seconds
-    weight = 2 if config.model.bf16 else 4
+    weight = 4 if compute_dtype(config) == "float32" else 2
     state = export = 0
     if saves and not c.disable_ds_ckpt:
         state = sum(n * (4 if part in ("ema", "reference") else weight + 12) for part, n in parameters.items())

@@ -57,10 +57,12 @@ class SkippedSteps:
         """What the next optimizer steps are of."""
         self._current = batch
 
-    def add(self, state: TrainerState, model: str, skipped: bool) -> None:
-        """Count an optimizer step of a model."""
+    def add(self, state: TrainerState, model: str, skipped: bool, overflow: bool = False) -> None:
+        """Count an optimizer step of a model. An ``overflow`` that fp16 looks for its loss scale by ends no run."""
         state.skipped_optimizer_steps += skipped
         state.optimizer_steps += not skipped
+        if overflow:
+            return
         self.of_model.setdefault(model, []).append(skipped)
         if skipped and self.batch is None:
             self.batch = self._current

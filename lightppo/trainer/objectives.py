@@ -87,9 +87,8 @@ class Objective:
 
     def _loading(self) -> dict[str, Any]:
         """Options of the model that trains."""
-        m, packing = self.config.model, self.config.training.packing_samples
         loaded = loading_options(self.config) | {"ds_config": self.strategy.get_ds_train_config()}
-        return loaded | {"bf16": m.bf16, "packing_samples": packing}
+        return loaded | {"dtype": self.strategy.dtype, "packing_samples": self.config.training.packing_samples}
 
     def _dataset_options(self) -> dict[str, Any]:
         d = self.config.data

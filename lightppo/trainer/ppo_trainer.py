@@ -797,9 +797,9 @@ class PPOTrainer(SeedAttributes):
         outcome = self.strategy.optimizer_step(optim, model, scheduler, name=name)
         if outcome is None:  # more micro batches follow
             return status
-        self.skipped.add(self.state, name, outcome.skipped)
+        self.skipped.add(self.state, name, outcome.skipped, outcome.overflow)
         grad_norm = float("nan") if outcome.skipped else outcome.grad_norm
-        return status | {f"{name}_grad_norm": grad_norm, f"{name}_skipped": float(outcome.skipped)}
+        return status | {f"{name}_grad_norm": grad_norm} | {f"{name}_{key}": x for key, x in outcome.metrics().items()}
 
     def _old_log_probs(self) -> str:
         """Where the log probs before an update come from; an actor step of the user's own finds them in place."""

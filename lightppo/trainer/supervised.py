@@ -162,7 +162,7 @@ class SupervisedTrainer:
         Returns:
             Over all ranks: ``train/loss`` and the objective's means, ``train/<unit>`` counted, ``train/grad_norm``
             before clipping, ``train/lr`` of this step, and ``train/skipped``, 1 where a gradient that is not finite
-            made all ranks skip the step.
+            made all ranks skip the step; with --fp16 also ``train/overflow`` and ``train/loss_scale``.
         """
         objective, ranks, lr = self.objective, self.strategy, self.optim.param_groups[0]["lr"]
         counts = {"total": sum(map(objective.count, micro_batches))}
@@ -178,16 +178,19 @@ class SupervisedTrainer:
                 ranks.backward(loss, self.model, self.optim)
                 sums.update({name: value.item() for name, value in ({"loss": loss} | metrics).items()})
             outcome = ranks.optimizer_step(self.optim, self.model, self.scheduler, name="model")
-        self.skipped.add(self.state, "model", outcome.skipped)
+        self.skipped.add(self.state, "model", outcome.skipped, outcome.overflow)
         means = ranks.all_reduce(dict(sums) | signals.votes(), op="mean")
         self.stop_signal = signals.elected(means)
         self.tokens = counts["tokens"]
-        return {f"train/{name}": means[name] for name in sums} | {
-            "train/grad_norm": outcome.grad_norm,
-            "train/lr": lr,
-            f"train/{objective.unit}": counts["total"],
-            "train/skipped": float(outcome.skipped),
-        }
+        return (
+            {f"train/{name}": means[name] for name in sums}
+            | {
+                "train/grad_norm": outcome.grad_norm,
+                "train/lr": lr,
+                f"train/{objective.unit}": counts["total"],
+            }
+            | {f"train/{name}": value for name, value in outcome.metrics().items()}
+        )
 
     def _steps(self) -> Iterator[tuple[int, list[Batch], bool]]:
         """Number, micro batches and whether it ends the epoch, of each optimizer step until a limit is reached."""

@@ -117,7 +117,7 @@ def test_attention_and_dtype_are_the_ones_asked_for(causal_lm: MakeModel, tmp_pa
     causal_lm().save_pretrained(tmp_path)
     for name in ("eager", "sdpa"):
         assert load_causal_lm(str(tmp_path), attn_implementation=name).config._attn_implementation == name
-        critic = load_sequence_classifier(str(tmp_path), kind="critic", attn_implementation=name, bf16=True)
+        critic = load_sequence_classifier(str(tmp_path), kind="critic", attn_implementation=name, dtype=torch.bfloat16)
         assert critic.config._attn_implementation == name
         assert {p.dtype for p in critic.parameters()} == {torch.bfloat16}
     assert load_causal_lm(str(tmp_path)).config._attn_implementation == "sdpa"
@@ -126,9 +126,11 @@ def test_attention_and_dtype_are_the_ones_asked_for(causal_lm: MakeModel, tmp_pa
 
 def test_attention_choice_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert resolve_attn_implementation("auto", True, LlamaForCausalLM) is None  # transformers takes sdpa, or eager
+    assert (
+        resolve_attn_implementation("auto", torch.bfloat16, LlamaForCausalLM) is None
+    )  # transformers takes sdpa, or eager
     with pytest.raises(ModelLoadError, match=r"CUDA device; .*--bf16.*--attn_implementation sdpa"):
-        resolve_attn_implementation("flash_attention_2", False, LlamaForCausalLM)
+        resolve_attn_implementation("flash_attention_2", torch.float32, LlamaForCausalLM)
 
 
 def test_unknown_attention_is_named(causal_lm: MakeModel, tmp_path: Path) -> None:
@@ -154,17 +156,19 @@ def test_attention_choice_with_flash_attention(monkeypatch: pytest.MonkeyPatch) 
     class Unable(LlamaForCausalLM):
         _supports_flash_attn = False
 
-    assert resolve_attn_implementation("auto", True, LlamaForCausalLM) == "flash_attention_2"
-    assert resolve_attn_implementation("flash_attention_2", True, LlamaForCausalLM) == "flash_attention_2"
-    assert resolve_attn_implementation("flash_attention_2", True, None) == "flash_attention_2"  # custom code: try
-    assert resolve_attn_implementation("auto", False, LlamaForCausalLM) is None
-    assert resolve_attn_implementation("auto", True, Unable) is None
-    assert resolve_attn_implementation("auto", True, None) is None
+    assert resolve_attn_implementation("auto", torch.bfloat16, LlamaForCausalLM) == "flash_attention_2"
+    assert resolve_attn_implementation("flash_attention_2", torch.bfloat16, LlamaForCausalLM) == "flash_attention_2"
+    assert (
+        resolve_attn_implementation("flash_attention_2", torch.bfloat16, None) == "flash_attention_2"
+    )  # custom code: try
+    assert resolve_attn_implementation("auto", torch.float32, LlamaForCausalLM) is None
+    assert resolve_attn_implementation("auto", torch.bfloat16, Unable) is None
+    assert resolve_attn_implementation("auto", torch.bfloat16, None) is None
     with pytest.raises(ModelLoadError, match=r"--attn_implementation .*Unable"):
-        resolve_attn_implementation("flash_attention_2", True, Unable)
+        resolve_attn_implementation("flash_attention_2", torch.bfloat16, Unable)
     monkeypatch.setattr(loading, "is_flash_attn_2_available", lambda: False)
     with pytest.raises(ModelLoadError, match=r"--attn_implementation .*flash-attn package"):
-        resolve_attn_implementation("flash_attention_2", True, LlamaForCausalLM)
+        resolve_attn_implementation("flash_attention_2", torch.bfloat16, LlamaForCausalLM)
 
 
 def test_init_from_scratch_needs_only_a_config_and_is_seeded(causal_lm: MakeModel, tmp_path: Path) -> None:

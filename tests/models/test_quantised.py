@@ -322,7 +322,7 @@ def test_loading_by_path_is_quantising_what_was_loaded(wide, tmp_path, scored):
     assert all(torch.equal(a, b) for a, b in zip(ours.state_dict().values(), theirs.state_dict().values(), strict=True))
     half = Actor(str(tmp_path), load_in_4bit=True, bf16=True)
     assert dense_weight(half.hf_model.model.layers[0].mlp.up_proj).dtype == torch.bfloat16
-    twin = Actor(dense_twin(half.hf_model, load_causal_lm(str(tmp_path), bf16=True)))
+    twin = Actor(dense_twin(half.hf_model, load_causal_lm(str(tmp_path), dtype=torch.bfloat16)))
     torch.testing.assert_close(scored(half).log_probs, scored(twin).log_probs, atol=1e-2, rtol=0)
 
 

@@ -132,7 +132,7 @@ def test_strategy_from_any_object_with_attributes():
     # hpZ belongs to stage 3: a critic at another stage goes without
     assert "zero_hpz_partition_size" not in strategy.get_ds_train_config(zero_stage=2)["zero_optimization"]
     assert strategy.get_ds_train_config(zero_stage=1)["zero_optimization"]["stage"] == 1
-    assert strategy.get_ds_eval_config(bf16=False)["bf16"]["enabled"] is False
+    assert strategy.get_ds_eval_config(dtype=torch.float32)["bf16"]["enabled"] is False
     assert strategy.accumulated_gradient == 8
 
 

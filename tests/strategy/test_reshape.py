@@ -27,7 +27,7 @@ def test_every_element_lies_in_one_place(stage, ranks):
 
 
 def test_between_one_rank_and_two_and_zero_2_and_3(run_checks):
-    options = {"env": {"FORMS": "2,3", "ACROSS": "yes"}}
+    options = {"env": {"FORMS": "2,3,2 fp16,3 fp16", "ACROSS": "yes"}}
     run_checks("reshape.py", "check_save", **options)
     run_checks("reshape.py", "check_load", "check_load_frozen", "check_refused", "check_save", world_size=1, **options)
     run_checks("reshape.py", "check_load", "check_load_frozen", **options)
@@ -37,7 +37,12 @@ def test_between_one_rank_and_two_and_zero_2_and_3(run_checks):
 @pytest.mark.parametrize(
     ("forms", "most_ranks"),
     [
-        *(("0,1,2,3,3 unsharded", 4), ("1 bf16,2 bf16,3 bf16", 4), ("0 lora,2 lora,3 lora", 3)),
+        *(
+            ("0,1,2,3,3 unsharded", 4),
+            ("1 bf16,2 bf16,3 bf16", 4),
+            ("1 fp16,2 fp16,3 fp16", 2),
+            ("0 lora,2 lora,3 lora", 3),
+        ),
         *(("1 offload,2 offload,3 offload", 4), ("0 frozen,2 frozen,3 frozen", 4)),
     ],
 )

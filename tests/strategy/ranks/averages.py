@@ -34,7 +34,7 @@ def check_moving_average(strategy: DeepspeedStrategy, work_dir: Path) -> None:
         persist = options.pop("persist", False)
         role = make_strategy(**options)
         actor, optimizer, scheduler = trained_actor(role, persist=persist)
-        ema = role.prepare(TinyActor(causal_lm(seed=1), role.get_ds_eval_config(bf16=False, **ema_options)))
+        ema = role.prepare(TinyActor(causal_lm(seed=1), role.get_ds_eval_config(dtype=torch.float32, **ema_options)))
         before, new = whole_weights(role, ema), whole_weights(role, actor)
         if options["zero_stage"] == 3 and ema.model.zero_optimization_stage() == 0:
             role.moving_average(actor, ema, beta)

@@ -12,6 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
@@ -87,6 +88,8 @@ def halving(optimizer: torch.optim.Optimizer) -> LambdaLR:
 
 
 def make_strategy(zero_stage: int = 2, **options) -> DeepspeedStrategy:
+    if options.get("fp16"):  # torch computes in it on every CPU; DeepSpeed trains in it only where it is fast
+        type(get_accelerator()).is_fp16_supported = lambda _: True
     return DeepspeedStrategy(seed=7, max_norm=MAX_NORM, zero_stage=zero_stage, **options)
 
 
@@ -105,10 +108,10 @@ def trained_actor(strategy: DeepspeedStrategy, seed: int = 0, persist: bool = Fa
     return strategy.prepare((actor, optimizer, halving(optimizer)))
 
 
-def train_step(strategy: DeepspeedStrategy, actor, optimizer, scheduler, step: int, poison: bool = False):
+def train_step(strategy: DeepspeedStrategy, actor, optimizer, scheduler, step: int, poison: float | bool = False):
     """One optimizer step on this rank's rows, in micro batches of 1 row and the rest; returns global loss and outcome.
 
-    poison: the last rank's loss is not finite.
+    poison: the last rank's loss is not finite, or so many times as large.
     """
     ids = batch(step)
     tokens = ids[:, 1:].numel()
@@ -118,7 +121,7 @@ def train_step(strategy: DeepspeedStrategy, actor, optimizer, scheduler, step: i
         loss = nll_sum(actor(micro), micro) / tokens
         total += loss.item()
         if poison and strategy.get_rank() == strategy.world_size - 1:
-            loss = loss * float("nan")
+            loss = loss * (float("nan") if poison is True else poison)
         strategy.backward(loss * strategy.world_size, actor, optimizer)
     outcome = strategy.optimizer_step(optimizer, actor, scheduler, name="actor")
     return strategy.all_reduce(total, op="sum"), outcome

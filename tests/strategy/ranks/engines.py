@@ -28,10 +28,12 @@ from common import (
     trained_actor,
     whole_weights,
 )
+from deepspeed.accelerator import get_accelerator
 from transformers import LlamaForCausalLM
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
-from lightppo.strategy.deepspeed import DeepspeedStrategy
+from lightppo.errors import LaunchError
+from lightppo.strategy.deepspeed import DeepspeedStrategy, StepOutcome
 
 POISONED = 2  # this step's gradient is not finite on the last rank
 
@@ -120,6 +122,60 @@ def check_bf16_stays_near_fp32(_: DeepspeedStrategy, work_dir: Path) -> None:
             assert outcome.grad_norm == pytest.approx(norms[step], rel=2e-2), (options, step)
         dtypes = {p.dtype for p in strategy.unwrap_model(actor).parameters()}
         assert dtypes == {torch.bfloat16}, options
+
+
+def check_fp16_finds_its_loss_scale(_: DeepspeedStrategy, work_dir: Path) -> None:
+    """fp16: overflows on one rank halve the scale on all and change nothing else; losses and norms are near fp32's."""
+    steps = 4
+    losses, norms, _ = plain_torch(steps)
+    for options in ({"zero_stage": 1}, {"zero_stage": 2}, {"zero_stage": 3}, {"zero_stage": 2, "adam_offload": True}):
+        strategy = make_strategy(fp16=True, **options)
+        actor, optimizer, scheduler = trained_actor(strategy)
+        assert {p.dtype for p in strategy.unwrap_model(actor).parameters()} == {torch.float16}
+        scale = 2.0**16
+        for step in range(steps):
+            if step == 1:  # a gradient above 65504 on one rank: all drop the step and try again with half of the scale
+                before = whole_weights(strategy, actor)
+                _, outcome = train_step(strategy, actor, optimizer, scheduler, step, poison=1e7)
+                scale /= 2
+                assert outcome == StepOutcome(math.inf, skipped=True, overflow=True, loss_scale=scale), options
+                assert strategy.all_gather_object(outcome) == [outcome] * strategy.world_size
+                after = whole_weights(strategy, actor)
+                assert all(torch.equal(weight, after[name]) for name, weight in before.items()), options
+            loss, outcome = train_step(strategy, actor, optimizer, scheduler, step, poison=step == POISONED)
+            # a loss that is not finite is not the scale's fault
+            assert (outcome.skipped, outcome.overflow) == (step == POISONED, False), (options, step, outcome)
+            assert outcome.loss_scale == scale, (options, step)
+            assert loss == pytest.approx(losses[step], abs=1e-3), (options, step)
+            assert outcome.grad_norm == pytest.approx(norms[step], rel=4e-3), (options, step)
+        assert scheduler.get_last_lr() == [pytest.approx(LR * 0.5**3)] * 2, options
+        assert actor.model.skipped_steps == 1
+
+
+def check_fp16_loss_scale_moves(_: DeepspeedStrategy, work_dir: Path) -> None:
+    """It doubles after 1000 steps without an overflow, not at the cost of that step; at 1 an overflow is an error."""
+    for stage in (2, 3):
+        strategy, weights, outcomes = make_strategy(stage, fp16=True), [], []
+        for steps_before in (10, 999):
+            actor, optimizer, scheduler = trained_actor(strategy)
+            actor.model.optimizer.loss_scaler.cur_iter = steps_before
+            outcomes.append(train_step(strategy, actor, optimizer, scheduler, 0)[1])
+            weights.append(whole_weights(strategy, actor))
+        assert [outcome.loss_scale for outcome in outcomes] == [2.0**16, 2.0**17], stage
+        assert outcomes[0].grad_norm == outcomes[1].grad_norm, stage
+        assert all(torch.equal(weight, weights[1][name]) for name, weight in weights[0].items()), stage
+        actor.model.optimizer.cur_scale = 2.0
+        found = [train_step(strategy, actor, optimizer, scheduler, 1, poison=1e30)[1] for _ in range(3)]
+        assert [(outcome.overflow, outcome.loss_scale) for outcome in found] == [(True, 1), (False, 1), (False, 1)]
+        assert all(outcome.skipped for outcome in found)
+
+
+def check_fp16_is_refused(_: DeepspeedStrategy, work_dir: Path) -> None:
+    """Where the device cannot, the start says so, before models load."""
+    type(get_accelerator()).is_fp16_supported = lambda _: False
+    with pytest.raises(LaunchError, match=r"^--fp16: .* this CPU: set --bf16, or neither"):
+        DeepspeedStrategy(fp16=True).setup_distributed()
+    make_strategy(fp16=True).setup_distributed()
 
 
 def check_collectives(strategy: DeepspeedStrategy, work_dir: Path) -> None:

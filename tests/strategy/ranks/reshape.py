@@ -20,7 +20,7 @@ from lightppo.errors import CheckpointError
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 
 FORMS: dict[str, dict[str, Any]] = {str(stage): {"zero_stage": stage} for stage in range(4)}
-FORMS |= {f"{stage} bf16": {"zero_stage": stage, "bf16": True} for stage in (1, 2, 3)}
+FORMS |= {f"{stage} {kind}": {"zero_stage": stage, kind: True} for stage in (1, 2, 3) for kind in ("bf16", "fp16")}
 FORMS |= {f"{stage} lora": {"zero_stage": stage} for stage in range(4)}
 FORMS |= {f"{stage} offload": {"zero_stage": stage, "adam_offload": True} for stage in (1, 2, 3)}
 FORMS |= {f"{stage} frozen": {"zero_stage": stage} for stage in range(4)}  # a layer trains, the rest does not
@@ -28,12 +28,12 @@ FORMS["3 unsharded"] = {"zero_stage": 3}  # DeepSpeed leaves small parameters wh
 CHOSEN, ACROSS = os.environ["FORMS"].split(","), "ACROSS" in os.environ
 
 # Of the losses after a resume, against going on with the same ranks: only the sums over ranks round differently.
-TOLERANCE = {"": 1e-6, "bf16": 3e-3}
+TOLERANCE = {"": 1e-6, "bf16": 3e-3, "fp16": 1e-3}
 
 
 def kind_of(form: str) -> str:
     kind = form[2:]
-    return kind if kind in ("bf16", "lora", "frozen") else ""
+    return kind if kind in ("bf16", "fp16", "lora", "frozen") else ""
 
 
 def make(role: DeepspeedStrategy, form: str, work_dir: Path, seed: int = 0) -> tuple[Any, Any, Any]:
@@ -71,7 +71,13 @@ def state_of(role: DeepspeedStrategy, actor: TinyActor, optimizer: Any, schedule
     inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
     steps = {float(state["step"]) for state in inner.state.values()}
     groups = [{key: group[key] for key in ("lr", "weight_decay", "betas", "eps")} for group in optimizer.param_groups]
-    rest = {"steps": steps, "groups": groups, "lr": scheduler.get_last_lr(), "engine's steps": engine.global_steps}
+    rest = {
+        "loss scale": getattr(engine.optimizer, "cur_scale", None),
+        "steps": steps,
+        "groups": groups,
+        "lr": scheduler.get_last_lr(),
+        "engine's steps": engine.global_steps,
+    }
     return {"tensors": tensors, "rest": rest}
 
 
@@ -80,6 +86,8 @@ def check_save(_: DeepspeedStrategy, work_dir: Path) -> None:
     for form in CHOSEN:
         role = make_strategy(**FORMS[form])
         parts = make(role, form, work_dir)
+        if role.fp16:
+            parts[0].model.optimizer.cur_scale = 512.0
         losses(role, form, parts, (0, 1))
         folder = work_dir / f"{form}@{role.world_size}"
         role.save_ckpt(parts[0], folder, tag="t", client_state={"form": form})
@@ -116,7 +124,7 @@ def check_load(_: DeepspeedStrategy, work_dir: Path) -> None:
             assert state["tensors"].keys() == tensors.keys()
             assert [name for name in tensors if not torch.equal(state["tensors"][name], tensors[name])] == [], where
             assert state["rest"] == expected["rest"], where
-            tolerance = TOLERANCE["bf16" if kind_of(form) == "bf16" else ""]
+            tolerance = TOLERANCE.get(kind_of(form), 1e-6)
             assert losses(role, form, parts, (2, 3)) == pytest.approx(expected["losses"], rel=tolerance), where
             done += 1
     assert done > 0
