@@ -32,6 +32,8 @@ OF_OTHERS |= {f"train/{name}" for name in metrics.SUPERVISED | metrics.PAIRS} | 
 # Of a teacher; tests/trainer/test_distill.py has them.
 OF_OTHERS |= {"rollout/teacher_kl", "rollout/teacher_log_prob", "train/distill_loss"}
 OF_OTHERS |= {"perf/time_teacher", "perf/teacher_ms_per_token"}
+# Of --fp16; tests/trainer/test_non_finite.py has them.
+OF_OTHERS |= {f"train/{role}_{name}" for role in ("actor", "critic") for name in ("overflow", "loss_scale")}
 OF_OTHERS |= {"alarm/loss_not_finite", "alarm/loss_rises"}
 # Of selection, which this run has not; tests/trainer/test_sampling_runs.py has it.
 OF_SELECTION = {

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from support.ranks import run_ranks
 from support.tiny import sums, write_jsonl
 
@@ -64,6 +65,41 @@ def test_a_step_with_a_loss_that_is_not_finite_is_skipped(make_config, tmp_path,
 
     assert trainer.state.skipped_optimizer_steps == 1
     assert PPOTrainer.from_config(config).state.skipped_optimizer_steps == 1  # a resumed run goes on counting
+
+
+def test_fp16_counts_an_overflow_apart_and_goes_on(make_config, monkeypatch, tmp_path):
+    """Huge advantages of one step; at ``max_skipped_steps`` 1 any other skipped step would end the run."""
+    monkeypatch.setattr("deepspeed.accelerator.cpu_accelerator.CPU_Accelerator.is_fp16_supported", lambda _: True)
+    more = {"fp16": True, "zero_stage": 2, "adv_norm": False, "lr_warmup_steps": 0, "max_skipped_steps": 1}
+    config = make_config(**more, enable_ema=True, save_steps=2, num_episodes=2)
+    trainer = PPOTrainer.from_config(config.with_options(benchmark_steps=2))
+    kinds = {m: next(getattr(trainer, m).parameters()).dtype for m in ("actor", "critic", "initial_model", "ema_model")}
+    assert kinds == dict.fromkeys(kinds, torch.float16) | {"ema_model": torch.float32}
+    make, before = trainer.experience_maker.make_experience_list, []
+
+    def large(rollouts: Sequence[Rollout]) -> list:
+        experiences = make(rollouts)
+        before.append(snapshot(trainer, "actor"))
+        if len(before) == 2:
+            experiences[0].advantages *= 1e9
+        return experiences
+
+    trainer.experience_maker.make_experience_list = large
+    trainer.fit()
+    assert [same(a, b) for a, b in pairwise([*before, snapshot(trainer, "actor")])] == [False, True]
+    PPOTrainer.from_config(config.with_options(benchmark_steps=4)).fit()  # goes on with half of the scale
+    rows = [json.loads(line) for line in Path(config.checkpoint.save_path, "metrics.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if "train/actor_overflow" in row]
+    assert [row["train/actor_overflow"] for row in rows] == [0, 1, 0, 0]
+    assert [row["train/actor_loss_scale"] for row in rows] == [2.0**16, 2.0**15, 2.0**15, 2.0**15]
+    scale = 2.0**16
+    for row in rows:  # the critic's is its own
+        scale /= 2 ** row["train/critic_overflow"]
+        assert row["train/critic_loss_scale"] == scale
+    assert [(row["train/actor_skipped"], row["train/critic_skipped"]) for row in rows] == [(0, 0)] * 4
+    assert not any(row.get(f"alarm/{name}") for row in rows for name in ("not_finite", "critic_not_finite"))
+    saved = load_file(Path(config.checkpoint.save_path, "model.safetensors"))
+    assert {weight.dtype for weight in saved.values()} == {torch.float16}
 
 
 def test_the_moving_average_moves_once_per_step_and_not_with_one_that_was_stopped(make_config):
