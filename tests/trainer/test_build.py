@@ -266,10 +266,11 @@ def test_temperature_and_packing_reach_the_models(make_config):
     assert models_of(make_config(temperature=0)).actor.temperature == 1
 
 
-def test_bf16_is_the_type_of_all_but_the_moving_average(make_config):
-    models = models_of(make_config(bf16=True, zero_stage=1, enable_ema=True))
+@pytest.mark.parametrize(("flag", "half"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_16_bits_are_the_type_of_all_but_the_moving_average(make_config, flag, half):
+    models = models_of(make_config(**{flag: True}, zero_stage=1, enable_ema=True))
     kinds = {name: next(getattr(models, name).parameters()).dtype for name in ("actor", "critic", "reference", "ema")}
-    assert kinds == {"actor": torch.bfloat16, "critic": torch.bfloat16, "reference": torch.bfloat16, "ema": torch.float}
+    assert kinds == {"actor": half, "critic": half, "reference": half, "ema": torch.float32}
 
 
 def layer_calls(model: Any) -> int:
