@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -30,6 +30,12 @@ class Ranks(Protocol):
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         """Collects a picklable object from every rank, in rank order."""
+
+    def gather_object(self, obj: Any) -> list[Any] | None:
+        """The same for rank 0 alone: what only it writes need not travel to the others, which get ``None``."""
+
+    def exchange_objects(self, parts: Mapping[int, Any]) -> list[Any]:
+        """Sends picklable objects to the ranks that are their keys; what came here, in the senders' order."""
 
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
         """Rank ``src``'s object on every rank."""
@@ -68,6 +74,12 @@ class Alone:
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         return [obj]
+
+    def gather_object(self, obj: Any) -> list[Any]:
+        return [obj]
+
+    def exchange_objects(self, parts: Mapping[int, Any]) -> list[Any]:
+        return list(parts.values())
 
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
         return obj

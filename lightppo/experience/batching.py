@@ -56,10 +56,15 @@ def balance_ranks(rollouts: Sequence[Rollout], strategy: Ranks, *, prompt_once: 
     after = swapped(before)
     if after == before:
         return list(rollouts)
-    had, has = ({group.index for group in ranks[strategy.get_rank()]} for ranks in (before, after))
-    sent = strategy.all_gather_object([r for r in rollouts if r.prompt.index in had - has])
-    stay = [r for r in rollouts if r.prompt.index in has]
-    return stay + [r for part in sent for r in part if r.prompt.index in has - had]
+    has = {group.index for group in after[strategy.get_rank()]}
+    leave = [r for r in rollouts if r.prompt.index not in has]
+    going = {r.prompt.index for r in leave}
+    to = {group.index: rank for rank, groups in enumerate(after) for group in groups if group.index in going}
+    parts: dict[int, list[Rollout]] = defaultdict(list)
+    for rollout in leave:
+        parts[to[rollout.prompt.index]].append(rollout)
+    came = strategy.exchange_objects(parts)  # only to the ranks that train on them
+    return [r for r in rollouts if r.prompt.index in has] + [r for part in came for r in part]
 
 
 def swapped(ranks: Sequence[Sequence[Group]], tolerance: float = TOLERANCE) -> list[list[Group]]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
+from heapq import heapify, heappop, heappush
 from typing import Any, Literal, Protocol
 
 from torch import Tensor
@@ -367,7 +368,10 @@ def dealt_out(surplus: Sequence[Sequence[dict[str, Any]]], ranks: int) -> list[l
 def deal(count: int, held: Sequence[int], room: Sequence[int]) -> list[int]:
     """How many of ``count`` groups each rank gets, one by one to the rank that holds fewest and has room for more."""
     given = [0] * len(held)
+    heapify(ranks := [(held[rank], rank) for rank in range(len(held)) if room[rank] > 0])
     for _ in range(min(count, sum(room))):
-        open_ranks = (rank for rank in range(len(held)) if given[rank] < room[rank])
-        given[min(open_ranks, key=lambda rank: held[rank] + given[rank])] += 1
+        holds, rank = heappop(ranks)
+        given[rank] += 1
+        if given[rank] < room[rank]:
+            heappush(ranks, (holds + 1, rank))
     return given

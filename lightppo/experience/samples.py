@@ -45,11 +45,15 @@ def row_of(step: int, r: Rollout) -> dict[str, Any]:
 
 def write_step(folder: str | Path, step: int, rollouts: Sequence[Rollout], strategy: Ranks) -> None:
     """Writes ``stepN.jsonl``: one line per sample of all ranks, by prompt and sample number. Collective."""
-    own = [row_of(step, rollout) for rollout in rollouts]
-    rows = sorted(chain(*strategy.all_gather_object(own)), key=itemgetter("index", "sample_index"))
-    path = Path(folder) / f"step{step}.jsonl"
-    text = lambda: "".join(json.dumps(row, default=str) + "\n" for row in rows)  # noqa: E731
-    strategy.on_rank_0(lambda: write_whole(path, text()), f"{path}")
+    own = [(r.prompt.index, r.sample_index, json.dumps(row_of(step, r), default=str) + "\n") for r in rollouts]
+    lines, path = _in_order(own, strategy), Path(folder) / f"step{step}.jsonl"
+    strategy.on_rank_0(lambda: write_whole(path, "".join(lines)), f"{path}")
+
+
+def _in_order(own: Sequence[tuple[int, int, str]], strategy: Ranks) -> list[str]:
+    """On rank 0 the lines of all ranks by their two numbers; none on the others. Collective."""
+    rows = sorted(chain(*strategy.gather_object(own) or ()), key=itemgetter(0, 1))
+    return [line for *_, line in rows]
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -139,8 +143,7 @@ class SampleRecord:
             return
         own = [(r.prompt.index, r.sample_index, self._line(step, r, item)) for r, item in self.picked]
         self.picked, self.passes = [], {}
-        lines = [line for *_, line in sorted(chain(*self.strategy.all_gather_object(own)))]
-        if not lines or not self.strategy.is_rank_0():
+        if not (lines := _in_order(own, self.strategy)):
             return
         path = self.folder / f"step{step}.jsonl.gz"
         with durable.explained(path):

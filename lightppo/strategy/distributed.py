@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import os
+import pickle
 import random
 import socket
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterator, Mapping, Sized
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import islice
@@ -28,6 +30,8 @@ from lightppo.ranks import heartbeat
 logger = logging.getLogger(__name__)
 
 REDUCE_OPS = ("mean", "sum", "max", "min")
+GATHERED_BYTES = 1 << 20
+"""Of each rank, on the device at a time."""
 
 # -- starting and ending a process -------------------------------------------------------------------------------------
 
@@ -333,21 +337,31 @@ class DistributedStrategy:
         """Gathers tensors, numbers, or dictionaries of these (same keys everywhere) in rank order. Collective.
 
         Tensors are concatenated along their first dimension, whose size may differ or be 0, in their dtype. A number or
-        0-d tensor becomes (world size,), a float in float64.
+        0-d tensor becomes (world size,), a float in float64. A slice at a time passes through the device.
         """
         if isinstance(data, dict):
             gathered = {key: self.all_gather(data[key]) for key in sorted(data)}
             return {key: gathered[key] for key in data}
         precise = torch.float64 if isinstance(data, float) else None
         tensor = data.detach() if isinstance(data, torch.Tensor) else torch.tensor(data, dtype=precise)
-        local = tensor.to(self.device)
-        local = local.reshape(1) if local.dim() == 0 else local
-        sizes = [int(size) for size in self.all_gather_object(local.shape[0])]
-        padded = local.new_zeros((max(sizes), *local.shape[1:]))
-        padded[: local.shape[0]] = local
-        parts = [torch.empty_like(padded) for _ in sizes]
-        dist.all_gather(parts, padded)
-        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)]).to(tensor.device)
+        local = tensor.reshape(1) if tensor.dim() == 0 else tensor
+        sizes = self._each(torch.tensor([len(local)], device=self.device)).flatten().tolist()
+        everything = local.new_empty((sum(sizes), *(row := local.shape[1:])))
+        rows = max(1, GATHERED_BYTES // max(1, local.element_size() * math.prod(row)))
+        for start in range(0, max(sizes), rows):
+            own = local[start : start + rows]
+            padded = local.new_zeros((min(rows, max(sizes) - start), *row), device=self.device)
+            padded[: len(own)] = own
+            for part, of_rank in zip(self._each(padded), everything.split(sizes)):
+                of_rank[start : start + rows] = part[: max(0, len(of_rank) - start)]
+        return everything
+
+    def _each(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Of every rank, where all have one shape. (ranks, …)"""
+        parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, tensor)
+        heartbeat.beat()
+        return torch.stack(parts)
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         """A picklable object from every rank, in rank order. Collective."""
@@ -355,6 +369,24 @@ class DistributedStrategy:
         dist.all_gather_object(gathered, obj)
         heartbeat.beat()
         return gathered
+
+    def gather_object(self, obj: Any) -> list[Any] | None:
+        """A picklable object from every rank, in rank order, on rank 0; ``None`` on the others. Collective."""
+        gathered: list[Any] | None = [None] * dist.get_world_size() if self.is_rank_0() else None
+        dist.gather_object(obj, gathered)
+        heartbeat.beat()
+        return gathered
+
+    def exchange_objects(self, parts: Mapping[int, Any]) -> list[Any]:
+        """Sends picklable objects to the ranks that are their keys; what came here, in the senders' order. Collective."""
+        sent = [pickle.dumps(parts[rank]) if rank in parts else b"" for rank in range(dist.get_world_size())]
+        sizes = torch.tensor([len(part) for part in sent], device=self.device)
+        dist.all_to_all_single(coming := torch.empty_like(sizes), sizes)
+        own = torch.frombuffer(bytearray(b"".join((*sent, b"."))), dtype=torch.uint8)[:-1].to(self.device)
+        found = own.new_empty(int(coming.sum()))
+        dist.all_to_all_single(found, own, coming.tolist(), sizes.tolist())
+        heartbeat.beat()
+        return [pickle.loads(part.numpy()) for part in found.cpu().split(coming.tolist()) if len(part)]
 
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
         """Rank ``src``'s picklable object on every rank. Collective."""

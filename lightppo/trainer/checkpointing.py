@@ -114,7 +114,7 @@ class RunCheckpointer:
         tag, c = f"global_step{step}", self.config
         self.require_finite(step)
         if not c.disable_ds_ckpt:
-            state = {**client_state, "rng": self.strategy.all_gather_object(rng_state())}
+            state = {**client_state, "rng": self.strategy.gather_object(rng_state())}
             previous: list[str] = []  # on rank 0, which removes the older ones
 
             def prepare() -> None:

@@ -193,12 +193,20 @@ class Evaluator:
             score_rollouts(self.reward_source, rollouts)
         except NonFiniteRewardError as error:
             not_finite = str(error)
-        texts, gathered = zip(*self.strategy.all_gather_object((not_finite, [EvalSample.of(r) for r in rollouts])))
-        if any(texts):
-            raise NonFiniteError("; ".join(filter(None, texts)))
+        gathered = self.strategy.gather_object((not_finite, [EvalSample.of(r) for r in rollouts]))
+        metrics: dict[str, float] = {}
+        self.strategy.on_rank_0(lambda: metrics.update(self._judge(step, *zip(*gathered))), "evaluate")
+        return self.strategy.broadcast_object(metrics)
+
+    def _judge(
+        self, step: int, not_finite: Sequence[str | None], gathered: Sequence[Sequence[EvalSample]]
+    ) -> dict[str, float]:
+        """Metrics of the samples of all ranks, written to the folder."""
+        if any(not_finite):
+            raise NonFiniteError("; ".join(filter(None, not_finite)))
         samples = sorted((s for part in gathered for s in part), key=lambda s: s.index)
         metrics = eval_metrics(samples, self.threshold)
-        if self.folder is not None and self.strategy.is_rank_0():
+        if self.folder is not None:
             lines = [json.dumps(vars(sample), default=str) + "\n" for sample in samples]
             with durable.explained(self.folder):
                 self.folder.mkdir(parents=True, exist_ok=True)

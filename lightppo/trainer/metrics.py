@@ -352,14 +352,12 @@ def optimizer_status(steps: Sequence[Sequence[Mapping[str, float]]], ranks: Rank
         steps: for each optimizer step what ``training_step`` returned for this rank's micro batches with samples; all
             ranks have as many steps.
     """
-    own = [{name: [s[name] for s in step if name in s] for name in {n for s in step for n in s}} for step in steps]
-    per_rank = ranks.all_gather_object([{name: (sum(v), len(v)) for name, v in step.items()} for step in own])
-    means: dict[str, list[float]] = {}
-    for parts in zip(*per_rank):
-        for name in dict.fromkeys(name for part in parts for name in part):
-            total, count = (sum(x) for x in zip(*(part[name] for part in parts if name in part)))
-            means.setdefault(name, []).append(total / count)
-    return {name: _mean_of_numbers(values) for name, values in sorted(means.items())}
+    own = {name for step in steps for status in step for name in status}
+    names = sorted(set().union(*ranks.all_gather_object(own)))
+    values = [[[status[name] for status in step if name in status] for step in steps] for name in names]
+    totals = torch.tensor([[(sum(v), len(v)) for v in of] for of in values], dtype=torch.float64)  # (names, steps, 2)
+    of_names = ranks.all_reduce(totals, "sum").tolist() if names else []
+    return {name: _mean_of_numbers([x / n for x, n in of if n]) for name, of in zip(names, of_names)}
 
 
 def _mean_of_numbers(values: Sequence[float]) -> float:

@@ -473,7 +473,7 @@ class PPOTrainer(SeedAttributes):
     def _save_checkpoint(self, args: Any, tag: str, client_states: Mapping[str, Any] | None = None) -> None:
         """Write the checkpoint ``tag``; the seed's name, so that an override acts. Collective."""
         state = dict(client_states or self.client_state())
-        state["surplus"] = self.strategy.all_gather_object(self.sampler.state_dict())
+        state["surplus"] = self.strategy.gather_object(self.sampler.state_dict())
         state["alarms"] = self.alarms.state_dict()  # only here: the step has been looked at since client_state()
         self.checkpointer.save(self._ckpt_path(args), int(tag.removeprefix("global_step")), state)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -33,6 +33,13 @@ class FakeStrategy:
     def all_gather_object(self, obj: Any) -> list[Any]:
         self.collectives += 1
         return self.exchange(self.rank, obj)
+
+    def gather_object(self, obj: Any) -> list[Any] | None:
+        found = self.all_gather_object(obj)
+        return found if self.rank == 0 else None
+
+    def exchange_objects(self, parts: Mapping[int, Any]) -> list[Any]:
+        return [part[self.rank] for part in self.all_gather_object(parts) if self.rank in part]
 
     def all_reduce(self, data: Any, op: str = "mean") -> Any:
         parts = self.all_gather_object(data)
