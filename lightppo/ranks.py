@@ -35,7 +35,7 @@ class Ranks(Protocol):
         """The same for rank 0 alone: what only it writes need not travel to the others, which get ``None``."""
 
     def exchange_objects(self, parts: Mapping[int, Any]) -> list[Any]:
-        """Sends picklable objects to the ranks that are their keys; what came here, in the senders' order."""
+        """Sends each rank (a key) its own picklable object; what came here, in the senders' order."""
 
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
         """Rank ``src``'s object on every rank."""

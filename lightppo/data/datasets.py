@@ -39,6 +39,7 @@ from lightppo.data.rows import (
     setting,
 )
 from lightppo.errors import BadRowError, DataError
+from lightppo.ranks import Ranks
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -79,6 +80,7 @@ class _PreparedDataset(TorchDataset):
         fields: dict[str, Any],
         on_bad_row: BadRowPolicy | None,
         num_workers: int | None,
+        ranks: Ranks | None,
     ) -> None:
         self.dataset, self.tokenizer = dataset, tokenizer
         check_dataset(dataset)
@@ -93,6 +95,7 @@ class _PreparedDataset(TorchDataset):
             self._encode_chunk,
             on_bad_row=setting(strategy, "on_bad_row", on_bad_row, "error"),
             num_workers=setting(strategy, "data_num_workers", num_workers, 0),
+            ranks=ranks,
         )
 
     def _encode_chunk(self, rows: list[dict[str, Any]]) -> list[Outcome]:
@@ -167,6 +170,7 @@ class PromptDataset(_PreparedDataset):
         data_source_key: column of the data source, may be dotted; rows without one are of "default".
         truncation: treatment of a longer prompt: ``error`` (a bad row), cut on a side, or ``drop``.
         on_bad_row: ``error`` or ``skip`` (counted in ``report``, named in the log).
+        ranks: share out the work, all with the same ``dataset``; the constructor is collective then.
     """
 
     def __init__(
@@ -186,6 +190,7 @@ class PromptDataset(_PreparedDataset):
         on_bad_row: BadRowPolicy | None = None,
         filter_overlong: bool | None = None,
         num_workers: int | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.prompt_max_len = int(setting(strategy, "prompt_max_len", prompt_max_len, 1024))
         self.truncation = setting(strategy, "truncation", truncation, "error")
@@ -201,6 +206,7 @@ class PromptDataset(_PreparedDataset):
             fields={"input_key": input_key, "label_key": label_key},
             on_bad_row=on_bad_row,
             num_workers=num_workers,
+            ranks=ranks,
         )
         self.data_source_key = setting(strategy, "data_source_key", data_source_key, "data_source")
         if data_source_key not in (None, "data_source"):
@@ -298,6 +304,7 @@ class SFTDataset(_PreparedDataset):
         on_bad_row: BadRowPolicy | None = None,
         padding_side: PaddingSide = "right",
         num_workers: int | None = None,
+        ranks: Ranks | None = None,
         fields: Mapping[str, Any] = {"supervised": True},
     ) -> None:
         self.max_len, self.pretrain_mode, self.padding_side = int(max_len), pretrain_mode, padding_side
@@ -317,6 +324,7 @@ class SFTDataset(_PreparedDataset):
             fields={"input_key": input_key, "output_key": output_key, "documents": pretrain_mode, **fields},
             on_bad_row=on_bad_row,
             num_workers=num_workers,
+            ranks=ranks,
         )
 
     def __getitem__(self, position: int) -> dict[str, torch.Tensor]:

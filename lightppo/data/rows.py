@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
-from lightppo.errors import BadRowError, DataError
+from lightppo.errors import BadRowError, DataError, UserError
+from lightppo.ranks import Alone, Ranks
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -487,17 +488,58 @@ def prepare_rows(
     *,
     on_bad_row: BadRowPolicy = "error",
     num_workers: int = 0,
+    ranks: Ranks | None = None,
 ) -> PreparedRows:
     """Encode all rows in order; ``columns`` are what ``encode_chunk`` (rows -> one outcome each) reads.
 
     ``on_bad_row`` ``error`` raises at the first bad row, naming file and line; ``skip`` counts and logs bad rows.
+    Each of the ``ranks`` encodes a share and gets the others'. Collective then.
     """
+    import torch
+
     check_choice("--on_bad_row", on_bad_row, BadRowPolicy)
+    ranks = ranks if ranks is not None and ranks.world_size > 1 else Alone()
+    share = [len(dataset) * i // ranks.world_size for i in (ranks.get_rank(), ranks.get_rank() + 1)]
+    arrays, dropped, skipped, failure = {}, Counter(), [], None
+    try:
+        arrays, dropped, skipped = _encoded(dataset, range(*share), columns, encode_chunk, on_bad_row, num_workers)
+    except Exception as error:  # the others wait
+        failure = error
+    told = failure if isinstance(failure, UserError) else failure and f"{type(failure).__name__}: {failure}"
+    failures, dropped_each, skipped_each = zip(*ranks.all_gather_object((told, dropped, skipped)))
+    if any(failures):  # the error of the first row that has one, on every rank
+        rank, first = next((i, text) for i, text in enumerate(failures) if text)
+        if rank == ranks.get_rank():
+            raise failure
+        raise first if isinstance(first, UserError) else RuntimeError(f"rank {rank}: {first}")
+    whole = {name: ranks.all_gather(torch.from_numpy(values)).numpy() for name, values in arrays.items()}
+    lengths, dropped, skipped = whole.pop("lengths"), sum(dropped_each, Counter()), [*chain(*skipped_each)]
+    report = DatasetReport(len(dataset), len(lengths), int(whole["truncated"].sum()), dict(dropped), skipped)
+    named = skipped[:NAMED_ROWS]
+    if not report.kept:
+        raise DataError(f"no row is left to train on. {report}" + "".join(f"\n  {m}" for m in named))
+    if named:
+        logger.warning("bad rows skipped, the first of them:\n  %s", "\n  ".join(named))
+    if report.kept < report.rows or report.truncated:
+        logger.warning("%s", report)
+    return PreparedRows(offsets=np.cumsum([0, *lengths], dtype=np.int64), report=report, **whole)
+
+
+def _encoded(
+    dataset: Dataset,
+    rows: range,
+    columns: list[str],
+    encode_chunk: EncodeChunk,
+    on_bad_row: BadRowPolicy,
+    num_workers: int,
+) -> tuple[dict[str, np.ndarray], Counter[str], list[str]]:
+    """Of these rows: arrays of those that are kept, why others are not, and the text of each bad one."""
     dropped: Counter[str] = Counter()
     skipped: list[str] = []
     numbers: list[int] = []
     kept: list[Encoded] = []
-    for number, outcome in enumerate(_outcomes(dataset.select_columns(columns), encode_chunk, num_workers)):
+    outcomes = _outcomes(dataset.select_columns(columns), rows, encode_chunk, num_workers)
+    for number, outcome in zip(rows, outcomes):
         if isinstance(outcome, Encoded):
             numbers.append(number)
             kept.append(outcome._replace(token_ids=np.asarray(outcome.token_ids, dtype=np.int32)))
@@ -508,30 +550,22 @@ def prepare_rows(
             if on_bad_row == "error":
                 raise DataError(f"{message} (mend the row, or leave such rows out with --on_bad_row skip)") from outcome
             skipped.append(message)
-    report = DatasetReport(len(dataset), len(kept), sum(row.truncated for row in kept), dict(dropped), skipped)
-    named = skipped[:NAMED_ROWS]
-    if not kept:
-        raise DataError(f"no row is left to train on. {report}" + "".join(f"\n  {m}" for m in named))
-    if named:
-        logger.warning("bad rows skipped, the first of them:\n  %s", "\n  ".join(named))
-    if report.kept < report.rows or report.truncated:
-        logger.warning("%s", report)
-    return PreparedRows(
-        row_numbers=np.asarray(numbers, dtype=np.int64),
-        prompt_lengths=np.asarray([row.prompt_length for row in kept], dtype=np.int64),
-        truncated=np.asarray([row.truncated for row in kept], dtype=bool),
-        first_answers=np.asarray([row.first_answer for row in kept], dtype=np.int64),
-        offsets=np.cumsum([0, *(len(row.token_ids) for row in kept)], dtype=np.int64),
-        flat_ids=np.concatenate([row.token_ids for row in kept]),
-        report=report,
-    )
+    arrays = {
+        "row_numbers": np.asarray(numbers, dtype=np.int64),
+        "prompt_lengths": np.asarray([row.prompt_length for row in kept], dtype=np.int64),
+        "truncated": np.asarray([row.truncated for row in kept], dtype=bool),
+        "first_answers": np.asarray([row.first_answer for row in kept], dtype=np.int64),
+        "lengths": np.asarray([len(row.token_ids) for row in kept], dtype=np.int64),
+        "flat_ids": np.concatenate([np.empty(0, dtype=np.int32), *(row.token_ids for row in kept)]),
+    }
+    return arrays, dropped, skipped
 
 
-def _outcomes(dataset: Dataset, encode_chunk: EncodeChunk, num_workers: int) -> Iterator[Outcome]:
+def _outcomes(dataset: Dataset, rows: range, encode_chunk: EncodeChunk, num_workers: int) -> Iterator[Outcome]:
     def encode(start: int) -> list[Outcome]:
-        return encode_chunk(dataset.__getitems__(range(start, min(start + CHUNK_ROWS, len(dataset)))))
+        return encode_chunk(dataset.__getitems__(range(start, min(start + CHUNK_ROWS, rows.stop))))
 
-    starts = range(0, len(dataset), CHUNK_ROWS)
+    starts = range(rows.start, rows.stop, CHUNK_ROWS)
     if num_workers <= 1:
         yield from chain.from_iterable(map(encode, starts))
         return

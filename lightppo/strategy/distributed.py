@@ -378,7 +378,7 @@ class DistributedStrategy:
         return gathered
 
     def exchange_objects(self, parts: Mapping[int, Any]) -> list[Any]:
-        """Sends picklable objects to the ranks that are their keys; what came here, in the senders' order. Collective."""
+        """Sends each rank (a key) its own picklable object; what came here, in the senders' order. Collective."""
         sent = [pickle.dumps(parts[rank]) if rank in parts else b"" for rank in range(dist.get_world_size())]
         sizes = torch.tensor([len(part) for part in sent], device=self.device)
         dist.all_to_all_single(coming := torch.empty_like(sizes), sizes)

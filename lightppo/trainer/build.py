@@ -444,6 +444,7 @@ def build_prompts(
         on_bad_row=d.on_bad_row,
         filter_overlong=d.filter_overlong_prompts,
         num_workers=d.data_num_workers,
+        ranks=strategy,
     )
     strategy.print(f"{flag} {paths}: {dataset.report}")
     return dataset
@@ -476,6 +477,7 @@ def build_pretrain(config: PPOConfig, tokenizer: Any, strategy: DeepspeedStrateg
         output_key=d.output_key,
         on_bad_row=d.on_bad_row,
         num_workers=d.data_num_workers,
+        ranks=strategy,
     )
     size, pin = config.training.micro_train_batch_size, d.dataloader_pin_memory
     return strategy.setup_dataloader(dataset, size, pin_memory=pin, collate_fn=dataset.collate_fn)

@@ -94,7 +94,7 @@ class Objective:
         d = self.config.data
         names = ("input_key", "input_template", "apply_chat_template", "system_prompt", "truncation", "on_bad_row")
         names += tuple(name for name in ("output_key", "chosen_key", "rejected_key") if hasattr(d, name))
-        return {name: getattr(d, name) for name in names} | {"num_workers": d.data_num_workers}
+        return {name: getattr(d, name) for name in names} | {"num_workers": d.data_num_workers, "ranks": self.strategy}
 
 
 class SFT(Objective):

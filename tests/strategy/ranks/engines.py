@@ -33,6 +33,7 @@ from transformers import LlamaForCausalLM
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
 from lightppo.errors import LaunchError
+from lightppo.strategy import distributed
 from lightppo.strategy.deepspeed import DeepspeedStrategy, StepOutcome
 
 POISONED = 2  # this step's gradient is not finite on the last rank
@@ -204,7 +205,17 @@ def check_collectives(strategy: DeepspeedStrategy, work_dir: Path) -> None:
     assert strategy.all_gather(rows).tolist() == [[0.0, 0.0], [1.0, 1.0], [1.0, 1.0]]
     assert strategy.all_gather({"n": rank + 5})["n"].tolist() == [5, 6]
     check_uneven_gathers(strategy)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distributed, "GATHERED_BYTES", 16)  # a row or two at a time
+        check_uneven_gathers(strategy)
     assert strategy.all_gather_object({"rank": rank}) == [{"rank": 0}, {"rank": 1}]
+    assert strategy.gather_object({"rank": rank}) == ([{"rank": 0}, {"rank": 1}] if rank == 0 else None)
+    # rank 0 sends both something, rank 1 itself nothing
+    assert (
+        strategy.exchange_objects({to: [rank, "x" * to] for to in range(2 - rank)})
+        == [[[0, ""], [1, ""]], [[0, "x"]]][rank]
+    )
+    assert strategy.exchange_objects({}) == []
     assert strategy.broadcast_object(f"from {rank}", src=1) == "from 1"
     assert strategy.same_count(3 + 4 * rank) == 7
     # 5 samples on 2 ranks, 4 of which were consumed: one left each, the last wraps around
