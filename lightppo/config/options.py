@@ -193,7 +193,9 @@ class EngineConfig(Section, resume_safe=True):
     vllm_server_retries: int = server(
         2, "Further tries of a request; then other servers get it, until the next push of weights.", "tries", ge=0
     )
-    vllm_server_concurrency: int = server(256, "Requests in flight.", "requests per server and rank", ge=1)
+    vllm_server_concurrency: int = server(
+        1024, "Requests in flight, of all ranks together; a rank has at least one.", "requests per server", ge=1
+    )
     vllm_server_start_timeout: float = server(300.0, "Longest wait for servers at the start.", "seconds", ge=0)
     vllm_server_sync: Literal["auto", "shm", "disk", "collective"] = server(
         "auto",

@@ -55,7 +55,7 @@ def build_reward(
 
     def server() -> RewardSource:
         options = {"timeout": r.remote_rm_timeout, "retries": r.remote_rm_retries} | _options_of(RemoteReward, v)
-        options["token"] = read_token(env=r.remote_rm_token_env)
+        options |= {"token": read_token(env=r.remote_rm_token_env), "ranks": ranks}
         functions = function_options(v)  # of --remote_rm_url path.py
         return build_reward_source(remote_rm_url=r.remote_rm_url, remote_options=options, function_options=functions)
 

@@ -9,10 +9,12 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass
+from itertools import count, pairwise
 
 from lightppo.data.records import Rollout
 from lightppo.errors import NonFiniteRewardError, RefusedError, RequestError, RewardError
 from lightppo.http import HTTPClient, check_url
+from lightppo.ranks import Alone, Ranks
 from lightppo.rewards.source import (
     OnFailure,
     RewardOutput,
@@ -27,7 +29,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False, repr=False)
 class RemoteReward:
-    """Splits the samples of this rank over several servers of the same service and asks them in parallel.
+    """Splits the samples of all ranks over several servers of the same service and asks them in parallel.
+
+    A rank asks only the servers of its share: not each of many ranks asks each server for a sample or two.
 
     Metrics per sample, with retries or ``on_reward_failure="unscored"``: ``failures`` (failed requests) and
     ``timeouts``, each plus what the server itself sent under that name.
@@ -41,6 +45,7 @@ class RemoteReward:
     token: str | None = None  # sent as Authorization: Bearer …
     sleep: Callable[[float], None] | None = None
     name: str = "remote"
+    ranks: Ranks | None = None
 
     def __post_init__(self) -> None:
         if not self.urls:
@@ -49,13 +54,17 @@ class RemoteReward:
             check_url(url)
         check_failure_options(self.on_reward_failure)
         options = {"timeout": self.timeout, "retries": self.retries, "token": self.token, "sleep": self.sleep}
+        self._calls = count()
         self._servers = [HTTPClient(url, "reward server", **options) for url in self.urls]
 
     def score(self, rollouts: list[Rollout]) -> RewardOutput:
         """Scores the samples; the :class:`RewardError` names every server that gave no usable answer, and why."""
-        n, total = len(self._servers), len(rollouts)
-        parts = [rollouts[total * i // n : total * (i + 1) // n] for i in range(n)]  # lengths differ by at most one
-        shares = [(server, part) for server, part in zip(self._servers, parts) if part]
+        n, size, ranks = len(self._servers), len(rollouts), self.ranks or Alone()
+        # As if the samples of all ranks, equally many, stood in one row: each server has the next n-th part of it.
+        edges = [size * ranks.world_size * i // n - size * ranks.get_rank() for i in range(n + 1)]
+        parts = [rollouts[max(0, start) : max(0, stop)] for start, stop in pairwise(edges)]
+        turn = next(self._calls)  # a few samples at a time, as they are finished, go to all servers too
+        shares = [(self._servers[(i + turn) % n], part) for i, part in enumerate(parts) if part]
         if not shares:
             return RewardOutput([])
         with ThreadPoolExecutor(len(shares), thread_name_prefix="reward") as pool:

@@ -18,7 +18,7 @@ from lightppo.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
-_AT_ONCE = 64  # requests in flight per rank
+_OF_RANK, _OF_SERVER = 64, 256  # most requests in flight, of a rank and at a server
 _SECONDS = 600.0  # longest wait for one
 _NO_LOG_PROB = -9999.0  # what vLLM sends in place of -inf
 _PROBE = "Let x = 3.5 and ünïcode: f(x) = [x, {'a': 1}]; 日本\n\tEnd."
@@ -68,9 +68,11 @@ class TeacherServers:
         rows = [ids[mask].tolist() for ids, mask in zip(sequences.cpu(), attention_mask.bool().cpu())]
         log_probs, failure, answers = torch.zeros(real.shape), None, [[] for _ in rows]
         try:
-            begun = [thread(self._score)(k, rows[k::_AT_ONCE]) for k in range(min(_AT_ONCE, len(rows)))]
+            share = _OF_SERVER * len(self.servers) // self.ranks.world_size
+            n, rank = max(1, min(_OF_RANK, share, len(rows))), self.ranks.get_rank()
+            begun = [thread(self._score)(rank + k, rows[k::n]) for k in range(n)]
             for k, scored in enumerate(begun):
-                answers[k::_AT_ONCE] = scored.result()
+                answers[k::n] = scored.result()
             for row, kept, answer in zip(log_probs, real.cpu(), answers):
                 row[kept] = torch.tensor(answer)[-int(kept.sum()) :]
         except Exception as error:

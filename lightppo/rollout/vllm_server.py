@@ -47,6 +47,7 @@ _QUICK_SECONDS = 30.0  # for what needs no computing
 _START_TRY_SECONDS = 2.0  # between two looks at a server that is still starting
 _START = "start it by `lightppo serve-vllm`"
 _NO_LOG_PROB = -9999.0  # what vLLM sends in place of NaN
+_THREADS = 1024  # requests of this process at a time
 
 
 class VLLMServerRolloutEngine(VLLMEngine):
@@ -120,13 +121,17 @@ class VLLMServerRolloutEngine(VLLMEngine):
     def _ask(self, requests: Requests, on_finished: OnFinished) -> list[Rollout]:
         """The dearest requests first, each to the server with the least under way."""
         self._check_any_left()
-        most, parameters = self.config.engine.vllm_server_concurrency, requests.parameters
-        vocab_size, rank = vocab_size_of(self.hf_model), self.strategy.get_rank()
+        vocab_size, rank, parameters = vocab_size_of(self.hf_model), self.strategy.get_rank(), requests.parameters
+        each, more = divmod(self.config.engine.vllm_server_concurrency, self.strategy.world_size)
+        most = max(1, each + (rank < more))  # of a server: this rank's share
         costs = [len(prompt.token_ids) + requests.sampling.max_new_tokens for prompt, _ in requests.samples]
         waiting = sorted(range(len(costs)), key=costs.__getitem__)
         under_way: dict[int, set[int]] = {i: set() for i in self.live}  # server → requests
         ended: queue.SimpleQueue[tuple[int, int, Future]] = queue.SimpleQueue()
         rollouts: list[Rollout | None] = [None] * len(costs)
+
+        def room(i: int) -> bool:
+            return len(under_way[i]) < most and sum(map(len, under_way.values())) < _THREADS
 
         def begin(i: int, r: int) -> None:
             under_way[i].add(r)
@@ -137,7 +142,7 @@ class VLLMServerRolloutEngine(VLLMEngine):
         shows = self.strategy.is_rank_0() and sys.stderr.isatty()
         with tqdm(total=len(costs), desc="rollout", leave=False, ncols=80, disable=not shows) as bar:
             while waiting or any(under_way.values()):
-                while waiting and (free := [i for i in self.live if len(under_way[i]) < most]):
+                while waiting and (free := [i for i in self.live if room(i)]):
                     # ranks prefer different servers among equals
                     load = {i: (sum(costs[r] for r in under_way[i]), (i - rank) % len(self.servers)) for i in free}
                     begin(min(free, key=load.__getitem__), waiting.pop())

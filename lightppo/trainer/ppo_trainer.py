@@ -194,6 +194,7 @@ class PPOTrainer(SeedAttributes):
             remote_rm_url=self.remote_rm_url,
             reward_fn=self.reward_fn,
             reward_models=[] if models is None else list(models) if isinstance(models, (list, tuple)) else [models],
+            remote_options={"ranks": strategy},
             model_options=options | {"micro_batch_size": micro_batch_spec(self.config, "reward")},
         )
 

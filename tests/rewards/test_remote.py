@@ -5,6 +5,7 @@ import logging
 import threading
 
 import pytest
+from support.fakes import FakeStrategy
 from support.http_server import ok
 
 from lightppo.errors import NonFiniteRewardError, RewardError
@@ -45,6 +46,40 @@ def test_several_servers_share_the_batch_in_order(make_server, rollouts):
     assert [len(server.requests[0][1]["query"]) for server in (first, second)] == [2, 3]
     assert output.scores == [0.0, 1.0, 2.0, 3.0, 4.0]
     assert output.metrics == {"a": [1.0, 1.0, None, None, None]} | NO_FAILURES  # the second server logs none
+
+
+@pytest.mark.parametrize(("ranks", "asked"), [(2, [4, 4]), (4, [8, 8]), (1, [2, 2])])
+def test_each_server_has_its_part_of_the_samples_of_all_ranks(make_server, make_rollout, ranks, asked):
+    """Two servers, four samples on each rank: with two ranks or more a rank asks one of them."""
+    servers = [make_server(), make_server()]
+    for server in servers:
+        server.reply = score_by_label
+    for rank in range(ranks):
+        rollouts = [make_rollout(i, label=str(10 * rank + i)) for i in range(4)]
+        assert remote(*servers, ranks=FakeStrategy(rank, ranks)).score(rollouts).scores == [
+            10.0 * rank + i for i in range(4)
+        ]
+    assert [sum(len(body["query"]) for _, body in server.requests) for server in servers] == asked
+    assert sum(len(server.requests) for server in servers) == max(2, ranks)
+
+
+def test_three_servers_of_two_ranks_have_equally_many(make_server, make_rollout):
+    servers = [make_server() for _ in range(3)]
+    for server in servers:
+        server.reply = score_by_label
+    for rank in range(2):
+        remote(*servers, ranks=FakeStrategy(rank, 2)).score([make_rollout(i, label="1") for i in range(6)])
+    # of 12 samples each has 4: rank 0 asks the first for 4 and the second for 2
+    assert [[len(body["query"]) for _, body in server.requests] for server in servers] == [[4], [2, 2], [4]]
+
+
+def test_samples_that_come_one_by_one_go_to_all_servers(make_server, make_rollout):
+    servers = [make_server() for _ in range(3)]
+    for server in servers:
+        server.reply = score_by_label
+    source = remote(*servers)
+    assert [source.score([make_rollout(0, label=str(i))]).scores for i in range(6)] == [[float(i)] for i in range(6)]
+    assert [len(server.requests) for server in servers] == [2, 2, 2]
 
 
 def test_servers_without_a_share_are_not_asked(make_server, rollouts):

@@ -101,6 +101,27 @@ def test_another_vocabulary_is_refused_at_the_start(build, fakes):
         build()
 
 
+def test_many_ranks_share_what_the_servers_take(build, fakes):
+    """At 512 ranks one request at a time, and ranks begin with different servers."""
+    for rank in range(2):
+        teacher, before = build(FakeStrategy(rank, 512)), [len(fake.requests) for fake in fakes]
+        lock, now = threading.Lock(), []
+        real = teacher._ask
+
+        def ask(server, ids, lock=lock, now=now, real=real):
+            assert lock.acquire(blocking=False)  # nobody else asks
+            now.append(server)
+            try:
+                return real(server, ids)
+            finally:
+                lock.release()
+
+        teacher._ask = ask
+        teacher.score_actions(SEQUENCES, 3, MASK)
+        asked = [len(fake.requests) - n for fake, n in zip(fakes, before)]
+        assert asked == [[3, 0], [0, 3]][rank]
+
+
 def test_one_server_fails_and_the_other_answers_for_it(build, fakes):
     teacher = build()
     expected = teacher.score_actions(SEQUENCES, 3, MASK).log_probs

@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from lightppo.errors import RefusedError, RequestError, RolloutError, RolloutMis
 from lightppo.experience.checks import RolloutCheck
 from lightppo.models.actor import Actor
 from lightppo.models.lora import LoraOptions, add_adapters
+from lightppo.rollout import vllm_server
 from lightppo.rollout.engine import RolloutEngine, SamplingParams
 from lightppo.rollout.sampling import request_seed
 from lightppo.rollout.vllm_server import VLLMServer, VLLMServerRolloutEngine
@@ -36,6 +38,8 @@ PUSH += ["/update_weight_version", "/resume"]
 
 class OneRank:
     """What the engine asks of a strategy; ``others`` are what further ranks bring to an ``all_gather_object``."""
+
+    world_size = 1
 
     def __init__(self, others=()):
         self.others = others
@@ -638,9 +642,12 @@ class TestSharingOut:
         assert len(engine.generate(prompts, GREEDY, on_finished=on_finished)) == len(prompts)
         assert "late" in engine.lost[0]
 
-    def test_no_more_requests_in_flight_than_allowed(self, build, fakes, prompts):
+    @pytest.mark.parametrize(("of_all", "ranks"), [(2, 1), (7, 3), (3, 4)], ids=["alone", "a share", "one at least"])
+    def test_no_more_requests_in_flight_than_allowed(self, build, fakes, prompts, of_all, ranks):
+        strategy, expected = OneRank(), {1: 2, 3: 2, 4: 1}[ranks]  # of 7 rank 1 has 2, of 3 rank 3 has none
+        strategy.world_size, strategy.get_rank = ranks, lambda: ranks - 1
         lock, now, most = threading.Lock(), [0], [0]
-        both = threading.Barrier(2)  # two at a time are reached: both must be inside to get on
+        both = threading.Barrier(expected)  # as many at a time are reached: all must be inside to get on
 
         def reply(body, n):
             with lock:
@@ -651,8 +658,26 @@ class TestSharingOut:
                 now[0] -= 1
 
         fakes[0].replies[GENERATE] = reply
-        build(urls=[fakes[0].url], vllm_server_concurrency=2).generate(prompts, GREEDY)
-        assert most == [2]
+        prompts = prompts[: len(prompts) // 2 * 2]
+        build(strategy, urls=[fakes[0].url], vllm_server_concurrency=of_all).generate(prompts, GREEDY)
+        assert most == [expected]
+
+    def test_a_process_has_so_many_threads_at_most(self, build, fakes, prompts, monkeypatch):
+        monkeypatch.setattr(vllm_server, "_THREADS", 1)
+        lock, now, most = threading.Lock(), [0], [0]
+
+        def reply(body, n):
+            with lock:
+                now[0] += 1
+                most[0] = max(most[0], now[0])
+            time.sleep(0.01)
+            with lock:
+                now[0] -= 1
+
+        for fake in fakes:
+            fake.replies[GENERATE] = reply
+        build().generate(prompts, GREEDY)
+        assert most == [1]
 
     def test_ranks_prefer_different_servers(self, build, fakes, prompts):
         strategy = OneRank()
