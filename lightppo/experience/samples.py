@@ -52,8 +52,8 @@ def write_step(folder: str | Path, step: int, rollouts: Sequence[Rollout], strat
 
 def _in_order(own: Sequence[tuple[int, int, str]], strategy: Ranks) -> list[str]:
     """On rank 0 the lines of all ranks by their two numbers; none on the others. Collective."""
-    rows = sorted(chain(*strategy.gather_object(own) or ()), key=itemgetter(0, 1))
-    return [line for *_, line in rows]
+    of_ranks = strategy.exchange_objects({0: own} if own else {})  # a gather pads to the longest, and few may have any
+    return [line for *_, line in sorted(chain(*of_ranks), key=itemgetter(0, 1))]
 
 
 def write_whole(path: Path, text: str) -> None:
