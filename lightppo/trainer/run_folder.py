@@ -314,10 +314,10 @@ def record_start(
         import torch
 
         device = torch.cuda.get_device_name(device)
-    row = {"step": step, "time": time.time(), "ranks": ranks.world_size, "device": str(device)}
-    row |= {"total_steps": total_steps, "versions": versions(), "content": dict(content)}
 
     def write() -> None:
+        row = {"step": step, "time": time.time(), "ranks": ranks.world_size, "device": str(device)}
+        row |= {"total_steps": total_steps, "versions": versions(), "content": dict(content)}
         with (local_folder(folder) / METADATA).open("a") as file:
             file.write(json.dumps(row) + "\n")
         upload_records(folder)

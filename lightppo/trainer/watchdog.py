@@ -92,8 +92,8 @@ class Watchdog:
             store = dist.PrefixStore("watchdog", dist.distributed_c10d._get_default_store().clone())
             store.set_timeout(timedelta(seconds=_PATIENCE))
             store.set(f"process {self._rank}", json.dumps([socket.gethostname(), os.getpid()]))
-            for rank in range(self._world):
-                host, pid = json.loads(store.get(f"process {rank}"))
+            processes = store.multi_get([f"process {rank}" for rank in range(self._world)])  # one question, not one each
+            for rank, (host, pid) in enumerate(map(json.loads, processes)):
                 if rank != self._rank and host == socket.gethostname():
                     self._peers[rank] = pid
             self._store = store
@@ -130,11 +130,14 @@ class Watchdog:
         self._store.set("hang", "")
         self._store.set(f"report {self._rank}", json.dumps(own))
         if self._rank:
-            self._store.wait(["told"], timedelta(seconds=(self._world + 1) * _PATIENCE))
+            self._store.wait(["told"], timedelta(seconds=2 * _PATIENCE + 0.1 * self._world))
             return True
         reports: dict[int, dict[str, Any]] = {}
+        end = time.monotonic() + _PATIENCE  # with all: a whole node may be silent
         for rank in range(self._world):
             try:
+                left = max(0.1, end - time.monotonic())
+                self._store.wait([f"report {rank}"], timedelta(seconds=left))
                 reports[rank] = json.loads(self._store.get(f"report {rank}"))
             except RuntimeError:
                 continue
