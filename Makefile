@@ -12,7 +12,7 @@ ZERO_STAGE ?= 1
 ENGINE ?= hf
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart rlhf test test-all lint docs bench bench-scaling bench-memory bench-rollouts
+.PHONY: help install quickstart rlhf test test-all lint docs bench bench-scaling bench-memory bench-rollouts bench-ranks
 .PHONY: test-faults soak house reference-runs coverage clean
 
 help:
@@ -29,6 +29,7 @@ help:
 	@echo "make bench        TRL and lightppo on the same work, into runs/bench and docs/performance.md; QUICK=1 for a try"
 	@echo "make bench-scaling, make bench-memory   time per real token, memory at ZeRO 0 to 3; QUICK=1 too"
 	@echo "make bench-rollouts   tokens per second of each rollout engine, and what pushing weights costs; QUICK=1 too"
+	@echo "make bench-ranks  what many ranks cost each other in a step, without models; QUICK=1 too"
 	@echo "make house        files, lines, imports, and what one PPO step runs through; TREE=DIR for another checkout"
 	@echo "make reference-runs BASE=main   short trainings here and at a revision: are all numbers the same, to the last bit?"
 
@@ -96,6 +97,9 @@ bench: $(INSTALLED)
 bench-scaling bench-memory: bench-%: $(INSTALLED)
 	$(BIN)/python benchmarks/$*.py $(if $(QUICK),--quick) $(BENCH_ARGS)
 	$(BIN)/python benchmarks/report.py --write
+
+bench-ranks: $(INSTALLED)
+	$(BIN)/python benchmarks/ranks.py $(if $(QUICK),--ranks 4 8) $(BENCH_ARGS)
 
 bench-rollouts: $(INSTALLED)
 	$(BIN)/python benchmarks/rollout_engines.py $(if $(QUICK),--quick) $(BENCH_ARGS)

@@ -71,6 +71,8 @@ def test_ranks_share_the_reading_and_together_see_all(sealed):
     flip(sealed / "small.json", 0)
     assert sorted(text for share in range(3) for text in durable.check(sealed, share, 3)) == durable.check(sealed)
     assert [len(durable.check(sealed, share, 3)) for share in range(3)].count(1) == 1
+    os.truncate(sealed / "big", 7)
+    assert sum(len(durable.check(sealed, share, 3)) for share in range(3)) == 2  # a size, too, is one rank's to look at
 
 
 def test_a_file_of_another_rank_that_is_not_here_is_said(sealed):

@@ -92,7 +92,7 @@ class Watchdog:
             store = dist.PrefixStore("watchdog", dist.distributed_c10d._get_default_store().clone())
             store.set_timeout(timedelta(seconds=_PATIENCE))
             store.set(f"process {self._rank}", json.dumps([socket.gethostname(), os.getpid()]))
-            processes = store.multi_get([f"process {rank}" for rank in range(self._world)])  # one question, not one each
+            processes = store.multi_get([f"process {rank}" for rank in range(self._world)])  # one question
             for rank, (host, pid) in enumerate(map(json.loads, processes)):
                 if rank != self._rank and host == socket.gethostname():
                     self._peers[rank] = pid
