@@ -9,6 +9,7 @@ import logging
 import os
 import posixpath
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -116,6 +117,34 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def content_folder(kind: str, fill: Callable[[Path], object]) -> Path:
+    """A folder of this node's cache with what ``fill`` writes into one, named by its content: the same at every start,
+    for all processes, and never of something else. Nobody may write into it."""
+    root = _cache() / kind
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".", dir=root) as held:
+            (written := Path(held) / "content").mkdir()
+            fill(written)
+            target = root / _content_key(written)
+            if target.exists() and _content_key(target) != target.name:
+                _remove(target)  # somebody has changed it
+            try:
+                written.rename(target)
+            except OSError:
+                if not target.exists():  # else another process was first
+                    raise
+    except OSError as error:
+        raise StagingError(f"{root} cannot be written: {error}; set {CACHE_VARIABLE} to another folder") from error
+    return target
+
+
+def _content_key(folder: Path) -> str:
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    pairs = [(path.relative_to(folder).as_posix(), hashlib.sha256(path.read_bytes()).hexdigest()) for path in files]
+    return hashlib.sha256(repr(pairs).encode()).hexdigest()[:24]
 
 
 # -- folders that are written here and uploaded ------------------------------------------------------------------------

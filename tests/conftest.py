@@ -1,11 +1,14 @@
 """Settings of every test: offline, CPU, one thread per process, seeded; GPU and vLLM tests only where these are."""
 
+import atexit
 import gc
 import importlib.util
 import math
 import os
 import random
+import shutil
 import sys
+import tempfile
 from itertools import islice
 
 import pytest
@@ -13,6 +16,9 @@ import pytest
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+if "LIGHTPPO_CACHE" not in os.environ:  # of this process, and of those that it starts
+    os.environ["LIGHTPPO_CACHE"] = tempfile.mkdtemp(prefix="lightppo-tests-")
+    atexit.register(shutil.rmtree, os.environ["LIGHTPPO_CACHE"], ignore_errors=True)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import fsspec
@@ -13,7 +14,7 @@ import pytest
 from lightppo.data.readers import blending_datasets
 from lightppo.data.rows import ORIGIN_COLUMN
 from lightppo.errors import DataError, StagingError
-from lightppo.storage import check_scheme, stage_to_local
+from lightppo.storage import check_scheme, content_folder, stage_to_local
 
 
 @pytest.fixture
@@ -129,3 +130,28 @@ def test_two_processes_copy_once(tmp_path: Path) -> None:
     ranks = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) for _ in range(2)]
     assert [rank.communicate(timeout=300)[0].strip() for rank in ranks] == ["whole", "whole"]
     assert log.read_text() == "copy\n"
+
+
+def test_a_folder_named_by_its_content(tmp_path, monkeypatch):
+    monkeypatch.setenv("LIGHTPPO_CACHE", str(tmp_path))
+
+    def holding(text):
+        return content_folder("kind", lambda folder: (folder / "a.json").write_text(text))
+
+    first = holding("1")
+    assert first == holding("1")
+    assert first != holding("2")
+    assert (first / "a.json").read_text() == "1"
+    (first / "a.json").write_text("by somebody else")
+    assert holding("1") == first
+    assert (first / "a.json").read_text() == "1"
+    with ThreadPoolExecutor(8) as threads:  # as ranks do at the same time
+        assert len(set(threads.map(lambda _: holding("3"), range(16)))) == 1
+    assert len(list((tmp_path / "kind").iterdir())) == 3  # nothing half made is left
+
+
+def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("LIGHTPPO_CACHE", str(tmp_path / "file"))
+    with pytest.raises(StagingError, match="set LIGHTPPO_CACHE to another folder"):
+        content_folder("kind", lambda folder: None)

@@ -182,6 +182,9 @@ class EngineConfig(Section, resume_safe=True):
     )
     block_size: int | None = vllm(None, "Tokens of one block of the KV cache. None: vLLM's choice.", "tokens", ge=1)
     enable_prefix_caching: bool = vllm(True, "Samples of a prompt share its KV cache; emptied at a push of weights.")
+    vllm_request_seeds: bool = vllm(
+        True, "A seed per response, which so depends on no other. Off: one per call; faster for small models on a GPU."
+    )
     enforce_eager: bool | None = vllm(None, "No compilation, no CUDA graphs. None: so on a CPU, compiled on a GPU.")
     free_cache_engine: bool = any_vllm(True, "Sleep while the trainer trains, which frees GPU memory.")
     sleep_level: Literal[1, 2] = any_vllm(

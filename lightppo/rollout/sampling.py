@@ -40,8 +40,16 @@ def request_uniforms(seed: int, prompt_index: int, sample_index: int, count: int
 
 def request_seed(seed: int, prompt_index: int, sample_index: int) -> int:
     """The seed of one request in [0, 2^63), for engines that take a seed rather than uniforms."""
-    key = hashlib.sha256(f"lightppo/{seed}/{prompt_index}/{sample_index}".encode()).digest()
-    return int.from_bytes(key[:8], "little") >> 1
+    return _hashed(f"lightppo/{seed}/{prompt_index}/{sample_index}")
+
+
+def joint_seed(seeds: Sequence[int]) -> int:
+    """One seed of these, in their order, also in [0, 2^63)."""
+    return _hashed(f"lightppo/{list(seeds)}")
+
+
+def _hashed(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
 
 def inverse_cdf(probs: Tensor, uniforms: Tensor) -> Tensor:

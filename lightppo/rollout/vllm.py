@@ -11,7 +11,6 @@ import logging
 import math
 import os
 import random
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -30,9 +29,9 @@ from lightppo.errors import ConfigError, RolloutError
 from lightppo.ranks import heartbeat
 from lightppo.rollout.engine import SamplingParams
 from lightppo.rollout.hf import check_drawn, check_lengths, request_streams
-from lightppo.rollout.sampling import StopCriteria, bad_word_ids, end_of_text_ids, request_seed
+from lightppo.rollout.sampling import StopCriteria, bad_word_ids, end_of_text_ids, joint_seed, request_seed
 from lightppo.rollout.weights import SHARED_MEMORY, differing_weights, full_weights, trainer_fingerprints
-from lightppo.storage import stage_to_local
+from lightppo.storage import content_folder, stage_to_local
 from lightppo.strategy.distributed import on_cuda
 from lightppo.strategy.zero3 import find_hf_model
 
@@ -231,12 +230,11 @@ class VLLMRolloutEngine(VLLMEngine):
         config, e = self.config, self.config.engine
         arguments = engine_arguments(config, self.hf_model.config, self.on_gpu)
         arguments["dtype"] = self.dtype if e.vllm_dtype == "auto" else e.vllm_dtype
-        with tempfile.TemporaryDirectory(prefix="lightppo-vllm-") as folder, undisturbed_process():
-            if e.load_format == "auto" or config.model.trust_remote_code:
-                folder = stage_to_local(config.model.pretrain)  # the weights, or the Python code, are in the checkpoint
-            else:  # What the actor is, which need not be what --pretrain says (--override_config, new tokens).
-                self.hf_model.config.save_pretrained(folder)
-                self.tokenizer.save_pretrained(folder)
+        if e.load_format == "auto" or config.model.trust_remote_code:
+            folder = stage_to_local(config.model.pretrain)  # the weights, or the Python code, are in the checkpoint
+        else:  # What the actor is, which need not be what --pretrain says (--override_config, new tokens).
+            folder = described_model(self.hf_model.config, self.tokenizer)
+        with undisturbed_process():
             try:
                 from vllm import LLM
 
@@ -252,11 +250,24 @@ class VLLMRolloutEngine(VLLMEngine):
         own = [(prompt.token_ids, requests.parameters(r)) for r, (prompt, _) in enumerate(requests.samples)]
         before, everything = self._of_group(own)
         rollouts: list[Rollout | None] = [None] * len(own)
-        for r, output in self._answers(everything):
-            if 0 <= (i := r - before) < len(own):
-                rollouts[i] = requests.rollout(i, output.token_ids, output.logprobs.logprobs, output.finish_reason)
-                on_finished([rollouts[i]])
+        with ExitStack() as stack:
+            if not self.config.engine.vllm_request_seeds:
+                stack.enter_context(self._one_seed(everything))
+            for r, output in self._answers(everything):
+                if 0 <= (i := r - before) < len(own):
+                    rollouts[i] = requests.rollout(i, output.token_ids, output.logprobs.logprobs, output.finish_reason)
+                    on_finished([rollouts[i]])
         return rollouts
+
+    @contextmanager
+    def _one_seed(self, requests: list[tuple[list[int], dict[str, Any]]]) -> Iterator[None]:
+        """All requests draw together, from torch's generator. Its seed is made of theirs, and so are step and ranks in
+        it; with the same requests in the same order, and nothing cached, vLLM makes the same batches."""
+        seed = joint_seed([parameters.pop("seed") for _, parameters in requests])
+        self.llm.reset_prefix_cache()
+        with torch.random.fork_rng([torch.cuda.current_device()] if self.on_gpu else []):
+            torch.manual_seed(seed)
+            yield
 
     def _of_group(self, own: list[Any]) -> tuple[int, list[Any]]:
         """How many requests are before this rank's own, and the requests of all ranks of this engine. Collective."""
@@ -329,6 +340,16 @@ class VLLMRolloutEngine(VLLMEngine):
         if llm is not None:
             with default_group_kept():
                 llm.llm_engine.engine_core.shutdown()
+
+
+def described_model(hf_config: Any, tokenizer: Any) -> str:
+    """A folder with everything of a model but its weights. vLLM's compiled code is found again by the path."""
+
+    def fill(folder: Path) -> None:
+        hf_config.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+    return str(content_folder("vllm", fill))
 
 
 def tensor_parallel_group(size: int) -> Any | None:

@@ -80,11 +80,19 @@ def steps(out: Path) -> dict[int, dict[str, float]]:
     }
 
 
-@pytest.mark.parametrize("launcher", ["fork", pytest.param("deepspeed", marks=pytest.mark.long)])
-def test_a_run_and_its_resume(flags, tmp_path, launcher):
+@pytest.mark.parametrize(
+    ("launcher", "request_seeds"),
+    [
+        ("fork", True),
+        pytest.param("deepspeed", True, marks=pytest.mark.long),
+        pytest.param("fork", False, marks=pytest.mark.long),
+    ],
+)
+def test_a_run_and_its_resume(flags, tmp_path, launcher, request_seeds):
     def launch(**how):
         how |= {"timeout": 500, "env": READ_BY_VLLM}
-        return run_ranks(SCRIPT, *flags(tmp_path, zero_stage=3, save_steps=2), **how).output
+        words = flags(tmp_path, zero_stage=3, save_steps=2) + ["--no_vllm_request_seeds"] * (not request_seeds)
+        return run_ranks(SCRIPT, *words, **how).output
 
     output = launch(launcher=launcher, vllm=True)
     assert "rollout check: log probs differ by" in output
@@ -102,7 +110,9 @@ def test_a_run_and_its_resume(flags, tmp_path, launcher):
     assert list(again) == [1, 2, 3, 4]
     for step, row in again.items():
         for name, value in row.items():
-            if not name.startswith(("rollout/logp_diff", "rollout/mismatch")):  # of what prefixes happen to be cached
+            if not request_seeds:  # nothing is cached
+                assert value == seen[step][name] or math.isnan(value), (step, name)
+            elif not name.startswith(("rollout/logp_diff", "rollout/mismatch")):  # of what prefixes happen to be cached
                 assert math.isclose(value, seen[step][name], rel_tol=1e-4, abs_tol=1e-6), (step, name)
 
 

@@ -16,6 +16,7 @@ from support.tiny import save_causal_lm, save_tokenizer
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]
 
 WORKER = Path(__file__).with_name("vllm_worker.py")
+HASH_WORKER = Path(__file__).with_name("compile_hash_worker.py")
 SHARED_MEMORY = Path("/dev/shm")
 # Heads of 32, the smallest that vLLM's attention takes on a CPU; 21 rows of the embedding are no tokens.
 SHAPE = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 64}
@@ -189,6 +190,17 @@ def test_seeds(one_rank):
     assert seen["finished"] == 16
 
 
+def test_one_seed_for_a_whole_call(one_rank):
+    """The same call gives the same samples, whatever was sampled between: so does a resumed run."""
+    seen, seeded = one_rank[0]["sampling"]["unseeded"], one_rank[0]["sampling"]["whole"]
+    assert seen["again"] == seen["first"] != seeded
+    assert seen["other seed"] != seen["first"]
+    assert seen["others"] != seen["first"][:6]  # what it costs: a response depends on the others of its call
+    assert seen["difference"] < 1e-4
+    assert seen["undisturbed"]
+    assert [row[:2] for row in seen["first"]] == [row[:2] for row in seeded]
+
+
 @pytest.mark.parametrize("how", ["stop ids", "stop strings", "min tokens", "ignore eos", "penalty", "bad words"])
 def test_same_tokens_texts_and_reasons_as_hugging_face(one_rank, how):
     vllm, hf = one_rank[0]["sampling"]["like hf"][how]
@@ -211,3 +223,17 @@ def test_what_cannot_be_sampled_is_refused(one_rank):
     assert "prompt 8 has no tokens" in messages["empty"]
     assert "999" in messages["stop id"]
     assert "first_token_temperature" in messages["first token"]
+
+
+def test_compiled_code_is_found_again(folder, tmp_path):
+    """By two ranks at the same time, and at the next start."""
+    seen = []
+    for start in ("first", "second"):
+        words = (folder / "untied", tmp_path / start)
+        run_ranks(HASH_WORKER, *words, vllm=True, timeout=200, env={"LIGHTPPO_CACHE": str(tmp_path / "cache")})
+        seen += [json.loads((tmp_path / f"{start}-rank{rank}.json").read_text()) for rank in (0, 1)]
+    assert seen == seen[:1] * 4
+    same, other = seen[0]
+    assert same[:2] != other[:2]
+    assert same[1] != other[1]
+    assert not list(Path(same[0]).glob("*.safetensors"))  # no weights, which might be old ones

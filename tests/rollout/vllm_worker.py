@@ -196,6 +196,21 @@ def refused(case):
     return messages
 
 
+def unseeded(case):
+    """One seed for a whole call; the prompts of another call come between."""
+    generate, config = case.engine.generate, case.engine.config
+    case.engine.config = PPOConfig.from_flat(**config.flat() | {"vllm_request_seeds": False})
+    state = torch.get_rng_state()
+    seen = {"first": facts(generate(case.prompts, SAMPLED)), "others": facts(generate(case.prompts[:3], SAMPLED))}
+    seen["again"] = facts(generate(case.prompts, SAMPLED))
+    seen["other seed"] = facts(generate(case.prompts, replace(SAMPLED, seed=6)))
+    seen["undisturbed"] = torch.equal(torch.get_rng_state(), state)
+    rollouts = generate(case.prompts, SAMPLED)
+    seen["difference"] = case.log_prob_difference(rollouts)
+    case.engine.config = config
+    return seen
+
+
 def sampling(case):
     """Seeds, orders, filters; one rank."""
     generate = case.engine.generate
@@ -222,6 +237,7 @@ def sampling(case):
             for name, how in greedy_variants(case).items()
         },
         "refused": refused(case),
+        "unseeded": unseeded(case),
     }
 
 
