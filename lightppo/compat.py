@@ -13,7 +13,7 @@ from torch import nn
 
 from lightppo.config import PPOConfig
 from lightppo.config.options import all_options
-from lightppo.config.rules import idle_options
+from lightppo.config.rules import idle_options, rollout_rows
 from lightppo.errors import ConfigError
 from lightppo.models import actor as actors
 from lightppo.models import critic as critics
@@ -185,7 +185,7 @@ class SeedAttributes:
     """The seed's public attributes that can only be read. What can be replaced, the trainer holds itself."""
 
     micro_train_batch_size = property(attrgetter("config.training.micro_train_batch_size"))
-    micro_rollout_batch_size = property(attrgetter("config.rollout.micro_rollout_batch_size"))
+    micro_rollout_batch_size = property(lambda trainer: rollout_rows(trainer.config))
     prompt_max_len = property(attrgetter("config.data.prompt_max_len"))
     dataloader_pin_memory = property(attrgetter("config.data.dataloader_pin_memory"))
     max_norm = property(attrgetter("config.training.max_norm"))

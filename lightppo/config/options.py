@@ -130,7 +130,12 @@ class RolloutConfig(Section):
 
     rollout_batch_size: int = option(512, "Prompts per PPO step.", "prompts over all ranks", ge=1)
     n_samples_per_prompt: int = option(1, "Responses to each prompt.", "samples per prompt", ge=1, needs="sampling")
-    micro_rollout_batch_size: int = safe(8, "Sequences in one generation or scoring pass.", "samples per rank", ge=1)
+    micro_rollout_batch_size: int | None = safe(
+        None,
+        "Sequences in one generation or scoring pass. None: 8; hf generation on a GPU: as many as its memory holds.",
+        "samples per rank",
+        ge=1,
+    )
     generate_max_len: int = option(1024, "Longest response.", "tokens", ge=1)
     min_new_tokens: int = option(0, "No end-of-text before this many tokens.", "tokens", ge=0)
     do_sample: bool = option(True, "Sample; --no_do_sample takes the most likely token.")

@@ -146,9 +146,12 @@ def micro_batch_spec(config: Options, call: str) -> MicroBatchSpec:
         return own
     if t.max_tokens_per_micro_batch is not None:
         return MicroBatchSpec(t.max_tokens_per_micro_batch, "tokens")
-    return MicroBatchSpec(
-        config.rollout.micro_rollout_batch_size if call in SCORING_CALLS else t.micro_train_batch_size
-    )
+    return MicroBatchSpec(rollout_rows(config) if call in SCORING_CALLS else t.micro_train_batch_size)
+
+
+def rollout_rows(config: Options) -> int:
+    """``--micro_rollout_batch_size``; 8 where it is left to the GPU's memory, which only generation follows."""
+    return _or(config.rollout.micro_rollout_batch_size, 8)
 
 
 # -- old log probs ---------------------------------------------------------------------------------------------------

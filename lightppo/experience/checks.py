@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from lightppo.config import PPOConfig
-from lightppo.config.rules import compute_dtype
+from lightppo.config.rules import compute_dtype, rollout_rows
 from lightppo.data.records import Prompt, Rollout, from_plain, group_by_prompt, to_plain
 from lightppo.errors import ConfigError, RolloutMismatchError
 from lightppo.experience.experience import Experience
@@ -73,7 +73,7 @@ class RolloutCheck:
         # Well above rounding errors: those of fp32 if trainer and engine run in it, else those of the 16-bit types.
         rough = compute_dtype(config) != "float32" or config.engine.vllm_dtype in ("bfloat16", "float16")
         self.tolerance = config.engine.logp_diff_tolerance or (0.1 if rough else 0.001)
-        self.rows = min(CHECKED_ROWS, config.rollout.micro_rollout_batch_size)  # one forward pass that fits
+        self.rows = min(CHECKED_ROWS, rollout_rows(config))  # one forward pass that fits
         self.greedy = config.rollout.temperature == 0 or not config.rollout.do_sample
         self.pending = self.mode != "off" and getattr(engine, "keeps_weights", False)
         self._warned_at = self.tolerance

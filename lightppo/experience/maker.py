@@ -32,7 +32,14 @@ from lightppo.algorithms.shaping import (
     zero_truncated,
 )
 from lightppo.config import PPOConfig, RewardConfig
-from lightppo.config.rules import SCORING_CALLS, micro_batch_spec, old_log_probs_from, rejections, teacher_adds
+from lightppo.config.rules import (
+    SCORING_CALLS,
+    micro_batch_spec,
+    old_log_probs_from,
+    rejections,
+    rollout_rows,
+    teacher_adds,
+)
 from lightppo.data.records import Rollout, seed_of_step
 from lightppo.errors import NonFiniteError
 from lightppo.experience.batching import MicroBatching, ReplayBuffer, select_tokens
@@ -154,7 +161,7 @@ class ExperienceMaker:
         self.rejections = rejections(config, in_training=False)
         self.estimator = ADVANTAGE_ESTIMATORS.find(self.algorithm.advantage_estimator)
         self.mask_too_long = config.reward.mask_too_long
-        self.micro_rollout_batch_size = config.rollout.micro_rollout_batch_size
+        self.micro_rollout_batch_size = rollout_rows(config)
         self.seed = config.strategy.seed
         self.micro_batches = {call: micro_batch_spec(config, call) for call in SCORING_CALLS}
         models = (actor, critic, initial_model, self.teacher)

@@ -531,7 +531,7 @@ def _scoring(roles: Mapping[str, Shape], config: PPOConfig, machine: Machine) ->
 def _rollout(shape: Shape, config: PPOConfig, machine: Machine) -> Iterator[Part]:
     """The KV cache of the HF engine, or vLLM's share."""
     e, r, n, prompt = config.engine, config.rollout, sizes(shape), config.data.prompt_max_len
-    slots = max(1, min(r.micro_rollout_batch_size, r.rollout_batch_size * r.n_samples_per_prompt // machine.world_size))
+    slots = max(1, min(rules.rollout_rows(config), r.rollout_batch_size * r.n_samples_per_prompt // machine.world_size))
     prompts = max(1, slots // r.n_samples_per_prompt)
     run = pass_bytes(shape, Rows(prompts, prompt, prompts, False), kind="cache")
     of_token = run.cache / (prompts * prompt)
@@ -553,6 +553,26 @@ def _rollout(shape: Shape, config: PPOConfig, machine: Machine) -> Iterator[Part
         columns = prompt + r.generate_max_len + (128 if machine.gpus else 16)
         yield Part("HF engine", "KV cache", frozenset({ROLLOUT}), gpu=int(slots * columns * of_token), sure=False)
         yield Part("HF engine", "prompts", frozenset({ROLLOUT}), gpu=run.peak(), sure=False)
+
+
+SPARE = 0.2  # of a GPU: gaps of the allocator, a buffer of the cache beside its wider copy
+SAMPLER_BYTES = 24  # of a logit, in float32: its filters sort
+MOST_ROWS = 512
+
+
+def decoding_rows(config: PPOConfig, machine: Machine, configs: Mapping[str, PretrainedConfig] | None = None) -> int:
+    """Rows that the HF engine can decode together beside all that a run holds then: a multiple of 8, at least 8.
+
+    A step of decoding launches the same kernels for any number of rows.
+    """
+    found, r = estimate(config, machine, configs), config.rollout
+    held = sum(p.gpu for p in found.parts if ROLLOUT in p.phases and p.owner != "HF engine")
+    ours = sum(p.gpu for p in found.parts if p.owner == "HF engine")
+    samples = max(1, r.rollout_batch_size * r.n_samples_per_prompt // machine.world_size)
+    vocabulary = shapes(config, configs or {})["actor"].config.get_text_config().vocab_size
+    row = ours / min(rules.rollout_rows(config), samples) + SAMPLER_BYTES * vocabulary
+    fit = int((1 - SPARE) * machine.device_bytes - held) // int(row)
+    return max(8, min(fit, samples, MOST_ROWS) // 8 * 8)
 
 
 # -- what to say of it -------------------------------------------------------------------------------------------------

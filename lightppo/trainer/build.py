@@ -34,6 +34,7 @@ from lightppo.config.rules import (
     needs_teacher,
     of_role,
     reference_is_actor,
+    rollout_rows,
     uses_adapters,
 )
 from lightppo.data.datasets import PromptDataset, RolloutBatchSampler, SFTDataset
@@ -624,13 +625,32 @@ def build_rollout_engine(config: PPOConfig, strategy: Any, actor: Any, tokenizer
 
 
 def _hf(config: PPOConfig, strategy: Any, actor: Any, tokenizer: Any) -> RolloutEngine:
+    rows = rollout_rows(config)
+    if config.rollout.micro_rollout_batch_size is None and strategy.device.type == "cuda":
+        rows = rows_that_fit(config, strategy)
     return HFRolloutEngine(
         actor,
         tokenizer,
-        micro_rollout_batch_size=config.rollout.micro_rollout_batch_size,
+        micro_rollout_batch_size=rows,
         gather_parameters=lambda: strategy.gathered_parameters(actor),
         progress=strategy.is_rank_0() and sys.stderr.isatty(),
     )
+
+
+def rows_that_fit(config: PPOConfig, strategy: Any) -> int:
+    """How many rows the HF engine decodes together on the GPU with least room; says so. Collective."""
+    from lightppo.trainer.budget import Machine, decoding_rows
+
+    # What other processes hold is not there for this one.
+    size = torch.cuda.mem_get_info(strategy.device)[0] + torch.cuda.memory_reserved(strategy.device)
+    try:
+        rows = decoding_rows(config, Machine(strategy.world_size, device_bytes=size))
+    except Exception as error:  # of the model's own code, on a device that holds no data
+        strategy.print(f"note: the memory of decoding cannot be computed: {type(error).__name__}: {error}")
+        rows = rollout_rows(config)
+    rows = strategy.all_reduce(rows, "min")
+    strategy.print(f"HF engine: {rows} rows at a time, by the GPU's memory (--micro_rollout_batch_size sets it)")
+    return rows
 
 
 ENGINES: dict[str, Callable[[PPOConfig, Any, Any, Any], RolloutEngine]] = {

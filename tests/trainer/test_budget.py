@@ -14,7 +14,7 @@ from transformers import LlamaConfig, MixtralConfig, Qwen2Config
 from lightppo.__main__ import main
 from lightppo.config import PPOConfig
 from lightppo.errors import ConfigError
-from lightppo.trainer.budget import ACTOR, ROLLOUT, Machine, advice, check_memory, estimate
+from lightppo.trainer.budget import ACTOR, ROLLOUT, Machine, advice, check_memory, decoding_rows, estimate
 from lightppo.trainer.build import tell_memory
 
 QWEN_7B = Qwen2Config(
@@ -60,6 +60,19 @@ def test_7b_with_critic_by_hand() -> None:
     assert inputs + 1e9 < activations < inputs + 1e9 + 8192 * (10 * 18944 + 20 * 3584) * 2 + 3 * 2**28
     # 28 layers, keys and values of 4 heads of 128 numbers in bf16; 8 slots of 2048 columns and 128 to spare
     assert found["HF engine", "KV cache"].gpu == 8 * 2176 * 28 * 2 * 4 * 128 * 2
+
+
+def test_decoding_takes_the_rows_that_the_rest_of_a_gpu_holds() -> None:
+    """8 of 7B's rows of 2048 columns are 1 GB of keys and values, and their prompts go through the model."""
+    asked, model = config(zero_stage=3, gradient_checkpointing=True), {"model": QWEN_7B}
+    sizes = (60, 80, 141)  # 54 GB are weights, gathered ones, Adam and gradients
+    found = {size: decoding_rows(asked, Machine(8, device_bytes=size * 10**9), model) for size in sizes}
+    # 0.8 · 80 - 54.2 GB, and 0.33 GB and 24 · 152064 bytes for a row; 512 prompts on 8 ranks are 64 rows at most
+    assert found == {60: 8, 80: 24, 141: 64}
+    wide, machine = asked.with_options(micro_rollout_batch_size=24), Machine(8, device_bytes=80 * 10**9)
+    assert 0.7 * 80e9 < estimate(wide, machine, model).of_phase(ROLLOUT)[0] < 0.85 * 80e9
+    tiny = decoding_rows(asked, Machine(1, device_bytes=80 * 10**9), {"model": tiny_config()})
+    assert tiny == 512  # more would not be faster
 
 
 @pytest.mark.long

@@ -617,6 +617,36 @@ def test_the_critic_may_have_another_largest_gradient_and_checkpointing(world, m
     assert norm == pytest.approx(0.25, rel=1e-4)
 
 
+# -- rows that decode together ---------------------------------------------------------------------------------------
+
+
+def test_rows_of_the_hf_engine_follow_the_gpu_with_least_room_unless_they_are_set(make_config, monkeypatch):
+    from support.fakes import FakeStrategy
+
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (1 << 30, 2 << 30))
+    monkeypatch.setattr("torch.cuda.memory_reserved", lambda device: 1 << 30)
+    seen: list[Any] = []
+
+    class Ranks(FakeStrategy):
+        def all_reduce(self, data: Any, op: str = "mean") -> Any:
+            seen.append((data, op))
+            return 16  # of another rank
+
+    def rows(strategy: Any, **options: Any) -> int:
+        options = {"rollout_batch_size": 64, "train_batch_size": 64, "micro_rollout_batch_size": None} | options
+        config = make_config(**options).resolved()
+        return build.build_rollout_engine(config, strategy, nn.Linear(1, 1), None).micro_rollout_batch_size
+
+    (ranks := Ranks()).device = torch.device("cuda", 0)
+    assert rows(ranks) == 16
+    assert "16 rows at a time" in ranks.printed[-1]
+    ((computed, op),) = seen
+    assert (computed > 0, computed % 8, op) == (True, 0, "min")
+    assert rows(ranks, micro_rollout_batch_size=5) == 5
+    assert rows(FakeStrategy()) == 8
+    assert len(seen) == 1
+
+
 # -- the run's own options -------------------------------------------------------------------------------------------
 
 
