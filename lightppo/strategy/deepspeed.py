@@ -110,7 +110,7 @@ def _clip_and_check(max_norm: float, optimizer: torch.optim.Optimizer, args: Any
     if optimizer.overflow:
         for param in params:
             param.grad = None  # AdamW passes over parameters without gradient
-    elif max_norm > 0:
+    elif max_norm > 0 and optimizer._global_grad_norm > 0.999 * max_norm:  # below, torch would multiply by 1
         torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm)
 
 
@@ -277,6 +277,9 @@ class DeepspeedStrategy(DistributedStrategy):
             engine.optimizer.loss_scaler.raise_error_at_min_scale = False
         elif clip is not None:
             optimizer.register_step_pre_hook(clip)
+            if self.world_size == 1 and engine.optimizer is optimizer:  # not one that keeps fp32 copies
+                # nobody to average with: spares two copies of the whole gradient
+                engine.allreduce_no_retain = lambda gradients, **_: None
         attribute = zero3.engine_attribute(model)
         if attribute is None:
             return engine

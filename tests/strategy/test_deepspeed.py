@@ -137,7 +137,12 @@ def test_skipped_steps_in_every_configuration(run_checks):
 
 
 def test_one_process_without_a_launcher(run_checks):
-    checks = ("check_zero_equals_plain_torch", "check_skip_step", "check_moving_average")
+    checks = (
+        "check_zero_equals_plain_torch",
+        "check_one_rank_averages_nothing",
+        "check_skip_step",
+        "check_moving_average",
+    )
     run_checks("engines.py", *checks, world_size=1, timeout=400)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from pathlib import Path
+from unittest import mock
 
 import averages
 import pytest
@@ -101,6 +102,32 @@ def check_zero_equals_plain_torch(strategy: DeepspeedStrategy, work_dir: Path) -
         assert scheduler.get_last_lr() == [pytest.approx(LR * 0.5**3)] * 2, variant
         for name, got in whole_weights(role, actor).items():
             torch.testing.assert_close(got, weights[name], atol=WEIGHT_ATOL, rtol=0, msg=lambda m: f"{variant}: {m}")  # noqa: B023
+
+
+def check_one_rank_averages_nothing(_: DeepspeedStrategy, work_dir: Path) -> None:
+    """Alone at stage 0 the gradient stays where it is; a parameter without one decays all the same, as on two ranks."""
+    role = make_strategy(zero_stage=0)
+    actor, optimizer, scheduler = trained_actor(role)
+    unused = actor.model.module.model.layers[1].mlp.down_proj.weight
+    actor.model.module.model.layers[1].mlp.forward = torch.zeros_like
+    before = unused.detach().clone()
+    role.backward(nll_sum(actor(batch(0)), batch(0)), actor)
+    gradients = {name: (p.grad, p.grad.clone()) for name, p in actor.named_parameters() if p.grad is not None}
+    seen: dict[str, bool] = {}
+
+    def look(*_: object) -> None:
+        for name, p in actor.named_parameters():
+            if name in gradients:
+                seen[name] = p.grad is gradients[name][0]
+
+    optimizer.register_step_pre_hook(look)
+    with mock.patch("deepspeed.comm.all_reduce", side_effect=AssertionError("nobody to average with")):
+        outcome = role.optimizer_step(optimizer, actor, scheduler)
+    assert not outcome.skipped
+    assert all(seen.values())
+    assert len(seen) == len(gradients)
+    decay = optimizer.param_groups[0]["weight_decay"]
+    torch.testing.assert_close(unused, before * (1 - LR * decay))
 
 
 def check_bf16_stays_near_fp32(_: DeepspeedStrategy, work_dir: Path) -> None:
