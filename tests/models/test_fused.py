@@ -33,14 +33,16 @@ CALLS: dict[str, tuple[Call, Call, list[tuple[int, ...]]]] = {
 }
 
 
-def results(call: Call, shapes: list[tuple[int, ...]], dtype: torch.dtype, wide: bool = False) -> list[Tensor]:
+def results(
+    call: Call, shapes: list[tuple[int, ...]], dtype: torch.dtype, wide: bool = False, device: str = "cpu"
+) -> list[Tensor]:
     """Outputs and gradients of inputs in ``dtype``; ``wide``: the same numbers in float64."""
     generator = torch.Generator().manual_seed(3)
-    inputs = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+    inputs = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
     inputs = [x.double() if wide else x for x in inputs]
     learns = inputs[:2]  # no gradient goes to cos and sin
     outputs = call(*[x.requires_grad_() for x in learns], *inputs[2:])
-    weights = [torch.randn(x.shape, generator=generator).to(dtype) for x in outputs]
+    weights = [torch.randn(x.shape, generator=generator).to(device, dtype) for x in outputs]
     gradients = torch.autograd.grad(sum((x * w).sum() for x, w in zip(outputs, weights)), learns)
     return [x.detach() for x in (*outputs, *gradients)]
 
@@ -52,11 +54,13 @@ def test_as_transformers_computes_it(name: str) -> None:
         torch.testing.assert_close(mine, its, rtol=1e-6, atol=2e-6)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", CALLS)
-def test_in_bfloat16_as_near_to_the_truth(name: str) -> None:
+def test_in_bfloat16_as_near_to_the_truth(name: str, device: str) -> None:
     ours, theirs, shapes = CALLS[name]
-    truth = results(theirs, shapes, torch.bfloat16, wide=True)
-    for mine, its, true in zip(results(ours, shapes, torch.bfloat16), results(theirs, shapes, torch.bfloat16), truth):
+    truth = results(theirs, shapes, torch.bfloat16, wide=True, device=device)
+    of_both = (results(call, shapes, torch.bfloat16, device=device) for call in (ours, theirs))
+    for mine, its, true in zip(*of_both, truth):
         assert mine.dtype is torch.bfloat16
         off, its_off = ((x.double() - true).square().mean().sqrt().item() for x in (mine, its))
         assert off <= 1.2 * its_off
