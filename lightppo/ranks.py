@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 T = TypeVar("T")
+
+
+def ranks_on_node(otherwise: int) -> int:
+    """How many ranks share this host, as the launcher says: torchrun by LOCAL_WORLD_SIZE, deepspeed by LOCAL_SIZE."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or otherwise)
 
 
 @runtime_checkable

@@ -25,6 +25,7 @@ from typing import Any
 
 from lightppo import signals
 from lightppo.errors import SandboxError, SandboxRefusedError
+from lightppo.ranks import ranks_on_node
 
 logger = logging.getLogger(__name__)
 
@@ -376,6 +377,5 @@ def _close_all(sandboxes: list[Sandbox], owner: int) -> None:
 
 def default_processes() -> int:
     """Worker processes that suit this rank: its share of the available cores, from 1 to 16."""
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(max(cores // ranks, 1), 16)
+    return min(max(cores // ranks_on_node(1), 1), 16)

@@ -339,7 +339,7 @@ def rng_state() -> dict[str, Any]:
     # A tensor in place of the array, so that it loads with weights_only.
     state = {"numpy": (name, torch.from_numpy(keys.astype(numpy.int64)), *rest)}
     state |= {"python": random.getstate(), "torch": torch.get_rng_state()}
-    return state | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
+    return state | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else {})
 
 
 def restore_rng_state(state: dict[str, Any]) -> None:
@@ -348,7 +348,7 @@ def restore_rng_state(state: dict[str, Any]) -> None:
     name, keys, *rest = state["numpy"]
     numpy.random.set_state((name, keys.numpy().astype(numpy.uint32), *rest))
     torch.set_rng_state(state["torch"])
-    if "cuda" in state and torch.cuda.is_available():
+    if "cuda" in state and torch.cuda.is_initialized():
         torch.cuda.set_rng_state(state["cuda"])
 
 

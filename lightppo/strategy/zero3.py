@@ -225,7 +225,7 @@ def full_state_dict(model: Any, is_rank_0: bool) -> dict[str, torch.Tensor] | No
     if not is_rank_0:
         return None
     tensors = unwrap_model(model).state_dict(keep_vars=True)
-    copies = {tensor: tensor.detach().cpu().clone() for tensor in set(tensors.values())}
+    copies = {tensor: tensor.detach().to("cpu", copy=True) for tensor in set(tensors.values())}
     return {name: copies[tensor] for name, tensor in tensors.items()}
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import json
 import math
-import os
 import re
 import shutil
 import sys
@@ -51,7 +50,7 @@ from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic, RewardModel
 from lightppo.models.lora import AdaptersOff, LoraOptions, add_adapters, check_peft
 from lightppo.models.quantised import check_bitsandbytes
-from lightppo.ranks import Ranks
+from lightppo.ranks import Ranks, ranks_on_node
 from lightppo.rewards.registry import build_reward, reward_inputs
 from lightppo.rewards.source import AsyncScorer, RewardSource, check_verifier_status
 from lightppo.rollout.engine import RolloutEngine, SamplingParams
@@ -712,7 +711,7 @@ def tell_memory(config: PPOConfig, strategy: DeepspeedStrategy) -> None:
     """
     from lightppo.trainer.budget import check_memory
 
-    device, per_node = strategy.device, int(os.environ.get("LOCAL_WORLD_SIZE", strategy.world_size))
+    device, per_node = strategy.device, ranks_on_node(strategy.world_size)
     size = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     found = None
     if strategy.is_rank_0():

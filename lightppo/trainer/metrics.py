@@ -412,7 +412,7 @@ class PhaseTimer:
         start = time.perf_counter()
         with torch.profiler.record_function(phase), heartbeat.during(phase):  # its name in a trace
             yield
-        if torch.cuda.is_available():
+        if torch.cuda.is_initialized():  # not where a run on the CPU of a GPU machine would only take its memory
             torch.cuda.synchronize()
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
 

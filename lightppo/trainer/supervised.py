@@ -173,7 +173,7 @@ class SupervisedTrainer:
         self.skipped.begin(micro_batches)
         with self.timer("train"):
             for batch in micro_batches:
-                batch = {name: tensor.to(ranks.device) for name, tensor in batch.items()}
+                batch = {name: tensor.to(ranks.device, non_blocking=True) for name, tensor in batch.items()}
                 loss, metrics = objective.loss(self.model, batch, counts["total"], ranks.world_size)
                 ranks.backward(loss, self.model, self.optim)
                 sums.update({name: value.item() for name, value in ({"loss": loss} | metrics).items()})

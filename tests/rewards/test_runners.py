@@ -629,6 +629,9 @@ def test_default_number_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(12)))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert default_processes() == 3
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    monkeypatch.setenv("LOCAL_SIZE", "6")  # of the deepspeed launcher
+    assert default_processes() == 2
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "64")
     assert default_processes() == 1
 

@@ -310,3 +310,18 @@ def test_a_profile_is_a_trace_with_the_phases(tmp_path):
         torch.ones(3) + 1
     names = {event["name"] for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]}
     assert {"reference", "aten::add"} <= names
+
+
+def test_a_run_on_the_cpu_of_a_gpu_machine_leaves_the_gpu_alone(monkeypatch):
+    """Its first use takes half a gigabyte of it, in every rank."""
+    from lightppo.strategy.checkpoint import restore_rng_state, rng_state
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    for name in ("synchronize", "get_rng_state", "set_rng_state"):
+        monkeypatch.setattr(f"torch.cuda.{name}", lambda *_: pytest.fail("the GPU is used"))
+    with PhaseTimer()("train"):
+        pass
+    restore_rng_state({**rng_state(), "cuda": None})
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
+    with pytest.raises(pytest.fail.Exception), PhaseTimer()("train"):
+        pass
