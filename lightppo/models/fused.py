@@ -17,6 +17,9 @@ from transformers.models.llama import modeling_llama as llama
 
 from lightppo.algorithms.masking import at_least_float32
 
+# As transformers has them: Liger puts others in their places.
+_NORM, _ROTATE, _ROTATE_HALF = llama.LlamaRMSNorm.forward, llama.apply_rotary_pos_emb, llama.rotate_half
+
 # -- the arithmetic ---------------------------------------------------------------------------------------------------
 
 
@@ -28,7 +31,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     """transformers' ``apply_rotary_pos_emb``: (B, H, S, D) twice, by angles with cos and sin (B, S, D)."""
     if args or kwargs or not q.dtype == k.dtype == cos.dtype:
-        return llama.apply_rotary_pos_emb(q, k, cos, sin, *args, **kwargs)
+        return _ROTATE(q, k, cos, sin, *args, **kwargs)
     turn = _Rotary.apply if torch.is_grad_enabled() else _turned
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     return turn(q, cos, sin), turn(k, cos, sin)
@@ -104,12 +107,12 @@ def fuse(model: nn.Module) -> None:
 
 
 def _mixin_for(forward: Any) -> type | None:
-    if same_code(forward, llama.LlamaRMSNorm.forward):
+    if same_code(forward, _NORM):
         return _FusedRMSNorm
     rotates = isinstance(forward, FunctionType) and "apply_rotary_pos_emb" in forward.__code__.co_names
     if rotates and not forward.__closure__ and forward.__kwdefaults__ is None:
-        parts = ("apply_rotary_pos_emb", "rotate_half")
-        if all(same_code(forward.__globals__.get(part), getattr(llama, part)) for part in parts):
+        parts = {"apply_rotary_pos_emb": _ROTATE, "rotate_half": _ROTATE_HALF}
+        if all(same_code(forward.__globals__.get(name), part) for name, part in parts.items()):
             return _with_rotary(forward)
     return None
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from lightppo.models import wrapper
@@ -188,6 +189,15 @@ def test_only_what_is_known(causal_lm: Callable[..., PreTrainedModel]) -> None:
     before = [type(module) for module in model.modules()]
     fuse(model)  # twice is once
     assert [type(module) for module in model.modules()] == before
+
+
+def test_others_kernels_stay(causal_lm: Callable[..., PreTrainedModel], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Liger puts its own functions and classes into transformers' modules before a model is fused."""
+    model = causal_lm()
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda q, k, cos, sin: (q, k))
+    monkeypatch.setattr(modeling_llama.LlamaRMSNorm, "forward", lambda self, hidden_states: hidden_states)
+    fuse(model)
+    assert fused_kinds(model) == set()
 
 
 def test_other_types_and_copies(causal_lm: Callable[..., PreTrainedModel]) -> None:
