@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -120,7 +121,7 @@ class Step:
 
     def tokens_of_all(self) -> None:
         """``--high_entropy_token_ratio`` and the like: the threshold over the tokens of all ranks."""
-        top_share(torch.rand(PROMPTS * SAMPLES * self.tokens), 0.2, self.strategy.all_gather)
+        top_share(torch.rand(PROMPTS * SAMPLES * self.tokens), 0.2, partial(self.strategy.all_reduce, op="sum"))
 
     def checkpoint(self) -> None:
         """What a checkpoint holds of each rank: random generators, and the groups that wait."""

@@ -26,7 +26,6 @@ from lightppo.algorithms.masking import (
     require_same_shape,
     zero_where_masked,
 )
-from lightppo.algorithms.selection import AllGather
 
 CorrectionFn = Callable[..., Tensor]
 """``(log_ratio, *, action_mask, low, high)`` → weight of each token, (B, A), or (B, 1) if the tokens of a row share it.
@@ -126,6 +125,7 @@ def correction_weights(
     return torch.where(kept, weights, 0.0).to(dtype)
 
 
+AllGather = Callable[[Tensor], Tensor]  # concatenates 1-d tensors of any lengths over all ranks
 RejectionFn = Callable[..., Tensor]
 """``(values, *, action_mask, low, high, advantages, all_gather)`` → which tokens stay, (B, A) or (B, 1) bool.
 ``values`` (B, A) float64: what is bounded, of each token, 0 at masked positions. NaN stays, so that its loss shows."""

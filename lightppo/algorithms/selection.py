@@ -15,22 +15,18 @@ from torch import Tensor
 
 from lightppo.algorithms.masking import AllReduceSum, at_least_float32, identity, require_same_shape
 
-AllGather = Callable[[Tensor], Tensor]  # concatenates 1-d tensors of any lengths over all ranks
-
 Selection = Callable[..., Tensor]
 """The tokens (N,) bool that a policy loss singles out, with the signature of :func:`select_clip_cov`. ``log_probs`` are
 from before the first update on the rollout; ``uniforms``, in [0, 1) and independent of ranks, break ties."""
 
 
 @torch.no_grad()
-def top_share(values: Tensor, ratio: float, all_gather: AllGather = identity) -> Tensor:
+def top_share(values: Tensor, ratio: float, all_reduce_sum: AllReduceSum = identity) -> Tensor:
     """(N,) bool: the ceil(ratio·ΣN) largest values over all ranks, and all values equal to the smallest of them."""
-    everywhere = _gathered(values, all_gather)
-    if everywhere.numel() == 0:  # the same on every rank
+    if (total := _rankable(values, all_reduce_sum)) == 0:  # the same on every rank
         return torch.zeros_like(values, dtype=torch.bool)
     # rounded, because 0.07 · 100 is 7.000000000000001
-    count = max(1, math.ceil(round(ratio * everywhere.numel(), 6)))
-    return values >= _kth_largest(everywhere, count)
+    return values >= _kth_largest(values, max(1, math.ceil(round(ratio * total, 6))), all_reduce_sum)
 
 
 @torch.no_grad()
@@ -41,7 +37,6 @@ def select_clip_cov(
     *,
     options: Mapping[str, float],
     all_reduce_sum: AllReduceSum = identity,
-    all_gather: AllGather = identity,
 ) -> Tensor:
     """max(1, ⌊clip_cov_ratio·ΣN⌋) random tokens (or fewer) with clip_cov_low < covariance < clip_cov_high.
 
@@ -51,7 +46,7 @@ def select_clip_cov(
     candidate = (covariances > options["clip_cov_low"]) & (covariances < options["clip_cov_high"])
     count = _floor_share(options["clip_cov_ratio"], _total(log_probs, all_reduce_sum))
     chosen = torch.zeros_like(candidate)
-    chosen[candidate] = _first(-uniforms[candidate], covariances[candidate], count, all_gather)
+    chosen[candidate] = _first(-uniforms[candidate], covariances[candidate], count, all_reduce_sum)
     return chosen
 
 
@@ -63,12 +58,11 @@ def select_kl_cov(
     *,
     options: Mapping[str, float],
     all_reduce_sum: AllReduceSum = identity,
-    all_gather: AllGather = identity,
 ) -> Tensor:
     """The max(1, ⌊kl_cov_ratio·ΣN⌋) tokens of the largest covariance (KL-Cov of the same paper)."""
     covariances = covariance(log_probs, advantages, all_reduce_sum)
     count = _floor_share(options["kl_cov_ratio"], _total(log_probs, all_reduce_sum))
-    return _first(covariances, -uniforms, count, all_gather)
+    return _first(covariances, -uniforms, count, all_reduce_sum)
 
 
 @torch.no_grad()
@@ -96,24 +90,38 @@ def _floor_share(ratio: float, total: int) -> int:
     return max(1, math.floor(round(ratio * total, 6)))
 
 
-def _gathered(values: Tensor, all_gather: AllGather) -> Tensor:
-    """The values of all ranks; refuses NaN on every rank at once, so that no rank is left waiting in a collective."""
-    everywhere = all_gather(values)
-    if everywhere.isnan().any():
-        raise ValueError(f"{int(everywhere.isnan().sum())} of {everywhere.numel()} tokens are NaN: cannot rank them")
-    return everywhere
+def _rankable(values: Tensor, all_reduce_sum: AllReduceSum) -> int:
+    """ΣN; refuses NaN on every rank at once, so that no rank is left waiting in a collective."""
+    counts = torch.stack([values.new_tensor(values.numel(), dtype=torch.float64), values.isnan().sum().double()])
+    total, missing = map(int, all_reduce_sum(counts).tolist())
+    if missing:
+        raise ValueError(f"{missing} of {total} tokens are NaN: cannot rank them")
+    return total
 
 
-def _kth_largest(values: Tensor, k: int) -> Tensor:
-    return values.sort(descending=True).values[k - 1]  # kthvalue is refused on GPUs under --full_determinism
+def _kth_largest(values: Tensor, k: int, all_reduce_sum: AllReduceSum) -> Tensor:
+    """Over all ranks: its bytes one by one, the highest first, so that only counts travel."""
+    values = at_least_float32(values) + 0.0  # -0.0 is 0.0
+    kind, bits = (torch.int64, 64) if values.dtype == torch.float64 else (torch.int32, 32)
+    most, raw, found = torch.iinfo(kind).max, values.view(kind), 0
+    keys = raw ^ ((raw >> (bits - 1)) & most)  # whole numbers in the order of the values
+    inside = torch.ones_like(keys, dtype=torch.bool)
+    for shift in range(bits - 8, -1, -8):
+        digits = ((keys >> shift) & 255) ^ (128 if shift == bits - 8 else 0)  # 128: negative ones are the smaller
+        counts, digit = all_reduce_sum(torch.bincount(digits[inside], minlength=256)).tolist(), 255
+        while counts[digit] < k:
+            k, digit = k - counts[digit], digit - 1
+        inside, found = inside & (digits == digit), found << 8 | digit
+    key = found - most - 1
+    return torch.tensor(key ^ ((key >> (bits - 1)) & most), dtype=kind, device=values.device).view(values.dtype)
 
 
-def _first(keys: Tensor, tie_keys: Tensor, count: int, all_gather: AllGather) -> Tensor:
+def _first(keys: Tensor, tie_keys: Tensor, count: int, all_reduce_sum: AllReduceSum) -> Tensor:
     """Which of this rank's tokens are among the ``count`` with the largest (key, tie key) over all ranks."""
-    all_keys, all_tie_keys = _gathered(keys, all_gather), _gathered(tie_keys, all_gather)
-    if all_keys.numel() <= count:
+    total, _ = (_rankable(values, all_reduce_sum) for values in (keys, tie_keys))
+    if total <= count:
         return torch.ones_like(keys, dtype=torch.bool)
-    threshold = _kth_largest(all_keys, count)
-    rest = count - int((all_keys > threshold).sum())  # 1 or more of the tokens at the threshold
-    tie_threshold = _kth_largest(all_tie_keys[all_keys == threshold], rest)
+    threshold = _kth_largest(keys, count, all_reduce_sum)
+    rest = count - int(all_reduce_sum((keys > threshold).sum()))  # 1 or more of the tokens at the threshold
+    tie_threshold = _kth_largest(tie_keys[keys == threshold], rest, all_reduce_sum)
     return (keys > threshold) | ((keys == threshold) & (tie_keys >= tie_threshold))

@@ -129,7 +129,6 @@ def select_tokens(items: Sequence[Experience], loss: PolicyLoss, ranks: Ranks, s
         *(torch.cat([row[mask] for row, mask in zip(column, masks)]) for column in zip(*rows)),  # (N,) trained tokens
         options=loss.options,
         all_reduce_sum=partial(ranks.all_reduce, op="sum"),
-        all_gather=ranks.all_gather,
     )  # (N,)
     for item, mask, part in zip(items, masks, chosen.split([int(mask.sum()) for mask in masks])):
         item.selected = torch.zeros_like(mask).masked_scatter(mask, part)

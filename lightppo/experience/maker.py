@@ -393,7 +393,7 @@ class ExperienceMaker:
             weights = weights * rejection_mask(self.rejections, *log_probs, mask, all_gather=self.strategy.all_gather)
         if ratio is not None:
             kept = torch.zeros_like(mask)
-            kept[mask] = top_share(entropy[mask], ratio, self.strategy.all_gather)
+            kept[mask] = top_share(entropy[mask], ratio, self._all_reduce_sum)
             weights = weights * kept
         batch.loss_weights = weights
 

@@ -19,10 +19,7 @@ KINDS = sorted(SELECTIONS)
 
 
 def reducers(strategy: FakeStrategy) -> dict[str, Callable[[Tensor], Tensor]]:
-    return {
-        "all_reduce_sum": lambda x: strategy.all_reduce(x, op="sum"),
-        "all_gather": lambda x: torch.cat(strategy.all_gather_object(x)),
-    }
+    return {"all_reduce_sum": lambda x: strategy.all_reduce(x, op="sum")}
 
 
 def rand(*shape: int, seed: int = 0) -> Tensor:
@@ -77,18 +74,35 @@ class TestTopShare:
     def test_ranks_and_order_do_not_matter(self, ranks):
         values = (10 * rand(101)).round()  # many ties
         values[7] = -float("inf")
-        chosen = on_all_ranks(top_share, (values,), ranks, ("all_gather",), ratio=0.2)
+        chosen = on_all_ranks(top_share, (values,), ranks, ("all_reduce_sum",), ratio=0.2)
         assert torch.equal(chosen, values >= values.sort(descending=True).values[20])  # the 21st of ceil(20.2)
         assert 21 <= chosen.sum() < 101
 
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+    def test_numbers_of_every_size_and_sign(self, dtype):
+        values = (torch.randn(300, generator=torch.Generator().manual_seed(1)).double() ** 9).to(dtype)
+        values[:6] = torch.tensor([0.0, -0.0, 1e-42, -1e-42, float("inf"), -float("inf")], dtype=dtype)
+        ordered = values.sort(descending=True).values
+        for k in (1, 2, 7, 140, 150, 160, 299, 300):
+            chosen = on_all_ranks(top_share, (values,), 3, ("all_reduce_sum",), ratio=k / 300)
+            assert torch.equal(chosen, values >= ordered[k - 1]), k
+
+    def test_what_travels_does_not_grow_with_the_tokens(self):
+        def numbers(tokens: int) -> int:
+            sent = []
+            top_share(rand(tokens), 0.2, lambda x: sent.append(x.numel()) or x)
+            return sum(sent)
+
+        assert numbers(10) == numbers(10_000) < 1100
+
     def test_no_tokens_anywhere(self):
-        assert on_all_ranks(top_share, (torch.zeros(0),), 2, ("all_gather",), ratio=0.2).shape == (0,)
+        assert on_all_ranks(top_share, (torch.zeros(0),), 2, ("all_reduce_sum",), ratio=0.2).shape == (0,)
 
     def test_nan_on_one_rank_is_refused_on_all(self):
         def one_rank(strategy: FakeStrategy) -> str:
             values = torch.tensor([1.0, NAN]) if strategy.rank == 1 else torch.ones(3)
             with pytest.raises(ValueError, match=r"1 of 5 .*NaN"):
-                top_share(values, 0.5, reducers(strategy)["all_gather"])
+                top_share(values, 0.5, reducers(strategy)["all_reduce_sum"])
             return "refused"
 
         assert on_ranks(2, one_rank) == ["refused", "refused"]
@@ -203,23 +217,19 @@ class TestEverySelection:
             tokens = [x[:100].repeat(2) for x in tokens]
         expected = SELECTIONS[kind](*tokens, options=self.OPTIONS)
         assert expected.sum() == 20
-        result = on_all_ranks(
-            SELECTIONS[kind], tuple(tokens), ranks, ("all_reduce_sum", "all_gather"), options=self.OPTIONS
-        )
+        result = on_all_ranks(SELECTIONS[kind], tuple(tokens), ranks, ("all_reduce_sum",), options=self.OPTIONS)
         assert torch.equal(result, expected)
         if equal_rows:
             assert torch.equal(result[:100], result[100:])
 
     def test_one_rank_more_than_there_are_tokens(self, kind):
         options = self.OPTIONS | {"clip_cov_low": -1.0}
-        chosen = on_all_ranks(
-            SELECTIONS[kind], (torch.zeros(1),) * 3, 3, ("all_reduce_sum", "all_gather"), options=options
-        )
+        chosen = on_all_ranks(SELECTIONS[kind], (torch.zeros(1),) * 3, 3, ("all_reduce_sum",), options=options)
         assert chosen.tolist() == [True]  # at least one, and there is but one
 
     def test_no_tokens_anywhere(self, kind):
         empty = (torch.zeros(0),) * 3
-        names = ("all_reduce_sum", "all_gather")
+        names = ("all_reduce_sum",)
         assert on_all_ranks(SELECTIONS[kind], empty, 2, names, options=self.OPTIONS).shape == (0,)
 
     def test_bad_input(self, kind):
