@@ -5,14 +5,14 @@ from __future__ import annotations
 import heapq
 import inspect
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, count
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding, scaled_dot_product_attention
+from torch.nn.functional import embedding, pad, scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
@@ -25,8 +25,8 @@ try:
 except ImportError:  # an older torch
     varlen_attn = None
 
-_VARLEN_TAKES = set(inspect.signature(varlen_attn).parameters) if varlen_attn else set()
 PACKED_SDPA = "packed_sdpa"  # the name of packed_attention in transformers
+KEPT_MASKS = 1 << 24  # entries of a row's masks that are kept from layer to layer
 
 # Layers that attend inside the packed row by position ids. Recurrent and linear-attention layers carry state across
 # sequence borders; chunked attention cuts at multiples of the row index, not of the position.
@@ -41,8 +41,8 @@ class PackedRow:
 
     input_ids: Tensor  # (1, T)
     position_ids: Tensor  # (1, T), restarting at 0 for each sequence
-    slots: Tensor  # (B, S), the place of each token in the row; valid only where the attention mask is 1
-    segments: Tensor | None = None  # the row's mask (segments_as_mask) if prompts are shared; else positions say it all
+    slots: Tensor  # (B, S) on the CPU, the place of each token in the row; valid only where the attention mask is 1
+    segments: Tensor  # the row's mask (segments_as_mask)
 
 
 def position_ids_from_mask(attention_mask: Tensor) -> Tensor:
@@ -52,14 +52,31 @@ def position_ids_from_mask(attention_mask: Tensor) -> Tensor:
 
 def pack(sequences: Tensor, attention_mask: Tensor) -> PackedRow:
     """Drop the padding, which may be on both sides: (B, S) -> (1, T)."""
-    real = attention_mask.bool()
-    if not bool(real.any()):
+    real = attention_mask.bool().cpu()  # one wait for the GPU instead of one for each size that the mask decides
+    lengths = [n for n in real.sum(1).tolist() if n]
+    if not lengths:
         raise ValueError("cannot pack a batch whose attention_mask is 0 everywhere")
+    slots = (real.flatten().long().cumsum(0) - 1).view_as(real)  # (B, S)
+    return _row(sequences, real.flatten().nonzero()[:, 0], real, slots, lengths)
+
+
+def _row(
+    sequences: Tensor, kept: Tensor, real: Tensor, slots: Tensor, lengths: list[int], parents: list[int] | None = None
+) -> PackedRow:
+    """The row of the places ``kept`` (T,) of the flat batch; all but ``sequences`` is on the CPU."""
+    device = sequences.device
+    positions = position_ids_from_mask(real).flatten()[kept]
     return PackedRow(
-        input_ids=sequences[real].unsqueeze(0),  # (1, T)
-        position_ids=position_ids_from_mask(attention_mask)[real].unsqueeze(0),  # (1, T)
-        slots=(real.flatten().long().cumsum(0) - 1).view_as(sequences),  # (B, S)
+        input_ids=sequences.flatten()[to_device(kept, device)].unsqueeze(0),  # (1, T)
+        position_ids=to_device(positions, device).unsqueeze(0),  # (1, T)
+        slots=slots,
+        segments=segments_as_mask(lengths, parents, device),
     )
+
+
+def to_device(x: Tensor, device: torch.device) -> Tensor:
+    """Copy from the CPU without waiting for what the GPU is doing."""
+    return x.to(device, non_blocking=True)
 
 
 def position_ids_from_lengths(lengths: list[int], row: Tensor) -> Tensor:
@@ -132,16 +149,74 @@ def takes_segments(model: PreTrainedModel) -> bool:
     return model.config._attn_implementation == PACKED_SDPA
 
 
-def segments_as_mask(lengths: Tensor, parents: Tensor | None = None) -> Tensor:
-    """A packed row's segments, lengths and parents (N,), as its attention mask: (1, 1, 2, N) int64."""
-    # A segment also sees all of its parent, the earlier segment that it continues; -1: none. Parents have no parents.
-    return torch.stack([lengths, torch.full_like(lengths, -1) if parents is None else parents])[None, None]
+@dataclass(eq=False)
+class RowPlan:
+    """What each layer's attention asks of a packed row's segments, made once: no layer waits for the GPU."""
+
+    tokens: int
+    lengths: list[int]
+    parents: list[int]  # the earlier segment that each continues, -1: none
+    borders: tuple[Tensor, Tensor]  # (N + 1,) int32, of queries, and of keys with their parents'
+    longest: tuple[int, int]  # the most queries and keys of a segment
+    keys: Tensor | None  # places of all keys in the row, segment by segment; None: as they stand
+    has_flash: bool  # FlashAttention runs on this device
+    masks: dict[tuple, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, lengths: list[int], parents: list[int], device: torch.device) -> RowPlan:
+        seen = [n if p < 0 else lengths[p] + n for n, p in zip(lengths, parents)]
+        borders = [torch.tensor([0, *accumulate(n)], dtype=torch.int32) for n in (lengths, seen)]
+        keys = None
+        if seen != lengths:
+            places = torch.arange(sum(lengths)).split(lengths)
+            keys = to_device(torch.cat(_continued(places, parents, 0)), device)
+        return cls(
+            tokens=sum(lengths),
+            lengths=lengths,
+            parents=parents,
+            borders=(to_device(borders[0], device), to_device(borders[1], device)),
+            longest=(max(lengths), max(seen)),
+            keys=keys,
+            has_flash=device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0),
+        )
+
+    def near(self, new: int, total: int, window: int | None, like: Tensor) -> Tensor:
+        """(new, total): 0 where the last ``new`` of ``total`` positions see another, else -inf."""
+        key = (new, total, window, like.dtype)
+        if (mask := self.masks.get(key)) is None:
+            seen = torch.ones(new, total, dtype=torch.bool, device=like.device).tril_(total - new)
+            if window is not None:
+                seen.triu_(total - new + 1 - window)
+            mask = torch.zeros(seen.shape, dtype=like.dtype, device=like.device).masked_fill_(~seen, float("-inf"))
+            if sum(m.numel() for m in self.masks.values()) + mask.numel() <= KEPT_MASKS:
+                self.masks[key] = mask
+        return mask
+
+
+def segments_as_mask(
+    lengths: list[int], parents: list[int] | None = None, device: torch.device | str = "cpu"
+) -> Tensor:
+    """A packed row's segments as its attention mask: (1, 1, 2, N) int64 on the CPU, with the plan for ``device``.
+
+    A segment also sees all of its parent, the earlier segment that it continues; -1: none. Parents have no parents.
+    """
+    parents = [-1] * len(lengths) if parents is None else parents
+    mask = torch.tensor([lengths, parents])[None, None]
+    mask.plan = RowPlan.of(lengths, parents, torch.device(device))
+    return mask
+
+
+def plan_of(mask: Tensor, device: torch.device) -> RowPlan:
+    """The plan of :func:`segments_as_mask`, also where something has copied the mask."""
+    plan = getattr(mask, "plan", None)
+    return RowPlan.of(*mask[0, 0].tolist(), device) if plan is None else plan
 
 
 def segments_from_position_ids(position_ids: Tensor) -> Tensor:
     """:func:`segments_as_mask` of a packed row (1, T) whose sequences are apart."""
-    starts = (position_ids[0] == 0).nonzero()[:, 0]  # (N,)
-    return segments_as_mask(starts.diff(append=starts.new_tensor([position_ids.shape[1]])))
+    starts = (position_ids[0].cpu() == 0).nonzero()[:, 0]  # (N,)
+    lengths = starts.diff(append=starts.new_tensor([position_ids.shape[1]]))
+    return segments_as_mask(lengths.tolist(), None, position_ids.device)
 
 
 def packed_attention(
@@ -154,27 +229,23 @@ def packed_attention(
     """
     if attention_mask is None or attention_mask.dtype != torch.int64:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-    lengths, parents = attention_mask[0, 0].tolist()
-    if query.shape[2] != sum(lengths):
-        raise ValueError(f"a packed row of {query.shape[2]} tokens cannot hold sequences of {sum(lengths)}")
-    window, dropout = _window(module, options), options.get("dropout", 0.0)
-    scale = {"scale": options.get("scaling"), "enable_gqa": query.shape[1] != key.shape[1]}
-    if dropout == 0 and (kernel := varlen_kernel(query)) is not None:
-        return _varlen(kernel, (query, key, value), lengths, parents, window, **scale), None
-    sdpa = partial(scaled_dot_product_attention, dropout_p=dropout, **scale)
-    outputs = []
-    # split, not slices: a slice's backward pass writes a whole row of zeros for each sequence
-    keys, values = (_continued(x.split(lengths, 2), parents, 2) for x in (key, value))
-    for q, k, v in zip(query.split(lengths, 2), keys, values):
-        new, total = q.shape[2], k.shape[2]
-        if new == total and (window is None or total <= window):
-            outputs.append(sdpa(q, k, v, is_causal=True))
-        else:
-            near = torch.ones(new, total, dtype=torch.bool, device=q.device).tril_(total - new)
-            if window is not None:
-                near.triu_(total - new + 1 - window)
-            outputs.append(sdpa(q, k, v, attn_mask=near))
-    return torch.cat(outputs, 2).transpose(1, 2), None
+    plan = plan_of(attention_mask, query.device)
+    if query.shape[2] != plan.tokens:
+        raise ValueError(f"a packed row of {query.shape[2]} tokens cannot hold sequences of {plan.tokens}")
+    window, scale, dropout = _window(module, options), options.get("scaling"), options.get("dropout", 0.0)
+    width = value.shape[-1]
+    if width < query.shape[-1]:  # MLA: no fast kernel takes values narrower than keys
+        value = pad(value, (0, query.shape[-1] - width))
+    varlen = None
+    if dropout == 0 and flash_fits(query, value, plan):
+        varlen = varlen_options(query, window, scale)
+    if varlen is not None:
+        output = _varlen((query, key, value), plan, varlen)
+    elif dropout == 0 and torch.compiler.is_compiling():
+        output = _in_graph(query, key, value, attention_mask, window, scale)
+    else:
+        output = _by_sequence(query, key, value, plan, window, scale=scale, dropout_p=dropout)
+    return output[..., :width], None
 
 
 AttentionInterface.register(PACKED_SDPA, packed_attention)
@@ -195,28 +266,118 @@ def _window(module: nn.Module, options: dict[str, Any]) -> int | None:
     return options.get("sliding_window")
 
 
-def varlen_kernel(query: Tensor) -> Callable[..., Tensor] | None:
-    """torch's own kernel for packed rows on a GPU, if this torch has one that takes all that is needed."""
-    fits = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
-    return varlen_attn if fits and {"scale", "window_size", "enable_gqa"} <= _VARLEN_TAKES else None
-
-
-def _varlen(
-    kernel: Callable[..., Tensor],
-    qkv: Iterable[Tensor],
-    lengths: list[int],
-    parents: list[int],
-    window: int | None,
-    **scale,
+def _by_sequence(
+    query: Tensor, key: Tensor, value: Tensor, plan: RowPlan, window: int | None, **options: Any
 ) -> Tensor:
+    """One call for each segment: (1, H, T, D) three times -> (1, T, H, D)."""
+    lengths, parents = plan.lengths, plan.parents
+    groups = query.shape[1] // key.shape[1]
+    masked = plan.keys is not None or (window is not None and plan.longest[1] > window)
+    if groups > 1 and not takes_fewer_keys(query, value, plan, masked):
+        key, value, groups = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1), 1
+    sdpa = partial(scaled_dot_product_attention, enable_gqa=groups > 1, **options)
+    outputs = []
+    # split, not slices: a slice's backward pass writes a whole row of zeros for each sequence
+    keys, values = (_continued(x.split(lengths, 2), parents, 2) for x in (key, value))
+    for q, k, v in zip(query.split(lengths, 2), keys, values):
+        new, total = q.shape[2], k.shape[2]
+        if new == total and (window is None or total <= window):
+            outputs.append(sdpa(q, k, v, is_causal=True))
+        else:
+            outputs.append(sdpa(q, k, v, attn_mask=plan.near(new, total, window, q)))
+    return torch.cat(outputs, 2).transpose(1, 2)
+
+
+def takes_fewer_keys(query: Tensor, value: Tensor, plan: RowPlan, masked: bool) -> bool:
+    """Whether a fast kernel takes fewer heads of keys than of queries. On a GPU only FlashAttention, without a mask."""
+    return not query.is_cuda or (not masked and flash_fits(query, value, plan))
+
+
+def flash_fits(query: Tensor, value: Tensor, plan: RowPlan) -> bool:
+    """Whether FlashAttention takes these heads."""
+    half = query.dtype in (torch.bfloat16, torch.float16)
+    return plan.has_flash and half and query.shape[-1] == value.shape[-1] <= 256 and query.shape[-1] % 8 == 0
+
+
+def varlen_parameters(kernel: Callable[..., Tensor] | None) -> frozenset[str]:
+    return frozenset(inspect.signature(kernel).parameters) if kernel else frozenset()
+
+
+VARLEN_TAKES = varlen_parameters(varlen_attn)
+
+
+def varlen_options(query: Tensor, window: int | None, scale: float | None) -> dict[str, Any] | None:
+    """Arguments of torch's kernel for packed rows, whose signature changed twice; None: it lacks what is needed.
+
+    2.10 has ``is_causal``, 2.11 ``window_size`` and ``scale`` instead, 2.12 also ``enable_gqa``.
+    """
+    options: dict[str, Any] = {}
+    if "window_size" in VARLEN_TAKES:
+        options["window_size"] = (-1 if window is None else window - 1, 0)
+    elif "is_causal" in VARLEN_TAKES and window is None:
+        options["is_causal"] = True
+    else:
+        return None
+    if "scale" in VARLEN_TAKES:
+        return options | {"scale": scale}
+    return options if scale is None or scale == query.shape[-1] ** -0.5 else None
+
+
+def _varlen(qkv: Iterable[Tensor], plan: RowPlan, options: dict[str, Any]) -> Tensor:
     """(1, H, T, D) three times -> (1, T, H, D) on a GPU. The kernel aligns its window to the last query and key."""
-    q, k, v = (x[0].transpose(0, 1).contiguous() for x in qkv)  # (T, H, D)
-    seen = [n if p < 0 else lengths[p] + n for n, p in zip(lengths, parents)]
-    if seen != lengths:
-        k, v = (torch.cat(_continued(x.split(lengths), parents, 0)) for x in (k, v))
-    borders = [torch.tensor([0, *accumulate(n)], dtype=torch.int32, device=q.device) for n in (lengths, seen)]
-    back = -1 if window is None else window - 1
-    return kernel(q, k, v, *borders, max(lengths), max(seen), window_size=(back, 0), **scale)[None]
+    q, k, v = (x[0].transpose(0, 1) for x in qkv)  # (T, H, D)
+    groups = q.shape[1] // k.shape[1]
+    if "enable_gqa" in VARLEN_TAKES:
+        options = options | {"enable_gqa": groups > 1}
+    elif groups > 1:
+        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    if plan.keys is not None:
+        k, v = (embedding(plan.keys, x.flatten(1)).unflatten(1, x.shape[1:]) for x in (k, v))
+    q, k, v = (x.contiguous() for x in (q, k, v))
+    return varlen_attn(q, k, v, *plan.borders, *plan.longest, **options)[None]
+
+
+# -- the same inside a compiled layer: one operator, whatever the number of sequences ---------------------------------
+
+_INPUTS = "Tensor query, Tensor key, Tensor value, Tensor segments, SymInt? window, float? scale"
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, segments: Tensor, window: int | None, scale: float | None
+) -> Tensor:
+    plan = plan_of(segments, query.device)
+    return _by_sequence(query, key, value, plan, window, scale=scale).contiguous()
+
+
+def _attend_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *options: Any) -> list[Tensor]:
+    """Runs the forward pass again."""
+    with torch.enable_grad():
+        inputs = [x.detach().requires_grad_() for x in (query, key, value)]
+        return [x.contiguous() for x in torch.autograd.grad(_attend(*inputs, *options), inputs, grad)]
+
+
+_in_graph = torch.library.custom_op(
+    "lightppo::packed_attention", _attend, mutates_args=(), schema=f"({_INPUTS}) -> Tensor"
+)
+_in_graph_backward = torch.library.custom_op(
+    "lightppo::packed_attention_backward",
+    lambda *args: tuple(_attend_backward(*args)),
+    mutates_args=(),
+    schema=f"(Tensor grad, {_INPUTS}) -> (Tensor, Tensor, Tensor)",
+)
+_in_graph.register_fake(lambda query, *_: query.transpose(1, 2).new_empty(query.transpose(1, 2).shape))
+_in_graph_backward.register_fake(lambda grad, *qkv: tuple(x.new_empty(x.shape) for x in qkv[:3]))
+
+
+def _remember(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:4])
+    ctx.options = inputs[4:]
+
+
+_in_graph.register_autograd(
+    lambda ctx, grad: (*_in_graph_backward(grad, *ctx.saved_tensors, *ctx.options), None, None, None),
+    setup_context=_remember,
+)
 
 
 # -- prompts that several samples share -------------------------------------------------------------------------------
@@ -224,11 +385,11 @@ def _varlen(
 
 def pack_shared(sequences: Tensor, attention_mask: Tensor, num_actions: int) -> PackedRow | None:
     """:func:`pack`, but equal prompts (before the last A columns) stand once in the row. None: all differ."""
-    real = attention_mask.bool()
     split = sequences.shape[1] - num_actions
     if len(sequences) < 2 or split < 1:
         return None
-    prompts = sequences[:, :split].masked_fill(~real[:, :split], -1)  # (B, S - A)
+    real = attention_mask.bool().cpu()
+    prompts = sequences[:, :split].cpu().masked_fill(~real[:, :split], -1)  # (B, S - A)
     group = torch.unique(prompts, dim=0, return_inverse=True)[1]  # (B,)
     of_prompt, of_response = real[:, :split].sum(1), real[:, split:].sum(1)  # (B,)
     shared = (group.bincount()[group] > 1) & (of_prompt > 0)  # (B,)
@@ -237,10 +398,10 @@ def pack_shared(sequences: Tensor, attention_mask: Tensor, num_actions: int) -> 
     order = group.argsort(stable=True)  # rows of one prompt stand together
     is_first = group[order].diff(prepend=group.new_tensor([-1])) != 0
     leader = order[is_first][group]  # (B,), the row that brings the prompt
-    leads = leader == torch.arange(len(leader), device=leader.device)  # (B,)
+    leads = leader == torch.arange(len(leader))  # (B,)
     kept = real.clone()
     kept[:, :split] &= (leads | ~shared)[:, None]
-    slots = (kept[order].flatten().long().cumsum(0) - 1).view_as(sequences)[order.argsort()]  # (B, S)
+    slots = (kept[order].flatten().long().cumsum(0) - 1).view_as(real)[order.argsort()]  # (B, S)
     slots[:, :split] = torch.where(shared[:, None], slots[leader, :split], slots[:, :split])
     segments: list[tuple[int, int]] = []  # length and parent of each that is not empty; rows of a prompt stand together
     parent = -1
@@ -251,12 +412,9 @@ def pack_shared(sequences: Tensor, attention_mask: Tensor, num_actions: int) -> 
             segments.append((prompt, -1))
         if new := response if is_shared else prompt + response:
             segments.append((new, parent if is_shared else -1))
-    return PackedRow(
-        input_ids=sequences[order][kept[order]].unsqueeze(0),  # (1, T)
-        position_ids=position_ids_from_mask(attention_mask)[order][kept[order]].unsqueeze(0),  # (1, T)
-        slots=slots,
-        segments=segments_as_mask(*torch.tensor(segments, device=sequences.device).T),
-    )
+    in_order = torch.arange(real.numel()).view_as(real)[order][kept[order]]  # (T,)
+    lengths, parents = map(list, zip(*segments))
+    return _row(sequences, in_order, real, slots, lengths, parents)
 
 
 def distinct_places(places: Tensor) -> tuple[Tensor, Tensor | None]:

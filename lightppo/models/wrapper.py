@@ -31,8 +31,10 @@ from lightppo.models.packing import (
     position_ids_from_lengths,
     position_ids_from_mask,
     read,
+    segments_as_mask,
     segments_from_position_ids,
     takes_segments,
+    to_device,
 )
 
 logger = logging.getLogger(__name__)
@@ -186,12 +188,13 @@ class PretrainedWrapper(nn.Module):
             places = torch.arange(sequences.shape[1], device=sequences.device)[columns]  # (A,)
             return Batch((sequences, attention_mask, None), places, real)
         self._probe_packing(sequences.device)
-        row = None
+        row, device = None, sequences.device
         if num_actions is not None and self.shares_prompts:
             row = pack_shared(sequences, attention_mask, num_actions)
         row = pack(sequences, attention_mask) if row is None else row
-        places, reads = distinct_places(row.slots[:, columns][real])  # (U,), (K,)
-        return Batch((row.input_ids, row.segments, row.position_ids), places, real, reads)
+        places, reads = distinct_places(row.slots[:, columns][real.cpu()])  # (U,), (K,)
+        reads = None if reads is None else to_device(reads, device)
+        return Batch((row.input_ids, row.segments, row.position_ids), to_device(places, device), real, reads)
 
     def _packed_by_caller(
         self, row: Tensor, lengths: list[int], num_actions: list[int] | None, include_last: bool = False
@@ -203,7 +206,8 @@ class PretrainedWrapper(nn.Module):
             places = torch.arange(row.shape[1], device=row.device)
         else:
             places = action_predictors(lengths, num_actions, row.device, include_last)  # (K,)
-        return Batch((row, None, position_ids), places, torch.ones(1, len(places), dtype=torch.bool, device=row.device))
+        real = torch.ones(1, len(places), dtype=torch.bool, device=row.device)
+        return Batch((row, segments_as_mask(lengths, None, row.device), position_ids), places, real)
 
     def _reading(self, places: Tensor, row: Tensor) -> AbstractContextManager:
         """Context for a forward of which only the positions ``places`` (K,) of a packed row (1, T) are read."""
@@ -235,8 +239,11 @@ def model_inputs(
     A packed row's mask is None, or its segments (:func:`segments_as_mask`). ``reads_mask``: the model's forward itself
     reads it, as the load-balancing loss does, so that segments would not do.
     """
-    if attention_mask is None and not reads_mask and takes_segments(module):
-        attention_mask = segments_from_position_ids(position_ids)
+    if position_ids is not None:
+        if reads_mask or not takes_segments(module):
+            attention_mask = None  # positions say it all
+        elif attention_mask is None:
+            attention_mask = segments_from_position_ids(position_ids)
     inputs = {"input_ids": ids, "attention_mask": attention_mask, "use_cache": False}
     if takes(module, "position_ids"):
         inputs["position_ids"] = position_ids_from_mask(attention_mask) if position_ids is None else position_ids
@@ -270,8 +277,8 @@ def position_wise(model: PreTrainedModel) -> list[nn.Module]:
 
 @contextmanager
 def only_at(modules: list[nn.Module], places: Tensor) -> Iterator[None]:
-    """Makes the modules run only at ``places`` (K,) of a packed row, in any order, and return zeros elsewhere."""
-    places = places.unique()
+    """Makes the modules run only at the distinct ``places`` (K,) of a packed row, and return zeros elsewhere."""
+    places = places.sort().values
     before = [vars(module).get("forward") for module in modules]
     for module in modules:
         module.forward = partial(_at_places, module.forward, places)  # hooks around the call stay (ZeRO-3, adapters)

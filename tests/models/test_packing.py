@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,12 +23,13 @@ from transformers import (
 )
 
 from lightppo.config.rules import MicroBatchSpec
-from lightppo.models import packing as packed_attention_module
+from lightppo.models import packing
 from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic
 from lightppo.models.lora import LoraOptions, add_adapters
 from lightppo.models.packing import (
     PACKED_SDPA,
+    RowPlan,
     action_predictors,
     check_num_actions,
     distinct_places,
@@ -43,6 +45,7 @@ from lightppo.models.packing import (
     segments_as_mask,
     segments_from_position_ids,
     takes_segments,
+    varlen_parameters,
 )
 from lightppo.models.wrapper import warn_that_nothing_is_shared
 from tests.models.conftest import COMMON, KV
@@ -140,7 +143,7 @@ def test_outputs_and_gradients_are_those_of_the_definition(kv_heads: int, window
     lengths = [5, 1, 7]
     q, k, v = (torch.randn(1, h, 13, 8, requires_grad=True) for h in (4, kv_heads, kv_heads))
     out, weights = packed_attention(
-        nn.Module(), q, k, v, segments_as_mask(torch.tensor(lengths)), scaling=0.5, sliding_window=window
+        nn.Module(), q, k, v, segments_as_mask(lengths), scaling=0.5, sliding_window=window
     )
     expected = plain(q, k, v, lengths, window)
     assert weights is None
@@ -164,7 +167,8 @@ def continued(
     return torch.cat(outputs, 1)
 
 
-SEGMENTS = [3, 4, 1, 6, 2, 5], [-1, 0, 0, -1, -1, 4]
+Segments = tuple[list[int], list[int]]
+SEGMENTS: Segments = [3, 4, 1, 6, 2, 5], [-1, 0, 0, -1, -1, 4]
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
@@ -173,7 +177,7 @@ def test_segments_continue_their_parents(kv_heads: int, window: int | None) -> N
     torch.manual_seed(0)
     lengths, parents = SEGMENTS
     q, k, v = (torch.randn(1, h, 21, 8, requires_grad=True) for h in (4, kv_heads, kv_heads))
-    mask = segments_as_mask(torch.tensor(lengths), torch.tensor(parents))
+    mask = segments_as_mask(lengths, parents)
     assert mask.shape == (1, 1, 2, 6)
     out, _ = packed_attention(nn.Module(), q, k, v, mask, scaling=0.5, sliding_window=window)
     expected = continued(q, k, v, lengths, parents, window)
@@ -183,67 +187,177 @@ def test_segments_continue_their_parents(kv_heads: int, window: int | None) -> N
     torch.testing.assert_close(got, torch.autograd.grad((expected * factor).sum(), (q, k, v)))
 
 
-def lower_right_kernel(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_q: torch.Tensor,
-    cu_k: torch.Tensor,
-    max_q: int,
-    max_k: int,
-    *,
-    scale: float,
-    window_size: tuple[int, int],
-    enable_gqa: bool,
-) -> torch.Tensor:
+def lower_right(qkv: tuple, cu_q: torch.Tensor, cu_k: torch.Tensor, scale: float, back: int = -1) -> torch.Tensor:
     """What torch says of its kernel for packed rows: (T, H, D) and borders; windows end at the lower right."""
     assert (cu_q.dtype, cu_k.dtype) == (torch.int32, torch.int32)
+    assert len({x.shape[2] for x in qkv}) == 1
     q_lengths, k_lengths = cu_q.diff().tolist(), cu_k.diff().tolist()
-    assert (max(q_lengths), max(k_lengths)) == (max_q, max_k)
     outputs = []
-    for a, b, c in zip(q.split(q_lengths), k.split(k_lengths), v.split(k_lengths), strict=True):
+    parts = (x.split(n) for x, n in zip(qkv, (q_lengths, k_lengths, k_lengths)))
+    for a, b, c in zip(*parts, strict=True):
         new, total = len(a), len(b)
         i, j = torch.meshgrid(torch.arange(total - new, total), torch.arange(total), indexing="ij")
-        seen = j <= i + window_size[1]
-        if window_size[0] >= 0:
-            seen &= i - j <= window_size[0]
+        seen = (j <= i) & ((back < 0) | (i - j <= back))
         a, b, c = (x.transpose(0, 1) for x in (a, b, c))
-        outputs.append(
-            nn.functional.scaled_dot_product_attention(a, b, c, attn_mask=seen, scale=scale, enable_gqa=enable_gqa)
-        )
+        b, c = (x.repeat_interleave(len(a) // len(x), 0) for x in (b, c))
+        scores = (a @ b.transpose(1, 2) * scale).masked_fill(~seen, float("-inf"))
+        outputs.append(scores.softmax(-1) @ c)
     return torch.cat(outputs, 1).transpose(0, 1)
 
 
+def kernel_2_10(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, return_aux=None):
+    assert (is_causal, query.shape[1]) == (True, key.shape[1])
+    assert (max_q, max_k) == (cu_seq_q.diff().max(), cu_seq_k.diff().max())
+    return lower_right((query, key, value), cu_seq_q, cu_seq_k, query.shape[2] ** -0.5)
+
+
+def kernel_2_11(
+    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1)
+):
+    assert (window_size[1], query.shape[1]) == (0, key.shape[1])
+    return lower_right((query, key, value), cu_seq_q, cu_seq_k, scale, window_size[0])
+
+
+def kernel_2_12(
+    query,
+    key,
+    value,
+    cu_seq_q,
+    cu_seq_k,
+    max_q,
+    max_k,
+    *,
+    return_aux=None,
+    scale=None,
+    window_size=(-1, -1),
+    enable_gqa=False,
+    seqused_k=None,
+    block_table=None,
+    num_splits=None,
+):
+    assert (window_size[1], query.shape[1] != key.shape[1]) == (0, enable_gqa)
+    return lower_right((query, key, value), cu_seq_q, cu_seq_k, scale, window_size[0])
+
+
+@pytest.fixture
+def with_kernel(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable], list[int]]:
+    """As if this torch had this kernel, and it fitted; returns the list of its calls."""
+
+    def use(kernel: Callable) -> list[int]:
+        calls: list[int] = []
+
+        def counted(*args: Any, **options: Any) -> torch.Tensor:
+            calls.append(1)
+            return kernel(*args, **options)
+
+        monkeypatch.setattr(packing, "varlen_attn", counted)
+        monkeypatch.setattr(packing, "VARLEN_TAKES", varlen_parameters(kernel))
+        monkeypatch.setattr(packing, "flash_fits", lambda *_: True)
+        return calls
+
+    return use
+
+
 @pytest.mark.parametrize("window", [None, 3])
-@pytest.mark.parametrize("segments", [SEGMENTS, ([5, 1, 7], None)], ids=["shared", "alone"])
-def test_what_a_gpu_kernel_is_given(segments: tuple, window: int | None, monkeypatch) -> None:
-    """The call of a kernel with borders for queries and keys, by one that is written out."""
+@pytest.mark.parametrize("segments", [SEGMENTS, ([5, 1, 7], [-1] * 3)], ids=["shared", "alone"])
+@pytest.mark.parametrize("kernel", [kernel_2_10, kernel_2_11, kernel_2_12])
+@pytest.mark.parametrize("scale", [0.5, 0.3])
+def test_kernels_of_a_gpu(
+    kernel: Callable, segments: Segments, window: int | None, scale: float, with_kernel: Callable
+) -> None:
+    """The calls of torch's kernels for packed rows, of three signatures, with values narrower than keys (MLA)."""
     torch.manual_seed(0)
     lengths, parents = segments
-    q, k, v = (torch.randn(1, h, sum(lengths), 8, requires_grad=True) for h in (4, 2, 2))
-    mask = segments_as_mask(torch.tensor(lengths))
-    if parents is not None:
-        mask = segments_as_mask(torch.tensor(lengths), torch.tensor(parents))
-    expected, _ = packed_attention(nn.Module(), q, k, v, mask, scaling=0.5, sliding_window=window)
-    monkeypatch.setattr(packed_attention_module, "varlen_kernel", lambda query: lower_right_kernel)
-    out, _ = packed_attention(nn.Module(), q, k, v, mask, scaling=0.5, sliding_window=window)
+    # 1 / sqrt(4) = 0.5: torch 2.10 takes no other
+    shapes = (4, 4), (2, 4), (2, 3)
+    q, k, v = (torch.randn(1, h, sum(lengths), d, requires_grad=True) for h, d in shapes)
+    expected = continued(q * (scale / 0.5), k, v, lengths, parents, window)
+    calls = with_kernel(kernel)
+    mask = segments_as_mask(lengths, parents)
+    out, _ = packed_attention(nn.Module(), q, k, v, mask, scaling=scale, sliding_window=window)
+    assert len(calls) == (kernel is not kernel_2_10 or (window, scale) == (None, 0.5))
     torch.testing.assert_close(out, expected)
     factor = torch.randn_like(out)
     got = torch.autograd.grad((out * factor).sum(), (q, k, v))
     torch.testing.assert_close(got, torch.autograd.grad((expected * factor).sum(), (q, k, v)))
 
 
+def test_the_installed_kernel_has_a_signature_that_is_known() -> None:
+    """A torch without one has none; the names are those of torch 2.10 to 2.13."""
+    if packing.varlen_attn is None:
+        assert not packing.VARLEN_TAKES
+    else:
+        q = torch.empty(1, 2, 3, 8)
+        assert packing.varlen_options(q, None, 8**-0.5)
+        assert ("enable_gqa" in packing.VARLEN_TAKES) <= ("window_size" in packing.VARLEN_TAKES)
+
+
+def tensor_on_a_gpu(dtype: torch.dtype, width: int) -> Any:
+    return SimpleNamespace(is_cuda=True, dtype=dtype, shape=(1, 4, 9, width))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "widths", "capability", "fits"),
+    [
+        (torch.bfloat16, (64, 64), (9, 0), True),
+        (torch.float16, (256, 256), (8, 0), True),
+        (torch.float16, (64, 64), (7, 5), False),  # a T4
+        (torch.float32, (64, 64), (9, 0), False),
+        (torch.bfloat16, (512, 512), (9, 0), False),
+        (torch.bfloat16, (12, 12), (9, 0), False),
+        (torch.bfloat16, (64, 128), (9, 0), False),
+    ],
+)
+def test_what_flash_attention_takes(dtype, widths, capability, fits, monkeypatch) -> None:
+    """Elsewhere a GPU has fast kernels only for as many keys as queries."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(packing, "to_device", lambda x, device: x)
+    plan = RowPlan.of([4, 5], [-1, -1], torch.device("cuda"))
+    query, value = (tensor_on_a_gpu(dtype, width) for width in widths)
+    assert packing.flash_fits(query, value, plan) == fits
+    assert packing.takes_fewer_keys(query, value, plan, masked=False) == fits
+    assert not packing.takes_fewer_keys(query, value, plan, masked=True)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_expanded_keys_give_the_same(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in fp32, or with a mask, on a GPU."""
+    q, k, v = (torch.randn(1, h, 21, 8) for h in (4, 2, 2))
+    mask = segments_as_mask(*SEGMENTS)
+    expected, _ = packed_attention(nn.Module(), q, k, v, mask, sliding_window=window)
+    heads: list[tuple[int, bool]] = []
+
+    def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, enable_gqa: bool, **options: Any) -> torch.Tensor:
+        heads.append((k.shape[1], enable_gqa))
+        return nn.functional.scaled_dot_product_attention(q, k, v, **options)
+
+    monkeypatch.setattr(packing, "takes_fewer_keys", lambda *_: False)
+    monkeypatch.setattr(packing, "scaled_dot_product_attention", sdpa)
+    out, _ = packed_attention(nn.Module(), q, k, v, mask, sliding_window=window)
+    assert heads == [(4, False)] * 6
+    torch.testing.assert_close(out, expected)
+
+
+def test_a_copied_mask_is_as_good() -> None:
+    """As reentrant checkpointing makes of an argument that stands alone."""
+    q, k, v = (torch.randn(1, 4, 21, 8) for _ in range(3))
+    mask = segments_as_mask(*SEGMENTS)
+    expected, _ = packed_attention(nn.Module(), q, k, v, mask, sliding_window=None)
+    copy, _ = packed_attention(nn.Module(), q, k, v, mask.detach(), sliding_window=None)
+    assert torch.equal(copy, expected)
+
+
 def test_lengths_that_do_not_fit_are_refused() -> None:
     q = torch.randn(1, 2, 4, 8)
     with pytest.raises(ValueError, match=r"row of 4 .* 5"):
-        packed_attention(nn.Module(), q, q, q, segments_as_mask(torch.tensor([2, 3])), sliding_window=None)
+        packed_attention(nn.Module(), q, q, q, segments_as_mask([2, 3]), sliding_window=None)
 
 
 def test_a_layer_that_hides_its_window_is_refused() -> None:
     q, layer = torch.randn(1, 2, 4, 8), nn.Module()
     layer.config = Gemma2Config()
     with pytest.raises(NotImplementedError, match="--packing_samples: Module"):
-        packed_attention(layer, q, q, q, segments_as_mask(torch.tensor([4])))
+        packed_attention(layer, q, q, q, segments_as_mask([4]))
 
 
 def test_segments_from_position_ids() -> None:
