@@ -26,7 +26,6 @@ except ImportError:  # an older torch
     varlen_attn = None
 
 PACKED_SDPA = "packed_sdpa"  # the name of packed_attention in transformers
-KEPT_MASKS = 1 << 24  # entries of a row's masks that are kept from layer to layer
 
 # Layers that attend inside the packed row by position ids. Recurrent and linear-attention layers carry state across
 # sequence borders; chunked attention cuts at multiples of the row index, not of the position.
@@ -52,7 +51,7 @@ def position_ids_from_mask(attention_mask: Tensor) -> Tensor:
 
 def pack(sequences: Tensor, attention_mask: Tensor) -> PackedRow:
     """Drop the padding, which may be on both sides: (B, S) -> (1, T)."""
-    real = attention_mask.bool().cpu()  # one wait for the GPU instead of one for each size that the mask decides
+    real = attention_mask.bool().cpu()  # places and sizes are found there: one wait for a GPU, not one for each
     lengths = [n for n in real.sum(1).tolist() if n]
     if not lengths:
         raise ValueError("cannot pack a batch whose attention_mask is 0 everywhere")
@@ -160,7 +159,8 @@ class RowPlan:
     longest: tuple[int, int]  # the most queries and keys of a segment
     keys: Tensor | None  # places of all keys in the row, segment by segment; None: as they stand
     has_flash: bool  # FlashAttention runs on this device
-    masks: dict[tuple, Tensor] = field(default_factory=dict)
+    seen: list[int]  # keys of each segment, with its parent's
+    kept: dict[tuple, list[Tensor | None]] = field(default_factory=dict)  # masks by window and type
 
     @classmethod
     def of(cls, lengths: list[int], parents: list[int], device: torch.device) -> RowPlan:
@@ -177,20 +177,25 @@ class RowPlan:
             borders=(to_device(borders[0], device), to_device(borders[1], device)),
             longest=(max(lengths), max(seen)),
             keys=keys,
+            seen=seen,
             has_flash=device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0),
         )
 
-    def near(self, new: int, total: int, window: int | None, like: Tensor) -> Tensor:
-        """(new, total): 0 where the last ``new`` of ``total`` positions see another, else -inf."""
-        key = (new, total, window, like.dtype)
-        if (mask := self.masks.get(key)) is None:
-            seen = torch.ones(new, total, dtype=torch.bool, device=like.device).tril_(total - new)
-            if window is not None:
-                seen.triu_(total - new + 1 - window)
-            mask = torch.zeros(seen.shape, dtype=like.dtype, device=like.device).masked_fill_(~seen, float("-inf"))
-            if sum(m.numel() for m in self.masks.values()) + mask.numel() <= KEPT_MASKS:
-                self.masks[key] = mask
-        return mask
+    def masks(self, window: int | None, like: Tensor) -> list[Tensor | None]:
+        """For each segment (new, seen): 0 where a new position sees another, else -inf; None: it is causal."""
+        key = (window, like.dtype)
+        if key not in self.kept:
+            self.kept[key] = [_near(new, seen, window, like) for new, seen in zip(self.lengths, self.seen)]
+        return self.kept[key]
+
+
+def _near(new: int, total: int, window: int | None, like: Tensor) -> Tensor | None:
+    if new == total and (window is None or total <= window):
+        return None
+    seen = torch.ones(new, total, dtype=torch.bool, device=like.device).tril_(total - new)
+    if window is not None:
+        seen.triu_(total - new + 1 - window)
+    return torch.zeros(new, total, dtype=like.dtype, device=like.device).masked_fill_(~seen, float("-inf"))
 
 
 def segments_as_mask(
@@ -242,9 +247,10 @@ def packed_attention(
     if varlen is not None:
         output = _varlen((query, key, value), plan, varlen)
     elif dropout == 0 and torch.compiler.is_compiling():
-        output = _in_graph(query, key, value, attention_mask, window, scale)
+        output = _attend_op(query, key, value, attention_mask, window, scale)
     else:
-        output = _by_sequence(query, key, value, plan, window, scale=scale, dropout_p=dropout)
+        masks = plan.masks(window, query)
+        output = _by_sequence(query, key, value, plan, masks, scale=scale, dropout_p=dropout)
     return output[..., :width], None
 
 
@@ -267,24 +273,18 @@ def _window(module: nn.Module, options: dict[str, Any]) -> int | None:
 
 
 def _by_sequence(
-    query: Tensor, key: Tensor, value: Tensor, plan: RowPlan, window: int | None, **options: Any
+    query: Tensor, key: Tensor, value: Tensor, plan: RowPlan, masks: list[Tensor | None], **options: Any
 ) -> Tensor:
     """One call for each segment: (1, H, T, D) three times -> (1, T, H, D)."""
-    lengths, parents = plan.lengths, plan.parents
     groups = query.shape[1] // key.shape[1]
-    masked = plan.keys is not None or (window is not None and plan.longest[1] > window)
+    masked = any(mask is not None for mask in masks)
     if groups > 1 and not takes_fewer_keys(query, value, plan, masked):
         key, value, groups = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1), 1
     sdpa = partial(scaled_dot_product_attention, enable_gqa=groups > 1, **options)
-    outputs = []
     # split, not slices: a slice's backward pass writes a whole row of zeros for each sequence
-    keys, values = (_continued(x.split(lengths, 2), parents, 2) for x in (key, value))
-    for q, k, v in zip(query.split(lengths, 2), keys, values):
-        new, total = q.shape[2], k.shape[2]
-        if new == total and (window is None or total <= window):
-            outputs.append(sdpa(q, k, v, is_causal=True))
-        else:
-            outputs.append(sdpa(q, k, v, attn_mask=plan.near(new, total, window, q)))
+    keys, values = (_continued(x.split(plan.lengths, 2), plan.parents, 2) for x in (key, value))
+    rows = zip(query.split(plan.lengths, 2), keys, values, masks)
+    outputs = [sdpa(q, k, v, attn_mask=mask, is_causal=mask is None) for q, k, v, mask in rows]
     return torch.cat(outputs, 2).transpose(1, 2)
 
 
@@ -342,31 +342,31 @@ def _varlen(qkv: Iterable[Tensor], plan: RowPlan, options: dict[str, Any]) -> Te
 _INPUTS = "Tensor query, Tensor key, Tensor value, Tensor segments, SymInt? window, float? scale"
 
 
-def _attend(
-    query: Tensor, key: Tensor, value: Tensor, segments: Tensor, window: int | None, scale: float | None
-) -> Tensor:
-    plan = plan_of(segments, query.device)
-    return _by_sequence(query, key, value, plan, window, scale=scale).contiguous()
+def _attend(q: Tensor, k: Tensor, v: Tensor, segments: Tensor, window: int | None, scale: float | None) -> Tensor:
+    plan = plan_of(segments, q.device)
+    return _by_sequence(q, k, v, plan, plan.masks(window, q), scale=scale).contiguous()
 
 
-def _attend_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *options: Any) -> list[Tensor]:
-    """Runs the forward pass again."""
-    with torch.enable_grad():
-        inputs = [x.detach().requires_grad_() for x in (query, key, value)]
-        return [x.contiguous() for x in torch.autograd.grad(_attend(*inputs, *options), inputs, grad)]
+def _attend_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, segments: Tensor, window: int | None, scale: float | None
+) -> tuple[Tensor, ...]:
+    """Runs the forward pass again. vjp, because operators run below autograd."""
+    plan = plan_of(segments, q.device)
+    again = partial(_by_sequence, plan=plan, masks=plan.masks(window, q), scale=scale)
+    return tuple(x.contiguous() for x in torch.func.vjp(again, q, k, v)[1](grad))
 
 
-_in_graph = torch.library.custom_op(
+_attend_op = torch.library.custom_op(
     "lightppo::packed_attention", _attend, mutates_args=(), schema=f"({_INPUTS}) -> Tensor"
 )
-_in_graph_backward = torch.library.custom_op(
+_backward_op = torch.library.custom_op(
     "lightppo::packed_attention_backward",
-    lambda *args: tuple(_attend_backward(*args)),
+    _attend_backward,
     mutates_args=(),
     schema=f"(Tensor grad, {_INPUTS}) -> (Tensor, Tensor, Tensor)",
 )
-_in_graph.register_fake(lambda query, *_: query.transpose(1, 2).new_empty(query.transpose(1, 2).shape))
-_in_graph_backward.register_fake(lambda grad, *qkv: tuple(x.new_empty(x.shape) for x in qkv[:3]))
+_attend_op.register_fake(lambda query, *_: query.new_empty(query.transpose(1, 2).shape))
+_backward_op.register_fake(lambda grad, *inputs: tuple(x.new_empty(x.shape) for x in inputs[:3]))
 
 
 def _remember(ctx: Any, inputs: tuple, output: Tensor) -> None:
@@ -374,8 +374,8 @@ def _remember(ctx: Any, inputs: tuple, output: Tensor) -> None:
     ctx.options = inputs[4:]
 
 
-_in_graph.register_autograd(
-    lambda ctx, grad: (*_in_graph_backward(grad, *ctx.saved_tensors, *ctx.options), None, None, None),
+_attend_op.register_autograd(
+    lambda ctx, grad: (*_backward_op(grad, *ctx.saved_tensors, *ctx.options), None, None, None),
     setup_context=_remember,
 )
 

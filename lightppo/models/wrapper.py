@@ -189,6 +189,7 @@ class PretrainedWrapper(nn.Module):
             return Batch((sequences, attention_mask, None), places, real)
         self._probe_packing(sequences.device)
         row, device = None, sequences.device
+        attention_mask = attention_mask.cpu()  # sizes and places are found there, so that few steps wait for a GPU
         if num_actions is not None and self.shares_prompts:
             row = pack_shared(sequences, attention_mask, num_actions)
         row = pack(sequences, attention_mask) if row is None else row

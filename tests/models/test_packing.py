@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -11,11 +13,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     Gemma2Config,
     Lfm2Config,
+    LlamaConfig,
     MistralConfig,
     OPTConfig,
     PreTrainedModel,
@@ -26,6 +31,7 @@ from lightppo.config.rules import MicroBatchSpec
 from lightppo.models import packing
 from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic
+from lightppo.models.loading import compile_layers
 from lightppo.models.lora import LoraOptions, add_adapters
 from lightppo.models.packing import (
     PACKED_SDPA,
@@ -49,6 +55,7 @@ from lightppo.models.packing import (
 )
 from lightppo.models.wrapper import warn_that_nothing_is_shared
 from tests.models.conftest import COMMON, KV
+from tests.support.far_device import FarDevice
 
 LFM2 = Lfm2Config(**COMMON, num_key_value_heads=2, layer_types=["conv", "full_attention"])
 
@@ -142,9 +149,7 @@ def test_outputs_and_gradients_are_those_of_the_definition(kv_heads: int, window
     torch.manual_seed(0)
     lengths = [5, 1, 7]
     q, k, v = (torch.randn(1, h, 13, 8, requires_grad=True) for h in (4, kv_heads, kv_heads))
-    out, weights = packed_attention(
-        nn.Module(), q, k, v, segments_as_mask(lengths), scaling=0.5, sliding_window=window
-    )
+    out, weights = packed_attention(nn.Module(), q, k, v, segments_as_mask(lengths), scaling=0.5, sliding_window=window)
     expected = plain(q, k, v, lengths, window)
     assert weights is None
     torch.testing.assert_close(out, expected)
@@ -338,6 +343,115 @@ def test_expanded_keys_give_the_same(window: int | None, monkeypatch: pytest.Mon
     torch.testing.assert_close(out, expected)
 
 
+def waits_of_a_step(model: Actor | Critic, batch: Batch) -> Counter[str]:
+    """What waits for the GPU in one forward and backward pass."""
+    sequences, mask, num_actions = batch
+    with FarDevice() as far:
+        far.move(model)
+        sequences, mask = far.move(sequences), far.move(mask)
+        model(sequences, num_actions, mask)  # the first call also looks whether sequences are apart
+        far.waits.clear()
+        model(sequences, num_actions, mask).sum().backward()
+    return far.waits
+
+
+@pytest.mark.parametrize("varlen", [False, True], ids=["by sequence", "varlen"])
+@pytest.mark.parametrize("shared", [False, True], ids=["apart", "shared"])
+@pytest.mark.parametrize(
+    ("kind", "reentrant"), [("actor", None), ("actor", False), ("actor", True), ("critic", None), ("critic", False)]
+)
+def test_no_layer_waits_for_the_gpu(
+    kind: str, reentrant: bool | None, shared: bool, varlen: bool, with_kernel: Callable
+) -> None:
+    """With gradient checkpointing too; what is left is a handful for each micro batch."""
+    prompts = [[5, 6, 7], [8, 9]] if not shared else [[5, 6, 7]] * 2
+    batch = batch_of([(prompts[0], [10, 11]), (prompts[1], [12, 13, 14]), ([20], [21])])
+    if varlen:
+        with_kernel(lambda q, k, v, cu_q, cu_k, n, m, *, scale, window_size, enable_gqa: q + 0 * (k.sum() + v.sum()))
+    waits = []
+    for layers in (1, 3):
+        config = LlamaConfig(**{**COMMON, "num_hidden_layers": layers}, **KV, num_labels=1)
+        kinds = {"actor": (Actor, AutoModelForCausalLM), "critic": (Critic, AutoModelForSequenceClassification)}
+        wrapper, family = kinds[kind]
+        model = wrapper(family.from_config(config, attn_implementation="sdpa"), packing_samples=True).train()
+        if reentrant is not None:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        waits.append(waits_of_a_step(model, batch))
+    assert waits[0] == waits[1]
+    assert 0 < waits[0].total() <= 6
+
+
+@functools.cache
+def varlen_operator() -> Callable:
+    """A kernel that the compiler does not look into, as torch's."""
+
+    def forward(q, k, v, cu_q, cu_k, max_q: int, max_k: int, scale: float, back: int):
+        return lower_right((q, k, v), cu_q, cu_k, scale, back).contiguous()
+
+    def backward(grad, q, k, v, cu_q, cu_k, max_q: int, max_k: int, scale: float, back: int):
+        attend = lambda *qkv: lower_right(qkv, cu_q, cu_k, scale, back)  # noqa: E731
+        return tuple(x.contiguous() for x in torch.func.vjp(attend, q, k, v)[1](grad))
+
+    inputs = "Tensor q, Tensor k, Tensor v, Tensor cu_q, Tensor cu_k, SymInt n, SymInt m, float scale, SymInt back"
+    op = torch.library.custom_op("lightppo_tests::varlen", forward, mutates_args=(), schema=f"({inputs}) -> Tensor")
+    back_op = torch.library.custom_op(
+        "lightppo_tests::varlen_backward",
+        backward,
+        mutates_args=(),
+        schema=f"(Tensor grad, {inputs}) -> (Tensor, Tensor, Tensor)",
+    )
+    op.register_fake(lambda q, *_: q.new_empty(q.shape))
+    back_op.register_fake(lambda grad, *args: tuple(x.new_empty(x.shape) for x in args[:3]))
+
+    def setup(ctx, inputs, output):
+        ctx.save_for_backward(*inputs[:5])
+        ctx.rest = inputs[5:]
+
+    op.register_autograd(
+        lambda ctx, grad: (*back_op(grad, *ctx.saved_tensors, *ctx.rest), *[None] * 6), setup_context=setup
+    )
+
+    def kernel(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa):
+        return op(q, k, v, cu_q, cu_k, max_q, max_k, scale, window_size[0])
+
+    return kernel
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("varlen", [False, True], ids=["by sequence", "varlen"])
+def test_layers_are_compiled_once_for_all_rows(varlen: bool, causal_lm: MakeModel, with_kernel: Callable) -> None:
+    """Without a break, for any number of sequences, with shared prompts and without."""
+    if varlen:
+        with_kernel(varlen_operator())
+    actor, plain = Actor(causal_lm(), packing_samples=True), Actor(causal_lm(), packing_samples=True)
+    compiler = CompileCounterWithBackend("aot_eager")
+    compile_layers(actor.hf_model, backend=compiler)
+    draw = random.Random(0)
+    compiled = []
+    for rows in (3, 5, 2, 9):
+        prompt = [draw.randrange(3, 48) for _ in range(rows)]
+        batch = batch_of([(prompt, [draw.randrange(3, 48)] * draw.randint(1, 6)) for _ in range(rows)])
+        for sequences, mask, actions in (batch, (batch[0].flip(1), batch[1].flip(1), 3)):
+            results = []
+            for model in (plain, actor):
+                model.zero_grad()
+                out = model(sequences, actions, mask)
+                out.square().sum().backward()
+                results.append((out, [p.grad for p in model.parameters()]))
+            torch.testing.assert_close(*results, atol=1e-5, rtol=1e-4)
+        compiled.append(compiler.frame_count)
+    assert not counters["graph_break"]
+    assert 0 < compiled[0] == compiled[-1]
+
+
 def test_a_copied_mask_is_as_good() -> None:
     """As reentrant checkpointing makes of an argument that stands alone."""
     q, k, v = (torch.randn(1, 4, 21, 8) for _ in range(3))
@@ -392,8 +506,8 @@ def windowed(kind: str) -> PreTrainedModel:
 def test_windows_and_gradient_checkpointing(kind: str, checkpointing: bool, ragged: Batch) -> None:
     sequences, mask, num_actions = ragged
     gradients, log_probs = [], []
-    for packing in (False, True):
-        actor = Actor(windowed(kind), packing_samples=packing)
+    for packs in (False, True):
+        actor = Actor(windowed(kind), packing_samples=packs)
         actor.train()
         if checkpointing:
             actor.gradient_checkpointing_enable()
@@ -618,8 +732,8 @@ def test_actor_gives_the_same_logits(family: str, causal_lm: MakeModel, groups: 
 def test_critic_says_the_same(family: str, include_last: bool, classifier: MakeModel, groups: Batch) -> None:
     sequences, mask, num_actions = groups
     results = []
-    for packing in (False, True):
-        critic = Critic(make(family, classifier, AutoModelForSequenceClassification), packing_samples=packing).train()
+    for packs in (False, True):
+        critic = Critic(make(family, classifier, AutoModelForSequenceClassification), packing_samples=packs).train()
         critic(sequences, num_actions, mask)
         with counted(critic) as tokens:
             values = critic(sequences, num_actions, mask, include_last=include_last)
@@ -632,8 +746,8 @@ def test_critic_says_the_same(family: str, include_last: bool, classifier: MakeM
 
 def test_adapters_say_the_same(causal_lm: MakeModel, groups: Batch) -> None:
     results = []
-    for packing in (False, True):
-        actor = Actor(causal_lm(), packing_samples=packing)
+    for packs in (False, True):
+        actor = Actor(causal_lm(), packing_samples=packs)
         add_adapters(actor, LoraOptions(rank=4, alpha=8), seed=1)
         with torch.no_grad():  # adapters begin as nothing
             torch.manual_seed(3)
@@ -716,8 +830,8 @@ def test_the_load_balancing_loss_counts_every_sample(causal_lm: MakeModel, group
     """Where it is asked for, prompts are not shared: it is the mean over all tokens."""
     sequences, mask, num_actions = groups
     losses = []
-    for packing in (False, True):
-        actor = Actor(causal_lm("mixtral"), packing_samples=packing).eval()
+    for packs in (False, True):
+        actor = Actor(causal_lm("mixtral"), packing_samples=packs).eval()
         losses.append(actor.score_actions(sequences, num_actions, mask, router_loss=True).router_loss)
     torch.testing.assert_close(losses[1], losses[0], atol=1e-5, rtol=1e-5)
 

@@ -1,0 +1,100 @@
+"""A device that is no GPU, but as far away: counts what would make the host wait for a GPU."""
+
+from __future__ import annotations
+
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter, tree_map
+
+FAR = torch.device("lazy")  # what a far tensor says of its place; its numbers are in a tensor on the CPU
+_SIZES_FROM_VALUES = (  # the result is as long as the values say
+    *("nonzero", "masked_select", "masked_scatter_backward", "repeat_interleave"),
+    *("unique_dim", "_unique2", "unique_consecutive"),
+)
+
+
+class FarTensor(Tensor):
+    """A tensor on the far device."""
+
+    @staticmethod
+    def __new__(cls, near: Tensor) -> FarTensor:
+        far = Tensor._make_wrapper_subclass(
+            cls, near.shape, strides=near.stride(), dtype=near.dtype, device=FAR, requires_grad=near.requires_grad
+        )
+        far.near = near.detach()
+        return far
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        raise RuntimeError(f"{func} outside of a FarDevice")
+
+
+class _Tensors(TorchFunctionMode):
+    """torch.tensor copies to its device below all dispatch modes."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is torch.tensor and torch.device((kwargs or {}).get("device") or "cpu") == FAR:
+            return func(*args, **{**kwargs, "device": "cpu"}).to(FAR)
+        return func(*args, **(kwargs or {}))
+
+
+class FarDevice(TorchDispatchMode):
+    """Inside, tensors can be on the far device. ``waits`` counts by operator; two devices in one operator fail."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: Counter[str] = Counter()
+        self.tensors = _Tensors()
+
+    def __enter__(self) -> FarDevice:
+        torch.lazy = SimpleNamespace(_initialized=False)  # checkpointing asks for the device's random state
+        self.tensors.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self.tensors.__exit__(*error)
+        del torch.lazy
+
+    def move(self, x: Any) -> Any:
+        """A tensor, or a module in place, to the far device."""
+        return x._apply(FarTensor) if isinstance(x, torch.nn.Module) else FarTensor(x)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = dict(kwargs or {})
+        name = func.overloadpacket.__name__
+        tensors = [x for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)]
+        far = any(isinstance(x, FarTensor) for x in tensors)
+        near = any(not isinstance(x, FarTensor) and x.dim() for x in tensors)
+        to = kwargs.get("device")
+        if to is not None:
+            kwargs["device"] = torch.device("cpu")
+        stays = far if to is None else torch.device(to) == FAR
+        if name in ("_to_copy", "copy_"):
+            if (far and not stays) or (stays and near and not (kwargs.get("non_blocking") or args[-1] is True)):
+                self.waits[name] += 1
+        elif far and near:
+            raise RuntimeError(f"{func} of tensors on two devices")
+        elif far and (name in (*_SIZES_FROM_VALUES, "_local_scalar_dense", "equal") or _by_mask(name, args)):
+            self.waits[name] += 1
+        out = func(*tree_map(_near, args), **tree_map(_near, kwargs))
+        if func._schema.is_mutable and not name.startswith("_"):
+            return args[0]
+        return tree_map(lambda x: FarTensor(x) if isinstance(x, Tensor) else x, out) if stays else out
+
+
+def _near(x: Any) -> Any:
+    return x.near if isinstance(x, FarTensor) else x
+
+
+def _by_mask(name: str, args: tuple) -> bool:
+    """Indexing with a mask looks for its places first."""
+    return name in ("index", "index_put", "index_put_") and any(
+        i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1]
+    )
