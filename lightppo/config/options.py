@@ -52,7 +52,9 @@ class ModelConfig(Section):
         needs="zero_stage!=0 and critic_zero_stage!=0",
     )
     attn_implementation: Literal["auto", "eager", "sdpa", "flash_attention_2"] = option(
-        "auto", "auto: flash_attention_2 on a GPU in 16 bits with flash-attn, else sdpa.", off=("flash_attention_2",)
+        "auto",
+        "auto: sdpa; before torch 2.11 flash_attention_2, on a GPU in 16 bits with flash-attn.",
+        off=("flash_attention_2",),
     )
     flash_attn: bool = option(False, "The same as --attn_implementation flash_attention_2.")
     gradient_checkpointing: bool = per_role(

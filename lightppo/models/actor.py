@@ -228,8 +228,8 @@ class Actor(PretrainedWrapper):
             output.logits = output.logits[:, places]
         return output
 
-    def _run_rows(self, ids: Tensor, positions: Tensor) -> Tensor:
-        return self._run(ids, None, positions).logits
+    def _run_rows(self, ids: Tensor, segments: Tensor, positions: Tensor) -> Tensor:
+        return self._run(ids, segments, positions).logits
 
 
 def scoring_head(model: PreTrainedModel) -> nn.Linear | None:

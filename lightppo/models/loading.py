@@ -39,6 +39,7 @@ from transformers.utils import cached_file, is_flash_attn_2_available
 from transformers.utils import logging as hf_logging
 
 from lightppo.errors import ModelLoadError
+from lightppo.models.packing import VARLEN_TAKES
 from lightppo.models.quantised import quantise
 
 logger = logging.getLogger(__name__)
@@ -105,7 +106,7 @@ def _load(
     """A value head is set later, so that it may be missing, or with ``any_head`` of another shape."""
     model_class = auto_class._model_mapping.get(type(config), None)
     kwargs: dict[str, Any] = {
-        "attn_implementation": resolve_attn_implementation(o.attn_implementation, o.dtype, model_class),
+        "attn_implementation": resolve_attn_implementation(o.attn_implementation, o.dtype, model_class, config),
         "dtype": o.dtype,
         "trust_remote_code": o.trust_remote_code,
     }
@@ -246,11 +247,14 @@ def _zero_dropout_attributes(owner: PretrainedConfig | nn.Module) -> None:
 
 
 def resolve_attn_implementation(
-    name: str, dtype: torch.dtype | Literal["auto"], model_class: type | None = None
+    name: str,
+    dtype: torch.dtype | Literal["auto"],
+    model_class: type | None = None,
+    config: PretrainedConfig | None = None,
 ) -> str | None:
-    """The flag for transformers. "auto" is flash_attention_2 if usable, else None, and transformers chooses."""
-    if name not in ("auto", "flash_attention_2"):
-        return name
+    """The flag for transformers; None: it chooses. "auto" is flash_attention_2 if usable, after torch's own kernel."""
+    if name not in ("auto", "flash_attention_2") or (name == "auto" and torch_has_flash(model_class, config)):
+        return None if name == "auto" else name
     supported = getattr(model_class, "_supports_flash_attn", name == "flash_attention_2")  # code of its own: try
     obstacles = {
         "there is no CUDA device": not torch.cuda.is_available(),
@@ -265,6 +269,16 @@ def resolve_attn_implementation(
             "Set --attn_implementation sdpa."
         )
     return None if reasons else "flash_attention_2"
+
+
+def torch_has_flash(model_class: type | None, config: PretrainedConfig | None) -> bool:
+    """Whether sdpa runs packed rows of this model by FlashAttention, as torch does from 2.11 on.
+
+    It is the same kernel as flash-attn's, without waiting in each layer, and shares prompts; decoding keeps its slots.
+    """
+    text = None if config is None else config.get_text_config()
+    capped = getattr(text, "attn_logit_softcapping", None) is not None  # transformers' sdpa leaves the capping out
+    return "window_size" in VARLEN_TAKES and getattr(model_class, "_supports_sdpa", False) and not capped
 
 
 class _Zero3LoadConfig(SimpleNamespace):

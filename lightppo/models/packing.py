@@ -168,8 +168,7 @@ class RowPlan:
         borders = [torch.tensor([0, *accumulate(n)], dtype=torch.int32) for n in (lengths, seen)]
         keys = None
         if seen != lengths:
-            places = torch.arange(sum(lengths)).split(lengths)
-            keys = to_device(torch.cat(_continued(places, parents, 0)), device)
+            keys = to_device(torch.cat(_continued(torch.arange(sum(lengths)).split(lengths), parents, 0)), device)
         return cls(
             tokens=sum(lengths),
             lengths=lengths,
@@ -217,13 +216,6 @@ def plan_of(mask: Tensor, device: torch.device) -> RowPlan:
     return RowPlan.of(*mask[0, 0].tolist(), device) if plan is None else plan
 
 
-def segments_from_position_ids(position_ids: Tensor) -> Tensor:
-    """:func:`segments_as_mask` of a packed row (1, T) whose sequences are apart."""
-    starts = (position_ids[0].cpu() == 0).nonzero()[:, 0]  # (N,)
-    lengths = starts.diff(append=starts.new_tensor([position_ids.shape[1]]))
-    return segments_as_mask(lengths.tolist(), None, position_ids.device)
-
-
 def packed_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
@@ -238,20 +230,18 @@ def packed_attention(
     if query.shape[2] != plan.tokens:
         raise ValueError(f"a packed row of {query.shape[2]} tokens cannot hold sequences of {plan.tokens}")
     window, scale, dropout = _window(module, options), options.get("scaling"), options.get("dropout", 0.0)
-    width = value.shape[-1]
-    if width < query.shape[-1]:  # MLA: no fast kernel takes values narrower than keys
-        value = pad(value, (0, query.shape[-1] - width))
-    varlen = None
-    if dropout == 0 and flash_fits(query, value, plan):
-        varlen = varlen_options(query, window, scale)
-    if varlen is not None:
+    width, narrower = value.shape[-1], query.shape[-1] - value.shape[-1]
+    if narrower > 0:  # MLA: few fast kernels take values narrower than keys
+        value = pad(value, (0, narrower))
+    fits = dropout == 0 and flash_fits(query, value, plan)
+    if (varlen := varlen_options(query, window, scale) if fits else None) is not None:
         output = _varlen((query, key, value), plan, varlen)
     elif dropout == 0 and torch.compiler.is_compiling():
         output = _attend_op(query, key, value, attention_mask, window, scale)
     else:
         masks = plan.masks(window, query)
         output = _by_sequence(query, key, value, plan, masks, scale=scale, dropout_p=dropout)
-    return output[..., :width], None
+    return output[..., :width] if narrower > 0 else output, None
 
 
 AttentionInterface.register(PACKED_SDPA, packed_attention)

@@ -32,7 +32,6 @@ from lightppo.models.packing import (
     position_ids_from_mask,
     read,
     segments_as_mask,
-    segments_from_position_ids,
     takes_segments,
     to_device,
 )
@@ -152,7 +151,7 @@ class PretrainedWrapper(nn.Module):
         """Keep activations again."""
         self.hf_model.gradient_checkpointing_disable()
 
-    def _run_rows(self, ids: Tensor, positions: Tensor) -> Tensor:
+    def _run_rows(self, ids: Tensor, segments: Tensor, positions: Tensor) -> Tensor:
         """(1, T) token ids and positions of a packed row -> (1, T, ·), as the subclass reads them."""
         raise NotImplementedError
 
@@ -171,9 +170,11 @@ class PretrainedWrapper(nn.Module):
         was_training = model.training
         model.eval()
         try:
-            alone, row = self._run_rows(ids[:, 5:], positions[:, 5:]), self._run_rows(ids, positions)
+            both = ids, segments_as_mask([5, 4], device=device), positions
+            alone = self._run_rows(ids[:, 5:], segments_as_mask([4], device=device), positions[:, 5:])
+            row = self._run_rows(*both)
             with only_at(parts, places):
-                partly = self._run_rows(ids, positions)
+                partly = self._run_rows(*both)
         finally:
             model.train(was_training)
         if not alike(row[:, 5:], alone):
@@ -237,14 +238,11 @@ def model_inputs(
 ) -> dict[str, Any]:
     """Keyword arguments for a Hugging Face forward without a cache, of a batch (B, S) or a packed row (1, T).
 
-    A packed row's mask is None, or its segments (:func:`segments_as_mask`). ``reads_mask``: the model's forward itself
-    reads it, as the load-balancing loss does, so that segments would not do.
+    A packed row's mask is its segments (:func:`segments_as_mask`). ``reads_mask``: the model's forward itself reads it,
+    as the load-balancing loss does, so that segments would not do.
     """
-    if position_ids is not None:
-        if reads_mask or not takes_segments(module):
-            attention_mask = None  # positions say it all
-        elif attention_mask is None:
-            attention_mask = segments_from_position_ids(position_ids)
+    if position_ids is not None and (reads_mask or not takes_segments(module)):
+        attention_mask = None  # positions say it all
     inputs = {"input_ids": ids, "attention_mask": attention_mask, "use_cache": False}
     if takes(module, "position_ids"):
         inputs["position_ids"] = position_ids_from_mask(attention_mask) if position_ids is None else position_ids

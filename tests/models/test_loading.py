@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from support.ranks import run_ranks
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
-from transformers import BertConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import BertConfig, Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from lightppo.compat import get_llm_for_sequence_regression
 from lightppo.errors import ModelLoadError
@@ -156,7 +156,14 @@ def test_attention_choice_with_flash_attention(monkeypatch: pytest.MonkeyPatch) 
     class Unable(LlamaForCausalLM):
         _supports_flash_attn = False
 
-    assert resolve_attn_implementation("auto", torch.bfloat16, LlamaForCausalLM) == "flash_attention_2"
+    # torch's own kernel for packed rows comes first: it also shares prompts
+    monkeypatch.setattr(loading, "VARLEN_TAKES", {"scale", "window_size"})
+    assert resolve_attn_implementation("auto", torch.bfloat16, LlamaForCausalLM, LlamaConfig()) is None
+    assert resolve_attn_implementation("flash_attention_2", torch.bfloat16, LlamaForCausalLM) == "flash_attention_2"
+    # it leaves out Gemma 2's soft capping
+    assert resolve_attn_implementation("auto", torch.bfloat16, Gemma2ForCausalLM, Gemma2Config()) == "flash_attention_2"
+    monkeypatch.setattr(loading, "VARLEN_TAKES", {"is_causal"})
+    assert resolve_attn_implementation("auto", torch.bfloat16, LlamaForCausalLM, LlamaConfig()) == "flash_attention_2"
     assert resolve_attn_implementation("flash_attention_2", torch.bfloat16, LlamaForCausalLM) == "flash_attention_2"
     assert (
         resolve_attn_implementation("flash_attention_2", torch.bfloat16, None) == "flash_attention_2"

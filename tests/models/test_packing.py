@@ -51,7 +51,6 @@ from lightppo.models.packing import (
     real_actions,
     scatter,
     segments_as_mask,
-    segments_from_position_ids,
     takes_segments,
     varlen_parameters,
 )
@@ -470,11 +469,6 @@ def test_a_layer_that_hides_its_window_is_refused() -> None:
     layer.config = Gemma2Config()
     with pytest.raises(NotImplementedError, match="--packing_samples: Module"):
         packed_attention(layer, q, q, q, segments_as_mask([4]))
-
-
-def test_segments_from_position_ids() -> None:
-    mask = segments_from_position_ids(torch.tensor([[0, 1, 2, 0, 0, 1]]))
-    assert mask.tolist() == [[[[3, 1, 2], [-1, -1, -1]]]]
 
 
 def test_only_sdpa_is_replaced(causal_lm: MakeModel, attention: str) -> None:
