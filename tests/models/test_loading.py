@@ -496,7 +496,8 @@ def test_compiled_layers_give_the_same(packing: bool, causal_lm: MakeModel, ragg
     with generation_mode(actor.hf_model):
         actor.hf_model(ragged[0])
     assert counter.frame_count == 0
-    torch.testing.assert_close(gradients_of(actor, ragged), plain, atol=1e-5, rtol=1e-4)
+    # the compiler takes the model's own norms and rotary embeddings, which round otherwise
+    torch.testing.assert_close(gradients_of(actor, ragged), plain, atol=1e-4, rtol=1e-3)
     assert counter.frame_count > 0
     assert names == [name for name, _ in actor.named_parameters()]
 

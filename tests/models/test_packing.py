@@ -443,7 +443,7 @@ def test_layers_are_compiled_once_for_all_rows(varlen: bool, with_kernel: Callab
                 out = model(sequences, actions, mask)
                 out.square().sum().backward()
                 results.append((out, [p.grad for p in model.parameters()]))
-            torch.testing.assert_close(*results, atol=1e-5, rtol=1e-4)
+            torch.testing.assert_close(*results, atol=1e-4, rtol=1e-3)
         compiled.append(compiler.frame_count)
     assert not counters["graph_break"]
     assert 0 < compiled[0] == compiled[-1]
