@@ -13,7 +13,7 @@ ENGINE ?= hf
 
 .DEFAULT_GOAL := help
 .PHONY: help install quickstart rlhf test test-all lint docs bench bench-scaling bench-memory bench-rollouts bench-ranks
-.PHONY: test-faults soak house reference-runs coverage clean
+.PHONY: gpu-check test-faults soak house reference-runs coverage clean
 
 help:
 	@echo "make quickstart   install, then SFT and PPO of a small model on this machine, with a report (about 5 minutes)"
@@ -30,6 +30,7 @@ help:
 	@echo "make bench-scaling, make bench-memory   time per real token, memory at ZeRO 0 to 3; QUICK=1 too"
 	@echo "make bench-rollouts   tokens per second of each rollout engine, and what pushing weights costs; QUICK=1 too"
 	@echo "make bench-ranks  what many ranks cost each other in a step, without models; QUICK=1 too"
+	@echo "make gpu-check    on a GPU: what only one can show, into docs/performance.md; PARTS=head,train; DEVICE=cpu tries it"
 	@echo "make house        files, lines, imports, and what one PPO step runs through; TREE=DIR for another checkout"
 	@echo "make reference-runs BASE=main   short trainings here and at a revision: are all numbers the same, to the last bit?"
 
@@ -104,6 +105,10 @@ bench-ranks: $(INSTALLED)
 bench-rollouts: $(INSTALLED)
 	$(BIN)/python benchmarks/rollout_engines.py $(if $(QUICK),--quick) $(BENCH_ARGS)
 	$(BIN)/python benchmarks/report.py --write
+
+# PARTS=head,train measures some; the same command goes on behind the last row. DEVICE=cpu tries the command itself.
+gpu-check: $(INSTALLED)
+	$(BIN)/python benchmarks/gpu_check.py --write $(if $(PARTS),--parts $(PARTS)) $(if $(DEVICE),--device $(DEVICE)) $(BENCH_ARGS)
 
 house: $(INSTALLED)
 	$(BIN)/python benchmarks/house.py $(if $(TREE),--tree $(TREE)) $(HOUSE_ARGS)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,7 +57,7 @@ def run(
     with log.open("wb") as output:
         process = subprocess.Popen(
             list(map(str, words)), cwd=cwd, env={**os.environ, **variables}, stdin=subprocess.DEVNULL,
-            stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+            stdout=output, stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=_end_with_parent,
         )  # fmt: skip
         try:
             while True:
@@ -70,7 +73,7 @@ def run(
                 gpu_peak = max(gpu_peak, gpu_memory_used())
                 time.sleep(0.2)
         except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)
+            _end(process)
             raise
     process.returncode = os.waitstatus_to_exitcode(status)
     seconds = time.monotonic() - start
@@ -79,6 +82,21 @@ def run(
     print(f"  done in {seconds:.0f} s", flush=True)
     peak = gpu_peak - gpu_before or usage.ru_maxrss * 1024
     return Finished(shown, seconds, peak, (load, os.getloadavg()[0]))
+
+
+def _end(process: subprocess.Popen) -> None:
+    """The command may end what it has started itself; then its group goes."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(5)
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _end_with_parent() -> None:
+    """By the kernel, however this process ends: a killed benchmark leaves nothing behind that holds the machine."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def gpu_memory_used() -> int:

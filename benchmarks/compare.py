@@ -58,24 +58,27 @@ class Run:
     version: str
 
 
-def run_trl(workload: Workload, scale: str, folder: Path, options: argparse.Namespace) -> Run:
-    """One run of TRL."""
+def run_trl(workload: Workload, scale: str, folder: Path, options: argparse.Namespace, assets: Path) -> Run:
+    """One run of TRL, in its own environment or in this one with an unpacked TRL before all else."""
     output = folder / f"{workload.name}-trl.json"
-    command = [folder / "trl" / "bin" / "python", "benchmarks/trl_side.py", "--workload", workload.name,
-               "--scale", scale, "--assets", folder / "assets", "--iterations", options.iterations + 1,
-               "--output", output]  # fmt: skip
-    older = {"PYTHONPATH": str(folder / "trl_ppo")} if workload.critic else {}
-    done = run(command, log=folder / "logs" / f"{workload.name}-trl.log", timeout=options.timeout,
-               **older, **environment(options))  # fmt: skip
+    python = sys.executable if options.trl else folder / "trl" / "bin" / "python"
+    command = [python, "benchmarks/trl_side.py", "--workload", workload.name, "--scale", scale, "--assets", assets,
+               "--iterations", options.iterations + 1, "--output", output]  # fmt: skip
+    first = options.trl
+    if workload.critic:
+        first = options.trl_of_ppo if options.trl else folder / "trl_ppo"
+    path = [first, os.environ.get("PYTHONPATH") if options.trl else None]
+    variables = {"PYTHONPATH": os.pathsep.join(map(str, filter(None, path)))} | environment(options)
+    done = run(command, log=folder / "logs" / f"{workload.name}-trl.log", timeout=options.timeout, **variables)
     said = json.loads(output.read_text())
     return Run(said["iterations"][1:], done, said["version"])
 
 
-def run_lightppo(workload: Workload, scale: str, folder: Path, options: argparse.Namespace) -> Run:
+def run_lightppo(workload: Workload, scale: str, folder: Path, options: argparse.Namespace, assets: Path) -> Run:
     """One run of ``examples/train_ppo.py``, in this environment."""
     output = folder / f"{workload.name}-lightppo"
     shutil.rmtree(output, ignore_errors=True)
-    flags = lightppo_flags(workload, SCALES[scale], folder / "assets", output, options.iterations + 1)
+    flags = lightppo_flags(workload, SCALES[scale], assets, output, options.iterations + 1)
     done = run([sys.executable, "examples/train_ppo.py", *flags], log=folder / "logs" / f"{workload.name}-lightppo.log",
                timeout=options.timeout, **environment(options))  # fmt: skip
     return Run(lightppo_iterations(output / "metrics.jsonl"), done, versions())
@@ -103,7 +106,10 @@ def together(runs: list[Run], workload: Workload, scale: str, peak: float, **abo
 def versions() -> str:
     from importlib.metadata import version
 
-    return ", ".join(f"{name} {version(name)}" for name in ("lightppo", "deepspeed", "transformers", "torch"))
+    import lightppo  # is not installed where PYTHONPATH names it
+
+    others = ", ".join(f"{name} {version(name)}" for name in ("deepspeed", "transformers", "torch"))
+    return f"lightppo {lightppo.__version__}, {others}"
 
 
 def environment(options: argparse.Namespace) -> dict[str, str]:
@@ -133,6 +139,8 @@ def main() -> None:
     parser.add_argument("--scale", choices=SCALES, help="default: gpu where torch sees one, else cpu")
     parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1), help="OMP_NUM_THREADS")
     parser.add_argument("--timeout", type=float, default=3600, help="seconds of one run")
+    parser.add_argument("--trl", type=Path, help="folder with an unpacked TRL, instead of an environment of its own")
+    parser.add_argument("--trl_of_ppo", type=Path, help="the same of the TRL that has PPO")
     options = parser.parse_args()
     if options.quick:
         options.iterations = options.rounds = 1
@@ -140,7 +148,7 @@ def main() -> None:
     result_file = folder / "compare.json"
     older = json.loads(result_file.read_text()) if result_file.is_file() else {"workloads": {}}
 
-    if "trl" in options.sides:
+    if "trl" in options.sides and not options.trl:
         install_trl(folder, folder / "logs", options.timeout)
     about = machine(folder, options)
     scale = options.scale or ("gpu" if about["gpu"] else "cpu")
@@ -155,7 +163,7 @@ def main() -> None:
         runs: dict[str, list[Run]] = {side: [] for side in SIDES if side in options.sides}
         for _ in range(options.rounds):
             for side, of_side in runs.items():
-                of_side.append(SIDES[side](WORKLOADS[name], scale, folder, options))
+                of_side.append(SIDES[side](WORKLOADS[name], scale, folder, options, folder / "assets"))
         for side, of_side in runs.items():
             shares = side == "lightppo"  # a prompt goes through its models once for all samples
             sides[side] = together(of_side, WORKLOADS[name], scale, about["peak_flops"], shares_prompts=shares)

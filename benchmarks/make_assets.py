@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from workloads import BOS, EOS, PAD, SCALES, SEED, SPECIAL_TOKENS, WORKLOADS, Scale, prompt_texts
 
 if TYPE_CHECKING:
-    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 # One channel of the residual stream is the same for every token, and end-of-text has its logit from there. It is as
 # large as all others together, so that the layers do not move it much.
@@ -39,12 +39,10 @@ def build_tokenizer(scale: Scale) -> PreTrainedTokenizerFast:
     )
 
 
-def build_model(scale: Scale, seed: int = SEED) -> LlamaForCausalLM:
-    """Random weights; the head is set so that end-of-text has ``scale.end_probability``."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+def llama_config(scale: Scale) -> LlamaConfig:
+    from transformers import LlamaConfig
 
-    config = LlamaConfig(
+    return LlamaConfig(
         vocab_size=scale.vocabulary,
         hidden_size=scale.hidden,
         intermediate_size=scale.intermediate,
@@ -57,6 +55,14 @@ def build_model(scale: Scale, seed: int = SEED) -> LlamaForCausalLM:
         bos_token_id=SPECIAL_TOKENS.index(BOS),
         eos_token_id=SPECIAL_TOKENS.index(EOS),
     )
+
+
+def build_model(scale: Scale, seed: int = SEED) -> LlamaForCausalLM:
+    """Random weights; the head is set so that end-of-text has ``scale.end_probability``."""
+    import torch
+    from transformers import LlamaForCausalLM
+
+    config = llama_config(scale)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = LlamaForCausalLM(config).eval()

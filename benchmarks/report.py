@@ -147,7 +147,43 @@ def rollout_engines_block(data: dict[str, Any]) -> str:
     return "\n\n".join(blocks)
 
 
+def gpu_check_block(data: dict[str, Any]) -> str:
+    """Goals, and of each part what was measured, in the rows' own names."""
+    about = data["machine"] | {"gpu": data["machine"]["gpu"] if data["device"] == "cuda" else None}
+    blocks = [machine_line(about, data["date"]), table(["goal", "aim", "measured", ""], data["goals"])]
+    for part, found in data["parts"].items():
+        told = {"skipped": "not measured", "error": "failed"}
+        good = {name: row for name, row in found["rows"].items() if not row.keys() & told.keys()}
+        names = dict.fromkeys(key for row in good.values() for key in row if not isinstance(row[key], list))
+        rows = [[name, *(_cell(row.get(key, "")) for key in names)] for name, row in good.items()]
+        title = f"**{part}**" if found.get("state") == "done" else f"**{part}** ({found.get('state', 'not finished')})"
+        blocks += [title, table(["", *(key.replace("_", " ") for key in names)], rows)] if good else [title]
+        for key, said in told.items():
+            other = [
+                f"{name} ({' '.join(row[key].split())[-160:]})" for name, row in found["rows"].items() if key in row
+            ]
+            blocks += [f"{said}: {'; '.join(other)}."] if other else []
+    return "\n\n".join(blocks)
+
+
+def _cell(value: Any) -> str:
+    """A number in few characters."""
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return f"{value:,}" if isinstance(value, int) else str(value).replace("|", "/")
+
+
+def write(found: dict[str, dict[str, Any]]) -> None:
+    """Blocks of these names into the page."""
+    page = PAGE.read_text(encoding="utf-8")
+    for name, data in found.items():
+        page = replace_block(page, name, BLOCKS[name](data))
+    PAGE.write_text(page, encoding="utf-8")
+    print(f"\nwrote {PAGE}")
+
+
 BLOCKS = {
+    "gpu_check": gpu_check_block,
     "compare": compare_block,
     "scaling": scaling_block,
     "memory": memory_block,

@@ -59,16 +59,20 @@ def test_relative_links_resolve(page):
     assert not broken
 
 
+def flags_added(script: Path) -> set[str]:
+    """By its ``add_argument``."""
+    calls = [node for node in ast.walk(ast.parse(script.read_text())) if isinstance(node, ast.Call)]
+    added = [call.args[0] for call in calls if getattr(call.func, "attr", None) == "add_argument"]
+    return {flag.value.removeprefix("--") for flag in added if isinstance(flag, ast.Constant)}
+
+
 @cache
 def known_flags() -> set[str]:
     names = {option.name for option in all_options()}
     names |= {option.name for kind in COMMANDS.values() for option in kind.all_options()} | RowsConfig.options().keys()
     commands = ("serve_reward", "serve_vllm", "replay", "diff", "convert", "chat", "memory")
     files = [f"commands/{name}.py" for name in commands] + ["trainer/report.py"]
-    servers = [ast.parse((REPO / "lightppo" / file).read_text()) for file in files]
-    calls = [node for server in servers for node in ast.walk(server) if isinstance(node, ast.Call)]
-    added = [call.args[0] for call in calls if getattr(call.func, "attr", None) == "add_argument"]
-    names |= {flag.value.removeprefix("--") for flag in added if isinstance(flag, ast.Constant)}
+    names |= {name for file in files for name in flags_added(REPO / "lightppo" / file)}
     for file in ("run.py", "make_assets.py"):
         quickstart = ast.parse((REPO / "examples" / "quickstart" / file).read_text())
         main = next(node for node in quickstart.body if isinstance(node, ast.FunctionDef) and node.name == "main")
@@ -81,6 +85,7 @@ def test_flags_exist(page):
     pages = ("README.md", "migrating.md", "troubleshooting.md", "rollouts.md", "multi-node.md", "checkpoints.md")
     others = OTHER_FLAGS if page.name in pages else set()
     others |= VLLM_FLAGS if page.name == "rollouts.md" else set()
+    others |= flags_added(REPO / "benchmarks" / "gpu_check.py") if page.name == "performance.md" else set()
     assert named - known_flags() - OWN_OTHER_FLAGS - others == set()
 
 

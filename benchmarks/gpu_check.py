@@ -1,0 +1,475 @@
+"""What only a GPU can show, part by part, into docs/performance.md: ``make gpu-check``.
+
+    python benchmarks/gpu_check.py [--parts head train] [--minutes 9] [--write]
+    PYTHONPATH=.:SITE python3 benchmarks/gpu_check.py          # without make: SITE has what torch's Python lacks
+    python benchmarks/gpu_check.py --device cpu                # tiny sizes: does the command itself work?
+
+A part is a process with a time limit, and all of them take 40 minutes. Each row is written as soon as it is measured,
+``gpu_check/PART.json`` below the run's folder; a second call goes on behind the last row. What fails is a row, too.
+Models have random weights; nothing is downloaded but TRL, where ``--trl`` does not name it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import json
+import os
+import shutil
+import signal
+import statistics
+import sys
+import time
+import traceback
+import xml.etree.ElementTree
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from commands import REPO, run, tail
+from gpu_kernels import decode, head, kernels, lacks, train
+from workloads import SCALES, WORKLOADS, lightppo_flags
+
+NEEDS = (
+    "one CUDA GPU of 80 GB, torch with CUDA, transformers, and for ZeRO, LoRA and PPO runs deepspeed, datasets, peft"
+)
+GOALS = {  # said -> (part, rows that begin so, field, at least or at most)
+    "training MFU, 0.6B, bf16, packed": ("train", "0.6B", "mfu", 0.45),
+    "training MFU, 1.5B, bf16, packed": ("train", "1.5B", "mfu", 0.45),
+    "W1, TRL's time / lightppo's": ("bench", "W1 lightppo", "ratio", 3.0),
+    "W2, TRL's time / lightppo's": ("bench", "W2 lightppo", "ratio", 3.0),
+    "rollouts / vLLM alone, tokens per second": ("vllm", "lightppo", "of_vllm_alone", 0.9),
+    "a push / a step": ("vllm", "lightppo", "push_share", -0.02),
+}
+
+
+class Stopped(BaseException):
+    """The driver's time is over: the row that runs is measured again by the next call."""
+
+
+class Rows:
+    """The rows of a part's file: ``rows(name, action)`` runs what is not there yet and writes its numbers at once."""
+
+    def __init__(self, file: Path, options: argparse.Namespace) -> None:
+        self.file, self.options, self.device = file, options, options.device
+        self.data = json.loads(file.read_text()) if file.is_file() else {"rows": {}, "tries": {}}
+
+    def __call__(self, name: str, action: Callable[[], dict[str, Any]], lacks: str = "") -> dict[str, Any]:
+        rows, tries = self.data["rows"], self.data["tries"]
+        if name in rows:
+            return rows[name]
+        start, tries[name] = time.monotonic(), tries.get(name, 0) + 1
+        self.save()
+        try:
+            if tries[name] > 2:
+                raise RuntimeError("it has ended the process twice")
+            rows[name] = {"skipped": lacks} if lacks else action()
+        except Stopped:
+            tries[name] -= 1
+            self.save()
+            raise
+        except (Exception, SystemExit) as error:  # a part goes on behind what fails
+            rows[name] = {"error": f"{type(error).__name__}: {str(error)[-600:]}"}
+            traceback.print_exc()
+        rows[name]["seconds"] = round(time.monotonic() - start, 1)
+        print(f"{name}: {rows[name]}", flush=True)
+        self.save()
+        if "CUDA error" in rows[name].get("error", ""):  # of no further use: the driver starts another process
+            sys.exit(1)
+        gc.collect()
+        if self.device == "cuda":
+            import torch
+
+            torch.cuda.empty_cache()
+        return rows[name]
+
+    def save(self) -> None:
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        part = self.file.with_suffix(".new")
+        part.write_text(json.dumps(self.data, indent=1) + "\n")
+        os.replace(part, self.file)
+
+    @property
+    def small(self) -> bool:
+        return self.device == "cpu"
+
+    @property
+    def scale(self) -> str:
+        """Of the PPO runs; see ``workloads.SCALES``."""
+        return "tiny" if self.small else "gpu"
+
+    @property
+    def peak(self) -> float:
+        """Operations per second of this device's fastest matrix product."""
+        return json.loads((self.file.parent / "machine.json").read_text())["peak_flops"]
+
+    @property
+    def logs(self) -> Path:
+        return self.file.parent / "logs"
+
+    def assets(self, scale: str = "") -> Path:
+        """Model, tokenizer and prompts of a scale, made once."""
+        scale = scale or self.scale
+        folder = self.file.parent / f"assets-{scale}"
+        if not (folder / "made").is_file():
+            words = [sys.executable, "benchmarks/make_assets.py", "--output_dir", folder, "--scale", scale]
+            run(words, log=self.logs / "assets.log", timeout=600)
+            (folder / "made").touch()
+        return folder
+
+
+# -- whole runs --------------------------------------------------------------------------------------------------------
+
+
+def on(device: str) -> dict[str, str]:
+    """The environment of a process there."""
+    return {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {"DS_ACCELERATOR": "cuda"}
+
+
+def ppo(rows: Rows, name: str, scale: str, flags: list[str], steps: tuple[int, ...], device: str = "") -> list[dict]:
+    """The metrics of a run, ``steps`` after each other: the second and further ones resume from a checkpoint."""
+    folder = rows.file.parent / "runs" / name.replace(" ", "-").replace(",", "")
+    shutil.rmtree(folder, ignore_errors=True)
+    work = replace(WORKLOADS["W1"], prompts=8, minibatch=4)
+    for last in steps:
+        words = lightppo_flags(work, SCALES[scale], rows.assets(scale), folder, last)
+        # left to the run: rows by the GPU's memory, and which of both scores
+        for left in ("--micro_rollout_batch_size", *(["--reward_fn"] if "--reward_pretrain" in flags else [])):
+            at = words.index(left)
+            del words[at : at + 2]
+        words += ["--max_samples", str(work.prompts), "--resume", "auto", "--save_steps", str(steps[0]), *flags]
+        run([sys.executable, "examples/train_ppo.py", *words], log=rows.logs / f"ppo-{folder.name}.log",
+            timeout=600, TOKENIZERS_PARALLELISM="false", **on(device or rows.device))  # fmt: skip
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    shutil.rmtree(folder)
+    return [row for row in found if "perf/time_step" in row]
+
+
+ZERO: dict[str, list[str]] = {
+    "ZeRO 0": ["--zero_stage", "0"],
+    "ZeRO 1": ["--zero_stage", "1"],
+    "ZeRO 2": ["--zero_stage", "2"],
+    "ZeRO 3": ["--zero_stage", "3"],
+    "ZeRO 2, Adam offloaded": ["--zero_stage", "2", "--adam_offload"],
+    "ZeRO 3, all offloaded": ["--zero_stage", "3", "--adam_offload", "--param_offload", "--ref_offload"],
+    "ZeRO 2, bf16": ["--zero_stage", "2", "--bf16"],
+    "ZeRO 3, bf16": ["--zero_stage", "3", "--bf16"],
+}
+COMPARED = ("train/policy_loss", "train/critic_loss", "train/actor_grad_norm", "train/critic_grad_norm", "rollout/kl",
+            "rollout/response_length")  # fmt: skip
+
+
+def zero(rows: Rows) -> None:
+    """Two PPO steps, a checkpoint, two more after resuming, against four steps on a CPU."""
+    reason = lacks("deepspeed", "datasets")
+
+    def reference() -> dict[str, Any]:
+        found = ppo(rows, "CPU", "tiny", ZERO["ZeRO 0"], (4,), "cpu")
+        return {"by_step": [{key: row[key] for key in COMPARED if key in row} for row in found]}
+
+    def measure(name: str, flags: list[str]) -> dict[str, Any]:
+        found, by_cpu = ppo(rows, name, "tiny", flags, (2, 4)), rows("CPU", reference)["by_step"]
+        keys = [key for key in COMPARED if key in by_cpu[0]]
+        off = {key: max(abs(a[key] - b[key]) / max(abs(b[key]), 1e-2) for a, b in zip(found, by_cpu)) for key in keys}
+        worst = max(off, key=off.get)
+        if len(found) != 4 or off[worst] > (0.5 if "--bf16" in flags else 0.02):
+            raise ValueError(f"{len(found)} steps; off by {off[worst]:.3g} of the CPU's {worst}")
+        return {"steps": len(found), "compared": len(keys), "largest_difference": off[worst], "of": worst}
+
+    rows("CPU", reference, reason)
+    for name, flags in ZERO.items():
+        rows(name, partial(measure, name, flags), reason)
+
+
+def adapters(rows: Rows) -> None:
+    """LoRA, 4 bits, and a reward model and a critic at ZeRO-3: two steps and two more after resuming."""
+    reason, precision = lacks("deepspeed", "datasets"), [] if rows.small else ["--bf16"]
+
+    def reward_model() -> str:
+        import torch
+        from make_assets import llama_config
+        from transformers import AutoModelForSequenceClassification
+
+        folder = rows.assets() / "reward"
+        if not folder.is_dir():
+            config = llama_config(SCALES[rows.scale])
+            config.num_labels = 1
+            made = AutoModelForSequenceClassification.from_config(config, dtype=torch.bfloat16)
+            made.save_pretrained(folder)
+            for file in folder.parent.joinpath("model").glob("tokenizer*"):
+                shutil.copy(file, folder)
+        return str(folder)
+
+    def measure(name: str, *flags: str, scored: bool = False) -> dict[str, Any]:
+        more = ["--reward_pretrain", reward_model()] if scored else []
+        found = ppo(rows, name, rows.scale, [*precision, *flags, *more], (2, 4))
+        numbers = {key: found[-1][key] for key in COMPARED[:4] if key in found[-1]}
+        if not all(abs(value) < 1e6 for value in numbers.values()):
+            raise ValueError(f"not finite: {numbers}")
+        return {"steps": len(found), "step_s": statistics.median(row["perf/time_step"] for row in found)} | numbers
+
+    lora, qlora = ["--lora_rank", "8"], ["--lora_rank", "8", "--load_in_4bit"]
+    rows("LoRA", lambda: measure("LoRA", *lora, "--zero_stage", "2"), reason or lacks("peft"))
+    rows("LoRA, ZeRO 3", lambda: measure("LoRA 3", *lora, "--zero_stage", "3"), reason or lacks("peft"))
+    rows("QLoRA", lambda: measure("QLoRA", *qlora, "--zero_stage", "2"), reason or lacks("peft", "bitsandbytes"))
+    rows("reward model and critic, ZeRO 3", lambda: measure("scored", "--zero_stage", "3", scored=True), reason)
+
+
+def bench(rows: Rows) -> None:
+    """W1 and W2 of ``make bench`` on both sides."""
+    import compare
+
+    options = argparse.Namespace(
+        iterations=1 if rows.small else 3, threads=min(8, os.cpu_count() or 1), timeout=900,
+        trl=rows.options.trl, trl_of_ppo=rows.options.trl_of_ppo,
+    )  # fmt: skip
+    folder, logs = rows.options.run_dir.resolve(), rows.logs
+    at_hand = rows.options.trl or (folder / "trl" / ".installed").is_file() or not rows.small
+    if at_hand and not rows.options.trl and lacks("deepspeed") == "":
+        rows("TRL's environment", lambda: compare.install_trl(folder, logs, 600) or {"installed": True})
+
+    def side(name: str, which: str) -> dict[str, Any]:
+        work, made = WORKLOADS[name], rows.assets()
+        ran = compare.SIDES[which](work, rows.scale, folder, options, made)
+        found = compare.together([ran], work, rows.scale, rows.peak, shares_prompts=which == "lightppo")
+        kept = ("seconds", "mfu", "mfu_training", "generated_tokens_per_second", "trained_tokens_per_second")
+        row = {"iteration_s" if key == "seconds" else key: found[key] for key in kept}
+        row |= {f"{phase}_s": value for phase, value in found["phases"].items()}
+        theirs = rows.data["rows"].get(f"{name} TRL", {}).get("iteration_s")
+        return row | ({"ratio": theirs / row["iteration_s"]} if which == "lightppo" and theirs else {})
+
+    for name in WORKLOADS:
+        rows(f"{name} TRL", partial(side, name, "trl"), "" if at_hand else "TRL not there")
+        rows(f"{name} lightppo", partial(side, name, "lightppo"), lacks("deepspeed", "datasets"))
+
+
+def vllm(rows: Rows) -> None:
+    """Rollouts and pushes with vLLM in the process, which sleeps while training, beside vLLM alone."""
+    reason = lacks("vllm") or lacks("deepspeed", "datasets")
+
+    def alone() -> dict[str, Any]:
+        words = [sys.executable, __file__, "--vllm_alone", rows.assets(), "--device", rows.device]
+        log = rows.logs / "vllm-alone.log"
+        run(words, log=log, timeout=400, VLLM_ENABLE_V1_MULTIPROCESSING="0", **on(rows.device))
+        return json.loads(tail(log, 1))
+
+    def ours() -> dict[str, Any]:
+        flags = ["--rollout_engine", "vllm", "--n_samples_per_prompt", "8", "--train_batch_size", "64"]
+        flags += ["--shuffle", "groups", *([] if rows.small else ["--bf16", "--zero_stage", "2"])]
+        found = ppo(rows, "vllm", rows.scale, [*flags, "--max_num_seqs", "64"], (4,))[1:]
+        median = {key: statistics.median(row[key] for row in found) for key in found[0] if key.startswith("perf/time")}
+        tokens = statistics.median(r["rollout/response_length"] * r["rollout/samples"] for r in found)
+        row = {"tokens_per_second": tokens / median["perf/time_rollout"], "step_s": median["perf/time_step"]}
+        row |= {"push_s": median["perf/time_sync"], "push_share": median["perf/time_sync"] / median["perf/time_step"]}
+        theirs = rows.data["rows"].get("vLLM alone", {}).get("tokens_per_second")
+        return row | ({"of_vllm_alone": row["tokens_per_second"] / theirs} if theirs else {})
+
+    rows("vLLM alone", alone, reason)
+    rows("lightppo", ours, reason)
+
+
+def vllm_alone(folder: Path, device: str) -> None:
+    """Tokens per second of 64 responses, as JSON in the last line."""
+    from vllm import LLM, SamplingParams
+
+    scale = SCALES["tiny" if device == "cpu" else "gpu"]
+    lines = (folder / "W1.jsonl").read_text().splitlines()[:8]
+    texts = [json.loads(line)["input"] for line in lines]
+    options = {"max_num_seqs": 64, "max_model_len": scale.prompt_tokens[1] + scale.new_tokens, "seed": 0}
+    options |= {"dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": 64 << 20} if device == "cpu" else {
+        "dtype": "bfloat16", "gpu_memory_utilization": 0.3}  # fmt: skip
+    engine, taken = LLM(model=str(folder / "model"), **options), []
+    for seed in range(4):
+        start = time.perf_counter()
+        sampling = SamplingParams(n=8, max_tokens=scale.new_tokens, temperature=1.0, logprobs=0, seed=seed)
+        done = engine.generate(texts, sampling, use_tqdm=False)
+        tokens = sum(len(one.token_ids) for request in done for one in request.outputs)
+        taken.append(tokens / (time.perf_counter() - start))
+    print("\n" + json.dumps({"tokens_per_second": statistics.median(taken[1:])}), flush=True)
+
+
+def tests(rows: Rows) -> None:
+    """All tests with the marker ``gpu``, file by file."""
+    for file in sorted(path for path in (REPO / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text()):
+        rows(str(file.relative_to(REPO / "tests")), partial(tests_of, rows, file), lacks("pytest", "pytest_timeout"))
+
+
+def tests_of(rows: Rows, file: Path) -> dict[str, Any]:
+    report, log = rows.logs / f"{file.stem}.xml", rows.logs / f"{file.stem}.log"
+    words = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", f"--junitxml={report}", file]
+    report.unlink(missing_ok=True)
+    try:
+        run(words, log=log, timeout=400, **on(rows.device))
+    except SystemExit:
+        if not report.is_file():
+            raise
+    cases = list(xml.etree.ElementTree.parse(report).iter("testcase"))
+    bad = [case.get("name") for case in cases if case.find("failure") is not None or case.find("error") is not None]
+    skipped = sum(case.find("skipped") is not None for case in cases)
+    if bad:
+        raise AssertionError(f"{len(bad)} of {len(cases)} fail: {', '.join(map(str, bad))}\n{tail(log, 12)}")
+    return {"passed": len(cases) - skipped, "not_run": skipped}
+
+
+def precision(rows: Rows) -> None:
+    """How far each engine's log probs are from the trainer's, by type of the weights."""
+    script = REPO / "benchmarks" / "precision.py"
+
+    def measure(engine: str, dtype: str) -> dict[str, Any]:
+        model = rows.assets("cpu" if rows.small else "gpu") / "model"
+        words = [sys.executable, script, "--one", model, engine, dtype, "--responses", 16]
+        log = rows.logs / f"precision-{engine}-{dtype}.log"
+        run([*words, "--new_tokens", 16 if rows.small else 128], log=log, timeout=300, **on(rows.device))
+        found = json.loads(tail(log, 1))
+        return {key: found[key] for key in ("tokens", "logp_diff_mean", "logp_diff_max", "k3_kl")}
+
+    for engine in ("hf", "vllm"):
+        for dtype in ("float32", "float16", "bfloat16"):
+            reason = lacks("deepspeed", *(["vllm"] if engine == "vllm" else []))
+            reason = reason if script.is_file() else "benchmarks/precision.py not there"
+            rows(f"{engine} {dtype}", partial(measure, engine, dtype), reason)
+
+
+# -- the driver --------------------------------------------------------------------------------------------------------
+
+PARTS: dict[str, tuple[float, Callable[[Rows], None]]] = {  # minutes, measurement: 40 minutes in all
+    "kernels": (2, kernels),
+    "tests": (4, tests),
+    "head": (2, head),
+    "train": (7, train),
+    "zero": (6, zero),
+    "adapters": (5, adapters),
+    "decode": (2, decode),
+    "bench": (6, bench),
+    "vllm": (4, vllm),
+    "precision": (2, precision),
+}
+
+
+def measure_part(name: str, folder: Path, options: argparse.Namespace, end: float) -> dict[str, Any]:
+    """A part in processes of its own, until all rows are there, its minutes are over, or ``end``."""
+    file, limit = folder / f"{name}.json", 60 * PARTS[name][0] * (5 if options.device == "cpu" else 1)
+    words = [sys.executable, __file__, "--part", name, "--run_dir", options.run_dir, "--device", options.device]
+    words += [word for key in ("trl", "trl_of_ppo") if (value := getattr(options, key)) for word in (f"--{key}", value)]
+    while (data := read(file)).get("state", "begun") == "begun" and end - time.monotonic() > 5:
+        start, left = time.monotonic(), limit - data.get("used", 0)
+        try:
+            run([*words, "--minutes", min(left, end - start) / 60], log=folder / "logs" / f"{name}.log",
+                timeout=min(left, end - start) + 30, **on(options.device))  # fmt: skip
+        except SystemExit as error:
+            print(f"{name}: {error}", flush=True)
+        after = read(file)
+        after["used"] = data.get("used", 0) + time.monotonic() - start
+        if after.get("state", "begun") == "begun" and after["used"] >= limit - 5:
+            after["state"] = f"its {limit / 60:.0f} minutes were over"
+        stuck = after["tries"] == data["tries"] and after["rows"] == data["rows"]
+        if after.get("state", "begun") == "begun" and stuck:
+            after["state"] = "failed: " + tail(folder / "logs" / f"{name}.log", 2)
+        file.write_text(json.dumps(after, indent=1) + "\n")
+    return data
+
+
+def read(file: Path) -> dict[str, Any]:
+    return json.loads(file.read_text()) if file.is_file() else {"rows": {}, "tries": {}}
+
+
+def child(options: argparse.Namespace) -> None:
+    """One part in this process."""
+
+    def stop(*_: Any) -> None:
+        raise Stopped
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, 60 * options.minutes)
+    rows = Rows(options.run_dir.resolve() / "gpu_check" / f"{options.part}.json", options)
+    try:
+        PARTS[options.part][1](rows)
+    except Stopped:
+        print("the time is over", flush=True)
+    else:
+        rows.data["state"] = "done"
+        rows.save()
+
+
+def goals(parts: dict[str, Any]) -> Iterator[list[str]]:
+    """What was aimed at, what was measured, and where."""
+    for said, (part, begins, field, bound) in GOALS.items():
+        rows = {name: row for name, row in parts.get(part, {}).get("rows", {}).items() if field in row}
+        found = {name: row[field] for name, row in rows.items() if name.startswith(begins)}
+        aim = f"≥ {bound:g}" if bound > 0 else f"≤ {-bound:g}"
+        best = max(found, key=found.get, default=None) if bound > 0 else min(found, key=found.get, default=None)
+        if best is None:
+            yield [said, aim, "not measured", ""]
+        else:
+            met = found[best] >= bound if bound > 0 else found[best] <= -bound
+            yield [said, aim, f"{found[best]:.3g}", f"{'met' if met else 'missed'}: {part}, {best}"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", type=lambda text: text.split(","), default=list(PARTS), help="some of them: a,b")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--run_dir", type=Path, help="default: runs/bench, with --device cpu runs/gpu-check-cpu")
+    parser.add_argument("--minutes", type=float, default=60, help="of this call; the next one goes on")
+    parser.add_argument("--again", action="store_true", help="measure the parts anew")
+    parser.add_argument("--write", action="store_true", help="a GPU's table into docs/performance.md")
+    parser.add_argument("--trl", type=Path, help="folder with an unpacked TRL, instead of installing it")
+    parser.add_argument("--trl_of_ppo", type=Path, help="the same of the TRL that has PPO")
+    parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
+    parser.add_argument("--vllm_alone", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    options.run_dir = options.run_dir or Path("runs/bench" if options.device == "cuda" else "runs/gpu-check-cpu")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPO), os.environ.get("PYTHONPATH")]))
+    sys.path.insert(0, str(REPO))
+    if options.vllm_alone:
+        return vllm_alone(options.vllm_alone, options.device)
+    if options.part:
+        return child(options)
+    if unknown := set(options.parts) - PARTS.keys():
+        parser.error(f"no part {', '.join(sorted(unknown))}: there are {', '.join(PARTS)}")
+    return drive(options)
+
+
+def drive(options: argparse.Namespace) -> None:
+    """All parts asked for, and the table of all that are there."""
+    import report
+    import torch
+
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit(f"gpu-check needs {NEEDS}: no GPU is visible here. DEVICE=cpu tries the command itself")
+    folder, end = options.run_dir.resolve() / "gpu_check", time.monotonic() + 60 * options.minutes
+    if not (folder / "machine.json").is_file():
+        log = folder / "logs" / "machine.log"
+        run([sys.executable, "benchmarks/machine.py"], log=log, timeout=120, **on(options.device))
+        (folder / "machine.json").write_text(tail(log, 1))
+    for name in options.parts:
+        if options.again:
+            (folder / f"{name}.json").unlink(missing_ok=True)
+        measure_part(name, folder, options, end)
+    parts = {name: read(folder / f"{name}.json") for name in PARTS if (folder / f"{name}.json").is_file()}
+    data = {"machine": json.loads((folder / "machine.json").read_text()), "device": options.device}
+    data |= {"date": datetime.date.today().isoformat(), "parts": parts, "goals": list(goals(parts))}
+    (options.run_dir / "gpu_check.json").write_text(json.dumps(data, indent=1) + "\n")
+    print("\n" + report.gpu_check_block(data))
+    begun = [name for name in options.parts if parts.get(name, {}).get("state", "begun") == "begun"]
+    if begun:
+        print(f"\nthe time of this call is over; the same command goes on with {', '.join(begun)}")
+    elif options.write and options.device == "cuda":
+        report.write({"gpu_check": data})
+    bad = [f"{part}: {name}" for part, found in parts.items() for name, row in found["rows"].items() if "error" in row]
+    bad += [
+        f"{part}: {found['state']}"
+        for part, found in parts.items()
+        if found.get("state", "done") not in ("done", "begun")
+    ]
+    if bad:
+        print("\nfailed:\n" + "\n".join(bad))
+    sys.exit(3 if begun else 1 if bad else 0)
+
+
+if __name__ == "__main__":
+    main()

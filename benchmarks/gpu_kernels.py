@@ -1,0 +1,386 @@
+"""Parts of gpu_check.py that run in one process: attention kernels, the head, passes in training, decoding."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from workloads import SCALES, WORKLOADS, Scale, Workload, prompt_texts, training_flops
+
+if TYPE_CHECKING:
+    from gpu_check import Rows
+
+
+def lacks(*packages: str) -> str:
+    """Why something is skipped, or nothing."""
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    return f"{', '.join(missing)} not there" if missing else ""
+
+
+def seconds_of(action: Callable[[], Any], device: str, most: int = 10, warm_up: int = 2) -> float:
+    """Median of a few calls, each waited for."""
+    import torch
+
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+    taken: list[float] = []
+    for i in range(warm_up + most):
+        wait()
+        start = time.perf_counter()
+        action()
+        wait()
+        if i >= warm_up:
+            taken.append(time.perf_counter() - start)
+        if sum(taken) > 2:
+            break
+    return statistics.median(taken)
+
+
+@contextmanager
+def watched(device: str, seen: dict[str, Any]) -> Iterator[None]:
+    """The most memory inside beyond what was there, and what makes the host wait for the GPU."""
+    import torch
+
+    if device == "cpu":
+        yield
+        return
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before, mode = torch.cuda.memory_allocated(), torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+    torch.cuda.synchronize()
+    seen |= {"gb": (torch.cuda.max_memory_allocated() - before) / 1e9}
+    seen |= {"host_waits": sum("synchroniz" in str(one.message) for one in told)}
+
+
+# -- kernels -----------------------------------------------------------------------------------------------------------
+
+
+def kernels(rows: Rows) -> None:
+    """What this torch's attention takes, by signature and by trying, and packed rows of 24k tokens in each way."""
+    import torch
+
+    rows("signatures", signatures)
+    for dtype in (torch.float32, torch.bfloat16):
+        for mask in ("causal", "masked"):
+            for gqa in ("enable_gqa", "expanded"):
+                rows(f"sdpa {str(dtype)[6:]} {mask} {gqa}", partial(sdpa_backends, dtype, mask, gqa, rows.device))
+    for dtype in (torch.bfloat16, torch.float32):
+        for how in ("as chosen", "by sequence", "shared prompts"):
+            rows(f"packed {str(dtype)[6:]} {how}", partial(packed_attention, dtype, how, rows.device))
+    rows("packed bfloat16 flash-attn", partial(flash_attn, rows.device), lacks("flash_attn"))
+
+
+def signatures() -> dict[str, Any]:
+    import inspect
+
+    import torch
+
+    found: dict[str, Any] = {"torch": torch.__version__}
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+
+        found["varlen_attn"] = " ".join(inspect.signature(varlen_attn).parameters)
+    except ImportError:
+        found["varlen_attn"] = "not there"
+    return found | {name: lacks(name) or "there" for name in ("flash_attn", "liger_kernel", "vllm")}
+
+
+def qkv(dtype: Any, device: str, tokens: int, keys: int = 2) -> list[Any]:
+    """Queries of 14 heads, keys and values: (1, H, T, 64) each, as of a model of 0.5B."""
+    import torch
+
+    return [torch.randn(1, h, tokens, 64, dtype=dtype, device=device, requires_grad=True) for h in (14, keys, keys)]
+
+
+def sdpa_backends(dtype: Any, mask: str, gqa: str, device: str) -> dict[str, Any]:
+    """Milliseconds of each backend, forward and backward, and of what torch chooses."""
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    tokens = 64 if device == "cpu" else 4096
+    q, k, v = qkv(dtype, device, tokens, 2 if gqa == "enable_gqa" else 14)
+    options: dict[str, Any] = {"enable_gqa": gqa == "enable_gqa", "is_causal": mask == "causal"}
+    if mask == "masked":
+        options["attn_mask"] = torch.ones(tokens, tokens, dtype=torch.bool, device=device).tril()
+
+    def once() -> None:
+        output = torch.nn.functional.scaled_dot_product_attention(q, k, v, **options)
+        torch.autograd.grad(output.sum(), (q, k, v))
+
+    found: dict[str, Any] = {}
+    with watched(device, found):
+        once()
+    for backend in (None, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION,
+                    SDPBackend.MATH):  # fmt: skip
+        name = "chosen" if backend is None else backend.name.removesuffix("_ATTENTION").lower()
+        try:
+            with warnings.catch_warnings(), sdpa_kernel(backend) if backend else warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                found[f"{name}_ms"] = 1e3 * seconds_of(once, device)
+        except RuntimeError as error:
+            found[f"{name}_ms"] = "out of memory" if "memory" in str(error) else "refused"
+    return found
+
+
+def lengths_of(tokens: int) -> list[int]:
+    """Of sequences in a packed row."""
+    draw, found = random.Random(0), []
+    while sum(found) < tokens:
+        found.append(min(draw.randint(tokens // 64 + 1, tokens // 8), tokens - sum(found)))
+    return found
+
+
+@contextmanager
+def by_sequence() -> Iterator[None]:
+    """Without the kernel for packed rows."""
+    from lightppo.models import packing
+
+    before, packing.varlen_options = packing.varlen_options, lambda *_: None
+    try:
+        yield
+    finally:
+        packing.varlen_options = before
+
+
+def packed_attention(dtype: Any, how: str, device: str) -> dict[str, Any]:
+    """A packed row in lightppo's attention; of shared prompts 8 responses each."""
+    import torch
+
+    from lightppo.models import packing
+
+    longest, groups = (16, 2) if device == "cpu" else (1024, 2)  # GPU: 16 of about 1.5k
+    ids = torch.randint(9, (groups, 2 * longest), device=device).repeat_interleave(8, 0)
+    mask, draw = torch.ones_like(ids), random.Random(0)
+    for row in mask:
+        row[draw.randint(longest + 1, 2 * longest) :] = 0
+    shared = packing.pack_shared(ids, mask, longest) if how == "shared prompts" else None
+    row = packing.pack(ids, mask) if shared is None else shared
+    q, k, v = qkv(dtype, device, row.input_ids.shape[1])
+    module = SimpleNamespace(config=SimpleNamespace(layer_types=None))
+    found: dict[str, Any] = {"sequences": len(ids), "tokens": row.input_ids.shape[1]}
+
+    def once() -> None:
+        output = packing.packed_attention(module, q, k, v, row.segments, sliding_window=None)[0]
+        torch.autograd.grad(output.sum(), (q, k, v))
+
+    with by_sequence() if how == "by sequence" else nullcontext():
+        once()
+        with watched(device, found):
+            once()
+        return found | {"ms": 1e3 * seconds_of(once, device)}
+
+
+def flash_attn(device: str) -> dict[str, Any]:
+    import torch
+    from flash_attn import flash_attn_varlen_func
+
+    lengths = lengths_of(16_384)
+    q, k, v = (x[0].transpose(0, 1) for x in qkv(torch.bfloat16, device, sum(lengths)))
+    borders = torch.tensor([0, *lengths], device=device).cumsum(0).int()
+    longest = max(lengths)
+
+    def once() -> None:
+        output = flash_attn_varlen_func(q, k, v, borders, borders, longest, longest, causal=True)
+        torch.autograd.grad(output.sum(), (q, k, v))
+
+    return {"sequences": len(lengths), "ms": 1e3 * seconds_of(once, device)}
+
+
+# -- the head, and training --------------------------------------------------------------------------------------------
+
+
+def head(rows: Rows) -> None:
+    """Log probs of 8k tokens, forward and backward, by rows of the head; and its bare matrix products."""
+    tokens, tail_rows = (64, 128) if rows.small else (8192, 151_936)
+    odd = tail_rows - (151_936 - 151_665) if not rows.small else 101
+    for hidden in (64,) if rows.small else (896, 1536, 3584):
+        for count, valid in ((odd, None), (tail_rows, odd), (tail_rows, None)):
+            name = f"{hidden} wide, {count:,} rows" + (f", {valid:,} valid" if valid else "")
+            rows(name, partial(head_once, tokens, hidden, count, valid, rows.device))
+        for count in (odd, -(-odd // 128) * 128, tail_rows):
+            rows(f"{hidden} wide, {count:,} rows, products", partial(products, tokens, hidden, count, rows.device))
+
+
+def head_once(tokens: int, hidden: int, count: int, valid: int | None, device: str) -> dict[str, Any]:
+    import torch
+
+    from lightppo.algorithms.logprobs import linear_log_probs
+
+    x = torch.randn(tokens, hidden, dtype=torch.bfloat16, device=device, requires_grad=True)
+    weight = (0.02 * torch.randn(count, hidden, device=device)).bfloat16().requires_grad_()
+    labels = torch.randint(valid or count, (tokens,), device=device)
+
+    def forward() -> Any:
+        return linear_log_probs(x, weight, labels, valid_vocab_size=valid)[0]
+
+    def both() -> None:
+        torch.autograd.grad(forward().sum(), (x, weight))
+
+    found: dict[str, Any] = {}
+    both()
+    with watched(device, found):
+        both()
+    with torch.no_grad():
+        found["forward_ms"] = 1e3 * seconds_of(forward, device)
+    found["both_ms"] = 1e3 * seconds_of(both, device)
+    return found | {"useful_tflops": 6e-9 * tokens * hidden * (valid or count) / found["both_ms"]}
+
+
+def products(tokens: int, hidden: int, count: int, device: str) -> dict[str, Any]:
+    """The three products of a head with so many rows."""
+    import torch
+
+    make = partial(torch.randn, dtype=torch.bfloat16, device=device)
+    x, weight, grad = make(tokens, hidden), make(count, hidden), make(tokens, count)
+    each = {"logits": lambda: x @ weight.t(), "to_hidden": lambda: grad @ weight, "to_weight": lambda: grad.t() @ x}
+    return {f"{name}_ms": 1e3 * seconds_of(action, device) for name, action in each.items()}
+
+
+VARIANTS: dict[str, dict[str, Any]] = {  # of training; "varlen" is what runs unasked where there is no flash-attn
+    "varlen": {},
+    "by sequence": {"apart": True},
+    "padded": {"packed": False},
+    "flash_attention_2": {"attention": "flash_attention_2"},
+    "Liger": {"liger": True},
+    "torch.compile": {"compiled": True},
+    "checkpointing": {"checkpoints": True},
+    "checkpointing, torch.compile": {"checkpoints": True, "compiled": True},
+    "checkpointing, activations offloaded": {"checkpoints": True, "offload": True},
+}
+
+
+def train(rows: Rows) -> None:
+    """The actor's pass over a packed row of 16k tokens, forward and backward, in bf16."""
+    for size, scale in {"tiny": SCALES["tiny"]}.items() if rows.small else {
+        "0.6B": SCALES["gpu"], "1.5B": SCALES["1.5B"]}.items():  # fmt: skip
+        for name, how in VARIANTS.items():
+            missing = {"flash_attention_2": "flash_attn", "Liger": "liger_kernel"}.get(name)
+            reason = lacks(missing) if missing else ""
+            if rows.small and name in ("Liger", "checkpointing, activations offloaded"):
+                reason = reason or "for a GPU"
+            rows(f"{size} {name}", partial(train_once, scale, rows.peak, rows.device, **how), reason)
+
+
+def batches_of(scale: Scale, device: str, count: int = 3) -> list[tuple[Any, Any, int, int]]:
+    """Micro batches filled up to ``micro_batch_tokens``: sequences, mask, tokens of prompts and of responses."""
+    import torch
+
+    draw, found = random.Random(0), []
+    for _ in range(count):
+        pairs: list[tuple[int, int]] = []
+        while sum(map(sum, pairs)) < scale.micro_batch_tokens:
+            pairs.append((draw.randint(*scale.prompt_tokens), draw.randint(1, scale.new_tokens)))
+        mask = torch.zeros(len(pairs), scale.prompt_tokens[1] + scale.new_tokens, dtype=torch.long)
+        for row, (prompt, response) in zip(mask, pairs):
+            row[scale.prompt_tokens[1] - prompt : scale.prompt_tokens[1] + response] = 1
+        ids = torch.randint(3, scale.vocabulary, mask.shape)
+        found.append((ids.to(device), mask.to(device), sum(p for p, _ in pairs), sum(r for _, r in pairs)))
+    return found
+
+
+def train_once(
+    scale: Scale,
+    peak: float,
+    device: str,
+    attention: str = "sdpa",
+    packed: bool = True,
+    apart: bool = False,
+    liger: bool = False,
+    compiled: bool = False,
+    checkpoints: bool = False,
+    offload: bool = False,
+) -> dict[str, Any]:
+    import torch
+    from make_assets import llama_config
+    from torch._dynamo.utils import counters
+    from transformers import AutoModelForCausalLM
+
+    from lightppo.models import loading
+    from lightppo.models.actor import Actor
+
+    counters.clear()
+    config = llama_config(scale)
+    config.max_position_embeddings = 2 * config.max_position_embeddings
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=attention)
+    actor = Actor(model, packing_samples=packed).train()
+    if checkpoints:
+        actor.gradient_checkpointing_enable()
+    actor.activation_offload = offload
+    if liger:
+        loading.use_liger_kernels(model)
+    if compiled:
+        loading.compile_layers(model, "eager" if device == "cpu" else "inductor")
+    given, turn = batches_of(scale, device), iter(range(10**9))
+
+    def step() -> None:
+        ids, mask, *_ = given[next(turn) % len(given)]
+        log_probs = actor(ids, scale.new_tokens, mask)
+        (-(log_probs * mask[:, -scale.new_tokens :]).sum() / mask.sum()).backward()
+        actor.zero_grad(set_to_none=True)
+
+    found: dict[str, Any] = {}
+    with by_sequence() if apart else nullcontext():
+        for _ in given:
+            step()
+        graphs = counters["stats"]["unique_graphs"]
+        with watched(device, found):
+            step()
+        seconds = seconds_of(step, device, most=12, warm_up=0)
+    prompt, response = (statistics.mean(batch[i] for batch in given) for i in (2, 3))
+    work = Workload("train", "", prompts=len(given[0][0]), samples_per_prompt=1, epochs=1)
+    found |= {"tokens_per_second": (prompt + response) / seconds, "ms": 1e3 * seconds}
+    found["mfu"] = training_flops(work, scale, prompt, response) / seconds / peak
+    if compiled:
+        breaks = sum(counters["graph_break"].values())
+        found |= {
+            "graphs": graphs,
+            "graph_breaks": breaks,
+            "compiled_later": counters["stats"]["unique_graphs"] - graphs,
+        }
+    return found
+
+
+# -- decoding ----------------------------------------------------------------------------------------------------------
+
+
+def decode(rows: Rows) -> None:
+    """HF decoding at 8, 64 and 256 rows, and at the default for this GPU."""
+    for count in (2, 8) if rows.small else (8, 64, 256):
+        rows(f"{count} rows", partial(decode_once, rows, count))
+
+
+def decode_once(rows: Rows, count: int) -> dict[str, Any]:
+    from transformers import AutoTokenizer
+
+    from lightppo.data.records import Prompt
+    from lightppo.models.actor import Actor
+    from lightppo.rollout.engine import SamplingParams
+    from lightppo.rollout.hf import HFRolloutEngine
+
+    scale, folder = SCALES[rows.scale], str(rows.assets() / "model")
+    actor, tokenizer = Actor(folder, bf16=scale.bf16).to(rows.device), AutoTokenizer.from_pretrained(folder)
+    engine = HFRolloutEngine(actor, tokenizer, micro_rollout_batch_size=count)
+    texts = prompt_texts(replace(WORKLOADS["W1"], prompts=count), scale)
+    prompts = [Prompt(text, tokenizer.encode(text), index=i) for i, text in enumerate(texts)]
+    engine.generate(prompts, SamplingParams(max_new_tokens=4, n=1))  # warm up
+    found: dict[str, Any] = {}
+    engine.generate(prompts, SamplingParams(max_new_tokens=scale.new_tokens, n=1))
+    stats = engine.last_stats
+    found |= {"tokens_per_second": stats["generated_tokens"] / stats["seconds"]}
+    return found | {"ms_per_step": 1e3 * stats["seconds"] / stats["decode_steps"], "steps": stats["decode_steps"]}

@@ -1,0 +1,164 @@
+"""`make gpu-check`: rows that stay, parts that go on, goals, the table. Its measurements run in tiny on a CPU."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPO = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def gpu_check(benchmark_script):
+    return benchmark_script("gpu_check")
+
+
+@pytest.fixture
+def rows_of(gpu_check, tmp_path):
+    options = argparse.Namespace(device="cpu", run_dir=tmp_path, trl=None, trl_of_ppo=None)
+    return lambda: gpu_check.Rows(tmp_path / "part.json", options)
+
+
+def fails(error: BaseException) -> Any:
+    raise error
+
+
+def test_rows_are_written_at_once_and_never_measured_again(rows_of, tmp_path):
+    rows = rows_of()
+    rows("one", lambda: {"ms": 1.0})
+    written = json.loads((tmp_path / "part.json").read_text())["rows"]
+    assert written["one"]["ms"] == 1.0
+    rows("two", lambda: fails(RuntimeError("no kernel")))
+    rows("three", lambda: fails(SystemExit("exit code 1")))  # of a command
+    rows("four", pytest.fail, lacks="flash_attn not there")
+    again = rows_of()
+    for name in ("one", "two", "three", "four"):
+        again(name, pytest.fail)
+    assert again("two", pytest.fail)["error"] == "RuntimeError: no kernel"
+    assert again("three", pytest.fail)["error"] == "SystemExit: exit code 1"
+    assert again("four", pytest.fail)["skipped"] == "flash_attn not there"
+
+
+def test_a_row_that_was_stopped_is_measured_again_and_one_that_ends_its_process_twice_is_not(rows_of, gpu_check):
+    for _ in range(3):  # the time of a call was over
+        with pytest.raises(gpu_check.Stopped):
+            rows_of()("slow", lambda: fails(gpu_check.Stopped()))
+    assert rows_of()("slow", lambda: {"ms": 2.0})["ms"] == 2.0
+    for _ in range(2):  # as a killed process leaves it
+        with pytest.raises(KeyboardInterrupt):
+            rows_of()("deadly", lambda: fails(KeyboardInterrupt()))
+    assert "ended the process twice" in rows_of()("deadly", pytest.fail)["error"]
+
+
+def test_an_error_of_the_gpu_itself_ends_the_process_for_a_new_one(rows_of):
+    with pytest.raises(SystemExit):
+        rows_of()("sticky", lambda: fails(RuntimeError("CUDA error: an illegal memory access")))
+    assert "illegal" in rows_of()("sticky", pytest.fail)["error"]
+
+
+def test_all_parts_take_forty_minutes_at_most(gpu_check):
+    assert sum(minutes for minutes, _ in gpu_check.PARTS.values()) <= 40
+
+
+def test_goals_stand_beside_what_was_measured(gpu_check):
+    train = {"0.6B varlen": {"mfu": 0.41}, "0.6B torch.compile": {"mfu": 0.52}, "1.5B varlen": {"mfu": 0.3}}
+    parts = {"train": {"rows": train}, "vllm": {"rows": {"lightppo": {"push_share": 0.03, "of_vllm_alone": 0.95}}}}
+    found = {said: cells for said, *cells in gpu_check.goals(parts)}
+    assert found["training MFU, 0.6B, bf16, packed"] == ["≥ 0.45", "0.52", "met: train, 0.6B torch.compile"]
+    assert found["training MFU, 1.5B, bf16, packed"] == ["≥ 0.45", "0.3", "missed: train, 1.5B varlen"]
+    assert found["a push / a step"] == ["≤ 0.02", "0.03", "missed: vllm, lightppo"]
+    assert found["W1, TRL's time / lightppo's"] == ["≥ 3", "not measured", ""]
+
+
+def test_the_table_goes_between_its_marks(benchmark_script, monkeypatch, tmp_path):
+    report = benchmark_script("report")
+    machine = {"cpu": "Xeon", "cores": 16, "threads": 16, "memory_bytes": 2**37, "gpu": "NVIDIA H100", "torch": "2.11"}
+    rows = {"a": {"ms": 1234.5, "gb": 0.01234}, "b": {"skipped": "not there"}, "c": {"error": "bad\nnews"}}
+    data = {"machine": machine | {"peak_flops": 7.9e14}, "date": "2026-12-01", "device": "cuda",
+            "goals": [["MFU", "≥ 0.45", "0.5", "met"]], "parts": {"head": {"rows": rows, "state": "done"}}}  # fmt: skip
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- gpu_check -->\nNot measured.\n<!-- end of gpu_check -->\nafter\n")
+    monkeypatch.setattr(report, "PAGE", page)
+    report.write({"gpu_check": data})
+    text = page.read_text()
+    assert text.startswith("before\n<!-- gpu_check -->\n2026-12-01, Xeon, 16 cores, 16 threads, 128 GiB, NVIDIA H100;")
+    for part in ("MFU | ≥ 0.45 | 0.5 | met", "**head**", "a | 1,234 | 0.0123", "not measured: b (not there).",
+                 "failed: c (bad news).", "<!-- end of gpu_check -->\nafter"):  # fmt: skip
+        assert part in text
+    assert report.replace_block(report.REPO.joinpath("docs/performance.md").read_text(), "gpu_check", "x")
+
+
+def test_without_a_gpu_one_line_says_what_is_needed(gpu_check, monkeypatch, tmp_path):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    options = argparse.Namespace(device="cuda", run_dir=tmp_path, minutes=1, parts=["head"])
+    with pytest.raises(SystemExit, match=r"^gpu-check needs one CUDA GPU of 80 GB, .*DEVICE=cpu[^\n]*$"):
+        gpu_check.drive(options)
+
+
+def test_measurements_run_in_tiny(benchmark_script):
+    import torch
+
+    kernels, workloads = benchmark_script("gpu_kernels"), benchmark_script("workloads")
+    found = kernels.sdpa_backends(torch.float32, "masked", "expanded", "cpu")
+    assert found["chosen_ms"] > 0
+    assert found["cudnn_ms"] == "refused"
+    apart, shared = (kernels.packed_attention(torch.float32, how, "cpu") for how in ("by sequence", "shared prompts"))
+    assert apart["sequences"] == shared["sequences"] == 16
+    assert shared["tokens"] == apart["tokens"] - 14 * 16  # 2 of 16 prompts of 16 tokens are left
+    assert apart["ms"] > 0
+    assert kernels.head_once(16, 32, 130, 101, "cpu")["both_ms"] > 0
+    scale = workloads.SCALES["tiny"]
+    assert kernels.train_once(scale, 1e12, "cpu", apart=True, checkpoints=True)["mfu"] > 0
+    ids, mask, prompt, response = kernels.batches_of(scale, "cpu")[0]
+    assert scale.micro_batch_tokens <= mask.sum() == prompt + response < scale.micro_batch_tokens + 32
+    assert ids.shape == mask.shape
+
+
+@pytest.mark.long
+def test_a_killed_call_is_gone_with_all_its_processes_and_the_next_one_goes_on(tmp_path):
+    command = [sys.executable, "benchmarks/gpu_check.py", "--device", "cpu", "--parts", "head,decode"]
+    command += ["--run_dir", str(tmp_path)]
+    file = tmp_path / "gpu_check" / "head.json"
+    env = {**os.environ, "PYTHONPATH": str(REPO)}
+    with subprocess.Popen(command, cwd=REPO, env=env, stdout=subprocess.DEVNULL) as process:
+        end = time.monotonic() + 300
+        while not (file.is_file() and json.loads(file.read_text())["rows"]) and time.monotonic() < end:
+            time.sleep(0.1)
+        process.send_signal(signal.SIGKILL)
+    first = json.loads(file.read_text())["rows"]
+    assert first
+    end = time.monotonic() + 60
+    while (alive := _children_of(tmp_path)) and time.monotonic() < end:
+        time.sleep(0.2)
+    assert not alive
+    done = subprocess.run(command, cwd=REPO, env=env, capture_output=True, text=True, timeout=800)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    head, decode = (json.loads((tmp_path / "gpu_check" / f"{part}.json").read_text()) for part in ("head", "decode"))
+    assert (head["state"], decode["state"]) == ("done", "done")
+    assert {name: head["rows"][name] for name in first} == first
+    assert all(row["tokens_per_second"] > 0 for row in decode["rows"].values())
+    whole = json.loads((tmp_path / "gpu_check.json").read_text())
+    assert list(whole["parts"]) == ["head", "decode"]
+    assert "**decode**" in done.stdout
+
+
+def _children_of(folder: Path) -> list[str]:
+    """Command lines of processes that measure into a folder."""
+    found = []
+    for line in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = line.read_bytes().decode(errors="replace").split("\0")
+        except OSError:  # it has ended
+            continue
+        if str(folder) in words and "--part" in words:
+            found.append(" ".join(words))
+    return found
