@@ -495,8 +495,6 @@ def prepare_rows(
     ``on_bad_row`` ``error`` raises at the first bad row, naming file and line; ``skip`` counts and logs bad rows.
     Each of the ``ranks`` encodes a share and gets the others'. Collective then.
     """
-    import torch
-
     check_choice("--on_bad_row", on_bad_row, BadRowPolicy)
     ranks = ranks if ranks is not None and ranks.world_size > 1 else Alone()
     share = [len(dataset) * i // ranks.world_size for i in (ranks.get_rank(), ranks.get_rank() + 1)]
@@ -512,9 +510,12 @@ def prepare_rows(
         if rank == ranks.get_rank():
             raise failure
         raise first if isinstance(first, UserError) else RuntimeError(f"rank {rank}: {first}")
-    whole = {name: ranks.all_gather(torch.from_numpy(values)).numpy() for name, values in arrays.items()}
-    lengths, dropped, skipped = whole.pop("lengths"), sum(dropped_each, Counter()), [*chain(*skipped_each)]
-    report = DatasetReport(len(dataset), len(lengths), int(whole["truncated"].sum()), dict(dropped), skipped)
+    if ranks.world_size > 1:  # a look at rows before a run starts loads no torch
+        import torch
+
+        arrays = {name: ranks.all_gather(torch.from_numpy(values)).numpy() for name, values in arrays.items()}
+    lengths, dropped, skipped = arrays.pop("lengths"), sum(dropped_each, Counter()), [*chain(*skipped_each)]
+    report = DatasetReport(len(dataset), len(lengths), int(arrays["truncated"].sum()), dict(dropped), skipped)
     named = skipped[:NAMED_ROWS]
     if not report.kept:
         raise DataError(f"no row is left to train on. {report}" + "".join(f"\n  {m}" for m in named))
@@ -522,7 +523,7 @@ def prepare_rows(
         logger.warning("bad rows skipped, the first of them:\n  %s", "\n  ".join(named))
     if report.kept < report.rows or report.truncated:
         logger.warning("%s", report)
-    return PreparedRows(offsets=np.cumsum([0, *lengths], dtype=np.int64), report=report, **whole)
+    return PreparedRows(offsets=np.cumsum([0, *lengths], dtype=np.int64), report=report, **arrays)
 
 
 def _encoded(
