@@ -446,14 +446,18 @@ def drive(options: argparse.Namespace) -> None:
         log = folder / "logs" / "machine.log"
         run([sys.executable, "benchmarks/machine.py"], log=log, timeout=120, **on(options.device))
         (folder / "machine.json").write_text(tail(log, 1))
+    parts, whole = {}, options.run_dir / "gpu_check.json"
+    for name, found in read(whole).get("parts", {}).items():  # of a machine that is gone
+        if not (folder / f"{name}.json").is_file():
+            (folder / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
     for name in options.parts:
         if options.again:
             (folder / f"{name}.json").unlink(missing_ok=True)
         measure_part(name, folder, options, end)
-    parts = {name: read(folder / f"{name}.json") for name in PARTS if (folder / f"{name}.json").is_file()}
-    data = {"machine": json.loads((folder / "machine.json").read_text()), "device": options.device}
-    data |= {"date": datetime.date.today().isoformat(), "parts": parts, "goals": list(goals(parts))}
-    (options.run_dir / "gpu_check.json").write_text(json.dumps(data, indent=1) + "\n")
+        parts = {name: read(folder / f"{name}.json") for name in PARTS if (folder / f"{name}.json").is_file()}
+        data = {"machine": json.loads((folder / "machine.json").read_text()), "device": options.device}
+        data |= {"date": datetime.date.today().isoformat(), "parts": parts, "goals": list(goals(parts))}
+        whole.write_text(json.dumps(data, indent=1) + "\n")
     print("\n" + report.gpu_check_block(data))
     begun = [name for name in options.parts if parts.get(name, {}).get("state", "begun") == "begun"]
     if begun:

@@ -146,6 +146,11 @@ def test_a_killed_call_is_gone_with_all_its_processes_and_the_next_one_goes_on(t
     assert (head["state"], decode["state"]) == ("done", "done")
     assert {name: head["rows"][name] for name in first} == first
     assert all(row["tokens_per_second"] > 0 for row in decode["rows"].values())
+    for path in (tmp_path / "gpu_check").glob("*e*d*.json"):  # on another machine, with this file alone
+        path.unlink()
+    again = subprocess.run(command, cwd=REPO, env=env, capture_output=True, text=True, timeout=60)
+    assert again.returncode == 0
+    assert json.loads((tmp_path / "gpu_check" / "head.json").read_text()) == head
     whole = json.loads((tmp_path / "gpu_check.json").read_text())
     assert list(whole["parts"]) == ["head", "decode"]
     assert "**decode**" in done.stdout
