@@ -171,7 +171,12 @@ class EngineConfig(Section, resume_safe=True):
         "error", "First log probs off by more than --logp_diff_tolerance: stop and name the weights, or warn."
     )
     logp_diff_tolerance: float | None = any_vllm(
-        None, "Mismatch above this mean gap. None: 0.001, in bf16 0.1.", "nats", gt=0, also="rollout_check!=off"
+        None,
+        "Mismatch above this mean gap. None: by the coarser type: float32 0.001 (on GPUs 0.01, whose attention may "
+        "multiply in TF32), float16 0.02, bfloat16 0.1.",
+        "nats",
+        gt=0,
+        also="rollout_check!=off",
     )
     tensor_parallel_size: int = vllm(1, "Ranks that share one engine and sample their prompts together.", "ranks", ge=1)
     vllm_dtype: Literal["auto", "float32", "bfloat16", "float16"] = vllm("auto", "Weights' type; auto: the actor's.")

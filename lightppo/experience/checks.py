@@ -60,6 +60,12 @@ class RolloutReplay:
 
 CHECKED_ROWS = 8
 NAMED_WEIGHTS = 5
+ROUNDING = {"float32": {"cpu": 0.001, "cuda": 0.01}, "float16": {"cuda": 0.02}, "bfloat16": {"cuda": 0.1}}
+"""Largest mean difference of log probs, in nats, by the coarser type of the two and the device; other devices as CUDA.
+
+Five times what was measured, or more (docs/rollouts.md). In float32 vLLM's attention on a GPU multiplies in TF32, whose
+numbers have float16's 10 bits, and the rest in float32; bfloat16's have 7.
+"""
 
 
 class RolloutCheck:
@@ -70,9 +76,9 @@ class RolloutCheck:
 
     def __init__(self, actor: Any, engine: RolloutEngine, strategy: Ranks, config: PPOConfig) -> None:
         self.actor, self.engine, self.strategy, self.mode = actor, engine, strategy, config.engine.rollout_check
-        # Well above rounding errors: those of fp32 if trainer and engine run in it, else those of the 16-bit types.
-        rough = compute_dtype(config) != "float32" or config.engine.vllm_dtype in ("bfloat16", "float16")
-        self.tolerance = config.engine.logp_diff_tolerance or (0.1 if rough else 0.001)
+        types = {compute_dtype(config), config.engine.vllm_dtype} - {"auto"}
+        rounding = max(ROUNDING[t].get(strategy.device.type, ROUNDING[t]["cuda"]) for t in types)
+        self.tolerance = config.engine.logp_diff_tolerance or rounding
         self.rows = min(CHECKED_ROWS, rollout_rows(config))  # one forward pass that fits
         self.greedy = config.rollout.temperature == 0 or not config.rollout.do_sample
         self.pending = self.mode != "off" and getattr(engine, "keeps_weights", False)

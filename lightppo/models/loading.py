@@ -127,6 +127,8 @@ def _load(
                     f"{flag} {path}: {len(missing)} weights are missing from the checkpoint or of another shape "
                     f"({', '.join(sorted(missing)[:3])}, …): it is incomplete, or of another kind than this model"
                 )
+    if zero3 is not None:
+        _restore_frequencies(model)
     disable_dropout(model)
     if o.load_in_4bit:
         quantise(model, head_names(model))
@@ -304,6 +306,17 @@ def _zero3_config(o: LoadOptions) -> _Zero3LoadConfig | None:
     zero3 = _Zero3LoadConfig(config=o.ds_config)
     hf_deepspeed.set_hf_deepspeed_config(zero3)
     return zero3
+
+
+def _restore_frequencies(model: nn.Module) -> None:
+    """Rotary frequencies in float32, as without ZeRO-3: there DeepSpeed makes every new tensor in the weights' type,
+    and the angle of bfloat16's 0.5625 for 0.56234 is 0.65 too large at position 4,096."""
+    for module in model.modules():
+        if any("inv_freq" in name for name in module._buffers) and hasattr(module, "config"):
+            made = type(module)(module.config)
+            for name in (*made._buffers, *vars(made)):
+                if isinstance(value := getattr(made, name), Tensor):
+                    setattr(module, name, value.to(getattr(module, name).device))
 
 
 @contextmanager

@@ -112,6 +112,25 @@ def test_log_probs_that_are_no_numbers_are_a_mismatch(actor):
         RolloutCheck(actor, Copy(), FakeStrategy(), config()).first(sampled(actor, shift=math.nan))
 
 
+@pytest.mark.parametrize(
+    ("device", "options", "tolerance"),
+    [
+        ("cpu", {}, 0.001),
+        ("cuda", {}, 0.01),
+        ("cpu", {"vllm_dtype": "float16"}, 0.02),
+        ("cuda", {"fp16": True}, 0.02),
+        ("cuda", {"bf16": True}, 0.1),
+        ("cuda", {"bf16": True, "vllm_dtype": "float32"}, 0.1),
+        ("cpu", {"fp16": True, "vllm_dtype": "bfloat16"}, 0.1),
+        ("cuda", {"bf16": True, "logp_diff_tolerance": 0.05}, 0.05),
+    ],
+)
+def test_the_tolerance_is_of_the_coarser_type(actor, device, options, tolerance):
+    strategy = FakeStrategy()
+    strategy.device = torch.device(device)
+    assert RolloutCheck(actor, Copy(), strategy, config(**options)).tolerance == tolerance
+
+
 def test_a_larger_tolerance_and_warn_and_off(actor, caplog):
     wrong = sampled(actor, shift=0.5)
     strategy = FakeStrategy()

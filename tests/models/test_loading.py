@@ -358,6 +358,9 @@ def test_loading_under_zero3(
             for key, weight in ranks[0][name]["weights"].items():
                 assert torch.equal(seen[name]["weights"][key], weight), (name, key)
         assert torch.equal(seen["critic"]["weights"]["score.weight"], seen["plain_head"])  # as without sharding
+        assert seen["bf16_buffers"].pop("embedding") == torch.bfloat16
+        for key, buffer in models["llama"].named_buffers():  # frequencies of rotary embeddings
+            assert torch.equal(seen["bf16_buffers"][key], buffer), key
         assert seen["zero3_while_alive"] is True
         assert seen["zero3_after_plain"] is False
     scratch = ranks[0]["scratch"]["weights"]["lm_head.weight"]

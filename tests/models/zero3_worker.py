@@ -50,6 +50,8 @@ def main(folder: Path, rank: int) -> None:
     seen["llama"] = look(actor.model)
     for name in ("qwen2", "mixtral"):  # tied embeddings; experts that are merged while loading
         seen[name] = look(Actor(f"{folder}/{name}", ds_config=DS_CONFIG).model)
+    rough = Actor(f"{folder}/llama", dtype=torch.bfloat16, ds_config=DS_CONFIG | {"bf16": {"enabled": True}})
+    seen["bf16_buffers"] = {"embedding": next(rough.parameters()).dtype, **dict(rough.hf_model.named_buffers())}
     seen["scratch"] = look(Actor(f"{folder}/llama", ds_config=DS_CONFIG, init_from_scratch=True).model)
     critic = Critic(f"{folder}/llama", ds_config=DS_CONFIG, seed=7, packing_samples=True)
     seen["critic"] = look(critic.model)
