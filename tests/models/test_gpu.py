@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from transformers.utils import is_flash_attn_2_available
 
+from lightppo.models import packing
 from lightppo.models.actor import Actor
+from tests.models.conftest import COMMON, KV
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -56,6 +60,42 @@ def test_shared_prompts_equal_padded_in_bfloat16(causal_lm: Callable[..., PreTra
     assert actor.shares_prompts
     torch.testing.assert_close(results[0], results[1], atol=0.15, rtol=0)
     assert torch.cosine_similarity(*gradients, dim=0) > 0.99
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 40])
+def test_no_packed_row_needs_the_slow_kernel(dtype: torch.dtype, window: int | None, monkeypatch) -> None:
+    """Without torch's kernel for packed rows: shared prompts, fewer keys than queries, values narrower than keys."""
+    monkeypatch.setattr(packing, "varlen_options", lambda *_: None)
+    mask = packing.segments_as_mask([64, 33, 48, 80], [-1, 0, 0, -1], "cuda")
+    shapes = (8, 64), (2, 64), (2, 32)
+    q, k, v = (torch.randn(1, h, 225, d, device="cuda", dtype=dtype, requires_grad=True) for h, d in shapes)
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]):  # an error where neither fits
+        out, _ = packing.packed_attention(torch.nn.Module(), q, k, v, mask, sliding_window=window)
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_no_layer_waits(checkpointing: bool) -> None:
+    prompts = torch.tensor([[5, 6, 7], [5, 6, 7], [8, 9, 10]])
+    sequences = torch.cat([prompts, torch.randint(3, 48, (3, 6))], 1).cuda()
+    waits = []
+    for layers in (1, 4):
+        config = LlamaConfig(**{**COMMON, "num_hidden_layers": layers}, **KV, dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+        actor = Actor(model.cuda(), packing_samples=True).train()
+        if checkpointing:
+            actor.gradient_checkpointing_enable()
+        actor(sequences, 6)  # the first call also looks whether sequences are apart
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                actor(sequences, 6).sum().backward()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        waits.append(sum("synchroniz" in str(w.message) for w in caught))
+    assert waits[0] == waits[1] <= 8
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
