@@ -41,7 +41,9 @@ def dataset(rows, tmp_path_factory: pytest.TempPathFactory) -> str:
 def plain(rows: list[dict[str, str]], path: str, loss: str, start: str | None = None) -> list[dict[str, float]]:
     """Metrics of each step by torch alone, one unpadded answer after the other; ``start``: another reference."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+    unset_hf_deepspeed_config()  # of another test's run at ZeRO-3
     _, loss_fn, averages = LOSSES[loss]
     tokenizer, model = AutoTokenizer.from_pretrained(path), AutoModelForCausalLM.from_pretrained(path)
     reference = AutoModelForCausalLM.from_pretrained(start) if start else copy.deepcopy(model)
