@@ -16,13 +16,19 @@ from lightppo.algorithms.masking import at_least_float32
 from lightppo.algorithms.matmul import linear, product
 
 CHUNK_ELEMENTS = 1 << 26  # numbers in a float32 chunk: 256 MB, whatever the vocabulary
+EVEN = 128  # products of the head are multiples of this wide: a GPU takes far longer where rows begin at odd addresses
 
 
 def rows_per_chunk(vocab_size: int, chunk_size: int | None, temperature: float) -> int:
-    """``chunk_size``, or for ``None`` as many rows as make up ``CHUNK_ELEMENTS`` numbers."""
+    """``chunk_size``, or for ``None`` as many rows as make up ``CHUNK_ELEMENTS`` numbers, a multiple of ``EVEN``."""
     if not temperature > 0:
         raise ValueError(f"--temperature must be above 0 for log probs, got {temperature}; greedy decoding has none")
-    return chunk_size or max(1, CHUNK_ELEMENTS // max(1, vocab_size))
+    return chunk_size or max(1, _evened(CHUNK_ELEMENTS // max(1, vocab_size)))
+
+
+def _evened(count: int) -> int:
+    """The multiple of ``EVEN`` below; fewer stay as they are."""
+    return count - count % EVEN if count > EVEN else count
 
 
 def log_softmax(logits: Tensor, temperature: float) -> Tensor:
@@ -135,6 +141,7 @@ def linear_log_probs(
     blocks of the vocabulary, recomputes each block's logits for all tokens, and writes the block's rows of the weight
     gradient once, so that it is rounded once in low precision. If all tokens fit into one chunk, their log softmax is
     kept and nothing is recomputed. Beyond the gradients, memory is at most three float32 buffers of chunk_size × V.
+    Products are ``EVEN`` wide, as far as the weight has rows; beyond the valid ids x is -inf, so that p is exactly 0.
 
     Args:
         hidden: (T, H), the input of the head; ``weight`` is (V, H), ``bias`` (V,), ``labels`` (T,).
@@ -142,9 +149,10 @@ def linear_log_probs(
         valid_vocab_size: the distribution covers ids below this; the weight's other rows get gradient 0.
     """
     _check_labels(hidden, labels)
-    rows = min(valid_vocab_size or len(weight), len(weight))
-    chunk_size = rows_per_chunk(rows, chunk_size, temperature)
-    plan = _Plan(temperature, chunk_size, rows, entropy, entropy and entropy_grad)
+    valid = min(valid_vocab_size or len(weight), len(weight))
+    columns = min(-(-valid // EVEN) * EVEN, len(weight))
+    chunk_size = rows_per_chunk(columns, chunk_size, temperature)
+    plan = _Plan(temperature, chunk_size, valid, columns, entropy, entropy and entropy_grad)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (hidden, weight, bias)):
         return _LinearLogProbs.apply(hidden, weight, bias, labels, plan)
     return _score(hidden, weight, bias, labels, plan, for_backward=False)[:2]
@@ -152,11 +160,12 @@ def linear_log_probs(
 
 @dataclass(frozen=True)
 class _Plan:
-    """What to compute: over the first ``rows`` of the vocabulary, ``chunk_size`` · ``rows`` logits at a time."""
+    """What to compute: over the ``valid`` first ids, ``chunk_size`` · ``columns`` logits at a time."""
 
     temperature: float
     chunk_size: int
-    rows: int
+    valid: int
+    columns: int
     entropy: bool
     entropy_grad: bool
 
@@ -173,15 +182,16 @@ def _score(
     single = len(hidden) <= plan.chunk_size
     parts = []
     for h, ids in zip(hidden.split(plan.chunk_size), labels.split(plan.chunk_size)):
-        logits = _logits(h, weight, bias, slice(0, plan.rows), plan.temperature)
+        logits = _logits(h, weight, bias, slice(0, plan.columns), plan)
         parts.append(_score_chunk(logits, ids, plan.entropy, keep=for_backward and single, sum_up=for_backward))
     return parts[0] if single else tuple(None if part[0] is None else torch.cat(part) for part in zip(*parts))
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, block: slice, temperature: float) -> Tensor:
-    """(T, block), divided by the temperature, in a buffer that may be overwritten."""
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, block: slice, plan: _Plan) -> Tensor:
+    """(T, block), divided by the temperature, -inf beyond the valid ids, in a buffer that may be overwritten."""
     logits = at_least_float32(linear(hidden, weight[block], None if bias is None else bias[block]))
-    return logits if temperature == 1.0 else logits.div_(temperature)
+    logits[:, max(0, plan.valid - block.start) :] = -torch.inf
+    return logits if plan.temperature == 1.0 else logits.div_(plan.temperature)
 
 
 def _score_chunk(logits: Tensor, labels: Tensor, entropy: bool, keep: bool, sum_up: bool) -> Scores:
@@ -227,13 +237,14 @@ class _LinearLogProbs(torch.autograd.Function):
         from_log_probs, from_entropy = (
             None if g is None else (g / plan.temperature).unsqueeze(-1) for g in (from_log_probs, from_entropy)
         )
-        # a single block if log_softmax is kept
-        width = max(1, plan.chunk_size * plan.rows // max(1, len(hidden)))
-        for start in range(0, plan.rows, width):
-            block = slice(start, min(start + width, plan.rows))
+        width = plan.columns  # a single block if log_softmax is kept
+        if log_softmax is None:
+            width = max(1, _evened(plan.chunk_size * plan.columns // len(hidden)))
+        for start in range(0, plan.columns, width):
+            block = slice(start, min(start + width, plan.columns))
             log_probs = log_softmax
             if recomputed := log_softmax is None:
-                log_probs = _logits(hidden, weight, bias, block, plan.temperature).sub_(log_sum.unsqueeze(-1))
+                log_probs = _logits(hidden, weight, bias, block, plan).sub_(log_sum.unsqueeze(-1))
             grad = _to_logits(log_probs, labels, entropy, from_log_probs, from_entropy, block, overwrite=recomputed)
             if to_bias is not None:
                 to_bias[block] = grad.sum(0).to(bias.dtype)

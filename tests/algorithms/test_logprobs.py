@@ -251,6 +251,53 @@ def test_values_and_gradients_are_those_of_the_plain_form(chunk_size, entropy_gr
         assert bool((found[1][valid:] == 0).all())
 
 
+@pytest.mark.parametrize("entropy_grad", [False, True])
+@pytest.mark.parametrize("chunk_size", [None, 2, 13, 37])
+@pytest.mark.parametrize(("vocabulary", "valid"), [(1037, 1000), (1037, 1001), (1037, None), (300, 130), (1024, 1000)])
+def test_odd_vocabularies(vocabulary, valid, chunk_size, entropy_grad):
+    """Products are wider than the valid ids; what is beyond them has probability and gradient 0."""
+    hidden, weight, bias, labels, weights = inputs(41, 5, vocabulary, scale=0.4)
+    labels = labels % (valid or vocabulary)
+    labels[0] = (valid or vocabulary) - 1
+    expected = plain(hidden, weight, labels, bias, 0.7, entropy_grad, valid)
+    got = linear_log_probs(hidden, weight, labels, bias, 0.7, chunk_size, True, entropy_grad, valid)
+    torch.testing.assert_close(got, expected)
+    found = gradients(got, weights, (hidden, weight, bias))
+    torch.testing.assert_close(found, gradients(expected, weights, (hidden, weight, bias)))
+    for grad in found[1:]:
+        assert bool((grad[valid or vocabulary :] == 0).all())
+        assert bool((grad[: valid or vocabulary] != 0).any())
+
+
+@pytest.mark.parametrize("vocabulary", [1037, 1100, 1152])
+def test_products_are_multiples_of_128_wide(vocabulary, monkeypatch):
+    """A head of 1037 rows, of which 1000 are valid, in chunks of 300 tokens: 128 · 8 columns, 256 tokens."""
+    shapes = {"linear": [], "product": []}
+
+    def spied(name, original):
+        def spy(a, b, *rest):
+            shapes[name].append((tuple(a.shape), tuple(b.shape)))
+            return original(a, b, *rest)
+
+        return spy
+
+    for name in shapes:
+        monkeypatch.setattr(head_module, name, spied(name, getattr(head_module, name)))
+    monkeypatch.setattr(head_module, "CHUNK_ELEMENTS", 300 * 1024)
+    hidden, weight, _, labels, weights = inputs(1000, 3, vocabulary, torch.float32)
+    gradients(linear_log_probs(hidden, weight, labels % 1000, valid_vocab_size=1000), weights, (hidden, weight))
+    forward, recomputed = shapes["linear"][:4], shapes["linear"][4:]
+    assert [a for a, _ in forward] == [(256, 3), (256, 3), (256, 3), (232, 3)]
+    assert {b for _, b in forward} == {(1024, 3)}
+    # 256 · 1024 numbers at a time, of 1000 tokens: 262 columns
+    assert [b for _, b in recomputed] == [(256, 3)] * 4
+    assert shapes["product"] == [((256, 1000), (1000, 3)), ((1000, 256), (256, 3))] * 4
+
+    shapes["linear"].clear()
+    linear_log_probs(hidden, weight, labels % vocabulary)  # all valid: rows that the weight lacks cannot be made up
+    assert {b for _, b in shapes["linear"]} == {(vocabulary, 3)}
+
+
 @pytest.mark.parametrize("chunk_size", [None, 2])
 def test_gradcheck(chunk_size):
     hidden, weight, bias, labels, _ = inputs(tokens=3, hidden=2, vocabulary=4)

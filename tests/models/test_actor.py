@@ -464,6 +464,7 @@ def test_no_more_logits_than_one_chunk(packing_samples: bool, causal_lm: MakeMod
     monkeypatch.setattr(head_module, "CHUNK_ELEMENTS", 5 * 48)
     sequences, mask, num_actions = ragged
     model = causal_lm()
+    model.resize_token_embeddings(47)
     weight = model.lm_head.weight.untyped_storage().data_ptr()
     rows: list[int] = []
 
