@@ -477,6 +477,7 @@ def test_no_more_logits_than_one_chunk(packing_samples: bool, causal_lm: MakeMod
             return out
 
     actor = Actor(model, packing_samples=packing_samples, valid_vocab_size=47)
+    actor.score_actions(sequences % 47, num_actions, mask)  # tries packing, with logits of nine tokens
     with Watch():
         actor.score_actions(sequences % 47, num_actions, mask, entropy=True).log_probs.sum().backward()
     assert max(rows) == 5
