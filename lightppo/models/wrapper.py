@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -220,10 +221,27 @@ class PretrainedWrapper(nn.Module):
         return only_at(self.last_layer_parts, places)
 
     def _offloading(self) -> AbstractContextManager:
-        """Keeps activations in CPU memory until the backward pass, page-locked if there is a GPU."""
+        """Keeps activations, but no weights, in CPU memory until the backward pass, page-locked if there is a GPU."""
         if not self.activation_offload or not torch.is_grad_enabled():
             return nullcontext()
-        return torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available())
+        copies = torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available())
+        weights: dict[int, list[nn.Parameter]] = defaultdict(list)
+        for weight in self.hf_model.parameters():
+            weights[getattr(weight, "ds_numel", weight.numel())].append(weight)
+
+        def pack(saved: Tensor) -> tuple[Any, ...]:
+            for weight in weights.get(saved.numel(), ()):
+                if weight.data_ptr() == saved.data_ptr():  # the weight, or a transposed view of it
+                    return weight, saved.size(), saved.stride()
+            return copies.pack_hook(saved)
+
+        def unpack(packed: tuple[Any, ...]) -> Tensor:
+            if isinstance(packed[0], nn.Parameter):  # of ZeRO-3, gathered again and perhaps elsewhere
+                weight, size, stride = packed
+                return weight.detach().as_strided(size, stride, weight.storage_offset())
+            return copies.unpack_hook(packed)
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
 @cache  # once per process and kind of attention

@@ -519,15 +519,29 @@ def test_a_model_that_names_no_layers(causal_lm: MakeModel) -> None:
 def test_offloaded_activations_give_the_same(
     causal_lm: MakeModel, classifier: MakeModel, ragged: Batch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    moved, real = [], torch.autograd.graph.save_on_cpu
-    monkeypatch.setattr(torch.autograd.graph, "save_on_cpu", lambda **options: moved.append(options) or real(**options))
-    for model in (Actor(causal_lm()), Critic(classifier())):
+    """All that is kept for the backward pass moves, but for the weights."""
+    moved: list[torch.Tensor] = []
+
+    class Copying(torch.autograd.graph.save_on_cpu):
+        def __init__(self, **options: bool) -> None:
+            assert options == {"pin_memory": torch.cuda.is_available()}
+            super().__init__(**options)
+            to_cpu = self.pack_hook
+            self.pack_hook = lambda tensor: moved.append(tensor) or to_cpu(tensor)
+
+    monkeypatch.setattr(torch.autograd.graph, "save_on_cpu", Copying)
+    for model in (Actor(causal_lm()), Actor(causal_lm(), packing_samples=True), Critic(classifier())):
         plain = gradients_of(model, ragged)
         model.activation_offload = True
-        torch.testing.assert_close(gradients_of(model, ragged), plain)
+        moved.clear()
+        torch.testing.assert_close(gradients_of(model, ragged), plain, atol=0, rtol=0)
+        assert len(moved) > 20
+        places = {tensor.untyped_storage().data_ptr() for tensor in moved}
+        assert not places & {weight.untyped_storage().data_ptr() for weight in model.parameters()}
+        moved.clear()
         with torch.no_grad():  # nothing is kept
             model(ragged[0], ragged[2], ragged[1])
-    assert len(moved) == 2
+        assert not moved
 
 
 def test_what_needs_a_gpu_says_so(causal_lm: MakeModel) -> None:
