@@ -34,6 +34,7 @@ from transformers import LlamaForCausalLM
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
 from lightppo.errors import LaunchError
+from lightppo.models.actor import Actor
 from lightppo.strategy import distributed
 from lightppo.strategy.deepspeed import DeepspeedStrategy, StepOutcome
 
@@ -204,6 +205,36 @@ def check_fp16_is_refused(_: DeepspeedStrategy, work_dir: Path) -> None:
     with pytest.raises(LaunchError, match=r"^--fp16: .* this CPU: set --bf16, or neither"):
         DeepspeedStrategy(fp16=True).setup_distributed()
     make_strategy(fp16=True).setup_distributed()
+
+
+def check_activation_offload_in_shards(_: DeepspeedStrategy, work_dir: Path) -> None:
+    """ZeRO-3 takes weights away between forward and backward pass; what is kept refers to them, not to copies."""
+    role, kept, copied, norms = make_strategy(zero_stage=3), [], [], []
+    original = torch.autograd.graph.save_on_cpu
+
+    class Copying(original):
+        def __init__(self, **options: bool) -> None:
+            super().__init__(**options)
+            to_cpu = self.pack_hook
+            self.pack_hook = lambda tensor: copied.append(tuple(tensor.shape)) or to_cpu(tensor)
+
+    torch.autograd.graph.save_on_cpu = Copying
+    for offloads in (False, True):
+        actor = Actor(causal_lm(tied=False), ds_config=sharded_train_config(role))
+        optimizer = role.create_optimizer(actor, lr=LR)
+        actor, optimizer, _ = role.prepare((actor, optimizer, None))
+        actor.activation_offload = offloads
+        for step in range(2):
+            mine = batch(step).chunk(role.world_size)[role.get_rank()]
+            role.backward(-actor(mine, 5).sum() / 40 * role.world_size, actor)
+            norms.append(role.optimizer_step(optimizer, actor).grad_norm)
+        kept.append(whole_weights(role, actor))
+        shapes = {tuple(p.ds_shape) for p in role.unwrap_model(actor).parameters() if len(p.ds_shape) > 1}
+    torch.autograd.graph.save_on_cpu = original
+    assert norms[:2] == norms[2:]
+    assert all(torch.equal(weight, kept[1][name]) for name, weight in kept[0].items())
+    assert len(copied) > 40
+    assert not shapes & {*copied, *(shape[::-1] for shape in copied)}
 
 
 def check_collectives(strategy: DeepspeedStrategy, work_dir: Path) -> None:
