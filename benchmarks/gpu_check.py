@@ -320,7 +320,7 @@ def precision(rows: Rows) -> None:
 
     def measure(engine: str, dtype: str) -> dict[str, Any]:
         model = rows.assets("cpu" if rows.small else "gpu") / "model"
-        words = [sys.executable, script, "--one", model, engine, dtype, "--responses", 16]
+        words = [sys.executable, script, "--one", model, engine, dtype, "--responses", 16, "--logit_std", 3]
         log = rows.logs / f"precision-{engine}-{dtype}.log"
         run([*words, "--new_tokens", 16 if rows.small else 128], log=log, timeout=300, **on(rows.device))
         found = json.loads(tail(log, 1))
