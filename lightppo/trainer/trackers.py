@@ -17,6 +17,8 @@ from lightppo.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+MLFLOW_PAUSE = 60.0  # seconds until a server that did not take something is asked again
+
 
 class TensorBoardSink:
     """TensorBoard event files in ``folder``; after a resume, points of steps done again are purged."""
@@ -74,7 +76,7 @@ class TrackioSink:
 
 
 class MlflowSink:
-    """A run of MLflow; rows that a server does not take wait for the next one. Options are its parameters at the start.
+    """A run of MLflow; rows that a server does not take wait for a later one. Options are its parameters at the start.
 
     Characters that MLflow has not in names, such as ``@``, become ``_``.
     """
@@ -83,7 +85,7 @@ class MlflowSink:
 
     def __init__(self, config: LoggingConfig, run_name: str, options: Mapping[str, Any], run_id: str | None) -> None:
         self.client, found = open_mlflow(config)
-        self.mlflow, self.waiting = import_module("mlflow"), []
+        self.mlflow, self.waiting, self.next_try = import_module("mlflow"), [], 0.0
         if run_id is not None:
             self.client.update_run(run_id, status="RUNNING")
             self.run_id = run_id
@@ -98,14 +100,19 @@ class MlflowSink:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         now, metric = int(1000 * time.time()), self.mlflow.entities.Metric
         self.waiting += [metric(re.sub(r"[^\w\-. :/]", "_", n), float(v), now, step) for n, v in metrics.items()]
+        if time.monotonic() < self.next_try:
+            return
         try:
             while self.waiting:
                 self.client.log_batch(self.run_id, metrics=self.waiting[:1000])  # at most, of one call
                 del self.waiting[:1000]
         except self.mlflow.MlflowException as error:
-            logger.warning("step %d: MLflow did not take the metrics, the next step tries again: %s", step, error)
+            self.next_try = time.monotonic() + MLFLOW_PAUSE
+            text = "step %d: MLflow did not take the metrics, which wait; next try in %g s: %s"
+            logger.warning(text, step, MLFLOW_PAUSE, error)
 
     def close(self) -> None:
+        self.next_try = 0.0
         try:
             self.log(0, {})
             self.client.set_terminated(self.run_id)
@@ -145,7 +152,9 @@ def check_trackers(config: LoggingConfig) -> None:
 def open_mlflow(config: LoggingConfig) -> tuple[Any, Any]:
     """A client of the server or folder, and the experiment, or None where there is none yet."""
     uri = config.use_mlflow
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # ranks wait meanwhile: by default four minutes
+    # Ranks wait meanwhile: by default four minutes for a server that is gone, 16 for one that does not answer.
+    for name, value in {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}.items():
+        os.environ.setdefault(name, value)
     if "://" not in uri or uri.startswith("file:"):
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow only maintains it; it needs no server
     mlflow = _package("mlflow")

@@ -6,14 +6,16 @@ import json
 import math
 import shutil
 import sys
+import time
 from pathlib import Path
 
 import pytest
+from support.http_server import JsonServer, ok
 
 from lightppo.config import LoggingConfig, PPOConfig
 from lightppo.errors import ConfigError
 from lightppo.trainer.recorder import JsonlSink, open_sinks
-from lightppo.trainer.trackers import check_trackers
+from lightppo.trainer.trackers import check_trackers, open_trackers
 
 
 def rows(path: Path) -> list[dict]:
@@ -230,7 +232,7 @@ def trackio(tmp_path, monkeypatch):
 
 @pytest.fixture
 def mlflow(monkeypatch):
-    for name in ("MLFLOW_ALLOW_FILE_STORE", "MLFLOW_HTTP_REQUEST_MAX_RETRIES"):
+    for name in ("MLFLOW_ALLOW_FILE_STORE", "MLFLOW_HTTP_REQUEST_MAX_RETRIES", "MLFLOW_HTTP_REQUEST_TIMEOUT"):
         monkeypatch.delenv(name, raising=False)
         monkeypatch.setenv(name, "x")  # what the sink sets is removed again
         monkeypatch.delenv(name)
@@ -285,25 +287,53 @@ def test_a_name_of_ones_own_is_the_name_everywhere(tmp_path, trackio, mlflow):
     sinks.close()
 
 
-def test_what_mlflow_does_not_take_waits_for_the_next_step(tmp_path, mlflow, caplog, monkeypatch):
+def test_what_mlflow_does_not_take_waits_and_is_not_sent_again_at_once(tmp_path, mlflow, caplog, monkeypatch):
     sinks = Sinks(tmp_path / "run", use_mlflow=str(tmp_path / "mlruns"))
-    sink = sinks.sinks[0]
+    sink, calls = sinks.sinks[0], []
     taken = sink.client.log_batch
 
     def refuse(*args, **more):
+        calls.append(args)
         raise mlflow.MlflowException("the server is away")
 
     monkeypatch.setattr(sink.client, "log_batch", refuse)
     sinks.log(1, {"train/loss": 0.5})
-    assert "step 1: MLflow did not take the metrics, the next step tries again: the server is away" in caplog.text
-    monkeypatch.setattr(sink.client, "log_batch", taken)
+    assert "step 1: MLflow did not take the metrics, which wait; next try in 60 s: the server is away" in caplog.text
     sinks.log(2, {"train/loss": 0.25})
-    assert mlflow_points(sink.client, sink.run_id, "train/loss") == [(1, 0.5), (2, 0.25)]
+    assert len(calls) == 1
+    monkeypatch.setattr(sink.client, "log_batch", taken)
+    monkeypatch.setattr("time.monotonic", lambda now=time.monotonic: now() + 61)
+    sinks.log(3, {"train/loss": 0.125})
+    assert mlflow_points(sink.client, sink.run_id, "train/loss") == [(1, 0.5), (2, 0.25), (3, 0.125)]
     monkeypatch.setattr(sink.client, "log_batch", refuse)
-    sinks.log(3, {"train/loss": 0.0})
-    sinks.close()
+    sinks.log(4, {"train/loss": 0.0})
+    sinks.close()  # tries once more
+    assert len(calls) == 3
     assert "MLflow did not take 1 numbers; metrics.jsonl has them" in caplog.text
-    assert [row["step"] for row in rows(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3]
+    assert [row["step"] for row in rows(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4]
+
+
+def test_mlflow_over_http_until_the_server_is_gone(mlflow, monkeypatch, caplog):
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    experiment = {"experiment": {"experiment_id": "7", "name": "mine", "lifecycle_stage": "active"}}
+    run = {"run": {"info": {"run_id": "r1", "run_uuid": "r1", "experiment_id": "7", "status": "RUNNING"}, "data": {}}}
+    server = JsonServer()
+    server.reply = lambda path, body, n: ok(
+        **(experiment if "experiments" in path else run if "runs/create" in path else {})
+    )
+    config = LoggingConfig(use_mlflow=server.url, mlflow_experiment="mine")
+    check_trackers(config)
+    (sink,) = open_trackers(config, "one", {"seed": 1}, 0, {})
+    sink.log(1, {"train/loss": 0.5, "eval/pass@4": 1.0})
+    server.close()
+    params, metrics = [body for path, body in server.requests if "log-batch" in path]
+    assert params["params"] == [{"key": "seed", "value": "1"}]
+    assert {m["key"]: (m["value"], m["step"]) for m in metrics["metrics"]} == {
+        "train/loss": (0.5, 1), "eval/pass_4": (1.0, 1),
+    }  # fmt: skip
+    assert mlflow.environment_variables.MLFLOW_HTTP_REQUEST_TIMEOUT.get() == 10
+    sink.log(2, {"train/loss": 0.25})
+    assert "step 2: MLflow did not take the metrics, which wait; next try in 60 s" in caplog.text
 
 
 @pytest.mark.parametrize("uri", ["http://127.0.0.1:9", "sqlite:///mlflow.db"])
