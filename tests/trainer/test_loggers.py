@@ -313,7 +313,7 @@ def test_what_mlflow_does_not_take_waits_and_is_not_sent_again_at_once(tmp_path,
     assert [row["step"] for row in rows(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4]
 
 
-def test_mlflow_over_http_until_the_server_is_gone(mlflow, monkeypatch, caplog):
+def test_mlflow_over_http_until_the_server_takes_nothing(mlflow, monkeypatch, caplog):
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     experiment = {"experiment": {"experiment_id": "7", "name": "mine", "lifecycle_stage": "active"}}
     run = {"run": {"info": {"run_id": "r1", "run_uuid": "r1", "experiment_id": "7", "status": "RUNNING"}, "data": {}}}
@@ -325,14 +325,15 @@ def test_mlflow_over_http_until_the_server_is_gone(mlflow, monkeypatch, caplog):
     check_trackers(config)
     (sink,) = open_trackers(config, "one", {"seed": 1}, 0, {})
     sink.log(1, {"train/loss": 0.5, "eval/pass@4": 1.0})
-    server.close()
     params, metrics = [body for path, body in server.requests if "log-batch" in path]
     assert params["params"] == [{"key": "seed", "value": "1"}]
     assert {m["key"]: (m["value"], m["step"]) for m in metrics["metrics"]} == {
         "train/loss": (0.5, 1), "eval/pass_4": (1.0, 1),
     }  # fmt: skip
     assert mlflow.environment_variables.MLFLOW_HTTP_REQUEST_TIMEOUT.get() == 10
+    server.reply = lambda path, body, n: (503, b"{}")
     sink.log(2, {"train/loss": 0.25})
+    server.close()
     assert "step 2: MLflow did not take the metrics, which wait; next try in 60 s" in caplog.text
 
 
