@@ -53,7 +53,7 @@ class ModelConfig(Section):
     )
     attn_implementation: Literal["auto", "eager", "sdpa", "flash_attention_2"] = option(
         "auto",
-        "auto: sdpa; before torch 2.11 flash_attention_2, on a GPU in 16 bits with flash-attn.",
+        "auto: sdpa; before torch 2.11 flash_attention_2, on a GPU in 16 bits with flash-attn. Gemma 2: that or eager.",
         off=("flash_attention_2",),
     )
     flash_attn: bool = option(False, "The same as --attn_implementation flash_attention_2.")

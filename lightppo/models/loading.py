@@ -254,7 +254,16 @@ def resolve_attn_implementation(
     model_class: type | None = None,
     config: PretrainedConfig | None = None,
 ) -> str | None:
-    """The flag for transformers; None: it chooses. "auto" is flash_attention_2 if usable, after torch's own kernel."""
+    """The flag for transformers; None: it chooses. "auto" is flash_attention_2 if usable, after torch's own kernel.
+
+    Capped scores (Gemma 2) are left out by transformers' sdpa, so that "auto" is then eager.
+    """
+    capped = caps_scores(config)
+    if name == "sdpa" and capped:
+        raise ModelLoadError(
+            "--attn_implementation sdpa leaves out this model's attn_logit_softcapping: leave the option out, or set "
+            """--override_config '{"attn_logit_softcapping": null}' to train without it"""
+        )
     if name not in ("auto", "flash_attention_2") or (name == "auto" and torch_has_flash(model_class, config)):
         return None if name == "auto" else name
     supported = getattr(model_class, "_supports_flash_attn", name == "flash_attention_2")  # code of its own: try
@@ -270,7 +279,13 @@ def resolve_attn_implementation(
             f"--attn_implementation flash_attention_2 (--flash_attn) cannot be used: {'; '.join(reasons)}. "
             "Set --attn_implementation sdpa."
         )
-    return None if reasons else "flash_attention_2"
+    return ("eager" if capped else None) if reasons else "flash_attention_2"
+
+
+def caps_scores(config: PretrainedConfig | None) -> bool:
+    """Whether attention squeezes its scores between two bounds."""
+    text = None if config is None else config.get_text_config()
+    return getattr(text, "attn_logit_softcapping", None) is not None
 
 
 def torch_has_flash(model_class: type | None, config: PretrainedConfig | None) -> bool:
@@ -278,9 +293,8 @@ def torch_has_flash(model_class: type | None, config: PretrainedConfig | None) -
 
     It is the same kernel as flash-attn's, without waiting in each layer, and shares prompts; decoding keeps its slots.
     """
-    text = None if config is None else config.get_text_config()
-    capped = getattr(text, "attn_logit_softcapping", None) is not None  # transformers' sdpa leaves the capping out
-    return "window_size" in VARLEN_TAKES and getattr(model_class, "_supports_sdpa", False) and not capped
+    flash = "window_size" in VARLEN_TAKES and getattr(model_class, "_supports_sdpa", False)
+    return flash and not caps_scores(config)
 
 
 class _Zero3LoadConfig(SimpleNamespace):

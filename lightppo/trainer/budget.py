@@ -363,7 +363,8 @@ def shapes(config: PPOConfig, configs: Mapping[str, PretrainedConfig]) -> dict[s
 
     def shape(path: str, flag: str, scores: bool = False, dtype: torch.dtype = own_dtype, **more: Any) -> Shape:
         found = configs.get(path) or loading.load_config(stage_to_local(path), flag=flag, **options)
-        more |= {"eager": m.attn_implementation == "eager", "trust_remote_code": m.trust_remote_code}
+        eager = m.attn_implementation == "eager" or (m.attn_implementation == "auto" and loading.caps_scores(found))
+        more |= {"eager": eager, "trust_remote_code": m.trust_remote_code}
         return Shape(found, found.to_json_string(), scores, dtype, **more)
 
     if rules.uses_adapters(config):

@@ -99,7 +99,8 @@ def test_critic_from_a_causal_lm_saves_as_a_plain_classifier(
     causal_lm(family).save_pretrained(tmp_path / "lm")
     critic = Critic(str(tmp_path / "lm"))
     critic.model.save_pretrained(tmp_path / "critic")
-    plain, info = AutoModelForSequenceClassification.from_pretrained(tmp_path / "critic", output_loading_info=True)
+    options = {"output_loading_info": True, "attn_implementation": critic.hf_model.config._attn_implementation}
+    plain, info = AutoModelForSequenceClassification.from_pretrained(tmp_path / "critic", **options)
     assert plain.config.num_labels == 1
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]

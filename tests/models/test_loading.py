@@ -133,6 +133,21 @@ def test_attention_choice_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None
         resolve_attn_implementation("flash_attention_2", torch.float32, LlamaForCausalLM)
 
 
+def test_capped_scores_are_never_left_out(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "head_dim": 8}
+    config = Gemma2Config(**sizes, num_attention_heads=2, num_key_value_heads=1, attn_logit_softcapping=0.01)
+    model = Gemma2ForCausalLM(config).eval()
+    model.set_attn_implementation("eager")
+    ids, mask = torch.randint(32, (2, 9)), torch.ones(2, 9, dtype=torch.long)
+    expected = model(input_ids=ids).logits.log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ModelLoadError, match=r"--attn_implementation sdpa .*attn_logit_softcapping"):
+        Actor(str(tmp_path), attn_implementation="sdpa")
+    actor = Actor(str(tmp_path), packing_samples=None)
+    assert "not eager" in actor.try_packing(torch.device("cpu"))
+    torch.testing.assert_close(actor(ids, num_actions=8, attention_mask=mask), expected)
+
+
 def test_unknown_attention_is_named(causal_lm: MakeModel, tmp_path: Path) -> None:
     causal_lm().save_pretrained(tmp_path)
     with pytest.raises(ModelLoadError, match=r"--pretrain .*flash_9"):
