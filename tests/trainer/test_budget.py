@@ -121,7 +121,7 @@ def test_7b_with_critic_at_zero_2_does_not_fit_and_the_advice_does() -> None:
     ],
 )
 def test_options_save_where_they_should(options: dict[str, Any], less: str) -> None:
-    model, machine = {"model": tiny_config()}, Machine(2)
+    model, machine = {"model": tiny_config(hidden_size=512)}, Machine(2)
     sizes = [estimate(config(**more), machine, model).of_phase(less)[0] for more in (options, {})]
     assert sizes[0] < sizes[1]
 
