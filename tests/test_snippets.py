@@ -77,7 +77,7 @@ def test_command_lines_name_what_there_is(page, words):
         check_flags(name, words[at + 1 :])
     elif program.startswith("--"):
         check_flags("ppo", words)
-    elif program == "python":
+    elif program in ("python", "python3"):
         assert rest[0] == "-c" or (REPO / rest[0]).is_file() or page == "tutorial.md"
     elif program == "pip":
         assert rest[0] in ("install", "freeze")

@@ -126,7 +126,7 @@ def train(
     trainer = PPOTrainer.from_config(PPOConfig.from_flat(short_run(assets, run) | options))
     trainer.owns_parts = False
     if engine is not None:
-        trainer.sampler.engine = engine(trainer.rollout_engine)
+        trainer.sampler.sampler.engine = engine(trainer.rollout_engine)
     trainer.fit()
     return steps_of(run)
 
