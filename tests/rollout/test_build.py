@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import get_args
 
 import pytest
+import torch
 
 from lightppo.config import PPOConfig
 from lightppo.config.options import EngineConfig
@@ -18,7 +19,7 @@ def test_every_value_of_the_option_has_an_entry():
 
 
 def test_hf(llama, tokenizer, actor_of):
-    strategy = SimpleNamespace(is_rank_0=lambda: False)
+    strategy = SimpleNamespace(is_rank_0=lambda: False, device=torch.device("cpu"))
     engine = build_rollout_engine(PPOConfig(), strategy, actor_of(llama), tokenizer)
     assert isinstance(engine, HFRolloutEngine)
 
