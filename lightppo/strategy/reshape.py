@@ -94,6 +94,7 @@ class SavedOptimizer:
             files = [path / "mp_rank_00_model_states.pt"]
         self.models = [_read(file) for file in files]
         self.common = self.models[0]  # what DeepSpeed saves beside the optimizer
+        self.loss_scaler = None  # stage 0 and bf16 have none
         if self.stage == 0:
             weights = {name: self.common["module"][name] for name in names}
             groups = [{name: weight.shape} for name, weight in weights.items()]
@@ -104,7 +105,7 @@ class SavedOptimizer:
             states = [_read(file)["optimizer_state_dict"] for file in files]
             groups = self.common["param_shapes"]
             bases = [state[_BASE[self.stage]] for state in states]
-            self.loss_scaler = states[0]["loss_scaler"]
+            self.loss_scaler = states[0].get("loss_scaler")
             masters = [state[_MASTERS[self.stage]] for state in states]
         self.param_groups, self.pieces = bases[0]["param_groups"], pieces_of(self.stage, ranks, groups)
         self.members = members(self.param_groups, groups)
@@ -172,7 +173,8 @@ def load_trained(engine: Any, path: Path, meta: Mapping[str, Any], load_lr_sched
         "param_groups": [old | {"params": new["params"]} for old, new in zip(saved.param_groups, base["param_groups"])],
     }
     if stage:  # the masters are in place; this brings the optimizer's state, and what DeepSpeed derives from both
-        live |= {_BASE[stage]: loaded, "loss_scaler": saved.loss_scaler}
+        live[_BASE[stage]] = loaded
+        live["loss_scaler"] = saved.loss_scaler or live.get("loss_scaler")
         optimizer.load_state_dict([live] * dist.get_world_size(), load_from_fp32_weights=True)
     else:
         optimizer.load_state_dict(loaded)

@@ -72,7 +72,7 @@ def state_of(role: DeepspeedStrategy, actor: TinyActor, optimizer: Any, schedule
     steps = {float(state["step"]) for state in inner.state.values()}
     groups = [{key: group[key] for key in ("lr", "weight_decay", "betas", "eps")} for group in optimizer.param_groups]
     rest = {
-        "loss scale": getattr(engine.optimizer, "cur_scale", None),
+        "loss scale": engine.optimizer.cur_scale if role.fp16 else None,
         "steps": steps,
         "groups": groups,
         "lr": scheduler.get_last_lr(),
