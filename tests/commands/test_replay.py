@@ -45,7 +45,7 @@ def replay(world, monkeypatch, capsys) -> Callable[..., tuple[int, str]]:
         capsys.readouterr()
         code = 0
         try:
-            main(["replay", str(run), *(["--step", str(step)] if step else []), *map(str, flags)])
+            main(["replay", str(run), *(["--step", str(step)] if step is not None else []), *map(str, flags)])
         except SystemExit as ended:
             code = ended.code
         return code, "".join(capsys.readouterr())
