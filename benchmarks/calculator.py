@@ -51,6 +51,7 @@ ROWS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "tokens, not samples": (1, {"zero_stage": 0, "max_tokens_per_micro_batch": 1024}, {}),
     "LoRA": (1, {"zero_stage": 2, "lora_rank": 8}, {}),
     "LoRA, bf16, ZeRO 3": (2, {"zero_stage": 3, "lora_rank": 8, "bf16": True}, {}),
+    "bf16, ZeRO 3, checkpointing": (2, {"zero_stage": 3, "bf16": True, "gradient_checkpointing": True}, {}),
     "moving average": (2, {"zero_stage": 2, "bf16": True, "enable_ema": True}, {}),
     "Adam on the host": (2, {"zero_stage": 2, "bf16": True, "adam_offload": True}, {}),
     "wide vocabulary, entropy": (1, {"zero_stage": 1, "entropy_coef": 0.01}, {"vocab_size": 65536, "hidden_size": 256}),
