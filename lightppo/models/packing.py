@@ -11,7 +11,7 @@ from itertools import accumulate, count
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 from torch.nn.functional import embedding, pad, scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -346,10 +346,8 @@ def _attend_backward(
     return tuple(x.contiguous() for x in torch.func.vjp(again, q, k, v)[1](grad))
 
 
-_attend_op = torch.library.custom_op(
-    "lightppo::packed_attention", _attend, mutates_args=(), schema=f"({_INPUTS}) -> Tensor"
-)
-_backward_op = torch.library.custom_op(
+_attend_op = library.custom_op("lightppo::packed_attention", _attend, mutates_args=(), schema=f"({_INPUTS}) -> Tensor")
+_backward_op = library.custom_op(
     "lightppo::packed_attention_backward",
     _attend_backward,
     mutates_args=(),

@@ -35,10 +35,11 @@ def test_small_runs_hold_what_was_predicted(
 
 
 @pytest.mark.long
-def test_all_rows_of_the_page_are_within_11_percent(
+def test_all_rows_of_the_page_are_within_10_percent(
     tmp_path: Path, benchmark_script: Callable[[str], ModuleType]
 ) -> None:
     calculator = benchmark_script("calculator")
     assert len(calculator.ROWS) >= 20
     found = {name: difference(calculator, name, tmp_path / str(i), {}) for i, name in enumerate(calculator.ROWS)}
-    assert {name: share for name, share in found.items() if abs(share) > 0.11} == {}
+    limits = {"LoRA, bf16, ZeRO 3": 0.11}  # what the page says of it
+    assert {name: share for name, share in found.items() if abs(share) > limits.get(name, 0.1)} == {}

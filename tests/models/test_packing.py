@@ -14,7 +14,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from torch import nn
+from torch import library, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 from transformers import (
@@ -388,8 +388,8 @@ def varlen_operator() -> Callable:
         return tuple(x.contiguous() for x in torch.func.vjp(attend, q, k, v)[1](grad))
 
     inputs = "Tensor q, Tensor k, Tensor v, Tensor cu_q, Tensor cu_k, SymInt n, SymInt m, float scale, SymInt back"
-    op = torch.library.custom_op("lightppo_tests::varlen", forward, mutates_args=(), schema=f"({inputs}) -> Tensor")
-    back_op = torch.library.custom_op(
+    op = library.custom_op("lightppo_tests::varlen", forward, mutates_args=(), schema=f"({inputs}) -> Tensor")
+    back_op = library.custom_op(
         "lightppo_tests::varlen_backward",
         backward,
         mutates_args=(),
