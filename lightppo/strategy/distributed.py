@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, DistributedSampler, Sampler
 from tqdm import tqdm
 
 from lightppo.errors import LaunchError, UserError
-from lightppo.ranks import heartbeat
+from lightppo.ranks import heartbeat, ranks_on_node
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +85,24 @@ def choose_gloo_interface() -> None:
             f"{', '.join(sorted(found)) or 'none'}: set GLOO_SOCKET_IFNAME to the one that leads to the other nodes"
         )
     os.environ["GLOO_SOCKET_IFNAME"] = found.pop()
+
+
+def share_cores() -> None:
+    """A rank's operators take its share of the host's cores, unless OMP_NUM_THREADS says how many. Collective.
+
+    Each of gloo's two threads takes one: the copies of its gathers would begin an OpenMP team beside the rank's own,
+    and where a process has more of OpenMP's threads than cores, they sleep at the end of each operator instead of
+    waiting for microseconds. A step takes 1.6 times as long then (docs/performance.md).
+    """
+    threads, ranks = torch.get_num_threads(), dist.get_world_size()
+    if "OMP_NUM_THREADS" not in os.environ:
+        threads = max(1, min(threads, len(os.sched_getaffinity(0)) // ranks_on_node(1)))
+    torch.set_num_threads(1)  # a thread keeps what it finds at its first large copy
+    own = torch.zeros(max(1 << 16, (1 << 20) // ranks))  # four gathers that last long enough to keep both busy
+    copies = [list(own.new_empty(ranks, len(own))) for _ in range(4)]
+    for work in [dist.all_gather(of_ranks, own, async_op=True) for of_ranks in copies]:
+        work.wait()
+    torch.set_num_threads(threads)
 
 
 def on_cuda() -> bool:
@@ -230,6 +248,8 @@ class DistributedStrategy:
             deepspeed.init_distributed(timeout=timeout, verbose=False)
             seconds = timeout.total_seconds()
             heartbeat.limit = seconds - min(60.0, seconds / 10)  # before the collectives' own errors
+            if not on_cuda():
+                share_cores()
         except dist.DistNetworkError as error:
             if "EADDRINUSE" not in str(error):
                 raise
@@ -372,10 +392,8 @@ class DistributedStrategy:
 
     def gather_object(self, obj: Any) -> list[Any] | None:
         """A picklable object from every rank, in rank order, on rank 0; ``None`` on the others. Collective."""
-        gathered: list[Any] | None = [None] * dist.get_world_size() if self.is_rank_0() else None
-        dist.gather_object(obj, gathered)
-        heartbeat.beat()
-        return gathered
+        gathered = self.exchange_objects({0: obj})  # a gather pads to the longest
+        return gathered if self.is_rank_0() else None
 
     def exchange_objects(self, parts: Mapping[int, Any]) -> list[Any]:
         """Sends each rank (a key) its own picklable object; what came here, in the senders' order. Collective."""

@@ -21,6 +21,7 @@ from lightppo.strategy.distributed import (
     RankSampler,
     choose_gloo_interface,
     ensure_launcher_variables,
+    share_cores,
     wait_for_torch_threads,
 )
 
@@ -157,6 +158,29 @@ def test_seeding_repeats_and_full_determinism_switches_torch(monkeypatch):
         assert torch.are_deterministic_algorithms_enabled()
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(
+    ("said", "of_node", "own"), [(None, "4", 2), (None, "16", 1), (None, None, 6), ("3", "4", 6), ("3", None, 6)]
+)
+def test_ranks_share_the_cores_of_their_host_and_gloo_takes_one_for_each_thread(monkeypatch, said, of_node, own):
+    set_to, while_gathering = [], []
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    for name, value in (("OMP_NUM_THREADS", said), ("LOCAL_SIZE", of_node)):
+        monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 6)
+    monkeypatch.setattr(torch, "set_num_threads", set_to.append)
+    monkeypatch.setattr(distributed.dist, "get_world_size", lambda: int(of_node or 1))
+
+    def gather(of_ranks, own, async_op):
+        while_gathering.append((set_to[-1], len(of_ranks), async_op, len(own) > 1 << 15))  # torch's grain size
+        return SimpleNamespace(wait=lambda: None)
+
+    monkeypatch.setattr(distributed.dist, "all_gather", gather)
+    share_cores()
+    assert set(while_gathering) == {(1, int(of_node or 1), True, True)}
+    assert set_to == [1, own]
 
 
 class TestTorchThreads:
