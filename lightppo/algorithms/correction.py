@@ -26,6 +26,7 @@ from lightppo.algorithms.masking import (
     require_same_shape,
     zero_where_masked,
 )
+from lightppo.algorithms.selection import first_above_mean
 
 CorrectionFn = Callable[..., Tensor]
 """``(log_ratio, *, action_mask, low, high)`` → weight of each token, (B, A), or (B, 1) if the tokens of a row share it.
@@ -125,9 +126,8 @@ def correction_weights(
     return torch.where(kept, weights, 0.0).to(dtype)
 
 
-AllGather = Callable[[Tensor], Tensor]  # concatenates 1-d tensors of any lengths over all ranks
 RejectionFn = Callable[..., Tensor]
-"""``(values, *, action_mask, low, high, advantages, all_gather)`` → which tokens stay, (B, A) or (B, 1) bool.
+"""``(values, *, action_mask, low, high, advantages, all_reduce_sum)`` → which tokens stay, (B, A) or (B, 1) bool.
 ``values`` (B, A) float64: what is bounded, of each token, 0 at masked positions. NaN stays, so that its loss shows."""
 
 
@@ -160,17 +160,12 @@ def opsm(values: Tensor, *, advantages: Tensor, **more: Any) -> Tensor:
     return (advantages >= 0) | of_means(values, **more)
 
 
-def m2po(values: Tensor, *, action_mask: Tensor, high: float, all_gather: AllGather, **_) -> Tensor:
+def m2po(values: Tensor, *, action_mask: Tensor, high: float, all_reduce_sum: AllReduceSum, **_) -> Tensor:
     """The tokens of the smallest d², as many as have a mean of at most high over all ranks; equal ones stay together.
 
     ``values`` are d²/2. Source: Zheng et al. 2025 (arXiv:2510.01161), whose threshold is 0.04; AReaL.
     """
-    ordered = (
-        all_gather(2 * values[action_mask]).cpu().sort().values
-    )  # cumsum: refused under --full_determinism on GPUs
-    means = ordered.cumsum(0) / torch.arange(1, len(ordered) + 1)  # they rise
-    first_out = ordered[means > high][:1].to(values.device)
-    return ~(2 * values >= first_out) if len(first_out) else torch.ones_like(action_mask)
+    return ~(2 * values >= first_above_mean(2 * values[action_mask], high, all_reduce_sum))
 
 
 @torch.no_grad()
@@ -181,7 +176,7 @@ def rejection_mask(
     action_mask: Tensor,
     *,
     advantages: Tensor | None = None,
-    all_gather: AllGather = identity,
+    all_reduce_sum: AllReduceSum = identity,
 ) -> Tensor:
     """The trained tokens (B, A) that stay in the policy loss: those which every rejection keeps.
 
@@ -191,12 +186,12 @@ def rejection_mask(
     Args:
         log_probs: (B, A), of the policy before the update; of the one in training for rejections judged there.
         advantages: (B, A), as trained on; for rejections judged in training.
-        all_gather: over all ranks, for rejections that compare all tokens of the rollout.
+        all_reduce_sum: for rejections that compare all tokens of the rollout.
     """
     require_same_shape(log_probs=log_probs, rollout_log_probs=rollout_log_probs, action_mask=action_mask)
     kept = mask = action_mask.bool()
     log_ratio = limited((log_probs.double() - rollout_log_probs.double()).masked_fill(~mask, 0.0))
-    context = {"action_mask": mask, "advantages": advantages, "all_gather": all_gather}
+    context = {"action_mask": mask, "advantages": advantages, "all_reduce_sum": all_reduce_sum}
     for rejection in rejections:
         measure, low, high = rejection.entry.measure, rejection.low, rejection.high
         if measure == "ratio":  # compared as logs, which add up

@@ -390,7 +390,7 @@ class ExperienceMaker:
             if c.correction_batch_norm:
                 weights = normalize_weights(weights, mask, self._all_reduce_sum)
         if self.rejections:
-            weights = weights * rejection_mask(self.rejections, *log_probs, mask, all_gather=self.strategy.all_gather)
+            weights = weights * rejection_mask(self.rejections, *log_probs, mask, all_reduce_sum=self._all_reduce_sum)
         if ratio is not None:
             kept = torch.zeros_like(mask)
             kept[mask] = top_share(entropy[mask], ratio, self._all_reduce_sum)

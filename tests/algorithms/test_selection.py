@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightppo.algorithms.losses import PolicyLoss
 from lightppo.algorithms.masking import LossNormalizer
-from lightppo.algorithms.selection import covariance, select_clip_cov, select_kl_cov, top_share
+from lightppo.algorithms.selection import covariance, first_above_mean, select_clip_cov, select_kl_cov, top_share
 from tests.support.fakes import FakeStrategy, on_ranks
 
 NAN = float("nan")
@@ -106,6 +106,40 @@ class TestTopShare:
             return "refused"
 
         assert on_ranks(2, one_rank) == ["refused", "refused"]
+
+
+class TestFirstAboveMean:
+    @pytest.mark.parametrize(
+        ("most", "expected"), [(0, 1), (0.74, 1), (0.75, 3), (1.7, 3), (2, 6), (2.9, 9), (3, float("inf"))]
+    )
+    def test_by_hand(self, most, expected):
+        """Means up to 0, 1, 3, 6 and 9: 0, 3/4, 12/7, 18/8 and 27/9."""
+        assert first_above_mean(torch.tensor([3.0, 1.0, 0.0, 1.0, NAN, 3.0, 1.0, 3.0, 9.0, 6.0]), most) == expected
+
+    @pytest.mark.parametrize("ranks", [1, 2, 3])
+    def test_ranks_and_order_do_not_matter(self, ranks):
+        values = (torch.randn(301, generator=torch.Generator().manual_seed(1)).double() ** 9).abs()
+        values[:50], values[50:60] = values[50:100].clone(), 0.0  # ties
+        ordered = values.sort().values
+        means, parts = ordered.cumsum(0) / torch.arange(1, 302), spread(301, ranks)
+        for i in range(0, 300, 23):
+            most = float(means[i] + means[i + 1]) / 2
+
+            def one_rank(strategy: FakeStrategy, most: float = most) -> float:
+                return first_above_mean(values[parts[strategy.rank]], most, reducers(strategy)["all_reduce_sum"])
+
+            assert on_ranks(ranks, one_rank) == [float(ordered[means > most][0])] * ranks, i
+
+    def test_what_travels_does_not_grow_with_the_tokens(self):
+        def numbers(tokens: int) -> int:
+            sent = []
+            first_above_mean(rand(tokens), 0.2, lambda x: sent.append(x.numel()) or x)
+            return sum(sent)
+
+        assert numbers(10) == numbers(10_000) == 2 + 8 * 512
+
+    def test_without_tokens_nothing_is_above(self):
+        assert first_above_mean(torch.zeros(0), 0.0) == float("inf")
 
 
 class TestCovariance:
