@@ -41,6 +41,9 @@ ROWS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "bf16, ZeRO 1": (2, {"zero_stage": 1, "bf16": True}, {}),
     "bf16, ZeRO 2": (2, {"zero_stage": 2, "bf16": True}, {}),
     "bf16, ZeRO 3": (2, {"zero_stage": 3, "bf16": True}, {}),
+    "fp16, ZeRO 1": (2, {"zero_stage": 1, "fp16": True}, {}),
+    "fp16, ZeRO 2": (2, {"zero_stage": 2, "fp16": True}, {}),
+    "fp16, ZeRO 3": (2, {"zero_stage": 3, "fp16": True}, {}),
     "bf16 gradients, one rank": (1, {"zero_stage": 2, "bf16": True, "grad_accum_dtype": "bf16"}, {}),
     "no critic, no reference": (1, {"zero_stage": 2, **GRPO}, {}),
     "GRPO with reference": (2, {"zero_stage": 2, **GRPO, "init_kl_coef": 0.01, "use_kl_loss": True}, {}),
@@ -96,11 +99,16 @@ def options_of(name: str, folder: Path) -> dict[str, Any]:
 def measure(options: dict[str, Any]) -> dict[str, int]:
     """Runs on this rank; the most bytes alive by phase, and the growth of the resident set."""
     import psutil
+    from deepspeed.accelerator import get_accelerator
 
     from lightppo import PPOConfig, PPOTrainer
+    from lightppo.strategy import deepspeed
     from lightppo.trainer.budget import ACTOR, CRITIC, LOADING, ROLLOUT, SAVE, SCORING, LiveBytes
 
     live, peaks, now = LiveBytes("cpu"), {}, [LOADING]
+    if options.get("fp16"):  # torch computes in it on every CPU; DeepSpeed trains in it only where it is fast
+        type(get_accelerator()).is_fp16_supported = lambda _: True
+        deepspeed.LOSS_SCALE_POWER = 4  # a step that overflows makes no states of Adam
 
     def turn() -> None:
         peaks[now[-1]] = max(peaks.get(now[-1], 0), live.peak)

@@ -141,6 +141,15 @@ ALARMS = {
         falling,
     ),
 }
+ALARMS |= {
+    f"{name}underflow": Alarm(
+        (f"train/{name}loss_scale",),
+        "below 16: gradients that are not huge are lost in float16",
+        "--bf16 in place of --fp16; huge scores (--reward_clip_range) and a high learning rate make huge gradients",
+        lasting(lambda scale: scale < 16, steps=1),
+    )
+    for name in ("actor_", "critic_", "")
+}
 
 
 class Alarms:

@@ -54,6 +54,7 @@ class TrainerState:
     pretrain_batches: int = 0  # batches taken from the pretraining data on each rank
     optimizer_steps: int = 0  # taken, of actor and critic
     skipped_optimizer_steps: int = 0  # for a non-finite gradient, actor and critic
+    overflowed_optimizer_steps: int = 0  # of the skipped ones, those for too large a loss scale (--fp16)
     skipped_in_a_row: int = 0  # PPO steps, until the last one, in which a model had no finite gradient
     stopped_optimizer_steps: int = 0  # of the actor, by an early stop
     run_ids: dict[str, str] = field(default_factory=dict)  # of the run, by tracker

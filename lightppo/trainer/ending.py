@@ -61,6 +61,7 @@ class SkippedSteps:
         """Count an optimizer step of a model. An ``overflow`` that fp16 looks for its loss scale by ends no run."""
         state.skipped_optimizer_steps += skipped
         state.optimizer_steps += not skipped
+        state.overflowed_optimizer_steps += overflow
         if overflow:
             return
         self.of_model.setdefault(model, []).append(skipped)
@@ -99,7 +100,8 @@ class SkippedSteps:
         of_ranks = self.strategy.all_gather_object(found)
         first = next((i for i, of_rank in enumerate(of_ranks) if of_rank), 0)
         why = non_finite_text(of_ranks)
-        why = f"Not finite: {why}" if why else "All numbers of the batch are finite: look at the weights and the loss"
+        finite = "All numbers of the batch are finite: look at the weights and the loss; with --fp16 set --bf16 instead"
+        why = f"Not finite: {why}" if why else finite
         why = left_out or why
         batch_of_first = f"{self.folder}/nonfinite/step{step}_rank{first}.pt"
         raise TrainingError(
@@ -137,11 +139,18 @@ def is_saved(strategy: Ranks, folders: Sequence[str], step: int) -> bool:
     return strategy.broadcast_object(whole)
 
 
-def check_trained(state: TrainerState, otherwise: str) -> None:
-    """Raises TrainingError where no model has changed; ``otherwise``: the reason if no step was skipped or stopped."""
+def check_trained(state: TrainerState, otherwise: str, dry_run: bool = False) -> None:
+    """Raises TrainingError where no model has changed; ``otherwise``: the reason if no step was skipped or stopped.
+    A dry run may end before fp16's loss scale is found."""
     if state.global_step > 0 and state.optimizer_steps == 0:
-        skipped, stopped = state.skipped_optimizer_steps, state.stopped_optimizer_steps
+        overflowed, stopped = state.overflowed_optimizer_steps, state.stopped_optimizer_steps
+        skipped = state.skipped_optimizer_steps - overflowed
+        if dry_run and overflowed and not skipped:
+            return
         texts = [f"{skipped} had a gradient that is not finite"] * (skipped > 0)
+        texts += [f"{overflowed} overflowed at --fp16's loss scale, which halves each time: go on, or set --bf16"] * (
+            overflowed > 0
+        )
         reason = ", ".join(texts + [f"{stopped} were stopped early"] * (stopped > 0)) or otherwise
         raise TrainingError(f"no optimizer step was taken in {state.global_step} steps, nothing is saved: {reason}")
 

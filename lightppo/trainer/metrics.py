@@ -134,7 +134,7 @@ METRICS: dict[str, str] = {
     "train/critic_overflow": "share of the critic's optimizer steps skipped for too large a loss scale (--fp16)",
     "train/critic_loss_scale": "mean loss scale of the critic after an optimizer step (--fp16)",
     "train/kl_coef": "KL coefficient in this step",
-    "train/optimizer_steps": "optimizer steps taken in this PPO step",
+    "train/optimizer_steps": "optimizer steps of this PPO step, those included that were skipped",
     **{f"train/{name}": f"`lightppo sft`, `rm`, `dpo`: {meaning}" for name, meaning in SUPERVISED.items()},
     **{f"train/{name}": f"`lightppo rm`, `dpo`, also in eval/: {meaning}" for name, meaning in PAIRS.items()},
     "perf/time_rollout": "seconds of generation",

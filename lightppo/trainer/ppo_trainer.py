@@ -684,7 +684,7 @@ class PPOTrainer(SeedAttributes):
         """A run that did not change its models is no success."""
         s, t = self.state, self.config.training
         if not self._overrides(*_TRAINING_METHODS):
-            check_trained(s, "every group was rejected: widen --filter_range, or take other prompts")
+            check_trained(s, "every group was rejected: widen --filter_range, or take other prompts", t.dry_run)
         if t.total_training_steps is not None and s.global_step < t.total_training_steps and t.benchmark_steps is None:
             self.strategy.print(
                 f"note: the prompts held {s.global_step} steps; the schedules were stretched over "
@@ -789,7 +789,7 @@ class PPOTrainer(SeedAttributes):
         status = self._optimizer_step("actor", self.actor, self.actor_optim, self.actor_scheduler)
         if "actor_grad_norm" in status:
             status["actor_stopped"] = 0.0
-            if self.ema_model is not None:
+            if self.ema_model is not None and math.isfinite(status["actor_grad_norm"]):  # not after a skipped step
                 self.strategy.moving_average(self.actor, self.ema_model, self.ema_beta)
         return status
 

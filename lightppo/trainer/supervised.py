@@ -319,7 +319,7 @@ class SupervisedTrainer:
         path, dry_run = config.checkpoint.save_path, config.training.dry_run
         self.stop_signal = signals.elected(strategy.all_reduce(signals.votes(), "sum"))
         self._stop_if_asked()  # before what may take long
-        check_trained(self.state, "there was none")
+        check_trained(self.state, "there was none", dry_run)
         self.recorder.finish(step, partial(self._save_checkpoint, step))
         if not dry_run:
             size = config.training.micro_train_batch_size

@@ -32,6 +32,9 @@ GOOD = {
     "reward/accuracy": 0.5,
     "train/skipped": 0.0,
     "train/loss": 2.0,
+    "train/loss_scale": 16.0,
+    "train/actor_loss_scale": 2.0**16,
+    "train/critic_loss_scale": 2.0**16,
 }
 
 
@@ -64,6 +67,9 @@ def test_a_good_run_has_no_alarm():
         ("not_finite", {"train/entropy": math.inf}, 1),
         ("critic_not_finite", {"train/critic_loss": math.inf}, 1),
         ("critic_not_finite", {"train/critic_skipped": 1.0}, 1),
+        ("underflow", {"train/loss_scale": 8.0}, 1),
+        ("actor_underflow", {"train/actor_loss_scale": 8.0}, 1),
+        ("critic_underflow", {"train/critic_loss_scale": 1.0}, 1),
     ],
 )
 def test_an_alarm_rings_after_so_many_bad_steps_and_until_they_end(name, bad, after):

@@ -34,7 +34,7 @@ OF_OTHERS |= {"rollout/teacher_kl", "rollout/teacher_log_prob", "train/distill_l
 OF_OTHERS |= {"perf/time_teacher", "perf/teacher_ms_per_token"}
 # Of --fp16; tests/trainer/test_non_finite.py has them.
 OF_OTHERS |= {f"train/{role}_{name}" for role in ("actor", "critic") for name in ("overflow", "loss_scale")}
-OF_OTHERS |= {"alarm/loss_not_finite", "alarm/loss_rises"}
+OF_OTHERS |= {"alarm/loss_not_finite", "alarm/loss_rises", *(f"alarm/{x}underflow" for x in ("", "actor_", "critic_"))}
 # Of selection, which this run has not; tests/trainer/test_sampling_runs.py has it.
 OF_SELECTION = {
     f"rollout/{name}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -38,7 +39,7 @@ def test_a_step_with_a_loss_that_is_not_finite_is_skipped(make_config, tmp_path,
 
     def poisoned(rollouts: Sequence[Rollout]) -> list:
         experiences = make(rollouts)
-        before.append({name: snapshot(trainer, name) for name in ("actor", "critic")})
+        before.append({name: snapshot(trainer, name) for name in ("actor", "critic", "ema_model")})
         if len(before) == 2:
             getattr(experiences[0], part)[0, 0] = float("inf")  # one token of one sample
         return experiences
@@ -47,7 +48,9 @@ def test_a_step_with_a_loss_that_is_not_finite_is_skipped(make_config, tmp_path,
     trainer.fit()
 
     hit, other = ("actor", "critic") if part == "advantages" else ("critic", "actor")
-    before.append({name: snapshot(trainer, name) for name in ("actor", "critic")})
+    before.append({name: snapshot(trainer, name) for name in ("actor", "critic", "ema_model")})
+    moves = [not same(a["ema_model"], b["ema_model"]) for a, b in pairwise(before)]
+    assert moves == [True, hit == "critic", True]  # the average moves with steps that are taken
     assert [same(a[hit], b[hit]) for a, b in pairwise(before)] == [False, True, False]
     assert [same(a[other], b[other]) for a, b in pairwise(before)] == [False, False, False]
     assert all(torch.isfinite(weight).all() for weight in before[-1][hit])
@@ -97,9 +100,19 @@ def test_fp16_counts_an_overflow_apart_and_goes_on(make_config, monkeypatch, tmp
         scale /= 2 ** row["train/critic_overflow"]
         assert row["train/critic_loss_scale"] == scale
     assert [(row["train/actor_skipped"], row["train/critic_skipped"]) for row in rows] == [(0, 0)] * 4
-    assert not any(row.get(f"alarm/{name}") for row in rows for name in ("not_finite", "critic_not_finite"))
+    assert not any(x for row in rows for name, x in row.items() if re.match(r"alarm/.*(finite|flow)", name))
     saved = load_file(Path(config.checkpoint.save_path, "model.safetensors"))
     assert {weight.dtype for weight in saved.values()} == {torch.float16}
+
+
+def test_where_all_steps_overflow_a_dry_run_ends_well_and_a_run_does_not(make_config, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr("deepspeed.accelerator.cpu_accelerator.CPU_Accelerator.is_fp16_supported", lambda _: True)
+    monkeypatch.setattr("lightppo.strategy.deepspeed.LOSS_SCALE_POWER", 40)  # too large for any gradient
+    options = {"fp16": True, "zero_stage": 2, "total_training_steps": 1, "advantage_estimator": "reinforce"}
+    PPOTrainer.from_config(make_config(**options, dry_run=True, save_path=str(tmp_path / "dry"))).fit()
+    assert "dry run: one step" in capsys.readouterr().out
+    with pytest.raises(TrainingError, match=r"taken in 1 steps.*: 1 overflowed at --fp16's loss scale.*--bf16"):
+        PPOTrainer.from_config(make_config(**options)).fit()
 
 
 def test_the_moving_average_moves_once_per_step_and_not_with_one_that_was_stopped(make_config):

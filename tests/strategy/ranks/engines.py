@@ -178,6 +178,7 @@ def check_fp16_finds_its_loss_scale(_: DeepspeedStrategy, work_dir: Path) -> Non
             assert loss == pytest.approx(losses[step], abs=1e-3), (options, step)
             assert outcome.grad_norm == pytest.approx(norms[step], rel=4e-3), (options, step)
         assert scheduler.get_last_lr() == [pytest.approx(LR * 0.5**3)] * 2, options
+        assert {int(state["step"]) for state in optimizer.state.values()} == {3}, options  # Adam's
         assert actor.model.skipped_steps == 1
 
 
