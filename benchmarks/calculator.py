@@ -41,7 +41,6 @@ ROWS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "bf16, ZeRO 1": (2, {"zero_stage": 1, "bf16": True}, {}),
     "bf16, ZeRO 2": (2, {"zero_stage": 2, "bf16": True}, {}),
     "bf16, ZeRO 3": (2, {"zero_stage": 3, "bf16": True}, {}),
-    "fp16, ZeRO 1": (2, {"zero_stage": 1, "fp16": True}, {}),
     "fp16, ZeRO 2": (2, {"zero_stage": 2, "fp16": True}, {}),
     "fp16, ZeRO 3": (2, {"zero_stage": 3, "fp16": True}, {}),
     "bf16 gradients, one rank": (1, {"zero_stage": 2, "bf16": True, "grad_accum_dtype": "bf16"}, {}),

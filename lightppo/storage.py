@@ -12,6 +12,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,6 @@ def stage_to_local(url: str, *, cache_dir: str | Path | None = None, timeout_s: 
         return url.split("://", 1)[-1]
 
     import fsspec
-    from filelock import FileLock, Timeout
 
     check_scheme(url)
     try:
@@ -65,21 +65,42 @@ def stage_to_local(url: str, *, cache_dir: str | Path | None = None, timeout_s: 
         (name, info.get("size"), str(next((info[key] for key in versions if info.get(key)), "")))
         for name, info in sorted(found.items())
     ]
-    key = hashlib.sha256(repr([url, files]).encode()).hexdigest()[:24]
-    target = Path(cache_dir or _cache()) / "staged" / key / (Path(remote.rstrip("/")).name or "root")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    if target.exists():
-        return str(target)
-    lock = FileLock(target.parent / ".lock", timeout=timeout_s)
+    sizes = [size for _, size, _ in files]
+    size = None if None in sizes else sum(sizes)
+    name = posixpath.basename(remote.rstrip("/")) or "root"
+    copy = partial(_copy, fs, remote, url=url, is_folder=is_folder, size=size)
+    return str(made_once("staged", [url, files], name, copy, what=url, timeout_s=timeout_s, cache_dir=cache_dir))
+
+
+def made_once(
+    kind: str,
+    key: Any,
+    name: str,
+    make: Callable[[Path], object],
+    *,
+    what: str,
+    timeout_s: float = 3600.0,
+    cache_dir: str | Path | None = None,
+) -> Path:
+    """A file or folder of this node's cache, named by its key: the first process that comes makes it, others wait.
+
+    ``make(target)`` makes all of it or nothing. What stays is found at the next start.
+    """
+    from filelock import FileLock, Timeout
+
+    folder = Path(cache_dir or _cache()) / kind / hashlib.sha256(repr(key).encode()).hexdigest()[:24]
+    folder.mkdir(parents=True, exist_ok=True)
+    if (target := folder / name).exists():
+        return target
+    lock = FileLock(folder / ".lock", timeout=timeout_s)
     try:
-        with lock:
+        with lock.acquire(poll_interval=0.5):
             if not target.exists():
-                sizes = [size for _, size, _ in files]
-                _copy(fs, remote, target, url, is_folder=is_folder, size=None if None in sizes else sum(sizes))
+                make(target)
     except Timeout as error:
-        waited = f"another process on this node has been copying it for over {timeout_s:g} s"
-        raise TimeoutError(f"{url}: {waited}; see its log (lock {lock.lock_file})") from error
-    return str(target)
+        waited = f"another process on this node has been at it for over {timeout_s:g} s"
+        raise TimeoutError(f"{what}: {waited}; see its log (lock {lock.lock_file})") from error
+    return target
 
 
 def check_scheme(url: str, flag: str = "the URL") -> Any:

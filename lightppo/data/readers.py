@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,7 +23,8 @@ import numpy as np
 
 from lightppo.data.rows import ORIGIN_COLUMN, check_choice
 from lightppo.errors import DataError, StagingError
-from lightppo.storage import check_scheme, is_url, stage_to_local
+from lightppo.ranks import ranks_on_node
+from lightppo.storage import check_scheme, is_url, made_once, stage_to_local
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -31,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 StoppingStrategy = Literal["all_exhausted", "first_exhausted"]
 Rows = Iterator[tuple[str, dict[str, Any]]]  # (origin, row)
+
+SHARED_BYTES, SHARED_ROWS = 64 << 20, 1000  # of a file that the ranks of a node do not parse each for itself
 
 _ID = "query_id"
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zip")
@@ -315,8 +319,35 @@ def read_file(path: str | Path, *, shown_as: str | None = None, limit: int | Non
     if kind in ("parquet", "arrow"):
         dataset = _read_mapped(kind, path, name)
         return _with_origins(dataset if limit is None else dataset.select(range(min(limit, len(dataset)))), name)
-    rows = _csv_rows(path, name, "\t" if suffix == ".tsv" else ",") if kind == "csv" else _json_rows(path, name)
-    return _dataset_of(rows, limit)
+    parse = partial(_csv_rows, delimiter="\t" if suffix == ".tsv" else ",") if kind == "csv" else _json_rows
+
+    def read() -> Dataset:
+        return _dataset_of(parse(path, name), limit)
+
+    if ranks_on_node(1) == 1 or os.path.getsize(path) < SHARED_BYTES or limit in range(SHARED_ROWS):
+        return read()
+    return _shared(read, path, name, limit)
+
+
+def _shared(read: Callable[[], Dataset], path: str | Path, name: str, limit: int | None) -> Dataset:
+    """The rows, parsed by the first rank of a node, which writes them into its cache; all map them: memory has one."""
+    from datasets import load_from_disk
+
+    def write(target: Path) -> None:
+        shutil.rmtree(part := target.with_name("partial"), ignore_errors=True)  # left by a process that was killed
+        with _no_progress_bars():
+            read().save_to_disk(part)
+        os.rename(part, target)
+
+    about = os.stat(path)
+    key = [os.path.realpath(path), about.st_size, about.st_mtime_ns, name, limit]
+    try:
+        return load_from_disk(str(made_once("rows-1", key, "rows", write, what=name)))
+    except TimeoutError:
+        raise
+    except OSError as error:
+        logger.warning("%s: each rank holds its own rows, because the cache fails: %s", name, error)
+        return read()
 
 
 def _with_origins(dataset: Dataset, name: str) -> Dataset:
@@ -430,13 +461,22 @@ def _json_texts(values: list[Any]) -> list[str | None]:
 def _read_mapped(kind: str, path: str | Path, name: str) -> Dataset:
     import datasets
 
-    shown = datasets.are_progress_bars_disabled()
-    datasets.disable_progress_bars()
     try:
-        return datasets.load_dataset(kind, data_files=[str(path)], split="train")
+        with _no_progress_bars():
+            return datasets.load_dataset(kind, data_files=[str(path)], split="train")
     except Exception as error:  # pyarrow's and datasets' errors have no common base
         cause = error.__cause__ or error
         raise DataError(f"{name}: not a readable {kind} file: {type(cause).__name__}: {cause}") from error
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    import datasets
+
+    shown = datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        yield
     finally:
         if not shown:
             datasets.enable_progress_bars()

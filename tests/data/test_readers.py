@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import logging
+import os
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -54,6 +55,37 @@ def test_json_arrays_and_lines_named_json(tmp_path: Path) -> None:
     assert dataset[ORIGIN_COLUMN][:] == ["shown, row 1", "shown, row 2"]
     path.write_text("\n".join(map(json.dumps, ROWS)))
     assert read_file(path)[ORIGIN_COLUMN][1] == f"{path}:2"
+
+
+LARGE = {
+    "x.jsonl": '{"input": "a", "label": 1, "extra": {"level": 2}, "tag": "4"}\n{"input": "b", "label": 2, "tag": 0.1}',
+    "x.csv": 'input,label\na,007\n"b\n",2\n',
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_the_ranks_of_a_node_parse_a_large_file_once(tmp_path: Path, monkeypatch, name: str, caplog) -> None:
+    (path := tmp_path / name).write_text(LARGE[name])
+    alone, written = read_file(path), path.stat()
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("LIGHTPPO_CACHE", str(tmp_path / "cache"))
+    assert not read_file(path).cache_files  # a small one
+    monkeypatch.setattr("lightppo.data.readers.SHARED_BYTES", 1)
+    assert not read_file(path, limit=1).cache_files  # a look at it
+    shared = read_file(path)
+    assert shared.cache_files
+    assert (shared.features, list(shared)) == (alone.features, list(alone))
+    path.write_text(LARGE[name].replace("a", "c"))
+    assert read_file(path)["input"][0] == "c"  # the file has changed
+    os.utime(path, ns=(written.st_atime_ns, written.st_mtime_ns))
+    assert read_file(path)["input"][0] == "a"  # as far as it says, it has not: nothing is parsed again
+    path.write_text(LARGE[name] + '\n"x')
+    with pytest.raises(DataError, match=r"x.jsonl:3|x.csv, row 3"):
+        read_file(path)
+    monkeypatch.setenv("LIGHTPPO_CACHE", str(path / "below_a_file"))
+    path.write_text(LARGE[name])
+    assert list(read_file(path)) == list(alone)
+    assert "each rank holds its own rows, because the cache fails" in caplog.text
 
 
 def test_compressed_and_limited(tmp_path: Path) -> None:
