@@ -92,6 +92,8 @@ class PretrainedWrapper(nn.Module):
             dtype = torch.bfloat16 if bf16 else dtype
             self.model = load(pretrain_or_model, dtype=dtype, ds_config=ds_config, **load_options)
         accelerate_on_cpu(self.model)
+        # On an H100 torch prefers cuDNN's, which makes a plan for each new length (half a second): each decoded token.
+        torch.backends.cuda.enable_cudnn_sdp(False)
         fuse(self.model)
         self.ds_config = ds_config  # for strategy.prepare; None: the strategy's own
         self.packing_samples = bool(packing_samples)  # None: as False until try_packing
@@ -224,7 +226,6 @@ class PretrainedWrapper(nn.Module):
         """Keeps activations, but no weights, in CPU memory until the backward pass, page-locked if there is a GPU."""
         if not self.activation_offload or not torch.is_grad_enabled():
             return nullcontext()
-        copies = torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available())
         weights: dict[int, list[nn.Parameter]] = defaultdict(list)
         for weight in self.hf_model.parameters():
             weights[getattr(weight, "ds_numel", weight.numel())].append(weight)
@@ -233,13 +234,15 @@ class PretrainedWrapper(nn.Module):
             for weight in weights.get(saved.numel(), ()):
                 if weight.data_ptr() == saved.data_ptr():  # the weight, or a transposed view of it
                     return weight, saved.size(), saved.stride()
-            return copies.pack_hook(saved)
+            kept = torch.empty(saved.size(), dtype=saved.dtype, pin_memory=saved.is_cuda)
+            return saved.device, kept.copy_(saved, non_blocking=True)  # unlike save_on_cpu's: the host does not wait
 
         def unpack(packed: tuple[Any, ...]) -> Tensor:
             if isinstance(packed[0], nn.Parameter):  # of ZeRO-3, gathered again and perhaps elsewhere
                 weight, size, stride = packed
                 return weight.detach().as_strided(size, stride, weight.storage_offset())
-            return copies.unpack_hook(packed)
+            device, kept = packed
+            return kept.to(device, non_blocking=True)
 
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 

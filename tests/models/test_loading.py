@@ -537,14 +537,17 @@ def test_offloaded_activations_give_the_same(
     """All that is kept for the backward pass moves, but for the weights."""
     moved: list[torch.Tensor] = []
 
-    class Copying(torch.autograd.graph.save_on_cpu):
-        def __init__(self, **options: bool) -> None:
-            assert options == {"pin_memory": torch.cuda.is_available()}
-            super().__init__(**options)
-            to_cpu = self.pack_hook
-            self.pack_hook = lambda tensor: moved.append(tensor) or to_cpu(tensor)
+    class Watched(torch.autograd.graph.saved_tensors_hooks):
+        def __init__(self, pack: Callable, unpack: Callable) -> None:
+            super().__init__(lambda tensor: self.see(tensor, pack(tensor)), unpack)
 
-    monkeypatch.setattr(torch.autograd.graph, "save_on_cpu", Copying)
+        def see(self, tensor: torch.Tensor, kept: tuple) -> tuple:
+            if not isinstance(kept[0], torch.nn.Parameter):
+                moved.append(tensor)
+                assert kept[1].data_ptr() != tensor.data_ptr()
+            return kept
+
+    monkeypatch.setattr(torch.autograd.graph, "saved_tensors_hooks", Watched)
     for model in (Actor(causal_lm()), Actor(causal_lm(), packing_samples=True), Critic(classifier())):
         plain = gradients_of(model, ragged)
         model.activation_offload = True

@@ -191,3 +191,10 @@ def test_gradients_of_gathered_and_spread_rows() -> None:
             return module(x)
 
     assert torch.autograd.gradcheck(run, hidden)
+
+
+def test_no_model_attends_by_cudnn(causal_lm: Callable[..., PreTrainedModel]) -> None:
+    """It makes a plan for each new length, and a GPU of 2022 and later gets it unasked."""
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    Actor(causal_lm())
+    assert not torch.backends.cuda.cudnn_sdp_enabled()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
@@ -211,15 +212,18 @@ def check_fp16_is_refused(_: DeepspeedStrategy, work_dir: Path) -> None:
 def check_activation_offload_in_shards(_: DeepspeedStrategy, work_dir: Path) -> None:
     """ZeRO-3 takes weights away between forward and backward pass; what is kept refers to them, not to copies."""
     role, kept, copied, norms = make_strategy(zero_stage=3), [], [], []
-    original = torch.autograd.graph.save_on_cpu
+    original = torch.autograd.graph.saved_tensors_hooks
 
-    class Copying(original):
-        def __init__(self, **options: bool) -> None:
-            super().__init__(**options)
-            to_cpu = self.pack_hook
-            self.pack_hook = lambda tensor: copied.append(tuple(tensor.shape)) or to_cpu(tensor)
+    class Watched(original):
+        def __init__(self, pack: Callable, unpack: Callable) -> None:
+            super().__init__(lambda tensor: self.see(tensor, pack(tensor)), unpack)
 
-    torch.autograd.graph.save_on_cpu = Copying
+        def see(self, tensor: torch.Tensor, kept: tuple) -> tuple:
+            if not isinstance(kept[0], torch.nn.Parameter):
+                copied.append(tuple(tensor.shape))
+            return kept
+
+    torch.autograd.graph.saved_tensors_hooks = Watched
     for offloads in (False, True):
         actor = Actor(causal_lm(tied=False), ds_config=sharded_train_config(role))
         optimizer = role.create_optimizer(actor, lr=LR)
@@ -231,7 +235,7 @@ def check_activation_offload_in_shards(_: DeepspeedStrategy, work_dir: Path) -> 
             norms.append(role.optimizer_step(optimizer, actor).grad_norm)
         kept.append(whole_weights(role, actor))
         shapes = {tuple(p.ds_shape) for p in role.unwrap_model(actor).parameters() if len(p.ds_shape) > 1}
-    torch.autograd.graph.save_on_cpu = original
+    torch.autograd.graph.saved_tensors_hooks = original
     assert norms[:2] == norms[2:]
     assert all(torch.equal(weight, kept[1][name]) for name, weight in kept[0].items())
     assert len(copied) > 40
