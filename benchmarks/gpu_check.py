@@ -31,11 +31,12 @@ from pathlib import Path
 from typing import Any
 
 from commands import REPO, run, tail
-from gpu_kernels import decode, head, kernels, lacks, train
+from gpu_kernels import RUN, decode, head, kernels, lacks, train
 from workloads import SCALES, WORKLOADS, lightppo_flags
 
 NEEDS = (
-    "one CUDA GPU of 80 GB, torch with CUDA, transformers, and for ZeRO, LoRA and PPO runs deepspeed, datasets, peft"
+    "one CUDA GPU of 80 GB, torch with CUDA, transformers, and for ZeRO, LoRA and PPO runs deepspeed, datasets, "
+    "pebble, tyro, peft"
 )
 GOALS = {  # said -> (part, rows that begin so, field, at least or at most)
     "training MFU, 0.6B, bf16, packed": ("train", "0.6B", "mfu", 0.45),
@@ -165,7 +166,7 @@ COMPARED = ("train/policy_loss", "train/critic_loss", "train/actor_grad_norm", "
 
 def zero(rows: Rows) -> None:
     """Two PPO steps, a checkpoint, two more after resuming, against four steps on a CPU."""
-    reason = lacks("deepspeed", "datasets")
+    reason = lacks(*RUN)
 
     def reference() -> dict[str, Any]:
         found = ppo(rows, "CPU", "tiny", ZERO["ZeRO 0"], (4,), "cpu")
@@ -188,7 +189,7 @@ def zero(rows: Rows) -> None:
 
 def adapters(rows: Rows) -> None:
     """LoRA, 4 bits, and a reward model and a critic at ZeRO-3: two steps and two more after resuming."""
-    reason, precision = lacks("deepspeed", "datasets"), [] if rows.small else ["--bf16"]
+    reason, precision = lacks(*RUN), [] if rows.small else ["--bf16"]
 
     def reward_model() -> str:
         import torch
@@ -245,12 +246,12 @@ def bench(rows: Rows) -> None:
 
     for name in WORKLOADS:
         rows(f"{name} TRL", partial(side, name, "trl"), "" if at_hand else "TRL not there")
-        rows(f"{name} lightppo", partial(side, name, "lightppo"), lacks("deepspeed", "datasets"))
+        rows(f"{name} lightppo", partial(side, name, "lightppo"), lacks(*RUN))
 
 
 def vllm(rows: Rows) -> None:
     """Rollouts and pushes with vLLM in the process, which sleeps while training, beside vLLM alone."""
-    reason = lacks("vllm") or lacks("deepspeed", "datasets")
+    reason = lacks("vllm") or lacks(*RUN)
 
     def alone() -> dict[str, Any]:
         words = [sys.executable, __file__, "--vllm_alone", rows.assets(), "--device", rows.device]
@@ -330,7 +331,7 @@ def precision(rows: Rows) -> None:
 
     for engine in ("hf", "vllm"):
         for dtype in ("float32", "float16", "bfloat16"):
-            reason = lacks("deepspeed", *(["vllm"] if engine == "vllm" else []))
+            reason = lacks(*RUN, *(["vllm"] if engine == "vllm" else []))
             reason = reason if script.is_file() else "benchmarks/precision.py not there"
             rows(f"{engine} {dtype}", partial(measure, engine, dtype), reason)
 
@@ -372,6 +373,12 @@ def measure_part(name: str, folder: Path, options: argparse.Namespace, end: floa
             after["state"] = "failed: " + tail(folder / "logs" / f"{name}.log", 2)
         file.write_text(json.dumps(after, indent=1) + "\n")
     return data
+
+
+def forget_failures(file: Path) -> None:
+    """Rows that failed or were skipped are measured by the next call, with the part's whole time."""
+    rows = {name: row for name, row in read(file)["rows"].items() if not row.keys() & {"error", "skipped"}}
+    file.write_text(json.dumps({"rows": rows, "tries": {}}) + "\n")
 
 
 def read(file: Path) -> dict[str, Any]:
@@ -418,6 +425,7 @@ def main() -> None:
     parser.add_argument("--run_dir", type=Path, help="default: runs/bench, with --device cpu runs/gpu-check-cpu")
     parser.add_argument("--minutes", type=float, default=60, help="of this call; the next one goes on")
     parser.add_argument("--again", action="store_true", help="measure the parts anew")
+    parser.add_argument("--failed", action="store_true", help="measure anew what failed or could not be measured")
     parser.add_argument("--write", action="store_true", help="a GPU's table into docs/performance.md")
     parser.add_argument("--trl", type=Path, help="folder with an unpacked TRL, instead of installing it")
     parser.add_argument("--trl_of_ppo", type=Path, help="the same of the TRL that has PPO")
@@ -455,6 +463,8 @@ def drive(options: argparse.Namespace) -> None:
     for name in options.parts:
         if options.again:
             (folder / f"{name}.json").unlink(missing_ok=True)
+        elif options.failed:
+            forget_failures(folder / f"{name}.json")
         measure_part(name, folder, options, end)
         parts = {name: read(folder / f"{name}.json") for name in PARTS if (folder / f"{name}.json").is_file()}
         data = {"machine": json.loads((folder / "machine.json").read_text()), "device": options.device}

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from gpu_check import Rows
 
 
+RUN = ("deepspeed", "datasets", "dill", "hjson", "msgpack", "pebble", "psutil", "pydantic", "tyro", "yaml")  # a PPO run
+
+
 def lacks(*packages: str) -> str:
     """Why something is skipped, or nothing."""
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
@@ -64,7 +67,7 @@ def watched(device: str, seen: dict[str, Any]) -> Iterator[None]:
             torch.cuda.set_sync_debug_mode(mode)
     torch.cuda.synchronize()
     seen |= {"gb": (torch.cuda.max_memory_allocated() - before) / 1e9}
-    seen |= {"host_waits": sum("synchroniz" in str(one.message) for one in told)}
+    seen |= {"host_waits": sum("called a synchronizing" in str(one.message) for one in told)}
 
 
 # -- kernels -----------------------------------------------------------------------------------------------------------
@@ -75,10 +78,13 @@ def kernels(rows: Rows) -> None:
     import torch
 
     rows("signatures", signatures)
+    for dtype in (torch.bfloat16, torch.float32):
+        rows(f"sdpa {str(dtype)[6:]} new lengths", partial(new_lengths, dtype, rows.device))
     for dtype in (torch.float32, torch.bfloat16):
         for mask in ("causal", "masked"):
             for gqa in ("enable_gqa", "expanded"):
                 rows(f"sdpa {str(dtype)[6:]} {mask} {gqa}", partial(sdpa_backends, dtype, mask, gqa, rows.device))
+    torch.backends.cuda.enable_cudnn_sdp(False)  # as every model of lightppo does
     for dtype in (torch.bfloat16, torch.float32):
         for how in ("as chosen", "by sequence", "shared prompts"):
             rows(f"packed {str(dtype)[6:]} {how}", partial(packed_attention, dtype, how, rows.device))
@@ -110,7 +116,6 @@ def qkv(dtype: Any, device: str, tokens: int, keys: int = 2) -> list[Any]:
 def sdpa_backends(dtype: Any, mask: str, gqa: str, device: str) -> dict[str, Any]:
     """Milliseconds of each backend, forward and backward, and of what torch chooses."""
     import torch
-    from torch.nn.attention import SDPBackend, sdpa_kernel
 
     tokens = 64 if device == "cpu" else 4096
     q, k, v = qkv(dtype, device, tokens, 2 if gqa == "enable_gqa" else 14)
@@ -125,16 +130,38 @@ def sdpa_backends(dtype: Any, mask: str, gqa: str, device: str) -> dict[str, Any
     found: dict[str, Any] = {}
     with watched(device, found):
         once()
+    return found | by_backend(lambda: 1e3 * seconds_of(once, device))
+
+
+def by_backend(measure: Callable[[], float]) -> dict[str, Any]:
+    """Milliseconds with what torch chooses, and with each backend alone."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    found: dict[str, Any] = {}
     for backend in (None, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION,
                     SDPBackend.MATH):  # fmt: skip
         name = "chosen" if backend is None else backend.name.removesuffix("_ATTENTION").lower()
         try:
             with warnings.catch_warnings(), sdpa_kernel(backend) if backend else warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                found[f"{name}_ms"] = 1e3 * seconds_of(once, device)
+                found[f"{name}_ms"] = measure()
         except RuntimeError as error:
             found[f"{name}_ms"] = "out of memory" if "memory" in str(error) else "refused"
     return found
+
+
+def new_lengths(dtype: Any, device: str) -> dict[str, Any]:
+    """Milliseconds of a causal call, forward and backward, at a length that was not seen before."""
+    import torch
+
+    lengths = iter(range(65 if device == "cpu" else 1025, 10**9, 8))
+
+    def once() -> None:
+        q, k, v = qkv(dtype, device, next(lengths), 14)
+        output = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        torch.autograd.grad(output.sum(), (q, k, v))
+
+    return by_backend(lambda: 1e3 * seconds_of(once, device, most=4))
 
 
 def lengths_of(tokens: int) -> list[int]:
@@ -164,10 +191,11 @@ def packed_attention(dtype: Any, how: str, device: str) -> dict[str, Any]:
     from lightppo.models import packing
 
     longest, groups = (16, 2) if device == "cpu" else (1024, 2)  # GPU: 16 of about 1.5k
-    ids = torch.randint(9, (groups, 2 * longest), device=device).repeat_interleave(8, 0)
+    ids = torch.randint(9, (groups, 2 * longest)).repeat_interleave(8, 0)
     mask, draw = torch.ones_like(ids), random.Random(0)
     for row in mask:
         row[draw.randint(longest + 1, 2 * longest) :] = 0
+    ids = ids.to(device)
     shared = packing.pack_shared(ids, mask, longest) if how == "shared prompts" else None
     row = packing.pack(ids, mask) if shared is None else shared
     q, k, v = qkv(dtype, device, row.input_ids.shape[1])
@@ -256,24 +284,34 @@ VARIANTS: dict[str, dict[str, Any]] = {  # of training; "varlen" is what runs un
     "by sequence": {"apart": True},
     "padded": {"packed": False},
     "flash_attention_2": {"attention": "flash_attention_2"},
-    "Liger": {"liger": True},
     "torch.compile": {"compiled": True},
     "checkpointing": {"checkpoints": True},
     "checkpointing, torch.compile": {"checkpoints": True, "compiled": True},
     "checkpointing, activations offloaded": {"checkpoints": True, "offload": True},
+    "Liger": {"liger": True},  # last: it changes transformers' classes for the rest of the process
 }
 
 
 def train(rows: Rows) -> None:
     """The actor's pass over a packed row of 16k tokens, forward and backward, in bf16."""
-    for size, scale in {"tiny": SCALES["tiny"]}.items() if rows.small else {
-        "0.6B": SCALES["gpu"], "1.5B": SCALES["1.5B"]}.items():  # fmt: skip
-        for name, how in VARIANTS.items():
-            missing = {"flash_attention_2": "flash_attn", "Liger": "liger_kernel"}.get(name)
-            reason = lacks(missing) if missing else ""
-            if rows.small and name in ("Liger", "checkpointing, activations offloaded"):
-                reason = reason or "for a GPU"
-            rows(f"{size} {name}", partial(train_once, scale, rows.peak, rows.device, **how), reason)
+    sizes = {"tiny": SCALES["tiny"]} if rows.small else {"0.6B": SCALES["gpu"], "1.5B": SCALES["1.5B"]}
+    for name, how in VARIANTS.items():
+        missing = {"flash_attention_2": "flash_attn", "Liger": "liger_kernel"}.get(name)
+        reason = lacks(missing) if missing else ""
+        if rows.small and name in ("Liger", "checkpointing, activations offloaded"):
+            reason = reason or "for a GPU"
+        for size, scale in sizes.items():
+            rows(f"{size} {name}", partial(train_if_it_fits, scale, rows.peak, rows.device, **how), reason)
+
+
+def train_if_it_fits(*how: Any, **more: Any) -> dict[str, Any]:
+    """Padding, and models without checkpointing, may ask for more memory than there is."""
+    import torch
+
+    try:
+        return train_once(*how, **more)
+    except torch.OutOfMemoryError as error:
+        return {"ms": "out of memory", "said": str(error)[:120]}
 
 
 def batches_of(scale: Scale, device: str, count: int = 3) -> list[tuple[Any, Any, int, int]]:

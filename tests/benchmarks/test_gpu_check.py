@@ -48,6 +48,18 @@ def test_rows_are_written_at_once_and_never_measured_again(rows_of, tmp_path):
     assert again("four", pytest.fail)["skipped"] == "flash_attn not there"
 
 
+def test_what_failed_or_could_not_be_measured_is_measured_anew_if_asked(rows_of, gpu_check, tmp_path):
+    rows = rows_of()
+    for name, lacking in (("one", ""), ("two", "liger_kernel not there")):
+        rows(name, lambda: {"ms": 1.0}, lacking)
+    for _ in range(3):
+        rows("three", lambda: fails(RuntimeError("no kernel")))
+    gpu_check.forget_failures(tmp_path / "part.json")
+    again = rows_of()
+    again("one", pytest.fail)
+    assert [again(name, lambda: {"ms": 2.0})["ms"] for name in ("one", "two", "three")] == [1.0, 2.0, 2.0]
+
+
 def test_a_row_that_was_stopped_is_measured_again_and_one_that_ends_its_process_twice_is_not(rows_of, gpu_check):
     for _ in range(3):  # the time of a call was over
         with pytest.raises(gpu_check.Stopped):
