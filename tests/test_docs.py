@@ -30,6 +30,7 @@ OTHER_FLAGS = {
     "signal",  # Slurm
 }  # fmt: skip
 OWN_OTHER_FLAGS = {"write", "help", "version", "spo_power", "module", "once"}  # of commands, an example, deepspeed
+PIP_FLAGS = {"no", "only", "platform", "python", "target"}  # as far as a hyphen
 NO_NEWS = {"NO_MKDOCS_2_WARNING": "1"}
 VLLM_FLAGS = {"dtype", "enable_sleep_mode", "ssl_keyfile", "ssl_certfile"}  # of lightppo serve-vllm, handed on
 
@@ -85,7 +86,7 @@ def test_flags_exist(page):
     pages = ("README.md", "migrating.md", "troubleshooting.md", "rollouts.md", "multi-node.md", "checkpoints.md")
     others = OTHER_FLAGS if page.name in pages else set()
     others |= VLLM_FLAGS if page.name == "rollouts.md" else set()
-    others |= flags_added(REPO / "benchmarks" / "gpu_check.py") if page.name == "performance.md" else set()
+    others |= PIP_FLAGS | flags_added(REPO / "benchmarks" / "gpu_check.py") if page.name == "performance.md" else set()
     assert named - known_flags() - OWN_OTHER_FLAGS - others == set()
 
 

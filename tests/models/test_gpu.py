@@ -103,6 +103,7 @@ def test_no_layer_waits(how: str) -> None:
 def test_weights_in_4_bits_are_the_same_numbers_on_both_devices(dtype: torch.dtype) -> None:
     from lightppo.models.quantised import dense_weight, quantise
 
+    pytest.importorskip("bitsandbytes")
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(256, 128, dtype=dtype))
     quantise(model, set())  # packed on the GPU
