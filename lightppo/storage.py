@@ -67,32 +67,24 @@ def stage_to_local(url: str, *, cache_dir: str | Path | None = None, timeout_s: 
     ]
     sizes = [size for _, size, _ in files]
     size = None if None in sizes else sum(sizes)
-    name = posixpath.basename(remote.rstrip("/")) or "root"
+    target = in_cache("staged", [url, files], Path(remote.rstrip("/")).name or "root", cache_dir)
     copy = partial(_copy, fs, remote, url=url, is_folder=is_folder, size=size)
-    return str(made_once("staged", [url, files], name, copy, what=url, timeout_s=timeout_s, cache_dir=cache_dir))
+    return str(made_once(target, copy, url, timeout_s))
 
 
-def made_once(
-    kind: str,
-    key: Any,
-    name: str,
-    make: Callable[[Path], object],
-    *,
-    what: str,
-    timeout_s: float = 3600.0,
-    cache_dir: str | Path | None = None,
-) -> Path:
-    """A file or folder of this node's cache, named by its key: the first process that comes makes it, others wait.
+def in_cache(kind: str, key: Any, name: str, cache_dir: str | Path | None = None) -> Path:
+    """A place in this node's cache."""
+    return Path(cache_dir or _cache()) / kind / hashlib.sha256(repr(key).encode()).hexdigest()[:24] / name
 
-    ``make(target)`` makes all of it or nothing. What stays is found at the next start.
-    """
+
+def made_once(target: Path, make: Callable[[Path], object], what: str, timeout_s: float = 3600.0) -> Path:
+    """A file or folder that the first process that comes makes, whole or not at all; others wait. It stays."""
     from filelock import FileLock, Timeout
 
-    folder = Path(cache_dir or _cache()) / kind / hashlib.sha256(repr(key).encode()).hexdigest()[:24]
-    folder.mkdir(parents=True, exist_ok=True)
-    if (target := folder / name).exists():
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if target.exists():
         return target
-    lock = FileLock(folder / ".lock", timeout=timeout_s)
+    lock = FileLock(target.parent / ".lock", timeout=timeout_s)
     try:
         with lock.acquire(poll_interval=0.5):
             if not target.exists():

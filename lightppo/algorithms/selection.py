@@ -8,6 +8,7 @@ tokens break ties.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Mapping
 
 import torch
@@ -31,28 +32,17 @@ def top_share(values: Tensor, ratio: float, all_reduce_sum: AllReduceSum = ident
 
 @torch.no_grad()
 def first_above_mean(values: Tensor, most: float, all_reduce_sum: AllReduceSum = identity) -> float:
-    """The smallest value of all ranks up to which, itself included, the mean is above ``most``; inf: there is none."""
-    values, count, total = values[~values.isnan()].double().cpu(), 0.0, 0.0  # of smaller ones; GPUs add up in any order
-    n, whole = all_reduce_sum(torch.stack([values.new_tensor(values.numel()), values.sum()])).tolist()
-    if not whole > most * n:
-        return math.inf
+    """The smallest number ≥ 0 of all ranks up to which, itself included, the mean is above ``most``; inf: none is."""
+    values = values[~values.isnan()].double()
+    keys = values.view(torch.int64)  # whole numbers in the order of the values
 
-    def tally(digits: Tensor, inside: Tensor) -> Tensor:
-        return torch.stack(
-            [torch.bincount(digits, weights, minlength=256) for weights in (torch.ones_like(inside), inside)]
-        )
+    def is_above(key: int) -> bool:
+        inside = values[keys <= key]
+        count, total = all_reduce_sum(torch.stack([inside.new_tensor(len(inside)), inside.sum()])).tolist()
+        return total > most * count
 
-    def choose(table: list[list[float]]) -> int:
-        nonlocal count, total
-        *there, last = (digit for digit in range(256) if table[0][digit])
-        for digit in there:  # the means rise; that of the last is above, also where rounding denies it
-            n, whole = count + table[0][digit], total + table[1][digit]
-            if whole > most * n:
-                return digit
-            count, total = n, whole
-        return last
-
-    return _by_bytes(values, tally, choose, all_reduce_sum).item()
+    infinite = 0x7FF << 52  # the key of inf
+    return torch.tensor(bisect_left(range(infinite), True, key=is_above)).view(torch.float64).item()
 
 
 @torch.no_grad()
@@ -126,23 +116,7 @@ def _rankable(values: Tensor, all_reduce_sum: AllReduceSum) -> int:
 
 
 def _kth_largest(values: Tensor, k: int, all_reduce_sum: AllReduceSum) -> Tensor:
-    def choose(counts: list[int]) -> int:
-        nonlocal k
-        digit = 255
-        while counts[digit] < k:
-            k, digit = k - counts[digit], digit - 1
-        return digit
-
-    return _by_bytes(values, lambda digits, _: torch.bincount(digits, minlength=256), choose, all_reduce_sum)
-
-
-def _by_bytes(
-    values: Tensor, tally: Callable[[Tensor, Tensor], Tensor], choose: Callable, all_reduce_sum: AllReduceSum
-) -> Tensor:
-    """One of the values of all ranks: its bytes one by one, the highest first, so that only tables travel.
-
-    ``choose`` takes a byte, 0 to 255, by what ``tally`` says of the bytes, and of the values that have them.
-    """
+    """Over all ranks: its bytes one by one, the highest first, so that only counts travel."""
     values = at_least_float32(values) + 0.0  # -0.0 is 0.0
     kind, bits = (torch.int64, 64) if values.dtype == torch.float64 else (torch.int32, 32)
     most, raw, found = torch.iinfo(kind).max, values.view(kind), 0
@@ -150,7 +124,9 @@ def _by_bytes(
     inside = torch.ones_like(keys, dtype=torch.bool)
     for shift in range(bits - 8, -1, -8):
         digits = ((keys >> shift) & 255) ^ (128 if shift == bits - 8 else 0)  # 128: negative ones are the smaller
-        digit = choose(all_reduce_sum(tally(digits[inside], values[inside])).tolist())
+        counts, digit = all_reduce_sum(torch.bincount(digits[inside], minlength=256)).tolist(), 255
+        while counts[digit] < k:
+            k, digit = k - counts[digit], digit - 1
         inside, found = inside & (digits == digit), found << 8 | digit
     key = found - most - 1
     return torch.tensor(key ^ ((key >> (bits - 1)) & most), dtype=kind, device=values.device).view(values.dtype)

@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import re
-import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,7 +23,7 @@ import numpy as np
 from lightppo.data.rows import ORIGIN_COLUMN, check_choice
 from lightppo.errors import DataError, StagingError
 from lightppo.ranks import ranks_on_node
-from lightppo.storage import check_scheme, is_url, made_once, stage_to_local
+from lightppo.storage import check_scheme, in_cache, is_url, made_once, stage_to_local
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -326,23 +325,24 @@ def read_file(path: str | Path, *, shown_as: str | None = None, limit: int | Non
 
     if ranks_on_node(1) == 1 or os.path.getsize(path) < SHARED_BYTES or limit in range(SHARED_ROWS):
         return read()
-    return _shared(read, path, name, limit)
+    about = os.stat(path)
+    return _shared(read, name, [os.path.realpath(path), about.st_size, about.st_mtime_ns, name, limit])
 
 
-def _shared(read: Callable[[], Dataset], path: str | Path, name: str, limit: int | None) -> Dataset:
-    """The rows, parsed by the first rank of a node, which writes them into its cache; all map them: memory has one."""
-    from datasets import load_from_disk
+def _shared(read: Callable[[], Dataset], name: str, key: Any) -> Dataset:
+    """Rows that one rank of a node parses and writes into its cache; all map them, so that memory has them once."""
+    from datasets import Dataset
+    from datasets.arrow_writer import ArrowWriter
 
     def write(target: Path) -> None:
-        shutil.rmtree(part := target.with_name("partial"), ignore_errors=True)  # left by a process that was killed
-        with _no_progress_bars():
-            read().save_to_disk(part)
-        os.rename(part, target)
+        rows, part = read(), f"{target}.partial"
+        with ArrowWriter(path=part, features=rows.features) as writer:
+            writer.write_table(rows.data.table)
+            writer.finalize()  # closing alone would hide a full disk
+        os.replace(part, target)
 
-    about = os.stat(path)
-    key = [os.path.realpath(path), about.st_size, about.st_mtime_ns, name, limit]
     try:
-        return load_from_disk(str(made_once("rows-1", key, "rows", write, what=name)))
+        return Dataset.from_file(str(made_once(in_cache("rows", key, "rows.arrow"), write, name)))
     except TimeoutError:
         raise
     except OSError as error:
@@ -461,22 +461,13 @@ def _json_texts(values: list[Any]) -> list[str | None]:
 def _read_mapped(kind: str, path: str | Path, name: str) -> Dataset:
     import datasets
 
-    try:
-        with _no_progress_bars():
-            return datasets.load_dataset(kind, data_files=[str(path)], split="train")
-    except Exception as error:  # pyarrow's and datasets' errors have no common base
-        cause = error.__cause__ or error
-        raise DataError(f"{name}: not a readable {kind} file: {type(cause).__name__}: {cause}") from error
-
-
-@contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    import datasets
-
     shown = datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()
     try:
-        yield
+        return datasets.load_dataset(kind, data_files=[str(path)], split="train")
+    except Exception as error:  # pyarrow's and datasets' errors have no common base
+        cause = error.__cause__ or error
+        raise DataError(f"{name}: not a readable {kind} file: {type(cause).__name__}: {cause}") from error
     finally:
         if not shown:
             datasets.enable_progress_bars()

@@ -136,7 +136,7 @@ class TestFirstAboveMean:
             first_above_mean(rand(tokens), 0.2, lambda x: sent.append(x.numel()) or x)
             return sum(sent)
 
-        assert numbers(10) == numbers(10_000) == 2 + 8 * 512
+        assert max(numbers(10), numbers(10_000)) <= 2 * 64
 
     def test_without_tokens_nothing_is_above(self):
         assert first_above_mean(torch.zeros(0), 0.0) == float("inf")
