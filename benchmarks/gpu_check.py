@@ -340,12 +340,12 @@ def precision(rows: Rows) -> None:
 
 PARTS: dict[str, tuple[float, Callable[[Rows], None]]] = {  # minutes, measurement: 40 minutes in all
     "kernels": (2, kernels),
-    "tests": (4, tests),
+    "tests": (3, tests),
     "head": (2, head),
     "train": (7, train),
     "zero": (6, zero),
     "adapters": (5, adapters),
-    "decode": (2, decode),
+    "decode": (3, decode),
     "bench": (6, bench),
     "vllm": (4, vllm),
     "precision": (2, precision),

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -398,27 +398,81 @@ def train_once(
 
 
 def decode(rows: Rows) -> None:
-    """HF decoding at 8, 64 and 256 rows, and at the default for this GPU."""
+    """HF decoding at 8, 64 and 256 rows: as it is, by CUDA graphs, and compiled."""
     for count in (2, 8) if rows.small else (8, 64, 256):
         rows(f"{count} rows", partial(decode_once, rows, count))
+        rows(f"{count} rows, CUDA graphs", partial(decode_once, rows, count, "graphs"))
+    # compiled for one width of the cache, which takes a minute, beside graphs of the same width
+    if not rows.small:
+        rows("64 rows, CUDA graphs, one width", partial(decode_once, rows, 64, "graphs", one_width=True))
+        rows("64 rows, compiled, one width", partial(decode_once, rows, 64, "compiled", one_width=True))
 
 
-def decode_once(rows: Rows, count: int) -> dict[str, Any]:
+@cache
+def decoding_model(folder: str, device: str, bf16: bool) -> tuple[Any, Any]:
     from transformers import AutoTokenizer
 
-    from lightppo.data.records import Prompt
     from lightppo.models.actor import Actor
+
+    return Actor(folder, bf16=bf16).to(device), AutoTokenizer.from_pretrained(folder)
+
+
+def step_runner(way: str, device: str) -> Any:
+    """What runs decoding steps; None: nothing, they change their shapes. On a CPU nothing is captured."""
+    import torch
+
+    from lightppo.rollout.graphs import CUDAGraphs
+
+    class AsTheyAre(CUDAGraphs):
+        def warm_up(self, step: Callable[[], None]) -> None:
+            step()
+
+        def capture(self, step: Callable[[], None]) -> Callable[[], None]:
+            return step
+
+    class Compiled(CUDAGraphs):
+        def warm_up(self, step: Callable[[], None]) -> None:
+            with torch.compiler.set_stance("default"):  # generation's own is to compile nothing
+                self.step = torch.compile(step, fullgraph=True, dynamic=False)
+                self.step()
+            self._stream = torch.cuda.Stream()
+
+        def capture(self, step: Callable[[], None]) -> Callable[[], None]:
+            with torch.compiler.set_stance("default"):
+                return super().capture(self.step)
+
+    ways = {"graphs": AsTheyAre if device == "cpu" else CUDAGraphs, "as they are": AsTheyAre, "compiled": Compiled}
+    return ways[way]() if way in ways else None
+
+
+def decode_once(rows: Rows, count: int, way: str = "", one_width: bool = False) -> dict[str, Any]:
+    from lightppo.data.records import Prompt
+    from lightppo.rollout import graphs
     from lightppo.rollout.engine import SamplingParams
     from lightppo.rollout.hf import HFRolloutEngine
 
     scale, folder = SCALES[rows.scale], str(rows.assets() / "model")
-    actor, tokenizer = Actor(folder, bf16=scale.bf16).to(rows.device), AutoTokenizer.from_pretrained(folder)
-    engine = HFRolloutEngine(actor, tokenizer, micro_rollout_batch_size=count)
+    actor, tokenizer = decoding_model(folder, rows.device, scale.bf16)
     texts = prompt_texts(replace(WORKLOADS["W1"], prompts=count), scale)
     prompts = [Prompt(text, tokenizer.encode(text), index=i) for i, text in enumerate(texts)]
-    engine.generate(prompts, SamplingParams(max_new_tokens=4, n=1))  # warm up
-    found: dict[str, Any] = {}
-    engine.generate(prompts, SamplingParams(max_new_tokens=scale.new_tokens, n=1))
-    stats = engine.last_stats
-    found |= {"tokens_per_second": stats["generated_tokens"] / stats["seconds"]}
-    return found | {"ms_per_step": 1e3 * stats["seconds"] / stats["decode_steps"], "steps": stats["decode_steps"]}
+
+    def responses(way: str, **sampling: Any) -> tuple[list[Any], dict[str, float]]:
+        runner = step_runner(way, rows.device)
+        engine = HFRolloutEngine(actor, tokenizer, micro_rollout_batch_size=count, runner=runner)
+        found = engine.generate(prompts, SamplingParams(n=1, ignore_eos=one_width, **sampling))
+        if getattr(runner, "failed", False):
+            raise ValueError("the steps cannot be captured: see the log")
+        return found, engine.last_stats
+
+    least, graphs.LEAST_WIDTH = graphs.LEAST_WIDTH, 1 << 20 if one_width else graphs.LEAST_WIDTH
+    try:
+        greedy = {kind: responses(kind, max_new_tokens=16, temperature=0.0)[0] for kind in {way, "as they are", ""}}
+        _, stats = responses(way, max_new_tokens=scale.new_tokens // (2 if one_width else 1))
+    finally:
+        graphs.LEAST_WIDTH = least
+    if way == "graphs" and [r.log_probs for r in greedy[way]] != [r.log_probs for r in greedy["as they are"]]:
+        raise ValueError("replayed steps give other log probs than the same steps as they are")
+    pairs = [(a, b) for r, e in zip(greedy[way], greedy[""]) for a, b in zip(r.response_ids, e.response_ids)]
+    found = {"tokens_per_second": stats["generated_tokens"] / stats["seconds"]}
+    found |= {"ms_per_step": 1e3 * stats["seconds"] / stats["decode_steps"], "steps": stats["decode_steps"]}
+    return found | ({"greedy_as_without": sum(a == b for a, b in pairs) / len(pairs)} if way else {})

@@ -167,6 +167,11 @@ class EngineConfig(Section, resume_safe=True):
     rollout_engine: Literal["hf", "vllm", "vllm_server"] = option(
         "hf", "What samples: hf (the actor itself), vllm (in the same process) or vllm_server."
     )
+    hf_cuda_graphs: bool = option(
+        False,
+        "GPU: decoding steps are captured as CUDA graphs, which launches them at once; for models that attend fully.",
+        needs="rollout_engine=hf",
+    )
     rollout_check: Literal["error", "warn", "off"] = any_vllm(
         "error", "First log probs off by more than --logp_diff_tolerance: stop and name the weights, or warn."
     )

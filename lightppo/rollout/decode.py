@@ -27,6 +27,7 @@ from lightppo.rollout.sampling import NO_TOKEN, StopCriteria, TokenSampler
 
 CPU_COLUMNS = 16  # added to a cache at a time on the CPU, where attention is faster over a whole buffer than a part
 OTHER_COLUMNS = 128  # elsewhere: at least so many, and half of the columns in use
+FIXED_SPARE = 64  # columns beyond the longest row in a fixed cache, whose number is a multiple of it
 CALL_COST = {"cpu": 64, "other": 2048}  # fixed cost of a forward, in positions
 REFILL_SHARE = 1 / 8  # of the slots free: prompts go through the model together, which costs less than one by one
 COMPACT_BELOW = 0.75  # share of rows that still run at which finished ones leave a BatchDecoder's cache, by a copy
@@ -52,6 +53,10 @@ class CachedForward:
         """Logits (B, V) behind the last of ``input_ids`` (B, L); the mask covers the cache too."""
         self.calls += 1
         self.positions += input_ids.numel()
+        return self.logits(input_ids, attention_mask, position_ids, cache)
+
+    def logits(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, cache: Cache) -> Tensor:
+        """The same, not counted."""
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, **self._keep}
         if self.takes_position_ids:
             inputs["position_ids"] = position_ids
@@ -160,6 +165,9 @@ class Span:
     first: int
     end: int
     whole: bool = False  # attention gets the buffers' full width and masks unused columns; else only the used ones
+    column: Tensor | None = None  # (1,) end, where steps read their numbers on the device, and attention gets ``width``
+    width: int = 0
+    captured: bool = False  # numbers here stay as they were when a step was captured
 
 
 class SlotLayer(DynamicLayer):
@@ -179,15 +187,21 @@ class SlotLayer(DynamicLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """Writes one new column; returns what attention looks at, as views (rows, heads, width, head width)."""
-        span = self.span
+        span, rows = self.span, key_states.shape[0]
         for buffer, states in zip(self.buffers, (key_states, value_states)):
-            buffer[: span.rows, :, span.end : span.end + 1] = states
+            if span.column is None:
+                buffer[:rows, :, span.end : span.end + 1] = states
+            else:
+                buffer[:rows].index_copy_(2, span.column, states)
         looked_at = slice(None) if span.whole else slice(self.first(span.end + 1), span.end + 1)
-        self.keys, self.values = (buffer[: span.rows, :, looked_at] for buffer in self.buffers)
+        looked_at = looked_at if span.column is None else slice(span.width)
+        self.keys, self.values = (buffer[:rows, :, looked_at] for buffer in self.buffers)
         return self.keys, self.values
 
     def get_seq_length(self) -> int:
         """Columns in use."""
+        if self.span.captured:
+            raise RuntimeError("the model's code asks for the length of its cache")
         return self.span.end - self.span.first
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -214,9 +228,16 @@ class SlotCache(DynamicCache):
         self.slots = slots
         self.max_columns = max_columns
         self.tight = tight
+        self.fixed = False
         self.columns = prompt_columns + self._more(prompt_columns)
         # The smallest sliding window; None if every token sees all.
         self.window = min((layer.sliding_window for layer in layers if layer.is_sliding), default=None)
+
+    def fix(self, device: torch.device) -> None:
+        """Call it first: all columns are there from the start, and the buffers stay where they are."""
+        self.fixed = True
+        self.columns = self.span.end + self._more(self.span.end)
+        self.span.column = torch.full((1,), self.span.end, device=device)
 
     def append(self, prompts: Cache, rows: list[int], width: int) -> None:
         """Adds ``rows`` of a cache of left-padded prompts, at most ``width`` tokens, to end in the last column."""
@@ -243,25 +264,27 @@ class SlotCache(DynamicCache):
         self.span.rows = rows
 
     def make_room(self, slots: int, at_least: int) -> int:
-        """Moves everything into new buffers of ``slots`` rows, in which a column is free.
+        """Moves everything into new buffers of ``slots`` rows (unless they are fixed), in which a column is free.
 
         The first free column is at least number ``at_least``. Returns how many columns everything moved left.
         """
         span = self.span
         end = max(span.end - span.first, at_least)
         first, shift = end - (span.end - span.first), span.end - end
-        self.slots, self.columns = slots, end + self._more(end)
+        self.slots, self.columns = self.slots if self.fixed else slots, end + self._more(end)
         for layer in self.layers:
             for i, old in enumerate(layer.buffers):  # one after the other: little memory is held twice
-                new = old.new_empty(slots, old.shape[1], self.columns, old.shape[3])
+                new = old.new_empty(self.slots, old.shape[1], self.columns, old.shape[3])
                 new[: span.rows, :, :first] = 0
                 new[: span.rows, :, first:end] = old[: span.rows, :, span.first : span.end]
                 new[: span.rows, :, end:] = 0
-                layer.buffers[i] = new
+                layer.buffers[i] = old.copy_(new) if self.fixed else new
         span.first, span.end = first, end
         return shift
 
     def _more(self, columns: int) -> int:
+        if self.fixed:
+            return -(-(self.max_columns + FIXED_SPARE) // FIXED_SPARE) * FIXED_SPARE - columns
         # Rows end at different columns: without room beyond the longest row's, all would move at every step.
         return CPU_COLUMNS if self.tight else max(OTHER_COLUMNS, min(columns // 2, self.max_columns - columns))
 
@@ -391,11 +414,11 @@ class Rows:
             self.ids[new, :width] = pad(prompts, (width - prompts.shape[1], 0), value=NO_TOKEN)
         return new
 
-    def history(self, width: int) -> Tensor:
-        """The last ids of every row's prompt and response, left padding ``NO_TOKEN``: (b, width)."""
-        ends = self.ages[: len(self)] + (self.ids.shape[1] - self.tokens.shape[1])
+    def history(self, rows: slice, width: int) -> Tensor:
+        """The last ids of some rows' prompts and responses, left padding ``NO_TOKEN``: (b, width)."""
+        ends = self.ages[rows] + (self.ids.shape[1] - self.tokens.shape[1])
         columns = ends.unsqueeze(1) + torch.arange(-width, 0, device=ends.device)
-        return self.ids[: len(self)].gather(1, columns.clamp(min=0))
+        return self.ids[rows].gather(1, columns.clamp(min=0))
 
     def write(self, rows: slice, tokens: Tensor, log_probs: Tensor) -> None:
         """Writes the newest token of some rows."""
@@ -417,6 +440,7 @@ class Rows:
             index = torch.tensor([movers, holes], device=self.ages.device)
             for x in (self.ids, self.log_probs, self.uniforms, self.ages, self.positions):
                 x[index[1]] = x[index[0]]
+        self.ages[left : left + len(gone)] = self.tokens.shape[1]
         return movers, holes
 
 
@@ -435,7 +459,7 @@ class SlotDecoder(Decoder):
                 break
             else:
                 self._step(queue)
-            gone = self._ended().nonzero().squeeze(1).tolist()  # the only wait for the device in a step
+            gone = self._ended().cpu().nonzero().squeeze(1).tolist()  # the only wait for the device in a step
             if gone:
                 yield self._leave(gone)
 
@@ -475,10 +499,7 @@ class SlotDecoder(Decoder):
     def _step(self, queue: PromptQueue) -> None:
         """Decodes one more token for every row."""
         rows, span = self.rows, self.cache.span
-        if span.end == self.cache.columns:
-            shift = self.cache.make_room(min(self.slots, len(rows) + queue.waiting), queue.longest)
-            rows.starts = [start - shift for start in rows.starts]
-            self._see_starts()
+        self._make_room(queue)
         active = slice(0, len(rows))
         ages = rows.ages[active]
         newest = rows.tokens[active].gather(1, ages.unsqueeze(1) - 1)  # (b, 1)
@@ -486,8 +507,15 @@ class SlotDecoder(Decoder):
             logits = self.forward(newest, self._step_mask(), rows.positions[active].unsqueeze(1), self.cache)
         span.end += 1
         uniforms = rows.uniforms[active].gather(1, ages.unsqueeze(1)).squeeze(1)
-        history = rows.history(span.end - span.first) if self.sampler.needs_history else None
+        history = rows.history(active, span.end - span.first) if self.sampler.needs_history else None
         rows.write(active, *self.sampler(logits, uniforms, ages, history))
+
+    def _make_room(self, queue: PromptQueue) -> None:
+        """A free column, if there is none."""
+        if self.cache.span.end == self.cache.columns:
+            shift = self.cache.make_room(min(self.slots, len(self.rows) + queue.waiting), queue.longest)
+            self.rows.starts = [start - shift for start in self.rows.starts]
+            self._see_starts()
 
     def _step_mask(self) -> Tensor:
         """The mask of one new token per row: ready for every layer, or (b, width) as input for transformers."""

@@ -24,6 +24,8 @@ from lightppo.rollout.sampling import StopCriteria, TokenSampler, bad_word_ids, 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from lightppo.rollout.graphs import CUDAGraphs
+
 REPORT_SHARE = 1 / 8  # of the slots ended: ``on_finished`` is called then, because reward models like batches
 
 
@@ -73,6 +75,7 @@ class HFRolloutEngine:
     gather_parameters: Callable[[], AbstractContextManager] = nullcontext
     valid_vocab_size: int | None = None  # ids from here on are never sampled; None: the tokenizer's length
     progress: bool = False
+    runner: CUDAGraphs | None = None  # of decoding steps
     last_stats: dict[str, float] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
@@ -108,9 +111,10 @@ class HFRolloutEngine:
         order = sorted(range(len(requests)), key=lambda r: -len(requests[r][0].token_ids))
         rollouts: list[Rollout | None] = [None] * len(requests)
         bar = tqdm(total=len(order), desc="rollout", unit="seq", leave=False, ncols=80, disable=not self.progress)
-        with self.gather_parameters(), generation_mode(self.model), bar:
+        with self.gather_parameters(), generation_mode(self.model), bar, self.runner or nullcontext():
             device = next(self.model.parameters()).device  # offloaded parameters are on it now
             kind = SlotDecoder if can_use_slots(forward.config) else BatchDecoder
+            kind = kind if self.runner is None else self.runner.decoder(kind)
             slots, most = self.micro_rollout_batch_size, sampling.max_new_tokens
             decoder = kind(forward, sampler, stop.to(device), slots, most, device)
 

@@ -108,7 +108,8 @@ class TokenSampler:
         self.min_new_tokens = sampling.min_new_tokens
         self.valid_vocab_size = valid_vocab_size
         self.log_prob_vocab_size = log_prob_vocab_size
-        self.suppressed_ids = [i for i in suppressed_ids if i < valid_vocab_size]
+        self._suppressed = torch.zeros(valid_vocab_size, dtype=torch.bool)
+        self._suppressed[[i for i in suppressed_ids if i < valid_vocab_size]] = True
         completable = [ids for ids in bad_word_ids if max(ids) < valid_vocab_size]
         penalty, self._filters = sampling.repetition_penalty, LogitsProcessorList()
         self._repetition = RepetitionPenaltyLogitsProcessor(penalty) if penalty != 1.0 else None
@@ -162,10 +163,10 @@ class TokenSampler:
             scores = scores - self.frequency * counts - self.presence * (counts > 0)
         if self._bad_words is not None:
             scores = self._bad_words(history, scores)
-        if self.min_new_tokens and self.suppressed_ids:
+        if self.min_new_tokens:
+            self._suppressed = self._suppressed.to(scores.device)  # once
             early = torch.as_tensor(step, device=scores.device).view(-1, 1) < self.min_new_tokens  # (B or 1, 1)
-            scores = scores.clone()
-            scores[:, self.suppressed_ids] = scores[:, self.suppressed_ids].masked_fill(early, -torch.inf)
+            scores = scores.masked_fill(early & self._suppressed, -torch.inf)
         return scores
 
 
@@ -212,16 +213,16 @@ class StopCriteria:
             raise ValueError(f"stop_token_ids {unknown} are beyond the model's vocabulary of {vocab_size} ids")
         eos_ids = [] if sampling.ignore_eos else eos_ids
         self.ids = sorted({*sampling.stop_token_ids, *(i for i in eos_ids if i < vocab_size)})
-        self._is_stop = torch.zeros(vocab_size, dtype=torch.bool)
-        self._is_stop[self.ids] = True
-        self._strings = sampling.stop
+        self.is_stop = torch.zeros(vocab_size, dtype=torch.bool)  # of each id
+        self.is_stop[self.ids] = True
+        self.strings = sampling.stop
         self._offset = sampling.min_new_tokens
         self._tokenizer = tokenizer
         # A token that is not special has at least one byte of text.
-        self._tail = max((len(s.encode()) for s in self._strings), default=0) + _TAIL_MARGIN
+        self._tail = max((len(s.encode()) for s in self.strings), default=0) + _TAIL_MARGIN
 
     def to(self, device: torch.device) -> StopCriteria:
-        self._is_stop = self._is_stop.to(device)
+        self.is_stop = self.is_stop.to(device)
         return self
 
     def ended(self, responses: Tensor, rows: Tensor, length: int | Tensor) -> Tensor:
@@ -229,8 +230,8 @@ class StopCriteria:
 
         ``length`` counts the tokens of each row, the newest one included; (b,) if the rows differ.
         """
-        ended = self._is_stop[responses[rows, length - 1]]
-        if not self._strings:
+        ended = self.is_stop[responses[rows, length - 1]]
+        if not self.strings:
             return ended
         ends = torch.as_tensor(length, device=rows.device).expand(len(rows))
         columns = ends.unsqueeze(1) - torch.arange(self._tail, 0, -1, device=rows.device)  # (b, tail)
@@ -238,13 +239,13 @@ class StopCriteria:
         hidden = (self._offset - columns[:, 0]).clamp(min=0).tolist()  # before the minimum, or before the response
         tails = [tail[skip:] for tail, skip in zip(ids, hidden)]
         texts = self._tokenizer.batch_decode(tails, skip_special_tokens=True)
-        found = [any(string in text for string in self._strings) for text in texts]
+        found = [any(string in text for string in self.strings) for text in texts]
         return ended | torch.tensor(found, device=ended.device)
 
     def trim(self, response_ids: list[int], text: str) -> str:
         """Cuts ``text`` (the decoded ids) before the first stop string."""
-        if not self._strings:
+        if not self.strings:
             return text
         start = len(self._tokenizer.decode(response_ids[: self._offset], skip_special_tokens=True))
-        cuts = [cut for cut in (text.find(string, start) for string in self._strings) if cut >= 0]
+        cuts = [cut for cut in (text.find(string, start) for string in self.strings) if cut >= 0]
         return text[: min(cuts)] if cuts else text

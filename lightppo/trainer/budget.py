@@ -554,6 +554,9 @@ def _rollout(shape: Shape, config: PPOConfig, machine: Machine) -> Iterator[Part
         columns = prompt + r.generate_max_len + (128 if machine.gpus else 16)
         yield Part("HF engine", "KV cache", frozenset({ROLLOUT}), gpu=int(slots * columns * of_token), sure=False)
         yield Part("HF engine", "prompts", frozenset({ROLLOUT}), gpu=run.peak(), sure=False)
+        if e.hf_cuda_graphs:  # what a step needs for a moment, they hold
+            held = slots * SAMPLER_BYTES * shape.config.get_text_config().vocab_size
+            yield Part("HF engine", "CUDA graphs", frozenset({ROLLOUT}), gpu=held, sure=False)
 
 
 SPARE = 0.2  # of a GPU: gaps of the allocator, a buffer of the cache beside its wider copy

@@ -54,6 +54,7 @@ from lightppo.ranks import Ranks, ranks_on_node
 from lightppo.rewards.registry import build_reward, reward_inputs
 from lightppo.rewards.source import AsyncScorer, RewardSource, check_verifier_status
 from lightppo.rollout.engine import RolloutEngine, SamplingParams
+from lightppo.rollout.graphs import CUDAGraphs
 from lightppo.rollout.hf import HFRolloutEngine
 from lightppo.rollout.teacher import TeacherServers
 from lightppo.rollout.vllm import VLLMRolloutEngine
@@ -154,6 +155,8 @@ def checked(config: PPOConfig, strategy: DeepspeedStrategy) -> PPOConfig:
     if problem := strategy.broadcast_object(problem):
         raise ConfigError(problem)
     check_before_loading(config)
+    if config.engine.hf_cuda_graphs and strategy.device.type != "cuda":
+        raise ConfigError("--hf_cuda_graphs: there is no CUDA device: leave it out")
     strategy.print(described(asked))
     for line in advice(config):
         strategy.print(f"note: {line}")
@@ -633,6 +636,7 @@ def _hf(config: PPOConfig, strategy: Any, actor: Any, tokenizer: Any) -> Rollout
         micro_rollout_batch_size=rows,
         gather_parameters=lambda: strategy.gathered_parameters(actor),
         progress=strategy.is_rank_0() and sys.stderr.isatty(),
+        runner=CUDAGraphs() if config.engine.hf_cuda_graphs else None,
     )
 
 

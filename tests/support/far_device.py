@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
 
 FAR = torch.device("lazy")  # what a far tensor says of its place; its numbers are in a tensor on the CPU
-_SIZES_FROM_VALUES = (  # the result is as long as the values say
+SIZES_FROM_VALUES = (  # the result is as long as the values say
     *("nonzero", "masked_select", "masked_scatter_backward", "repeat_interleave"),
     *("unique_dim", "_unique2", "unique_consecutive"),
 )
@@ -36,10 +36,13 @@ class FarTensor(Tensor):
 
 
 class _Tensors(TorchFunctionMode):
-    """torch.tensor copies to its device below all dispatch modes."""
+    """torch.tensor copies to its device below all dispatch modes; a subclass has no list."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if func is torch.tensor and torch.device((kwargs or {}).get("device") or "cpu") == FAR:
+        if func is Tensor.tolist and isinstance(args[0], FarTensor):
+            return args[0].cpu().tolist()
+        makes = func in (torch.tensor, torch.as_tensor) and not isinstance(args[0], Tensor)
+        if makes and torch.device((kwargs or {}).get("device") or "cpu") == FAR:
             return func(*args, **{**kwargs, "device": "cpu"}).to(FAR)
         return func(*args, **(kwargs or {}))
 
@@ -81,7 +84,7 @@ class FarDevice(TorchDispatchMode):
                 self.waits[name] += 1
         elif far and near:
             raise RuntimeError(f"{func} of tensors on two devices")
-        elif far and (name in (*_SIZES_FROM_VALUES, "_local_scalar_dense", "equal") or _by_mask(name, args)):
+        elif far and (name in (*SIZES_FROM_VALUES, "_local_scalar_dense", "equal") or _by_mask(name, args)):
             self.waits[name] += 1
         out = func(*tree_map(_near, args), **tree_map(_near, kwargs))
         if func._schema.is_mutable and not name.startswith("_"):

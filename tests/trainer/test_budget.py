@@ -71,6 +71,9 @@ def test_decoding_takes_the_rows_that_the_rest_of_a_gpu_holds() -> None:
     assert found == {60: 8, 80: 24, 141: 64}
     wide, machine = asked.with_options(micro_rollout_batch_size=24), Machine(8, device_bytes=80 * 10**9)
     assert 0.7 * 80e9 < estimate(wide, machine, model).of_phase(ROLLOUT)[0] < 0.85 * 80e9
+    # graphs hold what a step needs for a moment: 24 · 152064 bytes for a row once more
+    held = parts(QWEN_7B, 8, zero_stage=3, gradient_checkpointing=True, hf_cuda_graphs=True)["HF engine", "CUDA graphs"]
+    assert held.gpu == 8 * 24 * 152064
     tiny = decoding_rows(asked, Machine(1, device_bytes=80 * 10**9), {"model": tiny_config()})
     assert tiny == 512  # more would not be faster
 

@@ -16,6 +16,7 @@ from torch import nn
 from lightppo.config import PPOConfig
 from lightppo.errors import ConfigError, DataError, ModelLoadError
 from lightppo.models.loading import get_tokenizer
+from lightppo.rollout.graphs import CUDAGraphs
 from lightppo.strategy import distributed
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.strategy.zero3 import find_engine
@@ -615,6 +616,19 @@ def test_the_critic_may_have_another_largest_gradient_and_checkpointing(world, m
     optimizer.step()
     norm = torch.nn.utils.get_total_norm([weight.grad for weight in critic.model.parameters()])
     assert norm == pytest.approx(0.25, rel=1e-4)
+
+
+# -- steps of decoding that are captured -----------------------------------------------------------------------------
+
+
+def test_hf_cuda_graphs_reach_the_engine_and_are_refused_without_a_gpu(make_config):
+    from support.fakes import FakeStrategy
+
+    config, strategy = make_config(hf_cuda_graphs=True), FakeStrategy()
+    with pytest.raises(ConfigError, match="--hf_cuda_graphs: there is no CUDA device"):
+        build.checked(config, strategy)
+    for asked, runner in ((config, CUDAGraphs), (make_config(), type(None))):
+        assert isinstance(build.build_rollout_engine(asked.resolved(), strategy, nn.Linear(1, 1), None).runner, runner)
 
 
 # -- rows that decode together ---------------------------------------------------------------------------------------
