@@ -188,13 +188,15 @@ class SlotLayer(DynamicLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """Writes one new column; returns what attention looks at, as views (rows, heads, width, head width)."""
         span, rows = self.span, key_states.shape[0]
+        if span.column is None:
+            looked_at = slice(None) if span.whole else slice(self.first(span.end + 1), span.end + 1)
+        else:  # what a step is captured with must not say how far it is
+            looked_at = slice(span.width)
         for buffer, states in zip(self.buffers, (key_states, value_states)):
             if span.column is None:
                 buffer[:rows, :, span.end : span.end + 1] = states
             else:
                 buffer[:rows].index_copy_(2, span.column, states)
-        looked_at = slice(None) if span.whole else slice(self.first(span.end + 1), span.end + 1)
-        looked_at = looked_at if span.column is None else slice(span.width)
         self.keys, self.values = (buffer[:rows, :, looked_at] for buffer in self.buffers)
         return self.keys, self.values
 

@@ -102,6 +102,24 @@ def test_a_step_waits_for_nothing_and_the_host_looks_every_few_tokens(generate):
     assert waits[1] - waits[0] == 16 / LOOK_EVERY
 
 
+def test_a_step_reads_no_number_on_the_host_that_changes(generate):
+    """The compiler would compile it again."""
+
+    class Traced(CUDAGraphs):
+        def warm_up(self, step):
+            with torch.compiler.set_stance("default"):
+                self.traced = torch.compile(step, backend="eager", fullgraph=True, dynamic=False)
+                self.traced()
+
+        def capture(self, step):
+            return torch.compiler.set_stance("fail_on_recompile")(self.traced)
+
+    runner, model = Traced(), build("llama")
+    rollouts, _ = generate(model, runner, 1, **SAMPLED)  # one row, one width
+    assert not runner.failed
+    assert_same(rollouts, generate(model, None, 1, **SAMPLED)[0])
+
+
 def test_graphs_are_captured_again_for_each_call(generate):
     """Weights may have moved: gathered at ZeRO-3, merged adapters."""
     model, runner = build("llama"), FakeGraphs()
