@@ -16,8 +16,8 @@ from lightppo.rollout.engine import SamplingParams
 from lightppo.rollout.graphs import LOOK_EVERY, CUDAGraphs, rounded
 from lightppo.rollout.hf import HFRolloutEngine
 from tests.rollout.test_decode import SIZES, build
-from tests.support.far_device import FarDevice
 from tests.support.fake_graph import FakeGraphs
+from tests.support.far_device import FarDevice
 
 SAMPLED = {"n": 2, "seed": 4, "top_p": 0.8, "top_k": 9, "min_p": 0.01, "temperature": 0.7}
 SAMPLINGS = {
@@ -206,7 +206,7 @@ def test_what_is_asked_of_cuda(monkeypatch):
         return SimpleNamespace(name=name, wait_stream=lambda other: asked.append((name, "waits for", other.name)))
 
     side, here = stream("side"), stream("here")
-    graphs = iter([SimpleNamespace(pool=lambda: "pool", replay=lambda n=n: asked.append(("replay", n))) for n in (1, 2)])
+    graphs = iter(SimpleNamespace(pool=lambda: "pool", replay=lambda n=n: asked.append(("replay", n))) for n in (1, 2))
     for name, fake in {
         "Stream": lambda: side, "current_stream": lambda: here, "CUDAGraph": lambda: next(graphs),
         "stream": lambda s: within("on", s.name),
