@@ -120,6 +120,7 @@ def replay_config(args: argparse.Namespace, recorded: OptionSet, output: Path) -
     sections = [section for section in recorded.sections().values() if issubclass(section, ours)]
     changes = {one.name: one.default for section in sections for one in section.options().values()}
     changes |= {"save_path": str(output), "ckpt_path": str(output / "checkpoints"), "benchmark_steps": args.step}
+    changes["reshape_ckpt"] = recorded.checkpoint.reshape_ckpt
     changes |= {"eval_data" if is_ppo else "eval_dataset": None}
     there = saved is not None and (saved == url or any((saved / "_actor").glob("*/")))
     changes["resume"] = str(saved) if there else "never"

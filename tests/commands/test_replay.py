@@ -156,6 +156,14 @@ def edit_options(run: Path, **changes: Any) -> None:
         (run / name).write_text(yaml.safe_dump(options | changes))
 
 
+def test_checkpoints_of_another_stage_are_taken_where_the_run_took_them(replay, copied):
+    run = copied("one")
+    edit_options(run, zero_stage=1, critic_zero_stage=1, reshape_ckpt=True)
+    _, out = replay(run, 3, "--samples", 0)
+    assert f"resumed from {run}/checkpoints_ppo/global_step2: 2 steps done" in out
+    assert re.search(r"^step 3 ", out, re.MULTILINE)
+
+
 @pytest.mark.parametrize("scheme", ["memory", "file"])
 def test_checkpoints_at_a_url(replay, copied, monkeypatch, tmp_path, scheme):
     """They are brought to a folder of the replay's own: the run's, in the cache, may be in use."""

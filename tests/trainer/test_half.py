@@ -20,9 +20,9 @@ OFFLOADED = {"adam_offload": True, "critic_adam_offload": True}
 SCORED = {"reward_pretrain": "reward_model", "critic_pretrain": "model"}
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "ppo QLoRA ZeRO 3, reward model": ("ppo", {"zero_stage": 3, **SCORED, **QLORA}),
-    "ppo ZeRO 2, EMA": ("ppo", {"enable_ema": True, "value_norm": "exp", **OFFLOADED}),
 }
 MORE: dict[str, tuple[str, dict[str, Any]]] = {
+    "ppo ZeRO 2, EMA": ("ppo", {"enable_ema": True, "value_norm": "exp", **OFFLOADED}),
     "rm LoRA ZeRO 3": ("rm", {"zero_stage": 3, **LORA}),
     "ppo ZeRO 1": ("ppo", {"zero_stage": 1}),
     "ppo ZeRO 3 offloaded, EMA": ("ppo", {"zero_stage": 3, "param_offload": True, "enable_ema": True, **OFFLOADED}),
