@@ -41,20 +41,18 @@ class CUDAGraphs:
         self._pool = None
 
     def __call__(self, key: Hashable, step: Callable[[], None]) -> None:
-        if self.failed:
-            return step()
-        try:
-            if key not in self._captured:
-                self._captured[key] = None
-                return self.warm_up(step)
-            if self._captured[key] is None:
-                self._captured[key] = self.capture(step)
+        if not self.failed and key in self._captured:
+            self._captured[key] = self._captured[key] or self.capture(step)
             return self._captured[key]()
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            self.failed = True
-            self.note(str(error))
+        if not self.failed:
+            self._captured[key] = None
+            try:
+                return self.warm_up(step)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:
+                self.failed = True
+                self.note(str(error))
         step()  # anew: what it goes on from is written at its end
 
     def warm_up(self, step: Callable[[], None]) -> None:
@@ -73,8 +71,15 @@ class CUDAGraphs:
     def capture(self, step: Callable[[], None]) -> Callable[[], None]:
         """What does such a step's work; does not do it yet. Other threads may use the GPU meanwhile."""
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            step()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                step()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # torch's memory is in no known state then
+            raise RuntimeError(
+                f"--hf_cuda_graphs: leave it out: a decoding step cannot be captured: {error}"
+            ) from error
         self._pool = graph.pool()
         return graph.replay
 

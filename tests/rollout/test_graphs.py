@@ -186,11 +186,15 @@ def test_few_sizes_are_captured(count, parts, expected):
 
 def test_no_memory_is_no_reason_to_go_on(generate):
     class Full(FakeGraphs):
-        def capture(self, step):
-            raise torch.OutOfMemoryError("no memory")
+        def warm_up(self, step):
+            fails(torch.OutOfMemoryError("no memory"))
 
     with pytest.raises(torch.OutOfMemoryError):
         generate(build("llama"), Full(), temperature=0.0)
+
+
+def fails(error):
+    raise error
 
 
 def test_what_is_asked_of_cuda(monkeypatch):
@@ -206,7 +210,7 @@ def test_what_is_asked_of_cuda(monkeypatch):
         return SimpleNamespace(name=name, wait_stream=lambda other: asked.append((name, "waits for", other.name)))
 
     side, here = stream("side"), stream("here")
-    graphs = iter(SimpleNamespace(pool=lambda: "pool", replay=lambda n=n: asked.append(("replay", n))) for n in (1, 2))
+    graphs = (SimpleNamespace(pool=lambda: "pool", replay=lambda n=n: asked.append(("replay", n))) for n in range(1, 9))
     for name, fake in {
         "Stream": lambda: side, "current_stream": lambda: here, "CUDAGraph": lambda: next(graphs),
         "stream": lambda s: within("on", s.name),
@@ -237,6 +241,10 @@ def test_what_is_asked_of_cuda(monkeypatch):
     assert runner.failed
     assert ran[-2:] == ["again", "again"]
     assert mode[-1] == "default"
+    with pytest.raises(RuntimeError, match="--hf_cuda_graphs: leave it out"):
+        runner.capture(lambda: fails(RuntimeError("operation not permitted when stream is capturing")))
+    with pytest.raises(torch.OutOfMemoryError, match="no memory"):
+        runner.capture(lambda: fails(torch.OutOfMemoryError("no memory")))
 
 
 @pytest.mark.gpu
@@ -254,6 +262,9 @@ def test_graphs_on_a_gpu(dtype, generate):
         greedy = generate(model, CUDAGraphs(), temperature=0.0)[0]
         eager = generate(model, None, temperature=0.0)[0]
         assert [r.response_ids for r in greedy] == [r.response_ids for r in eager]
+    runner, waits = CUDAGraphs(), {"bad_words": ("ab", "cd"), "temperature": 0.0}
+    assert_same(generate(model, runner, **waits)[0], generate(model, Uncaptured(), **waits)[0], exactly=True)
+    assert runner.failed
     held = torch.cuda.memory_allocated()
     generate(model, CUDAGraphs(), temperature=0.0)
     assert torch.cuda.memory_allocated() <= held
