@@ -319,7 +319,7 @@ def _varlen(qkv: Iterable[Tensor], plan: RowPlan, options: dict[str, Any]) -> Te
     groups = q.shape[1] // k.shape[1]
     if "enable_gqa" in VARLEN_TAKES:
         options = options | {"enable_gqa": groups > 1}
-    elif groups > 1:
+    elif groups > 1 and "window_size" not in VARLEN_TAKES:  # 2.11 takes fewer keys without being told
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     if plan.keys is not None:
         k, v = (embedding(plan.keys, x.flatten(1)).unflatten(1, x.shape[1:]) for x in (k, v))
