@@ -147,11 +147,9 @@ def check_trained(state: TrainerState, otherwise: str, dry_run: bool = False) ->
         skipped = state.skipped_optimizer_steps - overflowed
         if dry_run and overflowed and not skipped:
             return
-        texts = [f"{skipped} had a gradient that is not finite"] * (skipped > 0)
-        texts += [f"{overflowed} overflowed at --fp16's loss scale, which halves each time: go on, or set --bf16"] * (
-            overflowed > 0
-        )
-        reason = ", ".join(texts + [f"{stopped} were stopped early"] * (stopped > 0)) or otherwise
+        too_large = "overflowed at --fp16's loss scale, which halves each time: go on, or set --bf16"
+        counts = {"had a gradient that is not finite": skipped, too_large: overflowed, "were stopped early": stopped}
+        reason = ", ".join(f"{count} {what}" for what, count in counts.items() if count) or otherwise
         raise TrainingError(f"no optimizer step was taken in {state.global_step} steps, nothing is saved: {reason}")
 
 
