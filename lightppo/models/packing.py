@@ -187,6 +187,11 @@ class RowPlan:
             self.kept[key] = [_near(new, seen, window, like) for new, seen in zip(self.lengths, self.seen)]
         return self.kept[key]
 
+    def flash_options(self) -> dict[str, Any]:
+        """transformers' ``FlashAttentionKwargs``."""
+        (cu_q, cu_k), (max_q, max_k) = self.borders, self.longest
+        return {"cu_seq_lens_q": cu_q, "cu_seq_lens_k": cu_k, "max_length_q": max_q, "max_length_k": max_k}
+
 
 def _near(new: int, total: int, window: int | None, like: Tensor) -> Tensor | None:
     if new == total and (window is None or total <= window):

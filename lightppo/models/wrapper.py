@@ -29,6 +29,7 @@ from lightppo.models.packing import (
     pack,
     pack_shared,
     packing_error,
+    plan_of,
     position_ids_from_lengths,
     position_ids_from_mask,
     read,
@@ -262,9 +263,13 @@ def model_inputs(
     A packed row's mask is its segments (:func:`segments_as_mask`). ``reads_mask``: the model's forward itself reads it,
     as the load-balancing loss does, so that segments would not do.
     """
+    inputs: dict[str, Any] = {"input_ids": ids, "use_cache": False}
     if position_ids is not None and (reads_mask or not takes_segments(module)):
+        if module.config._attn_implementation == "flash_attention_2" and takes(module, "kwargs"):
+            # else each layer finds the borders in the positions, and waits for the GPU
+            inputs |= plan_of(attention_mask, ids.device).flash_options()
         attention_mask = None  # positions say it all
-    inputs = {"input_ids": ids, "attention_mask": attention_mask, "use_cache": False}
+    inputs["attention_mask"] = attention_mask
     if takes(module, "position_ids"):
         inputs["position_ids"] = position_ids_from_mask(attention_mask) if position_ids is None else position_ids
     return inputs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -338,6 +339,9 @@ def test_expanded_keys_give_the_same(window: int | None, monkeypatch: pytest.Mon
     torch.testing.assert_close(out, expected)
 
 
+KINDS = {"actor": (Actor, AutoModelForCausalLM), "critic": (Critic, AutoModelForSequenceClassification)}
+
+
 def waits_of_a_step(model: Actor | Critic, batch: Batch) -> Counter[str]:
     """What waits for the GPU in one forward and backward pass."""
     sequences, mask, num_actions = batch
@@ -366,12 +370,81 @@ def test_no_layer_waits_for_the_gpu(
     waits = []
     for layers in (1, 3):
         config = LlamaConfig(**{**COMMON, "num_hidden_layers": layers}, **KV, num_labels=1)
-        kinds = {"actor": (Actor, AutoModelForCausalLM), "critic": (Critic, AutoModelForSequenceClassification)}
-        wrapper, family = kinds[kind]
+        wrapper, family = KINDS[kind]
         model = wrapper(family.from_config(config, attn_implementation="sdpa"), packing_samples=True).train()
         if reentrant is not None:
             model.gradient_checkpointing_enable({"use_reentrant": reentrant})
         waits.append(waits_of_a_step(model, batch))
+    assert waits[0] == waits[1]
+    assert 0 < waits[0].total() <= 6
+
+
+@pytest.fixture
+def with_flash_attn(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable], list[tuple]]:
+    """As if flash-attn were there, with this kernel: borders and longest of queries and keys that each call got."""
+    utils = pytest.importorskip("transformers.modeling_flash_attention_utils")
+    if not hasattr(utils, "_flash_with_kvcache_fn"):
+        pytest.skip("an older transformers loads flash-attn in another way")
+
+    def use(kernel: Callable) -> list[tuple]:
+        calls: list[tuple] = []
+
+        def varlen(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+            causal, softmax_scale, dropout_p=0.0, window_size=(-1, -1),
+        ):  # fmt: skip
+            calls.append(((cu_seqlens_q, max_seqlen_q), (cu_seqlens_k, max_seqlen_k)))
+            assert causal
+            return kernel((q, k, v), cu_seqlens_q, cu_seqlens_k, softmax_scale, window_size[0])
+
+        monkeypatch.setattr(utils, "_loaded_implementation", None)
+        monkeypatch.setattr(utils, "_lazy_imports", lambda *_, **__: (None, varlen, None, None, None))
+        return calls
+
+    return use
+
+
+def flash_model(kind: str, layers: int = 2) -> Actor | Critic:
+    """With --attn_implementation flash_attention_2, which transformers would refuse without a GPU."""
+    config = LlamaConfig(**{**COMMON, "num_hidden_layers": layers}, **KV, num_labels=1)
+    wrapper, family = KINDS[kind]
+    model = wrapper(family.from_config(config), packing_samples=True)
+    model.hf_model.config._attn_implementation = "flash_attention_2"
+    return model
+
+
+@pytest.mark.parametrize("kind", ["actor", "critic"])
+@pytest.mark.parametrize("rows", [[([5, 6], [10]), ([8, 9], [12, 13, 14])], [([8, 9], [12, 13])]], ids=["two", "one"])
+def test_flash_attn_is_told_the_borders_once_for_all_layers(kind: str, rows: Rows, with_flash_attn: Callable) -> None:
+    calls = with_flash_attn(lower_right)
+    torch.manual_seed(0)
+    model, batch = flash_model(kind), batch_of(rows)
+    model(batch[0], batch[2], batch[1])  # the first call also looks whether sequences are apart
+    calls.clear()
+    found = model(batch[0], batch[2], batch[1])
+    lengths = [len(prompt) + len(response) for prompt, response in rows]
+    expected = ([0, *itertools.accumulate(lengths)], max(lengths))
+    assert [(cu.tolist(), longest) for call in calls for cu, longest in call] == [expected] * 4
+    assert calls[0][0][0] is calls[1][0][0]
+    model.stop_packing()
+    model.hf_model.config._attn_implementation = "sdpa"
+    torch.testing.assert_close(found, model(batch[0], batch[2], batch[1]))
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True])
+@pytest.mark.parametrize("kind", ["actor", "critic"])
+def test_no_layer_with_flash_attn_waits_for_the_gpu(kind: str, reentrant: bool | None, with_flash_attn) -> None:
+    def kernel(qkv: tuple, *_: Any) -> torch.Tensor:
+        q, k, v = qkv
+        return q + 0 * (k.sum() + v.sum())
+
+    with_flash_attn(kernel)
+    waits = []
+    for layers in (1, 3):
+        model = flash_model(kind, layers).train().bfloat16()
+        if reentrant is not None:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        waits.append(waits_of_a_step(model, batch_of([([5, 6], [10, 11]), ([8, 9], [12, 13, 14])])))
     assert waits[0] == waits[1]
     assert 0 < waits[0].total() <= 6
 

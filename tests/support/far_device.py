@@ -17,6 +17,7 @@ SIZES_FROM_VALUES = (  # the result is as long as the values say
     *("nonzero", "masked_select", "masked_scatter_backward", "repeat_interleave"),
     *("unique_dim", "_unique2", "unique_consecutive"),
 )
+_INDEXING = ("index", "index_put", "index_put_", "_index_put_impl_")
 
 
 class FarTensor(Tensor):
@@ -36,11 +37,16 @@ class FarTensor(Tensor):
 
 
 class _Tensors(TorchFunctionMode):
-    """torch.tensor copies to its device below all dispatch modes; a subclass has no list."""
+    """torch.tensor copies to its device below all dispatch modes; a subclass has no tolist."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func is Tensor.tolist and isinstance(args[0], FarTensor):
-            return args[0].cpu().tolist()
+            return args[0].to("cpu").tolist()
+        if func is Tensor.new_tensor and isinstance(args[0], FarTensor):
+            return torch.tensor(args[1], **{"dtype": args[0].dtype, **(kwargs or {})}).to(FAR)
+        if func in (Tensor.__getitem__, Tensor.__setitem__):  # lists become tensors on the CPU below all modes
+            places = args[1] if isinstance(args[1], tuple) else (args[1],)
+            args = (args[0], tuple(torch.tensor(x) if isinstance(x, list) else x for x in places), *args[2:])
         makes = func in (torch.tensor, torch.as_tensor) and not isinstance(args[0], Tensor)
         if makes and torch.device((kwargs or {}).get("device") or "cpu") == FAR:
             return func(*args, **{**kwargs, "device": "cpu"}).to(FAR)
@@ -80,10 +86,19 @@ class FarDevice(TorchDispatchMode):
             kwargs["device"] = torch.device("cpu")
         stays = far if to is None else torch.device(to) == FAR
         if name in ("_to_copy", "copy_"):
-            if (far and not stays) or (stays and near and not (kwargs.get("non_blocking") or args[-1] is True)):
+            was_far, is_far = isinstance(args[name == "copy_"], FarTensor), stays
+            if name == "copy_":
+                is_far = isinstance(args[0], FarTensor)
+            if was_far != is_far and (was_far or near) and not (kwargs.get("non_blocking") or args[-1] is True):
                 self.waits[name] += 1
+        elif far and near and name in _INDEXING and isinstance(args[0], FarTensor):
+            self.waits[name] += 1  # places on the CPU are copied
         elif far and near:
             raise RuntimeError(f"{func} of tensors on two devices")
+        elif (
+            far and name == "cumsum" and tensors[0].is_floating_point() and torch.are_deterministic_algorithms_enabled()
+        ):
+            raise RuntimeError("cumsum_cuda_kernel does not have a deterministic implementation")
         elif far and (name in (*SIZES_FROM_VALUES, "_local_scalar_dense", "equal") or _by_mask(name, args)):
             self.waits[name] += 1
         out = func(*tree_map(_near, args), **tree_map(_near, kwargs))
@@ -98,6 +113,4 @@ def _near(x: Any) -> Any:
 
 def _by_mask(name: str, args: tuple) -> bool:
     """Indexing with a mask looks for its places first."""
-    return name in ("index", "index_put", "index_put_") and any(
-        i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1]
-    )
+    return name in _INDEXING and any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
