@@ -266,8 +266,8 @@ class Summary:
         values = values[~values.isnan()]
         if values.numel() == 0:
             return cls()
-        sums = (values.sum(), values.square().sum(), values.min(), values.max())
-        return cls(values.numel(), *(x.item() for x in sums))
+        sums = torch.stack([values.sum(), values.square().sum(), values.min(), values.max()])
+        return cls(values.numel(), *sums.tolist())
 
     def __add__(self, other: Summary) -> Summary:
         return Summary(

@@ -26,7 +26,7 @@ from lightppo.algorithms.selection import Selection
 from lightppo.config.rules import MicroBatchSpec
 from lightppo.data.records import Rollout
 from lightppo.experience.experience import Experience
-from lightppo.models.packing import micro_batches
+from lightppo.models.packing import micro_batches, on_cpu
 from lightppo.ranks import Ranks, level
 
 TOLERANCE = 0.02  # of the mean: a smaller difference is not worth another exchange
@@ -328,7 +328,8 @@ def save_batch(path: Path, minibatch: Minibatch, texts: Sequence[Sequence[str]],
     """
 
     def plain(part: Experience) -> dict[str, Any]:
-        tensors = {f.name: getattr(part, f.name) for f in fields(Experience) if f.name not in ("info", "part")}
+        names = [f.name for f in fields(Experience) if f.name not in ("info", "part")]
+        tensors = {name: x if (x := getattr(part, name)) is None else on_cpu(x).detach() for name in names}
         step = part.part and vars(part.part) | {"normalizer": vars(part.part.normalizer)}
         if step and step["pretrain"]:
             step["pretrain"] = (dict(part.part.pretrain[0]), *part.part.pretrain[1:])

@@ -12,12 +12,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from lightppo.data.records import Rollout
+from lightppo.models.packing import on_cpu, to_device
 
 
 @dataclass
@@ -60,8 +62,9 @@ class Experience:
 
     def row_lengths(self) -> list[tuple[int, int]]:
         """Prompt and response tokens of each row."""
-        responses = self.response_lengths.tolist()
-        return [(total - r, r) for total, r in zip(self.total_lengths.tolist(), responses)]
+        real = on_cpu(self.attention_mask)
+        totals, responses = (x.sum(-1).tolist() for x in (real, real[:, -self.num_actions :]))
+        return [(total - response, response) for total, response in zip(totals, responses)]
 
     def non_finite(self) -> dict[str, int]:
         """Rows with a NaN or an infinite number at a trained token, by the name of the tensor."""
@@ -74,13 +77,13 @@ class Experience:
     def prompts(self) -> list[bytes]:
         """The prompt of each row as bytes, equal for equal token ids."""
         split = self.sequences.size(1) - self.num_actions
-        ids, real = self.sequences[:, :split].cpu(), self.attention_mask[:, :split].bool().cpu()
+        ids, real = on_cpu(self.sequences)[:, :split], on_cpu(self.attention_mask)[:, :split].bool()
         return [row[mask].numpy().tobytes() for row, mask in zip(ids, real)]
 
     def texts(self, decode: Callable[[Tensor], str]) -> list[tuple[str, str]]:
         """Prompt and response of each row."""
         split = self.sequences.size(1) - self.num_actions
-        rows = zip(self.sequences.cpu(), self.attention_mask.bool().cpu())
+        rows = zip(on_cpu(self.sequences), on_cpu(self.attention_mask).bool())
         return [(decode(ids[:split][real[:split]]), decode(ids[split:][real[split:]])) for ids, real in rows]
 
     @classmethod
@@ -138,7 +141,7 @@ class Experience:
         numbers, prompts, responses = zip(*rows)
         split = self.sequences.size(1) - self.num_actions  # columns before the action positions
         columns, actions = slice(split - max(prompts), split + max(responses)), slice(0, max(responses))
-        picked = torch.tensor(numbers, device=self.sequences.device)
+        picked = to_device(torch.tensor(numbers), self.sequences.device)
         return type(self)(
             self.sequences[picked, columns],
             self.attention_mask[picked, columns],
@@ -189,8 +192,7 @@ class Experience:
     def to_device(self, device: torch.device | str) -> Self:
         """Moves every tensor in place; returns itself."""
         # Not to the CPU: that copy returns before the numbers have arrived, and nothing would wait for them.
-        non_blocking = torch.device(device).type != "cpu"
-        return self._map(lambda x: x.to(device, non_blocking=non_blocking))
+        return self._map(Tensor.cpu if torch.device(device).type == "cpu" else partial(to_device, device=device))
 
     def pin_memory(self) -> Self:
         """Pins every tensor in place for fast copies to a GPU; returns itself."""

@@ -44,7 +44,7 @@ from lightppo.data.records import Rollout, seed_of_step
 from lightppo.errors import NonFiniteError
 from lightppo.experience.batching import MicroBatching, ReplayBuffer, select_tokens
 from lightppo.experience.experience import Experience, non_finite_text
-from lightppo.models.packing import all_pack, all_share_prompts
+from lightppo.models.packing import all_pack, all_share_prompts, on_cpu, to_device
 from lightppo.ranks import Ranks, heartbeat, level
 
 
@@ -275,17 +275,19 @@ class ExperienceMaker:
             if model is not None:
                 model.eval()
 
-        lengths, prompts = batch.row_lengths(), batch.prompts()
+        lengths, prompts, device = batch.row_lengths(), batch.prompts(), self.strategy.device
+        near = Experience(*map(on_cpu, (batch.sequences, batch.attention_mask, batch.action_mask)))
         plan = []
         for name, phase, run in [call for *call, needed in calls if needed]:
             parts = self.batching.split(lengths, self.micro_batches[name], prompts)
             plan += [(phase, run, rows) for rows in level(parts, self.strategy, lambda parts=parts: parts[-1])]
-        made: dict[str, Tensor] = defaultdict(lambda: torch.zeros(batch.action_mask.shape, device=self.strategy.device))
+        made: dict[str, Tensor] = defaultdict(lambda: torch.zeros(batch.action_mask.shape, device=device))
         for phase, calls in groupby(self.progress(plan), key=itemgetter(0)):
             with self.timer(phase):
                 for _, run, rows in calls:
-                    for name, values in run(batch.select(rows)).items():  # (b, a), of the first a action positions
-                        made[name][rows, : values.size(1)] = values.float()
+                    places = to_device(torch.tensor(rows), device)
+                    for name, values in run(near.select(rows).to_device(device)).items():  # (b, a), the first a actions
+                        made[name][places, : values.size(1)] = values.float()
                     heartbeat.beat()
         if self.old_log_probs == "rollout":
             made["action_log_probs"] = batch.rollout_log_probs.clone()

@@ -18,6 +18,7 @@ from torch import Tensor
 from lightppo import durable
 from lightppo.data.records import Rollout, group_by_prompt
 from lightppo.experience.experience import Experience
+from lightppo.models.packing import on_cpu
 from lightppo.ranks import Ranks
 from lightppo.rewards.source import finite
 
@@ -131,10 +132,10 @@ class SampleRecord:
         """A training pass has made these, each (B, A), of the current policy."""
         if not self.passes:
             return
-        rows = zip(experience.sequences.cpu().numpy(), experience.attention_mask.bool().cpu().numpy())
+        rows = zip(on_cpu(experience.sequences).numpy(), on_cpu(experience.attention_mask).bool().numpy())
         for i, (ids, real) in enumerate(rows):
             if (passes := self.passes.get(ids[real].tobytes())) is not None:
-                passes[1:] = [_Pass(log_probs[i].detach().cpu(), entropy[i].detach().cpu())]
+                passes[1:] = [_Pass(log_probs[i].detach().clone(), entropy[i].detach().clone())]
                 passes[:1] = passes[:1] or passes[1:]
 
     def write(self, step: int) -> None:

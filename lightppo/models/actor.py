@@ -15,7 +15,7 @@ from transformers.utils import ModelOutput
 from lightppo.algorithms.logprobs import linear_log_probs, log_probs_and_entropy, token_log_probs
 from lightppo.models.cpu import is_plain_linear
 from lightppo.models.loading import load_causal_lm
-from lightppo.models.packing import check_num_actions, real_actions, scatter
+from lightppo.models.packing import check_num_actions, on_cpu, real_actions
 from lightppo.models.wrapper import Batch, PretrainedWrapper, model_inputs, takes
 
 # Of a forward: the model's output; for the K real actions log probs (K,), entropy (K,), logits (K, V) of valid ids.
@@ -100,7 +100,7 @@ class Actor(PretrainedWrapper):
         else:
             batch, actions = self._of_actions(sequences, num_actions, attention_mask)
         output, log_probs, *_ = self._predict(batch, actions, logits=return_output)
-        log_probs = scatter(log_probs, batch.real)  # (B, A)
+        log_probs = batch.scatter(log_probs)  # (B, A)
         return (log_probs, output) if return_output else log_probs
 
     def score_actions(
@@ -126,9 +126,9 @@ class Actor(PretrainedWrapper):
         asked = logits, entropy, entropy_grad, router_loss
         output, log_probs, entropies, all_logits = self._predict(batch, actions, *asked)
         return ActionScores(
-            log_probs=scatter(log_probs, batch.real),  # (B, A)
+            log_probs=batch.scatter(log_probs),  # (B, A)
             real=batch.real,
-            entropy=scatter(entropies, batch.real) if entropy else None,  # (B, A)
+            entropy=batch.scatter(entropies) if entropy else None,  # (B, A)
             logits=all_logits,
             router_loss=self._router_loss(output) if router_loss else None,
         )
@@ -157,10 +157,10 @@ class Actor(PretrainedWrapper):
             attention_mask = torch.ones_like(sequences)
         length = sequences.shape[1]
         check_num_actions(num_actions, length)
-        real = real_actions(attention_mask, num_actions)  # (B, A)
+        real = real_actions(on_cpu(attention_mask), num_actions)  # (B, A)
         columns = slice(length - num_actions - 1, length - 1)
         batch = self._batch(sequences, attention_mask, columns, real, num_actions if share else None)
-        return batch, sequences[:, -num_actions:][real]
+        return batch, sequences[:, -num_actions:].flatten()[batch.kept]
 
     def _predict(
         self,

@@ -13,7 +13,7 @@ from transformers.utils import ModelOutput
 
 from lightppo.errors import ModelLoadError
 from lightppo.models.loading import load_sequence_classifier, value_head
-from lightppo.models.packing import check_num_actions, read, scatter
+from lightppo.models.packing import check_num_actions, on_cpu, read, to_device
 from lightppo.models.wrapper import PretrainedWrapper, model_inputs
 
 
@@ -94,13 +94,14 @@ class Critic(SequenceRegressor):
             if num_actions is not None:
                 check_num_actions(num_actions, length)
                 columns = slice(length - num_actions - 1, length if include_last else length - 1)
-            batch = self._batch(sequences, attention_mask, columns, attention_mask.bool()[:, columns], num_actions)
+            real = on_cpu(attention_mask).bool()[:, columns]
+            batch = self._batch(sequences, attention_mask, columns, real, num_actions)
         partly = batch.packed and packed_seq_lens is None and not return_output
         with self._reading(batch.places, batch.inputs[0]) if partly else nullcontext():
             output = self._hidden(*batch.inputs)
         if batch.packed:
             scores = self._score(output.last_hidden_state[0, batch.places])  # (U,)
-            values = scatter(read(scores, batch.reads), batch.real)
+            values = batch.scatter(read(scores, batch.reads))
         else:
             values = self._score(output.last_hidden_state[:, columns]).masked_fill(~batch.real, 0)
         return (values, output) if return_output else values
@@ -123,19 +124,20 @@ class RewardModel(SequenceRegressor):
         """
         if attention_mask is None:
             attention_mask = torch.ones_like(sequences)
-        empty = (attention_mask.sum(-1) == 0).nonzero().flatten().tolist()
+        mask = on_cpu(attention_mask)
+        empty = (mask.sum(-1) == 0).nonzero().flatten().tolist()
         if empty:
             raise ValueError(f"rows {empty} have no real token to score (attention_mask is 0)")
         length = sequences.shape[1]
-        last = length - 1 - attention_mask.long().flip(-1).argmax(-1)  # (B,)
+        last = length - 1 - mask.long().flip(-1).argmax(-1)  # (B,)
         if self.packing_samples:
-            is_last = torch.arange(length, device=last.device) == last[:, None]  # (B, S)
+            is_last = torch.arange(length) == last[:, None]  # (B, S)
             batch = self._batch(sequences, attention_mask, slice(None), is_last, num_actions)
             with self._reading(batch.places, batch.inputs[0]):
                 output = self._hidden(*batch.inputs)
             return read(self._score(output.last_hidden_state[0, batch.places]), batch.reads)
         hidden = self._hidden(sequences, attention_mask, None).last_hidden_state  # (B, S, H)
-        return self._score(hidden[torch.arange(len(last), device=last.device), last])
+        return self._score(hidden[torch.arange(len(last), device=hidden.device), to_device(last, hidden.device)])
 
 
 class NewRewardModel(RewardModel):

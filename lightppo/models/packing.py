@@ -51,7 +51,7 @@ def position_ids_from_mask(attention_mask: Tensor) -> Tensor:
 
 def pack(sequences: Tensor, attention_mask: Tensor) -> PackedRow:
     """Drop the padding, which may be on both sides: (B, S) -> (1, T)."""
-    real = attention_mask.bool().cpu()  # places and sizes are found there: one wait for a GPU, not one for each
+    real = on_cpu(attention_mask).bool()  # places and sizes are found there: one wait for a GPU, not one for each
     lengths = [n for n in real.sum(1).tolist() if n]
     if not lengths:
         raise ValueError("cannot pack a batch whose attention_mask is 0 everywhere")
@@ -73,9 +73,18 @@ def _row(
     )
 
 
-def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """Copy from the CPU without waiting for what the GPU is doing."""
-    return x.to(device, non_blocking=True)
+def to_device(x: Tensor, device: torch.device | str) -> Tensor:
+    """Copy from the CPU without waiting for what the GPU is doing; :func:`on_cpu` gives ``x`` again."""
+    moved = x.to(device, non_blocking=True)
+    if moved is not x:
+        moved.source = x, x._version + moved._version
+    return moved
+
+
+def on_cpu(x: Tensor) -> Tensor:
+    """On the CPU, without a wait for a GPU if it came by :func:`to_device` and nothing was written to it since."""
+    source, version = getattr(x, "source", (None, 0))
+    return x.cpu() if source is None or source._version + x._version != version else source
 
 
 def position_ids_from_lengths(lengths: list[int], row: Tensor) -> Tensor:
@@ -108,11 +117,6 @@ def real_actions(attention_mask: Tensor, num_actions: int) -> Tensor:
     """(B, S) -> (B, A) bool: the action token and the token that predicts it are both real."""
     real = attention_mask.bool()
     return real[:, -num_actions:] & real[:, -num_actions - 1 : -1]
-
-
-def scatter(values: Tensor, mask: Tensor) -> Tensor:
-    """Put ``values`` (K,) on the True places of ``mask`` (B, A), row by row; 0 elsewhere."""
-    return values.new_zeros(mask.shape).masked_scatter(mask, values)
 
 
 def check_packing_layers(model: nn.Module) -> None:
@@ -381,8 +385,8 @@ def pack_shared(sequences: Tensor, attention_mask: Tensor, num_actions: int) -> 
     split = sequences.shape[1] - num_actions
     if len(sequences) < 2 or split < 1:
         return None
-    real = attention_mask.bool().cpu()
-    prompts = sequences[:, :split].cpu().masked_fill(~real[:, :split], -1)  # (B, S - A)
+    real = on_cpu(attention_mask).bool()
+    prompts = on_cpu(sequences)[:, :split].masked_fill(~real[:, :split], -1)  # (B, S - A)
     group = torch.unique(prompts, dim=0, return_inverse=True)[1]  # (B,)
     of_prompt, of_response = real[:, :split].sum(1), real[:, split:].sum(1)  # (B,)
     shared = (group.bincount()[group] > 1) & (of_prompt > 0)  # (B,)

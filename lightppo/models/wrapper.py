@@ -50,6 +50,7 @@ class Batch:
     inputs: tuple[Tensor, Tensor | None, Tensor | None]  # ids, mask, position ids; (B, S), or of one packed row (1, T)
     places: Tensor  # (A,) or packed (U,), the distinct positions of a row that are read
     real: Tensor  # (B, A) bool, K of them True: what is read and not padding
+    kept: Tensor  # (K,), their places in the flat (B·A,): a mask as an index would wait for the GPU
     reads: Tensor | None = None  # packed (K,), the number of the place that each reads; None: each its own
 
     @property
@@ -59,7 +60,11 @@ class Batch:
 
     def of_real(self, at_places: Tensor) -> Tensor:
         """(B, A, ·), or packed (1, U, ·), -> (K, ·)."""
-        return read(at_places[0], self.reads) if self.packed else at_places[self.real]
+        return read(at_places[0], self.reads) if self.packed else at_places.flatten(0, 1).index_select(0, self.kept)
+
+    def scatter(self, values: Tensor) -> Tensor:
+        """(K,) -> (B, A), 0 elsewhere."""
+        return values.new_zeros(self.real.numel()).index_copy(0, self.kept, values).view_as(self.real)
 
 
 class PretrainedWrapper(nn.Module):
@@ -188,19 +193,20 @@ class PretrainedWrapper(nn.Module):
     def _batch(
         self, sequences: Tensor, attention_mask: Tensor, columns: slice, real: Tensor, num_actions: int | None
     ) -> Batch:
-        """A forward of which ``columns`` are read where ``real`` (B, A); ``num_actions`` None: no prompt is shared."""
+        """A forward of which ``columns`` are read where ``real`` (B, A), on the CPU; ``num_actions`` None: no prompt is
+        shared."""
+        device, row, reads = sequences.device, None, None
+        of_batch = to_device(real, device), to_device(real.flatten().nonzero()[:, 0], device)
         if not self.packing_samples:
-            places = torch.arange(sequences.shape[1], device=sequences.device)[columns]  # (A,)
-            return Batch((sequences, attention_mask, None), places, real)
-        self._probe_packing(sequences.device)
-        row, device = None, sequences.device
-        attention_mask = attention_mask.cpu()  # sizes and places are found there, so that few steps wait for a GPU
+            places = torch.arange(sequences.shape[1], device=device)[columns]  # (A,)
+            return Batch((sequences, attention_mask, None), places, *of_batch)
+        self._probe_packing(device)
         if num_actions is not None and self.shares_prompts:
             row = pack_shared(sequences, attention_mask, num_actions)
         row = pack(sequences, attention_mask) if row is None else row
-        places, reads = distinct_places(row.slots[:, columns][real.cpu()])  # (U,), (K,)
+        places, reads = distinct_places(row.slots[:, columns][real])  # (U,), (K,)
         reads = None if reads is None else to_device(reads, device)
-        return Batch((row.input_ids, row.segments, row.position_ids), to_device(places, device), real, reads)
+        return Batch((row.input_ids, row.segments, row.position_ids), to_device(places, device), *of_batch, reads)
 
     def _packed_by_caller(
         self, row: Tensor, lengths: list[int], num_actions: list[int] | None, include_last: bool = False
@@ -213,7 +219,8 @@ class PretrainedWrapper(nn.Module):
         else:
             places = action_predictors(lengths, num_actions, row.device, include_last)  # (K,)
         real = torch.ones(1, len(places), dtype=torch.bool, device=row.device)
-        return Batch((row, segments_as_mask(lengths, None, row.device), position_ids), places, real)
+        kept = torch.arange(len(places), device=row.device)
+        return Batch((row, segments_as_mask(lengths, None, row.device), position_ids), places, real, kept)
 
     def _reading(self, places: Tensor, row: Tensor) -> AbstractContextManager:
         """Context for a forward of which only the positions ``places`` (K,) of a packed row (1, T) are read."""

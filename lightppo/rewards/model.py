@@ -14,7 +14,7 @@ from lightppo.config.rules import MicroBatchSpec
 from lightppo.data.records import Rollout
 from lightppo.data.rows import PromptTemplate, Rendered
 from lightppo.errors import BadRowError, DataError, RewardError
-from lightppo.models.packing import micro_batches
+from lightppo.models.packing import micro_batches, to_device
 from lightppo.ranks import Alone, Ranks, heartbeat, level
 from lightppo.rewards.source import RewardOutput, describe_sample
 
@@ -213,7 +213,7 @@ class RewardModelSource:
         rows = [torch.tensor(row) for row in batch]
         sequences = pad_sequence(rows, batch_first=True, padding_value=self.inputs[model_index].pad_token_id)  # (B, S)
         attention_mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)  # (B, S)
-        scores = self.models[model_index](sequences.to(self.device), attention_mask.to(self.device))
+        scores = self.models[model_index](*(to_device(x, self.device) for x in (sequences, attention_mask)))
         return _checked(scores, len(batch), f"{self.name}: model {model_index}").float().cpu()
 
 

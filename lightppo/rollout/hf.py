@@ -19,7 +19,14 @@ from lightppo.data.records import Prompt, Rollout
 from lightppo.models.cpu import packed_weights
 from lightppo.rollout.decode import BatchDecoder, CachedForward, DecodedBatch, SlotDecoder, can_use_slots
 from lightppo.rollout.engine import SamplingParams
-from lightppo.rollout.sampling import StopCriteria, TokenSampler, bad_word_ids, end_of_text_ids, request_uniforms
+from lightppo.rollout.sampling import (
+    StopCriteria,
+    TokenSampler,
+    bad_word_ids,
+    end_of_text_ids,
+    in_any_order,
+    request_uniforms,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -111,7 +118,7 @@ class HFRolloutEngine:
         order = sorted(range(len(requests)), key=lambda r: -len(requests[r][0].token_ids))
         rollouts: list[Rollout | None] = [None] * len(requests)
         bar = tqdm(total=len(order), desc="rollout", unit="seq", leave=False, ncols=80, disable=not self.progress)
-        with self.gather_parameters(), generation_mode(self.model), bar, self.runner or nullcontext():
+        with in_any_order(), self.gather_parameters(), generation_mode(self.model), bar, self.runner or nullcontext():
             device = next(self.model.parameters()).device  # offloaded parameters are on it now
             kind = SlotDecoder if can_use_slots(forward.config) else BatchDecoder
             kind = kind if self.runner is None else self.runner.decoder(kind)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,6 +29,22 @@ _BLOCK = 512  # tokens whose probabilities are summed at once where the vocabula
 _TAIL_MARGIN = 4  # tokens without text (skipped special tokens) that may lie inside a stop string
 
 # -- drawing tokens ---------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def in_any_order() -> Iterator[None]:
+    """Lifts --full_determinism, which on GPUs refuses cumulated sums of numbers.
+
+    Sums over the rows of a table are always the same there; those of a single row are not.
+    """
+    was_on, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    if was_on:
+        torch.use_deterministic_algorithms(False)
+    try:
+        yield
+    finally:
+        if was_on:
+            torch.use_deterministic_algorithms(True, warn_only=warns)
 
 
 def request_uniforms(seed: int, prompt_index: int, sample_index: int, count: int) -> np.ndarray:
@@ -103,6 +120,7 @@ class TokenSampler:
         bad_word_ids: Sequence[list[int]] = (),
     ) -> None:
         self.greedy = sampling.greedy
+        self._needs_rows = torch.are_deterministic_algorithms_enabled()  # see in_any_order
         self.temperature = sampling.log_prob_temperature
         self.first_temperature = sampling.first_token_temperature or self.temperature
         self.min_new_tokens = sampling.min_new_tokens
@@ -147,8 +165,11 @@ class TokenSampler:
             first = isinstance(step, int) and step == 0
             temperature = self.first_temperature if first else self.temperature
             scores = banned if temperature == 1.0 else banned / temperature
+            if self._needs_rows and len(scores) == 1:
+                scores, uniforms = scores.expand(2, -1), uniforms.expand(2)
             scores = self._filters(history, scores)
-            tokens = inverse_cdf(scores.softmax(dim=-1), uniforms)
+            tokens = inverse_cdf(scores.softmax(dim=-1), uniforms)[: len(logits)]
+            scores = scores[: len(logits)]
         log_probs = scaled.gather(1, tokens.unsqueeze(1)).squeeze(1) - scaled.logsumexp(dim=-1)
         return tokens, log_probs.masked_fill(scores.amax(dim=-1) == -torch.inf, torch.nan)
 

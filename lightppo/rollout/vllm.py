@@ -29,7 +29,14 @@ from lightppo.errors import ConfigError, RolloutError
 from lightppo.ranks import heartbeat
 from lightppo.rollout.engine import SamplingParams
 from lightppo.rollout.hf import check_drawn, check_lengths, request_streams
-from lightppo.rollout.sampling import StopCriteria, bad_word_ids, end_of_text_ids, joint_seed, request_seed
+from lightppo.rollout.sampling import (
+    StopCriteria,
+    bad_word_ids,
+    end_of_text_ids,
+    in_any_order,
+    joint_seed,
+    request_seed,
+)
 from lightppo.rollout.weights import SHARED_MEMORY, differing_weights, full_weights, trainer_fingerprints
 from lightppo.storage import content_folder, stage_to_local
 from lightppo.strategy.distributed import on_cuda
@@ -250,7 +257,7 @@ class VLLMRolloutEngine(VLLMEngine):
         own = [(prompt.token_ids, requests.parameters(r)) for r, (prompt, _) in enumerate(requests.samples)]
         before, everything = self._of_group(own)
         rollouts: list[Rollout | None] = [None] * len(own)
-        with ExitStack() as stack:
+        with in_any_order(), ExitStack() as stack:
             if not self.config.engine.vllm_request_seeds:
                 stack.enter_context(self._one_seed(everything))
             for r, output in self._answers(everything):

@@ -89,6 +89,8 @@ def _drop_sums_of_shards(optimizer: Any) -> None:
     optimizer.micro_step_id = INITIAL_MICRO_STEP_ID
     if not optimizer.cpu_offload:
         return
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()  # copies of gradients that are under way would come behind the zeros
     optimizer.reset_cpu_buffers()
     optimizer._offload_accumulated_param_ids.clear()
     for gradient in optimizer.accumulated_grads_in_cpu.values():
@@ -105,9 +107,10 @@ def _clip_and_check(max_norm: float, optimizer: torch.optim.Optimizer, args: Any
     """
     params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     norm = torch.nn.utils.get_total_norm([p.grad for p in params])
-    optimizer.overflow = not bool(torch.isfinite(norm))
-    optimizer._global_grad_norm = math.inf if optimizer.overflow else float(norm)
+    optimizer._global_grad_norm = float(norm)  # the only wait for a GPU
+    optimizer.overflow = not math.isfinite(optimizer._global_grad_norm)
     if optimizer.overflow:
+        optimizer._global_grad_norm = math.inf
         for param in params:
             param.grad = None  # AdamW passes over parameters without gradient
     elif max_norm > 0 and optimizer._global_grad_norm > 0.999 * max_norm:  # below, torch would multiply by 1

@@ -269,6 +269,7 @@ class DistributedStrategy:
         torch.manual_seed(seed)
         if self.full_determinism:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+            os.environ.setdefault("FLASH_ATTENTION_DETERMINISTIC", "1")  # transformers tells flash-attn
             torch.use_deterministic_algorithms(True)
             torch.backends.cudnn.benchmark = False
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -316,8 +316,8 @@ def rollout_status(summaries: Mapping[str, Summary]) -> dict[str, float]:
 # -- of training -----------------------------------------------------------------------------------------------------
 
 
-def micro_batch_status(metrics: Mapping[str, Tensor], experience: Experience, scale: float) -> dict[str, float]:
-    """What ``training_step`` returns of a micro batch: its metrics times ``scale``, and the seed's means over samples.
+def micro_batch_status(metrics: Mapping[str, Tensor], experience: Experience, scale: float) -> dict[str, Tensor]:
+    """What a micro batch says, on its device: its metrics times ``scale``, and the seed's means over samples.
 
     Args:
         metrics: shares of the metrics of the optimizer step.
@@ -327,15 +327,19 @@ def micro_batch_status(metrics: Mapping[str, Tensor], experience: Experience, sc
     means = {name: values.mean() for name, values in info.items()}
     if "kl" in info:  # per token, as far as lengths tell
         means["kl"] = (info["kl"] * info["response_length"]).sum() / info["response_length"].sum()
-    values = torch.stack([*(x.detach().float() for x in metrics.values()), *means.values()]).tolist()  # one copy
-    scaled = [value * scale for value in values[: len(metrics)]]
-    return dict(zip(means, values[len(metrics) :])) | dict(zip(metrics, scaled))
+    values = torch.stack([*means.values(), *(x.detach().float() for x in metrics.values())]).double()
+    values[len(means) :] *= scale
+    return dict(zip([*means, *metrics], values.unbind()))
 
 
 def checked_status(status: Mapping[str, Any] | None) -> dict[str, float]:
     """A status as numbers; an override may have added some of its own. Raises TypeError for an entry that is none."""
-    numbers = {}
-    for name, value in (status or {}).items():
+    status, numbers = dict(status or {}), {}
+    tensors = {name: x.detach().double() for name, x in status.items() if isinstance(x, Tensor) and x.dim() == 0}
+    for device in {x.device for x in tensors.values()}:  # one copy, and one wait for a GPU
+        names = [name for name, x in tensors.items() if x.device == device]
+        status |= zip(names, torch.stack([tensors[name] for name in names]).tolist())
+    for name, value in status.items():
         try:
             numbers[name] = float(value)
         except (TypeError, ValueError) as error:
@@ -402,24 +406,34 @@ class Pace:
 
 
 class PhaseTimer:
-    """Seconds per phase of a step."""
+    """Seconds per phase of a step; on a GPU between two marks in its stream, so that no phase waits for it."""
 
     def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
+        self.passed: list[tuple[str, Any, Any]] = []  # phase, start and end
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        start = time.perf_counter()
+        # no marks where a run on the CPU of a GPU machine would only take its memory
+        now = _mark if torch.cuda.is_initialized() else time.perf_counter
+        start = now()
         with torch.profiler.record_function(phase), heartbeat.during(phase):  # its name in a trace
             yield
-        if torch.cuda.is_initialized():  # not where a run on the CPU of a GPU machine would only take its memory
-            torch.cuda.synchronize()
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
+        self.passed.append((phase, start, now()))
 
     def reset(self) -> dict[str, float]:
-        """The seconds since the last reset, as ``time_<phase>``."""
-        seconds, self.seconds = self.seconds, {}
-        return {f"time_{phase}": value for phase, value in seconds.items()}
+        """The seconds since the last reset, as ``time_<phase>``. Waits for a GPU."""
+        passed, self.passed, seconds = self.passed, [], Counter()
+        for phase, start, end in passed:
+            if not isinstance(end, float):
+                end.synchronize()
+            seconds[f"time_{phase}"] += end - start if isinstance(end, float) else start.elapsed_time(end) / 1000
+        return dict(seconds)
+
+
+def _mark() -> torch.cuda.Event:
+    mark = torch.cuda.Event(enable_timing=True)
+    mark.record()
+    return mark
 
 
 def progress_bar(items: Iterable | None, desc: str, *, shown: bool = True, **options: Any) -> tqdm:

@@ -18,6 +18,7 @@ from lightppo.data.datasets import PairDataset, ReferencedPairs, SFTDataset
 from lightppo.models.actor import Actor
 from lightppo.models.critic import NewRewardModel
 from lightppo.models.loading import value_head
+from lightppo.models.packing import on_cpu, to_device
 from lightppo.ranks import heartbeat, level
 from lightppo.storage import stage_to_local
 from lightppo.strategy.deepspeed import DeepspeedStrategy
@@ -124,7 +125,7 @@ class SFT(Objective):
         if not model.packing_samples:
             return pretrain_loss(model, batch, self.loss_fn, total, dp_size), {}
         labels = batch["labels"][:, 1:]  # (B, S-1)
-        first = int((labels != IGNORE_INDEX).any(0).long().argmax())
+        first = int((on_cpu(batch["labels"])[:, 1:] != IGNORE_INDEX).any(0).long().argmax())
         labels = labels[:, first:]  # (B, A)
         log_probs = model(batch["input_ids"], labels.shape[1], batch["attention_mask"])  # (B, A)
         normalizer = LossNormalizer(total, sequences=0, dp_size=dp_size)
@@ -255,7 +256,7 @@ def shared_rows(dataset: Any, ranks: DeepspeedStrategy, size: int) -> Iterator[t
     parts = [list(mine[i : i + size]) for i in range(0, len(mine), size)]
     for part in level(parts, ranks, list):
         batch = dataset.collate_fn([dataset[i] for i in part or [0]])
-        yield part, {name: tensor.to(ranks.device) for name, tensor in batch.items()}
+        yield part, {name: to_device(tensor, ranks.device) for name, tensor in batch.items()}
 
 
 OBJECTIVES: tuple[type[Objective], ...] = (SFT, RewardModelling, DPO)

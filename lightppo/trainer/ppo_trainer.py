@@ -40,7 +40,7 @@ from lightppo.experience.maker import ExperienceMaker
 from lightppo.experience.sampler import CollectedStep, dealt_out
 from lightppo.experience.samples import SampleRecord, examined, write_step
 from lightppo.models.lora import AdaptersOff
-from lightppo.models.packing import all_share_prompts
+from lightppo.models.packing import all_share_prompts, on_cpu
 from lightppo.ranks import heartbeat
 from lightppo.rewards.registry import build_reward_source
 from lightppo.rewards.source import NoReward, RewardSource, close_source
@@ -179,6 +179,8 @@ class PPOTrainer(SeedAttributes):
         self.value_norm = update.build_value_norm(o)
         self.early_stop = update.EarlyStop(o, self.strategy)
         self.on_policy: dict[str, m.Summary] = {}  # of log probs that only the training pass has made
+        self.unread: list[tuple[Experience, Tensor]] = []  # those of an optimizer step
+        self.waits = True  # training_step returns numbers, not tensors on a GPU
         folder, again = self.config.checkpoint.save_path, "lightppo replay {folder} --step {step} --batch {batch}"
         self.skipped = SkippedSteps(
             *(self.strategy, t.max_skipped_steps, folder, self._write_batch), f"To run the batch again: {again}"
@@ -366,6 +368,8 @@ class PPOTrainer(SeedAttributes):
         micro_batches = self._with_pretrain(minibatch.micro_batches)
         of_critic = micro_batches if minibatch.critic_micro_batches is None else minibatch.critic_micro_batches
         self.skipped.begin(minibatch)
+        # numbers are read at the end of the step, so that no micro batch waits for a GPU, unless an override reads them
+        self.waits = self._overrides(*_TRAINING_METHODS)
         self.strategy.accumulate(self.actor, len(micro_batches))
         self.strategy.accumulate(self.critic, len(of_critic))
         if self.critic is None or of_critic is micro_batches:
@@ -375,7 +379,9 @@ class PPOTrainer(SeedAttributes):
                 done = [(e, self.training_step_actor(e)) for e in micro_batches if self._actor_trains(global_steps)]
             with self.timer("critic_update"):
                 done += [(e, self.training_step_critic(e)) for e in of_critic if self._critic_trains()]
+        self.waits = True
         statuses = [(experience.part.has_samples, m.checked_status(status)) for experience, status in done]
+        self._summarise()
         # A placeholder says nothing but the PTX loss of its own batch.
         return [s if real else {n: v for n, v in s.items() if n == "ptx_loss"} for real, s in statuses]
 
@@ -417,15 +423,14 @@ class PPOTrainer(SeedAttributes):
         self.early_stop.add(metrics)
         self.samples.observe(experience, log_probs, entropy)
         if experience.action_log_probs is None and part.has_samples:
-            summaries = m.policy_summaries(experience, log_probs, self.experience_maker.sampled_kl)
-            self.on_policy = m.merge_summaries([self.on_policy, summaries])
+            self.unread.append((experience, log_probs))
         status = m.micro_batch_status(metrics, experience, part.status_scale)
         if part.pretrain is not None:
             batch, tokens, batches = part.pretrain
             ptx = update.pretrain_loss(self.actor, batch, self.ptx_loss_fn, tokens, self.strategy.world_size)
             self.strategy.backward(self.ptx_coef * part.loss_scale * ptx, self.actor, self.actor_optim)
-            status["ptx_loss"] = ptx.item() * batches
-        return status | self._actor_step()
+            status["ptx_loss"] = ptx.detach().double() * batches
+        return self._read(status | self._actor_step())
 
     def training_step_critic(self, experience: Experience) -> dict[str, float]:
         """One micro batch of the critic; see :meth:`training_step`."""
@@ -435,7 +440,22 @@ class PPOTrainer(SeedAttributes):
         loss, metrics = update.critic_loss(self.critic, experience, part.normalizer, *parts)
         self.strategy.backward(loss * part.loss_scale, self.critic, self.critic_optim)
         status = m.micro_batch_status(metrics, experience, part.status_scale)
-        return status | self._optimizer_step("critic", self.critic, self.critic_optim, self.critic_scheduler)
+        return self._read(
+            status | self._optimizer_step("critic", self.critic, self.critic_optim, self.critic_scheduler)
+        )
+
+    def _read(self, status: Mapping[str, Any]) -> dict[str, Any]:
+        """As numbers, unless :meth:`train_minibatch` reads them later."""
+        if not self.waits:
+            return dict(status)
+        self._summarise()
+        return m.checked_status(status)
+
+    def _summarise(self) -> None:
+        """What is known of log probs that only a training pass has made."""
+        unread, self.unread = self.unread, []
+        found = [m.policy_summaries(*made, self.experience_maker.sampled_kl) for made in unread]
+        self.on_policy = m.merge_summaries([self.on_policy, *found])
 
     # -- records and state ---------------------------------------------------------------------------------------
 
@@ -754,7 +774,8 @@ class PPOTrainer(SeedAttributes):
             return micro_batches
         batches = [as_lm_batch(next(self.pretrain_dataloader), self.strategy.device) for _ in micro_batches]
         self.state.pretrain_batches += len(batches)
-        tokens = self.strategy.all_reduce(sum(self.ptx_loss_fn.num_tokens(b["labels"]) for b in batches), "sum")
+        tokens = sum(self.ptx_loss_fn.num_tokens(on_cpu(batch["labels"])) for batch in batches)
+        tokens = self.strategy.all_reduce(tokens, "sum")
         parts = [replace(e.part, pretrain=(b, tokens, len(batches))) for e, b in zip(micro_batches, batches)]
         return [replace(e, part=part) for e, part in zip(micro_batches, parts)]
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from lightppo.algorithms.losses import IGNORE_INDEX
 from lightppo.data.records import Prompt
 from lightppo.errors import ConfigError
+from lightppo.models.packing import to_device
 from lightppo.ranks import Ranks
 from lightppo.trainer.checkpointing import TrainerState
 
@@ -185,11 +186,12 @@ def as_lm_batch(batch: Any, device: torch.device) -> dict[str, Tensor]:
     """
     if isinstance(batch, (tuple, list)):
         batch = {"input_ids": batch[1], "attention_mask": batch[2]}
-    ids, mask = (batch[name].to(device) for name in ("input_ids", "attention_mask"))
+    ids, mask = batch["input_ids"], batch["attention_mask"]
     ids, mask = ids.reshape(-1, ids.size(-1)), mask.reshape(-1, mask.size(-1))
     labels = batch.get("labels")
-    labels = ids.masked_fill(mask == 0, IGNORE_INDEX) if labels is None else labels.to(device)
-    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    labels = ids.masked_fill(mask == 0, IGNORE_INDEX) if labels is None else labels
+    found = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    return {name: to_device(tensor, device) for name, tensor in found.items()}
 
 
 def endless(dataloader: Iterable) -> Iterator:

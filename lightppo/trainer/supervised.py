@@ -20,6 +20,7 @@ from lightppo.config.sft_rm_dpo import SupervisedConfig
 from lightppo.data.readers import blending_datasets
 from lightppo.models import loading
 from lightppo.models.lora import check_peft
+from lightppo.models.packing import to_device
 from lightppo.models.quantised import check_bitsandbytes
 from lightppo.ranks import heartbeat
 from lightppo.storage import local_folder
@@ -168,16 +169,18 @@ class SupervisedTrainer:
         counts = {"total": sum(map(objective.count, micro_batches))}
         counts["tokens"] = sum(int(batch["attention_mask"].sum()) for batch in micro_batches)
         counts = ranks.all_reduce({name: float(count) for name, count in counts.items()}, op="sum")
-        sums: Counter[str] = Counter(loss=0.0)
+        sums, found = Counter(loss=0.0), []
         self.model.train()
         self.skipped.begin(micro_batches)
         with self.timer("train"):
             for batch in micro_batches:
-                batch = {name: tensor.to(ranks.device, non_blocking=True) for name, tensor in batch.items()}
+                batch = {name: to_device(tensor, ranks.device) for name, tensor in batch.items()}
                 loss, metrics = objective.loss(self.model, batch, counts["total"], ranks.world_size)
                 ranks.backward(loss, self.model, self.optim)
-                sums.update({name: value.item() for name, value in ({"loss": loss} | metrics).items()})
+                found.append({"loss": loss.detach()} | metrics)
             outcome = ranks.optimizer_step(self.optim, self.model, self.scheduler, name="model")
+            for metrics in found:  # only now, so that no micro batch waits for a GPU
+                sums.update(m.checked_status(metrics))
         self.skipped.add(self.state, "model", outcome.skipped, outcome.overflow)
         means = ranks.all_reduce(dict(sums) | signals.votes(), op="mean")
         self.stop_signal = signals.elected(means)

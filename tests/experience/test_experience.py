@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 from support.fakes import make_rollout
+from support.far_device import FAR, FarDevice
 
 from lightppo.experience.experience import Experience
 
@@ -196,21 +197,25 @@ def test_absent_tensors_stay_absent():
     assert all(getattr(experience, name) is None for name in ACTION_TENSORS)
 
 
-def test_copies_to_the_cpu_are_waited_for(monkeypatch):
+def test_copies_to_the_cpu_are_waited_for():
     """A non-blocking copy from a GPU to the CPU returns before the numbers are there."""
-    seen, to = [], torch.Tensor.to
+    with FarDevice() as far:
+        experience = uneven().to_device(FAR)
+        assert far.waits == {}
+        experience.to_device("cpu")
+        assert far.waits["_to_copy"] >= 3
+    assert experience.sequences.tolist() == uneven().sequences.tolist()
 
-    def record(self, *args, non_blocking=False, **kwargs):
-        seen.append(non_blocking)
-        return to(self, *args, **kwargs)
 
-    monkeypatch.setattr(torch.Tensor, "to", record)
-    uneven().to_device("cpu")
-    assert seen
-    assert not any(seen)
-    seen.clear()
-    uneven().to_device("meta")
-    assert all(seen)
+def test_what_came_from_the_cpu_is_still_there_until_it_is_changed():
+    with FarDevice() as far:
+        experience = uneven().to_device(FAR)
+        assert experience.row_lengths() == uneven().row_lengths()
+        assert experience.prompts() == uneven().prompts()
+        assert far.waits == {}
+        experience.attention_mask[:] = 1
+        assert experience.row_lengths() != uneven().row_lengths()
+        assert far.waits.total() == 1
 
 
 @pytest.mark.gpu

@@ -50,7 +50,6 @@ from lightppo.models.packing import (
     position_ids_from_mask,
     read,
     real_actions,
-    scatter,
     segments_as_mask,
     takes_segments,
     varlen_parameters,
@@ -91,14 +90,6 @@ def test_packing_nothing_is_an_error() -> None:
 def test_real_actions_need_a_real_token_before_them() -> None:
     # A = 4 looks at tokens 2..5, predicted from 1..4. Row 0: token 2 is predicted from padding, token 5 is padding.
     assert real_actions(MASK, 4).tolist() == [[False, True, True, False], [True, True, True, True]]
-
-
-def test_scatter_puts_values_back_row_by_row_and_carries_gradients() -> None:
-    values = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
-    out = scatter(values, torch.tensor([[False, True], [True, True]]))
-    assert out.tolist() == [[0.0, 1.0], [2.0, 3.0]]
-    (out * torch.tensor([[10.0, 20.0], [30.0, 40.0]])).sum().backward()
-    assert values.grad.tolist() == [20.0, 30.0, 40.0]
 
 
 def test_action_predictors_of_a_packed_row() -> None:

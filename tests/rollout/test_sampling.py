@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from support.far_device import FarDevice
 
 from lightppo.rollout.engine import SamplingParams
 from lightppo.rollout.sampling import (
@@ -14,6 +15,7 @@ from lightppo.rollout.sampling import (
     TokenSampler,
     bad_word_ids,
     end_of_text_ids,
+    in_any_order,
     inverse_cdf,
     request_uniforms,
 )
@@ -23,6 +25,27 @@ def draw(params: SamplingParams, logits: torch.Tensor, uniforms, *, history=None
     sampler = TokenSampler(params, **{"valid_vocab_size": logits.shape[-1], **options})
     u = torch.as_tensor(uniforms, dtype=torch.float64)
     return sampler(logits, u, step, history)
+
+
+@pytest.mark.parametrize("vocab_size", [40, 3000])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_tokens_are_drawn_on_a_gpu_under_full_determinism(rows: int, vocab_size: int) -> None:
+    """Where cumulated sums of numbers are refused; the same tokens are drawn, and everything else stays refused."""
+    torch.manual_seed(0)
+    logits, uniforms = 3 * torch.randn(rows, vocab_size), torch.rand(rows, dtype=torch.float64)
+    params = SamplingParams(top_p=0.8)
+    expected = draw(params, logits, uniforms)
+    torch.use_deterministic_algorithms(True)
+    try:
+        with FarDevice() as far:
+            sampler = TokenSampler(params, valid_vocab_size=vocab_size)
+            with in_any_order():
+                found = [x.cpu() for x in sampler(far.move(logits), far.move(uniforms), 0, None)]
+            with pytest.raises(RuntimeError, match="deterministic"):
+                far.move(logits).cumsum(0)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert [x.tolist() for x in found] == [x.tolist() for x in expected]
 
 
 class TestRequestUniforms:

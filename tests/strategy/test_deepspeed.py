@@ -151,6 +151,7 @@ def test_one_process_without_a_launcher(run_checks):
         "check_zero_equals_plain_torch",
         "check_one_rank_averages_nothing",
         "check_skip_step",
+        "check_late_copies",
         "check_moving_average",
     )
     run_checks("engines.py", *checks, world_size=1, timeout=400)

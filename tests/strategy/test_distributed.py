@@ -149,6 +149,8 @@ def test_nothing_is_prepared_without_a_process_group():
 
 def test_seeding_repeats_and_full_determinism_switches_torch(monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    monkeypatch.setenv("FLASH_ATTENTION_DETERMINISTIC", "0")
+    monkeypatch.delenv("FLASH_ATTENTION_DETERMINISTIC")
     strategy = DeepspeedStrategy(full_determinism=True)
     try:
         strategy.set_seed(3)
@@ -156,6 +158,7 @@ def test_seeding_repeats_and_full_determinism_switches_torch(monkeypatch):
         strategy.set_seed(3)
         assert torch.equal(torch.rand(3), first)
         assert torch.are_deterministic_algorithms_enabled()
+        assert os.environ["FLASH_ATTENTION_DETERMINISTIC"] == "1"  # transformers' name
     finally:
         torch.use_deterministic_algorithms(False)
 

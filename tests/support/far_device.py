@@ -44,7 +44,8 @@ class _Tensors(TorchFunctionMode):
             return args[0].to("cpu").tolist()
         if func is Tensor.new_tensor and isinstance(args[0], FarTensor):
             return torch.tensor(args[1], **{"dtype": args[0].dtype, **(kwargs or {})}).to(FAR)
-        if func in (Tensor.__getitem__, Tensor.__setitem__):  # lists become tensors on the CPU below all modes
+        if func in (Tensor.__getitem__, Tensor.__setitem__) and isinstance(args[0], FarTensor):
+            # lists become tensors on the CPU below all modes
             places = args[1] if isinstance(args[1], tuple) else (args[1],)
             args = (args[0], tuple(torch.tensor(x) if isinstance(x, list) else x for x in places), *args[2:])
         makes = func in (torch.tensor, torch.as_tensor) and not isinstance(args[0], Tensor)

@@ -193,7 +193,7 @@ def test_a_status_is_the_mean_over_micro_batches_and_ranks_then_over_steps():
 def test_the_status_of_a_micro_batch_has_the_seeds_means_and_its_metrics_at_scale():
     item = Experience.collate(rows())
     item.info["kl"] = torch.tensor([0.3, 0.9])
-    status = m.micro_batch_status({"policy_loss": torch.tensor(0.25, requires_grad=True)}, item, 2.0)
+    status = m.checked_status(m.micro_batch_status({"policy_loss": torch.tensor(0.25, requires_grad=True)}, item, 2.0))
     assert status["policy_loss"] == 0.5
     assert (status["reward"], status["return"], status["response_length"], status["total_length"]) == (2, 1.5, 1.5, 3.5)
     assert status["kl"] == pytest.approx((2 * 0.3 + 1 * 0.9) / 3)
@@ -230,6 +230,38 @@ def test_nested_phases_both_count(monkeypatch):
     with timer("step"), timer("train"):
         pass
     assert timer.reset() == {"time_train": 3.0, "time_step": 10.0}
+
+
+def test_no_phase_waits_for_a_gpu(monkeypatch):
+    """Marks in its stream tell the time; only the end of the step waits for the last of them."""
+    marks, clock = [], iter([0.0, 5.0, 1000.0, 3500.0, 4000.0, 9000.0])  # ms
+
+    class Mark:
+        def __init__(self, enable_timing):
+            self.known = False
+            marks.append(self)
+
+        def record(self):
+            self.at = next(clock)
+
+        def synchronize(self):
+            self.known = True
+
+        def elapsed_time(self, end):
+            assert end.known
+            return end.at - self.at
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "Event", Mark)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: pytest.fail("waits"))
+    timer = PhaseTimer()
+    with timer("rollout"):
+        pass
+    with timer("step"), timer("train"):
+        pass
+    assert not any(mark.known for mark in marks)
+    assert timer.reset() == {"time_rollout": 0.005, "time_train": 0.5, "time_step": 8.0}
+    assert timer.reset() == {}
 
 
 def test_speed_by_hand():
@@ -317,8 +349,8 @@ def test_a_run_on_the_cpu_of_a_gpu_machine_leaves_the_gpu_alone(monkeypatch):
     from lightppo.strategy.checkpoint import restore_rng_state, rng_state
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    for name in ("synchronize", "get_rng_state", "set_rng_state"):
-        monkeypatch.setattr(f"torch.cuda.{name}", lambda *_: pytest.fail("the GPU is used"))
+    for name in ("Event", "get_rng_state", "set_rng_state"):
+        monkeypatch.setattr(f"torch.cuda.{name}", lambda *_, **__: pytest.fail("the GPU is used"))
     with PhaseTimer()("train"):
         pass
     restore_rng_state({**rng_state(), "cuda": None})

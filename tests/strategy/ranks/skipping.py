@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -180,4 +181,23 @@ def skip_steps(strategy: DeepspeedStrategy, variants: Iterable[str]) -> None:
         role.skip_step(role.prepare(TinyActor(causal_lm(), role.get_ds_eval_config())), name="reference")
 
 
-CHECKS = [check_skip_step, check_skip_step_everywhere]
+def check_late_copies(strategy: DeepspeedStrategy, work_dir: Path) -> None:
+    """Copies of gradients from a GPU to an offloaded optimizer may be under way when a step is thrown away."""
+    for stage in (1, 2):
+        run = Run(make_strategy(zero_stage=stage, adam_offload=True))
+        run.backward(0, 1)
+        shards = [shard.grad for shard in run.engine.optimizer.single_partition_of_fp32_groups]
+        sums = [*run.engine.optimizer.accumulated_grads_in_cpu.values(), *shards]
+
+        def arrive(sums: Iterable[torch.Tensor] = sums) -> None:
+            for gradient in sums:
+                gradient.fill_(7.0)
+
+        wait = mock.Mock(side_effect=arrive)
+        with mock.patch.multiple("torch.cuda", is_initialized=lambda: True, synchronize=wait):
+            run.role.skip_step(run.engine)
+        assert wait.called
+        assert not any(gradient.any() for gradient in sums)
+
+
+CHECKS = [check_skip_step, check_late_copies, check_skip_step_everywhere]
