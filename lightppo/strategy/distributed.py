@@ -117,6 +117,8 @@ def _quiet_third_parties() -> None:
     warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"deepspeed\b.*")
     # A frozen embedding or a first layer gives backward hooks an input without gradient: harmless.
     warnings.filterwarnings("ignore", message=r".*Full backward hook is firing when gradients are computed.*")
+    # Every rank has set its device before.
+    warnings.filterwarnings("ignore", message=r"barrier\(\): using the device under current context")
     logging.getLogger("DeepSpeed").addFilter(_not_about_skipped_steps)
 
 
