@@ -13,7 +13,7 @@ ENGINE ?= hf
 
 .DEFAULT_GOAL := help
 .PHONY: help install quickstart rlhf test test-all lint docs bench bench-scaling bench-memory bench-rollouts bench-ranks
-.PHONY: gpu-check test-faults soak house reference-runs coverage clean
+.PHONY: gpu-check test-lowest test-faults soak house reference-runs coverage clean
 
 help:
 	@echo "make quickstart   install, then SFT and PPO of a small model on this machine, with a report (about 5 minutes)"
@@ -21,6 +21,7 @@ help:
 	@echo "make rlhf         SFT, a reward model from pairs, PPO against it, DPO beside it, on a small built-in task (docs/rlhf.md)"
 	@echo "make test         install, then the test suite"
 	@echo "make test-all     the same and more: every algorithm is trained until its reward has risen, every launcher runs (minutes)"
+	@echo "make test-lowest  the test suite with each dependency at the lower bound of setup.py, in $(VENV)-lowest; PYTHON=python3.11"
 	@echo "make test-faults  kills, hangs, full disks, lost networks at every phase of a run (docs/faults.md); about 40 minutes"
 	@echo "make soak         an hour (or STEPS=2000) of a small run that meets faults: memory, files, threads must not grow"
 	@echo "make coverage     the test suite, and the lines of lightppo that it leaves out, by file"
@@ -63,6 +64,16 @@ test: $(INSTALLED)
 
 test-all: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "" $(PYTEST_ARGS)
+
+# The extras too, but vLLM, whose tests are then skipped. Without a GPU, DeepSpeed cannot be imported beside torch 2.6's Triton.
+LOWEST := $(VENV)-lowest
+test-lowest:
+	$(PYTHON) -m venv $(LOWEST)
+	grep -oE '"[a-z0-9-]+>=[0-9.]+"' setup.py | grep -v vllm | tr -d '"' | sed 's/>=/==/' | sort -u > $(LOWEST)/lowest.txt
+	$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check -c $(LOWEST)/lowest.txt \
+		--editable '.[dev,lora,math,mlflow,plots,qlora,serve,trackio,wandb,watch]'
+	$(if $(shell command -v nvidia-smi 2>/dev/null),,$(LOWEST)/bin/python -m pip uninstall --quiet --yes triton)
+	$(LOWEST)/bin/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
 
 # KILLS=100: how many random kills; at the end it is said how many there were.
 test-faults: $(INSTALLED)

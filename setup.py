@@ -1,4 +1,7 @@
-"""Packaging. Tested pins are in requirements.txt; the bounds here are loose, for machines with their own torch."""
+"""Packaging. Tested pins are in requirements.txt; the bounds here are loose, for machines with their own torch.
+
+`make test-lowest` runs the tests with each dependency at its lower bound. Raise one rather than work around a version.
+"""
 
 import re
 from pathlib import Path
@@ -39,8 +42,8 @@ setup(
     python_requires=">=3.11",
     install_requires=[
         "torch>=2.6",
-        "transformers>=4.56",
-        "deepspeed>=0.19",
+        "transformers>=5.6",
+        "deepspeed>=0.19.5",
         "datasets>=4.7",
         "fsspec",
         "filelock",
@@ -48,7 +51,7 @@ setup(
         "numpy",
         "pebble>=5.1",
         "psutil",
-        "pydantic>=2",
+        "pydantic>=2.7",
         "pyyaml",
         "requests",
         "safetensors",
@@ -60,20 +63,20 @@ setup(
     extras_require={
         "dev": [
             "bitsandbytes>=0.48",
-            "peft>=0.17",
+            "peft>=0.18",
             "playwright",
             "pytest>=8",
             "pytest-timeout",
             "pytest-xdist",
             "ruff",
         ],
-        "lora": ["peft>=0.17"],
-        "qlora": ["peft>=0.17", "bitsandbytes>=0.48"],
+        "lora": ["peft>=0.18"],
+        "qlora": ["peft>=0.18", "bitsandbytes>=0.48"],
         "plots": ["matplotlib", "plotly>=6"],
         "math": ["math-verify>=0.8"],
         "serve": ["fastapi>=0.132", "uvicorn>=0.30"],
         "wandb": ["wandb"],
-        "trackio": ["trackio>=0.4"],
+        "trackio": ["trackio>=0.10"],
         "mlflow": ["mlflow-skinny>=3"],
         "watch": ["rich>=13", "plotext>=6"],
         "docs": ["mkdocs-material>=9.5"],

@@ -97,10 +97,8 @@ def _gathered_copies(group: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _checkpoint_names(model: nn.Module) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
     """From names and shapes in memory to names and shapes of checkpoints (transformers fuses experts, for example)."""
-    try:
-        from transformers.core_model_loading import revert_weight_conversion
-    except ImportError:  # transformers 4: the same in memory as on disk
-        return lambda tensors: tensors
+    from transformers.core_model_loading import revert_weight_conversion
+
     return partial(revert_weight_conversion, model)
 
 

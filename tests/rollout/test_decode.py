@@ -247,7 +247,10 @@ BUILD = {
 def build(name: str, attention: str = "sdpa"):
     torch.manual_seed(0)
     model = BUILD[name]().eval()
-    model.set_attn_implementation(attention)
+    try:
+        model.set_attn_implementation(attention)
+    except ValueError as error:  # Gemma 2 since transformers 5.23
+        pytest.skip(str(error).partition(".")[0])
     return model
 
 
