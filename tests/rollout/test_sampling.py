@@ -212,7 +212,7 @@ class TestTokenSampler:
         unpadded = draw(params, logits, [0.0], history=torch.tensor([[2]]), bad_word_ids=bad_words)
         padded = draw(params, logits, [0.0], history=torch.tensor([[NO_TOKEN] * 3 + [2]]), bad_word_ids=bad_words)
         assert unpadded[0].item() == padded[0].item() == 0
-        banned = draw(params, logits, [0.0], history=torch.tensor([[2, 2]]), bad_word_ids=bad_words)
+        banned = draw(params, logits, [0.0], history=torch.tensor([[1, 2, 2]]), bad_word_ids=bad_words)
         assert banned[0].item() == 1
 
     def test_stop_ids_are_suppressed_until_the_minimum(self):
