@@ -43,9 +43,9 @@ setup(
     install_requires=[
         "torch>=2.6",
         "transformers>=5.6",
-        "deepspeed>=0.19.5",
+        "deepspeed>=0.19.8",
         "datasets>=4.7",
-        "fsspec",
+        "fsspec[http]",
         "filelock",
         "jinja2>=3.1",
         "numpy",
