@@ -74,7 +74,7 @@ setup(
         "qlora": ["peft>=0.18", "bitsandbytes>=0.48"],
         "plots": ["matplotlib", "plotly>=6"],
         "math": ["math-verify>=0.8"],
-        "serve": ["fastapi>=0.132", "uvicorn>=0.30"],
+        "serve": ["fastapi>=0.132", "uvicorn>=0.30", "uvloop"],
         "wandb": ["wandb"],
         "trackio": ["trackio>=0.10"],
         "mlflow": ["mlflow-skinny>=3"],
