@@ -80,7 +80,7 @@ def test_command_lines_name_what_there_is(page, words):
     elif program in ("python", "python3"):
         assert rest[0] == "-c" or (REPO / rest[0]).is_file() or page == "tutorial.md"
     elif program == "pip":
-        assert rest[0] in ("install", "freeze")
+        assert rest[0] in ("install", "freeze", "download", "wheel")
     else:
         assert program in SHELL
 
