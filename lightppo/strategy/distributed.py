@@ -62,8 +62,8 @@ def choose_gloo_interface() -> None:
     """
     import psutil
 
-    of_node = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")  # of torchrun; of deepspeed
-    if "GLOO_SOCKET_IFNAME" in os.environ or of_node in (None, os.environ["WORLD_SIZE"]):
+    ranks = int(os.environ["WORLD_SIZE"])
+    if "GLOO_SOCKET_IFNAME" in os.environ or ranks_on_node(otherwise=ranks) == ranks:
         return
     try:
         host = socket.gethostbyname(socket.gethostname())
