@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import platform
 import socket
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +25,7 @@ from lightppo.strategy.distributed import (
     RankSampler,
     choose_gloo_interface,
     ensure_launcher_variables,
+    keep_freed_memory,
     share_cores,
     wait_for_torch_threads,
 )
@@ -184,6 +189,43 @@ def test_ranks_share_the_cores_of_their_host_and_gloo_takes_one_for_each_thread(
     share_cores()
     assert set(while_gathering) == {(1, int(of_node or 1), True, True)}
     assert set_to == [1, own]
+
+
+FREED = """
+import resource
+import torch
+from lightppo.strategy.distributed import keep_freed_memory
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    tensors = [torch.ones(4 << 20) for _ in range(20)]  # 320 MiB
+    del tensors
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+without = [faults() for _ in range(3)]
+keep_freed_memory()
+print(without[-1], [faults() for _ in range(3)][-1])
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="a function of glibc")
+def test_freed_memory_is_kept():
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_TUNABLES"))}
+    output = subprocess.check_output([sys.executable, "-c", FREED], env=env, text=True, timeout=300)
+    without, kept = map(int, output.split())
+    assert 10 * kept < without  # 80,000 pages of 4 KiB, or 160 of 2 MiB
+
+
+def test_what_the_user_says_about_freed_memory_stands(monkeypatch):
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "1000000")
+    called = []
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: SimpleNamespace(mallopt=lambda *args: called.append(args)))
+    keep_freed_memory()
+    assert not called
+    monkeypatch.delenv("MALLOC_TRIM_THRESHOLD_")
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    keep_freed_memory()
+    assert [size for _, size in called] == [1 << 30, 32 << 20]
 
 
 class TestTorchThreads:
