@@ -364,8 +364,24 @@ def tensor_parallel_group(size: int) -> Any | None:
     if size == 1:
         return None
     starts = range(0, dist.get_world_size(), size)
-    groups = [dist.new_group(list(range(first, first + size)), backend="gloo") for first in starts]
+    with whole_communicator():
+        groups = [dist.new_group(list(range(first, first + size)), backend="gloo") for first in starts]
     return groups[dist.get_rank() // size]
+
+
+@contextmanager
+def whole_communicator() -> Iterator[None]:
+    """New process groups do not split NCCL's communicator. torch would let the ranks outside a group of gloo take part
+    in a split that its members never make (pytorch issue 145376), if the default group is bound to a GPU."""
+    default = dist.group.WORLD
+    device = default and default.bound_device_id
+    if device:
+        default.bound_device_id = None
+    try:
+        yield
+    finally:
+        if device:
+            default.bound_device_id = device
 
 
 def clear_shared_memory() -> None:
@@ -425,6 +441,7 @@ def undisturbed_process() -> Iterator[None]:
         if hasattr(os, "sched_getaffinity"):
             stack.callback(os.sched_setaffinity, 0, os.sched_getaffinity(0))
         stack.callback(restore)
+        stack.enter_context(whole_communicator())
         warnings.simplefilter("ignore", FutureWarning)
         yield
 

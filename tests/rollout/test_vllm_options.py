@@ -6,6 +6,7 @@ import os
 from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
 from support.tiny import tiny_config
 from transformers import LlamaConfig
 
@@ -20,6 +21,8 @@ from lightppo.rollout.vllm import (
     cpu_kv_cache_bytes,
     engine_arguments,
     set_environment,
+    tensor_parallel_group,
+    undisturbed_process,
     vocabulary_limits,
 )
 
@@ -181,3 +184,18 @@ def test_environment(monkeypatch):
     assert os.environ["VLLM_NO_USAGE_STATS"] == "1"
     assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "0"
     assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+
+
+def test_groups_are_made_while_the_default_one_is_bound_to_no_gpu(monkeypatch):
+    default = SimpleNamespace(bound_device_id="cuda:2")
+    made = []
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr(dist, "get_rank", lambda: 2)
+    monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=default))
+    monkeypatch.setattr(dist, "new_group", lambda ranks, **_: made.append((ranks, default.bound_device_id)) or ranks)
+    assert tensor_parallel_group(2) == [2, 3]
+    assert made == [([0, 1], None), ([2, 3], None)]
+    assert default.bound_device_id == "cuda:2"
+    with undisturbed_process():  # vLLM makes its own
+        assert default.bound_device_id is None
+    assert default.bound_device_id == "cuda:2"
