@@ -270,7 +270,7 @@ class DistributedStrategy:
             if not on_cuda():
                 share_cores()
                 keep_freed_memory()
-        except dist.DistNetworkError as error:
+        except RuntimeError as error:  # of older torch; a DistNetworkError of newer
             if "EADDRINUSE" not in str(error):
                 raise
             raise LaunchError(

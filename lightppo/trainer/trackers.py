@@ -161,7 +161,7 @@ def open_mlflow(config: LoggingConfig) -> tuple[Any, Any]:
     try:
         client = mlflow.MlflowClient(uri)
         return client, client.get_experiment_by_name(config.mlflow_experiment)
-    except mlflow.MlflowException as error:
+    except (mlflow.MlflowException, ImportError) as error:  # mlflow-skinny has no sqlalchemy
         raise ConfigError(f"--use_mlflow {uri}: {error} (a database needs a server: `mlflow server`)") from error
 
 
@@ -169,7 +169,7 @@ def _package(name: str) -> Any:
     try:
         return import_module(name)
     except ImportError as error:
-        raise ConfigError(f"--use_{name} needs {name}: pip install 'lightppo[{name}]'") from error
+        raise ConfigError(f"--use_{name} needs {name}: pip install 'lightppo[{name}]' ({error})") from error
 
 
 def _check_wandb() -> None:

@@ -88,8 +88,7 @@ class Watchdog:
             self._rank, self._world = dist.get_rank(), dist.get_world_size()
             if self._world == 1:
                 return
-            # The main thread may wait in the other connection.
-            store = dist.PrefixStore("watchdog", dist.distributed_c10d._get_default_store().clone())
+            store = _second_connection(dist.distributed_c10d._get_default_store())
             store.set_timeout(timedelta(seconds=_PATIENCE))
             store.set(f"process {self._rank}", json.dumps([socket.gethostname(), os.getpid()]))
             processes = store.multi_get([f"process {rank}" for rank in range(self._world)])  # one question
@@ -198,6 +197,17 @@ class Watchdog:
         if ended:
             return "another rank ended, see its error"
         return f"the connection to another rank is lost, see its error: {str(error).partition(chr(10))[0]}"
+
+
+def _second_connection(store: Any) -> Any:
+    """To the ranks' store, as the main thread may wait in its own; keys apart from others'."""
+    from torch.distributed import PrefixStore, TCPStore
+
+    if hasattr(store, "clone"):
+        return PrefixStore("watchdog", store.clone())
+    tcp = store._underlying_non_prefix_store  # older torch; without the prefix by which torchrun tells its restarts apart
+    prefix = f"watchdog {os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}"
+    return PrefixStore(prefix, TCPStore(tcp.host, tcp.port, wait_for_workers=False))
 
 
 def is_lost_connection(error: BaseException | None) -> bool:

@@ -38,9 +38,12 @@ def start(tmp_path):
     return start
 
 
-@pytest.mark.parametrize(("ranks", "case", "line"), [(1, "hang", "6 in hang"), (2, "hang_async", "12 in never")])
-def test_a_hang_names_rank_phase_and_the_line_of_the_user_and_ends_the_run(start, tmp_path, ranks, case, line):
-    ended = start(case, world_size=ranks)
+@pytest.mark.parametrize(
+    ("ranks", "case", "line", "torch"),
+    [(1, "hang", "6 in hang", "new"), (2, "hang_async", "12 in never", "new"), (2, "hang", "6 in hang", "2.6")],
+)
+def test_a_hang_names_rank_phase_and_the_line_of_the_user_and_ends_the_run(start, tmp_path, ranks, case, line, torch):
+    ended = start(case, world_size=ranks, env={"AS_TORCH": torch})
     said = ended.output
     assert ended.returncode == 124, said
     assert said.count("the rollout is done") == ranks  # longer than the limit, and not ended

@@ -8,6 +8,8 @@ import sys
 import time
 from datetime import timedelta
 
+from torch.distributed import Store
+
 from lightppo.data.records import Prompt, Rollout
 from lightppo.ranks import heartbeat
 from lightppo.rewards.function import FunctionReward
@@ -18,6 +20,8 @@ from lightppo.user_code import load_python_function
 
 
 def main(case: str, reward: str, seconds: float) -> None:
+    if os.environ.get("AS_TORCH") == "2.6" and hasattr(Store, "clone"):
+        del Store.clone
     strategy, timer = DeepspeedStrategy(), PhaseTimer()
     strategy.setup_distributed(timedelta(seconds=100))
     last = strategy.get_rank() == strategy.world_size - 1
