@@ -242,7 +242,7 @@ class PretrainedWrapper(nn.Module):
             for weight in weights.get(saved.numel(), ()):
                 if weight.data_ptr() == saved.data_ptr():  # the weight, or a transposed view of it
                     return weight, saved.size(), saved.stride()
-            kept = torch.empty(saved.size(), dtype=saved.dtype, pin_memory=saved.is_cuda)
+            kept = torch.empty_like(saved, device="cpu", pin_memory=saved.is_cuda)
             return saved.device, kept.copy_(saved, non_blocking=True)  # unlike save_on_cpu's: the host does not wait
 
         def unpack(packed: tuple[Any, ...]) -> Tensor:
