@@ -42,7 +42,7 @@ setup(
     python_requires=">=3.11",
     install_requires=[
         "torch>=2.6",
-        "transformers>=5.6",
+        "transformers>=5.6.1",
         "deepspeed>=0.19.8",
         "datasets>=4.7",
         "fsspec[http]",
@@ -58,7 +58,7 @@ setup(
         "tenacity>=8",
         "tensorboard",
         "tqdm",
-        "tyro>=0.9",
+        "tyro>=0.9.1",
     ],
     extras_require={
         "dev": [
@@ -69,6 +69,7 @@ setup(
             "pytest-timeout",
             "pytest-xdist",
             "ruff",
+            "setuptools>=70.1",
         ],
         "lora": ["peft>=0.18"],
         "qlora": ["peft>=0.18", "bitsandbytes>=0.49"],
@@ -76,7 +77,7 @@ setup(
         "math": ["math-verify>=0.8"],
         "serve": ["fastapi>=0.132", "uvicorn>=0.30", "uvloop"],
         "wandb": ["wandb"],
-        "trackio": ["trackio>=0.10"],
+        "trackio": ["trackio>=0.39"],
         "mlflow": ["mlflow-skinny>=3"],
         "watch": ["rich>=14", "plotext>=6"],
         "docs": ["mkdocs-material>=9.5"],
