@@ -132,6 +132,8 @@ run(main, "trainer")
 
 def test_a_signal_to_a_child_that_was_forked_off_is_the_childs():
     source = """
+import warnings
+warnings.filterwarnings("ignore", "This process .* is multi-threaded, use of fork", DeprecationWarning)
 def main():
     with signals.safe_points():
         reader, writer = os.pipe()

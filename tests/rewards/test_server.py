@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import queue
+import re
 import signal
 import socket
 import subprocess
@@ -186,12 +187,12 @@ def test_bytes_that_are_no_request(server):
     for data, kind, message in (
         (b'{"query": [', "application/json", "JSON decode error"),
         (b'{"query": "\xff"}', "application/json", "pars"),
-        (b"[" * 4000, "application/json", "pars"),
+        (b"[" * 4000, "application/json", "pars|JSON decode error"),  # Python 3.13 reads brackets as deep as these
         (b'{"query": ["a"], "prompts": [""]}', "text/plain", "must be JSON, with Content-Type: application/json"),
     ):
         answer = requests.post(url, data, headers=headers | {"Content-Type": kind}, timeout=MOST_SECONDS)
         assert answer.status_code in (400, 422), answer.text
-        assert message in answer.json()["error"]
+        assert re.search(message, answer.json()["error"])
     chunks = (b" " * 1000 for _ in range(10))  # a length that is not told beforehand
     answer = requests.post(url, chunks, headers=headers | {"Content-Type": "application/json"}, timeout=MOST_SECONDS)
     assert (answer.status_code, answer.json()) == (413, {"error": "the request is longer than --max_bytes 5000"})

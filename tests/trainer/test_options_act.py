@@ -528,7 +528,7 @@ def server() -> Iterator[HTTPServer]:
 
 def test_reward_servers_get_token_retries_and_timeout(make_config, server, parts, monkeypatch):
     monkeypatch.setenv("A_TOKEN", "open-sesame")
-    monkeypatch.setattr("tenacity.wait_exponential", lambda max: lambda state: 0.0)
+    monkeypatch.setattr("tenacity.wait_exponential", lambda max: lambda retry_state: 0.0)
     url = f"http://127.0.0.1:{server.server_port}/score"
 
     def source(**options: Any) -> Any:
