@@ -205,7 +205,7 @@ def _second_connection(store: Any) -> Any:
 
     if hasattr(store, "clone"):
         return PrefixStore("watchdog", store.clone())
-    tcp = store._underlying_non_prefix_store  # older torch; without the prefix by which torchrun tells its restarts apart
+    tcp = store._underlying_non_prefix_store  # older torch; it lacks torchrun's prefix of a restart
     prefix = f"watchdog {os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}"
     return PrefixStore(prefix, TCPStore(tcp.host, tcp.port, wait_for_workers=False))
 
