@@ -208,10 +208,9 @@ class Broadcasts:
         else:
             listener = self._listen()
             place = {"address": self._address, "port": listener.getsockname()[1]}
-            # by its number alone the store would listen on every address
-            store = _store(
-                place, self._seconds, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-            )
+            # by its number alone the store would listen on every address; torch 2.6's libuv takes no such listener
+            listens = {"master_listen_fd": listener.detach(), "use_libuv": False}
+            store = _store(place, self._seconds, is_master=True, wait_for_workers=False, **listens)
             info |= {"transport": "gloo", **place, "key": secrets.token_hex(16)}
             join = partial(GlooGroup, store, info, 0, self._address)
         joined = thread(join)()  # both ends wait for each other; if the server fails, gloo's ends at its time-out

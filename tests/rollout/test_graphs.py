@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._dynamo.exc import Unsupported
 from transformers import Lfm2Config, Lfm2ForCausalLM, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from lightppo.rollout.decode import SlotCache
@@ -115,6 +116,10 @@ def test_a_step_reads_no_number_on_the_host_that_changes(generate):
             return torch.compiler.set_stance("fail_on_recompile")(self.traced)
 
     runner, model = Traced(), build("llama")
+    try:
+        torch.compile(model, backend="eager", fullgraph=True)(torch.tensor([[5]]))
+    except Unsupported as error:
+        pytest.skip(f"this torch does not compile this transformers' models: {str(error).splitlines()[0]}")
     rollouts, _ = generate(model, runner, 1, **SAMPLED)  # one row, one width
     assert not runner.failed
     assert_same(rollouts, generate(model, None, 1, **SAMPLED)[0])

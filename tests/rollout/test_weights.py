@@ -200,9 +200,8 @@ def test_a_worker_without_the_key_gets_nothing(way):
 def test_a_trainer_without_the_key_is_not_believed():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        store = distributed.TCPStore(
-            "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=os.dup(listener.fileno())
-        )
+        listens = {"master_listen_fd": os.dup(listener.fileno()), "use_libuv": False}
+        store = distributed.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, **listens)
     store.set("0", "0" * 64)
     with pytest.raises(RuntimeError, match="member 0 of the group"):
         GlooGroup.join({"address": "127.0.0.1", "port": port, "key": "k", "size": 2, "seconds": SECONDS}, 1)
