@@ -10,6 +10,7 @@ import os
 import pickle
 import random
 import socket
+import threading
 import time
 import traceback
 import warnings
@@ -166,17 +167,24 @@ def wait_for_torch_threads(seconds: float = 10.0) -> bool:
 
 
 def _torch_threads() -> dict[str, tuple[str, ...]]:
-    """Each torch thread's state (R, S, D, …) and how often it was taken off a core, by thread number."""
-    threads = {}
+    """Each torch thread's state (R, S, D, …) and how often it was taken off a core, by thread number.
+
+    Torch 2.6 names none of gloo's: any that is not Python's may be one, but for those that look at sockets all the time.
+    """
+    threads, unnamed, python = {}, {}, {str(thread.native_id) for thread in threading.enumerate()}
     for task in _TASKS.iterdir() if _TASKS.is_dir() else ():
         try:
             fields = dict(line.split(":", 1) for line in (task / "status").read_text().splitlines())
+            polls = "epoll" in (task / "wchan").read_text()
         except OSError:  # it has ended
             continue
+        switches = (fields[f"{kind}_ctxt_switches"].strip() for kind in ("voluntary", "nonvoluntary"))
+        state = (fields["State"].split()[0], *switches)
         if fields["Name"].strip().startswith(_TORCH_THREADS):
-            switches = (fields[f"{kind}_ctxt_switches"].strip() for kind in ("voluntary", "nonvoluntary"))
-            threads[task.name] = (fields["State"].split()[0], *switches)
-    return threads
+            threads[task.name] = state
+        elif task.name not in python and not polls:
+            unnamed[task.name] = state
+    return threads or unnamed
 
 
 # -- ranks -------------------------------------------------------------------------------------------------------------
