@@ -169,7 +169,7 @@ def wait_for_torch_threads(seconds: float = 10.0) -> bool:
 def _torch_threads() -> dict[str, tuple[str, ...]]:
     """Each torch thread's state (R, S, D, …) and how often it was taken off a core, by thread number.
 
-    Torch 2.6 names none of gloo's: any that is not Python's may be one, but for those that look at sockets all the time.
+    Torch 2.6 names none of gloo's: any that is not Python's may be one, but for those that wait for sockets.
     """
     threads, unnamed, python = {}, {}, {str(thread.native_id) for thread in threading.enumerate()}
     for task in _TASKS.iterdir() if _TASKS.is_dir() else ():
