@@ -175,15 +175,13 @@ def _torch_threads() -> dict[str, tuple[str, ...]]:
     for task in _TASKS.iterdir() if _TASKS.is_dir() else ():
         try:
             fields = dict(line.split(":", 1) for line in (task / "status").read_text().splitlines())
-            polls = "epoll" in (task / "wchan").read_text()
+            named = fields["Name"].strip().startswith(_TORCH_THREADS)
+            if not named and (task.name in python or "epoll" in (task / "wchan").read_text()):
+                continue
         except OSError:  # it has ended
             continue
         switches = (fields[f"{kind}_ctxt_switches"].strip() for kind in ("voluntary", "nonvoluntary"))
-        state = (fields["State"].split()[0], *switches)
-        if fields["Name"].strip().startswith(_TORCH_THREADS):
-            threads[task.name] = state
-        elif task.name not in python and not polls:
-            unnamed[task.name] = state
+        (threads if named else unnamed)[task.name] = (fields["State"].split()[0], *switches)
     return threads or unnamed
 
 
