@@ -101,10 +101,11 @@ def measure(options: dict[str, Any]) -> dict[str, int]:
     from deepspeed.accelerator import get_accelerator
 
     from lightppo import PPOConfig, PPOTrainer
-    from lightppo.strategy import deepspeed
+    from lightppo.strategy import deepspeed, distributed
     from lightppo.trainer.budget import ACTOR, CRITIC, LOADING, ROLLOUT, SAVE, SCORING, LiveBytes
 
     live, peaks, now = LiveBytes("cpu"), {}, [LOADING]
+    distributed.share_cores = lambda: None  # its 20 MB are gone before a model loads
     if options.get("fp16"):  # torch computes in it on every CPU; DeepSpeed trains in it only where it is fast
         type(get_accelerator()).is_fp16_supported = lambda _: True
         deepspeed.LOSS_SCALE_POWER = 4  # a step that overflows makes no states of Adam
