@@ -89,9 +89,6 @@ def choose_gloo_interface() -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = found.pop()
 
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
-
-
 def share_cores() -> None:
     """A rank's operators take its share of the host's cores, unless OMP_NUM_THREADS says how many. Collective.
 
@@ -110,11 +107,14 @@ def share_cores() -> None:
     torch.set_num_threads(threads)
 
 
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
+
+
 def keep_freed_memory() -> None:
     """Lets glibc keep up to a GiB that tensors have freed; by default it goes back to the system from 64 MiB on.
 
-    Each micro batch would get its pages from the system anew: 200,000 of them, 5% of a small model's step. Variables
-    of the user's own (MALLOC_…, GLIBC_TUNABLES) stand; other libraries for memory have no such function.
+    Each micro batch would get its pages from the system anew: 165,000 in a small model's step, 5% of its time.
+    Variables of the user's own (MALLOC_…, GLIBC_TUNABLES) stand; other libraries for memory have no such function.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None or any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
@@ -146,7 +146,7 @@ def _not_about_skipped_steps(record: logging.LogRecord) -> bool:
 
 # torch's names of the threads that release tensors after a collective and after a backward pass.
 _TORCH_THREADS = ("pt_gloo_runloop", "pt_autograd")
-_TASKS = Path("/proc/self/task")
+TASKS = Path("/proc/self/task")
 
 
 def wait_for_torch_threads(seconds: float = 10.0) -> bool:
@@ -169,14 +169,16 @@ def wait_for_torch_threads(seconds: float = 10.0) -> bool:
 def _torch_threads() -> dict[str, tuple[str, ...]]:
     """Each torch thread's state (R, S, D, …) and how often it was taken off a core, by thread number.
 
-    Torch 2.6 names none of gloo's: any that is not Python's may be one, but for those that wait for sockets.
+    Torch 2.6 names none of gloo's: without a GPU, whose libraries have threads that wake for ever, any that is not
+    Python's may be one, but for those that wait for sockets.
     """
+    named_only = on_cuda()
     threads, unnamed, python = {}, {}, {str(thread.native_id) for thread in threading.enumerate()}
-    for task in _TASKS.iterdir() if _TASKS.is_dir() else ():
+    for task in TASKS.iterdir() if TASKS.is_dir() else ():
         try:
             fields = dict(line.split(":", 1) for line in (task / "status").read_text().splitlines())
             named = fields["Name"].strip().startswith(_TORCH_THREADS)
-            if not named and (task.name in python or "epoll" in (task / "wchan").read_text()):
+            if not named and (named_only or task.name in python or "epoll" in (task / "wchan").read_text()):
                 continue
         except OSError:  # it has ended
             continue

@@ -259,6 +259,20 @@ dist.destroy_process_group()
         assert result.returncode == 0
         assert "done" in result.output
 
+    @pytest.mark.parametrize(("name", "waits_at", "on_gpu", "rests"), [
+        ("pt_gloo_runloop", "0", True, False), ("python", "0", False, False), ("python", "0", True, True),
+        ("python", "do_epoll_wait", False, True),
+    ])  # fmt: skip
+    def test_without_a_gpu_one_without_a_name_counts_too(self, tmp_path, monkeypatch, name, waits_at, on_gpu, rests):
+        task = tmp_path / "1"
+        task.mkdir()
+        (task / "status").write_text(f"Name: {name}\nState: R (running)\nvoluntary_ctxt_switches: 1\n"
+                                     "nonvoluntary_ctxt_switches: 2\n")  # fmt: skip
+        (task / "wchan").write_text(waits_at)
+        monkeypatch.setattr(distributed, "TASKS", tmp_path)
+        monkeypatch.setattr(distributed, "on_cuda", lambda: on_gpu)
+        assert wait_for_torch_threads(seconds=0.2) == rests
+
     @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are known from /proc")
     def test_a_busy_one_is_waited_for_and_one_that_sleeps_is_not(self):
         stop, rest, named = threading.Event(), threading.Event(), threading.Event()
