@@ -28,6 +28,7 @@ COMMANDS = {  # name: module, function of (arguments, name in messages), what it
     "chat": ("lightppo.commands.chat", "main", "talk to a model, in a terminal or through a pipe"),
     "convert": ("lightppo.commands.convert", "convert", "write a training checkpoint as a Hugging Face folder"),
     "merge": ("lightppo.commands.convert", "merge", "write a LoRA adapter and its base as one model"),
+    "tiny-model": ("lightppo.commands.tiny_model", "main", "make a small random model to try things with"),
     "memory": ("lightppo.commands.memory", "main", "what a run needs of GPUs and hosts, before anything loads"),
     "serve-reward": ("lightppo.commands.serve_reward", "main", "serve rewards over HTTP"),
     "serve-vllm": ("lightppo.commands.serve_vllm", "main", "serve rollouts by vLLM"),

@@ -71,7 +71,7 @@ def flags_added(script: Path) -> set[str]:
 def known_flags() -> set[str]:
     names = {option.name for option in all_options()}
     names |= {option.name for kind in COMMANDS.values() for option in kind.all_options()} | RowsConfig.options().keys()
-    commands = ("serve_reward", "serve_vllm", "replay", "diff", "convert", "chat", "memory")
+    commands = ("serve_reward", "serve_vllm", "replay", "diff", "convert", "chat", "memory", "tiny_model")
     files = [f"commands/{name}.py" for name in commands] + ["trainer/report.py"]
     names |= {name for file in files for name in flags_added(REPO / "lightppo" / file)}
     for file in ("run.py", "make_assets.py"):

@@ -209,11 +209,10 @@ def test_fragments_run(tmp_path):
 
 
 def run_block(block: str, environment: dict[str, str]) -> None:
-    """In bash; what begins with ``python examples/`` in a fork, which has the imports done."""
+    """In bash; commands of lightppo in a fork, which has the imports done."""
     for command in block.replace("\\\n", " ").splitlines():
-        if command.startswith("python examples/"):
-            _, script, *words = shlex.split(command)
-            run_ranks(REPO / script, *words, world_size=1, timeout=500)
+        if command.startswith("lightppo "):
+            run_ranks(REPO / "lightppo" / "__main__.py", *shlex.split(command)[1:], world_size=1, timeout=500)
             continue
         command = ["bash", "-euo", "pipefail", "-c", command]
         done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
@@ -225,7 +224,6 @@ def test_the_tutorial(tmp_path, monkeypatch):
     """Every block in the order of the page: Python goes into the file that its first line names, bash is run."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_task").mkdir()
-    (tmp_path / "examples").symlink_to(REPO / "examples")
     page = (REPO / "docs" / "tutorial.md").read_text(encoding="utf-8")
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = os.environ | {"PATH": path, "PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
@@ -236,5 +234,5 @@ def test_the_tutorial(tmp_path, monkeypatch):
             (tmp_path / block.split("\n")[0].removeprefix("# ")).write_text(block + "\n")
         else:
             run_block(block, environment)
-    assert languages == ["python", "bash", "python", "python", "bash", "bash", "python", "bash", "bash"]
+    assert languages == ["python", "bash", "python", "python", "bash", "bash", "bash", "python", "bash", "bash"]
     assert (tmp_path / "my_task" / "trained" / "model.safetensors").is_file()

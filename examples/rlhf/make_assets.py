@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Any
 import shop
 import tyro
 
-if TYPE_CHECKING:
-    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from lightppo.commands.tiny_model import BOS, EOS, PAD, UNKNOWN, save, small_llama
 
-PAD, BOS, EOS = "<pad>", "<s>", "</s>"
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+POSITIONS = 128  # of the model: tokens of a request and its answer
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
@@ -27,37 +29,17 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = {token: i for i, token in enumerate([PAD, BOS, EOS, *shop.vocabulary()])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
+    vocabulary = {token: i for i, token in enumerate([PAD, BOS, EOS, *shop.vocabulary(), UNKNOWN])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     no_space_before_marks = [decoders.WordPiece(prefix="##", cleanup=True), decoders.Replace(" :", ":")]
     tokenizer.decoder = decoders.Sequence(no_space_before_marks)
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{BOS} $A", special_tokens=[(BOS, vocabulary[BOS])]
     )
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, bos_token=BOS, eos_token=EOS)
-
-
-def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
-    """Llama with about 100 thousand random parameters."""
-    from transformers import LlamaConfig, LlamaForCausalLM, set_seed
-
-    set_seed(seed)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        max_position_embeddings=128,
-        initializer_range=0.06,  # the usual 0.02 is for wide models; at width 64 it learns several times slower
-        tie_word_embeddings=False,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=PAD, bos_token=BOS, eos_token=EOS, unk_token=UNKNOWN
     )
-    return LlamaForCausalLM(config)
 
 
 def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
@@ -81,19 +63,13 @@ def main(
         n_prompts: requests that pairs and PPO take.
         n_held_out: requests for things that no training asks for.
     """
-    from transformers.utils.logging import disable_progress_bar
-
-    import lightppo  # noqa: F401  it quiets what others print when they are imported
-
     output_dir.mkdir(parents=True, exist_ok=True)
     write_jsonl(output_dir / "sft.jsonl", shop.demonstrations(n_demonstrations, seed))
     write_jsonl(output_dir / "prompts.jsonl", shop.prompts(held_out=False, count=n_prompts, seed=seed))
     write_jsonl(output_dir / "eval.jsonl", shop.prompts(held_out=True, count=n_held_out, seed=seed))
     tokenizer = build_tokenizer()
-    model = build_model(tokenizer, seed)
-    disable_progress_bar()
-    tokenizer.save_pretrained(output_dir / "model")
-    model.save_pretrained(output_dir / "model")
+    model = small_llama(tokenizer, seed, positions=POSITIONS)
+    save(model, tokenizer, output_dir / "model")
     print(f"{output_dir}: a Llama of {model.num_parameters():,} parameters, {n_prompts:,} prompts to train on, "
           f"{n_held_out:,} held out")  # fmt: skip
 

@@ -128,9 +128,14 @@ def on_cuda() -> bool:
     return torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR", "cuda") == "cuda"
 
 
+def name_accelerator() -> None:
+    """Tells DeepSpeed what it runs on; otherwise it warns on every machine without a GPU."""
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if on_cuda() else "cpu")
+
+
 def _quiet_third_parties() -> None:
     """Drops the FutureWarnings that DeepSpeed raises at every ZeRO-3 hook (~74 a run), and its messages."""
-    os.environ.setdefault("DS_ACCELERATOR", "cuda" if on_cuda() else "cpu")
+    name_accelerator()
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(deepspeed|torch)\b.*")
     warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"deepspeed\b.*")
     # A frozen embedding or a first layer gives backward hooks an input without gradient: harmless.

@@ -89,6 +89,8 @@ class TestAssets:
         assert ids == [1, 3, 10, 13, 6, 8, 14]
         assert tokenizer.decode([3, 7, 5, 2], skip_special_tokens=True) == "042"
         assert (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 1, 2)
+        assert tokenizer("?")["input_ids"] == [1, tokenizer.unk_token_id]
+        assert tokenizer.unk_token_id not in (0, 1, 2)
         model = AutoModelForCausalLM.from_pretrained(assets / "model")
         assert model.config.eos_token_id == 2
         assert 50_000 < model.num_parameters() < 150_000

@@ -13,6 +13,8 @@ import pytest
 import torch
 from support.ranks import REPO
 
+from lightppo.commands.tiny_model import small_llama
+
 PROMPT, LABEL = "Customer: Not a blue lamp, but a red chair, please. Assistant:", "red chair"
 
 
@@ -63,7 +65,7 @@ def test_every_text_survives_the_tokenizer(rlhf):
     for row in rows:
         ids = tokenizer(row["input"] + row["output"])["input_ids"]
         assert tokenizer.decode(ids, skip_special_tokens=True) == row["input"] + row["output"]
-    assert tokenizer.pad_token_id not in tokenizer(" ".join(shop.vocabulary()))["input_ids"]
+    assert tokenizer.unk_token_id not in tokenizer(" ".join(shop.vocabulary()))["input_ids"]
 
 
 def test_pairs_have_the_better_answer_first_and_no_ties(rlhf):
@@ -82,7 +84,7 @@ def models(rlhf, tmp_path) -> Path:
     tokenizer = assets.build_tokenizer()
     for seed in (1, 2):
         tokenizer.save_pretrained(tmp_path / str(seed))
-        assets.build_model(tokenizer, seed).save_pretrained(tmp_path / str(seed))
+        small_llama(tokenizer, seed, positions=assets.POSITIONS).save_pretrained(tmp_path / str(seed))
     return tmp_path
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.nn.functional import cross_entropy
 
+from lightppo.commands.tiny_model import character_tokenizer, small_llama
 from support.ranks import REPO
 from support.tiny import write_jsonl
 
@@ -41,12 +42,12 @@ def warm_start(folder: Path, seed: int = 1, head_dim: int = 16, smoothing: float
     right with a probability of about 0.8. What is left to do is what a reward alone can do in a few steps. Without
     ``smoothing`` it is a teacher: sampled answers are mostly right, too.
     """
-    task, make_assets = quickstart("task"), quickstart("make_assets")
+    task = quickstart("task")
     rows = task.labelled_prompts(task.split_pairs()[0])
-    tokenizer = make_assets.build_tokenizer()
+    tokenizer = character_tokenizer(task.CHARACTERS)
     texts = [tokenizer(row["input"] + row["label"])["input_ids"] + [tokenizer.eos_token_id] for row in rows]
     with torch.random.fork_rng():
-        model = make_assets.build_model(tokenizer, seed, head_dim)
+        model = small_llama(tokenizer, seed, head_dim=head_dim)
         _teach(model, torch.tensor(texts), torch.Generator().manual_seed(seed), smoothing)
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
