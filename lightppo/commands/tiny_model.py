@@ -1,4 +1,4 @@
-"""``lightppo tiny-model``: a small Llama with random weights and a tokenizer of single characters, to try things with."""
+"""``lightppo tiny-model``: a small Llama with random weights and a tokenizer of characters, to try things with."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
@@ -57,6 +58,11 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
     1 - C(n-c, k) / C(n, k): Chen et al. 2021, "Evaluating Large Language Models Trained on Code", eq. 1.
     """
     return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
+
+
+def _pass_at(correctness: Sequence[float], k: int) -> float:
+    """:func:`pass_at_k` of answers that are correct to these parts: one counts as right from half on."""
+    return pass_at_k(len(correctness), sum(correct >= 0.5 for correct in correctness), k)
 
 
 def majority_correct(answers: Sequence[tuple[str | None, float]]) -> float:
@@ -114,8 +120,7 @@ def _metrics_of(samples: Sequence[EvalSample], threshold: float, prefix: str) ->
         metrics["unscored"] = float(len(samples) - len(scored))
     if n > 1:
         for k in sorted({*(2**i for i in range(n.bit_length())), n}):
-            pass_at = lambda c, k=k: pass_at_k(len(c), sum(x >= 0.5 for x in c), k)  # noqa: E731
-            metrics[f"pass@{k}"] = over_prompts(pass_at, right)
+            metrics[f"pass@{k}"] = over_prompts(partial(_pass_at, k=k), right)
         metrics |= {f"best@{n}": over_prompts(max, score), f"worst@{n}": over_prompts(min, score)}
         metrics[f"std@{n}"] = over_prompts(pstdev, score)
         if any(s.extra("pred") is not None for s in scored):

@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 
 from lightppo.models import wrapper
 from lightppo.models.actor import Actor
-from lightppo.models.fused import fuse, rms_norm, rotary
+from lightppo.models.fused import fuse, rms_norm, rotary, same_code
 from lightppo.models.loading import compile_layers
 
 Call = Callable[..., tuple[Tensor, ...]]
@@ -189,6 +189,26 @@ def test_only_what_is_known(causal_lm: Callable[..., PreTrainedModel]) -> None:
     before = [type(module) for module in model.modules()]
     fuse(model)  # twice is once
     assert [type(module) for module in model.modules()] == before
+
+
+def test_a_norm_with_other_constants_stays() -> None:
+    """Its bytecode is Llama's; only a constant is another one."""
+
+    class SixthRootNorm(LlamaRMSNorm):
+        def forward(self, hidden_states: Tensor) -> Tensor:
+            input_dtype = hidden_states.dtype
+            hidden_states = hidden_states.to(torch.float32)
+            variance = hidden_states.pow(6).mean(-1, keepdim=True)
+            hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+            return self.weight * hidden_states.to(input_dtype)
+
+    assert SixthRootNorm.forward.__code__.co_code == LlamaRMSNorm.forward.__code__.co_code
+    assert not same_code(SixthRootNorm.forward, LlamaRMSNorm.forward)
+    model, x = nn.Sequential(SixthRootNorm(4, EPS)), torch.tensor([[1.0, -2.0, 3.0, 0.5]])
+    expected = model(x)
+    fuse(model)
+    assert type(model[0]) is SixthRootNorm
+    assert torch.equal(model(x), expected)
 
 
 def test_others_kernels_stay(causal_lm: Callable[..., PreTrainedModel], monkeypatch: pytest.MonkeyPatch) -> None:

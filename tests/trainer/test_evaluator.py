@@ -85,6 +85,13 @@ def test_acc_of_the_reward_source_is_the_accuracy():
     assert eval_metrics([judged(0, 1.0, **combined)], threshold=0.5)["eval/accuracy"] == 0
 
 
+def test_half_right_counts_for_pass_at_k():
+    metrics = eval_metrics([judged(0, acc=0.5), judged(0, acc=0.49)], threshold=0.5)
+    assert metrics["eval/accuracy"] == pytest.approx(0.495)
+    assert metrics["eval/pass@1"] == 0.5  # the first answer of two
+    assert metrics["eval/pass@2"] == 1
+
+
 def test_extras_are_means_and_never_take_a_name_of_the_evaluation():
     samples = [judged(0, 1.0, steps=3.0, reward=9.0), judged(1, 0.0, steps=5.0, pred="x")]
     metrics = eval_metrics([*samples, judged(2, None, timeouts=1.0)], threshold=0.5)
