@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from itertools import takewhile
 
 from lightppo import __version__
-from lightppo.option import nearest
+from lightppo.suggestions import nearest
 
 COMMANDS = {  # name: module, function of (arguments, name in messages), what it does
     "ppo": ("lightppo.commands.ppo", "main", "train a language model with PPO or a relative"),
@@ -61,9 +61,20 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"lightppo {__version__}" if name == "--version" else help_text())
     else:
         if os.environ.get("RANK", "0") == "0":
-            problem = f"unknown command {name!r}{nearest(name, COMMANDS)}" if name else "a command is missing"
+            problem = f"unknown command {name!r}{_meant_by(name)}" if name else "a command is missing"
             print(f"{help_text()}\nlightppo: error: {problem}", file=sys.stderr)
         raise SystemExit(2)
+
+
+def _meant_by(name: str) -> str:
+    """What an unknown command may have meant; names of algorithms are no commands."""
+    from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
+
+    tables = {"advantage_estimator": ADVANTAGE_ESTIMATORS, "policy_loss": POLICY_LOSSES}
+    for flag, names in tables.items():
+        if name.lower() in names and name.lower() not in COMMANDS:
+            return f": write lightppo ppo --{flag} {name.lower()}"
+    return nearest(name, [*COMMANDS, "--version", "--help"], "command")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from lightppo.models import critic as critics
 from lightppo.models import loading
 from lightppo.models.loading import use_liger_kernels
 from lightppo.models.lora import LoraOptions, add_adapters
-from lightppo.option import nearest
+from lightppo.suggestions import nearest
 
 # What the constructor means where it is given nothing; the command line has defaults of its own.
 CONSTRUCTOR_DEFAULTS: dict[str, Any] = {

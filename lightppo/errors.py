@@ -1,4 +1,6 @@
-"""Every error that a user can fix: shown in one line, with exit code 1, while other errors keep their traceback.
+"""Every error that a user can fix: shown in one line, while other errors keep their traceback.
+
+The exit code is 2 for a mistake in the options or in what they name, 1 for what goes wrong later.
 
 A message names the flag, file, line or rank, and says what to do.
 """
@@ -11,13 +13,19 @@ from typing import Any
 class UserError(Exception):
     """An error that the user can fix."""
 
+    exit_code = 1
+
 
 class ConfigError(UserError, ValueError):
     """An option, or a combination of options, that cannot work."""
 
+    exit_code = 2
+
 
 class DataError(UserError, ValueError):
     """Data that cannot be used; names the file, row or column."""
+
+    exit_code = 2
 
 
 class BadRowError(DataError):
@@ -35,13 +43,19 @@ class BadRowError(DataError):
 class StagingError(DataError, OSError):
     """A URL that cannot be read or copied."""
 
+    exit_code = 1  # the network may be back soon
+
 
 class ModelLoadError(UserError, ValueError):
     """A model or tokenizer that cannot be loaded as asked."""
 
+    exit_code = 2
+
 
 class PackingNotSupportedError(UserError, ValueError):
     """The model gives other results for a packed row than for its sequences alone."""
+
+    exit_code = 2
 
 
 class RequestError(UserError, RuntimeError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import os
 import types
@@ -10,6 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, Union, dataclass_transform, get_args, get_origin, get_type_hints
+
+from lightppo.suggestions import nearest
 
 _BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 _ONE = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "None"}
@@ -100,7 +101,7 @@ class Option:
                     return self.default
             choices = [choice for choice in get_args(self.kind) if isinstance(choice, str)]
             wanted = " ".join(filter(None, (self.type_text, self.range_text)))
-            got = "another value" if self.secret else f"{value!r}{nearest(str(value), choices)}"
+            got = "another value" if self.secret else f"{value!r}{nearest(str(value), choices, self.name)}"
             raise ValueError(f"--{self.name} must be {wanted}, not {got}") from None
         if self.names is not None and value is not None:
             self.names.find(value)
@@ -185,12 +186,6 @@ def out_of_order(options: Iterable[Option], values: Mapping[str, Any]) -> Iterat
         low, high = values.get(option.name), values.get(option.below)
         if None not in (low, high) and low >= high:
             yield f"--{option.name} {low:g} must be below --{option.below} {high:g}"
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """``" (did you mean 'x'?)"`` for the known name closest to ``name``, or an empty string."""
-    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f" (did you mean {matches[0]!r}?)" if matches else ""
 
 
 def _alternatives(kind: Any) -> tuple[Any, ...]:

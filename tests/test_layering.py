@@ -20,6 +20,7 @@ FLOORS = {
     "ranks": 0,
     "http": 0,
     "option": 0,
+    "suggestions": 0,
     "user_code": 0,
     "storage": 0,
     "durable": 0,

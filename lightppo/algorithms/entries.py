@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lightppo.errors import ConfigError
-from lightppo.option import Option, nearest, out_of_order
+from lightppo.option import Option, out_of_order
+from lightppo.suggestions import nearest
 from lightppo.user_code import load_python_function
 
 E = TypeVar("E")
@@ -139,7 +140,8 @@ class Table(dict[str, E]):
             return _entry_of_file(name, self.flag, self.decorator)
         if name in self:
             return self[name]
-        raise ConfigError(f"{self.flag}: unknown name {name!r}{nearest(str(name), self)}; known: {', '.join(self)}")
+        meant = nearest(str(name), self, self.flag.lstrip("-"))
+        raise ConfigError(f"{self.flag}: unknown name {name!r}{meant}; known: {', '.join(self)}")
 
     def flag_options(self, owner: str = "") -> dict[str, Option]:
         """The own options of all entries as flags of a section: None means what the entry says."""

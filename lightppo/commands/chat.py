@@ -9,7 +9,7 @@ from typing import Any
 
 from lightppo.commands.convert import add_base, open_model
 from lightppo.config import RolloutConfig
-from lightppo.config.cli import exit_on_mistakes
+from lightppo.config.cli import CommandParser, exit_on_mistakes
 from lightppo.errors import ConfigError, UserError
 
 SAMPLING = ("temperature", "top_p", "generate_max_len")
@@ -17,7 +17,7 @@ SAMPLING = ("temperature", "top_p", "generate_max_len")
 
 def main(argv: Sequence[str], prog: str = "lightppo chat") -> None:
     """Answer until ``/quit`` or the end of the input; exit code 2 if the model cannot be loaded."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog, description="Talk to a model: /reset begins anew, /quit ends, Ctrl-C stops an answer. Without a "
         "terminal, each line of the input is a turn, and the answers are the output."
     )  # fmt: skip

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightppo.config.cli import exit_on_mistakes
+from lightppo.config.cli import CommandParser, exit_on_mistakes
 from lightppo.errors import CheckpointError, ConfigError, UserError
 from lightppo.trainer.report import options_of, recorded_path
 
@@ -20,7 +20,7 @@ PARTS = ("actor", "critic", "ema", "reference")
 
 def convert(argv: Sequence[str], prog: str = "lightppo convert") -> None:
     """Exit code 2 if there is no such checkpoint, or if it is damaged."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog, description="Write a model of a training checkpoint (ZeRO 0 to 3, any number of ranks) as a Hugging Face "
         "folder with its tokenizer; with LoRA merged, and the adapter inside. Needs one process and no GPU."
     )  # fmt: skip
@@ -45,7 +45,7 @@ def convert(argv: Sequence[str], prog: str = "lightppo convert") -> None:
 
 def merge(argv: Sequence[str], prog: str = "lightppo merge") -> None:
     """Exit code 2 if the adapter does not fit."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog, description="Write a LoRA adapter, summed into its base model, as a Hugging Face folder with tokenizer "
         "and generation config. Weights keep their type; the sum is made in float32."
     )  # fmt: skip

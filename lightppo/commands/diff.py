@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,6 +9,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from lightppo.config.cli import CommandParser
 from lightppo.errors import ReportError
 from lightppo.trainer.report import facts_of, options_of, read_jsonl, read_metrics, recorded_path
 
@@ -25,7 +25,7 @@ Differences = dict[str, list[tuple[int, Any, Any]]]
 
 def main(argv: Sequence[str], prog: str = "lightppo diff") -> None:
     """Compare two runs: exit code 0 where all that both recorded is equal, else 1; 2 without two runs."""
-    parser = argparse.ArgumentParser(prog, description=f"{__doc__.partition(': ')[2]} Exit code 0: equal, 1: not.")
+    parser = CommandParser(prog, description=f"{__doc__.partition(': ')[2]} Exit code 0: equal, 1: not.")
     parser.add_argument("runs", metavar="RUN", type=Path, nargs=2, help="the --save_path of a run")
     parser.add_argument("--tolerance", type=float, default=0.0, help="numbers this far apart, relative to the larger "
                         "or to 1, are equal; default: 0")  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -10,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from lightppo.config import parse_args
-from lightppo.config.cli import exit_on_mistakes
+from lightppo.config.cli import CommandParser, exit_on_mistakes
 from lightppo.errors import ConfigError, UserError
 
 _UNITS = {"GB": 10**9, "GIB": 2**30, "MB": 10**6, "MIB": 2**20, "": 1}
@@ -18,7 +17,7 @@ _UNITS = {"GB": 10**9, "GIB": 2**30, "MB": 10**6, "MIB": 2**20, "": 1}
 
 def main(argv: Sequence[str], prog: str = "lightppo memory") -> None:
     """Print the table; exit code 1 if the run does not fit."""
-    parser = argparse.ArgumentParser(prog, description=__doc__, allow_abbrev=False, epilog="and all of lightppo ppo")
+    parser = CommandParser(prog, description=__doc__, allow_abbrev=False, epilog="and all of lightppo ppo")
     parser.add_argument("--gpus", type=int, help="GPUs of a node; 0: ranks on the CPU. Default: those of this machine")
     parser.add_argument("--nodes", type=int, default=1, help="default: 1")
     parser.add_argument("--gpu_memory", help="of a GPU, such as 80GB or 24GiB; default: this machine's, else 80GB")

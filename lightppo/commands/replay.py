@@ -26,7 +26,7 @@ import yaml
 
 from lightppo.commands.diff import differences, first_sample, steps_of
 from lightppo.config import CheckpointConfig, EvaluationConfig, LoggingConfig, PPOConfig, parse_args
-from lightppo.config.cli import exit_on_mistakes
+from lightppo.config.cli import CommandParser, exit_on_mistakes
 from lightppo.config.options import OptionSet
 from lightppo.config.sft_rm_dpo import COMMANDS
 from lightppo.errors import CheckpointError, ConfigError, ReportError
@@ -41,7 +41,7 @@ SHOWN = ("rollout_log_probs", "action_log_probs", "base_action_log_probs", "valu
 
 def main(argv: Sequence[str], prog: str = "lightppo replay") -> None:
     """Replay a step: exit code 1 if it differs from what was recorded, 2 if there is no such run or step."""
-    parser = argparse.ArgumentParser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", metavar="RUN", type=Path, help="folder of the run; it may have been moved")
     parser.add_argument("--step", type=int, help="of the run; also the one in which it failed. With --batch: its own")
     parser.add_argument("--pdb", action="store_true", help="stop before the step trains, in a debugger of rank 0 with "

@@ -16,13 +16,15 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from lightppo.config.cli import CommandParser, exit_on_mistakes
+
 PROG = "lightppo serve-reward"
 
 
 def parse_args(argv: Sequence[str] | None = None, prog: str = PROG) -> argparse.Namespace:
     """The options, checked before anything loads; exit code 2 with a line about a problem."""
-    parser = argparse.ArgumentParser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    source = parser.add_mutually_exclusive_group(required=True)
+    parser = CommandParser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    source = parser.add_mutually_exclusive_group()
     source.add_argument("--reward_pretrain", help="reward model: folder or hub id, with its tokenizer")
     source.add_argument("--reward_fn", help="path.py[:name]: a reward function or a reward source")
 
@@ -52,7 +54,10 @@ def parse_args(argv: Sequence[str] | None = None, prog: str = PROG) -> argparse.
     server.add_argument("--max_samples", type=int, default=4096, help="most samples of one request")
     server.add_argument("--max_bytes", type=int, default=64 << 20, help="longest request")
     server.add_argument("--max_concurrent", type=int, default=1, help="requests scored at a time")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.reward_pretrain is None and args.reward_fn is None:
+        parser.error("name what scores: --reward_fn or --reward_pretrain")
+    return args
 
 
 def reward_model(args: argparse.Namespace) -> Any:
@@ -106,7 +111,7 @@ def main(argv: Sequence[str] | None = None, prog: str = PROG) -> None:
     from lightppo.http import check_bind, read_token
     from lightppo.rewards.server import RewardApp, serve
 
-    try:
+    with exit_on_mistakes(prog, (ValueError, OSError)):
         token = read_token(env=args.token_env, option="--token_env")
         check_bind(args.host, token is not None, port=args.port)  # before a model is loaded
         source = reward_model(args) if args.reward_pretrain else reward_function(args)
@@ -123,5 +128,3 @@ def main(argv: Sequence[str] | None = None, prog: str = PROG) -> None:
             port=args.port,
             started=lambda url: print(f"serving {source.name} at {url}", flush=True),
         )
-    except (ValueError, OSError) as error:
-        sys.exit(str(error))

@@ -16,13 +16,14 @@ import os
 import sys
 from collections.abc import Sequence
 
+from lightppo.config.cli import CommandParser, exit_on_mistakes
 from lightppo.http import check_bind, read_token
 from lightppo.rollout.serving import REFUSED, server_command, server_environment
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "lightppo serve-vllm") -> None:
     """Become the server that the arguments describe; those of this process, if ``None`` are given."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--model", required=True, help="folder or hub id, as the trainer's --pretrain")
@@ -30,14 +31,12 @@ def main(argv: Sequence[str] | None = None, prog: str = "lightppo serve-vllm") -
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--api_key_env", help="environment variable of the key that clients must send")
     args, engine_options = parser.parse_known_args(argv)
-    try:
+    with exit_on_mistakes(prog, ValueError):
         for option in REFUSED:
             if any(text.split("=")[0].replace("_", "-") == option for text in engine_options):
                 raise ValueError(f"{option} cannot be given here: {REFUSED[option]}")
         key = read_token(env=args.api_key_env, option="--api_key_env")
         check_bind(args.host, key is not None, "--api_key_env", args.port)
         command = server_command(args.model, args.host, args.port, engine_options)
-    except ValueError as error:
-        sys.exit(str(error))
     sys.stdout.flush()
     os.execve(command[0], command, server_environment(key))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import json
 import os
@@ -17,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from lightppo.config.cli import CommandParser
 from lightppo.trainer.alarms import ALARMS
 
 _SECONDS = 2.0  # between two frames
@@ -206,7 +206,7 @@ def _samples(run: Watched) -> Iterator[str]:
 
 def main(argv: Sequence[str], prog: str = "lightppo watch") -> None:
     """Show the runs until Ctrl-C; exit code 2 where there is none, or a package is missing."""
-    parser = argparse.ArgumentParser(prog, description="Watch runs in the terminal, from their files.")
+    parser = CommandParser(prog, description="Watch runs in the terminal, from their files.")
     parser.add_argument("runs", metavar="RUN", type=Path, nargs="+", help="the --save_path of a run")
     parser.add_argument("--once", action="store_true", help="print one frame, and end")
     args = parser.parse_args(argv)

@@ -9,18 +9,19 @@ import re
 import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin
 
 import yaml
 
 from lightppo.config.aliases import hint
-from lightppo.config.options import conform, sections
+from lightppo.config.options import conform, sections, told_of
 from lightppo.config.rules import FACTS, PPOConfig, condition_text, idle_flags
 from lightppo.config.sft_rm_dpo import COMMANDS, WORDS, SupervisedConfig
-from lightppo.errors import ConfigError, UserError
-from lightppo.option import Option, Section, nearest
+from lightppo.errors import ConfigError
+from lightppo.option import Option, Section
+from lightppo.suggestions import answer_of, nearest
 
 S, C = TypeVar("S", bound=Section), TypeVar("C", PPOConfig, SupervisedConfig)
 
@@ -100,14 +101,38 @@ def _arguments(argv: Sequence[str] | None, help_of: Callable[[bool], str]) -> Se
 
 
 @contextmanager
-def exit_on_mistakes(prog: str, kind: type[UserError] = ConfigError) -> Iterator[None]:
-    """Turns an error of this kind into exit code 2, and prints its lines on rank 0."""
+def exit_on_mistakes(prog: str, kind: type[Exception] | tuple[type[Exception], ...] = ConfigError) -> Iterator[None]:
+    """Turns errors of these kinds into exit code 2, and prints its lines on rank 0."""
     try:
         yield
     except kind as error:
         for line in str(error).split("\n"):
             _print(f"{prog}: error: {line}\n", sys.stderr)
         raise SystemExit(2) from None
+
+
+class CommandParser(argparse.ArgumentParser):
+    """The arguments of a small command: a mistake ends it with exit code 2 and a line, which says what was meant."""
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self.error(self.explained(unknown[0]))
+        return found
+
+    def error(self, message: str) -> NoReturn:
+        _print(f"{self.prog}: error: {message}\n", sys.stderr)
+        raise SystemExit(2)
+
+    def explained(self, word: str) -> str:
+        """What is wrong with an argument that the command does not know."""
+        name = word.partition("=")[0]
+        if not name.startswith("-"):
+            return f"unexpected argument {word!r}"
+        places = [action.metavar for action in self._actions if action.metavar and not action.option_strings]
+        if place := answer_of(name, places, "argument"):
+            return f"unknown flag {name}: {place} is given without a flag: {self.prog} {' '.join(places)}"
+        return f"unknown flag {name}{nearest(name, self._option_string_actions, 'flag')}"
 
 
 def _print(text: str, file: Any = None) -> None:
@@ -124,16 +149,12 @@ def _read_flags(arguments: Sequence[str], options: Sequence[Option]) -> dict[str
     spelled = [re.sub(r"^--[A-Za-z][\w-]*", lambda m: "--" + m[0][2:].replace("-", "_"), text) for text in arguments]
     if any(option.name == "use_wandb" for option in options):
         spelled = _take_wandb_key(spelled)
+    spelled, problems = _without_values_of_switches(spelled, options)
     given, unknown = _parser(options).parse_known_args(spelled)
-    problems = []
-    for before, text in zip(["", *unknown], unknown):
-        name = text.partition("=")[0]
-        if name.startswith("--"):
-            near = nearest(name, [f"--{option.name}" for option in options])
-            problems.append(f"unknown flag {name}{hint(name[2:]) or near}")
-        elif not before.startswith("--"):
-            shown = f"{name}=…" if "=" in text else text  # the value may be a key
-            problems.append(f"unexpected argument {shown!r}{hint(name) or ': write --NAME VALUE' * ('=' in text)}")
+    problems += _unknown_arguments(unknown, options)
+    if len(files := _config_files(spelled)) > 1:
+        named = " and ".join(files)
+        problems.append(f"--config is given twice, {named}: name one file, whose key `config` may name the other one")
     values = {}
     for option in options:
         if option.name in given:
@@ -144,6 +165,62 @@ def _read_flags(arguments: Sequence[str], options: Sequence[Option]) -> dict[str
     if problems:
         raise ConfigError("\n".join(problems))
     return values
+
+
+def _config_files(words: Sequence[str]) -> list[str]:
+    """The files that the words name by ``--config``; None takes one back and is no file."""
+    values = [word.partition("=")[2] for word in words if word.startswith("--config=")]
+    values += [value for flag, value in pairwise(words) if flag == "--config"]
+    return [value for value in values if value != "None"]
+
+
+def _without_values_of_switches(words: Sequence[str], options: Iterable[Option]) -> tuple[list[str], list[str]]:
+    """The words without the value of ``--bf16 true``, which argparse would not explain; and a message for each."""
+    switches = {f"--{prefix}{one.name}": one.name for one in options if one.kind is bool for prefix in ("", "no_")}
+    takes_value = {f"--{one.name}" for one in options if one.kind is bool and one.may_be_none}
+    kept: list[str] = []
+    problems = []
+    for before, word in zip(["", *words], words):
+        flag, equals, value = word.partition("=")
+        if not equals and not word.startswith("-"):
+            flag, value = before, word
+        is_value = flag in switches and flag not in takes_value and value
+        if not is_value:
+            kept.append(word)
+            continue
+        kept += [flag] * bool(equals)
+        name = switches[flag]
+        problems.append(f"{flag} {value}: a switch takes no value: write --{name} for on, --no_{name} for off")
+    return kept, problems
+
+
+def _unknown_arguments(unknown: Sequence[str], options: Iterable[Option]) -> list[str]:
+    """A message for each argument that no option takes; the value of an unknown flag has none of its own."""
+    flags = [f"--{option.name}" for option in options]
+    problems = []
+    for before, text in zip(["", *unknown], unknown):
+        name = text.partition("=")[0]
+        if name.startswith("--"):
+            problems.append(f"unknown flag {name}{_meant_by(name, flags)}")
+        elif re.match("-[a-zA-Z]", name):
+            flag = f"-{name}".replace("-", "_").replace("__", "--", 1)
+            fix = f": write {flag}, with two dashes" if flag in flags else _meant_by(flag, flags)
+            problems.append(f"unexpected argument {name!r}{fix}")
+        elif not re.match("-+[a-zA-Z]", before):
+            shown = f"{name}=…" if "=" in text else text  # the value may be a key
+            problems.append(f"unexpected argument {shown!r}{hint(name) or ': write --NAME VALUE' * ('=' in text)}")
+    return problems
+
+
+def _meant_by(flag: str, flags: Sequence[str]) -> str:
+    """What an unknown flag may have meant: what the tables say, an option of another command, a similar one."""
+    if told := told_of(flag, flags):
+        return told
+    commands = {"ppo": PPOConfig, **COMMANDS}
+    of_others = [name for name, kind in commands.items() if flag in {f"--{one.name}" for one in kind.all_options()}]
+    if of_others:
+        return f": it is an option of lightppo {' and '.join(of_others)}, not of this command"
+    return nearest(flag, flags)
 
 
 _KEY = "WANDB_API_KEY"
@@ -325,7 +402,7 @@ _HEAD = """\
 <!-- Generated by `make docs` from lightppo/config/options.py and lightppo/algorithms/entries.py: edit those. -->
 
 All options of `lightppo ppo`. The same names are the keys of a `--config FILE.yaml` and of
-`PPOConfig.from_flat(...)`; flags win over the file, the last of a repeated flag wins.
+`PPOConfig.from_flat(...)`; flags win over the file, the last of a repeated flag wins; two `--config` are an error.
 
 A value that is the default or off (`--lora_dropout 0`) may always be given.
 

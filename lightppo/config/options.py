@@ -4,6 +4,7 @@ The name of an option is unique over all sections: it is the flag, and the key i
 """
 
 import dataclasses
+import re
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,7 +13,8 @@ from typing import Any, Literal, Self
 from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS, CORRECTIONS, KL_ESTIMATORS, LOSS_AGG_MODES, POLICY_LOSSES
 from lightppo.config.aliases import hint
 from lightppo.errors import ConfigError
-from lightppo.option import Option, Section, nearest, option
+from lightppo.option import Option, Section, option
+from lightppo.suggestions import meant, nearest
 
 safe = partial(option, resume_safe=True)
 critic = partial(option, needs="critic")
@@ -783,7 +785,9 @@ class OptionSet:
         changed: dict[str, dict[str, Any]] = {}
         for name, value in values.items():
             if name not in known:
-                problems.append(f"unknown option {name!r}{hint(name) or nearest(name, known)}")
+                flags = [f"--{one}" for one in known]
+                meant_by = told_of(f"--{name}", flags) or nearest(f"--{name}", flags)
+                problems.append(f"unknown option {name!r}{_without_dashes(meant_by)}")
                 continue
             try:
                 changed.setdefault(known[name].owner, {})[name] = conform(known[name], value)
@@ -838,13 +842,34 @@ def all_options() -> Iterator[Option]:
     return Options.all_options()
 
 
+def _without_dashes(text: str) -> str:
+    """Quoted flags as keys of a file."""
+    return text.replace("'--", "'")
+
+
+def told_of(flag: str, flags: Container[str]) -> str:
+    """What the tables say of an unknown flag: other trainers' names, and what people mean; as the end of a message."""
+    told = hint(flag.removeprefix("--"))
+    named = re.findall(r"--(?:no_)?(\w+)", told)
+    return told if told and all(f"--{name}" in flags for name in named) else meant(flag, flags, "flag")
+
+
 def conform(one: Option, value: Any) -> Any:
     """The value in the option's type; a ConfigError names the flag, and our name for another trainer's value."""
     try:
         return one.conform(value)
     except ValueError as error:
-        meant = hint(one.name, value)
-        raise ConfigError(f"--{one.name} {value}{meant}" if meant else str(error)) from None
+        told = hint(one.name, value)
+        if told:
+            raise ConfigError(f"--{one.name} {value}{told}") from None
+        other = None if one.names is None or meant(str(value), one.names, one.name) else _option_that_takes(value)
+        raise ConfigError(f"--{one.name} {value}: it is a value of --{other}" if other else str(error)) from None
+
+
+def _option_that_takes(name: Any) -> str | None:
+    """The option whose table of algorithms has this name."""
+    tables = ((other, other.names) for other in all_options() if other.names is not None)
+    return next((other.name for other, names in tables if str(name) in names and name != other.default), None)
 
 
 _OF_TRAINING = {"sampling", "algorithm", "distill", "loss", "correction", "training"}  # no evaluation reads

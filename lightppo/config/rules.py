@@ -26,8 +26,9 @@ from lightppo.algorithms.entries import (
 from lightppo.config.options import Options, OptionSet, all_options
 from lightppo.errors import ConfigError, StagingError
 from lightppo.http import check_url, is_loopback, shown_url
-from lightppo.option import nearest, out_of_order
+from lightppo.option import out_of_order
 from lightppo.storage import check_scheme, is_url, join
+from lightppo.suggestions import nearest
 
 # -- facts -----------------------------------------------------------------------------------------------------------
 

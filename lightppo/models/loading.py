@@ -5,7 +5,6 @@ A weight missing from a checkpoint is an error: only a critic's value head may b
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import importlib
 import importlib.util
@@ -41,6 +40,7 @@ from transformers.utils import logging as hf_logging
 from lightppo.errors import ModelLoadError
 from lightppo.models.packing import VARLEN_TAKES
 from lightppo.models.quantised import quantise
+from lightppo.suggestions import nearest
 
 logger = logging.getLogger(__name__)
 
@@ -208,8 +208,7 @@ def _errors_name(path: str, flag: str) -> Iterator[None]:
 def _override(config: PretrainedConfig, values: dict[str, Any], name: str) -> None:
     for key, value in _with_rope(config, values, name).items():
         if not hasattr(config, key):
-            near = difflib.get_close_matches(key, list(config.to_dict()), n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = nearest(key, config.to_dict())
             raise ModelLoadError(f"{name}: the config of {config.model_type} has no {key!r}{hint}")
         current = getattr(config, key)
         if isinstance(current, PretrainedConfig) and isinstance(value, dict):

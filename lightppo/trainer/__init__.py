@@ -28,8 +28,9 @@ def run(main: Callable[[], None], prog: str | None = None, *, debug: bool = Fals
     messages; without it the script's. ``debug`` shows tracebacks too.
 
     Raises:
-        SystemExit: code 1 after an error that the user can mend, told on standard error, and after another rank's end;
-            128 + its number after a signal, as ``lightppo.signals`` tells.
+        SystemExit: after an error that the user can mend, told on standard error, its ``exit_code``: 2 for a mistake
+            in the options or in what they name, else 1; code 1 after another rank's end; 128 + its number after a
+            signal, as ``lightppo.signals`` tells.
     """
     rank = os.environ.get("RANK", "0")
     logging.basicConfig(level=logging.WARNING, format=f"[rank {rank}] %(levelname)s %(name)s: %(message)s")
@@ -64,7 +65,8 @@ def run(main: Callable[[], None], prog: str | None = None, *, debug: bool = Fals
                 if not _told_by_rank_0(str(error)):
                     print(f"{name}: error: {error}", file=sys.stderr, flush=True)
                 _tell_torchrun(str(error))
-            raise SystemExit(128 + number if number else 1) from error
+            code = error.exit_code if isinstance(error, UserError) else 1
+            raise SystemExit(128 + number if number else code) from error
 
 
 def _meet_and_part() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import atexit
 import base64
 import gzip
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightppo import durable
+from lightppo.config.cli import CommandParser
 from lightppo.config.options import all_options
 from lightppo.errors import ReportError, StagingError
 from lightppo.storage import download, is_url, local_folder, read_apart
@@ -390,7 +390,7 @@ def brought(run: str) -> Path:
 
 def main(argv: Sequence[str], prog: str = "lightppo report") -> None:
     """Print the tables of runs, write their report; code 2 where there is no run, as for every wrong argument."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog,
         description="Show what runs did: a table each, and one page of HTML that needs neither server nor network.",
     )

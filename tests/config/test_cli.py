@@ -255,11 +255,12 @@ def test_config_file_under_flags(parse, yaml_file):
     assert (flat["bf16"], flat["stop"], flat["value_clip"]) == (False, (), 0.1)
 
 
-def test_of_two_files_the_last_wins(parse, tmp_path):
+def test_two_files_are_an_error(parse, refusal, tmp_path):
     (tmp_path / "a.yaml").write_text("gamma: 0.5\nlambd: 0.5")
     (tmp_path / "b.yaml").write_text("gamma: 0.6")
-    config = parse(f"--config {tmp_path / 'a.yaml'} --config={tmp_path / 'b.yaml'}")
-    assert (config.algorithm.gamma, config.algorithm.lambd) == (0.6, 0.95)
+    told = refusal(f"--config {tmp_path / 'a.yaml'} --config={tmp_path / 'b.yaml'}")
+    assert "--config is given twice, " in told
+    assert "whose key `config` may name the other one" in told
     assert parse(f"--config {tmp_path / 'a.yaml'} --config None").algorithm.gamma == 1.0
 
 

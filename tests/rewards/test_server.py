@@ -412,9 +412,12 @@ def test_a_reward_model_is_served(make_rollout, tmp_path, command):
         (["--reward_fn", "/nowhere/r.py"], "--reward_fn: no file /nowhere/r.py"),
     ],
 )
-def test_what_cannot_be_served_is_refused_at_once(args, message, command):
-    with pytest.raises(SystemExit, match=message):
+def test_what_cannot_be_served_is_refused_at_once(args, message, command, capsys):
+    with pytest.raises(SystemExit) as stopped:
         command("main", *args)
+    assert stopped.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(message, line)
 
 
 def test_the_world_needs_a_token():
