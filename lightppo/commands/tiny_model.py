@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightppo.config.cli import exit_on_mistakes
+from lightppo.config.cli import CommandParser, exit_on_mistakes
 from lightppo.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ PAD, BOS, EOS, UNKNOWN = "<pad>", "<s>", "</s>", "<unk>"
 
 def main(argv: Sequence[str], prog: str = "lightppo tiny-model") -> None:
     """Exit code 2 if the folder is there already, or without characters."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog,
         description="Make a small Llama with random weights and its tokenizer, with no download. Each character is "
         "one token. The model trains on a CPU in seconds; it is for trying out data, rewards and settings.",
