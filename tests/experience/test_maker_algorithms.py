@@ -12,9 +12,11 @@ from support.tables import answer, approx, make_one, maker
 from torch import Tensor
 
 from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS, CORRECTIONS
+from lightppo.algorithms.losses import PolicyLoss
 from lightppo.algorithms.shaping import ValueNorm
 from lightppo.data.records import Rollout
 from lightppo.errors import NonFiniteError
+from lightppo.experience.batching import ReplayBuffer
 from lightppo.experience.experience import Experience
 from lightppo.models.actor import ActionScores
 
@@ -230,6 +232,16 @@ class TestValueNorm:
         assert value_norm.mean == pytest.approx((2 + 4 + 3.675 + 4.25 + 5.3) / 5)
         assert value_norm.normalize_old(experience.values) == approx([[0.5, 0.1, 0.2]])
 
+    def test_the_statistics_are_of_all_ranks(self):
+        def on_rank(strategy: FakeStrategy) -> tuple[float, float]:
+            experience_maker = maker(strategy, coef=0.0, value_norm="ma", gamma=1.0, lambd=1.0)
+            experience_maker.value_norm = ValueNorm("ma")
+            make_one(experience_maker, answer([2.0, 6.0][strategy.rank], index=strategy.rank))
+            return experience_maker.value_norm.mean, experience_maker.value_norm.std
+
+        # λ = 1: the return of each of the three tokens is the score, 2 on one rank and 6 on the other
+        assert on_ranks(2, on_rank) == [(pytest.approx(4.0), pytest.approx(2.0))] * 2
+
 
 class TestFullKL:
     def make(self, **options) -> Experience:
@@ -306,6 +318,67 @@ def test_the_optimal_token_baseline_gets_the_norms_of_a_pass():
     w0, w1 = 1.5 - 2 * math.exp(-1), 1.5 - 2 * math.exp(-2)
     baseline = (3 * w0 + 1 * w1) / (w0 + w1)
     assert experience.advantages == approx([[3 - baseline, 0, 0], [1 - baseline, 0, 0]])
+
+
+def test_the_norms_are_of_the_distribution_that_was_sampled_from():
+    """Logits ln 4 and 0 at temperature 2: π = (2/3, 1/3), Σπ² = 5/9, and ‖∇ log π‖² = 1 + 5/9 - 2π with π = e^-1."""
+    experience_maker = maker(
+        advantage_estimator="optimal_token_baseline", n_samples_per_prompt=2, coef=0.0, critic=False, reference=False
+    )
+    experience_maker.actor = EntropyPolicy((math.log(4.0), 0.0))
+    experience_maker.actor.temperature = 2.0
+    batch = Experience.from_rollouts(group(1.0, 0.0))
+    norms = experience_maker.run_models(batch)["score_norms"]
+    assert norms == approx([[14 / 9 - 2 * math.exp(-1)] * 3] * 2)
+
+
+def test_numbers_that_are_not_finite_on_one_rank_stop_all_ranks():
+    def on_rank(strategy: FakeStrategy) -> str:
+        experience_maker = maker(strategy, coef=0.0, critic=False, reference=False, advantage_estimator="reinforce")
+        if strategy.rank == 1:
+            with torch.no_grad():
+                experience_maker.actor.table[20] = -math.inf
+        with pytest.raises(NonFiniteError) as stopped:
+            make_one(experience_maker)
+        return str(stopped.value)
+
+    first, second = on_ranks(2, on_rank)
+    assert first == second
+    assert "rank 1" in first
+    assert "action_log_probs" in first
+
+
+def test_tokens_of_high_entropy_are_those_of_all_ranks():
+    """Entropies 1, 2, 3 and 4, 5, 6: the upper half is the second rank's."""
+
+    def on_rank(strategy: FakeStrategy) -> list:
+        experience_maker = maker(strategy, high_entropy_token_ratio=0.5, reference=False, init_kl_coef=0.0)
+        experience_maker.actor = EntropyPolicy()
+        response = [[10, 20, 30], [40, 50, 60]][strategy.rank]
+        rollout = make_rollout([50], response, reward=1.0, index=strategy.rank)
+        return make_one(experience_maker, rollout).loss_weights.tolist()
+
+    assert on_ranks(2, on_rank) == [[[0, 0, 0]], [[1, 1, 1]]]
+
+
+def test_tokens_are_selected_with_a_seed_of_the_run_and_of_the_step():
+    options = {"clip_cov_ratio": 0.1, "clip_cov_low": -9.0, "clip_cov_high": 9.0}
+    loss = PolicyLoss(policy_loss="clip_cov", options=options)
+
+    def selected(seed: int, step: int) -> list:
+        experience_maker = maker(seed=seed, coef=0.0, critic=False, reference=False)
+        buffer = ReplayBuffer(1)
+        for index in range(30):
+            experience = Experience.from_rollouts([make_rollout([index + 1], [10, 20], reward=1.0, index=index)])
+            experience.action_log_probs = torch.tensor([[-1.0, -2.0 - 0.01 * index]])
+            experience.advantages = torch.tensor([[1.0, 0.5]])
+            buffer.append(experience)
+        experience_maker.normalize(buffer, loss, step)
+        return [item.selected.tolist() for item in buffer.items]
+
+    assert selected(seed=1, step=1) == selected(seed=1, step=1)
+    assert selected(seed=1, step=1) != selected(seed=1, step=2)
+    assert selected(seed=1, step=1) != selected(seed=2, step=1)
 
 
 def test_the_deviation_of_the_batch_is_of_all_ranks():

@@ -101,3 +101,46 @@ def test_a_score_that_is_not_finite_keeps_the_samples_together_for_the_step_that
     assert len(batch.rollouts) == 6
     assert all(math.isnan(r.reward) for r in batch.rollouts)  # none of them is trained on by mistake
     assert batch.prompt_scores == {}
+
+
+def test_the_greedy_answer_is_sampled_and_scored_once_for_all_samples_of_its_prompt():
+    """ReMax: one greedy answer to each prompt, the baseline of all its samples."""
+    scored: list[int] = []
+
+    class Counting(FakeReward):
+        def score(self, rollouts):
+            scored.append(len(rollouts))
+            return super().score(rollouts)
+
+    sampling = SamplingParams(n=3, temperature=0.7, seed=5)
+    source = RolloutSampler(FakeEngine(), Counting(everything(3)), sampling, greedy_baseline=True)
+    rollouts = source.generate(PROMPTS, 1)
+    (_, sampled), (_, greedy) = source.engine.calls
+    assert (sampled.n, sampled.temperature) == (3, 0.7)
+    assert (greedy.n, greedy.temperature) == (1, 0.0)
+    assert [r.baseline.prompt.index for r in rollouts] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert len({id(r.baseline) for r in rollouts}) == 3
+    source.score(rollouts)
+    assert scored == [9 + 3]
+    assert [r.baseline.reward for r in rollouts] == [0, 0, 0, 10, 10, 10, 20, 20, 20]
+
+
+def test_samples_without_a_scored_baseline_are_left_out():
+    table = {**everything(2), (1, 0): None}  # also the greedy answer to prompt 1, whose sample number is 0
+    source = RolloutSampler(FakeEngine(), FakeReward(table), SamplingParams(n=2), greedy_baseline=True)
+    batch = source.score(source.generate(PROMPTS, 1))
+    assert kept(batch) == [(0, 0, 0), (0, 1, 1), (2, 0, 20), (2, 1, 21)]
+    assert (batch.left_out["unscored"], batch.left_out["small_group"]) == (1, 1)
+
+
+def test_every_batch_is_seen_before_it_is_scored_and_checked_after():
+    seen = []
+    source = RolloutSampler(
+        FakeEngine(),
+        FakeReward(everything(1)),
+        SamplingParams(n=1),
+        inspect=lambda rollouts: seen.append(("inspect", [r.reward for r in rollouts])),
+        check=lambda rollouts: seen.append(("check", [r.reward for r in rollouts])),
+    )
+    source.score(source.generate(PROMPTS, 1))
+    assert seen == [("inspect", [None] * 3), ("check", [0, 10, 20])]

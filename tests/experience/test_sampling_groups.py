@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 
 import pytest
 from support.fakes import FakeEngine, FakeReward, FakeStrategy, on_ranks
@@ -302,3 +303,49 @@ def test_an_error_that_only_the_ranks_together_can_see_is_raised_on_all():
     assert on_ranks(2, lambda strategy: run(strategy, only_rank_1)) == [0, 0]
     message = "step 1: none of the samples was scored, so there is nothing to train on"
     assert on_ranks(2, lambda strategy: run(strategy, {})) == [message] * 2
+
+
+def test_a_score_that_is_not_finite_on_one_rank_leaves_the_step_out_on_all():
+    def run(strategy, groups):
+        scores = table([MIXED] * 8) | {(1, 0): float("nan")}  # prompt 1 is rank 1's
+        own = collector([], strategy, scores=scores, groups=groups, keep=groups is not None)
+        step = own.collect(Episode(8, 4, strategy), 1)
+        return step.groups, step.not_finite, len(own.sampler.engine.calls)
+
+    for groups in (None, 4):
+        first, second = on_ranks(2, partial(run, groups=groups))
+        assert first == second
+        assert first[0] == 0
+        assert first[1].startswith("rank 1: table: the score of sample 0 (prompt row 1, sample_index 0")
+        assert first[2] == 1
+
+
+def test_an_episode_ends_for_all_ranks_when_one_has_no_prompts_left():
+    def run(strategy):
+        episode = Episode(4, 4, strategy)
+        if strategy.rank == 0:
+            episode.batches.append([Prompt("p8", [9], index=8)])  # more than the other rank has
+        own = collector([EASY] * 9, strategy, groups=4)
+        step = own.collect(episode, 1)
+        return step.groups, len(own.sampler.engine.calls), step.counts["num_gen_batches"]
+
+    assert on_ranks(2, run) == [(0, 1, 1)] * 2
+
+
+def test_groups_are_balanced_by_all_ranks_or_by_none():
+    """Rank 0 alone repeats a group, which is named by its place: then no rank moves any."""
+    balanced = []
+
+    def run(strategy, kinds):
+        def balance(rollouts):
+            balanced.append(strategy.rank)
+            strategy.barrier()
+            return rollouts
+
+        own = collector(kinds, strategy, groups=4, max_batches=1, on_exhausted="reuse", balance=balance)
+        return own.collect(Episode(8, 4, strategy), 1).groups
+
+    assert on_ranks(2, partial(run, kinds=[MIXED, HARD] * 4)) == [4, 4]  # rank 1 has no group to repeat
+    assert balanced == []
+    assert on_ranks(2, partial(run, kinds=[MIXED] * 8)) == [4, 4]
+    assert sorted(balanced) == [0, 1]
