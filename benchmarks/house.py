@@ -3,6 +3,10 @@
     python benchmarks/house.py [--tree DIR] [--json FILE] [--before FILE.json] [--no_run]
 
 - Lines of code: without blank lines, comments and docstrings.
+- Tokens of code: as Python's tokenizer counts them, without comments, line ends, indents and texts in triple quotes.
+- Letters of a variable: the mean over the names that are assigned or are parameters, each counted once per function.
+- Argument tuples: calls with ``*(a, b, c)``, whose parameters one has to count.
+- The core is everything but ``lightppo/plugins``; each folder there is a plugin.
 - Importers of a file: at any depth, for type checkers too, or by a name that ``lightppo/__init__.py`` resolves.
 - One PPO step: ``examples/train_ppo.py`` in one process with default options but for the sizes: a random Llama, eight
   prompts. A line counts once. "From the trainer on" leaves out what ran before the module of ``PPOTrainer`` was
@@ -27,7 +31,7 @@ import textwrap
 import threading
 import tokenize
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -49,6 +53,64 @@ def code_lines(source: str) -> int:
         if isinstance(node, (ast.Module, ast.ClassDef, *_FUNCTIONS)) and ast.get_docstring(node) is not None:
             lines -= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
     return sum(bool(text.strip()) for n, text in enumerate(source.splitlines(), 1) if n in lines)
+
+
+_NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+
+
+def code_tokens(source: str) -> list[tokenize.TokenInfo]:
+    """Tokens but comments, line ends, indents and texts in triple quotes."""
+    tokens = tokenize.generate_tokens(iter(source.splitlines(keepends=True)).__next__)
+    kept = (token for token in tokens if token.type not in _NO_CODE)
+    return [t for t in kept if t.type != tokenize.STRING or not t.string.lstrip("rRbBuU").startswith(('"""', "'''"))]
+
+
+def variable_names(tree: ast.AST) -> list[str]:
+    """Parameters and assigned names, each once per function; ``self``, ``cls`` and ``_`` are none."""
+    found = []
+    for scope in [tree, *(node for node in ast.walk(tree) if isinstance(node, _FUNCTIONS))]:
+        names = {node.id for node in own_nodes(scope) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+        names |= {node.arg for node in own_nodes(scope) if isinstance(node, ast.arg)}
+        found += sorted(names - {"self", "cls", "_"})
+    return found
+
+
+def own_nodes(scope: ast.AST) -> Iterator[ast.AST]:
+    """The nodes of a function or module, without those of the functions in it."""
+    for child in ast.iter_child_nodes(scope):
+        yield child
+        if not isinstance(child, _FUNCTIONS):
+            yield from own_nodes(child)
+
+
+def density(sources: Iterable[str]) -> dict[str, float]:
+    """How much there is to read, and how densely it is written."""
+    sources = list(sources)
+    tokens = [code_tokens(source) for source in sources]
+    trees = [ast.parse(source) for source in sources]
+    names = [name for tree in trees for name in variable_names(tree)]
+    calls = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Starred)]
+    count, lines = sum(map(len, tokens)), sum(len({token.start[0] for token in of_file}) for of_file in tokens)
+    return {
+        "files": len(sources),
+        "lines": sum(len(source.splitlines()) for source in sources),
+        "tokens of code": count,
+        "tokens per line of code": round(count / max(1, lines), 1),
+        "letters per variable name": round(sum(map(len, names)) / max(1, len(names)), 1),
+        "argument tuples": sum(isinstance(node.value, ast.Tuple) for node in calls),
+    }
+
+
+def parts_of(tree: Path) -> dict[str, dict[str, float]]:
+    """The density of the core, of each plugin and of both together."""
+    package = tree / "lightppo"
+    sources: dict[str, list[str]] = {"core": []}
+    for path in sorted(package.rglob("*.py")):
+        folders = path.relative_to(package).parts
+        part = "core" if folders[0] != "plugins" else f"plugins/{folders[1].removesuffix('.py')}"
+        sources.setdefault(part, []).append(path.read_text())
+    found = {part: density(texts) for part, texts in sources.items()}
+    return found | {"all": density(text for texts in sources.values() for text in texts)}
 
 
 class Imports:
@@ -230,6 +292,13 @@ def markdown(numbers: dict[str, Any], before: dict[str, Any] | None = None) -> s
     return "\n".join([f"| | {' | '.join(columns)} |", f"|---{'|---:' * len(columns)}|", *rows, *lists])
 
 
+def parts_table(parts: dict[str, dict[str, float]]) -> str:
+    """A line for each part."""
+    columns = list(parts["all"])
+    rows = [f"| {part} | {' | '.join(f'{numbers[name]:,}' for name in columns)} |" for part, numbers in parts.items()]
+    return "\n".join(["", f"| part | {' | '.join(columns)} |", f"|---{'|---:' * len(columns)}|", *rows])
+
+
 def main() -> None:
     if sys.argv[1:2] == ["traced"]:
         return traced_script(Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:])
@@ -246,6 +315,7 @@ def main() -> None:
     if options.json:
         options.json.write_text(json.dumps(numbers, indent=1, ensure_ascii=False) + "\n")
     print(markdown(numbers, json.loads(options.before.read_text()) if options.before else None))
+    print(parts_table(parts_of(tree)))
 
 
 if __name__ == "__main__":

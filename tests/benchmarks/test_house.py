@@ -77,6 +77,28 @@ def test_lines_of_code(house, source, lines):
     assert house.code_lines(source) == lines
 
 
+def test_density_by_hand(house):
+    source = '"""Doc."""\nlimit = 1  # why\n\n\ndef call(value, *, other):\n    x = f(*(value, other))\n    return x\n'
+    # limit = 1 | def call ( value , * , other ) : | x = f ( * ( value , other ) ) | return x: 3 + 10 + 11 + 2
+    found = house.density([source])
+    assert (found["files"], found["lines"], found["tokens of code"]) == (1, 7, 26)
+    assert found["tokens per line of code"] == 6.5
+    assert found["letters per variable name"] == round((5 + 5 + 5 + 1) / 4, 1)  # limit; value, other, x
+    assert found["argument tuples"] == 1
+
+
+def test_core_and_plugins_are_counted_apart(house, tree):
+    for name in ("records/alarms.py", "records/__init__.py", "vllm/__init__.py"):
+        path = tree / "lightppo" / "plugins" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("alarm = 1\n")
+    parts = house.parts_of(tree)
+    assert [*parts] == ["core", "plugins/records", "plugins/vllm", "all"]
+    assert parts["plugins/records"]["tokens of code"] == 6
+    assert parts["all"]["files"] == parts["core"]["files"] + 3
+    assert "| plugins/vllm | 1 | 1 | 3 |" in house.parts_table(parts)
+
+
 def test_what_can_be_read(house, tree):
     numbers = house.count_files(tree)
     assert numbers["files"] == 9
