@@ -61,10 +61,18 @@ class PackingNotSupportedError(UserError, ValueError):
 class RequestError(UserError, RuntimeError):
     """A server gave no usable answer. Another try may help, except for :class:`RefusedError`."""
 
-    def __init__(self, message: str, *, status: int | None = None, timed_out: bool = False) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int | None = None,
+        timed_out: bool = False,
+        answer_error: type[Exception] | None = None,
+    ) -> None:
         super().__init__(message)
         self.status = status  # HTTP status, if there was an answer
         self.timed_out = timed_out  # no connection, or no whole answer, within the limit
+        self.answer_error = answer_error  # what the reader raised, if there was a whole answer that it could not use
 
 
 class UnreachableError(RequestError):

@@ -129,7 +129,7 @@ class HTTPClient:
         import requests
         import urllib3
 
-        kind, status, timed_out = RequestError, None, False
+        kind, status, timed_out, answer_error = RequestError, None, False, None
         try:
             with self._places:
                 status, answer = self._send(path, content, timeout)
@@ -147,8 +147,10 @@ class HTTPClient:
             kind = UnreachableError if isinstance(error, requests.ConnectionError) else kind
         except (UserError, ValueError, TypeError, LookupError, RecursionError) as error:
             reason = f"its answer cannot be used: {'it lacks ' if isinstance(error, KeyError) else ''}{error}"
+            answer_error = type(error)
         route = f"{path.partition('?')[0]}: " if path else ""
-        raise kind(f"{self.name}: {route}{self.clean(reason)}", status=status, timed_out=timed_out)
+        text = f"{self.name}: {route}{self.clean(reason)}"
+        raise kind(text, status=status, timed_out=timed_out, answer_error=answer_error)
 
     def _send(self, path: str, content: bytes, timeout: float) -> tuple[int, bytes]:
         """Status and answer. requests' time-out limits gaps between bytes, the deadline is for servers that drip."""

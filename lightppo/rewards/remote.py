@@ -89,15 +89,8 @@ class RemoteReward:
             "labels": [rollout.prompt.label for rollout in rollouts],
         }
 
-        non_finite = -1  # the try whose answer had nothing worse than numbers that are not finite
-
         def read(result: dict) -> RewardOutput:
-            nonlocal non_finite
-            try:
-                return check_output(output_from_result(result, n, self.name), rollouts, self.name)
-            except NonFiniteRewardError:
-                non_finite = len(failures)
-                raise
+            return check_output(output_from_result(result, n, self.name), rollouts, self.name)
 
         try:
             output = server.post("", body, read, on_failure=failures.append)
@@ -105,7 +98,7 @@ class RemoteReward:
             raise RewardError(f"{error}; labels must be text, numbers, lists or objects") from None
         except RequestError as error:
             if self.on_reward_failure == "error" or isinstance(error, RefusedError):
-                return NonFiniteRewardError(str(error)) if non_finite == len(failures) - 1 else error
+                return NonFiniteRewardError(str(error)) if error.answer_error is NonFiniteRewardError else error
             logger.warning("%s; its %d samples stay unscored", error, n)
             output = RewardOutput([None] * n)
         if self.retries or self.on_reward_failure == "unscored":

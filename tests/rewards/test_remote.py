@@ -127,6 +127,30 @@ def test_a_lie_is_an_error_that_names_the_url_after_the_retries(server, rollouts
     assert type(caught.value) is (NonFiniteRewardError if lie in ("nan", "infinity") else RewardError)
 
 
+@pytest.mark.parametrize("on_reward_failure", ["error", "unscored"])
+@pytest.mark.parametrize("status", [301, 302, 307, 308, 400, 401, 403, 404, 422])
+def test_a_refusal_is_never_taken_for_a_number_that_is_not_finite(server, rollouts, status, on_reward_failure):
+    """Such a step would be left out and the run would go on, with one request that nobody answered."""
+    server.location = f"{server.url}/elsewhere"
+    server.reply = lambda path, body, n: (status, b"no")
+    with pytest.raises(RewardError, match=f"HTTP {status}") as caught:
+        remote(server, on_reward_failure=on_reward_failure, retries=3).score(rollouts)
+    assert type(caught.value) is RewardError
+    assert [path for path, _ in server.requests] == ["/get_reward"]
+
+
+@pytest.mark.parametrize(
+    ("last", "kind"), [((401, b"no"), RewardError), ((200, b'{"rewards": [NaN, 1, 1, 1, 1]}'), NonFiniteRewardError)]
+)
+def test_the_last_try_decides_whether_the_step_is_left_out(server, rollouts, last, kind):
+    nan = (200, b'{"rewards": [1, 1, 1, 1, NaN]}')
+    answers = {1: nan, 2: (500, b"busy"), 3: last}
+    server.reply = lambda path, body, n: answers[n]
+    with pytest.raises(RewardError) as caught:
+        remote(server, retries=2).score(rollouts)
+    assert (type(caught.value), len(server.requests)) == (kind, 3)
+
+
 def test_a_dead_server_is_named_and_the_living_one_is_not(make_server, rollouts):
     living, dead = make_server(), make_server()
     living.reply = score_by_label

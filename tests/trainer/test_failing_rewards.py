@@ -7,6 +7,7 @@ import traceback
 from pathlib import Path
 
 import pytest
+from support.http_server import JsonServer, ok
 from support.tiny import write_jsonl
 
 from lightppo import PPOTrainer
@@ -74,6 +75,35 @@ def test_the_error_shows_the_users_line_and_that_there_are_no_labels(make_config
 def test_by_default_the_first_failure_ends_the_run(make_config, failing):
     with pytest.raises(RewardError, match=r"reward function failing.py:compute_score .* on sample \d+ \(prompt row"):
         PPOTrainer.from_config(make_config(**failing, reward_manager="naive")).fit()
+
+
+@pytest.fixture
+def server():
+    server = JsonServer()
+    yield server
+    server.close()
+
+
+@pytest.mark.parametrize("where", ["rollout", "evaluation"])
+@pytest.mark.parametrize("status", [401, 404, 302])
+def test_a_reward_server_that_refuses_ends_the_run_at_once(make_config, server, tmp_path, status, where):
+    """The first step is good. The second step, or the evaluation after the first one, is refused."""
+    evaluated = write_jsonl(tmp_path / "eval.jsonl", [{"input": "9+9=", "label": "18"}])
+    server.location = f"{server.url}/elsewhere"
+
+    def reply(path, body, n):
+        refused = n > 1 if where == "rollout" else body["prompts"] == ["9+9="]
+        return (status, b"no") if refused else ok(rewards=[1.0] * len(body["query"]))
+
+    server.reply = reply
+    asked = {"reward_fn": None, "remote_rm_url": [f"{server.url}/score"], "on_reward_failure": "unscored"}
+    options = {"eval_data": evaluated, "eval_steps": 1, "val_before_train": False} if where == "evaluation" else {}
+    config = make_config(**asked, **options, save_steps=1)
+    with pytest.raises(RewardError, match=f"{server.url}/score: HTTP {status}"):
+        PPOTrainer.from_config(config).fit()
+    assert len(server.requests) == 2
+    saved = [folder.name for folder in Path(config.checkpoint.ckpt_path).rglob("global_step*")]
+    assert not any("2" in name for name in saved)
 
 
 WORST = """
