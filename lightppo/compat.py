@@ -9,8 +9,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
 
+from lightppo.algorithms.kl import approx_kl
+from lightppo.algorithms.masking import zero_where_masked
 from lightppo.config import PPOConfig
 from lightppo.config.options import all_options
 from lightppo.config.rules import idle_options, rollout_rows
@@ -20,6 +22,7 @@ from lightppo.models import critic as critics
 from lightppo.models import loading
 from lightppo.models.loading import use_liger_kernels
 from lightppo.models.lora import LoraOptions, add_adapters
+from lightppo.strategy.distributed import RankSampler as DistributedSampler  # noqa: F401
 from lightppo.suggestions import nearest
 
 # What the constructor means where it is given nothing; the command line has defaults of its own.
@@ -262,3 +265,70 @@ def get_tokenizer(
     if isinstance(strategy, bool):  # use_fast in the place that it has in models.loading
         strategy, use_fast = None, strategy
     return loading.get_tokenizer(pretrain, model, padding_side, use_fast, **options)
+
+
+class ActorLanguage(Actor):
+    """LightRFT's name of the actor.
+
+    ``high_entropy_token_ratio`` is read from ``strategy.args``, as every option of the loss; here it must be the same
+    or 0.
+    """
+
+    def __init__(
+        self,
+        pretrain_or_model: Any,
+        use_flash_attention_2: bool = False,
+        bf16: bool = True,
+        *,
+        device_map: None = None,
+        high_entropy_token_ratio: float = 0.0,
+        **options: Any,
+    ) -> None:
+        if device_map is not None:
+            raise ConfigError(f"device_map {device_map!r}: leave it out, the launcher gives each process its device")
+        kinds = {"use_flash_attention_2": use_flash_attention_2, "bf16": bf16}
+        if not isinstance(pretrain_or_model, str):  # a model that is built already has its type
+            kinds = {name: value for name, value in kinds.items() if value and name != "bf16"}
+        super().__init__(pretrain_or_model, **kinds, **options)
+        self.high_entropy_token_ratio = high_entropy_token_ratio
+
+
+# -- functions and classes by the seed's names -------------------------------------------------------------------------
+
+
+def masked_mean(tensor: Tensor, mask: Tensor | None, dim: int | None = None) -> Tensor:
+    """The mean over ``dim``, by default over everything, of the elements whose mask is not 0; without a mask of all.
+
+    0 where no element counts (the seed has NaN there). Masked elements may hold anything.
+    """
+    if mask is None:
+        return tensor.mean() if dim is None else tensor.mean(dim)
+    kept, counts = zero_where_masked(tensor, mask), mask.bool()
+    if dim is None:
+        return kept.sum() / counts.sum().clamp(min=1)
+    return kept.sum(dim) / counts.sum(dim).clamp(min=1)
+
+
+def unpacking_samples(values: Tensor, packed_seqlens: Sequence[int]) -> list[Tensor]:
+    """(1, T) or (T,) → one tensor per length; what stands after the last one is left out."""
+    lengths = [int(length) for length in packed_seqlens]
+    values = values.squeeze(0)
+    if sum(lengths) > len(values):
+        raise ValueError(f"packed_seqlens sum to {sum(lengths)}, but there are {len(values)} values")
+    return list(values[: sum(lengths)].split(lengths))
+
+
+def compute_approx_kl(
+    log_probs: Tensor,
+    log_probs_base: Tensor,
+    action_mask: Tensor | None = None,
+    kl_estimator: str | bool = "k1",
+    use_kl_estimator_k3: bool = False,
+) -> Tensor:
+    """See :func:`lightppo.algorithms.kl.approx_kl`: ``k1``, ``k2`` or ``k3`` of each token, 0 where it is masked.
+
+    OpenRLHF until 0.5 has ``use_kl_estimator_k3`` in the place of ``kl_estimator``.
+    """
+    if isinstance(kl_estimator, bool):
+        kl_estimator, use_kl_estimator_k3 = "k1", kl_estimator
+    return approx_kl(log_probs, log_probs_base, "k3" if use_kl_estimator_k3 else kl_estimator, action_mask=action_mask)

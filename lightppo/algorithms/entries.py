@@ -232,6 +232,7 @@ _REINFORCE = EstimatorEntry(f"{_ADVANTAGES}:reinforce", whiten=True, discounted=
 _of_group = partial(EstimatorEntry, per_sample=True, min_group_size=2)
 _over_std = partial(_of_group, divides_by_std=True, kl_in_loss=True)
 _GROUP_NORM = _over_std(f"{_ADVANTAGES}:group_norm")
+_REINFORCE_BASELINE = _of_group(f"{_ADVANTAGES}:reinforce_baseline", whiten=True)
 
 ADVANTAGE_ESTIMATORS: Table[EstimatorEntry] = Table(
     "--advantage_estimator",
@@ -239,7 +240,8 @@ ADVANTAGE_ESTIMATORS: Table[EstimatorEntry] = Table(
         "gae": EstimatorEntry(f"{_ADVANTAGES}:gae", needs_critic=True, whiten=True, discounted=True),
         "reinforce": _REINFORCE,
         "reinforce++": _REINFORCE,
-        "reinforce++_baseline": _of_group(f"{_ADVANTAGES}:reinforce_baseline", whiten=True),
+        "reinforce++_baseline": _REINFORCE_BASELINE,
+        "reinforce_baseline": _REINFORCE_BASELINE,  # the name that OpenRLHF and LightRFT give it
         "rloo": _of_group(f"{_ADVANTAGES}:rloo"),
         "grpo": _GROUP_NORM,
         "group_norm": _GROUP_NORM,

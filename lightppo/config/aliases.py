@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 OPENRLHF = """
-advantage_estimator=reinforce_baseline | `reinforce++_baseline`
 advantage_estimator=dr_grpo | the same, with `--loss_agg_mode seq-mean-token-sum-norm` by default
 eval_dataset eval.dataset | `--eval_data`
 eval_n_samples_per_prompt eval.n_samples_per_prompt | `--eval_n_samples` (4 there, 1 here)
@@ -97,7 +96,6 @@ actor_learning_rate adam_betas adam_offload advantage_estimator apply_chat_templ
 """
 
 LIGHTRFT = """
-advantage_estimator=reinforce_baseline | `reinforce++_baseline`
 advantages_norm | `--adv_norm`
 normalize_advantages use_sequence_rewards | not here: options of GSPO there that change nothing
 use_gspo | `--policy_loss gspo`

@@ -53,12 +53,13 @@ def blending_datasets(
     strategy: Any = None,
     seed: int = 42,
     max_count: int | float = 5_000_000,
-    return_eval: bool = False,
+    return_eval: bool | None = None,
     stopping_strategy: StoppingStrategy = "all_exhausted",
-    train_split: str = "train",
+    train_split: str | None = None,
+    eval_split: str | None = None,
     *,
     flag: str = "--prompt_data",
-) -> Dataset:
+) -> Dataset | tuple[Dataset, Dataset]:
     """Load one or several sources into one dataset; DataError names a bad source.
 
     Args:
@@ -66,16 +67,19 @@ def blending_datasets(
             ``save_to_disk``, fsspec URLs of these, hub names (``owner/name``, ``owner/name@config``).
         probs: probability of each source, comma separated, sum 1. None: one source after the other, each row once.
         max_count: most rows to take from each source.
-        return_eval: only False; call again with another ``train_split`` for other data.
+        return_eval: return ``(train, eval)``, see :func:`held_out_rows`. None: if ``eval_split`` is given, or if a
+            script in OpenRLHF's style (its strategy has ``args``) names neither split.
         stopping_strategy: with ``probs``: stop when every source is used up (some rows repeat), or when the first is.
-        train_split: the split to read from sources with splits; a single file has none.
+        train_split: the split to read from sources with splits, by default ``train``; a single file has none.
     """
-    if return_eval:
-        raise DataError("return_eval: call blending_datasets once per split, with train_split='test' for the second")
+    if return_eval is None:
+        of_script = getattr(strategy, "args", None) is not None
+        return_eval = eval_split is not None or (of_script and train_split is None)
     if max_count < 1:
         raise DataError(f"max_count is {max_count}; at least 1")
     check_choice("stopping_strategy", stopping_strategy, StoppingStrategy)
     sources, weights = _checked_sources(paths, probs, flag)
+    train_split = train_split or "train"
     parts = [_load_source(source, train_split, int(max_count), flag) for source in sources]
     counts = [len(part) for part in parts]
     blend = _concatenate(parts, sources)
@@ -86,7 +90,43 @@ def blending_datasets(
     for source, count, used in zip(sources, counts, drawn) if strategy is None or strategy.is_rank_0() else ():
         level = logging.INFO if used == count else logging.WARNING
         logger.log(level, "%s %s: %d rows, %d used%s", flag, source, count, used, " (repeats)" * (used > count))
+    if return_eval:
+        return blend, held_out_rows(sources, parts, strategy, int(max_count), eval_split or "test", flag)
     return blend
+
+
+def held_out_rows(
+    sources: list[str], train_rows: list[Dataset], strategy: Any, limit: int, split: str, flag: str
+) -> Dataset:
+    """Rows of ``split``, each once. Of a source without that split the first 3 % of its training rows, which is said:
+    the model is trained on them, too, as OpenRLHF does."""
+    parts = []
+    for source, rows in zip(sources, train_rows):
+        if has_split(source, split, flag):
+            parts.append(_load_source(source, split, limit, flag))
+            continue
+        parts.append(rows.select(range(max(1, int(len(rows) * 0.03)))))
+        if strategy is None or strategy.is_rank_0():
+            text = "%s %s has no split %r: evaluation is on %d of the rows that are trained on"
+            logger.warning(text, flag, source, split, len(parts[-1]))
+    return _concatenate(parts, sources)
+
+
+def has_split(source: str, split: str, flag: str) -> bool:
+    """Whether a source has rows of this split; a single file, and a folder of one saved dataset, have no splits."""
+    if _is_hub_name(source, flag):
+        import datasets
+
+        name, _, config = source.partition("@")
+        return split in datasets.get_dataset_split_names(name, config or None)
+    path = Path(stage_to_local(source)).expanduser()
+    if not path.is_dir() or (path / "state.json").exists():
+        return False
+    if (splits := path / "dataset_dict.json").exists():
+        return split in json.loads(splits.read_text())["splits"]
+    files = (file.relative_to(path) for file in path.rglob("*") if file.is_file() and file_format(file))
+    wanted = _SPLIT_WORDS.get(split.lower(), split.lower())
+    return any(_split_named_by(file, split.lower()) == wanted for file in files)
 
 
 def with_metadata(rows: Dataset, path: str | None, flag: str = "--prompt_metadata") -> Dataset:

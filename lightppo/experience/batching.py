@@ -217,6 +217,20 @@ class ReplayBuffer:
             item.advantages = row
 
 
+class NaiveReplayBuffer(ReplayBuffer):
+    """The seed's name and arguments; batches go to this process's device.
+
+    ``packing_samples`` changes nothing here: rows are kept without padding and packed where a model runs.
+    """
+
+    def __init__(
+        self, sample_batch_size: int, limit: int = 0, cpu_offload: bool = True, packing_samples: bool = False
+    ) -> None:
+        device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
+        super().__init__(sample_batch_size, limit, cpu_offload, device)
+        self.packing_samples, self.target_device = packing_samples, self.device
+
+
 @dataclass(frozen=True)
 class StepPart:
     """What a micro batch must know about its optimizer step."""

@@ -199,20 +199,21 @@ class RankSampler(DistributedSampler):
     """torch's sampler of one rank's share of a seeded permutation, which can also start in the middle of an epoch.
 
     All ranks get equally many samples, as collectives require: up to ``num_replicas - 1`` samples come twice per epoch,
-    or are left out with ``drop_last``.
+    or are left out with ``drop_last``. Without ``num_replicas`` and ``rank`` they are those of the process group.
     """
 
     def __init__(
         self,
         dataset: Sized,
-        num_replicas: int,
-        rank: int,
-        *,
+        num_replicas: int | None = None,
+        rank: int | None = None,
         shuffle: bool = True,
         seed: int = 0,
         drop_last: bool = False,
         consumed_samples: int = 0,
     ) -> None:
+        num_replicas = dist.get_world_size() if num_replicas is None else num_replicas
+        rank = dist.get_rank() if rank is None else rank
         size = len(dataset)
         if size < (num_replicas if drop_last else 1):
             raise ValueError(f"{size} samples on {num_replicas} ranks leave nothing with drop_last={drop_last}")

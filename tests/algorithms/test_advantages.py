@@ -401,6 +401,7 @@ def advantages_of(
 def test_which_estimators_compare_scores():
     assert BY_SCORES == [
         "reinforce++_baseline",
+        "reinforce_baseline",
         "rloo",
         "grpo",
         "group_norm",
@@ -426,7 +427,7 @@ class TestByHand:
         # 1 - (2 + 6)/2 = -3, 2 - (1 + 6)/2 = -1.5, 6 - (1 + 2)/2 = 4.5; 4 - 4 = 0
         assert self.run("rloo") == [-3.0, 0.0, -1.5, 4.5, 0.0]
 
-    @pytest.mark.parametrize("name", ["dr_grpo", "reinforce++_baseline"])
+    @pytest.mark.parametrize("name", ["dr_grpo", "reinforce++_baseline", "reinforce_baseline"])
     def test_minus_the_mean(self, name):
         assert self.run(name) == [-2.0, 0.0, -1.0, 3.0, 0.0]  # mean (1 + 2 + 6)/3 = 3
         assert self.run(name, divide_std=False, std_eps=7.0) == self.run(name)

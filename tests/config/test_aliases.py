@@ -34,7 +34,7 @@ def test_rows_name_options_that_exist(trainer):
         ("--max_len 2048", "--prompt_max_len and --generate_max_len (OpenRLHF, LightRFT)"),
         ("--advantages_norm", "here --adv_norm (LightRFT)"),
         ("--eval-dataset x", "here --eval_data (OpenRLHF)"),
-        ("--advantage_estimator reinforce_baseline", "reinforce_baseline: here reinforce++_baseline (OpenRLHF, Light"),
+        ("--advantage_estimator reinforce_plus_plus", "reinforce_plus_plus: here reinforce++ (verl"),
         ("--kl_estimator low_var_kl", "here k3, with --kl_clip 10 (verl)"),
         ("--rollout_engine sglang", "not here: hf, vllm or vllm_server (verl)"),
         ("--num_generations 8", "here --n_samples_per_prompt (TRL)"),

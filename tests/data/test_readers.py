@@ -369,10 +369,31 @@ def test_empty_sources_and_bad_options(write_jsonl, tmp_path: Path) -> None:
     a = numbered(write_jsonl, "a", 1)
     with pytest.raises(DataError, match="max_count is 0"):
         blending_datasets(a, max_count=0)
-    with pytest.raises(DataError, match="return_eval"):
-        blending_datasets(a, None, None, 42, return_eval=True)
     with pytest.raises(DataError, match="stopping_strategy is 'never'"):
         blending_datasets(a, stopping_strategy="never")
+
+
+def test_a_script_gets_held_out_rows_too(write_jsonl, tmp_path: Path, caplog) -> None:
+    """As OpenRLHF: of the split, or the first 3 % of the training rows of a source that has no such split."""
+    file = write_jsonl([{"q": i} for i in range(100)], "a.jsonl")
+    write_jsonl([{"q": i} for i in range(200, 210)], "folder/train.jsonl")
+    write_jsonl([{"q": i} for i in range(300, 304)], "folder/test.jsonl")
+    saved, splits = tmp_path / "saved", {"train": [400, 401], "validation": [500]}
+    DatasetDict({name: Dataset.from_dict({"q": rows}) for name, rows in splits.items()}).save_to_disk(str(saved))
+    folder, script = str(tmp_path / "folder"), SimpleNamespace(args=SimpleNamespace(), is_rank_0=lambda: True)
+
+    train, held_out = blending_datasets(f"{file},{folder}", "0.5,0.5", script, 42, max_count=1e8, eval_split="test")
+    assert set(train["q"]) == {*range(100), *range(200, 210)}
+    assert held_out["q"] == [0, 1, 2, 300, 301, 302, 303]
+    assert "a.jsonl has no split 'test': evaluation is on 3 of the rows that are trained on" in caplog.text
+    _, held_out = blending_datasets(str(saved), None, None, 42, train_split="train", eval_split="validation")
+    assert held_out["q"] == [500]
+    _, held_out = blending_datasets(str(saved), "1.0", script, 42)  # until 0.3 scripts name no split
+    assert held_out["q"] == [400]  # at least one
+    for none in ({"return_eval": False}, {"train_split": "train"}):
+        assert blending_datasets(str(saved), None, script, 42, **none)["q"] == [400, 401]
+    assert blending_datasets(str(saved), None, None, 42)["q"] == [400, 401]  # not a script
+    assert len(blending_datasets(str(saved), None, None, 42, return_eval=True)) == 2
 
 
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="no ../shared/data/gsm8k beside this checkout")
