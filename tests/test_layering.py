@@ -24,6 +24,7 @@ FLOORS = {
     "user_code": 0,
     "storage": 0,
     "durable": 0,
+    "tensor_file": 0,
     "signals": 0,
     "version": 0,
     "algorithms": 1,

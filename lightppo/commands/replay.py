@@ -24,6 +24,7 @@ from typing import Any
 
 import yaml
 
+from lightppo import tensor_file
 from lightppo.commands.diff import differences, first_sample, steps_of
 from lightppo.config import CheckpointConfig, EvaluationConfig, LoggingConfig, PPOConfig, parse_args
 from lightppo.config.cli import CommandParser, exit_on_mistakes
@@ -235,9 +236,7 @@ class ReplayedOnData(Replayed):
 
     def kept(self) -> tuple[list[Any], list[list[str]]]:
         """``--batch``."""
-        import torch
-
-        saved = torch.load(self.batch_file(), map_location="cpu", weights_only=True)
+        saved = tensor_file.read(self.batch_file())
         self.tell("{}, of step {step} and rank {rank}".format(self.batch_file(), **saved["facts"]))
         return saved["micro_batches"], saved["texts"]
 

@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from lightppo import tensor_file
 from lightppo.algorithms.entries import POLICY_LOSSES, load
 from lightppo.algorithms.losses import PolicyLoss
 from lightppo.algorithms.masking import LossNormalizer, whiten
@@ -357,7 +358,7 @@ def save_batch(path: Path, minibatch: Minibatch, texts: Sequence[Sequence[str]],
 
 def load_batch(path: Path) -> tuple[Minibatch, list[tuple[str, str]], dict[str, Any]]:
     """What :func:`save_batch` wrote, on the CPU: optimizer step, texts of its rows, facts. Runs no code of the file."""
-    saved = torch.load(path, map_location="cpu", weights_only=True)
+    saved = tensor_file.read(path)
 
     def experience(plain: dict[str, Any]) -> Experience:
         if (part := plain["part"]) is not None:

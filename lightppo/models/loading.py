@@ -11,6 +11,7 @@ import importlib.util
 import json
 import logging
 import math
+import pickle
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Iterator
@@ -37,6 +38,7 @@ from transformers.integrations import deepspeed as hf_deepspeed
 from transformers.utils import cached_file, is_flash_attn_2_available
 from transformers.utils import logging as hf_logging
 
+from lightppo import tensor_file
 from lightppo.errors import ModelLoadError
 from lightppo.models.packing import VARLEN_TAKES
 from lightppo.models.quantised import quantise
@@ -199,6 +201,8 @@ def _errors_name(path: str, flag: str) -> Iterator[None]:
         yield
     except ModelLoadError:
         raise
+    except pickle.UnpicklingError as error:  # transformers, too, reads with weights_only
+        raise ModelLoadError(f"{flag} {tensor_file.explained(path, error)}") from error
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         # One line: transformers may list pages of class names.
         reason = textwrap.shorten(str(error), 1000, placeholder=" …")
@@ -431,7 +435,7 @@ def _tensors(file: str) -> tuple[Iterable[str], Callable[[str], Tensor]]:
     if file.endswith(".safetensors"):
         opened = safe_open(file, framework="pt")
         return opened.keys(), opened.get_tensor
-    weights = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    weights = tensor_file.read(file, mapped=True)
     return weights.keys(), weights.__getitem__
 
 

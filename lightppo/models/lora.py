@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import pickle
 import re
 import textwrap
 import warnings
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from lightppo import tensor_file
 from lightppo.errors import ModelLoadError
 from lightppo.models.actor import ActionScores, Actor
 from lightppo.models.loading import head_names, load_causal_lm, load_config, load_sequence_classifier, value_head
@@ -196,6 +198,8 @@ def load_merged(
         warnings.filterwarnings("error", message=".*missing adapter keys")
         try:
             wrapped = PeftModel.from_pretrained(model, str(adapter))
+        except pickle.UnpicklingError as error:  # peft, too, reads with weights_only
+            raise ModelLoadError(tensor_file.explained(adapter, error)) from error
         except (UserWarning, RuntimeError, ValueError) as error:
             reason = textwrap.shorten(str(error), 500, placeholder=" …")
             raise ModelLoadError(f"{adapter} does not fit {flag} {base}: {reason}") from error

@@ -22,11 +22,11 @@ import numpy
 import torch
 import torch.distributed as dist
 
-from lightppo import durable
+from lightppo import durable, tensor_file
 from lightppo.errors import CheckpointError, StorageError
 from lightppo.ranks import Ranks
 from lightppo.storage import download, is_url, local_folder, upload
-from lightppo.strategy.reshape import FROZEN, load_frozen, load_trained, whole_weights
+from lightppo.strategy.reshape import FROZEN, deepspeed_classes, load_frozen, load_trained, whole_weights
 from lightppo.strategy.zero3 import (
     find_adapters,
     find_hf_model,
@@ -219,6 +219,7 @@ def load_checkpoint(
     path = load_dir / tag
     if not checked and (path / META).is_file() and (found := damage(ranks, path)):
         raise CheckpointError(f"{path} is damaged: {'; '.join(found)}")
+    _require_plain(ranks, path)
     adapters = find_adapters(model)
     meta = _check_fits(ranks, engine, path, load_optimizer_states, None if adapters is None else str(adapters), reshape)
     reshaped = any(meta[key] != value for key, value in _shape(engine).items())
@@ -227,14 +228,15 @@ def load_checkpoint(
     elif reshaped:
         load_trained(engine, path, meta, load_lr_scheduler_states)
     else:
-        loaded, _ = engine.load_checkpoint(
-            str(load_dir),
-            tag=tag,
-            load_module_strict=load_module_strict,
-            load_optimizer_states=load_optimizer_states,
-            load_lr_scheduler_states=load_lr_scheduler_states,
-            custom_load_fn=None if adapters is None else partial(_load_trained, load_module_strict, str(path)),
-        )
+        with _read_safely(engine):
+            loaded, _ = engine.load_checkpoint(
+                str(load_dir),
+                tag=tag,
+                load_module_strict=load_module_strict,
+                load_optimizer_states=load_optimizer_states,
+                load_lr_scheduler_states=load_lr_scheduler_states,
+                custom_load_fn=None if adapters is None else partial(_load_trained, load_module_strict, str(path)),
+            )
         if loaded is None:
             raise CheckpointError(f"{path} has no file for rank {ranks.get_rank()}")
     if has_optimizer(engine) and engine.lr_scheduler is not None:
@@ -243,9 +245,37 @@ def load_checkpoint(
     return str(path), read_client_state(path)
 
 
+def _require_plain(ranks: Ranks, path: Path) -> None:
+    """No file of a checkpoint names anything to run: one error on all ranks, before a weight has changed. Collective.
+
+    Each rank looks at its share of the files; tensors are not read.
+    """
+    found = []
+    for file in sorted(path.rglob("*.pt"))[ranks.get_rank() :: ranks.world_size]:
+        try:
+            tensor_file.read(file, deepspeed_classes(), mapped=True)
+        except CheckpointError as error:
+            found.append(str(error))
+    if told := sorted(text for texts in ranks.all_gather_object(found) for text in texts):
+        more = f" ({len(told) - 1} more files are like it)" if len(told) > 1 else ""
+        raise CheckpointError(f"{told[0]}{more}")
+
+
+@contextlib.contextmanager
+def _read_safely(engine: Any) -> Iterator[None]:
+    """DeepSpeed unpickles what a checkpoint holds; inside, it gets its files from our reader."""
+    reader, classes = engine.checkpoint_engine, deepspeed_classes()
+    reader.load = lambda path, map_location=None: tensor_file.read(path, classes)
+    try:
+        with tensor_file.others_read_safely(classes):  # at ZeRO-3, weights alone go round the engine's reader
+            yield
+    finally:
+        del reader.load
+
+
 def read_client_state(path: Path) -> dict[str, Any]:
     """What was saved with the checkpoint in this folder."""
-    return torch.load(path / _CLIENT_STATE, map_location="cpu", weights_only=True)
+    return tensor_file.read(path / _CLIENT_STATE)
 
 
 def read_meta(path: Path) -> dict[str, Any]:
@@ -459,7 +489,7 @@ def _load_trained(strict: bool, source: str, src: dict[str, torch.Tensor], dst: 
 @torch.no_grad()
 def _load_without_optimizer(engine: Any, directory: Path) -> None:
     rank = dist.get_rank() if zero_stage_of(engine) == 3 else 0
-    saved = torch.load(directory / FROZEN.format(rank), map_location="cpu", weights_only=True)
+    saved = tensor_file.read(directory / FROZEN.format(rank))
     tensors, local = unwrap_model(engine).state_dict(keep_vars=True), _local_tensors(engine)
     if saved.keys() != local.keys():
         odd = sorted(saved.keys() ^ local.keys())
@@ -693,8 +723,7 @@ def _read_weights(path: Path) -> dict[str, torch.Tensor]:
         files = sorted(path.glob("*.safetensors")) or sorted(path.glob("pytorch_model*.bin"))
     if not files:
         raise FileNotFoundError(f"{path} holds no *.safetensors and no pytorch_model*.bin")
-    read_pickle = partial(torch.load, map_location="cpu", weights_only=True)
     state_dict: dict[str, torch.Tensor] = {}
     for file in files:
-        state_dict |= load_file(file) if file.suffix == ".safetensors" else read_pickle(file)
+        state_dict |= load_file(file) if file.suffix == ".safetensors" else tensor_file.read(file)
     return state_dict

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightppo import tensor_file
 from lightppo.errors import CheckpointError
 from lightppo.strategy.zero3 import (
     forget_secondary_shard,
@@ -69,14 +70,18 @@ def pieces_of(stage: int, ranks: int, groups: Sequence[Shapes]) -> dict[str, lis
     return found
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """A file of DeepSpeed's or ours; its tensors come from the disk when they are used."""
+def deepspeed_classes() -> list[type]:
+    """What files of DeepSpeed hold beside tensors and plain values."""
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
 
-    with torch.serialization.safe_globals([DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]):
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    return [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A file of DeepSpeed's or ours; its tensors come from the disk when they are used."""
+    return tensor_file.read(path, deepspeed_classes(), mapped=True)
 
 
 class SavedOptimizer:

@@ -10,9 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.adapters import randomize_b
+from support.hostile import poison
 from support.ranks import run_ranks
 from support.tiny import save_causal_lm, sums, write_jsonl
 
+from lightppo import durable
 from lightppo.__main__ import main
 
 
@@ -159,6 +161,36 @@ def test_what_cannot_be_merged(adapted, tmp_path, capsys):
     (Path(other) / "config.json").write_text(json.dumps(config | {"quantization_config": packed}))
     told = fails("merge", adapter, out, "--base", other, capsys=capsys)
     assert "is quantised, and cannot hold a merged adapter" in told
+
+
+@pytest.mark.parametrize("name", ["one", "two"])
+def test_nothing_in_a_checkpoint_is_run(name, copied, tmp_path, capsys):
+    """With a manifest that fits, as whoever wrote the file would make it."""
+    folder, mark, seen = copied(name), tmp_path / "ran", set()
+    for part in ("actor", "critic"):
+        checkpoint = folder / "checkpoints_ppo" / f"_{part}" / "global_step4"
+        for file in sorted(checkpoint.glob("*.pt")):
+            whole = file.read_bytes()
+            poison(file, mark)
+            durable.seal(checkpoint)
+            told = fails("convert", checkpoint, tmp_path / "out", capsys=capsys)
+            assert f"{file} is not loaded: it names posix.system" in told
+            assert not (tmp_path / "out").exists()
+            file.write_bytes(whole)
+            seen.add(file.name.split("_")[0])
+    assert seen == ({"mp", "client"} if name == "one" else {"zero", "client"})
+    assert not mark.exists()
+
+
+def test_nothing_in_an_adapter_is_run(adapted, recorded, tmp_path, capsys):
+    adapter, mark = shutil.copytree(adapted / "run" / "adapter", tmp_path / "adapter"), tmp_path / "ran"
+    file = adapter / "adapter_model.bin"
+    torch.save(load_file(adapter / "adapter_model.safetensors"), file)
+    (adapter / "adapter_model.safetensors").unlink()
+    poison(file, mark)
+    told = fails("merge", adapter, tmp_path / "out", "--base", recorded / "model", capsys=capsys)
+    assert f"{adapter} is not loaded: it names posix.system" in told
+    assert not mark.exists()
 
 
 @pytest.mark.long

@@ -1,0 +1,80 @@
+"""Files that ``torch.save`` wrote, read without running what is in them: the only place that calls ``torch.load``.
+
+A pickle may name any function and call it. Here a file holds tensors, plain values, and classes that the caller lists.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import zipfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from lightppo.errors import CheckpointError
+
+_FORCE, _FORCE_NOT = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
+_NAMED = re.compile(r"GLOBAL (\S+)")  # in torch's message
+
+
+def read(path: str | os.PathLike[str], classes: Iterable[type] = (), mapped: bool = False) -> Any:
+    """What a file holds, on the CPU.
+
+    Args:
+        classes: that it may hold beside tensors and plain values.
+        mapped: tensors come from the disk when they are used.
+
+    Raises:
+        CheckpointError: the file names something else, or cannot be read.
+    """
+    import torch
+
+    path = Path(path)
+    # Files that old versions of torch wrote are no zip archives, and cannot be mapped.
+    mapped = mapped and zipfile.is_zipfile(path)
+    try:
+        with _allowed(classes):
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is missing") from error
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:  # each damage has its own in torch and in pickle
+        raise CheckpointError(explained(path, error)) from error
+
+
+def explained(path: str | os.PathLike[str], error: Exception) -> str:
+    """Why a file was not loaded, in one line, out of the error of a ``torch.load`` with ``weights_only``."""
+    text = str(error).rpartition("WeightsUnpickler error: ")[2]
+    if isinstance(error, pickle.UnpicklingError) and (named := _NAMED.search(text)):
+        return (
+            f"{path} is not loaded: it names {named[1]}, which is no tensor and no plain value, and loading it could "
+            "run code. lightppo did not write this file like that: use a copy that you trust"
+        )
+    reason = next(filter(None, text.splitlines()), "no reason given")
+    return f"{path} cannot be read ({type(error).__name__}: {reason}): it is damaged, or another kind of file"
+
+
+@contextmanager
+def _allowed(classes: Iterable[type]) -> Iterator[None]:
+    """As torch's ``safe_globals``, whose end takes away what was allowed before it, too."""
+    from torch.serialization import get_safe_globals, safe_globals
+
+    with safe_globals(list(set(classes) - set(get_safe_globals()))):
+        yield
+
+
+@contextmanager
+def others_read_safely(classes: Iterable[type] = ()) -> Iterator[None]:
+    """Inside, a library's own ``torch.load`` cannot run code either, whatever it asks for."""
+    before = {name: os.environ.pop(name, None) for name in (_FORCE, _FORCE_NOT)}
+    os.environ[_FORCE] = "1"
+    try:
+        with _allowed(classes):
+            yield
+    finally:
+        del os.environ[_FORCE]
+        os.environ.update({name: value for name, value in before.items() if value is not None})
