@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from fnmatch import fnmatchcase
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +14,13 @@ from lightppo.errors import ConfigError
 
 OURS = {one.name for one in all_options()}
 OF_LAUNCHERS = {"num_gpus", "hostfile", "NAME"}
+NAMES = Path(__file__).with_name("names_of_other_trainers.txt")
+
+
+def names_of(trainer: str) -> list[str]:
+    lines = [line.split(" | ") for line in NAMES.read_text(encoding="utf-8").splitlines() if line[0] != "#"]
+    of_trainer = [(start, last_parts) for who, start, last_parts in lines if who == trainer]
+    return [f"{start}.{last}".lstrip(".") for start, last_parts in of_trainer for last in last_parts.split()]
 
 
 @pytest.mark.parametrize("trainer", aliases.TABLES)
@@ -52,6 +61,56 @@ def test_names_of_other_trainers_are_refused_with_ours(refusal, flags, flag):
     (line,) = refusal(flags).splitlines()
     assert flag in line
     assert "did you mean" not in line
+
+
+@pytest.mark.parametrize("trainer", aliases.TABLES)
+def test_every_option_of_theirs_is_in_the_table(trainer):
+    patterns = [pattern for names, _ in aliases.rows(trainer) for pattern in names]
+    names = names_of(trainer)
+    assert len(names) > 100
+    assert [name for name in names if not any(fnmatchcase(name, pattern) for pattern in patterns)] == []
+
+
+def test_a_row_that_keeps_the_last_part_names_an_option_with_it():
+    rows = [names for trainer in aliases.TABLES for names, text in aliases.rows(trainer) if text == aliases.LAST_PART]
+    assert len(rows) > 3
+    assert {name.rpartition(".")[2] for names in rows for name in names} <= OURS
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        ("algorithm.filter_groups.enable", "here --dynamic_sampling, --filter_metric"),
+        ("algorithm.filter_groups.metric", "--filter_metric"),
+        ("algorithm.filter_groups.max_num_gen_batches", "verl ends the run: --on_exhausted raise"),
+        ("data.gen_batch_size", "here --gen_batch_size"),
+        ("reward_model.overlong_buffer.enable", "here --overlong_buffer_len, which alone switches it on"),
+        ("reward.reward_kwargs.overlong_buffer_cfg.penalty_factor", "--overlong_penalty_factor"),
+        ("actor_rollout_ref.model.override_config.attention_dropout", "here --override_config"),
+        ("actor_rollout_ref.rollout.top_k", "here --top_k (verl)"),
+        # How a name begins decides before the length of a pattern does.
+        ("reward.reward_model.rollout.gpu_memory_utilization", "not here: reward models run"),
+        ("actor_rollout_ref.ref.optim.weight_decay", "not here: the reference is not trained"),
+        ("task", "here --reward_source math or code (AReaL)"),
+        ("rm_output_scaling", "here --reward_scaling (AReaL)"),
+        ("REAL_CODE_METADATA_PATH", "here --prompt_metadata (AReaL)"),
+        ("external_libs", "here --external_lib (AReaL)"),
+        ("prompt_id_key", "query_id or id (AReaL)"),
+        ("actor.optimizer.weight_decay", "0.01 in 1.x, 0.05 in 0.x, 0 here"),
+        ("num_ppo_epochs", "here --max_epochs (4 there, 1 here) (TRL)"),
+        ("datasets", "here --prompt_data A,B, with --prompt_data_probs (TRL)"),
+        ("value_clip", "0.5 there, 0.2 before 0.8.2, as here) (OpenRLHF)"),
+        ("lambd", "0.95 before 0.5.7"),
+    ],
+)
+def test_what_a_name_is_here(name, ours):
+    assert ours in aliases.hint(name)
+
+
+def test_lightrft_clips_no_kl():
+    (text,) = [text for names, text in aliases.rows("LightRFT") if "kl_estimator" in names]
+    assert "kl_clip" not in text
+    assert "nothing is clipped" in text
 
 
 def test_a_misspelt_name_of_ours_has_the_nearest(refusal):
