@@ -40,7 +40,9 @@ class ModelConfig(Section):
     reward_pretrain: tuple[str, ...] = option((), "Reward models. Several are combined by --reward_fn path.py:name.")
     value_head_prefix: str = option("score", "Name of the value head in critic and reward checkpoints.")
     init_from_scratch: bool = option(False, "Random weights from the model's config instead of its checkpoint.")
-    override_config: str | None = option(None, 'JSON over the config of all but reward models: {"rope_theta": 1e6}.')
+    override_config: str | None = option(
+        None, 'JSON over the config of all but reward models: {"rope_theta": 1e6}. Its dropout acts in training passes.'
+    )
     external_lib: str | None = option(None, "Module imported before the models, e.g. to register an architecture.")
     trust_remote_code: bool = option(False, "Run Python code that comes with a checkpoint.")
     tokenizer_path: str | None = option(None, "Tokenizer: local path, hub name or fsspec URL. None: --pretrain's.")
@@ -98,7 +100,7 @@ class DataConfig(Section):
     prompt_data_probs: str | None = option(None, "Sampling probabilities of several --prompt_data, e.g. 0.7,0.3.")
     prompt_split: str = option("train", "Split of --prompt_data.")
     prompt_metadata: str | None = option(
-        None, "File with more columns of all prompts, held-out ones too, joined by query_id: AReaL's code tests."
+        None, "File with more columns of all prompts, held-out ones too, joined by query_id or id: AReaL's code tests."
     )
     eval_data: str | None = safe(None, "Held-out prompts. Without it there is no evaluation.")
     eval_split: str = safe("test", "Split of --eval_data; files without splits have only one.")

@@ -481,7 +481,7 @@ _EXCLUSIVE = (
     ("reward_source", "reward_routes", "both name the sources"),
     ("teacher_pretrain", "teacher_url", "both name the teacher"),
     ("sandbox_fusion_url", "function_call_url", "both run the programs"),
-    ("mask_too_long", "mask_no_eos_with_zero stop_properly_penalty", _CUT),
+    ("mask_too_long", "stop_properly_penalty", _CUT),
     ("stop_properly_penalty", "mask_no_eos_with_zero", _CUT),
     (
         "use_dense_reward",
@@ -750,10 +750,21 @@ def _models(o: SimpleNamespace) -> Iterator[str]:
             is_object = False
         if not is_object:
             yield f"--override_config must be a JSON object, not {o.override_config!r}"
-        elif dropped := [name for name, value in values.items() if ("drop" in name or "jitter" in name) and value]:
-            yield f"--override_config {dropped[0]!r}: models run without dropout, so that log probs agree; leave it out"
+        else:
+            yield from _wrong_dropouts(values)
     if reference_is_actor(o.config) and o.ref_zero_stage != (3 if o.zero_stage == 3 else 0):
         yield f"--ref_zero_stage needs {FACTS['own_reference']}"
+
+
+def _wrong_dropouts(overrides: dict[str, Any]) -> Iterator[str]:
+    """Rates of ``--override_config``, those of its parts too, that are none."""
+    for name, value in overrides.items():
+        if isinstance(value, dict):
+            yield from _wrong_dropouts(value)
+        elif value is None or isinstance(value, bool) or not ("drop" in name or "jitter" in name):
+            continue
+        elif not (isinstance(value, int | float) and 0 <= value < 1):
+            yield f"--override_config {name!r}: a rate is a number of at least 0 and below 1, not {value!r}"
 
 
 def _rewards(o: SimpleNamespace) -> Iterator[str]:

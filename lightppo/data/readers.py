@@ -35,7 +35,7 @@ Rows = Iterator[tuple[str, dict[str, Any]]]  # (origin, row)
 
 SHARED_BYTES, SHARED_ROWS = 64 << 20, 1000  # of a file that the ranks of a node do not parse each for itself
 
-_ID = "query_id"
+_IDS = ("query_id", "id")  # by which rows of two files are joined; the first that both have
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zip")
 _KINDS = dict.fromkeys((".jsonl", ".ndjson", ".json"), "json") | dict.fromkeys((".csv", ".tsv"), "csv")
 _KINDS |= {".parquet": "parquet", ".arrow": "arrow"}
@@ -130,25 +130,37 @@ def has_split(source: str, split: str, flag: str) -> bool:
 
 
 def with_metadata(rows: Dataset, path: str | None, flag: str = "--prompt_metadata") -> Dataset:
-    """The rows with the further columns of the file's row of the same ``query_id``; DataError if one is missing."""
+    """The rows with the further columns of the file's row of the same id (``_IDS``); DataError if one is missing."""
     if path is None:
         return rows
     from datasets import concatenate_datasets
 
     more = _load_source(path, "train", sys.maxsize, flag)
-    for name, dataset in {"it": more, "the prompts": rows}.items():
-        if _ID not in dataset.column_names:
-            raise DataError(f"{flag} {path}: no column {_ID!r} in {name}, by which rows are joined")
+    ids = _joining_column(rows, more, f"{flag} {path}")
     places: dict[str, int] = {}
-    for place, (key, origin) in enumerate(zip(more[_ID], more[ORIGIN_COLUMN])):
+    for place, (key, origin) in enumerate(zip(more[ids], more[ORIGIN_COLUMN])):
         if places.setdefault(str(key), place) != place:
-            raise DataError(f"{flag} {origin}: {_ID} {key!r} is there twice")
-    for key, origin in zip(rows[_ID], rows[ORIGIN_COLUMN]):
+            raise DataError(f"{flag} {origin}: {ids} {key!r} is there twice")
+    for key, origin in zip(rows[ids], rows[ORIGIN_COLUMN]):
         if str(key) not in places:
-            raise DataError(f"{origin}: {_ID} {key!r} is not in {flag} {path}")
+            raise DataError(f"{origin}: {ids} {key!r} is not in {flag} {path}")
     further = [name for name in more.column_names if name not in rows.column_names]
     return concatenate_datasets(
-        [rows, more.select_columns(further).select([places[str(k)] for k in rows[_ID]])], axis=1
+        [rows, more.select_columns(further).select([places[str(key)] for key in rows[ids]])], axis=1
+    )
+
+
+def _joining_column(rows: Dataset, more: Dataset, what: str) -> str:
+    """The column by which the rows of ``--prompt_metadata`` are joined; DataError if there is none."""
+    for name in _IDS:
+        if name in rows.column_names and name in more.column_names:
+            return name
+    names = " or ".join(map(repr, _IDS))
+    for where, dataset in {"it": more, "the prompts": rows}.items():
+        if not set(_IDS) & set(dataset.column_names):
+            raise DataError(f"{what}: no column {names} in {where}, by which rows are joined")
+    raise DataError(
+        f"{what}: its ids and those of the prompts have different names: call both 'query_id', or both 'id'"
     )
 
 

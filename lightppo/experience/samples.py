@@ -7,6 +7,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from itertools import chain
 from operator import itemgetter
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lightppo import durable
+from lightppo.algorithms.shaping import overlong_penalty
 from lightppo.data.records import Rollout, group_by_prompt
 from lightppo.experience.experience import Experience
 from lightppo.models.packing import on_cpu
@@ -25,6 +27,24 @@ from lightppo.rewards.source import finite
 SHOWN_PROMPT = 200  # characters
 DIGITS = 4  # after the point, of numbers per token
 _LONGEST_CHARACTER = 4  # tokens of one byte each
+
+
+def with_overlong(
+    rollouts: Sequence[Rollout], max_len: int, buffer_len: int | None, penalty_factor: float | None
+) -> list[Rollout]:
+    """Copies whose score has the overlong penalty, and extras its numbers, as in verl; without a buffer as they are."""
+    if buffer_len is None:
+        return list(rollouts)
+    lengths = torch.tensor([len(r.response_ids) for r in rollouts], dtype=torch.float32)
+    penalties = overlong_penalty(lengths, max_len, buffer_len, penalty_factor).tolist()
+    return [
+        replace(
+            rollout,
+            reward=None if rollout.reward is None else rollout.reward + penalty,
+            extras=rollout.extras | {"overlong": float(penalty < 0), "overlong_reward": penalty},
+        )
+        for rollout, penalty in zip(rollouts, penalties)
+    ]
 
 
 def row_of(step: int, r: Rollout) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Hugging Face models and tokenizers, loaded for RL: no dropout, the requested attention, sharded under ZeRO-3.
+"""Hugging Face models and tokenizers, loaded for RL: no dropout by itself, the requested attention, ZeRO-3 shards.
 
 A weight missing from a checkpoint is an error: only a critic's value head may be new.
 """
@@ -14,7 +14,7 @@ import math
 import pickle
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -67,7 +67,10 @@ class LoadOptions:
 
 
 def load_causal_lm(path: str, *, flag: str = "--pretrain", **options: Any) -> PreTrainedModel:
-    """Load (or make) a causal LM without dropout, in eval mode; ``options`` are fields of :class:`LoadOptions`."""
+    """Load (or make) a causal LM, in eval mode; ``options`` are fields of :class:`LoadOptions`.
+
+    A checkpoint's dropout is set to 0; what ``override_config`` sets acts in train mode.
+    """
     o = LoadOptions(**options)
     path, config = _load_config(path, flag, o)
     return _load(AutoModelForCausalLM, path, config, flag, o)
@@ -131,7 +134,7 @@ def _load(
                 )
     if zero3 is not None:
         _restore_frequencies(model)
-    disable_dropout(model)
+    disable_dropout(model, kept=dropouts(o.override_config or {}))
     if o.load_in_4bit:
         quantise(model, head_names(model))
     model.zero3_load_config = zero3  # keeps transformers' weak reference alive
@@ -144,7 +147,7 @@ def load_config(path: str, *, flag: str = "--pretrain", **options: Any) -> Pretr
 
 
 def _load_config(path: str, flag: str, options: LoadOptions) -> tuple[str, PretrainedConfig]:
-    """The path as transformers takes it, and the config without dropout and with the overrides."""
+    """The path as transformers takes it, and the config with the overrides, and no dropout but theirs."""
     path = _model_path(path, flag)
     for name in filter(None, (part.strip() for part in (options.external_lib or "").split(","))):
         try:
@@ -153,13 +156,13 @@ def _load_config(path: str, flag: str, options: LoadOptions) -> tuple[str, Pretr
             raise ModelLoadError(f"--external_lib {name}: {error}: install it, or set PYTHONPATH") from error
     with _errors_name(path, flag):
         config = AutoConfig.from_pretrained(path, trust_remote_code=options.trust_remote_code)
+    for part in (config, config.get_text_config()):
+        _zero_dropout_attributes(part)
     _override(config, options.override_config or {}, "--override_config")
     if any(name.startswith("rope_") for name in options.override_config or ()):
         with _errors_name(path, f"--override_config of {flag}"):
             config.standardize_rope_params()
             config.validate_rope()
-    for part in (config, config.get_text_config()):
-        _zero_dropout_attributes(part)
     return path, config
 
 
@@ -237,17 +240,35 @@ def _with_rope(config: PretrainedConfig, values: dict[str, Any], name: str) -> d
     return rest | ({"rope_parameters": before | merged} if told else {})
 
 
-def disable_dropout(model: nn.Module) -> None:
-    """Set every dropout (and router jitter) of a built model to 0, so that train and eval mode agree."""
+def disable_dropout(model: nn.Module, kept: Container[float] = ()) -> None:
+    """Set every dropout (and router jitter) of a built model to 0, so that train and eval mode agree.
+
+    Rates in ``kept`` stay: the config that the model was built from has no others that are not a class's own.
+    """
     for module in model.modules():
-        if isinstance(module, nn.Dropout):
+        if isinstance(module, nn.Dropout) and module.p not in kept:
             module.p = 0.0
-        _zero_dropout_attributes(module)
+        _zero_dropout_attributes(module, kept)
 
 
-def _zero_dropout_attributes(owner: PretrainedConfig | nn.Module) -> None:
+def dropouts(override_config: dict[str, Any]) -> list[float]:
+    """The rates of dropout (and router jitter) that ``--override_config`` sets, those of its parts too."""
+    found: list[float] = []
+    for name, value in override_config.items():
+        if isinstance(value, dict):
+            found += dropouts(value)
+        elif _is_dropout(name) and isinstance(value, float):
+            found.append(value)
+    return found
+
+
+def _is_dropout(name: str) -> bool:
+    return "drop" in name or "jitter" in name
+
+
+def _zero_dropout_attributes(owner: PretrainedConfig | nn.Module, kept: Container[float] = ()) -> None:
     for key, value in list(vars(owner).items()):
-        if isinstance(value, float) and ("drop" in key or "jitter" in key):
+        if isinstance(value, float) and _is_dropout(key) and value not in kept:
             setattr(owner, key, 0.0)
 
 

@@ -38,7 +38,7 @@ from lightppo.experience.checks import RolloutCheck
 from lightppo.experience.experience import Experience
 from lightppo.experience.maker import ExperienceMaker
 from lightppo.experience.sampler import CollectedStep, dealt_out
-from lightppo.experience.samples import SampleRecord, examined, write_step
+from lightppo.experience.samples import SampleRecord, examined, with_overlong, write_step
 from lightppo.models.lora import AdaptersOff
 from lightppo.models.packing import all_share_prompts, on_cpu
 from lightppo.ranks import heartbeat
@@ -324,11 +324,18 @@ class PPOTrainer(SeedAttributes):
                     self.experience_maker.normalize(self.replay_buffer, self.actor_loss_fn, step)
                 except NonFiniteError as error:
                     self._leave_out(step, error)
-        self.samples.pick(step, collected.rollouts, self.replay_buffer.items, len(collected.repeated))
+        self._record_samples(collected, step)
+
+    def _record_samples(self, collected: CollectedStep, step: int) -> None:
+        """The step's samples for files and people. Collective."""
+        r = self.config.reward
+        max_len = self.config.rollout.generate_max_len
+        rollouts = with_overlong(collected.rollouts, max_len, r.overlong_buffer_len, r.overlong_penalty_factor)
+        self.samples.pick(step, rollouts, self.replay_buffer.items, len(collected.repeated))
         if (folder := self.config.sampling.rollout_data_dir) is not None:
-            write_step(folder, step, collected.rollouts, self.strategy)
+            write_step(folder, step, rollouts, self.strategy)
         shown: Counter[str] = Counter()
-        for rollout in collected.rollouts:
+        for rollout in rollouts:
             shown[source := rollout.prompt.data_source] += 1
             if shown[source] <= self.config.logging.num_examine:
                 self.strategy.print(f"[step {step}] {examined(rollout)}")

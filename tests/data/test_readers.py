@@ -428,6 +428,15 @@ def test_metadata_is_joined_by_query_id(write_jsonl) -> None:
     assert rows[1][ORIGIN_COLUMN] == f"{prompts}:2"
 
 
+def test_metadata_is_joined_by_id_where_one_side_has_no_query_id(write_jsonl) -> None:
+    prompts = write_jsonl([{"prompt": "a", "id": 7, "query_id": "x"}, {"prompt": "b", "id": 8}], "prompts.jsonl")
+    tests = write_jsonl([{"id": "8", "n": 1}, {"id": "7", "n": 2}], "tests.jsonl")
+    assert with_metadata(blending_datasets(prompts), tests)["n"] == [2, 1]
+    both = write_jsonl([{"query_id": "y", "id": 7, "n": 3}, {"query_id": "x", "id": 8, "n": 4}], "both.jsonl")
+    first = write_jsonl([{"prompt": "a", "id": 7, "query_id": "x"}], "first.jsonl")
+    assert with_metadata(blending_datasets(first), both)["n"] == [4]  # query_id wins
+
+
 @pytest.mark.parametrize(
     ("prompts", "tests", "problem"),
     [
@@ -437,8 +446,10 @@ def test_metadata_is_joined_by_query_id(write_jsonl) -> None:
             r"prompts.jsonl:2: query_id 2 is not in --prompt_m",
         ),
         ([{"query_id": 1}, {"x": 2}], [{"query_id": 1}], r"prompts.jsonl:2: query_id None is not in"),
-        ([{"x": 1}], [{"query_id": 1}], r"--prompt_metadata .*: no column 'query_id' in the prompts"),
-        ([{"query_id": 1}], [{"id": 1}], r"--prompt_metadata .*tests.jsonl.*: no column 'query_id'"),
+        ([{"id": 1}, {"id": 2}], [{"id": 1}], r"prompts.jsonl:2: id 2 is not in --prompt_m"),
+        ([{"x": 1}], [{"query_id": 1}], r"--prompt_metadata .*: no column 'query_id' or 'id' in the prompts"),
+        ([{"query_id": 1}], [{"x": 1}], r"--prompt_metadata .*tests.jsonl: no column 'query_id' or 'id' in it"),
+        ([{"query_id": 1}], [{"id": 1}], r"--prompt_metadata .*tests.jsonl: .* different names: call both 'query_id'"),
         ([{"query_id": 1}], [{"query_id": 1}, {"query_id": "1"}], r"--prompt_metadata .*tests.jsonl:2: .* there twice"),
     ],
 )

@@ -142,6 +142,17 @@ class TestTruncatedAnswers:
         assert experience.advantages[:, 0] == approx([-2.0, 2.0, 0.0])
         assert experience.info["reward"].tolist() == [0, 4, 100]  # logged as it is
 
+    def test_masked_and_zero_as_in_areal(self):
+        """The score of a cut answer is 0 where it is still looked at; it is trained on neither way."""
+        cut = answer(100.0, sample_index=2, finish_reason="length")
+        options = {"coef": 0.0, "critic": False, "advantage_estimator": "dr_grpo", "n_samples_per_prompt": 3}
+        both = maker(mask_too_long=True, mask_no_eos_with_zero=True, **options)
+        experience = make_one(both, *group(0.0, 4.0), cut)
+        assert experience.action_mask.any(1).tolist() == [True, True, False]
+        assert experience.advantages[:, 0] == approx([-2.0, 2.0, 0.0])
+        assert both.shaper.shape([cut]).tolist() == [0.0]
+        assert maker(mask_too_long=True, **options).shaper.shape([cut]).tolist() == [100.0]
+
     def test_score_zero_but_the_kl_counts(self):
         experience = make_one(maker(mask_no_eos_with_zero=True), answer(finish_reason="length"))
         assert experience.info["return"] == approx([0.0])  # -0.1·(0.5 + 0 - 0.5)

@@ -11,7 +11,7 @@ import torch
 from support.fakes import FakeStrategy, make_rollout, on_ranks
 
 from lightppo.experience.experience import Experience
-from lightppo.experience.samples import SampleRecord, TokenPieces, write_step
+from lightppo.experience.samples import SampleRecord, TokenPieces, examined, with_overlong, write_step
 
 
 def test_one_line_per_sample_of_all_ranks_in_order(tmp_path):
@@ -33,6 +33,24 @@ def test_one_line_per_sample_of_all_ranks_in_order(tmp_path):
         "ground_truth": "7", "score": 2.5, "finish_reason": "length", "response_length": 2,
         "extras": {"accuracy": 1.0},
     }  # fmt: skip
+
+
+def test_a_dump_has_the_overlong_penalty(tmp_path):
+    """Of at most 10 tokens the last 4 cost up to 2: 8 tokens cost (8 - 6)/4·2 = 1, 5 tokens nothing, 10 tokens 2."""
+    lengths = (8, 5, 10)
+    rollouts = [make_rollout(response_ids=[7] * n, sample_index=i, reward=3.0) for i, n in enumerate(lengths)]
+    unscored = make_rollout(response_ids=[7] * 8, sample_index=3, reward=None)
+    rollouts[0].extras = {"acc": 1.0}
+    dumped = with_overlong([*rollouts, unscored], max_len=10, buffer_len=4, penalty_factor=2.0)
+    write_step(tmp_path, 1, dumped, FakeStrategy())
+    rows = [json.loads(line) for line in (tmp_path / "step1.jsonl").read_text().splitlines()]
+    assert [row["score"] for row in rows] == [2.0, 3.0, 1.0, None]
+    assert rows[0]["extras"] == {"acc": 1.0, "overlong": 1.0, "overlong_reward": -1.0}
+    assert rows[1]["extras"] == {"overlong": 0.0, "overlong_reward": 0.0}
+    assert "score 2 · acc 1 · overlong 1 · overlong_reward -1" in examined(dumped[0])
+    assert rollouts[0].reward == 3.0  # what trains is shaped elsewhere
+    assert rollouts[0].extras == {"acc": 1.0}
+    assert with_overlong(rollouts, max_len=10, buffer_len=None, penalty_factor=None) == rollouts
 
 
 def decode(ids: list[int]) -> str:

@@ -14,7 +14,16 @@ from safetensors.torch import load_file, save_file
 from support.ranks import run_ranks
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
-from transformers import BertConfig, Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    BertConfig,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
 
 from lightppo.compat import get_llm_for_sequence_regression
 from lightppo.errors import ModelLoadError
@@ -232,6 +241,32 @@ def test_override_config(causal_lm: MakeModel, tmp_path: Path) -> None:
         load_causal_lm(str(tmp_path), override_config={"rms_norm_epz": 0.5})
     with pytest.raises(ModelLoadError, match=f"--pretrain {tmp_path}"):  # other shapes than the checkpoint's
         load_causal_lm(str(tmp_path), override_config={"intermediate_size": 40})
+
+
+def test_dropout_of_the_checkpoint_is_off_and_that_of_override_config_acts_in_training(
+    causal_lm: MakeModel, tmp_path: Path
+) -> None:
+    causal_lm().save_pretrained(tmp_path)  # its config has dropout 0.1
+    tokens = torch.arange(5, 25)[None]
+    plain = load_causal_lm(str(tmp_path))
+    dropping = load_causal_lm(str(tmp_path), override_config={"attention_dropout": 0.3})
+    assert (plain.config.attention_dropout, dropping.config.attention_dropout) == (0.0, 0.3)
+    with torch.no_grad():
+        expected = plain(tokens).logits
+        assert torch.equal(plain.train()(tokens).logits, expected)
+        assert torch.equal(dropping(tokens).logits, expected)  # loaded in eval mode
+        first, second = (dropping.train()(tokens).logits for _ in range(2))
+        assert not torch.equal(first, second)
+        assert torch.equal(dropping.eval()(tokens).logits, expected)
+
+
+def test_dropout_modules_keep_the_rate_of_override_config(tmp_path: Path) -> None:
+    config = GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=32, n_positions=16)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    model = load_causal_lm(str(tmp_path), override_config={"resid_pdrop": 0.2})
+    block = model.transformer.h[0]
+    assert (block.attn.resid_dropout.p, block.mlp.dropout.p) == (0.2, 0.2)
+    assert (block.attn.attn_dropout.p, model.transformer.drop.p) == (0.0, 0.0)
 
 
 def test_external_lib_is_imported_first(causal_lm: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -334,6 +334,23 @@ def rows(config: PPOConfig) -> list[dict[str, Any]]:
     return [json.loads(line) for line in Path(config.checkpoint.save_path, "metrics.jsonl").read_text().splitlines()]
 
 
+def test_dropout_of_override_config_acts_in_training_alone(make_config, tmp_path):
+    """The first rollout is the same and the gradient another one; a second run has the same masks."""
+
+    def first_step(name: str, rate: float) -> dict[str, Any]:
+        folder = str(tmp_path / name)
+        override = json.dumps({"attention_dropout": rate})
+        config = make_config(override_config=override, save_path=folder, benchmark_steps=1, init_kl_coef=0.1)
+        fitted(config)
+        return next(row for row in rows(config) if "train/actor_grad_norm" in row)
+
+    plain, dropping, again = first_step("plain", 0.0), first_step("dropping", 0.3), first_step("again", 0.3)
+    for of_rollout in ("rollout/reward", "rollout/response_length"):
+        assert dropping[of_rollout] == plain[of_rollout]
+    assert dropping["train/actor_grad_norm"] != plain["train/actor_grad_norm"]
+    assert dropping["train/actor_grad_norm"] == again["train/actor_grad_norm"]
+
+
 def test_runs_end_early_and_the_schedule_knows_or_does_not(make_config, tmp_path):
     def rates(**options: Any) -> list[float]:
         folder = str(tmp_path / str(options))

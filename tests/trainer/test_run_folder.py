@@ -180,7 +180,8 @@ def test_a_new_run_keeps_evaluations_rollouts_and_curves_of_the_old_one(make_con
 def test_all_samples_may_be_in_the_folder_of_some(make_config, tmp_path):
     run = tmp_path / "run"
     for _ in range(2):
-        fitted(make_config(record_samples=3, rollout_data_dir=str(run / "rollouts"), benchmark_steps=1))
+        options = {"overlong_buffer_len": 1, "overlong_penalty_factor": 0.25}
+        fitted(make_config(record_samples=3, rollout_data_dir=str(run / "rollouts"), benchmark_steps=1, **options))
     for folder in (run / "rollouts", run / "rollouts.1"):
         assert sorted(path.name for path in folder.iterdir()) == ["step1.jsonl", "step1.jsonl.gz"]
         every = [json.loads(line) for line in (folder / "step1.jsonl").read_text().splitlines()]
@@ -193,6 +194,8 @@ def test_all_samples_may_be_in_the_folder_of_some(make_config, tmp_path):
             assert tokens.keys() == {"text"} | numbers
             assert {len(values) for values in tokens.values()} == {row["response_length"]}
             assert row in every
+        assert {row["extras"]["overlong_reward"] for row in every} <= {0.0, -0.25}
+        assert any(row["extras"]["overlong"] for row in every)
 
 
 # -- what makes the run ----------------------------------------------------------------------------------------------
