@@ -138,11 +138,12 @@ actor_learning_rate adam_betas adam_offload advantage_estimator apply_chat_templ
 """
 
 TRL = """
-model_name_or_path model_name reward_model sft_model_path reward_model_path reward_model_name_or_path | `--pretrain`, `--ref_pretrain` where it differs, `--reward_pretrain`
+model_name_or_path sft_model_path | `--pretrain`, `--ref_pretrain` where it differs
+reward_model_path reward_model_name_or_path | `--reward_pretrain`
 model_revision model_init_kwargs cache_implementation | not here: give a local folder; `--override_config` changes its config
 reward_funcs | `--reward_fn path.py:name`
 reward_weights multi_objective_aggregation | a `CombinedReward` in the file of `--reward_fn`
-dataset_name query_dataset dataset_train_split | `--prompt_data`, `--prompt_split`
+dataset_name dataset_train_split | `--prompt_data`, `--prompt_split`
 dataset_test_split | `--eval_data`, `--eval_split`
 datasets datasets.* | `--prompt_data A,B`, with `--prompt_data_probs`
 dataset_config dataset_streaming streaming dataset_num_proc remove_unused_columns test_split_size | not here: rows are read once, other columns go to the reward function
@@ -243,7 +244,7 @@ eval_on_start | `--val_before_train` (on)
 log_completions num_completions_to_print num_sample_generations log_unique_prompts wandb_log_unique_prompts | `--num_examine`, `--rollout_data_dir`
 log_multimodal max_tool_calling_iterations | not here: text, one turn per sample
 log_completions_hub_repo push_to_hub push_to_hub_if_best_kwargs hub_always_push hub_revision trackio_bucket_id trackio_space_id trackio_static_space_id hub_model_id hub_strategy hub_token hub_private_repo torch_empty_cache_steps ignore_bias_buffers | not here
-report_to run_name project logging_dir log_with exp_name task_name tracker_project_name tracker_kwargs project_kwargs | `--use_wandb`, `--use_tensorboard FOLDER`, `--use_trackio PROJECT`, `--use_mlflow URI`, `--wandb_run_name`, `--wandb_project`
+report_to run_name project logging_dir log_with exp_name model_name query_dataset task_name tracker_project_name tracker_kwargs project_kwargs | `--use_wandb`, `--use_tensorboard FOLDER`, `--use_trackio PROJECT`, `--use_mlflow URI`, `--wandb_run_name`, `--wandb_project`
 logging_strategy logging_first_step disable_tqdm log_level log_level_replica log_on_each_node logging_nan_inf_filter skip_memory_metrics include_num_input_tokens_seen compare_steps | not here: `--logging_steps` alone (1 here, 10 there)
 top_k | `--top_k`, off is 0 there, -1 here
 fp16 kl_estimator dataloader_pin_memory gamma temperature top_p min_p repetition_penalty entropy_coef trust_remote_code attn_implementation load_in_4bit use_liger_kernel gradient_checkpointing_use_reentrant local_rank debug seed full_determinism torch_compile | =
