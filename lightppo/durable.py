@@ -189,6 +189,14 @@ def manifest(folder: Path) -> dict[str, Any]:
         return {"files": {}, "facts": {}}
 
 
+def seal_of(folder: Path) -> str | None:
+    """The sum of a sealed folder's manifest, which names its files' sums and its facts; None without a whole one."""
+    try:
+        return _sum_of(_read(folder))
+    except (OSError, ValueError):
+        return None
+
+
 def check(folder: Path, share: int = 0, shares: int = 1) -> list[str]:
     """What is damaged in a sealed folder, a text per file: nothing if it is as it was sealed.
 

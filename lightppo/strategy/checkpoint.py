@@ -63,6 +63,7 @@ def save_checkpoint(
     max_mem: float = 1000,
     client_state: dict[str, Any] | None = None,
     protected_tags: Collection[str] = (),
+    facts: Mapping[str, Any] = {},
 ) -> str:
     """Saves weights, optimizer and scheduler to ``save_dir/tag``, marks it as the latest, returns the tag. Collective.
 
@@ -75,6 +76,7 @@ def save_checkpoint(
         max_mem: GB (1e9 bytes) that all of them may take; the oldest are removed first, this one never.
         client_state: plain values and tensors to get back from ``load_ckpt``; rank 0's is saved.
         protected_tags: never removed.
+        facts: plain values that its manifest keeps, see ``durable.manifest``; rank 0's are saved.
     """
     engine = get_engine(model, "saving a checkpoint")
     if max_num < 1:
@@ -88,14 +90,7 @@ def save_checkpoint(
     meta = {"format": _FORMAT, "sealed": True, **_shape(engine)}
     meta["adapters"] = None if adapters is None else str(adapters)
     files = _Files(staging)
-    if not has_optimizer(engine):
-        # Each rank writes its shards under ZeRO-3; otherwise rank 0 writes everything.
-        if zero_stage_of(engine) == 3 or ranks.is_rank_0():
-            files.write(_local_tensors(engine), staging / FROZEN.format(ranks.get_rank()))
-    else:
-        with _frozen_left_out(engine) if meta["adapters"] else contextlib.nullcontext(), files.of(engine):
-            options = {"exclude_frozen_parameters": True} if meta["adapters"] else {}
-            engine.save_checkpoint(str(save_dir), tag=staging.name, save_latest=False, **options)
+    _write_engine(ranks, engine, files, has_adapters=adapters is not None)
     if meta["adapters"]:
         meta["frozen"], meta["in_4bit"] = zip(*ranks.all_gather_object(_frozen_sums(engine.module)))
     known, needed = files.settle(ranks)
@@ -104,7 +99,7 @@ def save_checkpoint(
         with _removed_on_failure(staging), durable.explained(save_dir, needed):
             client = durable.write_file(staging / _CLIENT_STATE, partial(torch.save, client_state or {}))
             (staging / META).write_text(json.dumps(meta))
-            durable.seal(staging, known | {_CLIENT_STATE: client})
+            durable.seal(staging, known | {_CLIENT_STATE: client}, **facts)
         with durable.explained(save_dir):
             _replace(save_dir, tag, staging)
             upload(target, tag, last=META)
@@ -114,6 +109,18 @@ def save_checkpoint(
 
     ranks.on_rank_0(commit, f"complete the checkpoint {save_dir / tag}")
     return tag
+
+
+def _write_engine(ranks: Ranks, engine: Any, files: _Files, has_adapters: bool) -> None:
+    """Weights, optimizer and scheduler; under adapters without the frozen weights. Collective."""
+    if not has_optimizer(engine):
+        # Each rank writes its shards under ZeRO-3; otherwise rank 0 writes everything.
+        if zero_stage_of(engine) == 3 or ranks.is_rank_0():
+            files.write(_local_tensors(engine), files.folder / FROZEN.format(ranks.get_rank()))
+        return
+    with _frozen_left_out(engine) if has_adapters else contextlib.nullcontext(), files.of(engine):
+        options = {"exclude_frozen_parameters": True} if has_adapters else {}
+        engine.save_checkpoint(str(files.folder.parent), tag=files.folder.name, save_latest=False, **options)
 
 
 @contextlib.contextmanager

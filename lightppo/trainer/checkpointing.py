@@ -6,7 +6,8 @@ ckpt_path/global_stepN_hf        the actor for transformers (--save_hf_ckpt)
 ckpt_path/best_hf                the actor of the best evaluation (--best_metric), and best.json
 ckpt_path/latest                 the last tag of which every part is whole
 
-Each part has a manifest. A checkpoint with a file that is not as it was saved is renamed, all parts together, to
+Each part has a manifest. It also names part, step, run, and the sums of the parts that were saved before it: a part of
+another checkpoint is refused. A checkpoint with a file that is not as it was saved is renamed, all parts together, to
 ``global_stepN.damaged``, and the run goes on from the one before.
 """
 
@@ -17,7 +18,8 @@ import logging
 import math
 import re
 import shutil
-from collections.abc import Container, Iterable, Mapping
+import uuid
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -106,6 +108,7 @@ class RunCheckpointer:
         self, strategy: DeepspeedStrategy, config: CheckpointConfig, models: Mapping[str, Any], tokenizer: Any
     ) -> None:
         self.strategy, self.config, self.models, self.tokenizer = strategy, config, models, tokenizer
+        self.run = uuid.uuid4().hex[:12]  # a resumed run keeps its own; rank 0's is written
 
     def save(self, root: str | Path, step: int, client_state: Mapping[str, Any]) -> None:
         """Write the checkpoint of a step. Collective.
@@ -115,7 +118,7 @@ class RunCheckpointer:
         tag, c = f"global_step{step}", self.config
         self.require_finite(step)
         if not c.disable_ds_ckpt:
-            state = {**client_state, "rng": self.strategy.gather_object(rng_state())}
+            state = {**client_state, "rng": self.strategy.gather_object(rng_state()), "run": self.run}
             previous: list[str] = []  # on rank 0, which removes the older ones
 
             def prepare() -> None:
@@ -124,7 +127,8 @@ class RunCheckpointer:
 
             self.strategy.on_rank_0(prepare, f"make room for {tag} in {root}")
             # The actor last: its client state is what makes the other parts a checkpoint of the run. Until it is
-            # written, the others keep what belongs to the one before.
+            # written, the others keep what belongs to the one before; and it knows the sums of all others.
+            sums: dict[str, str | None] = {}
             for name in sorted(self.models, key=lambda name: name == "actor"):
                 self.strategy.save_ckpt(
                     *(self.models[name], join(root, f"_{name}"), tag),
@@ -132,7 +136,9 @@ class RunCheckpointer:
                     max_mem=c.max_ckpt_mem / len(self.models),
                     client_state=state if name == "actor" else None,
                     protected_tags=() if name == "actor" else previous,
+                    facts={"part": name, "step": step, "run": self.run, "siblings": dict(sums)},
                 )
+                sums[name] = durable.seal_of(local_folder(root) / f"_{name}" / tag)
             self.strategy.on_rank_0(lambda: _mark(root, tag), f"mark {tag} as the latest in {root}")
         if c.save_hf_ckpt:
             self.save_hf(root, step)
@@ -242,7 +248,9 @@ class RunCheckpointer:
         for tag in tags:
             if found := self._damage(root, tag):
                 bad[tag] = "; ".join(found)
-            elif bad and keep_aside:
+                continue
+            self._require_one_save(root, tag, tags)
+            if bad and keep_aside:
                 self.strategy.on_rank_0(lambda tag=tag: self._set_aside(root, bad, tag), f"rename {list(bad)}")
                 told = [f"{name} is damaged, kept as {name}{DAMAGED}: {text}" for name, text in bad.items()]
                 self.strategy.print(f"{root}: {'; '.join(told)}; going on from {tag}")
@@ -269,6 +277,17 @@ class RunCheckpointer:
             bring(self.strategy, part, tag)
             found += [f"_{name}: {text}" for text in damage(self.strategy, local_folder(part) / tag)]
         return found
+
+    def _require_one_save(self, root: str | Path, tag: str, tags: Sequence[str]) -> None:
+        """CheckpointError on all ranks where the parts of a checkpoint were not saved together. Collective."""
+        told = mixture(local_folder(root), tag, self.models) if self.strategy.is_rank_0() else None
+        if told := self.strategy.broadcast_object(told):
+            before = tags[tags.index(tag) + 1 :]
+            back = f", or remove {tag} from every part to go on from {before[0]}" if before else ""
+            raise CheckpointError(
+                f"{root}/{tag} has parts of different checkpoints: {told}. Restore all parts of {tag} from one "
+                f"backup{back}; to start anew, set --resume never"
+            )
 
     def _set_aside(self, root: str | Path, tags: Iterable[str], whole: str) -> None:
         """Other names for damaged checkpoints, in all parts; ``latest`` names the whole one."""
@@ -343,6 +362,9 @@ class RunCheckpointer:
         for name, model in self.models.items():
             _, states[name] = self.strategy.load_ckpt(model, join(root, f"_{name}"), tag, **options)
         state, strategy = states["actor"], self.strategy
+        run = state.pop("run", self.run)
+        if self.config.resume == "auto":  # from a path another run goes on
+            self.run = run
         generators, now = state.pop("rng"), strategy.world_size
         state["world_size"] = len(generators)
         if len(generators) == now:
@@ -352,6 +374,47 @@ class RunCheckpointer:
             strategy.set_seed(hash(key) & 0x7FFF_FFFF_FFFF_FFFF)
             strategy.print(f"--reshape_ckpt: {len(generators)} ranks → {now}; random generators are seeded anew")
         return state
+
+
+def mixture(root: Path, tag: str, names: Iterable[str]) -> str | None:
+    """Which parts of a checkpoint were not saved together with the others; ``None`` if all were.
+
+    An older lightppo wrote nothing to tell it by: such parts fit together, but not to newer ones.
+    """
+    folders = {name: root / f"_{name}" / tag for name in names}
+    facts = {name: durable.manifest(folder)["facts"] for name, folder in folders.items()}
+    if not any("run" in of_part for of_part in facts.values()):
+        return None
+    odd = _of_another_origin(facts, int(tag.removeprefix("global_step")))
+    kind = "the"
+    if not odd:
+        odd, kind = _of_another_save(folders, facts["actor"].get("siblings", {})), "of another save, the"
+    if not odd:
+        return None
+    told = [f"_{name} is {_origin(facts[name], kind)}" for name in sorted(odd)]
+    return "; ".join(told + [f"_{name} is {_origin(facts[name], 'the')}" for name in folders if name not in odd])
+
+
+def _of_another_origin(facts: Mapping[str, Mapping[str, Any]], step: int) -> set[str]:
+    """Parts of another step, or of another run than most parts are; of as many, than the actor is."""
+    origins = {name: (of_part.get("run"), of_part.get("step")) for name, of_part in facts.items()}
+    fitting = [origin for origin in origins.values() if origin[1] in (step, None)]  # None: of an older version
+    usual = max(fitting, key=fitting.count, default=None)
+    other_model = {name for name, of_part in facts.items() if of_part.get("part") not in (name, None)}
+    return other_model | {name for name, origin in origins.items() if origin != usual}
+
+
+def _of_another_save(folders: Mapping[str, Path], sums: Mapping[str, str]) -> set[str]:
+    """Parts whose sums the actor does not know; if it knows none of several, it is the actor."""
+    others = [name for name in folders if name != "actor"]
+    odd = {name for name in others if durable.seal_of(folders[name]) != sums.get(name)}
+    return {"actor"} if len(odd) == len(others) > 1 else odd
+
+
+def _origin(facts: Mapping[str, Any], kind: str) -> str:
+    if "run" not in facts:
+        return "of an older lightppo"
+    return f"{kind} {facts['part']} of step {facts['step']} of run {facts['run']}"
 
 
 def _tags(name: str, root: Path) -> list[str]:

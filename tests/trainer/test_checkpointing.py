@@ -48,13 +48,14 @@ class SavingStrategy(FakeStrategy):
     dies_at: str | None = None  # the part that a crash comes before
 
     def save_ckpt(self, model: str, save_dir: Path, tag: str, *, max_num: int, max_mem: float, client_state: Any,
-                  protected_tags: tuple[str, ...] = ()) -> None:  # fmt: skip
+                  protected_tags: tuple[str, ...] = (), facts: Any = None) -> None:  # fmt: skip
         if save_dir.name == f"_{self.dies_at}":
             raise KeyboardInterrupt(f"killed before {save_dir}")
         make_part(save_dir.parent, save_dir.name[1:], int(tag.removeprefix("global_step")))
         content = {"model": model, "max_mem": max_mem, "has_state": client_state is not None}
         (save_dir / tag / "content.json").write_text(json.dumps(content))
         torch.save(client_state, save_dir / tag / "state.pt")
+        durable.seal(save_dir / tag, **(facts or {}))
         tags = list_tags(save_dir)
         for old in [t for t in tags if t != tag and t not in protected_tags][: max(0, len(tags) - max_num)]:
             for file in (save_dir / old).iterdir():
@@ -286,6 +287,122 @@ def test_parts_of_two_runs_never_look_like_one_checkpoint(tmp_path):
     assert checkpointer().find(tmp_path) == "global_step1"
 
 
+# -- parts of different checkpoints ----------------------------------------------------------------------------------
+
+
+def saved_run(root: Path, *steps: int, ema: bool = True) -> RunCheckpointer:
+    """The checkpoints of a run with critic, and with a moving average or without."""
+    mine = checkpointer(ema=ema, ckpt_path=str(root))
+    for step in steps:
+        mine.save(root, step, {"config": PPOConfig().flat(), "trainer": {"global_step": step}})
+    return mine
+
+
+def started(root: Path, ema: bool = True, **options: Any) -> dict[str, Any] | None:
+    return checkpointer(ema=ema, ckpt_path=str(root), **options).resume(PPOConfig().flat(), {})
+
+
+def put(source: Path, target: Path) -> None:
+    """As a partial restore does: these files in place of those."""
+    shutil.rmtree(target)
+    shutil.copytree(source, target)
+
+
+@pytest.mark.parametrize("part", ["actor", "critic", "ema"])
+def test_a_part_of_another_step_is_refused(tmp_path, part):
+    run = saved_run(tmp_path, 1, 2, 3).run
+    assert started(tmp_path)["trainer"] == {"global_step": 3}
+    put(tmp_path / f"_{part}" / "global_step2", tmp_path / f"_{part}" / "global_step3")
+    with pytest.raises(CheckpointError) as error:
+        started(tmp_path)
+    others = [name for name in ("actor", "critic", "ema") if name != part]
+    rest = "; ".join(f"_{name} is the {name} of step 3 of run {run}" for name in others)
+    assert str(error.value) == (
+        f"{tmp_path}/global_step3 has parts of different checkpoints: _{part} is the {part} of step 2 of run {run}; "
+        f"{rest}. Restore all parts of global_step3 from one backup, or remove global_step3 from every part to go on "
+        "from global_step2; to start anew, set --resume never"
+    )
+    for name in ("actor", "critic", "ema"):  # as the message says
+        shutil.rmtree(tmp_path / f"_{name}" / "global_step3")
+    assert started(tmp_path)["trainer"] == {"global_step": 2}
+
+
+@pytest.mark.parametrize("part", ["actor", "critic", "ema"])
+def test_a_part_of_another_run_is_refused(tmp_path, part):
+    mine, other = saved_run(tmp_path / "mine", 2), saved_run(tmp_path / "other", 2)
+    put(tmp_path / "other" / f"_{part}" / "global_step2", tmp_path / "mine" / f"_{part}" / "global_step2")
+    rest = [name for name in ("actor", "critic", "ema") if name != part]
+    told = (
+        f"_{part} is the {part} of step 2 of run {other.run}; _{rest[0]} is the {rest[0]} of step 2 of run {mine.run}; "
+    )
+    for options in ({}, {"resume": str(tmp_path / "mine")}):
+        with pytest.raises(CheckpointError, match=told):
+            started(tmp_path / "mine", **options)
+    assert (tmp_path / "mine" / "_actor" / "global_step2").is_dir()  # nothing is renamed
+
+
+def test_of_two_parts_of_two_runs_both_are_named(tmp_path):
+    mine, other = (saved_run(tmp_path / name, 2, ema=False) for name in ("mine", "other"))
+    put(tmp_path / "other" / "_actor" / "global_step2", tmp_path / "mine" / "_actor" / "global_step2")
+    told = (
+        f"_critic is the critic of step 2 of run {mine.run}; _actor is the actor of step 2 of run {other.run}. Restore"
+    )
+    with pytest.raises(CheckpointError, match=told):
+        started(tmp_path / "mine", ema=False)
+
+
+@pytest.mark.parametrize("part", ["actor", "critic"])
+def test_a_part_of_an_earlier_save_of_the_same_step_is_refused(tmp_path, part):
+    """Same run, same step: only the sums tell."""
+    mine = saved_run(tmp_path, 2)
+    shutil.copytree(tmp_path, tmp_path / "before")
+    mine.models = {name: f"{model} later" for name, model in mine.models.items()}
+    mine.save(tmp_path, 2, {})
+    put(tmp_path / "before" / f"_{part}" / "global_step2", tmp_path / f"_{part}" / "global_step2")
+    with pytest.raises(CheckpointError, match=f"_{part} is of another save, the {part} of step 2 of run {mine.run}; _"):
+        started(tmp_path)
+
+
+def test_one_part_in_the_place_of_another_is_refused(tmp_path):
+    run = saved_run(tmp_path, 2).run
+    put(tmp_path / "_critic" / "global_step2", tmp_path / "_ema" / "global_step2")
+    with pytest.raises(CheckpointError, match=f"checkpoints: _ema is the critic of step 2 of run {run}; _actor is"):
+        started(tmp_path)
+
+
+def test_parts_of_an_older_version_fit_together_but_not_to_newer_ones(tmp_path):
+    saved_run(tmp_path, 1, 2)
+    for folder in tmp_path.glob("_*/global_step2"):
+        durable.seal(folder)  # without facts
+    assert started(tmp_path)["trainer"] == {"global_step": 2}
+    put(tmp_path / "_critic" / "global_step1", tmp_path / "_critic" / "global_step2")
+    with pytest.raises(CheckpointError, match=r"_critic is the critic of step 1 of run \w+; _actor is of an older"):
+        started(tmp_path)
+
+
+def test_all_ranks_refuse_a_mixture_alike(tmp_path):
+    saved_run(tmp_path, 1, 2)
+    put(tmp_path / "_critic" / "global_step1", tmp_path / "_critic" / "global_step2")
+
+    def start(strategy: FakeStrategy) -> str:
+        mine = checkpointer(SavingStrategy(strategy.rank, 2, strategy.exchange), ckpt_path=str(tmp_path))
+        with pytest.raises(CheckpointError) as error:
+            mine.resume(PPOConfig().flat(), {})
+        return str(error.value)
+
+    first, second = on_ranks(2, start)
+    assert first == second
+
+
+def test_a_resumed_run_keeps_its_name_and_one_that_goes_on_from_a_path_has_its_own(tmp_path):
+    first = saved_run(tmp_path, 1)
+    resumed_run, branch = checkpointer(ema=True, ckpt_path=str(tmp_path)), checkpointer(ema=True, resume=str(tmp_path))
+    for mine in (resumed_run, branch):
+        mine.resume(PPOConfig().flat(), {})
+    assert resumed_run.run == first.run
+    assert branch.run != first.run
+
+
 # -- saving and loading ----------------------------------------------------------------------------------------------
 
 
@@ -371,7 +488,7 @@ def test_random_numbers_of_every_rank_are_in_the_checkpoint(tmp_path):
 
     on_ranks(2, save)
     state = torch.load(tmp_path / "_actor" / "global_step1" / "state.pt", weights_only=False)
-    assert state == {"rng": [{"of rank": 0}, {"of rank": 1}]}
+    assert state["rng"] == [{"of rank": 0}, {"of rank": 1}]
 
 
 def test_exports_alone(tmp_path):

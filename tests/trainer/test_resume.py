@@ -18,7 +18,7 @@ from support.tiny import write_jsonl
 
 from lightppo import PPOTrainer, durable
 from lightppo.config import PPOConfig
-from lightppo.errors import ConfigError, StorageError
+from lightppo.errors import CheckpointError, ConfigError, StorageError
 from lightppo.rollout.hf import HFRolloutEngine
 from lightppo.trainer.run_folder import release
 
@@ -123,6 +123,25 @@ def test_a_resumed_run_is_the_uninterrupted_run(everything, capsys, zero_stage):
     assert [row["train/ptx_loss"] > 0 for row in rows] == [True] * 4
     assert len({row["train/kl_coef"] for row in rows}) == 4
     assert len({row["train/actor_lr"] for row in rows}) == 4
+
+
+def test_a_part_of_another_checkpoint_is_refused(everything, tmp_path):
+    """Actor, critic, moving average and reference, each of the step before: a resume trained on with it."""
+    config = everything("run", benchmark_steps=2)
+    run = fitted(config).checkpointer.run
+    root = tmp_path / "run" / "ckpt"
+    shutil.copytree(root, tmp_path / "kept")
+    for part in ("actor", "critic", "ema", "reference"):
+        shutil.rmtree(root / f"_{part}" / "global_step2")
+        shutil.copytree(root / f"_{part}" / "global_step1", root / f"_{part}" / "global_step2")
+        told = f"{root}/global_step2 has parts of different checkpoints: _{part} is the {part} of step 1 of run {run}; "
+        with pytest.raises(CheckpointError, match=told):
+            PPOTrainer.from_config(config)
+        shutil.rmtree(root)
+        shutil.copytree(tmp_path / "kept", root)
+    resumed = PPOTrainer.from_config(config)
+    assert resumed.state.global_step == 2
+    assert resumed.checkpointer.run == run
 
 
 def test_a_run_stopped_by_a_signal_saves_and_goes_on_as_if_nothing_had_happened(everything, tmp_path, capsys):
