@@ -49,8 +49,7 @@ class HTTPClient:
     url: str
     what: str = "server"  # what logs and errors call it
     _: KW_ONLY
-    # Seconds per try, for any silence and for the whole answer: a server that drips is left after at most twice this.
-    timeout: float = 60.0
+    timeout: float = 60.0  # seconds per try, from connecting to the last byte of the answer
     connect_timeout: float = float("inf")  # seconds for connecting, if shorter
     retries: int = 0  # further tries after a failure that may pass
     retry_timeouts: bool = True  # False: time-outs are final
@@ -141,10 +140,10 @@ class HTTPClient:
             if 300 <= status < 500 and status not in _PASSING_STATUS:
                 kind = RefusedError
         except (requests.RequestException, urllib3.exceptions.HTTPError, TimeoutError) as error:
-            reason = f"{type(error).__name__}: {error}"
-            timed_out = isinstance(error, (requests.Timeout, urllib3.exceptions.TimeoutError, TimeoutError))
-            kind = SlowServerError if timed_out else kind
+            reason, timed_out = f"{type(error).__name__}: {error}", _by_time_out(error)
             kind = UnreachableError if isinstance(error, requests.ConnectionError) else kind
+            if timed_out and not isinstance(error, requests.ConnectTimeout):
+                kind, reason = SlowServerError, f"the answer was not complete after {timeout:g} s"
         except (UserError, ValueError, TypeError, LookupError, RecursionError) as error:
             reason = f"its answer cannot be used: {'it lacks ' if isinstance(error, KeyError) else ''}{error}"
             answer_error = type(error)
@@ -153,12 +152,14 @@ class HTTPClient:
         raise kind(text, status=status, timed_out=timed_out, answer_error=answer_error)
 
     def _send(self, path: str, content: bytes, timeout: float) -> tuple[int, bytes]:
-        """Status and answer. requests' time-out limits gaps between bytes, the deadline is for servers that drip."""
+        """Status and answer, within the time for the whole exchange."""
         import requests
 
-        deadline = time.monotonic() + timeout
+        from lightppo.http_deadline import deadline
+
         with (
-            nullcontext(self._kept) if self.keep_alive else requests.Session() as session,
+            deadline(timeout),
+            nullcontext(self._kept) if self.keep_alive else self._session() as session,
             session.post(
                 self.url + path,
                 data=content,
@@ -175,19 +176,23 @@ class HTTPClient:
                 answer += chunk
                 if len(answer) > self.max_bytes:
                     raise requests.RequestException(f"the answer is longer than {self.max_bytes} bytes")
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"the answer was not complete after {timeout:g} s")
             return response.status_code, bytes(answer)
+
+    def _session(self, connections: int = 1) -> requests.Session:
+        import requests
+
+        from lightppo.http_deadline import DeadlineAdapter
+
+        session = requests.Session()
+        adapter = DeadlineAdapter(pool_connections=1, pool_maxsize=connections)
+        session.mount("http://", adapter)
+        session.mount("https://", adapter)
+        return session
 
     @cached_property
     def _kept(self) -> requests.Session:
-        import requests
-
-        session = requests.Session()
+        session = self._session(connections=self.max_concurrent or 1024)
         session.cookies.set_policy(DefaultCookiePolicy(allowed_domains=[]))  # so that threads can share the session
-        adapter = requests.adapters.HTTPAdapter(pool_connections=1, pool_maxsize=self.max_concurrent or 1024)
-        session.mount("http://", adapter)
-        session.mount("https://", adapter)
         return session
 
     @cached_property
@@ -213,6 +218,13 @@ class HTTPClient:
         if not quiet:
             self._warned_at[says] = now
         logger.log(logging.DEBUG if quiet else logging.WARNING, "%s; next try in %.0f s", error, wait)
+
+
+def _by_time_out(error: BaseException | None) -> bool:
+    """Whether a time-out is the cause; of sending, requests says only that the connection was aborted."""
+    while error is not None and not isinstance(error, TimeoutError):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _parsed(answer: bytes) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import socket
 import threading
 import traceback
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 
 import pytest
 from support.http_server import JsonServer, ok
@@ -204,20 +205,105 @@ def test_a_silent_server_is_left_at_the_limit(server, retry_timeouts, tries):
     assert len(server.requests) == tries
 
 
-def test_a_dripping_answer_is_cut_off(server, monkeypatch):
-    clock = [0.0]
-    monkeypatch.setattr("lightppo.http.time.monotonic", lambda: clock[0])
+HEAD = b"HTTP/1.1 200 OK\r\n"
+CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
+# What a server sends at once, and what it then sends piece by piece, for ever.
+DRIPS = {
+    "nothing": (b"", b""),
+    "status line": (b"HTTP/1.1 200 ", b"O"),
+    "a header": (HEAD + b"X: ", b"x"),
+    "headers": (HEAD, b"X: 1\r\n"),
+    "100 Continue": (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
+    "headers of 100 Continue": (b"HTTP/1.1 100 Continue\r\n", b"X: 1\r\n"),
+    "body": (HEAD + b"Content-Length: 9999999\r\n\r\n{", b" "),
+    "body without an end": (HEAD + b"\r\n{", b" "),
+    "chunks": (CHUNKED, b"1\r\n \r\n"),
+    "size of a chunk": (CHUNKED, b"0"),
+    "trailers": (CHUNKED + b"0\r\n", b"X: 1\r\n"),
+    "gzip": (HEAD + b"Content-Encoding: gzip\r\n\r\n\x1f\x8b\x08\x08\0\0\0\0\0\0", b"n"),  # a file name
+}
+_DRIPS = 1500  # then it gives up: the client did not leave in time
 
-    def drip(wfile, answer):
-        for byte in answer:
-            clock[0] += 1.0  # each byte a second after the one before, well within the silence allowed
-            wfile.write(bytes([byte]))
 
-    server.reply = lambda path, body, n: ok(padding=" " * 1000)
-    server.write = drip
-    error = failing(client(server, timeout=5.0))
+@contextmanager
+def dripping(first, piece):
+    """The port of a server that accepts."""
+    over = threading.Event()
+
+    def drip(connection):
+        with connection:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            with suppress(OSError):  # the client left
+                connection.sendall(first)
+                for _ in range(_DRIPS):
+                    if over.wait(0.01):
+                        return
+                    for byte in piece:
+                        connection.sendall(bytes([byte]))
+
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(8) as pool:
+
+        def accept():
+            while not over.is_set():
+                pool.submit(drip, listener.accept()[0])
+
+        accepting = pool.submit(accept)
+        try:
+            yield listener.getsockname()[1]
+        finally:
+            over.set()
+            socket.create_connection(listener.getsockname()).close()
+            accepting.result()
+
+
+@pytest.mark.parametrize("name", DRIPS)
+def test_one_deadline_for_the_whole_exchange(name):
+    """Each byte comes well within the time-out; without a deadline the client would stay for all of them."""
+    with dripping(*DRIPS[name]) as port:
+        error = failing(client(f"http://127.0.0.1:{port}", timeout=0.1))
     assert isinstance(error, SlowServerError)
-    assert "not complete after 5 s" in str(error)
+    assert error.timed_out
+    assert "the answer was not complete after 0.1 s" in str(error)
+
+
+@pytest.mark.parametrize("name", ["headers", "body"])
+def test_the_deadline_of_connections_that_are_kept(name):
+    with dripping(*DRIPS[name]) as port:
+        error = failing(client(f"http://127.0.0.1:{port}", timeout=0.1, retries=1, keep_alive=True))
+    assert "the answer was not complete after 0.1 s (2 of 2 tries)" in str(error)
+
+
+@pytest.mark.parametrize("name", ["a tunnel's headers", "a TLS handshake"])
+def test_the_deadline_of_a_tunnel_and_of_a_handshake(name, monkeypatch):
+    drips = {"a tunnel's headers": (HEAD, b"X: 1\r\n"), "a TLS handshake": (b"\x16\x03\x03\x3f\xff\x02", b"\0")}
+    with dripping(*drips[name]) as port:
+        url = f"https://127.0.0.1:{port}"
+        if name == "a tunnel's headers":
+            url = "https://reward.invalid"
+            monkeypatch.setenv("HTTPS_PROXY", f"http://127.0.0.1:{port}")
+            monkeypatch.delenv("NO_PROXY", raising=False)
+            monkeypatch.delenv("no_proxy", raising=False)
+        error = failing(client(url, timeout=0.2))
+    assert isinstance(error, SlowServerError)
+    assert "not complete after 0.2 s" in str(error)
+
+
+def test_a_server_that_does_not_read_is_slow():
+    """It is not unreachable: it accepted."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(SlowServerError, match=r"not complete after 0.2 s") as caught:
+            client(url, timeout=0.2).post("", {"x": "x" * 20_000_000})
+    assert caught.value.timed_out
+
+
+def test_a_kept_connection_has_a_new_deadline_for_each_request(server, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr("lightppo.http_deadline.time.monotonic", lambda: clock[0])
+    asked = client(server, timeout=5.0, keep_alive=True)
+    for i in range(3):
+        assert asked.post("", {"x": i}) == {}
+        clock[0] += 100.0
 
 
 def test_an_answer_that_breaks_off_is_an_error(server):

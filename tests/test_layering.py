@@ -19,6 +19,7 @@ FLOORS = {
     "errors": 0,
     "ranks": 0,
     "http": 0,
+    "http_deadline": 0,
     "option": 0,
     "suggestions": 0,
     "user_code": 0,
