@@ -105,6 +105,15 @@ def error_place(error: BaseException) -> str:
     return f" ({' → '.join(places)})" if places else ""
 
 
+def error_text(error: BaseException) -> str:
+    """Type, text and place of an error of the user's code; its ``__str__`` is the user's code too, and may raise."""
+    try:
+        text = f": {error}"
+    except Exception as another:
+        text = f" (and {type(another).__name__} while its text was made)"
+    return f"{type(error).__name__}{text[:2000]}{error_place(error)}"
+
+
 def split_python_spec(spec: str, default_name: str, *, option: str = "") -> tuple[Path, str]:
     """Splits ``path.py[:name]`` and checks that the file exists; a ``ValueError`` names its neighbours if not."""
     head, colon, name = spec.rpartition(":")
@@ -151,7 +160,7 @@ def _forget(root: str) -> None:
 
 
 def _fails(path: Path, error: BaseException, option: str) -> ValueError:
-    return _error(option, f"{path} fails when run: {type(error).__name__}: {error}{error_place(error)}")
+    return _error(option, f"{path} fails when run: {error_text(error)}")
 
 
 def _no_such_name(path: Path, name: str, own: list[str], option: str) -> ValueError:

@@ -27,9 +27,11 @@ from lightppo.rewards.source import (
     is_non_finite,
     join_outputs,
     output_from_result,
+    reading_error,
     settle,
     shown,
 )
+from lightppo.user_code import error_text
 
 RewardFunction = Callable[..., Any]
 Values = dict[str, Any]
@@ -85,6 +87,7 @@ def _read_sample(value: Any, part: list[Rollout], label: str) -> _Reading:
     number = finite(score)
     if number is None and score is not None:
         problem = f"it returned {shown(value)}; a score must be a finite number, or None for an unscored sample"
+        problem += reading_error(score)
         return None, _NonFinite(problem) if is_non_finite(score) else problem
     return _Answer(RewardOutput([number], metrics, texts=texts), [False]), None
 
@@ -390,7 +393,10 @@ class FunctionReward:
         parts = [[rollout] for rollout in rollouts] if self._style.per_sample else [rollouts]
 
         def read(i: int, value: Any) -> _Reading:
-            return self._style.read(value, parts[i], self._label)
+            try:
+                return self._style.read(value, parts[i], self._label)
+            except Exception as error:  # code of the values themselves: __len__, tolist, items, …
+                return None, f"its answer cannot be read: {error_text(error)}"
 
         settled = settle(self._run, self._bound.calls(rollouts), read, self.reward_retries)
         failed = [i for i, state in enumerate(settled) if state.error is not None]

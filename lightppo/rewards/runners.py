@@ -33,7 +33,7 @@ from pebble import ProcessExpired, ProcessPool
 from lightppo.errors import RewardError, WorkerStartError
 from lightppo.ranks import heartbeat
 from lightppo.rewards.source import Call, Outcome, in_daemon_thread
-from lightppo.user_code import error_place
+from lightppo.user_code import error_text
 
 _MAX_STUCK = 64  # abandoned threads at most
 _MAX_BLOCKED = 4  # abandoned event loops at most
@@ -73,7 +73,7 @@ def _late(timeout: float) -> Outcome:
 
 
 def _raised(error: BaseException) -> Outcome:
-    return Outcome(error=f"{type(error).__name__}: {error}{error_place(error)}", cause=error)
+    return Outcome(error=error_text(error), cause=error)
 
 
 _timers_set: ContextVar[list[str] | None] = ContextVar("timers_set", default=None)  # by the present call
@@ -464,7 +464,7 @@ def _load(target: str, preload: Sequence[str], quiet: bool) -> None:
         else:
             _loaded = getattr(importlib.import_module(module), name)
     except BaseException as error:
-        _loaded = f"{target} cannot be loaded in a worker process: {_text(error)}"
+        _loaded = f"{target} cannot be loaded in a worker process: {error_text(error)}"
     signal.alarm(0)
 
 
@@ -480,11 +480,7 @@ def _answer(payload: bytes) -> str:
         return answer
     except BaseException as error:  # SystemExit too: a function that exits has no answer
         trace = "".join(traceback.format_exception(error))[-_MAX_TRACE:]  # for --debug; no exception leaves a worker
-        return json.dumps({"error": _text(error), "trace": trace})
-
-
-def _text(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"[:2000] + error_place(error)
+        return json.dumps({"error": error_text(error), "trace": trace})
 
 
 def _plain(value: Any) -> Any:

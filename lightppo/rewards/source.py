@@ -17,6 +17,7 @@ from typing import Any, Literal, Protocol, TypeVar, get_args, runtime_checkable
 from lightppo.data.records import Rollout
 from lightppo.errors import NonFiniteRewardError, RewardError
 from lightppo.ranks import Ranks
+from lightppo.user_code import error_text
 
 OnFailure = Literal["error", "unscored"]
 T = TypeVar("T")
@@ -73,7 +74,10 @@ def describe_sample(rollouts: Sequence[Rollout], position: int) -> str:
 
 def shown(value: Any, chars: int = 300) -> str:
     """The start of a value's text, for error texts."""
-    text = value if isinstance(value, str) else repr(value)
+    try:
+        text = value if isinstance(value, str) else repr(value)
+    except Exception as error:  # the value's own code
+        text = f"a {type(value).__name__} (no text: {error_text(error)})"
     return text if len(text) <= chars else text[:chars] + "…"
 
 
@@ -97,19 +101,32 @@ def in_daemon_thread(function: Callable[..., T], *args: Any) -> Future[T]:
 
 def finite(value: Any) -> float | None:
     """A finite number of Python or numpy, or a 0-d tensor, as a float; ``None`` for anything else, also for strings."""
-    if getattr(value, "shape", None) == () and hasattr(value, "item"):
-        value = value.item()
-    try:
-        return float(value) if isinstance(value, (bool, int, float)) and math.isfinite(value) else None
-    except OverflowError:  # an int beyond float's range
-        return None
+    number = _read_number(value)
+    return number if isinstance(number, float) and math.isfinite(number) else None
 
 
 def is_non_finite(value: Any) -> bool:
     """Whether a value is a number, but NaN or infinite."""
-    if getattr(value, "shape", None) == () and hasattr(value, "item"):
-        value = value.item()
-    return isinstance(value, float) and not math.isfinite(value)
+    number = _read_number(value)
+    return isinstance(number, float) and not math.isfinite(number)
+
+
+def reading_error(value: Any) -> str:
+    """What reading a value as a number raised, for error texts; empty if nothing."""
+    error = _read_number(value)
+    return f" (reading it raised {error_text(error)})" if isinstance(error, Exception) else ""
+
+
+def _read_number(value: Any) -> float | Exception | None:
+    """A number as a float, ``None`` for what is none, or what the value's own ``item`` or ``__float__`` raised."""
+    try:
+        if getattr(value, "shape", None) == () and hasattr(value, "item"):
+            value = value.item()
+        return float(value) if isinstance(value, (bool, int, float)) else None
+    except OverflowError:  # an int beyond float's range
+        return None
+    except Exception as error:  # code of the user
+        return error
 
 
 def check_output(output: RewardOutput, rollouts: Sequence[Rollout], source_name: str) -> RewardOutput:
@@ -117,6 +134,15 @@ def check_output(output: RewardOutput, rollouts: Sequence[Rollout], source_name:
 
     It is a :class:`NonFiniteRewardError` where all that is wrong with the values are NaN and infinite numbers.
     """
+    try:
+        return _checked_output(output, rollouts, source_name)
+    except RewardError:
+        raise
+    except Exception as error:  # the values' own code, such as a tensor's tolist
+        raise RewardError(f"{source_name}: its answer cannot be read: {error_text(error)}") from error
+
+
+def _checked_output(output: RewardOutput, rollouts: Sequence[Rollout], source_name: str) -> RewardOutput:
     if not isinstance(output, RewardOutput):
         raise RewardError(f"{source_name}: score() must return a RewardOutput, got {type(output).__name__}")
     metrics = {}
@@ -219,10 +245,14 @@ def _numbers(values: Any, rollouts: Sequence[Rollout], source_name: str, what: s
     if bad:
         worst = next((i for i in bad if not is_non_finite(values[i])), bad[0])
         raise (NonFiniteRewardError if is_non_finite(values[worst]) else RewardError)(
-            f"{source_name}: the {what} of {describe_sample(rollouts, worst)} is {shown(repr(values[worst]), 80)}; it "
-            "must be a finite number, or None for an unscored sample"
+            f"{source_name}: the {what} of {describe_sample(rollouts, worst)} is {_shown_number(values[worst])}; "
+            "it must be a finite number, or None for an unscored sample"
         )
     return numbers
+
+
+def _shown_number(value: Any) -> str:
+    return shown(repr(value) if isinstance(value, str) else value, 80) + reading_error(value)
 
 
 def _token_numbers(rows: Any, rollouts: Sequence[Rollout], source_name: str) -> list[list[float] | None]:
@@ -239,7 +269,7 @@ def _token_numbers(rows: Any, rollouts: Sequence[Rollout], source_name: str) -> 
         if None in numbers:
             t = numbers.index(None)
             raise (NonFiniteRewardError if is_non_finite(row[t]) else RewardError)(
-                f"{source_name}: token score {t} of {sample} is {shown(repr(row[t]), 80)}; it must be a finite number"
+                f"{source_name}: token score {t} of {sample} is {_shown_number(row[t])}; it must be a finite number"
             )
     return checked
 

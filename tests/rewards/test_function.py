@@ -12,7 +12,7 @@ import torch
 
 from lightppo.data.records import Rollout
 from lightppo.errors import NonFiniteRewardError, RewardError
-from lightppo.rewards import FunctionReward, RewardSource, score_rollouts
+from lightppo.rewards import FunctionReward, RewardSource, load_python_function, score_rollouts
 from lightppo.rewards.function import STYLES, BoundFunction, recognise
 
 
@@ -108,6 +108,88 @@ def test_other_results_are_errors(rollouts, result, message):
     with pytest.raises(RewardError, match=message):
         score_rollouts(FunctionReward(lambda q, p, labels: result, "f"), rollouts)
     assert all(rollout.reward is None for rollout in rollouts)
+
+
+def raising(name, base=float):
+    """A class one of whose own methods raises."""
+
+    def method(self, *args):
+        raise ValueError(f"boom in {name}")
+
+    return type("Mine", (base,), {name: method})
+
+
+NAN_INSIDE = type("Mine", (float,), {"__float__": lambda self: float("nan")})
+
+
+@pytest.mark.parametrize("bad", [raising("__float__")(1.0), raising("__float__", int)(1)])
+def test_a_score_that_cannot_be_read_is_a_failure_of_its_sample(rollouts, rows, bad):
+    def per_sample(data_source, solution_str, ground_truth, extra_info):
+        return 1.0 if ground_truth == "4" else bad
+
+    def whole(queries, prompts, labels):
+        return [1.0, 1.0, bad, 1.0, 1.0]
+
+    with pytest.raises(RewardError, match=r"sample 1 \(prompt row 101.*: it returned 1.*ValueError: boom in __float__"):
+        FunctionReward(per_sample).score(rows)
+    with pytest.raises(RewardError, match=r"score of sample 2 \(prompt row 102.* is 1.*ValueError: boom in __float__"):
+        FunctionReward(whole).score(rollouts)
+    for manager, fn, samples, scores in (
+        ("naive", per_sample, rows, [1.0, None]),
+        ("batch", whole, rollouts, [1.0, 1.0, None, 1.0, 1.0]),
+    ):
+        output = FunctionReward(fn, reward_manager=manager, on_reward_failure="unscored").score(samples)
+        assert output.scores == scores
+        assert output.metrics["failures"] == [float(score is None) for score in scores]
+
+
+def test_a_number_is_what_its_float_says(rollouts):
+    with pytest.raises(NonFiniteRewardError, match="score of sample 0"):
+        FunctionReward(lambda q, p, labels: [NAN_INSIDE(1.0)] * 5, "f").score(rollouts)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        raising("__len__", list)([1.0]),
+        raising("__iter__", list)([1.0]),
+        raising("tolist", object)(),
+        raising("get", dict)(rewards=[1.0]),
+        raising("__repr__", object)(),
+        {"rewards": raising("__len__", list)([1.0])},
+        {"rewards": [raising("__repr__", object)()] * 5},
+        {"rewards": [1.0] * 5, "extra_logs": {"a": raising("__float__")(1.0)}},
+        {"rewards": [1.0] * 5, "extra_logs": raising("items", dict)(a=1.0)},
+        {"rewards": [1.0] * 5, "token_scores": [[raising("__float__")(1.0)], None, None, None, None]},
+    ],
+)
+def test_an_answer_whose_own_methods_raise_is_a_failure(rollouts, answer):
+    with pytest.raises(RewardError, match="reward function f"):
+        FunctionReward(lambda q, p, labels: answer, "f").score(rollouts)
+    output = FunctionReward(lambda q, p, labels: answer, "f", on_reward_failure="unscored").score(rollouts)
+    assert output.metrics["failures"] in ([1.0] * 5, [0.0] * 5)
+    assert set(output.scores) <= {None, 1.0}
+
+
+@pytest.mark.parametrize("manager", ["naive", "prime"])
+def test_an_exception_without_a_text_is_a_failure_too(rows, tmp_path, manager):
+    (tmp_path / "mute.py").write_text(MUTE)
+    fn = load_python_function(f"{tmp_path}/mute.py", "compute_score")
+    options = {"reward_manager": manager, "reward_timeout": 60.0, "spec": f"{tmp_path}/mute.py:compute_score"}
+    with pytest.raises(
+        RewardError, match=r"Mute \(and ValueError while its text was made\).*mute.py:6 in compute_score"
+    ):
+        FunctionReward(fn, **options).score(rows)
+
+
+MUTE = """\
+class Mute(Exception):
+    def __str__(self):
+        raise ValueError("no text")
+
+def compute_score(data_source, solution_str, ground_truth):
+    raise Mute
+"""
 
 
 def test_an_exception_is_an_error_with_its_cause(rollouts):

@@ -180,7 +180,7 @@ def test_a_slow_service(serve, monkeypatch):
     service = serve(lambda path, request: (release.wait(600), fusion_answer())[1])
     verifier = fusion(service, code_timeout=0.1, sandbox_fusion_retries=0)
     try:
-        with pytest.raises(RewardError, match=r"Read ?[tT]ime"):
+        with pytest.raises(RewardError, match="not complete after"):
             verifier.verify("x", cases_of(ADD), first_failure_ends=True)
     finally:
         release.set()

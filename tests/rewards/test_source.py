@@ -44,7 +44,14 @@ def test_check_makes_plain_floats(rollouts):
     assert checked.token_scores == [[1.0], None, None, None, None]
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, "1.0", [1.0], 10**400, torch.tensor(math.nan)])
+class Unreadable(float):
+    def __float__(self):
+        raise ValueError("boom")
+
+
+@pytest.mark.parametrize(
+    "bad", [Unreadable(1.0), math.nan, math.inf, -math.inf, "1.0", [1.0], 10**400, torch.tensor(math.nan)]
+)
 @pytest.mark.parametrize("where", ["score", "metric"])
 def test_check_names_source_sample_and_prompt_of_a_bad_number(rollouts, bad, where):
     values = [0.0, 0.0, bad, 0.0, 0.0]
