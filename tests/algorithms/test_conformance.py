@@ -27,6 +27,7 @@ from support.conformance import (
     on_tokens,
     rows,
 )
+from support.fakes import FakeStrategy, make_rollout
 from torch import Tensor
 
 from lightppo.algorithms.advantages import group_normalize
@@ -43,11 +44,13 @@ from lightppo.algorithms.shaping import (
     stop_properly,
     zero_truncated,
 )
+from lightppo.config import PPOConfig
+from lightppo.experience.maker import ScoreShaper
 
 
-def estimate(name: str, rewards: Tensor = OUTCOME, **given: object) -> tuple[Tensor, Tensor]:
+def estimate(name: str, rewards: Tensor = OUTCOME, mask: Tensor = MASK, **given: object) -> tuple[Tensor, Tensor]:
     arguments = {"values": VALUES, "group_ids": GROUPS, "baseline_scores": GREEDY, "gamma": 0.9, "lambd": 0.8} | given
-    return ADVANTAGE_ESTIMATORS[name].fn(token_rewards=rewards, action_mask=MASK, scores=rewards.sum(1), **arguments)
+    return ADVANTAGE_ESTIMATORS[name].fn(token_rewards=rewards, action_mask=mask, scores=rewards.sum(1), **arguments)
 
 
 def bessel(advantages: Tensor) -> Tensor:
@@ -217,16 +220,88 @@ class TestAdvantages:
         expected = on_tokens(".58647762 -.58647762 0 -1.0165612 1.68123583 -.66467463")
         close(advantages, expected)
 
-    def test_optimal_token_baseline(self):
-        """verl b178a3cd compute_optimal_token_baseline_advantage, with Σπ² = π² + 0.1, to its ε of 1e-8."""
-        norms = 1 - 2 * LOG_PROBS.exp() + LOG_PROBS.exp().square() + 0.1
-        advantages, _ = estimate("optimal_token_baseline", TOKEN_REWARDS, gamma=1.0, score_norms=norms)
-        expected = rows(
-            """.46110333 .43820481 .46620640 .20163541 .00000000  -.44289667 -.41579519 -.47779360
-            -.11789667 -.10079519 -.04379360 -.31136459  -.33356943 -.89934853
-            1.82243057 1.36365147 .00000001 .00000001 .00000001  -.12556943"""
+
+class TestMaskedRows:
+    """Groups with a row that has no trained token, here the third of six: it is no member of its group."""
+
+    WITHOUT_THIRD = MASK & (torch.arange(6) != 2)[:, None]
+
+    @pytest.mark.parametrize(
+        ("name", "ours", "theirs"),
+        [
+            # scores 1 and 0 of two rows: by hand; with the third row's 0.5 verl and OpenRLHF have the numbers above
+            ("rloo", "1 -1 0", ".75 -.75 0"),
+            ("dr_grpo", ".5 -.5 0", ".5 -.5 0"),
+            ("grpo", ".70710578 -.70710578 0", ".999998 -.999998 0"),
+        ],
+    )
+    def test_its_score_does_not_count(self, name, ours, theirs):
+        """verl, TRL, slime and OpenRLHF compare all scores of the group; the row itself has no loss in any of them."""
+        advantages = estimate(name, mask=self.WITHOUT_THIRD)[0]
+        close(advantages[:3, 0], numbers(ours), FLOAT32)
+        if name != "dr_grpo":  # 0.5 is the mean of the two others
+            differs(advantages[:3, 0], numbers(theirs), by=0.2)
+
+    def test_by_how_much(self):
+        """Scores 0 and 4, and 100 of the masked row. OpenRLHF's reinforce_baseline, by hand: minus 104/3."""
+        scores, mask = numbers("0 4 100"), numbers("1 1 0").bool()[:, None]
+        arguments = {"token_rewards": scores[:, None] * mask, "action_mask": mask, "scores": scores}
+        advantages = ADVANTAGE_ESTIMATORS["dr_grpo"].fn(**arguments, group_ids=torch.zeros(3))[0]
+        close(advantages[:, 0], numbers("-2 2 0"))
+        differs(advantages[:2, 0], numbers("-34.66666667 -30.66666667"), by=32)
+
+
+class TestOptimalTokenBaseline:
+    """verl 0.10 (1dda039b) compute_optimal_token_baseline_advantage, run with Σπ² = π² + 0.1, to its ε of 1e-8.
+
+    It sets the baseline of the longest sample to 0 where no other one reaches (handle_zero_tail, on): there A = R.
+    """
+
+    SCORE_NORMS = 1 - 2 * LOG_PROBS.exp() + LOG_PROBS.exp().square() + 0.1
+    # verl's whole output; the tails are token 5 of row 1 and tokens 3 to 5 of row 5
+    TOKEN_REWARDS_THERE = """.46110333 .43820481 .46620640 .20163541 1.041  -.44289667 -.41579519 -.47779360
+        -.11789667 -.10079519 -.04379360 -.31136459  -.33356943 -.89934853
+        1.82243057 1.36365147 1.963 2.086 2.089  -.12556943"""
+    OUTCOME_THERE = """.49485839 .48895430 .48501824 .19652574 1  -.50514161 -.51104570 -.51498176
+        -.00514161 -.01104570 -.01498176 -.30347426  -.39465975 -.91405285
+        1.90534025 1.38594715 2 2 2  -.09465975"""
+    TAILS = rows("0 0 0 0 1  0 0 0  0 0 0 0  0 0  0 0 1 1 1  0").bool()
+
+    @pytest.mark.parametrize("case", ["token rewards", "score at the end"])
+    def test_same_number_wherever_two_samples_are(self, case):
+        rewards, text = {
+            "token rewards": (TOKEN_REWARDS, self.TOKEN_REWARDS_THERE),
+            "score at the end": (OUTCOME, self.OUTCOME_THERE),
+        }[case]
+        advantages, returns = estimate("optimal_token_baseline", rewards, gamma=1.0, score_norms=self.SCORE_NORMS)
+        theirs = rows(text)
+        close(advantages[~self.TAILS], theirs[~self.TAILS])
+        close(advantages[self.TAILS], 0.0 * theirs[self.TAILS])
+        close(theirs[self.TAILS], returns[self.TAILS])  # A = R there
+
+    def test_holes(self):
+        """verl's tir_ form, compute_multi_turn_optimal_token_baseline_advantage: a hole in rows 1, 3 and 5."""
+        holes = rows("0 1 0 0 0  0 0 0  0 0 1 0  0 0  1 0 0 0 0  0").bool()
+        arguments = {"gamma": 1.0, "score_norms": self.SCORE_NORMS, "mask": MASK & ~holes}
+        advantages, _ = estimate("optimal_token_baseline", TOKEN_REWARDS * ~holes, **arguments)
+        theirs = rows(
+            """.48772501 0 .44405101 .49333744 1.041  -.47127499 -.46494899 -.48666256
+            -.11327499 -.11694899 0 -.01966256  -.83520294 -1.15575395
+            0 1.39079706 1.10924605 2.086 2.089  -.62720294"""
         )
-        close(advantages, expected, 5e-7)
+        tails = rows("0 0 0 0 1  0 0 0  0 0 0 0  0 0  0 0 0 1 1  0").bool()
+        close(advantages, theirs * ~tails)
+
+    def test_weights_of_a_correction_do_not_scale_the_energy(self):
+        """rollout_is_weights of .5, 1 and 2 for the three rows multiply W by their squares in verl."""
+        advantages, _ = estimate("optimal_token_baseline", TOKEN_REWARDS, gamma=1.0, score_norms=self.SCORE_NORMS)
+        differs(advantages[0, :4], numbers(".65801125 .59434423 .59202326 .46784703"), by=0.1)
+
+    def test_certain_tokens(self):
+        """All probabilities are 1, so W is 0: the plain mean of the samples here; verl has no baseline, A = R."""
+        advantages, returns = estimate("optimal_token_baseline", OUTCOME, gamma=1.0, score_norms=torch.zeros(6, 5))
+        close(advantages[:3, 0], numbers(".5 -.5 0"))
+        close(returns[:3, 0], numbers("1 0 .5"))  # what verl gives
 
 
 class TestKL:
@@ -299,6 +374,17 @@ class TestShaping:
         ours = overlong_penalty(torch.tensor([80, 84, 90, 100, 120, 10]), max_len=100, buffer_len=20, factor=1.0)
         close(ours, numbers("0 -.2 -.5 -1 -1 0"), FLOAT32)
         differs(ours, numbers("0 -.2 -.5 -1 -2 0"), by=1.0)
+
+    def test_overlong_of_areal(self):
+        """AReaL reward_overlong_penalty counts trained tokens alone, and is scaled and clipped with the score.
+
+        100 tokens, 10 of them a tool's, score 1, --reward_scaling 3: by hand 3 - 1 here, 3·(1 - .5) there.
+        """
+        options = {"generate_max_len": 100, "overlong_buffer_len": 20, "reward_scaling": 3.0}
+        shaper = ScoreShaper(PPOConfig.from_flat(options).resolved().reward, 100, FakeStrategy())
+        ours = shaper.shape([make_rollout(response_ids=[7] * 100, reward=1.0)])
+        close(ours, numbers("2"))
+        differs(ours, numbers("1.5"), by=0.4)
 
     def test_stop_properly(self):
         """OpenRLHF apply_stop_properly_penalty; but no truncated answer gains: -.3 stays -.3 and is not halved."""

@@ -118,6 +118,96 @@ class TestPolicyLosses:
         # verl takes the covariance of each micro batch: with two of three rows the penalty of [0][2] is on [4][2]
         differs(gradient[0], numbers(".18135338 -.01782166 .04814349 .0025425 -.0041348"), by=0.04)
 
+    def test_clip_cov_on_tokens_that_are_clipped_already(self):
+        """verl leaves tokens that its clip reaches out of the candidates: here [4][2], where the ratio is below 0.8.
+
+        We choose before the first update, where the ratio is 1. A later choice of the same tokens has the same
+        gradient; in the loss verl also counts 0.8 times the advantage of -1.01, of 20 tokens.
+        """
+        drawn = [x[MASK] for x in (LOG_PROBS, ADVANTAGES, torch.zeros(6, 5))]
+        options = {"clip_cov_ratio": 0.25, "clip_cov_low": 0.05, "clip_cov_high": 0.3}
+        selected = torch.zeros_like(MASK).masked_scatter(MASK, select_clip_cov(*drawn, options=options))
+        assert selected.nonzero().tolist() == [[0, 4], [1, 2], [2, 2], [2, 3], [4, 2]]
+        loss, gradient = policy_loss("clip_cov", TOKEN_MEAN, 0.2, 0.28, selected=selected, **options)
+        close(loss, 0.297646995)
+        close(loss + 0.8 * 1.01 / 20, 0.338046995)  # verl
+        clipped = rows("0 0 0 0 0  0 0 0  0 1 0 0  0 0  0 0 1 1 1  0").bool()
+        close(gradient, rows(UNCLIPPED) * ~selected * ~clipped)  # verl's too
+
+    def test_clip_cov_has_fewer_tokens_left_in_verl(self):
+        """Two may be chosen of two candidates: the clipped one and another. verl chooses the other one alone."""
+        old, log_probs = numbers("-1 -1 -1 -1")[None], numbers("-.5 -1 -1 -1")[None]  # ratios e^.5 and 1
+        advantages = numbers("2 -1 1 -2")[None]
+        # by hand: mean log prob -.875, mean advantage 0; covariances .75 .125 -.125 .25
+        options = {"clip_cov_ratio": 0.5, "clip_cov_low": 0.2, "clip_cov_high": 1.0}
+        selected = select_clip_cov(log_probs[0], advantages[0], torch.zeros(4), options=options)[None]
+        assert selected[0].tolist() == [True, False, False, True]
+        loss = PolicyLoss(0.2, 0.2, "clip_cov", TOKEN_MEAN, options)
+        ours = loss(log_probs, old, advantages, torch.ones(1, 4).bool(), selected=selected)[0]
+        close(ours, (0 + 1 - 1 + 0) / 4)
+        differs(ours, (-1.2 * 2 + 1 - 1 + 0) / 4, by=0.5)  # verl: the first token keeps its clipped loss
+
+    def test_gmpo_of_verl_averages_advantages_and_all_rows(self):
+        """By hand: log ratios .1 and -.1 have the geometric mean 1, advantages 1 and 3 the mean 2; row 2 is empty.
+
+        verl and TRL's GMPOTrainer give both tokens the gradient of the mean advantage, and divide by 2 rows.
+        """
+        log_probs = numbers(".1 -.1")[None].repeat(2, 1).requires_grad_()
+        advantages = numbers("1 3")[None].repeat(2, 1)
+        mask = numbers("1 0").bool()[:, None].repeat(1, 2)
+        loss = PolicyLoss(0.4, 0.4, "gmpo", ROW_MEAN)(log_probs, torch.zeros(2, 2).double(), advantages, mask)[0]
+        close(loss.detach(), -2.0)
+        differs(loss.detach(), -1.0, by=0.9)  # verl
+        gradient = torch.autograd.grad(loss, log_probs)[0]
+        close(gradient, torch.stack([numbers("-.5 -1.5"), numbers("0 0")]))
+        differs(gradient[0], numbers("-.5 -.5"), by=0.9)  # verl: -2·1/2 for each token, of 2 rows
+
+    @pytest.mark.parametrize(
+        ("advantages", "verl"),
+        [(ROW_ADVANTAGES, (0.077079539, -0.036803298)), (ADVANTAGES, (-0.117381044, 0.004093982))],
+        ids=["one advantage per row", "token advantages"],
+    )
+    def test_gmpo_with_an_empty_row(self, advantages, verl):
+        """verl compute_policy_loss_geo_mean, clip_ratio .4: with all rows, and of six rows with the sixth one empty."""
+        whole, with_empty_row = verl
+        close(policy_loss("gmpo", ROW_MEAN, 0.4, 0.4, advantages)[0], whole)
+        five = PolicyLoss(0.4, 0.4, "gmpo", ROW_MEAN)(LOG_PROBS[:5], OLD[:5], advantages[:5], MASK[:5])[0]
+        close(five * 5 / 6, with_empty_row)
+
+    @pytest.mark.parametrize(
+        ("mode", "ours", "verl"),
+        [
+            (TOKEN_MEAN, 12 / 3, 4.0),
+            ("seq-mean-token-sum", (6 + 6) / 2, 4.0),
+            ("seq-mean-token-mean", (3 + 6) / 2, 3.0),
+            ("seq-mean-token-sum-norm", (6 + 6) / 2 / 8, 0.5),
+        ],
+    )
+    def test_a_row_without_a_trained_token(self, mode, ours, verl):
+        """By hand: rows of 2 4, of 6, and an empty one. verl's trainer divides by the 3 rows of its mini batch."""
+        values = torch.stack([numbers("2 4"), numbers("6 0"), numbers("9 9")])
+        mask = torch.stack([numbers("1 1"), numbers("1 0"), numbers("0 0")]).bool()
+        got = aggregate_loss(values, mask, mode, LossNormalizer.from_masks([mask], scale=8))
+        close(got, ours)
+        differs(got, verl, by=0.0 if mode == TOKEN_MEAN else 0.2)
+
+    @pytest.mark.parametrize(
+        ("mode", "loss"),
+        [
+            # verl 0.10 agg_loss of the advantages, the sixth row empty: alone, and with global_batch_size=6
+            (TOKEN_MEAN, (-0.096842105, -0.096842105)),
+            ("seq-mean-token-sum", (-0.368, -0.306666667)),
+            ("seq-mean-token-mean", (0.019066666, 0.015888889)),
+            ("seq-mean-token-sum-norm", (-0.0092, -0.007666667)),
+        ],
+    )
+    def test_verl_counts_empty_rows_in_its_trainer_alone(self, mode, loss):
+        alone, in_trainer = loss
+        mask = MASK & (torch.arange(6) != 5)[:, None]
+        got = aggregate_loss(ADVANTAGES, mask, mode, LossNormalizer.from_masks([mask], scale=40))
+        close(got, alone)
+        close(got * (1 if mode == TOKEN_MEAN else 5 / 6), in_trainer)
+
     def test_cpgd_without_drift(self):
         """LightRFT PolicyLoss with use_cpg_loss: -A·clip(log p); ours less A·old log p, a constant."""
         loss, gradient = policy_loss("cpgd", ROW_MEAN, 0.2, 0.2, cpgd_drift_coef=0.0)
