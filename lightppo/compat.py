@@ -142,7 +142,9 @@ def generation_options(options: Mapping[str, Any]) -> dict[str, Any]:
 def _refuse_unknown(who: str, options: Iterable[str], known: Sequence[str], hints: Sequence[str] = ()) -> None:
     for name in options:
         if name not in known:
-            raise ConfigError(f"{who} got an unknown option {name!r}{nearest(name, [*known, *hints])}")
+            flags = [f"--{one}" for one in (*known, *hints)]
+            meant = nearest(f"--{name}", flags, "flag").replace("'--", "'")
+            raise ConfigError(f"{who} got an unknown option {name!r}{meant}")
 
 
 def _options_of(args: Any) -> dict[str, Any]:

@@ -11,13 +11,14 @@ import hashlib
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lightppo.errors import StorageError
+from lightppo.errors import ConfigError, StorageError
 
 MANIFEST = "lightppo_manifest.json"
 _THREADS = min(8, os.cpu_count() or 1)
@@ -229,6 +230,42 @@ def check(folder: Path, share: int = 0, shares: int = 1) -> list[str]:
         return [text for text in pool.map(problem, mine) if text is not None]
 
 
+# -- before anything is written --------------------------------------------------------------------------------------
+
+
+def check_writable(folder: str | os.PathLike[str], flag: str) -> None:
+    """Refuses a folder that cannot be made, or written to: makes it, writes a file, and leaves all as it was.
+
+    URLs are not looked at.
+    """
+    if "://" in os.fspath(folder):
+        return
+    path = Path(folder).expanduser().absolute()
+    there = next(p for p in (path, *path.parents) if os.path.lexists(p))
+    if os.path.exists(there) and not there.is_dir():
+        raise ConfigError(f"{flag} {folder}: {there} is a file, not a folder: name another one")
+    made: list[Path] = []
+    times = os.stat(there) if os.path.exists(there) else None
+    try:
+        for missing in reversed([p for p in (path, *path.parents) if not os.path.exists(p)]):
+            missing.mkdir()
+            made.append(missing)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except FileExistsError:  # made by another process meanwhile
+        return
+    except OSError as error:
+        raise ConfigError(
+            f"{flag} {folder}: {there} cannot be written to ({error.strerror}): name another folder"
+        ) from error
+    finally:
+        with suppress(OSError):  # another process may have written into it
+            for folder_of_ours in reversed(made):
+                folder_of_ours.rmdir()
+            if times is not None:
+                os.utime(there, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
 # -- errors of a disk ------------------------------------------------------------------------------------------------
 
 _FULL, _REFUSED = (errno.ENOSPC, errno.EDQUOT), (errno.EROFS, errno.EACCES, errno.EPERM)
@@ -246,8 +283,8 @@ def problem(error: BaseException, folder: Path, needed: int | None = None) -> St
 
     if any(map(is_one, _FULL)):
         there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-        need = "" if needed is None else f"{_size(needed)} are needed, "
-        free = f"{_size(shutil.disk_usage(there).free)} are free"
+        need = "" if needed is None else f"{shown_size(needed)} are needed, "
+        free = f"{shown_size(shutil.disk_usage(there).free)} are free"
         remedy = "lower --max_ckpt_num, or choose another disk with --ckpt_path (for model and logs --save_path)"
         return StorageError(f"{folder}: the disk is full: {need}{free}: {remedy}")
     if any(map(is_one, _REFUSED)):
@@ -257,8 +294,12 @@ def problem(error: BaseException, folder: Path, needed: int | None = None) -> St
     return None
 
 
-def _size(count: int) -> str:
-    return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count:,} bytes"
+def shown_size(count: float) -> str:
+    """Such as 1.5 GB, 20.0 MB or 300 bytes: never 0.0 of something."""
+    for unit, size in {"GB": 1e9, "MB": 1e6, "kB": 1e3}.items():
+        if count >= size:
+            return f"{count / size:,.1f} {unit}"
+    return f"{count:.0f} bytes"
 
 
 @contextmanager

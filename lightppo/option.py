@@ -49,7 +49,7 @@ class Option:
     @property
     def range_text(self) -> str:
         """Such as ``≥0 ≤1``."""
-        return " ".join(f"{_BOUNDS[key]}{bound:g}" for key, bound in self.bounds.items())
+        return " ".join(f"{_BOUNDS[key]}{_shown_bound(bound)}" for key, bound in self.bounds.items())
 
     @property
     def kind(self) -> Any:
@@ -186,6 +186,12 @@ def out_of_order(options: Iterable[Option], values: Mapping[str, Any]) -> Iterat
         low, high = values.get(option.name), values.get(option.below)
         if None not in (low, high) and low >= high:
             yield f"--{option.name} {low:g} must be below --{option.below} {high:g}"
+
+
+def _shown_bound(bound: float) -> str:
+    """A number, or the power of two that it is."""
+    power = bound.bit_length() - 1 if isinstance(bound, int) else 0
+    return f"2^{power}" if power > 20 and bound == 2**power else f"{bound:g}"
 
 
 def _alternatives(kind: Any) -> tuple[Any, ...]:

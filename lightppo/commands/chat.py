@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from lightppo.commands.convert import add_base, open_model
-from lightppo.config import RolloutConfig
+from lightppo.config import RolloutConfig, StrategyConfig
 from lightppo.config.cli import CommandParser, exit_on_mistakes
 from lightppo.errors import ConfigError, UserError
+from lightppo.models.folders import check_model
 
 SAMPLING = ("temperature", "top_p", "generate_max_len")
 
@@ -31,15 +33,20 @@ def main(argv: Sequence[str], prog: str = "lightppo chat") -> None:
     for name in SAMPLING:
         option = RolloutConfig.options()[name]
         parser.add_argument(f"--{name}", default=option.default, help=f"{option.help} Default: {option.default}")
-    parser.add_argument("--seed", type=int, default=42, help="of what is sampled; default: 42")
+    parser.add_argument("--seed", default=42, help="of what is sampled; default: 42")
     add_base(parser, "of an adapter or a checkpoint; default: the one that it names")
     args = parser.parse_args(argv)
     with exit_on_mistakes(prog, UserError):
-        for name in SAMPLING:
+        options = StrategyConfig.options() | RolloutConfig.options()
+        for name in ("seed", *SAMPLING):
             try:
-                setattr(args, name, RolloutConfig.options()[name].conform(getattr(args, name)))
+                setattr(args, name, options[name].conform(getattr(args, name)))
             except ValueError as error:
                 raise ConfigError(str(error)) from error
+        if args.base is not None:
+            check_model(args.base, "--base")
+        if not Path(args.model).expanduser().is_dir():
+            check_model(args.model, "MODEL")
         talk(args)
 
 

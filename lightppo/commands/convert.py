@@ -12,7 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from lightppo.config.cli import CommandParser, exit_on_mistakes
+from lightppo.durable import check_writable
 from lightppo.errors import CheckpointError, ConfigError, UserError
+from lightppo.hub import mistyped_path
+from lightppo.models.folders import check_model
 from lightppo.trainer.report import options_of, recorded_path
 
 PARTS = ("actor", "critic", "ema", "reference")
@@ -55,8 +58,9 @@ def merge(argv: Sequence[str], prog: str = "lightppo merge") -> None:
     args = parser.parse_args(argv)
 
     def model_and_tokenizer() -> tuple[Any, Any]:
-        if not (args.adapter / "adapter_config.json").is_file():
-            raise ConfigError(f"{args.adapter} has no adapter_config.json: it is no folder of an adapter")
+        _check_adapter(args.adapter)
+        if args.base is not None:
+            check_model(args.base, "--base")
         run = args.adapter.absolute().parent
         if options_of(run).get("load_in_4bit"):
             note = "trained beside weights in 4 bits: merged into the dense ones it is not quite the trained model"
@@ -64,6 +68,16 @@ def merge(argv: Sequence[str], prog: str = "lightppo merge") -> None:
         return open_adapter(args.adapter, args.base, args.trust_remote_code)
 
     _write(args.output, model_and_tokenizer, prog)
+
+
+def _check_adapter(folder: Path) -> None:
+    if (folder / "adapter_config.json").is_file():
+        return
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: no such folder{mistyped_path(str(folder))}. Name the folder of an adapter")
+    inside = sorted(str(path.parent) for path in folder.glob("**/adapter_config.json"))
+    what = f"name {' or '.join(inside[:3])}" if inside else "it is no folder of an adapter"
+    raise ConfigError(f"{folder} has no adapter_config.json: {what}")
 
 
 def add_base(parser: argparse.ArgumentParser, meaning: str) -> None:
@@ -74,7 +88,8 @@ def add_base(parser: argparse.ArgumentParser, meaning: str) -> None:
 
 def _write(output: Path, read: Callable[[], tuple[Any, Any]], prog: str) -> None:
     with exit_on_mistakes(prog, UserError):
-        if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        check_writable(output, "OUT")
+        if output.exists() and any(output.iterdir()):
             raise ConfigError(f"{output} is there already: name a new folder")
 
         from lightppo.ranks import Alone
@@ -100,9 +115,17 @@ def find_checkpoint(path: Path, part: str = "actor", step: int | None = None) ->
         tag = latest_tag(folder) if step is None else f"global_step{step}"
         if tag is not None and (folder / tag / META).is_file():
             return folder / tag
-    there = ", ".join(list_tags(folder)) if folder.is_dir() else ""
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: no such folder{mistyped_path(str(path))}. Name the --save_path of a run")
     wanted = "" if step is None else f" of step {step}"
-    raise CheckpointError(f"{path} holds no checkpoint{wanted} of the {part}; whole ones here: {there or 'none'}")
+    if there := list_tags(folder) if folder.is_dir() else ():
+        raise CheckpointError(f"{path} holds no checkpoint{wanted} of the {part}; it has {', '.join(there)}")
+    if (path / "config.json").is_file() and not (root / "_actor").is_dir():
+        raise CheckpointError(f"{path} is a Hugging Face folder already: there is nothing to convert")
+    raise CheckpointError(
+        f"{path} holds no checkpoint of the {part}: name the --save_path or --ckpt_path of a run that saved some "
+        "(--save_steps)"
+    )
 
 
 def checkpoint_options(folder: Path) -> dict[str, Any]:
@@ -199,6 +222,8 @@ def open_model(name: str, base: str | None, trust_remote_code: bool) -> tuple[An
             model, tokenizer = open_checkpoint(folder, base, trust_remote_code)
             return model.hf_model, tokenizer, options
         name = str(path)
+    if base is not None:
+        raise ConfigError(f"--base {base}: {name} is a whole model, and needs none: leave --base out")
     loading = {"flag": "MODEL", "trust_remote_code": trust_remote_code}
     model = load_causal_lm(local := stage_to_local(name), dtype="auto", **loading)
     return model, get_tokenizer(local, model, **loading), options or options_of(path)

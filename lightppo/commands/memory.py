@@ -24,6 +24,9 @@ def main(argv: Sequence[str], prog: str = "lightppo memory") -> None:
     parser.add_argument("--json", action="store_true", help="parts, phases and peak as JSON, in bytes")
     args, flags = parser.parse_known_args(argv)
     with exit_on_mistakes(prog):
+        for name, least in {"gpus": 0, "nodes": 1}.items():
+            if (given := getattr(args, name)) is not None and given < least:
+                raise ConfigError(f"--{name} {given}: must be at least {least}")
         size = parse_size(args.gpu_memory)
         import torch
 

@@ -87,6 +87,8 @@ def check_step(run: Path, step: int) -> None:
         raise ConfigError(
             f"{run} has no run_config.yaml: name the --save_path of a run of `lightppo ppo`, sft, rm, dpo"
         )
+    if yaml.safe_load((run / "run_config.yaml").read_text()).get("val_only"):
+        raise ConfigError(f"{run} is an evaluation (lightppo eval): it has no training step to replay")
     last = max(recorded_steps(run), default=0)
     if not 1 <= step <= last + 1:
         raise ConfigError(f"--step {step}: {run} has recorded {last} steps; the next one, {last + 1}, can be tried too")

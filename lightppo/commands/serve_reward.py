@@ -109,11 +109,14 @@ def main(argv: Sequence[str] | None = None, prog: str = PROG) -> None:
         signal.signal(number, lambda *_: sys.exit(0))
 
     from lightppo.http import check_bind, read_token
+    from lightppo.models.folders import check_model
     from lightppo.rewards.server import RewardApp, serve
 
     with exit_on_mistakes(prog, (ValueError, OSError)):
         token = read_token(env=args.token_env, option="--token_env")
         check_bind(args.host, token is not None, port=args.port)  # before a model is loaded
+        if args.reward_pretrain:
+            check_model(args.reward_pretrain, "--reward_pretrain", tokenizer=True)
         source = reward_model(args) if args.reward_pretrain else reward_function(args)
         app = RewardApp(
             source,

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 
 from lightppo.config.cli import CommandParser, exit_on_mistakes
 from lightppo.http import check_bind, read_token
+from lightppo.models.folders import check_model
 from lightppo.rollout.serving import REFUSED, server_command, server_environment
 
 
@@ -32,6 +33,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "lightppo serve-vllm") -
     parser.add_argument("--api_key_env", help="environment variable of the key that clients must send")
     args, engine_options = parser.parse_known_args(argv)
     with exit_on_mistakes(prog, ValueError):
+        check_model(args.model, "--model", weights=False)
         for option in REFUSED:
             if any(text.split("=")[0].replace("_", "-") == option for text in engine_options):
                 raise ValueError(f"{option} cannot be given here: {REFUSED[option]}")

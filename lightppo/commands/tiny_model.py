@@ -61,6 +61,8 @@ def _check(args: argparse.Namespace) -> None:
     """Raises ConfigError, which names the flag."""
     if args.output.exists() and (not args.output.is_dir() or any(args.output.iterdir())):
         raise ConfigError(f"{args.output} is there already: name a new folder")
+    if not 0 <= args.seed < 2**63:
+        raise ConfigError(f"--seed {args.seed}: must be a whole number ≥0 <2^63")
     for name in ("hidden_size", "layers", "heads", "max_len"):
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name} {getattr(args, name)} is not a positive number")

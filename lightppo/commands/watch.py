@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 
 from lightppo.config.cli import CommandParser
+from lightppo.hub import mistyped_path
 from lightppo.trainer.alarms import ALARMS
 
 _SECONDS = 2.0  # between two frames
@@ -33,6 +34,7 @@ CURVES = {  # title: metrics, each a line where it is there
     "entropy": ("train/entropy",),
     "gradient norm": ("train/actor_grad_norm", "train/grad_norm"),
 }
+_OF_RUNS = ("metrics.jsonl", "run_config.yaml", "run_metadata.jsonl", ".lock")
 PHASES = ("rollout", "reward", "experience", "train", "sync", "step")
 
 
@@ -204,6 +206,12 @@ def _samples(run: Watched) -> Iterator[str]:
             yield f"  {name}: " + "".join(c if c.isprintable() else " " for c in row[key][-300:])
 
 
+def _may_be_a_run(folder: Path) -> bool:
+    """Whether a run writes here, or may have begun to: an empty folder, or one with its lock, has no rows yet."""
+    names = {path.name for path in folder.iterdir()}
+    return not names or not names.isdisjoint(_OF_RUNS)
+
+
 def main(argv: Sequence[str], prog: str = "lightppo watch") -> None:
     """Show the runs until Ctrl-C; exit code 2 where there is none, or a package is missing."""
     parser = CommandParser(prog, description="Watch runs in the terminal, from their files.")
@@ -217,7 +225,9 @@ def main(argv: Sequence[str], prog: str = "lightppo watch") -> None:
     except ImportError as error:
         parser.error(f"{error.name} is missing: pip install 'lightppo[watch]'")
     if missing := [run for run in args.runs if not run.is_dir()]:
-        parser.error(f"{missing[0]}: no such folder; give the --save_path of a run")
+        parser.error(f"{missing[0]}: no such folder{mistyped_path(str(missing[0]))}; give the --save_path of a run")
+    if others := [run for run in args.runs if not _may_be_a_run(run)]:
+        parser.error(f"{others[0]} is no run: it has no metrics.jsonl and no run_config.yaml; give a --save_path")
     runs, console = [Watched(run) for run in args.runs], Console()
 
     def look() -> Any:

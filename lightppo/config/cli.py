@@ -17,7 +17,7 @@ import yaml
 
 from lightppo.config.aliases import hint
 from lightppo.config.options import conform, sections, told_of
-from lightppo.config.rules import FACTS, PPOConfig, condition_text, idle_flags
+from lightppo.config.rules import FACTS, PPOConfig, condition_text, idle_flags, without_effect_on_evaluation
 from lightppo.config.sft_rm_dpo import COMMANDS, WORDS, SupervisedConfig
 from lightppo.errors import ConfigError
 from lightppo.option import Option, Section
@@ -65,6 +65,8 @@ def parse_args(
         if flags.get("config") is not None:
             config = _with_file(config, flags["config"])
         config = config.with_options(**flags)
+        if problems := without_effect_on_evaluation(config, flags):
+            raise ConfigError("\n".join(problems))
         config.validate(world_size=world_size or int(os.environ.get("WORLD_SIZE", "1")))
         for needed, names in idle_flags(config, flags).items():
             change = "changes" if len(names) == 1 else "change"

@@ -643,7 +643,7 @@ class StrategyConfig(Section):
         needs="zero_stage=2|3",
         off=(False,),
     )
-    seed: int = option(42, "Seed of sampling, shuffling and initialisation.", ge=0)
+    seed: int = option(42, "Seed of sampling, shuffling and initialisation.", ge=0, lt=2**63)
     full_determinism: bool = option(False, "Deterministic kernels; slower.")
     local_rank: int = safe(-1, "Set by the launcher.")
     dist_timeout: float = safe(30.0, "Longest wait for another rank, or for a sign of life.", "minutes", gt=0)
@@ -716,7 +716,7 @@ class EvaluationConfig(Section, resume_safe=True):
         None, "Keep the actor with the highest value of this metric in --ckpt_path/best_hf, e.g. eval/accuracy."
     )
     val_before_train: bool = evaluated(True, "Evaluate before the first step.")
-    val_only: bool = evaluated(False, "Evaluate and stop; needs neither prompts nor critic nor reference.")
+    val_only: bool = safe(False, "Evaluate and stop; needs neither prompts nor critic nor reference.")
 
 
 wandb = partial(option, needs="use_wandb")

@@ -488,6 +488,7 @@ _EXCLUSIVE = (
         "reward_running_norm mask_no_eos_with_zero stop_properly_penalty",
         "are of token scores, and of the one score of a response",
     ),
+    ("lr_warmup_ratio", "lr_warmup_steps", "both say how long the warm-up is"),
     ("lora_rank", "enable_ema", "are of adapters, and of an average of all weights"),
     ("lora_rank", "ref_ema_eta ref_reset_steps", "cannot go together: the reference is the actor without adapters"),
     ("async_rewards", "skip_rollout", "cannot go together: replayed samples are not generated"),
@@ -523,7 +524,7 @@ def contradictions(config: Options, world_size: int, by_hand: bool = False) -> l
     o.config, o.ranks, o.samples, o.facts = config, world_size, _samples(config), _facts(config)
     rules = [_batches, _sampling, _engine, _algorithm]
     if not by_hand:
-        rules = [_required, *rules, _micro_batches, _models, _rewards, files, _strategy]
+        rules = [_required, *rules, _micro_batches, _models, _rewards, files, _strategy, _warm_up]
         o.plan_problem = None
         try:
             o.plan, o.sources, o.judges = reward_plan(config), reward_sources(config), _judges(config)
@@ -531,6 +532,28 @@ def contradictions(config: Options, world_size: int, by_hand: bool = False) -> l
         except ConfigError as error:
             o.plan_problem = str(error)
     return first_of_each([*relations(o, by_hand), *(message for rule in rules for message in rule(o))])
+
+
+# What an evaluation samples by, in place of what a training samples by.
+_OF_EVALUATION = {
+    "temperature": "--eval_temperature",
+    "top_p": "--eval_top_p",
+    "top_k": "--eval_top_k",
+    "n_samples_per_prompt": "--eval_n_samples",
+    "do_sample": "--eval_temperature 0, or a number above it",
+}
+
+
+def without_effect_on_evaluation(config: OptionSet, given: Iterable[str]) -> list[str]:
+    """Messages about options on the command line of an evaluation that only the rollouts of a training follow."""
+    flat = config.flat()
+    if not flat.get("val_only"):
+        return []
+    found = [name for name in given if name in _OF_EVALUATION]
+    return [
+        f"--{'' if flat[name] is not False else 'no_'}{name} has no effect on an evaluation: set {_OF_EVALUATION[name]}"
+        for name in found
+    ]
 
 
 def first_of_each(messages: Iterable[str]) -> list[str]:
@@ -723,6 +746,8 @@ def _algorithm(o: SimpleNamespace) -> Iterator[str]:
 
 def _required(o: SimpleNamespace) -> Iterator[str]:
     yield from (line for line in o.config.missing() if not (o.val_only and line.startswith("--prompt_data ")))
+    if o.val_only and o.eval_data is None:
+        yield "--eval_data is required: the prompts whose answers an evaluation scores"
 
 
 def _micro_batches(o: SimpleNamespace) -> Iterator[str]:
@@ -854,9 +879,19 @@ def _strategy(o: SimpleNamespace) -> Iterator[str]:
         yield f"--zpg {o.zpg} does not divide the {o.ranks} ranks"
 
 
+def _warm_up(o: SimpleNamespace) -> Iterator[str]:
+    """Of the critic, whose values follow the actor's in a resolved config."""
+    given = o.config.training
+    if given.critic_lr_warmup_ratio is not None and given.critic_lr_warmup_steps is not None:
+        yield "--critic_lr_warmup_ratio and --critic_lr_warmup_steps both say how long the warm-up is: leave one out"
+
+
 def advice(config: Options) -> list[str]:
     """What works but is seldom meant; of a resolved config."""
     a, found = config.algorithm, []
+    if not config.evaluation.val_only and not (config.rollout.do_sample and config.rollout.temperature > 0):
+        what = "--temperature 0" if config.rollout.do_sample else "--no_do_sample"
+        found.append(f"{what}: rollouts are the most likely answers alone, and a policy learns by trying others: set 1")
     name = f"--kl_estimator {a.kl_estimator}"
     if a.use_kl_loss and a.kl_estimator in ("k1", "abs"):
         what = {"k1": "has an expected gradient of 0", "abs": "pulls by the sign of the difference alone"}

@@ -263,7 +263,7 @@ class PromptDataset(_PreparedDataset):
                 "--truncation left|right|middle|drop or --filter_overlong_prompts"
             )
             fitted = self._fit(ids, len(ids), self.prompt_max_len, self.truncation, overlong)
-            yield fitted if ids else BadRowError("empty", "the prompt has no tokens")
+            yield fitted if ids else BadRowError("empty", "the tokenizer makes no tokens of the prompt")
 
 
 def truncate_ids(token_ids: list[int], max_len: int, side: Literal["left", "right", "middle"]) -> list[int]:
@@ -285,6 +285,7 @@ class SFTDataset(_PreparedDataset):
         pretrain_mode: rows are text to model as a whole; ``input_key`` is then the column of the text.
         output_key: column of the completion; None tries the known names.
         truncation: ``error`` (default), cut on the ``right`` (default with ``pretrain_mode``) or ``drop``.
+        overlong_cure: what the message about a longer row says to do.
     """
 
     def __init__(
@@ -306,7 +307,9 @@ class SFTDataset(_PreparedDataset):
         num_workers: int | None = None,
         ranks: Ranks | None = None,
         fields: Mapping[str, Any] = {"supervised": True},
+        overlong_cure: str = "raise --max_len, or set --truncation right (where the prompt leaves room) or drop",
     ) -> None:
+        self.overlong_cure = overlong_cure
         self.max_len, self.pretrain_mode, self.padding_side = int(max_len), pretrain_mode, padding_side
         self.truncation = truncation or ("right" if pretrain_mode else "error")
         if self.max_len < 2:
@@ -410,10 +413,10 @@ class SFTDataset(_PreparedDataset):
 
     def _fit_example(self, ids: list[int], prompt_length: int) -> Outcome:
         if len(ids) <= prompt_length:
-            return BadRowError("empty", "the completion has no tokens" if prompt_length else "the text has no tokens")
+            what = "completion" if prompt_length else "text"
+            return BadRowError("empty", f"the tokenizer makes no tokens of the {what}")
         overlong = (
-            f"{len(ids)} tokens ({prompt_length} of the prompt), the limit is {self.max_len}: raise it, or choose "
-            "truncation right (where the prompt leaves room) or drop"
+            f"{len(ids)} tokens ({prompt_length} of the prompt), the limit is {self.max_len}: {self.overlong_cure}"
         )
         no_room = self.truncation == "right" and prompt_length >= self.max_len
         return self._fit(ids, prompt_length, self.max_len, "error" if no_room else self.truncation, overlong)

@@ -22,6 +22,7 @@ import numpy as np
 
 from lightppo.data.rows import ORIGIN_COLUMN, check_choice
 from lightppo.errors import DataError, StagingError
+from lightppo.hub import check_on_hub, mistyped_path
 from lightppo.ranks import ranks_on_node
 from lightppo.storage import check_scheme, in_cache, is_url, made_once, stage_to_local
 
@@ -167,9 +168,14 @@ def _joining_column(rows: Dataset, more: Dataset, what: str) -> str:
 def check_data_paths(
     paths: str | list[str], probs: str | list[float] | None = None, *, flag: str = "--prompt_data"
 ) -> None:
-    """Check sources before models load, without reading them or using the network. DataError names the source."""
+    """Check sources before models load, without reading them: names that are not here are asked of the hub.
+
+    Raises:
+        DataError: names the source.
+    """
     for source in _checked_sources(paths, probs, flag)[0]:
-        _is_hub_name(source, flag)
+        if _is_hub_name(source, flag):
+            check_on_hub(source.partition("@")[0], "dataset", flag)
 
 
 def _checked_sources(
@@ -252,7 +258,7 @@ def _is_hub_name(source: str, flag: str) -> bool:
     if path.is_file():
         _known_format(path, f"{flag} {source}")
     if not path.exists() and ("://" in source or file_format(source) or not _HUB_NAME.fullmatch(source)):
-        raise DataError(f"{flag} {source}: no such file or folder (looked in {os.getcwd()})")
+        raise DataError(f"{flag} {source}: no such file or folder (looked in {os.getcwd()}){mistyped_path(source)}")
     return not path.exists()
 
 
@@ -280,6 +286,7 @@ def _load_hub(source: str, split: str, flag: str) -> Dataset:
     import datasets
 
     name, _, config = source.partition("@")
+    check_on_hub(name, "dataset", flag)
     try:
         dataset = datasets.load_dataset(name, config or None, split=split)
     except Exception as error:  # datasets, the hub client and the network raise errors without a common base

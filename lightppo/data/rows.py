@@ -384,7 +384,7 @@ class PromptTemplate:
             return []
         ids = self.tokenizer(texts, add_special_tokens=special_tokens, verbose=False)["input_ids"]
         eos_id = self.tokenizer.eos_token_id
-        if special_tokens and eos_id is not None and self.tokenizer("a")["input_ids"][-1] == eos_id:
+        if special_tokens and eos_id is not None and self.tokenizer("a")["input_ids"][-1:] == [eos_id]:
             ids = [row[:-1] for row in ids]
         return [list(row) for row in ids]
 

@@ -23,7 +23,7 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -40,6 +40,7 @@ from transformers.utils import logging as hf_logging
 
 from lightppo import tensor_file
 from lightppo.errors import ModelLoadError
+from lightppo.models.folders import check_model, check_tokenizer, weights_problem
 from lightppo.models.packing import VARLEN_TAKES
 from lightppo.models.quantised import quantise
 from lightppo.suggestions import nearest
@@ -122,16 +123,10 @@ def _load(
                 torch.manual_seed(o.seed)
                 model = auto_class.from_config(config, **kwargs)
         else:
-            kwargs |= {"output_loading_info": True, "ignore_mismatched_sizes": any_head}
+            # Weights of another shape are refused below, with both shapes; ZeRO-3 has only parts of them to compare.
+            kwargs |= {"output_loading_info": True, "ignore_mismatched_sizes": any_head or zero3 is None}
             model, info = auto_class.from_pretrained(path, config=config, **kwargs)
-            missing = {*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}
-            if not model.can_generate():
-                missing -= {f"{name}.weight" for name in head_names(model)}
-            if missing:
-                raise ModelLoadError(
-                    f"{flag} {path}: {len(missing)} weights are missing from the checkpoint or of another shape "
-                    f"({', '.join(sorted(missing)[:3])}, …): it is incomplete, or of another kind than this model"
-                )
+            _check_loaded(model, info, f"{flag} {path}", any_head)
     if zero3 is not None:
         _restore_frequencies(model)
     disable_dropout(model, kept=dropouts(o.override_config or {}))
@@ -139,6 +134,23 @@ def _load(
         quantise(model, head_names(model))
     model.zero3_load_config = zero3  # keeps transformers' weak reference alive
     return model.eval()
+
+
+def _check_loaded(model: PreTrainedModel, info: dict[str, Any], name: str, any_head: bool) -> None:
+    """Refuses a model some of whose weights the checkpoint lacks, or has in another shape."""
+    heads = set() if model.can_generate() else {f"{head}.weight" for head in head_names(model)}
+    other = sorted(shapes for shapes in info["mismatched_keys"] if not (any_head and shapes[0] in heads))
+    if other:
+        weight, in_file, asked = other[0]
+        raise ModelLoadError(
+            f"{name}: {len(other)} weights have another shape than its config says: {weight} is {tuple(in_file)}, not "
+            f"{tuple(asked)}: config.json (or --override_config) and the weights are of two models"
+        )
+    if missing := set(info["missing_keys"]) - heads:
+        raise ModelLoadError(
+            f"{name}: {len(missing)} weights are missing from the checkpoint ({', '.join(sorted(missing)[:3])}, …): it "
+            "is incomplete, or of another kind than this model"
+        )
 
 
 def load_config(path: str, *, flag: str = "--pretrain", **options: Any) -> PretrainedConfig:
@@ -187,13 +199,14 @@ def checkpoint_mark(path: str, blocks: int = 16, size: int = 1 << 16) -> str:
 _MARKED = ("config.json", "tokenizer*.json", "*.safetensors", "pytorch_model*.bin")
 
 
-def _model_path(path: str, flag: str) -> str:
-    """``~`` expanded; hub ids are left to the hub. A path or URL that does not exist is an error."""
+def _model_path(path: str, flag: str, check: Callable[[str, str], None] = check_model) -> str:
+    """``~`` expanded. An error: a path or hub id that does not exist, and a URL, which must be copied before."""
     folder = Path(path).expanduser()
     if path and folder.is_dir():
         return str(folder)
-    if not path or path.startswith(("/", "./", "../", "~")) or path.count("/") > 1 or folder.exists():
+    if "://" in path:
         raise ModelLoadError(f"{flag} {path}: no such folder. Give a folder with a Hugging Face model, or a hub id")
+    check(path, flag)
     return path
 
 
@@ -206,7 +219,10 @@ def _errors_name(path: str, flag: str) -> Iterator[None]:
         raise
     except pickle.UnpicklingError as error:  # transformers, too, reads with weights_only
         raise ModelLoadError(f"{flag} {tensor_file.explained(path, error)}") from error
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
+    except (OSError, ValueError, RuntimeError, KeyError, EOFError, SafetensorError) as error:
+        problem = weights_problem(Path(path)) if Path(path, "config.json").is_file() else None
+        if problem:
+            raise ModelLoadError(f"{flag} {path}: {problem}") from error
         # One line: transformers may list pages of class names.
         reason = textwrap.shorten(str(error), 1000, placeholder=" …")
         raise ModelLoadError(f"{flag} {path} could not be loaded: {reason}") from error
@@ -476,9 +492,13 @@ def get_tokenizer(
     A missing pad token becomes EOS (masks come from lengths, never from the pad id). A model may have more embedding
     rows than the tokenizer has entries: sample with :func:`valid_vocab_size`.
     """
-    path = _model_path(path, flag)
-    with _errors_name(path, flag):
-        tokenizer = AutoTokenizer.from_pretrained(path, use_fast=use_fast, trust_remote_code=trust_remote_code)
+    path = _model_path(path, flag, check_tokenizer)
+    try:
+        with _errors_name(path, flag):
+            tokenizer = AutoTokenizer.from_pretrained(path, use_fast=use_fast, trust_remote_code=trust_remote_code)
+    except ModelLoadError:
+        check_tokenizer(path, flag)  # says more, if files are missing
+        raise
     if not use_fast and tokenizer.is_fast:  # transformers 5 does not look at use_fast
         raise ModelLoadError(f"{flag} {path} has only a fast tokenizer: leave --disable_fast_tokenizer out")
     tokenizer.padding_side = padding_side

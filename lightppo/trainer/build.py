@@ -20,6 +20,7 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import get_scheduler
 
+from lightppo import durable
 from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS
 from lightppo.config import PPOConfig
 from lightppo.config.options import OptionSet
@@ -56,6 +57,7 @@ from lightppo.rewards.source import AsyncScorer, RewardSource, check_verifier_st
 from lightppo.rollout.engine import RolloutEngine, SamplingParams
 from lightppo.rollout.graphs import CUDAGraphs
 from lightppo.rollout.hf import HFRolloutEngine
+from lightppo.rollout.sampling import bad_word_ids
 from lightppo.rollout.teacher import TeacherServers
 from lightppo.rollout.vllm import VLLMRolloutEngine
 from lightppo.rollout.vllm_server import VLLMServerRolloutEngine
@@ -64,7 +66,7 @@ from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.strategy.zero3 import parameter_count
 from lightppo.trainer.evaluator import Evaluator, table
 from lightppo.trainer.preflight import check_positions, dry_run_config, preflight
-from lightppo.trainer.rehearsal import rehearse
+from lightppo.trainer.rehearsal import fewer_rows, rehearse
 from lightppo.trainer.report import read_metrics, summary
 from lightppo.trainer.run_folder import claim, public_options
 
@@ -104,6 +106,7 @@ def build(config: PPOConfig) -> Run:
     if config.training.dry_run or strategy.device.type == "cuda":
         tell_memory(config, strategy)
     tokenizer = build_tokenizer(config)
+    check_sampled_tokens(config, tokenizer)
     servers = check_tokenizers(config, tokenizer, strategy)
     asked, rewards = config, None
     if config.training.dry_run:
@@ -114,6 +117,8 @@ def build(config: PPOConfig) -> Run:
     claim(written, strategy)
     loader, pretrain, eval_prompts = build_data(config, tokenizer, strategy, asked)
     if loader is not None and not config.training.dry_run:
+        if told := fewer_rows(config, loader.dataset):
+            strategy.print(f"warning: {told}")
         check_total_steps(config, steps_per_episode(config, loader), len(loader.dataset))
     if not config.model.reward_pretrain:
         rewards = build_rewards(config, [], tokenizer, strategy)
@@ -307,6 +312,20 @@ def check_vocabulary(config: OptionSet, path: str, flag: str, tokenizer: Any) ->
         )
 
 
+def check_sampled_tokens(config: PPOConfig, tokenizer: Any) -> None:
+    """Refuses ids and words that no sampled answer can have."""
+    size = loading.valid_vocab_size(tokenizer)
+    if beyond := [i for i in config.rollout.stop_token_ids if i >= size]:
+        raise ConfigError(
+            f"--stop_token_ids {' '.join(map(str, beyond))}: the tokenizer has no such id, its largest is {size - 1}: "
+            "leave it out, or give the text to --stop"
+        )
+    try:
+        bad_word_ids(tokenizer, config.rollout.bad_words)
+    except ValueError as error:
+        raise ConfigError(f"--{error}") from error
+
+
 def fit_vocabulary(models: Models, tokenizer: Any, config: PPOConfig) -> None:
     """Actor, reference and teacher give log probs over the tokenizer's ids; ModelLoadError where it has more."""
     flags = {"--pretrain": models.actor, "--teacher_pretrain": models.teacher}
@@ -481,6 +500,7 @@ def build_pretrain(config: PPOConfig, tokenizer: Any, strategy: DeepspeedStrateg
         on_bad_row=d.on_bad_row,
         num_workers=d.data_num_workers,
         ranks=strategy,
+        overlong_cure="raise --prompt_max_len or --generate_max_len, whose sum it is",
     )
     size, pin = config.training.micro_train_batch_size, d.dataloader_pin_memory
     return strategy.setup_dataloader(dataset, size, pin_memory=pin, collate_fn=dataset.collate_fn)
@@ -756,8 +776,8 @@ def check_disk_space(config: OptionSet, parameters: dict[str, int], exported: in
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise ConfigError(
-            f"--ckpt_path {c.ckpt_path}: {c.max_ckpt_num} checkpoints need about {needed / 1e9:.1f} GB, "
-            f"{free / 1e9:.1f} GB are free: lower --max_ckpt_num or --max_ckpt_mem, or choose another disk"
+            f"--ckpt_path {c.ckpt_path}: {c.max_ckpt_num} checkpoints need about {durable.shown_size(needed)}, "
+            f"{durable.shown_size(free)} are free: lower --max_ckpt_num or --max_ckpt_mem, or choose another disk"
         )
 
 

@@ -51,6 +51,7 @@ class SkippedSteps:
         self.of_model: dict[str, list[bool]] = {}  # of each optimizer step of this step: skipped
         self.batch: Any = None  # of the first one that was
         self.why = ""  # the step was left out
+        self.last_why = ""  # some step was
         self._current: Any = None
 
     def begin(self, batch: Any) -> None:
@@ -73,7 +74,8 @@ class SkippedSteps:
         self.begin(batch)
         for model in models:
             self.add(state, model, skipped=True)
-        self.batch, self.why = batch, str(why)  # also where nothing would have been trained
+        self.last_why = str(why)
+        self.batch, self.why = batch, self.last_why  # also where nothing would have been trained
         if self.strategy.is_rank_0():
             logger.warning("step %d is left out: %s", step, why)
 
@@ -139,9 +141,14 @@ def is_saved(strategy: Ranks, folders: Sequence[str], step: int) -> bool:
     return strategy.broadcast_object(whole)
 
 
-def check_trained(state: TrainerState, otherwise: str, dry_run: bool = False) -> None:
-    """Raises TrainingError where no model has changed; ``otherwise``: the reason if no step was skipped or stopped.
-    A dry run may end before fp16's loss scale is found."""
+def check_trained(state: TrainerState, otherwise: str, dry_run: bool = False, left_out: str = "") -> None:
+    """Raises TrainingError where no model has changed.
+
+    Args:
+        otherwise: the reason if no step was skipped or stopped.
+        dry_run: it may end before fp16's loss scale is found.
+        left_out: why the last step was, whose numbers were not finite before any gradient.
+    """
     if state.global_step > 0 and state.optimizer_steps == 0:
         overflowed, stopped = state.overflowed_optimizer_steps, state.stopped_optimizer_steps
         skipped = state.skipped_optimizer_steps - overflowed
@@ -150,6 +157,7 @@ def check_trained(state: TrainerState, otherwise: str, dry_run: bool = False) ->
         too_large = "overflowed at --fp16's loss scale, which halves each time: go on, or set --bf16"
         counts = {"had a gradient that is not finite": skipped, too_large: overflowed, "were stopped early": stopped}
         reason = ", ".join(f"{count} {what}" for what, count in counts.items() if count) or otherwise
+        reason = left_out or reason
         raise TrainingError(f"no optimizer step was taken in {state.global_step} steps, nothing is saved: {reason}")
 
 

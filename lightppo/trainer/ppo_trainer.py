@@ -711,7 +711,8 @@ class PPOTrainer(SeedAttributes):
         """A run that did not change its models is no success."""
         s, t = self.state, self.config.training
         if not self._overrides(*_TRAINING_METHODS):
-            check_trained(s, "every group was rejected: widen --filter_range, or take other prompts", t.dry_run)
+            rejected = "every group was rejected: widen --filter_range, or take other prompts"
+            check_trained(s, rejected, t.dry_run, self.skipped.last_why)
         if t.total_training_steps is not None and s.global_step < t.total_training_steps and t.benchmark_steps is None:
             self.strategy.print(
                 f"note: the prompts held {s.global_step} steps; the schedules were stretched over "

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -15,6 +14,7 @@ from typing import Any
 
 from lightppo.config import PPOConfig
 from lightppo.config.cli import exit_on_mistakes
+from lightppo.config.options import OptionSet
 from lightppo.config.rules import estimator_entry, evaluation_config, needs_critic, needs_reference, needs_teacher
 from lightppo.config.sft_rm_dpo import SupervisedConfig
 from lightppo.data.readers import check_data_paths, first_rows, with_metadata
@@ -34,7 +34,9 @@ from lightppo.data.rows import (
     read_prompt,
     resolve_fields,
 )
-from lightppo.errors import BadRowError, CheckpointError, ConfigError, DataError, ModelLoadError, UserError
+from lightppo.durable import check_writable
+from lightppo.errors import BadRowError, CheckpointError, ConfigError, DataError, UserError
+from lightppo.models.folders import check_model, check_tokenizer
 from lightppo.rewards.registry import check_label, check_reward_files
 from lightppo.rewards.source import NO_LABELS
 from lightppo.trainer.trackers import check_trackers
@@ -43,8 +45,6 @@ logger = logging.getLogger(__name__)
 
 Row = Mapping[str, Any]
 
-_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
-_HUB_SECONDS = 10.0
 NOTHING_KEPT = {  # options of a dry run
     "resume": "never",
     "val_before_train": False,
@@ -52,6 +52,8 @@ NOTHING_KEPT = {  # options of a dry run
     **{"best_metric": None, "save_steps": -1, "hf_save_steps": -1},
     **dict.fromkeys(("save_epochs", "save_seconds", "hf_save_epochs", "hf_save_seconds")),
 }
+SPLITS = {"prompt_split": "prompt_data", "eval_split": "eval_data", "pretrain_split": "pretrain_data"}
+SPLITS_OF_ROWS = {"dataset_split": "dataset", "eval_split": "eval_dataset"}
 _DRY_SAMPLES, _DRY_TOKENS = 4, 32  # of a dry run: at most, per prompt and per response
 
 
@@ -68,10 +70,16 @@ def preflight(config: PPOConfig) -> None:
     first_flags = {path: flag for flag, path in reversed(models) if path}
     folders = {"save_path": c.save_path, "ckpt_path": c.ckpt_path, "use_tensorboard": config.logging.use_tensorboard}
     folders |= {"rollout_data_dir": config.sampling.rollout_data_dir, "skip_rollout": config.sampling.skip_rollout}
-    checks: list[Callable[[], Any]] = [partial(check_model, path, f"--{flag}") for path, flag in first_flags.items()]
+    checks = [_model_check(config, path, flag) for path, flag in first_flags.items()]
+    tokenizers = [("--tokenizer_path", path) for path in (m.tokenizer_path,) if path]
+    tokenizers += [("--reward_input_tokenizer", path) for path in config.reward.reward_input_tokenizer]
+    checks += [partial(check_tokenizer, path, flag) for flag, path in tokenizers]
     checks += [partial(check_writable, folder, f"--{flag}") for flag, folder in folders.items() if folder]
     checks += [partial(_check_lengths, config), partial(_check_resume, c.resume), partial(_check_shape, config)]
     used = {"--prompt_data": d.prompt_data, "--eval_data": d.eval_data}
+    checks.append(partial(_check_splits, config, SPLITS))
+    if not config.evaluation.val_only:
+        checks.append(partial(_warn_of_same_rows, config, "prompt_data", "eval_data"))
     checks += [partial(_check_prompts, config, flag) for flag, paths in used.items() if paths]
     if d.pretrain_data:
         checks.append(partial(_check_pretraining, config))
@@ -113,9 +121,13 @@ def preflight_supervised(config: SupervisedConfig) -> None:
     folders = {name: flat[name] for name in ("save_path", "ckpt_path", "use_tensorboard") if flat[name]}
     folders |= {"log_file": os.path.dirname(flat["log_file"]) or "."} if flat["log_file"] else {}
     used = {"--dataset": (d.dataset, d.dataset_split), "--eval_dataset": (d.eval_dataset, d.eval_split)}
-    checks: list[Callable[[], Any]] = [partial(check_model, path, f"--{name}") for name, path in models.items()]
+    checks = [_model_check(config, path, name) for name, path in models.items()]
+    if config.model.tokenizer_path:
+        checks.append(partial(check_tokenizer, config.model.tokenizer_path, "--tokenizer_path"))
     checks += [partial(check_writable, folder, f"--{name}") for name, folder in folders.items()]
     checks += [partial(_check_resume, c.resume), partial(_check_shape, config.resolved())]
+    checks.append(partial(_check_splits, config, SPLITS_OF_ROWS))
+    checks.append(partial(_warn_of_same_rows, config, "dataset", "eval_dataset"))
     checks += [partial(check_trackers, config.logging)]
     checks += [partial(check_data, flag, *source) for flag, source in used.items() if source[0]]
     _run_all(checks, config.logging.debug)
@@ -161,32 +173,12 @@ def _run_all(checks: Iterable[Callable[[], Any]], debug: bool) -> None:
 # -- models and folders ----------------------------------------------------------------------------------------------
 
 
-def check_model(path: str, flag: str) -> None:
-    """Refuses a folder that is missing or holds no model, and a hub id that is neither in the cache nor on the hub."""
-    folder = Path(path).expanduser()
-    if "://" in path:  # copied to this machine later
-        return
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            found = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
-            if "adapter_config.json" in found:
-                raise ModelLoadError(f"{flag} {path} is an adapter: `lightppo merge {path} OUT` makes a model of it")
-            raise ModelLoadError(f"{flag} {path} has no config.json: it is no Hugging Face model; it has {found}")
-        return
-    if not _HUB_ID.fullmatch(path):
-        raise ModelLoadError(f"{flag} {path}: no such folder. Give a folder with a Hugging Face model, or a hub id")
-    from huggingface_hub import HfApi, try_to_load_from_cache
-
-    if isinstance(try_to_load_from_cache(path, "config.json"), str):
-        return
-    try:  # once; the loader would try for half a minute
-        HfApi().model_info(path, timeout=_HUB_SECONDS)
-    except Exception as error:  # the hub client and the network raise errors without a common base
-        response = getattr(error, "response", None)
-        if response is not None and response.status_code not in (401, 404):  # busy, say: left to the loader
-            return
-        why = f"{type(error).__name__}: the hub cannot be reached" if response is None else "the hub does not have it"
-        raise ModelLoadError(f"{flag} {path}: no such folder here, not in the hub's cache, and {why}") from error
+def _model_check(config: OptionSet, path: str, flag: str) -> Callable[[], Any]:
+    """The check of a model's folder: random weights are in none, and the tokenizer is --pretrain's."""
+    m = config.model
+    has_tokenizer = flag == "pretrain" and m.tokenizer_path is None
+    is_random = m.init_from_scratch and path == m.pretrain
+    return partial(check_model, path, f"--{flag}", weights=not is_random, tokenizer=has_tokenizer)
 
 
 def _check_lengths(config: PPOConfig) -> None:
@@ -208,18 +200,6 @@ def check_positions(config: PPOConfig, positions: int | None) -> None:
             f"--prompt_max_len {prompt} + --generate_max_len {response} = {prompt + response} tokens, but "
             f"{config.model.pretrain} has {positions} positions: lower one of them to fit"
         )
-
-
-def check_writable(folder: str, flag: str) -> None:
-    """Refuses a folder that cannot be made, or written to; makes none."""
-    if "://" in folder:
-        return
-    path = Path(folder).absolute()
-    there = next(p for p in (path, *path.parents) if os.path.exists(p))
-    if not there.is_dir():
-        raise ConfigError(f"{flag} {folder}: {there} is a file, not a folder")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise ConfigError(f"{flag} {folder}: {there} cannot be written to")
 
 
 def _check_resume(resume: str) -> None:
@@ -247,6 +227,45 @@ def _check_shape(config: PPOConfig) -> None:
             f"{root}/{tag} was saved with {'; '.join(others)}: set --reshape_ckpt to go on with it here, or take the "
             "same number of processes and --zero_stage"
         )
+
+
+# -- sources of rows -------------------------------------------------------------------------------------------------
+
+
+def _check_splits(config: OptionSet, splits: Mapping[str, str]) -> None:
+    """Files have no splits: one that is named for them alone would change nothing."""
+    flat, usual = config.flat(), type(config)().flat()
+    for name, source in splits.items():
+        paths = _sources(flat[source])
+        is_named = flat[name] != usual[name]
+        if is_named and paths and all(Path(path).expanduser().is_file() for path in paths):
+            raise ConfigError(
+                f"--{name} {flat[name]}: files have no splits, as --{source} {flat[source]}: leave it out"
+            )
+
+
+def _warn_of_same_rows(config: OptionSet, training: str, evaluation: str) -> None:
+    """Says where evaluations are of rows that are trained on."""
+    flat = config.flat()
+    split_of = {source: flat.get(name) for table in (SPLITS, SPLITS_OF_ROWS) for name, source in table.items()}
+    both = {_place(path, split_of[training]) for path in _sources(flat[training])}
+    both &= {_place(path, split_of[evaluation]) for path in _sources(flat[evaluation])}
+    if both:
+        path, _ = sorted(both)[0]
+        told = "evaluations measure what was learned by heart: hold some rows out"
+        logger.warning("--%s and --%s both have the rows of %s: %s", training, evaluation, path, told)
+
+
+def _sources(paths: str | None) -> list[str]:
+    return [path.strip() for path in (paths or "").split(",") if path.strip()]
+
+
+def _place(path: str, split: str) -> tuple[str, str]:
+    """A source, whichever way it is written, and the split where it has some."""
+    local = Path(path).expanduser()
+    if not local.exists():
+        return path, split
+    return str(local.resolve()), "" if local.is_file() else split
 
 
 # -- rewards and data ------------------------------------------------------------------------------------------------

@@ -133,14 +133,23 @@ def _names(config: OptionSet) -> tuple[str, ...]:
     return "learning_rate", "train_batch_size", "max_len", "dataset", "eval_dataset", "rows"
 
 
+def fewer_rows(config: OptionSet, rows: Any) -> str | None:
+    """What to say where a step asks for more rows than there are."""
+    _, size, *_, what = _names(config)
+    wanted = config.flat()[size]
+    if len(rows) >= wanted:
+        return None
+    return f"--{size} {wanted} is more than the {len(rows)} {what}: every step has all of them"
+
+
 def _settings(config: OptionSet, rows: Any) -> Iterator[str]:
     flat, usual, report = config.flat(), type(config)().flat(), rows.report
-    rate, size, limit, _, _, what = _names(config)
+    rate, _, limit, _, _, what = _names(config)
     if flat[rate] > 100 * usual[rate] and config.adapter.lora_rank == 0:
         usually = f"{usual[rate] / 10:g} to {usual[rate] * 10:g}"
         yield f"--{rate} {flat[rate]:g}: models of some size are trained with {usually}, adapters up to 1e-3"
-    if len(rows) < flat[size]:
-        yield f"--{size} {flat[size]} is more than the {len(rows)} {what}: every step has all of them"
+    if told := fewer_rows(config, rows):
+        yield told
     over = f"--{limit} {flat[limit]}"
     if report.truncated:
         cut = f"{report.truncated} of {report.kept} {what} are cut to {over}"

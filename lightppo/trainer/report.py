@@ -130,6 +130,8 @@ def before_and_after(rows: Sequence[Row]) -> str:
     names = sorted({name for row in rows for name in row if name.startswith("eval/")})
     names = [name for name in names if len(series(rows, name)[0]) > 1 and not name.endswith("/samples")]
     names += [name for panel in (*PANELS, *SFT_PANELS) for name in panel.curves]
+    if not any(series(rows, name)[0] for name in names):  # an evaluation
+        return single_values(rows)
     lines = [f"{'':<32}{'first':>12}{'last':>12}{'best':>12}   steps"]
     for name, (steps, values) in {name: series(rows, name) for name in names}.items():
         if not steps:
@@ -142,6 +144,12 @@ def before_and_after(rows: Sequence[Row]) -> str:
         ends = f"{sum(values[:n]) / n:>12.4g}{sum(values[-n:]) / n:>12.4g}"
         lines.append(f"{name:<32}{ends}{best:>12}   {steps[0]} → {steps[-1]}{at}")
     return "\n".join(lines)
+
+
+def single_values(rows: Sequence[Row]) -> str:
+    """The numbers of an evaluation without a training."""
+    last = {name: value for row in rows for name, value in row.items() if name.startswith("eval/")}
+    return "\n".join(f"{name:<32}{value:>12.4g}" for name, value in last.items()) or "no numbers were recorded"
 
 
 def summary(path: Path) -> str:
@@ -406,6 +414,10 @@ def main(argv: Sequence[str], prog: str = "lightppo report") -> None:
                         "steps beyond it are left out evenly; default: %(default)g")  # fmt: skip
     args = parser.parse_args(argv)
     out = args.out or (Path() if len(args.runs) > 1 or is_url(args.runs[0]) else local_folder(args.runs[0])) / REPORT
+    for flag, path, kinds in (("--out", args.out, (".html", ".htm")), ("--picture", args.picture, (".png",))):
+        if path is not None and path.suffix.lower() not in kinds:
+            what = "a page of HTML" if flag == "--out" else "a PNG picture"
+            parser.error(f"{flag} {path}: it is {what}: give a name that ends in {kinds[0]}")
     if args.picture is not None and len(args.runs) > 1:
         parser.error("--picture shows one run: name one, or leave it out")
     if not (math.isfinite(args.rollouts_mb) and args.rollouts_mb >= 0):

@@ -34,7 +34,7 @@ from lightppo.trainer.ending import SkippedSteps, check_trained, is_saved, stop_
 from lightppo.trainer.objectives import OBJECTIVES, Batch, Objective, shared_rows
 from lightppo.trainer.preflight import NOTHING_KEPT
 from lightppo.trainer.recorder import Recorder
-from lightppo.trainer.rehearsal import after_step, rehearse
+from lightppo.trainer.rehearsal import after_step, fewer_rows, rehearse
 from lightppo.trainer.report import summary
 from lightppo.trainer.run_folder import (
     claim,
@@ -322,7 +322,7 @@ class SupervisedTrainer:
         path, dry_run = config.checkpoint.save_path, config.training.dry_run
         self.stop_signal = signals.elected(strategy.all_reduce(signals.votes(), "sum"))
         self._stop_if_asked()  # before what may take long
-        check_trained(self.state, "there was none", dry_run)
+        check_trained(self.state, "there was none", dry_run, self.skipped.last_why)
         self.recorder.finish(step, partial(self._save_checkpoint, step))
         if not dry_run:
             size = config.training.micro_train_batch_size
@@ -394,6 +394,8 @@ def build(config: SupervisedConfig, trainer: type[SupervisedTrainer] = Supervise
         rehearse(asked, rows, held_out, None, strategy)
         longest, few = rows.lengths.argsort(kind="stable")[::-1], size * strategy.world_size
         rows, held_out = part_of(rows, longest[:few]), held_out and part_of(held_out, range(min(few, len(held_out))))
+    elif told := fewer_rows(config, rows):
+        strategy.print(f"warning: {told}")
     loader = strategy.setup_dataloader(rows, size, pin_memory=True, collate_fn=rows.collate_fn)
 
     model = objective.build_model()

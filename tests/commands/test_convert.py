@@ -136,7 +136,7 @@ def fails(*words: str, capsys) -> str:
 def test_what_cannot_be_converted(recorded, copied, tiny_model, tmp_path, capsys):
     run, out = copied("one"), tmp_path / "out"
     assert "is there already: name a new folder" in fails("convert", run, run, capsys=capsys)
-    assert "no checkpoint of step 3 of the actor; whole ones here: global_step2, global_step4" in fails(
+    assert "no checkpoint of step 3 of the actor; it has global_step2, global_step4" in fails(
         "convert", run, out, "--step", "3", capsys=capsys
     )
     assert "no checkpoint of the ema" in fails("convert", run, out, "--part", "ema", capsys=capsys)

@@ -148,3 +148,115 @@ def test_how_a_flag_is_written(told, words, message):
 )
 def test_small_commands(told, words, message):
     assert told(words) == [f"lightppo {words.split()[0]}: error: {message}"]
+
+
+REQUIRED = ["--pretrain", "m", "--prompt_data", "p.jsonl", "--reward_fn", "r.py"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("ppo --lr_warmup_ratio 0.1 --lr_warmup_steps 10", "--lr_warmup_ratio and --lr_warmup_steps both say how long"),
+        (
+            "ppo --critic_lr_warmup_ratio 0.1 --critic_lr_warmup_steps 5",
+            "--critic_lr_warmup_ratio and --critic_lr_warmup",
+        ),
+        ("ppo --seed 99999999999999999999", "--seed must be a whole number ≥0 <2^63, not '99999999999999999999'"),
+        ("ppo --seed -1", "--seed must be a whole number ≥0 <2^63, not '-1'"),
+        (
+            "eval --eval_data e --temperature 0.5",
+            "--temperature has no effect on an evaluation: set --eval_temperature",
+        ),
+        ("eval --eval_data e --top_p 0.5", "--top_p has no effect on an evaluation: set --eval_top_p"),
+        ("eval --eval_data e --n_samples_per_prompt 4", "--n_samples_per_prompt has no effect on an evaluation: set"),
+        (
+            "eval --eval_data e --no_do_sample",
+            "--no_do_sample has no effect on an evaluation: set --eval_temperature 0",
+        ),
+        ("ppo --val_only --eval_data e --temperature 0.5", "--temperature has no effect on an evaluation"),
+        ("eval", "--eval_data is required: the prompts whose answers an evaluation scores"),
+    ],
+)
+def test_what_was_taken_in_silence(capsys, words, message):
+    command, *more = words.split()
+    with pytest.raises(SystemExit) as stopped:
+        main([command, *REQUIRED, *more])
+    assert stopped.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"lightppo {command}: error: {message}")
+
+
+def test_the_file_of_a_run_may_say_how_its_training_samples(tmp_path, capsys):
+    """``lightppo eval --config`` of a training."""
+    from lightppo.config import parse_args
+
+    (tmp_path / "run.yaml").write_text("temperature: 0.7\nn_samples_per_prompt: 4\ntrain_batch_size: 128\n")
+    words = [*REQUIRED, "--config", str(tmp_path / "run.yaml"), "--val_only", "--eval_data", "e"]
+    assert parse_args(words).rollout.temperature == 0.7
+
+
+def test_greedy_rollouts_are_told():
+    from lightppo.config import PPOConfig
+    from lightppo.config.rules import advice
+
+    def told(**options):
+        return " ".join(advice(PPOConfig.from_flat(pretrain="m", **options).resolved()))
+
+    assert "--temperature 0: rollouts are the most likely answers alone" in told(temperature=0.0)
+    assert "--no_do_sample: rollouts are the most likely answers alone" in told(do_sample=False)
+    assert "most likely" not in told() + told(temperature=0.0, val_only=True, eval_data="e")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("report RUN --out x.pdf", "--out x.pdf: it is a page of HTML: give a name that ends in .html"),
+        ("report RUN --picture x.jpg", "--picture x.jpg: it is a PNG picture: give a name that ends in .png"),
+        ("watch MODEL --once", "MODEL is no run: it has no metrics.jsonl and no run_config.yaml; give a --save_path"),
+        ("watch modle --once", "modle: no such folder; there is MODEL; give the --save_path of a run"),
+        (
+            "replay EVALUATION --step 1",
+            "EVALUATION is an evaluation (lightppo eval): it has no training step to replay",
+        ),
+        ("memory --nodes 0", "--nodes 0: must be at least 1"),
+        ("memory --gpus -1", "--gpus -1: must be at least 0"),
+        ("convert nothing OUT", "nothing: no such folder. Name the --save_path of a run"),
+        (
+            "convert EMPTY OUT",
+            "EMPTY holds no checkpoint of the actor: name the --save_path or --ckpt_path of a run that",
+        ),
+        ("convert MODEL OUT", "MODEL is a Hugging Face folder already: there is nothing to convert"),
+        ("convert RUN LONG/x", "OUT LONG/x: "),
+        ("merge lora OUT", "lora: no such folder. Name the folder of an adapter"),
+        ("merge EMPTY OUT", "EMPTY has no adapter_config.json: it is no folder of an adapter"),
+        ("merge RUN OUT", "RUN has no adapter_config.json: name RUN/adapter"),
+        ("merge RUN/adapter LONG/x", "OUT LONG/x: "),
+        ("merge RUN/adapter OUT --base org/no", "--base org/no: no such folder here, not in the hub's cache, and "),
+        ("chat org/no", "MODEL org/no: no such folder here, not in the hub's cache, and "),
+        ("chat MODEL --base org/no", "--base org/no: no such folder here, not in the hub's cache, and "),
+        ("chat MODEL --seed 99999999999999999999", "--seed must be a whole number ≥0 <2^63"),
+        ("serve-vllm --model org/no", "--model org/no: no such folder here, not in the hub's cache, and "),
+        ("serve-vllm --model MODEL --host 0.0.0.0", "--host 0.0.0.0 "),
+        ("data --pretrain MODEL --prompt_data org/no", "--prompt_data org/no: no such file or folder here, not in the"),
+    ],
+)
+def test_folders_and_names_of_small_commands(told, tmp_path, monkeypatch, words, message):
+    pytest.importorskip("plotext")
+    monkeypatch.chdir(tmp_path)
+    for name in ("RUN/adapter", "MODEL", "EVALUATION", "EMPTY"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "MODEL" / "config.json").write_text("{}")
+    (tmp_path / "RUN" / "adapter" / "adapter_config.json").write_text("{}")
+    (tmp_path / "RUN" / "metrics.jsonl").write_text('{"step": 1, "time": 0.0, "rollout/reward": 0.5}\n')
+    (tmp_path / "EVALUATION" / "run_config.yaml").write_text("val_only: true\n")
+    long = "x" * 300  # no file system takes it
+    (line,) = told(words.replace("LONG", long).split())
+    assert line.startswith(f"lightppo {words.split()[0]}: error: {message.replace('LONG', long)}")
+
+
+def test_the_report_of_an_evaluation_has_its_numbers():
+    from lightppo.trainer.report import before_and_after
+
+    (line,) = before_and_after([{"step": 0, "time": 0.0, "eval/reward": 0.25}]).splitlines()
+    assert line.split() == ["eval/reward", "0.25"]
+    assert before_and_after([{"step": 0, "time": 0.0}]) == "no numbers were recorded"

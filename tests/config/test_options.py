@@ -82,7 +82,7 @@ def test_defaults_none_and_empty(back):
         ("eval_correct_threshold", -0.5),
         ("top_k", -1),
         ("local_rank", -3),
-        ("seed", 2**64),
+        ("seed", 2**63 - 1),
     ],
 )
 def test_numbers(back, name, value):

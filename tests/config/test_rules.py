@@ -135,7 +135,7 @@ CONTRADICTIONS = [
     ({"output_key": "answer"}, "output_key pretrain_data"),
     ({"eval_steps": 5}, "eval_steps eval_data"),
     ({"eval_seconds": 60}, "eval_seconds eval_data"),
-    ({"val_only": True}, "val_only eval_data"),
+    ({"val_only": True}, "eval_data"),
     ({**EVAL, "eval_n_samples": 4, "eval_temperature": 0}, "eval_n_samples eval_temperature"),
     ({**EVAL, "eval_top_p": 0.9}, "eval_top_p eval_temperature"),
     ({**EVAL, "eval_top_k": 5, "eval_temperature": 0}, "eval_top_k eval_temperature"),
@@ -495,7 +495,7 @@ def test_the_same_options_on_fitting_ranks():
 
 def test_every_contradiction_is_told_at_once():
     messages = problems({"pretrain": None, "use_kl_loss": True, "use_kl_in_reward": True, "val_only": True})
-    assert sorted(message.split(" ")[0] for message in messages) == ["--pretrain", "--use_kl_loss", "--val_only"]
+    assert sorted(message.split(" ")[0] for message in messages) == ["--eval_data", "--pretrain", "--use_kl_loss"]
     # 100 neither divides the samples nor is it divisible by the ranks: one thing at a time
     messages = problems({"train_batch_size": 100}, 3)
     assert [message.split(" ")[0] for message in messages] == ["--train_batch_size", "--rollout_batch_size"]

@@ -306,6 +306,7 @@ def test_hub_names_are_asked_for_with_config_and_split(monkeypatch: pytest.Monke
         return Dataset.from_list([{"question": "q"}])
 
     monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.setattr("lightppo.hub.is_cached", lambda name, kind: kind == "dataset")
     dataset = blending_datasets("openai/gsm8k@main", train_split="test")
     assert asked == [("openai/gsm8k", "main", "test")]
     assert dataset[ORIGIN_COLUMN][0] == "openai/gsm8k@main[test], row 1"
@@ -331,8 +332,11 @@ def test_missing_sources(paths: str, message: str, load) -> None:
         load(paths)
 
 
-def test_paths_checked_before_a_run(write_jsonl, tmp_path: Path) -> None:
+def test_paths_checked_before_a_run(write_jsonl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     a = numbered(write_jsonl, "a", 1)
+    with pytest.raises(DataError, match="--eval_data owner/name: no such file or folder here, not in the hub's cache"):
+        check_data_paths(f"{a},owner/name", flag="--eval_data")
+    monkeypatch.setattr("lightppo.hub.is_cached", lambda name, kind: (name, kind) == ("owner/name", "dataset"))
     check_data_paths(f"{a},{tmp_path},owner/name,owner/name@config,memory://x.jsonl", flag="--eval_data")
     with pytest.raises(DataError, match=r"--eval_data_probs '1,2'"):
         check_data_paths(a, "1,2", flag="--eval_data")

@@ -17,8 +17,9 @@ from support.tiny import save_causal_lm, save_tokenizer, write_jsonl
 
 from lightppo import PPOTrainer
 from lightppo.config import PPOConfig, parse_args
-from lightppo.errors import ConfigError, UserError
+from lightppo.errors import ConfigError, TrainingError, UserError
 from lightppo.strategy.deepspeed import DeepspeedStrategy
+from lightppo.trainer.preflight import preflight
 
 REPO = Path(__file__).parents[2]
 
@@ -62,6 +63,7 @@ def test_a_folder_that_is_no_model(refused, tmp_path):
 def test_a_model_that_transformers_does_not_know(refused, tmp_path):
     save_tokenizer(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "vit"}')
+    (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     message = refused(f"--pretrain {tmp_path}", "vit", pretrain=str(tmp_path))
     assert len(message.splitlines()) == 1
     assert len(message) < 1200  # transformers lists every class that it has
@@ -341,3 +343,87 @@ def test_a_missing_model_ends_the_script_with_2_and_one_line(assets, tmp_path):
     assert ended.returncode == 2
     assert ended.stderr.startswith("train_ppo.py: error: --pretrain ./no/model: no such folder")
     assert len(ended.stderr.splitlines()) == 1
+
+
+# -- what was taken in silence, or ended with a traceback ------------------------------------------------------------
+
+
+def test_a_stop_token_beyond_the_vocabulary(refused):
+    refused("--stop_token_ids 43 99999: the tokenizer has no such id, its largest is 42", stop_token_ids=[2, 43, 99999])
+
+
+def test_a_bad_word_without_tokens(refused):
+    refused("--bad_words: the tokenizer has no tokens for 'Ü'", bad_words=["Ü"])
+
+
+def test_a_tokenizer_that_makes_no_tokens_of_a_text(refused, make_config, tmp_path):
+    """Its normalizer drops the letter, as some do with what they cannot write."""
+    model = tmp_path / "model"
+    save_causal_lm(model)
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    tokenizer["normalizer"] = {"type": "Replace", "pattern": {"String": "a"}, "content": ""}
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+    data = prompts(tmp_path, {"input": "1+1="}, {"input": "aaa"})
+    refused(f"{data['prompt_data']}:2: the tokenizer makes no tokens of the prompt", **data, pretrain=str(model))
+    PPOTrainer.from_config(make_config(pretrain=str(model)))  # rows without that letter are as before
+
+
+@pytest.mark.parametrize("name", ["prompt_split", "eval_split", "pretrain_split"])
+def test_a_split_of_a_file(refused, tmp_path, name):
+    data = prompts(tmp_path, {"input": "1+1=", "label": "2"})["prompt_data"]
+    sources = {"prompt_data": data, "eval_data": data, "pretrain_data": data, "ptx_coef": 0.1}
+    refused(f"--{name} tran: files have no splits", "leave it out", **sources, **{name: "tran"})
+
+
+def test_the_usual_split_of_a_file_may_be_named(make_config, tmp_path):
+    data = prompts(tmp_path, {"input": "1+1=", "label": "2"})["prompt_data"]
+    preflight(make_config(prompt_data=data, prompt_split="train").resolved())
+
+
+def test_the_same_rows_for_training_and_evaluation_are_told(make_config, tmp_path, caplog):
+    data = prompts(tmp_path, {"input": "1+1=", "label": "2"})["prompt_data"]
+    (tmp_path / "linked.jsonl").symlink_to(data)
+    other = write_jsonl(tmp_path / "other.jsonl", [{"input": "2+1=", "label": "3"}])
+
+    def told(**options: Any) -> list[str]:
+        caplog.clear()
+        preflight(make_config(**options).resolved())
+        return [record.getMessage() for record in caplog.records if "learned by heart" in record.getMessage()]
+
+    (line,) = told(prompt_data=data, eval_data=str(tmp_path / "linked.jsonl"))
+    assert line.startswith(f"--prompt_data and --eval_data both have the rows of {data}: ")
+    assert told(prompt_data=data, eval_data=other) == []
+    assert told(prompt_data=data, eval_data=data, val_only=True) == []
+
+
+def test_a_rollout_of_more_prompts_than_there_are_is_told(make_config, capsys):
+    PPOTrainer.from_config(make_config(rollout_batch_size=16, train_batch_size=16))
+    assert "warning: --rollout_batch_size 16 is more than the 12 prompts: every step has all of them" in (
+        capsys.readouterr().out
+    )
+
+
+@pytest.mark.parametrize("name", ["save_path", "ckpt_path"])
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_a_folder_that_cannot_be_made(refused, tmp_path, name, dry_run):
+    folder = str(tmp_path / "new" / ("x" * 300))
+    refused(f"--{name} {folder}: {tmp_path} cannot be written to", **{name: folder}, dry_run=dry_run)
+    assert not (tmp_path / "new").exists()  # what was tried leaves nothing
+
+
+def test_no_optimizer_step_names_the_reward_that_was_no_number(make_config, tmp_path):
+    """The cause is in the last line, which is all that some launchers keep."""
+    code = "def reward_func(queries, prompts, labels):\n    return [float('nan')] * len(queries)\n"
+    (tmp_path / "nan.py").write_text(code)
+    config = make_config(reward_fn=str(tmp_path / "nan.py"), benchmark_steps=1)
+    with pytest.raises(
+        TrainingError, match=r"no optimizer step was taken .*nan\.py:reward_func: the score of"
+    ):
+        PPOTrainer.from_config(config).fit()
+
+
+def test_checkpoints_that_do_not_fit_are_told_in_units_that_say_something(make_config, monkeypatch):
+    usage = SimpleNamespace(free=1000)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
+    with pytest.raises(ConfigError, match=r"need about [\d.]+ MB, 1\.0 kB are free"):
+        PPOTrainer.from_config(make_config(save_steps=1))

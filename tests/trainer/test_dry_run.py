@@ -442,7 +442,7 @@ DEMONSTRATED = {
         ("all 5 answers are 'math': is the right column named (--output_key)?",), refused=False,
     ),
     "sft: a template that drops the answer": Mistake(
-        lambda b: b.chats(NO_ANSWER), ("rows.jsonl:1: the completion has no tokens",)
+        lambda b: b.chats(NO_ANSWER), ("rows.jsonl:1: the tokenizer makes no tokens of the completion",)
     ),
     "sft: a template that drops the reasoning": Mistake(
         lambda b: b.chats(NO_REASONING, **b.demonstrations([{"input": "1+1?", "output": "so 1+1=2"}])),
@@ -473,7 +473,7 @@ DEMONSTRATED = {
         ("1 of 1 answers follow a word without a blank or a line", "--input_template"), refused=False,
     ),
     "sft: a length that leaves no answer": Mistake(
-        lambda b: {"max_len": 4, "truncation": "right"}, ("(4 of the prompt), the limit is 4: raise it",)
+        lambda b: {"max_len": 4, "truncation": "right"}, ("(4 of the prompt), the limit is 4: raise --max_len",)
     ),
     "sft: a length that drops all rows": Mistake(
         lambda b: {"max_len": 3, "truncation": "drop"}, ("no row is left to train on", "12 overlong")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
 from pathlib import Path
@@ -26,6 +27,8 @@ def run(tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     (tmp_path / "model" / "tokenizer_config.json").write_text("{}")
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
+    (tmp_path / "model" / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     (tmp_path / "reward.py").write_text(GOOD)
     write_jsonl(tmp_path / "rows.jsonl", [{"input": "1+1=", "label": "2"}])
 
@@ -117,8 +120,16 @@ def test_folders_that_cannot_be_written(run, tmp_path, monkeypatch, flag):
     (tmp_path / "file").write_text("")
     assert f"--{flag} {tmp_path}/file/x: {tmp_path}/file is a file" in refusal(run(**{flag: str(tmp_path / "file/x")}))
     (tmp_path / "locked").mkdir()
-    monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path / "locked")
-    assert f"--{flag} {tmp_path}/locked/x" in refusal(run(**{flag: str(tmp_path / "locked" / "x")}))
+    make = Path.mkdir
+
+    def refused(path: Path, *args: Any, **options: Any) -> None:
+        if path.parent == tmp_path / "locked":
+            raise OSError(errno.EROFS, "Read-only file system")
+        make(path, *args, **options)
+
+    monkeypatch.setattr(Path, "mkdir", refused)
+    said = f"--{flag} {tmp_path}/locked/x: {tmp_path}/locked cannot be written to (Read-only file system)"
+    assert said in refusal(run(**{flag: str(tmp_path / "locked" / "x")}))
 
 
 def test_resume_from_what_is_no_checkpoint(run, tmp_path):
@@ -280,6 +291,7 @@ def test_templates(run, tmp_path, data):
     settings.write_text("{}")
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "tokenizer_config.json").write_text('{"chat_template": "x"}')
+    (tmp_path / "own" / "tokenizer.json").write_text("{}")
     preflight(run(**chats, tokenizer_path=str(tmp_path / "own")))
     (tmp_path / "model" / "chat_template.jinja").write_text("{{ messages }}")
     preflight(run(**chats))
