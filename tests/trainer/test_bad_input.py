@@ -416,9 +416,7 @@ def test_no_optimizer_step_names_the_reward_that_was_no_number(make_config, tmp_
     code = "def reward_func(queries, prompts, labels):\n    return [float('nan')] * len(queries)\n"
     (tmp_path / "nan.py").write_text(code)
     config = make_config(reward_fn=str(tmp_path / "nan.py"), benchmark_steps=1)
-    with pytest.raises(
-        TrainingError, match=r"no optimizer step was taken .*nan\.py:reward_func: the score of"
-    ):
+    with pytest.raises(TrainingError, match=r"no optimizer step was taken .*nan\.py:reward_func: the score of"):
         PPOTrainer.from_config(config).fit()
 
 
