@@ -19,7 +19,7 @@ OPENRLHF = """
 advantage_estimator=dr_grpo | the same, with `--loss_agg_mode seq-mean-token-sum-norm` by default
 eval_dataset eval.dataset | `--eval_data`
 eval_n_samples_per_prompt eval.n_samples_per_prompt | `--eval_n_samples` (4 there, 1 here)
-eval.temperature | `--eval_temperature` (0.6 there, greedy here)
+eval_temperature eval.temperature | `--eval_temperature` (0.6 there, greedy here)
 policy_loss_type actor.policy_loss_type | `--policy_loss`
 eps_clip_low_high actor.eps_clip_low_high | `--eps_clip_low A --eps_clip_high B`
 dual_clip actor.dual_clip | `--dual_clip`
@@ -93,7 +93,10 @@ ds.zero_stage ds.zpg ds.adam_offload ds.attn_implementation ds.use_liger_kernel 
 ds.experts_implementation disable_trace_cache | not here: transformers' and DeepSpeed's defaults
 ds.lora.rank ds.lora.alpha ds.lora.dropout ds.lora.target_modules | `--lora_rank`, `--lora_alpha`, `--lora_dropout`, `--target_modules`
 logger.logging_steps logger.tensorboard_dir logger.wandb.org logger.wandb.group logger.wandb.project logger.wandb.run_name | `--logging_steps`, `--use_tensorboard`, `--wandb_org`, `--wandb_group`, `--wandb_project`, `--wandb_run_name`
-actor_learning_rate adam_betas adam_offload advantage_estimator apply_chat_template attn_implementation bf16 ckpt_path critic_learning_rate critic_pretrain disable_ds_ckpt disable_fast_tokenizer ema_beta enable_ema eval_temperature flash_attn full_determinism generate_max_len grad_accum_dtype gradient_checkpointing gradient_checkpointing_use_reentrant init_kl_coef input_key input_template kl_horizon kl_target l2 label_key load_in_4bit local_rank logging_steps lora_alpha lora_dropout lora_rank lr_scheduler lr_warmup_ratio max_ckpt_mem max_ckpt_num max_epochs max_norm max_samples micro_rollout_batch_size micro_train_batch_size n_samples_per_prompt normalize_reward num_episodes overlap_comm overlong_buffer_len overlong_penalty_factor packing_samples pretrain pretrain_data pretrain_data_probs pretrain_split prompt_data prompt_data_probs prompt_max_len prompt_split ptx_coef reward_clip_range reward_pretrain rollout_batch_size save_hf_ckpt save_path save_steps save_value_network seed target_modules temperature top_p torch_compile train_batch_size use_kl_loss use_liger_kernel use_tensorboard value_head_prefix wandb_group wandb_org wandb_project wandb_run_name zero_stage zpg | =
+rollout_batch_size | the same (1024 there with Ray, 512 here)
+use_kl_loss | the same (off there; here on for estimators that divide by a group's deviation)
+packing_samples | the same (off there; here on where it is exact)
+actor_learning_rate adam_betas adam_offload advantage_estimator apply_chat_template attn_implementation bf16 ckpt_path critic_learning_rate critic_pretrain disable_ds_ckpt disable_fast_tokenizer ema_beta enable_ema flash_attn full_determinism generate_max_len grad_accum_dtype gradient_checkpointing gradient_checkpointing_use_reentrant init_kl_coef input_key input_template kl_horizon kl_target l2 label_key load_in_4bit local_rank logging_steps lora_alpha lora_dropout lora_rank lr_scheduler lr_warmup_ratio max_ckpt_mem max_ckpt_num max_epochs max_norm max_samples micro_rollout_batch_size micro_train_batch_size n_samples_per_prompt normalize_reward num_episodes overlap_comm overlong_buffer_len overlong_penalty_factor pretrain pretrain_data pretrain_data_probs pretrain_split prompt_data prompt_data_probs prompt_max_len prompt_split ptx_coef reward_clip_range reward_pretrain save_hf_ckpt save_path save_steps save_value_network seed target_modules temperature top_p torch_compile train_batch_size use_liger_kernel use_tensorboard value_head_prefix wandb_group wandb_org wandb_project wandb_run_name zero_stage zpg | =
 """
 
 LIGHTRFT = """
@@ -102,16 +105,16 @@ normalize_advantages use_sequence_rewards | not here: options of GSPO there that
 use_gspo | `--policy_loss gspo`
 use_cpg_loss | `--advantage_estimator cpgd`, which brings its loss along; `--cpgd_drift_coef 0` for the loss of LightRFT
 loss_agg_mode | `--loss_agg_mode` (`seq-mean-token-mean` there, `token-mean` here)
-kl_estimator | the same, nothing is clipped (k3 there; here k1 in the reward, k2 in the loss)
+kl_estimator | the same, nothing is clipped (k1 or k3 there, by the script; here k1 in the reward, k2 in the loss)
 high_entropy_token_ratio advantage_clip | the same; 0 is off
 overlong_buffer overlong_buffer_len | `--overlong_buffer_len` alone switches it on; leave it out where overlong_buffer is not set
 overlong_buffer_penalty_factor | `--overlong_penalty_factor`
-reward_clip | `--reward_clip_range -X X`
+reward_clip | `--reward_clip_range -X X` (off there, -10 and 10 here)
 reward_running_norm_minus_mean | not here: always so with `--reward_running_norm`
 normalize_reward_for_critic | `--normalize_reward`
 reference_key | `--label_key`
 system_prompt_path | `--system_prompt`, the text itself
-max_eval_samples | `--eval_max_samples`
+max_eval_samples | `--eval_max_samples` (500 there, all here)
 max_len | `--prompt_max_len` and `--generate_max_len`
 reward_pretrain | `--reward_pretrain A B`; a script may keep the comma
 remote_rm_url | `--remote_rm_url A B`; a script may keep the comma
@@ -134,7 +137,9 @@ fused_linear_logprob chunk_size disable_logprobs_flashattn | not here: log probs
 rm_use_engine rm_engine_cudagraph | not here: reward models run in the training processes, or behind `--remote_rm_url`
 freeze_prefix images_key limit_mm_image_per_prompt limit_mm_video_per_prompt fps max_pixels mixed_mm_data text_only | not here: text only
 use_ms | not here: give a local folder, or a hub id of Hugging Face
-actor_learning_rate adam_betas adam_offload advantage_estimator apply_chat_template aux_loss_coef bf16 ckpt_path critic_pretrain disable_ds_ckpt disable_fast_tokenizer dynamic_sampling enable_ema eps_clip eval_data eval_split eval_steps flash_attn freezing_actor_steps gamma generate_max_len grad_accum_dtype gradient_checkpointing gradient_checkpointing_use_reentrant init_kl_coef input_key input_template kl_target l2 label_key load_in_4bit local_rank logging_steps lora_alpha lora_dropout lora_rank lr_warmup_ratio max_ckpt_mem max_ckpt_num max_epochs max_norm max_samples micro_rollout_batch_size micro_train_batch_size n_samples_per_prompt num_episodes overlap_comm packing_samples pretrain pretrain_data pretrain_data_probs pretrain_split prompt_data prompt_data_probs prompt_max_len prompt_split ptx_coef reward_running_norm rollout_batch_size save_hf_ckpt save_path save_steps save_value_network seed system_prompt target_modules temperature top_p train_batch_size use_kl_loss use_tensorboard value_head_prefix wandb_group wandb_org wandb_project wandb_run_name zero_stage zpg | =
+use_kl_loss | the same (off there; here on for estimators that divide by a group's deviation)
+packing_samples | the same (off there; here on where it is exact)
+actor_learning_rate adam_betas adam_offload advantage_estimator apply_chat_template aux_loss_coef bf16 ckpt_path critic_pretrain disable_ds_ckpt disable_fast_tokenizer dynamic_sampling enable_ema eps_clip eval_data eval_split eval_steps flash_attn freezing_actor_steps gamma generate_max_len grad_accum_dtype gradient_checkpointing gradient_checkpointing_use_reentrant init_kl_coef input_key input_template kl_target l2 label_key load_in_4bit local_rank logging_steps lora_alpha lora_dropout lora_rank lr_warmup_ratio max_ckpt_mem max_ckpt_num max_epochs max_norm max_samples micro_rollout_batch_size micro_train_batch_size n_samples_per_prompt num_episodes overlap_comm pretrain pretrain_data pretrain_data_probs pretrain_split prompt_data prompt_data_probs prompt_max_len prompt_split ptx_coef reward_running_norm rollout_batch_size save_hf_ckpt save_path save_steps save_value_network seed system_prompt target_modules temperature top_p train_batch_size use_tensorboard value_head_prefix wandb_group wandb_org wandb_project wandb_run_name zero_stage zpg | =
 """
 
 TRL = """
@@ -221,7 +226,7 @@ reward_clip_range | the same (off there, -10 and 10 here)
 vllm_server_timeout | `--vllm_server_start_timeout`; `--vllm_server_timeout` is a response's
 num_total_batches world_size | not here: they follow from the other sizes
 learning_rate | `--actor_learning_rate`, `--critic_learning_rate`
-lr_scheduler_type lr_scheduler_kwargs warmup_ratio warmup_steps | `--lr_scheduler`, `--min_lr_ratio`, `--lr_warmup_ratio`, `--lr_warmup_steps`
+lr_scheduler_type lr_scheduler_kwargs warmup_ratio warmup_steps | `--lr_scheduler`, `--min_lr_ratio`, `--lr_warmup_ratio`, `--lr_warmup_steps` (linear without warm-up there; a cosine after 3% of warm-up here)
 weight_decay max_grad_norm adam_beta1 adam_beta2 | `--l2`, `--max_norm`, `--adam_betas`
 adam_epsilon optim optim_args | not here: AdamW with 1e-8
 dtype torch_dtype bf16_full_eval | `--bf16`, `--fp16`
@@ -315,7 +320,7 @@ actor_rollout_ref.actor.ppo_epochs critic.ppo_epochs | `--max_epochs`, `--critic
 *.entropy_coeff *.calculate_entropy | `--entropy_coef`; the entropy is always logged
 *.use_kl_loss *.kl_loss_coef *.kl_loss_type | `--use_kl_loss`, `--init_kl_coef`, `--kl_estimator` (`k1`, `k2`, `k3` for `kl`, `mse`, `low_var_kl`)
 actor_rollout_ref.actor.optim.lr critic.optim.lr | `--actor_learning_rate`, `--critic_learning_rate`
-*.optim.lr_warmup_steps_ratio *.optim.lr_warmup_steps *.optim.min_lr_ratio *.optim.lr_scheduler_type *.optim.warmup_style *.optim.lr_decay_style *.optim.decay_type | `--lr_warmup_ratio`, `--lr_warmup_steps` (-1 there is None here), `--min_lr_ratio`, `--lr_scheduler`; the critic's with `critic_` before the name
+*.optim.lr_warmup_steps_ratio *.optim.lr_warmup_steps *.optim.min_lr_ratio *.optim.lr_scheduler_type *.optim.warmup_style *.optim.lr_decay_style *.optim.decay_type | `--lr_warmup_ratio`, `--lr_warmup_steps` (-1 there is None here), `--min_lr_ratio`, `--lr_scheduler` (constant without warm-up there; a cosine after 3% of warm-up here); the critic's with `critic_` before the name
 *.optim.weight_decay *.optim.betas *.optim.clip_grad *.grad_clip | `--l2` (0.01 there, 0 here), `--adam_betas` (0.9 0.999 there), `--max_norm`; `--critic_l2`, `--critic_adam_betas`, `--critic_max_norm`
 *.optim.total_training_steps | not here: it follows from `--total_training_steps`
 *.optim.min_lr *.optim.lr_min *.optim.min_lr_factor *.optim.lr_decay_ratio | `--min_lr_ratio`, a share of the peak
@@ -349,7 +354,7 @@ algorithm.gamma algorithm.lam | `--gamma`, `--lambd` (1 there, 0.95 here)
 algorithm.adv_estimator | `--advantage_estimator`: `reinforce++`, `reinforce++_baseline` for `reinforce_plus_plus`, `reinforce_plus_plus_baseline`; whitening there is `--adv_std_unbiased`
 algorithm.norm_adv_by_std_in_grpo | `--no_group_std_norm` for False
 algorithm.use_kl_in_reward algorithm.kl_penalty | `--use_kl_in_reward`, `--kl_estimator`
-critic.kl_ctrl.* algorithm.kl_ctrl.type algorithm.kl_ctrl.kl_coef algorithm.kl_ctrl.target_kl algorithm.kl_ctrl.horizon | `--init_kl_coef`, `--kl_target` (which makes it adaptive), `--kl_horizon`
+critic.kl_ctrl.* algorithm.kl_ctrl.type algorithm.kl_ctrl.kl_coef algorithm.kl_ctrl.target_kl algorithm.kl_ctrl.horizon | `--init_kl_coef`, `--kl_target` (which makes it adaptive), `--kl_horizon`; the coefficient is 0.001 there, 0.01 here
 algorithm.rollout_correction.rollout_is | `--rollout_correction tis` for `token`, `seq_tis` for `sequence`
 algorithm.rollout_correction.rollout_is_threshold | `--correction_high 2`; `0.5_5.0` is `--rollout_correction icepop --correction_low 0.5 --correction_high 5`
 algorithm.rollout_correction.rollout_rs algorithm.rollout_correction.rollout_rs_threshold algorithm.rollout_correction.rollout_rs_threshold_lower | `--rollout_rejection seq_mean_k3=0.01`, also several; for `…_k1` with `a_b` `seq_mean_ratio=` 1/b`:`1/a, as numbers
@@ -406,7 +411,7 @@ ref.* rew.optimizer.* | not here: reference and reward model are not trained
 *.gradient_checkpointing *.bf16 *.enable_bf16 *.enable_fp16 *.attn_impl *.dtype | `--gradient_checkpointing`, `--bf16` or `--fp16`, `--attn_implementation`
 *.use_lora *.lora_rank *.lora_alpha *.target_modules *.peft_type | `--lora_rank`, `--lora_alpha`, `--target_modules`
 actor.optimizer.lr critic.optimizer.lr | `--actor_learning_rate`, `--critic_learning_rate`
-*.optimizer.weight_decay *.optimizer.beta1 *.optimizer.beta2 *.optimizer.gradient_clipping *.optimizer.warmup_steps_proportion *.optimizer.lr_scheduler_type *.optimizer.min_lr_ratio | `--l2` (0.01 in 1.x, 0.05 in 0.x, 0 here), `--adam_betas` (0.9 0.999 in 1.x, 0.9 0.95 in 0.x and here), `--max_norm`, `--lr_warmup_ratio`, `--lr_scheduler`, `--min_lr_ratio`; the critic's with `critic_` before the name
+*.optimizer.weight_decay *.optimizer.beta1 *.optimizer.beta2 *.optimizer.gradient_clipping *.optimizer.warmup_steps_proportion *.optimizer.lr_scheduler_type *.optimizer.min_lr_ratio | `--l2` (0.01 in 1.x, 0.05 in 0.x, 0 here), `--adam_betas` (0.9 0.999 in 1.x, 0.9 0.95 in 0.x and here), `--max_norm`, `--lr_warmup_ratio`, `--lr_scheduler` (constant there; a cosine after 3% of warm-up here), `--min_lr_ratio`; the critic's with `critic_` before the name
 *.optimizer.offload *.offload | `--adam_offload`
 *.optimizer.eps *.optimizer.type *.initial_loss_scale *.min_loss_scale *.loss_scale_window *.hysteresis | not here: AdamW with 1e-8; `--fp16` starts at a loss scale of 65536
 *.zero_stage *.megatron.* *.fsdp.* *.archon.* *.grad_reduce_dtype *.enable_tree_training *.use_kernels *.weight_update_mode | not here: DeepSpeed shards, by `--zero_stage`
