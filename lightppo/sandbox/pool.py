@@ -74,8 +74,10 @@ class ProgramRun:
 PROTECTIONS = ("network", "files", "environment", "processes", "forks", "memory")  # see docs/rewards.md
 
 _ATTACKS = """
-def attack(port, abstract, file, trainer, memory_mb):
+def attack(port, abstract, datagrams, file, trainer, memory_mb):
     import ctypes, os, socket
+
+    libc = ctypes.CDLL(None)
 
     def works(action):
         try:
@@ -84,22 +86,43 @@ def attack(port, abstract, file, trainer, memory_mb):
             return False
         return True
 
+    def opened(doors):
+        return [door for door, action in doors.items() if works(action)]
+
     def connect(family, address):
         client = socket.socket(family)
         client.settimeout(2)
         client.connect(address)
 
+    def unconnected():
+        return socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)[0]
+
+    def watch(folder):
+        if libc.inotify_add_watch(libc.inotify_init1(0), folder.encode(), 256) < 0:  # files that are made
+            raise OSError
+
     def access(path, mode):
-        return works(lambda: open(path, mode).read(1) if mode == "rb" else open(path, mode).write(b"x"))
+        open(path, mode).read(1) if mode == "rb" else open(path, mode).write(b"x")
 
     return {
-        "network": works(lambda: connect(socket.AF_INET, ("127.0.0.1", port)))
-        or works(lambda: connect(socket.AF_UNIX, chr(0) + abstract)),
-        "files": access(file, "rb") or access(file, "wb") or access(file + ".new", "wb"),
-        "environment": access(f"/proc/{trainer}/environ", "rb") or access("/proc/1/environ", "rb"),
+        "network": opened({
+            "TCP": lambda: connect(socket.AF_INET, ("127.0.0.1", port)),
+            "an abstract socket": lambda: connect(socket.AF_UNIX, chr(0) + abstract),
+            "a datagram to a path": lambda: unconnected().sendto(b"x", datagrams),
+            "a message to a path": lambda: unconnected().sendmsg([b"x"], [], 0, datagrams),
+        }),
+        "files": opened({
+            "reading": lambda: access(file, "rb"),
+            "writing": lambda: access(file, "wb"),
+            "making": lambda: access(file + ".new", "wb"),
+            "watching": lambda: watch(os.path.dirname(file)),
+            "attributes": lambda: os.listxattr(file),
+        }),
+        "environment": works(lambda: access(f"/proc/{trainer}/environ", "rb"))
+        or works(lambda: access("/proc/1/environ", "rb")),
         "names": sorted(os.environ),
         "processes": works(lambda: os.kill(trainer, 0)),
-        "tracing": ctypes.CDLL(None).ptrace(0x4206, os.getppid(), None, None) == 0,
+        "tracing": libc.ptrace(0x4206, os.getppid(), None, None) == 0,
         "memory": works(lambda: bytearray((memory_mb + 64) << 20)),
     }
 
@@ -117,6 +140,11 @@ def fork(most):
 """
 _ATTACK_SECONDS = 30.0
 _SPARE_FORKS = 4  # ours, which the limit counts too
+
+
+def _short_folder() -> str:
+    """Where there is room for a socket's path, which has at most 107 bytes: TMPDIR may be long."""
+    return min((path for path in (tempfile.gettempdir(), "/tmp", "/dev/shm") if os.access(path, os.W_OK)), key=len)
 
 
 class Sandbox:
@@ -202,8 +230,10 @@ class Sandbox:
 
         with (
             tempfile.TemporaryDirectory(prefix="lightppo-probe-") as folder,
+            tempfile.TemporaryDirectory(prefix="lightppo-probe-", dir=_short_folder()) as short_folder,
             socket.create_server(("127.0.0.1", 0)) as server,
             socket.socket(socket.AF_UNIX) as abstract,
+            socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as datagrams,
         ):
             file, name = Path(folder, "secret"), f"lightppo-probe-{secrets.token_hex(8)}"
             file.write_text("secret")
@@ -211,8 +241,12 @@ class Sandbox:
             file.parent.chmod(0o777)
             abstract.bind("\0" + name)
             abstract.listen()
+            datagrams.bind(f"{short_folder}/socket")
+            for path in (short_folder, datagrams.getsockname()):
+                os.chmod(path, 0o777)
             port, memory_mb = server.getsockname()[1], self.limits.code_memory_limit_mb
-            _, done = attempt("attack", port, name, str(file), os.getpid(), memory_mb)
+            targets = (port, name, datagrams.getsockname(), str(file))
+            _, done = attempt("attack", *targets, os.getpid(), memory_mb)
         if not isinstance(done, dict):
             return set()
         most = self.limits.code_max_processes + _SPARE_FORKS

@@ -106,6 +106,7 @@ _X32_BIT = 0x40000000
 _REFUSED = (
     # networks
     "socket 41 198, connect 42 203, bind 49 200, listen 50 201, accept 43 202, accept4 288 242, "
+    "sendmsg 46 211, sendmmsg 307 269, "  # to any path
     # other processes
     "ptrace 101 117, process_vm_readv 310 270, process_vm_writev 311 271, kcmp 312 272, pidfd_open 434 434, "
     "pidfd_getfd 438 438, pidfd_send_signal 424 424, process_madvise 440 440, process_mrelease 448 448, "
@@ -116,18 +117,21 @@ _REFUSED = (
     # mounts, namespaces, files by handle
     "mount 165 40, umount2 166 39, pivot_root 155 41, chroot 161 51, unshare 272 97, setns 308 268, "
     "open_tree 428 428, move_mount 429 429, fsopen 430 430, fsconfig 431 431, fsmount 432 432, fspick 433 433, "
-    "mount_setattr 442 442, name_to_handle_at 303 264, open_by_handle_at 304 265, fanotify_init 300 262, "
+    "mount_setattr 442 442, statmount 457 457, listmount 458 458, "
+    "name_to_handle_at 303 264, open_by_handle_at 304 265, "
+    # what happens to files
+    "fanotify_init 300 262, inotify_init 253 -, inotify_init1 294 26, inotify_add_watch 254 27, "
     # memory that no limit counts, and objects that outlive their process
     "memfd_create 319 279, memfd_secret 447 447, shmget 29 194, shmat 30 196, shmctl 31 195, semget 64 190, "
     "semop 65 193, semctl 66 191, semtimedop 220 192, msgget 68 186, msgsnd 69 189, msgrcv 70 188, msgctl 71 187, "
-    "mq_open 240 180, "
+    "mq_open 240 180, mq_unlink 241 181, "
     # doors into the kernel
     "bpf 321 280, perf_event_open 298 241, userfaultfd 323 282, add_key 248 217, request_key 249 218, "
     "keyctl 250 219, init_module 175 105, finit_module 313 273, delete_module 176 106, kexec_load 246 104, "
     "kexec_file_load 320 294, reboot 169 142, swapon 167 224, swapoff 168 225, syslog 103 116, acct 163 89, "
-    "quotactl 179 60, settimeofday 164 170, clock_settime 227 112, clock_adjtime 305 266, adjtimex 159 171, "
-    "sethostname 170 161, setdomainname 171 162, iopl 172 -, ioperm 173 -, modify_ldt 154 -, personality 135 92, "
-    "vhangup 153 58"
+    "quotactl 179 60, quotactl_fd 443 443, settimeofday 164 170, clock_settime 227 112, clock_adjtime 305 266, "
+    "adjtimex 159 171, sethostname 170 161, setdomainname 171 162, iopl 172 -, ioperm 173 -, modify_ldt 154 -, "
+    "personality 135 92, vhangup 153 58"
 )
 # libraries fall back on older calls
 _UNKNOWN = "clone3 435 435, io_uring_setup 425 425, io_uring_enter 426 426, io_uring_register 427 427"
@@ -135,12 +139,15 @@ _UNKNOWN = "clone3 435 435, io_uring_setup 425 425, io_uring_enter 426 426, io_u
 _METADATA = (
     "chmod 90 -, fchmod 91 52, fchmodat 268 53, fchmodat2 452 452, chown 92 -, fchown 93 55, lchown 94 -, "
     "fchownat 260 54, utime 132 -, utimes 235 -, futimesat 261 -, utimensat 280 88, setxattr 188 5, lsetxattr 189 6, "
-    "fsetxattr 190 7, removexattr 197 14, lremovexattr 198 15, fremovexattr 199 16"
+    "fsetxattr 190 7, removexattr 197 14, lremovexattr 198 15, fremovexattr 199 16, "
+    "getxattr 191 8, lgetxattr 192 9, fgetxattr 193 10, listxattr 194 11, llistxattr 195 12, flistxattr 196 13"
 )
 # Without a PID namespace: forks, and signals that may reach other processes.
 _FORKS_AND_SIGNALS = "fork 57 -, vfork 58 -, tkill 200 130, rt_sigqueueinfo 129 138, rt_tgsigqueueinfo 297 240"
 _SECCOMP = (317, 277)
 _FCNTL_SET_OWNER, _IOCTL_SET_OWNER = (8, 15), (0x8901, 0x8902)  # whom the kernel signals on input
+_FCNTL_LEASE, _FCNTL_NOTIFY = 1024, 1026  # hold up who opens a file; tell of changes in a folder
+_SOCKET_TYPE = 0xF  # the rest are flags
 
 _SET_FILTER, _GET_ANSWER_AVAILABLE = 1, 2
 _CLONE_THREAD, _SHARED_ANONYMOUS = 1 << 16, 0x21
@@ -171,9 +178,9 @@ _CALL_NUMBER = _step(_LOAD, 0)
 _REFUSE = _fail(errno.EPERM)
 
 
-def _refuse_if(position: int, test: int, value: int, holds: bool = True) -> bytes:
-    """Refuses the call if the test of an argument's lower half holds, or does not hold."""
-    argument = _step(_LOAD, 16 + 8 * position)
+def _refuse_if(position: int, test: int, value: int, holds: bool = True, mask: int = 0xFFFFFFFF) -> bytes:
+    """Refuses the call if the test of an argument's lower half, of its bits in ``mask``, holds, or does not hold."""
+    argument = _step(_LOAD, 16 + 8 * position) + _step(_AND, mask)
     return argument + _step(test, value, int(not holds), int(holds)) + _REFUSE + _CALL_NUMBER
 
 
@@ -196,7 +203,11 @@ def _filter_calls(own_processes: bool, own_files: bool) -> None:
     parts += [_when("clone 56 220", _refuse_if(0, _ANY_BIT, _NEW_NAMESPACES))]
     # whose first argument must be 0, the caller
     parts += [_when("prlimit64 302 261, sched_setaffinity 203 122", _refuse_if(0, _EQUAL, 0, False))]
-    parts += [_when("socketpair 53 199", _refuse_if(0, _EQUAL, socket.AF_UNIX, False))]
+    # Datagram sockets send to any path. The kernel looks at an address only if its length is not 0.
+    streams = _refuse_if(1, _EQUAL, socket.SOCK_STREAM, False, mask=_SOCKET_TYPE)
+    parts += [_when("socketpair 53 199", _refuse_if(0, _EQUAL, socket.AF_UNIX, False), streams)]
+    parts += [_when("sendto 44 206", _refuse_if(5, _EQUAL, 0, False))]
+    parts += [_when("fcntl 72 25", *(_refuse_if(1, _EQUAL, command) for command in (_FCNTL_LEASE, _FCNTL_NOTIFY)))]
     kind = _step(_LOAD, 16 + 8 * 3) + _step(_AND, _SHARED_ANONYMOUS) + _step(_EQUAL, _SHARED_ANONYMOUS, 0, 1)
     parts += [_when("mmap 9 222", kind, _fail(errno.ENOMEM), _CALL_NUMBER)]
     if not own_processes:
