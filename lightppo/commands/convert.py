@@ -16,8 +16,10 @@ from lightppo.durable import check_writable
 from lightppo.errors import CheckpointError, ConfigError, UserError
 from lightppo.hub import mistyped_path
 from lightppo.models.folders import check_model
+from lightppo.trainer.places import check_output
 from lightppo.trainer.report import options_of, recorded_path
 
+_BASE_KEY = "base_model_name_or_path"  # of an adapter's config
 PARTS = ("actor", "critic", "ema", "reference")
 
 
@@ -40,6 +42,8 @@ def convert(argv: Sequence[str], prog: str = "lightppo convert") -> None:
         from lightppo.storage import stage_to_local
 
         folder = find_checkpoint(Path(stage_to_local(args.checkpoint)).expanduser(), args.part, args.step)
+        start = args.base or checkpoint_options(folder).get("pretrain")
+        check_output(args.output, {"CHECKPOINT": str(folder), "--base": start})
         print(f"reading {folder}", flush=True)
         return open_checkpoint(folder, args.base, args.trust_remote_code)
 
@@ -61,6 +65,8 @@ def merge(argv: Sequence[str], prog: str = "lightppo merge") -> None:
         _check_adapter(args.adapter)
         if args.base is not None:
             check_model(args.base, "--base")
+        start = args.base or json.loads((args.adapter / "adapter_config.json").read_text()).get(_BASE_KEY)
+        check_output(args.output, {"ADAPTER": str(args.adapter), "--base": start})
         run = args.adapter.absolute().parent
         if options_of(run).get("load_in_4bit"):
             note = "trained beside weights in 4 bits: merged into the dense ones it is not quite the trained model"

@@ -64,11 +64,11 @@ from lightppo.trainer.build import (
 from lightppo.trainer.checkpointing import RunCheckpointer, TrainerState
 from lightppo.trainer.ending import SkippedSteps, check_trained, dry_run_cost, is_saved, stop_together
 from lightppo.trainer.evaluator import Evaluator
+from lightppo.trainer.places import SAMPLES
 from lightppo.trainer.prompts import EpisodePrompts, PromptFilter, as_lm_batch, as_prompts, endless
 from lightppo.trainer.recorder import Recorder
 from lightppo.trainer.rehearsal import after_step
 from lightppo.trainer.run_folder import (
-    SAMPLES,
     content_of,
     public_options,
     record_start,

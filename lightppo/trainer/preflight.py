@@ -39,6 +39,7 @@ from lightppo.errors import BadRowError, CheckpointError, ConfigError, DataError
 from lightppo.models.folders import check_model, check_tokenizer
 from lightppo.rewards.registry import check_label, check_reward_files
 from lightppo.rewards.source import NO_LABELS
+from lightppo.trainer.places import check_places
 from lightppo.trainer.trackers import check_trackers
 
 logger = logging.getLogger(__name__)
@@ -75,6 +76,7 @@ def preflight(config: PPOConfig) -> None:
     tokenizers += [("--reward_input_tokenizer", path) for path in config.reward.reward_input_tokenizer]
     checks += [partial(check_tokenizer, path, flag) for flag, path in tokenizers]
     checks += [partial(check_writable, folder, f"--{flag}") for flag, folder in folders.items() if folder]
+    checks.append(partial(check_places, config))
     checks += [partial(_check_lengths, config), partial(_check_resume, c.resume), partial(_check_shape, config)]
     used = {"--prompt_data": d.prompt_data, "--eval_data": d.eval_data}
     checks.append(partial(_check_splits, config, SPLITS))
@@ -125,6 +127,7 @@ def preflight_supervised(config: SupervisedConfig) -> None:
     if config.model.tokenizer_path:
         checks.append(partial(check_tokenizer, config.model.tokenizer_path, "--tokenizer_path"))
     checks += [partial(check_writable, folder, f"--{name}") for name, folder in folders.items()]
+    checks.append(partial(check_places, config.resolved()))
     checks += [partial(_check_resume, c.resume), partial(_check_shape, config.resolved())]
     checks.append(partial(_check_splits, config, SPLITS_OF_ROWS))
     checks.append(partial(_warn_of_same_rows, config, "dataset", "eval_dataset"))

@@ -387,7 +387,7 @@ def _block(name: str, content: bytes) -> str:
 def brought(run: str) -> Path:
     """The folder of a run; of a URL its records, brought to a folder that goes at the end."""
     if is_url(run):
-        from lightppo.trainer.run_folder import RECORDS
+        from lightppo.trainer.places import RECORDS
 
         kinds, folder = {name.partition(".")[0] for name in RECORDS} - {"profile"}, tempfile.mkdtemp(prefix="lightppo-")
         atexit.register(shutil.rmtree, folder, ignore_errors=True)

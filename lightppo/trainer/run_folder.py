@@ -28,15 +28,11 @@ from lightppo.models.loading import checkpoint_mark
 from lightppo.ranks import Ranks
 from lightppo.storage import download, is_url, local_folder, probe, set_unsent_aside, stage_to_local, unsent, upload
 from lightppo.trainer.checkpointing import download_marks
+from lightppo.trainer.places import METADATA, RECORDS, SAMPLES, check_places
 from lightppo.user_code import split_python_spec
 from lightppo.version import __version__
 
 logger = logging.getLogger(__name__)
-
-# What a run writes into its folder beside the model.
-METADATA, SAMPLES = "run_metadata.jsonl", "rollouts"
-RECORDS = ("metrics.jsonl", "eval", SAMPLES, "plot.png", "report.html", "profile")
-RECORDS += ("run_config.yaml", "run_config.resolved.yaml", METADATA)
 
 # -- one process -----------------------------------------------------------------------------------------------------
 
@@ -52,6 +48,18 @@ def _leave_to_parent() -> None:
 
 
 os.register_at_fork(after_in_child=_leave_to_parent)
+
+
+def refuse_overlaps(config: OptionSet, ranks: Ranks) -> None:
+    """ConfigError if a run, of a resolved config, would write over what it reads. Collective."""
+    problem = None
+    if ranks.is_rank_0():
+        try:
+            check_places(config)
+        except ConfigError as error:
+            problem = str(error)
+    if problem := ranks.broadcast_object(problem):
+        raise ConfigError(problem)
 
 
 def claim(folders: Mapping[str, str], ranks: Ranks) -> None:

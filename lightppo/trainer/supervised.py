@@ -41,6 +41,7 @@ from lightppo.trainer.run_folder import (
     content_of,
     public_options,
     record_start,
+    refuse_overlaps,
     release,
     save_run_config,
     set_records_aside,
@@ -369,6 +370,7 @@ def build(config: SupervisedConfig, trainer: type[SupervisedTrainer] = Supervise
     if config.adapter.load_in_4bit:
         check_bitsandbytes()
     asked = config.resolved()
+    refuse_overlaps(asked, strategy)
     config = dry_run_config(asked, strategy) if asked.training.dry_run else asked
     c, d, t = config.checkpoint, config.data, config.training
     claim({"--save_path": c.save_path, "--ckpt_path": c.ckpt_path}, strategy)

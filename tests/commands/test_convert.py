@@ -212,3 +212,26 @@ def test_every_stage_on_two_ranks(stage, bf16, lora, recorded, tmp_path):
         main(["convert", str(tmp_path / "run"), str(tmp_path / "ema"), "--part", "ema"])
         found, expected = weights(tmp_path / "ema"), weights(tmp_path / "run")
         assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+
+
+def test_the_output_is_not_in_what_is_read(recorded, adapted, tmp_path, capsys):
+    checkpoint = recorded / "one" / "checkpoints_ppo" / "_actor" / "global_step4"
+    adapter = adapted / "ckpt" / "global_step2_hf" / "adapter"
+    base = json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"]
+    (tmp_path / "inside").symlink_to(checkpoint / "new")
+    cases = {
+        f"convert {checkpoint} {checkpoint}/new": f"CHECKPOINT {checkpoint}",
+        f"convert {recorded}/one {tmp_path}/inside": f"CHECKPOINT {checkpoint}",
+        f"merge {adapter} {adapter}/merged": f"ADAPTER {adapter}",
+        f"merge {adapter} {base}/merged": f"--base {base}",
+        f"convert {recorded}/one org/name --base org/name": "--base org/name, and the run would write over it",
+    }
+    before = {folder: sorted(folder.iterdir()) for folder in (checkpoint, adapter, Path(base))}
+    for line, said in cases.items():
+        with pytest.raises(SystemExit) as end:
+            main(line.split())
+        told = capsys.readouterr().err
+        assert end.value.code == 2
+        assert said in told, told
+        assert "name another OUT" in told
+    assert {folder: sorted(folder.iterdir()) for folder in before} == before

@@ -61,10 +61,10 @@ def test_a_folder_that_is_no_model(refused, tmp_path):
 
 
 def test_a_model_that_transformers_does_not_know(refused, tmp_path):
-    save_tokenizer(tmp_path)
-    (tmp_path / "config.json").write_text('{"model_type": "vit"}')
-    (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
-    message = refused(f"--pretrain {tmp_path}", "vit", pretrain=str(tmp_path))
+    save_tokenizer(model := tmp_path / "model")
+    (model / "config.json").write_text('{"model_type": "vit"}')
+    (model / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    message = refused(f"--pretrain {model}", "vit", pretrain=str(model))
     assert len(message.splitlines()) == 1
     assert len(message) < 1200  # transformers lists every class that it has
 
