@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -96,6 +97,8 @@ def write_file(path: str | os.PathLike[str], fill: Callable[[Any], Any]) -> Dige
 def write_text(path: str | os.PathLike[str], text: str) -> None:
     """The whole text under this name or what was there before, whenever the machine stops."""
     path = Path(path)
+    if path.is_dir():
+        raise StorageError(f"{path} is a folder, and a file is to be written there: remove or rename the folder")
     temporary = path.with_name(f".{path.name}.tmp")
     write_file(temporary, lambda file: file.write(text.encode()))
     rename(temporary, path)
@@ -111,7 +114,15 @@ def rename(source: Path, target: Path) -> None:
 def remove_folder(folder: Path, aside: Path) -> None:
     """Whole or gone, whenever the machine stops; at worst ``aside`` is left."""
     rename(folder, aside)
-    shutil.rmtree(aside)
+    remove(aside)
+
+
+def remove(path: Path) -> None:
+    """A folder with all that is in it, or a file; of a link only the link: what it leads to is not ours."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
 
 
 def sync_folder(folder: Path) -> None:
@@ -154,16 +165,17 @@ def _settle(path: Path) -> Digest:
     """Of a file that another library wrote: on disk when it returns."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
-    return _digest(path)
+    return digest(path)
 
 
-def _digest(path: Path) -> Digest:
-    digest, size = hashlib.sha256(), 0
+def digest(path: Path, first: float = math.inf) -> Digest:
+    """Of the ``first`` bytes of a file."""
+    found, size = hashlib.sha256(), 0
     with path.open("rb", buffering=0) as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
+        while chunk := file.read(int(min(_CHUNK, first - size))):
+            found.update(chunk)
             size += len(chunk)
-    return Digest(size, digest.hexdigest())
+    return Digest(size, found.hexdigest())
 
 
 def _sum_of(content: Mapping[str, Any]) -> str:
@@ -212,22 +224,24 @@ def check(folder: Path, share: int = 0, shares: int = 1) -> list[str]:
         return [f"{MANIFEST} has other content than was written"]
     mine = sorted(files, key=lambda name: (-files[name].size, name))[share::shares]
 
-    def problem(name: str) -> str | None:
-        path = folder / name
-        try:
-            size = path.stat().st_size
-            if size != files[name].size:
-                return f"{name} has {size} bytes, {files[name].size} were written"
-            if _digest(path) != files[name]:
-                return f"{name} has other content than was written"
-        except FileNotFoundError:
-            return f"{name} is missing"
-        except OSError as error:
-            return f"{name} cannot be read ({error.strerror})"
-        return None
-
     with ThreadPoolExecutor(_THREADS) as pool:
-        return [text for text in pool.map(problem, mine) if text is not None]
+        return [text for text in pool.map(lambda name: change(folder, name, files[name]), mine) if text is not None]
+
+
+def change(folder: Path, name: str, written: Digest, grows: bool = False) -> str | None:
+    """What has happened to a file since it was ``written``; None: nothing, or it ``grows`` and has more at its end."""
+    path = folder / name
+    try:
+        size = path.stat().st_size
+        if size < written.size or (size > written.size and not grows):
+            return f"{name} has {size} bytes, {written.size} were written"
+        if digest(path, written.size) != written:
+            return f"{name} has other content than was written"
+    except FileNotFoundError:
+        return f"{name} is missing"
+    except OSError as error:
+        return f"{name} cannot be read ({error.strerror})"
+    return None
 
 
 # -- before anything is written --------------------------------------------------------------------------------------

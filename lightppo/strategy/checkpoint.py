@@ -136,10 +136,11 @@ def _removed_on_failure(folder: Path) -> Iterator[None]:
 def _replace(save_dir: Path, tag: str, staging: Path) -> None:
     """Give a written checkpoint its name, in place of an older one, and mark it as the latest."""
     replaced = save_dir / f"{tag}{_OLD}"
-    if (save_dir / tag).exists():
+    if os.path.lexists(save_dir / tag):
         durable.rename(save_dir / tag, replaced)
     durable.rename(staging, save_dir / tag)
-    shutil.rmtree(replaced, ignore_errors=True)
+    with contextlib.suppress(OSError):  # the next save tries again
+        durable.remove(replaced)
     durable.write_text(save_dir / LATEST, tag)
 
 
@@ -289,7 +290,10 @@ def read_meta(path: Path) -> dict[str, Any]:
     """What a checkpoint says about itself: ranks, ZeRO stage, precision, adapters."""
     if not (path / META).is_file():
         raise CheckpointError(f"{path} is not a checkpoint of lightppo: {META} is missing")
-    meta = json.loads((path / META).read_text())
+    try:
+        meta = dict(json.loads((path / META).read_bytes()))
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(f"{path} is damaged: {META} has other content than was written") from error
     if meta.get("format") != _FORMAT:
         raise CheckpointError(f"{path} has format {meta.get('format')!r}; this version of lightppo reads {_FORMAT}")
     return meta
@@ -353,14 +357,29 @@ def latest_tag(load_dir: str | os.PathLike[str]) -> str | None:
     load_dir = Path(load_dir)
     if not load_dir.is_dir():
         raise CheckpointError(f"{load_dir} is not a directory")
-    marker = load_dir / LATEST
-    if not marker.is_file():
+    if (tag := read_mark(load_dir)) is None:
         return None
-    tag = marker.read_text().strip()
     if not (load_dir / tag / META).is_file():
         others = ", ".join(list_tags(load_dir)) or "none"
-        raise CheckpointError(f"{marker} names {tag!r}, which is not a whole checkpoint; whole ones here: {others}")
+        raise CheckpointError(
+            f"{load_dir / LATEST} names {tag!r}, which is not a whole checkpoint; whole ones here: {others}"
+        )
     return tag
+
+
+def read_mark(folder: Path) -> str | None:
+    """What a folder's ``latest`` says, damaged bytes as ``\\xe2``; None without that file."""
+    marker = folder / LATEST
+    try:
+        return marker.read_bytes().decode(errors="backslashreplace").strip()
+    except FileNotFoundError:
+        return None
+    except IsADirectoryError as error:
+        raise CheckpointError(
+            f"{marker} is a folder, and must be a file with the name of the last checkpoint: remove it"
+        ) from error
+    except OSError as error:
+        raise CheckpointError(f"{marker} cannot be read ({error.strerror})") from error
 
 
 def list_tags(save_dir: str | os.PathLike[str]) -> list[str]:
@@ -521,7 +540,7 @@ def _make_room(save_dir: Path, staging: Path) -> None:
                 durable.rename(leftover, whole)  # the one that was to take its place did not come
                 continue
             logger.warning("removing %s, a checkpoint whose saving was interrupted", leftover)
-            shutil.rmtree(leftover)
+            durable.remove(leftover)
         staging.mkdir()
 
 
@@ -654,7 +673,7 @@ def clear_exports(root: Path) -> list[str]:
     for replaced in root.glob(f".*{REPLACED}"):
         whole = root / replaced.name.removeprefix(".").removesuffix(REPLACED)
         if whole.exists():
-            shutil.rmtree(replaced)
+            durable.remove(replaced)
         else:
             durable.rename(replaced, whole)
     names = []

@@ -16,8 +16,8 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import re
-import shutil
 import uuid
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,6 +38,7 @@ from lightppo.strategy.checkpoint import (
     clear_exports,
     damage,
     list_tags,
+    read_mark,
     restore_rng_state,
     rng_state,
 )
@@ -109,6 +110,7 @@ class RunCheckpointer:
     ) -> None:
         self.strategy, self.config, self.models, self.tokenizer = strategy, config, models, tokenizer
         self.run = uuid.uuid4().hex[:12]  # a resumed run keeps its own; rank 0's is written
+        self.records: dict[str, tuple[int, str]] = {}  # of RecordSums: saved with the next checkpoint, or just loaded
 
     def save(self, root: str | Path, step: int, client_state: Mapping[str, Any]) -> None:
         """Write the checkpoint of a step. Collective.
@@ -118,7 +120,8 @@ class RunCheckpointer:
         tag, c = f"global_step{step}", self.config
         self.require_finite(step)
         if not c.disable_ds_ckpt:
-            state = {**client_state, "rng": self.strategy.gather_object(rng_state()), "run": self.run}
+            state = {**client_state, "rng": self.strategy.gather_object(rng_state())}
+            state |= {"run": self.run, "records": self.records}
             previous: list[str] = []  # on rank 0, which removes the older ones
 
             def prepare() -> None:
@@ -165,7 +168,7 @@ class RunCheckpointer:
             others.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
             for old in others[self.config.max_ckpt_num - 1 :]:
                 with durable.explained(old):
-                    shutil.rmtree(old)
+                    durable.remove(old)
                 upload(root, old.name)
 
         self.strategy.on_rank_0(rotate, f"remove old exports in {root}")
@@ -215,6 +218,8 @@ class RunCheckpointer:
                 f"the checkpoints in {root} have no part {missing}: they belong to a run with other options; set "
                 "--resume never, or another --save_path"
             )
+        if tags:
+            _tell_of_mark(local, tags)
         return tags
 
     def _with_all_parts(self, root: Path) -> list[str]:
@@ -223,9 +228,7 @@ class RunCheckpointer:
         Not the highest number: a run started anew in this folder counts from 1 again, beside what the old one left.
         """
         whole = [tag for tag in _tags("actor", root) if all(tag in _tags(name, root) for name in self.models)]
-        marked = (root / LATEST).read_text().strip() if (root / LATEST).is_file() else None
-        if whole and marked not in whole:
-            logger.warning("%s/latest names %s; the last whole checkpoint is %s", root, marked, whole[-1])
+        marked = read_mark(root)
         whole.reverse()
         return sorted(whole, key=lambda tag: tag != marked)
 
@@ -322,6 +325,8 @@ class RunCheckpointer:
             CheckpointError: the checkpoint does not fit this run.
         """
         c = self.config
+        if not options.get("val_only"):
+            self._require_room()
         if is_url(source := c.ckpt_path if c.resume == "auto" else c.resume):
             self.strategy.on_rank_0(lambda: download_marks(source), f"read {source}")
         root = resume_root(c.resume, c.ckpt_path)
@@ -352,6 +357,14 @@ class RunCheckpointer:
         self.strategy.print(f"resumed from {root}/{tag}: {saved['trainer']['global_step']} steps done")
         return saved
 
+    def _require_room(self) -> None:
+        """CheckpointError on all ranks if the first save would fail, before anything is trained. Collective."""
+        root, problem = self.config.ckpt_path, None
+        if self.strategy.is_rank_0() and root is not None and not self.config.disable_ds_ckpt:
+            problem = in_the_way(local_folder(root), self.models)
+        if problem := self.strategy.broadcast_object(problem):
+            raise CheckpointError(problem)
+
     def load(self, root: str | Path, tag: str, checked: bool = False) -> dict[str, Any]:
         """Load all parts and this rank's random generators; returns the client state that was saved. Collective.
 
@@ -362,7 +375,7 @@ class RunCheckpointer:
         for name, model in self.models.items():
             _, states[name] = self.strategy.load_ckpt(model, join(root, f"_{name}"), tag, **options)
         state, strategy = states["actor"], self.strategy
-        run = state.pop("run", self.run)
+        run, self.records = state.pop("run", self.run), state.pop("records", {})
         if self.config.resume == "auto":  # from a path another run goes on
             self.run = run
         generators, now = state.pop("rng"), strategy.world_size
@@ -430,6 +443,37 @@ def _drop(root: str | Path, tag: str) -> None:
         if (part / tag).is_dir():
             durable.remove_folder(part / tag, aside=part / f"{tag}{INCOMPLETE}")
             upload(join(root, part.name), tag)
+
+
+def _tell_of_mark(root: Path, whole: Sequence[str]) -> None:
+    """Where ``latest`` is not the name of the last whole checkpoint: the first of ``whole`` is taken."""
+    marked = read_mark(root)
+    if marked != whole[0]:
+        logger.warning("%s/latest names %r; the last whole checkpoint is %s", root, marked, whole[0])
+    elif later := _later(root, marked, whole):
+        logger.warning(
+            "%s/latest names %s, but the later %s of the same run is whole, too. Going on from %s; to go on from the "
+            "other one, stop, and write its name into that file",
+            *(root, marked, later, marked),
+        )
+
+
+def _later(root: Path, marked: str, whole: Iterable[str]) -> str | None:
+    """The last checkpoint of the marked one's run that comes after it."""
+    facts = {tag: durable.manifest(root / "_actor" / tag)["facts"] for tag in whole}
+    run, step = facts[marked].get("run"), facts[marked].get("step")
+    later = [tag for tag, found in facts.items() if run and found.get("run") == run and found["step"] > step]
+    return max(later, key=lambda tag: facts[tag]["step"], default=None)
+
+
+def in_the_way(root: Path, names: Iterable[str]) -> str | None:
+    """What keeps a run from writing its checkpoints here: a file in a folder's place, or the other way round."""
+    for folder in (root, *(root / f"_{name}" for name in names)):
+        if os.path.lexists(folder) and not folder.is_dir():
+            return f"{folder} is no folder, and checkpoints are to be written there: remove it"
+        if (folder / LATEST).is_dir():
+            return f"{folder / LATEST} is a folder, and must be a file with the name of the last checkpoint: remove it"
+    return None
 
 
 def _before(step: int, tags: Iterable[str]) -> list[str]:

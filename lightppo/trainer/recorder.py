@@ -20,10 +20,12 @@ from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.trainer.alarms import Alarms
 from lightppo.trainer.checkpointing import RunCheckpointer
 from lightppo.trainer.metrics import Pace, PhaseTimer, with_namespace
-from lightppo.trainer.run_folder import cut_samples, hold, is_at, run_name, set_aside, upload_records
+from lightppo.trainer.run_folder import RecordSums, cut_samples, hold, is_at, run_name, set_aside, upload_records
 from lightppo.trainer.trackers import TensorBoardSink, Tracker, WandbSink, open_trackers
 
 logger = logging.getLogger(__name__)
+
+_TOLD = 5  # files that are named in one line
 
 
 @dataclass
@@ -103,11 +105,12 @@ def _cut(path: Path, last: int) -> None:
 
 
 def _step_of(row: bytes) -> float:
-    """Step of a row; infinity for a row that a crash tore."""
+    """Step of a row; infinity for a row that a crash tore, or that was altered."""
     try:
-        return json.loads(row)["step"]
+        step = json.loads(row)["step"]
     except (ValueError, TypeError, KeyError):
         return math.inf
+    return step if isinstance(step, int | float) else math.inf
 
 
 Sink = JsonlSink | Tracker
@@ -165,6 +168,10 @@ class Recorder:
             self.best = checkpointer.best_value(c.ckpt_path, e.best_metric)
         log_file = getattr(config.logging, "log_file", None)  # PPO has none
         self.path = local_folder(c.save_path) / "metrics.jsonl" if log_file is None else Path(log_file)
+        self.records = RecordSums(c.save_path, self.path)
+        # Only where the run goes on in its own folder: another one's records are elsewhere.
+        if start_step > 0 and strategy.is_rank_0() and c.resume == "auto" and not getattr(e, "val_only", False):
+            self._tell_lost(start_step)
         self.alarms, self.timer, self.pace = alarms or Alarms(), PhaseTimer(), Pace(start_step)
         self.evaluation = self._evaluated_before(start_step)  # of the start
         self.last_evaluated = start_step if self.evaluation else None
@@ -174,6 +181,16 @@ class Recorder:
         run = {"start_step": start_step, "run_ids": run_ids, "path": self.path}
         self.sinks = open_sinks(config.logging, c.save_path, options, **run) if strategy.is_rank_0() else []
         self.run_ids = dict(run_ids or {}) | {s.name: s.run_id for s in self.sinks if hasattr(s, "run_id")}
+
+    def _tell_lost(self, step: int) -> None:
+        """Of the records, what the checkpoint of this step knows and the folder has no longer."""
+        if lost := self.records.lost(self.checkpointer.records):
+            more = f"; {len(lost) - _TOLD} more files" if len(lost) > _TOLD else ""
+            logger.warning(
+                "%s: of what was recorded until step %d, %s%s. The run goes on without it; to have it back, stop, "
+                "restore the files from a copy, and start again",
+                *(self.config.checkpoint.save_path, step, "; ".join(lost[:_TOLD]), more),
+            )
 
     def _evaluated_before(self, step: int) -> dict[str, float]:
         """The evaluation in the metrics of the step that the run goes on from; empty if there is none. Collective."""
@@ -284,6 +301,7 @@ class Recorder:
         for sink in self.sinks:
             if isinstance(sink, JsonlSink):
                 sink.sync()
+        self.checkpointer.records = self.records.take()
 
     def _upload(self) -> None:
         if self.strategy.is_rank_0():

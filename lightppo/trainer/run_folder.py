@@ -209,6 +209,39 @@ def set_records_aside(config: OptionSet) -> None:
     upload_records(folder)
 
 
+class RecordSums:
+    """Sizes and sums of what a run has recorded. A checkpoint keeps them; the next start says what of it is lost.
+
+    Args:
+        metrics: the file of the metrics, where it is not in the run's folder.
+    """
+
+    def __init__(self, folder: str, metrics: Path) -> None:
+        self.folder, self.metrics = local_folder(folder).absolute(), metrics.absolute()
+        self._known: dict[Path, tuple[tuple[int, int], durable.Digest]] = {}  # by size and time of the last change
+
+    def take(self) -> dict[str, tuple[int, str]]:
+        """(size, SHA-256) of each file, by its name in the run's folder."""
+        below = [path for kind in ("eval", SAMPLES) for path in (self.folder / kind).rglob("*")]
+        files = [path for path in (self.metrics, self.folder / METADATA, *below) if path.is_file()]
+        return {os.path.relpath(path, self.folder): tuple(self._digest(path)) for path in files}
+
+    def _digest(self, path: Path) -> durable.Digest:
+        stat = path.stat()
+        mark = (stat.st_size, stat.st_mtime_ns)
+        if self._known.get(path, (None,))[0] != mark:
+            self._known[path] = (mark, durable.digest(path))
+        return self._known[path][1]
+
+    def lost(self, taken: Mapping[str, tuple[int, str]]) -> list[str]:
+        """What is no longer as it was ``taken``, a text per file. A file of lines may have more of them by now."""
+        found = []
+        for name, (size, sha256) in taken.items():
+            written = durable.Digest(size, sha256)
+            found.append(durable.change(self.folder, name, written, grows=name.endswith(".jsonl")))
+        return [text for text in found if text is not None]
+
+
 def upload_records(folder: str) -> None:
     """Send what the run has recorded since it was last sent, where the folder is a URL."""
     kinds = [name.partition(".")[0] for name in RECORDS]

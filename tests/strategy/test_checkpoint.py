@@ -11,6 +11,7 @@ def test_written_by_two_ranks_and_resumed_by_two_new_ones(run_checks):
         "check_write",
         "check_rotation_and_errors",
         "check_damage_and_full_disks",
+        "check_links",
         "check_save_model",
     )
     run_checks(

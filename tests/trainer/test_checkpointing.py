@@ -287,6 +287,56 @@ def test_parts_of_two_runs_never_look_like_one_checkpoint(tmp_path):
     assert checkpointer().find(tmp_path) == "global_step1"
 
 
+# -- what a disk or a user has changed ------------------------------------------------------------------------------
+
+
+def test_a_mark_with_a_flipped_bit_is_named_and_the_last_whole_checkpoint_taken(tmp_path, caplog):
+    saved_run(tmp_path, 1, 2)
+    whole = (tmp_path / "latest").read_bytes()
+    for place in range(8 * len(whole)):
+        flipped = bytearray(whole)
+        flipped[place // 8] ^= 1 << place % 8
+        (tmp_path / "latest").write_bytes(flipped)
+        caplog.clear()
+        found = checkpointer(ema=True).find(tmp_path)
+        assert found == ("global_step1" if flipped == b"global_step1" else "global_step2")
+        if flipped.decode(errors="replace").strip() != "global_step2":
+            assert f"{tmp_path}/latest names" in caplog.text
+    (tmp_path / "latest").write_bytes(b"\xe7lobal_step2")
+    assert started(tmp_path)["trainer"] == {"global_step": 2}
+    assert f"{tmp_path}/latest names '\\\\xe7lobal_step2'; the last whole checkpoint is global_step2" in caplog.text
+
+
+def test_a_mark_that_names_an_earlier_checkpoint_of_the_run_is_told(tmp_path, caplog):
+    saved_run(tmp_path, 1, 2, 3)
+    (tmp_path / "latest").write_text("global_step2")
+    assert started(tmp_path)["trainer"] == {"global_step": 2}
+    assert f"{tmp_path}/latest names global_step2, but the later global_step3 of the same run is whole" in caplog.text
+    saved_run(tmp_path, 1)  # another run, started anew beside what the old one left
+    caplog.clear()
+    assert started(tmp_path)["trainer"] == {"global_step": 1}
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("resume", ["auto", "never"])
+@pytest.mark.parametrize("name", ["latest", "_actor/latest", "_critic/latest"])
+def test_a_folder_in_place_of_a_mark_is_refused_before_training(tmp_path, name, resume):
+    saved_run(tmp_path, 1)
+    (tmp_path / name).unlink(missing_ok=True)
+    (tmp_path / name).mkdir()
+    with pytest.raises(CheckpointError, match=f"^{tmp_path / name} is a folder, and must be a file with the name of"):
+        started(tmp_path, resume=resume)
+
+
+@pytest.mark.parametrize("link", [False, True])
+def test_what_stands_in_the_place_of_a_part_is_refused_before_training(tmp_path, link):
+    (tmp_path / "_ema").symlink_to(tmp_path / "nowhere") if link else (tmp_path / "_ema").write_text("")
+    with pytest.raises(
+        CheckpointError, match=f"^{tmp_path}/_ema is no folder, and checkpoints are to be written there"
+    ):
+        started(tmp_path)
+
+
 # -- parts of different checkpoints ----------------------------------------------------------------------------------
 
 

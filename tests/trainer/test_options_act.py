@@ -232,6 +232,7 @@ class Calls:
     """Stands in for checkpointer and evaluator: the steps at which each was called."""
 
     def __init__(self) -> None:
+        self.records: dict[str, Any] = {}
         self.saved: list[int] = []
         self.exported: list[int] = []
         self.evaluated: list[int] = []

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from lightppo.trainer.run_folder import public_options
 
 class FakeCheckpointer:
     def __init__(self) -> None:
+        self.records: dict[str, Any] = {}
         self.saved: list[tuple[str, int, Any]] = []
         self.exported: list[tuple[str, int]] = []
 
@@ -37,11 +40,10 @@ class FakeEvaluator:
 
 def recorder(folder: Path, strategy: FakeStrategy | None = None, evaluates: bool = True, **options: Any) -> Recorder:
     own = {name: options.pop(name) for name in ("start_step", "run_ids") if name in options}
+    checkpointer = options.pop("checkpointer", None) or FakeCheckpointer()
     config = PPOConfig.from_flat(save_path=str(folder), **options)
     evaluator = FakeEvaluator() if evaluates else None
-    return Recorder(
-        config, strategy or FakeStrategy(), FakeCheckpointer(), evaluator, options=public_options(config), **own
-    )
+    return Recorder(config, strategy or FakeStrategy(), checkpointer, evaluator, options=public_options(config), **own)
 
 
 def run(mine: Recorder, steps: int, per_episode: int = 3, first: int = 1) -> None:
@@ -239,3 +241,79 @@ def test_only_rank_0_writes(tmp_path):
     mine.close()
     assert mine.run_ids == {"wandb": "abc"}
     assert list(tmp_path.iterdir()) == []
+
+
+# -- what was recorded and is lost -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def recorded(tmp_path):
+    """``recorded(change)``: what a start says after a run of four steps whose folder was changed."""
+    folder = tmp_path / "run"
+
+    def start(change: Any, **options: Any) -> None:
+        (folder / "eval").mkdir(parents=True)
+        (folder / "rollouts").mkdir()
+        mine = recorder(folder, save_steps=2)
+        for step in (1, 2):
+            (folder / "rollouts" / f"step{step}.jsonl.gz").write_text(f"samples {step}")
+            (folder / "eval" / f"step{step}.json").write_text(f"evaluation {step}")
+        run(mine, 3)  # the third step has no checkpoint
+        (folder / "rollouts" / "step3.jsonl.gz").write_text("samples 3")
+        mine.close()
+        change(folder)
+        own = {"start_step": options.pop("start_step", 2), "checkpointer": mine.checkpointer}
+        recorder(folder, save_steps=2, **own, **options).close()
+
+    return start
+
+
+LOST = {
+    "nothing": (lambda folder: None, None),
+    "metrics deleted": (lambda folder: (folder / "metrics.jsonl").unlink(), "metrics.jsonl is missing"),
+    "metrics torn": (
+        lambda folder: (folder / "metrics.jsonl").write_bytes((folder / "metrics.jsonl").read_bytes()[:40]),
+        r"metrics.jsonl has 40 bytes, \d+ were written",
+    ),
+    "a number altered": (
+        lambda folder: altered(folder / "metrics.jsonl", b"1.0", b"9.0"),
+        "metrics.jsonl has other content than was written",
+    ),
+    "a step altered": (
+        lambda folder: altered(folder / "metrics.jsonl", b'"step": 1', b'"step": "'),
+        "metrics.jsonl has other content than was written",
+    ),
+    "an evaluation deleted": (lambda folder: (folder / "eval/step1.json").unlink(), "eval/step1.json is missing"),
+    "samples torn": (
+        lambda folder: (folder / "rollouts/step2.jsonl.gz").write_text("sam"),
+        "rollouts/step2.jsonl.gz has 3 bytes, 9 were written",
+    ),
+    "all": (
+        lambda folder: shutil.rmtree(folder),
+        "metrics.jsonl is missing; (eval|rollouts)/.* is missing; .*is missing; .*is missing; .*is missing",
+    ),
+}
+
+
+def altered(path: Path, old: bytes, new: bytes) -> None:
+    assert old in path.read_bytes()
+    path.write_bytes(path.read_bytes().replace(old, new, 1))
+
+
+@pytest.mark.parametrize("case", LOST)
+def test_a_resume_says_which_records_are_lost(recorded, tmp_path, caplog, case):
+    change, told = LOST[case]
+    recorded(change)
+    said = [record.getMessage() for record in caplog.records if "was recorded" in record.getMessage()]
+    if told is None:
+        assert said == []
+        return
+    assert len(said) == 1
+    begin = f"{tmp_path}/run: of what was recorded until step 2, "
+    assert re.match(begin + told + r"\. The run goes on without it; to have it back, stop, restore", said[0]), said
+
+
+@pytest.mark.parametrize("options", [{"resume": "/another/run"}, {"val_only": True}])
+def test_records_of_another_folder_are_not_missed(recorded, caplog, options):
+    recorded(lambda folder: (folder / "metrics.jsonl").unlink(), **options)
+    assert "was recorded" not in caplog.text

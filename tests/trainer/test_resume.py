@@ -92,7 +92,7 @@ def everything(make_config, tmp_path):
 
 
 @pytest.mark.parametrize("zero_stage", [0, 2])
-def test_a_resumed_run_is_the_uninterrupted_run(everything, capsys, zero_stage):
+def test_a_resumed_run_is_the_uninterrupted_run(everything, capsys, caplog, zero_stage):
     straight = fitted(everything("straight", zero_stage=zero_stage, benchmark_steps=4))
     for start, stop in ((0, 2), (2, 3), (3, 4)):  # stops inside an episode; at its end; in the next one
         capsys.readouterr()
@@ -123,9 +123,10 @@ def test_a_resumed_run_is_the_uninterrupted_run(everything, capsys, zero_stage):
     assert [row["train/ptx_loss"] > 0 for row in rows] == [True] * 4
     assert len({row["train/kl_coef"] for row in rows}) == 4
     assert len({row["train/actor_lr"] for row in rows}) == 4
+    assert "was recorded" not in caplog.text  # nothing is missed that is there
 
 
-def test_a_part_of_another_checkpoint_is_refused(everything, tmp_path):
+def test_a_part_of_another_checkpoint_is_refused_and_lost_records_are_told(everything, tmp_path, caplog):
     """Actor, critic, moving average and reference, each of the step before: a resume trained on with it."""
     config = everything("run", benchmark_steps=2)
     run = fitted(config).checkpointer.run
@@ -139,9 +140,16 @@ def test_a_part_of_another_checkpoint_is_refused(everything, tmp_path):
             PPOTrainer.from_config(config)
         shutil.rmtree(root)
         shutil.copytree(tmp_path / "kept", root)
-    resumed = PPOTrainer.from_config(config)
+    resumed = PPOTrainer.from_config(config.with_options(benchmark_steps=3))
     assert resumed.state.global_step == 2
     assert resumed.checkpointer.run == run
+    (tmp_path / "run" / "run" / "metrics.jsonl").unlink()
+    (tmp_path / "run" / "run" / "rollouts" / "step1.jsonl.gz").unlink()
+    resumed.fit()
+    told = (
+        "of what was recorded until step 2, metrics.jsonl is missing; rollouts/step1.jsonl.gz is missing. The run goes"
+    )
+    assert f"{tmp_path}/run/run: {told}" in caplog.text
 
 
 def test_a_run_stopped_by_a_signal_saves_and_goes_on_as_if_nothing_had_happened(everything, tmp_path, capsys):

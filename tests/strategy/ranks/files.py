@@ -179,6 +179,43 @@ def flipped(content: bytes) -> bytes:
     return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
 
 
+def check_links(_: DeepspeedStrategy, work_dir: Path) -> None:
+    """A step folder that is a link, or a file: it loads, and goes at its time; what the link leads to stays."""
+    role = make_strategy(zero_stage=2)
+    actor, *_ = trained_actor(role)
+    directory, elsewhere = work_dir / "links", work_dir / "elsewhere"
+    role.save_ckpt(actor, directory, tag="a")
+    if role.is_rank_0():
+        (directory / "a").rename(elsewhere)
+        (directory / "a").symlink_to(elsewhere)
+        (directory / "b").symlink_to(work_dir / "nowhere")
+        (directory / "c").write_text("no folder")
+    role.barrier()
+    role.load_ckpt(actor, directory, tag="a")
+    for tag in ("a", "b", "c"):  # in its place
+        role.save_ckpt(actor, directory, tag=tag)
+    links = [p.name for p in directory.iterdir() if p.is_symlink()]
+    assert (links, list_tags(directory)) == ([], ["a", "b", "c"])
+    role.barrier()
+    if role.is_rank_0():
+        (directory / "c").rename(work_dir / "c")
+        (directory / "c").symlink_to("../c")
+    role.barrier()
+    role.save_ckpt(actor, directory, tag="d", max_num=1)  # the others are removed
+    assert sorted(p.name for p in directory.iterdir() if p.suffix != ".py") == ["d", "latest"]
+    for kept in (elsewhere, work_dir / "c"):
+        assert (kept / "lightppo_checkpoint.json").is_file()
+    role.barrier()
+    if role.is_rank_0():
+        (directory / "latest").unlink()
+        (directory / "latest").mkdir()
+    role.barrier()
+    with pytest.raises(CheckpointError, match="latest is a folder, and must be a file"):
+        role.load_ckpt(actor, directory)
+    with pytest.raises(StorageError, match="latest is a folder, and a file is to be written there"):
+        role.save_ckpt(actor, directory, tag="e")
+
+
 def check_rotation_and_errors(strategy: DeepspeedStrategy, work_dir: Path) -> None:
     role = make_strategy(zero_stage=2)
     actor, *_ = trained_actor(role)
