@@ -41,8 +41,8 @@ _COMPRESSED = (".gz", ".bz2", ".xz", ".zip")
 _KINDS = dict.fromkeys((".jsonl", ".ndjson", ".json"), "json") | dict.fromkeys((".csv", ".tsv"), "csv")
 _KINDS |= {".parquet": "parquet", ".arrow": "arrow"}
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(@[\w.-]+)?")
-_SPLIT_WORDS = dict.fromkeys(("train", "training"), "train") | dict.fromkeys(("test", "testing", "eval"), "test")
-_SPLIT_WORDS |= dict.fromkeys(("validation", "valid", "val", "dev"), "validation")
+SPLIT_WORDS = dict.fromkeys(("train", "training"), "train") | dict.fromkeys(("test", "testing", "eval"), "test")
+SPLIT_WORDS |= dict.fromkeys(("validation", "valid", "val", "dev"), "validation")
 
 
 # -- one dataset of several sources ----------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ def has_split(source: str, split: str, flag: str) -> bool:
     if (splits := path / "dataset_dict.json").exists():
         return split in json.loads(splits.read_text())["splits"]
     files = (file.relative_to(path) for file in path.rglob("*") if file.is_file() and file_format(file))
-    wanted = _SPLIT_WORDS.get(split.lower(), split.lower())
+    wanted = SPLIT_WORDS.get(split.lower(), split.lower())
     return any(_split_named_by(file, split.lower()) == wanted for file in files)
 
 
@@ -324,7 +324,7 @@ def _files_of_split(path: Path, source: str, split: str, flag: str) -> list[Path
     files = [f for f in found if not any(part.startswith(".") for part in f.parts)]
     if not files:
         raise DataError(f"{flag} {source} has no data files ({', '.join(_KINDS)}) and is no saved dataset")
-    wanted = _SPLIT_WORDS.get(split.lower(), split.lower())
+    wanted = SPLIT_WORDS.get(split.lower(), split.lower())
     named = {f: _split_named_by(f, split.lower()) for f in files}
     chosen = [f for f in files if named[f] == wanted]
     if not chosen and split == "train":
@@ -341,10 +341,10 @@ def _split_named_by(relative: Path, split: str) -> str | None:
     """The split that a file's path names; the file name goes before its folders."""
     for part in reversed(relative.parts):
         if re.search(rf"(?<![a-z0-9]){re.escape(split)}(?![a-z0-9])", part.lower()):
-            return _SPLIT_WORDS.get(split, split)
+            return SPLIT_WORDS.get(split, split)
         for word in re.split(r"[^a-z0-9]+", part.lower()):
-            if word in _SPLIT_WORDS:
-                return _SPLIT_WORDS[word]
+            if word in SPLIT_WORDS:
+                return SPLIT_WORDS[word]
     return None
 
 

@@ -17,7 +17,7 @@ from lightppo.config.cli import exit_on_mistakes
 from lightppo.config.options import OptionSet
 from lightppo.config.rules import estimator_entry, evaluation_config, needs_critic, needs_reference, needs_teacher
 from lightppo.config.sft_rm_dpo import SupervisedConfig
-from lightppo.data.readers import check_data_paths, first_rows, with_metadata
+from lightppo.data.readers import SPLIT_WORDS, check_data_paths, first_rows, with_metadata
 from lightppo.data.records import Prompt, Rollout
 from lightppo.data.rows import (
     Encoded,
@@ -236,11 +236,11 @@ def _check_shape(config: PPOConfig) -> None:
 
 
 def _check_splits(config: OptionSet, splits: Mapping[str, str]) -> None:
-    """Files have no splits: one that is named for them alone would change nothing."""
+    """Files have no splits: one that no source has, and whose name is none of the usual ones, is a typing error."""
     flat, usual = config.flat(), type(config)().flat()
     for name, source in splits.items():
         paths = _sources(flat[source])
-        is_named = flat[name] != usual[name]
+        is_named = flat[name] != usual[name] and flat[name].lower() not in SPLIT_WORDS
         if is_named and paths and all(Path(path).expanduser().is_file() for path in paths):
             raise ConfigError(
                 f"--{name} {flat[name]}: files have no splits, as --{source} {flat[source]}: leave it out"

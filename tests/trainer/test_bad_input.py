@@ -375,9 +375,11 @@ def test_a_split_of_a_file(refused, tmp_path, name):
     refused(f"--{name} tran: files have no splits", "leave it out", **sources, **{name: "tran"})
 
 
-def test_the_usual_split_of_a_file_may_be_named(make_config, tmp_path):
+@pytest.mark.parametrize("split", ["train", "test", "validation", "Val"])
+def test_a_usual_split_of_a_file_may_be_named(make_config, tmp_path, split):
+    """A script may name it for whatever source it is given."""
     data = prompts(tmp_path, {"input": "1+1=", "label": "2"})["prompt_data"]
-    preflight(make_config(prompt_data=data, prompt_split="train").resolved())
+    preflight(make_config(prompt_data=data, prompt_split=split).resolved())
 
 
 def test_the_same_rows_for_training_and_evaluation_are_told(make_config, tmp_path, caplog):
