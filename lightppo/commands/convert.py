@@ -37,6 +37,9 @@ def convert(argv: Sequence[str], prog: str = "lightppo convert") -> None:
     add_base(parser, "model that training started from, for config and tokenizer, under LoRA its weights too; "
              "default: the one that the checkpoint names")  # fmt: skip
     args = parser.parse_args(argv)
+    with exit_on_mistakes(prog, UserError):  # before anything heavy is imported
+        if "://" not in args.checkpoint and not Path(args.checkpoint).expanduser().is_dir():
+            raise _no_such_run(args.checkpoint)
 
     def model_and_tokenizer() -> tuple[Any, Any]:
         from lightppo.storage import stage_to_local
@@ -61,10 +64,12 @@ def merge(argv: Sequence[str], prog: str = "lightppo merge") -> None:
     add_base(parser, "dense base model; default: the one that the adapter's config names")
     args = parser.parse_args(argv)
 
-    def model_and_tokenizer() -> tuple[Any, Any]:
+    with exit_on_mistakes(prog, UserError):  # before anything heavy is imported
         _check_adapter(args.adapter)
         if args.base is not None:
             check_model(args.base, "--base")
+
+    def model_and_tokenizer() -> tuple[Any, Any]:
         start = args.base or json.loads((args.adapter / "adapter_config.json").read_text()).get(_BASE_KEY)
         check_output(args.output, {"ADAPTER": str(args.adapter), "--base": start})
         run = args.adapter.absolute().parent
@@ -106,6 +111,10 @@ def _write(output: Path, read: Callable[[], tuple[Any, Any]], prog: str) -> None
         print(f"{output}: {size / 1e6:,.1f} MB")
 
 
+def _no_such_run(path: str) -> CheckpointError:
+    return CheckpointError(f"{path}: no such folder{mistyped_path(path)}. Name the --save_path of a run")
+
+
 # -- what is where ---------------------------------------------------------------------------------------------------
 
 
@@ -122,7 +131,7 @@ def find_checkpoint(path: Path, part: str = "actor", step: int | None = None) ->
         if tag is not None and (folder / tag / META).is_file():
             return folder / tag
     if not path.is_dir():
-        raise CheckpointError(f"{path}: no such folder{mistyped_path(str(path))}. Name the --save_path of a run")
+        raise _no_such_run(str(path))
     wanted = "" if step is None else f" of step {step}"
     if there := list_tags(folder) if folder.is_dir() else ():
         raise CheckpointError(f"{path} holds no checkpoint{wanted} of the {part}; it has {', '.join(there)}")

@@ -51,6 +51,7 @@ def main(argv: Sequence[str], prog: str = "lightppo data") -> None:
     logger.setLevel(logging.ERROR)  # what it would warn of is printed
     try:
         with exit_on_mistakes(prog, UserError):
+            check(config)
             found = write(config) if config.write else show(config)
     finally:
         logger.setLevel(level)
@@ -61,6 +62,18 @@ def main(argv: Sequence[str], prog: str = "lightppo data") -> None:
 def kind_of(config: RowsConfig) -> str:
     """The command that would train on the rows."""
     return getattr(config, "for")
+
+
+def check(config: RowsConfig) -> None:
+    """Refuses what is not there, before anything heavy is imported."""
+    from lightppo.data.readers import check_data_paths
+    from lightppo.models.folders import check_tokenizer
+
+    flag = "prompt_data" if kind_of(config) == "ppo" else "dataset"
+    check_data_paths(getattr(config, flag), flag=f"--{flag}")
+    if not config.write:
+        name = "tokenizer_path" if config.tokenizer_path else "pretrain"
+        check_tokenizer(getattr(config, name), f"--{name}")
 
 
 def read(config: RowsConfig) -> tuple[Any, str]:

@@ -8,9 +8,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from lightppo.config import parse_args
+from lightppo.config import ModelConfig, parse_args
 from lightppo.config.cli import CommandParser, exit_on_mistakes
 from lightppo.errors import ConfigError, UserError
+from lightppo.models.folders import check_model
 
 _UNITS = {"GB": 10**9, "GIB": 2**30, "MB": 10**6, "MIB": 2**20, "": 1}
 
@@ -36,6 +37,7 @@ def main(argv: Sequence[str], prog: str = "lightppo memory") -> None:
             size = torch.cuda.get_device_properties(0).total_memory if here else 80 * 10**9
         ranks = (gpus or int(os.environ.get("WORLD_SIZE", "1"))) * args.nodes
         config = parse_args(flags, prog, world_size=ranks)
+        _check_models(config.model)
         from lightppo.trainer import budget
 
         machine = budget.Machine(ranks, gpus > 0, ranks // args.nodes, size if gpus else None)
@@ -53,6 +55,19 @@ def main(argv: Sequence[str], prog: str = "lightppo memory") -> None:
         if advice:
             print("\n".join([f"this does not fit into {budget.gigabytes(size)}:", *advice]))
     raise SystemExit(0 if found.fits else 1)
+
+
+def _check_models(models: ModelConfig) -> None:
+    """Their configs must be there; weights are not read."""
+    named = [("--pretrain", models.pretrain), ("--ref_pretrain", models.ref_pretrain)]
+    named += [("--critic_pretrain", models.critic_pretrain)]
+    named += [("--reward_pretrain", path) for path in models.reward_pretrain]
+    try:
+        for flag, path in named:
+            if path is not None:
+                check_model(path, flag, weights=False)
+    except UserError as error:
+        raise ConfigError(str(error)) from error
 
 
 def parse_size(text: str | None) -> int | None:
