@@ -13,7 +13,7 @@ from typing import Any
 
 from lightppo.config.cli import CommandParser, exit_on_mistakes
 from lightppo.durable import check_writable
-from lightppo.errors import CheckpointError, ConfigError, UserError
+from lightppo.errors import CheckpointError, ConfigError, ModelLoadError, UserError
 from lightppo.hub import mistyped_path
 from lightppo.models.folders import check_model
 from lightppo.trainer.places import check_output
@@ -76,7 +76,10 @@ def merge(argv: Sequence[str], prog: str = "lightppo merge") -> None:
         if options_of(run).get("load_in_4bit"):
             note = "trained beside weights in 4 bits: merged into the dense ones it is not quite the trained model"
             print(f"note: this adapter was {note}, which {run} is", flush=True)
-        return open_adapter(args.adapter, args.base, args.trust_remote_code)
+        model, tokenizer = open_adapter(args.adapter, args.base, args.trust_remote_code)
+        if model.untrainable is not None:  # the sum would be written without its tower
+            raise ModelLoadError(model.untrainable)
+        return model, tokenizer
 
     _write(args.output, model_and_tokenizer, prog)
 
@@ -157,7 +160,7 @@ def checkpoint_options(folder: Path) -> dict[str, Any]:
 
 def open_checkpoint(folder: Path, base: str | None, trust_remote_code: bool) -> tuple[Any, Any]:
     """Model (an actor or a critic) and tokenizer of a checkpoint, whose manifest is checked before."""
-    from lightppo.models.loading import get_tokenizer
+    from lightppo.models.loading import check_text_only, get_tokenizer
     from lightppo.ranks import Alone
     from lightppo.storage import stage_to_local
     from lightppo.strategy.checkpoint import damage, load_weights, read_meta
@@ -172,6 +175,9 @@ def open_checkpoint(folder: Path, base: str | None, trust_remote_code: bool) -> 
     start = base or options.get("critic_pretrain" if folder.absolute().parent.name == "_critic" else "pretrain")
     if start is None:
         raise CheckpointError(f"{folder} does not name the model that it started from: set --base")
+    if not options.get("init_from_scratch"):  # a tower would be lost in what is written
+        loading = {"trust_remote_code": trust_remote_code, "external_lib": options.get("external_lib")}
+        check_text_only(stage_to_local(start), flag="--base", **loading)
     model = _model_for(meta, options, stage_to_local(start), has_value_head, trust_remote_code)
     load_weights(model, folder, meta)
     words = base or options.get("tokenizer_path") or start

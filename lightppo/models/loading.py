@@ -43,6 +43,7 @@ from lightppo.errors import ModelLoadError
 from lightppo.models.folders import check_model, check_tokenizer, weights_problem
 from lightppo.models.packing import VARLEN_TAKES
 from lightppo.models.quantised import quantise
+from lightppo.models.towers import reads_more_than_text, untrainable
 from lightppo.suggestions import nearest
 
 logger = logging.getLogger(__name__)
@@ -133,7 +134,31 @@ def _load(
     if o.load_in_4bit:
         quantise(model, head_names(model))
     model.zero3_load_config = zero3  # keeps transformers' weak reference alive
+    model.untrainable = _why_untrainable(path, config, flag, model if o.init_from_scratch else None)
     return model.eval()
+
+
+def check_text_only(path: str, *, flag: str = "--pretrain", **options: Any) -> None:
+    """ModelLoadError for a checkpoint with an image or audio tower, for what trains or exports; reads names alone.
+
+    ``options`` are fields of :class:`LoadOptions`. Random weights are looked at when they are made.
+    """
+    o = LoadOptions(**options)
+    path, config = _load_config(path, flag, o)
+    reason = None if o.init_from_scratch else _why_untrainable(path, config, flag)
+    if reason is not None:
+        raise ModelLoadError(reason)
+
+
+def _why_untrainable(
+    path: str, config: PretrainedConfig, flag: str, built: PreTrainedModel | None = None
+) -> str | None:
+    """Judges by the tensors of the checkpoint, which may be more than the model has, or of a model ``built`` anew."""
+    if not reads_more_than_text(config):
+        return None
+    with _errors_name(path, flag):
+        tensors = _checkpoint_files(path) if built is None else dict(built.named_parameters())
+    return untrainable(config, tensors, f"{flag} {path}")
 
 
 def _check_loaded(model: PreTrainedModel, info: dict[str, Any], name: str, any_head: bool) -> None:

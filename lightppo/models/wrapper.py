@@ -37,6 +37,7 @@ from lightppo.models.packing import (
     takes_segments,
     to_device,
 )
+from lightppo.models.towers import untrainable
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +94,9 @@ class PretrainedWrapper(nn.Module):
             if given:
                 raise ModelLoadError(f"{', '.join(given)}: only for loading by path, but a built model was given")
             disable_dropout(pretrain_or_model)
+            if not hasattr(pretrain_or_model, "untrainable"):
+                tensors, name = dict(pretrain_or_model.named_parameters()), type(pretrain_or_model).__name__
+                pretrain_or_model.untrainable = untrainable(pretrain_or_model.config, tensors, name)
             self.model: nn.Module = pretrain_or_model  # strategy.prepare puts the DeepSpeed engine in its place
         else:
             dtype = torch.bfloat16 if bf16 else dtype
@@ -142,6 +146,11 @@ class PretrainedWrapper(nn.Module):
     def hf_model(self) -> PreTrainedModel:
         """The Hugging Face model, taken out of the engine."""
         return self.model if isinstance(self.model, PreTrainedModel) else self.model.module
+
+    @property
+    def untrainable(self) -> str | None:
+        """Why ``strategy.create_optimizer`` refuses the model, see :mod:`lightppo.models.towers`."""
+        return self.hf_model.untrainable
 
     @property
     def shares_prompts(self) -> bool:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightppo.errors import LaunchError
+from lightppo.errors import LaunchError, ModelLoadError
 from lightppo.ranks import heartbeat
 from lightppo.strategy import checkpoint, zero3
 from lightppo.strategy.distributed import DistributedStrategy, on_cuda
@@ -214,8 +214,14 @@ class DeepspeedStrategy(DistributedStrategy):
         weight_decay: float = 0.0,
         eps: float = 1e-8,
     ) -> torch.optim.AdamW:
-        """AdamW over the trainable parameters; vectors (biases, norms) do not decay. Call it before ``prepare``."""
-        params = [p for p in unwrap_model(model).parameters() if p.requires_grad]
+        """AdamW over the trainable parameters; vectors (biases, norms) do not decay. Call it before ``prepare``.
+
+        ModelLoadError for a model with an image or audio tower (``lightppo.models.towers``).
+        """
+        inner = unwrap_model(model)
+        if (reason := getattr(inner, "untrainable", None)) is not None:
+            raise ModelLoadError(reason)
+        params = [p for p in inner.parameters() if p.requires_grad]
         if not params:
             raise ValueError(f"{type(model).__name__} has no trainable parameter")
         matrices = [p for p in params if len(zero3.full_shape(p)) > 1]

@@ -103,6 +103,8 @@ def build(config: PPOConfig) -> Run:
 
     # What can fail on a user's mistake comes before what takes long: all rows and the reward file, then the models.
     check_lengths(config, model_config(config))
+    if not config.evaluation.val_only:
+        check_text_only(config)
     if config.training.dry_run or strategy.device.type == "cuda":
         tell_memory(config, strategy)
     tokenizer = build_tokenizer(config)
@@ -205,6 +207,15 @@ def model_config(config: OptionSet) -> Any:
     return loading.load_config(stage_to_local(config.model.pretrain), **loading_options(config))
 
 
+def check_text_only(config: OptionSet) -> None:
+    """ModelLoadError where a model that will train has an image or audio tower; of a PPO run the critic's too."""
+    m, options = config.model, loading_options(config)
+    loading.check_text_only(stage_to_local(m.pretrain), **options)
+    if isinstance(config, PPOConfig) and needs_critic(config) and m.critic_pretrain != m.pretrain:
+        options["init_from_scratch"] = False
+        loading.check_text_only(stage_to_local(m.critic_pretrain), flag="--critic_pretrain", **options)
+
+
 def loading_options(config: OptionSet) -> dict[str, Any]:
     """How all models but reward models are loaded."""
     m = config.model
@@ -247,6 +258,8 @@ def build_models(
     if config.loss.aux_loss_coef > 0:
         with _as_config_error():
             actor.check_router()
+    if config.evaluation.val_only:
+        actor.hf_model.untrainable = None  # it only reads, and nothing is saved
     actor = ready(actor, "actor")
     critic = reference = ema = None
     if needs_critic(config):

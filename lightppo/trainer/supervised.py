@@ -371,6 +371,7 @@ def build(config: SupervisedConfig, trainer: type[SupervisedTrainer] = Supervise
         check_bitsandbytes()
     asked = config.resolved()
     refuse_overlaps(asked, strategy)
+    building.check_text_only(asked)
     config = dry_run_config(asked, strategy) if asked.training.dry_run else asked
     c, d, t = config.checkpoint, config.data, config.training
     claim({"--save_path": c.save_path, "--ckpt_path": c.ckpt_path}, strategy)
