@@ -224,7 +224,7 @@ class Actor(actors.Actor):
         use_liger_kernel: bool = False,
         **options: Any,
     ) -> None:
-        super().__init__(pretrain_or_model, **options)
+        super().__init__(pretrain_or_model, **_with_attention(options))
         _adapt(self, lora_rank, lora_alpha, lora_dropout, target_modules)
         if use_liger_kernel:
             use_liger_kernels(self.hf_model)
@@ -244,9 +244,16 @@ def get_llm_for_sequence_regression(
     classes = {"critic": critics.Critic, "reward": critics.RewardModel}
     if model_type not in classes:
         raise ValueError(f"model_type must be 'critic' or 'reward', not {model_type!r}")
-    model = classes[model_type](path, **options)
+    model = classes[model_type](path, **_with_attention(options))
     _adapt(model, lora_rank, lora_alpha, lora_dropout, target_modules)
     return model
+
+
+def _with_attention(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Scripts switch FlashAttention 2 on wherever they pack, as theirs packs by nothing else: here what there is."""
+    if options.get("packing_samples") and options.get("use_flash_attention_2"):
+        return dict(options) | {"use_flash_attention_2": False, "attn_implementation": "auto"}
+    return dict(options)
 
 
 def _adapt(model: Any, rank: int, alpha: float, dropout: float, targets: str | Sequence[str] | None) -> None:

@@ -754,6 +754,11 @@ class LoggingConfig(Section, resume_safe=True):
         None, "Where MLflow tracks: a folder, or the address of a server, whose login is in MLflow's variables."
     )
     mlflow_experiment: str = option("lightppo", "Experiment.", needs="use_mlflow")
+    metric_names: Literal["lightppo", "verl", "openrlhf"] = option(
+        "lightppo",
+        "Names of the metrics in trackers: docs/metrics.md has the tables. metrics.jsonl keeps lightppo's.",
+        needs="use_wandb or use_tensorboard or use_trackio or use_mlflow",
+    )
 
 
 @dataclass

@@ -166,7 +166,7 @@ class SupervisedEvaluationConfig(
 class SupervisedLoggingConfig(
     ppo.LoggingConfig,
     only="logging_steps peak_tflops debug profile_steps use_tensorboard use_wandb wandb_org wandb_group wandb_project "
-    "wandb_run_name use_trackio use_mlflow mlflow_experiment",
+    "wandb_run_name use_trackio use_mlflow mlflow_experiment metric_names",
     words=WORDS,
 ):
     """Logging."""

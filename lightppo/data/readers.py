@@ -59,7 +59,7 @@ def blending_datasets(
     train_split: str | None = None,
     eval_split: str | None = None,
     *,
-    flag: str = "--prompt_data",
+    flag: str | None = None,
 ) -> Dataset | tuple[Dataset, Dataset]:
     """Load one or several sources into one dataset; DataError names a bad source.
 
@@ -76,6 +76,7 @@ def blending_datasets(
     if return_eval is None:
         of_script = getattr(strategy, "args", None) is not None
         return_eval = eval_split is not None or (of_script and train_split is None)
+    flag = flag or ("--dataset" if return_eval else "--prompt_data")  # as scripts call what they split
     if max_count < 1:
         raise DataError(f"max_count is {max_count}; at least 1")
     check_choice("stopping_strategy", stopping_strategy, StoppingStrategy)

@@ -160,7 +160,7 @@ class ExperienceMaker:
         self.distill = config.distill
         self.rejections = rejections(config, in_training=False)
         self.estimator = ADVANTAGE_ESTIMATORS.find(self.algorithm.advantage_estimator)
-        self.mask_too_long = config.reward.mask_too_long
+        self.mask_too_long, self.prompt_max_len = config.reward.mask_too_long, config.data.prompt_max_len
         self.micro_rollout_batch_size = rollout_rows(config)
         self.seed = config.strategy.seed
         self.micro_batches = {call: micro_batch_spec(config, call) for call in SCORING_CALLS}
@@ -408,6 +408,8 @@ class ExperienceMaker:
         if any(r.stale for r in rollouts):
             batch.info["stale"] = tensor([r.stale for r in rollouts])
         batch.info["kl"] = masked_mean(kl, batch.action_mask)
+        at_limit = [float(len(r.prompt.token_ids) >= self.prompt_max_len) for r in rollouts]
+        batch.info["prompt_clip_ratio"] = tensor(at_limit)
         if self.shaper.config.overlong_buffer_len is not None:
             penalty = self.shaper.overlong(rollouts)
             batch.info |= {"reward/overlong": (penalty < 0).float(), "reward/overlong_reward": penalty}

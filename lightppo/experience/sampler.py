@@ -103,6 +103,7 @@ class RolloutSampler:
     scorer: AsyncScorer | None = None
     inspect: Callable[[Sequence[Rollout]], None] = lambda rollouts: None  # sees each batch before it is scored
     check: Callable[[Sequence[Rollout]], None] = lambda rollouts: None  # sees each scored batch, may raise
+    timer: Callable[[str], AbstractContextManager] = lambda phase: nullcontext()  # times "greedy"
 
     @property
     def keeps_best(self) -> bool:
@@ -116,7 +117,8 @@ class RolloutSampler:
         rollouts = self.engine.generate(list(prompts), sampling, **early)
         self.inspect(rollouts)
         if self.greedy_baseline:
-            greedy = self.engine.generate(list(prompts), replace(sampling, n=1, temperature=0.0), **early)
+            with self.timer("greedy"):
+                greedy = self.engine.generate(list(prompts), replace(sampling, n=1, temperature=0.0), **early)
             for i, rollout in enumerate(rollouts):
                 rollout.baseline = greedy[i // sampling.n]
         return rollouts

@@ -203,6 +203,12 @@ class DeepspeedStrategy(DistributedStrategy):
     # -- models and optimizers -----------------------------------------------------------------------------------
 
     unwrap_model = staticmethod(zero3.unwrap_model)
+
+    @staticmethod
+    def _unwrap_model(model: Any) -> nn.Module:
+        """The Hugging Face model inside, by the name that OpenRLHF's scripts call."""
+        return zero3.find_hf_model(model)[0]
+
     gathered_parameters = staticmethod(zero3.gathered_parameters)
 
     def create_optimizer(

@@ -578,6 +578,7 @@ def build_sampler(
         scorer=_scorer(config, engine, source) if v.async_rewards else None,
         check=_verifier_check(config, strategy, source) if v.check_verifier_status else lambda _: None,
         inspect=check.first,
+        timer=timer,
     )
     prompt_once = maker.batching.packed and t.share_prompts and t.shuffle == "groups"
     group_filter = GroupFilter(s.filter_metric, s.filter_range, maker.shaper.final_scores)

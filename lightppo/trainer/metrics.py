@@ -19,6 +19,7 @@ from lightppo.algorithms import entries
 from lightppo.algorithms.correction import Summary, mismatch_metrics, mismatch_terms
 from lightppo.experience.experience import Experience
 from lightppo.ranks import Ranks, heartbeat
+from lightppo.trainer import metric_names
 from lightppo.trainer.alarms import ALARMS
 
 TIMED = {  # the parts of experience and training, whose time is also given per token of prompt and response
@@ -61,6 +62,10 @@ METRICS: dict[str, str] = {
     "rollout/response_length_max": "longest response, tokens",
     "rollout/response_length_min": "shortest response, tokens",
     "rollout/response_clip_ratio": "share of responses cut by --generate_max_len",
+    "rollout/prompt_length": "mean tokens of a sample's prompt",
+    "rollout/prompt_length_max": "longest prompt, tokens",
+    "rollout/prompt_length_min": "shortest prompt, tokens",
+    "rollout/prompt_clip_ratio": "share of samples whose prompt has --prompt_max_len tokens, cut or not",
     "rollout/total_length": "mean tokens of prompt and response",
     "rollout/kl": "mean of --kl_estimator per trained token; k1 where full is in the loss only (nats)",
     "rollout/policy_kl": "mean log prob - reference log prob of a token: KL without bias, for --kl_target (nats)",
@@ -138,12 +143,15 @@ METRICS: dict[str, str] = {
     **{f"train/{name}": f"`lightppo sft`, `rm`, `dpo`: {meaning}" for name, meaning in SUPERVISED.items()},
     **{f"train/{name}": f"`lightppo rm`, `dpo`, also in eval/: {meaning}" for name, meaning in PAIRS.items()},
     "perf/time_rollout": "seconds of generation",
+    "perf/time_greedy": "seconds of these for the greedy answers that `remax` compares with",
     "perf/time_reward": "seconds of scoring",
     "perf/time_experience": "seconds of forward passes and advantages",
     "perf/time_train": "seconds of training",
     **{f"perf/time_{part}": f"seconds of this part: {meaning}" for part, meaning in TIMED.items()},
     "perf/time_sync": "seconds of handing weights to the rollout engine",
     "perf/time_step": "seconds of the whole step",
+    "perf/time_start_profile": "seconds until the profiler was on, in steps of --profile_steps",
+    "perf/time_stop_profile": "seconds of writing its trace",
     "perf/time_eval": "seconds of an evaluation, in its row",
     "perf/time_save": "seconds of writing checkpoints and exports since the row before",
     "perf/rollout_tokens_per_second": "generated tokens per second of generation",
@@ -181,8 +189,21 @@ SEED_INFO = ("kl", "reward", "return", "response_length", "total_length")  # mea
 
 
 def with_namespace(status: Mapping[str, float]) -> dict[str, float]:
-    """Short names of a status → names in the logs; a name of the user's own is in ``train/``."""
-    return {name if "/" in name else _BY_SHORT_NAME.get(name, f"train/{name}"): x for name, x in status.items()}
+    """Short names of a status → names in the logs.
+
+    A name of the user's own is in ``train/``, or in ``rollout/`` if it begins with ``rollout_``, as LightRFT has it.
+    """
+    return {_full_name(name): value for name, value in status.items()}
+
+
+def _full_name(name: str) -> str:
+    if "/" in name:
+        return name
+    if name in _BY_SHORT_NAME:
+        return _BY_SHORT_NAME[name]
+    if name.startswith("rollout_"):
+        return f"rollout/{name.removeprefix('rollout_')}"
+    return f"train/{name}"
 
 
 # -- docs/metrics.md -------------------------------------------------------------------------------------------------
@@ -215,7 +236,7 @@ def metrics_page() -> str:
         of_namespace = {name: text for name, text in METRICS.items() if name.startswith(f"{namespace}/")}
         rows = [f"`{name}` | " + text.replace("|", "\\|") + "\n" for name, text in of_namespace.items()]
         parts.append(f"## {namespace}/: {meaning}\n\nName | Meaning\n---|---\n{''.join(rows)}")
-    return "\n".join(parts)
+    return "\n".join([*parts, metric_names.page_section()])
 
 
 # -- of a rollout ----------------------------------------------------------------------------------------------------
@@ -269,6 +290,8 @@ def rollout_summaries(
         weights = batch.loss_weights[batch.action_mask]
         tokens |= {"loss_weight": weights, "loss_weight_zero": weights == 0}
     summaries = {name: Summary.of(x) for name, x in batch.info.items() if name not in ("kl", "stale")}
+    if {"total_length", "response_length"} <= batch.info.keys():
+        summaries["prompt_length"] = Summary.of(batch.info["total_length"] - batch.info["response_length"])
     if batch.action_log_probs is not None:
         summaries |= policy_summaries(batch, batch.action_log_probs, sampled_kl)
     return summaries | {name: Summary.of(x) for name, x in tokens.items()}
@@ -283,8 +306,9 @@ def merge_summaries(per_rank: Iterable[Mapping[str, Summary]]) -> dict[str, Summ
     return merged
 
 
-_WITH_RANGE = ("reward", "response_length", "advantage", "return_token", "value")
-_MEAN_NAMES = {"truncated": "response_clip_ratio"} | {name: f"{name}_mean" for name in _WITH_RANGE[2:]}
+_OF_TOKENS = ("advantage", "return_token", "value")
+_WITH_RANGE = ("reward", "response_length", "prompt_length", *_OF_TOKENS)
+_MEAN_NAMES = {"truncated": "response_clip_ratio"} | {name: f"{name}_mean" for name in _OF_TOKENS}
 
 
 def rollout_status(summaries: Mapping[str, Summary]) -> dict[str, float]:
@@ -442,10 +466,18 @@ def progress_bar(items: Iterable | None, desc: str, *, shown: bool = True, **opt
     return tqdm(items, desc=desc, ncols=80, bar_format=layout, disable=None if shown else True, **options)
 
 
-def profile(path: Path) -> torch.profiler.profile:
+@contextmanager
+def profile(path: Path, timer: PhaseTimer) -> Iterator[None]:
     """A context whose operators torch's profiler writes to ``path``, a trace for chrome://tracing or Perfetto."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    return torch.profiler.profile(on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(path)))
+    profiler = torch.profiler.profile(on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(path)))
+    with timer("start_profile"):
+        profiler.start()
+    try:
+        yield
+    finally:
+        with timer("stop_profile"):
+            profiler.stop()
 
 
 def perf_metrics(

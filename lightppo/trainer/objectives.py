@@ -138,6 +138,7 @@ class RewardModelling(Objective):
     config_class = RMConfig
     unit = "pairs"
     next = "lightppo ppo --reward_pretrain {path} --normalize_reward --pretrain MODEL --prompt_data FILE"
+    uses_margins = True  # where the rows have some
 
     def build_dataset(self, rows: Any, tokenizer: Any) -> PairDataset:
         d = self.config.data
@@ -160,7 +161,8 @@ class RewardModelling(Objective):
     def loss(self, model: Any, batch: Batch, total: float, dp_size: int) -> tuple[Tensor, Metrics]:
         mean = partial(pair_mean, pairs=total, dp_size=dp_size)
         chosen, rejected = self._scores(model, batch)
-        loss, lead = bradley_terry_loss(chosen, rejected, batch.get("margin")), chosen - rejected
+        margin = batch.get("margin") if self.uses_margins else None
+        loss, lead = bradley_terry_loss(chosen, rejected, margin), chosen - rejected
         metrics = {"accuracy": (lead > 0).float(), "margin": lead}
         metrics |= {"chosen_reward": chosen, "rejected_reward": rejected}
         return mean(loss), {name: mean(values.detach()) for name, values in metrics.items()}
@@ -198,6 +200,7 @@ class DPO(Objective):
         entry = PREFERENCE_LOSSES.find(p.preference_loss)
         self.loss_fn = partial(entry.fn, beta=p.beta, **{name: getattr(p, name) for name in entry.defaults})
         self.reference: Actor | None = None
+        self.nll_loss_coef = 0.0  # of the chosen answers' mean negative log prob per token, a part of the loss
 
     def build_dataset(self, rows: Any, tokenizer: Any) -> ReferencedPairs:
         return ReferencedPairs(rows, tokenizer, self.config.data.max_len, **self._dataset_options())
@@ -222,7 +225,8 @@ class DPO(Objective):
             found = torch.zeros(len(dataset), 2, device=ranks.device)
             with heartbeat.during("reference"):
                 for rows, batch in shared_rows(dataset, ranks, size):
-                    found[rows] = self._log_probs(model, batch)[: len(rows)]
+                    log_probs = self._token_log_probs(model, batch)
+                    found[rows] = self._of_answers(log_probs, batch)[: len(rows)]
                     heartbeat.beat()
             dataset.reference = ranks.all_reduce(found, op="sum").cpu()
 
@@ -231,20 +235,28 @@ class DPO(Objective):
 
     def loss(self, model: Any, batch: Batch, total: float, dp_size: int) -> tuple[Tensor, Metrics]:
         mean = partial(pair_mean, pairs=total, dp_size=dp_size)
-        log_probs = self._log_probs(model, batch)  # (B, 2)
+        of_tokens = self._token_log_probs(model, batch)  # (2B, A)
+        log_probs = self._of_answers(of_tokens, batch)  # (B, 2)
         change = log_probs - batch.get("reference", log_probs.detach())  # (B, 2)
         lead = change[:, 0] - change[:, 1]  # (B,)
         rewards = self.config.preference.beta * change.detach()
         metrics = {"accuracy": (lead > 0).float(), "margin": rewards[:, 0] - rewards[:, 1]}
         for i, name in enumerate(("chosen", "rejected")):
             metrics |= {f"{name}_reward": rewards[:, i], f"{name}_log_prob": log_probs[:, i].detach()}
-        return mean(self.loss_fn(lead)), {name: mean(values) for name, values in metrics.items()}
+        pair_loss = self.loss_fn(lead)
+        if self.nll_loss_coef:
+            nll = -answer_log_probs(of_tokens, batch["action_mask"], mean=True)[: len(lead)]  # (B,), of the chosen
+            pair_loss, metrics["nll_loss"] = pair_loss + self.nll_loss_coef * nll, nll.detach()
+        return mean(pair_loss), {name: mean(values) for name, values in metrics.items()}
 
-    def _log_probs(self, model: Any, batch: Batch) -> Tensor:
+    @staticmethod
+    def _token_log_probs(model: Any, batch: Batch) -> Tensor:
+        return model(batch["sequences"], batch["action_mask"].shape[1], batch["attention_mask"])  # (2B, A)
+
+    def _of_answers(self, log_probs: Tensor, batch: Batch) -> Tensor:
         """(B, 2): of the chosen and the rejected answer of each pair."""
-        mask = batch["action_mask"]
-        log_probs = model(batch["sequences"], mask.shape[1], batch["attention_mask"])  # (2B, A)
-        return answer_log_probs(log_probs, mask, self.config.preference.average_log_probs).view(2, -1).T
+        mean = self.config.preference.average_log_probs
+        return answer_log_probs(log_probs, batch["action_mask"], mean).view(2, -1).T
 
 
 def shared_rows(dataset: Any, ranks: DeepspeedStrategy, size: int) -> Iterator[tuple]:

@@ -640,7 +640,7 @@ class PPOTrainer(SeedAttributes):
         """Writes a trace of a step of ``--profile_steps``."""
         name = f"step{step}_rank{self.strategy.get_rank()}.json.gz"
         path = local_folder(self.config.checkpoint.save_path) / "profile" / name
-        return m.profile(path) if step in self.config.logging.profile_steps else nullcontext()
+        return m.profile(path, self.timer) if step in self.config.logging.profile_steps else nullcontext()
 
     def _finish_step(self, prompts: EpisodePrompts, taken: int, collected: CollectedStep) -> dict[str, float]:
         """Bring the state up to date after a step; what there is to log."""

@@ -19,6 +19,7 @@ from lightppo.storage import local_folder
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.trainer.alarms import Alarms
 from lightppo.trainer.checkpointing import RunCheckpointer
+from lightppo.trainer.metric_names import renamed
 from lightppo.trainer.metrics import Pace, PhaseTimer, with_namespace
 from lightppo.trainer.run_folder import RecordSums, cut_samples, hold, is_at, run_name, set_aside, upload_records
 from lightppo.trainer.trackers import TensorBoardSink, Tracker, WandbSink, open_trackers
@@ -213,8 +214,9 @@ class Recorder:
         self.checkpointer.catch_up(ckpt_path, step, due and c.resume == "auto")
 
     def _write(self, step: int, metrics: Mapping[str, float]) -> None:
+        named = renamed(metrics, self.config.logging.metric_names)
         for sink in self.sinks:
-            sink.log(step, metrics)
+            sink.log(step, metrics if isinstance(sink, JsonlSink) else named)
 
     def log(self, step: int, status: Mapping[str, float], total_steps: int | None = None, due: bool = False) -> None:
         """Log one step, if it is ``due`` or its turn, as a row and as a line; alarms are told when they begin."""

@@ -134,6 +134,11 @@ class SupervisedTrainer:
         record_start(config, strategy, step, trainer.content, trainer.total_steps)
         return trainer
 
+    @classmethod
+    def of_parts(cls, *parts: Any, **named: Any) -> Self:
+        """Made of what ``build`` built: a subclass may have a constructor of its own."""
+        return cls(*parts, **named)
+
     # -- the loop ------------------------------------------------------------------------------------------------
 
     def fit(self) -> dict[str, float]:
@@ -292,7 +297,7 @@ class SupervisedTrainer:
     def _profiler(self, step: int) -> Any:
         name = f"step{step}_rank{self.strategy.get_rank()}.json.gz"
         path = local_folder(self.config.checkpoint.save_path) / "profile" / name
-        return m.profile(path) if step in self.config.logging.profile_steps else nullcontext()
+        return m.profile(path, self.timer) if step in self.config.logging.profile_steps else nullcontext()
 
     def _saves_at_stop(self) -> bool:
         return self.stop_signal > 0 and not (self.config.training.dry_run or self.config.checkpoint.disable_ds_ckpt)
@@ -350,10 +355,6 @@ class SupervisedTrainer:
         texts = [self.tokenizer.batch_decode(part.get("sequences", part.get("input_ids"))) for part in batch]
         torch.save({"micro_batches": list(batch), "texts": texts, "facts": dict(facts)}, path)
         return {}
-
-
-class SFTTrainer(SupervisedTrainer):
-    """The trainer by its public name; what it learns, its config says."""
 
 
 # -- building ----------------------------------------------------------------------------------------------------------
@@ -417,7 +418,7 @@ def build(config: SupervisedConfig, trainer: type[SupervisedTrainer] = Supervise
         building.settle_packing(config, strategy, *models)
     objective.begin(prepared[0], filter(None, (rows, held_out)))
     evaluator = held_out and HeldOut(objective, prepared[0], held_out, size)
-    made = trainer(objective, *prepared, loader, config=config, tokenizer=tokenizer, evaluator=evaluator)
+    made = trainer.of_parts(objective, *prepared, loader, config=config, tokenizer=tokenizer, evaluator=evaluator)
     made.content = content_of(config, {"dataset": rows.dataset}, strategy)
     return made
 

@@ -14,10 +14,20 @@ from typing import Any
 
 from lightppo.config.options import LoggingConfig
 from lightppo.errors import ConfigError
+from lightppo.trainer.metric_names import STEPS, global_steps
 
 logger = logging.getLogger(__name__)
 
 MLFLOW_PAUSE = 60.0  # seconds until a server that did not take something is asked again
+
+
+_NAMESPACES = ("rollout", "train", "eval", "perf", "reward", "alarm")
+_OF_VERL = ("actor", "critic", "response_length", "prompt_length", "rollout_corr", "timing_s", "timing_per_token_ms")
+NAMESPACES = {  # by --metric_names
+    "lightppo": _NAMESPACES,
+    "verl": (*_NAMESPACES, *_OF_VERL, "val-core", "val-aux"),
+    "openrlhf": (*_NAMESPACES, "reward_metrics"),
+}
 
 
 class TensorBoardSink:
@@ -45,13 +55,18 @@ class WandbSink:
     def __init__(self, config: LoggingConfig, run_name: str, options: Mapping[str, Any], run_id: str | None) -> None:
         where = {"entity": config.wandb_org, "project": config.wandb_project, "group": config.wandb_group}
         self.run = _package("wandb").init(**where, name=run_name, id=run_id, resume="allow", config=dict(options))
-        self.run_id = self.run.id
+        self.run_id, self.names = self.run.id, config.metric_names
         self.run.define_metric("global_step")
-        for namespace in ("rollout", "train", "eval", "perf", "reward", "alarm"):
-            self.run.define_metric(f"{namespace}/*", step_metric="global_step")
+        own_axes = STEPS["openrlhf"] if self.names == "openrlhf" else ()
+        for namespace in NAMESPACES[self.names]:
+            axis = "global_step"
+            if namespace in own_axes:
+                self.run.define_metric(axis := f"{namespace}/global_step")
+            self.run.define_metric(f"{namespace}/*", step_metric=axis)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.run.log({"global_step": step, **metrics})
+        steps = global_steps(metrics, step, self.names)
+        self.run.log({"global_step": step, **steps, **metrics})
 
     def close(self) -> None:
         self.run.finish()

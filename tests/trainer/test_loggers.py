@@ -8,14 +8,16 @@ import shutil
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from support.fakes import FakeStrategy
 from support.http_server import JsonServer, ok
 
 from lightppo.config import LoggingConfig, PPOConfig
 from lightppo.errors import ConfigError
-from lightppo.trainer.recorder import JsonlSink, open_sinks
-from lightppo.trainer.trackers import check_trackers, open_trackers
+from lightppo.trainer.recorder import JsonlSink, Recorder, open_sinks
+from lightppo.trainer.trackers import WandbSink, check_trackers, open_trackers
 
 
 def rows(path: Path) -> list[dict]:
@@ -217,6 +219,56 @@ def test_wandb_offline_records_the_run_and_goes_on_with_it(tmp_path, wandb):
     resumed = Sinks(tmp_path / "my_run", use_wandb=True, start_step=2, run_ids={"wandb": run.id})
     assert resumed.sinks[0].run.id == run.id
     resumed.close()
+
+
+class FakeRun:
+    """What the sink calls, and with what."""
+
+    id = "abc"
+
+    def __init__(self) -> None:
+        self.axes, self.rows = {}, []
+
+    def define_metric(self, name: str, step_metric: str | None = None) -> None:
+        self.axes[name] = step_metric
+
+    def log(self, row: dict) -> None:
+        self.rows.append(row)
+
+
+@pytest.mark.parametrize(
+    ("names", "axes", "row"),
+    [
+        ("lightppo", {"rollout/*": "global_step"}, {"rollout/reward": 1.0}),
+        ("verl", {"critic/*": "global_step", "timing_s/*": "global_step"}, {"training/global_step": 3.0}),
+        (
+            "openrlhf",
+            {"rollout/*": "rollout/global_step", "train/*": "train/global_step", "rollout/global_step": None},
+            {"rollout/global_step": 3.0},
+        ),
+    ],
+)
+def test_wandbs_axes_are_those_of_the_other_trainer(monkeypatch, names, axes, row):
+    run = FakeRun()
+    monkeypatch.setattr("lightppo.trainer.trackers._package", lambda name: SimpleNamespace(init=lambda **_: run))
+    sink = WandbSink(LoggingConfig(use_wandb=True, metric_names=names), "run", {}, None)
+    sink.log(3, {"rollout/reward": 1.0})
+    assert axes.items() <= run.axes.items()
+    assert run.rows == [{"global_step": 3, "rollout/reward": 1.0} | row]
+
+
+def test_trackers_have_the_names_of_another_trainer_and_the_file_has_ours(tmp_path):
+    options = {"use_tensorboard": str(tmp_path / "tb"), "wandb_run_name": "x", "metric_names": "verl"}
+    config = PPOConfig.from_flat(save_path=str(tmp_path / "run"), **options)
+    recorder = Recorder(config, FakeStrategy(), None, None, options={})
+    recorder.log(1, {"reward": 0.5, "my_own": 2.0})
+    recorder.close()
+    (row,) = rows(recorder.path)
+    assert (row["rollout/reward"], row["train/my_own"]) == (0.5, 2.0)
+    assert "critic/score/mean" not in row
+    found = points(tmp_path / "tb" / "x")
+    assert {"critic/score/mean": [(1, 0.5)], "train/my_own": [(1, 2.0)]}.items() <= found.items()
+    assert "rollout/reward" not in found
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from support.ranks import REPO, run_ranks
 from support.tiny import sums, write_jsonl
 
 from lightppo.algorithms import entries
-from lightppo.trainer import metrics
+from lightppo.trainer import metric_names, metrics
 
 REWARD = """
 def reward_func(queries, prompts, labels, responses):
@@ -32,6 +32,8 @@ OF_OTHERS |= {f"train/{name}" for name in metrics.SUPERVISED | metrics.PAIRS} | 
 # Of a teacher; tests/trainer/test_distill.py has them.
 OF_OTHERS |= {"rollout/teacher_kl", "rollout/teacher_log_prob", "train/distill_loss"}
 OF_OTHERS |= {"perf/time_teacher", "perf/teacher_ms_per_token"}
+# Of remax and of --profile_steps; below, and tests/trainer/test_metrics.py has them.
+OF_OTHERS |= {"perf/time_greedy", "perf/time_start_profile", "perf/time_stop_profile"}
 # Of --fp16; tests/trainer/test_non_finite.py has them.
 OF_OTHERS |= {f"train/{role}_{name}" for role in ("actor", "critic") for name in ("overflow", "loss_scale")}
 OF_OTHERS |= {"alarm/loss_not_finite", "alarm/loss_rises", *(f"alarm/{x}underflow" for x in ("", "actor_", "critic_"))}
@@ -62,7 +64,8 @@ def test_the_page_is_up_to_date():
 
 
 def test_every_metric_has_its_row():
-    rows = [line for line in metrics.metrics_page().split("\n") if line.startswith("`") and " | " in line]
+    ours = metrics.metrics_page().partition("\n## Names of other trainers")[0]
+    rows = [line for line in ours.split("\n") if line.startswith("`") and " | " in line]
     assert sorted(row.split("`")[1] for row in rows) == sorted(metrics.METRICS)
     assert {row.replace("\\|", "").count("|") for row in rows} == {1}
 
@@ -76,6 +79,105 @@ def test_short_names_belong_to_rollout_train_or_perf_never_to_eval():
     }
     short = [name.split("/")[1] for name in metrics.METRICS if not name.startswith("eval/")]
     assert len(set(short)) == len(short)
+
+
+def test_a_name_of_the_users_own_is_of_training_or_by_lightrfts_prefix_of_the_rollout():
+    assert metrics.with_namespace({"mine": 1.0, "rollout_format_reward": 2.0, "rollout_tokens_per_second": 3.0}) == {
+        "train/mine": 1.0,
+        "rollout/format_reward": 2.0,
+        "perf/rollout_tokens_per_second": 3.0,
+    }
+
+
+# -- --metric_names ----------------------------------------------------------------------------------------------------
+
+ROW = {
+    "rollout/reward": 1.0,
+    "rollout/reward_max": 2.0,
+    "rollout/kl": 3.0,
+    "rollout/prompt_length": 4.0,
+    "rollout/prompt_clip_ratio": 5.0,
+    "rollout/response_length": 6.0,
+    "train/policy_loss": 7.0,
+    "train/kl_coef": 8.0,
+    "train/mine": 9.0,
+    "perf/time_rollout": 10.0,
+    "perf/time_greedy": 11.0,
+    "perf/time_start_profile": 12.0,
+    "perf/time_experience": 13.0,
+    "reward/format": 14.0,
+    "eval/math/mean@4": 15.0,
+}
+
+
+def test_names_of_verl():
+    assert metric_names.renamed(ROW, "verl") == {
+        "critic/score/mean": 1.0,
+        "critic/score/max": 2.0,
+        "actor/reward_kl_penalty": 3.0,
+        "prompt_length/mean": 4.0,
+        "prompt_length/clip_ratio": 5.0,
+        "response_length/mean": 6.0,
+        "actor/pg_loss": 7.0,
+        "actor/reward_kl_penalty_coeff": 8.0,
+        "actor/kl_coef": 8.0,
+        "train/mine": 9.0,
+        "timing_s/gen": 10.0,
+        "timing_s/gen_max": 11.0,
+        "timing_s/start_profile": 12.0,
+        "timing_s/experience": 13.0,
+        "reward/format": 14.0,
+        "val-core/math/reward/mean@4": 15.0,
+    }
+
+
+def test_names_of_openrlhf_and_lightrft():
+    replaced = {"rollout/kl", "perf/time_rollout", "perf/time_experience", "reward/format"}
+    kept = {name: value for name, value in ROW.items() if name not in replaced}
+    assert metric_names.renamed(ROW, "openrlhf") == kept | {
+        "train/reward": 1.0,
+        "train/kl": 3.0,
+        "train/response_length": 6.0,
+        "perf/experience_maker/generate_time": 10.0,
+        "perf/experience_maker/actor_value_rm_time": 13.0,
+        "reward_metrics/format": 14.0,
+        "rollout/format": 14.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"train/loss": 1.0, "train/tokens": 2.0}, {"train/gpt_loss", "train/loss_mean", "train/tokens"}),
+        ({"eval/loss": 1.0, "eval/tokens": 2.0}, {"eval/eval gpt_loss", "eval/tokens"}),
+        (
+            {"train/loss": 1.0, "train/accuracy": 0.5, "train/rejected_reward": 3.0, "train/pairs": 2.0},
+            {"train/loss", "train/loss_mean", "train/acc", "train/acc_mean", "train/reject_reward", "train/pairs"},
+        ),
+        (
+            {"eval/loss": 1.0, "eval/accuracy": 0.5, "eval/pairs": 1.0},
+            {"eval/eval_loss", "eval/acc_mean", "eval/pairs"},
+        ),
+        ({"eval/accuracy": 0.5}, {"eval/accuracy"}),  # of PPO
+    ],
+)
+def test_names_of_openrlhfs_supervised_trainers(row, expected):
+    assert metric_names.renamed(row, "openrlhf").keys() == expected
+
+
+def test_our_names_are_the_default():
+    assert metric_names.renamed(ROW, "lightppo") == ROW
+
+
+@pytest.mark.parametrize("names", metric_names.NAMES)
+def test_each_row_of_the_tables_names_a_metric_that_exists_and_no_name_stands_for_two(names):
+    table = metric_names.NAMES[names]
+    own = {ours for ours in table if ours not in metrics.METRICS}
+    assert own <= {"perf/time_<part>", *(f"eval/<source>/{x}@<n>" for x in ("mean", "std", "best", "worst", "maj"))}
+    theirs = [name for of_one in table.values() for name in of_one]
+    assert len(set(theirs)) == len(theirs)
+    others = metrics.METRICS.keys() - table.keys()  # which keep their names
+    assert set(theirs) & others == set()
 
 
 def test_names_with_a_namespace_stay():

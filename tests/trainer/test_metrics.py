@@ -36,7 +36,7 @@ def rows(masked: bool = False) -> list[Experience]:
     batch.returns = torch.tensor([[1.0, 2.0], [3.0, NAN]])
     batch.values = torch.tensor([[1.0, 1.0], [3.0, NAN]])
     batch.info |= {"reward": torch.tensor([1.0, 3.0]), "return": torch.tensor([0.5, 2.5]), "kl": torch.zeros(2)}
-    batch.info["reward/format"] = torch.tensor([NAN, 1.0])
+    batch.info |= {"reward/format": torch.tensor([NAN, 1.0]), "prompt_clip_ratio": torch.tensor([0.0, 1.0])}
     if masked:
         batch.action_mask[0, 1] = False
     return batch.split()
@@ -87,6 +87,10 @@ def test_status_of_a_rollout_by_hand():
         "response_length_max": 2.0,
         "response_length_min": 1.0,
         "total_length": 3.5,  # (3 + 4)/2
+        "prompt_length": 2.0,  # (1 + 3)/2
+        "prompt_length_max": 3.0,
+        "prompt_length_min": 1.0,
+        "prompt_clip_ratio": 0.5,
         "response_clip_ratio": 0.5,
         "reward/format": 1.0,  # of the one sample that has it
         "samples": 2,
@@ -338,8 +342,10 @@ def test_bars_are_for_terminals_and_fit_80_columns(monkeypatch):
 
 def test_a_profile_is_a_trace_with_the_phases(tmp_path):
     path = tmp_path / "profile" / "step3_rank0.json.gz"
-    with m.profile(path), PhaseTimer()("reference"):
+    timer = PhaseTimer()
+    with m.profile(path, timer), PhaseTimer()("reference"):
         torch.ones(3) + 1
+    assert timer.reset().keys() == {"time_start_profile", "time_stop_profile"}
     names = {event["name"] for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]}
     assert {"reference", "aten::add"} <= names
 
