@@ -61,7 +61,8 @@ class _ScriptRows:
 class SFTDataset(_ScriptRows, datasets.SFTDataset):
     """:class:`lightppo.data.datasets.SFTDataset`, whose options it takes by name, with OpenRLHF's arguments.
 
-    Of a script's ``args`` count ``input_key``, ``output_key``, ``apply_chat_template``, ``tokenizer_chat_template``. With ``multiturn`` the loss covers every assistant turn of a chat, else the last one.
+    Of a script's ``args`` count ``input_key``, ``output_key``, ``apply_chat_template``, ``tokenizer_chat_template``.
+    With ``multiturn`` the loss covers every assistant turn of a chat, else the last one.
     """
 
     def __init__(

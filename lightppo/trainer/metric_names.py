@@ -157,10 +157,10 @@ def page_section() -> str:
     """The tables for docs/metrics.md."""
     parts = [
         "## Names of other trainers\n\n`--metric_names verl` or `openrlhf` (with LightRFT's) gives trackers these "
-        "names in place of ours; a metric that is not in the table keeps its name. Where the other trainer counts a little "
-        "differently, the number is ours. `metrics.jsonl` keeps our names, so that `lightppo report`, `watch`, `diff` "
-        "and `replay` read every run. Weights & Biases also gets the step as `training/global_step` (verl), or as "
-        "`rollout/global_step`, `train/global_step` and `eval/global_step`, which are the x axes (openrlhf).\n"
+        "names in place of ours; a metric that is not in the table keeps its name. Where the other trainer counts a "
+        "little differently, the number is ours. `metrics.jsonl` keeps our names, so that `lightppo report`, `watch`, "
+        "`diff` and `replay` read every run. Weights & Biases also gets the step as `training/global_step` (verl), or "
+        "as `rollout/global_step`, `train/global_step` and `eval/global_step`, which are the x axes (openrlhf).\n"
     ]
     tables = {"verl": VERL, "openrlhf": OPENRLHF}
     tables |= {"openrlhf, of `lightppo sft`": OF_EXAMPLES, "openrlhf, of `lightppo rm` and `dpo`": OF_PAIRS}
