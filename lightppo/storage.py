@@ -109,6 +109,13 @@ def check_scheme(url: str, flag: str = "the URL") -> Any:
         raise StagingError(f"{flag} {url}: {error}") from error
 
 
+def is_in_memory(url: str | os.PathLike[str]) -> bool:
+    """Whether a URL leads into the memory of this process, and ends with it: ``memory://``."""
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    return is_url(url) and issubclass(check_scheme(os.fspath(url)), MemoryFileSystem)
+
+
 def _copy(fs: Any, remote: str, target: Path, url: str, *, is_folder: bool, size: int | None) -> None:
     """Copy under a temporary name beside the target, check, rename. Only the lock's holder may call this."""
     temporary = target.with_name(f".{target.name}.partial")
@@ -247,12 +254,13 @@ def download(folder: str | os.PathLike[str], wanted: Callable[[str], bool]) -> N
 def set_unsent_aside(folder: str | os.PathLike[str], *, besides: str) -> Path | None:
     """Clear ``local_folder(folder)`` of files, but for those of the name ``besides``.
 
-    All are moved if an earlier process could not send one: a whole checkpoint may be among them. Returns where to.
+    All are moved if an earlier process could not send one, or sent them into its own memory: a whole checkpoint may be
+    among them. Returns where to.
     """
     local = local_folder(folder)
     files = [path for path in local.rglob("*") if path.is_file() and path.name != besides]
     base, aside = _home() / "unsent" / local.relative_to(_home() / "folders"), None
-    if not all(map(_is_sent, files)):
+    if not all(map(_is_sent, files)) or (files and is_forgotten(folder)):
         aside = next(path for n in itertools.count(1) if not (path := base.with_name(f"{base.name}.{n}")).exists())
     for path in files:
         if aside is not None:
@@ -261,6 +269,16 @@ def set_unsent_aside(folder: str | os.PathLike[str], *, besides: str) -> Path | 
         else:
             path.unlink()
     return aside
+
+
+def is_forgotten(folder: str | os.PathLike[str]) -> bool:
+    """Whether nothing is at a URL because it ended with the process that sent it."""
+    import fsspec
+
+    if not is_in_memory(folder):
+        return False
+    fs, root = fsspec.core.url_to_fs(os.fspath(folder))
+    return not fs.find(root)
 
 
 def unsent(folder: str | os.PathLike[str], paths: Iterable[Path]) -> list[str]:

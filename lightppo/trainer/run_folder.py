@@ -26,7 +26,18 @@ from lightppo.errors import ConfigError, StagingError
 from lightppo.http import shown_url
 from lightppo.models.loading import checkpoint_mark
 from lightppo.ranks import Ranks
-from lightppo.storage import download, is_url, local_folder, probe, set_unsent_aside, stage_to_local, unsent, upload
+from lightppo.storage import (
+    download,
+    is_forgotten,
+    is_in_memory,
+    is_url,
+    local_folder,
+    probe,
+    set_unsent_aside,
+    stage_to_local,
+    unsent,
+    upload,
+)
 from lightppo.trainer.checkpointing import download_marks
 from lightppo.trainer.places import METADATA, RECORDS, SAMPLES, check_places
 from lightppo.user_code import split_python_spec
@@ -70,6 +81,8 @@ def claim(folders: Mapping[str, str], ranks: Ranks) -> None:
     Raises:
         ConfigError: another process holds one, it cannot be written, or a node does not see what rank 0 writes there.
     """
+    if ranks.is_rank_0():
+        _warn_of_memory(folders)
     steps = (do(flag, folder) for do in (_claim, _prepare) for flag, folder in folders.items())
     problem = next(filter(None, steps), None) if ranks.is_rank_0() else None
     if problem := ranks.broadcast_object(problem):
@@ -95,6 +108,17 @@ def claim(folders: Mapping[str, str], ranks: Ranks) -> None:
             )
 
 
+def _warn_of_memory(folders: Mapping[str, str]) -> None:
+    """A run in the memory of its process cannot be resumed."""
+    for flag, folder in folders.items():
+        if is_in_memory(folder):
+            logger.warning(
+                "%s %s: memory:// is the memory of this process and ends with it: the next start cannot go on from it, "
+                "and begins anew. Copies of what is written are in %s; choose a folder, or a URL of a server",
+                *(flag, folder, local_folder(folder)),
+            )
+
+
 def _claim(flag: str, folder: str) -> str | None:
     """Make a folder and lock it; what is in the way."""
     local = local_folder(folder)
@@ -111,9 +135,9 @@ def _prepare(flag: str, folder: str) -> str | None:
         return None
     try:
         probe(folder)
+        reason = "ended, and its memory with it" if is_forgotten(folder) else "could not send all it wrote"
         if (aside := set_unsent_aside(folder, besides=_LOCK)) is not None:  # of no run: the URL alone counts
-            logger.warning("%s %s: an earlier process could not send all it wrote, which is now in %s",
-                           flag, folder, aside)  # fmt: skip
+            logger.warning("%s %s: an earlier process %s; its files are now in %s", flag, folder, reason, aside)
         download_marks(folder)
         kinds = tuple(name.partition(".")[0] for name in RECORDS)
         download(folder, lambda name: name.startswith(kinds))

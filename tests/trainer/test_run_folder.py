@@ -393,6 +393,27 @@ def test_a_run_at_a_url_goes_on_on_another_machine(make_config, memory, tmp_path
     assert all(torch.equal(tensor, weights(straight)[name]) for name, tensor in weights(from_export).items())
 
 
+def test_a_run_in_the_memory_of_its_process_is_warned_about_and_its_files_are_kept(memory, tmp_path, caplog):
+    """``memory://`` ends with a killed process: the next start begins anew."""
+    folders = {"--save_path": "memory://bucket/run", "--ckpt_path": str(tmp_path / "ckpt")}
+    here = local_folder(folders["--save_path"])
+    claim(folders, FakeStrategy())
+    said = "--save_path memory://bucket/run: memory:// is the memory of this process and ends with it: the next start"
+    assert caplog.text.count(said) == caplog.text.count("memory of this process") == 1
+    assert f"Copies of what is written are in {here};" in caplog.text
+    (here / "model.safetensors").write_text("trained")
+    upload(folders["--save_path"], "model.safetensors")
+
+    memory.store.clear(), memory.pseudo_dirs.clear()  # the process is killed, and another one starts
+    caplog.clear()
+    claim(folders, FakeStrategy())
+    (kept,) = (tmp_path / "node1" / "unsent").rglob("model.safetensors")
+    assert kept.read_text() == "trained"
+    told = "--save_path memory://bucket/run: an earlier process ended, and its memory with it; its files are now in"
+    assert f"{told} {kept.parent}" in caplog.text
+    release(folders.values())
+
+
 def test_what_was_not_sent_is_kept_apart_by_the_next_process(memory, tmp_path, monkeypatch, caplog):
     folders = {"--save_path": "memory://bucket/run", "--ckpt_path": "memory://bucket/run/checkpoints_ppo"}
     here = local_folder(folders["--save_path"])
@@ -415,7 +436,7 @@ def test_what_was_not_sent_is_kept_apart_by_the_next_process(memory, tmp_path, m
     claim(folders, FakeStrategy())
     (kept,) = (tmp_path / "node1" / "unsent").rglob("model.safetensors")
     assert kept.read_text() == "trained"
-    said = "--save_path memory://bucket/run: an earlier process could not send all it wrote, which is now in"
+    said = "--save_path memory://bucket/run: an earlier process could not send all it wrote; its files are now in"
     assert f"{said} {kept.parent}" in caplog.text
     assert not (here / "model.safetensors").exists()  # the URL alone counts
     (here / "metrics.jsonl").write_text("same")  # sent once, and changed since
