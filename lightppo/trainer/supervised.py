@@ -366,10 +366,7 @@ def build(config: SupervisedConfig, trainer: type[SupervisedTrainer] = Supervise
     strategy.setup_distributed()
     config.validate(strategy.world_size)
     strategy.print(building.described(config))
-    if config.adapter.lora_rank > 0:
-        check_peft()
-    if config.adapter.load_in_4bit:
-        check_bitsandbytes()
+    check_packages(config)
     asked = config.resolved()
     refuse_overlaps(asked, strategy)
     building.check_text_only(asked)
@@ -421,6 +418,14 @@ def build(config: SupervisedConfig, trainer: type[SupervisedTrainer] = Supervise
     made = trainer.of_parts(objective, *prepared, loader, config=config, tokenizer=tokenizer, evaluator=evaluator)
     made.content = content_of(config, {"dataset": rows.dataset}, strategy)
     return made
+
+
+def check_packages(config: SupervisedConfig) -> None:
+    """ModelLoadError where adapters or weights in 4 bits need a package that is not installed."""
+    if config.adapter.lora_rank > 0:
+        check_peft()
+    if config.adapter.load_in_4bit:
+        check_bitsandbytes()
 
 
 def schedule_steps(config: SupervisedConfig, train_dataloader: DataLoader, strategy: DeepspeedStrategy) -> int:
