@@ -20,6 +20,7 @@ from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
 from lightppo.errors import RefusedError, RequestError, SlowServerError, UnreachableError, UserError
 from lightppo.ranks import heartbeat
+from lightppo.terminal import plain
 
 if TYPE_CHECKING:
     import requests
@@ -290,10 +291,10 @@ def secret_texts(token: str | None, url: str = "") -> list[str]:
 
 
 def cleaned(text: str, secrets: Sequence[str]) -> str:
-    """The text in one line of at most 300 characters, without the secrets."""
+    """The text in one line of at most 300 characters, without the secrets and what a terminal obeys."""
     for secret in secrets:  # before cutting, which could leave half of one
         text = text.replace(secret, "***")
-    text = " ".join(text.split())
+    text = plain(" ".join(text.split()))
     return text if len(text) <= _SNIPPET_CHARS else text[:_SNIPPET_CHARS] + "…"
 
 

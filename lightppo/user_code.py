@@ -17,6 +17,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from lightppo.terminal import plain
+
 # Frames above the user's: what calls it, parses or runs its file, or its coroutine.
 _CALLERS = (str(Path(__file__).parent), str(Path(sysconfig.get_path("stdlib"), "asyncio")), ast.__file__, "<frozen")
 _MOST_FRAMES = 4
@@ -111,7 +113,7 @@ def error_text(error: BaseException) -> str:
         text = f": {error}"
     except Exception as another:
         text = f" (and {type(another).__name__} while its text was made)"
-    return f"{type(error).__name__}{text[:2000]}{error_place(error)}"
+    return plain(f"{type(error).__name__}{text[:2000]}{error_place(error)}")
 
 
 def split_python_spec(spec: str, default_name: str, *, option: str = "") -> tuple[Path, str]:

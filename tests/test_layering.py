@@ -28,6 +28,7 @@ FLOORS = {
     "durable": 0,
     "tensor_file": 0,
     "signals": 0,
+    "terminal": 0,
     "version": 0,
     "algorithms": 1,
     "config": 2,  # the entries of algorithms are options; the light parts stay light all the same, see below

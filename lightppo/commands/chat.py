@@ -13,6 +13,7 @@ from lightppo.config import RolloutConfig, StrategyConfig
 from lightppo.config.cli import CommandParser, exit_on_mistakes
 from lightppo.errors import ConfigError, UserError
 from lightppo.models.folders import check_model
+from lightppo.terminal import plain
 
 SAMPLING = ("temperature", "top_p", "generate_max_len")
 
@@ -76,7 +77,7 @@ def talk(args: argparse.Namespace) -> None:
         except (ConfigError, KeyboardInterrupt) as error:
             if not in_terminal:
                 raise
-            print(error if isinstance(error, ConfigError) else " … stopped; the turn is forgotten")
+            print(plain(error) if isinstance(error, ConfigError) else " … stopped; the turn is forgotten")
 
 
 def typed() -> Iterator[str]:
@@ -122,7 +123,12 @@ def respond(model: Any, tokenizer: Any, template: Any, prompt: Any, args: argpar
     # A new one: what training sampled by has none of the model's own settings.
     config = GenerationConfig(eos_token_id=ends, pad_token_id=tokenizer.pad_token_id, **sampling)
     row = torch.tensor([ids], device=model.device)
-    shown = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+
+    class Answer(TextStreamer):
+        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+            super().on_finalized_text(plain(text) if sys.stdout.isatty() else text, stream_end)
+
+    shown = Answer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     model.generation_config = config
     output = model.generate(row, attention_mask=torch.ones_like(row), streamer=shown)
     return tokenizer.decode(output[0, len(ids) :], skip_special_tokens=True)

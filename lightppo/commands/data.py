@@ -14,6 +14,7 @@ from lightppo.config.options import all_options
 from lightppo.config.sft_rm_dpo import COMMANDS
 from lightppo.errors import ConfigError, DataError, UserError
 from lightppo.option import Option, Section, option
+from lightppo.terminal import plain
 
 _NAMES = ("pretrain", "tokenizer_path", "trust_remote_code", "prompt_data", "prompt_data_probs", "prompt_split")
 _NAMES += ("prompt_metadata", "input_key", "label_key", "input_template", "apply_chat_template", "system_prompt")
@@ -104,19 +105,19 @@ def show(config: RowsConfig) -> int:
     if late := [n for n in config.row if n > len(rows)]:
         raise DataError(f"--row {late[0]}: there are {len(rows)} rows")
     for number in config.row or range(1, min(config.rows, len(rows)) + 1):
-        print(f"-- row {number}: {rows[number - 1][ORIGIN_COLUMN]}")
+        print(plain(f"-- row {number}: {rows[number - 1][ORIGIN_COLUMN]}"))
         try:
             print(*described(prepare(config, rows.select([number - 1]), tokenizer)), "", sep="\n")
         except DataError as error:
-            print(f"cannot be used: {error}\n")
+            print(plain(f"cannot be used: {error}\n"))
     whole = prepare(config, rows, tokenizer, limited=False)
     limit, kind = limit_of(config), "drop" if config.filter_overlong_prompts else config.truncation
     over = int((whole.lengths > getattr(config, limit)).sum())
-    print(f"-- {flag}: {whole.report}")
+    print(plain(f"-- {flag}: {whole.report}"))
     print(lengths(whole))
     print(f"over --{limit} {getattr(config, limit)}: {over} (--truncation {kind})")
     for text in whole.report.bad:
-        print(text)
+        print(plain(text))
     return len(whole.report.bad) + (over if kind == "error" else 0)
 
 

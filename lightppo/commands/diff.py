@@ -11,6 +11,7 @@ from typing import Any
 
 from lightppo.config.cli import CommandParser
 from lightppo.errors import ReportError
+from lightppo.terminal import plain
 from lightppo.trainer.report import facts_of, options_of, read_jsonl, read_metrics, recorded_path
 
 # As quantities arise in a step: samples, their scores, what follows from both, losses, gradients. Then as in the row.
@@ -36,8 +37,9 @@ def main(argv: Sequence[str], prog: str = "lightppo diff") -> None:
         found = differences([(step, a[step], b[step]) for step in common], args.tolerance)
         sample = first_sample([recorded_path(run, "rollout_data_dir") for run in args.runs], common)
         for letter, run, steps in zip("ab", args.runs, (a, b)):
-            print(f"{letter}: {run}, steps {min(steps)} to {max(steps)}")
-        print(f"{len(common)} steps in both", *_verdict(found, sample), *_table(found), *_around(args.runs), sep="\n")
+            print(plain(f"{letter}: {run}, steps {min(steps)} to {max(steps)}"))
+        lines = (f"{len(common)} steps in both", *_verdict(found, sample), *_table(found), *_around(args.runs))
+        print(*map(plain, lines), sep="\n")
     except (ReportError, OSError) as error:
         parser.error(str(error))
     raise SystemExit(1 if found or sample or not common else 0)

@@ -33,6 +33,7 @@ from lightppo.config.sft_rm_dpo import COMMANDS
 from lightppo.errors import CheckpointError, ConfigError, ReportError
 from lightppo.http import shown_url
 from lightppo.storage import is_url, local_folder, read_apart
+from lightppo.terminal import plain
 from lightppo.trainer.report import recorded_path, starts_of
 
 SHOWN_TOKENS = 24
@@ -179,7 +180,7 @@ class Replayed:
     def tell(self, *lines: str) -> None:
         """Print what each rank says. Collective."""
         for rank, of_rank in enumerate(self.strategy.all_gather_object("\n".join(lines))):
-            self.strategy.print(f"-- rank {rank}, " * (self.strategy.world_size > 1) + of_rank)
+            self.strategy.print(f"-- rank {rank}, " * (self.strategy.world_size > 1) + plain(of_rank))
 
     def stop(self, rollouts: Sequence[Any], experience: Sequence[Any]) -> None:
         """With ``--pdb`` a debugger on rank 0, while the others wait; ``q`` ends all of them. Collective."""

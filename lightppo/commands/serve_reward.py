@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightppo.config.cli import CommandParser, exit_on_mistakes
+from lightppo.terminal import log_to_terminal
 
 PROG = "lightppo serve-reward"
 
@@ -104,7 +105,7 @@ def reward_function(args: argparse.Namespace) -> Any:
 def main(argv: Sequence[str] | None = None, prog: str = PROG) -> None:
     """Serve, as the arguments say, until a signal; those of this process, if ``None`` are given."""
     args = parse_args(argv, prog)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    log_to_terminal(logging.INFO, "%(asctime)s %(name)s %(levelname)s %(message)s")
     for number in (signal.SIGTERM, signal.SIGINT):  # raised again once the server has shut down
         signal.signal(number, lambda *_: sys.exit(0))
 

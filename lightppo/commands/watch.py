@@ -18,6 +18,7 @@ import yaml
 
 from lightppo.config.cli import CommandParser
 from lightppo.hub import mistyped_path
+from lightppo.terminal import plain
 from lightppo.trainer.alarms import ALARMS
 
 _SECONDS = 2.0  # between two frames
@@ -152,7 +153,7 @@ def frame(runs: Sequence[Watched], width: int, height: int | None = None) -> Any
 
     parts: list[Any] = []
     for run in runs:
-        parts += [Text(line, style="bold") for line in (f"{run.folder}  {run.state()}", run.pace())]
+        parts += [Text(plain(line), style="bold") for line in (f"{run.folder}  {run.state()}", run.pace())]
         parts += [Text(line, style="bold red") for line in run.alarms()]
     curves = {title: names for title, names in CURVES.items() if any(run.series(n)[0] for run in runs for n in names)}
     columns = max(1, min(len(curves), width // _PLOT[0]))
@@ -163,7 +164,7 @@ def frame(runs: Sequence[Watched], width: int, height: int | None = None) -> Any
         grid.add_row(*plots[start : start + columns])
     parts.append(grid if plots else Text("waiting for the first step"))
     for run in runs:
-        parts += [Text(str(run.folder), style="bold")] * (len(runs) > 1)
+        parts += [Text(plain(run.folder), style="bold")] * (len(runs) > 1)
         parts += [Text(line, no_wrap=True, overflow="ellipsis") for line in (*_phases(run), *_samples(run))]
     return Group(*parts)
 
@@ -180,7 +181,7 @@ def _plot(runs: Sequence[Watched], title: str, names: Sequence[str], width: int)
     lines = [(run, name, *run.series(name)) for run in runs for name in names if run.series(name)[0]]
     for (run, name, steps, values), colour in zip(lines, cycle(_COLOURS)):
         figure.draw(figure.signal(steps, values, marker=plotext.marker("braille", pixel=colour)).lines())
-        which = f"{run.folder.name} " * (len(runs) > 1) + name.partition("/")[0] * (len(lines) > len(runs))
+        which = f"{plain(run.folder.name)} " * (len(runs) > 1) + name.partition("/")[0] * (len(lines) > len(runs))
         caption.append(f" ● {which}{' ' * bool(which)}{values[-1]:.3g}".replace("  ", " "), style=f"not bold {colour}")
     ends = sorted({min(steps[0] for *_, steps, _ in lines), max(steps[-1] for *_, steps, _ in lines)})
     figure.ruler("x").ticks(ends, list(map(str, ends)))
@@ -200,10 +201,14 @@ def _phases(run: Watched) -> Iterator[str]:
 def _samples(run: Watched) -> Iterator[str]:
     for row in run.samples():
         score = row.get("score")
-        yield f"[step {row['step']}] score {score if score is None else f'{score:.4g}'} · label {row['ground_truth']}"
+        scored = score if score is None else f"{score:.4g}"
+        yield f"[step {row['step']}] score {scored} · label {_one_line(row['ground_truth'])}"
         for name, key in (("prompt", "input"), ("answer", "output")):
-            # No control characters: a model may write what a terminal obeys.
-            yield f"  {name}: " + "".join(c if c.isprintable() else " " for c in row[key][-300:])
+            yield f"  {name}: {_one_line(row[key][-300:])}"
+
+
+def _one_line(text: object) -> str:
+    return " ".join(plain(text).split())
 
 
 def _may_be_a_run(folder: Path) -> bool:

@@ -22,6 +22,7 @@ from lightppo.config.sft_rm_dpo import COMMANDS, WORDS, SupervisedConfig
 from lightppo.errors import ConfigError
 from lightppo.option import Option, Section
 from lightppo.suggestions import answer_of, nearest
+from lightppo.terminal import plain
 
 S, C = TypeVar("S", bound=Section), TypeVar("C", PPOConfig, SupervisedConfig)
 
@@ -139,7 +140,7 @@ class CommandParser(argparse.ArgumentParser):
 
 def _print(text: str, file: Any = None) -> None:
     if os.environ.get("RANK", "0") == "0":
-        print(text, end="", file=file)
+        print(plain(text), end="", file=file)
 
 
 # -- flags and YAML --------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from lightppo.experience.experience import Experience
 from lightppo.models.packing import on_cpu
 from lightppo.ranks import Ranks
 from lightppo.rewards.source import finite
+from lightppo.terminal import plain
 
 SHOWN_PROMPT = 200  # characters
 DIGITS = 4  # after the point, of numbers per token
@@ -91,7 +92,7 @@ def examined(rollout: Rollout) -> str:
     end = prompt.text if len(prompt.text) <= SHOWN_PROMPT else f"…{prompt.text[-SHOWN_PROMPT:]}"
     numbers = " · ".join(f"{k} {v:.4g}" if isinstance(v, (int, float)) else f"{k} {v}" for k, v in facts.items())
     cut = " (cut by --generate_max_len)" if rollout.truncated else ""
-    return f"prompt: {end}\n  answer: {rollout.response_text}{cut}\n  {label}{numbers}"
+    return plain(f"prompt: {end}\n  answer: {rollout.response_text}{cut}\n  {label}{numbers}")
 
 
 # -- samples with numbers per token ------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from typing import Any, Literal, Protocol, TypeVar, get_args, runtime_checkable
 from lightppo.data.records import Rollout
 from lightppo.errors import NonFiniteRewardError, RewardError
 from lightppo.ranks import Ranks
+from lightppo.terminal import plain
 from lightppo.user_code import error_text
 
 OnFailure = Literal["error", "unscored"]
@@ -78,6 +79,7 @@ def shown(value: Any, chars: int = 300) -> str:
         text = value if isinstance(value, str) else repr(value)
     except Exception as error:  # the value's own code
         text = f"a {type(value).__name__} (no text: {error_text(error)})"
+    text = plain(text)
     return text if len(text) <= chars else text[:chars] + "…"
 
 

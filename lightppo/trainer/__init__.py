@@ -15,6 +15,7 @@ from pathlib import Path
 
 from lightppo import signals
 from lightppo.errors import UserError
+from lightppo.terminal import log_to_terminal, plain
 from lightppo.trainer.watchdog import Watchdog, is_lost_connection
 
 _ALIKE = timedelta(seconds=2)  # between errors of ranks that are one
@@ -33,7 +34,7 @@ def run(main: Callable[[], None], prog: str | None = None, *, debug: bool = Fals
             signal, as ``lightppo.signals`` tells.
     """
     rank = os.environ.get("RANK", "0")
-    logging.basicConfig(level=logging.WARNING, format=f"[rank {rank}] %(levelname)s %(name)s: %(message)s")
+    log_to_terminal(logging.WARNING, f"[rank {rank}] %(levelname)s %(name)s: %(message)s")
     logging.getLogger("lightppo").setLevel(logging.INFO if rank == "0" else logging.WARNING)
     name = f"[rank {rank}] {prog or os.path.basename(sys.argv[0])}"
     with Watchdog() as watchdog:
@@ -53,18 +54,19 @@ def run(main: Callable[[], None], prog: str | None = None, *, debug: bool = Fals
                 _tell_torchrun(traceback.format_exc())
                 raise
             if debug:
-                traceback.print_exception(error)
+                print(plain("".join(traceback.format_exception(error))), file=sys.stderr)
             if number:
                 # What a launcher signals may fail first: another rank, which tells why, or what a reward has started.
                 if isinstance(error, UserError) or not is_lost_connection(error):
-                    why = f"stopped by signal {number}, the step under way is lost: {type(error).__name__}: {error}"
-                    print(f"{name}: {why}", file=sys.stderr, flush=True)
+                    why = f"the step under way is lost: {type(error).__name__}: {plain(error)}"
+                    print(f"{name}: stopped by signal {number}, {why}", file=sys.stderr, flush=True)
             elif lost is not None:
-                print(f"{name}: {lost}", file=sys.stderr, flush=True)
+                print(f"{name}: {plain(lost)}", file=sys.stderr, flush=True)
             else:
-                if not _told_by_rank_0(str(error)):
-                    print(f"{name}: error: {error}", file=sys.stderr, flush=True)
-                _tell_torchrun(str(error))
+                text = plain(error)
+                if not _told_by_rank_0(text):
+                    print(f"{name}: error: {text}", file=sys.stderr, flush=True)
+                _tell_torchrun(text)
             code = error.exit_code if isinstance(error, UserError) else 1
             raise SystemExit(128 + number if number else code) from error
 

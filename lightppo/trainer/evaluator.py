@@ -19,6 +19,7 @@ from lightppo.errors import NonFiniteError, NonFiniteRewardError, RewardError
 from lightppo.ranks import Ranks
 from lightppo.rewards.source import RewardSource, score_rollouts
 from lightppo.rollout.engine import RolloutEngine, SamplingParams
+from lightppo.terminal import plain
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,9 @@ def table(metrics: Mapping[str, float]) -> list[str]:
     found = by_source({name: value for name, value in metrics.items() if name.startswith("eval/")})
     names = [name for kind in _IN_TABLE for name in found["all"] if re.fullmatch(rf"{kind}(?<=@)\d+|{kind}", name)]
     cells = [["", *names]]
-    cells += [[source, *(f"{of[name]:.4g}" if name in of else "" for name in names)] for source, of in found.items()]
+    cells += [
+        [plain(source), *(f"{of[name]:.4g}" if name in of else "" for name in names)] for source, of in found.items()
+    ]
     widths = [max(map(len, column)) for column in zip(*cells)]
     return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in cells]
 

@@ -30,6 +30,7 @@ from lightppo.ranks import Ranks
 from lightppo.rewards.source import NoReward, RewardSource, in_daemon_thread, score_rollouts
 from lightppo.rollout.sampling import end_of_text_ids
 from lightppo.storage import stage_to_local
+from lightppo.terminal import plain
 
 _ROWS = 1000  # that are looked at
 _FEWEST = 4  # scores or answers, of which it says something that all are equal
@@ -49,16 +50,16 @@ def rehearse(config: OptionSet, rows: Any, held_out: Any, source: RewardSource |
         rows: prompts, or rows to learn from; ``held_out`` likewise, or ``None``.
         source: ``None``: reward models, which score answers of their own; without rewards there is nothing to say.
     """
-    for line in (f"the first row, {rows.origin(0)}", *described(rows, ids=False), lengths(rows)):
+    for line in (plain(f"the first row, {rows.origin(0)}"), *described(rows, ids=False), lengths(rows)):
         ranks.print(line)
     some = [rows.examples(position) for position in range(min(_ROWS, len(rows)))]
     told = _settings(config, rows), _prompts(rows, some), _answers(rows, some), _pairs(rows, some)
     for line in chain(*told, _chats(config, rows), _repeated(config, rows, held_out)):
-        ranks.print(f"look at this: {line}")
+        ranks.print(plain(f"look at this: {line}"))
     if source is not None and not isinstance(source, NoReward):
         found = list(_scores(config, rows, source)) if ranks.is_rank_0() else []
         for line in found:
-            ranks.print(f"look at this: {line}")
+            ranks.print(plain(f"look at this: {line}"))
         ranks.barrier()
 
 
@@ -89,7 +90,7 @@ def described(dataset: Any, ids: bool = True) -> Iterator[str]:
     fields, examples = dataset.fields, dataset.examples(0)
     keys = {name: " or ".join(getattr(fields, name)) for name in ("prompt", "completion", "label")}
     keys["chosen, rejected"] = ", ".join(fields.pair) if len(examples) > 1 else ""
-    yield "columns: " + "; ".join(f"{name} {text}" for name, text in keys.items() if text)
+    yield plain("columns: " + "; ".join(f"{name} {text}" for name, text in keys.items() if text))
     if (margin := dataset[0].get("margin") if len(examples) > 1 else None) is not None:
         yield f"margin: {margin:g}"
     for name, (prompt, _, _, answer) in zip(("chosen", "rejected"), examples):
@@ -99,11 +100,12 @@ def described(dataset: Any, ids: bool = True) -> Iterator[str]:
             template = dataset.template.input_template
             of_text = "as it is" if template is None else f"in --input_template {template!r}"
             chat = prompt.messages and f"chat of {len(prompt.messages)} messages by the tokenizer's chat template"
-            yield f"prompt: {chat or f'text {of_text}'}; label: {prompt.label!r}; data source: {prompt.data_source}"
+            source = plain(prompt.data_source)
+            yield f"prompt: {chat or f'text {of_text}'}; label: {prompt.label!r}; data source: {source}"
         spans = [(False, list(prompt.token_ids)), (True, list(answer))]
         yield from _marked(dataset.tokenizer, [span for span in spans if span[1]], ids)
         if not answer:
-            yield f"reward functions also get: {', '.join(prompt.extra) or 'nothing else'}"
+            yield f"reward functions also get: {plain(', '.join(prompt.extra)) or 'nothing else'}"
 
 
 def _marked(tokenizer: Any, spans: Sequence[tuple[bool, list[int]]], ids: bool) -> Iterator[str]:
@@ -112,8 +114,11 @@ def _marked(tokenizer: Any, spans: Sequence[tuple[bool, list[int]]], ids: bool) 
     def all_of(text: Callable[[list[int]], str], between: str) -> str:
         return between.join(f"{left}{text(span)}{right}" if is_trained else text(span) for is_trained, span in spans)
 
-    yield textwrap.indent(all_of(tokenizer.decode, ""), "    ")
-    pieces = all_of(lambda span: "|".join(tokenizer.decode([i]).replace("\n", "\\n") for i in span), "|")
+    def shown(ids: list[int]) -> str:
+        return plain(tokenizer.decode(ids))
+
+    yield textwrap.indent(all_of(shown, ""), "    ")
+    pieces = all_of(lambda span: "|".join(shown([i]).replace("\n", "\\n") for i in span), "|")
     counts = [len(span) for _, span in spans], [len(span) for is_trained, span in spans if is_trained]
     yield f"{sum(counts[0])} tokens, {sum(counts[1])} of them trained" + f": {pieces}" * ids
     if ids:

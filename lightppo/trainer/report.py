@@ -23,6 +23,7 @@ from lightppo.config.cli import CommandParser
 from lightppo.config.options import all_options
 from lightppo.errors import ReportError, StagingError
 from lightppo.storage import download, is_url, local_folder, read_apart
+from lightppo.terminal import plain
 from lightppo.trainer.alarms import ALARMS
 from lightppo.version import __version__
 
@@ -142,14 +143,14 @@ def before_and_after(rows: Sequence[Row]) -> str:
             value = (min if name.endswith("loss") else max)(values)
             best, at = f"{value:.4g}", f", best at {steps[values.index(value)]}"
         ends = f"{sum(values[:n]) / n:>12.4g}{sum(values[-n:]) / n:>12.4g}"
-        lines.append(f"{name:<32}{ends}{best:>12}   {steps[0]} → {steps[-1]}{at}")
+        lines.append(f"{plain(name):<32}{ends}{best:>12}   {steps[0]} → {steps[-1]}{at}")
     return "\n".join(lines)
 
 
 def single_values(rows: Sequence[Row]) -> str:
     """The numbers of an evaluation without a training."""
     last = {name: value for row in rows for name, value in row.items() if name.startswith("eval/")}
-    return "\n".join(f"{name:<32}{value:>12.4g}" for name, value in last.items()) or "no numbers were recorded"
+    return "\n".join(f"{plain(name):<32}{value:>12.4g}" for name, value in last.items()) or "no numbers were recorded"
 
 
 def summary(path: Path) -> str:
@@ -425,7 +426,9 @@ def main(argv: Sequence[str], prog: str = "lightppo report") -> None:
     try:
         paths = [brought(run) / "metrics.jsonl" for run in args.runs]
         for path in paths:
-            print(*([f"\n{path.parent}"] if len(paths) > 1 else []), before_and_after(read_metrics(path)), sep="\n")
+            print(
+                *([plain(f"\n{path.parent}")] if len(paths) > 1 else []), before_and_after(read_metrics(path)), sep="\n"
+            )
         if args.picture is not None:
             plot_training(read_metrics(paths[0]), args.picture, title=str(args.runs[0]))
         write_report(paths, out, args.rollouts_mb)

@@ -160,7 +160,7 @@ def test_samples_of_the_latest_step(run, shown, tmp_path, where):
     out = shown(run)
     found = [line for line in out.splitlines() if line.startswith("[step")]
     assert found == [f"[step 10] score {score} · label 2" for score in ("0.4", "0.2", "0")]
-    assert "  answer: answer4 [2J" in out  # without the escape
+    assert r"  answer: answer4\x1b[2J" in out  # without the escape
     assert "  prompt: 1+1=" in out
 
 

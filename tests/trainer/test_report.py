@@ -417,6 +417,26 @@ def test_what_looks_like_html_is_shown_as_text(tmp_path, opened):
     assert page.evaluate("window.evil") is None
 
 
+def test_metrics_that_are_called_as_what_every_object_has(tmp_path, opened):
+    """The second run lacks them: none of its own may be found, nor what the browser's objects have by that name."""
+    names = ["__proto__", "constructor", "toString", "hasOwnProperty", "eval/__proto__", "train/constructor"]
+    runs = [make_run(tmp_path / "a", 3, 1), make_run(tmp_path / "b", 3, 1)]
+    rows = [{"step": step, "time": 1e9 + step, **dict.fromkeys(names, 7.0 + step)} for step in (1, 2)]
+    with (runs[0] / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    more = {"constructor": "mine", "__proto__": "mine too"}
+    (runs[0] / "run_config.resolved.yaml").write_text(yaml.safe_dump({"save_path": str(runs[0]), **more}))
+    main([*map(str, runs), "--out", str(tmp_path / "both.html")])
+    page = opened(tmp_path / "both.html")
+    assert set(names[:4]) <= set(page.eval_on_selector_all("#metric option", "all => all.map(o => o.value)"))
+    for name in names[:4]:
+        page.select_option("#metric", name)
+        assert [(curve["run"], curve["y"]) for curve in drawn(page, name)] == [(0, [8.0, 9.0])]
+    assert any("__proto__\t8" in text for text in page.locator("#evaluations tr").all_inner_texts())
+    told = page.locator("#options .scroll >> nth=0").locator("tr").all_inner_texts()
+    assert {"__proto__\tmine too\t–", "constructor\tmine\t–"} <= set(told)
+
+
 def test_runs_beside_one_another(tmp_path, opened, monkeypatch, capsys):
     changed = {"actor_learning_rate": 2e-6, "temperature": 0.5}
     runs = [make_run(tmp_path / "a", 3, 2), make_run(tmp_path / "b", 3, 2, seed=1, **changed)]
