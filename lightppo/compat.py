@@ -279,8 +279,8 @@ def get_tokenizer(
 class ActorLanguage(Actor):
     """LightRFT's name of the actor.
 
-    ``high_entropy_token_ratio`` is read from ``strategy.args``, as every option of the loss; here it must be the same
-    or 0.
+    ``high_entropy_token_ratio`` is an option of the loss, read from ``strategy.args``; :class:`PPOTrainer` refuses an
+    actor that was given another one than that.
     """
 
     def __init__(
@@ -300,6 +300,16 @@ class ActorLanguage(Actor):
             kinds = {name: value for name, value in kinds.items() if value and name != "bf16"}
         super().__init__(pretrain_or_model, **kinds, **options)
         self.high_entropy_token_ratio = high_entropy_token_ratio
+
+
+def check_actor(config: PPOConfig, actor: Any) -> None:
+    """ConfigError for an actor with a share of tokens that the loss does not have."""
+    of_actor, of_loss = getattr(actor, "high_entropy_token_ratio", 0.0), config.loss.high_entropy_token_ratio
+    if of_actor and of_actor != of_loss:
+        name = "high_entropy_token_ratio"
+        raise ConfigError(
+            f"ActorLanguage has {name} {of_actor}, strategy.args {of_loss}: set args.{name} to {of_actor}"
+        )
 
 
 # -- functions and classes by the seed's names -------------------------------------------------------------------------

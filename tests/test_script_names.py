@@ -15,6 +15,8 @@ from lightppo import (
     masked_mean,
     unpacking_samples,
 )
+from lightppo.compat import check_actor
+from lightppo.config import PPOConfig
 from lightppo.errors import ConfigError
 from lightppo.experience.experience import Experience
 from lightppo.strategy.deepspeed import DeepspeedStrategy
@@ -97,6 +99,11 @@ def test_an_actor_by_lightrfts_name(tmp_path):
     assert actor.high_entropy_token_ratio == 0.2
     assert all("lora" in name for name, weight in actor.named_parameters() if weight.requires_grad)
     assert ActorLanguage(path).hf_model.dtype == torch.bfloat16  # LightRFT's default
+    for ratio in (None, 0.5):
+        with pytest.raises(ConfigError, match=rf"high_entropy_token_ratio 0\.2, strategy.args {ratio}"):
+            check_actor(PPOConfig.from_flat(high_entropy_token_ratio=ratio), actor)
+    check_actor(PPOConfig.from_flat(high_entropy_token_ratio=0.2), actor)
+    check_actor(PPOConfig(), ActorLanguage(path))
     with pytest.raises(ConfigError, match="device_map"):
         ActorLanguage(path, device_map={"": 0})
 

@@ -18,7 +18,14 @@ from tqdm import tqdm
 from lightppo import signals
 from lightppo.algorithms.kl import make_kl_controller
 from lightppo.algorithms.losses import GPTLMLoss, ValueLoss
-from lightppo.compat import SeedAttributes, constructor_config, generation_options, take_schedule, with_generation
+from lightppo.compat import (
+    SeedAttributes,
+    check_actor,
+    constructor_config,
+    generation_options,
+    take_schedule,
+    with_generation,
+)
 from lightppo.config import PPOConfig
 from lightppo.config.rules import (
     estimator_entry,
@@ -131,7 +138,7 @@ class PPOTrainer(SeedAttributes):
         **options: Any,
     ) -> None:
         config = constructor_config(config, strategy, options, tokenizer)
-        _check_models(config, critic, initial_model, tokenizer, teacher)
+        _check_models(config, actor, critic, initial_model, tokenizer, teacher)
         for model in (actor, critic) if options.get("gradient_checkpointing") else ():
             if model is not None:
                 model.gradient_checkpointing_enable()
@@ -856,8 +863,9 @@ class PPOTrainer(SeedAttributes):
         return m.progress_bar(items, desc, shown=self.strategy.is_rank_0(), **options)
 
 
-def _check_models(config: PPOConfig, critic: Any, initial_model: Any, tokenizer: Any, teacher: Any) -> None:
+def _check_models(config: PPOConfig, actor: Any, critic: Any, initial_model: Any, tokenizer: Any, teacher: Any) -> None:
     """Raises ConfigError where the options need what the constructor was not given."""
+    check_actor(config, actor)
     a = config.algorithm
     if tokenizer is None:
         raise ConfigError("PPOTrainer needs the actor's tokenizer: pass tokenizer=")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 
 import pytest
 from support.fakes import FakeEngine, FakeReward
@@ -113,8 +114,15 @@ def test_the_greedy_answer_is_sampled_and_scored_once_for_all_samples_of_its_pro
             return super().score(rollouts)
 
     sampling = SamplingParams(n=3, temperature=0.7, seed=5)
-    source = RolloutSampler(FakeEngine(), Counting(everything(3)), sampling, greedy_baseline=True)
+    timed = []
+
+    def timer(phase: str):
+        timed.append((phase, len(source.engine.calls)))  # before the greedy call
+        return nullcontext()
+
+    source = RolloutSampler(FakeEngine(), Counting(everything(3)), sampling, greedy_baseline=True, timer=timer)
     rollouts = source.generate(PROMPTS, 1)
+    assert timed == [("greedy", 1)]
     (_, sampled), (_, greedy) = source.engine.calls
     assert (sampled.n, sampled.temperature) == (3, 0.7)
     assert (greedy.n, greedy.temperature) == (1, 0.0)

@@ -32,7 +32,7 @@ OF_OTHERS |= {f"train/{name}" for name in metrics.SUPERVISED | metrics.PAIRS} | 
 # Of a teacher; tests/trainer/test_distill.py has them.
 OF_OTHERS |= {"rollout/teacher_kl", "rollout/teacher_log_prob", "train/distill_loss"}
 OF_OTHERS |= {"perf/time_teacher", "perf/teacher_ms_per_token"}
-# Of remax and of --profile_steps; below, and tests/trainer/test_metrics.py has them.
+# Of remax and of --profile_steps; tests/experience/test_sampling.py and tests/trainer/test_metrics.py have them.
 OF_OTHERS |= {"perf/time_greedy", "perf/time_start_profile", "perf/time_stop_profile"}
 # Of --fp16; tests/trainer/test_non_finite.py has them.
 OF_OTHERS |= {f"train/{role}_{name}" for role in ("actor", "critic") for name in ("overflow", "loss_scale")}
