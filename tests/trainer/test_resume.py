@@ -401,11 +401,11 @@ def test_a_full_disk_is_one_line_and_costs_no_checkpoint(make_config, small_disk
         return ppo_train(step)
 
     trainer.ppo_train = train
-    text = r"_critic: the disk is full: 2\d\d,\d{3} bytes are needed, \d\d,\d{3} bytes are free: lower --max_ckpt_num"
+    text = r"_critic: the disk is full: 2\d\d\.\d kB are needed, \d\d\.\d kB are free: lower --max_ckpt_num"
     with pytest.raises(StorageError, match=text):
         trainer.fit()
     assert sorted(path.name for path in (small_disk / "_critic").iterdir() if path.is_dir()) == ["global_step1"]
-    with pytest.raises(StorageError, match=r"/model: the disk is full: [\d,]+ bytes are needed"):  # told by safetensors
+    with pytest.raises(StorageError, match=r"/model: the disk is full: [\d.]+ kB are needed"):  # told by safetensors
         trainer.save_model(small_disk / "model")
     filler.unlink()
     release([config.checkpoint.save_path, config.checkpoint.ckpt_path])
