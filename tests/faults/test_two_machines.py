@@ -45,7 +45,7 @@ def test_a_folder_that_is_not_shared_is_noticed_at_the_start(start, tmp_path, fl
     for folder in folders:
         folder.mkdir()
     result = start(tmp_path, {"folders": [str(folder) for folder in folders]}, check=False, **{flag: "here"})
-    assert result.returncode == 1
+    assert result.returncode == 2
     assert f"--{flag} here: rank 1 on " in result.output
     assert "does not see what rank 0 on " in result.output
     assert "(1 of 2 ranks do not): name one that all nodes share" in result.output
