@@ -1,28 +1,38 @@
 """What only scripts in the style of the seed (OpenRLHF's and LightRFT's launcher era) need.
 
-Their positional constructor, ``strategy.args`` and keyword options, public attributes, and call forms of models.
+Their positional constructor, ``strategy.args`` and keyword options, attributes that are read and set, the forms in
+which they call models and losses, the batches of a ``fit`` of their own, and overrides of the methods of the trainer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import argparse
+import inspect
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import wraps
 from operator import attrgetter
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
-from lightppo.algorithms.kl import approx_kl
-from lightppo.algorithms.masking import zero_where_masked
+from lightppo.algorithms import losses
+from lightppo.algorithms.kl import approx_kl, make_kl_controller
+from lightppo.algorithms.masking import LossNormalizer, aggregate_loss, zero_where_masked
 from lightppo.config import PPOConfig
 from lightppo.config.options import all_options
-from lightppo.config.rules import idle_options, rollout_rows
+from lightppo.config.rules import SCORING_CALLS, idle_options, micro_batch_spec, of_role, rollout_rows
+from lightppo.data.records import Prompt
 from lightppo.errors import ConfigError
 from lightppo.models import actor as actors
 from lightppo.models import critic as critics
 from lightppo.models import loading
 from lightppo.models.loading import use_liger_kernels
 from lightppo.models.lora import LoraOptions, add_adapters
-from lightppo.strategy.distributed import RankSampler as DistributedSampler  # noqa: F401
+from lightppo.strategy.distributed import RankSampler as DistributedSampler
+from lightppo.strategy.zero3 import find_engine, is_engine
 from lightppo.suggestions import nearest
 
 # What the constructor means where it is given nothing; the command line has defaults of its own.
@@ -128,10 +138,21 @@ def take_schedule(config: PPOConfig, args: Any, steps_per_episode: int) -> PPOCo
     """The config with the schedule that ``fit(args, ...)`` brings; ``args`` gets what the seed's ``fit`` puts there."""
     given = _options_of(args)
     names = ("num_episodes", "save_steps", "eval_steps", "logging_steps", "ckpt_path", "max_ckpt_num", "max_ckpt_mem")
+    fill_schedule(args, steps_per_episode)
+    return config.with_options(**{name: given[name] for name in names if name in given})
+
+
+def fill_schedule(args: Any, steps_per_episode: int) -> None:
+    """Puts into ``args`` what the seed's ``fit`` puts there for -1."""
     for name, never in (("eval_steps", steps_per_episode), ("save_steps", float("inf"))):
         if getattr(args, name, None) == -1:
             setattr(args, name, never)
-    return config.with_options(**{name: given[name] for name in names if name in given})
+
+
+def script_args(strategy: Any, config: PPOConfig) -> Any:
+    """``strategy.args``; where there is none, a namespace of all options, which overrides in the seed's style read."""
+    args = getattr(strategy, "args", None)
+    return argparse.Namespace(**config.flat()) if args is None else args
 
 
 def generation_options(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -183,28 +204,620 @@ def _with_options(config: PPOConfig, options: Mapping[str, Any], tokenizer: Any)
     return config.with_options(**values)
 
 
+# -- losses ----------------------------------------------------------------------------------------------------------
+
+Metrics = dict[str, Tensor]
+_SEED_INFO = ("kl", "reward", "return", "response_length", "total_length")
+# What only a micro batch that ends an optimizer step can say.
+_OUTCOMES = {
+    f"{model}_{name}"
+    for model in ("actor", "critic")
+    for name in ("grad_norm", "skipped", "overflow", "loss_scale", "stopped")
+}
+
+
+class PolicyLoss(losses.PolicyLoss):
+    """A :class:`lightppo.algorithms.losses.PolicyLoss` that can also be called as the seed's.
+
+    In the seed's form, without a ``normalizer``, it takes ``entropy_mask`` and returns the loss of the micro batch
+    alone; :meth:`get_last_stats` then has its metrics. One epsilon by position holds for both sides.
+    """
+
+    def __init__(self, *clip_eps: float | None, horizon: float = 1.0, **options: Any) -> None:
+        super().__init__(*(clip_eps * 2 if len(clip_eps) == 1 else clip_eps), **options)
+        object.__setattr__(self, "horizon", horizon)  # of seq-mean-token-sum-norm, in tokens
+        object.__setattr__(self, "_stats", {})
+
+    def __call__(
+        self,
+        log_probs: Tensor,
+        old_log_probs: Tensor,
+        advantages: Tensor,
+        action_mask: Tensor | None = None,
+        normalizer: LossNormalizer | Tensor | None = None,
+        *,
+        entropy_mask: Tensor | None = None,
+        **inputs: Any,
+    ) -> Tensor | tuple[Tensor, Metrics]:
+        """All (B, A). Only tokens of ``entropy_mask`` have a loss, which is divided as without it."""
+        if isinstance(normalizer, Tensor):  # the seed has its entropy_mask in the fifth place
+            normalizer, entropy_mask = None, normalizer
+        mask = torch.ones_like(log_probs, dtype=torch.bool) if action_mask is None else action_mask
+        if entropy_mask is not None:
+            kept = entropy_mask.to(log_probs.dtype)
+            inputs["weights"] = kept if inputs.get("weights") is None else inputs["weights"] * kept
+        if normalizer is not None:
+            return super().__call__(log_probs, old_log_probs, advantages, mask, normalizer, **inputs)
+        alone = LossNormalizer.from_masks([mask], scale=self.horizon)
+        loss, metrics = super().__call__(log_probs, old_log_probs, advantages, mask, alone, **inputs)
+        self._stats.clear()
+        self._stats.update(metrics)
+        return loss
+
+    def get_last_stats(self) -> dict[str, float]:
+        """Metrics of the last call in the seed's form, such as ``clip_ratio``, ``ratio`` and ``approx_kl``."""
+        return {name: float(value) for name, value in self._stats.items()}
+
+
+class ValueLoss(losses.ValueLoss):
+    """A :class:`lightppo.algorithms.losses.ValueLoss` that returns the loss alone without a ``normalizer``."""
+
+    def __init__(self, *clip_eps: float | None, horizon: float = 1.0, **options: Any) -> None:
+        super().__init__(*clip_eps, **options)
+        object.__setattr__(self, "horizon", horizon)  # as in PolicyLoss
+
+    def __call__(
+        self,
+        values: Tensor,
+        old_values: Tensor,
+        returns: Tensor,
+        action_mask: Tensor | None = None,
+        normalizer: LossNormalizer | None = None,
+    ) -> Tensor | tuple[Tensor, Metrics]:
+        """All (B, A)."""
+        mask = torch.ones_like(values, dtype=torch.bool) if action_mask is None else action_mask
+        if normalizer is not None:
+            return super().__call__(values, old_values, returns, mask, normalizer)
+        alone = LossNormalizer.from_masks([mask], scale=self.horizon)
+        return super().__call__(values, old_values, returns, mask, alone)[0]
+
+
+def of_whole_step(loss: losses.PolicyLoss | losses.ValueLoss, horizon: float) -> PolicyLoss | ValueLoss:
+    """The same loss, which can also be called in the seed's form."""
+    kind = PolicyLoss if isinstance(loss, losses.PolicyLoss) else ValueLoss
+    return kind(**vars(loss), horizon=horizon)
+
+
+def _parameters(fn: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(fn.forward if isinstance(fn, nn.Module) else fn).parameters
+    except (TypeError, ValueError):  # of built-in functions
+        return {}
+
+
+def _knows_the_step(fn: Callable[..., Any]) -> bool:
+    """Whether a loss takes a ``normalizer``; if its signature does not tell, it does."""
+    parameters = _parameters(fn)
+    return "normalizer" in parameters or not parameters or any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
+
+
+def sample_share(mask: Tensor, normalizer: LossNormalizer) -> Tensor:
+    """Share of a micro batch in its optimizer step, by samples with a trained token; times the number of ranks."""
+    return mask.bool().any(dim=1).sum() * (normalizer.dp_size / max(normalizer.sequences, 1.0))
+
+
+def _mean_of(fn: Callable[..., Any], name: str, tensors: Sequence[Tensor], mask: Tensor, **named: Any) -> Any:
+    """What a loss in the seed's form says of the rows with a trained token; a 0 with a gradient if there are none."""
+    rows = mask.bool().any(dim=1)
+    if not rows.any():
+        return zero_where_masked(tensors[0], mask).sum()
+    if not rows.all():
+        tensors, mask = [tensor[rows] for tensor in tensors], mask[rows]
+        named = {key: value[rows] for key, value in named.items()}
+    loss = fn(*tensors, action_mask=mask, **named)
+    if not isinstance(loss, Tensor) or loss.dim() > 0:
+        raise ConfigError(
+            f"{name} returned {type(loss).__name__} instead of a scalar tensor: return the loss alone, or take a "
+            "normalizer and return (loss, metrics)"
+        )
+    return loss
+
+
+def policy_loss_of(fn: Callable[..., Any]) -> Callable[..., tuple[Tensor, Metrics]]:
+    """``actor_loss_fn`` as the trainer calls it; one in the seed's form counts by its share of the step's samples."""
+    if _knows_the_step(fn):
+        return fn
+    takes_entropy_mask = "entropy_mask" in _parameters(fn)
+
+    def loss(
+        log_probs: Tensor,
+        old_log_probs: Tensor,
+        advantages: Tensor,
+        mask: Tensor,
+        normalizer: LossNormalizer,
+        *,
+        weights: Tensor | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, Metrics]:
+        named = {}
+        if weights is not None:
+            if not takes_entropy_mask or not ((weights == 0) | (weights == 1)).all():
+                raise ConfigError(
+                    "actor_loss_fn takes no weights of tokens, and the options make such: leave out "
+                    "--rollout_correction, --rollout_rejection and --high_entropy_token_ratio, or let it take a "
+                    "normalizer and weights"
+                )
+            named["entropy_mask"] = weights.bool()
+        share = sample_share(mask, normalizer)
+        mean = _mean_of(fn, "actor_loss_fn", (log_probs, old_log_probs, advantages), mask, **named)
+        tensors = (zero_where_masked(x.detach(), mask) for x in (log_probs, old_log_probs, advantages))
+        seen = losses.LossInputs(*tensors, action_mask=mask.bool()).metrics()
+        seen.pop("clip_ratio")  # which only the loss knows
+        metrics = {name: aggregate_loss(x, mask, "token-mean", normalizer) for name, x in seen.items()}
+        stats = fn.get_last_stats() if hasattr(fn, "get_last_stats") and mask.any() else {}
+        metrics |= {name: torch.as_tensor(value, device=mask.device) * share for name, value in stats.items()}
+        return mean * share, metrics
+
+    return loss
+
+
+def value_loss_of(fn: Callable[..., Any]) -> Callable[..., tuple[Tensor, Metrics]]:
+    """``critic_loss_fn`` as the trainer calls it; see :func:`policy_loss_of`."""
+    if _knows_the_step(fn):
+        return fn
+
+    def loss(
+        values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, normalizer: LossNormalizer
+    ) -> tuple[Tensor, Metrics]:
+        mean = _mean_of(fn, "critic_loss_fn", (values, old_values, returns), mask)
+        return mean * sample_share(mask, normalizer), {}
+
+    return loss
+
+
+class _PretrainLoss(losses.GPTLMLoss):
+    """A ``ptx_loss_fn`` in the seed's form, as the trainer calls it: its mean counts by the labelled tokens."""
+
+    def __init__(self, fn: Callable[[Tensor, Tensor], Tensor]) -> None:
+        self.fn = fn
+
+    def __call__(
+        self, logits: Tensor, labels: Tensor, normalizer_tokens: float | None = None, dp_size: int = 1
+    ) -> Tensor:
+        if normalizer_tokens is None:
+            return self.fn(logits, labels)
+        tokens = self.num_tokens(labels)
+        return self.fn(logits, labels) * (tokens * dp_size / normalizer_tokens) if tokens else logits.sum() * 0.0
+
+
+def pretrain_loss_of(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``ptx_loss_fn`` as the trainer calls it."""
+    return fn if hasattr(fn, "num_tokens") else _PretrainLoss(fn)
+
+
+# -- batches ---------------------------------------------------------------------------------------------------------
+
+
+class PromptText(str):
+    """The text of a prompt, which also knows the :class:`Prompt`: its token ids, row number and further columns."""
+
+    prompt: Prompt
+
+    @classmethod
+    def of(cls, prompt: Prompt) -> PromptText:
+        text = cls(prompt.text)
+        text.prompt = prompt
+        return text
+
+
+class _Episodes(DistributedSampler):
+    """A sampler of batches, in the place where the seed's ``fit`` looks for its sampler."""
+
+    def __init__(self, sampler: Any) -> None:
+        self.set_epoch = sampler.set_epoch
+
+
+class SeedLoader:
+    """A prompts dataloader in the seed's form: each batch is ``[texts, labels]``.
+
+    Batches that are no list of :class:`Prompt` stay as they are, and every other attribute is the dataloader's.
+    """
+
+    def __init__(self, loader: Iterable) -> None:
+        self.loader = loader
+
+    @property
+    def sampler(self) -> Any:
+        """With ``set_epoch(epoch, consumed_samples)``, if the dataloader has such a one."""
+        batches = getattr(self.loader, "batch_sampler", None)
+        return _Episodes(batches) if hasattr(batches, "set_epoch") else getattr(self.loader, "sampler", None)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.loader:
+            if isinstance(batch, list) and all(isinstance(prompt, Prompt) for prompt in batch):
+                batch = [[PromptText.of(prompt) for prompt in batch], [prompt.label for prompt in batch]]
+            yield batch
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["loader"], name)
+
+
+class PretrainBatch(dict):
+    """A batch for the PTX loss; ids and mask also by the places that they have in the seed's, 1 and 2."""
+
+    PLACES = {1: "input_ids", 2: "attention_mask"}
+
+    def __missing__(self, key: Any) -> Any:
+        if key not in self.PLACES:
+            raise KeyError(key)
+        return self[self.PLACES[key]]
+
+
+def _pretrain_batches(batches: Iterator) -> Iterator:
+    for batch in batches:
+        yield PretrainBatch(batch) if isinstance(batch, Mapping) else batch
+
+
+def _own_fit(fit: Callable[..., None]) -> Callable[..., None]:
+    """A ``fit`` of a subclass's own: its loader gives the seed's batches, and the records end with it.
+
+    What its caller leaves out comes from the trainer.
+    """
+    signature = inspect.signature(fit)
+    ordinary = {n: p.default for n, p in signature.parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD}
+
+    @wraps(fit)
+    def run(self: Any, *values: Any, **named: Any) -> None:
+        if self.is_complete():
+            self._tell_complete()
+            return self.close()
+        bound = signature.bind_partial(self, *values, **named)
+        for name, value in self._fit_arguments().items():
+            missing = name not in bound.arguments and (self.owns_parts or ordinary.get(name) is inspect.Parameter.empty)
+            if name in ordinary and (missing or bound.arguments.get(name, ...) is None):
+                bound.arguments[name] = value
+        loader = bound.arguments.get("prompts_dataloader")
+        if loader is not None and not isinstance(loader, SeedLoader):
+            bound.arguments["prompts_dataloader"] = SeedLoader(loader)
+        fit(*bound.args, **bound.kwargs)
+        if self.recorder is not None:
+            self.recorder.close()
+
+    return run
+
+
 # -- attributes ------------------------------------------------------------------------------------------------------
 
 
-class SeedAttributes:
-    """The seed's public attributes that can only be read. What can be replaced, the trainer holds itself."""
+class _KLState:
+    """State of a ``kl_ctl`` that has only ``value`` and ``update``."""
 
-    micro_train_batch_size = property(attrgetter("config.training.micro_train_batch_size"))
-    micro_rollout_batch_size = property(lambda trainer: rollout_rows(trainer.config))
-    prompt_max_len = property(attrgetter("config.data.prompt_max_len"))
-    dataloader_pin_memory = property(attrgetter("config.data.dataloader_pin_memory"))
-    max_norm = property(attrgetter("config.training.max_norm"))
-    kl_target = property(attrgetter("config.algorithm.kl_target"))
-    gradient_checkpointing = property(attrgetter("config.model.gradient_checkpointing"))
-    save_hf_ckpt = property(attrgetter("config.checkpoint.save_hf_ckpt"))
-    disable_ds_ckpt = property(attrgetter("config.checkpoint.disable_ds_ckpt"))
-    aux_loss = property(lambda self: self.config.loss.aux_loss_coef > 0)
-    # Of rank 0, from the first step on: the Weights & Biases run, the TensorBoard writer.
-    _wandb = property(lambda self: self.recorder and self.recorder.wandb_run)
-    _tensorboard = property(lambda self: self.recorder and self.recorder.tensorboard_writer)
+    def __init__(self, controller: Any) -> None:
+        self.controller = controller
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"kind": type(self.controller).__name__, "value": float(self.controller.value)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state["kind"] != (own := type(self.controller).__name__):
+            raise ValueError(
+                f"the checkpoint's kl_ctl is {state['kind']}, here {own}: set the one that it was made with"
+            )
+        self.controller.value = float(state["value"])
+
+
+class _GivenTracker:
+    """A Weights & Biases run (or module), or a TensorBoard writer, that a script has set; the script ends it."""
+
+    def __init__(self, name: str, given: Any) -> None:
+        self.replaces, self.given = name, given
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        if self.replaces == "_wandb":
+            return self.given.log({"global_step": step, **metrics})
+        for name, value in metrics.items():
+            self.given.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+
+def _is_tracker(sink: Any, name: str) -> bool:
+    if isinstance(sink, _GivenTracker):
+        return sink.replaces == name
+    return getattr(sink, "name", None) == "wandb" if name == "_wandb" else hasattr(sink, "writer")
+
+
+def _setting(path: str, apply: str | None = None) -> property:
+    """An attribute of the seed's trainer that is an option here; when it is set, the trainer works with it."""
+    name, read = path.rpartition(".")[2], attrgetter(f"config.{path}")
+
+    def write(trainer: Any, value: Any) -> None:
+        trainer._set_options(**{name: value})
+        if apply is not None:
+            getattr(trainer, apply)()
+
+    return property(read, write)
+
+
+def _tracker(name: str, of_recorder: str) -> property:
+    """Of rank 0: what a script has set, else the recorder's, from the first step on."""
+
+    def read(trainer: Any) -> Any:
+        return trainer._trackers.get(name) or (trainer.recorder and getattr(trainer.recorder, of_recorder))
+
+    def write(trainer: Any, value: Any) -> None:
+        trainer._trackers = trainer._trackers | {name: value}
+        if trainer.recorder is not None:
+            trainer.use_given_trackers(trainer.recorder)
+
+    return property(read, write)
+
+
+class SeedAttributes:
+    """The seed's public attributes that are options or need more than to be held; and what overrides need."""
+
+    _trackers: Mapping[str, Any] = {}  # that a script has set
+    _aux_loss: bool | None = None  # as a script has set it
+    _text_step = 0  # number of the last step whose prompts came as texts
+    _synced = 0  # optimizer steps of the weights that the engine has
+    _outcomes: Sequence[Mapping[str, float]] = ()  # of optimizer steps that a loop of a script's own has taken
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "fit" in vars(cls):
+            cls.fit = _own_fit(vars(cls)["fit"])
+
+    micro_train_batch_size = _setting("training.micro_train_batch_size", "_resize_training")
+    prompt_max_len = _setting("data.prompt_max_len")
+    dataloader_pin_memory = _setting("data.dataloader_pin_memory", "_pin_buffer")
+    kl_target = _setting("algorithm.kl_target", "_make_kl_controller")
+    gradient_checkpointing = _setting("model.gradient_checkpointing", "_checkpoint_gradients")
+    save_hf_ckpt = _setting("checkpoint.save_hf_ckpt")
+    disable_ds_ckpt = _setting("checkpoint.disable_ds_ckpt")
+    _wandb = _tracker("_wandb", "wandb_run")
+    _tensorboard = _tracker("_tensorboard", "tensorboard_writer")
+
+    @property
+    def micro_rollout_batch_size(self) -> int:
+        return rollout_rows(self.config)
+
+    @micro_rollout_batch_size.setter
+    def micro_rollout_batch_size(self, value: int) -> None:
+        self._set_options(micro_rollout_batch_size=value)
+        self.experience_maker.micro_rollout_batch_size = value
+        self.experience_maker.micro_batches = {call: micro_batch_spec(self.config, call) for call in SCORING_CALLS}
+        for part in (self.rollout_engine, self.sampler.sampler.engine):
+            if hasattr(part, "micro_rollout_batch_size"):
+                part.micro_rollout_batch_size = value
+
+    @property
+    def max_norm(self) -> float:
+        return self.config.training.max_norm
+
+    @max_norm.setter
+    def max_norm(self, value: float) -> None:
+        roles = {"actor": self.actor} if self.critic is None else {"actor": self.actor, "critic": self.critic}
+        same = {role: of_role(self.config, role).max_norm == self.max_norm for role in roles}
+        self._set_options(max_norm=value, **({"critic_max_norm": value} if same.get("critic") else {}))
+        self.strategy.max_norm = value
+        for role, model in roles.items():
+            if same[role]:  # a norm of the critic's own stays
+                self.strategy.set_max_norm(model, value)
+
+    @property
+    def aux_loss(self) -> bool:
+        return self.config.loss.aux_loss_coef > 0 if self._aux_loss is None else self._aux_loss
+
+    @aux_loss.setter
+    def aux_loss(self, value: bool) -> None:
+        self._aux_loss = bool(value)
+        if not value:
+            self._set_options(aux_loss_coef=0.0)
+
+    # -- what can be replaced ------------------------------------------------------------------------------------
+
+    @property
+    def actor_loss_fn(self) -> Callable[..., Any]:
+        return self._actor_loss_fn
+
+    @actor_loss_fn.setter
+    def actor_loss_fn(self, fn: Callable[..., Any]) -> None:
+        self._actor_loss_fn, self.policy_loss = fn, policy_loss_of(fn)
+
+    @property
+    def critic_loss_fn(self) -> Callable[..., Any]:
+        return self._critic_loss_fn
+
+    @critic_loss_fn.setter
+    def critic_loss_fn(self, fn: Callable[..., Any]) -> None:
+        self._critic_loss_fn, self.value_loss = fn, value_loss_of(fn)
+
+    @property
+    def ptx_loss_fn(self) -> Callable[..., Any]:
+        return self._ptx_loss_fn
+
+    @ptx_loss_fn.setter
+    def ptx_loss_fn(self, fn: Callable[..., Any]) -> None:
+        self._ptx_loss_fn, self.pretrain_loss = fn, pretrain_loss_of(fn)
+
+    @property
+    def kl_ctl(self) -> Any:
+        return self._kl_ctl
+
+    @kl_ctl.setter
+    def kl_ctl(self, controller: Any) -> None:
+        self._kl_ctl = controller
+        self.kl_state = controller if hasattr(controller, "state_dict") else _KLState(controller)
+        if "experience_maker" in vars(self):
+            self.experience_maker.kl_ctl = controller
+
+    @property
+    def prompts_dataloader(self) -> Any:
+        """In a subclass with a ``fit`` of its own it gives the seed's batches."""
+        if self.own_prompts is None or not self._overrides("fit"):
+            return self.own_prompts
+        return SeedLoader(self.own_prompts)
+
+    @prompts_dataloader.setter
+    def prompts_dataloader(self, loader: Any) -> None:
+        self.own_prompts = loader.loader if isinstance(loader, SeedLoader) else loader
+
+    @property
+    def pretrain_dataloader(self) -> Any:
+        return self._pretrain_batches
+
+    @pretrain_dataloader.setter
+    def pretrain_dataloader(self, batches: Any) -> None:
+        self._pretrain_batches = _pretrain_batches(batches) if isinstance(batches, Iterator) else batches
+
+    # -- what setting an attribute changes -----------------------------------------------------------------------
+
+    def _set_options(self, **options: Any) -> None:
+        """Work with other options from now on."""
+        config = self.config.with_options(**options)
+        config.validate(self.strategy.world_size, by_hand=True)
+        self.config, self.checkpointer.config = config, config.checkpoint
+        if self.recorder is not None:
+            self.recorder.config = config
+
+    def _resize_training(self) -> None:
+        self.replay_buffer.sample_batch_size = self.strategy.micro_train_batch_size = self.micro_train_batch_size
+        self._accumulate_alone()
+
+    def _pin_buffer(self) -> None:
+        self.replay_buffer.pin_memory = self.dataloader_pin_memory and self.replay_buffer.device.type == "cuda"
+
+    def _make_kl_controller(self) -> None:
+        a = self.config.algorithm
+        self.kl_ctl = make_kl_controller(self.kl_ctl.value, a.kl_target, a.kl_horizon)
+
+    def _checkpoint_gradients(self) -> None:
+        for model in (self.actor, self.critic):
+            if model is not None and self.gradient_checkpointing:
+                model.gradient_checkpointing_enable()
+            elif model is not None:
+                model.gradient_checkpointing_disable()
+
+    def use_given_trackers(self, recorder: Any) -> None:
+        """What a script has set takes the place of the recorder's own run or writer."""
+        for name, given in self._trackers.items() if self.strategy.is_rank_0() else ():
+            replaced = [sink for sink in recorder.sinks if _is_tracker(sink, name)]
+            for sink in replaced:
+                sink.close()
+            recorder.sinks = [sink for sink in recorder.sinks if sink not in replaced]
+            if given is not None:
+                recorder.sinks.append(_GivenTracker(name, given))
+
+    # -- what overrides need -------------------------------------------------------------------------------------
+
+    def _accept_seed_calls(self, *methods: str) -> None:
+        """Overrides of these methods may call the models as OpenRLHF's do."""
+        for model in (self.actor, self.critic) if self._overrides(*methods) else ():
+            if model is not None:
+                accept_seed_calls(model)
+
+    def _script_args(self) -> Any:
+        """The namespace for overrides that read options from ``args``, where ``fit`` gets none."""
+        if self.own_prompts is not None:
+            fill_schedule(self.args, self._steps_per_episode())
+        return self.args
+
+    def _fit_arguments(self) -> dict[str, Any]:
+        """What a ``fit`` of a subclass's own gets where its caller leaves it out."""
+        found = {"args": self._script_args(), "prompts_dataloader": self.own_prompts}
+        found["pretrain_dataloader"] = self.pretrain_dataloader
+        if self.owns_parts and self.own_prompts is not None:
+            r, t = self.config.rollout, self.config.training
+            samples = self._steps_per_episode() * r.rollout_batch_size * r.n_samples_per_prompt * t.max_epochs
+            found["num_update_steps_per_episodes"] = math.ceil(samples / t.train_batch_size)
+            found["consumed_samples"] = self.state.global_step * r.rollout_batch_size
+        return found
+
+    def _before_texts(self) -> int:
+        """Brings the engine up to date before prompts come as texts; the number of the step. Collective."""
+        engine = find_engine(self.actor)
+        if engine is None or engine.global_steps != self._synced:
+            self.rollout_engine.sync_weights(self.actor)
+            self._synced = 0 if engine is None else engine.global_steps
+        if self.recorder is None and self._overrides("fit"):
+            self.recorder = self._new_recorder()
+        self._text_step = max(self._text_step, self.state.global_step) + 1
+        return self._text_step
+
+    def _weigh(self, weight: float | Tensor) -> None:
+        """What an override gives to ``strategy.backward`` counts by this factor."""
+        for model in (self.actor, self.critic):
+            if (engine := find_engine(model)) is not None:
+                self.strategy.loss_weights[engine] = weight
+
+    def _backward(self, loss: Tensor, model: Any, optim: Any) -> None:
+        """Of a loss that is its micro batch's share of the step already."""
+        engine, weights = find_engine(model), getattr(self.strategy, "loss_weights", {})
+        weight = None if engine is None else weights.pop(engine, None)
+        self.strategy.backward(loss, model, optim)
+        if weight is not None:
+            weights[engine] = weight
+
+    def _for_overrides(self, micro_batches: Iterable[Any]) -> Iterator[Any]:
+        """Micro batches of a step; what an override does with one counts by its share of the step's samples."""
+        for experience in micro_batches:
+            self._weigh(sample_share(experience.action_mask, experience.part.normalizer))
+            if not experience.part.has_samples:  # a placeholder, from which the seed's status is read as well
+                ones = torch.ones(1, device=experience.action_mask.device)
+                experience = replace(experience, info=dict.fromkeys(_SEED_INFO, ones))
+            yield experience
+
+    def _of_micro_batch(self, status: dict[str, float], experience: Any) -> dict[str, float]:
+        """The status for a loop of a script's own: the same names from every micro batch, as the seed's.
+
+        What only a micro batch that ends an optimizer step can say is kept for :meth:`save_logs_and_checkpoints`.
+        """
+        if experience.part is not None:
+            return status
+        outcome = {name: x for name, x in status.items() if name in _OUTCOMES}
+        if outcome:
+            self._outcomes = [*self._outcomes, outcome]
+        return {name: x for name, x in status.items() if name not in outcome}
+
+    def _take_outcomes(self) -> list[Mapping[str, float]]:
+        """Those that no log has, and begins anew."""
+        found, self._outcomes = list(self._outcomes), ()
+        return found
+
+    def _measured_kl(self, status: Mapping[str, float]) -> tuple[float, int]:
+        """KL and number of samples for ``kl_ctl``; NaN: no token is trained."""
+        if self._overrides("ppo_train") and "policy_kl" not in status:
+            r = self.config.rollout
+            return status.get("kl", math.nan), r.rollout_batch_size * r.n_samples_per_prompt
+        kl = status.get("policy_kl", 0.0)
+        return math.nan if math.isnan(status.get("advantage_mean", 0.0)) else kl, int(status.get("samples", 0))
 
 
 # -- models ----------------------------------------------------------------------------------------------------------
+
+
+def accept_seed_calls(model: nn.Module) -> None:
+    """Lets a model be called with what OpenRLHF passes for sequences that are split over ranks, which is nothing here.
+
+    Afterwards ``ring_attn_group=None``, ``logps_allgather`` and ``values_allgather`` change nothing.
+    """
+    module = model.module if is_engine(model) else model
+    if not getattr(module, "accepts_seed_calls", False):
+        module.register_forward_pre_hook(_without_ring, with_kwargs=True)
+        module.accepts_seed_calls = True
+
+
+def _without_ring(module: nn.Module, values: tuple, named: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    if named.get("ring_attn_group") is not None:
+        raise ConfigError("ring_attn_group: sequences are not split over ranks here; leave it out")
+    return values, {name: value for name, value in named.items() if name not in _RING}
+
+
+_RING = ("ring_attn_group", "logps_allgather", "values_allgather")
 
 
 class Actor(actors.Actor):
@@ -225,6 +838,7 @@ class Actor(actors.Actor):
         **options: Any,
     ) -> None:
         super().__init__(pretrain_or_model, **_with_attention(options))
+        accept_seed_calls(self)
         _adapt(self, lora_rank, lora_alpha, lora_dropout, target_modules)
         if use_liger_kernel:
             use_liger_kernels(self.hf_model)
@@ -245,6 +859,7 @@ def get_llm_for_sequence_regression(
     if model_type not in classes:
         raise ValueError(f"model_type must be 'critic' or 'reward', not {model_type!r}")
     model = classes[model_type](path, **_with_attention(options))
+    accept_seed_calls(model)
     _adapt(model, lora_rank, lora_alpha, lora_dropout, target_modules)
     return model
 

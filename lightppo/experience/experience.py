@@ -195,8 +195,8 @@ class Experience:
         return self._map(Tensor.cpu if torch.device(device).type == "cpu" else partial(to_device, device=device))
 
     def pin_memory(self) -> Self:
-        """Pins every tensor in place for fast copies to a GPU; returns itself."""
-        return self._map(lambda x: x.pin_memory())
+        """Pins every tensor on the CPU in place for fast copies to a GPU; returns itself."""
+        return self._map(lambda x: x.pin_memory() if x.device.type == "cpu" else x)
 
 
 def non_finite_text(found: Sequence[Mapping[str, int]]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from operator import itemgetter
@@ -156,6 +157,7 @@ class ExperienceMaker:
         self.teacher, self.rewarded = teacher if teacher_adds(config) else None, rewarded
         self.strategy, self.kl_ctl, self.value_norm = strategy, kl_ctl, value_norm
         self.sample, self.progress, self.timer = sample, progress, timer
+        self.perf_stats: dict[str, float] | None = None  # the seed's: nothing here, times are in perf/ of the logs
         self.algorithm, self.loss, self.correction = config.algorithm, config.loss, config.correction
         self.distill = config.distill
         self.rejections = rejections(config, in_training=False)
@@ -191,7 +193,8 @@ class ExperienceMaker:
             ValueError: a rollout has no reward, or a group is smaller than the estimator allows.
             NonFiniteError: a model or the engine gave numbers that are not finite, on some rank.
         """
-        if any(isinstance(rollout, str) for rollout in rollouts):
+        as_texts = any(isinstance(rollout, str) for rollout in rollouts)
+        if as_texts or (not rollouts and (all_labels is not None or generate_kwargs)):
             if self.sample is None:
                 raise ValueError("this ExperienceMaker has nothing to sample prompts with: pass scored rollouts")
             rollouts = self.sample(rollouts, all_labels, **generate_kwargs)
@@ -302,6 +305,13 @@ class ExperienceMaker:
         a = self.algorithm
         estimator = "k1" if a.kl_estimator == "full" else a.kl_estimator
         return approx_kl(log_probs.detach(), ref_log_probs, estimator, a.kl_clip).float()
+
+    def with_kl(self, experience: Experience, log_probs: Tensor) -> Experience:
+        """With the KL of each sample in ``info``, of log probs that only the training pass has made."""
+        if experience.base_action_log_probs is None:
+            return experience
+        kl = masked_mean(self.sampled_kl(log_probs, experience.base_action_log_probs), experience.action_mask)
+        return replace(experience, info=experience.info | {"kl": kl})
 
     def _run_actor(self, part: Experience) -> dict[str, Tensor]:
         """Log probs of the actor, and of the reference beside it if whole distributions are compared."""

@@ -11,7 +11,6 @@ import logging
 import math
 from dataclasses import KW_ONLY, dataclass, field, fields
 from datetime import timedelta
-from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -99,22 +98,28 @@ def _drop_sums_of_shards(optimizer: Any) -> None:
         shard.grad.zero_()
 
 
-def _clip_and_check(max_norm: float, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+@dataclass
+class _ClipAndCheck:
     """Stage 0's pre-step hook for a plain optimizer: clips the averaged gradient, or drops it if it is not finite.
 
     ZeRO does this inside its own optimizers. At stage 0 the engine reads the two attributes set here to report the
     norm and to decide whether to move the scheduler. All ranks have the same gradient, so they decide alike.
     """
-    params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm([p.grad for p in params])
-    optimizer._global_grad_norm = float(norm)  # the only wait for a GPU
-    optimizer.overflow = not math.isfinite(optimizer._global_grad_norm)
-    if optimizer.overflow:
-        optimizer._global_grad_norm = math.inf
-        for param in params:
-            param.grad = None  # AdamW passes over parameters without gradient
-    elif max_norm > 0 and optimizer._global_grad_norm > 0.999 * max_norm:  # below, torch would multiply by 1
-        torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm)
+
+    max_norm: float
+
+    def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm([p.grad for p in params])
+        optimizer._global_grad_norm = float(norm)  # the only wait for a GPU
+        optimizer.overflow = not math.isfinite(optimizer._global_grad_norm)
+        if optimizer.overflow:
+            optimizer._global_grad_norm = math.inf
+            for param in params:
+                param.grad = None  # AdamW passes over parameters without gradient
+        elif self.max_norm > 0 and optimizer._global_grad_norm > 0.999 * self.max_norm:
+            # below, torch would multiply by 1
+            torch.nn.utils.clip_grads_with_norm_(params, self.max_norm, norm)
 
 
 def _double_when_due(scaler: Any) -> None:
@@ -145,6 +150,10 @@ class DeepspeedStrategy(DistributedStrategy):
     overlap_comm: bool | None = None
     # engine → [calls of optimizer_step since the last step, calls that make a step]
     _accumulation: WeakKeyDictionary[Any, list[int]] = field(default_factory=WeakKeyDictionary, init=False)
+    # engine → factor on the losses that ``backward`` gets; none: they are taken as they are
+    loss_weights: WeakKeyDictionary[Any, Any] = field(default_factory=WeakKeyDictionary, init=False)
+    # engine at stage 0 → what clips its gradient
+    _clips: WeakKeyDictionary[Any, _ClipAndCheck] = field(default_factory=WeakKeyDictionary, init=False)
     # engine → sum of the losses since the last step
     _losses: WeakKeyDictionary[Any, torch.Tensor] = field(default_factory=WeakKeyDictionary, init=False)
 
@@ -201,6 +210,8 @@ class DeepspeedStrategy(DistributedStrategy):
         return self.train_batch_size // per_forward
 
     # -- models and optimizers -----------------------------------------------------------------------------------
+
+    ring_attn_group = None  # sequences are never split over ranks; trainers in OpenRLHF's style ask for it
 
     unwrap_model = staticmethod(zero3.unwrap_model)
 
@@ -280,7 +291,7 @@ class DeepspeedStrategy(DistributedStrategy):
         config = copy.deepcopy(config)
         clip = None
         if config.get("zero_optimization", {}).get("stage", 0) == 0:  # the engine would not report the norm
-            clip = partial(_clip_and_check, config.get("gradient_clipping", self.max_norm))
+            clip = _ClipAndCheck(config.get("gradient_clipping", self.max_norm))
             config["gradient_clipping"] = 0.0  # DeepSpeed's default is 1
         # DeepSpeed's bf16 optimizer prints memory tables, whatever the log level.
         with contextlib.redirect_stdout(None):
@@ -297,6 +308,7 @@ class DeepspeedStrategy(DistributedStrategy):
             engine.optimizer.loss_scaler.raise_error_at_min_scale = False
         elif clip is not None:
             optimizer.register_step_pre_hook(clip)
+            self._clips[engine] = clip
             if self.world_size == 1 and engine.optimizer is optimizer:  # not one that keeps fp32 copies
                 # nobody to average with: spares two copies of the whole gradient
                 engine.allreduce_no_retain = lambda gradients, **_: None
@@ -380,6 +392,8 @@ class DeepspeedStrategy(DistributedStrategy):
     def backward(self, loss: torch.Tensor, model: Any, optim: Any = None) -> None:
         """Adds a loss's gradient, averaged over ranks, to the step. Collective from ZeRO-2 on. ``optim`` is unused."""
         engine = get_engine(model, "backward")
+        if (weight := self.loss_weights.get(engine)) is not None:
+            loss = loss * weight
         self._losses[engine] = self._losses.get(engine, 0.0) + loss.detach().double()
         engine.backward(loss)
         heartbeat.beat()
@@ -443,13 +457,27 @@ class DeepspeedStrategy(DistributedStrategy):
         if self.is_rank_0():
             logger.info("a step of %s is not taken: its gradient is thrown away", name)
 
+    def set_max_norm(self, model: Any, max_norm: float) -> None:
+        """Largest L2 norm of a model's gradient from the next step on; 0 does not clip."""
+        if not max_norm >= 0:
+            raise ValueError(f"--max_norm must be >= 0 (0 does not clip), got {max_norm}")
+        engine = get_engine(model, "set_max_norm")
+        clips = self._clips.get(engine)
+        if clips is not None:
+            clips.max_norm = max_norm
+        else:
+            engine.optimizer.clip_grad = max_norm
+
     def moving_average(
         self, model: Any, ema_model: Any, beta: float = 0.992, device: torch.device | str | None = None
     ) -> None:
         """ema ← beta · ema + (1 − beta) · model; beta 0 copies. See ``zero3.moving_average``.
 
         Does nothing between an optimizer step's micro batches. Collective if a sharded model goes into a whole average.
+        Where engines run on the CPU, so does this, also for ``device="cuda"``.
         """
+        if device is not None and torch.device(device).type == "cuda" and not on_cuda():
+            device = None
         engine = find_engine(model)
         if engine is None or not self._accumulation.get(engine, (0,))[0]:
             zero3.moving_average(model, ema_model, beta, device)

@@ -146,6 +146,15 @@ class RunCheckpointer:
         if c.save_hf_ckpt:
             self.save_hf(root, step)
 
+    def adopt(self, root: str | Path, tag: str) -> None:
+        """Mark a checkpoint that others have written as the latest, if all parts have it. Collective."""
+
+        def mark() -> None:
+            if all(tag in _tags(name, local_folder(root)) for name in self.models):
+                _mark(root, tag)
+
+        self.strategy.on_rank_0(mark, f"mark {tag} as the latest in {root}")
+
     def require_finite(self, step: int) -> None:
         """Raises TrainingError where a weight is NaN or infinite, before it takes a good one's place. Collective."""
         bad = [name for name, model in self.models.items() if not self.strategy.has_finite_weights(model)]

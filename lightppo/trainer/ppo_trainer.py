@@ -23,6 +23,8 @@ from lightppo.compat import (
     check_actor,
     constructor_config,
     generation_options,
+    of_whole_step,
+    script_args,
     take_schedule,
     with_generation,
 )
@@ -53,6 +55,7 @@ from lightppo.rewards.registry import build_reward_source
 from lightppo.rewards.source import NoReward, RewardSource, close_source
 from lightppo.rollout.engine import RolloutEngine
 from lightppo.storage import local_folder
+from lightppo.strategy.checkpoint import rng_state
 from lightppo.strategy.zero3 import parameter_count
 from lightppo.trainer import metrics as m
 from lightppo.trainer import update
@@ -143,7 +146,7 @@ class PPOTrainer(SeedAttributes):
             if model is not None:
                 model.gradient_checkpointing_enable()
         self.config, self.strategy, self.tokenizer = config, strategy, tokenizer
-        self.args, self.generate_kwargs = getattr(strategy, "args", None), generation_options(options)
+        self.args, self.generate_kwargs = script_args(strategy, config), generation_options(options)
         self.actor, self.critic, self.initial_model, self.ema_model = actor, critic, initial_model, ema_model
         self.teacher = teacher
         self.actor_optim, self.actor_scheduler = actor_optim, actor_scheduler
@@ -170,6 +173,7 @@ class PPOTrainer(SeedAttributes):
         self.owns_parts = False  # a script in the seed's style saves and closes by itself
         self.content: dict[str, str] = {}  # marks of what options name, where the trainer built itself
         self._accumulate_alone()
+        self._accept_seed_calls("fit", *_TRAINING_METHODS)
 
     def _make_losses(self) -> None:
         """What the update calls."""
@@ -179,8 +183,10 @@ class PPOTrainer(SeedAttributes):
         self.critic_max_epochs = 0 if self.critic is None else critic_epochs or self.max_epochs
         self.epoch = 0  # the pass over the rollout that is under way
         self.ema_beta, self.ptx_coef = a.ema_beta, a.ptx_coef
-        self.actor_loss_fn = update.build_policy_loss(self.config)
-        self.critic_loss_fn = ValueLoss(o.value_clip, loss_agg_mode=o.loss_agg_mode, huber_delta=o.value_huber_delta)
+        value_loss = ValueLoss(o.value_clip, loss_agg_mode=o.loss_agg_mode, huber_delta=o.value_huber_delta)
+        horizon = float(self.config.rollout.generate_max_len)
+        self.actor_loss_fn = of_whole_step(update.build_policy_loss(self.config), horizon)
+        self.critic_loss_fn = of_whole_step(value_loss, horizon)
         self.ptx_loss_fn = GPTLMLoss()
         self.kl_ctl = make_kl_controller(a.init_kl_coef, a.kl_target, a.kl_horizon)
         self.value_norm = update.build_value_norm(o)
@@ -294,6 +300,8 @@ class PPOTrainer(SeedAttributes):
         if self.is_complete():
             self._tell_complete()
             return self.close()
+        if args is None and self._overrides("save_logs_and_checkpoints", "_save_checkpoint"):
+            args = self._script_args()
         self._begin(args, prompts_dataloader, pretrain_dataloader, consumed_samples, num_update_steps_per_episodes)
         with signals.safe_points(self.config.checkpoint.signal_grace):
             for step, prompts, bar in self._steps():
@@ -301,21 +309,21 @@ class PPOTrainer(SeedAttributes):
                 with self.timer("step"), self.profiler(step):
                     collected = self.sampler.collect(prompts, step)  # 1 prompts → responses, scored and selected
                     self.make_experience(collected, step)  # 2 log probs, values, rewards → 3 advantages in the buffer
-                    status = collected.counts | self.ppo_train(step)  # 4 → training_step per micro batch
+                    status = collected.counts | self._train_on_buffer(step)  # 4 → training_step per micro batch
                     self.samples.write(step)
                     self.replay_buffer.clear()
                     self.move_reference(step)
                     with self.timer("sync"):
                         self.rollout_engine.sync_weights(self.actor)  # 5 the next rollouts are on-policy
-                    kl = status.get("policy_kl", 0.0)
-                    if not math.isnan(status.get("advantage_mean", 0.0) + kl):  # a token is trained, so there is a KL
-                        self.kl_ctl.update(kl, int(status.get("samples", 0)))  # 6
+                    kl, samples = self._measured_kl(status)
+                    if not math.isnan(kl):  # a token is trained, so there is a KL
+                        self.kl_ctl.update(kl, samples)  # 6
                 status |= self._finish_step(prompts, taken, collected)
                 bar.update()
                 self.save_logs_and_checkpoints(args, step, bar, status, self.client_state())  # 7
                 self.skipped.check(self.state, step)
                 self._stop_if_asked(args, step)
-            self._end()
+            self._end(args)
 
     def make_experience(self, collected: CollectedStep, step: int) -> None:
         """Fill the replay buffer with the step's rollouts; advantages are whitened over all ranks. Collective."""
@@ -346,6 +354,12 @@ class PPOTrainer(SeedAttributes):
             shown[source := rollout.prompt.data_source] += 1
             if shown[source] <= self.config.logging.num_examine:
                 self.strategy.print(f"[step {step}] {examined(rollout)}")
+
+    def _train_on_buffer(self, step: int) -> dict[str, float]:
+        """A subclass's ``ppo_train`` as well runs only where there is something to train on."""
+        if self._overrides("ppo_train") and self.strategy.all_reduce(len(self.replay_buffer), "sum") == 0:
+            return PPOTrainer.ppo_train(self, step)
+        return self.ppo_train(step)
 
     def ppo_train(self, global_steps: int = 0) -> dict[str, float]:
         """Train on the replay buffer: ``max_epochs`` passes, one optimizer step per ``train_batch_size`` samples.
@@ -387,17 +401,23 @@ class PPOTrainer(SeedAttributes):
         self.strategy.accumulate(self.actor, len(micro_batches))
         self.strategy.accumulate(self.critic, len(of_critic))
         if self.critic is None or of_critic is micro_batches:
-            done = [(e, self.training_step(e, global_steps)) for e in micro_batches]
+            done = [(e, self.training_step(e, global_steps)) for e in self._shared(micro_batches)]
         else:
             with self.timer("actor_update"):
-                done = [(e, self.training_step_actor(e)) for e in micro_batches if self._actor_trains(global_steps)]
+                actors = self._shared(micro_batches if self._actor_trains(global_steps) else ())
+                done = [(e, self.training_step_actor(e)) for e in actors]
             with self.timer("critic_update"):
-                done += [(e, self.training_step_critic(e)) for e in of_critic if self._critic_trains()]
+                critics = self._shared(of_critic if self._critic_trains() else ())
+                done += [(e, self.training_step_critic(e)) for e in critics]
         self.waits = True
         statuses = [(experience.part.has_samples, m.checked_status(status)) for experience, status in done]
         self._summarise()
         # A placeholder says nothing but the PTX loss of its own batch.
         return [s if real else {n: v for n, v in s.items() if n == "ptx_loss"} for real, s in statuses]
+
+    def _shared(self, micro_batches: Iterable[Experience]) -> Iterable[Experience]:
+        """The micro batches of a step, as an override needs them if there is one."""
+        return self._for_overrides(micro_batches) if self.waits else micro_batches
 
     def training_step(
         self, experience: Experience, global_steps: int, entropy_mask: Tensor | None = None
@@ -415,7 +435,7 @@ class PPOTrainer(SeedAttributes):
                 status |= self.training_step_actor(experience, **masked)
         if self._critic_trains():
             with self.timer("critic_update"):
-                status |= self.training_step_critic(experience)
+                status = self.training_step_critic(experience) | status  # the actor's pass may know more of the KL
         return status
 
     def training_step_actor(self, experience: Experience, entropy_mask: Tensor | None = None) -> dict[str, float]:
@@ -427,36 +447,37 @@ class PPOTrainer(SeedAttributes):
         self.actor.train()
         loss, metrics, log_probs, entropy = update.actor_loss(
             *(self.actor, experience, part.normalizer),
-            loss_fn=self.actor_loss_fn,
+            loss_fn=self.policy_loss,
             config=self.config,
             kl_coef=self.kl_ctl.value,
             reference=self.initial_model,
             teacher=self.teacher,
         )
-        self.strategy.backward(loss * part.loss_scale, self.actor, self.actor_optim)
+        self._backward(loss * part.loss_scale, self.actor, self.actor_optim)
         self.early_stop.add(metrics)
         self.samples.observe(experience, log_probs, entropy)
         if experience.action_log_probs is None and part.has_samples:
             self.unread.append((experience, log_probs))
+            if experience.part is None:  # nobody else gives a loop of the script's own the KL
+                experience = self.experience_maker.with_kl(experience, log_probs)
         status = m.micro_batch_status(metrics, experience, part.status_scale)
         if part.pretrain is not None:
             batch, tokens, batches = part.pretrain
-            ptx = update.pretrain_loss(self.actor, batch, self.ptx_loss_fn, tokens, self.strategy.world_size)
-            self.strategy.backward(self.ptx_coef * part.loss_scale * ptx, self.actor, self.actor_optim)
+            ptx = update.pretrain_loss(self.actor, batch, self.pretrain_loss, tokens, self.strategy.world_size)
+            self._backward(self.ptx_coef * part.loss_scale * ptx, self.actor, self.actor_optim)
             status["ptx_loss"] = ptx.detach().double() * batches
-        return self._read(status | self._actor_step())
+        return self._of_micro_batch(self._read(status | self._actor_step()), experience)
 
     def training_step_critic(self, experience: Experience) -> dict[str, float]:
         """One micro batch of the critic; see :meth:`training_step`."""
         part = experience.part or self._lone_part(experience)
         self.critic.train()
-        parts = (self.critic_loss_fn, self.value_norm)
+        parts = (self.value_loss, self.value_norm)
         loss, metrics = update.critic_loss(self.critic, experience, part.normalizer, *parts)
-        self.strategy.backward(loss * part.loss_scale, self.critic, self.critic_optim)
+        self._backward(loss * part.loss_scale, self.critic, self.critic_optim)
         status = m.micro_batch_status(metrics, experience, part.status_scale)
-        return self._read(
-            status | self._optimizer_step("critic", self.critic, self.critic_optim, self.critic_scheduler)
-        )
+        status |= self._optimizer_step("critic", self.critic, self.critic_optim, self.critic_scheduler)
+        return self._of_micro_batch(self._read(status), experience)
 
     def _read(self, status: Mapping[str, Any]) -> dict[str, Any]:
         """As numbers, unless :meth:`train_minibatch` reads them later."""
@@ -488,6 +509,8 @@ class PPOTrainer(SeedAttributes):
         """
         self.recorder = self.recorder or self._new_recorder()  # a loop of the user's own may come without fit()
         status = logs_dict or {}
+        if outcomes := self._take_outcomes():  # of a loop of the script's own
+            status = m.optimizer_status([[outcome] for outcome in outcomes], self.strategy) | dict(status)
         epochs = {"actor_update": self.max_epochs, "critic_update": self.critic_max_epochs}
         trained = zip((self.actor, self.critic), epochs.values())
         passes = sum(n * parameter_count(model) for model, n in trained if model is not None)
@@ -501,16 +524,32 @@ class PPOTrainer(SeedAttributes):
         self.recorder.log(global_step, {**status, **perf}, self.total_steps)
         self.rollout_check.watch(status, global_step)
         finished = self.state.episode if self.state.consumed_prompts == 0 else None
-        due = lambda: self._save_checkpoint(args, f"global_step{global_step}", client_states)  # noqa: E731
+        if global_step > self.state.global_step:  # of a loop of the user's own
+            self.state.global_step = global_step
+        due = lambda: self._save_step(args, global_step, client_states)  # noqa: E731
         stops = self.owns_parts and self._saves_at_stop()
         self.recorder.after_step(global_step, finished, self._ckpt_path(args), due, stops)
 
+    def _save_step(self, args: Any, step: int, client_states: Mapping[str, Any] | None = None) -> None:
+        """Save after a step, by a subclass's ``_save_checkpoint`` if there is one. Collective."""
+        tag, state = f"global_step{step}", self._whole_state(client_states)
+        if not self._overrides("_save_checkpoint"):
+            return self._save_checkpoint(args, tag, state)
+        state["rng"] = self.strategy.gather_object(rng_state())
+        self._save_checkpoint(args, tag, state)
+        self.checkpointer.adopt(self._ckpt_path(args), tag)
+
     def _save_checkpoint(self, args: Any, tag: str, client_states: Mapping[str, Any] | None = None) -> None:
         """Write the checkpoint ``tag``; the seed's name, so that an override acts. Collective."""
-        state = dict(client_states or self.client_state())
+        state = client_states if client_states and "alarms" in client_states else self._whole_state(client_states)
+        self.checkpointer.save(self._ckpt_path(args), int(tag.removeprefix("global_step")), state)
+
+    def _whole_state(self, client_states: Mapping[str, Any] | None) -> dict[str, Any]:
+        """The trainer's client state with what a script adds, and what is of each rank or changes later. Collective."""
+        state = self.client_state() | dict(client_states or {})
         state["surplus"] = self.strategy.gather_object(self.sampler.state_dict())
         state["alarms"] = self.alarms.state_dict()  # only here: the step has been looked at since client_state()
-        self.checkpointer.save(self._ckpt_path(args), int(tag.removeprefix("global_step")), state)
+        return state
 
     def client_state(self) -> dict[str, Any]:
         """All that a checkpoint holds beside models, optimizers and what is of each rank."""
@@ -523,7 +562,7 @@ class PPOTrainer(SeedAttributes):
 
     def _stateful_parts(self) -> dict[str, Any]:
         parts = {
-            "kl_ctl": self.kl_ctl,
+            "kl_ctl": self.kl_state,
             "score_statistics": self.experience_maker.shaper,
             "value_statistics": self.value_norm,
         }
@@ -567,12 +606,13 @@ class PPOTrainer(SeedAttributes):
     def _begin(
         self, args: Any, prompts: Iterable | None, pretrain: Iterable | None, consumed_samples: int, update_steps: int
     ) -> None:
-        self.prompts_dataloader = prompts if prompts is not None else self.prompts_dataloader
+        if prompts is not None:
+            self.prompts_dataloader = prompts
         val_only = self.config.evaluation.val_only
-        if self.prompts_dataloader is None and not val_only:
+        if self.own_prompts is None and not val_only:
             raise ConfigError("fit() needs a prompts_dataloader, unless the trainer was made by from_config()")
         self.update_steps = update_steps
-        per_episode = steps_per_episode(self.config, self.prompts_dataloader, update_steps)
+        per_episode = self._steps_per_episode()
         if args is not None:
             self.config = take_schedule(self.config, args, per_episode)
             self.checkpointer.config = self.config.checkpoint
@@ -584,7 +624,7 @@ class PPOTrainer(SeedAttributes):
             batch_size = self.config.rollout.rollout_batch_size
             self.state = TrainerState.from_consumed(consumed_samples, per_episode, batch_size)
         if not val_only:
-            self.prompt_filter.restore(self.prompts_dataloader, self.state)
+            self.prompt_filter.restore(self.own_prompts, self.state)
         self.recorder = self._new_recorder()
         if self.owns_parts and self.state.global_step > 0 and not val_only:
             finished = self.state.episode if self.state.consumed_prompts == 0 else None
@@ -598,7 +638,7 @@ class PPOTrainer(SeedAttributes):
             self._tell_complete()
         with self._bar(None, "step", initial=self.state.global_step) as bar:
             while not self._done():
-                episode, data = self.state.episode, self.prompts_dataloader
+                episode, data = self.state.episode, self.own_prompts
                 self.total_steps = bar.total = self._count_steps()
                 if late := [n for n in self.config.logging.profile_steps if n > self.total_steps]:
                     raise ConfigError(f"--profile_steps {late[0]}: the run has {self.total_steps} steps")
@@ -617,10 +657,13 @@ class PPOTrainer(SeedAttributes):
     def _count_steps(self) -> int:
         """Steps of the whole run, those that are done included; at most so many with ``--dynamic_sampling``."""
         t, state = self.config.training, self.state
-        per_episode = steps_per_episode(self.config, self.prompts_dataloader, self.update_steps)
+        per_episode = self._steps_per_episode()
         done = state.consumed_prompts // self.config.rollout.rollout_batch_size  # of this episode
         total = state.global_step + (t.num_episodes - state.episode) * per_episode - done
         return min(n for n in (total, t.total_training_steps, t.benchmark_steps) if n is not None)
+
+    def _steps_per_episode(self) -> int:
+        return steps_per_episode(self.config, self.own_prompts, self.update_steps)
 
     def _reached_limits(self) -> str:
         """The limits that the run has come to, as flags; empty while it goes on."""
@@ -652,7 +695,7 @@ class PPOTrainer(SeedAttributes):
     def _finish_step(self, prompts: EpisodePrompts, taken: int, collected: CollectedStep) -> dict[str, float]:
         """Bring the state up to date after a step; what there is to log."""
         ended = prompts.exhausted and collected.surplus == 0
-        status = self.prompt_filter.after_step(self.prompts_dataloader, self.state, collected.prompt_scores, ended)
+        status = self.prompt_filter.after_step(self.own_prompts, self.state, collected.prompt_scores, ended)
         counts = self.strategy.all_reduce({"prompts": prompts.taken - taken} | signals.votes(), "sum")
         self.state.finish_step(counts["prompts"], ended)
         self.stop_signal = signals.elected(counts)
@@ -676,17 +719,17 @@ class PPOTrainer(SeedAttributes):
         )
 
     def _save_stopped(self, args: Any, step: int) -> str:
-        self.recorder.checkpoint(step, lambda: self._save_checkpoint(args, f"global_step{step}"))
+        self.recorder.checkpoint(step, lambda: self._save_step(args, step))
         return self._ckpt_path(args)
 
-    def _end(self) -> None:
+    def _end(self, args: Any) -> None:
         """Last evaluation, checkpoint and, where the trainer built itself, the model at ``save_path``."""
         if not self.config.evaluation.val_only:
             step = self.state.global_step
             self.stop_signal = signals.elected(self.strategy.all_reduce(signals.votes(), "sum"))
-            self._stop_if_asked(None, step)  # before what may take long
+            self._stop_if_asked(args, step)  # before what may take long
             self._check_trained()
-            self.recorder.finish(step, lambda: self._save_checkpoint(None, f"global_step{step}"))
+            self.recorder.finish(step, lambda: self._save_step(args, step))
             if self.owns_parts and not self.config.training.dry_run:
                 self.save_model()
         self.recorder.close()
@@ -744,6 +787,7 @@ class PPOTrainer(SeedAttributes):
         start = {"start_step": self.state.global_step, "run_ids": self.state.run_ids}
         recorder = Recorder(*parts, options=public_options(self.config), alarms=self.alarms, **start)
         self.state.run_ids = recorder.run_ids
+        self.use_given_trackers(recorder)
         return recorder
 
     def _ckpt_path(self, args: Any) -> str:
@@ -789,7 +833,7 @@ class PPOTrainer(SeedAttributes):
             return micro_batches
         batches = [as_lm_batch(next(self.pretrain_dataloader), self.strategy.device) for _ in micro_batches]
         self.state.pretrain_batches += len(batches)
-        tokens = sum(self.ptx_loss_fn.num_tokens(on_cpu(batch["labels"])) for batch in batches)
+        tokens = sum(self.pretrain_loss.num_tokens(on_cpu(batch["labels"])) for batch in batches)
         tokens = self.strategy.all_reduce(tokens, "sum")
         parts = [replace(e.part, pretrain=(b, tokens, len(batches))) for e, b in zip(micro_batches, batches)]
         return [replace(e, part=part) for e, part in zip(micro_batches, parts)]
@@ -804,6 +848,7 @@ class PPOTrainer(SeedAttributes):
         """A loop in the seed's style takes a step every ``train_batch_size`` samples; ``fit`` says it for each step."""
         for model in (self.actor, self.critic):
             self.strategy.accumulate(model, self._lone_accumulation())
+        self._weigh(1 / self._lone_accumulation())
 
     def _lone_accumulation(self) -> int:
         """Micro batches that hold the ``train_batch_size`` of the strategy."""
@@ -849,11 +894,12 @@ class PPOTrainer(SeedAttributes):
 
     def _sample_texts(self, prompts: Sequence[str], labels: Sequence[Any] | None, **options: Any) -> list[Rollout]:
         """Scored rollouts of prompts as texts, for ``experience_maker.make_experience_list`` in the seed's style."""
+        step = self._before_texts()
         batch = list(prompts) if labels is None else (list(prompts), list(labels))
         config = with_generation(self.config, options, self.tokenizer) if options else self.config
         records = as_prompts(batch, self.tokenizer, config.data.prompt_max_len)
         sampler = replace(self.sampler.sampler, sampling=sampling_params(config))
-        sampled = sampler.score(sampler.generate(records, self.state.global_step + 1))
+        sampled = sampler.score(sampler.generate(records, step))
         if sampled.not_finite is not None:
             raise RewardError(sampled.not_finite)
         return sampled.rollouts

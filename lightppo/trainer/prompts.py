@@ -6,13 +6,14 @@ import hashlib
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightppo.algorithms.losses import IGNORE_INDEX
+from lightppo.compat import PromptText
 from lightppo.data.records import Prompt
 from lightppo.errors import ConfigError
 from lightppo.models.packing import to_device
@@ -143,6 +144,10 @@ def as_prompts(batch: Any, tokenizer: Any, prompt_max_len: int) -> list[Prompt]:
             raise ValueError(f"a batch of {len(texts)} prompts has {len(column)} {name}")
     prompts = []
     for i, text in enumerate(texts):
+        if isinstance(text, PromptText):
+            label = references[i] if references is not None else text.prompt.label if labels is None else labels[i]
+            prompts.append(replace(text.prompt, label=label))
+            continue
         token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         if len(token_ids) > prompt_max_len:
             raise ValueError(

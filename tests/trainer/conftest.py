@@ -111,3 +111,34 @@ def trainer_with(parts, tmp_path) -> Callable[..., Any]:
                           reward_source=reward_source or FakeReward(SCORES))  # fmt: skip
 
     return make
+
+
+@pytest.fixture
+def made(parts, tmp_path) -> Callable[..., Any]:
+    """``made(cls, **options)``: a trainer of a class, as a script in the seed's style makes it."""
+    import argparse
+
+    from support.fakes import FakeEngine, FakeReward
+    from support.sampled import SCORES
+
+    def make(cls: type, **options: Any) -> Any:
+        args = argparse.Namespace(
+            rollout_batch_size=2, n_samples_per_prompt=2, train_batch_size=4, num_episodes=2, generate_max_len=5,
+            save_steps=2, eval_steps=-1, logging_steps=1, num_examine=0, save_path=str(tmp_path / "run"),
+            ckpt_path=str(tmp_path / "ckpt"), seed=42,
+        )  # fmt: skip
+        vars(args).update(options.pop("args", {}))
+        (actor, actor_optim, actor_schedule), (critic, critic_optim, critic_schedule) = parts["actor"], parts["critic"]
+        strategy = parts["strategy"]
+        strategy.args = args
+        defaults = {"micro_train_batch_size": 2, "prompt_max_len": 12, "max_new_tokens": 5}
+        return cls(
+            *(strategy, actor, critic, None, parts["reference"], None),
+            *(actor_optim, critic_optim, actor_schedule, critic_schedule),
+            tokenizer=parts["tokenizer"],
+            rollout_engine=options.pop("rollout_engine", None) or FakeEngine(),
+            reward_source=options.pop("reward_source", FakeReward(SCORES)),
+            **defaults | options,
+        )
+
+    return make

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.fakes import FakeEngine, FakeReward
+from support.fakes import FakeEngine
 from support.runs import rows
-from support.sampled import PROMPTS, SCORES, sample
+from support.sampled import PROMPTS, sample
 
 from lightppo import PPOTrainer
 from lightppo.errors import ConfigError
@@ -28,32 +27,6 @@ SEED_ATTRIBUTES = (
     *("kl_ctl", "experience_maker", "replay_buffer", "_wandb", "_tensorboard", "_save_checkpoint"),
     *("prompts_dataloader", "pretrain_dataloader"),
 )
-
-
-@pytest.fixture
-def made(parts, tmp_path):
-    """``made(cls, **options)``: a trainer of a class, as a script in the seed's style makes it."""
-
-    def make(cls: type[PPOTrainer], **options: Any) -> PPOTrainer:
-        args = argparse.Namespace(
-            rollout_batch_size=2, n_samples_per_prompt=2, train_batch_size=4, num_episodes=2, generate_max_len=5,
-            save_steps=2, eval_steps=-1, logging_steps=1, num_examine=0, save_path=str(tmp_path / "run"),
-            ckpt_path=str(tmp_path / "ckpt"), seed=42, **options.pop("args", {}),
-        )  # fmt: skip
-        (actor, actor_optim, actor_schedule), (critic, critic_optim, critic_schedule) = parts["actor"], parts["critic"]
-        strategy = parts["strategy"]
-        strategy.args = args
-        defaults = {"micro_train_batch_size": 2, "prompt_max_len": 12, "max_new_tokens": 5}
-        return cls(
-            *(strategy, actor, critic, None, parts["reference"], None),
-            *(actor_optim, critic_optim, actor_schedule, critic_schedule),
-            tokenizer=parts["tokenizer"],
-            rollout_engine=options.pop("rollout_engine", None) or FakeEngine(),
-            reward_source=options.pop("reward_source", FakeReward(SCORES)),
-            **defaults | options,
-        )
-
-    return make
 
 
 def test_fit_runs_every_override_for_every_micro_batch(made):
