@@ -1,6 +1,6 @@
 """Make what the example starts from, with no download: a small Llama with random weights, its tokenizer, the data.
 
-    python examples/rlhf/make_assets.py --output_dir runs/rlhf/assets --seed 1
+    python examples/rlhf/make_assets.py --output_dir runs/rlhf/assets --seed 2
 
 ``model/`` loads with ``AutoModelForCausalLM`` and ``AutoTokenizer``. ``sft.jsonl`` has the demonstrations,
 ``prompts.jsonl`` the requests to train on, ``eval.jsonl`` the held-out ones. See ``shop.py`` for the task.
@@ -49,7 +49,7 @@ def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 
 def main(
     output_dir: Path = Path("runs/rlhf/assets"),
-    seed: int = 1,
+    seed: int = 2,
     n_demonstrations: int = 20_000,
     n_prompts: int = 6_000,
     n_held_out: int = 512,

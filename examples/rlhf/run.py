@@ -22,7 +22,7 @@ ADAM = "--lr_warmup_ratio 0.1 --adam_betas 0.9 0.99 --zero_stage 1 --max_len 96 
 PAIRS = 5_120  # DPO is trained on 2 x 5,120 answers, PPO on 80 steps x 128
 
 
-def main(run_dir: Path = Path("runs/rlhf"), seed: int = 1) -> None:
+def main(run_dir: Path = Path("runs/rlhf"), seed: int = 2) -> None:
     """Run the example.
 
     Args:
