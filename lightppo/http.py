@@ -16,11 +16,12 @@ from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from http.cookiejar import DefaultCookiePolicy
 from typing import TYPE_CHECKING, Any, TypeVar
-from urllib.parse import quote, unquote, urlsplit, urlunsplit
+from urllib.parse import quote, unquote, urlsplit
 
 from lightppo.errors import RefusedError, RequestError, SlowServerError, UnreachableError, UserError
 from lightppo.ranks import heartbeat
 from lightppo.terminal import plain
+from lightppo.urls import GIVE_WHOLE, is_cut, shown_url
 
 if TYPE_CHECKING:
     import requests
@@ -269,15 +270,8 @@ def check_url(url: str, option: str = "--remote_rm_url", token_option: str | Non
         raise ValueError(f"{option}: a URL has a user or password in it; {advice}")
     if not good:
         raise ValueError(f"{option}: {shown_url(url)!r} is not an http(s) address")
-
-
-def shown_url(url: str) -> str:
-    """The address without user, password, query and fragment, for logs and errors."""
-    try:
-        parts = urlsplit(url)
-        return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "…" if parts.query else "", ""))
-    except ValueError:
-        return url.partition("?")[0].rpartition("@")[2]
+    if is_cut(url):
+        raise ValueError(f"{option} {url}: {GIVE_WHOLE}")
 
 
 def secret_texts(token: str | None, url: str = "") -> list[str]:

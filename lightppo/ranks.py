@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
+from lightppo.urls import without_secrets
+
 T = TypeVar("T")
 
 
@@ -100,7 +102,7 @@ class Alone:
         pass
 
     def print(self, *parts: Any) -> None:
-        print(*parts, flush=True)
+        print(*(without_secrets(str(part)) for part in parts), flush=True)
 
 
 class Heartbeat:

@@ -15,8 +15,10 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from lightppo.errors import StagingError
+from lightppo.urls import GIVE_WHOLE, is_cut, login_of, shown_url, without_secrets
 
 logger = logging.getLogger(__name__)
 
@@ -51,15 +53,15 @@ def stage_to_local(url: str, *, cache_dir: str | Path | None = None, timeout_s: 
 
     check_scheme(url)
     try:
-        fs, remote = fsspec.core.url_to_fs(url)
+        fs, remote = fsspec.core.url_to_fs(url, **_as_given(url))
         info = fs.info(remote)
         is_folder = info["type"] == "directory"
         # find() only for folders: over HTTP it would read a file in search of links
         found: dict[str, dict[str, Any]] = fs.find(remote, detail=True) if is_folder else {remote: info}
     except Exception as error:  # each file system raises its own errors
-        raise StagingError(f"{url} cannot be read: {type(error).__name__}: {error}") from error
+        raise StagingError(f"{shown_url(url)} cannot be read: {_said(error)}") from error
     if not found:
-        raise StagingError(f"{url} is an empty folder, or does not exist")
+        raise StagingError(f"{shown_url(url)} is an empty folder, or does not exist")
     versions = ("ETag", "etag", "md5Hash", *_TIMES)  # the first that the file system knows
     files = [
         (name, info.get("size"), str(next((info[key] for key in versions if info.get(key)), "")))
@@ -67,9 +69,28 @@ def stage_to_local(url: str, *, cache_dir: str | Path | None = None, timeout_s: 
     ]
     sizes = [size for _, size, _ in files]
     size = None if None in sizes else sum(sizes)
-    target = in_cache("staged", [url, files], Path(remote.rstrip("/")).name or "root", cache_dir)
+    if "ETag" in info and remote == url:  # another signature of the same content
+        files, key = [(shown_url(name), *facts) for name, *facts in files], shown_url(url)
+    else:
+        key = url
+    target = in_cache("staged", [key, files], _name_of(remote), cache_dir)
     copy = partial(_copy, fs, remote, url=url, is_folder=is_folder, size=size)
     return str(made_once(target, copy, url, timeout_s))
+
+
+def _as_given(url: str) -> dict[str, Any]:
+    """How to open a URL: one that is quoted already, as a signed one is, is sent to the letter."""
+    return {"encoded": True} if url.startswith(("http://", "https://")) and "%" in url else {}
+
+
+def _name_of(remote: str) -> str:
+    """The name of the copy: of a URL without its query, which may be a signature."""
+    path = urlsplit(remote).path if "://" in remote else remote
+    return posixpath.basename(path.rstrip("/")) or "root"
+
+
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {without_secrets(str(error))}"
 
 
 def in_cache(kind: str, key: Any, name: str, cache_dir: str | Path | None = None) -> Path:
@@ -99,14 +120,16 @@ def check_scheme(url: str, flag: str = "the URL") -> Any:
     """fsspec's class for a URL; StagingError if there is none or its package is not installed. No network."""
     from fsspec import available_protocols, get_filesystem_class
 
-    scheme = url.split("://")[0]
+    scheme, shown = url.split("://")[0], shown_url(url)
+    if is_cut(url):
+        raise StagingError(f"{flag} {url}: {GIVE_WHOLE}")
     try:
         return get_filesystem_class(scheme)
     except ValueError as error:
         known = ", ".join(sorted(available_protocols()))
-        raise StagingError(f"{flag} {url}: unknown scheme {scheme!r}; known: {known}") from error
+        raise StagingError(f"{flag} {shown}: unknown scheme {scheme!r}; known: {known}") from error
     except ImportError as error:
-        raise StagingError(f"{flag} {url}: {error}") from error
+        raise StagingError(f"{flag} {shown}: {error}") from error
 
 
 def is_in_memory(url: str | os.PathLike[str]) -> bool:
@@ -120,15 +143,18 @@ def _copy(fs: Any, remote: str, target: Path, url: str, *, is_folder: bool, size
     """Copy under a temporary name beside the target, check, rename. Only the lock's holder may call this."""
     temporary = target.with_name(f".{target.name}.partial")
     _remove(temporary)  # left by a process that was killed
-    logger.info("copying %s (%s bytes) to %s", url, "?" if size is None else size, target)
+    logger.info("copying %s (%s bytes) to %s", shown_url(url), "?" if size is None else size, target)
     try:
-        fs.get(remote.rstrip("/"), str(temporary), recursive=is_folder)
+        if not is_folder and any(sign in remote for sign in "*?["):  # get() takes the ? of a query for a pattern
+            fs.get_file(remote, str(temporary))
+        else:
+            fs.get(remote.rstrip("/"), str(temporary), recursive=is_folder)
         got = sum(p.stat().st_size for p in (temporary, *temporary.rglob("*")) if p.is_file())
         if size is not None and got != size:
             raise OSError(f"got {got} bytes of {size}")
     except Exception as error:  # each file system raises its own errors
         _remove(temporary)
-        raise StagingError(f"copying {url} to {target.parent} failed: {type(error).__name__}: {error}") from error
+        raise StagingError(f"copying {shown_url(url)} to {target.parent} failed: {_said(error)}") from error
     os.replace(temporary, target)
 
 
@@ -188,7 +214,9 @@ def local_folder(folder: str | os.PathLike[str]) -> Path:
     path = os.fspath(folder)
     if not is_url(path):
         return Path(path.split("://", 1)[-1])
-    scheme, _, rest = path.partition("://")
+    scheme, _, rest = shown_url(path).partition("://")
+    if login := login_of(path):  # which is not shown, and tells folders apart
+        rest = f"{hashlib.sha256(login.encode()).hexdigest()[:8]}@{rest.partition('@')[2]}"
     return _home() / "folders" / scheme / posixpath.normpath(f"/{rest}").lstrip("/")
 
 
@@ -328,8 +356,8 @@ def _remotely(folder: str | os.PathLike[str], action: Callable[[Any, str], None]
             return action(fs, root.rstrip("/"))
         except Exception as error:  # each file system raises its own errors
             if wait is None or isinstance(error, (FileNotFoundError, NotADirectoryError, PermissionError)):
-                raise StagingError(f"{url}: {type(error).__name__}: {error}{hint}") from error
-            logger.warning("%s: %r; next try in %g s", url, error, wait)
+                raise StagingError(f"{shown_url(url)}: {_said(error)}{hint}") from error
+            logger.warning("%s: %s; next try in %g s", shown_url(url), _said(error), wait)
         file_system.clear_instance_cache()  # a server ends connections that were idle
         time.sleep(wait)
 

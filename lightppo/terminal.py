@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import re
 
+from lightppo.urls import without_secrets
+
 # Control characters but for line ends and tabs; line and paragraph separators; what turns the direction of a line, and
 # so shows it in another order; halves of characters, which cannot be printed at all.
 _OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -19,8 +21,8 @@ class PlainFormatter(logging.Formatter):
     """Lines of a log, whatever the messages quote."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The whole entry, also the traceback."""
-        return plain(super().format(record))
+        """The whole entry, also the traceback; of URLs without login and query."""
+        return plain(without_secrets(super().format(record)))
 
 
 def log_to_terminal(level: int, form: str) -> None:

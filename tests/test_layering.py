@@ -22,6 +22,7 @@ FLOORS = {
     "http_deadline": 0,
     "option": 0,
     "suggestions": 0,
+    "urls": 0,
     "hub": 0,
     "user_code": 0,
     "storage": 0,

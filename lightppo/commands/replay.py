@@ -31,10 +31,10 @@ from lightppo.config.cli import CommandParser, exit_on_mistakes
 from lightppo.config.options import OptionSet
 from lightppo.config.sft_rm_dpo import COMMANDS
 from lightppo.errors import CheckpointError, ConfigError, ReportError
-from lightppo.http import shown_url
 from lightppo.storage import is_url, local_folder, read_apart
 from lightppo.terminal import plain
 from lightppo.trainer.report import recorded_path, starts_of
+from lightppo.urls import GIVE_WHOLE, cut_urls, shown_url
 
 SHOWN_TOKENS = 24
 A_YEAR = 365 * 24 * 60.0  # minutes: nobody's wait for a person at a debugger ends
@@ -52,6 +52,8 @@ def main(argv: Sequence[str], prog: str = "lightppo replay") -> None:
                         "finite has left: RUN/nonfinite/stepN_rankR.pt, on each rank its own")  # fmt: skip
     parser.add_argument("--remote_rm_url", nargs="+", default=(), help="whole addresses of the run's reward servers: "
                         "of a query string (?key=…) a run keeps nothing")  # fmt: skip
+    parser.add_argument("--url", nargs="+", default=(), help="whole addresses of models, data and other servers of "
+                        "which the run keeps a part only (…)")  # fmt: skip
     parser.add_argument("--samples", type=int, default=2, help="samples of each rank to show; default: 2")
     parser.add_argument("--output", type=Path, help="new folder for metrics.jsonl and rollouts/; default: none is kept")
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # of the launcher
@@ -61,7 +63,8 @@ def main(argv: Sequence[str], prog: str = "lightppo replay") -> None:
         args.step = int(found[1]) if found else parser.error("--step is required")
     with exit_on_mistakes(prog):
         check_step(args.run, args.step)
-    recorded = parse_args(["--config", str(args.run / "run_config.yaml")], prog, kind_of(args.run))
+        addresses = address_flags(args)
+    recorded = parse_args(["--config", str(args.run / "run_config.yaml"), *addresses], prog, kind_of(args.run))
     with exit_on_mistakes(prog):
         if args.output is not None and args.output.is_dir() and any(args.output.iterdir()):
             raise ConfigError(f"--output {args.output}: holds files: name a new folder")
@@ -133,19 +136,33 @@ def replay_config(args: argparse.Namespace, recorded: OptionSet, output: Path) -
     if not is_ppo:
         return recorded.with_options(**changes)
     changes |= {"rollout_data_dir": str(output / "rollouts"), "num_examine": 0}
-    changes["remote_rm_url"] = whole_urls(args.remote_rm_url, recorded.reward.remote_rm_url)
     if recorded.sampling.skip_rollout is not None:
         changes["skip_rollout"] = str(output / "saved_rollouts")
     return recorded.with_options(**changes)
 
 
-def whole_urls(given: Sequence[str], recorded: Sequence[str]) -> tuple[str, ...]:
-    """The reward servers of the run, with what ``--remote_rm_url`` adds to their addresses."""
-    if given and [shown_url(url) for url in given] != [shown_url(url) for url in recorded]:
-        raise ConfigError(f"--remote_rm_url: the run had {', '.join(recorded)}")
-    if cut := [url for url in given or recorded if url.endswith("?…")]:
-        raise ConfigError(f"--remote_rm_url {cut[0]}: a run does not keep the part after ?: give its whole address")
-    return tuple(given or recorded)
+def address_flags(args: argparse.Namespace) -> list[str]:
+    """Flags with the whole addresses of what the run has recorded in part, out of ``--remote_rm_url`` and ``--url``."""
+    recorded = yaml.safe_load((args.run / "run_config.yaml").read_text())
+    servers = recorded.get("remote_rm_url") or []
+    if args.remote_rm_url and list(map(shown_url, args.remote_rm_url)) != list(map(shown_url, servers)):
+        raise ConfigError(f"--remote_rm_url: the run had {', '.join(map(shown_url, servers))}")
+    given = {shown_url(url): url for url in (*args.url, *args.remote_rm_url)}
+    flags: list[str] = []
+    for name, value in recorded.items():
+        cut = cut_urls(value)
+        if missing := [url for url in cut if url not in given]:
+            flag = "remote_rm_url" if name == "remote_rm_url" else "url"
+            raise ConfigError(f"--{name} {missing[0]}: {GIVE_WHOLE}, by --{flag}")
+        if cut:
+            values = value if isinstance(value, list) else [value]
+            flags += [f"--{name}", *(_completed(text, given) for text in values)]
+    return flags
+
+
+def _completed(text: str, whole: Mapping[str, str]) -> str:
+    """A text, also with commas between, with the whole addresses."""
+    return ",".join(whole.get(part.strip(), part) for part in text.split(","))
 
 
 def fetch_marks(strategy: Any, config: OptionSet) -> OptionSet:

@@ -23,6 +23,7 @@ from lightppo.errors import ConfigError
 from lightppo.option import Option, Section
 from lightppo.suggestions import answer_of, nearest
 from lightppo.terminal import plain
+from lightppo.urls import without_secrets
 
 S, C = TypeVar("S", bound=Section), TypeVar("C", PPOConfig, SupervisedConfig)
 
@@ -140,7 +141,7 @@ class CommandParser(argparse.ArgumentParser):
 
 def _print(text: str, file: Any = None) -> None:
     if os.environ.get("RANK", "0") == "0":
-        print(plain(text), end="", file=file)
+        print(plain(without_secrets(text)), end="", file=file)
 
 
 # -- flags and YAML --------------------------------------------------------------------------------------------------

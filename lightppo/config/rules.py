@@ -25,10 +25,11 @@ from lightppo.algorithms.entries import (
 )
 from lightppo.config.options import Options, OptionSet, all_options
 from lightppo.errors import ConfigError, StagingError
-from lightppo.http import check_url, is_loopback, shown_url
+from lightppo.http import check_url, is_loopback
 from lightppo.option import out_of_order
 from lightppo.storage import check_scheme, is_url, join
 from lightppo.suggestions import nearest
+from lightppo.urls import GIVE_WHOLE, cut_urls, shown_url
 
 # -- facts -----------------------------------------------------------------------------------------------------------
 
@@ -853,6 +854,7 @@ def files(o: SimpleNamespace) -> Iterator[str]:
     """The template, folders and URLs, and what is saved in them."""
     if o.input_template is not None and o.input_template.count("{}") != 1:
         yield f"--input_template {o.input_template!r} needs exactly one {{}} for the prompt"
+    yield from _cut_addresses(o)
     folders = {name: getattr(o.config.checkpoint, name) for name in ("save_path", "ckpt_path", "resume")}
     for name, url in folders.items():
         try:
@@ -868,6 +870,14 @@ def files(o: SimpleNamespace) -> Iterator[str]:
         yield f"--use_mlflow: a login in an address would be written into logs: set {login}"
     if (o.save_steps > 0 or o.save_epochs or o.save_seconds) and o.disable_ds_ckpt and not o.save_hf_ckpt:
         yield "--disable_ds_ckpt without --save_hf_ckpt leaves nothing to save at --save_steps/epochs/seconds"
+
+
+def _cut_addresses(o: SimpleNamespace) -> Iterator[str]:
+    """Addresses out of the files of a run, which lack what may be a secret."""
+    unread = ("prompt_data", "pretrain_data") if getattr(o, "val_only", False) else ()
+    for name, value in o.config.flat().items():
+        if name not in unread and (cut := cut_urls(value)):
+            yield f"--{name} {cut[0]}: {GIVE_WHOLE}: --{name} URL wins over --config"
 
 
 def _strategy(o: SimpleNamespace) -> Iterator[str]:

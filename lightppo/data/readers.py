@@ -25,6 +25,7 @@ from lightppo.errors import DataError, StagingError
 from lightppo.hub import check_on_hub, mistyped_path
 from lightppo.ranks import ranks_on_node
 from lightppo.storage import check_scheme, in_cache, is_url, made_once, stage_to_local
+from lightppo.urls import shown_url
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -91,7 +92,9 @@ def blending_datasets(
         blend = blend.select(indices)
     for source, count, used in zip(sources, counts, drawn) if strategy is None or strategy.is_rank_0() else ():
         level = logging.INFO if used == count else logging.WARNING
-        logger.log(level, "%s %s: %d rows, %d used%s", flag, source, count, used, " (repeats)" * (used > count))
+        logger.log(
+            level, "%s %s: %d rows, %d used%s", flag, shown_url(source), count, used, " (repeats)" * (used > count)
+        )
     if return_eval:
         return blend, held_out_rows(sources, parts, strategy, int(max_count), eval_split or "test", flag)
     return blend
@@ -110,7 +113,7 @@ def held_out_rows(
         parts.append(rows.select(range(max(1, int(len(rows) * 0.03)))))
         if strategy is None or strategy.is_rank_0():
             text = "%s %s has no split %r: evaluation is on %d of the rows that are trained on"
-            logger.warning(text, flag, source, split, len(parts[-1]))
+            logger.warning(text, flag, shown_url(source), split, len(parts[-1]))
     return _concatenate(parts, sources)
 
 
@@ -272,9 +275,9 @@ def _load_source(source: str, split: str, limit: int, flag: str) -> Dataset:
         except StagingError as error:
             raise DataError(f"{flag}: {error}") from error
         load = partial(_load_folder, split=split, flag=flag) if path.is_dir() else read_file
-        dataset = load(path, shown_as=source, limit=limit)
+        dataset = load(path, shown_as=shown_url(source), limit=limit)
     if len(dataset) == 0:
-        raise DataError(f"{flag} {source} is empty: no rows")
+        raise DataError(f"{flag} {shown_url(source)} is empty: no rows")
     return dataset.select(range(min(limit, len(dataset))))
 
 
@@ -334,7 +337,14 @@ def _files_of_split(path: Path, source: str, split: str, flag: str) -> list[Path
         listed = ", ".join(map(str, files[:10]))
         raise DataError(f"{flag} {source} has no file of the split {split!r}; its files: {listed}")
     ignored = [str(f) for f in files if f not in chosen]
-    logger.info("%s %s, split %s: %d files%s", flag, source, split, len(chosen), f"; not {ignored}" if ignored else "")
+    logger.info(
+        "%s %s, split %s: %d files%s",
+        flag,
+        shown_url(source),
+        split,
+        len(chosen),
+        f"; not {ignored}" if ignored else "",
+    )
     return chosen
 
 

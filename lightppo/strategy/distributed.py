@@ -28,6 +28,7 @@ from tqdm import tqdm
 
 from lightppo.errors import LaunchError, UserError
 from lightppo.ranks import heartbeat, ranks_on_node
+from lightppo.urls import without_secrets
 
 logger = logging.getLogger(__name__)
 
@@ -480,7 +481,7 @@ class DistributedStrategy:
         """Prints on rank 0, above progress bars."""
         if self.is_rank_0():
             with tqdm.external_write_mode():
-                print(*msg, flush=True)
+                print(*(without_secrets(str(part)) for part in msg), flush=True)
 
     def report_memory(self, prefix: str) -> dict[str, float]:
         """Memory of this process in GiB, printed on rank 0: allocated and peak on a GPU, resident on a CPU."""

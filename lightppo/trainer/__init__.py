@@ -12,11 +12,13 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from lightppo import signals
 from lightppo.errors import UserError
 from lightppo.terminal import log_to_terminal, plain
 from lightppo.trainer.watchdog import Watchdog, is_lost_connection
+from lightppo.urls import without_secrets
 
 _ALIKE = timedelta(seconds=2)  # between errors of ranks that are one
 
@@ -35,6 +37,7 @@ def run(main: Callable[[], None], prog: str | None = None, *, debug: bool = Fals
     """
     rank = os.environ.get("RANK", "0")
     log_to_terminal(logging.WARNING, f"[rank {rank}] %(levelname)s %(name)s: %(message)s")
+    sys.excepthook = _tell_error
     logging.getLogger("lightppo").setLevel(logging.INFO if rank == "0" else logging.WARNING)
     name = f"[rank {rank}] {prog or os.path.basename(sys.argv[0])}"
     with Watchdog() as watchdog:
@@ -46,7 +49,7 @@ def run(main: Callable[[], None], prog: str | None = None, *, debug: bool = Fals
             if stop.together:
                 _meet_and_part()
             elif rank == "0":
-                print(f"{name}: stopped by {stop.name}; there was nothing to save", file=sys.stderr, flush=True)
+                _tell(f"{name}: stopped by {stop.name}; there was nothing to save")
             raise
         except Exception as error:
             number, lost = signals.asked(), None
@@ -54,21 +57,30 @@ def run(main: Callable[[], None], prog: str | None = None, *, debug: bool = Fals
                 _tell_torchrun(traceback.format_exc())
                 raise
             if debug:
-                print(plain("".join(traceback.format_exception(error))), file=sys.stderr)
+                _tell_error(type(error), error, error.__traceback__)
             if number:
                 # What a launcher signals may fail first: another rank, which tells why, or what a reward has started.
                 if isinstance(error, UserError) or not is_lost_connection(error):
-                    why = f"the step under way is lost: {type(error).__name__}: {plain(error)}"
-                    print(f"{name}: stopped by signal {number}, {why}", file=sys.stderr, flush=True)
+                    why = f"the step under way is lost: {type(error).__name__}: {error}"
+                    _tell(f"{name}: stopped by signal {number}, {why}")
             elif lost is not None:
-                print(f"{name}: {plain(lost)}", file=sys.stderr, flush=True)
+                _tell(f"{name}: {lost}")
             else:
-                text = plain(error)
-                if not _told_by_rank_0(text):
-                    print(f"{name}: error: {text}", file=sys.stderr, flush=True)
-                _tell_torchrun(text)
+                if not _told_by_rank_0(plain(error)):
+                    _tell(f"{name}: error: {error}")
+                _tell_torchrun(str(error))
             code = error.exit_code if isinstance(error, UserError) else 1
             raise SystemExit(128 + number if number else code) from error
+
+
+def _tell(text: str) -> None:
+    """A text on standard error, as a terminal may show it and without what URLs must not show."""
+    print(plain(without_secrets(text)), file=sys.stderr, flush=True)
+
+
+def _tell_error(*error: Any) -> None:
+    """The traceback of an error with its causes: type, error and traceback, as of ``sys.excepthook``."""
+    _tell("".join(traceback.format_exception(*error)).rstrip())
 
 
 def _meet_and_part() -> None:
@@ -96,6 +108,7 @@ def _told_by_rank_0(message: str) -> bool:
 
 def _tell_torchrun(text: str) -> None:
     """What its last lines show of this rank; other launchers show nothing."""
+    text = plain(without_secrets(text))
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         more = {"py_callstack": text, "timestamp": str(int(time.time()))}
         Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": more}}))

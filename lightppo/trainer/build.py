@@ -804,7 +804,7 @@ def described(config: OptionSet) -> str:
     public, lines = public_options(config), ["options that differ from the defaults (all are in run_config.yaml):"]
 
     def is_meant(name: str) -> bool:
-        return config.with_options(**{name: None}).resolved().flat()[name] == public[name]
+        return config.with_options(**{name: None}).resolved().flat()[name] == config.flat()[name]
 
     for title, section in config.sections().items():
         set_here = [o for o in section.options().values() if asked[o.name] != o.default]

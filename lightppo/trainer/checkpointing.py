@@ -43,6 +43,7 @@ from lightppo.strategy.checkpoint import (
     rng_state,
 )
 from lightppo.strategy.deepspeed import DeepspeedStrategy
+from lightppo.urls import shown_value
 
 logger = logging.getLogger(__name__)
 
@@ -345,17 +346,19 @@ class RunCheckpointer:
         if tag is None:
             return None
         saved = self.load(root, tag, checked=True)
-        refused, safe = unsafe_changes(saved["config"], options, idle, declared)
+        as_shown = {name: shown_value(value) for name, value in saved["config"].items()}  # older ones are not
+        refused, safe = unsafe_changes(as_shown, options, idle, declared)
         refused.pop("save_path", None)  # the same folder may be spelt otherwise, or have been moved
         changes = [f"--{name} {old} → {new}" for name, (old, new) in refused.items()]
-        for name, mark in saved.get("content", {}).items():
+        marks = {name: shown_value(mark) for name, mark in saved.get("content", {}).items()}
+        for name, mark in marks.items():
             unread = options.get("val_only") and name != "pretrain"
             if name in refused or unread or content.get(name, mark) == mark:
                 continue
             if name != "save_path":
                 changes.append(f"--{name} {options[name]} has other content than it had")
             elif c.resume == "auto":  # a path asks for another run that goes on from this one
-                changes.append(f"--save_path {saved['config'][name]} → {options[name]}")
+                changes.append(f"--save_path {as_shown[name]} → {options[name]}")
         if changes:
             raise ConfigError(
                 f"cannot resume {root}/{tag} as another run: {', '.join(changes)}. Set that back, or start anew: with "

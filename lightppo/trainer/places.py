@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 from lightppo.config.options import OptionSet
 from lightppo.errors import ConfigError, StagingError
 from lightppo.storage import check_scheme, is_url, local_folder
+from lightppo.urls import shown_url
 
 # What a run writes into --save_path beside the model.
 METADATA, SAMPLES = "run_metadata.jsonl", "rollouts"
@@ -58,7 +59,7 @@ class Place:
         path = PurePosixPath(os.path.normpath("/" + str(file_system._strip_protocol(given)).lstrip("/")))
         if host in path.parts:  # a bucket
             host = ""
-        return cls(given, f"{protocol if isinstance(protocol, str) else protocol[0]}://{host}", path)
+        return cls(shown_url(given), f"{protocol if isinstance(protocol, str) else protocol[0]}://{host}", path)
 
     def shown(self) -> str:
         """As it was given, and where links lead from there."""

@@ -23,7 +23,6 @@ from lightppo import durable
 from lightppo.config.options import LoggingConfig, OptionSet
 from lightppo.data.rows import ORIGIN_COLUMN
 from lightppo.errors import ConfigError, StagingError
-from lightppo.http import shown_url
 from lightppo.models.loading import checkpoint_mark
 from lightppo.ranks import Ranks
 from lightppo.storage import (
@@ -40,6 +39,7 @@ from lightppo.storage import (
 )
 from lightppo.trainer.checkpointing import download_marks
 from lightppo.trainer.places import METADATA, RECORDS, SAMPLES, check_places
+from lightppo.urls import shown_url, shown_value
 from lightppo.user_code import split_python_spec
 from lightppo.version import __version__
 
@@ -313,7 +313,9 @@ def content_of(config: OptionSet, rows: Mapping[str, Any], ranks: Ranks) -> dict
                 marks[name] = " ".join(given)
         marks |= {name: _rows_mark(of_option) for name, of_option in rows.items()}
         c = config.checkpoint  # where one lies from the other: both may have been moved together
-        marks["save_path"] = c.save_path if is_url(c.save_path) else os.path.relpath(c.save_path, c.ckpt_path)
+        marks["save_path"] = (
+            shown_url(c.save_path) if is_url(c.save_path) else os.path.relpath(c.save_path, c.ckpt_path)
+        )
     return ranks.broadcast_object(marks)
 
 
@@ -333,12 +335,8 @@ def _digest(content: bytes) -> str:
 
 
 def public_options(config: OptionSet) -> dict[str, Any]:
-    """All options by flag name, for logs, files and checkpoints: without what a reward URL carries in its query."""
-    values = config.flat()
-    if "remote_rm_url" not in values:
-        return values
-    shown = (shown_url(url) if url.startswith(("http://", "https://")) else url for url in values["remote_rm_url"])
-    return values | {"remote_rm_url": tuple(shown)}
+    """All options by flag name, for logs, files, trackers and checkpoints: of URLs neither login nor query."""
+    return {name: shown_value(value) for name, value in config.flat().items()}
 
 
 def save_run_config(config: OptionSet, ranks: Ranks) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import sys
 import time
 import uuid
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ from typing import Any
 from lightppo.config.options import LoggingConfig
 from lightppo.errors import ConfigError
 from lightppo.trainer.metric_names import STEPS, global_steps
+from lightppo.urls import without_secrets
 
 logger = logging.getLogger(__name__)
 
@@ -181,6 +183,7 @@ def open_mlflow(config: LoggingConfig) -> tuple[Any, Any]:
 
 
 def _package(name: str) -> Any:
+    sys.argv = [without_secrets(word) for word in sys.argv]  # wandb records them
     try:
         return import_module(name)
     except ImportError as error:

@@ -188,7 +188,7 @@ def test_a_reward_server_whose_address_is_not_kept_whole(replay, copied):
     server.reply = lambda path, body, n: ok(rewards=[1.0] * len(body["query"]))
     edit_options(run, reward_fn=None, remote_rm_url=[f"{server.url}/score?…"])
     code, out = replay(run, 1)
-    assert (code, f"--remote_rm_url {server.url}/score?…: a run does not keep the part after ?" in out) == (2, True)
+    assert (code, f"--remote_rm_url {server.url}/score?…: a run keeps no login and nothing after ?" in out) == (2, True)
     code, out = replay(run, 1, "--remote_rm_url", "http://localhost:1/other?key=1")
     assert (code, f"--remote_rm_url: the run had {server.url}/score?…" in out) == (2, True)
     edit_lines(run / "run_metadata.jsonl", lambda row: row["content"].pop("reward_fn", None))
