@@ -351,7 +351,7 @@ class ReplayedPPO(Replayed):
                 lines.append(f"  {_name(rollout)}: {_numbers((new - old).exp()[0])}")
         return lines
 
-    def _end(self) -> None:
+    def _end(self, *_: Any) -> None:
         super()._end()
         self.close()
 
