@@ -220,10 +220,11 @@ class PolicyLoss(losses.PolicyLoss):
     """A :class:`lightppo.algorithms.losses.PolicyLoss` that can also be called as the seed's.
 
     In the seed's form, without a ``normalizer``, it takes ``entropy_mask`` and returns the loss of the micro batch
-    alone; :meth:`get_last_stats` then has its metrics. One epsilon by position holds for both sides.
+    alone; :meth:`get_last_stats` then has its metrics. One epsilon, by position or as ``clip_eps``, is of both sides.
     """
 
-    def __init__(self, *clip_eps: float | None, horizon: float = 1.0, **options: Any) -> None:
+    def __init__(self, *eps: float | None, horizon: float = 1.0, **options: Any) -> None:
+        clip_eps = (options.pop("clip_eps"),) if "clip_eps" in options else eps
         super().__init__(*(clip_eps * 2 if len(clip_eps) == 1 else clip_eps), **options)
         object.__setattr__(self, "horizon", horizon)  # of seq-mean-token-sum-norm, in tokens
         object.__setattr__(self, "_stats", {})
@@ -260,9 +261,13 @@ class PolicyLoss(losses.PolicyLoss):
 
 
 class ValueLoss(losses.ValueLoss):
-    """A :class:`lightppo.algorithms.losses.ValueLoss` that returns the loss alone without a ``normalizer``."""
+    """A :class:`lightppo.algorithms.losses.ValueLoss` that returns the loss alone without a ``normalizer``.
 
-    def __init__(self, *clip_eps: float | None, horizon: float = 1.0, **options: Any) -> None:
+    ``clip_eps`` is the seed's name of ``value_clip``.
+    """
+
+    def __init__(self, *eps: float | None, horizon: float = 1.0, **options: Any) -> None:
+        clip_eps = (options.pop("clip_eps"),) if "clip_eps" in options else eps
         super().__init__(*clip_eps, **options)
         object.__setattr__(self, "horizon", horizon)  # as in PolicyLoss
 
@@ -652,8 +657,8 @@ class SeedAttributes:
     def kl_ctl(self, controller: Any) -> None:
         self._kl_ctl = controller
         self.kl_state = controller if hasattr(controller, "state_dict") else _KLState(controller)
-        if "experience_maker" in vars(self):
-            self.experience_maker.kl_ctl = controller
+        if (maker := vars(self).get("experience_maker")) is not None:
+            getattr(maker, "maker", maker).kl_ctl = controller  # also inside a script's NaiveExperienceMaker
 
     @property
     def prompts_dataloader(self) -> Any:

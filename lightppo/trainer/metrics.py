@@ -347,7 +347,9 @@ def micro_batch_status(metrics: Mapping[str, Tensor], experience: Experience, sc
         metrics: shares of the metrics of the optimizer step.
         scale: ``StepPart.status_scale``.
     """
-    info = {name: experience.info[name].float() for name in SEED_INFO if name in experience.info}
+    device = experience.action_mask.device
+    known = {name: experience.info[name] for name in SEED_INFO if name in experience.info}
+    info = {name: torch.as_tensor(x, device=device).float() for name, x in known.items()}  # the seed puts numbers in
     means = {name: values.mean() for name, values in info.items()}
     if "kl" in info:  # per token, as far as lengths tell
         means["kl"] = (info["kl"] * info["response_length"]).sum() / info["response_length"].sum()

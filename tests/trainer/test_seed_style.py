@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.fakes import FakeEngine
+from support.own_methods import KL_LOSS, OwnCheckpoints, OwnFit, OwnSteps, OwnTraining
+from support.ranks import run_ranks
 from support.runs import rows
 from support.sampled import PROMPTS, sample
-from torch.utils.data import DataLoader
+from support.tiny import sums, write_jsonl
 
-from lightppo import DistributedSampler, PolicyLoss, PPOTrainer, ValueLoss, compute_approx_kl, masked_mean
+from lightppo import PolicyLoss, PPOTrainer, ValueLoss
 from lightppo.algorithms import losses
 from lightppo.algorithms.masking import LossNormalizer
 from lightppo.compat import PromptText
@@ -23,116 +24,9 @@ from lightppo.experience.experience import Experience
 
 pytestmark = pytest.mark.usefixtures("world")
 
+OWN_STEPS = Path(__file__).parent / "ranks" / "own_steps.py"
+
 SEED_ARGS = {"use_kl_loss": False, "kl_estimator": "k3", "aux_loss_coef": 0.0, "max_ckpt_num": 3, "max_ckpt_mem": 1000}
-
-
-class OwnSteps(PPOTrainer):
-    """Both halves of the training step, in the form that OpenRLHF's have."""
-
-    def training_step_actor(self, experience):
-        self.actor.train()
-        num_actions = experience.action_mask.size(1)
-        ring = self.strategy.ring_attn_group
-        log_probs, _ = self.actor(
-            experience.sequences,
-            num_actions,
-            attention_mask=experience.attention_mask,
-            return_output=True,
-            ring_attn_group=ring,
-            logps_allgather=True,
-            packed_seq_lens=None,
-        )
-        old, advantages, mask = experience.action_log_probs, experience.advantages, experience.action_mask
-        loss = actor_loss = self.actor_loss_fn(log_probs, old, advantages, action_mask=mask)
-        if self.args.use_kl_loss:
-            base = experience.base_action_log_probs
-            kl = compute_approx_kl(log_probs, base, mask, kl_estimator=self.args.kl_estimator)
-            kl_loss = masked_mean(kl, mask, dim=-1).mean()
-            experience.info["kl"] = kl_loss.item()
-            loss = actor_loss + kl_loss * self.kl_ctl.value
-        self.strategy.backward(loss, self.actor, self.actor_optim)
-        done = self.strategy.optimizer_step(self.actor_optim, self.actor, self.actor_scheduler, name="actor")
-        status = {"policy_loss": actor_loss.item()} | ({} if done is None else {"actor_norm": done.grad_norm})
-        lengths = experience.info["response_length"]
-        for name, values in experience.info.items():
-            if name == "kl":
-                status[name] = ((values * lengths).sum() / lengths.sum()).item()
-            else:
-                status[name] = values.mean().item()
-        return status
-
-    def training_step_critic(self, experience):
-        self.critic.train()
-        values, _ = self.critic(
-            experience.sequences,
-            num_actions=experience.action_mask.size(1),
-            attention_mask=experience.attention_mask,
-            return_output=True,
-            ring_attn_group=self.strategy.ring_attn_group,
-            values_allgather=True,
-            packed_seq_lens=None,
-        )
-        old, returns, mask = experience.values, experience.returns, experience.action_mask
-        loss = self.critic_loss_fn(values, old, returns, action_mask=mask)
-        self.strategy.backward(loss, self.critic, self.critic_optim)
-        done = self.strategy.optimizer_step(self.critic_optim, self.critic, self.critic_scheduler, name="critic")
-        return {"critic_loss": loss.item()} | ({} if done is None else {"critic_norm": done.grad_norm})
-
-
-class OwnTraining(PPOTrainer):
-    """The seed's passes over the buffer: each number is summed over micro batches under the names of the first."""
-
-    def ppo_train(self, global_steps=0):
-        buffer, found = self.replay_buffer, []
-        loader = DataLoader(buffer, buffer.sample_batch_size, drop_last=True, collate_fn=buffer.collate_fn)
-        for _ in range(self.max_epochs):
-            for experience in loader:
-                status = self.training_step(experience, global_steps)
-                status["kl"] *= status["response_length"]
-                status = self.strategy.all_reduce(status)
-                status["kl"] /= status["response_length"]
-                found.append(status)
-        mean = found[0]
-        for status in found[1:]:
-            for name, value in status.items():
-                mean[name] += value
-        return {name: value / len(found) for name, value in mean.items()}
-
-
-class OwnCheckpoints(PPOTrainer):
-    """The seed's checkpoints: its three arguments, and six by position for the strategy."""
-
-    def _save_checkpoint(self, args, tag, client_states):
-        limits = (args.max_ckpt_num, args.max_ckpt_mem)
-        actor, critic = os.path.join(args.ckpt_path, "_actor"), os.path.join(args.ckpt_path, "_critic")
-        self.strategy.save_ckpt(self.actor.model, actor, tag, *limits, client_states)
-        self.strategy.save_ckpt(self.critic, critic, tag, *limits)
-
-
-class OwnFit(PPOTrainer):
-    """The seed's loop over prompts."""
-
-    def fit(self, args, prompts_dataloader, pretrain_dataloader, consumed_samples=0, num_update_steps_per_episodes=1):
-        self.prompts_dataloader, self.pretrain_dataloader = prompts_dataloader, pretrain_dataloader
-        batch, updates = args.rollout_batch_size, num_update_steps_per_episodes
-        per_episode = updates * args.train_batch_size // self.max_epochs // batch // args.n_samples_per_prompt
-        steps = consumed_samples // batch + 1
-        first, consumed_samples = consumed_samples // batch // per_episode, consumed_samples % (per_episode * batch)
-        for episode in range(first, args.num_episodes):
-            assert isinstance(self.prompts_dataloader.sampler, DistributedSampler)
-            self.prompts_dataloader.sampler.set_epoch(episode, consumed_samples=consumed_samples)
-            consumed_samples = 0
-            for texts, labels in self.prompts_dataloader:
-                made = self.experience_maker.make_experience_list(texts, labels, **self.generate_kwargs)
-                for experience in made:
-                    self.replay_buffer.append(experience)
-                self.replay_buffer.normalize("advantages", self.strategy)
-                status = self.ppo_train(steps)
-                self.replay_buffer.clear()
-                self.kl_ctl.update(status["kl"], args.rollout_batch_size * args.n_samples_per_prompt)
-                states = {"consumed_samples": steps * args.rollout_batch_size}
-                self.save_logs_and_checkpoints(args, steps, None, status, states)
-                steps += 1
 
 
 def the_seeds_policy_loss(log_probs, old_log_probs, advantages, action_mask=None):
@@ -170,9 +64,6 @@ def trained(make_config, tmp_path):
     return train
 
 
-KL_LOSS = {"use_kl_loss": True, "use_kl_in_reward": False, "init_kl_coef": 0.3, "kl_estimator": "k3"}
-
-
 @pytest.mark.parametrize("options", [{}, KL_LOSS])
 def test_halves_in_the_seeds_form_have_the_trainers_gradient(trained, options):
     """Four samples in two micro batches: each counts by its share, as the seed's accumulation divides."""
@@ -180,6 +71,30 @@ def test_halves_in_the_seeds_form_have_the_trainers_gradient(trained, options):
     for model in ("actor", "critic"):
         assert own[f"train/{model}_norm"] == pytest.approx(ours[f"train/{model}_grad_norm"], rel=1e-4)
     assert own["train/critic_loss"] == pytest.approx(ours["train/critic_loss"], rel=1e-4)
+
+
+def test_one_half_in_the_seeds_form_beside_one_of_the_trainer(made, parts, tmp_path):
+    """The seed's actor half puts the KL of its pass, a number, where samples have theirs."""
+
+    class OwnActor(OwnSteps):
+        training_step_critic = PPOTrainer.training_step_critic
+
+    trainer = made(OwnActor, args=SEED_ARGS | KL_LOSS)
+    trainer.fit(trainer.args, [PROMPTS])
+    assert all({"train/actor_norm", "train/critic_grad_norm"} <= row.keys() for row in rows(tmp_path / "run"))
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_halves_in_the_seeds_form_have_the_trainers_gradient_on_two_ranks(assets, tmp_path):
+    """The last rollout has three prompts, so one rank trains on a placeholder beside its only sample."""
+    prompts = write_jsonl(tmp_path / "prompts.jsonl", sums(7))
+    run_ranks(OWN_STEPS, json.dumps(assets | {"prompt_data": prompts}), tmp_path, world_size=2)
+    own, ours = (metrics_of(tmp_path / name) for name in ("own", "ours"))
+    assert [row["rollout/samples"] for row in own] == [4, 3]
+    for mine, expected in zip(own, ours):
+        for model in ("actor", "critic"):
+            assert mine[f"train/{model}_norm"] == pytest.approx(expected[f"train/{model}_grad_norm"], rel=1e-4)
 
 
 def test_losses_in_the_seeds_form_have_the_trainers_gradient(trained):
@@ -302,6 +217,8 @@ def test_a_policy_loss_in_both_forms():
     loss_fn, plain = PolicyLoss(0.1), losses.PolicyLoss(0.1, 0.1)
     expected, metrics = plain(new, old, advantages, mask)
     assert isinstance(loss_fn, losses.PolicyLoss)
+    assert PolicyLoss(clip_eps=0.1) == loss_fn
+    assert ValueLoss(clip_eps=0.3).value_clip == 0.3
     assert torch.equal(loss_fn(new, old, advantages, action_mask=mask), expected)
     assert loss_fn.get_last_stats() == {name: value.item() for name, value in metrics.items()}
     whole, _ = loss_fn(new, old, advantages, mask, LossNormalizer(8, 4))
