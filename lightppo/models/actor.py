@@ -228,7 +228,7 @@ class Actor(PretrainedWrapper):
             output.logits = output.logits[:, places]
         return output
 
-    def _run_rows(self, ids: Tensor, segments: Tensor, positions: Tensor) -> Tensor:
+    def run_rows(self, ids: Tensor, segments: Tensor, positions: Tensor) -> Tensor:
         return self._run(ids, segments, positions).logits
 
 

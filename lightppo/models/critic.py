@@ -51,7 +51,7 @@ class SequenceRegressor(PretrainedWrapper):
         with self._offloading():
             return base(**model_inputs(base, input_ids, attention_mask, position_ids))
 
-    def _run_rows(self, ids: Tensor, segments: Tensor, positions: Tensor) -> Tensor:
+    def run_rows(self, ids: Tensor, segments: Tensor, positions: Tensor) -> Tensor:
         return self._hidden(ids, segments, positions).last_hidden_state
 
     def _score(self, hidden: Tensor) -> Tensor:

@@ -321,13 +321,18 @@ def resolve_attn_implementation(
 ) -> str | None:
     """The flag for transformers; None: it chooses. "auto" is flash_attention_2 if usable, after torch's own kernel.
 
-    Capped scores (Gemma 2) are left out by transformers' sdpa, so that "auto" is then eager.
+    Capped scores (Gemma 2) are left out by transformers' sdpa, so that "auto" is then eager. Falcon's alibi is right
+    under sdpa only.
     """
     capped = caps_scores(config)
     if name == "sdpa" and capped:
         raise ModelLoadError(
             "--attn_implementation sdpa leaves out this model's attn_logit_softcapping: leave the option out, or set "
             """--override_config '{"attn_logit_softcapping": null}' to train without it"""
+        )
+    if name == "eager" and adds_alibi_twice(config):
+        raise ModelLoadError(
+            "--attn_implementation eager adds this model's alibi twice (Falcon in transformers): leave the option out"
         )
     if name not in ("auto", "flash_attention_2") or (name == "auto" and torch_has_flash(model_class, config)):
         return None if name == "auto" else name
@@ -345,6 +350,11 @@ def resolve_attn_implementation(
             "Set --attn_implementation sdpa."
         )
     return ("eager" if capped else None) if reasons else "flash_attention_2"
+
+
+def adds_alibi_twice(config: PretrainedConfig | None) -> bool:
+    """Whether eager attention is wrong: Falcon's mask has the alibi in it, and its eager layers add it once more."""
+    return config is not None and config.model_type == "falcon" and bool(config.alibi)
 
 
 def caps_scores(config: PretrainedConfig | None) -> bool:

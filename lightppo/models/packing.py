@@ -137,6 +137,17 @@ def packing_error(model: nn.Module, reason: str) -> PackingNotSupportedError:
     )
 
 
+def why_neighbours_are_seen(model: PreTrainedModel) -> str:
+    """Of a model whose packed sequences are not as alone."""
+    attention = model.config._attn_implementation
+    reason = f"with {attention} attention a packed sequence sees its neighbour"
+    if attention != "eager":
+        return reason
+    if model._supports_sdpa:
+        return f"{reason} (--attn_implementation sdpa may pack)"
+    return f"{reason}, and {type(model).__name__} has no sdpa, which keeps sequences apart"
+
+
 def alike(a: Tensor, b: Tensor) -> bool:
     """Whether outputs are equal but for rounding; False where any is NaN."""
     difference = ((a.float() - b.float()).abs().mean() / b.float().abs().mean()).item()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding
 from transformers import PreTrainedModel
 
-from lightppo.errors import ModelLoadError, PackingNotSupportedError
+from lightppo.errors import ModelLoadError, PackingNotSupportedError, UserError
 from lightppo.models.cpu import accelerate_on_cpu
 from lightppo.models.fused import fuse
 from lightppo.models.loading import decoder_layers, disable_dropout
@@ -36,6 +37,7 @@ from lightppo.models.packing import (
     segments_as_mask,
     takes_segments,
     to_device,
+    why_neighbours_are_seen,
 )
 from lightppo.models.towers import untrainable
 
@@ -126,6 +128,8 @@ class PretrainedWrapper(nn.Module):
         """Pack from now on; why not, if the model would not do it exactly. Under ZeRO-3 on all ranks together."""
         attention = self.hf_model.config._attn_implementation
         if attention not in ("sdpa", PACKED_SDPA, "flash_attention_2"):  # eager: over all of a row, with a mask
+            if not self.hf_model._supports_sdpa:
+                return f"{type(self.hf_model).__name__} has no sdpa, and its eager attention does not keep rows apart"
             return f"it needs --attn_implementation sdpa or flash_attention_2, not {attention}"
         try:
             self._attend_packed()
@@ -169,8 +173,9 @@ class PretrainedWrapper(nn.Module):
         """Keep activations again."""
         self.hf_model.gradient_checkpointing_disable()
 
-    def _run_rows(self, ids: Tensor, segments: Tensor, positions: Tensor) -> Tensor:
-        """(1, T) token ids and positions of a packed row -> (1, T, ·), as the subclass reads them."""
+    def run_rows(self, ids: Tensor, mask: Tensor, positions: Tensor | None) -> Tensor:
+        """Logits or hidden states (B, S, ·) of all places: of a packed row (1, T), or padded ones (``positions``
+        None)."""
         raise NotImplementedError
 
     @torch.no_grad()
@@ -189,14 +194,18 @@ class PretrainedWrapper(nn.Module):
         model.eval()
         try:
             both = ids, segments_as_mask([5, 4], device=device), positions
-            alone = self._run_rows(ids[:, 5:], segments_as_mask([4], device=device), positions[:, 5:])
-            row = self._run_rows(*both)
+            alone = self.run_rows(ids[:, 5:], segments_as_mask([4], device=device), positions[:, 5:])
+            row = self.run_rows(*both)
             with only_at(parts, places):
-                partly = self._run_rows(*both)
+                partly = self.run_rows(*both)
+        except Exception as error:
+            if not is_models_own(error):
+                raise
+            raise packing_error(model, f"its code fails on a packed row: {one_line(error)}") from error
         finally:
             model.train(was_training)
         if not alike(row[:, 5:], alone):
-            raise packing_error(model, "a packed sequence sees its neighbour")
+            raise packing_error(model, why_neighbours_are_seen(model))
         self.last_layer_parts = parts if alike(partly[:, places], row[:, places]) else []
 
     def _batch(
@@ -262,6 +271,17 @@ class PretrainedWrapper(nn.Module):
             return kept.to(device, non_blocking=True)
 
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+def is_models_own(error: Exception) -> bool:
+    """Whether an error is of the model's code, not of a lack of memory or of a lost rank."""
+    others = (UserError, NotImplementedError, MemoryError, torch.OutOfMemoryError, torch.distributed.DistError)
+    return not isinstance(error, others) and "gloo/transport" not in str(error)
+
+
+def one_line(error: Exception) -> str:
+    """Its type and message, shortened."""
+    return textwrap.shorten(f"{type(error).__name__}: {error}", 200, placeholder=" …")
 
 
 @cache  # once per process and kind of attention

@@ -134,7 +134,8 @@ def slot_attention(
 
     ``query`` (B, H, L, D), ``key`` and ``value`` (B, H_kv, S, D) -> (B, L, H, D), and no weights.
     """
-    added = attention_mask is not None and attention_mask.is_floating_point()
+    # Doge's mask has a row for each head
+    added = attention_mask is not None and attention_mask.is_floating_point() and attention_mask.shape[1] == 1
     if query.shape[2] != 1 or not added or options.get("dropout") or options.get("position_bias") is not None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     rows, heads, _, width = query.shape

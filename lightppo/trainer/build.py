@@ -66,6 +66,7 @@ from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.strategy.zero3 import parameter_count
 from lightppo.trainer.evaluator import Evaluator, table
 from lightppo.trainer.preflight import check_positions, dry_run_config, preflight
+from lightppo.trainer.probes import check_decoding, check_padding
 from lightppo.trainer.rehearsal import fewer_rows, rehearse
 from lightppo.trainer.report import read_metrics, summary
 from lightppo.trainer.run_folder import claim, public_options
@@ -139,10 +140,12 @@ def build(config: PPOConfig) -> Run:
 
     actor, critic, reference = models.actor, models.critic, models.reference
     settle_packing(config, strategy, actor, critic, reference, models.teacher)
+    check_padding(by_flag(config, models), strategy, always_padded=pretrain is not None)
     if reference_is_actor(config):
         reference = AdaptersOff(actor)
     source, judge = rewards or build_rewards(config, models.reward_models, tokenizer, strategy)
     engine = build_rollout_engine(config, strategy, actor, tokenizer)
+    check_decoding(engine, actor, strategy)
     evaluator = None
     if eval_prompts is not None:
         evaluator = build_evaluator(config, engine, judge, eval_prompts, strategy)
@@ -287,6 +290,13 @@ def build_models(
         ema = prepare(Actor(stage_to_local(m.pretrain), ds_config=ema_ds, **own(m.pretrain)))
     teacher = build_teacher(config, strategy, policy | shared)
     return Models(actor, critic, reference, reward_models, ema, None if teacher is None else ready(teacher))
+
+
+def by_flag(config: PPOConfig, models: Models) -> dict[str, Any]:
+    """The models that score or train, by what names them."""
+    named = {"--pretrain": models.actor, "--critic_pretrain": models.critic, "--ref_pretrain": models.reference}
+    named |= {f"--reward_pretrain {path}": x for path, x in zip(config.model.reward_pretrain, models.reward_models)}
+    return named | {"--teacher_pretrain": models.teacher}
 
 
 def build_teacher(config: PPOConfig, strategy: DeepspeedStrategy, options: dict[str, Any]) -> Actor | None:

@@ -33,6 +33,7 @@ from lightppo.trainer.checkpointing import RunCheckpointer, TrainerState
 from lightppo.trainer.ending import SkippedSteps, check_trained, is_saved, stop_together
 from lightppo.trainer.objectives import OBJECTIVES, Batch, Objective, shared_rows
 from lightppo.trainer.preflight import NOTHING_KEPT
+from lightppo.trainer.probes import check_padding
 from lightppo.trainer.recorder import Recorder
 from lightppo.trainer.rehearsal import after_step, fewer_rows, rehearse
 from lightppo.trainer.report import summary
@@ -413,6 +414,7 @@ def build(config: SupervisedConfig, trainer: type[SupervisedTrainer] = Supervise
         strategy.print("note: batches are padded: all rows have about the same length")
     else:
         building.settle_packing(config, strategy, *models)
+    check_padding(dict(zip(("--pretrain", "--ref_pretrain"), models)), strategy)
     objective.begin(prepared[0], filter(None, (rows, held_out)))
     evaluator = held_out and HeldOut(objective, prepared[0], held_out, size)
     made = trainer.of_parts(objective, *prepared, loader, config=config, tokenizer=tokenizer, evaluator=evaluator)

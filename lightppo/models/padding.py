@@ -1,0 +1,100 @@
+"""Whether a padded batch gives what its rows give alone: tried with two tiny rows.
+
+Not all of transformers' models do. Recurrent ones may run over the padding (RecurrentGemma), and experts may be chosen
+by the place in the batch (Doge).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lightppo.models.loading import caps_scores
+from lightppo.models.packing import alike
+from lightppo.models.wrapper import PretrainedWrapper, is_models_own, one_line
+
+LONG, SHORT, RIGHT = 20, 4, 3  # tokens of the two rows, and the padding behind the short one
+
+
+@torch.no_grad()
+def padding_problem(wrapper: PretrainedWrapper, device: torch.device) -> str | None:
+    """What is wrong with a padded batch of two rows; None: each is as alone. Under ZeRO-3 on all ranks together."""
+    long, short = tiny_rows(wrapper.hf_model, device)
+    end = long.shape[1] - RIGHT
+    real = slice(end - SHORT, end)
+    padded = torch.full_like(long, pad_id(wrapper.hf_model))
+    padded[:, real] = short
+    ids = torch.cat([long, padded])  # (2, LONG)
+    mask = torch.ones_like(ids)
+    mask[1, : real.start] = mask[1, real.stop :] = 0
+    try:
+        with evaluating(wrapper.hf_model):
+            together = wrapper.run_rows(ids, mask, None)
+            alone = [wrapper.run_rows(row, torch.ones_like(row), None) for row in (long, short)]
+    except Exception as error:
+        if not is_models_own(error):
+            raise
+        return f"its code fails on a padded batch: {one_line(error)}"
+    found = [together[:1], together[1:, real]]
+    if all(alike(a, b) or not b.isfinite().all() for a, b in zip(found, alone)):  # broken weights show elsewhere
+        return None
+    return f"{distance(wrapper, found, alone)} between a padded batch and its rows alone"
+
+
+def other_attentions(model: PreTrainedModel) -> list[str]:
+    """Values of ``--attn_implementation`` that run on any device, beside the present one."""
+    if not model._can_set_attn_implementation():
+        return []
+    names = ["eager"] + ["sdpa"] * (model._supports_sdpa and not caps_scores(model.config))
+    return [name for name in names if name != model.config._attn_implementation]
+
+
+@contextmanager
+def attending(model: PreTrainedModel, name: str) -> Iterator[None]:
+    """Another attention for a while."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation(name)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+@contextmanager
+def evaluating(model: PreTrainedModel) -> Iterator[None]:
+    """Without dropout and compiled layers, which would be compiled again for each tiny shape."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        model.train(was_training)
+
+
+def tiny_rows(model: PreTrainedModel, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(1, LONG) and (1, SHORT) token ids; the first is shorter if the model has fewer positions."""
+    text = model.config.get_text_config()
+    length = min(LONG, getattr(text, "max_position_embeddings", None) or LONG)
+    vocabulary, places = text.vocab_size, torch.arange(length, device=device)[None]
+    return (7 * places + 3) % vocabulary, (5 * places[:, :SHORT] + 2) % vocabulary
+
+
+def pad_id(model: PreTrainedModel) -> int:
+    """The pad token if the config names one, else id 0."""
+    found = getattr(model.config.get_text_config(), "pad_token_id", None)
+    return found if isinstance(found, int) and found >= 0 else 0
+
+
+def distance(wrapper: PretrainedWrapper, found: list[Tensor], expected: list[Tensor]) -> str:
+    """How far outputs are apart: a causal LM's in nats, others in parts of their size."""
+    pairs = [(a.float(), b.float()) for a, b in zip(found, expected)]
+    if wrapper.hf_model.can_generate():
+        nats = max((a.log_softmax(-1) - b.log_softmax(-1)).abs().max().item() for a, b in pairs)
+        return f"log probs differ by up to {nats:.2g} nats"
+    share = max(((a - b).abs().mean() / b.abs().mean()).item() for a, b in pairs)
+    return f"hidden states differ by {100 * share:.2g}%"
