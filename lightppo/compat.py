@@ -724,6 +724,9 @@ class SeedAttributes:
         for model in (self.actor, self.critic) if self._overrides(*methods) else ():
             if model is not None:
                 accept_seed_calls(model)
+        if self.aux_loss and self._overrides("training_step_actor"):  # the seed reads output.aux_loss
+            self.actor.check_router()
+            give_router_loss(self.actor)
 
     def _script_args(self) -> Any:
         """The namespace for overrides that read options from ``args``, where ``fit`` gets none."""
@@ -820,6 +823,17 @@ def _without_ring(module: nn.Module, values: tuple, named: dict[str, Any]) -> tu
     if named.get("ring_attn_group") is not None:
         raise ConfigError("ring_attn_group: sequences are not split over ranks here; leave it out")
     return values, {name: value for name, value in named.items() if name not in _RING}
+
+
+def give_router_loss(actor: actors.Actor) -> None:
+    """A pass with ``return_output`` also gives ``output.aux_loss`` from now on."""
+
+    def switch(on: bool) -> None:
+        actor.hf_model.config.output_router_logits = on
+
+    before = actor.hf_model.config.output_router_logits
+    actor.register_forward_pre_hook(lambda _, values, named: switch(bool(named.get("return_output"))), with_kwargs=True)
+    actor.register_forward_hook(lambda *_: switch(before), always_call=True)
 
 
 _RING = ("ring_attn_group", "logps_allgather", "values_allgather")

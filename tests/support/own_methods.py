@@ -18,7 +18,7 @@ class OwnSteps(PPOTrainer):
         self.actor.train()
         num_actions = experience.action_mask.size(1)
         ring = self.strategy.ring_attn_group
-        log_probs, _ = self.actor(
+        log_probs, output = self.actor(
             experience.sequences,
             num_actions,
             attention_mask=experience.attention_mask,
@@ -35,6 +35,8 @@ class OwnSteps(PPOTrainer):
             kl_loss = masked_mean(kl, mask, dim=-1).mean()
             experience.info["kl"] = kl_loss.item()
             loss = actor_loss + kl_loss * self.kl_ctl.value
+        if self.aux_loss:
+            loss = loss + output.aux_loss * self.args.aux_loss_coef
         self.strategy.backward(loss, self.actor, self.actor_optim)
         done = self.strategy.optimizer_step(self.actor_optim, self.actor, self.actor_scheduler, name="actor")
         status = {"policy_loss": actor_loss.item()} | ({} if done is None else {"actor_norm": done.grad_norm})

@@ -13,7 +13,7 @@ from support.own_methods import KL_LOSS, OwnCheckpoints, OwnFit, OwnSteps, OwnTr
 from support.ranks import run_ranks
 from support.runs import rows
 from support.sampled import PROMPTS, sample
-from support.tiny import sums, write_jsonl
+from support.tiny import save_tokenizer, sums, write_jsonl
 
 from lightppo import PolicyLoss, PPOTrainer, ValueLoss
 from lightppo.algorithms import losses
@@ -82,6 +82,27 @@ def test_one_half_in_the_seeds_form_beside_one_of_the_trainer(made, parts, tmp_p
     trainer = made(OwnActor, args=SEED_ARGS | KL_LOSS)
     trainer.fit(trainer.args, [PROMPTS])
     assert all({"train/actor_norm", "train/critic_grad_norm"} <= row.keys() for row in rows(tmp_path / "run"))
+
+
+@pytest.mark.long
+def test_a_half_in_the_seeds_form_reads_the_load_balancing_loss(trained, tmp_path):
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    class OwnActor(OwnSteps):
+        training_step_critic = PPOTrainer.training_step_critic
+
+    folder = tmp_path / "experts"
+    tokenizer = save_tokenizer(folder)
+    shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = MixtralConfig(
+        vocab_size=len(tokenizer), **shape, num_key_value_heads=2, pad_token_id=tokenizer.pad_token_id
+    )
+    MixtralForCausalLM(config).save_pretrained(folder)
+    options = {"pretrain": str(folder), "aux_loss_coef": 0.5}
+    own, ours = trained(OwnActor, **options), trained(PPOTrainer, **options)
+    assert own["train/actor_norm"] == pytest.approx(ours["train/actor_grad_norm"], rel=1e-4)
+    without = trained(OwnActor, **options | {"aux_loss_coef": 0.0})
+    assert own["train/actor_norm"] != pytest.approx(without["train/actor_norm"], rel=1e-3)
 
 
 @pytest.mark.slow
