@@ -355,7 +355,9 @@ class VerifierConfig(Section):
         needs="function",
     )
     reward_workers: int | None = judged(None, "Threads or processes. None: 16 threads, a process per core.", ge=1)
-    reward_timeout: float | None = judged(None, "Limit of a call, or a comparison (None: 5).", "seconds", gt=0)
+    reward_timeout: float | None = judged(
+        None, "Limit of a call, or a comparison's CPU time (None: 5).", "seconds", gt=0
+    )
     reward_retries: int = judged(0, "Further tries of a call that failed.", ge=0)
     on_reward_failure: Literal["error", "unscored"] | None = safe(
         None,

@@ -28,7 +28,10 @@ from lightppo.rewards.source import (
 
 _LIBRARY = "math_verify"
 _MEMORY_MB = 2048
-_TIMEOUT = 5.0  # seconds; comparisons that end at all take milliseconds
+_TIMEOUT = 5.0  # seconds of processor time; comparisons that end at all take milliseconds
+_CLOCK = (
+    20  # times as many seconds on the wall clock: a busy machine does not reach them, a comparison that sleeps does
+)
 
 
 @dataclass(eq=False)
@@ -41,7 +44,7 @@ class MathReward:
 
     minimum: ClassVar[float] = 0.0
 
-    reward_timeout: float | None = None  # wall-clock seconds per comparison; None: 5
+    reward_timeout: float | None = None  # seconds of processor time per comparison; None: 5
     reward_workers: int | None = None  # processes for comparisons by the library; None: one per core of this rank
     on_reward_failure: OnFailure = "unscored"
     reward_retries: int = 0  # they help only if the machine is short of memory or time
@@ -52,8 +55,9 @@ class MathReward:
         check_failure_options(self.on_reward_failure, self.reward_retries, self.reward_timeout)
         if importlib.util.find_spec(_LIBRARY) is None:
             raise ValueError("rewards for mathematics need math-verify: pip install 'lightppo[math]'")
-        timeout = _TIMEOUT if self.reward_timeout is None else self.reward_timeout
-        options = {"workers": self.reward_workers, "timeout": timeout, "memory_mb": _MEMORY_MB}
+        seconds = _TIMEOUT if self.reward_timeout is None else self.reward_timeout
+        limits = {"cpu_seconds": seconds, "timeout": _CLOCK * seconds, "memory_mb": _MEMORY_MB}
+        options = limits | {"workers": self.reward_workers}
         self._pool = KillablePool(f"{__name__}:equal_by_library", **options, preload=(_LIBRARY,), quiet=True)
 
     def score(self, rollouts: list[Rollout]) -> RewardOutput:

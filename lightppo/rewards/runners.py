@@ -236,6 +236,8 @@ class LoopRunner:
 class KillablePool:
     """Calls one function in worker processes, with limits on wall-clock time and memory that no function can evade.
 
+    A limit on processor time is for functions that we trust not to turn off ``signal.ITIMER_PROF``.
+
     The pool is pebble's. We add what a trainer needs: a worker imports only what the target needs and never runs the
     script again, is killed together with the processes it started, and dies with this process, however that ends; a
     broken pool is replaced. This is not a sandbox: workers have this process's rights.
@@ -245,6 +247,8 @@ class KillablePool:
     _: KW_ONLY
     workers: int | None = None  # calls at a time; None: one per core of this rank
     timeout: float  # wall-clock seconds per call, from when a loaded worker gets it
+    # Seconds of processor time per call; None: no limit. Unlike the wall clock, a busy machine does not reach it.
+    cpu_seconds: float | None = None
     memory_mb: int | None = None  # a worker with more MiB of resident memory is killed; checked every 0.1 s
     preload: Sequence[str] = ()  # modules that a worker imports before its first call, outside the time limit
     quiet: bool = False  # discard what workers print
@@ -257,6 +261,8 @@ class KillablePool:
         if self.workers < 1 or not self.timeout > 0:
             got = f"got {self.workers} and {self.timeout}"
             raise ValueError(f"--reward_workers must be ≥ 1 and --reward_timeout > 0, {got}")
+        if self.cpu_seconds is not None and not self.cpu_seconds > 0:
+            raise ValueError(f"--reward_timeout must be > 0, got {self.cpu_seconds}")
         self._lock = threading.Lock()
         self._running: list[_RunningPool] = []  # at most one
         self._closer = weakref.finalize(self, _end_all, self._running, os.getpid())
@@ -296,7 +302,7 @@ class KillablePool:
             if not self._closer.alive:
                 raise RewardError("the pool of worker processes is closed")
             if not self._running:
-                setup = (self.target, tuple(self.preload), self.quiet)
+                setup = (self.target, tuple(self.preload), self.quiet, self.cpu_seconds)
                 self._running.append(_RunningPool(self.workers, self.memory_mb, setup))
             return self._running[0]
 
@@ -313,6 +319,7 @@ class _RunningPool(SpawnContext):
     def __init__(self, n_workers: int, memory_mb: int | None, setup: tuple[Any, ...]) -> None:
         super().__init__()
         self._memory_mb = memory_mb
+        *_, self._cpu_seconds = setup
         self._workers: deque[_Worker] = deque(maxlen=256)
         self._pool = ProcessPool(n_workers, initializer=_load, initargs=setup, context=self)
         self._started, self._ended = threading.Event(), threading.Event()
@@ -343,13 +350,18 @@ class _RunningPool(SpawnContext):
             except TimeoutError:
                 yield _late(timeout)
             except ProcessExpired as error:
-                ends = (worker.end for worker in self._workers if worker.pid == error.pid)
-                yield Outcome(error=next(ends, "the worker process died"))
+                yield self._died(error.pid)
             else:
                 if "unloadable" in answer:
                     raise WorkerStartError(answer["unloadable"])
                 trace = RewardError(f"in a worker process:\n{answer['trace']}") if "trace" in answer else None
                 yield Outcome(answer.get("value"), answer.get("error"), cause=trace)
+
+    def _died(self, pid: int) -> Outcome:
+        worker = next((worker for worker in self._workers if worker.pid == pid), None)
+        if worker is not None and worker.exitcode == -signal.SIGPROF and self._cpu_seconds is not None:
+            return Outcome(error=f"no answer within {self._cpu_seconds:g} s of processor time", timeouts=1)
+        return Outcome(error="the worker process died" if worker is None else worker.end)
 
     def last_end(self) -> str:
         return next((worker.end for worker in reversed(self._workers) if worker.end), "no process could be started")
@@ -430,11 +442,13 @@ _data_for_process, spawn.get_preparation_data = spawn.get_preparation_data, _dat
 # --- inside a worker
 
 _loaded: Callable[..., Any] | str = ""  # the target, or why it could not be loaded
+_cpu_seconds: float | None = None  # of each call
 
 
-def _load(target: str, preload: Sequence[str], quiet: bool) -> None:
+def _load(target: str, preload: Sequence[str], quiet: bool, cpu_seconds: float | None) -> None:
     """Prepares a worker process and loads its target."""
-    global _loaded
+    global _loaded, _cpu_seconds
+    _cpu_seconds = cpu_seconds
     for name in _WATCHED:
         setattr(signal, name, getattr(signal, name).__wrapped__)
     os.setsid()  # a Ctrl-C is the trainer's, and a kill reaches the worker's children
@@ -472,6 +486,8 @@ def _answer(payload: bytes) -> str:
     """One call in a worker. It answers in JSON, so that the trainer never unpickles what a function returns."""
     if isinstance(_loaded, str):
         return json.dumps({"unloadable": _loaded})
+    if _cpu_seconds is not None:
+        signal.setitimer(signal.ITIMER_PROF, _cpu_seconds)  # the kernel ends the process, in the midst of C code too
     try:
         args, kwargs = pickle.loads(payload)
         answer = json.dumps({"value": _awaited(_loaded(*args, **kwargs))}, default=_plain)
@@ -481,6 +497,9 @@ def _answer(payload: bytes) -> str:
     except BaseException as error:  # SystemExit too: a function that exits has no answer
         trace = "".join(traceback.format_exception(error))[-_MAX_TRACE:]  # for --debug; no exception leaves a worker
         return json.dumps({"error": error_text(error), "trace": trace})
+    finally:
+        if _cpu_seconds is not None:
+            signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 def _plain(value: Any) -> Any:

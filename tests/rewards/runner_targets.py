@@ -48,7 +48,13 @@ def _terminated(value: float) -> float:
     return value
 
 
+def _nap(value: float) -> float:
+    time.sleep(value)
+    return value
+
+
 BEHAVIOURS = {
+    "nap": _nap,
     "terminated": _terminated,
     "ok": lambda value: value,
     "numpy": lambda value: {"score": np.float32(value), "all": np.arange(3)},

@@ -1,11 +1,13 @@
 import importlib.util
 import json
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from lightppo.data.records import Rollout
@@ -293,6 +295,23 @@ def test_labels_must_be_there(source: Any, make_rollout: Make) -> None:
         source.score([make_rollout(0, label="1"), make_rollout(1, "no answer", label=None)])
     with pytest.raises(RewardError, match=r"math: sample 0 .*label"):
         source.score([make_rollout(0, label={"answer": 1})])
+
+
+@pytest.mark.long
+def test_a_machine_without_time_for_it_does_not_end_a_comparison(make_rollout: Make) -> None:
+    """A worker that is stopped for longer than the limit, as a loaded machine may do, still answers."""
+    source, others = MathReward(reward_workers=1, reward_timeout=2), set(psutil.Process().children())
+    source.score([make_rollout(0, r"\boxed{x+x}", label="2x")])  # the worker is loaded
+    new = set(psutil.Process().children()) - others
+    (worker,) = (process for process in new if "spawn_main" in " ".join(process.cmdline()))
+    worker.suspend()
+    timer = threading.Timer(3, worker.resume)
+    timer.start()
+    output = source.score([make_rollout(0, r"\boxed{(x+1)^2}", label="x^2+2x+1")])
+    timer.join()
+    assert output.scores == [1.0]
+    assert output.metrics["timeouts"] == [0.0]
+    source.close()
 
 
 ENDLESS = r"\boxed{10^{10^{10}}}"

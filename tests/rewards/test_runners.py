@@ -457,6 +457,18 @@ def test_what_exceeds_the_limit_is_killed() -> None:
         assert pool.run([Call(("pid",))])[0].value in workers() - before - others  # the dead ones were replaced
 
 
+def test_processor_time_is_no_time_of_waiting() -> None:
+    """A call that has no processor, as on a busy machine, is not late; one that computes for ever is."""
+    with closing(KillablePool(f"{TARGETS}:behave", workers=2, timeout=60.0, cpu_seconds=0.3)) as pool:
+        outcomes = pool.run([Call((how, 0.9)) for how in ["nap", "loop", "hold_the_lock", "ok", "exit"]])
+        late = "no answer within 0.3 s of processor time"
+        reasons = [None, late, late, None, "the worker process died (exit code 3)"]
+        assert [(outcome.error, outcome.timeouts) for outcome in outcomes] == [(r, int(r == late)) for r in reasons]
+        assert [outcome.value for outcome in pool.run([Call(("nap", 0.0))] * 30)] == [0.0] * 30  # each has a new limit
+    with pytest.raises(ValueError, match="--reward_timeout must be > 0"):
+        KillablePool("operator:mul", timeout=1.0, cpu_seconds=0.0)
+
+
 @pytest.mark.parametrize(
     ("how", "reason"),
     [
