@@ -271,11 +271,11 @@ POLICY_LOSSES: Table[PolicyLossEntry] = Table(
             f"{_LOSSES}:ppo_policy_loss",
             options=(
                 Option(
-                    "dual_clip", float | None, None, "where A < 0, the loss is at most -this·A. None: off; 3 is usual.",
+                    "dual_clip", float | None, None, "for A < 0, limit the loss to -this·A. None: off; 3 is usual.",
                     gt=1,
                 ),
             ),
-            metrics={"dual_clip_ratio": "share of trained tokens where --dual_clip bounds the loss"},
+            metrics={"dual_clip_ratio": "share of trained tokens whose loss --dual_clip limits"},
         ),
         "gspo": PolicyLossEntry(
             f"{_LOSSES}:gspo_policy_loss", eps_clip=(3e-4, 4e-4), loss_agg_mode="seq-mean-token-mean"
@@ -283,7 +283,7 @@ POLICY_LOSSES: Table[PolicyLossEntry] = Table(
         "cispo": PolicyLossEntry(
             f"{_LOSSES}:cispo_policy_loss",
             eps_clip=(1.0, 4.0),
-            metrics={"weight_clip_ratio": "share of trained tokens whose importance weight cispo cuts"},
+            metrics={"weight_clip_ratio": "share of trained tokens whose importance weight cispo clips"},
         ),
         "gmpo": PolicyLossEntry(
             f"{_LOSSES}:gmpo_policy_loss", eps_clip=(0.4, 0.4), loss_agg_mode="seq-mean-token-mean"
@@ -293,8 +293,8 @@ POLICY_LOSSES: Table[PolicyLossEntry] = Table(
             eps_clip=None,
             loss_agg_mode="seq-mean-token-mean",
             options=(
-                Option("sapo_tau_pos", float, 1.0, "temperature where A > 0.", gt=0),
-                Option("sapo_tau_neg", float, 1.05, "temperature elsewhere.", gt=0),
+                Option("sapo_tau_pos", float, 1.0, "temperature for A > 0.", gt=0),
+                Option("sapo_tau_neg", float, 1.05, "temperature for A ≤ 0.", gt=0),
             ),
             metrics={"sapo_gate": "mean share of the gradient that sapo's gate lets through"},
         ),
@@ -303,8 +303,8 @@ POLICY_LOSSES: Table[PolicyLossEntry] = Table(
             eps_clip=(1.0, 1.0),
             options=(
                 Option("clip_cov_ratio", float, 2e-4, "share of tokens without gradient.", gt=0, le=1),
-                Option("clip_cov_low", float, 1.0, "only tokens of a covariance above this.", below="clip_cov_high"),
-                Option("clip_cov_high", float, 5.0, "only tokens of a covariance below this."),
+                Option("clip_cov_low", float, 1.0, "lower bound of these tokens' covariance.", below="clip_cov_high"),
+                Option("clip_cov_high", float, 5.0, "upper bound of these tokens' covariance."),
             ),
             selection=f"{_SELECTION}:select_clip_cov",
             metrics=_SELECTED,
@@ -314,10 +314,10 @@ POLICY_LOSSES: Table[PolicyLossEntry] = Table(
             eps_clip=None,
             options=(
                 Option(
-                    "kl_cov_ratio", float, 2e-3, "share of tokens, highest covariance first, with a KL penalty.",
+                    "kl_cov_ratio", float, 2e-3, "share of tokens with a KL penalty, highest covariance first.",
                     gt=0, le=1,
                 ),
-                Option("kl_cov_coef", float, 1.0, "weight of that penalty.", ge=0),
+                Option("kl_cov_coef", float, 1.0, "weight of the KL penalty.", ge=0),
             ),
             selection=f"{_SELECTION}:select_kl_cov",
             metrics=_SELECTED,
@@ -362,7 +362,7 @@ CORRECTIONS: Table[CorrectionEntry] = Table(
 )
 
 _LEVELS = {"token": "of_tokens", "seq_sum": "of_sums", "seq_mean": "of_means", "seq_max": "of_worst_tokens"}
-_REJECTED = {"rejected_ratio": "share of trained tokens that a --rollout_rejection judged in training leaves out"}
+_REJECTED = {"rejected_ratio": "share of trained tokens that --rollout_rejection leaves out during training"}
 
 REJECTIONS: Table[RejectionEntry] = Table(
     "--rollout_rejection",
@@ -430,7 +430,7 @@ PREFERENCE_LOSSES: Table[PreferenceLossEntry] = Table(
             f"{_PREFERENCES}:dpo_loss",
             options=(
                 Option(
-                    "label_smoothing", float, 0.0, "share of pairs taken to be exchanged; above 0 it is cDPO.",
+                    "label_smoothing", float, 0.0, "assumed share of pairs with swapped answers; above 0: cDPO.",
                     ge=0, lt=0.5,
                 ),
             ),

@@ -26,7 +26,9 @@ class FileConfig(Section, resume_safe=True):
     """Options from a file."""
 
     config: str | None = option(
-        None, "YAML file with options; flags win over it. Its own `config` names a file beside it, over which it wins."
+        None,
+        "YAML file with options; flags override it. Its own `config` names another file in its folder, which it "
+        "overrides.",
     )
 
 
@@ -34,30 +36,37 @@ class ModelConfig(Section):
     """Models: where they come from and how they are loaded."""
 
     pretrain: str | None = option(None, "Actor: local path, hub name or fsspec URL of a causal LM.", required=True)
-    ref_pretrain: str | None = kl(None, "Reference model. None: the actor's own start.")
-    critic_pretrain: str | None = critic(None, "Critic. None: the first --reward_pretrain, else --pretrain.")
-    init_critic_from_actor: bool = critic(False, "Start the critic from --pretrain, also beside a reward model.")
-    reward_pretrain: tuple[str, ...] = option((), "Reward models. Several are combined by --reward_fn path.py:name.")
-    value_head_prefix: str = option("score", "Name of the value head in critic and reward checkpoints.")
-    init_from_scratch: bool = option(False, "Random weights from the model's config instead of its checkpoint.")
-    override_config: str | None = option(
-        None, 'JSON over the config of all but reward models: {"rope_theta": 1e6}. Its dropout acts in training passes.'
+    ref_pretrain: str | None = kl(None, "Reference model. None: the initial actor.")
+    critic_pretrain: str | None = critic(
+        None, "Critic. None: the first --reward_pretrain, or --pretrain if there is none."
     )
-    external_lib: str | None = option(None, "Module imported before the models, e.g. to register an architecture.")
+    init_critic_from_actor: bool = critic(False, "Start the critic from --pretrain, even with a reward model.")
+    reward_pretrain: tuple[str, ...] = option((), "Reward models. --reward_fn path.py:name combines several.")
+    value_head_prefix: str = option("score", "Name of the value head in critic and reward checkpoints.")
+    init_from_scratch: bool = option(False, "Use random weights with the model's config instead of its checkpoint.")
+    override_config: str | None = option(
+        None,
+        'JSON that changes the config of all but reward models: {"rope_theta": 1e6}. Dropout set here acts in '
+        "training.",
+    )
+    external_lib: str | None = option(None, "Module to import before the models, e.g. to register an architecture.")
     trust_remote_code: bool = option(False, "Run Python code that comes with a checkpoint.")
     tokenizer_path: str | None = option(None, "Tokenizer: local path, hub name or fsspec URL. None: --pretrain's.")
-    disable_fast_tokenizer: bool = option(False, "Tokenizer in Python, not Rust; an error where transformers has none.")
+    disable_fast_tokenizer: bool = option(
+        False, "Use the Python tokenizer instead of the Rust one. Fails if transformers has none."
+    )
     bf16: bool = option(
-        False, "bfloat16 with an fp32 master copy; without it fp32.", needs="zero_stage!=0 and critic_zero_stage!=0"
+        False, "Train in bfloat16 with an fp32 master copy. Off: fp32.", needs="zero_stage!=0 and critic_zero_stage!=0"
     )
     fp16: bool = option(
         False,
-        "GPU: float16 with an fp32 master copy and a loss scale that follows overflows; nearer to the rollout engine.",
+        "GPU only: float16 with an fp32 master copy and dynamic loss scaling. Closer to the rollout engine than bf16.",
         needs="zero_stage!=0 and critic_zero_stage!=0",
     )
     attn_implementation: Literal["auto", "eager", "sdpa", "flash_attention_2"] = option(
         "auto",
-        "auto: sdpa; before torch 2.11 flash_attention_2, on a GPU in 16 bits with flash-attn. Gemma 2: that or eager.",
+        "Attention kernel. auto: sdpa; before torch 2.11 flash_attention_2 if usable (GPU, 16 bits, flash-attn). "
+        "Gemma 2: flash_attention_2 or eager.",
         off=("flash_attention_2",),
     )
     flash_attn: bool = option(False, "The same as --attn_implementation flash_attention_2.")
@@ -65,69 +74,76 @@ class ModelConfig(Section):
         False, "Recompute activations in the backward pass: less memory, more time.", resume_safe=True
     )
     gradient_checkpointing_use_reentrant: bool = safe(
-        False, "torch's reentrant form.", needs="gradient_checkpointing or critic_gradient_checkpointing"
+        False, "Use torch's reentrant checkpointing.", needs="gradient_checkpointing or critic_gradient_checkpointing"
     )
-    activation_offload: bool = safe(False, "GPU: activations wait in CPU memory; less GPU memory, more time.")
+    activation_offload: bool = safe(False, "GPU only: keep activations in CPU memory. Less GPU memory, more time.")
     torch_compile: bool = safe(
         False,
-        "Compile the layers of actor, critic and reference: minutes at the start, less time per step on a GPU.",
+        "Compile the layers of actor, critic and reference: minutes at the start, faster steps on a GPU.",
         needs="zero_stage!=3 and critic_zero_stage!=3 and ref_zero_stage!=3",
     )
-    use_liger_kernel: bool = safe(False, "GPU: liger-kernel's norms, rotary embeddings and MLPs.")
+    use_liger_kernel: bool = safe(False, "GPU only: use liger-kernel's norms, rotary embeddings and MLPs.")
 
 
 lora = partial(option, needs="lora_rank>0")
 
 
 class AdapterConfig(Section):
-    """LoRA: small trained matrices beside frozen weights (arXiv:2106.09685); docs/lora.md."""
+    """LoRA: small trained matrices next to frozen weights (arXiv:2106.09685); docs/lora.md."""
 
-    lora_rank: int = option(0, "Rank of the adapters of actor and critic; 0: all weights are trained.", ge=0)
-    lora_alpha: float | None = lora(None, "Adapters are scaled by this / --lora_rank. None: 16.", gt=0, off=(16,))
+    lora_rank: int = option(0, "LoRA rank for actor and critic. 0: train all weights.", ge=0)
+    lora_alpha: float | None = lora(None, "Scale the adapters by this / --lora_rank. None: 16.", gt=0, off=(16,))
     lora_dropout: float | None = lora(
         None, "Dropout before the adapters, in training only. None: 0.", ge=0, lt=1, off=(0,)
     )
-    load_in_4bit: bool = lora(False, "QLoRA: hold the frozen weights in 4 bits (NF4), by bitsandbytes.")
+    load_in_4bit: bool = lora(False, "QLoRA: keep the frozen weights in 4 bits (NF4, bitsandbytes).")
     target_modules: tuple[str, ...] = lora(
-        (), "Adapted layers, by the end of their names. None, or all-linear: all but the head.", off=(("all-linear",),)
+        (),
+        "Layers with adapters, by the end of their names. None or all-linear: all linear layers but the head.",
+        off=(("all-linear",),),
     )
 
 
 class DataConfig(Section):
     """Data: prompts, evaluation prompts and pretraining text."""
 
-    prompt_data: str | None = option(None, "Prompts: file, folder, hub name or URL; several by commas.", required=True)
+    prompt_data: str | None = option(
+        None, "Prompts: file, folder, hub name or URL; separate several with commas.", required=True
+    )
     prompt_data_probs: str | None = option(None, "Sampling probabilities of several --prompt_data, e.g. 0.7,0.3.")
     prompt_split: str = option("train", "Split of --prompt_data.")
     prompt_metadata: str | None = option(
-        None, "File with more columns of all prompts, held-out ones too, joined by query_id or id: AReaL's code tests."
+        None,
+        "File with extra columns for all prompts, also for evaluation, joined by query_id or id: AReaL's code tests.",
     )
-    eval_data: str | None = safe(None, "Held-out prompts. Without it there is no evaluation.")
-    eval_split: str = safe("test", "Split of --eval_data; files without splits have only one.")
+    eval_data: str | None = safe(None, "Held-out prompts. None: no evaluation.")
+    eval_split: str = safe("test", "Split of --eval_data. Files without splits have only one.")
     pretrain_data: str | None = option(None, "Text for the PTX loss.", needs="ptx_coef>0")
     pretrain_data_probs: str | None = option(
-        None, "Their sampling probabilities, if several.", needs="pretrain_data", off=("1.0", "1")
+        None, "Sampling probabilities of several --pretrain_data.", needs="pretrain_data", off=("1.0", "1")
     )
     pretrain_split: str = option("train", "Split of --pretrain_data.", needs="pretrain_data")
     input_key: str = option("input", "Column with the prompt: text, or a list of chat messages.")
-    label_key: str | None = option(None, "Column with the ground truth. None: recognised from the row's form.")
+    label_key: str | None = option(None, "Column with the ground truth. None: detected from the row.")
     output_key: str | None = option(
-        None, "Column with the answer in --pretrain_data; None: --input_key is all text.", needs="pretrain_data"
+        None,
+        "Column with the answer in --pretrain_data. None: --input_key holds the whole text.",
+        needs="pretrain_data",
     )
-    input_template: str | None = option(None, "Text around the prompt, with {} in its place.")
+    input_template: str | None = option(None, "Text around the prompt; {} stands for the prompt.")
     apply_chat_template: bool = option(False, "Render prompts with the tokenizer's chat template.")
-    system_prompt: str | None = option(None, "System message put before chats that have none.")
+    system_prompt: str | None = option(None, "System message added to chats that have none.")
     data_source_key: str = option("data_source", "Column that names a row's data source, for evaluation and rewards.")
-    data_shuffle: bool = option(True, "Draw prompts in another order in each episode; off: in the data's order.")
-    max_samples: int = option(1000000, "Rows taken from --prompt_data.", "prompts", ge=1)
-    eval_max_samples: int = safe(1000000, "Rows taken from --eval_data.", "prompts", ge=1)
-    prompt_max_len: int = option(1024, "Longest prompt.", "tokens", ge=1)
+    data_shuffle: bool = option(True, "Shuffle the prompts anew in each episode. Off: in the data's order.")
+    max_samples: int = option(1000000, "Maximum number of rows taken from --prompt_data.", "prompts", ge=1)
+    eval_max_samples: int = safe(1000000, "Maximum number of rows taken from --eval_data.", "prompts", ge=1)
+    prompt_max_len: int = option(1024, "Maximum prompt length.", "tokens", ge=1)
     truncation: Literal["error", "left", "right", "middle", "drop"] = option(
-        "error", "What to do with a longer prompt: stop, cut a side or the middle, or drop it. Counted."
+        "error", "If a prompt is longer: stop, cut a side or the middle, or drop it. Counted."
     )
-    filter_overlong_prompts: bool = option(False, "Drop and count longer prompts, whatever --truncation says.")
-    on_bad_row: Literal["error", "skip"] = option("error", "A row that cannot be used: stop, or skip and count it.")
-    data_num_workers: int = safe(0, "Processes that tokenise; 0: this one.", ge=0)
+    filter_overlong_prompts: bool = option(False, "Drop and count longer prompts, regardless of --truncation.")
+    on_bad_row: Literal["error", "skip"] = option("error", "If a row cannot be used: stop, or skip and count it.")
+    data_num_workers: int = safe(0, "Tokenizer processes. 0: tokenize in the main process.", ge=0)
     dataloader_pin_memory: bool = safe(True, "Pin batches in memory on a GPU machine.")
 
 
@@ -135,29 +151,35 @@ class RolloutConfig(Section):
     """Rollouts: how many responses are sampled, and how."""
 
     rollout_batch_size: int = option(512, "Prompts per PPO step.", "prompts over all ranks", ge=1)
-    n_samples_per_prompt: int = option(1, "Responses to each prompt.", "samples per prompt", ge=1, needs="sampling")
+    n_samples_per_prompt: int = option(1, "Responses per prompt.", "samples per prompt", ge=1, needs="sampling")
     micro_rollout_batch_size: int | None = safe(
         None,
-        "Sequences in one generation or scoring pass. None: 8; hf generation on a GPU: as many as its memory holds.",
+        "Sequences per generation or scoring pass. None: 8; hf generation on a GPU: as many as fit in its memory.",
         "samples per rank",
         ge=1,
     )
-    generate_max_len: int = option(1024, "Longest response.", "tokens", ge=1)
-    min_new_tokens: int = option(0, "No end-of-text before this many tokens.", "tokens", ge=0)
-    do_sample: bool = option(True, "Sample; --no_do_sample takes the most likely token.")
-    temperature: float = option(1.0, "Sampling temperature, also applied in the loss; 0 is greedy.", ge=0)
-    top_p: float = option(1.0, "Nucleus sampling: smallest set of tokens with this probability.", gt=0, le=1)
-    top_k: int = option(-1, "Only the k most likely tokens; -1: all.", ge=-1)
-    repetition_penalty: float = option(1.0, "Divides the logits of tokens already seen; 1: off.", gt=0)
-    presence_penalty: float = option(0.0, "Taken from the logits of tokens in the response; 0: off.", ge=-2, le=2)
-    frequency_penalty: float = option(0.0, "The same for each time that a token is there.", ge=-2, le=2)
-    min_p: float = option(
-        0.0, "Only tokens with this share of the likeliest one's probability; 0: off.", ge=0, le=1, needs="sampling"
+    generate_max_len: int = option(1024, "Maximum response length.", "tokens", ge=1)
+    min_new_tokens: int = option(0, "Do not allow end-of-text before this many tokens.", "tokens", ge=0)
+    do_sample: bool = option(True, "Sample; --no_do_sample always takes the most likely token.")
+    temperature: float = option(1.0, "Sampling temperature, also applied in the loss; 0: greedy.", ge=0)
+    top_p: float = option(1.0, "Nucleus sampling: use the smallest set of tokens with this probability.", gt=0, le=1)
+    top_k: int = option(-1, "Sample only from the k most likely tokens; -1: all.", ge=-1)
+    repetition_penalty: float = option(1.0, "Divide the logits of tokens that already occurred by this; 1: off.", gt=0)
+    presence_penalty: float = option(
+        0.0, "Subtracted from the logits of tokens that occur in the response; 0: off.", ge=-2, le=2
     )
-    stop: tuple[str, ...] = option((), "Strings that end a response; they are trimmed from its text.")
+    frequency_penalty: float = option(0.0, "The same for each occurrence of a token in the response.", ge=-2, le=2)
+    min_p: float = option(
+        0.0,
+        "Minimum probability of a token, as a share of the most likely token's; 0: off.",
+        ge=0,
+        le=1,
+        needs="sampling",
+    )
+    stop: tuple[str, ...] = option((), "Strings that end a response and are removed from its text.")
     stop_token_ids: tuple[int, ...] = option((), "Token ids that end a response.", ge=0)
     bad_words: tuple[str, ...] = option((), "Words that are never sampled.")
-    ignore_eos: bool = option(False, "Go on after end-of-text up to --generate_max_len.")
+    ignore_eos: bool = option(False, "Continue after end-of-text up to --generate_max_len.")
 
 
 vllm = partial(option, needs="rollout_engine=vllm")
@@ -166,71 +188,96 @@ server = partial(option, needs="rollout_engine=vllm_server")
 
 
 class EngineConfig(Section, resume_safe=True):
-    """Rollout engine: what samples the responses."""
+    """Rollout engine: what generates the responses."""
 
     rollout_engine: Literal["hf", "vllm", "vllm_server"] = option(
-        "hf", "What samples: hf (the actor itself), vllm (in the same process) or vllm_server."
+        "hf", "What generates responses: hf (the actor itself), vllm (in the same process) or vllm_server."
     )
     hf_cuda_graphs: bool = option(
         False,
-        "GPU: decoding steps are captured as CUDA graphs, which launches them at once; for models that attend fully.",
+        "GPU only: capture decoding steps as CUDA graphs. Needs full attention in every layer.",
         needs="rollout_engine=hf",
     )
     rollout_check: Literal["error", "warn", "off"] = any_vllm(
-        "error", "First log probs off by more than --logp_diff_tolerance: stop and name the weights, or warn."
+        "error",
+        "If the first log probs differ by more than --logp_diff_tolerance: stop and list the differing weights, "
+        "or warn.",
     )
     logp_diff_tolerance: float | None = any_vllm(
         None,
-        "Mismatch above this mean gap. None: by the coarser type: float32 0.001 (on GPUs 0.01, whose attention may "
-        "multiply in TF32), float16 0.02, bfloat16 0.1.",
+        "Largest accepted mean difference of log probs. None: by the coarser type: float32 0.001 (0.01 on GPUs, "
+        "where attention may use TF32), float16 0.02, bfloat16 0.1.",
         "nats",
         gt=0,
         also="rollout_check!=off",
     )
-    tensor_parallel_size: int = vllm(1, "Ranks that share one engine and sample their prompts together.", "ranks", ge=1)
-    vllm_dtype: Literal["auto", "float32", "bfloat16", "float16"] = vllm("auto", "Weights' type; auto: the actor's.")
-    load_format: Literal["dummy", "auto"] = vllm("dummy", "Weights before the first push: random, or --pretrain.")
+    tensor_parallel_size: int = vllm(
+        1, "Ranks that share one engine and generate their samples together.", "ranks", ge=1
+    )
+    vllm_dtype: Literal["auto", "float32", "bfloat16", "float16"] = vllm(
+        "auto", "Type of the weights. auto: the actor's."
+    )
+    load_format: Literal["dummy", "auto"] = vllm(
+        "dummy", "Weights before the first push: random (dummy), or --pretrain (auto)."
+    )
     gpu_memory_utilization: float = vllm(0.4, "Share of a GPU's memory for weights and KV cache.", gt=0, le=1)
     kv_cache_memory_bytes: int | None = vllm(
-        None, "None: by --gpu_memory_utilization; on a CPU for --max_num_seqs, at most 4 GiB.", "bytes per rank", ge=1
+        None,
+        "Size of the KV cache. None: by --gpu_memory_utilization; on a CPU for --max_num_seqs, at most 4 GiB.",
+        "bytes per rank",
+        ge=1,
     )
-    max_num_seqs: int = vllm(256, "Sequences decoded at once.", "sequences", ge=1)
+    max_num_seqs: int = vllm(256, "Maximum number of sequences decoded at once.", "sequences", ge=1)
     max_num_batched_tokens: int | None = vllm(
-        None, "Most tokens of a forward pass. None: vLLM's choice; CPU: 4096 or the longest sequence.", "tokens", ge=1
+        None, "Maximum tokens per forward pass. None: vLLM's choice; CPU: 4096 or the longest sequence.", "tokens", ge=1
     )
     max_model_len: int | None = vllm(
-        None, "Longest prompt and response together. None: --prompt_max_len + --generate_max_len.", "tokens", ge=2
+        None,
+        "Maximum length of prompt and response together. None: --prompt_max_len + --generate_max_len.",
+        "tokens",
+        ge=2,
     )
-    block_size: int | None = vllm(None, "Tokens of one block of the KV cache. None: vLLM's choice.", "tokens", ge=1)
-    enable_prefix_caching: bool = vllm(True, "Samples of a prompt share its KV cache; emptied at a push of weights.")
+    block_size: int | None = vllm(None, "Tokens per block of the KV cache. None: vLLM's choice.", "tokens", ge=1)
+    enable_prefix_caching: bool = vllm(
+        True, "Share the KV cache of a prompt among its samples. Each push of weights empties it."
+    )
     vllm_request_seeds: bool = vllm(
-        True, "A seed per response, which so depends on no other. Off: one per call; faster for small models on a GPU."
+        True,
+        "One seed per response, so that responses do not depend on each other. Off: one per call; faster for "
+        "small models on a GPU.",
     )
-    enforce_eager: bool | None = vllm(None, "No compilation, no CUDA graphs. None: so on a CPU, compiled on a GPU.")
-    free_cache_engine: bool = any_vllm(True, "Sleep while the trainer trains, which frees GPU memory.")
+    enforce_eager: bool | None = vllm(None, "No compilation, no CUDA graphs. None: on for a CPU, off for a GPU.")
+    free_cache_engine: bool = any_vllm(True, "Put the engine to sleep during training, which frees GPU memory.")
     sleep_level: Literal[1, 2] = any_vllm(
-        2, "Asleep, 1 keeps the weights in CPU memory, 2 drops them.", also="free_cache_engine"
+        2, "While asleep, 1 keeps the weights in CPU memory, 2 drops them.", also="free_cache_engine"
     )
-    vllm_server_url: tuple[str, ...] = server((), "Addresses of servers of --pretrain, by `lightppo serve-vllm`.")
-    vllm_server_api_key_env: str | None = server(None, "Environment variable that holds the API key of the servers.")
-    vllm_server_timeout: float = server(600.0, "Longest wait for a response, or a bucket of weights.", "seconds", gt=0)
+    vllm_server_url: tuple[str, ...] = server(
+        (), "Addresses of servers that run --pretrain with `lightppo serve-vllm`."
+    )
+    vllm_server_api_key_env: str | None = server(None, "Environment variable with the servers' API key.")
+    vllm_server_timeout: float = server(600.0, "Maximum wait for a response or a bucket of weights.", "seconds", gt=0)
     vllm_server_retries: int = server(
-        2, "Further tries of a request; then other servers get it, until the next push of weights.", "tries", ge=0
+        2, "Retries per request. Then other servers take over, until the next push of weights.", "tries", ge=0
     )
     vllm_server_concurrency: int = server(
-        1024, "Requests in flight, of all ranks together; a rank has at least one.", "requests per server", ge=1
+        1024,
+        "Maximum requests in flight, over all ranks. Each rank may have at least one.",
+        "requests per server",
+        ge=1,
     )
-    vllm_server_start_timeout: float = server(300.0, "Longest wait for servers at the start.", "seconds", ge=0)
+    vllm_server_start_timeout: float = server(300.0, "Maximum wait for the servers at the start.", "seconds", ge=0)
     vllm_server_sync: Literal["auto", "shm", "disk", "collective"] = server(
         "auto",
-        "How weights get there: by shared memory (shm), disk or torch.distributed (collective: gloo, or NCCL "
-        "between GPUs). auto: shm, or disk where that is too small.",
+        "How weights get to the servers: shared memory (shm), disk or torch.distributed (collective: gloo, or "
+        "NCCL between GPUs). auto: shm, or disk if shm is too small.",
     )
     vllm_server_sync_dir: str | None = server(
-        None, "Folder that both see under the same path. None: for temporary files.", also="vllm_server_sync=disk"
+        None,
+        "Folder that trainer and servers see under the same path. None: the temporary folder.",
+        also="vllm_server_sync=disk",
     )
     vllm_server_sync_address: str = server(
-        "127.0.0.1", "The trainer's address that servers connect to.", also="vllm_server_sync=collective"
+        "127.0.0.1", "Address of the trainer that the servers connect to.", also="vllm_server_sync=collective"
     )
 
 
@@ -238,38 +285,52 @@ dynamic = partial(option, needs="dynamic_sampling")
 
 
 class SamplingConfig(Section):
-    """Selection: which of the sampled groups are trained on; replay and dumps of rollouts."""
+    """Selection: which sampled groups are trained on; replay and dumps of rollouts."""
 
     generation_size: int | None = option(
-        None, "Responses per prompt; the best of them train. None: --n_samples_per_prompt.", "samples per prompt", ge=1
+        None,
+        "Responses generated per prompt; only the best are trained on. None: --n_samples_per_prompt.",
+        "samples per prompt",
+        ge=1,
     )
-    best_of_n_tie: Literal["shorter", "longer"] = option("shorter", "Of equal scores, best of n takes this response.")
+    best_of_n_tie: Literal["shorter", "longer"] = option(
+        "shorter", "Which response best of n takes if scores are equal."
+    )
     gen_batch_size: int | None = option(
-        None, "Prompts sampled at once; the surplus waits. None: --rollout_batch_size.", "prompts over all ranks", ge=1
+        None,
+        "Prompts sampled at once; the surplus waits for the next step. None: --rollout_batch_size.",
+        "prompts over all ranks",
+        ge=1,
     )
     dynamic_sampling: bool = option(
-        False, "Replace groups that cannot teach by further prompts.", needs="n_samples_per_prompt>1 or filter_range"
+        False,
+        "Replace groups without a learning signal with new prompts.",
+        needs="n_samples_per_prompt>1 or filter_range",
     )
     filter_metric: str = dynamic(
-        "score", "Judges groups: score, acc, seq_reward, seq_final_reward or a number of the rewards."
+        "score",
+        "Metric that groups are selected by: score, acc, seq_reward, seq_final_reward or a metric of the reward "
+        "source.",
     )
     filter_range: tuple[float, float] | None = dynamic(
-        None, "Keep groups whose mean is inside, ends excluded. None: groups whose samples are not all equal."
+        None, "Keep groups whose mean is inside, bounds excluded. None: groups whose samples are not all equal."
     )
-    max_num_gen_batches: int = dynamic(10, "Batches of one step; 0: any number.", "batches", ge=0, resume_safe=True)
+    max_num_gen_batches: int = dynamic(
+        10, "Maximum number of generation batches per step; 0: no limit.", "batches", ge=0, resume_safe=True
+    )
     on_exhausted: Literal["train_short", "raise", "reuse"] = safe(
         "train_short",
-        "Too few groups after --max_num_gen_batches: train on those, stop the run, or train on some of them twice.",
+        "If groups are missing after --max_num_gen_batches: train on fewer, stop the run, or train on some twice.",
         needs="dynamic_sampling and max_num_gen_batches>0",
     )
     dataset_filter_threshold: float | None = option(
         None,
-        "After an episode, drop prompts of a mean score above this.",
+        "After an episode, drop prompts whose mean score is above this.",
         needs="dataset_max_filter_percentage>0",
     )
     dataset_max_filter_percentage: float = option(
         0.1,
-        "Largest share of the prompts to leave out per episode.",
+        "Maximum share of the prompts to drop per episode.",
         ge=0,
         lt=1,
         needs="dataset_filter_threshold",
@@ -279,14 +340,19 @@ class SamplingConfig(Section):
         False, "Sample the first token of each response at --fire_temperature.", needs="rollout_engine=hf and sampling"
     )
     fire_temperature: float | None = option(
-        None, "Temperature of that token. None: 10.", gt=0, needs="fire_sampling", off=(10,)
+        None, "Temperature of the first token. None: 10.", gt=0, needs="fire_sampling", off=(10,)
     )
     record_samples: int = safe(
-        16, "Samples kept in SAVE_PATH/rollouts with numbers per token, by groups; 0: none.", "samples per step", ge=0
+        16,
+        "Samples kept in SAVE_PATH/rollouts with numbers per token, in whole groups; 0: none.",
+        "samples per step",
+        ge=0,
     )
-    rollout_data_dir: str | None = safe(None, "Folder for stepN.jsonl: every sample that the step trains on.")
-    skip_rollout: str | None = safe(None, "Debugging: folder where rollouts are saved, and read by the next run.")
-    skip_rollout_reuse: bool = safe(False, "Every step gets its first rollout.", needs="skip_rollout")
+    rollout_data_dir: str | None = safe(None, "Folder for stepN.jsonl, with every sample that the step trains on.")
+    skip_rollout: str | None = safe(
+        None, "Debugging: save rollouts in this folder; the next run reads them instead of sampling."
+    )
+    skip_rollout_reuse: bool = safe(False, "Use the first saved rollout in every step.", needs="skip_rollout")
 
 
 reward_model = partial(option, needs="reward_pretrain")
@@ -297,34 +363,55 @@ class RewardConfig(Section):
     """Rewards: sources and the shaping of scores."""
 
     remote_rm_url: tuple[str, ...] = safe((), "Reward servers, or path.py with reward_func(queries, prompts, labels).")
-    reward_fn: str | None = option(None, "Reward function path.py[:name], or what combines several --reward_pretrain.")
-    remote_rm_timeout: float = safe(60.0, "Limit of one request.", "seconds", gt=0)
-    remote_rm_retries: int = safe(3, "Further tries after a failed request.", ge=0)
-    remote_rm_token_env: str | None = safe(None, "Environment variable of the servers' bearer token.", needs="server")
-    reward_input_tokenizer: tuple[str, ...] = reward_model(
-        (), "Tokenizers of reward models, one or one each, that render the chat anew. None: the actor's ids."
+    reward_fn: str | None = option(
+        None, "Reward function path.py[:name]. With several --reward_pretrain: the function that combines their scores."
     )
-    reward_max_length: int | None = reward_model(None, "Longest input of a reward model. None: any.", "tokens", ge=2)
-    reward_truncation: Literal["error", "left"] = reward_model("error", "Longer inputs: stop, or cut left; counted.")
-    normalize_reward: bool = reward_model(False, "Reward models subtract mean and divide by std of their config.")
+    remote_rm_timeout: float = safe(60.0, "Timeout of a request.", "seconds", gt=0)
+    remote_rm_retries: int = safe(3, "Retries after a failed request.", ge=0)
+    remote_rm_token_env: str | None = safe(None, "Environment variable with the servers' bearer token.", needs="server")
+    reward_input_tokenizer: tuple[str, ...] = reward_model(
+        (),
+        "Tokenizers of the reward models, one for all or one each; they render the chat again. None: the actor's "
+        "token ids.",
+    )
+    reward_max_length: int | None = reward_model(
+        None, "Maximum input length of a reward model. None: no limit.", "tokens", ge=2
+    )
+    reward_truncation: Literal["error", "left"] = reward_model(
+        "error", "If an input is longer: stop, or cut its left side. Counted."
+    )
+    normalize_reward: bool = reward_model(
+        False, "Normalise reward model scores by mean and std from the model's config."
+    )
     reward_bias: float = shaping(0.0, "Subtracted from every score, before --reward_scaling.")
-    reward_scaling: float = shaping(1.0, "Factor on every score; below 0 it turns them round.")
-    max_reward_clip: float | None = shaping(None, "Scaled scores are clipped to ± this.", gt=0)
-    reward_running_norm: bool = shaping(False, "Normalise scaled scores by running mean and deviation of all ranks.")
+    reward_scaling: float = shaping(1.0, "Factor on every score; a negative factor flips the sign.")
+    max_reward_clip: float | None = shaping(None, "Clip scaled scores to ± this.", gt=0)
+    reward_running_norm: bool = shaping(
+        False, "Normalise scaled scores by the running mean and deviation over all ranks."
+    )
     stop_properly_penalty: float | None = shaping(
-        None, "A response cut by the limit scores at most this share (0 to 1), or at most this (below 0).", le=1
+        None, "Truncated responses score at most this share of their score (0 to 1), or at most this (below 0).", le=1
     )
     overlong_buffer_len: int | None = shaping(
-        None, "DAPO's soft limit: the last so many tokens before --generate_max_len are punished.", "tokens", ge=1
+        None,
+        "DAPO's soft length limit: responses that reach the last N tokens before --generate_max_len get a penalty.",
+        "tokens",
+        ge=1,
     )
     overlong_penalty_factor: float | None = option(
-        None, "Largest penalty. None: 1.", gt=0, needs="overlong_buffer_len", off=(1,)
+        None, "Maximum penalty. None: 1.", gt=0, needs="overlong_buffer_len", off=(1,)
     )
-    mask_no_eos_with_zero: bool = shaping(False, "Responses cut by the limit have score 0; their KL still counts.")
-    mask_too_long: bool = option(False, "Responses cut by the limit are in neither training nor advantage statistics.")
-    reward_clip_range: tuple[float, float] | None = shaping((-10.0, 10.0), "Shaped scores are clipped to this range.")
-    use_dense_reward: bool = shaping(False, "Train on one score per response token, which the reward source gives.")
-    reward_delta: bool = option(False, "Dense rewards are differences of successive scores.", needs="use_dense_reward")
+    mask_no_eos_with_zero: bool = shaping(False, "Truncated responses score 0; their KL still counts.")
+    mask_too_long: bool = option(False, "Exclude truncated responses from training and advantage statistics.")
+    reward_clip_range: tuple[float, float] | None = shaping(
+        (-10.0, 10.0), "Clip shaped scores to this range. None: off."
+    )
+    use_dense_reward: bool = shaping(
+        False, "Train on one score per response token; the reward source must provide them."
+    )
+    reward_delta: bool = option(
+        False, "Use differences of successive dense scores as rewards.", needs="use_dense_reward"
+    )
 
 
 judged = partial(safe, needs="function or math")
@@ -337,69 +424,91 @@ class VerifierConfig(Section):
     """Verifiers: built-in reward sources, reward functions, failures."""
 
     reward_source: tuple[str, ...] = option(
-        (), "Sources to add up, NAME[=WEIGHT]: math, format, code; by their flags function, server, model."
+        (),
+        "Built-in sources, NAME[=WEIGHT]: math, format, code; scores are added. Also those set by flags: "
+        "function, server, model.",
     )
     reward_routes: str | None = option(
-        None, 'Sources by data source, in JSON or its file: {"gsm8k": {"math": 1, "format": 0.1}, "*": {"model": 1}}.'
+        None,
+        'Reward sources per data source, as JSON or a JSON file: {"gsm8k": {"math": 1, "format": 0.1}, "*": '
+        '{"model": 1}}.',
     )
     reward_routes_by: str = option(
-        "data_source", "What keys are: data_source, label, or a column such as task.", needs="reward_routes"
+        "data_source",
+        "Column with the keys of --reward_routes: data_source, label, or another such as task.",
+        needs="reward_routes",
     )
     reward_fn_style: Literal["auto", "queries", "verl", "verl_batch", "trl", "areal"] = option(
-        "auto", "Signature of --reward_fn. auto: by the names of its parameters.", needs="function"
+        "auto", "Signature of --reward_fn. auto: from its parameter names.", needs="function"
     )
     reward_manager: Literal["auto", "naive", "batch", "prime", "dapo"] = safe(
         "auto",
-        "naive: in threads; batch: one call; prime: processes killed at --reward_timeout; auto: by signature; dapo: "
-        "auto, with --overlong_buffer_len.",
+        "How --reward_fn is called. naive: in threads; batch: one call; prime: processes killed at "
+        "--reward_timeout; auto: by signature; dapo: auto, with --overlong_buffer_len.",
         needs="function",
     )
-    reward_workers: int | None = judged(None, "Threads or processes. None: 16 threads, a process per core.", ge=1)
+    reward_workers: int | None = judged(None, "Threads or processes. None: 16 threads, or one process per core.", ge=1)
     reward_timeout: float | None = judged(
-        None, "Limit of a call, or a comparison's CPU time (None: 5).", "seconds", gt=0
+        None,
+        "Limit of a call, or of a comparison's CPU time. None: 5 for comparisons, no limit for calls.",
+        "seconds",
+        gt=0,
     )
-    reward_retries: int = judged(0, "Further tries of a call that failed.", ge=0)
+    reward_retries: int = judged(0, "Retries of a failed call.", ge=0)
     on_reward_failure: Literal["error", "unscored"] | None = safe(
         None,
-        "A call failed all tries: stop, or leave the sample out. None: error for functions, unscored for verifiers.",
+        "If all tries of a call fail: stop, or leave the sample out. None: error for functions, unscored for "
+        "verifiers.",
         needs="function or server or math or code",
     )
     check_verifier_status: bool = safe(
-        False, "Stop when all scores of a rollout are minimal: a broken verifier.", needs="reward_minimum or one_source"
+        False,
+        "Stop if all scores of a rollout are minimal: the verifier may be broken.",
+        needs="reward_minimum or one_source",
     )
     reward_minimum: float | None = option(
-        None, "Lowest score of the source. None: it says so.", needs="check_verifier_status or check_xml_format"
+        None,
+        "Lowest score of the source. None: declared by the source.",
+        needs="check_verifier_status or check_xml_format",
     )
-    async_rewards: bool = safe(False, "Score finished samples while others are still generated.")
-    math_unmarked: bool = option(True, "An answer that is not marked counts, the last number or formula.", needs="math")
-    reward_format: Literal["think", "think_answer"] = option("think_answer", "Tags of a response.", needs="format")
+    async_rewards: bool = safe(False, "Score finished samples while others are still being generated.")
+    math_unmarked: bool = option(True, "If no answer is marked, take the last number or formula.", needs="math")
+    reward_format: Literal["think", "think_answer"] = option(
+        "think_answer", "Required tags in a response.", needs="format"
+    )
     check_xml_format: bool = option(
-        False, "Wrong answers with <think> and <answer> score -0.8, not -1.", needs="reward_minimum or one_source"
+        False, "Wrong answers with <think> and <answer> score -0.8, others -1.", needs="reward_minimum or one_source"
     )
-    code_score: Literal["all", "share"] = code("all", "1 if all tests pass, or the share of tests that pass.")
-    code_compare: Literal["exact", "lines", "float", "set"] = code("float", "The laxest comparison that counts.")
-    code_float_tolerance: float = code(1e-05, "How far numbers may be off, relative.", ge=0, lt=1)
-    code_max_tests: int | None = code(None, "Only the first tests of a row. None: all.", ge=1)
-    code_timeout: float = code(6.0, "Limit of one test.", "seconds", gt=0)
-    code_total_timeout: float = code(60.0, "Limit of all tests of a program.", "seconds", gt=0)
-    code_memory_limit_mb: int = code(1024, "Memory of a program.", "MB", ge=1)
-    code_file_limit_mb: int = code(16, "Size of a file it writes.", "MB", ge=1)
-    code_output_limit_mb: int = code(16, "What it may print.", "MB", ge=1)
-    code_max_processes: int = code(16, "Processes of a program.", ge=1)
-    code_processes: int | None = code(None, "Sandboxes of a rank. None: one per core of it.", ge=1, resume_safe=True)
+    code_score: Literal["all", "share"] = code("all", "1 if all tests pass, or the share of passed tests.")
+    code_compare: Literal["exact", "lines", "float", "set"] = code(
+        "float", "How outputs are compared; each value also accepts what the ones before it accept."
+    )
+    code_float_tolerance: float = code(1e-05, "Relative tolerance for numbers.", ge=0, lt=1)
+    code_max_tests: int | None = code(None, "Run only this many tests of a row, from the first. None: all.", ge=1)
+    code_timeout: float = code(6.0, "Time limit per test.", "seconds", gt=0)
+    code_total_timeout: float = code(60.0, "Time limit for all tests of a program.", "seconds", gt=0)
+    code_memory_limit_mb: int = code(1024, "Memory limit of a program.", "MB", ge=1)
+    code_file_limit_mb: int = code(16, "Maximum size of a file that a program writes.", "MB", ge=1)
+    code_output_limit_mb: int = code(16, "Maximum output of a program.", "MB", ge=1)
+    code_max_processes: int = code(16, "Maximum number of processes of a program.", ge=1)
+    code_processes: int | None = code(
+        None, "Sandboxes per rank. None: one per core of the rank.", ge=1, resume_safe=True
+    )
     allow_unsafe_code_execution: bool = code(
-        False, "Run programs also where nothing here isolates them. They can do all that you can.", resume_safe=True
+        False, "Run programs even if they cannot be isolated. They can do everything that you can.", resume_safe=True
     )
-    sandbox_fusion_url: str | None = code(None, "Have programs run by SandboxFusion there.", resume_safe=True)
-    sandbox_fusion_max_concurrent: int = fusion(64, "Requests at a time.", "per rank", ge=1, resume_safe=True)
-    sandbox_fusion_memory_limit_mb: int = fusion(1024, "Memory of a program there.", "MB", ge=1)
-    sandbox_fusion_language: str = fusion("python", "Language of the programs there.")
-    sandbox_fusion_retries: int = fusion(3, "Further tries of a failed request.", ge=0, resume_safe=True)
-    function_call_url: str | None = code(None, "Have programs run by AReaL's function-call service.", resume_safe=True)
-    function_call_max_concurrent: int = remote_code(64, "Requests at a time.", "per rank", ge=1, resume_safe=True)
+    sandbox_fusion_url: str | None = code(None, "Run programs on this SandboxFusion server.", resume_safe=True)
+    sandbox_fusion_max_concurrent: int = fusion(64, "Concurrent requests.", "per rank", ge=1, resume_safe=True)
+    sandbox_fusion_memory_limit_mb: int = fusion(1024, "Memory limit of a program there.", "MB", ge=1)
+    sandbox_fusion_language: str = fusion("python", "Language of the programs.")
+    sandbox_fusion_retries: int = fusion(3, "Retries of a failed request.", ge=0, resume_safe=True)
+    function_call_url: str | None = code(
+        None, "Run programs on AReaL's function-call service at this URL.", resume_safe=True
+    )
+    function_call_max_concurrent: int = remote_code(64, "Concurrent requests.", "per rank", ge=1, resume_safe=True)
     function_call_batch_size: int = remote_code(1, "Tests per request.", ge=1, resume_safe=True)
-    function_call_memory_limit_mb: int = remote_code(0, "Memory of a program; 0: the service's limit.", "MB", ge=0)
-    function_call_retries: int = remote_code(3, "Further tries of a failed request.", ge=0, resume_safe=True)
+    function_call_memory_limit_mb: int = remote_code(0, "Memory limit of a program; 0: the service's.", "MB", ge=0)
+    function_call_retries: int = remote_code(3, "Retries of a failed request.", ge=0, resume_safe=True)
 
 
 whitens_batch = partial(option, needs="whitening and adv_norm_scope=batch")
@@ -413,44 +522,55 @@ class AlgorithmConfig(Section, own=ADVANTAGE_ESTIMATORS):
     )
     gamma: float = option(1.0, "Discount per token.", ge=0, le=1, needs="discounting")
     lambd: float = critic(0.95, "GAE's λ.", ge=0, le=1)
-    bootstrap_truncated: bool = critic(False, "gae: responses cut by the limit continue with the critic's last value.")
-    group_std_norm: bool = option(True, "Divide by the standard deviation of the group.", needs="group_deviation")
+    bootstrap_truncated: bool = critic(False, "gae: continue truncated responses with the critic's last value.")
+    group_std_norm: bool = option(True, "Divide by the group's standard deviation.", needs="group_deviation")
     grpo_std_eps: float | None = option(
         None, "Added to the group's standard deviation. None: 1e-6.", ge=0, needs="group_deviation and group_std_norm"
     )
     grpo_std_scope: Literal["group", "batch"] = option(
-        "group", "Whose deviation: of the group, or of all scores.", needs="group_deviation and group_std_norm"
+        "group",
+        "Standard deviation to divide by: of the group, or of all scores.",
+        needs="group_deviation and group_std_norm",
     )
-    adv_norm: bool | None = option(None, "Whiten advantages. None: as the estimator is defined.")
+    adv_norm: bool | None = option(None, "Whiten advantages. None: as the estimator defines it.")
     adv_norm_scope: Literal["batch", "group"] = option(
-        "batch", "Whiten over the batch of all ranks, or in each group.", needs="whitening and n_samples_per_prompt>1"
+        "batch",
+        "Whiten over the batch of all ranks, or within each group.",
+        needs="whitening and n_samples_per_prompt>1",
     )
-    adv_shift_mean: bool = whitens_batch(True, "Whitening of the batch subtracts the mean.")
-    adv_std_norm: bool = whitens_batch(True, "Whitening of the batch divides by the standard deviation.")
-    adv_std_unbiased: bool = whitens_batch(False, "Its variance is divided by n - 1, not n.", also="adv_std_norm")
+    adv_shift_mean: bool = whitens_batch(True, "Subtract the mean when whitening the batch.")
+    adv_std_norm: bool = whitens_batch(True, "Divide by the standard deviation when whitening the batch.")
+    adv_std_unbiased: bool = whitens_batch(False, "Divide the variance by n - 1 instead of n.", also="adv_std_norm")
     adv_norm_eps: float | None = option(
-        None, "Added to the batch's variance (None: 1e-8), or the group's deviation (1e-5).", ge=0, needs="whitening"
+        None,
+        "Added to the batch's variance (None: 1e-8) or the group's deviation (None: 1e-5).",
+        ge=0,
+        needs="whitening",
     )
-    advantage_clip: float | None = option(None, "Advantages are clipped to ± this.", gt=0, off=(0,))
-    init_kl_coef: float = option(0.01, "KL coefficient; 0: no reference model is loaded.", ge=0)
-    kl_target: float | None = kl(None, "Adapt the coefficient towards this KL. None: it stays.", gt=0)
+    advantage_clip: float | None = option(None, "Clip advantages to ± this.", gt=0, off=(0,))
+    init_kl_coef: float = option(0.01, "KL coefficient. 0: no reference model is loaded.", ge=0)
+    kl_target: float | None = kl(None, "Adapt the coefficient towards this KL. None: constant.", gt=0)
     kl_horizon: int = option(
         10000, "Horizon of the adaptive coefficient.", "samples over all ranks", ge=1, needs="kl_target"
     )
     kl_estimator: str | None = option(
-        None, "KL per token (joschu.net/blog/kl-approx). None: k1 in the reward, k2 in the loss.", names=KL_ESTIMATORS
+        None,
+        "KL estimator per token (joschu.net/blog/kl-approx). None: k1 in the reward, k2 in the loss.",
+        names=KL_ESTIMATORS,
     )
-    kl_clip: float | None = kl(None, "KL estimates are clipped to ± this.", "nats", gt=0)
+    kl_clip: float | None = kl(None, "Clip KL estimates to ± this.", "nats", gt=0)
     use_kl_loss: bool | None = kl(
         None,
-        "KL as a term of the loss instead of in the reward. None: for estimators that divide by a group's deviation.",
+        "Put the KL in the loss instead of the reward. None: on for estimators that divide by a group's deviation.",
         off=(False,),
     )
-    use_kl_in_reward: bool | None = shaping(None, "KL in the reward. None: unless it is in the loss.", off=(False,))
-    ref_ema_eta: float | None = kl(
-        None, "After each step the reference becomes (1 - η)·itself + η·actor.", gt=0, le=1, off=(0,)
+    use_kl_in_reward: bool | None = shaping(
+        None, "Put the KL in the reward. None: on unless it is in the loss.", off=(False,)
     )
-    ref_reset_steps: int | None = kl(None, "The reference becomes the actor's copy every N steps.", "PPO steps", ge=1)
+    ref_ema_eta: float | None = kl(
+        None, "After each step set the reference to (1 - η)·reference + η·actor.", gt=0, le=1, off=(0,)
+    )
+    ref_reset_steps: int | None = kl(None, "Copy the actor to the reference every N steps.", "PPO steps", ge=1)
     ptx_coef: float = option(
         0.05, "Weight of the language-model loss on --pretrain_data.", ge=0, needs="pretrain_data", off=(0,)
     )
@@ -471,27 +591,27 @@ class DistillConfig(Section):
     teacher_pretrain: str | None = option(
         None, "Teacher: local path, hub name or fsspec URL of a causal LM with the vocabulary of --pretrain."
     )
-    teacher_url: tuple[str, ...] = safe((), "Teacher: addresses of vLLM servers of one, which share the samples.")
+    teacher_url: tuple[str, ...] = safe((), "Teacher: addresses of vLLM servers that share the samples.")
     teacher_api_key_env: str | None = safe(
-        None, "Environment variable that holds the API key of these servers.", needs="teacher_url"
+        None, "Environment variable with these servers' API key.", needs="teacher_url"
     )
     teacher_zero_stage: Literal[0, 3] | None = partial(own_teacher, resume_safe=True)(
-        None, "ZeRO of the teacher. None: as the reference."
+        None, "ZeRO stage of the teacher. None: as the reference."
     )
     teacher_offload: bool = safe(
         False, "Keep the teacher's shards in CPU memory.", needs="teacher_zero_stage=3 and teacher_pretrain"
     )
-    distill_coef: float = teacher(1.0, "Weight of what the teacher says, beside the reward.", gt=0)
+    distill_coef: float = teacher(1.0, "Weight of the teacher's term, relative to the reward's.", gt=0)
     distill_by: Literal["advantage", "loss"] = own_teacher(
         "advantage",
-        "advantage: plus log π_teacher - log π of the sampled token; loss: plus a divergence of all tokens.",
+        "advantage: add log π_teacher - log π of the sampled token; loss: add a divergence over all tokens.",
     )
     distill_discount: float = teacher(
-        0.0, "How much of the later tokens' terms a token's advantage has.", ge=0, le=1, also="distill_by=advantage"
+        0.0, "Discount of later tokens' terms in a token's advantage.", ge=0, le=1, also="distill_by=advantage"
     )
     distill_beta: float = own_teacher(
         1.0,
-        "Divergence of the loss: 1 is KL(student || teacher), 0 KL(teacher || student), between them Jensen-Shannon.",
+        "Divergence in the loss: 1 is KL(student || teacher), 0 KL(teacher || student), between them Jensen-Shannon.",
         ge=0,
         le=1,
         also="distill_by=loss",
@@ -505,60 +625,72 @@ class LossConfig(Section, own=POLICY_LOSSES):
     """Losses: policy, entropy, value; early stop."""
 
     policy_loss: str | None = option(
-        None, "Loss, such as ppo, gspo, cispo. None: what belongs to the estimator, ppo for most.", names=POLICY_LOSSES
+        None, "Policy loss, such as ppo, gspo, cispo. None: the estimator's default, ppo for most.", names=POLICY_LOSSES
     )
     loss_agg_mode: str | None = option(
-        None, "How token losses add up. None: the estimator's or loss's, mostly token-mean.", names=LOSS_AGG_MODES
+        None,
+        "How token losses are combined. None: default of the estimator or loss, mostly token-mean.",
+        names=LOSS_AGG_MODES,
     )
-    eps_clip: float | None = clips(None, "Clip range of the ratio. None: the loss's own, 0.2 for ppo.", gt=0, le=1)
+    eps_clip: float | None = clips(None, "Clip range of the ratio. None: the loss's default, 0.2 for ppo.", gt=0, le=1)
     eps_clip_low: float | None = clips(None, "Lower clip range. None: --eps_clip.", gt=0, le=1)
     eps_clip_high: float | None = clips(None, "Upper clip range (clip-higher). None: --eps_clip.", gt=0)
-    entropy_coef: float = option(0.0, "Weight of an entropy bonus in the actor's loss.", ge=0)
+    entropy_coef: float = option(0.0, "Weight of the entropy bonus in the actor's loss.", ge=0)
     high_entropy_token_ratio: float | None = option(
         None,
-        "Only this share of all tokens, highest entropy first, has a policy loss. None: all.",
+        "Apply the policy loss only to this share of the tokens, those of highest entropy. None: all.",
         gt=0,
         le=1,
         off=(0,),
     )
-    aux_loss_coef: float = option(0.0, "Weight of a mixture-of-experts model's load-balancing loss.", ge=0)
+    aux_loss_coef: float = option(0.0, "Weight of the load-balancing loss of a mixture of experts.", ge=0)
     early_stop_imp_ratio: float | None = option(
-        5.0, "An optimizer step of the actor is skipped if its mean probability ratio is above this. None: off.", gt=1
+        5.0, "Skip an optimizer step of the actor if its mean probability ratio is above this. None: off.", gt=1
     )
-    early_stop_kl: float | None = option(None, "The same for the KL from old to new policy.", "nats per token", gt=0)
+    early_stop_kl: float | None = option(
+        None,
+        "Skip an optimizer step of the actor if the KL from old to new policy is above this. None: off.",
+        "nats per token",
+        gt=0,
+    )
     old_log_probs: Literal["auto", "forward", "rollout"] = option(
         "auto",
-        "Log probs before the update: of a forward pass, or recorded in the rollout. auto: no pass where it would give "
-        "the same, as with one optimizer step per rollout or float32 rollouts by the actor itself.",
+        "Log probs before the update: from a forward pass, or from the rollout. auto: skip the pass if the "
+        "result would be the same, as with one optimizer step per rollout or float32 rollouts by the actor.",
     )
-    value_clip: float | None = critic(0.2, "Clip range of values around the old ones; None: off.", gt=0, off=(None,))
-    value_huber_delta: float | None = critic(None, "Value error is linear (Huber) from here on; None: squared.", gt=0)
+    value_clip: float | None = critic(0.2, "Clip range of values around the old ones. None: off.", gt=0, off=(None,))
+    value_huber_delta: float | None = critic(
+        None, "Use a linear (Huber) value loss for errors above this. None: squared.", gt=0
+    )
     value_norm: Literal["exp", "ma"] | None = critic(
-        None, "The critic learns returns normalised by an exponential or plain moving average. None: raw returns."
+        None, "Train the critic on returns normalised by an exponential or plain moving average. None: raw returns."
     )
     value_norm_beta: float | None = option(None, "Decay of exp. None: 0.99995.", gt=0, lt=1, needs="value_norm=exp")
-    value_norm_eps: float | None = option(None, "Smallest variance of it. None: 1e-5.", gt=0, needs="value_norm")
+    value_norm_eps: float | None = option(None, "Minimum variance. None: 1e-5.", gt=0, needs="value_norm")
 
 
 corrected = partial(option, needs="rollout_correction!=none")
 
 
 class CorrectionConfig(Section):
-    """Correction: rollout engine against trainer."""
+    """Correction: differences between rollout engine and trainer."""
 
-    rollout_correction: str = option("none", "Weigh tokens by π_old / π_rollout (trainer / engine).", names=CORRECTIONS)
-    correction_low: float | None = corrected(
-        None, "Lower bound of the weight. None: the correction's own.", ge=0, below="correction_high"
+    rollout_correction: str = option(
+        "none", "How to weight tokens by π_old / π_rollout (trainer / engine).", names=CORRECTIONS
     )
-    correction_high: float | None = corrected(None, "Upper bound of the weight. None: the correction's own.", gt=0)
+    correction_low: float | None = corrected(
+        None, "Lower bound of the weight. None: the correction's default.", ge=0, below="correction_high"
+    )
+    correction_high: float | None = corrected(None, "Upper bound of the weight. None: the correction's default.", gt=0)
     correction_veto: float | None = corrected(
-        None, "A response with a token weight below this is not trained on; 1e-4 is usual. None: off.", gt=0, lt=1
+        None, "Do not train on a response with a token weight below this; 1e-4 is usual. None: off.", gt=0, lt=1
     )
     correction_batch_norm: bool = corrected(False, "Divide weights by their mean over the rollout batch of all ranks.")
     rollout_rejection: tuple[str, ...] = option(
         (),
-        "Policy loss only where all of these are within bounds, NAME=HIGH or NAME=LOW:HIGH such as token_ratio=0.5:2 "
-        "seq_mean_k3=0.01. Names: token, seq_sum, seq_mean or seq_max, with _ratio, _k1, _k2 or _k3; opsm; m2po.",
+        "Leave tokens out of the policy loss unless all of these are within bounds, NAME=HIGH or NAME=LOW:HIGH "
+        "such as token_ratio=0.5:2 seq_mean_k3=0.01. Names: token, seq_sum, seq_mean or seq_max, with _ratio, "
+        "_k1, _k2 or _k3; opsm; m2po.",
     )
 
 
@@ -567,52 +699,60 @@ class TrainingConfig(Section):
 
     num_episodes: int = safe(1, "Passes over the prompts.", "episodes", ge=1)
     total_training_steps: int | None = safe(
-        None, "Stop after this many PPO steps and stretch the schedules to it. None: all episodes.", ge=1
+        None, "Stop after this many PPO steps and fit the schedules to it. None: all episodes.", ge=1
     )
-    dry_run: bool = safe(False, "All checks and one step of a few short samples with the real models; nothing is kept.")
-    benchmark_steps: int | None = safe(None, "Stop early after this many PPO steps; schedules stay as they are.", ge=1)
+    dry_run: bool = safe(
+        False, "Check everything and run one step on a few short samples with the real models; nothing is kept."
+    )
+    benchmark_steps: int | None = safe(None, "Stop after this many PPO steps without changing the schedules.", ge=1)
     train_batch_size: int | None = option(
-        None, "Samples per optimizer step. None: 128, or by --ppo_n_minibatches.", "samples over all ranks", ge=1
+        None, "Samples per optimizer step. None: 128, or set by --ppo_n_minibatches.", "samples over all ranks", ge=1
     )
     ppo_n_minibatches: int | None = option(None, "Optimizer steps per epoch; sets --train_batch_size.", ge=1)
-    micro_train_batch_size: int = safe(4, "Samples in one forward and backward pass.", "samples per rank", ge=1)
+    micro_train_batch_size: int = safe(4, "Samples per forward and backward pass.", "samples per rank", ge=1)
     max_tokens_per_micro_batch: int | None = safe(
-        None, "Tokens in one pass, training or scoring, not samples; padding counts.", "tokens per rank", ge=1
+        None, "Limit training and scoring passes by tokens instead of samples; padding counts.", "tokens per rank", ge=1
     )
     micro_batch_specs: tuple[str, ...] = safe(
         (),
-        "Sizes of single calls, CALL=SAMPLES or CALL=TOKENSt such as reference=64 actor_train=4096t. The "
-        "calls: actor, reference, critic, reward (scoring), actor_train, critic_train.",
+        "Sizes of single calls, CALL=SAMPLES or CALL=TOKENSt such as reference=64 actor_train=4096t. Calls: "
+        "actor, reference, critic, reward (scoring), actor_train, critic_train.",
     )
     balance_ranks: bool = safe(True, "Swap groups of samples between ranks so that all train on about as many tokens.")
     max_epochs: int = per_role(1, "Passes over each rollout.", "epochs", ge=1)
     packing_samples: bool | None = safe(
         None,
-        "Passes without padding: sequences in one row. None: with sdpa or flash_attention_2, if all models keep the "
-        "sequences of a row exactly apart; a note says if not.",
+        "Put several sequences in one row, without padding. None: with sdpa or flash_attention_2, if all models "
+        "keep the sequences apart exactly; the log says if not.",
     )
     share_prompts: bool = safe(
-        True, "With sdpa: a prompt goes through a model once for all its samples.", needs="packing_samples!=False"
+        True, "With sdpa: compute a prompt once for all its samples.", needs="packing_samples!=False"
     )
     shuffle: Literal["samples", "groups"] = option(
-        "samples", "What an epoch's steps draw: samples, or all samples of a prompt.", needs="n_samples_per_prompt>1"
+        "samples",
+        "What the steps of an epoch draw: samples, or all samples of a prompt.",
+        needs="n_samples_per_prompt>1",
     )
-    buffer_limit: int = safe(0, "Samples in the buffer, oldest out first; 0: all.", "samples per rank", ge=0)
+    buffer_limit: int = safe(
+        0, "Maximum samples in the buffer, oldest removed first; 0: no limit.", "samples per rank", ge=0
+    )
     buffer_cpu_offload: bool = safe(True, "Keep the replay buffer in CPU memory.")
     actor_learning_rate: float = option(1e-06, "Peak learning rate of the actor.", ge=0)
     critic_learning_rate: float = critic(9e-06, "Peak learning rate of the critic.", ge=0)
     lr_scheduler: Literal["constant", "linear", "cosine", "cosine_with_min_lr"] = per_role(
-        "cosine_with_min_lr", "Schedule over all optimizer steps, after the warm-up."
+        "cosine_with_min_lr", "Learning rate schedule over all optimizer steps, after the warm-up."
     )
-    lr_warmup_ratio: float = per_role(0.03, "Share of the optimizer steps with rising rate.", ge=0, le=1)
-    lr_warmup_steps: int | None = per_role(None, "Optimizer steps with rising rate. None: by --lr_warmup_ratio.", ge=0)
-    min_lr_ratio: float = per_role(0.1, "cosine_with_min_lr ends at this share of the peak.", ge=0, le=1)
+    lr_warmup_ratio: float = per_role(0.03, "Share of the optimizer steps used for warm-up.", ge=0, le=1)
+    lr_warmup_steps: int | None = per_role(None, "Optimizer steps used for warm-up. None: by --lr_warmup_ratio.", ge=0)
+    min_lr_ratio: float = per_role(
+        0.1, "Final learning rate of cosine_with_min_lr, as a share of the peak.", ge=0, le=1
+    )
     l2: float = per_role(0.0, "AdamW's weight decay.", ge=0)
     adam_betas: tuple[float, float] = per_role((0.9, 0.95), "AdamW's betas.", ge=0, lt=1)
     max_norm: float = per_role(1.0, "Gradient norm clipping; 0: off.", ge=0)
     max_skipped_steps: int = safe(
         3,
-        "Steps in a row without a finite gradient, then the run ends and keeps the batch; 0: never.",
+        "End the run and keep the batch after N steps in a row without a finite gradient; 0: never.",
         "PPO steps",
         ge=0,
     )
@@ -622,33 +762,38 @@ class StrategyConfig(Section):
     """Distribution: DeepSpeed ZeRO and the machine."""
 
     zero_stage: Literal[0, 1, 2, 3] = safe(
-        2, "ZeRO stage of actor and critic; 3 also shards the frozen models. On resume with --reshape_ckpt."
+        2,
+        "ZeRO stage of actor and critic; 3 also shards the frozen models. Changing it on resume needs --reshape_ckpt.",
     )
     critic_zero_stage: Literal[0, 1, 2, 3] | None = safe(
         None, "ZeRO stage of the critic. None: --zero_stage.", needs="critic"
     )
-    ref_zero_stage: Literal[0, 3] | None = safe(None, "ZeRO of reference, EMA. None: 3 at --zero_stage 3, else 0.")
-    reward_zero_stage: Literal[0, 3] | None = safe(None, "ZeRO of reward models. None: as the reference.")
+    ref_zero_stage: Literal[0, 3] | None = safe(
+        None, "ZeRO stage of reference and EMA. None: 3 at --zero_stage 3, else 0."
+    )
+    reward_zero_stage: Literal[0, 3] | None = safe(None, "ZeRO stage of reward models. None: as the reference.")
     adam_offload: bool = safe(False, "Keep the actor's optimizer state in CPU memory.", needs="zero_stage=1|2|3")
     critic_adam_offload: bool | None = safe(None, "The critic's. None: --adam_offload, at ZeRO 1 to 3.", needs="critic")
     param_offload: bool = safe(False, "Keep the actor's parameter shards in CPU memory.", needs="zero_stage=3")
     critic_param_offload: bool | None = safe(None, "The critic's. None: --param_offload, at ZeRO 3.", needs="critic")
-    ref_offload: bool = safe(False, "The reference's shards in CPU memory.", needs="ref_zero_stage=3 and own_reference")
+    ref_offload: bool = safe(
+        False, "Keep the reference's shards in CPU memory.", needs="ref_zero_stage=3 and own_reference"
+    )
     reward_offload: bool = safe(False, "Keep the reward models' shards in CPU memory.", needs="reward_zero_stage=3")
     zpg: int = safe(1, "ZeRO-3 hpZ: ranks per secondary partition; 1: off.", "ranks", ge=1, needs="zero_stage=3")
     grad_accum_dtype: Literal["fp32", "bf16"] | None = option(
-        None, "Type gradients are accumulated in.", needs="bf16", off=("fp32",)
+        None, "Type in which gradients are accumulated.", needs="bf16", off=("fp32",)
     )
     overlap_comm: bool | None = safe(
         None,
-        "Send gradients, and at ZeRO 3 weights, while the GPU computes. None: at ZeRO 3 on a GPU.",
+        "Send gradients, and at ZeRO 3 weights, while the GPU computes. None: on at ZeRO 3 on a GPU.",
         needs="zero_stage=2|3",
         off=(False,),
     )
     seed: int = option(42, "Seed of sampling, shuffling and initialisation.", ge=0, lt=2**63)
-    full_determinism: bool = option(False, "Deterministic kernels; slower.")
+    full_determinism: bool = option(False, "Use deterministic kernels, which are slower.")
     local_rank: int = safe(-1, "Set by the launcher.")
-    dist_timeout: float = safe(30.0, "Longest wait for another rank, or for a sign of life.", "minutes", gt=0)
+    dist_timeout: float = safe(30.0, "Maximum wait for another rank or for a sign of life.", "minutes", gt=0)
 
 
 saved = partial(option, needs="save_steps>0 or save_epochs or save_seconds")
@@ -665,27 +810,32 @@ class CheckpointConfig(Section, resume_safe=True):
     ckpt_path: str | None = option(
         None, "Folder or URL of the checkpoints: _actor, _critic, global_stepN_hf. None: SAVE_PATH/checkpoints_ppo."
     )
-    save_steps: int = option(-1, "Checkpoint every N steps; -1: never.", "PPO steps", ge=-1)
-    save_epochs: int | None = option(None, "Checkpoint every N episodes.", "episodes", ge=1)
-    save_seconds: float | None = option(None, "Checkpoint every N seconds.", "seconds", gt=0)
+    save_steps: int = option(-1, "Save a checkpoint every N steps; -1: never.", "PPO steps", ge=-1)
+    save_epochs: int | None = option(None, "Save a checkpoint every N episodes.", "episodes", ge=1)
+    save_seconds: float | None = option(None, "Save a checkpoint every N seconds.", "seconds", gt=0)
     hf_save_steps: int = option(-1, "Export the actor in HF format every N steps; -1: never.", "PPO steps", ge=-1)
     hf_save_epochs: int | None = option(None, "Export every N episodes.", "episodes", ge=1)
     hf_save_seconds: float | None = option(None, "Export every N seconds.", "seconds", gt=0)
-    save_hf_ckpt: bool = saved(False, "Each checkpoint also holds the actor in HF format.")
-    disable_ds_ckpt: bool = saved(False, "Checkpoints hold no resumable state.")
-    max_ckpt_num: int = option(3, "Checkpoints kept, oldest out first.", ge=1)
-    max_ckpt_mem: float = option(100000000.0, "Disk space of all checkpoints, oldest out first.", "GB", gt=0)
-    resume: str = option("auto", "auto: go on from the last checkpoint; never; or a checkpoint path.", off=("never",))
-    load_checkpoint: bool = option(True, "--no_load_checkpoint is --resume never.")
-    reshape_ckpt: bool = option(False, "Resume a checkpoint of another number of processes or other ZeRO stages, too.")
+    save_hf_ckpt: bool = saved(False, "Also export the actor in HF format with each checkpoint.")
+    disable_ds_ckpt: bool = saved(False, "Leave the resumable state out of checkpoints.")
+    max_ckpt_num: int = option(3, "Maximum number of checkpoints; the oldest is removed first.", ge=1)
+    max_ckpt_mem: float = option(
+        100000000.0, "Maximum disk space of all checkpoints; the oldest is removed first.", "GB", gt=0
+    )
+    resume: str = option(
+        "auto", "auto: continue from the last checkpoint; never; or a checkpoint path.", off=("never",)
+    )
+    load_checkpoint: bool = option(True, "--no_load_checkpoint means --resume never.")
+    reshape_ckpt: bool = option(False, "Also resume a checkpoint from a different number of processes or ZeRO stage.")
     signal_grace: float = option(
         25.0,
-        "SIGTERM, SIGINT (Ctrl-C) and SIGUSR1 save when the step under way is done, and end the run; at most so long "
-        "after the signal it ends unsaved. torchrun, deepspeed, Slurm and Kubernetes kill 30 s after SIGTERM.",
+        "Maximum wait for the current step after a signal. SIGTERM, SIGINT (Ctrl-C) and SIGUSR1 end the run "
+        "after that step and save it; if it takes longer, the run ends unsaved. torchrun, deepspeed, Slurm and "
+        "Kubernetes kill 30 s after SIGTERM.",
         "seconds",
         gt=0,
     )
-    save_value_network: bool = critic(False, "Save the critic beside the final model.")
+    save_value_network: bool = critic(False, "Also save the critic with the final model.")
 
 
 evaluated = partial(option, needs="eval_data")
@@ -697,28 +847,30 @@ class EvaluationConfig(Section, resume_safe=True):
     eval_steps: int = evaluated(
         -1, "Evaluate every N steps; -1: once per episode; 0: before and after training.", "PPO steps", ge=-1, off=(0,)
     )
-    eval_epochs: int | None = evaluated(None, "Every N episodes, whatever --eval_steps says.", "episodes", ge=1)
-    eval_seconds: float | None = evaluated(None, "Every N seconds.", "seconds", gt=0)
+    eval_epochs: int | None = evaluated(
+        None, "Evaluate every N episodes, regardless of --eval_steps.", "episodes", ge=1
+    )
+    eval_seconds: float | None = evaluated(None, "Evaluate every N seconds.", "seconds", gt=0)
     eval_n_samples: int = evaluated(
-        1, "Samples per prompt: mean@n and pass@k.", "samples per prompt", ge=1, also="eval_temperature>0"
+        1, "Samples per prompt, for mean@n and pass@k.", "samples per prompt", ge=1, also="eval_temperature>0"
     )
     eval_temperature: float | None = evaluated(
-        None, "Sampling temperature; 0: greedy. None: 0, and with --eval_n_samples above 1 it is 1.", ge=0, off=(0, 1)
+        None, "Sampling temperature; 0: greedy. None: 0, or 1 if --eval_n_samples is above 1.", ge=0, off=(0, 1)
     )
     eval_top_p: float = evaluated(1.0, "Nucleus sampling.", gt=0, le=1, also="eval_temperature>0")
-    eval_top_k: int = evaluated(-1, "Only the k most likely tokens; -1: all.", ge=-1, also="eval_temperature>0")
-    eval_correct_threshold: float = evaluated(
-        0.5, "A score of at least this is correct, where the source gives no acc."
+    eval_top_k: int = evaluated(
+        -1, "Sample only from the k most likely tokens; -1: all.", ge=-1, also="eval_temperature>0"
     )
+    eval_correct_threshold: float = evaluated(0.5, "Scores of at least this are correct, if the source gives no acc.")
     eval_reward_source: tuple[str, ...] = evaluated(
-        (), "What scores evaluations, as --reward_source. None: what scores training, or --eval_reward_fn."
+        (), "Scorers for evaluation, as --reward_source. None: the training scorer, or --eval_reward_fn."
     )
-    eval_reward_fn: str | None = evaluated(None, "Reward function of evaluations, path.py[:name].")
+    eval_reward_fn: str | None = evaluated(None, "Reward function for evaluation, path.py[:name].")
     best_metric: str | None = evaluated(
         None, "Keep the actor with the highest value of this metric in --ckpt_path/best_hf, e.g. eval/accuracy."
     )
     val_before_train: bool = evaluated(True, "Evaluate before the first step.")
-    val_only: bool = safe(False, "Evaluate and stop; needs neither prompts nor critic nor reference.")
+    val_only: bool = safe(False, "Evaluate and stop; needs no prompts, critic or reference.")
 
 
 wandb = partial(option, needs="use_wandb")
@@ -728,37 +880,41 @@ class LoggingConfig(Section, resume_safe=True):
     """Logging."""
 
     logging_steps: int = option(1, "Log every N steps.", "PPO steps", ge=1)
-    peak_tflops: float | None = option(None, "Peak of one device in the training type, for perf/mfu.", "TFLOP/s", gt=0)
-    debug: bool = option(False, "Errors with their whole traceback, not in one line.")
-    num_examine: int = option(1, "Samples of each data source printed per step.", "samples", ge=0)
+    peak_tflops: float | None = option(
+        None, "Peak speed of one device in the training type, for perf/mfu.", "TFLOP/s", gt=0
+    )
+    debug: bool = option(False, "Show errors with the full traceback instead of one line.")
+    num_examine: int = option(1, "Samples printed per step and data source.", "samples", ge=0)
     profile_steps: tuple[int, ...] = option(
-        (), "Steps whose operators go to SAVE_PATH/profile, as traces of torch's profiler.", "PPO steps", ge=1
+        (), "Steps to trace with torch's profiler, into SAVE_PATH/profile.", "PPO steps", ge=1
     )
     use_tensorboard: str | None = option(None, "Folder for TensorBoard.")
     use_wandb: bool = option(
         False,
-        "Log to Weights & Biases; log in with `wandb login` or WANDB_API_KEY. The flag also takes a key, which others "
-        "may see in the list of processes.",
+        "Log to Weights & Biases; log in with `wandb login` or WANDB_API_KEY. The flag also takes a key, but "
+        "others may see it in the process list.",
         secret=True,
     )
-    wandb_org: str | None = wandb(None, "Entity.")
+    wandb_org: str | None = wandb(None, "W&B entity.")
     wandb_group: str | None = option(
-        None, "Group, also in trackio; a tag in MLflow.", needs="use_wandb or use_trackio or use_mlflow"
+        None, "Group in W&B and trackio; a tag in MLflow.", needs="use_wandb or use_trackio or use_mlflow"
     )
-    wandb_project: str = wandb("lightppo", "Project.")
+    wandb_project: str = wandb("lightppo", "W&B project.")
     wandb_run_name: str | None = option(
         None,
-        "Name of the run in every tracker. None: the name of --save_path.",
+        "Run name in every tracker. None: the name of --save_path.",
         needs="use_wandb or use_tensorboard or use_trackio or use_mlflow",
     )
-    use_trackio: str | None = option(None, "Project in trackio: in TRACKIO_DIR, or where its variables lead.")
-    use_mlflow: str | None = option(
-        None, "Where MLflow tracks: a folder, or the address of a server, whose login is in MLflow's variables."
+    use_trackio: str | None = option(
+        None, "Project in trackio, which stores it in TRACKIO_DIR or as set by its other variables."
     )
-    mlflow_experiment: str = option("lightppo", "Experiment.", needs="use_mlflow")
+    use_mlflow: str | None = option(
+        None, "Where MLflow logs: a folder, or a server address. Log in with MLflow's variables."
+    )
+    mlflow_experiment: str = option("lightppo", "MLflow experiment.", needs="use_mlflow")
     metric_names: Literal["lightppo", "verl", "openrlhf"] = option(
         "lightppo",
-        "Names of the metrics in trackers: docs/metrics.md has the tables. metrics.jsonl keeps lightppo's.",
+        "Names of the metrics in trackers; see docs/metrics.md. metrics.jsonl always uses lightppo's.",
         needs="use_wandb or use_tensorboard or use_trackio or use_mlflow",
     )
 

@@ -39,38 +39,40 @@ class SupervisedModelConfig(
 ):
     """Model: where it comes from and how it is loaded."""
 
-    pretrain: str | None = option(None, "Model to start from: folder, hub id or fsspec URL.", required=True)
+    pretrain: str | None = option(None, "Initial model: folder, hub id or fsspec URL.", required=True)
 
 
 class SupervisedAdapterConfig(
     ppo.AdapterConfig, only="lora_rank lora_alpha lora_dropout load_in_4bit target_modules", words=WORDS
 ):
-    """LoRA: small trained matrices beside frozen weights (arXiv:2106.09685); docs/lora.md."""
+    """LoRA: small trained matrices next to frozen weights (arXiv:2106.09685); docs/lora.md."""
 
 
 class SupervisedDataConfig(
     ppo.DataConfig,
     only="input_key input_template apply_chat_template system_prompt on_bad_row data_num_workers",
 ):
-    """Data: rows to learn from, and held-out ones; docs/supervised.md."""
+    """Data: training and held-out rows; docs/supervised.md."""
 
-    dataset: str | None = option(None, "Rows to learn from: file, folder, hub name or URL; several by commas.",
+    dataset: str | None = option(None, "Training rows: file, folder, hub name or URL; separate several with commas.",
                                  required=True)  # fmt: skip
     dataset_split: str = option("train", "Split of --dataset.")
-    eval_dataset: str | None = option(None, "Held-out rows. Without it there is no evaluation.", resume_safe=True)
-    eval_split: str = option("test", "Split of --eval_dataset; files without splits have only one.", resume_safe=True)
-    max_len: int = option(2048, "Longest prompt with answer.", unit="tokens", ge=2)
+    eval_dataset: str | None = option(None, "Held-out rows. None: no evaluation.", resume_safe=True)
+    eval_split: str = option("test", "Split of --eval_dataset. Files without splits have only one.", resume_safe=True)
+    max_len: int = option(2048, "Maximum length of prompt and answer.", unit="tokens", ge=2)
     truncation: Literal["error", "right", "drop"] = option(
-        "error", "What to do with a longer row: stop, cut the answer, or drop the row. Counted."
+        "error", "If a row is longer: stop, cut the answer, or drop the row. Counted."
     )
-    max_samples: int = option(1_000_000, "Rows taken from --dataset.", unit="rows", ge=1)
-    eval_max_samples: int = option(1_000_000, "Rows taken from --eval_dataset.", "rows", ge=1, resume_safe=True)
+    max_samples: int = option(1_000_000, "Maximum number of rows taken from --dataset.", unit="rows", ge=1)
+    eval_max_samples: int = option(
+        1_000_000, "Maximum number of rows taken from --eval_dataset.", "rows", ge=1, resume_safe=True
+    )
 
 
 class SFTDataConfig(SupervisedDataConfig):
     """Data: demonstrations, and held-out ones; docs/supervised.md."""
 
-    output_key: str | None = option(None, "Column of the completion. None: tries the usual names.")
+    output_key: str | None = option(None, "Column with the completion. None: try the usual names.")
 
 
 class PairDataConfig(SupervisedDataConfig):
@@ -84,21 +86,21 @@ class RewardDataConfig(PairDataConfig):
     """Data: prompts with a chosen and a rejected answer, and held-out ones; docs/supervised.md."""
 
     margin_key: str | None = option(
-        None, "Column with the margin by which the chosen answer is to lead, a number ≥ 0. None: no margin."
+        None, "Column with the margin (≥ 0) by which the chosen answer should lead. None: no margin."
     )
 
 
 class RewardModelConfig(SupervisedModelConfig):
     """Model: where it comes from and how it is loaded."""
 
-    value_head_prefix: str = option("score", "Name of the value head in --pretrain, where it is a reward model.")
+    value_head_prefix: str = option("score", "Name of the value head in --pretrain, if it is a reward model.")
 
 
 class DPOModelConfig(SupervisedModelConfig):
     """Model: where it comes from and how it is loaded."""
 
     ref_pretrain: str | None = option(
-        None, "Reference model; its log probs are computed once, before the first step. None: --pretrain."
+        None, "Reference model; its log probs are computed once before training. None: --pretrain."
     )
 
 
@@ -114,9 +116,11 @@ class SupervisedTrainingConfig(
 
     train_batch_size: int = option(128, "Rows per optimizer step.", unit="rows over all ranks", ge=1)
     num_epochs: int | None = option(
-        None, "Passes over the data. None: 1, or as many as --max_steps takes.", ge=1, resume_safe=True
+        None, "Passes over the data. None: 1, or as many as --max_steps needs.", ge=1, resume_safe=True
     )
-    max_steps: int | None = option(None, "In place of --num_epochs.", unit="optimizer steps", ge=1, resume_safe=True)
+    max_steps: int | None = option(
+        None, "Number of steps, instead of --num_epochs.", unit="optimizer steps", ge=1, resume_safe=True
+    )
     learning_rate: float = option(5e-6, "Peak learning rate of AdamW.", gt=0)
 
 
@@ -156,8 +160,8 @@ class SupervisedEvaluationConfig(
 
     best_metric: str | None = option(
         None,
-        "Keep the model with the best value of this metric in --ckpt_path/best_hf: the lowest eval/loss, the highest "
-        "of any other.",
+        "Keep the model with the best value of this metric in --ckpt_path/best_hf: the lowest for eval/loss, the "
+        "highest for others.",
         needs="eval_dataset",
         resume_safe=True,
     )
@@ -253,9 +257,9 @@ class PreferenceConfig(Section, own=PREFERENCE_LOSSES):
     """Loss on pairs, without a reward model; docs/supervised.md."""
 
     preference_loss: str = option("dpo", "Loss of a pair.", names=PREFERENCE_LOSSES)
-    beta: float = option(0.1, "How strongly the model is held to its start: β of the loss.", gt=0)
+    beta: float = option(0.1, "β of the loss: how strongly the model is held to the reference.", gt=0)
     average_log_probs: bool | None = option(
-        None, "An answer's log prob is the mean over its tokens, not the sum. None: as the loss is defined; ipo: true."
+        None, "Use the mean of an answer's token log probs instead of the sum. None: as the loss defines it; ipo: true."
     )
 
 
