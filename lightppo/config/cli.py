@@ -410,11 +410,11 @@ the file; if a flag is repeated, the last one counts; two `--config` are an erro
 
 You may always set an option to its default or off value (`--lora_dropout 0`), even if its condition is not met.
 
-- In brackets: the default as code (if none is shown: None), then the other values. `8` takes whole numbers, `8.0` any.
-- Without brackets: a switch that is off. Set it with `--bf16` or `--no_bf16`, in YAML `true` or `false`.
-- Lists: `--stop A B`; in YAML a list. None is `null` in YAML.
-- After a semicolon: what the option needs; without it the option is an error.
-- A star: may change on resume.
+* In brackets: the default as code (if none is shown: None), then the other values. `8` takes whole numbers, `8.0` any.
+* Without brackets: a switch that is off. Set it with `--bf16` or `--no_bf16`, in YAML `true` or `false`.
+* Lists: `--stop A B`; in YAML a list. None is `null` in YAML.
+* After a semicolon: what the option needs; without it the option is an error.
+* A star: may change on resume.
 """
 
 

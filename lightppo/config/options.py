@@ -191,7 +191,7 @@ class EngineConfig(Section, resume_safe=True):
     """Rollout engine: what generates the responses."""
 
     rollout_engine: Literal["hf", "vllm", "vllm_server"] = option(
-        "hf", "What generates responses: hf (the actor itself), vllm (in the same process) or vllm_server."
+        "hf", "Generates responses: hf (the actor itself), vllm (in the same process) or vllm_server."
     )
     hf_cuda_graphs: bool = option(
         False,
