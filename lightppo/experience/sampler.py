@@ -269,7 +269,9 @@ class GroupCollector:
             )
             if self.on_exhausted == "raise":
                 raise RewardError(f"{text}: raise the limit, widen --filter_range or choose another --on_exhausted")
-            self.strategy.print(f"{text}; --on_exhausted {self.on_exhausted}")
+            nothing = self.on_exhausted == "reuse" and total == 0
+            effect = " finds none to train on again: this step trains on nothing" if nothing else ""
+            self.strategy.print(f"{text}; --on_exhausted {self.on_exhausted}{effect}")
             if self.on_exhausted == "reuse":
                 repeats = deal(missing, available, [missing if groups else 0 for groups in available])
         shares, rank = deal(self.groups_per_step, [0] * len(available), room=available), self.strategy.get_rank()

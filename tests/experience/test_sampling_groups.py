@@ -137,6 +137,10 @@ def test_reuse_goes_round_and_has_nothing_to_use_without_a_group():
     assert (step.repeated, step.groups) == ([0, 1, 2, 3, 0, 1], 5)
     own = collector([EASY, EASY], on_exhausted="reuse", max_batches=1)
     assert own.collect(Episode(4, 2), 1).groups == 0
+    assert own.strategy.printed == [
+        "step 1: 0 of 2 groups accepted after 1 generation batches (--max_num_gen_batches); 2 were sampled; "
+        "--on_exhausted reuse finds none to train on again: this step trains on nothing"
+    ]
 
 
 def test_raise_says_what_to_do():

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.ranks import REPO, run_ranks
-from support.tiny import save_causal_lm
+from support.tiny import save_causal_lm, sums, write_jsonl
 
 from lightppo import PPOTrainer
 from lightppo.config import PPOConfig
@@ -71,6 +71,16 @@ def test_alone_it_needs_neither_reward_nor_reference_nor_critic(taught):
         assert row["rollout/samples"] == 4
         assert not {"rollout/reward", "rollout/kl", "rollout/value_mean", "alarm/equal_rewards"} & row.keys()
     assert rows[0]["rollout/teacher_kl"] > 0.1
+
+
+@pytest.mark.long
+def test_alone_it_brings_the_student_near_the_teacher(taught, tmp_path):
+    """From 1.8 nats to 0.8 in 20 steps. A step of 32 samples is 0.2 nats of noise: ten steps at 1e-6 say nothing."""
+    prompts = write_jsonl(tmp_path / "prompts.jsonl", sums(64))
+    sizes = {"rollout_batch_size": 32, "train_batch_size": 32, "micro_train_batch_size": 16, "num_episodes": 10}
+    options = {"actor_learning_rate": 1e-2, "lr_warmup_ratio": 0.0, "total_training_steps": 20, "prompt_data": prompts}
+    found = [row["rollout/teacher_kl"] for row in fitted(taught(**options, **sizes))]
+    assert sum(found[-5:]) / 5 < 0.6 * found[0]
 
 
 def test_a_loss_learns_from_all_tokens(taught):
