@@ -13,12 +13,14 @@ from lightppo.config.cli import CommandParser, exit_on_mistakes
 from lightppo.errors import ConfigError, UserError
 from lightppo.models.folders import check_model
 
-_UNITS = {"GB": 10**9, "GIB": 2**30, "MB": 10**6, "MIB": 2**20, "": 1}
+_UNITS = {"GB": 10**9, "GIB": 2**30, "MB": 10**6, "MIB": 2**20}
 
 
 def main(argv: Sequence[str], prog: str = "lightppo memory") -> None:
     """Print the table; exit code 1 if the run does not fit."""
-    parser = CommandParser(prog, description=__doc__, allow_abbrev=False, epilog="and all of lightppo ppo")
+    parser = CommandParser(
+        prog, description=__doc__, allow_abbrev=False, epilog="and all of lightppo ppo; it needs --pretrain alone"
+    )
     parser.add_argument("--gpus", type=int, help="GPUs of a node; 0: ranks on the CPU. Default: those of this machine")
     parser.add_argument("--nodes", type=int, default=1, help="default: 1")
     parser.add_argument("--gpu_memory", help="of a GPU, such as 80GB or 24GiB; default: this machine's, else 80GB")
@@ -36,7 +38,7 @@ def main(argv: Sequence[str], prog: str = "lightppo memory") -> None:
         if size is None:
             size = torch.cuda.get_device_properties(0).total_memory if here else 80 * 10**9
         ranks = (gpus or int(os.environ.get("WORLD_SIZE", "1"))) * args.nodes
-        config = parse_args(flags, prog, world_size=ranks)
+        config = parse_args(flags, prog, world_size=ranks, unfed=True)
         _check_models(config.model)
         from lightppo.trainer import budget
 
@@ -74,7 +76,10 @@ def parse_size(text: str | None) -> int | None:
     """Bytes of ``80GB`` (10^9) or ``24GiB`` (2^30)."""
     if text is None:
         return None
-    form = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([GM]i?B|)", text, re.IGNORECASE)
-    if form is None:
-        raise ConfigError(f"--gpu_memory {text}: write 80GB, or 24GiB")
-    return int(float(form[1]) * _UNITS[form[2].upper()])
+    form = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([GM]i?B|)", text.strip(), re.IGNORECASE)
+    size = 0 if form is None or not form[2] else int(float(form[1]) * _UNITS[form[2].upper()])
+    if size > 0:
+        return size
+    is_number = form is not None and not form[2]
+    example = f"{form[1]}GB, or {form[1]}GiB: a number alone has no unit" if is_number else "80GB, or 24GiB"
+    raise ConfigError(f"--gpu_memory {text}: write {example}")

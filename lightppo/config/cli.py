@@ -48,6 +48,7 @@ def parse_args(
     prog: str = "train_ppo.py",
     kind: type[C] = PPOConfig,
     world_size: int | None = None,
+    unfed: bool = False,
 ) -> C:
     """Parse flags (and ``--config FILE.yaml`` beneath them) into a checked config, as it was asked for.
 
@@ -56,6 +57,7 @@ def parse_args(
         prog: name of the program in messages.
         kind: the command's options.
         world_size: ranks to check for; ``None``: those of this run.
+        unfed: the run is only computed, see :func:`~lightppo.config.rules.contradictions`.
 
     Raises:
         SystemExit: code 2 on an unknown flag or key, a value out of range or a contradiction; code 0 after ``--help``.
@@ -69,7 +71,8 @@ def parse_args(
         config = config.with_options(**flags)
         if problems := without_effect_on_evaluation(config, flags):
             raise ConfigError("\n".join(problems))
-        config.validate(world_size=world_size or int(os.environ.get("WORLD_SIZE", "1")))
+        computed = {"unfed": True} if unfed else {}
+        config.validate(world_size=world_size or int(os.environ.get("WORLD_SIZE", "1")), **computed)
         for needed, names in idle_flags(config, flags).items():
             change = "changes" if len(names) == 1 else "change"
             given = ", ".join(f"--{name}" for name in names)

@@ -513,16 +513,18 @@ def idle_flags(config: OptionSet, given: Container[str]) -> dict[str, list[str]]
     return found
 
 
-def contradictions(config: Options, world_size: int, by_hand: bool = False) -> list[str]:
+def contradictions(config: Options, world_size: int, by_hand: bool = False, unfed: bool = False) -> list[str]:
     """What cannot work: the first problem of each option.
 
     Args:
         config: values of the right type and in range.
         world_size: number of ranks.
         by_hand: models, data and rewards were made by hand: only what concerns the trainer.
+        unfed: the run is only computed: it needs neither prompts nor a reward.
     """
     o = SimpleNamespace(**config.flat() | resolutions(config))
     o.config, o.ranks, o.samples, o.facts = config, world_size, _samples(config), _facts(config)
+    o.unfed = unfed
     rules = [_batches, _sampling, _engine, _algorithm]
     if not by_hand:
         rules = [_required, *rules, _micro_batches, _models, _rewards, files, _strategy, _warm_up]
@@ -746,7 +748,8 @@ def _algorithm(o: SimpleNamespace) -> Iterator[str]:
 
 
 def _required(o: SimpleNamespace) -> Iterator[str]:
-    yield from (line for line in o.config.missing() if not (o.val_only and line.startswith("--prompt_data ")))
+    without_prompts = o.val_only or o.unfed
+    yield from (line for line in o.config.missing() if not (without_prompts and line.startswith("--prompt_data ")))
     if o.val_only and o.eval_data is None:
         yield "--eval_data is required: the prompts whose answers an evaluation scores"
 
@@ -808,7 +811,7 @@ def _rewards(o: SimpleNamespace) -> Iterator[str]:
                 yield f"--{name} chooses by scores, and this run has no reward: leave it out"
             if o.eval_data and not o.judges:
                 yield "--eval_data: nothing scores the answers: set --eval_reward_source, or --eval_reward_fn path.py"
-        elif not given and not (o.val_only and o.judges):
+        elif not given and not o.unfed and not (o.val_only and o.judges):
             built_in = f"a built-in --reward_source ({', '.join(BUILT_IN)})"
             yield f"no reward: set --reward_fn path.py, --remote_rm_url URL, --reward_pretrain MODEL or {built_in}"
         for other in ("model", "function"):
@@ -874,8 +877,10 @@ def files(o: SimpleNamespace) -> Iterator[str]:
 
 def _cut_addresses(o: SimpleNamespace) -> Iterator[str]:
     """Addresses out of the files of a run, which lack what may be a secret."""
-    unread = ("prompt_data", "pretrain_data") if getattr(o, "val_only", False) else ()
-    for name, value in o.config.flat().items():
+    flat, models = o.config.flat(), {one.name for one in o.config.all_options() if one.owner in ("model", "distill")}
+    unread = {"prompt_data", "pretrain_data"} if flat.get("val_only") else set()
+    unread |= flat.keys() - models if getattr(o, "unfed", False) else set()
+    for name, value in flat.items():
         if name not in unread and (cut := cut_urls(value)):
             yield f"--{name} {cut[0]}: {GIVE_WHOLE}: --{name} URL wins over --config"
 
@@ -920,10 +925,13 @@ class PPOConfig(Options):
     ``PPOConfig.from_flat(pretrain="...", prompt_data="...")`` builds one in code, ``parse_args`` from the command line.
     """
 
-    def validate(self, world_size: int = 1, by_hand: bool = False) -> None:
-        """Check values, then combinations; ConfigError with a line for each option that has a problem."""
+    def validate(self, world_size: int = 1, by_hand: bool = False, unfed: bool = False) -> None:
+        """Check values, then combinations; ConfigError with a line for each option that has a problem.
+
+        Arguments as of :func:`contradictions`.
+        """
         self.with_options(**self.flat())
-        if problems := contradictions(self, world_size, by_hand):
+        if problems := contradictions(self, world_size, by_hand, unfed):
             raise ConfigError("\n".join(problems))
 
     def known(self) -> dict[str, Any]:

@@ -610,7 +610,7 @@ def advice(config: PPOConfig, machine: Machine, configs: Mapping[str, Pretrained
         changes = {n: v for n, v in changes.items() if flat[n] != v}
         try:
             changed = base.with_options(**changes)
-            changed.validate(machine.world_size)
+            changed.validate(machine.world_size, unfed=True)
             size = estimate(changed.resolved(), machine, configs).peak()[1] if changes else math.inf
         except UserError:  # not for this run, or not with this model
             return math.inf, base
@@ -628,7 +628,9 @@ def advice(config: PPOConfig, machine: Machine, configs: Mapping[str, Pretrained
             together, changed = peak(now, remedy)
             now, best = (changed, together) if together < 0.99 * best else (now, best)
     fits = "fits" if best <= machine.device_bytes else "does not fit either: more GPUs, or a smaller model"
-    return [*lines, f"  together {flags(now) or 'none'}: {gigabytes(best)}, which {fits}"]
+    if now is config:
+        return [*lines, f"  no option saves enough: {gigabytes(best)}, which {fits}"]
+    return [*lines, f"  together {flags(now)}: {gigabytes(best)}, which {fits}"]
 
 
 def gigabytes(size: float) -> str:

@@ -12,6 +12,7 @@ from support.tiny import tiny_config, write_jsonl
 from transformers import LlamaConfig, MixtralConfig, Qwen2Config
 
 from lightppo.__main__ import main
+from lightppo.commands.memory import parse_size
 from lightppo.config import PPOConfig
 from lightppo.errors import ConfigError
 from lightppo.trainer.budget import ACTOR, ROLLOUT, Machine, advice, check_memory, decoding_rows, estimate
@@ -188,10 +189,42 @@ def test_the_command_prints_parts_and_peak(tmp_path: Path, capsys: pytest.Captur
     assert "does not fit either: more GPUs, or a smaller model" in shown
 
 
-def test_a_size_that_is_no_size_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("size", "said"),
+    [
+        ("much", "--gpu_memory much: write 80GB, or 24GiB"),
+        ("80", "--gpu_memory 80: write 80GB, or 80GiB: a number alone has no unit"),
+        ("80.5", "--gpu_memory 80.5: write 80.5GB, or 80.5GiB"),
+        ("0GB", "--gpu_memory 0GB: write 80GB"),
+        ("", "--gpu_memory : write 80GB"),
+    ],
+)
+def test_a_size_that_is_no_size_is_refused(size: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
-        main(["memory", *run_options(tmp_path), "--gpu_memory", "much"])
-    assert "--gpu_memory much: write 80GB, or 24GiB" in capsys.readouterr().err
+        main(["memory", "--pretrain", "model", "--gpu_memory", size])
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"), [("80GB", 80 * 10**9), ("80 gb", 80 * 10**9), ("1.5GiB", 3 * 2**29), ("900MB", 900 * 10**6)]
+)
+def test_sizes(size: str, expected: int) -> None:
+    assert parse_size(size) == expected
+
+
+def test_neither_prompts_nor_a_reward_are_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also where options are tried that would make it fit; an address of rows in a run's file may be cut."""
+    LlamaConfig(**tiny_config().to_dict() | {"vocab_size": 500_000}).save_pretrained(tmp_path)
+    (tmp_path / "run.yaml").write_text("prompt_data: https://host/rows.jsonl?…\n")
+    for more in ([], ["--config", str(tmp_path / "run.yaml")]):
+        with pytest.raises(SystemExit) as done:
+            main(["memory", "--pretrain", str(tmp_path), "--bf16", "--gpus", "2", "--gpu_memory", "2.2GB", *more])
+        told = capsys.readouterr()
+        assert (done.value.code, told.err) == (1, "")
+        assert "\n  --lora_rank 16: 0." in told.out
+    with pytest.raises(SystemExit, match="2"):
+        main(["memory"])
+    assert "error: --pretrain is required" in capsys.readouterr().err
 
 
 def test_what_certainly_does_not_fit_is_refused_before_anything_loads(tmp_path: Path) -> None:
