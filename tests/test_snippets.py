@@ -91,6 +91,7 @@ def check_flags(name: str, words: list[str]) -> None:
     assert name in COMMANDS
     named = {word.partition("=")[0] for word in words if re.match(r"--[a-z]", word)}
     known = flags_of(name) | (VLLM_FLAGS if name == "serve-vllm" else set())
+    known |= flags_of("ppo") if name == "memory" else set()
     assert named - known - {flag.replace("--", "--no_") for flag in known} == set()
     whole = not {"…", "..."} & set(words)
     if whole and name == "ppo" and {"--prompt_data", "--pretrain"} <= named:

@@ -29,11 +29,10 @@ from lightppo.commands.diff import differences, first_sample, steps_of
 from lightppo.config import CheckpointConfig, EvaluationConfig, LoggingConfig, PPOConfig, parse_args
 from lightppo.config.cli import CommandParser, exit_on_mistakes
 from lightppo.config.options import OptionSet
-from lightppo.config.sft_rm_dpo import COMMANDS
 from lightppo.errors import CheckpointError, ConfigError, ReportError
 from lightppo.storage import is_url, local_folder, read_apart
 from lightppo.terminal import plain
-from lightppo.trainer.report import recorded_path, starts_of
+from lightppo.trainer.report import KINDS, command_of, recorded_path, starts_of
 from lightppo.urls import GIVE_WHOLE, cut_urls, shown_url
 
 SHOWN_TOKENS = 24
@@ -104,8 +103,7 @@ def check_step(run: Path, step: int) -> None:
 
 def kind_of(run: Path) -> type[OptionSet]:
     """The command's options that the run's are the most like; other versions have some more or fewer."""
-    names = set(yaml.safe_load((run / "run_config.yaml").read_text()))
-    return min((PPOConfig, *COMMANDS.values()), key=lambda kind: len(names ^ set(kind().flat())))
+    return KINDS[command_of(yaml.safe_load((run / "run_config.yaml").read_text()))]
 
 
 def recorded_steps(run: Path) -> dict[int, dict[str, Any]]:

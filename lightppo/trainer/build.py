@@ -841,6 +841,8 @@ def places(config: OptionSet) -> str:
     """Where a run writes to."""
     c, log = config.checkpoint, config.logging
     saves = c.save_steps > 0 or c.save_epochs or c.save_seconds
+    # A run that goes on from checkpoints, or was stopped, has some, and writes one at its end.
+    saves = saves or (c.resume != "never" and any(local_folder(c.ckpt_path).glob("_actor/global_step*")))
     found = [
         f"model and logs in {c.save_path}",
         f"checkpoints in {c.ckpt_path}" if saves else "no checkpoints (--save_steps)",

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from lightppo import durable
 from lightppo.config.cli import CommandParser
-from lightppo.config.options import all_options
+from lightppo.config.rules import PPOConfig
+from lightppo.config.sft_rm_dpo import COMMANDS
 from lightppo.errors import ReportError, StagingError
 from lightppo.storage import download, is_url, local_folder, read_apart
 from lightppo.terminal import plain
@@ -162,7 +163,7 @@ def summary(path: Path) -> str:
         return str(error)
     told = [before_and_after(rows)]
     drawn = {
-        ("curves", "picture", path.with_name(PICTURE)): lambda file: plot_training(rows, file),
+        ("curves", "picture", path.with_name(PICTURE)): lambda file: plot_training(rows, file, _name_of(path)),
         ("report", "report", path.with_name(REPORT)): lambda file: write_report([path], file),
     }
     for (title, kind, file), draw in drawn.items() if len({row["step"] for row in rows}) >= FEWEST_STEPS else ():
@@ -179,19 +180,31 @@ def summary(path: Path) -> str:
 
 
 def draw_training(rows: Sequence[Row], title: str | None = None) -> Figure:
-    """The panels of ``PANELS`` over steps, or of ``SFT_PANELS``, from rows of :func:`read_metrics`. What was never
-    logged is left out."""
+    """The panels of ``PANELS`` over steps, or of ``SFT_PANELS``, from rows of :func:`read_metrics`. A panel of which
+    nothing was logged is left out, unless there is no other."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    panels, size = (SFT_PANELS, (11, 3.5)) if series(rows, "train/loss")[0] else (PANELS, (11, 7))
-    figure = Figure(figsize=size, layout="constrained")
+    panels = SFT_PANELS if series(rows, "train/loss")[0] else PANELS
+    panels = [panel for panel in panels if _is_logged(panel, rows)] or panels[:1]
+    across = len(panels) if len(panels) < 4 else 2
+    down = len(panels) // across
+    figure = Figure(figsize=(5.5 * across, 3.5 * down), layout="constrained")
     FigureCanvasAgg(figure)  # its own canvas: pyplot's global state and backend stay as they are
-    for axes, panel in zip(figure.subplots(len(panels) // 2, 2).flat, panels):
+    for axes, panel in zip(figure.subplots(down, across, squeeze=False).flat, panels):
         _draw_panel(axes, panel, rows)
     if title:
         figure.suptitle(title)
     return figure
+
+
+def _is_logged(panel: Panel, rows: Sequence[Row]) -> bool:
+    return any(series(rows, name)[0] for name in (*panel.curves, *panel.points))
+
+
+def _name_of(metrics: Path) -> str:
+    """The name of the run with this file of metrics."""
+    return metrics.resolve().parent.name
 
 
 def _draw_panel(axes: Axes, panel: Panel, rows: Sequence[Row]) -> None:
@@ -224,6 +237,19 @@ def options_of(run: Path, file: str = "run_config.resolved.yaml") -> dict[str, A
 
     path = run / file
     return yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+KINDS = {"ppo": PPOConfig, **COMMANDS}
+
+
+def command_of(options: Mapping[str, Any]) -> str:
+    """The command whose options a run's are the most like; other versions have some more or fewer."""
+
+    def unlike(name: str) -> tuple[int, int]:
+        known = KINDS[name]().flat().keys()
+        return len(options.keys() - known), len(known - options.keys())
+
+    return min(KINDS, key=unlike) if options else "ppo"
 
 
 def recorded_path(run: Path, option: str) -> Path | None:
@@ -314,11 +340,14 @@ def _run(path: Path) -> dict[str, Any]:
     curves = {name: (steps, [float(f"{x:.6g}") for x in values]) for name in names
               for steps, values in [series(rows, name)] if steps and not name.startswith("alarm/")}  # fmt: skip
     times = [row["time"] for row in rows if isinstance(row.get("time"), float)]
-    options, defaults = options_of(run), {one.name: one.default for one in all_options()}
+    options = options_of(run)
     given = options_of(run, "run_config.yaml") or options
+    command = command_of(given)
+    defaults = {one.name: one.default for one in KINDS[command].all_options()}
     plain = {name: list(value) if isinstance(value, tuple) else value for name, value in defaults.items()}
     return {
         "name": run.resolve().name,
+        "command": command if series(rows, "rollout/reward")[0] or command != "ppo" else None,  # no evaluation
         "folder": str(run),  # as it was given
         "steps": [rows[0]["step"], rows[-1]["step"]],
         "times": [min(times), max(times)] if times else [],

@@ -736,3 +736,13 @@ def test_what_needs_a_gpu_is_refused_without(make_config, option):
 def test_torch_compile_where_it_cannot_work(make_config, options):
     with pytest.raises(ConfigError, match="--torch_compile"):
         make_config(torch_compile=True, **options).validate()
+
+
+def test_a_run_says_where_its_checkpoints_are(tmp_path):
+    """Also one that goes on from some, or was stopped: it writes one at its end, without --save_steps too."""
+    config = PPOConfig.from_flat(save_path=str(tmp_path)).resolved()
+    assert "no checkpoints (--save_steps)" in build.places(config)
+    assert f"checkpoints in {tmp_path}/checkpoints_ppo" in build.places(config.with_options(save_steps=2))
+    (tmp_path / "checkpoints_ppo" / "_actor" / "global_step2").mkdir(parents=True)
+    assert f"checkpoints in {tmp_path}/checkpoints_ppo" in build.places(config)
+    assert "no checkpoints" in build.places(config.with_options(resume="never"))

@@ -23,12 +23,16 @@ import yaml
 from support.runs import fitted
 
 from lightppo import storage
+from lightppo.config import PPOConfig
+from lightppo.config.sft_rm_dpo import COMMANDS, SFTConfig
 from lightppo.errors import ConfigError, ReportError
 from lightppo.trainer.metrics import TIMED
 from lightppo.trainer.report import (
+    KINDS,
     PANELS,
     SFT_PANELS,
     before_and_after,
+    command_of,
     draw_training,
     evaluations,
     main,
@@ -39,6 +43,7 @@ from lightppo.trainer.report import (
     summary,
     write_report,
 )
+from lightppo.trainer.run_folder import write_run_config
 
 ROWS = [
     {"step": 0, "time": 0.0, "eval/accuracy": 0.5, "eval/reward": 0.4},
@@ -121,9 +126,38 @@ def test_panels_show_the_metrics():
     assert drawn("response length (tokens)") == {"training prompts": ([1, 2, 3], [3.0, 3.5, 4.0])}
 
 
-def test_an_empty_panel_says_so():
-    axes = draw_training(ROWS[:1]).axes[1]
+@pytest.mark.parametrize(
+    ("names", "size"),
+    [
+        ({"rollout/reward": "reward"}, (550, 350)),
+        ({"rollout/reward": "reward", "rollout/response_length": "response length (tokens)"}, (1100, 350)),
+        ({"rollout/reward": "reward", "rollout/kl": "KL to the reference (nats per token)",
+          "eval/response_length": "response length (tokens)"}, (1650, 350)),
+        ({"train/loss": "loss (nats per token)"}, (550, 350)),
+    ],
+)  # fmt: skip
+def test_a_picture_has_no_empty_part(names, size, tmp_path):
+    """Most runs have no accuracy, and a run without reference no KL."""
+    rows = [{"step": n, "time": 0.0, **dict.fromkeys(names, 1.0 / n)} for n in range(1, 5)]
+    figure = draw_training(rows, "a run")
+    assert [axes.get_title() for axes in figure.axes] == list(names.values())
+    assert all(axes.lines for axes in figure.axes)
+    assert figure.get_suptitle() == "a run"
+    assert tuple(map(int, figure.get_size_inches() * 100)) == size
+
+
+def test_where_nothing_was_logged_the_picture_says_so():
+    (axes,) = draw_training([{"step": 1, "time": 0.0}]).axes
     assert [text.get_text() for text in axes.texts] == ["not logged"]
+
+
+def test_the_picture_of_a_run_names_it(tmp_path, monkeypatch):
+    titles = []
+    monkeypatch.setattr("lightppo.trainer.report.plot_training", lambda rows, file, title: titles.append(title))
+    (tmp_path / "gspo").mkdir()
+    write(tmp_path / "gspo" / "metrics.jsonl", *map(json.dumps, ROWS))
+    summary(tmp_path / "gspo" / "metrics.jsonl")
+    assert titles == ["gspo"]
 
 
 def test_png(tmp_path):
@@ -390,6 +424,48 @@ def test_samples_by_step_score_length_and_colour(tmp_path, opened):
     assert page.inner_text("#prompt") == rows_of(run, 2)[1]["input"]
     page.click("#after")
     page.wait_for_function("document.querySelector('#step').value === '3'")
+
+
+def test_a_search_without_a_hit_says_so_and_the_next_one_works(tmp_path, opened):
+    run = make_run(tmp_path / "run", steps=2, samples=4)
+    write_report([run / "metrics.jsonl"], tmp_path / "page.html")
+    page = opened(tmp_path / "page.html")
+    before = page.text_content("#sample")
+    page.fill("#find", "nowhere <b>")
+    shown_text(page, "#sample", "No sample of this step has this text: nowhere <b>")
+    assert listed(page) == []
+    assert page.text_content("#list") == "no sample"
+    assert page.text_content("#count").startswith("0 of 4 samples")
+    page.fill("#find", "")
+    shown_text(page, "#count", "4 of 4 samples")
+    assert page.text_content("#sample") == before
+    assert page.locator("#list [aria-current=true]").count() == 1
+
+
+def test_a_page_of_training_on_data(tmp_path, opened):
+    """Its own defaults are not shown as set, and no samples are promised, of which it has none."""
+    config = SFTConfig.from_flat(pretrain="tiny", dataset="rows.jsonl", max_steps=4, save_path=str(tmp_path / "sft"))
+    write_run_config(config)
+    rows = [{"step": n, "time": 1.7e9 + n, "train/loss": 1 / n, "train/grad_norm": 0.5} for n in range(1, 5)]
+    write(tmp_path / "sft" / "metrics.jsonl", *map(json.dumps, rows))
+    write_report([tmp_path / "sft" / "metrics.jsonl"], tmp_path / "page.html")
+    page = opened(tmp_path / "page.html")
+    assert page.is_hidden("#rollouts")
+    assert "samples" not in page.inner_text("main").lower()
+    assert "Dragging zooms all curves" in page.inner_text("#curves")
+    assert page.text_content("#options summary") == "options that were set (4)"
+    told = page.text_content("#options")
+    assert all(f"--{name}" in told for name in ("pretrain", "dataset", "max_steps", "save_path"))
+    assert f"lightppo sft --config {tmp_path}/sft/run_config.yaml" in told
+
+
+@pytest.mark.parametrize("kind", [PPOConfig, *COMMANDS.values()])
+def test_the_command_of_a_run_is_known_by_its_options(kind):
+    options = kind().flat()
+    command = next(name for name, known in KINDS.items() if known is kind)
+    assert command_of(options) == command
+    options.pop("seed")  # of an older version
+    assert command_of(options | {"an_older_option": 1}) == command
 
 
 def test_what_looks_like_html_is_shown_as_text(tmp_path, opened):
