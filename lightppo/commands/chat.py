@@ -21,21 +21,21 @@ SAMPLING = ("temperature", "top_p", "generate_max_len")
 def main(argv: Sequence[str], prog: str = "lightppo chat") -> None:
     """Answer until ``/quit`` or the end of the input; exit code 2 if the model cannot be loaded."""
     parser = CommandParser(
-        prog, description="Talk to a model: /reset begins anew, /quit ends, Ctrl-C stops an answer. Without a "
-        "terminal, each line of the input is a turn, and the answers are the output."
+        prog, description="Talk to a model: /reset starts a new chat, /quit ends, Ctrl-C stops an answer. Without a "
+        "terminal, each input line is a turn and the answers are the output."
     )  # fmt: skip
     parser.add_argument("model", metavar="MODEL", help="folder or hub id of a model, folder of a LoRA adapter, "
                         "--save_path or --ckpt_path of a run")  # fmt: skip
-    parser.add_argument("--system_prompt", help="default: the run's")
-    parser.add_argument("--apply_chat_template", action="store_true", help="by the tokenizer's chat template; default, "
-                        "with --input_template: as in the run; without a run, if there is one")  # fmt: skip
-    parser.add_argument("--input_template", help="text around each prompt, with {} in its place; earlier turns are "
+    parser.add_argument("--system_prompt", help="system message; default: the run's")
+    parser.add_argument("--apply_chat_template", action="store_true", help="use the tokenizer's chat template; default "
+                        "(also of --input_template): as in the run; without a run, if it has one")  # fmt: skip
+    parser.add_argument("--input_template", help="text around each prompt; {} stands for the prompt. Earlier turns are "
                         "not in it")  # fmt: skip
     for name in SAMPLING:
         option = RolloutConfig.options()[name]
         parser.add_argument(f"--{name}", default=option.default, help=f"{option.help} Default: {option.default}")
-    parser.add_argument("--seed", default=42, help="of what is sampled; default: 42")
-    add_base(parser, "of an adapter or a checkpoint; default: the one that it names")
+    parser.add_argument("--seed", default=42, help="sampling seed; default: 42")
+    add_base(parser, "base model of an adapter or a checkpoint; default: the one that it names")
     args = parser.parse_args(argv)
     with exit_on_mistakes(prog, UserError):
         options = StrategyConfig.options() | RolloutConfig.options()

@@ -27,14 +27,14 @@ def convert(argv: Sequence[str], prog: str = "lightppo convert") -> None:
     """Exit code 2 if there is no such checkpoint, or if it is damaged."""
     parser = CommandParser(
         prog, description="Write a model of a training checkpoint (ZeRO 0 to 3, any number of ranks) as a Hugging Face "
-        "folder with its tokenizer; with LoRA merged, and the adapter inside. Needs one process and no GPU."
+        "folder with its tokenizer. LoRA is merged; the folder also holds the adapter. Needs one process and no GPU."
     )  # fmt: skip
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="--save_path or --ckpt_path of a run, or "
                         "the folder of one checkpoint, such as CKPT_PATH/_actor/global_step20")  # fmt: skip
     parser.add_argument("output", metavar="OUT", type=Path, help="new folder")
-    parser.add_argument("--step", type=int, help="of a run: the checkpoint of this step; default: the last one")
-    parser.add_argument("--part", choices=PARTS, default="actor", help="of a run: which model; default: actor")
-    add_base(parser, "model that training started from, for config and tokenizer, under LoRA its weights too; "
+    parser.add_argument("--step", type=int, help="step of the checkpoint, if CHECKPOINT is a run; default: the last")
+    parser.add_argument("--part", choices=PARTS, default="actor", help="model, if CHECKPOINT is a run; default: actor")
+    add_base(parser, "initial model of training, for config and tokenizer, with LoRA also for weights; "
              "default: the one that the checkpoint names")  # fmt: skip
     args = parser.parse_args(argv)
     with exit_on_mistakes(prog, UserError):  # before anything heavy is imported
@@ -56,8 +56,8 @@ def convert(argv: Sequence[str], prog: str = "lightppo convert") -> None:
 def merge(argv: Sequence[str], prog: str = "lightppo merge") -> None:
     """Exit code 2 if the adapter does not fit."""
     parser = CommandParser(
-        prog, description="Write a LoRA adapter, summed into its base model, as a Hugging Face folder with tokenizer "
-        "and generation config. Weights keep their type; the sum is made in float32."
+        prog, description="Merge a LoRA adapter into its base model and write a Hugging Face folder with tokenizer "
+        "and generation config. Weights keep their type; they are added in float32."
     )  # fmt: skip
     parser.add_argument("adapter", metavar="ADAPTER", type=Path, help="folder with adapter_config.json")
     parser.add_argument("output", metavar="OUT", type=Path, help="new folder")

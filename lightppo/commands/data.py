@@ -23,18 +23,18 @@ _OF_OTHERS = [option for kind in COMMANDS.values() for option in type(kind().dat
 _OF_OTHERS = [option for option in _OF_OTHERS if not option.name.startswith(("eval_", "on_", "data_"))]
 _SHARED = {option.name: replace(option, required=False) for option in (*_OF_OTHERS, *all_options())}
 _SHARED = {name: _SHARED[name] for name in (*_NAMES, *(option.name for option in _OF_OTHERS))}
-_SHARED["for"] = Option("for", Literal[("ppo", *COMMANDS)], "ppo", "The command that would train on the rows.")
+_SHARED["for"] = Option("for", Literal[("ppo", *COMMANDS)], "ppo", "The command that will train on the rows.")
 
 
 class RowsConfig(Section, shared=_SHARED.values()):
-    """Show rows as a model will see them, lengths and problems of all; exit code 1 if there are rows with a problem."""
+    """Show rows as a model will see them, and the lengths and problems of all; exit code 1 if a row has a problem."""
 
-    config: str | None = option(None, "YAML file of a run, for the options that it shares with this command.")
-    row: tuple[int, ...] = option((), "Numbers of rows to show, from 1.", ge=1)
-    rows: int = option(1, "Without --row: as many from the start.", ge=0)
-    write: str | None = option(None, "Write all rows to this new JSONL file in the form that training reads.")
+    config: str | None = option(None, "YAML file of a run; only the options that this command has are read.")
+    row: tuple[int, ...] = option((), "Numbers of the rows to show, starting at 1.", ge=1)
+    rows: int = option(1, "Number of rows to show from the start, without --row.", ge=0)
+    write: str | None = option(None, "Write all rows to this new JSONL file in lightppo's row format.")
     form: Literal["auto", "gsm8k", "math", "ultrafeedback"] = option(
-        "auto", "With --write: the data set that the rows are like. auto: by its columns."
+        "auto", "With --write: the source format. auto: by its columns."
     )
 
 
@@ -61,7 +61,7 @@ def main(argv: Sequence[str], prog: str = "lightppo data") -> None:
 
 
 def kind_of(config: RowsConfig) -> str:
-    """The command that would train on the rows."""
+    """The command that will train on the rows."""
     return getattr(config, "for")
 
 

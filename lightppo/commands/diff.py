@@ -1,4 +1,4 @@
-"""``lightppo diff``: the first step and quantity in which two runs differ, how far apart they go, what else differs."""
+"""``lightppo diff``: the first step and quantity in which two runs differ, how far they differ, and what else does."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ Differences = dict[str, list[tuple[int, Any, Any]]]
 
 def main(argv: Sequence[str], prog: str = "lightppo diff") -> None:
     """Compare two runs: exit code 0 where all that both recorded is equal, else 1; 2 without two runs."""
-    parser = CommandParser(prog, description=f"{__doc__.partition(': ')[2]} Exit code 0: equal, 1: not.")
+    parser = CommandParser(prog, description=f"{__doc__.partition(': ')[2]} Exit code 0: equal; 1: different.")
     parser.add_argument("runs", metavar="RUN", type=Path, nargs=2, help="the --save_path of a run")
-    parser.add_argument("--tolerance", type=float, default=0.0, help="numbers this far apart, relative to the larger "
-                        "or to 1, are equal; default: 0")  # fmt: skip
+    parser.add_argument("--tolerance", type=float, default=0.0, help="largest difference, relative to the larger "
+                        "number or to 1, that counts as equal; default: 0")  # fmt: skip
     args = parser.parse_args(argv)
     try:
         a, b = map(steps_of, args.runs)

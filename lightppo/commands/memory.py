@@ -1,4 +1,4 @@
-"""``lightppo memory``: what a run needs of GPUs and hosts, when its peak is, and what would make it fit."""
+"""``lightppo memory``: the GPU and host memory that a run needs, when it peaks, and what would make it fit."""
 
 from __future__ import annotations
 
@@ -19,11 +19,16 @@ _UNITS = {"GB": 10**9, "GIB": 2**30, "MB": 10**6, "MIB": 2**20}
 def main(argv: Sequence[str], prog: str = "lightppo memory") -> None:
     """Print the table; exit code 1 if the run does not fit."""
     parser = CommandParser(
-        prog, description=__doc__, allow_abbrev=False, epilog="and all of lightppo ppo; it needs --pretrain alone"
+        prog,
+        description=__doc__,
+        allow_abbrev=False,
+        epilog="All options of lightppo ppo, too; only --pretrain is required.",
     )
-    parser.add_argument("--gpus", type=int, help="GPUs of a node; 0: ranks on the CPU. Default: those of this machine")
-    parser.add_argument("--nodes", type=int, default=1, help="default: 1")
-    parser.add_argument("--gpu_memory", help="of a GPU, such as 80GB or 24GiB; default: this machine's, else 80GB")
+    parser.add_argument("--gpus", type=int, help="GPUs per node; 0: ranks on the CPU. Default: as on this machine")
+    parser.add_argument("--nodes", type=int, default=1, help="number of nodes; default: 1")
+    parser.add_argument(
+        "--gpu_memory", help="memory per GPU, such as 80GB or 24GiB; default: as on this machine, or 80GB"
+    )
     parser.add_argument("--json", action="store_true", help="parts, phases and peak as JSON, in bytes")
     args, flags = parser.parse_known_args(argv)
     with exit_on_mistakes(prog):

@@ -1,8 +1,8 @@
-"""``lightppo replay``: go to a step of a run, do it again, look at it, and say whether it equals what was recorded.
+"""``lightppo replay``: repeat a step of a run, inspect it, and check that it equals what was recorded.
 
-RUN is the --save_path of a run of `lightppo ppo`, `sft`, `rm` or `dpo`. It is only read, also while the run goes on: no
-lock, no file. The replay begins at the last checkpoint before the step, or at the start, with as many processes as the
-run had:
+RUN is the --save_path of a run of `lightppo ppo`, `sft`, `rm` or `dpo`. The folder is only read, without a lock;
+the run may still be going. The replay starts at the last checkpoint before the step, or at the beginning. Use as many
+processes as the run had:
 
     lightppo replay RUN --step 12
     torchrun --nproc_per_node 2 -m lightppo replay RUN --step 12 --pdb
@@ -43,18 +43,20 @@ SHOWN = ("rollout_log_probs", "action_log_probs", "base_action_log_probs", "valu
 def main(argv: Sequence[str], prog: str = "lightppo replay") -> None:
     """Replay a step: exit code 1 if it differs from what was recorded, 2 if there is no such run or step."""
     parser = CommandParser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", metavar="RUN", type=Path, help="folder of the run; it may have been moved")
-    parser.add_argument("--step", type=int, help="of the run; also the one in which it failed. With --batch: its own")
-    parser.add_argument("--pdb", action="store_true", help="stop before the step trains, in a debugger of rank 0 with "
-                        "`trainer`, `rollouts` and `experience`; and where it fails")  # fmt: skip
-    parser.add_argument("--batch", type=Path, help="train on this file alone, which a run of numbers that are not "
-                        "finite has left: RUN/nonfinite/stepN_rankR.pt, on each rank its own")  # fmt: skip
-    parser.add_argument("--remote_rm_url", nargs="+", default=(), help="whole addresses of the run's reward servers: "
-                        "of a query string (?key=…) a run keeps nothing")  # fmt: skip
-    parser.add_argument("--url", nargs="+", default=(), help="whole addresses of models, data and other servers of "
-                        "which the run keeps a part only (…)")  # fmt: skip
-    parser.add_argument("--samples", type=int, default=2, help="samples of each rank to show; default: 2")
-    parser.add_argument("--output", type=Path, help="new folder for metrics.jsonl and rollouts/; default: none is kept")
+    parser.add_argument("run", metavar="RUN", type=Path, help="folder of the run; you may have moved it")
+    parser.add_argument("--step", type=int, help="step to repeat, also one that failed; default: the step of --batch")
+    parser.add_argument("--pdb", action="store_true", help="open a debugger on rank 0 before the step trains, with "
+                        "`trainer`, `rollouts` and `experience`, and again if it fails")  # fmt: skip
+    parser.add_argument("--batch", type=Path, help="train only on this file, which a run with non-finite numbers "
+                        "wrote: RUN/nonfinite/stepN_rankR.pt; each rank needs its own")  # fmt: skip
+    parser.add_argument("--remote_rm_url", nargs="+", default=(), help="full addresses of the run's reward servers; "
+                        "a run does not record query strings (?key=…)")  # fmt: skip
+    parser.add_argument("--url", nargs="+", default=(), help="full addresses of models, data and other servers that "
+                        "the run recorded only in part (…)")  # fmt: skip
+    parser.add_argument("--samples", type=int, default=2, help="samples to show per rank; default: 2")
+    parser.add_argument(
+        "--output", type=Path, help="new folder for metrics.jsonl and rollouts/; default: they are not kept"
+    )
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # of the launcher
     args = parser.parse_args(argv)
     if args.step is None:

@@ -30,31 +30,38 @@ def parse_args(argv: Sequence[str] | None = None, prog: str = PROG) -> argparse.
     source.add_argument("--reward_fn", help="path.py[:name]: a reward function or a reward source")
 
     model = parser.add_argument_group("reward model")
-    model.add_argument("--apply_chat_template", action="store_true", help="prompt and response as a chat")
-    model.add_argument("--reward_max_length", type=int, help="most tokens of prompt and response")
-    model.add_argument("--reward_truncation", choices=("error", "left"), default="error", help="what longer ones are")
-    model.add_argument("--micro_batch_size", type=int, default=8, help="samples per forward")
-    model.add_argument("--normalize_reward", action="store_true", help="by mean and std of the model's config")
-    model.add_argument("--value_head_prefix", default="score", help="name of the head in the checkpoint")
+    model.add_argument("--apply_chat_template", action="store_true", help="render prompt and response as a chat")
+    model.add_argument("--reward_max_length", type=int, help="maximum tokens of prompt and response")
+    model.add_argument(
+        "--reward_truncation",
+        choices=("error", "left"),
+        default="error",
+        help="if they are longer: refuse, or cut the left side; default: error",
+    )
+    model.add_argument("--micro_batch_size", type=int, default=8, help="samples per forward pass")
+    model.add_argument(
+        "--normalize_reward", action="store_true", help="normalise by mean and std from the model's config"
+    )
+    model.add_argument("--value_head_prefix", default="score", help="name of the value head in the checkpoint")
     model.add_argument("--bf16", action="store_const", dest="dtype", const="bfloat16", default="float32")
     model.add_argument("--fp16", action="store_const", dest="dtype", const="float16")
     model.add_argument("--trust_remote_code", action="store_true")
-    model.add_argument("--device", help="default: cuda where there is one")
+    model.add_argument("--device", help="default: cuda if available")
 
     function = parser.add_argument_group("reward function")
-    function.add_argument("--reward_fn_style", default="auto", help="its convention")
-    function.add_argument("--reward_manager", default="auto", help="who runs its calls")
-    function.add_argument("--reward_workers", type=int, help="calls at a time")
-    function.add_argument("--reward_timeout", type=float, help="seconds of one call")
-    function.add_argument("--reward_retries", type=int, default=0, help="further tries of a call that failed")
+    function.add_argument("--reward_fn_style", default="auto", help="signature of the function")
+    function.add_argument("--reward_manager", default="auto", help="how the function is called")
+    function.add_argument("--reward_workers", type=int, help="concurrent calls")
+    function.add_argument("--reward_timeout", type=float, help="timeout of a call in seconds")
+    function.add_argument("--reward_retries", type=int, default=0, help="retries of a failed call")
 
     server = parser.add_argument_group("server")
-    server.add_argument("--host", default="127.0.0.1", help="beyond loopback only with --token_env")
-    server.add_argument("--port", type=int, default=5000, help="0: any free one")
-    server.add_argument("--token_env", help="environment variable of the bearer token that clients must send")
-    server.add_argument("--max_samples", type=int, default=4096, help="most samples of one request")
-    server.add_argument("--max_bytes", type=int, default=64 << 20, help="longest request")
-    server.add_argument("--max_concurrent", type=int, default=1, help="requests scored at a time")
+    server.add_argument("--host", default="127.0.0.1", help="addresses other than loopback need --token_env")
+    server.add_argument("--port", type=int, default=5000, help="0: any free port")
+    server.add_argument("--token_env", help="environment variable with the bearer token that clients must send")
+    server.add_argument("--max_samples", type=int, default=4096, help="maximum samples per request")
+    server.add_argument("--max_bytes", type=int, default=64 << 20, help="maximum bytes per request")
+    server.add_argument("--max_concurrent", type=int, default=1, help="requests scored concurrently")
     args = parser.parse_args(argv)
     if args.reward_pretrain is None and args.reward_fn is None:
         parser.error("name what scores: --reward_fn or --reward_pretrain")

@@ -1,12 +1,12 @@
-"""Serve rollouts by vLLM, for trainers with ``--rollout_engine vllm_server --vllm_server_url http://HOST:PORT``.
+"""Serve rollouts with vLLM, for trainers with ``--rollout_engine vllm_server --vllm_server_url http://HOST:PORT``.
 
     lightppo serve-vllm --model MODEL --port 8000
     lightppo serve-vllm --model MODEL --port 8000 --tensor-parallel-size 2 --max-model-len 4096
     KEY=… lightppo serve-vllm --model MODEL --host 0.0.0.0 --api_key_env KEY
 
-The trainer pushes its weights here, so that the server runs with vLLM's routes for development, which can do anything
-with the model. Hence it listens on this machine alone, or asks for a key. All other options are vLLM's own and go to it
-as they are (``--dtype float32`` where the trainer runs without ``--bf16``).
+The trainer pushes its weights here. For this the server enables vLLM's development routes, which can do anything with
+the model; it therefore listens on this machine only, or asks for a key. All other options are passed on to vLLM
+(``--dtype float32`` if the trainer runs without ``--bf16``).
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ def main(argv: Sequence[str] | None = None, prog: str = "lightppo serve-vllm") -
     parser = CommandParser(
         prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--model", required=True, help="folder or hub id, as the trainer's --pretrain")
-    parser.add_argument("--host", default="127.0.0.1", help="beyond loopback only with --api_key_env")
+    parser.add_argument("--model", required=True, help="folder or hub id, the same as the trainer's --pretrain")
+    parser.add_argument("--host", default="127.0.0.1", help="addresses other than loopback need --api_key_env")
     parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--api_key_env", help="environment variable of the key that clients must send")
+    parser.add_argument("--api_key_env", help="environment variable with the key that clients must send")
     args, engine_options = parser.parse_known_args(argv)
     with exit_on_mistakes(prog, ValueError):
         check_model(args.model, "--model", weights=False)

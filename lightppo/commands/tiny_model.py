@@ -20,19 +20,24 @@ def main(argv: Sequence[str], prog: str = "lightppo tiny-model") -> None:
     """Exit code 2 if the folder is there already, or without characters."""
     parser = CommandParser(
         prog,
-        description="Make a small Llama with random weights and its tokenizer, with no download. Each character is "
-        "one token. The model trains on a CPU in seconds; it is for trying out data, rewards and settings.",
+        description="Create a small Llama with random weights and a tokenizer, without downloads. Each character is "
+        "one token. The model trains on a CPU in seconds; use it to try out data, rewards and settings.",
     )
     parser.add_argument("output", metavar="OUT", type=Path, help="new folder")
-    parser.add_argument("--characters", default="", help="that the model reads and writes, such as '0123456789+='")
+    parser.add_argument("--characters", default="", help="characters that the model knows, such as '0123456789+='")
     parser.add_argument(
-        "--characters_of", metavar="FILE", type=Path, nargs="+", default=[], help="all characters of these text files"
+        "--characters_of",
+        metavar="FILE",
+        type=Path,
+        nargs="+",
+        default=[],
+        help="take the characters of these text files",
     )
-    parser.add_argument("--seed", type=int, default=1, help="of the weights; default: 1")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the weights; default: 1")
     parser.add_argument("--hidden_size", type=int, default=64, help="default: 64")
     parser.add_argument("--layers", type=int, default=2, help="default: 2")
     parser.add_argument("--heads", type=int, default=4, help="attention heads; default: 4")
-    parser.add_argument("--max_len", type=int, default=256, help="positions: tokens of a prompt and its answer; "
+    parser.add_argument("--max_len", type=int, default=256, help="maximum tokens of a prompt and its answer; "
                         "default: 256")  # fmt: skip
     args = parser.parse_args(argv)
     with exit_on_mistakes(prog):

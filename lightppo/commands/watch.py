@@ -221,7 +221,7 @@ def main(argv: Sequence[str], prog: str = "lightppo watch") -> None:
     """Show the runs until Ctrl-C; exit code 2 where there is none, or a package is missing."""
     parser = CommandParser(prog, description="Watch runs in the terminal, from their files.")
     parser.add_argument("runs", metavar="RUN", type=Path, nargs="+", help="the --save_path of a run")
-    parser.add_argument("--once", action="store_true", help="print one frame, and end")
+    parser.add_argument("--once", action="store_true", help="print one frame and exit")
     args = parser.parse_args(argv)
     try:
         import plotext  # noqa: F401

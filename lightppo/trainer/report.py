@@ -430,18 +430,20 @@ def main(argv: Sequence[str], prog: str = "lightppo report") -> None:
     """Print the tables of runs, write their report; code 2 where there is no run, as for every wrong argument."""
     parser = CommandParser(
         prog,
-        description="Show what runs did: a table each, and one page of HTML that needs neither server nor network.",
+        description="Show what runs did: a table per run, and one HTML page that needs no server or network.",
     )
     parser.add_argument(
         "runs",
         metavar="RUN",
         nargs="+",
-        help="its --save_path, which holds metrics.jsonl, or its URL; several: compare",
+        help="--save_path of a run (folder or URL) with metrics.jsonl; several are compared",
     )
-    parser.add_argument("--out", type=Path, help=f"the page; default: RUN/{REPORT}, of several runs {REPORT} here")
-    parser.add_argument("--picture", type=Path, help="also the curves of one run, into this PNG file")
-    parser.add_argument("--rollouts_mb", type=float, default=ROLLOUTS_MB, help="room for samples in the page, in MB; "
-                        "steps beyond it are left out evenly; default: %(default)g")  # fmt: skip
+    parser.add_argument(
+        "--out", type=Path, help=f"file of the page; default: RUN/{REPORT}, for several runs {REPORT} here"
+    )
+    parser.add_argument("--picture", type=Path, help="also write the curves of one run to this PNG file")
+    parser.add_argument("--rollouts_mb", type=float, default=ROLLOUTS_MB, help="maximum MB of samples in the page; if "
+                        "there are more, steps are left out evenly; default: %(default)g")  # fmt: skip
     args = parser.parse_args(argv)
     out = args.out or (Path() if len(args.runs) > 1 or is_url(args.runs[0]) else local_folder(args.runs[0])) / REPORT
     for flag, path, kinds in (("--out", args.out, (".html", ".htm")), ("--picture", args.picture, (".png",))):
