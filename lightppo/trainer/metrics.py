@@ -66,7 +66,7 @@ METRICS: dict[str, str] = {
     "rollout/prompt_length_max": "longest prompt, tokens",
     "rollout/prompt_length_min": "shortest prompt, tokens",
     "rollout/prompt_clip_ratio": "share of samples whose prompt has --prompt_max_len tokens, truncated or not",
-    "rollout/total_length": "mean tokens per prompt and response",
+    "rollout/total_length": "mean tokens of prompt and response together",
     "rollout/kl": "mean of --kl_estimator per trained token; k1 if `full` is only in the loss (nats)",
     "rollout/policy_kl": "mean log prob - reference log prob per token: unbiased KL, used for --kl_target (nats)",
     "rollout/teacher_kl": "mean log prob - teacher's log prob per token: unbiased KL; with --distill_by "
