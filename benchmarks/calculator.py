@@ -70,8 +70,8 @@ def write_assets(folder: Path, changes: dict[str, Any]) -> None:
 
     config = LlamaConfig(**MODEL | changes, pad_token_id=0, bos_token_id=1, eos_token_id=2, tie_word_embeddings=False)
     config.architectures = ["LlamaForCausalLM"]
-    config.save_pretrained(folder)
-    build_tokenizer(replace(SCALES["cpu"], vocabulary=config.vocab_size)).save_pretrained(folder)
+    config.save_pretrained(folder / "model")
+    build_tokenizer(replace(SCALES["cpu"], vocabulary=config.vocab_size)).save_pretrained(folder / "model")
     rows = [
         {"input": " ".join(f"w{3 + (7 * i + j) % 900}" for j in range(PROMPT)), "label": ""} for i in range(PROMPTS)
     ]
@@ -85,7 +85,7 @@ def options_of(name: str, folder: Path) -> dict[str, Any]:
     """All options of a row's run."""
     _, own, _ = ROWS[name]
     assets = {
-        "pretrain": str(folder),
+        "pretrain": str(folder / "model"),
         "prompt_data": str(folder / "prompts.jsonl"),
         "reward_fn": str(folder / "reward.py"),
     }

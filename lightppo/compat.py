@@ -573,7 +573,8 @@ class SeedAttributes:
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        if "fit" in vars(cls):
+        overrides_fit = "fit" in vars(cls) and any("fit" in vars(base) for base in cls.__mro__[1:])
+        if overrides_fit:  # the trainer's own is none
             cls.fit = _own_fit(vars(cls)["fit"])
 
     micro_train_batch_size = _setting("training.micro_train_batch_size", "_resize_training")

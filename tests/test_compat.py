@@ -261,7 +261,7 @@ def test_what_a_reward_url_carries_is_kept_out_of_files():
     assert "SECRET" not in str(public)
     first, second, third = public["remote_rm_url"]
     assert first.startswith("https://host:8000/reward")
-    assert (second, third) == ("rewards.py", "http://other/reward")
+    assert (second, third) == ("rewards.py", "http://…@other/reward")
     rest = {name: value for name, value in config.flat().items() if name != "remote_rm_url"}
     assert {name: public[name] for name in rest} == rest
 

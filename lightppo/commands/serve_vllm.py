@@ -33,12 +33,12 @@ def main(argv: Sequence[str] | None = None, prog: str = "lightppo serve-vllm") -
     parser.add_argument("--api_key_env", help="environment variable with the key that clients must send")
     args, engine_options = parser.parse_known_args(argv)
     with exit_on_mistakes(prog, ValueError):
-        check_model(args.model, "--model", weights=False)
         for option in REFUSED:
             if any(text.split("=")[0].replace("_", "-") == option for text in engine_options):
                 raise ValueError(f"{option} cannot be given here: {REFUSED[option]}")
         key = read_token(env=args.api_key_env, option="--api_key_env")
         check_bind(args.host, key is not None, "--api_key_env", args.port)
+        check_model(args.model, "--model", weights=False)
         command = server_command(args.model, args.host, args.port, engine_options)
     sys.stdout.flush()
     os.execve(command[0], command, server_environment(key))

@@ -897,7 +897,8 @@ def _strategy(o: SimpleNamespace) -> Iterator[str]:
 def _warm_up(o: SimpleNamespace) -> Iterator[str]:
     """Of the critic, whose values follow the actor's in a resolved config."""
     given = o.config.training
-    if given.critic_lr_warmup_ratio is not None and given.critic_lr_warmup_steps is not None:
+    own_ratio = given.critic_lr_warmup_ratio not in (None, given.lr_warmup_ratio)
+    if own_ratio and given.critic_lr_warmup_steps is not None:
         yield "--critic_lr_warmup_ratio and --critic_lr_warmup_steps both say how long the warm-up is: leave one out"
 
 

@@ -193,6 +193,7 @@ class DPO(Objective):
     config_class = DPOConfig
     unit = "pairs"
     next = "lightppo eval --pretrain {path} --eval_data FILE --reward_fn FILE.py"
+    nll_loss_coef = 0.0  # of the chosen answers' mean negative log prob per token, a part of the loss
 
     def __init__(self, config: DPOConfig, strategy: DeepspeedStrategy) -> None:
         super().__init__(config, strategy)
@@ -200,7 +201,6 @@ class DPO(Objective):
         entry = PREFERENCE_LOSSES.find(p.preference_loss)
         self.loss_fn = partial(entry.fn, beta=p.beta, **{name: getattr(p, name) for name in entry.defaults})
         self.reference: Actor | None = None
-        self.nll_loss_coef = 0.0  # of the chosen answers' mean negative log prob per token, a part of the loss
 
     def build_dataset(self, rows: Any, tokenizer: Any) -> ReferencedPairs:
         return ReferencedPairs(rows, tokenizer, self.config.data.max_len, **self._dataset_options())

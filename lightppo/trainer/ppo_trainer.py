@@ -300,9 +300,9 @@ class PPOTrainer(SeedAttributes):
         if self.is_complete():
             self._tell_complete()
             return self.close()
+        self._begin(args, prompts_dataloader, pretrain_dataloader, consumed_samples, num_update_steps_per_episodes)
         if args is None and self._overrides("save_logs_and_checkpoints", "_save_checkpoint"):
             args = self._script_args()
-        self._begin(args, prompts_dataloader, pretrain_dataloader, consumed_samples, num_update_steps_per_episodes)
         with signals.safe_points(self.config.checkpoint.signal_grace):
             for step, prompts, bar in self._steps():
                 taken = prompts.taken
