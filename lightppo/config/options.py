@@ -481,10 +481,10 @@ class VerifierConfig(Section):
     )
     code_score: Literal["all", "share"] = code("all", "1 if all tests pass, or the share of passed tests.")
     code_compare: Literal["exact", "lines", "float", "set"] = code(
-        "float", "How outputs are compared; each value also accepts what the ones before it accept."
+        "float", "How loosely outputs are compared: exact, lines, float, set, each looser than the one before."
     )
     code_float_tolerance: float = code(1e-05, "Relative tolerance for numbers.", ge=0, lt=1)
-    code_max_tests: int | None = code(None, "Run only this many tests of a row, from the first. None: all.", ge=1)
+    code_max_tests: int | None = code(None, "Maximum number of tests per row; the first ones are run. None: all.", ge=1)
     code_timeout: float = code(6.0, "Time limit per test.", "seconds", gt=0)
     code_total_timeout: float = code(60.0, "Time limit for all tests of a program.", "seconds", gt=0)
     code_memory_limit_mb: int = code(1024, "Memory limit of a program.", "MB", ge=1)
@@ -711,7 +711,10 @@ class TrainingConfig(Section):
     ppo_n_minibatches: int | None = option(None, "Optimizer steps per epoch; sets --train_batch_size.", ge=1)
     micro_train_batch_size: int = safe(4, "Samples per forward and backward pass.", "samples per rank", ge=1)
     max_tokens_per_micro_batch: int | None = safe(
-        None, "Limit training and scoring passes by tokens instead of samples; padding counts.", "tokens per rank", ge=1
+        None,
+        "Maximum tokens per training or scoring pass, instead of a number of samples; padding counts.",
+        "tokens per rank",
+        ge=1,
     )
     micro_batch_specs: tuple[str, ...] = safe(
         (),
