@@ -40,7 +40,7 @@ TRICKY = [
 def back(tmp_path, monkeypatch):
     """``back(config)``: the options that --config reads from the run_config.yaml of this config."""
     # Combinations of arbitrary values contradict each other; how they are written does not depend on that.
-    monkeypatch.setattr(rules, "contradictions", lambda config, world_size, by_hand: [])
+    monkeypatch.setattr(rules, "contradictions", lambda config, world_size, by_hand, unfed: [])
     from lightppo.trainer.run_folder import write_run_config
 
     def run(config: PPOConfig) -> dict[str, Any]:
