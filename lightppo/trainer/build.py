@@ -145,7 +145,8 @@ def build(config: PPOConfig) -> Run:
         reference = AdaptersOff(actor)
     source, judge = rewards or build_rewards(config, models.reward_models, tokenizer, strategy)
     engine = build_rollout_engine(config, strategy, actor, tokenizer)
-    check_decoding(engine, actor, strategy)
+    if config.sampling.skip_rollout is None:  # else nothing may be sampled
+        check_decoding(engine, actor, strategy)
     evaluator = None
     if eval_prompts is not None:
         evaluator = build_evaluator(config, engine, judge, eval_prompts, strategy)
