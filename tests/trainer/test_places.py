@@ -16,8 +16,8 @@ from lightppo.storage import local_folder
 from lightppo.trainer.places import READ, WRITTEN, check_places
 
 # Their help speaks of files, but they name none that a run replaces. Files in --vllm_server_sync_dir have new names.
-_NO_PLACE = "best_metric config eval_split external_lib override_config reward_source value_head_prefix"
-_NO_PLACE += " vllm_server_sync_dir wandb_run_name"
+_NO_PLACE = "best_metric config eval_split external_lib function_call_url override_config reward_source"
+_NO_PLACE += " value_head_prefix vllm_server_sync_dir wandb_run_name"
 
 
 @pytest.fixture
