@@ -101,8 +101,8 @@ def measure(options: dict[str, Any]) -> dict[str, int]:
     from deepspeed.accelerator import get_accelerator
 
     from lightppo import PPOConfig, PPOTrainer
+    from lightppo.plugins.checks.budget import ACTOR, CRITIC, LOADING, ROLLOUT, SAVE, SCORING, LiveBytes
     from lightppo.strategy import deepspeed, distributed
-    from lightppo.trainer.budget import ACTOR, CRITIC, LOADING, ROLLOUT, SAVE, SCORING, LiveBytes
 
     live, peaks, now = LiveBytes("cpu"), {}, [LOADING]
     distributed.share_cores = lambda: None  # its 20 MB are gone before a model loads
@@ -157,7 +157,7 @@ def measure(options: dict[str, Any]) -> dict[str, int]:
 def predicted(options: dict[str, Any], ranks: int) -> dict[str, int]:
     """The same phases by the calculator, of a rank."""
     from lightppo import PPOConfig
-    from lightppo.trainer import budget
+    from lightppo.plugins.checks import budget
 
     found = budget.estimate(PPOConfig.from_flat(options).resolved(), budget.Machine(ranks, gpus=False))
     sizes = {phase: found.of_phase(phase)[1] // ranks for phase in budget.PHASES}

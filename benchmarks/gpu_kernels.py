@@ -421,7 +421,7 @@ def step_runner(way: str, device: str) -> Any:
     """What runs decoding steps; None: nothing, they change their shapes. On a CPU nothing is captured."""
     import torch
 
-    from lightppo.rollout.graphs import CUDAGraphs
+    from lightppo.plugins.kernels.graphs import CUDAGraphs
 
     class AsTheyAre(CUDAGraphs):
         def warm_up(self, step: Callable[[], None]) -> None:
@@ -447,7 +447,7 @@ def step_runner(way: str, device: str) -> Any:
 
 def decode_once(rows: Rows, count: int, way: str = "", one_width: bool = False) -> dict[str, Any]:
     from lightppo.data.records import Prompt
-    from lightppo.rollout import graphs
+    from lightppo.plugins.kernels import graphs
     from lightppo.rollout.engine import SamplingParams
     from lightppo.rollout.hf import HFRolloutEngine
 

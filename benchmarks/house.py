@@ -113,6 +113,19 @@ def parts_of(tree: Path) -> dict[str, dict[str, float]]:
     return found | {"all": density(text for texts in sources.values() for text in texts)}
 
 
+def public_names(tree: ast.AST) -> Iterator[tuple[str, str]]:
+    """(name, module) of what ``from lightppo import NAME`` resolves: ``PUBLIC = {…}``, ``PUBLIC.update({…})``."""
+    for node in ast.walk(tree):
+        table = None
+        if isinstance(node, (ast.Assign, ast.AnnAssign)):
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            table = node.value if ast.unparse(target) in ("PUBLIC", "_PUBLIC") else None
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "PUBLIC.update":
+            table = node.args[0]
+        if isinstance(table, ast.Dict):
+            yield from ast.literal_eval(table).items()
+
+
 class Imports:
     """Who imports whom in a package: ``depth[importer, imported]`` is the least depth of such an import."""
 
@@ -122,8 +135,7 @@ class Imports:
         self.files = {".".join(short.parts).removesuffix(".__init__"): path for path, short in relative.items()}
         self.packages = {module for module, path in self.files.items() if path.name == "__init__.py"}
         trees = {module: ast.parse(path.read_text()) for module, path in self.files.items()}
-        table = next((n.value for n in trees[self.name].body if ast.unparse(n).startswith("_PUBLIC")), None)
-        self.public: dict[str, str] = ast.literal_eval(table) if table else {}
+        self.public = {name: module for tree in trees.values() for name, module in public_names(tree)}
         self.depth: dict[tuple[str, str], int] = {(self.name, target): FUNCTION for target in self.public.values()}
         for module, tree in trees.items():
             for target, depth in self._imports(tree, module, MODULE):

@@ -37,7 +37,7 @@ from lightppo.data.records import Prompt, Rollout
 from lightppo.data.rows import Encoded, prepare_rows
 from lightppo.experience.batching import balance_ranks
 from lightppo.experience.sampler import GroupCollector, GroupFilter, SampledBatch
-from lightppo.experience.samples import SampleRecord, write_step
+from lightppo.plugins.records.samples import SampleRecord, write_step
 from lightppo.rewards.source import RewardOutput
 from lightppo.rollout.engine import SamplingParams
 from lightppo.strategy.distributed import DistributedStrategy

@@ -8,7 +8,7 @@
 Then: lightppo ppo --reward_pretrain ckpt/rm --normalize_reward ...
 """
 
-from lightppo.commands.rm import main
+from lightppo.plugins.supervised.rm import main
 
 if __name__ == "__main__":
     main(prog="train_reward_model.py")

@@ -7,59 +7,22 @@ import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from lightppo.plugin import PUBLIC, load_plugins
 from lightppo.version import __version__
 
 # Where bitsandbytes is installed, peft imports it, and transformers' schedules import peft: on a CPU each run would
 # begin with its warning of a package of kernels that nothing here uses.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
-_PUBLIC = {
-    "PPOConfig": "lightppo.config",
-    "PPOTrainer": "lightppo.trainer.ppo_trainer",
-    "SFTTrainer": "lightppo.trainer.script_trainers",
-    "RewardModelTrainer": "lightppo.trainer.script_trainers",
-    "DPOTrainer": "lightppo.trainer.script_trainers",
-    "NaiveExperienceMaker": "lightppo.trainer.script_trainers",
-    "Experience": "lightppo.experience.experience",
-    "ReplayBuffer": "lightppo.experience.batching",
-    "NaiveReplayBuffer": "lightppo.experience.batching",
-    "ExperienceMaker": "lightppo.experience.maker",
-    "Actor": "lightppo.compat",
-    "ActorLanguage": "lightppo.compat",
-    "DistributedSampler": "lightppo.compat",
-    "masked_mean": "lightppo.compat",
-    "unpacking_samples": "lightppo.compat",
-    "compute_approx_kl": "lightppo.compat",
-    "Critic": "lightppo.models.critic",
-    "RewardModel": "lightppo.models.critic",
-    "get_llm_for_sequence_regression": "lightppo.compat",
-    "get_tokenizer": "lightppo.compat",
-    "DeepspeedStrategy": "lightppo.strategy.deepspeed",
-    "get_strategy": "lightppo.strategy.deepspeed",
-    "Prompt": "lightppo.data.records",
-    "Rollout": "lightppo.data.records",
-    "PromptDataset": "lightppo.data.datasets",
-    "SFTDataset": "lightppo.data.script_datasets",
-    "RewardDataset": "lightppo.data.script_datasets",
-    "blending_datasets": "lightppo.data.readers",
-    "HFRolloutEngine": "lightppo.rollout.hf",
-    "SamplingParams": "lightppo.rollout.engine",
-    "PolicyLoss": "lightppo.compat",
-    "ValueLoss": "lightppo.compat",
-    "GPTLMLoss": "lightppo.algorithms.losses",
-    "estimator": "lightppo.algorithms.entries",
-    "policy_loss": "lightppo.algorithms.entries",
-    "FixedKLController": "lightppo.algorithms.kl",
-    "AdaptiveKLController": "lightppo.algorithms.kl",
-}
+load_plugins()
 
-__all__ = ["__version__", *_PUBLIC]
+__all__ = ["__version__", *PUBLIC]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _PUBLIC:
-        raise AttributeError(f"module 'lightppo' has no attribute {name!r}; public names: {', '.join(sorted(_PUBLIC))}")
-    value = getattr(import_module(_PUBLIC[name]), name)
+    if name not in PUBLIC:
+        raise AttributeError(f"module 'lightppo' has no attribute {name!r}; public names: {', '.join(sorted(PUBLIC))}")
+    value = getattr(import_module(PUBLIC[name]), name)
     globals()[name] = value
     return value
 

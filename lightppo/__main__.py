@@ -1,42 +1,26 @@
-"""``lightppo COMMAND``, also ``python -m lightppo COMMAND``: the table of commands.
+"""``lightppo COMMAND``, also ``python -m lightppo COMMAND``: what runs a command.
 
 Launchers start it as a module: ``deepspeed --module lightppo ppo …``, ``torchrun -m lightppo ppo …``.
 """
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
 from collections.abc import Sequence
 from itertools import takewhile
 
 from lightppo import __version__
+from lightppo.plugin import COMMANDS
 from lightppo.suggestions import nearest
-
-COMMANDS = {  # name: module, function of (arguments, name in messages), what it does
-    "ppo": ("lightppo.commands.ppo", "main", "train a language model with PPO or a relative"),
-    "sft": ("lightppo.commands.sft", "main", "train it on demonstrations"),
-    "rm": ("lightppo.commands.rm", "main", "train a reward model on pairs of answers"),
-    "dpo": ("lightppo.commands.dpo", "main", "train it on pairs of answers, without a reward model"),
-    "eval": ("lightppo.commands.ppo", "evaluate", "score its answers to held-out prompts"),
-    "data": ("lightppo.commands.data", "main", "look at rows as a model will see them; convert data sets"),
-    "report": ("lightppo.trainer.report", "main", "show what runs did: tables, and a page with curves and samples"),
-    "watch": ("lightppo.commands.watch", "main", "look at a run in the terminal while it goes on"),
-    "replay": ("lightppo.commands.replay", "main", "do a step of a run again, look at it, debug it"),
-    "diff": ("lightppo.commands.diff", "main", "name the first number in which two runs differ"),
-    "chat": ("lightppo.commands.chat", "main", "talk to a model, in a terminal or through a pipe"),
-    "convert": ("lightppo.commands.convert", "convert", "write a training checkpoint as a Hugging Face folder"),
-    "merge": ("lightppo.commands.convert", "merge", "write a LoRA adapter and its base as one model"),
-    "tiny-model": ("lightppo.commands.tiny_model", "main", "make a small random model to try things with"),
-    "memory": ("lightppo.commands.memory", "main", "what a run needs of GPUs and hosts, before anything loads"),
-    "serve-reward": ("lightppo.commands.serve_reward", "main", "serve rewards over HTTP"),
-    "serve-vllm": ("lightppo.commands.serve_vllm", "main", "serve rollouts by vLLM"),
-}
 
 
 def help_text() -> str:
-    lines = ["usage: lightppo COMMAND [flags]", "", *(f"  {name:<14}{text}" for name, (*_, text) in COMMANDS.items())]
+    lines = [
+        "usage: lightppo COMMAND [flags]",
+        "",
+        *(f"  {name:<14}{command.about}" for name, command in COMMANDS.items()),
+    ]
     lines += ["", "lightppo COMMAND --help shows its flags, lightppo --version the version. On several ranks:"]
     lines += ["deepspeed --num_gpus 2 --module lightppo ppo …, torchrun --nproc_per_node 2 -m lightppo ppo …"]
     return "\n".join(lines)
@@ -55,8 +39,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     rank = list(takewhile(lambda word: word.startswith("--local_rank="), words))  # deepspeed puts it first
     name, *arguments = words[len(rank) :] or [""]
     if name in COMMANDS:
-        module, function, _ = COMMANDS[name]
-        getattr(importlib.import_module(module), function)([*rank, *arguments], f"lightppo {name}")
+        COMMANDS[name].fn([*rank, *arguments], f"lightppo {name}")
     elif name in ("--version", "--help", "-h"):
         print(f"lightppo {__version__}" if name == "--version" else help_text())
     else:

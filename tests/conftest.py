@@ -69,7 +69,7 @@ def pytest_sessionfinish() -> None:
 @pytest.fixture(autouse=True)
 def pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """None at the end of a run: drawing takes as long as the run. Tests of pictures override this."""
-    if report := sys.modules.get("lightppo.trainer.report"):
+    if report := sys.modules.get("lightppo.plugins.report.page"):
         monkeypatch.setattr(report, "FEWEST_STEPS", math.inf)
 
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from lightppo.compat import config_from_options, constructor_config, take_schedule
 from lightppo.config import PPOConfig
 from lightppo.errors import ConfigError
+from lightppo.plugins.compat.seed import config_from_options, constructor_config, take_schedule
+from lightppo.plugins.records.run_folder import public_options
 from lightppo.trainer.build import eval_sampling_params, sampling_params
-from lightppo.trainer.run_folder import public_options
 
 # What SPEC row C2 says the constructor means where it is given nothing.
 C2_DEFAULTS = {

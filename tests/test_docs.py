@@ -14,9 +14,10 @@ import pytest
 from support.ranks import REPO
 
 from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS, CORRECTIONS, KL_ESTIMATORS, POLICY_LOSSES
-from lightppo.commands.data import RowsConfig
 from lightppo.config.options import all_options
-from lightppo.config.sft_rm_dpo import COMMANDS
+from lightppo.plugin import COMMANDS
+from lightppo.plugins.supervised.sections import COMMANDS as SUPERVISED
+from lightppo.plugins.tools.data import RowsConfig
 from lightppo.trainer.metrics import METRICS
 
 PAGES = sorted([*REPO.glob("*.md"), *(REPO / "docs").glob("*.md")])
@@ -70,10 +71,11 @@ def flags_added(script: Path) -> set[str]:
 @cache
 def known_flags() -> set[str]:
     names = {option.name for option in all_options()}
-    names |= {option.name for kind in COMMANDS.values() for option in kind.all_options()} | RowsConfig.options().keys()
-    commands = ("serve_reward", "serve_vllm", "replay", "diff", "convert", "chat", "memory", "tiny_model")
-    files = [f"commands/{name}.py" for name in commands] + ["trainer/report.py"]
-    names |= {name for file in files for name in flags_added(REPO / "lightppo" / file)}
+    names |= {
+        option.name for kind in SUPERVISED.values() for option in kind.all_options()
+    } | RowsConfig.options().keys()
+    files = {command.function.rpartition(":")[0].replace(".", "/") + ".py" for command in COMMANDS.values()}
+    names |= {name for file in files for name in flags_added(REPO / file)}
     for file in ("run.py", "make_assets.py"):
         quickstart = ast.parse((REPO / "examples" / "quickstart" / file).read_text())
         main = next(node for node in quickstart.body if isinstance(node, ast.FunctionDef) and node.name == "main")

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from lightppo import durable
 from lightppo.errors import StorageError
+from lightppo.plugins.ops import durable
 
 
 @pytest.fixture

@@ -13,10 +13,10 @@ import pytest
 from lightppo.algorithms.entries import TABLES
 from lightppo.config import PPOConfig
 from lightppo.config.options import all_options, sections
-from lightppo.config.sft_rm_dpo import COMMANDS
+from lightppo.plugins.supervised.sections import COMMANDS
+from lightppo.plugins.vllm.colocated import engine_arguments
 from lightppo.rewards import registry
 from lightppo.rollout.engine import SamplingParams
-from lightppo.rollout.vllm import engine_arguments
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 
 ROOT = Path(__file__).parents[1]

@@ -12,7 +12,7 @@ import pytest
 from support.http_server import JsonServer, ok
 
 from lightppo.errors import RefusedError, RequestError, RewardError, SlowServerError, UnreachableError
-from lightppo.http import HTTPClient, check_bind, check_url, is_loopback, read_token
+from lightppo.plugins.http.client import HTTPClient, check_bind, check_url, is_loopback, read_token
 
 TOKEN = "s3cret-Token/+=="
 
@@ -299,7 +299,7 @@ def test_a_server_that_does_not_read_is_slow():
 
 def test_a_kept_connection_has_a_new_deadline_for_each_request(server, monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr("lightppo.http_deadline.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("lightppo.plugins.http.deadline.time.monotonic", lambda: clock[0])
     asked = client(server, timeout=5.0, keep_alive=True)
     for i in range(3):
         assert asked.post("", {"x": i}) == {}

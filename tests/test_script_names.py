@@ -15,10 +15,10 @@ from lightppo import (
     masked_mean,
     unpacking_samples,
 )
-from lightppo.compat import check_actor
 from lightppo.config import PPOConfig
 from lightppo.errors import ConfigError
 from lightppo.experience.experience import Experience
+from lightppo.plugins.compat.seed import check_actor
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 
 MASK = torch.tensor([[1, 1, 0], [1, 0, 0]])

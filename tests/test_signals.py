@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lightppo import signals
-from lightppo.signals import safe_points, watched
+from lightppo.plugins.ops import signals
+from lightppo.plugins.ops.signals import safe_points, watched
 
 REPO = Path(__file__).parents[1]
 HEAD = """

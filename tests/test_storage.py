@@ -14,7 +14,7 @@ import pytest
 from lightppo.data.readers import blending_datasets
 from lightppo.data.rows import ORIGIN_COLUMN
 from lightppo.errors import DataError, StagingError
-from lightppo.storage import check_scheme, content_folder, stage_to_local
+from lightppo.plugins.ops.storage import check_scheme, content_folder, stage_to_local
 
 
 @pytest.fixture
@@ -117,7 +117,7 @@ class Counted(LocalFileSystem):
         return super()._strip_protocol(path.removeprefix("counted://"))
 
 fsspec.register_implementation("counted", Counted)
-from lightppo.storage import stage_to_local
+from lightppo.plugins.ops.storage import stage_to_local
 print(open(stage_to_local("counted://" + sys.argv[1], timeout_s=250)).read())
 """
 

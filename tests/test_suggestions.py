@@ -6,7 +6,7 @@ import pytest
 
 from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from lightppo.config.rules import PPOConfig
-from lightppo.config.sft_rm_dpo import COMMANDS
+from lightppo.plugins.supervised.sections import COMMANDS
 from lightppo.suggestions import _MEANT, _table, likeness, nearest, similar, typing_errors
 
 FLAGS = {kind: {f"--{one.name}" for one in config.all_options()} for kind, config in COMMANDS.items()}

@@ -16,8 +16,8 @@ from support.tiny import write_jsonl
 
 from lightppo.__main__ import main
 from lightppo.errors import RequestError, RewardError, RolloutError
-from lightppo.experience.samples import examined
-from lightppo.http import HTTPClient
+from lightppo.plugins.http.client import HTTPClient
+from lightppo.plugins.records.samples import examined
 from lightppo.rewards import FunctionReward
 from lightppo.terminal import plain
 from lightppo.trainer import run

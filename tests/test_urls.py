@@ -8,10 +8,10 @@ import sys
 import pytest
 
 from lightppo.config import PPOConfig
-from lightppo.config.sft_rm_dpo import SFTConfig
 from lightppo.errors import ConfigError, StagingError
-from lightppo.http import check_url
-from lightppo.storage import local_folder, stage_to_local
+from lightppo.plugins.http.client import check_url
+from lightppo.plugins.ops.storage import local_folder, stage_to_local
+from lightppo.plugins.supervised.sections import SFTConfig
 from lightppo.urls import cut_urls, is_cut, shown_url, shown_value, without_secrets
 
 SHOWN = {

@@ -6,53 +6,18 @@ docs/flags.md, docs/metrics.md and the tests over whole tables follow from an en
 
 from __future__ import annotations
 
-import ast
 import functools
-import importlib
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 from lightppo.errors import ConfigError
-from lightppo.option import Option, out_of_order
-from lightppo.suggestions import nearest
-from lightppo.user_code import load_python_function
+from lightppo.option import Option
+from lightppo.table import Entry, Table, load
 
-E = TypeVar("E")
 F = TypeVar("F", bound=Callable)
-
-
-@dataclass(frozen=True)
-class Entry:
-    """What all entries have."""
-
-    function: str | Callable  # "module:name" or "path.py:name", or the function itself
-    options: tuple[Option, ...] = ()  # its own; beside another entry they would do nothing, and are refused
-    metrics: Mapping[str, str] = field(default_factory=dict)  # names that it adds to train/ → meaning
-
-    @functools.cached_property
-    def fn(self) -> Callable:
-        """The function, imported on first use."""
-        return load(self.function)
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        """Its own options by name, with what they are where the flag says nothing; ``None``: off."""
-        return {option.name: option.default for option in self.options}
-
-    def completed(self, given: Mapping[str, Any], name: str) -> dict[str, Any]:
-        """Its own options, checked: those given, and the defaults of those left out or ``None``."""
-        if unknown := given.keys() - self.defaults.keys():
-            known = ", ".join(self.defaults) or "none"
-            raise ValueError(f"--{min(unknown)} is no option of {name}; it has: {known}")
-        values = self.defaults | {name: value for name, value in given.items() if value is not None}
-        values = {option.name: option.conform(values[option.name]) for option in self.options}
-        for problem in out_of_order(self.options, values):
-            raise ValueError(problem)
-        return values
 
 
 @dataclass(frozen=True)
@@ -97,7 +62,7 @@ class KLEntry(Entry):
 
 @dataclass(frozen=True)
 class CorrectionEntry(Entry):
-    """An off-policy correction; the function is a :data:`lightppo.algorithms.correction.CorrectionFn`."""
+    """An off-policy correction; the function is a :data:`lightppo.plugins.algorithms.correction.CorrectionFn`."""
 
     low: float | None = None  # bound of the weight where --correction_low says nothing; None: it has no such bound
     high: float | None = None
@@ -105,7 +70,7 @@ class CorrectionEntry(Entry):
 
 @dataclass(frozen=True)
 class RejectionEntry(Entry):
-    """What tokens have no policy loss; the function is a :data:`lightppo.algorithms.correction.RejectionFn`."""
+    """What tokens have no policy loss; the function is a :data:`lightppo.plugins.algorithms.correction.RejectionFn`."""
 
     measure: str = "k1"  # what is bounded: "ratio", or one of KL_ESTIMATORS, of KL(π_rollout ‖ π_old) at a token
     two_sided: bool = False  # it may have a lower bound
@@ -125,50 +90,6 @@ class PreferenceLossEntry(Entry):
     """A loss of pairs without a reward model: of how far the policy leads its reference, and ``beta``."""
 
     of_means: bool = False  # log probs of an answer are means over its tokens, where --average_log_probs says nothing
-
-
-class Table(dict[str, E]):
-    """The names that one flag takes; ``decorator`` is for functions in files of the user's own, if it takes those."""
-
-    def __init__(self, flag: str, entries: Mapping[str, E], decorator: str | None = None) -> None:
-        super().__init__(entries)
-        self.flag, self.decorator = flag, decorator
-
-    def find(self, name: str) -> E:
-        """The entry of a name, or of ``path.py:name``; ConfigError for an unknown one."""
-        if name not in self and self.decorator is not None and ".py" in name:
-            return _entry_of_file(name, self.flag, self.decorator)
-        if name in self:
-            return self[name]
-        meant = nearest(str(name), self, self.flag.lstrip("-"))
-        raise ConfigError(f"{self.flag}: unknown name {name!r}{meant}; known: {', '.join(self)}")
-
-    def flag_options(self, owner: str = "") -> dict[str, Option]:
-        """The own options of all entries as flags of a section: None means what the entry says."""
-        found: dict[str, Option] = {}
-        for own in (option for entry in self.values() for option in entry.options):
-            users = [name for name, entry in self.items() if own.name in entry.defaults]
-            default = "" if own.default is None else f" None: {own.default}."
-            found[own.name] = replace(
-                own,
-                type=own.type | None,
-                default=None,
-                help=f"{', '.join(users)}: {own.help}{default}",
-                needs=(f"{self.flag[2:]}={'|'.join(users)}",),
-                off=() if own.default is None else (own.default,),
-                owner=owner,
-            )
-        return found
-
-
-def load(function: str | Callable) -> Callable:
-    """The function of ``"module:name"`` or ``"path.py:name"``; a function is itself."""
-    if not isinstance(function, str):
-        return function
-    where, _, name = function.rpartition(":")
-    if where.endswith(".py"):
-        return load_python_function(function, name)
-    return getattr(importlib.import_module(where), name)
 
 
 def metric_names() -> dict[str, str]:
@@ -191,41 +112,14 @@ def policy_loss(**traits: Any) -> Callable[[F], F]:
     return lambda fn: fn
 
 
-@functools.cache
-def _entry_of_file(spec: str, flag: str, decorator: str) -> Any:
-    """The entry of a function in a file, which is read but not run."""
-    path, _, name = spec.rpartition(":")
-    try:
-        tree = ast.parse(Path(path).expanduser().read_bytes())
-    except OSError as error:
-        raise ConfigError(f"{flag} {spec}: cannot be read ({error.strerror}); write path.py:name") from None
-    except (SyntaxError, ValueError) as error:
-        raise ConfigError(f"{flag} {spec}: {path} is not Python: {error}") from None
-    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
-    if name not in functions:
-        raise ConfigError(
-            f"{flag} {spec}: {path} has no function {name!r}{nearest(name, functions)}, only: {', '.join(functions)}"
-        )
-    kind = {"estimator": EstimatorEntry, "policy_loss": PolicyLossEntry}[decorator]
-    traits: dict[str, Any] = {}
-    for node in functions[name].decorator_list:
-        if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == decorator:
-            try:
-                traits = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in node.keywords}
-                kind("", **traits)
-            except (ValueError, TypeError) as error:
-                raise ConfigError(f"{flag} {spec}: {path}:{node.lineno}: @{decorator}: {error}") from None
-    return kind(f"{path}:{name}", **traits)
-
-
 # -- the tables ------------------------------------------------------------------------------------------------------
 
 _ADVANTAGES = "lightppo.algorithms.advantages"
 _KL = "lightppo.algorithms.kl"
-_CORRECTION = "lightppo.algorithms.correction"
+_CORRECTION = "lightppo.plugins.algorithms.correction"
 _LOSSES = "lightppo.algorithms.losses"
 _MASKING = "lightppo.algorithms.masking"
-_PREFERENCES = "lightppo.algorithms.preferences"
+_PREFERENCES = "lightppo.plugins.supervised.preferences"
 _SELECTION = "lightppo.algorithms.selection"
 
 _REINFORCE = EstimatorEntry(f"{_ADVANTAGES}:reinforce", whiten=True, discounted=True)
@@ -260,6 +154,7 @@ ADVANTAGE_ESTIMATORS: Table[EstimatorEntry] = Table(
         "on_policy_distill": EstimatorEntry(f"{_ADVANTAGES}:on_policy_distill", of_teacher=True, kl_in_loss=True),
     },
     decorator="estimator",
+    kind=EstimatorEntry,
 )
 
 _SELECTED = {"selected_ratio": "share of trained tokens that clip_cov or kl_cov treat differently"}
@@ -330,6 +225,7 @@ POLICY_LOSSES: Table[PolicyLossEntry] = Table(
         ),
     },
     decorator="policy_loss",
+    kind=PolicyLossEntry,
 )  # fmt: skip
 
 KL_ESTIMATORS: Table[KLEntry] = Table(

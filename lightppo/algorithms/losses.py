@@ -14,11 +14,11 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from lightppo.algorithms.correction import rejection_mask
 from lightppo.algorithms.entries import LOSS_AGG_MODES, POLICY_LOSSES, Rejection
 from lightppo.algorithms.kl import LOG_RATIO_LIMIT, limited
 from lightppo.algorithms.logprobs import token_log_probs
 from lightppo.algorithms.masking import LossNormalizer, aggregate_loss, require_same_shape, zero_where_masked
+from lightppo.plugins.algorithms.correction import rejection_mask
 
 Metrics = dict[str, Tensor]
 TokenLoss = tuple[Tensor, Metrics]

@@ -14,7 +14,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "lightppo ppo") -> None:
     from lightppo.trainer import run
 
     def train() -> None:
-        from lightppo.trainer.preflight import before_imports, preflight
+        from lightppo.plugins.checks.preflight import before_imports, preflight
 
         before_imports(lambda: preflight(config.resolved()), prog)
 

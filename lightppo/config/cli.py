@@ -15,12 +15,12 @@ from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin
 
 import yaml
 
-from lightppo.config.aliases import hint
 from lightppo.config.options import conform, sections, told_of
 from lightppo.config.rules import FACTS, PPOConfig, condition_text, idle_flags, without_effect_on_evaluation
-from lightppo.config.sft_rm_dpo import COMMANDS, WORDS, SupervisedConfig
 from lightppo.errors import ConfigError
 from lightppo.option import Option, Section
+from lightppo.plugins.migration.names import hint
+from lightppo.plugins.supervised.sections import COMMANDS, WORDS, SupervisedConfig
 from lightppo.suggestions import answer_of, nearest
 from lightppo.terminal import plain
 from lightppo.urls import without_secrets

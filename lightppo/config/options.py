@@ -11,9 +11,9 @@ from functools import partial
 from typing import Any, Literal, Self
 
 from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS, CORRECTIONS, KL_ESTIMATORS, LOSS_AGG_MODES, POLICY_LOSSES
-from lightppo.config.aliases import hint
 from lightppo.errors import ConfigError
 from lightppo.option import Option, Section, option
+from lightppo.plugins.migration.names import hint
 from lightppo.suggestions import meant, nearest
 
 safe = partial(option, resume_safe=True)

@@ -25,9 +25,9 @@ from lightppo.algorithms.entries import (
 )
 from lightppo.config.options import Options, OptionSet, all_options
 from lightppo.errors import ConfigError, StagingError
-from lightppo.http import check_url, is_loopback
 from lightppo.option import out_of_order
-from lightppo.storage import check_scheme, is_url, join
+from lightppo.plugins.http.client import check_url, is_loopback
+from lightppo.plugins.ops.storage import check_scheme, is_url, join
 from lightppo.suggestions import nearest
 from lightppo.urls import GIVE_WHOLE, cut_urls, shown_url
 

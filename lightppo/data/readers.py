@@ -23,8 +23,8 @@ import numpy as np
 from lightppo.data.rows import ORIGIN_COLUMN, check_choice
 from lightppo.errors import DataError, StagingError
 from lightppo.hub import check_on_hub, mistyped_path
+from lightppo.plugins.ops.storage import check_scheme, in_cache, is_url, made_once, stage_to_local
 from lightppo.ranks import ranks_on_node
-from lightppo.storage import check_scheme, in_cache, is_url, made_once, stage_to_local
 from lightppo.urls import shown_url
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from lightppo.config.rules import compute_dtype, rollout_rows
 from lightppo.data.records import Prompt, Rollout, from_plain, group_by_prompt, to_plain
 from lightppo.errors import ConfigError, RolloutMismatchError
 from lightppo.experience.experience import Experience
-from lightppo.experience.samples import write_whole
+from lightppo.plugins.records.samples import write_whole
 from lightppo.ranks import Ranks
 from lightppo.rollout.engine import RolloutEngine
 

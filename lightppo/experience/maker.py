@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from lightppo.algorithms.advantages import group_normalize, teacher_advantages
-from lightppo.algorithms.correction import correction_weights, normalize_weights, rejection_mask
 from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS
 from lightppo.algorithms.kl import KLController, approx_kl, full_kl
 from lightppo.algorithms.logprobs import score_norms
@@ -46,6 +45,7 @@ from lightppo.errors import NonFiniteError
 from lightppo.experience.batching import MicroBatching, ReplayBuffer, select_tokens
 from lightppo.experience.experience import Experience, non_finite_text
 from lightppo.models.packing import all_pack, all_share_prompts, on_cpu, to_device
+from lightppo.plugins.algorithms.correction import correction_weights, normalize_weights, rejection_mask
 from lightppo.ranks import Ranks, heartbeat, level
 
 

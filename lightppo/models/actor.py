@@ -13,10 +13,10 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from lightppo.algorithms.logprobs import linear_log_probs, log_probs_and_entropy, token_log_probs
-from lightppo.models.cpu import is_plain_linear
 from lightppo.models.loading import load_causal_lm
 from lightppo.models.packing import check_num_actions, on_cpu, real_actions
 from lightppo.models.wrapper import Batch, PretrainedWrapper, model_inputs, takes
+from lightppo.plugins.kernels.cpu import is_plain_linear
 
 # Of a forward: the model's output; for the K real actions log probs (K,), entropy (K,), logits (K, V) of valid ids.
 _Predicted = tuple[ModelOutput, Tensor, Tensor | None, Tensor | None]

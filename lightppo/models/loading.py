@@ -42,8 +42,8 @@ from lightppo import tensor_file
 from lightppo.errors import ModelLoadError
 from lightppo.models.folders import check_model, check_tokenizer, weights_problem
 from lightppo.models.packing import VARLEN_TAKES
-from lightppo.models.quantised import quantise
 from lightppo.models.towers import reads_more_than_text, untrainable
+from lightppo.plugins.adapters.quantised import quantise
 from lightppo.suggestions import nearest
 
 logger = logging.getLogger(__name__)
@@ -63,8 +63,8 @@ class LoadOptions:
     override_config: dict[str, Any] | None = None  # config attributes to set before the model is built
     external_lib: str | None = None  # comma-separated modules to import first (they may register model classes)
     seed: int = 42  # of random weights
-    # Hold the weights of linear layers in 4 bits (lightppo.models.quantised): every rank loads the whole model,
-    # and strategy.prepare shards it.
+    # Hold the weights of linear layers in 4 bits (lightppo.plugins.adapters.quantised): every rank loads the whole
+    # model, and strategy.prepare shards it.
     load_in_4bit: bool = False
 
 

@@ -14,8 +14,8 @@ _PUBLIC = {
     "score_rollouts": "lightppo.rewards.source",
     "FunctionReward": "lightppo.rewards.function",
     "load_python_function": "lightppo.user_code",
-    "RemoteReward": "lightppo.rewards.remote",
-    "read_token": "lightppo.http",
+    "RemoteReward": "lightppo.plugins.http.remote",
+    "read_token": "lightppo.plugins.http.client",
     "RewardModelSource": "lightppo.rewards.model",
     "build_reward_source": "lightppo.rewards.registry",
 }

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from lightppo.data.records import Rollout
 from lightppo.errors import NonFiniteRewardError, RewardError
-from lightppo.rewards.runners import KillablePool, LoopRunner, ThreadRunner, function_spec
+from lightppo.plugins.verifiers.runners import KillablePool, LoopRunner, ThreadRunner, function_spec
 from lightppo.rewards.source import (
     NO_LABELS,
     Call,

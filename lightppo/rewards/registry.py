@@ -16,16 +16,16 @@ from lightppo.config import PPOConfig, VerifierConfig
 from lightppo.config.rules import ANY_ROUTE, estimator_entry, micro_batch_spec, reward_plan, reward_sources
 from lightppo.data.records import Prompt
 from lightppo.errors import ConfigError
-from lightppo.http import read_token
+from lightppo.plugins.http.client import read_token
+from lightppo.plugins.http.remote import RemoteReward
+from lightppo.plugins.verifiers.code import CodeReward, CodeVerifier, Comparison, SandboxVerifier, find_tests
+from lightppo.plugins.verifiers.formats import FormatReward, XmlFormatCheck
+from lightppo.plugins.verifiers.math import MathReward, gold_answers
+from lightppo.plugins.verifiers.sandbox import SandboxLimits, SandboxPool
+from lightppo.plugins.verifiers.services import FunctionCallVerifier, SandboxFusionVerifier
 from lightppo.ranks import Ranks
-from lightppo.rewards.code import CodeReward, CodeVerifier, Comparison, SandboxVerifier, find_tests
-from lightppo.rewards.formats import FormatReward, XmlFormatCheck
 from lightppo.rewards.function import BoundFunction, FunctionReward
-from lightppo.rewards.math import MathReward, gold_answers
-from lightppo.rewards.remote import RemoteReward
-from lightppo.rewards.services import FunctionCallVerifier, SandboxFusionVerifier
 from lightppo.rewards.source import NO_LABELS, CombinedReward, NoReward, RewardSource, RoutedReward
-from lightppo.sandbox import SandboxLimits, SandboxPool
 from lightppo.user_code import declared_function, load_python_function, load_python_object, split_python_spec
 
 if TYPE_CHECKING:
@@ -89,8 +89,8 @@ def reward_inputs(config: PPOConfig, tokenizer: Any) -> list[RewardInputs]:
     """What reward models read: the actor's ids, or the chat in the template and ids of their own tokenizers."""
     from transformers import AutoTokenizer
 
+    from lightppo.plugins.ops.storage import stage_to_local
     from lightppo.rewards.model import Retemplated, SameIds, check_same_ids
-    from lightppo.storage import stage_to_local
 
     m = config.model
     load = partial(
@@ -194,7 +194,7 @@ def build_reward_source(
         reward_fn: a function, a :class:`RewardSource` or a file with either; with reward models, the function that
             combines their tensors, in a file by default ``reward_fn``.
         remote_options, function_options, model_options: further arguments of
-            :class:`~lightppo.rewards.remote.RemoteReward`, :class:`~lightppo.rewards.function.FunctionReward` and
+            :class:`~lightppo.plugins.http.remote.RemoteReward`, :class:`~lightppo.rewards.function.FunctionReward` and
             :class:`~lightppo.rewards.model.RewardModelSource`.
     """
     urls = [remote_rm_url] if isinstance(remote_rm_url, str) else list(remote_rm_url or ())

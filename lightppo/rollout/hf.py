@@ -16,7 +16,7 @@ from torch import nn
 from tqdm import tqdm
 
 from lightppo.data.records import Prompt, Rollout
-from lightppo.models.cpu import packed_weights
+from lightppo.plugins.kernels.cpu import packed_weights
 from lightppo.rollout.decode import BatchDecoder, CachedForward, DecodedBatch, SlotDecoder, can_use_slots
 from lightppo.rollout.engine import SamplingParams
 from lightppo.rollout.sampling import (
@@ -31,7 +31,7 @@ from lightppo.rollout.sampling import (
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from lightppo.rollout.graphs import CUDAGraphs
+    from lightppo.plugins.kernels.graphs import CUDAGraphs
 
 REPORT_SHARE = 1 / 8  # of the slots ended: ``on_finished`` is called then, because reward models like batches
 

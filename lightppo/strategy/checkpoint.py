@@ -22,11 +22,12 @@ import numpy
 import torch
 import torch.distributed as dist
 
-from lightppo import durable, tensor_file
+from lightppo import tensor_file
 from lightppo.errors import CheckpointError, StorageError
+from lightppo.plugins.ops import durable
+from lightppo.plugins.ops.storage import download, is_url, local_folder, upload
+from lightppo.plugins.reshape.checkpoints import FROZEN, deepspeed_classes, load_frozen, load_trained, whole_weights
 from lightppo.ranks import Ranks
-from lightppo.storage import download, is_url, local_folder, upload
-from lightppo.strategy.reshape import FROZEN, deepspeed_classes, load_frozen, load_trained, whole_weights
 from lightppo.strategy.zero3 import (
     find_adapters,
     find_hf_model,

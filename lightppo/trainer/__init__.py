@@ -14,10 +14,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from lightppo import signals
 from lightppo.errors import UserError
+from lightppo.plugins.ops import signals
+from lightppo.plugins.ops.watchdog import Watchdog, is_lost_connection
 from lightppo.terminal import log_to_terminal, plain
-from lightppo.trainer.watchdog import Watchdog, is_lost_connection
 from lightppo.urls import without_secrets
 
 _ALIKE = timedelta(seconds=2)  # between errors of ranks that are one
@@ -33,7 +33,7 @@ def run(main: Callable[[], None], prog: str | None = None, *, debug: bool = Fals
     Raises:
         SystemExit: after an error that the user can mend, told on standard error, its ``exit_code``: 2 for a mistake
             in the options or in what they name, else 1; code 1 after another rank's end; 128 + its number after a
-            signal, as ``lightppo.signals`` tells.
+            signal, as ``lightppo.plugins.ops.signals`` tells.
     """
     rank = os.environ.get("RANK", "0")
     log_to_terminal(logging.WARNING, f"[rank {rank}] %(levelname)s %(name)s: %(message)s")

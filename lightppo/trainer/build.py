@@ -20,7 +20,6 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import get_scheduler
 
-from lightppo import durable
 from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS
 from lightppo.config import PPOConfig
 from lightppo.config.options import OptionSet
@@ -45,31 +44,32 @@ from lightppo.experience.batching import balance_ranks
 from lightppo.experience.checks import RolloutCheck, RolloutReplay
 from lightppo.experience.maker import ExperienceMaker
 from lightppo.experience.sampler import GroupCollector, GroupFilter, RolloutSampler
-from lightppo.http import read_token
 from lightppo.models import loading
 from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic, RewardModel
-from lightppo.models.lora import AdaptersOff, LoraOptions, add_adapters, check_peft
-from lightppo.models.quantised import check_bitsandbytes
+from lightppo.plugins.adapters.lora import AdaptersOff, LoraOptions, add_adapters, check_peft
+from lightppo.plugins.adapters.quantised import check_bitsandbytes
+from lightppo.plugins.algorithms.teacher import TeacherServers
+from lightppo.plugins.checks.preflight import check_positions, dry_run_config, preflight
+from lightppo.plugins.checks.probes import check_decoding, check_padding
+from lightppo.plugins.checks.rehearsal import fewer_rows, rehearse
+from lightppo.plugins.http.client import read_token
+from lightppo.plugins.kernels.graphs import CUDAGraphs
+from lightppo.plugins.ops import durable
+from lightppo.plugins.ops.storage import local_folder, stage_to_local
+from lightppo.plugins.records.run_folder import claim, public_options
+from lightppo.plugins.report.page import read_metrics, summary
+from lightppo.plugins.vllm.colocated import VLLMRolloutEngine
+from lightppo.plugins.vllm.servers import VLLMServerRolloutEngine
 from lightppo.ranks import Ranks, ranks_on_node
 from lightppo.rewards.registry import build_reward, reward_inputs
 from lightppo.rewards.source import AsyncScorer, RewardSource, check_verifier_status
 from lightppo.rollout.engine import RolloutEngine, SamplingParams
-from lightppo.rollout.graphs import CUDAGraphs
 from lightppo.rollout.hf import HFRolloutEngine
 from lightppo.rollout.sampling import bad_word_ids
-from lightppo.rollout.teacher import TeacherServers
-from lightppo.rollout.vllm import VLLMRolloutEngine
-from lightppo.rollout.vllm_server import VLLMServerRolloutEngine
-from lightppo.storage import local_folder, stage_to_local
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.strategy.zero3 import parameter_count
 from lightppo.trainer.evaluator import Evaluator, table
-from lightppo.trainer.preflight import check_positions, dry_run_config, preflight
-from lightppo.trainer.probes import check_decoding, check_padding
-from lightppo.trainer.rehearsal import fewer_rows, rehearse
-from lightppo.trainer.report import read_metrics, summary
-from lightppo.trainer.run_folder import claim, public_options
 
 
 @dataclass
@@ -687,7 +687,7 @@ def _hf(config: PPOConfig, strategy: Any, actor: Any, tokenizer: Any) -> Rollout
 
 def rows_that_fit(config: PPOConfig, strategy: Any) -> int:
     """How many rows the HF engine decodes together on the GPU with least room; says so. Collective."""
-    from lightppo.trainer.budget import Machine, decoding_rows
+    from lightppo.plugins.checks.budget import Machine, decoding_rows
 
     # What other processes hold is not there for this one.
     size = torch.cuda.mem_get_info(strategy.device)[0] + torch.cuda.memory_reserved(strategy.device)
@@ -758,7 +758,7 @@ def tell_memory(config: PPOConfig, strategy: DeepspeedStrategy) -> None:
 
     A model whose code cannot run without data, as kernels of its own cannot, is not counted, and trains all the same.
     """
-    from lightppo.trainer.budget import check_memory
+    from lightppo.plugins.checks.budget import check_memory
 
     device, per_node = strategy.device, ranks_on_node(strategy.world_size)
     size = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None

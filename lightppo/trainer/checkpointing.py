@@ -24,11 +24,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from lightppo import durable
 from lightppo.config.options import CheckpointConfig, unsafe_changes
 from lightppo.errors import CheckpointError, ConfigError, TrainingError
 from lightppo.option import Option
-from lightppo.storage import download, is_url, join, local_folder, upload
+from lightppo.plugins.ops import durable
+from lightppo.plugins.ops.storage import download, is_url, join, local_folder, upload
 from lightppo.strategy.checkpoint import (
     DAMAGED,
     INCOMPLETE,

@@ -13,9 +13,9 @@ from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
 
-from lightppo import durable
 from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import NonFiniteError, NonFiniteRewardError, RewardError
+from lightppo.plugins.ops import durable
 from lightppo.ranks import Ranks
 from lightppo.rewards.source import RewardSource, score_rollouts
 from lightppo.rollout.engine import RolloutEngine, SamplingParams

@@ -16,11 +16,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from lightppo.algorithms import entries
-from lightppo.algorithms.correction import Summary, mismatch_metrics, mismatch_terms
 from lightppo.experience.experience import Experience
+from lightppo.plugins.algorithms.correction import Summary, mismatch_metrics, mismatch_terms
+from lightppo.plugins.records import metric_names
+from lightppo.plugins.records.alarms import ALARMS
 from lightppo.ranks import Ranks, heartbeat
-from lightppo.trainer import metric_names
-from lightppo.trainer.alarms import ALARMS
 
 TIMED = {  # the parts of experience and training, whose time is also given per token of prompt and response
     "old_log_probs": "log probs of the actor before the update",

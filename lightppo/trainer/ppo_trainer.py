@@ -15,19 +15,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from lightppo import signals
 from lightppo.algorithms.kl import make_kl_controller
 from lightppo.algorithms.losses import GPTLMLoss, ValueLoss
-from lightppo.compat import (
-    SeedAttributes,
-    check_actor,
-    constructor_config,
-    generation_options,
-    of_whole_step,
-    script_args,
-    take_schedule,
-    with_generation,
-)
 from lightppo.config import PPOConfig
 from lightppo.config.rules import (
     estimator_entry,
@@ -47,19 +36,43 @@ from lightppo.experience.checks import RolloutCheck
 from lightppo.experience.experience import Experience
 from lightppo.experience.maker import ExperienceMaker
 from lightppo.experience.sampler import CollectedStep, dealt_out
-from lightppo.experience.samples import SampleRecord, examined, with_overlong, write_step
-from lightppo.models.lora import AdaptersOff
 from lightppo.models.packing import all_share_prompts, on_cpu
+from lightppo.plugins.adapters.lora import AdaptersOff
+from lightppo.plugins.checks.places import SAMPLES
+from lightppo.plugins.checks.rehearsal import after_step
+from lightppo.plugins.compat.seed import (
+    SeedAttributes,
+    check_actor,
+    constructor_config,
+    generation_options,
+    of_whole_step,
+    script_args,
+    take_schedule,
+    with_generation,
+)
+from lightppo.plugins.ops import signals
+from lightppo.plugins.ops.ending import SkippedSteps, check_trained, dry_run_cost, is_saved, stop_together
+from lightppo.plugins.ops.storage import local_folder
+from lightppo.plugins.records.alarms import Alarms
+from lightppo.plugins.records.recorder import Recorder
+from lightppo.plugins.records.run_folder import (
+    content_of,
+    public_options,
+    record_start,
+    release,
+    save_run_config,
+    set_records_aside,
+    upload_records,
+)
+from lightppo.plugins.records.samples import SampleRecord, examined, with_overlong, write_step
 from lightppo.ranks import heartbeat
 from lightppo.rewards.registry import build_reward_source
 from lightppo.rewards.source import NoReward, RewardSource, close_source
 from lightppo.rollout.engine import RolloutEngine
-from lightppo.storage import local_folder
 from lightppo.strategy.checkpoint import rng_state
 from lightppo.strategy.zero3 import parameter_count
 from lightppo.trainer import metrics as m
 from lightppo.trainer import update
-from lightppo.trainer.alarms import Alarms
 from lightppo.trainer.build import (
     Run,
     build,
@@ -72,21 +85,8 @@ from lightppo.trainer.build import (
     steps_per_episode,
 )
 from lightppo.trainer.checkpointing import RunCheckpointer, TrainerState
-from lightppo.trainer.ending import SkippedSteps, check_trained, dry_run_cost, is_saved, stop_together
 from lightppo.trainer.evaluator import Evaluator
-from lightppo.trainer.places import SAMPLES
 from lightppo.trainer.prompts import EpisodePrompts, PromptFilter, as_lm_batch, as_prompts, endless
-from lightppo.trainer.recorder import Recorder
-from lightppo.trainer.rehearsal import after_step
-from lightppo.trainer.run_folder import (
-    content_of,
-    public_options,
-    record_start,
-    release,
-    save_run_config,
-    set_records_aside,
-    upload_records,
-)
 
 _TRAINING_METHODS = ("ppo_train", "training_step", "training_step_actor", "training_step_critic")
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from lightppo.algorithms.losses import IGNORE_INDEX
-from lightppo.compat import PromptText
 from lightppo.data.records import Prompt
 from lightppo.errors import ConfigError
 from lightppo.models.packing import to_device
+from lightppo.plugins.compat.seed import PromptText
 from lightppo.ranks import Ranks
 from lightppo.trainer.checkpointing import TrainerState
 

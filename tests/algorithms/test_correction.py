@@ -8,7 +8,10 @@ import torch
 from support.fakes import FakeStrategy, on_ranks
 from torch import Tensor
 
-from lightppo.algorithms.correction import (
+from lightppo.algorithms.entries import CORRECTIONS, REJECTIONS, Rejection
+from lightppo.algorithms.losses import PolicyLoss
+from lightppo.errors import ConfigError
+from lightppo.plugins.algorithms.correction import (
     Summary,
     chi_square,
     correction_weights,
@@ -18,9 +21,6 @@ from lightppo.algorithms.correction import (
     normalize_weights,
     rejection_mask,
 )
-from lightppo.algorithms.entries import CORRECTIONS, REJECTIONS, Rejection
-from lightppo.algorithms.losses import PolicyLoss
-from lightppo.errors import ConfigError
 
 NAN, INF = math.nan, math.inf
 

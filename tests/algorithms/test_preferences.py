@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from lightppo.algorithms.preferences import answer_log_probs, bradley_terry_loss, dpo_loss, ipo_loss, pair_mean
+from lightppo.plugins.supervised.preferences import answer_log_probs, bradley_terry_loss, dpo_loss, ipo_loss, pair_mean
 
 
 def test_bradley_terry_by_hand():

@@ -17,7 +17,7 @@ from support.tiny import sums, write_jsonl
 
 import lightppo
 from lightppo.__main__ import COMMANDS, main
-from lightppo.trainer import report
+from lightppo.plugins.report import page as report
 
 HEAVY = {"torch", "numpy", "transformers", "deepspeed", "datasets", "accelerate", "vllm", "fastapi", "matplotlib"}
 
@@ -145,7 +145,7 @@ def test_a_wheel_holds_the_package_and_its_command(tmp_path):
     subprocess.run([*pip, "wheel", str(source), "--no-build-isolation", *alone, "-w", str(tmp_path)], check=True)
     (wheel,) = tmp_path.glob("*.whl")
     files = {path.relative_to(REPO).as_posix() for path in (REPO / "lightppo").rglob("*.py")} | {"lightppo/py.typed"}
-    files |= {"lightppo/trainer/report.html"}
+    files |= {"lightppo/plugins/report/page.html"}
     held = set(zipfile.ZipFile(wheel).namelist())
     assert {name for name in held if name.startswith("lightppo/")} == files
     subprocess.run([*pip, "install", *alone, "--target", str(site), str(wheel)], check=True)

@@ -14,8 +14,8 @@ from support.hostile import poison
 from support.ranks import run_ranks
 from support.tiny import save_causal_lm, sums, write_jsonl
 
-from lightppo import durable
 from lightppo.__main__ import main
+from lightppo.plugins.ops import durable
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

@@ -14,7 +14,7 @@ import yaml
 from support.tiny import write_jsonl
 
 from lightppo.__main__ import main
-from lightppo.commands.diff import differences
+from lightppo.plugins.report.diff import differences
 
 
 @pytest.fixture

@@ -21,13 +21,13 @@ from support.ranks import run_ranks
 from support.tiny import write_jsonl
 from support.world import one_rank
 
-from lightppo import storage
 from lightppo.__main__ import main
 from lightppo.errors import CheckpointError, ConfigError, TrainingError
 from lightppo.experience.batching import Minibatch, load_batch, save_batch
+from lightppo.plugins.ops import storage
+from lightppo.plugins.report.page import read_jsonl
 from lightppo.rollout.hf import HFRolloutEngine
 from lightppo.trainer.ppo_trainer import PPOTrainer
-from lightppo.trainer.report import read_jsonl
 
 
 @pytest.fixture(scope="module")
@@ -324,8 +324,8 @@ PAIRS = [{"input": f"{i}+{i}=", "chosen": "abc"[: 1 + i % 3], "rejected": "xyzab
 @pytest.fixture
 def taught(world, tiny_model, tmp_path) -> Callable[..., Path]:
     """``taught("rm", **options)``: the folder of a finished run of four steps, on pairs."""
-    from lightppo.config.sft_rm_dpo import COMMANDS
-    from lightppo.trainer.supervised import SupervisedTrainer
+    from lightppo.plugins.supervised.sections import COMMANDS
+    from lightppo.plugins.supervised.trainer import SupervisedTrainer
 
     def run(command: str, **options: Any) -> Path:
         folder = tmp_path / command
@@ -356,8 +356,8 @@ def test_a_step_of_training_on_data(replay, taught, command):
 
 def test_a_saved_batch_of_training_on_data(replay, taught, monkeypatch, tmp_path):
     """What the run has left, by the command that its error names, with the weights of then."""
+    from lightppo.plugins.supervised.trainer import SupervisedTrainer
     from lightppo.strategy.deepspeed import DeepspeedStrategy
-    from lightppo.trainer.supervised import SupervisedTrainer
 
     steps, original = [], SupervisedTrainer.training_step
 

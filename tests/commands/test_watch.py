@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from lightppo.__main__ import main
-from lightppo.commands.watch import Watched
+from lightppo.plugins.report.watch import Watched
 
 NO_PROCESS = 2**22 + 1  # beyond the kernel's largest
 

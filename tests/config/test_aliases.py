@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from lightppo.config import PPOConfig, aliases
+from lightppo.config import PPOConfig
 from lightppo.config.options import all_options
 from lightppo.errors import ConfigError
+from lightppo.plugins.migration import names as aliases
 
 OURS = {one.name for one in all_options()}
 OF_LAUNCHERS = {"num_gpus", "hostfile", "NAME"}

@@ -15,8 +15,8 @@ import pytest
 from lightppo.config import cli, parse_args
 from lightppo.config.options import all_options
 from lightppo.config.rules import PPOConfig, condition_text
-from lightppo.config.sft_rm_dpo import COMMANDS
 from lightppo.option import Section, option
+from lightppo.plugins.supervised.sections import COMMANDS
 
 ROOT = Path(__file__).parents[2]
 REQUIRED_FLAGS = ("pretrain", "prompt_data")

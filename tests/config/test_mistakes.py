@@ -255,7 +255,7 @@ def test_folders_and_names_of_small_commands(told, tmp_path, monkeypatch, words,
 
 
 def test_the_report_of_an_evaluation_has_its_numbers():
-    from lightppo.trainer.report import before_and_after
+    from lightppo.plugins.report.page import before_and_after
 
     (line,) = before_and_after([{"step": 0, "time": 0.0, "eval/reward": 0.25}]).splitlines()
     assert line.split() == ["eval/reward", "0.25"]

@@ -11,7 +11,7 @@ import torch
 from support.fakes import FakeStrategy, make_rollout, on_ranks
 
 from lightppo.experience.experience import Experience
-from lightppo.experience.samples import SampleRecord, TokenPieces, examined, with_overlong, write_step
+from lightppo.plugins.records.samples import SampleRecord, TokenPieces, examined, with_overlong, write_step
 
 
 def test_one_line_per_sample_of_all_ranks_in_order(tmp_path):

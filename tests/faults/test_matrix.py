@@ -166,7 +166,7 @@ def vllm_server(tmp_path: Path, inputs: dict[str, str]) -> Iterator[Surroundings
     """It computes nothing, so what it says is not compared. Real servers: tests/rollout/test_vllm_server_real.py."""
     from transformers import AutoConfig
 
-    from lightppo.rollout.weights import architecture
+    from lightppo.plugins.vllm.weights import architecture
 
     def options(url: str) -> dict[str, Any]:
         engine = {"rollout_engine": "vllm_server", "vllm_server_url": url, "rollout_check": "off"}

@@ -101,7 +101,7 @@ def test_no_layer_waits(how: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_in_4_bits_are_the_same_numbers_on_both_devices(dtype: torch.dtype) -> None:
-    from lightppo.models.quantised import dense_weight, quantise
+    from lightppo.plugins.adapters.quantised import dense_weight, quantise
 
     pytest.importorskip("bitsandbytes")
     torch.manual_seed(0)

@@ -25,7 +25,6 @@ from transformers import (
     PreTrainedModel,
 )
 
-from lightppo.compat import get_llm_for_sequence_regression
 from lightppo.errors import ModelLoadError
 from lightppo.models import loading
 from lightppo.models import wrapper as wrapper_module
@@ -42,6 +41,7 @@ from lightppo.models.loading import (
     use_liger_kernels,
     valid_vocab_size,
 )
+from lightppo.plugins.compat.seed import get_llm_for_sequence_regression
 
 MakeModel = Callable[..., PreTrainedModel]
 

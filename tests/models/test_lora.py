@@ -14,8 +14,16 @@ from transformers import GPT2LMHeadModel, PreTrainedModel
 from lightppo.errors import ModelLoadError
 from lightppo.models.actor import Actor, scoring_head
 from lightppo.models.critic import Critic
-from lightppo.models.lora import AdaptersOff, LoraOptions, adapters_off, add_adapters, layer_of, merge, target_layers
-from lightppo.rollout.weights import full_weights
+from lightppo.plugins.adapters.lora import (
+    AdaptersOff,
+    LoraOptions,
+    adapters_off,
+    add_adapters,
+    layer_of,
+    merge,
+    target_layers,
+)
+from lightppo.plugins.vllm.weights import full_weights
 
 
 def adapted(model: PreTrainedModel, **options) -> Actor:

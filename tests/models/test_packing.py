@@ -35,7 +35,6 @@ from lightppo.models import packing
 from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic
 from lightppo.models.loading import compile_layers
-from lightppo.models.lora import LoraOptions, add_adapters
 from lightppo.models.packing import (
     PACKED_SDPA,
     RowPlan,
@@ -55,6 +54,7 @@ from lightppo.models.packing import (
     varlen_parameters,
 )
 from lightppo.models.wrapper import warn_that_nothing_is_shared
+from lightppo.plugins.adapters.lora import LoraOptions, add_adapters
 from tests.models.conftest import COMMON, KV, from_config
 from tests.support.far_device import FarDevice
 

@@ -19,9 +19,9 @@ from lightppo.errors import ModelLoadError
 from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic
 from lightppo.models.loading import compile_layers, head_names, load_causal_lm
-from lightppo.models.lora import AdaptersOff, LoraOptions, add_adapters, merge
-from lightppo.models.quantised import BLOCK, dense_weight, quantise, quantised_layers
-from lightppo.rollout.weights import full_weights
+from lightppo.plugins.adapters.lora import AdaptersOff, LoraOptions, add_adapters, merge
+from lightppo.plugins.adapters.quantised import BLOCK, dense_weight, quantise, quantised_layers
+from lightppo.plugins.vllm.weights import full_weights
 from lightppo.strategy.zero3 import parameter_count
 
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma", "gemma2", "gpt2", "gpt_neox", "opt")
@@ -304,7 +304,7 @@ def test_checkpoint_weights_are_the_unpacked_ones_with_the_adapters(family, targ
             a, b = (adapters[f"{name}.lora_{x}.default.weight"] for x in "AB")
             layer = merged.get_submodule(name)
             layer.weight.copy_(merge(layer.weight, a, b, 2.0, transposed=isinstance(layer, Conv1D)))
-    monkeypatch.setattr("lightppo.rollout.weights.GATHERED_NUMEL", 1)
+    monkeypatch.setattr("lightppo.plugins.vllm.weights.GATHERED_NUMEL", 1)
     for _ in range(3):  # nothing drifts from push to push
         ours = dict(full_weights(actor))
     expected = dict(full_weights(merged))
@@ -367,9 +367,9 @@ USES = """
 import os, sys
 from transformers import LlamaConfig, LlamaForCausalLM
 from lightppo.models.actor import Actor
-from lightppo.models.lora import LoraOptions, add_adapters
+from lightppo.plugins.adapters.lora import LoraOptions, add_adapters
 from lightppo.models.loading import head_names
-from lightppo.models.quantised import quantise
+from lightppo.plugins.adapters.quantised import quantise
 
 def use(first):
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}

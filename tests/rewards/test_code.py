@@ -14,7 +14,7 @@ import pytest
 
 from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import RewardError, SandboxError, SandboxRefusedError
-from lightppo.rewards.code import (
+from lightppo.plugins.verifiers.code import (
     COMPARISONS,
     CodeCase,
     CodeReward,
@@ -25,8 +25,8 @@ from lightppo.rewards.code import (
     find_tests,
     last_program,
 )
+from lightppo.plugins.verifiers.sandbox import SandboxLimits, SandboxPool
 from lightppo.rewards.source import check_output
-from lightppo.sandbox import SandboxLimits, SandboxPool
 
 ADD = {"inputs": ["1 2\n", "3 4\n", "-1 1\n"], "outputs": ["3\n", "7\n", "0\n"]}
 ADD_CALLS = {"fn_name": "add", "inputs": ["1\n2", "3\n4", "-1\n1"], "outputs": ["3", "7", "0"]}

@@ -5,7 +5,7 @@ import pytest
 
 from lightppo.data.records import Rollout
 from lightppo.errors import RewardError
-from lightppo.rewards.formats import FORMATS, FormatReward, XmlFormatCheck
+from lightppo.plugins.verifiers.formats import FORMATS, FormatReward, XmlFormatCheck
 from lightppo.rewards.source import CombinedReward, RewardOutput, RewardSource, score_rollouts
 
 Make = Callable[..., Rollout]

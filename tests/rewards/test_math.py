@@ -12,7 +12,7 @@ import pytest
 
 from lightppo.data.records import Rollout
 from lightppo.errors import RewardError
-from lightppo.rewards.math import MathReward, as_number, compare, find_answer, gold_answers
+from lightppo.plugins.verifiers.math import MathReward, as_number, compare, find_answer, gold_answers
 from lightppo.rewards.source import RewardSource, score_rollouts
 
 GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"

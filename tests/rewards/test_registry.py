@@ -15,6 +15,7 @@ from support.tiny import save_reward_model
 
 from lightppo.config import PPOConfig
 from lightppo.errors import ConfigError, RewardError
+from lightppo.plugins.verifiers.formats import has_think
 from lightppo.ranks import Alone
 from lightppo.rewards import (
     CombinedReward,
@@ -24,7 +25,6 @@ from lightppo.rewards import (
     build_reward_source,
     registry,
 )
-from lightppo.rewards.formats import has_think
 from lightppo.rewards.model import Retemplated, SameIds
 from lightppo.rewards.registry import build_reward, check_reward_files
 

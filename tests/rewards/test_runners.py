@@ -22,12 +22,12 @@ from support.fakes import FakeStrategy, on_ranks
 from lightppo.data.records import Rollout
 from lightppo.errors import NonFiniteRewardError, RewardError, WorkerStartError
 from lightppo.experience.sampler import RolloutSampler
+from lightppo.plugins.verifiers.runners import KillablePool, LoopRunner, ThreadRunner, function_spec
+from lightppo.plugins.verifiers.sandbox import default_processes
 from lightppo.ranks import Alone
 from lightppo.rewards.function import FunctionReward
-from lightppo.rewards.runners import KillablePool, LoopRunner, ThreadRunner, function_spec
 from lightppo.rewards.source import AsyncScorer, Call, Outcome, check_verifier_status, score_rollouts, settle
 from lightppo.rollout.engine import SamplingParams
-from lightppo.sandbox import default_processes
 from lightppo.user_code import load_python_function
 
 Make = Callable[..., Rollout]
@@ -592,7 +592,7 @@ def test_closed_collected_and_out_of_range() -> None:
 SCRIPT = """
 import os, sys, threading, time
 import psutil
-from lightppo.rewards.runners import KillablePool
+from lightppo.plugins.verifiers.runners import KillablePool
 from lightppo.rewards.source import Call
 
 def workers():

@@ -21,13 +21,13 @@ import torch
 from support.tiny import save_reward_model
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from lightppo.commands import serve_reward
 from lightppo.errors import RewardError
+from lightppo.plugins.http import serve_reward
 from lightppo.rewards import RemoteReward, RewardOutput
 
 pytest.importorskip("fastapi", reason="lightppo[serve] is not installed")
 
-from lightppo.rewards.server import RewardApp, serve
+from lightppo.plugins.http.reward_server import RewardApp, serve
 
 REPO = Path(__file__).parents[2]
 TOKEN = "s3cret-Token/+=="

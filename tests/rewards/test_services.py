@@ -12,8 +12,8 @@ from support.http_server import ok
 
 from lightppo.data.records import Prompt, Rollout
 from lightppo.errors import RewardError
-from lightppo.rewards.code import CodeReward, find_tests
-from lightppo.rewards.services import FunctionCallVerifier, SandboxFusionVerifier
+from lightppo.plugins.verifiers.code import CodeReward, find_tests
+from lightppo.plugins.verifiers.services import FunctionCallVerifier, SandboxFusionVerifier
 
 ADD = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
 ADD_CALLS = {"fn_name": "add", "inputs": ["1\n2", "3\n4"], "outputs": ["3", "7"]}

@@ -9,7 +9,7 @@ from vllm import envs
 from vllm.engine.arg_utils import EngineArgs
 
 from lightppo.config import PPOConfig
-from lightppo.rollout.vllm import described_model, engine_arguments
+from lightppo.plugins.vllm.colocated import described_model, engine_arguments
 
 
 def found_by(model, tokenizer):

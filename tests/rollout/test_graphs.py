@@ -12,9 +12,9 @@ import torch
 from torch._dynamo.exc import Unsupported
 from transformers import Lfm2Config, Lfm2ForCausalLM, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
+from lightppo.plugins.kernels.graphs import LOOK_EVERY, CUDAGraphs, rounded
 from lightppo.rollout.decode import SlotCache
 from lightppo.rollout.engine import SamplingParams
-from lightppo.rollout.graphs import LOOK_EVERY, CUDAGraphs, rounded
 from lightppo.rollout.hf import HFRolloutEngine
 from tests.rollout.test_decode import SIZES, build
 from tests.support.fake_graph import FakeGraphs

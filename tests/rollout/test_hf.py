@@ -15,10 +15,10 @@ from transformers import BloomConfig, BloomForCausalLM, Lfm2Config, Lfm2ForCausa
 
 from lightppo.data.records import Prompt
 from lightppo.models.actor import Actor
-from lightppo.models.lora import AdaptersOff, LoraOptions, add_adapters
+from lightppo.plugins.adapters.lora import AdaptersOff, LoraOptions, add_adapters
+from lightppo.plugins.vllm.weights import full_weights
 from lightppo.rollout.engine import RolloutEngine, SamplingParams
 from lightppo.rollout.hf import HFRolloutEngine
-from lightppo.rollout.weights import full_weights
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from lightppo.rollout.serving import KeyGate, serve, server_command, server_environment, socket_folder
+from lightppo.plugins.vllm.serving import KeyGate, serve, server_command, server_environment, socket_folder
 
 REPO = Path(__file__).parents[2]
 
@@ -22,7 +22,7 @@ REPO = Path(__file__).parents[2]
 @pytest.fixture
 def installed(monkeypatch):
     """vLLM is there, whatever is installed."""
-    monkeypatch.setattr("lightppo.rollout.serving.importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr("lightppo.plugins.vllm.serving.importlib.util.find_spec", lambda name: object())
 
 
 @pytest.fixture
@@ -36,16 +36,16 @@ def gpu(monkeypatch):
 
 def test_the_command_has_what_pushes_need(installed, gpu):
     command = server_command("model", "127.0.0.1", 8000, ["--dtype", "float32"])
-    assert command[:3] == [sys.executable, "-m", "lightppo.rollout.serving"]
+    assert command[:3] == [sys.executable, "-m", "lightppo.plugins.vllm.serving"]
     assert command[3:].count("--enable-scale-out") == 1
     words = [word for word in command[3:] if word != "--enable-scale-out"]
     assert dict(zip(words[::2], words[1::2])) == {
         "--model": "model",
         "--host": "127.0.0.1",
         "--port": "8000",
-        "--worker-extension-cls": "lightppo.rollout.vllm_worker.WorkerExtension",
+        "--worker-extension-cls": "lightppo.plugins.vllm.worker.WorkerExtension",
         "--weight-transfer-config": '{"backend": "lightppo"}',
-        "--middleware": "lightppo.rollout.serving.KeyGate",
+        "--middleware": "lightppo.plugins.vllm.serving.KeyGate",
         "--generation-config": "vllm",
         "--uvicorn-log-level": "warning",
         "--dtype": "float32",
@@ -72,7 +72,7 @@ def test_the_key_is_in_the_environment_alone(installed, gpu, monkeypatch):
 
 
 def test_without_vllm_it_says_so(monkeypatch):
-    monkeypatch.setattr("lightppo.rollout.serving.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("lightppo.plugins.vllm.serving.importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="vLLM is not installed"):
         server_command("model", "127.0.0.1", 8000, [])
 
@@ -101,7 +101,7 @@ def test_the_script_refuses(options, message, monkeypatch, capsys):
 
 HOLDS_A_FOLDER = """
 import os, signal, sys
-from lightppo.rollout.serving import socket_folder
+from lightppo.plugins.vllm.serving import socket_folder
 with socket_folder() as folder:
     print(folder, flush=True)
     sys.stdin.read()
@@ -169,7 +169,7 @@ class TestSocketFolder:
             assert left.exists()
 
     def test_shared_memory_of_its_workers_goes_too(self, root, tmp_path, monkeypatch):
-        monkeypatch.setattr("lightppo.rollout.serving.SHARED_MEMORY", tmp_path)
+        monkeypatch.setattr("lightppo.plugins.vllm.serving.SHARED_MEMORY", tmp_path)
         for name in ("vllm_dist_1-tp:0", "vllm_dist_2-tp:0", "psm_1"):
             (tmp_path / name).touch()
         with socket_folder() as folder:
@@ -204,7 +204,7 @@ class TestSocketFolder:
         )
         environment = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
         environment |= {"PYTHONPATH": os.pathsep.join([str(root), str(REPO)])}
-        command = [sys.executable, "-m", "lightppo.rollout.serving", "--port", "1"]
+        command = [sys.executable, "-m", "lightppo.plugins.vllm.serving", "--port", "1"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
         assert done.returncode == 0, done.stderr
         option, port, sockets, compiled, temporary, name = done.stdout.split()

@@ -13,7 +13,7 @@ from support.http_server import JsonServer, Reply, ok
 from lightppo.config import PPOConfig
 from lightppo.errors import ConfigError, RolloutError
 from lightppo.models.actor import Actor
-from lightppo.rollout.teacher import TeacherServers
+from lightppo.plugins.algorithms.teacher import TeacherServers
 
 ONE_AT_A_TIME = threading.Lock()  # the servers share a model
 

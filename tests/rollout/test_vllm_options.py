@@ -13,9 +13,7 @@ from transformers import LlamaConfig
 from lightppo.config import PPOConfig
 from lightppo.data.records import Prompt
 from lightppo.errors import ConfigError
-from lightppo.rollout.engine import SamplingParams
-from lightppo.rollout.sampling import request_seed
-from lightppo.rollout.vllm import (
+from lightppo.plugins.vllm.colocated import (
     Requests,
     check_installed,
     cpu_kv_cache_bytes,
@@ -25,6 +23,8 @@ from lightppo.rollout.vllm import (
     undisturbed_process,
     vocabulary_limits,
 )
+from lightppo.rollout.engine import SamplingParams
+from lightppo.rollout.sampling import request_seed
 
 
 def test_without_vllm_the_message_says_what_to_install(monkeypatch):

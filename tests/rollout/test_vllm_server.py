@@ -21,12 +21,12 @@ from lightppo.data.records import Prompt
 from lightppo.errors import RefusedError, RequestError, RolloutError, RolloutMismatchError, UnreachableError
 from lightppo.experience.checks import RolloutCheck
 from lightppo.models.actor import Actor
-from lightppo.models.lora import LoraOptions, add_adapters
-from lightppo.rollout import vllm_server
+from lightppo.plugins.adapters.lora import LoraOptions, add_adapters
+from lightppo.plugins.vllm import servers as vllm_server
+from lightppo.plugins.vllm.servers import VLLMServer, VLLMServerRolloutEngine
+from lightppo.plugins.vllm.weights import architecture, full_weights, trainer_fingerprints
 from lightppo.rollout.engine import RolloutEngine, SamplingParams
 from lightppo.rollout.sampling import request_seed
-from lightppo.rollout.vllm_server import VLLMServer, VLLMServerRolloutEngine
-from lightppo.rollout.weights import architecture, full_weights, trainer_fingerprints
 from lightppo.trainer import run
 
 GREEDY = SamplingParams(max_new_tokens=3, do_sample=False)
@@ -346,7 +346,7 @@ class TestWeights:
 
     @pytest.mark.parametrize("sync", ["disk", "collective"])
     def test_in_several_buckets(self, build, fakes, llama, monkeypatch, tmp_path, sync):
-        monkeypatch.setattr("lightppo.rollout.weights.BUCKET_BYTES", 5000)
+        monkeypatch.setattr("lightppo.plugins.vllm.weights.BUCKET_BYTES", 5000)
         most = []
 
         def count(body, n):
@@ -369,7 +369,7 @@ class TestWeights:
         assert not [path for path in Path("/dev/shm").iterdir() if path.name.startswith(own)]
 
     def test_without_room_in_shared_memory_auto_takes_the_disk(self, build, fakes, monkeypatch, tmp_path):
-        monkeypatch.setattr("lightppo.rollout.weights.SHARED_MEMORY", tmp_path / "missing")
+        monkeypatch.setattr("lightppo.plugins.vllm.weights.SHARED_MEMORY", tmp_path / "missing")
         build(vllm_server_sync="auto", vllm_server_sync_dir=None)
         (told,) = fakes[0].bodies("/update_weights")
         assert not told["update_info"]["path"].startswith("/dev/shm")
@@ -405,7 +405,7 @@ class TestWeights:
             yield "a", torch.ones(2)
             raise ZeroDivisionError
 
-        monkeypatch.setattr("lightppo.rollout.vllm_server.full_weights", weights)
+        monkeypatch.setattr("lightppo.plugins.vllm.servers.full_weights", weights)
         with pytest.raises(ZeroDivisionError):
             engine.sync_weights(llama)
         with pytest.raises(RolloutError, match=r"--vllm_server_url: .*weights"):

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from lightppo.config import PPOConfig
+from lightppo.plugins.vllm.colocated import VLLMRolloutEngine, default_group_kept, undisturbed_process
 from lightppo.rollout.engine import SamplingParams
-from lightppo.rollout.vllm import VLLMRolloutEngine, default_group_kept, undisturbed_process
 
 
 class NotingLLM:
@@ -52,12 +52,12 @@ def engine(monkeypatch, llama, tokenizer):
         "vllm": {"LLM": NotingLLM, "SamplingParams": dict, "__spec__": ModuleSpec("vllm", None)},
         "vllm.inputs": {"tokens_input": list},
         "vllm.sampling_params": {"RequestOutputKind": SimpleNamespace(FINAL_ONLY=None)},
-        "lightppo.rollout.vllm_worker": {"install_sampler": "sampler", "push_weights": "push"},
+        "lightppo.plugins.vllm.worker": {"install_sampler": "sampler", "push_weights": "push"},
     }
     for name, contents in modules.items():
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
         vars(sys.modules[name]).update(contents)
-    monkeypatch.setattr("lightppo.rollout.vllm.on_cuda", lambda: True)
+    monkeypatch.setattr("lightppo.plugins.vllm.colocated.on_cuda", lambda: True)
 
     def build(**options):
         lengths = {"prompt_max_len": 20, "generate_max_len": 10}
@@ -95,7 +95,7 @@ def test_dropped_weights_are_pushed_when_there_was_no_push(engine, level, push):
 
 @pytest.mark.parametrize(("on_gpu", "options"), [(True, {"free_cache_engine": False}), (False, {})])
 def test_a_cpu_and_no_free_cache_engine_never_sleep(engine, monkeypatch, on_gpu, options):
-    monkeypatch.setattr("lightppo.rollout.vllm.on_cuda", lambda: on_gpu)
+    monkeypatch.setattr("lightppo.plugins.vllm.colocated.on_cuda", lambda: on_gpu)
     rollouts = engine(**options)
     rollouts.sleep()
     rollouts.wake()

@@ -19,9 +19,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 
 from lightppo.errors import RolloutError
 from lightppo.models.loading import head_names
-from lightppo.models.quantised import quantise
-from lightppo.rollout import weights
-from lightppo.rollout.weights import (
+from lightppo.plugins.adapters.quantised import quantise
+from lightppo.plugins.vllm import weights
+from lightppo.plugins.vllm.weights import (
     Broadcasts,
     GlooGroup,
     buckets,

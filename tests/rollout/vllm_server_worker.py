@@ -12,7 +12,8 @@ from vllm_worker import Trained, facts
 
 from lightppo.config import PPOConfig
 from lightppo.errors import RolloutError
-from lightppo.rollout import vllm_server, weights
+from lightppo.plugins.vllm import servers as vllm_server
+from lightppo.plugins.vllm import weights
 from lightppo.rollout.engine import SamplingParams
 from lightppo.trainer.build import build_rollout_engine
 

@@ -15,9 +15,9 @@ from lightppo.data.records import Prompt
 from lightppo.errors import RolloutMismatchError
 from lightppo.experience.checks import RolloutCheck
 from lightppo.models.actor import Actor
-from lightppo.models.lora import LoraOptions, add_adapters
-from lightppo.models.quantised import quantised_layers
-from lightppo.rollout import vllm as vllm_engine
+from lightppo.plugins.adapters.lora import LoraOptions, add_adapters
+from lightppo.plugins.adapters.quantised import quantised_layers
+from lightppo.plugins.vllm import colocated as vllm_engine
 from lightppo.rollout.engine import SamplingParams
 from lightppo.rollout.hf import HFRolloutEngine
 from lightppo.strategy.deepspeed import DeepspeedStrategy

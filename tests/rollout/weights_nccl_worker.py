@@ -19,9 +19,9 @@ from vllm.model_executor.model_loader.reload import record_metadata_for_reloadin
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from lightppo.errors import RequestError
-from lightppo.rollout import weights
-from lightppo.rollout.vllm_worker import PushedWeights, Reload
-from lightppo.rollout.weights import Broadcasts, NCCLGroup
+from lightppo.plugins.vllm import weights
+from lightppo.plugins.vllm.weights import Broadcasts, NCCLGroup
+from lightppo.plugins.vllm.worker import PushedWeights, Reload
 
 CPU = torch.device("cpu")
 SECONDS = 60.0

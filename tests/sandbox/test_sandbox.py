@@ -26,10 +26,10 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from lightppo import signals
 from lightppo.errors import SandboxError, SandboxRefusedError
-from lightppo.sandbox import ISOLATIONS, PROTECTIONS, ProgramRun, SandboxLimits, SandboxPool, walls
-from lightppo.sandbox.pool import Sandbox
+from lightppo.plugins.ops import signals
+from lightppo.plugins.verifiers.sandbox import ISOLATIONS, PROTECTIONS, ProgramRun, SandboxLimits, SandboxPool, walls
+from lightppo.plugins.verifiers.sandbox.pool import Sandbox
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="sandboxes need Linux")
 
@@ -592,7 +592,7 @@ def test_nonsense_from_the_process(monkeypatch, reply, problem):
 
 def test_sandboxes_end_with_a_killed_trainer():
     trainer_code = (
-        "from lightppo.sandbox import SandboxPool\n"
+        "from lightppo.plugins.verifiers.sandbox import SandboxPool\n"
         "pool = SandboxPool(code_processes=1)\nprint(pool.sandboxes[0].pid, flush=True)\n"
         "pool.run('while True: pass', total_seconds=1000)"
     )
@@ -744,7 +744,7 @@ def test_options_out_of_range(make, option, value):
 @pytest.mark.parametrize("name", ["supervisor", "walls"])
 def test_the_inner_half_needs_the_standard_library_only(name):
     """It is started without site-packages, and without this package."""
-    tree = ast.parse(Path(importlib.util.find_spec(f"lightppo.sandbox.{name}").origin).read_text())
+    tree = ast.parse(Path(importlib.util.find_spec(f"lightppo.plugins.verifiers.sandbox.{name}").origin).read_text())
     modules = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
     froms = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     modules += [node.module for node in froms if not node.level]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightppo.strategy.reshape import Piece, pieces_of
+from lightppo.plugins.reshape.checkpoints import Piece, pieces_of
 
 GROUPS = [{"a": torch.Size([3, 3]), "b": torch.Size([2])}, {"c": torch.Size([])}]
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.nn.functional import cross_entropy
 
-from lightppo.commands.tiny_model import character_tokenizer, small_llama
+from lightppo.plugins.tools.tiny_model import character_tokenizer, small_llama
 from support.ranks import REPO
 from support.tiny import write_jsonl
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from lightppo.rollout.weights import GlooGroup
+from lightppo.plugins.vllm.weights import GlooGroup
 
 
 def worker(pipe, rank):

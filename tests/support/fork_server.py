@@ -41,7 +41,7 @@ def main() -> None:
     # Arrow's jemalloc stops its thread before a fork, and starts it after one.
     threads = {(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()}
     assert len(threads - {"jemalloc_bg_thd"}) == 1, f"an import started threads, which forks would lack: {threads}"
-    if report := sys.modules.get("lightppo.trainer.report"):
+    if report := sys.modules.get("lightppo.plugins.report.page"):
         report.FEWEST_STEPS = math.inf  # no picture at the end of a run, which takes as long as the run
     gc.freeze()  # no rank copies what it never touches
     gc.unfreeze = lambda: None  # which vLLM calls, and collects garbage seven times for each engine

@@ -37,18 +37,18 @@ PRELOADED = (
     "deepspeed",
     "datasets",
     "peft",
-    "lightppo.compat",
+    "lightppo.plugins.compat.seed",
     "lightppo.trainer.build",
-    "lightppo.trainer.supervised",
+    "lightppo.plugins.supervised.trainer",
     "matplotlib.backends.backend_agg",
 )
 WITH_VLLM = (
-    "lightppo.rollout.vllm",
+    "lightppo.plugins.vllm.colocated",
     "vllm",
     "vllm.v1.engine.llm_engine",
     "vllm.v1.worker.cpu_worker",
     "vllm.entrypoints.openai.api_server",
-    "lightppo.rollout.vllm_worker",
+    "lightppo.plugins.vllm.worker",
 )
 # While it is imported. It compiles a comparison of log probs, which takes longer than an engine's whole start.
 READ_BY_VLLM = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_USE_V2_MODEL_RUNNER": "0", "TORCH_COMPILE_DISABLE": "1"}

@@ -11,9 +11,9 @@ import pytest
 from support.runs import fitted
 
 from lightppo.config import PPOConfig
-from lightppo.config.sft_rm_dpo import SFTConfig
-from lightppo.trainer.alarms import ALARMS, Alarms
-from lightppo.trainer.report import read_metrics, series
+from lightppo.plugins.records.alarms import ALARMS, Alarms
+from lightppo.plugins.report.page import read_metrics, series
+from lightppo.plugins.supervised.sections import SFTConfig
 
 GOOD = {
     "rollout/policy_kl": 0.05,

@@ -18,8 +18,8 @@ from support.tiny import save_causal_lm, save_tokenizer, write_jsonl
 from lightppo import PPOTrainer
 from lightppo.config import PPOConfig, parse_args
 from lightppo.errors import ConfigError, TrainingError, UserError
+from lightppo.plugins.checks.preflight import preflight
 from lightppo.strategy.deepspeed import DeepspeedStrategy
-from lightppo.trainer.preflight import preflight
 
 REPO = Path(__file__).parents[2]
 

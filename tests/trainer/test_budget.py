@@ -12,10 +12,10 @@ from support.tiny import tiny_config, write_jsonl
 from transformers import LlamaConfig, MixtralConfig, Qwen2Config
 
 from lightppo.__main__ import main
-from lightppo.commands.memory import parse_size
 from lightppo.config import PPOConfig
 from lightppo.errors import ConfigError
-from lightppo.trainer.budget import ACTOR, ROLLOUT, Machine, advice, check_memory, decoding_rows, estimate
+from lightppo.plugins.checks.budget import ACTOR, ROLLOUT, Machine, advice, check_memory, decoding_rows, estimate
+from lightppo.plugins.checks.memory import parse_size
 from lightppo.trainer.build import tell_memory
 
 QWEN_7B = Qwen2Config(
@@ -239,7 +239,7 @@ def test_a_model_that_cannot_be_counted_is_told_and_trains_all_the_same(monkeypa
     def estimate(*_: Any) -> None:
         raise NotImplementedError("Cannot copy out of meta tensor; no data!")
 
-    monkeypatch.setattr("lightppo.trainer.budget.estimate", estimate)
+    monkeypatch.setattr("lightppo.plugins.checks.budget.estimate", estimate)
     strategy = FakeStrategy()
     tell_memory(PPOConfig(), strategy)
     assert strategy.printed == [

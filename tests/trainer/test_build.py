@@ -16,11 +16,12 @@ from torch import nn
 from lightppo.config import PPOConfig
 from lightppo.errors import ConfigError, DataError, ModelLoadError
 from lightppo.models.loading import get_tokenizer
-from lightppo.rollout.graphs import CUDAGraphs
+from lightppo.plugins.kernels.graphs import CUDAGraphs
+from lightppo.plugins.records import run_folder
 from lightppo.strategy import distributed
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.strategy.zero3 import find_engine
-from lightppo.trainer import build, run_folder
+from lightppo.trainer import build
 
 pytestmark = pytest.mark.usefixtures("world")
 

@@ -15,9 +15,9 @@ import pytest
 import torch
 from support.fakes import FakeStrategy, on_ranks
 
-from lightppo import durable
 from lightppo.config import CheckpointConfig, PPOConfig
 from lightppo.errors import CheckpointError
+from lightppo.plugins.ops import durable
 from lightppo.strategy.checkpoint import list_tags
 from lightppo.strategy.distributed import DistributedStrategy
 from lightppo.trainer.checkpointing import RunCheckpointer, resume_root

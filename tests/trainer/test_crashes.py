@@ -11,12 +11,12 @@ import pytest
 from support.crash import DiskLog, lay_out, logged
 from support.fakes import FakeStrategy
 
-from lightppo import durable
 from lightppo.config import CheckpointConfig, PPOConfig
 from lightppo.errors import CheckpointError, TrainingError
+from lightppo.plugins.ops import durable
+from lightppo.plugins.records.recorder import Recorder
 from lightppo.strategy.checkpoint import clear_exports
 from lightppo.trainer.checkpointing import RunCheckpointer
-from lightppo.trainer.recorder import Recorder
 
 pytestmark = pytest.mark.usefixtures("world")
 

@@ -13,9 +13,9 @@ import torch
 from support.ranks import REPO, run_ranks
 from support.tiny import save_causal_lm, write_jsonl
 
-from lightppo.algorithms.preferences import dpo_loss, ipo_loss
 from lightppo.config.cli import parse_args
-from lightppo.config.sft_rm_dpo import DPOConfig
+from lightppo.plugins.supervised.preferences import dpo_loss, ipo_loss
+from lightppo.plugins.supervised.sections import DPOConfig
 
 SCRIPT = REPO / "examples" / "train_dpo.py"
 SEED, ROWS, BATCH, EPOCHS, RATE, BETA = 7, 6, 4, 2, 1e-3, 0.5  # steps of 4 and 2 pairs in each epoch
@@ -112,7 +112,7 @@ def check_steps(found: list[dict[str, float]], expected: list[dict[str, float]])
 @pytest.fixture
 def fitted(world, tiny_model, dataset, tmp_path):
     """``fitted(folder, **options)``: a finished run in this process; its trainer."""
-    from lightppo.trainer.supervised import SupervisedTrainer
+    from lightppo.plugins.supervised.trainer import SupervisedTrainer
 
     def fit(folder: str, **more: Any):
         small = values(tiny_model, dataset, tmp_path / folder) | {"zero_stage": 0}

@@ -18,8 +18,8 @@ from support.tiny import save_causal_lm, save_reward_model, sums, write_jsonl
 from lightppo import PPOTrainer
 from lightppo.config import parse_args
 from lightppo.errors import UserError
-from lightppo.trainer.objectives import OBJECTIVES
-from lightppo.trainer.preflight import preflight
+from lightppo.plugins.checks.preflight import preflight
+from lightppo.plugins.supervised.objectives import OBJECTIVES
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -130,9 +130,9 @@ class OnData(Bench):
         return {"pretrain": self.chat_model(template), "apply_chat_template": True, "max_len": 64, **more}
 
     def start(self, words: list[str]) -> None:
-        from lightppo.config.sft_rm_dpo import COMMANDS
-        from lightppo.trainer.preflight import preflight_supervised
-        from lightppo.trainer.supervised import SupervisedTrainer
+        from lightppo.plugins.checks.preflight import preflight_supervised
+        from lightppo.plugins.supervised.sections import COMMANDS
+        from lightppo.plugins.supervised.trainer import SupervisedTrainer
 
         config = parse_args(words, kind=COMMANDS[self.command])
         preflight_supervised(config)

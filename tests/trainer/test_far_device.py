@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
 
 from lightppo import PPOTrainer
-from lightppo.algorithms.correction import correction_weights, mismatch_terms, rejection_mask
 from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS, CORRECTIONS, POLICY_LOSSES, PREFERENCE_LOSSES, REJECTIONS
 from lightppo.algorithms.losses import GPTLMLoss, PolicyLoss, ValueLoss
 from lightppo.algorithms.masking import LossNormalizer, whiten
@@ -28,10 +27,11 @@ from lightppo.data.records import Rollout
 from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic, NewRewardModel, RewardModel
 from lightppo.models.packing import to_device
+from lightppo.plugins.algorithms.correction import correction_weights, mismatch_terms, rejection_mask
+from lightppo.plugins.supervised import objectives
 from lightppo.rewards.model import RewardModelSource
 from lightppo.strategy.deepspeed import StepOutcome
 from lightppo.strategy.zero3 import moving_average
-from lightppo.trainer import objectives
 
 TINY = {"vocab_size": 48, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "pad_token_id": 0}
 

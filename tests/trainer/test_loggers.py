@@ -16,8 +16,8 @@ from support.http_server import JsonServer, ok
 
 from lightppo.config import LoggingConfig, PPOConfig
 from lightppo.errors import ConfigError
-from lightppo.trainer.recorder import JsonlSink, Recorder, open_sinks
-from lightppo.trainer.trackers import WandbSink, check_trackers, open_trackers
+from lightppo.plugins.records.recorder import JsonlSink, Recorder, open_sinks
+from lightppo.plugins.records.trackers import WandbSink, check_trackers, open_trackers
 
 
 def rows(path: Path) -> list[dict]:
@@ -250,7 +250,9 @@ class FakeRun:
 )
 def test_wandbs_axes_are_those_of_the_other_trainer(monkeypatch, names, axes, row):
     run = FakeRun()
-    monkeypatch.setattr("lightppo.trainer.trackers._package", lambda name: SimpleNamespace(init=lambda **_: run))
+    monkeypatch.setattr(
+        "lightppo.plugins.records.trackers._package", lambda name: SimpleNamespace(init=lambda **_: run)
+    )
     sink = WandbSink(LoggingConfig(use_wandb=True, metric_names=names), "run", {}, None)
     sink.log(3, {"rollout/reward": 1.0})
     assert axes.items() <= run.axes.items()

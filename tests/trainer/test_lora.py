@@ -15,7 +15,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from lightppo import PPOTrainer
 from lightppo.errors import CheckpointError, ConfigError, ModelLoadError
-from lightppo.models.lora import AdaptersOff
+from lightppo.plugins.adapters.lora import AdaptersOff
 from lightppo.strategy.zero3 import is_engine, parameter_count
 from lightppo.trainer import build
 

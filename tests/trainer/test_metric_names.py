@@ -10,7 +10,8 @@ from support.ranks import REPO, run_ranks
 from support.tiny import sums, write_jsonl
 
 from lightppo.algorithms import entries
-from lightppo.trainer import metric_names, metrics
+from lightppo.plugins.records import metric_names
+from lightppo.trainer import metrics
 
 REWARD = """
 def reward_func(queries, prompts, labels, responses):

@@ -22,10 +22,10 @@ from lightppo.config import PPOConfig
 from lightppo.data.records import Prompt
 from lightppo.errors import ConfigError, RewardError
 from lightppo.models.wrapper import PretrainedWrapper
+from lightppo.plugins.records.recorder import Recorder
 from lightppo.rewards.source import score_rollouts
 from lightppo.rollout.hf import HFRolloutEngine
 from lightppo.trainer import build
-from lightppo.trainer.recorder import Recorder
 from lightppo.trainer.update import build_value_norm
 
 pytestmark = pytest.mark.usefixtures("world")

@@ -10,10 +10,10 @@ import pytest
 
 from lightppo.__main__ import main
 from lightppo.config import PPOConfig
-from lightppo.config.sft_rm_dpo import COMMANDS, DPOConfig, SFTConfig
 from lightppo.errors import ConfigError
-from lightppo.storage import local_folder
-from lightppo.trainer.places import READ, WRITTEN, check_places
+from lightppo.plugins.checks.places import READ, WRITTEN, check_places
+from lightppo.plugins.ops.storage import local_folder
+from lightppo.plugins.supervised.sections import COMMANDS, DPOConfig, SFTConfig
 
 # Their help speaks of files, but they name none that a run replaces. Files in --vllm_server_sync_dir have new names.
 _NO_PLACE = "best_metric config eval_split external_lib function_call_url override_config reward_source"

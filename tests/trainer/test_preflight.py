@@ -13,10 +13,10 @@ import pytest
 from support.tiny import write_jsonl
 
 from lightppo.config import PPOConfig
-from lightppo.config.sft_rm_dpo import SFTConfig
 from lightppo.data.rows import ORIGIN_COLUMN
 from lightppo.errors import ConfigError
-from lightppo.trainer.preflight import before_imports, dry_run_config, preflight, preflight_supervised
+from lightppo.plugins.checks.preflight import before_imports, dry_run_config, preflight, preflight_supervised
+from lightppo.plugins.supervised.sections import SFTConfig
 
 GOOD = "def reward_func(queries, prompts, labels):\n    return [0.0] * len(queries)\n"
 

@@ -14,13 +14,13 @@ from transformers import AutoModelForCausalLM, DogeConfig, MambaConfig, Recurren
 
 from lightppo import PPOTrainer
 from lightppo.config.cli import parse_args
-from lightppo.config.sft_rm_dpo import SFTConfig
 from lightppo.errors import ModelLoadError
 from lightppo.models.actor import Actor
+from lightppo.plugins.checks import probes
+from lightppo.plugins.supervised.sections import SFTConfig
+from lightppo.plugins.supervised.trainer import SupervisedTrainer
 from lightppo.ranks import Alone
 from lightppo.rollout.hf import HFRolloutEngine
-from lightppo.trainer import probes
-from lightppo.trainer.supervised import SupervisedTrainer
 
 pytestmark = pytest.mark.usefixtures("world")
 

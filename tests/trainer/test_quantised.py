@@ -19,9 +19,9 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from lightppo import PPOTrainer
 from lightppo.errors import CheckpointError, ModelLoadError
 from lightppo.models.actor import Actor
-from lightppo.models.lora import AdaptersOff
-from lightppo.models.quantised import quantised_layers
-from lightppo.rollout.weights import full_weights
+from lightppo.plugins.adapters.lora import AdaptersOff
+from lightppo.plugins.adapters.quantised import quantised_layers
+from lightppo.plugins.vllm.weights import full_weights
 from lightppo.trainer import build
 
 pytestmark = pytest.mark.usefixtures("world")

@@ -12,8 +12,8 @@ import pytest
 from support.fakes import FakeStrategy, on_ranks
 
 from lightppo.config import PPOConfig
-from lightppo.trainer.recorder import Recorder
-from lightppo.trainer.run_folder import public_options
+from lightppo.plugins.records.recorder import Recorder
+from lightppo.plugins.records.run_folder import public_options
 
 
 class FakeCheckpointer:
@@ -228,7 +228,7 @@ def test_secrets_of_urls_do_not_reach_the_sinks(tmp_path, monkeypatch):
         seen.append(options)
         return []
 
-    monkeypatch.setattr("lightppo.trainer.recorder.open_sinks", sinks)
+    monkeypatch.setattr("lightppo.plugins.records.recorder.open_sinks", sinks)
     recorder(tmp_path, remote_rm_url=["https://host/reward?key=SECRET"], eps_clip=0.1)
     assert "SECRET" not in str(seen)
     assert seen[0]["eps_clip"] == 0.1

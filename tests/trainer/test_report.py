@@ -22,12 +22,11 @@ import pytest
 import yaml
 from support.runs import fitted
 
-from lightppo import storage
 from lightppo.config import PPOConfig
-from lightppo.config.sft_rm_dpo import COMMANDS, SFTConfig
 from lightppo.errors import ConfigError, ReportError
-from lightppo.trainer.metrics import TIMED
-from lightppo.trainer.report import (
+from lightppo.plugins.ops import storage
+from lightppo.plugins.records.run_folder import write_run_config
+from lightppo.plugins.report.page import (
     KINDS,
     PANELS,
     SFT_PANELS,
@@ -43,7 +42,8 @@ from lightppo.trainer.report import (
     summary,
     write_report,
 )
-from lightppo.trainer.run_folder import write_run_config
+from lightppo.plugins.supervised.sections import COMMANDS, SFTConfig
+from lightppo.trainer.metrics import TIMED
 
 ROWS = [
     {"step": 0, "time": 0.0, "eval/accuracy": 0.5, "eval/reward": 0.4},
@@ -153,7 +153,7 @@ def test_where_nothing_was_logged_the_picture_says_so():
 
 def test_the_picture_of_a_run_names_it(tmp_path, monkeypatch):
     titles = []
-    monkeypatch.setattr("lightppo.trainer.report.plot_training", lambda rows, file, title: titles.append(title))
+    monkeypatch.setattr("lightppo.plugins.report.page.plot_training", lambda rows, file, title: titles.append(title))
     (tmp_path / "gspo").mkdir()
     write(tmp_path / "gspo" / "metrics.jsonl", *map(json.dumps, ROWS))
     summary(tmp_path / "gspo" / "metrics.jsonl")
@@ -169,7 +169,7 @@ def test_png(tmp_path):
 
 
 def test_matplotlib_is_loaded_only_to_draw():
-    code = "import sys, lightppo.trainer.report; sys.exit(any(m in sys.modules for m in ('matplotlib', 'torch')))"
+    code = "import sys, lightppo.plugins.report.page; sys.exit(any(m in sys.modules for m in ('matplotlib', 'torch')))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -206,7 +206,7 @@ def test_the_summary_of_a_run_without_rows_without_packages_or_room(tmp_path, mo
     assert [line.partition(":")[0] for line in told[-2:]] == ["no picture", "no report"]
     assert any(line.startswith("rollout/reward") for line in told)
     with monkeypatch.context() as broken:
-        broken.setattr("lightppo.trainer.report.write_report", lambda *_: {}["loss"])
+        broken.setattr("lightppo.plugins.report.page.write_report", lambda *_: {}["loss"])
         assert "no report: KeyError: 'loss'" in summary(path)  # the run is trained and saved all the same
     for name in ("matplotlib", "matplotlib.backends.backend_agg", "plotly", "plotly.offline"):
         monkeypatch.setitem(sys.modules, name, None)

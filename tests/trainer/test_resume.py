@@ -16,11 +16,12 @@ import pytest
 import torch
 from support.tiny import write_jsonl
 
-from lightppo import PPOTrainer, durable
+from lightppo import PPOTrainer
 from lightppo.config import PPOConfig
 from lightppo.errors import CheckpointError, ConfigError, StorageError
+from lightppo.plugins.ops import durable
+from lightppo.plugins.records.run_folder import release
 from lightppo.rollout.hf import HFRolloutEngine
-from lightppo.trainer.run_folder import release
 
 pytestmark = pytest.mark.usefixtures("world")
 

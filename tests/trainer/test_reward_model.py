@@ -13,7 +13,7 @@ from support.ranks import REPO, run_ranks
 from support.tiny import write_jsonl
 
 from lightppo.config import PPOConfig
-from lightppo.config.sft_rm_dpo import RMConfig
+from lightppo.plugins.supervised.sections import RMConfig
 
 SCRIPT = REPO / "examples" / "train_reward_model.py"
 TRAIN, HELD_OUT = 160, 48
@@ -48,7 +48,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def run(world, tiny_model, data, tmp_path_factory):
     """``run(**options)``: a finished run in this process, its trainer."""
-    from lightppo.trainer.supervised import SupervisedTrainer
+    from lightppo.plugins.supervised.trainer import SupervisedTrainer
 
     def fit(**more: Any):
         folder = more.pop("folder", None) or tmp_path_factory.mktemp("run")

@@ -22,9 +22,9 @@ from lightppo import PPOTrainer
 from lightppo.config import PPOConfig, parse_args
 from lightppo.errors import ConfigError, StagingError, TrainingError
 from lightppo.models.loading import checkpoint_mark
-from lightppo.storage import local_folder, upload
+from lightppo.plugins.ops.storage import local_folder, upload
+from lightppo.plugins.records.run_folder import claim, release, set_aside
 from lightppo.trainer import build
-from lightppo.trainer.run_folder import claim, release, set_aside
 
 GROUPS = {"advantage_estimator": "grpo", "init_kl_coef": 0.0, "n_samples_per_prompt": 2}
 

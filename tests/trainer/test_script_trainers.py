@@ -189,8 +189,8 @@ def logged(args: argparse.Namespace, prefix: str = "train/") -> list[dict[str, f
 
 def command(args: argparse.Namespace, folder: Path, **more: Any) -> list[dict[str, float]]:
     """Training steps of ``lightppo sft``, ``rm`` or ``dpo`` on the same rows."""
-    from lightppo.config.sft_rm_dpo import COMMANDS
-    from lightppo.trainer.supervised import SupervisedTrainer
+    from lightppo.plugins.supervised.sections import COMMANDS
+    from lightppo.plugins.supervised.trainer import SupervisedTrainer
 
     names = ("pretrain", "dataset", "max_len", "train_batch_size", "micro_train_batch_size", "learning_rate", "seed")
     options = {name: getattr(args, name) for name in names} | {"num_epochs": args.max_epochs, "zero_stage": 0}
@@ -333,7 +333,7 @@ def test_rows_of_another_form_are_refused(world, arguments):
 
 def test_a_trainer_of_the_command_is_made_as_before(world, arguments, tmp_path):
     from lightppo import SFTTrainer
-    from lightppo.config.sft_rm_dpo import SFTConfig
+    from lightppo.plugins.supervised.sections import SFTConfig
 
     class Mine(SFTTrainer):
         def training_step(self, micro_batches):

@@ -18,9 +18,9 @@ from support.tiny import save_tokenizer, sums, write_jsonl
 from lightppo import PolicyLoss, PPOTrainer, ValueLoss
 from lightppo.algorithms import losses
 from lightppo.algorithms.masking import LossNormalizer
-from lightppo.compat import PromptText
 from lightppo.errors import ConfigError
 from lightppo.experience.experience import Experience
+from lightppo.plugins.compat.seed import PromptText
 
 pytestmark = pytest.mark.usefixtures("world")
 

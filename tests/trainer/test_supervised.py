@@ -14,8 +14,8 @@ from support.ranks import REPO, run_ranks
 from support.tiny import write_jsonl
 
 from lightppo.config.cli import parse_args
-from lightppo.config.sft_rm_dpo import SFTConfig
 from lightppo.errors import ConfigError, TrainingError
+from lightppo.plugins.supervised.sections import SFTConfig
 
 SCRIPT = REPO / "examples" / "train_sft.py"
 SEED, ROWS, BATCH, EPOCHS, RATE = 7, 10, 4, 2, 1e-2  # steps of 4, 4 and 2 rows in each epoch
@@ -249,8 +249,8 @@ def test_a_signal_saves_and_the_same_command_goes_on_as_if_nothing_had_happened(
     script = tmp_path / "stopped.py"
     script.write_text("""
 import os, signal, sys
-from lightppo.commands.sft import main
-from lightppo.trainer.supervised import SupervisedTrainer
+from lightppo.plugins.supervised.sft import main
+from lightppo.plugins.supervised.trainer import SupervisedTrainer
 
 def training_step(self, micro_batches, own=SupervisedTrainer.training_step):
     if "STOP" in os.environ and os.environ["RANK"] == "1" and self.state.global_step == 1:
@@ -375,7 +375,7 @@ class TestBadInput:
 
 @pytest.mark.parametrize(("lengths", "packs"), [([9, 10, 10], False), ([4, 10, 10], True)])
 def test_rows_of_about_the_same_length_gain_nothing_by_packing(lengths, packs):
-    from lightppo.trainer.objectives import SFT
+    from lightppo.plugins.supervised.objectives import SFT
 
     rows = SimpleNamespace(lengths=np.array(lengths))
     assert SFT(SFTConfig(), None).gains_by_packing(rows) == packs

@@ -16,11 +16,11 @@ from support.towers import gemma3, save_language_model, save_with_tower
 from lightppo import PPOTrainer
 from lightppo.__main__ import main
 from lightppo.config.cli import parse_args
-from lightppo.config.sft_rm_dpo import DPOConfig, RMConfig, SFTConfig
 from lightppo.errors import ModelLoadError
 from lightppo.models.actor import Actor
+from lightppo.plugins.supervised.sections import DPOConfig, RMConfig, SFTConfig
+from lightppo.plugins.supervised.trainer import SupervisedTrainer
 from lightppo.strategy.deepspeed import DeepspeedStrategy
-from lightppo.trainer.supervised import SupervisedTrainer
 
 pytestmark = pytest.mark.usefixtures("world")
 

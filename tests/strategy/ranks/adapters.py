@@ -18,8 +18,8 @@ from lightppo.data.records import Prompt
 from lightppo.errors import CheckpointError
 from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic
-from lightppo.models.lora import AdaptersOff, LoraOptions, add_adapters
-from lightppo.rollout import weights as rollout_weights
+from lightppo.plugins.adapters.lora import AdaptersOff, LoraOptions, add_adapters
+from lightppo.plugins.vllm import weights as rollout_weights
 from lightppo.rollout.engine import SamplingParams
 from lightppo.rollout.hf import HFRolloutEngine
 from lightppo.strategy.deepspeed import DeepspeedStrategy

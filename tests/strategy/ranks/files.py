@@ -33,8 +33,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from lightppo import durable
 from lightppo.errors import CheckpointError, StorageError
+from lightppo.plugins.ops import durable
 from lightppo.strategy.checkpoint import latest_tag, list_tags, restore_rng_state, rng_state
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 

@@ -14,8 +14,8 @@ import pytest
 from common import TinyActor, causal_lm, make_strategy, run, train_step, trained_actor
 from support.hostile import poison
 
-from lightppo import durable
 from lightppo.errors import CheckpointError
+from lightppo.plugins.ops import durable
 from lightppo.strategy import checkpoint
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 

@@ -14,7 +14,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic
-from lightppo.models.quantised import dense_weight, quantised_layers
+from lightppo.plugins.adapters.quantised import dense_weight, quantised_layers
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.strategy.zero3 import is_sharded, parameter_count
 

@@ -1,0 +1,86 @@
+"""The doors of the core: the tables that plugins add to, and how plugins are found. docs/extending.md has examples.
+
+A plugin is a package with a function ``register()`` that adds entries to these tables. An entry names its object as
+``"module:name"``: registering imports nothing of what it adds. Plugins of other distributions are entry points of the
+group ``lightppo.plugins``; they come after those in ``lightppo/plugins``, without which the core trains, too.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from dataclasses import dataclass
+from importlib import metadata
+
+from lightppo.errors import UserError
+from lightppo.table import Entry, Table
+
+GROUP = "lightppo.plugins"
+
+
+@dataclass(frozen=True)
+class Command(Entry):
+    """A command ``lightppo NAME``; the function takes its arguments, and its name in messages."""
+
+    about: str = ""  # what it does, on one line of ``lightppo --help``
+
+
+COMMANDS: Table[Command] = Table(
+    "command",
+    {
+        "ppo": Command("lightppo.commands.ppo:main", about="train a language model with PPO or a relative"),
+        "eval": Command("lightppo.commands.ppo:evaluate", about="score its answers to held-out prompts"),
+    },
+    kind=Command,
+)
+
+PUBLIC: dict[str, str] = {
+    "PPOConfig": "lightppo.config",
+    "PPOTrainer": "lightppo.trainer.ppo_trainer",
+    "Experience": "lightppo.experience.experience",
+    "ReplayBuffer": "lightppo.experience.batching",
+    "NaiveReplayBuffer": "lightppo.experience.batching",
+    "ExperienceMaker": "lightppo.experience.maker",
+    "Actor": "lightppo.models.actor",
+    "Critic": "lightppo.models.critic",
+    "RewardModel": "lightppo.models.critic",
+    "DeepspeedStrategy": "lightppo.strategy.deepspeed",
+    "get_strategy": "lightppo.strategy.deepspeed",
+    "Prompt": "lightppo.data.records",
+    "Rollout": "lightppo.data.records",
+    "PromptDataset": "lightppo.data.datasets",
+    "blending_datasets": "lightppo.data.readers",
+    "HFRolloutEngine": "lightppo.rollout.hf",
+    "SamplingParams": "lightppo.rollout.engine",
+    "PolicyLoss": "lightppo.algorithms.losses",
+    "ValueLoss": "lightppo.algorithms.losses",
+    "GPTLMLoss": "lightppo.algorithms.losses",
+    "estimator": "lightppo.algorithms.entries",
+    "policy_loss": "lightppo.algorithms.entries",
+    "FixedKLController": "lightppo.algorithms.kl",
+    "AdaptiveKLController": "lightppo.algorithms.kl",
+}
+"""What ``from lightppo import NAME`` imports, by name: the module. A plugin may put another module in its place."""
+
+
+class PluginError(UserError):
+    """A plugin of another distribution cannot be registered."""
+
+
+def load_plugins() -> None:
+    """Register every plugin that is installed: those beside the core first, then other distributions' by their names.
+
+    Raises:
+        PluginError: another distribution's plugin fails; it names the distribution.
+    """
+    if importlib.util.find_spec(GROUP) is not None:
+        importlib.import_module(GROUP).register()
+    for entry_point in sorted(metadata.entry_points(group=GROUP), key=lambda point: point.name):
+        try:
+            entry_point.load()()
+        except Exception as error:
+            owner = entry_point.dist.name if entry_point.dist else entry_point.value
+            raise PluginError(
+                f"the plugin {entry_point.name!r} of the package {owner} cannot be registered: "
+                f"{type(error).__name__}: {error}: mend it, or uninstall {owner}"
+            ) from error

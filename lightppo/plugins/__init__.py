@@ -1,0 +1,15 @@
+"""Everything that the core trains without: engines, adapters, verifiers, records and other plugins."""
+
+import importlib
+
+# In this order: what a run calls of several plugins, it calls in the order in which they are registered.
+SHIPPED = (
+    *("algorithms", "adapters", "kernels", "vllm", "verifiers", "http", "ops", "reshape", "records", "checks"),
+    *("report", "supervised", "tools", "migration", "compat"),
+)
+
+
+def register() -> None:
+    """Add what every plugin beside the core brings to the tables of ``lightppo.plugin``."""
+    for name in SHIPPED:
+        importlib.import_module(f"{__name__}.{name}").register()

@@ -1,0 +1,275 @@
+"""LoRA: adapters inside a Hugging Face model (arXiv:2106.09685), the reference without them, merged weights.
+
+Uses peft's private ``_disable_adapters``: its public switch also freezes adapters, which ZeRO has already seen.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import pickle
+import re
+import textwrap
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from lightppo import tensor_file
+from lightppo.errors import ModelLoadError
+from lightppo.models.actor import ActionScores, Actor
+from lightppo.models.loading import head_names, load_causal_lm, load_config, load_sequence_classifier, value_head
+from lightppo.models.wrapper import PretrainedWrapper
+from lightppo.plugins.adapters.quantised import dense_weight, quantised_layers
+
+_NAME = "default"  # peft's name for the only adapter
+_BASE = ".base_layer."  # between the names of a layer with an adapter and of its frozen weight
+_WITHIN = re.compile(r"\.(base_layer|lora_[AB]\..+)$")
+_PEFT_PREFIX = "base_model.model."  # starts every name in an adapter's file
+
+
+@dataclass(frozen=True)
+class LoraOptions:
+    """Shape and place of the adapters: a layer's output is W x + alpha / r · B A x."""
+
+    rank: int  # r, of A (r, in) and B (out, r)
+    alpha: float = 16.0
+    dropout: float = 0.0  # on x before A, in training: its log probs, and the ratios, differ by the noise
+    target_modules: tuple[str, ...] = ()  # ends of the names of linear layers; empty, or all-linear: all but the head
+
+
+def check_peft() -> None:
+    """ModelLoadError if peft is not installed; imports nothing."""
+    if importlib.util.find_spec("peft") is None:
+        raise ModelLoadError("--lora_rank and adapters need peft: pip install 'lightppo[lora]', or pip install peft")
+
+
+def add_adapters(model: PretrainedWrapper, options: LoraOptions, seed: int = 42) -> None:
+    """Freeze an actor or critic and put a trained adapter beside each target layer; a value head trains too.
+
+    Call it before ``strategy.create_optimizer`` and ``prepare``; weights may be ZeRO-3 shards. B is 0, so the model's
+    results stay the same at first; A depends only on ``seed``, so it is the same on all ranks.
+    """
+    check_peft()
+    from peft import LoraConfig, inject_adapter_in_model
+
+    hf_model = model.hf_model
+    if getattr(hf_model, "lora", None) is not None:
+        raise ModelLoadError(f"this {type(model).__name__} has adapters already")
+    config = LoraConfig(
+        r=options.rank,
+        lora_alpha=options.alpha,
+        lora_dropout=options.dropout,
+        target_modules=target_layers(hf_model, options.target_modules),
+        fan_in_fan_out=any(isinstance(m, Conv1D) for m in hf_model.modules()),  # GPT-2's layers: transposed weights
+        task_type="CAUSAL_LM" if hf_model.can_generate() else "SEQ_CLS",
+        base_model_name_or_path=hf_model.config.name_or_path or None,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        inject_adapter_in_model(config, hf_model, adapter_name=_NAME)
+    # From here on the config is what the adapter's file says: it is about the dense model, and for use.
+    config.inference_mode = True
+    config.fan_in_fan_out |= any(layer.transposed for layer in quantised_layers(hf_model).values())
+    if not hf_model.can_generate():
+        name, head = value_head(hf_model)
+        head.requires_grad_(True)
+        config.modules_to_save = [name]
+    hf_model.lora = LoraExport(config, hf_model)  # the strategy looks for it here when it saves
+
+
+def target_layers(model: PreTrainedModel, wanted: tuple[str, ...] = ()) -> list[str]:
+    """The layers that get an adapter: ends of their names if these fit no other layer, else whole names."""
+    heads = head_names(model)
+    linear = [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))]
+    unknown: list[str] = []
+    if wanted in ((), ("all-linear",)):
+        chosen = {name for name in linear if name not in heads}
+    else:
+        of_end = {end: {name for name in linear if f".{name}".endswith(f".{end}")} for end in wanted}
+        chosen = set().union(*of_end.values())
+        # The critic takes the same options, but has no lm_head.
+        unknown = [end for end in wanted if not of_end[end] and (end != "lm_head" or model.can_generate())]
+    if unknown or not chosen:
+        raise ModelLoadError(
+            f"--target_modules {' '.join(unknown or wanted) or 'all-linear'}: {type(model).__name__} has none; "
+            f"its linear layers are {', '.join(sorted(set(map(_end, linear))))}"
+        )
+    for name in heads & chosen:
+        if not model.can_generate():
+            raise ModelLoadError(f"--target_modules {name}: the value head trains as a whole; leave it out")
+        if model.config.get_text_config().tie_word_embeddings:
+            raise ModelLoadError(
+                f"--target_modules {name}: it is the embedding, with an adapter it could not be merged"
+            )
+    ends = set(map(_end, chosen))
+    return sorted(ends if {name for name, _ in model.named_modules() if _end(name) in ends} == chosen else chosen)
+
+
+def _end(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Switches the adapters off; gradients and parameters are not touched."""
+    layers = list(_layers(model).values())
+    before = [layer._disable_adapters for layer in layers]
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer, state in zip(layers, before):
+            layer._disable_adapters = state
+
+
+class AdaptersOff:
+    """The reference of a run with LoRA: the actor without its adapters, called like a reference :class:`Actor`.
+
+    Its forwards have no gradient, and may run between the actor's forward and backward passes.
+    """
+
+    def __init__(self, actor: Actor) -> None:
+        if not _layers(actor.hf_model):
+            raise ValueError("the actor has no adapters, so it cannot be its own reference")
+        self.actor = actor
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("temperature", "valid_vocab_size", "packing_samples", "shares_prompts"):
+            return getattr(self.actor, name)
+        raise AttributeError(f"{type(self).__name__} has no {name!r}")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As :meth:`Actor.forward`."""
+        with torch.no_grad(), adapters_off(self.actor.hf_model):
+            return self.actor(*args, **kwargs)
+
+    def score_actions(self, *args: Any, **kwargs: Any) -> ActionScores:
+        """As :meth:`Actor.score_actions`."""
+        with torch.no_grad(), adapters_off(self.actor.hf_model):
+            return self.actor.score_actions(*args, **kwargs)
+
+    def eval(self) -> AdaptersOff:
+        """Does nothing: the frozen layers behave the same in both modes."""
+        return self
+
+
+def merge(weight: Tensor, a: Tensor, b: Tensor, scaling: float, transposed: bool = False) -> Tensor:
+    """W + scaling · B A, summed in float32, in W's dtype; ``transposed``: W is (in, out) (GPT-2's Conv1D)."""
+    change = scaling * (b.float() @ a.float())
+    return (weight.float() + (change.T if transposed else change)).to(weight.dtype)
+
+
+def is_adapter(path: str | os.PathLike[str]) -> bool:
+    """Whether a folder holds adapters alone."""
+    folder = Path(path).expanduser()
+    return (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file()
+
+
+@torch.no_grad()
+def load_merged(
+    adapter: str | os.PathLike[str], base: str | None = None, flag: str = "--base", trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """The base model of an adapter's folder with the adapter in its weights: summed in float32, in the weights' dtype.
+
+    ``base`` None: what the adapter's config names. Any adapter that peft can merge.
+    """
+    check_peft()
+    from peft import PeftConfig, PeftModel
+
+    config = PeftConfig.from_pretrained(str(adapter))
+    if (base := base or config.base_model_name_or_path) is None:
+        raise ModelLoadError(f"{adapter}: adapter_config.json does not name the base model: set {flag}")
+    options = {"flag": flag, "trust_remote_code": trust_remote_code}
+    if getattr(load_config(base, **options), "quantization_config", None) is not None:
+        raise ModelLoadError(f"{flag} {base} is quantised, and cannot hold a merged adapter: name the dense model")
+    load = partial(load_sequence_classifier, kind="critic") if config.task_type == "SEQ_CLS" else load_causal_lm
+    model = load(base, dtype="auto", **options)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*missing adapter keys")
+        try:
+            wrapped = PeftModel.from_pretrained(model, str(adapter))
+        except pickle.UnpicklingError as error:  # peft, too, reads with weights_only
+            raise ModelLoadError(tensor_file.explained(adapter, error)) from error
+        except (UserWarning, RuntimeError, ValueError) as error:
+            reason = textwrap.shorten(str(error), 500, placeholder=" …")
+            raise ModelLoadError(f"{adapter} does not fit {flag} {base}: {reason}") from error
+    for layer in [module for module in wrapped.modules() if hasattr(module, "lora_A") and hasattr(module, "merge")]:
+        dtypes = {name: weight.dtype for name, weight in layer.get_base_layer().named_parameters()}
+        layer.float().merge(safe_merge=True)
+        for name, dtype in dtypes.items():
+            weight = layer.get_base_layer().get_parameter(name)
+            weight.data = weight.data.to(dtype)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="All adapters are already merged")
+        return wrapped.merge_and_unload()
+
+
+def layer_of(name: str) -> str:
+    """The layer of a parameter: ``model.layers.0.q_proj.lora_A.default.weight`` → ``model.layers.0.q_proj``."""
+    return _WITHIN.sub("", name.rpartition(".")[0])
+
+
+class LoraExport:
+    """Merges and writes a model's adapters (``hf_model.lora``); the frozen weights never change, so nothing drifts."""
+
+    def __init__(self, config: Any, model: nn.Module) -> None:
+        layers = _layers(model)
+        self.config = config
+        self.scaling = {name: layer.scaling[_NAME] for name, layer in layers.items()}
+        self.in_4bit = quantised_layers(model)
+        self.transposed = {name for name, layer in layers.items() if layer.fan_in_fan_out}
+        self.transposed |= {name.removesuffix(_BASE[:-1]) for name, layer in self.in_4bit.items() if layer.transposed}
+
+    def __str__(self) -> str:
+        targets = ", ".join(sorted(self.config.target_modules))
+        beside = ", beside weights in 4 bits" if self.in_4bit else ""
+        return f"LoRA adapters of rank {self.config.r}, alpha {self.config.lora_alpha:g}, on {targets}{beside}"
+
+    def merged(self, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Weights as in the model's checkpoint, from all layers or from some complete ones (:func:`layer_of`)."""
+        result = {}
+        for name, tensor in state_dict.items():
+            if _is_adapter(name):
+                continue
+            layer, _, kind = name.rpartition(".")
+            if layer in self.in_4bit and kind == "weight":
+                tensor = dense_weight(self.in_4bit[layer], tensor)
+            owner, _, kind = name.rpartition(_BASE)
+            if owner and kind == "weight":
+                a, b = (state_dict[f"{owner}.lora_{x}.{_NAME}.weight"] for x in "AB")
+                tensor = merge(tensor, a, b, self.scaling[owner], transposed=owner in self.transposed)
+            result[name.replace(_BASE, ".")] = tensor
+        return result
+
+    def write(self, state_dict: Mapping[str, Tensor], folder: Path) -> None:
+        """The adapter alone, for ``PeftModel.from_pretrained``."""
+        from safetensors.torch import save_file
+
+        heads = tuple(f"{name}." for name in self.config.modules_to_save or ())
+        weights = {
+            _PEFT_PREFIX + name.replace(f".{_NAME}.", "."): tensor.contiguous()
+            for name, tensor in state_dict.items()
+            if _is_adapter(name) or name.startswith(heads)
+        }
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        self.config.save_pretrained(str(folder))
+
+
+def _layers(model: nn.Module) -> dict[str, Any]:
+    """Layers with an adapter, by name."""
+    return {name: module for name, module in model.named_modules() if hasattr(module, "_disable_adapters")}
+
+
+def _is_adapter(name: str) -> bool:
+    return ".lora_A." in name or ".lora_B." in name

@@ -1,0 +1,113 @@
+"""A teacher on vLLM servers: log probs of the student's samples by their ``prompt_logprobs``."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from pebble.concurrent import thread
+from torch import Tensor
+
+from lightppo.config import PPOConfig
+from lightppo.errors import ConfigError, RequestError, RolloutError
+from lightppo.models.actor import ActionScores
+from lightppo.models.packing import real_actions
+from lightppo.plugins.http.client import HTTPClient, read_token
+from lightppo.ranks import Ranks
+
+logger = logging.getLogger(__name__)
+
+_OF_RANK, _OF_SERVER = 64, 256  # most requests in flight, of a rank and at a server
+_SECONDS = 600.0  # longest wait for one
+_NO_LOG_PROB = -9999.0  # what vLLM sends in place of -inf
+_PROBE = "Let x = 3.5 and ünïcode: f(x) = [x, {'a': 1}]; 日本\n\tEnd."
+
+
+class TeacherServers:
+    """Any vLLM servers with the completions API; every rank asks them itself, and what ends a call ends it on all.
+
+    Called as a frozen :class:`~lightppo.models.actor.Actor` is. A request that one server fails goes to the next.
+
+    Raises:
+        ConfigError: a server cannot be asked, or gives a text other ids than the student's tokenizer; on every rank.
+    """
+
+    packing_samples = shares_prompts = True  # they see no padding
+
+    def __init__(self, config: PPOConfig, tokenizer: Any, ranks: Ranks) -> None:
+        d, self.ranks = config.distill, ranks
+        key = read_token(env=d.teacher_api_key_env, option="--teacher_api_key_env")
+        options = {"timeout": _SECONDS, "connect_timeout": 10.0, "retries": 2, "retry_timeouts": False}
+        self.servers = [HTTPClient(url.rstrip("/"), "teacher", token=key, **options) for url in d.teacher_url]
+        problem = self._problem(tokenizer) if ranks.get_rank() == 0 else None
+        if problem := ranks.broadcast_object(problem):
+            raise ConfigError(f"--teacher_url: {problem}")
+
+    def _problem(self, tokenizer: Any) -> str | None:
+        """Why they cannot judge what this tokenizer's student says."""
+        ids = tokenizer(_PROBE, add_special_tokens=False)["input_ids"]
+        for server in self.servers:
+            try:
+                body = {"prompt": _PROBE, "add_special_tokens": False}
+                theirs = server.post("/tokenize", body, read=lambda answer: list(answer["tokens"]))
+                if theirs != ids:
+                    both = f"reads {_PROBE[:9]!r}… as {theirs[:6]}…, the student as {ids[:6]}…"
+                    return f"{server.name} {both}: serve a model with the vocabulary of --pretrain, such as its family"
+                self._ask(server, ids)
+            except RequestError as error:
+                return f"{error}; serve the teacher by `lightppo serve-vllm` or `vllm serve`"
+        return None
+
+    def eval(self) -> None:
+        """Servers do not train."""
+
+    def score_actions(self, sequences: Tensor, num_actions: int, attention_mask: Tensor) -> ActionScores:
+        """Log probs (B, A) of the last tokens of each row. Collective."""
+        real = real_actions(attention_mask, num_actions)  # (B, A)
+        rows = [ids[mask].tolist() for ids, mask in zip(sequences.cpu(), attention_mask.bool().cpu())]
+        log_probs, failure, answers = torch.zeros(real.shape), None, [[] for _ in rows]
+        try:
+            share = _OF_SERVER * len(self.servers) // self.ranks.world_size
+            n, rank = max(1, min(_OF_RANK, share, len(rows))), self.ranks.get_rank()
+            begun = [thread(self._score)(rank + k, rows[k::n]) for k in range(n)]
+            for k, scored in enumerate(begun):
+                answers[k::n] = scored.result()
+            for row, kept, answer in zip(log_probs, real.cpu(), answers):
+                row[kept] = torch.tensor(answer)[-int(kept.sum()) :]
+        except Exception as error:
+            failure = error
+        failures = self.ranks.all_gather_object(None if failure is None else f"{type(failure).__name__}: {failure}")
+        for rank, text in enumerate(failures):
+            if text is not None:
+                for server in self.servers:
+                    server.close()  # other rows are not tried again
+                raise RolloutError(f"--teacher_url: rank {rank}: {text}") from failure
+        return ActionScores(log_probs.to(sequences.device), real)
+
+    def _score(self, first: int, rows: list[list[int]]) -> list[list[float]]:
+        """One row after the other, by the server whose turn it is, or by the next that can."""
+        answers: list[list[float]] = []
+        servers = self.servers[first % len(self.servers) :] + self.servers[: first % len(self.servers)]
+        for ids in rows:
+            for server in servers:
+                try:
+                    answers.append(self._ask(server, ids))
+                    break
+                except RequestError as error:
+                    if server is servers[-1]:
+                        raise
+                    logger.warning("%s; the next server is asked", error)
+        return answers
+
+    def _ask(self, server: HTTPClient, ids: list[int]) -> list[float]:
+        """The log prob of each token but the first; NaN where there is none."""
+
+        def read(answer: dict[str, Any]) -> list[float]:
+            (choice,) = answer["choices"]
+            _, *found = choice["prompt_logprobs"]
+            values = [float(one[str(i)]["logprob"]) for one, i in zip(found, ids[1:], strict=True)]
+            return [float("nan") if value == _NO_LOG_PROB else value for value in values]
+
+        body = {"prompt": ids, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+        return server.post("/v1/completions", body, read=read)

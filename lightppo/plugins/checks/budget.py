@@ -1,0 +1,673 @@
+"""What a run needs of memory, before anything loads: bytes of a GPU and of a host, by part and phase, and the peak.
+
+Parameters are counted, and passes run, on torch's meta device, which holds no data. What DeepSpeed 0.19 and vLLM hold
+is by formula, from their sources. Micro batches are taken to be full: longest prompts and responses.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import math
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import PretrainedConfig
+from transformers.integrations import deepspeed as hf_deepspeed
+
+from lightppo.config import PPOConfig, rules
+from lightppo.errors import ConfigError, UserError
+from lightppo.models import loading
+from lightppo.models.actor import Actor, is_untouched, scores_from_head, scoring_head
+from lightppo.models.critic import Critic
+from lightppo.models.wrapper import READ_SHARE, only_at, position_wise, takes
+from lightppo.plugins.adapters.lora import LoraOptions, add_adapters
+from lightppo.plugins.adapters.quantised import fitting_layers
+from lightppo.plugins.ops.storage import stage_to_local
+from lightppo.plugins.vllm.weights import BUCKET_BYTES
+from lightppo.strategy.deepspeed import CPU_BUCKET_ELEMENTS
+
+LOADING, ROLLOUT, SCORING, SYNC, SAVE = "loading", "rollout", "scoring", "weights to the engine", "saving"
+ACTOR, ACTOR_STEP, CRITIC, CRITIC_STEP = "actor: training", "actor: step", "critic: training", "critic: step"
+PHASES = (LOADING, ROLLOUT, SCORING, ACTOR, ACTOR_STEP, CRITIC, CRITIC_STEP, SYNC, SAVE)
+TRAINING = {ACTOR, ACTOR_STEP, CRITIC, CRITIC_STEP}
+
+GPU_BUCKET_ELEMENTS = 500_000_000  # DeepSpeed's own reduce_bucket_size
+LIVE_ELEMENTS = 1_000_000_000  # its stage3_max_live_parameters
+NF4_BYTES = 0.516  # of a weight in 4 bits, scales included
+CUDA_BYTES = 2_000_000_000  # assumed: CUDA's context, NCCL's buffers, gaps of the allocator
+_COUNTED = "counted"  # the attention of models on the meta device
+
+
+# -- passes on the meta device -----------------------------------------------------------------------------------------
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of tensors on a device that operations inside have made and that still live: now, and at most."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.device, self.live, self.peak = device, 0, 0
+        self.curve: list[tuple[int, int]] = []  # bytes of finished gradients, and the most alive until then
+        self._holders: dict[int, weakref.ref] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is torch.ops.aten._unique2.default and args[0].is_meta:  # places to read: all are distinct here
+            return args[0].clone(), args[0].new_empty(0), args[0].new_empty(0)
+        old = {_holder(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if isinstance(x, Tensor) and x.device.type == self.device and _holder(x) not in old | self._holders.keys():
+                self._add(_holder(x), x)
+        return result
+
+    def _add(self, key: int, x: Tensor) -> None:
+        dense = x.layout is torch.strided
+        size = x.untyped_storage().nbytes() if dense else x.nbytes
+
+        def gone(_: Any) -> None:
+            self.live -= size
+            del self._holders[key]
+
+        self._holders[key] = weakref.ref(x.untyped_storage() if dense else x, gone)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
+    def finish(self, parameter: nn.Parameter | None = None) -> None:
+        """A hook that takes a finished gradient away, as ZeRO does; without one the end of the pass."""
+        before = self.curve[-1][0] if self.curve else 0
+        self.curve.append((before + (0 if parameter is None else parameter.grad.nbytes), self.peak))
+        if parameter is not None:
+            parameter.grad = None
+        self.peak = self.live
+
+
+def _holder(x: Tensor) -> int:
+    """Tells apart what holds bytes; weights that oneDNN has packed have no storage."""
+    return x.untyped_storage()._cdata if x.layout is torch.strided else id(x)
+
+
+class _Attention(torch.autograd.Function):
+    """What a fused kernel holds: (B, H, S, D) three times, the output, a number per row, a mask added to the scores."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
+        batch, heads, length, _ = query.shape
+        output = query.new_empty(batch, length, heads, value.shape[3]).transpose(1, 2)
+        ctx.save_for_backward(query, key, value, bias, output, query.new_empty(batch, heads, length, dtype=torch.float))
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return (*(torch.empty_like(x) for x in ctx.saved_tensors[:3]), None)
+
+
+def _counted_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kind: str = "fused", **_: Any
+) -> tuple[Tensor, None]:
+    """``kind``: a fused kernel, or torch's for rows one by one ("apart"), or with padding and a mask ("masked")."""
+    bias = None
+    if kind == "masked":  # transformers repeats keys and values, torch turns the mask into numbers, in each layer
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+        bias = query.new_empty(query.shape[0], 1, query.shape[2], key.shape[2])
+    output = _Attention.apply(query, key, value, bias)
+    return (output.contiguous() if kind == "apart" else output).transpose(1, 2), None
+
+
+def _counted_experts(module: nn.Module, config: PretrainedConfig, hidden: Tensor, *_: Any, **__: Any) -> Tensor:
+    """A mixture of experts, each token through its number of them: (T, H) -> (T, H)."""
+    up, down = module.gate_up_proj[0], module.down_proj[0]
+    rows = hidden.repeat_interleave(getattr(config, "num_experts_per_tok", 1), 0)
+    gate, value = (rows @ (up if up.shape[0] == rows.shape[1] else up.T)).chunk(2, -1)
+    inner = nn.functional.silu(gate) * value
+    return (inner @ (down if down.shape[0] == inner.shape[1] else down.T)).view(len(hidden), -1, hidden.shape[1]).sum(1)
+
+
+transformers.AttentionInterface.register(_COUNTED, _counted_attention)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model without weights, as a run would load it."""
+
+    config: PretrainedConfig = field(compare=False)
+    text: str  # the config's, which tells models apart
+    scores: bool  # with a value head
+    dtype: torch.dtype
+    adapters: LoraOptions | None = None
+    in_4bit: bool = False
+    eager: bool = False
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a model."""
+
+    total: int  # parameters
+    trained: int
+    bytes: int  # of all weights
+    width: int  # bytes of a weight
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What one pass takes: ``batch`` rows of ``length`` positions, ``read`` of all of them; ``packed``: one row."""
+
+    batch: int
+    length: int
+    read: int
+    packed: bool
+
+
+@dataclass(frozen=True)
+class PassBytes:
+    """Bytes of a pass beside the weights."""
+
+    curve: tuple[tuple[int, int], ...]  # see LiveBytes
+    cache: int = 0  # keys and values
+
+    def peak(self, beside: Callable[[int], float] = lambda made: 0) -> int:
+        """The most, with what is held ``beside`` so many bytes of gradients."""
+        return int(max(live + beside(made) for made, live in self.curve))
+
+
+@lru_cache(maxsize=32)
+def built(shape: Shape) -> Actor | Critic:
+    """The model on the meta device; its attention is counted unless it is eager."""
+    config, auto = copy.deepcopy(shape.config), transformers.AutoModelForCausalLM
+    if shape.scores:
+        config.num_labels, auto = 1, transformers.AutoModelForSequenceClassification
+    options = {"dtype": shape.dtype, "attn_implementation": "eager"}
+    hf_deepspeed.unset_hf_deepspeed_config()  # of an earlier run in this process: nothing is sharded here
+    with torch.device("meta"):
+        model = auto.from_config(config, trust_remote_code=shape.trust_remote_code, **options)
+        if not shape.eager and model._supports_attention_backend:
+            model.set_attn_implementation(_COUNTED)
+        for module in model.modules():
+            if all(isinstance(getattr(module, name, None), Tensor) for name in ("gate_up_proj", "down_proj")):
+                module.forward = partial(_counted_experts, module, config.get_text_config())
+        wrapper = (Critic if shape.scores else Actor)(model)
+        if shape.adapters is not None:
+            add_adapters(wrapper, shape.adapters)
+    for parameter in wrapper.parameters():
+        parameter.data = parameter.data.to(model.dtype)
+    return wrapper
+
+
+@lru_cache(maxsize=32)
+def sizes(shape: Shape) -> Sizes:
+    """Numbers of parameters, and bytes."""
+    model, width = built(shape).hf_model, shape.dtype.itemsize
+    named = {name.replace(".base_layer", ""): p for name, p in model.named_parameters()}
+    trained, total = (sum(p.numel() for p in named.values() if p.requires_grad or kept) for kept in (False, True))
+    small = 0
+    if shape.in_4bit:
+        bare = built(dataclasses.replace(shape, adapters=None, in_4bit=False)).hf_model
+        small = sum(named[f"{name}.weight"].numel() for name in fitting_layers(bare, loading.head_names(bare)))
+    return Sizes(total, trained, int((total - small) * width + small * NF4_BYTES), width)
+
+
+@lru_cache(maxsize=256)
+def pass_bytes(
+    shape: Shape, rows: Rows, *, kind: str, trains: bool = False, checkpoints: bool = False, entropy: bool = False
+) -> PassBytes:
+    """One pass on the meta device: forward through body and head, in training the backward too."""
+    wrapper, model, live = built(shape), built(shape).hf_model, LiveBytes("meta")
+    transformers.AttentionInterface.register(_COUNTED, partial(_counted_attention, kind=kind))
+    model.train(trains)
+    (wrapper.gradient_checkpointing_enable if checkpoints else wrapper.gradient_checkpointing_disable)()
+    hooks = [p.register_post_accumulate_grad_hook(live.finish) for p in model.parameters() if p.requires_grad]
+    partly = rows.packed and rows.read < READ_SHARE * rows.length and not checkpoints
+    with torch.device("meta"), live, torch.set_grad_enabled(trains):
+        places = torch.zeros(rows.read // rows.batch, dtype=torch.long)
+        with only_at(position_wise(model) if partly else [], places):
+            scores, cache = _scores(shape, rows, places, kind, entropy)
+        if trains:
+            scores.sum().backward()
+    live.finish()
+    for hook in hooks:
+        hook.remove()
+    return PassBytes(tuple(live.curve), cache)
+
+
+def _scores(shape: Shape, rows: Rows, places: Tensor, kind: str, entropy: bool) -> tuple[Tensor, int]:
+    """Log probs, or values, at the places that are read; and the bytes of the cache where there is one."""
+    model, ids = built(shape).hf_model, torch.zeros(rows.batch, rows.length, dtype=torch.long)
+    inputs: dict[str, Any] = {"input_ids": ids, "use_cache": kind == "cache"}
+    if takes(model, "position_ids"):
+        inputs["position_ids"] = torch.zeros_like(ids)
+    if takes(model, "attention_mask"):  # four dimensions: taken as it is
+        whole = shape.eager or kind == "masked"
+        mask_type = model.dtype if shape.eager else torch.bool
+        mask = torch.zeros(rows.batch, 1, *((rows.length,) * 2 if whole else (2, 1)), dtype=mask_type)
+        inputs["attention_mask"] = mask
+    if shape.scores:
+        hidden = model.base_model(**inputs).last_hidden_state
+        return loading.value_head(model)[1](hidden[:, places].flatten(0, 1)).float(), 0
+    if in_model := takes(model, "logits_to_keep"):
+        inputs["logits_to_keep"] = places
+    if kind == "cache":
+        output = model(**inputs)
+        return output.logits, sum(x.nbytes for one in output.past_key_values.layers for x in (one.keys, one.values))
+    labels, trains = torch.zeros(rows.read, dtype=torch.long), torch.is_grad_enabled()
+
+    def select(hidden: Tensor) -> Tensor:
+        return (hidden if in_model else hidden[:, places]).reshape(rows.read, -1).clone()
+
+    if (head := scoring_head(model)) is not None:
+        with scores_from_head(head, select, labels, 1.0, entropy=trains, entropy_grad=entropy) as made:
+            output = model(**inputs)
+        if is_untouched(made, output.logits):
+            return output.logits, 0
+    logits = model(**inputs).logits.reshape(rows.read, -1).float()
+    return torch.log_softmax(logits, -1).gather(-1, labels[:, None]), 0
+
+
+# -- what a run holds, and when ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where a run is to go."""
+
+    world_size: int = 1
+    gpus: bool = True  # else all is in the host's memory, and DeepSpeed's buffers are small
+    per_node: int = 8  # ranks
+    device_bytes: int | None = None  # of a GPU; None: only counted
+
+
+@dataclass(frozen=True)
+class Part:
+    """Bytes of one rank, in some phases."""
+
+    owner: str  # actor, critic, …
+    what: str
+    phases: frozenset[str]
+    gpu: int = 0
+    host: int = 0
+    sure: bool = True  # depends neither on lengths nor on what a library does at a moment
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """All parts of a run."""
+
+    machine: Machine
+    parts: tuple[Part, ...]
+
+    def of_phase(self, phase: str, sure: bool = False) -> tuple[int, int]:
+        """Bytes of a GPU, and of a host with all its ranks; ``sure``: of the certain parts alone."""
+        there = [p for p in self.parts if phase in p.phases and (p.sure or not sure)]
+        gpu, host = sum(p.gpu for p in there), sum(p.host for p in there)
+        ranks = min(self.machine.world_size, self.machine.per_node)
+        return (gpu, host * ranks) if self.machine.gpus else (0, (gpu + host) * ranks)
+
+    def peak(self, of_host: bool = False, sure: bool = False) -> tuple[str, int]:
+        """The phase that needs most of a GPU, or of a host, and how much; without GPUs always of a host."""
+        place = int(of_host or not self.machine.gpus)
+        return max(((phase, self.of_phase(phase, sure)[place]) for phase in PHASES), key=lambda item: item[1])
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak is within a GPU."""
+        return self.machine.device_bytes is None or self.peak()[1] <= self.machine.device_bytes
+
+
+def estimate(config: PPOConfig, machine: Machine, configs: Mapping[str, PretrainedConfig] | None = None) -> Estimate:
+    """What a run of a resolved config needs, part by part.
+
+    Args:
+        configs: model configs by path; others are read from their folder or the hub.
+    """
+    roles = shapes(config, configs or {})
+    parts = [Part("CUDA", "context, NCCL, gaps", frozenset(PHASES), gpu=CUDA_BYTES * machine.gpus, sure=False)]
+    for role, shape in roles.items():
+        trains = role in ("actor", "critic") and not config.evaluation.val_only
+        stage, offload = _placed(role, config)
+        parts += _weights(role, shape, stage, offload, config, machine)
+        parts += _trained(role, shape, stage, config, machine) if trains else ()
+    parts += _loading(roles, config, machine)
+    parts += [*_scoring(roles, config, machine), *_rollout(roles["actor"], config, machine)]
+    r, samples = config.rollout, config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt
+    # A row: ids, masks, about nine numbers of each token of the response.
+    row = 16 * config.data.prompt_max_len + 53 * r.generate_max_len
+    rows = math.ceil(samples / machine.world_size) * row
+    on_device = 0 if config.training.buffer_cpu_offload else rows
+    kept = frozenset({SCORING, *TRAINING})
+    parts += [Part("experience", "rows", kept, gpu=on_device, host=rows - on_device, sure=False)]
+    parts += [Part("experience", "on the device", frozenset({SCORING}), gpu=rows, sure=False)]
+    if config.engine.rollout_engine != "hf":
+        parts += [Part("engine", "two buckets of weights", frozenset({SYNC}), gpu=2 * BUCKET_BYTES, sure=False)]
+    of_rank = sizes(roles["actor"]).bytes // min(machine.world_size, machine.per_node)  # rank 0 alone has one
+    parts += [Part("actor", "copy for files", frozenset({SAVE}), host=of_rank)]
+    return Estimate(machine, tuple(part for part in parts if part.gpu or part.host))
+
+
+def shapes(config: PPOConfig, configs: Mapping[str, PretrainedConfig]) -> dict[str, Shape]:
+    """The models of a run, by role."""
+    m, a, lora = config.model, config.adapter, None
+    options = {"override_config": json.loads(m.override_config) if m.override_config else None}
+    options |= {"trust_remote_code": m.trust_remote_code, "external_lib": m.external_lib}
+
+    own_dtype = getattr(torch, rules.compute_dtype(config))
+
+    def shape(path: str, flag: str, scores: bool = False, dtype: torch.dtype = own_dtype, **more: Any) -> Shape:
+        found = configs.get(path) or loading.load_config(stage_to_local(path), flag=flag, **options)
+        eager = m.attn_implementation == "eager" or (m.attn_implementation == "auto" and loading.caps_scores(found))
+        more |= {"eager": eager, "trust_remote_code": m.trust_remote_code}
+        return Shape(found, found.to_json_string(), scores, dtype, **more)
+
+    if rules.uses_adapters(config):
+        lora = LoraOptions(a.lora_rank, a.lora_alpha, a.lora_dropout, a.target_modules)
+    own = {"adapters": lora, "in_4bit": a.load_in_4bit}
+    roles = {"actor": shape(m.pretrain, "--pretrain", **own)}
+    if rules.needs_critic(config):
+        roles["critic"] = shape(m.critic_pretrain, "--critic_pretrain", True, **own)
+    if rules.needs_reference(config) and not rules.reference_is_actor(config):
+        dtype = torch.float32 if rules.moves_reference(config) else own_dtype
+        roles["reference"] = shape(m.ref_pretrain, "--ref_pretrain", dtype=dtype, in_4bit=a.load_in_4bit)
+    if config.algorithm.enable_ema:
+        roles["moving average"] = shape(m.pretrain, "--pretrain", dtype=torch.float32)
+    if config.distill.teacher_pretrain is not None and rules.needs_teacher(config):
+        roles["teacher"] = shape(config.distill.teacher_pretrain, "--teacher_pretrain")
+    for i, path in enumerate(m.reward_pretrain, start=1):
+        roles[f"reward model {i}"] = shape(path, "--reward_pretrain", True)
+    return roles
+
+
+def _placed(role: str, config: PPOConfig) -> tuple[int, bool]:
+    """ZeRO stage of a model, and whether its weights wait on the host."""
+    s = config.strategy
+    if role in ("actor", "critic"):
+        of_critic = (s.critic_zero_stage, bool(s.critic_param_offload))
+        return of_critic if role == "critic" else (s.zero_stage, s.param_offload)
+    stage, offload = s.ref_zero_stage, s.ref_offload
+    if role.startswith("reward"):
+        stage, offload = s.reward_zero_stage, s.reward_offload
+    elif role == "teacher":
+        stage, offload = config.distill.teacher_zero_stage, config.distill.teacher_offload
+    return 3 if offload else stage, offload
+
+
+def _weights(role: str, shape: Shape, stage: int, offload: bool, config: PPOConfig, machine: Machine) -> Iterator[Part]:
+    n, always = sizes(shape), frozenset(PHASES)
+    held = n.bytes if stage != 3 else math.ceil(n.bytes / machine.world_size)
+    yield Part(role, "weights", always, *((0, held) if offload else (held, 0)))
+    if stage == 3 and config.strategy.zpg > 1:
+        yield Part(role, "secondary shards (--zpg)", always, gpu=n.bytes // config.strategy.zpg)
+
+
+def _loading(roles: Mapping[str, Shape], config: PPOConfig, machine: Machine) -> Iterator[Part]:
+    """The largest model that is whole on a host while it loads: each goes to its GPU before the next one loads."""
+    found = []
+    for role, shape in roles.items():
+        n, scratch = sizes(shape), config.model.init_from_scratch
+        # A checkpoint in the run's own type is mapped from its file, once for all ranks of a host.
+        mapped = shape.config.dtype is built(shape).hf_model.dtype and not (shape.in_4bit or scratch)
+        ranks = min(machine.world_size, machine.per_node) if mapped else 1
+        what = "mapped from the file" if mapped else "whole on the host"
+        if _placed(role, config)[0] != 3:
+            size = math.ceil(n.total * n.width / ranks)
+            found.append(Part(role, what, frozenset({LOADING}), host=size))
+    if machine.gpus and found:
+        yield max(found, key=lambda part: part.host)
+
+
+def _trained(role: str, shape: Shape, stage: int, config: PPOConfig, machine: Machine) -> Iterator[Part]:
+    """fp32 masters, Adam, gradients, DeepSpeed's buffers, activations of actor or critic."""
+    s, n, critic, always = config.strategy, sizes(shape), role == "critic", frozenset(PHASES)
+    offload = s.critic_adam_offload if critic else s.adam_offload
+    train, step = (CRITIC, CRITIC_STEP) if critic else (ACTOR, ACTOR_STEP)
+    accumulated = 2 if s.grad_accum_dtype == "bf16" else 4  # bytes of a number
+    apart = n.width == 2 and accumulated == 4  # gradients are summed in another type than they are made in
+    elements = GPU_BUCKET_ELEMENTS if machine.gpus else CPU_BUCKET_ELEMENTS
+    twice = bool(s.overlap_comm) and stage == 2  # stage 3 overlaps from one buffer
+    bucket, total = n.width * elements * (1 + twice), n.width * n.trained
+    shard = n.trained if stage == 0 else math.ceil(n.trained / machine.world_size)
+    rows, kind = _rows(config, f"{role}_train", machine)
+    many = _micro_batches(config, rows, machine) > 1
+    # From the first backward pass to the step; where there are several, the other model trains between them.
+    until_step = TRAINING if many and _joint(config) else {train, step}
+    # DeepSpeed's BF16_Optimizer: fp32 gradients of all parameters
+    whole = stage == 1 and shape.dtype is torch.bfloat16 and apart and not offload
+    # Without shards of their own, gradients are averaged in copies; DeepSpeed sends those of 16 bits.
+    copies = (machine.world_size > 1) * (1 + 0.5 * apart) * 4 * min(n.trained, GPU_BUCKET_ELEMENTS)
+    again = 0 if apart and many else shard * accumulated  # a shard of this pass, beside that of earlier ones
+
+    def part(what: str, phases: Iterable[str], size: float, host: bool = False, sure: bool = True) -> Part:
+        return Part(role, what, frozenset(phases), *((0, int(size)) if host else (int(size), 0)), sure)
+
+    def beside(made: int) -> float:
+        """Gradients and buffers when so many bytes of gradients have been made, beyond the parts below."""
+        if stage == 0 or whole:
+            return made * (whole or not many) + (made == total) * copies
+        if stage == 1:
+            return (made > 0) * bucket + made * (1 + 2 * apart) + (made == total) * again
+        return 0 if stage == 3 else (made > 0) * bucket + (made >= min(bucket, total)) * again
+
+    if stage > 0:
+        yield part("fp32 masters", always, 4 * shard, offload)
+    yield part("Adam", always - {LOADING}, 8 * shard, offload)
+    if offload:
+        yield part("gradients and copies of shards", always, (4 + n.width) * shard, host=True)
+    if stage == 3:
+        yield part("gradients of the shard", always, accumulated * shard, offload)
+        yield part("reduction", always, bucket)
+        yield part("gathered weights", [train], min(n.total, LIVE_ELEMENTS) * n.width, sure=False)
+    elif whole:
+        yield part("gradients", always, 4 * n.trained)
+    else:
+        size = 4 * n.trained if stage == 0 else accumulated * shard
+        yield part("gradients", until_step if many else {step}, size, sure=many or stage > 0)
+    if stage > 0 and not offload and (stage == 3 or not apart):
+        yield part("flat gradients", [step], 4 * shard, sure=False)
+    if stage > 0 and not whole and (critic or not rules.needs_critic(config)):  # of the engine that is made last
+        yield part("first gradients", [LOADING], 4 * shard, offload, sure=False)
+    options = {"checkpoints": rules.of_role(config, role).gradient_checkpointing}
+    options["entropy"] = config.loss.entropy_coef > 0 and not critic
+    activations = pass_bytes(shape, rows, kind=kind, trains=True, **options)
+    yield part("activations, buckets", [train], activations.peak(beside), sure=False)
+
+
+# -- passes and their rows ---------------------------------------------------------------------------------------------
+
+
+def _joint(config: PPOConfig) -> bool:
+    """Whether actor and critic take each micro batch in turn."""
+    actor, critic = (rules.micro_batch_spec(config, call) for call in ("actor_train", "critic_train"))
+    return rules.needs_critic(config) and actor == critic
+
+
+def _rows(config: PPOConfig, call: str, machine: Machine) -> tuple[Rows, str]:
+    """A full micro batch of a call, and how it attends."""
+    t, prompt, response = config.training, config.data.prompt_max_len, config.rollout.generate_max_len
+    attention, n = config.model.attn_implementation, config.rollout.n_samples_per_prompt
+    spec, samples = rules.micro_batch_spec(config, call), config.rollout.rollout_batch_size * n
+    packed = attention != "eager" and t.packing_samples is not False and call != "reward"
+    whole_groups = not call.endswith("train") or t.shuffle == "groups" or t.train_batch_size >= samples
+    shared = n if packed and t.share_prompts and whole_groups and attention != "flash_attention_2" else 1
+    per_rank = max(1, min(samples, t.train_batch_size if call.endswith("train") else samples) // machine.world_size)
+    fitting = spec.size if spec.unit == "samples" else max(1, math.floor(spec.size / (prompt / shared + response)))
+    count = min(fitting, per_rank)
+    if not packed:
+        return Rows(count, prompt + response, count * response, False), "masked"
+    fused = attention == "flash_attention_2" or (machine.gpus and rules.compute_dtype(config) != "float32")
+    tokens = math.ceil(count / shared) * prompt + count * response
+    return Rows(1, tokens, count * response, True), "fused" if fused else "apart"
+
+
+def _micro_batches(config: PPOConfig, rows: Rows, machine: Machine) -> int:
+    """Of an optimizer step, on a rank."""
+    r, t = config.rollout, config.training
+    samples = min(t.train_batch_size, r.rollout_batch_size * r.n_samples_per_prompt)
+    return math.ceil(samples / machine.world_size * r.generate_max_len / rows.read)
+
+
+def _scoring(roles: Mapping[str, Shape], config: PPOConfig, machine: Machine) -> Iterator[Part]:
+    """The largest pass without gradients."""
+    calls = {"critic": "critic", "reference": "reference", "teacher": "teacher"}
+    exact = config.engine.rollout_engine == "hf"
+    if not config.evaluation.val_only and rules.old_log_probs_from(config, exact) == "forward":
+        calls["actor"] = "actor"
+    found = []
+    for role, shape in roles.items():
+        if (call := "reward" if role.startswith("reward") else calls.get(role)) is not None:
+            rows, kind = _rows(config, call, machine)
+            gathered = min(sizes(shape).total, LIVE_ELEMENTS) * sizes(shape).width * (_placed(role, config)[0] == 3)
+            found.append((pass_bytes(shape, rows, kind=kind).peak() + gathered, role))
+    if found:
+        yield Part(max(found)[1], "pass without gradients", frozenset({SCORING}), gpu=max(found)[0], sure=False)
+
+
+def _rollout(shape: Shape, config: PPOConfig, machine: Machine) -> Iterator[Part]:
+    """The KV cache of the HF engine, or vLLM's share."""
+    e, r, n, prompt = config.engine, config.rollout, sizes(shape), config.data.prompt_max_len
+    slots = max(1, min(rules.rollout_rows(config), r.rollout_batch_size * r.n_samples_per_prompt // machine.world_size))
+    prompts = max(1, slots // r.n_samples_per_prompt)
+    run = pass_bytes(shape, Rows(prompts, prompt, prompts, False), kind="cache")
+    of_token = run.cache / (prompts * prompt)
+    if e.rollout_engine == "vllm":
+        sleeps = e.free_cache_engine and machine.gpus
+        share = n.total * n.width + min(
+            4 << 30, of_token * e.max_num_seqs * (e.max_model_len or prompt + r.generate_max_len)
+        )
+        if e.kv_cache_memory_bytes is not None:
+            share = n.total * n.width + e.kv_cache_memory_bytes
+        elif machine.gpus:
+            share = max(n.total * n.width + slots * of_token, e.gpu_memory_utilization * (machine.device_bytes or 0))
+        yield Part("vLLM", "its share", frozenset({ROLLOUT, SYNC} if sleeps else PHASES), gpu=int(share))
+        if sleeps and e.sleep_level == 1:
+            yield Part("vLLM", "weights, asleep", frozenset(PHASES), host=n.bytes)
+    elif e.rollout_engine == "hf":
+        if config.strategy.zero_stage == 3:
+            yield Part("actor", "gathered for generation", frozenset({ROLLOUT}), gpu=n.total * n.width)
+        columns = prompt + r.generate_max_len + (128 if machine.gpus else 16)
+        yield Part("HF engine", "KV cache", frozenset({ROLLOUT}), gpu=int(slots * columns * of_token), sure=False)
+        yield Part("HF engine", "prompts", frozenset({ROLLOUT}), gpu=run.peak(), sure=False)
+        if e.hf_cuda_graphs:  # what a step needs for a moment, they hold
+            held = slots * SAMPLER_BYTES * shape.config.get_text_config().vocab_size
+            yield Part("HF engine", "CUDA graphs", frozenset({ROLLOUT}), gpu=held, sure=False)
+
+
+SPARE = 0.2  # of a GPU: gaps of the allocator, a buffer of the cache beside its wider copy
+SAMPLER_BYTES = 24  # of a logit, in float32: its filters sort
+MOST_ROWS = 512
+
+
+def decoding_rows(config: PPOConfig, machine: Machine, configs: Mapping[str, PretrainedConfig] | None = None) -> int:
+    """Rows that the HF engine can decode together beside all that a run holds then: a multiple of 8, at least 8.
+
+    A step of decoding launches the same kernels for any number of rows.
+    """
+    found, r = estimate(config, machine, configs), config.rollout
+    held = sum(p.gpu for p in found.parts if ROLLOUT in p.phases and p.owner != "HF engine")
+    ours = sum(p.gpu for p in found.parts if p.owner == "HF engine")
+    samples = max(1, r.rollout_batch_size * r.n_samples_per_prompt // machine.world_size)
+    vocabulary = shapes(config, configs or {})["actor"].config.get_text_config().vocab_size
+    row = ours / min(rules.rollout_rows(config), samples) + SAMPLER_BYTES * vocabulary
+    fit = int((1 - SPARE) * machine.device_bytes - held) // int(row)
+    return max(8, min(fit, samples, MOST_ROWS) // 8 * 8)
+
+
+# -- what to say of it -------------------------------------------------------------------------------------------------
+
+_BOTH = ("", "critic_")
+REMEDIES: tuple[dict[str, Any], ...] = (  # the cheapest for a run first; those of parts that it lacks are left out
+    {"bf16": True},
+    {f"{role}gradient_checkpointing": True for role in _BOTH},
+    {"max_tokens_per_micro_batch": None, "micro_train_batch_size": 1},
+    {"micro_rollout_batch_size": 1},
+    dict.fromkeys(("zero_stage", "critic_zero_stage", "ref_zero_stage", "reward_zero_stage"), 3),
+    {f"{role}adam_offload": True for role in _BOTH},
+    {"ref_offload": True},
+    {"reward_offload": True},
+    {f"{role}param_offload": True for role in _BOTH},
+    {"lora_rank": 16},
+    {"lora_rank": 16, "load_in_4bit": True},
+)
+
+
+def advice(config: PPOConfig, machine: Machine, configs: Mapping[str, PretrainedConfig] | None = None) -> list[str]:
+    """For a run that does not fit: what each remedy saves by itself, and the first ones that are enough together."""
+    start = best = estimate(config, machine, configs).peak()[1]
+    now, lines = config, []
+    idle = set() if config.model.reward_pretrain else {"reward_zero_stage"}
+    idle |= set() if rules.needs_reference(config) else {"ref_zero_stage"}
+
+    def peak(base: PPOConfig, changes: Mapping[str, Any]) -> tuple[float, PPOConfig]:
+        flat, critic = base.flat(), rules.needs_critic(base)
+        changes = {n: v for n, v in changes.items() if n not in idle and (critic or not n.startswith("critic_"))}
+        changes = {n: v for n, v in changes.items() if flat[n] != v}
+        try:
+            changed = base.with_options(**changes)
+            changed.validate(machine.world_size, unfed=True)
+            size = estimate(changed.resolved(), machine, configs).peak()[1] if changes else math.inf
+        except UserError:  # not for this run, or not with this model
+            return math.inf, base
+        return size, changed
+
+    def flags(changed: PPOConfig) -> str:
+        before, after = config.flat(), changed.flat()
+        return " ".join(f"--{n}" + f" {v}" * (v is not True) for n, v in after.items() if before[n] != v)
+
+    for remedy in REMEDIES:
+        alone, changed = peak(config, remedy)
+        if alone < 0.99 * start:
+            lines.append(f"  {flags(changed)}: {gigabytes(start - alone)} less")
+        if best > 0.9 * machine.device_bytes:  # the estimate may be 10% off
+            together, changed = peak(now, remedy)
+            now, best = (changed, together) if together < 0.99 * best else (now, best)
+    fits = "fits" if best <= machine.device_bytes else "does not fit either: more GPUs, or a smaller model"
+    if now is config:
+        return [*lines, f"  no option saves enough: {gigabytes(best)}, which {fits}"]
+    return [*lines, f"  together {flags(now)}: {gigabytes(best)}, which {fits}"]
+
+
+def gigabytes(size: float) -> str:
+    return f"{size / 1e9:.2f} GB"
+
+
+def table(found: Estimate) -> list[str]:
+    """Parts and phases for people."""
+    gpus, ranks = found.machine.gpus, min(found.machine.world_size, found.machine.per_node)
+    lines = [
+        f"GB of {found.machine.world_size} ranks, {ranks} on a host{'':<26}{'GPU' if gpus else 'rank':>12}{'host':>10}"
+    ]
+    for p in found.parts:
+        when = ", ".join(phase for phase in PHASES if phase in p.phases) if len(p.phases) < 8 else ""
+        lines.append(f"  {p.owner:<16}{p.what:<32}{p.gpu / 1e9:>10.2f}{p.host * ranks / 1e9:>10.2f}   {when}".rstrip())
+    lines.append("in each phase")
+    for phase in [one for one in PHASES if "critic" not in one or any(p.owner == "critic" for p in found.parts)]:
+        of_gpu, host = found.of_phase(phase)
+        lines.append(f"  {phase:<48}{(of_gpu if gpus else host / ranks) / 1e9:>10.2f}{host / 1e9:>10.2f}")
+    (phase, size), (host_phase, host) = found.peak(), found.peak(of_host=True)
+    of_gpu = f"{gigabytes(size)} of a GPU ({phase}), " if gpus else ""
+    return [*lines, f"peak: {of_gpu}{gigabytes(host)} of a host ({host_phase})"]
+
+
+def check_memory(config: PPOConfig, world_size: int, device_bytes: int | None, per_node: int = 8) -> list[str]:
+    """What to print of a resolved config before anything loads; ``device_bytes`` None: ranks on a CPU.
+
+    Raises:
+        ConfigError: even what is certain does not fit into a GPU; the message says what would help.
+    """
+    machine = Machine(world_size, device_bytes is not None, per_node, device_bytes)
+    found = estimate(config, machine)
+    lines = table(found)
+    if not found.fits:
+        lines += [f"this does not fit into {gigabytes(device_bytes)}:", *advice(config, machine)]
+        phase, certain = found.peak(sure=True)
+        if certain > device_bytes:
+            problem = f"{gigabytes(certain)} of a GPU are needed at least ({phase}), it has {gigabytes(device_bytes)}"
+            raise ConfigError("\n".join([problem, *lines]))
+    return lines

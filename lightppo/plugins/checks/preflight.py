@@ -1,0 +1,361 @@
+"""What can be known before anything heavy is imported: files, folders, first rows, logins. Looks; changes nothing."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from lightppo.config import PPOConfig
+from lightppo.config.cli import exit_on_mistakes
+from lightppo.config.options import OptionSet
+from lightppo.config.rules import estimator_entry, evaluation_config, needs_critic, needs_reference, needs_teacher
+from lightppo.data.readers import SPLIT_WORDS, check_data_paths, first_rows, with_metadata
+from lightppo.data.records import Prompt, Rollout
+from lightppo.data.rows import (
+    Encoded,
+    Outcome,
+    PromptTemplate,
+    RowFields,
+    origin_of,
+    other_columns,
+    prepare_rows,
+    read_example,
+    read_label,
+    read_margin,
+    read_pair,
+    read_prompt,
+    resolve_fields,
+)
+from lightppo.errors import BadRowError, CheckpointError, ConfigError, DataError, UserError
+from lightppo.models.folders import check_model, check_tokenizer
+from lightppo.plugins.checks.places import check_places
+from lightppo.plugins.ops.durable import check_writable
+from lightppo.plugins.records.trackers import check_trackers
+from lightppo.plugins.supervised.sections import SupervisedConfig
+from lightppo.rewards.registry import check_label, check_reward_files
+from lightppo.rewards.source import NO_LABELS
+
+logger = logging.getLogger(__name__)
+
+Row = Mapping[str, Any]
+
+NOTHING_KEPT = {  # options of a dry run
+    "resume": "never",
+    "val_before_train": False,
+    **{"use_wandb": False, "use_tensorboard": None, "use_trackio": None, "use_mlflow": None},
+    **{"best_metric": None, "save_steps": -1, "hf_save_steps": -1},
+    **dict.fromkeys(("save_epochs", "save_seconds", "hf_save_epochs", "hf_save_seconds")),
+}
+SPLITS = {"prompt_split": "prompt_data", "eval_split": "eval_data", "pretrain_split": "pretrain_data"}
+SPLITS_OF_ROWS = {"dataset_split": "dataset", "eval_split": "eval_dataset"}
+_DRY_SAMPLES, _DRY_TOKENS = 4, 32  # of a dry run: at most, per prompt and per response
+
+
+def preflight(config: PPOConfig) -> None:
+    """Refuses what a PPO run would fail at later; a ConfigError has a line for each problem.
+
+    For one rank, which decides for all. The first rows alone are read; all are checked before models load.
+    """
+    m, c, d = config.model, config.checkpoint, config.data
+    models = [("pretrain", m.pretrain)] + [("reward_pretrain", path) for path in m.reward_pretrain]
+    models += [("ref_pretrain", m.ref_pretrain)] * needs_reference(config)
+    models += [("teacher_pretrain", config.distill.teacher_pretrain)] * needs_teacher(config)
+    models += [("critic_pretrain", m.critic_pretrain)] * needs_critic(config)
+    first_flags = {path: flag for flag, path in reversed(models) if path}
+    folders = {"save_path": c.save_path, "ckpt_path": c.ckpt_path, "use_tensorboard": config.logging.use_tensorboard}
+    folders |= {"rollout_data_dir": config.sampling.rollout_data_dir, "skip_rollout": config.sampling.skip_rollout}
+    checks = [_model_check(config, path, flag) for path, flag in first_flags.items()]
+    tokenizers = [("--tokenizer_path", path) for path in (m.tokenizer_path,) if path]
+    tokenizers += [("--reward_input_tokenizer", path) for path in config.reward.reward_input_tokenizer]
+    checks += [partial(check_tokenizer, path, flag) for flag, path in tokenizers]
+    checks += [partial(check_writable, folder, f"--{flag}") for flag, folder in folders.items() if folder]
+    checks.append(partial(check_places, config))
+    checks += [partial(_check_lengths, config), partial(_check_resume, c.resume), partial(_check_shape, config)]
+    used = {"--prompt_data": d.prompt_data, "--eval_data": d.eval_data}
+    checks.append(partial(_check_splits, config, SPLITS))
+    if not config.evaluation.val_only:
+        checks.append(partial(_warn_of_same_rows, config, "prompt_data", "eval_data"))
+    checks += [partial(_check_prompts, config, flag) for flag, paths in used.items() if paths]
+    if d.pretrain_data:
+        checks.append(partial(_check_pretraining, config))
+    checks.append(partial(check_trackers, config.logging))
+    _run_all(checks, config.logging.debug)
+
+
+def preflight_supervised(config: SupervisedConfig) -> None:
+    """The same for training on data."""
+    c, d, flat = config.checkpoint, config.data, config.flat()
+    is_pairs = not hasattr(d, "output_key")
+    fields = {"input_key": d.input_key} | (
+        {"pairs": True, "label_key": flat.get("margin_key"), "chosen_key": d.chosen_key, "rejected_key": d.rejected_key}
+        if is_pairs
+        else {"output_key": d.output_key, "supervised": True}
+    )
+    rendering = partial(
+        PromptTemplate, apply_chat_template=d.apply_chat_template, input_template=d.input_template,
+        system_prompt=d.system_prompt,
+    )  # fmt: skip
+
+    def check_data(flag: str, paths: str, split: str) -> None:
+        check_data_paths(paths, flag=flag)
+        template = rendering(_tokenizer(config.model.tokenizer_path or config.model.pretrain))
+
+        def render(row: Row, fields: RowFields) -> None:
+            if is_pairs:
+                prompt, *_ = read_pair(row, fields)
+                read_margin(row, fields)
+            else:
+                prompt, completion = read_example(row, fields)
+                if completion is None:
+                    raise BadRowError("missing", "no completion: set --output_key")
+            template.render(prompt)
+
+        _check_rows(flag, paths, split, fields, render, d.on_bad_row)
+
+    models = {name: flat[name] for name in ("pretrain", "ref_pretrain") if flat.get(name)}
+    folders = {name: flat[name] for name in ("save_path", "ckpt_path", "use_tensorboard") if flat[name]}
+    folders |= {"log_file": os.path.dirname(flat["log_file"]) or "."} if flat["log_file"] else {}
+    used = {"--dataset": (d.dataset, d.dataset_split), "--eval_dataset": (d.eval_dataset, d.eval_split)}
+    checks = [_model_check(config, path, name) for name, path in models.items()]
+    if config.model.tokenizer_path:
+        checks.append(partial(check_tokenizer, config.model.tokenizer_path, "--tokenizer_path"))
+    checks += [partial(check_writable, folder, f"--{name}") for name, folder in folders.items()]
+    checks.append(partial(check_places, config.resolved()))
+    checks += [partial(_check_resume, c.resume), partial(_check_shape, config.resolved())]
+    checks.append(partial(_check_splits, config, SPLITS_OF_ROWS))
+    checks.append(partial(_warn_of_same_rows, config, "dataset", "eval_dataset"))
+    checks += [partial(check_trackers, config.logging)]
+    checks += [partial(check_data, flag, *source) for flag, source in used.items() if source[0]]
+    _run_all(checks, config.logging.debug)
+
+
+def before_imports(check: Callable[[], None], prog: str) -> None:
+    """Runs a check on rank 0, which decides: exit code 2, and a line per problem. The launcher ends the other ranks."""
+    if os.environ.get("RANK", "0") == "0":
+        with exit_on_mistakes(prog):
+            check()
+
+
+def dry_run_config(config: PPOConfig, world_size: int, folder: str) -> PPOConfig:
+    """``--dry_run``: one step of few, short samples, whose files are all in ``folder``. Of and to a resolved config."""
+    r, e = config.rollout, config.evaluation
+    samples = max(estimator_entry(config).min_group_size, min(r.n_samples_per_prompt, _DRY_SAMPLES))
+    prompts, tokens = min(r.rollout_batch_size, 2 * world_size), min(r.generate_max_len, _DRY_TOKENS)
+    sizes = {"rollout_batch_size": prompts, "gen_batch_size": prompts, "train_batch_size": prompts * samples}
+    sizes |= {"n_samples_per_prompt": samples, "generation_size": samples, "ppo_n_minibatches": None, "max_epochs": 1}
+    sizes |= {"generate_max_len": tokens, "min_new_tokens": min(r.min_new_tokens, tokens), "benchmark_steps": 1}
+    if config.reward.overlong_buffer_len is not None:
+        sizes["overlong_buffer_len"] = min(config.reward.overlong_buffer_len, tokens)
+    sizes |= {"eval_max_samples": 2 * world_size, "eval_n_samples": min(e.eval_n_samples, _DRY_SAMPLES)}
+    # The one step trains the actor on what it has sampled itself, whatever that is worth.
+    sizes |= {"freezing_actor_steps": 0, "dynamic_sampling": False, "skip_rollout": None, "buffer_limit": 0}
+    folders = {"save_path": folder, "ckpt_path": f"{folder}/checkpoints", "rollout_data_dir": None}
+    return config.with_options(**sizes, **folders, **NOTHING_KEPT, num_examine=1)
+
+
+def _run_all(checks: Iterable[Callable[[], Any]], debug: bool) -> None:
+    problems = []
+    for check in checks:
+        try:
+            check()
+        except (UserError, ValueError) as error:
+            problems.append(str(error))
+            if debug:
+                traceback.print_exception(error)
+    if problems:
+        raise ConfigError("\n".join(dict.fromkeys(problems)))
+
+
+# -- models and folders ----------------------------------------------------------------------------------------------
+
+
+def _model_check(config: OptionSet, path: str, flag: str) -> Callable[[], Any]:
+    """The check of a model's folder: random weights are in none, and the tokenizer is --pretrain's."""
+    m = config.model
+    has_tokenizer = flag == "pretrain" and m.tokenizer_path is None
+    is_random = m.init_from_scratch and path == m.pretrain
+    return partial(check_model, path, f"--{flag}", weights=not is_random, tokenizer=has_tokenizer)
+
+
+def _check_lengths(config: PPOConfig) -> None:
+    """Of a local folder whose config names its positions as most do; of any other model after the imports."""
+    try:
+        model = json.loads((Path(config.model.pretrain).expanduser() / "config.json").read_text(encoding="utf-8"))
+        model |= model.get("text_config") or {}
+        model |= json.loads(config.model.override_config or "{}")
+    except (OSError, ValueError, TypeError, AttributeError):  # the loader says what is wrong with it
+        return
+    check_positions(config, model.get("max_position_embeddings"))
+
+
+def check_positions(config: PPOConfig, positions: int | None) -> None:
+    """Prompt and response must fit; ``None``: a model without a limit."""
+    prompt, response = config.data.prompt_max_len, config.rollout.generate_max_len
+    if positions is not None and prompt + response > positions:
+        raise ConfigError(
+            f"--prompt_max_len {prompt} + --generate_max_len {response} = {prompt + response} tokens, but "
+            f"{config.model.pretrain} has {positions} positions: lower one of them to fit"
+        )
+
+
+def _check_resume(resume: str) -> None:
+    if resume not in ("auto", "never") and "://" not in resume and not any(Path(resume, "_actor").glob("*/")):
+        raise CheckpointError(
+            f"--resume {resume}: not a folder of checkpoints (it has no _actor with one inside); name the --ckpt_path "
+            "of the run to go on with, or leave --resume at auto"
+        )
+
+
+def _check_shape(config: PPOConfig) -> None:
+    """The last checkpoint is of as many ranks and the same ZeRO stage; what else may be wrong is seen at the resume."""
+    c = config.checkpoint
+    root = c.ckpt_path if c.resume == "auto" else c.resume
+    if c.resume == "never" or c.reshape_ckpt or config.training.dry_run or "://" in root:
+        return
+    try:  # the names are those of strategy/checkpoint.py, which loads torch
+        tag = Path(root, "latest").read_text().strip()
+        saved = json.loads(Path(root, "_actor", tag, "lightppo_checkpoint.json").read_text())
+    except (OSError, ValueError):
+        return
+    now = {"world_size": int(os.environ.get("WORLD_SIZE", "1")), "zero_stage": config.strategy.zero_stage}
+    if others := [f"{name}={saved.get(name)}, not {value}" for name, value in now.items() if saved.get(name) != value]:
+        raise CheckpointError(
+            f"{root}/{tag} was saved with {'; '.join(others)}: set --reshape_ckpt to go on with it here, or take the "
+            "same number of processes and --zero_stage"
+        )
+
+
+# -- sources of rows -------------------------------------------------------------------------------------------------
+
+
+def _check_splits(config: OptionSet, splits: Mapping[str, str]) -> None:
+    """Files have no splits: one that no source has, and whose name is none of the usual ones, is a typing error."""
+    flat, usual = config.flat(), type(config)().flat()
+    for name, source in splits.items():
+        paths = _sources(flat[source])
+        is_named = flat[name] != usual[name] and flat[name].lower() not in SPLIT_WORDS
+        if is_named and paths and all(Path(path).expanduser().is_file() for path in paths):
+            raise ConfigError(
+                f"--{name} {flat[name]}: files have no splits, as --{source} {flat[source]}: leave it out"
+            )
+
+
+def _warn_of_same_rows(config: OptionSet, training: str, evaluation: str) -> None:
+    """Says where evaluations are of rows that are trained on."""
+    flat = config.flat()
+    split_of = {source: flat.get(name) for table in (SPLITS, SPLITS_OF_ROWS) for name, source in table.items()}
+    both = {_place(path, split_of[training]) for path in _sources(flat[training])}
+    both &= {_place(path, split_of[evaluation]) for path in _sources(flat[evaluation])}
+    if both:
+        path, _ = sorted(both)[0]
+        told = "evaluations measure what was learned by heart: hold some rows out"
+        logger.warning("--%s and --%s both have the rows of %s: %s", training, evaluation, path, told)
+
+
+def _sources(paths: str | None) -> list[str]:
+    return [path.strip() for path in (paths or "").split(",") if path.strip()]
+
+
+def _place(path: str, split: str) -> tuple[str, str]:
+    """A source, whichever way it is written, and the split where it has some."""
+    local = Path(path).expanduser()
+    if not local.exists():
+        return path, split
+    return str(local.resolve()), "" if local.is_file() else split
+
+
+# -- rewards and data ------------------------------------------------------------------------------------------------
+
+
+def _check_prompts(config: PPOConfig, flag: str) -> None:
+    """The reward file, and the first rows of each source: keys, template, labels that the rewards need."""
+    d = config.data
+    paths, probs, split = d.prompt_data, d.prompt_data_probs, d.prompt_split
+    if flag == "--eval_data":
+        paths, probs, split = d.eval_data, None, d.eval_split
+    scoring = evaluation_config(config) if flag == "--eval_data" else None
+    named = (config,) if scoring is None else (scoring, "--eval_reward_fn")
+    function, reads_labels = check_reward_files(*named)
+    check_data_paths(paths, probs, flag=flag)
+    template = PromptTemplate(
+        _tokenizer(config.model.tokenizer_path or config.model.pretrain),
+        d.apply_chat_template,
+        d.input_template,
+        d.system_prompt,
+    )
+
+    def render(row: Row, fields: RowFields) -> None:
+        template.render(read_prompt(row, fields)[0])
+        read_label(row, fields)
+
+    prompts: list[Prompt] = []
+    fields = {"input_key": d.input_key, "label_key": d.label_key}
+    for rows, known in _check_rows(flag, paths, split, fields, render, d.on_bad_row, d.prompt_metadata):
+        for number, row in enumerate(rows):
+            chat, key = read_prompt(row, known)
+            more = {"extra": other_columns(row, key), "messages": chat if isinstance(chat, list) else None}
+            prompts.append(Prompt("", [], label=read_label(row, known), **more))
+            try:
+                check_label(scoring or config, prompts[-1])
+            except ValueError as error:
+                raise DataError(f"{origin_of(row, number)}: {error}") from error
+    if function and prompts:  # only made: refused where an argument is missing
+        function.calls([Rollout(prompt, 0, [], "", "stop") for prompt in prompts])
+    if reads_labels and prompts and all(prompt.label is None for prompt in prompts):
+        logger.warning("%s %s: %s; the reward function reads %s", flag, paths, NO_LABELS, reads_labels)
+
+
+def _check_pretraining(config: PPOConfig) -> None:
+    d = config.data
+    fields = {"input_key": d.input_key, "output_key": d.output_key, "supervised": True}
+    check_data_paths(d.pretrain_data, d.pretrain_data_probs, flag="--pretrain_data")
+    source = ("--pretrain_data", d.pretrain_data, d.pretrain_split, fields | {"documents": d.output_key is None})
+    _check_rows(*source, read_example, d.on_bad_row)
+
+
+def _check_rows(
+    flag: str,
+    paths: str,
+    split: str,
+    fields: dict[str, Any],
+    render: Callable[[Row, RowFields], Any],
+    on_bad_row: str = "error",
+    metadata: str | None = None,
+) -> list[tuple[Any, RowFields]]:
+    """The first rows of each local source, and their keys. With ``skip`` it is only seen that sources can be read."""
+
+    def outcome(row: Row, fields: RowFields) -> Outcome:
+        try:
+            render(row, fields)
+        except BadRowError as error:
+            return error
+        return Encoded([], 0, truncated=False)
+
+    found = []
+    for source in map(str.strip, paths.split(",")):
+        rows = first_rows(source, split, flag)
+        if rows is not None and on_bad_row == "error":
+            rows = with_metadata(rows, metadata)
+            try:
+                known = resolve_fields(rows.column_names, **fields)
+            except DataError as error:
+                raise DataError(f"{flag} {source}: {error}") from error
+            read = known.columns_in(rows.column_names)
+            prepare_rows(rows, read, lambda chunk, known=known: [outcome(row, known) for row in chunk])
+            found.append((rows, known))
+    return found
+
+
+def _tokenizer(folder: str) -> Any:
+    """Stands for the tokenizer: has a chat template unless files of this machine show none, and renders nothing."""
+    settings = Path(folder).expanduser() / "tokenizer_config.json"
+    shown = not settings.is_file() or '"chat_template"' in settings.read_text(encoding="utf-8")
+    has_template = shown or any(settings.parent.glob("*chat_template*"))
+    return SimpleNamespace(name_or_path=folder, chat_template=has_template, apply_chat_template=lambda *a, **b: "")

@@ -1,0 +1,298 @@
+"""A reward source behind HTTP, for :class:`~lightppo.plugins.http.remote.RemoteReward`.
+
+``POST /get_reward`` (or ``/``) scores samples; ``GET /health`` says that the server is up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import socket
+import time
+import traceback
+from collections.abc import Awaitable, Callable, MutableMapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel, ConfigDict, JsonValue, model_validator
+from starlette.exceptions import HTTPException
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from lightppo.data.records import Prompt, Rollout
+from lightppo.errors import RewardError
+from lightppo.plugins.http.client import check_bind, check_token, cleaned, secret_texts
+from lightppo.rewards.source import RewardSource, check_output, close_source, in_daemon_thread
+
+logger = logging.getLogger(__name__)
+
+_CLIENT_GONE = 499  # only for the log, as the client has left
+_Message = MutableMapping[str, Any]
+_Receive = Callable[[], Awaitable[_Message]]
+_Send = Callable[[_Message], Awaitable[None]]
+
+
+class ScoreRequest(BaseModel):
+    """Samples to score; every list has one entry per sample."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    query: list[str]  # prompt + response; begins with its prompt
+    prompts: list[str]
+    labels: list[JsonValue] | None = None  # ground truth; None: no sample has one
+
+    @model_validator(mode="after")
+    def _fit_together(self) -> ScoreRequest:
+        counts = [len(self.query), len(self.prompts), len(self.query if self.labels is None else self.labels)]
+        if len(set(counts)) > 1:
+            raise ValueError(f"query, prompts and labels must be of the same length, got {counts}")
+        for i, (query, prompt) in enumerate(zip(self.query, self.prompts)):
+            if not query.startswith(prompt):
+                raise ValueError(f"query {i} does not begin with its prompt")
+        return self
+
+    def rollouts(self) -> list[Rollout]:
+        """The samples for a source: without ids, and every response counts as finished."""
+        labels = self.labels or [None] * len(self.query)
+        return [
+            Rollout(Prompt(prompt, [], label=label, index=i), 0, [], query[len(prompt) :], "stop")
+            for i, (query, prompt, label) in enumerate(zip(self.query, self.prompts, labels))
+        ]
+
+
+@dataclass(eq=False)
+class _Door:
+    """Connections whose present request has not shown the token: a new one is always taken in, the oldest has to go."""
+
+    most: int
+    seconds: float
+    _waiting: dict[Any, tuple[asyncio.TimerHandle, asyncio.Transport]] = field(default_factory=dict)  # by address
+
+    def wait(self, connection: H11Protocol) -> None:
+        """Ends the connection after some seconds, unless it is let in."""
+        transport = connection.transport
+        self.let_in(connection.client)
+        self._waiting[connection.client] = (connection.loop.call_later(self.seconds, transport.abort), transport)
+        if len(self._waiting) > self.most:
+            oldest = next(iter(self._waiting))
+            self._waiting[oldest][1].abort()
+            self.let_in(oldest)
+
+    def let_in(self, client: Any) -> None:
+        if client in self._waiting:
+            self._waiting.pop(client)[0].cancel()
+
+
+class _Connection(H11Protocol):
+    """uvicorn's, which has neither a time limit nor a limit on number for requests that never end."""
+
+    def __init__(self, door: _Door, **options: Any) -> None:
+        super().__init__(**options)
+        self._door = door
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._door.wait(self)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not self.transport.is_closing():
+            self._door.wait(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._door.let_in(self.client)
+        super().connection_lost(exc)
+
+
+@dataclass(eq=False, repr=False)
+class RewardApp:
+    """Answers requests with the scores of one source; ``app`` is the FastAPI application."""
+
+    source: RewardSource  # gets samples with texts and labels, but without ids
+    _: KW_ONLY
+    token: str | None = None  # required as Authorization: Bearer …; None: everyone may ask
+    max_samples: int = 4096  # of one request
+    max_bytes: int = 64 << 20  # of one request
+    # Requests that the source scores at a time; above 1 the source must be thread-safe. Others wait, and are not scored
+    # if their client leaves meanwhile.
+    max_concurrent: int = 1
+    max_strangers: int = 100  # connections that have not shown the token; the oldest gives way to a new one
+    stranger_timeout: float = 10.0  # seconds for a connection to show the token
+    body_timeout: float = 60.0  # seconds for the rest of a request
+
+    def __post_init__(self) -> None:
+        for name in ("max_samples", "max_bytes", "max_concurrent", "max_strangers"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name} must be at least 1, got {getattr(self, name)}")
+        if self.token is not None:
+            check_token(self.token, "token")
+        self._secrets = secret_texts(self.token)
+        self._turns = asyncio.Semaphore(self.max_concurrent)
+        self.app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, lifespan=self._lifespan)
+        self.door = _Door(self.max_strangers, self.stranger_timeout)
+        seconds = {"seconds": self.body_timeout, "stranger_seconds": self.stranger_timeout / 2}
+        self.app.add_middleware(_Gate, token=self.token, max_bytes=self.max_bytes, door=self.door, **seconds)
+        self.app.add_api_route("/health", self._health, methods=["GET"])
+        for path in ("/", "/get_reward"):
+            self.app.add_api_route(path, self._score, methods=["POST"], response_model=None)
+        self.app.add_exception_handler(RequestValidationError, _explain_request)
+        self.app.add_exception_handler(HTTPException, _explain_http)
+
+    async def _health(self) -> dict[str, str]:
+        return {"status": "ok", "source": self.source.name}
+
+    async def _score(self, body: ScoreRequest, request: Request) -> Response:
+        n, start = len(body.query), time.monotonic()
+        if n > self.max_samples:
+            return _error(413, f"{n} samples in one request; --max_samples is {self.max_samples}")
+        try:
+            async with self._turns:
+                if await request.is_disconnected():
+                    logger.info("a client left before its %d samples were scored", n)
+                    return Response(status_code=_CLIENT_GONE)
+                answer = await asyncio.wrap_future(in_daemon_thread(self._answer, body))
+        except asyncio.CancelledError:  # the server ends and has waited long enough
+            logger.error("%d samples not scored: the server was ended", n)
+            return _error(503, "the server was ended before the samples were scored")
+        except RewardError as error:
+            text = cleaned(str(error), self._secrets)
+            logger.error("%d samples not scored: %s", n, text)
+            return _error(500, text)
+        except Exception as error:
+            trace = "".join(traceback.format_exception(error))
+            for secret in self._secrets:
+                trace = trace.replace(secret, "***")
+            logger.error("%d samples not scored:\n%s", n, trace)
+            return _error(500, f"the reward source failed with {type(error).__name__}; the server's log says more")
+        logger.info("%d samples scored in %.2f s", n, time.monotonic() - start)
+        return JSONResponse(answer)
+
+    def _answer(self, body: ScoreRequest) -> dict[str, Any]:
+        rollouts, name = body.rollouts(), self.source.name
+        try:
+            output = check_output(self.source.score(rollouts), rollouts, name)
+        except Exception:
+            raise
+        except BaseException as error:  # e.g. sys.exit() in a user's function, which must not end the server
+            raise RuntimeError(f"{type(error).__name__}: {error}") from error
+        if output.token_scores is not None:
+            raise RewardError(f"{name}: token scores cannot be served, as requests have no token ids")
+        metrics = dict(output.metrics)
+        further = {"scores": metrics.pop("score", None), "extra_logs": metrics | output.texts}
+        return {"rewards": output.scores} | {key: value for key, value in further.items() if value}
+
+    @asynccontextmanager
+    async def _lifespan(self, app: FastAPI) -> Any:
+        yield
+        close_source(self.source)
+
+
+def serve(
+    reward_app: RewardApp,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 5000,
+    shutdown_seconds: float = 10.0,
+    started: Callable[[str], None] = print,
+) -> None:
+    """Serves until SIGTERM or SIGINT; requests in progress have ``shutdown_seconds`` to end.
+
+    Args:
+        host: where to listen; other than loopback only with a token.
+        port: 0: any free port.
+        started: gets the URL once the port is open.
+    """
+    check_bind(host, reward_app.token is not None)
+    config = uvicorn.Config(
+        reward_app.app,
+        http=partial(_Connection, reward_app.door),
+        ws="none",
+        access_log=False,  # it would show the query part of URLs
+        server_header=False,
+        log_config=None,
+        timeout_graceful_shutdown=max(1, round(shutdown_seconds)),
+    )
+    family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(config.backlog)
+        shown = f"[{host}]" if ":" in host else host
+        started(f"http://{shown}:{listener.getsockname()[1]}/get_reward")
+        uvicorn.Server(config).run([listener])
+
+
+class _Gate:
+    """Checks the token before anything is read, and length and time while the body is read."""
+
+    def __init__(
+        self, app: Any, *, token: str | None, max_bytes: int, door: _Door, seconds: float, stranger_seconds: float
+    ) -> None:
+        self._app, self._door, self._seconds, self._stranger_seconds = app, door, seconds, stranger_seconds
+        self._expected = None if token is None else f"Bearer {token}".encode()
+        self._max_bytes = max_bytes
+        self._too_long = f"the request is longer than --max_bytes {max_bytes}"
+
+    async def __call__(self, scope: _Message, receive: _Receive, send: _Send) -> None:
+        if scope["type"] != "http" or scope["path"] == "/health":
+            await self._app(scope, receive, send)
+            return
+        headers, refusal, read, ended, end = dict(scope["headers"]), None, 0, False, time.monotonic() + self._seconds
+        if self._expected is not None and not hmac.compare_digest(headers.get(b"authorization", b""), self._expected):
+            logger.warning("a request without the right token was refused")
+            refusal = _error(401, "the bearer token is missing or wrong")
+            refusal.headers["WWW-Authenticate"] = "Bearer"
+            end = time.monotonic() + self._stranger_seconds
+        else:
+            self._door.let_in(scope["client"])
+        if refusal is None and int(headers.get(b"content-length", b"0")) > self._max_bytes:
+            refusal = _error(413, self._too_long)
+
+        async def counted() -> _Message:
+            nonlocal read, ended
+            try:
+                async with asyncio.timeout(None if ended else end - time.monotonic()):
+                    message = await receive()
+            except TimeoutError:
+                late = f"the request did not end within {self._seconds:g} s"
+                raise HTTPException(408, late, {"Connection": "close"}) from None
+            read, ended = read + len(message.get("body", b"")), not message.get("more_body", False)
+            if read > self._max_bytes:  # the client sent no content-length
+                raise HTTPException(413, self._too_long)
+            return message
+
+        if refusal is None:
+            await self._app(scope, counted, send)
+            return
+        with suppress(HTTPException):  # a client that is cut off while it sends may never read the answer
+            while (await counted()).get("more_body", False):
+                pass
+        refusal.headers["Connection"] = "close"
+        await refusal(scope, receive, send)
+
+
+def _error(status: int, message: str) -> JSONResponse:
+    return JSONResponse({"error": message}, status)
+
+
+async def _explain_request(request: Request, error: Exception) -> JSONResponse:
+    """Says what is wrong with a request without quoting it: it may be long, or not for the log."""
+    assert isinstance(error, RequestValidationError)
+    parts = [f"{'.'.join(map(str, e['loc'][1:])) or 'body'}: {e['msg']}" for e in error.errors()[:3]]
+    if "application/json" not in request.headers.get("content-type", ""):
+        parts = ["the request must be JSON, with Content-Type: application/json"]
+    logger.warning("a request was refused: %s", "; ".join(parts))
+    return _error(422, "; ".join(parts))
+
+
+async def _explain_http(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    response = _error(error.status_code, str(error.detail))
+    response.headers.update(error.headers or {})
+    return response

@@ -1,0 +1,399 @@
+"""The folder of a run: held by one process, apart from what an earlier run left; and what makes it this run."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import logging
+import os
+import platform
+import socket
+import time
+import uuid
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+from typing import IO, Any
+
+import yaml
+
+from lightppo.config.options import LoggingConfig, OptionSet
+from lightppo.data.rows import ORIGIN_COLUMN
+from lightppo.errors import ConfigError, StagingError
+from lightppo.models.loading import checkpoint_mark
+from lightppo.plugins.checks.places import METADATA, RECORDS, SAMPLES, check_places
+from lightppo.plugins.ops import durable
+from lightppo.plugins.ops.storage import (
+    download,
+    is_forgotten,
+    is_in_memory,
+    is_url,
+    local_folder,
+    probe,
+    set_unsent_aside,
+    stage_to_local,
+    unsent,
+    upload,
+)
+from lightppo.ranks import Ranks
+from lightppo.trainer.checkpointing import download_marks
+from lightppo.urls import shown_url, shown_value
+from lightppo.user_code import split_python_spec
+from lightppo.version import __version__
+
+logger = logging.getLogger(__name__)
+
+# -- one process -----------------------------------------------------------------------------------------------------
+
+_LOCK = ".lock"
+_held: dict[Path, IO[str]] = {}  # lock files of this process
+
+
+def _leave_to_parent() -> None:
+    """A process that was forked off, such as a worker, does not hold the locks on."""
+    for file in _held.values():
+        file.close()
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
+
+
+def refuse_overlaps(config: OptionSet, ranks: Ranks) -> None:
+    """ConfigError if a run, of a resolved config, would write over what it reads. Collective."""
+    problem = None
+    if ranks.is_rank_0():
+        try:
+            check_places(config)
+        except ConfigError as error:
+            problem = str(error)
+    if problem := ranks.broadcast_object(problem):
+        raise ConfigError(problem)
+
+
+def claim(folders: Mapping[str, str], ranks: Ranks) -> None:
+    """Make the folders, by their flags, and keep other processes out of them until this one ends. Collective.
+
+    For a URL, what is needed to go on is brought to this node.
+
+    Raises:
+        ConfigError: another process holds one, it cannot be written, or a node does not see what rank 0 writes there.
+    """
+    if ranks.is_rank_0():
+        _warn_of_memory(folders)
+    steps = (do(flag, folder) for do in (_claim, _prepare) for flag, folder in folders.items())
+    problem = next(filter(None, steps), None) if ranks.is_rank_0() else None
+    if problem := ranks.broadcast_object(problem):
+        raise ConfigError(problem)
+    name = ranks.broadcast_object(f".seen-{uuid.uuid4().hex}")  # which no node has looked for before
+    for flag, folder in folders.items():
+        mark = local_folder(folder) / name
+        before = mark.parent.stat() if ranks.is_rank_0() else None
+        ranks.on_rank_0(mark.touch, f"write into {folder}")
+        hosts = ranks.all_gather_object((socket.gethostname(), mark.exists()))
+
+        def remove(mark: Path = mark, before: Any = before) -> None:
+            mark.unlink()  # and the folder of a run that is complete is as it was
+            os.utime(mark.parent, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+        ranks.on_rank_0(remove, f"remove {mark}")
+        if blind := [f"rank {rank} on {host}" for rank, (host, seen) in enumerate(hosts) if not seen]:
+            remedy = "set LIGHTPPO_CACHE to a folder" if is_url(folder) else "name one"
+            raise ConfigError(
+                f"{flag} {folder}: {blind[0]} does not see what rank 0 on {hosts[0][0]} writes "
+                f"{'here first' if is_url(folder) else 'there'} ({len(blind)} of {len(hosts)} ranks do not): {remedy} "
+                "that all nodes share"
+            )
+
+
+def _warn_of_memory(folders: Mapping[str, str]) -> None:
+    """A run in the memory of its process cannot be resumed."""
+    for flag, folder in folders.items():
+        if is_in_memory(folder):
+            logger.warning(
+                "%s %s: memory:// is the memory of this process and ends with it: the next start cannot go on from it, "
+                "and begins anew. Copies of what is written are in %s; choose a folder, or a URL of a server",
+                *(flag, folder, local_folder(folder)),
+            )
+
+
+def _claim(flag: str, folder: str) -> str | None:
+    """Make a folder and lock it; what is in the way."""
+    local = local_folder(folder)
+    try:
+        local.mkdir(parents=True, exist_ok=True)
+        return _lock((local / _LOCK).open("a+"), f"{flag} {folder}")
+    except OSError as error:
+        return f"{flag} {folder}: cannot be written ({error.strerror})"
+
+
+def _prepare(flag: str, folder: str) -> str | None:
+    """Bring what is needed to go on from a URL; what is in the way."""
+    if not is_url(folder):
+        return None
+    try:
+        probe(folder)
+        reason = "ended, and its memory with it" if is_forgotten(folder) else "could not send all it wrote"
+        if (aside := set_unsent_aside(folder, besides=_LOCK)) is not None:  # of no run: the URL alone counts
+            logger.warning("%s %s: an earlier process %s; its files are now in %s", flag, folder, reason, aside)
+        download_marks(folder)
+        kinds = tuple(name.partition(".")[0] for name in RECORDS)
+        download(folder, lambda name: name.startswith(kinds))
+    except OSError as error:
+        return f"{flag} {folder}: cannot be written ({error if isinstance(error, StagingError) else error.strerror})"
+    return None
+
+
+def _lock(file: IO[str], name: str) -> str | None:
+    import fcntl
+
+    path = Path(file.name).resolve()
+    if path in _held:
+        return None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        return f"{name} is in use by {file.read() or 'another process'}: wait for it, or choose another --save_path"
+    except OSError as error:
+        logger.warning("%s: no locks on this file system (%s): nothing keeps another run out", name, error.strerror)
+        return None
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}")
+    file.flush()
+    _held[path] = file
+    return None
+
+
+def is_at(path: Path, file: IO[str]) -> bool:
+    """Whether an open file is still the one of that name."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
+    except FileNotFoundError:
+        return False
+
+
+def hold(folders: Iterable[str | None]) -> None:
+    """Make folders of this process that were removed again, and keep others out of them.
+
+    Raises:
+        ConfigError: another process has one by now, or it cannot be made.
+    """
+    for folder in filter(None, folders):
+        path = (local_folder(folder) / _LOCK).resolve()
+        if path in _held and not is_at(path, _held[path]):
+            logger.warning("%s was removed while the run goes on: it is made again, what was in it is lost", folder)
+            _held.pop(path).close()
+            if problem := _claim("the folder", folder):
+                raise ConfigError(problem)
+
+
+def release(folders: Iterable[str]) -> None:
+    """Let others have the folders, before this process ends."""
+    for folder in folders:
+        if (file := _held.pop((local_folder(folder) / _LOCK).resolve(), None)) is not None:
+            file.close()
+
+
+# -- no other run's files --------------------------------------------------------------------------------------------
+
+
+def set_aside(*paths: Path) -> None:
+    """Number what an earlier run left under these names: ``metrics.jsonl`` becomes ``metrics.1.jsonl``."""
+    found = [path for path in dict.fromkeys(paths) if path.is_file() or (path.is_dir() and any(path.iterdir()))]
+
+    def numbered(path: Path, number: int) -> Path:
+        return path.with_name(f"{path.stem}.{number}{path.suffix}")
+
+    number = next(i for i in itertools.count(1) if not any(numbered(path, i).exists() for path in paths))
+    for path in found:
+        path.rename(numbered(path, number))
+    if found:
+        names = [f"{path.name} → {numbered(path, number).name}" for path in found]
+        more = f", … ({len(names)} in all)" if len(names) > 6 else ""
+        print(f"{found[0].parent}: an earlier run's files are kept apart: {', '.join(names[:6])}{more}", flush=True)
+
+
+def set_records_aside(config: OptionSet) -> None:
+    """Keep apart what an earlier run has recorded where this one will."""
+    o, folder = config.logging, config.checkpoint.save_path
+    paths = [local_folder(folder).absolute() / name for name in RECORDS]
+    if o.use_tensorboard:
+        paths.append(Path(o.use_tensorboard).absolute() / run_name(o, folder))
+    if (rollout_data_dir := config.flat().get("rollout_data_dir")) is not None:
+        rollouts = Path(rollout_data_dir).absolute()
+        steps = sorted(rollouts.glob("step*.jsonl"))
+        # The folder may hold other things too.
+        alone = rollouts.is_dir() and len(steps) == len(list(rollouts.iterdir()))
+        paths += [rollouts] if alone or rollouts in paths else steps
+    set_aside(*paths)
+    upload(folder, *RECORDS)  # what is no longer here goes there, too
+    upload_records(folder)
+
+
+class RecordSums:
+    """Sizes and sums of what a run has recorded. A checkpoint keeps them; the next start says what of it is lost.
+
+    Args:
+        metrics: the file of the metrics, where it is not in the run's folder.
+    """
+
+    def __init__(self, folder: str, metrics: Path) -> None:
+        self.folder, self.metrics = local_folder(folder).absolute(), metrics.absolute()
+        self._known: dict[Path, tuple[tuple[int, int], durable.Digest]] = {}  # by size and time of the last change
+
+    def take(self) -> dict[str, tuple[int, str]]:
+        """(size, SHA-256) of each file, by its name in the run's folder."""
+        below = [path for kind in ("eval", SAMPLES) for path in (self.folder / kind).rglob("*")]
+        files = [path for path in (self.metrics, self.folder / METADATA, *below) if path.is_file()]
+        return {os.path.relpath(path, self.folder): tuple(self._digest(path)) for path in files}
+
+    def _digest(self, path: Path) -> durable.Digest:
+        stat = path.stat()
+        mark = (stat.st_size, stat.st_mtime_ns)
+        if self._known.get(path, (None,))[0] != mark:
+            self._known[path] = (mark, durable.digest(path))
+        return self._known[path][1]
+
+    def lost(self, taken: Mapping[str, tuple[int, str]]) -> list[str]:
+        """What is no longer as it was ``taken``, a text per file. A file of lines may have more of them by now."""
+        found = []
+        for name, (size, sha256) in taken.items():
+            written = durable.Digest(size, sha256)
+            found.append(durable.change(self.folder, name, written, grows=name.endswith(".jsonl")))
+        return [text for text in found if text is not None]
+
+
+def upload_records(folder: str) -> None:
+    """Send what the run has recorded since it was last sent, where the folder is a URL."""
+    kinds = [name.partition(".")[0] for name in RECORDS]
+    local = local_folder(folder)
+    upload(folder, *unsent(folder, {path for kind in kinds for path in local.glob(f"{kind}*")}))
+
+
+def cut_samples(folder: str, last: int) -> None:
+    """Remove the samples of steps after ``last``, which a resumed run does again."""
+    steps = {path: int(path.name[4:-9]) for path in (local_folder(folder) / SAMPLES).glob("step*.jsonl.gz")}
+    late = [path for path, step in steps.items() if step > last]
+    for path in late:
+        path.unlink()
+    upload(folder, *(f"{SAMPLES}/{path.name}" for path in late))
+
+
+def run_name(config: LoggingConfig, folder: str) -> str:
+    """The name of the run in TensorBoard and Weights & Biases."""
+    return config.wandb_run_name or local_folder(folder).resolve().name
+
+
+# -- what makes the run ----------------------------------------------------------------------------------------------
+
+
+def content_of(config: OptionSet, rows: Mapping[str, Any], ranks: Ranks) -> dict[str, str]:
+    """A mark of the content behind each option that names some: reward files, models, data. Collective.
+
+    Args:
+        config: resolved.
+        rows: the rows of a run, by the option that names their files.
+    """
+    flat, marks = config.flat(), {}
+    if ranks.is_rank_0():
+        urls = flat.get("remote_rm_url", ())
+        files = {"reward_fn": flat.get("reward_fn"), "remote_rm_url": urls[0] if len(urls) == 1 else None}
+        for name, spec in files.items():
+            if spec is not None and "://" not in spec:
+                marks[name] = _digest(split_python_spec(spec, name)[0].read_bytes())
+        if (routes := flat.get("reward_routes")) and not routes.lstrip().startswith("{"):
+            marks["reward_routes"] = _digest(Path(routes).expanduser().read_bytes())
+        own = ("pretrain", "ref_pretrain", "critic_pretrain", "teacher_pretrain")
+        models = {name: (flat.get(name),) for name in own}
+        for name, paths in (models | {"reward_pretrain": flat.get("reward_pretrain", ())}).items():
+            if given := [checkpoint_mark(stage_to_local(path)) for path in paths if path is not None]:
+                marks[name] = " ".join(given)
+        marks |= {name: _rows_mark(of_option) for name, of_option in rows.items()}
+        c = config.checkpoint  # where one lies from the other: both may have been moved together
+        marks["save_path"] = (
+            shown_url(c.save_path) if is_url(c.save_path) else os.path.relpath(c.save_path, c.ckpt_path)
+        )
+    return ranks.broadcast_object(marks)
+
+
+def _rows_mark(rows: Any, batch: int = 1000) -> str:
+    digest = hashlib.sha256()
+    for start in range(0, len(rows), batch):
+        columns = {name: column for name, column in rows[start : start + batch].items() if name != ORIGIN_COLUMN}
+        digest.update(json.dumps(columns, sort_keys=True, default=str).encode())
+    return digest.hexdigest()[:16]
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+# -- what a run says of itself ---------------------------------------------------------------------------------------
+
+
+def public_options(config: OptionSet) -> dict[str, Any]:
+    """All options by flag name, for logs, files, trackers and checkpoints: of URLs neither login nor query."""
+    return {name: shown_value(value) for name, value in config.flat().items()}
+
+
+def save_run_config(config: OptionSet, ranks: Ranks) -> None:
+    """Keep the options as they were given in ``run_config.yaml``, which ``--config`` reads, and beside it in
+    ``run_config.resolved.yaml`` with what None stood for. Collective."""
+    problem = write_run_config(config) if ranks.is_rank_0() else None
+    if problem := ranks.broadcast_object(problem):
+        raise ConfigError(problem)
+
+
+def write_run_config(config: OptionSet) -> str | None:
+    """Write both files whole or not at all; returns what went wrong."""
+    folder = config.checkpoint.save_path
+    local = local_folder(folder)
+    try:
+        local.mkdir(parents=True, exist_ok=True)
+        for name, options in {"run_config": config, "run_config.resolved": config.resolved()}.items():
+            values = {n: list(v) if isinstance(v, tuple) else v for n, v in public_options(options).items()}
+            del values["config"]
+            durable.write_text(local / f"{name}.yaml", yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
+        upload_records(folder)
+    except OSError as error:
+        return f"--save_path {folder}: cannot be written ({error.strerror or error})"
+    return None
+
+
+def record_start(
+    config: OptionSet, ranks: Ranks, step: int, content: Mapping[str, str], total_steps: int | None = None
+) -> None:
+    """Add a line to ``run_metadata.jsonl``: what the run goes on with from ``step`` on. Collective.
+
+    Args:
+        content: of :func:`content_of`.
+        total_steps: of the whole run, where they are known.
+    """
+    folder, device = config.checkpoint.save_path, ranks.device
+    if device.type == "cuda":
+        import torch
+
+        device = torch.cuda.get_device_name(device)
+
+    def write() -> None:
+        row = {"step": step, "time": time.time(), "ranks": ranks.world_size, "device": str(device)}
+        row |= {"total_steps": total_steps, "versions": versions(), "content": dict(content)}
+        with (local_folder(folder) / METADATA).open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        upload_records(folder)
+
+    ranks.on_rank_0(write, f"write {METADATA} in {folder}")
+
+
+def versions() -> dict[str, str]:
+    """Of what computes: packages, Python, and lightppo with a mark of its source, which changes between releases."""
+    source = Path(__file__).parents[2]
+    code = b"".join(path.read_bytes() for path in sorted(source.rglob("*.py")))
+    found = {"lightppo": f"{__version__} ({_digest(code)})", "python": platform.python_version()}
+    for name in ("torch", "transformers", "deepspeed", "numpy", "peft", "vllm"):
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found

@@ -1,0 +1,241 @@
+"""What a run keeps of its samples: all of a step in a file, some with numbers per token, one as text for people."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from itertools import chain
+from operator import itemgetter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightppo.algorithms.shaping import overlong_penalty
+from lightppo.data.records import Rollout, group_by_prompt
+from lightppo.experience.experience import Experience
+from lightppo.models.packing import on_cpu
+from lightppo.plugins.ops import durable
+from lightppo.ranks import Ranks
+from lightppo.rewards.source import finite
+from lightppo.terminal import plain
+
+SHOWN_PROMPT = 200  # characters
+DIGITS = 4  # after the point, of numbers per token
+_LONGEST_CHARACTER = 4  # tokens of one byte each
+
+
+def with_overlong(
+    rollouts: Sequence[Rollout], max_len: int, buffer_len: int | None, penalty_factor: float | None
+) -> list[Rollout]:
+    """Copies whose score has the overlong penalty, and extras its numbers, as in verl; without a buffer as they are."""
+    if buffer_len is None:
+        return list(rollouts)
+    lengths = torch.tensor([len(r.response_ids) for r in rollouts], dtype=torch.float32)
+    penalties = overlong_penalty(lengths, max_len, buffer_len, penalty_factor).tolist()
+    return [
+        replace(
+            rollout,
+            reward=None if rollout.reward is None else rollout.reward + penalty,
+            extras=rollout.extras | {"overlong": float(penalty < 0), "overlong_reward": penalty},
+        )
+        for rollout, penalty in zip(rollouts, penalties)
+    ]
+
+
+def row_of(step: int, r: Rollout) -> dict[str, Any]:
+    """A sample as a row of a file."""
+    return {
+        "step": step,
+        "index": r.prompt.index,
+        "sample_index": r.sample_index,
+        "data_source": r.prompt.data_source,
+        "input": r.prompt.text,
+        "output": r.response_text,
+        "ground_truth": r.prompt.label,
+        "score": None if r.reward is None else finite(r.reward),
+        "finish_reason": r.finish_reason,
+        "response_length": len(r.response_ids),
+        "extras": r.extras | r.texts,
+    }
+
+
+def write_step(folder: str | Path, step: int, rollouts: Sequence[Rollout], strategy: Ranks) -> None:
+    """Writes ``stepN.jsonl``: one line per sample of all ranks, by prompt and sample number. Collective."""
+    own = [(r.prompt.index, r.sample_index, json.dumps(row_of(step, r), default=str) + "\n") for r in rollouts]
+    lines, path = _in_order(own, strategy), Path(folder) / f"step{step}.jsonl"
+    strategy.on_rank_0(lambda: write_whole(path, "".join(lines)), f"{path}")
+
+
+def _in_order(own: Sequence[tuple[int, int, str]], strategy: Ranks) -> list[str]:
+    """On rank 0 the lines of all ranks by their two numbers; none on the others. Collective."""
+    of_ranks = strategy.exchange_objects({0: own} if own else {})  # a gather pads to the longest, and few may have any
+    return [line for *_, line in sorted(chain(*of_ranks), key=itemgetter(0, 1))]
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes the whole file or nothing."""
+    with durable.explained(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        durable.write_text(path, text)
+
+
+def examined(rollout: Rollout) -> str:
+    """A sample for people: the end of its prompt, the answer, label, score and other numbers."""
+    prompt, facts = rollout.prompt, {"score": rollout.reward} | rollout.extras | rollout.texts
+    label = "" if prompt.label is None else f"label {prompt.label} · "
+    end = prompt.text if len(prompt.text) <= SHOWN_PROMPT else f"…{prompt.text[-SHOWN_PROMPT:]}"
+    numbers = " · ".join(f"{k} {v:.4g}" if isinstance(v, (int, float)) else f"{k} {v}" for k, v in facts.items())
+    cut = " (cut by --generate_max_len)" if rollout.truncated else ""
+    return plain(f"prompt: {end}\n  answer: {rollout.response_text}{cut}\n  {label}{numbers}")
+
+
+# -- samples with numbers per token ------------------------------------------------------------------------------------
+
+
+class _Pass(NamedTuple):
+    """What a training pass made for one sample, each (A,)."""
+
+    log_probs: Tensor
+    entropy: Tensor
+
+
+class SampleRecord:
+    """Writes ``folder/stepN.jsonl.gz``: some samples of a step, with what training knows of each of their tokens.
+
+    Whole groups first, of the ranks in turn. Nothing is computed for it but KL from log probs that are there: the
+    training passes tell what they make (:meth:`observe`). A row is that of :func:`write_step` with ``tokens``, lists of
+    one entry per response token: ``text``; ``rollout_log_prob``, the engine's; ``log_prob``, the trainer's before the
+    update; ``new_log_prob``, at the last training pass, if there were several; ``kl`` to the reference; ``entropy``,
+    ``advantage``, ``value``, ``reward``, ``loss_weight``; ``trained``, where it is not 1 for all.
+
+    Args:
+        count: samples per step over all ranks.
+        group_size: samples of a prompt.
+        decode: token ids → text.
+        sampled_kl: log probs of policy and reference → KL per token.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        count: int,
+        group_size: int,
+        strategy: Ranks,
+        decode: Callable[[list[int]], str],
+        sampled_kl: Callable[[Tensor, Tensor], Tensor],
+    ) -> None:
+        self.folder, self.count, self.group_size, self.strategy = folder, count, group_size, strategy
+        self.pieces, self.sampled_kl = TokenPieces(decode), sampled_kl
+        self.picked: list[tuple[Rollout, Experience | None]] = []
+        self.passes: dict[bytes, list[_Pass]] = {}  # by token ids: the first and the last one
+
+    def pick(self, step: int, rollouts: Sequence[Rollout], items: Sequence[Experience], repeated: int = 0) -> None:
+        """This rank's share of its rollouts of a step.
+
+        Args:
+            items: the rows for training, in this order, as far as they are there; then ``repeated`` others.
+        """
+        sizes = [min(self.group_size, self.count - i) for i in range(0, self.count, self.group_size)]
+        rank, ranks = self.strategy.get_rank(), self.strategy.world_size
+        own = [size for i, size in enumerate(sizes) if (i + step) % ranks == rank]
+        rows = dict(zip(map(id, rollouts[::-1]), items[: len(items) - repeated][::-1]))  # a full buffer drops the first
+        chosen = [r for size, group in zip(own, group_by_prompt(rollouts)) for r in group[:size]]
+        self.picked = [(r, rows.get(id(r))) for r in chosen]
+        self.passes = {_key(r.prompt.token_ids + r.response_ids): [] for r in chosen}
+
+    def observe(self, experience: Experience, log_probs: Tensor, entropy: Tensor) -> None:
+        """A training pass has made these, each (B, A), of the current policy."""
+        if not self.passes:
+            return
+        rows = zip(on_cpu(experience.sequences).numpy(), on_cpu(experience.attention_mask).bool().numpy())
+        for i, (ids, real) in enumerate(rows):
+            if (passes := self.passes.get(ids[real].tobytes())) is not None:
+                passes[1:] = [_Pass(log_probs[i].detach().clone(), entropy[i].detach().clone())]
+                passes[:1] = passes[:1] or passes[1:]
+
+    def write(self, step: int) -> None:
+        """Writes the step. Collective, as :meth:`pick` is not."""
+        if self.count == 0:
+            return
+        own = [(r.prompt.index, r.sample_index, self._line(step, r, item)) for r, item in self.picked]
+        self.picked, self.passes = [], {}
+        if not (lines := _in_order(own, self.strategy)):
+            return
+        path = self.folder / f"step{step}.jsonl.gz"
+        with durable.explained(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = path.with_name(f".{path.name}.tmp")
+            temporary.write_bytes(gzip.compress("".join(lines).encode(), 1, mtime=0))
+            os.replace(temporary, path)
+
+    def _line(self, step: int, rollout: Rollout, item: Experience | None) -> str:
+        tokens = {"text": self.pieces(rollout.response_ids)}
+        tokens |= {name: _plain(values, len(rollout.response_ids)) for name, values in self._numbers(rollout, item)}
+        return json.dumps(row_of(step, rollout) | {"tokens": tokens}, default=str, ensure_ascii=False) + "\n"
+
+    def _numbers(self, rollout: Rollout, item: Experience | None) -> Iterable[tuple[str, Tensor]]:
+        """Name and values (A,) of each known quantity."""
+        passes = self.passes[_key(rollout.prompt.token_ids + rollout.response_ids)]
+        found = {"rollout_log_prob": rollout.log_probs, "reward": rollout.token_rewards}
+        found = {name: torch.tensor(values) for name, values in found.items() if values is not None}
+        if item is not None:
+            names = {"kl": "kl", "advantage": "advantages", "value": "values", "loss_weight": "loss_weights"}
+            names |= {"log_prob": "action_log_probs", "reference": "base_action_log_probs"}
+            found |= {n: getattr(item, of)[0] for n, of in names.items() if getattr(item, of) is not None}
+            if not item.action_mask.all():
+                found["trained"] = item.action_mask[0]
+        if passes:
+            found = {"log_prob": passes[0].log_probs, "entropy": passes[0].entropy} | found
+            if passes[-1] is not passes[0]:
+                found["new_log_prob"] = passes[-1].log_probs
+        reference = found.pop("reference", None)
+        if reference is not None and "log_prob" in found and "kl" not in found:
+            n = len(reference)
+            found["kl"] = self.sampled_kl(found["log_prob"][:n], reference.to(found["log_prob"].device))
+        return found.items()
+
+
+def _key(ids: Sequence[int]) -> bytes:
+    return torch.tensor(ids).numpy().tobytes()
+
+
+def _plain(values: Tensor, length: int) -> list[float | int | None]:
+    """As JSON has it: few digits, None where a number is not finite."""
+    if not values.is_floating_point():
+        return values[:length].int().tolist()
+    rounded = values[:length].double().cpu().round(decimals=DIGITS) + 0.0  # no -0
+    return rounded.tolist() if rounded.isfinite().all() else [x if math.isfinite(x) else None for x in rounded.tolist()]
+
+
+class TokenPieces:
+    """Token ids → the text that each brings; "" for one that only begins a character, which the next ones end."""
+
+    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+        self.decode = decode
+        self.known: dict[int, str] = {}  # a tokenizer takes 20 µs and more for each
+        self.before: list[int] = []  # an ordinary token: some tokenizers trim the start of a text
+
+    def __call__(self, ids: Sequence[int]) -> list[str]:
+        if not self.before:
+            self.before = [i for i in ids if (text := self.decode([i])).strip() and not text.endswith("\ufffd")][:1]
+        pieces, run = [], []
+        for token in ids:
+            if not run and token not in self.known:
+                self.known[token] = self._text([token])
+            run.append(token)
+            text = self.known[token] if len(run) == 1 else self._text(run)
+            ends = not text.endswith("\ufffd") or len(run) == _LONGEST_CHARACTER
+            pieces.append(text if ends else "")
+            run = [] if ends else run
+        if run:
+            pieces[-1] = self._text(run)
+        return pieces
+
+    def _text(self, ids: list[int]) -> str:
+        return self.decode(self.before + ids)[len(self.decode(self.before)) if self.before else 0 :]

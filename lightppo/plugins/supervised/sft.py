@@ -1,0 +1,31 @@
+"""Training on data: ``lightppo sft``, on demonstrations. :func:`train` is under ``rm`` and ``dpo``, too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightppo.config.cli import parse_args
+from lightppo.plugins.supervised.sections import SFTConfig, SupervisedConfig
+
+
+def train(kind: type[SupervisedConfig], argv: Sequence[str] | None, prog: str) -> None:
+    """Train, as the arguments say; those of this process, if ``None`` are given."""
+    config = parse_args(argv, prog, kind)
+
+    from lightppo.trainer import run
+
+    def checked() -> None:
+        from lightppo.plugins.checks.preflight import before_imports, preflight_supervised
+
+        before_imports(lambda: preflight_supervised(config), prog)
+
+        from lightppo.plugins.supervised.trainer import SupervisedTrainer  # its imports take seconds
+
+        SupervisedTrainer.from_config(config).fit()
+
+    run(checked, prog, debug=config.logging.debug)
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "lightppo sft") -> None:
+    """``lightppo sft``."""
+    train(SFTConfig, argv, prog)

@@ -1,0 +1,250 @@
+"""``lightppo convert``: a checkpoint of training → a Hugging Face folder. ``lightppo merge``: an adapter and its base.
+
+Both take one process and no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightppo.config.cli import CommandParser, exit_on_mistakes
+from lightppo.errors import CheckpointError, ConfigError, ModelLoadError, UserError
+from lightppo.hub import mistyped_path
+from lightppo.models.folders import check_model
+from lightppo.plugins.checks.places import check_output
+from lightppo.plugins.ops.durable import check_writable
+from lightppo.plugins.report.page import options_of, recorded_path
+
+_BASE_KEY = "base_model_name_or_path"  # of an adapter's config
+PARTS = ("actor", "critic", "ema", "reference")
+
+
+def convert(argv: Sequence[str], prog: str = "lightppo convert") -> None:
+    """Exit code 2 if there is no such checkpoint, or if it is damaged."""
+    parser = CommandParser(
+        prog, description="Write a model of a training checkpoint (ZeRO 0 to 3, any number of ranks) as a Hugging Face "
+        "folder with its tokenizer. LoRA is merged; the folder also holds the adapter. Needs one process and no GPU."
+    )  # fmt: skip
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="--save_path or --ckpt_path of a run, or "
+                        "the folder of one checkpoint, such as CKPT_PATH/_actor/global_step20")  # fmt: skip
+    parser.add_argument("output", metavar="OUT", type=Path, help="new folder")
+    parser.add_argument("--step", type=int, help="step of the checkpoint, if CHECKPOINT is a run; default: the last")
+    parser.add_argument("--part", choices=PARTS, default="actor", help="model, if CHECKPOINT is a run; default: actor")
+    add_base(parser, "initial model of training, for config and tokenizer, with LoRA also for weights; "
+             "default: the one that the checkpoint names")  # fmt: skip
+    args = parser.parse_args(argv)
+    with exit_on_mistakes(prog, UserError):  # before anything heavy is imported
+        if "://" not in args.checkpoint and not Path(args.checkpoint).expanduser().is_dir():
+            raise _no_such_run(args.checkpoint)
+
+    def model_and_tokenizer() -> tuple[Any, Any]:
+        from lightppo.plugins.ops.storage import stage_to_local
+
+        folder = find_checkpoint(Path(stage_to_local(args.checkpoint)).expanduser(), args.part, args.step)
+        start = args.base or checkpoint_options(folder).get("pretrain")
+        check_output(args.output, {"CHECKPOINT": str(folder), "--base": start})
+        print(f"reading {folder}", flush=True)
+        return open_checkpoint(folder, args.base, args.trust_remote_code)
+
+    _write(args.output, model_and_tokenizer, prog)
+
+
+def merge(argv: Sequence[str], prog: str = "lightppo merge") -> None:
+    """Exit code 2 if the adapter does not fit."""
+    parser = CommandParser(
+        prog, description="Merge a LoRA adapter into its base model and write a Hugging Face folder with tokenizer "
+        "and generation config. Weights keep their type; they are added in float32."
+    )  # fmt: skip
+    parser.add_argument("adapter", metavar="ADAPTER", type=Path, help="folder with adapter_config.json")
+    parser.add_argument("output", metavar="OUT", type=Path, help="new folder")
+    add_base(parser, "dense base model; default: the one that the adapter's config names")
+    args = parser.parse_args(argv)
+
+    with exit_on_mistakes(prog, UserError):  # before anything heavy is imported
+        _check_adapter(args.adapter)
+        if args.base is not None:
+            check_model(args.base, "--base")
+
+    def model_and_tokenizer() -> tuple[Any, Any]:
+        start = args.base or json.loads((args.adapter / "adapter_config.json").read_text()).get(_BASE_KEY)
+        check_output(args.output, {"ADAPTER": str(args.adapter), "--base": start})
+        run = args.adapter.absolute().parent
+        if options_of(run).get("load_in_4bit"):
+            note = "trained beside weights in 4 bits: merged into the dense ones it is not quite the trained model"
+            print(f"note: this adapter was {note}, which {run} is", flush=True)
+        model, tokenizer = open_adapter(args.adapter, args.base, args.trust_remote_code)
+        if model.untrainable is not None:  # the sum would be written without its tower
+            raise ModelLoadError(model.untrainable)
+        return model, tokenizer
+
+    _write(args.output, model_and_tokenizer, prog)
+
+
+def _check_adapter(folder: Path) -> None:
+    if (folder / "adapter_config.json").is_file():
+        return
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: no such folder{mistyped_path(str(folder))}. Name the folder of an adapter")
+    inside = sorted(str(path.parent) for path in folder.glob("**/adapter_config.json"))
+    what = f"name {' or '.join(inside[:3])}" if inside else "it is no folder of an adapter"
+    raise ConfigError(f"{folder} has no adapter_config.json: {what}")
+
+
+def add_base(parser: argparse.ArgumentParser, meaning: str) -> None:
+    """The options of what a checkpoint or an adapter belongs to."""
+    parser.add_argument("--base", metavar="MODEL", help=meaning)
+    parser.add_argument("--trust_remote_code", action="store_true", help="run Python code that comes with the base")
+
+
+def _write(output: Path, read: Callable[[], tuple[Any, Any]], prog: str) -> None:
+    with exit_on_mistakes(prog, UserError):
+        check_writable(output, "OUT")
+        if output.exists() and any(output.iterdir()):
+            raise ConfigError(f"{output} is there already: name a new folder")
+
+        from lightppo.ranks import Alone
+        from lightppo.strategy.checkpoint import save_model
+
+        save_model(Alone(), *read(), output)
+        size = sum(path.stat().st_size for path in output.rglob("*") if path.is_file())
+        print(f"{output}: {size / 1e6:,.1f} MB")
+
+
+def _no_such_run(path: str) -> CheckpointError:
+    return CheckpointError(f"{path}: no such folder{mistyped_path(path)}. Name the --save_path of a run")
+
+
+# -- what is where ---------------------------------------------------------------------------------------------------
+
+
+def find_checkpoint(path: Path, part: str = "actor", step: int | None = None) -> Path:
+    """The folder of one model's checkpoint: ``path`` itself, or of a run with this folder the last one, or a step's."""
+    from lightppo.strategy.checkpoint import META, latest_tag, list_tags
+
+    if (path / META).is_file():
+        return path
+    root = recorded_path(path, "ckpt_path") or path  # of the run with this --save_path
+    folder = root / f"_{part}" if (root / "_actor").is_dir() else root
+    if folder.is_dir():
+        tag = latest_tag(folder) if step is None else f"global_step{step}"
+        if tag is not None and (folder / tag / META).is_file():
+            return folder / tag
+    if not path.is_dir():
+        raise _no_such_run(str(path))
+    wanted = "" if step is None else f" of step {step}"
+    if there := list_tags(folder) if folder.is_dir() else ():
+        raise CheckpointError(f"{path} holds no checkpoint{wanted} of the {part}; it has {', '.join(there)}")
+    if (path / "config.json").is_file() and not (root / "_actor").is_dir():
+        raise CheckpointError(f"{path} is a Hugging Face folder already: there is nothing to convert")
+    raise CheckpointError(
+        f"{path} holds no checkpoint of the {part}: name the --save_path or --ckpt_path of a run that saved some "
+        "(--save_steps)"
+    )
+
+
+def checkpoint_options(folder: Path) -> dict[str, Any]:
+    """The options of the run that saved a checkpoint; none if it does not say them."""
+    from lightppo.strategy.checkpoint import read_client_state
+
+    of_actor = folder.absolute().parent.parent / "_actor" / folder.name  # its part knows, the others do not
+    states = [read_client_state(one) for one in (folder, of_actor) if (one / "client_state.pt").is_file()]
+    return next((state["config"] for state in states if "config" in state), {})
+
+
+# -- models out of them ----------------------------------------------------------------------------------------------
+
+
+def open_checkpoint(folder: Path, base: str | None, trust_remote_code: bool) -> tuple[Any, Any]:
+    """Model (an actor or a critic) and tokenizer of a checkpoint, whose manifest is checked before."""
+    from lightppo.models.loading import check_text_only, get_tokenizer
+    from lightppo.plugins.ops.storage import stage_to_local
+    from lightppo.plugins.reshape.checkpoints import saved_names
+    from lightppo.ranks import Alone
+    from lightppo.strategy.checkpoint import damage, load_weights, read_meta
+
+    meta = read_meta(folder)
+    if found := damage(Alone(), folder):
+        raise CheckpointError(f"{folder} is damaged: {'; '.join(found)}")
+    options = checkpoint_options(folder)
+    heads = ("model.score.", "model.classifier.")  # of transformers' classifiers in our wrapper; they always train
+    has_value_head = any(name.startswith(heads) for name in saved_names(folder, meta))
+    start = base or options.get("critic_pretrain" if folder.absolute().parent.name == "_critic" else "pretrain")
+    if start is None:
+        raise CheckpointError(f"{folder} does not name the model that it started from: set --base")
+    if not options.get("init_from_scratch"):  # a tower would be lost in what is written
+        loading = {"trust_remote_code": trust_remote_code, "external_lib": options.get("external_lib")}
+        check_text_only(stage_to_local(start), flag="--base", **loading)
+    model = _model_for(meta, options, stage_to_local(start), has_value_head, trust_remote_code)
+    load_weights(model, folder, meta)
+    words = base or options.get("tokenizer_path") or start
+    return model, get_tokenizer(stage_to_local(words), model, trust_remote_code=trust_remote_code, flag="--base")
+
+
+def _model_for(
+    meta: Mapping[str, Any], options: Mapping[str, Any], start: str, has_value_head: bool, trust_remote_code: bool
+) -> Any:
+    """A model that a checkpoint's weights fit; its own are the base's under adapters, else of no meaning."""
+    from contextlib import nullcontext
+
+    import torch
+    from transformers.initialization import no_init_weights
+
+    from lightppo.models.actor import Actor
+    from lightppo.models.critic import Critic
+    from lightppo.plugins.adapters.lora import LoraOptions, add_adapters
+
+    dtype = torch.bfloat16 if meta["bf16"] else torch.float16 if meta.get("fp16") else torch.float32
+    settings = {"dtype": dtype, "flag": "--base", "trust_remote_code": trust_remote_code}
+    settings |= {name: options[name] for name in ("external_lib", "init_from_scratch", "seed") if name in options}
+    if not meta["adapters"]:
+        settings["init_from_scratch"] = True
+    if options.get("override_config"):
+        settings["override_config"] = json.loads(options["override_config"])
+    if has_value_head:
+        settings["init_value_head"] = True  # the trained head is in the checkpoint
+    if meta["adapters"]:
+        settings["load_in_4bit"] = options.get("load_in_4bit", False)
+    with nullcontext() if meta["adapters"] else no_init_weights():
+        model = (Critic if has_value_head else Actor)(start, **settings)
+    if meta["adapters"]:
+        alpha, targets = options.get("lora_alpha") or 16.0, tuple(options.get("target_modules", ()))
+        add_adapters(model, LoraOptions(options["lora_rank"], alpha, target_modules=targets))
+    return model
+
+
+def open_adapter(folder: Path, base: str | None, trust_remote_code: bool = False) -> tuple[Any, Any]:
+    """Merged model and tokenizer; the tokenizer is the base's if the folder has none."""
+    from lightppo.models.loading import get_tokenizer
+    from lightppo.plugins.adapters.lora import load_merged
+
+    model = load_merged(folder, base, trust_remote_code=trust_remote_code)
+    has_tokenizer = (folder / "tokenizer_config.json").is_file()
+    path = str(folder) if has_tokenizer else model.config.name_or_path
+    return model, get_tokenizer(path, model, trust_remote_code=trust_remote_code, flag="--base")
+
+
+def open_model(name: str, base: str | None, trust_remote_code: bool) -> tuple[Any, Any, dict[str, Any]]:
+    """Causal LM, tokenizer, and options of the run that it is of, out of whatever a run has left, or the hub has."""
+    from lightppo.models.loading import get_tokenizer, load_causal_lm
+    from lightppo.plugins.adapters.lora import is_adapter
+    from lightppo.plugins.ops.storage import stage_to_local
+
+    path, options = Path(name).expanduser(), {}
+    if is_adapter(path):
+        return *open_adapter(path, base, trust_remote_code), options_of(path.absolute().parent)
+    if path.is_dir() and not (path / "config.json").is_file():
+        folder = find_checkpoint(path)
+        path, options = folder.parent.parent / f"{folder.name}_hf", checkpoint_options(folder)  # of --save_hf_ckpt
+        if not (path / "config.json").is_file():
+            model, tokenizer = open_checkpoint(folder, base, trust_remote_code)
+            return model.hf_model, tokenizer, options
+        name = str(path)
+    if base is not None:
+        raise ConfigError(f"--base {base}: {name} is a whole model, and needs none: leave --base out")
+    loading = {"flag": "MODEL", "trust_remote_code": trust_remote_code}
+    model = load_causal_lm(local := stage_to_local(name), dtype="auto", **loading)
+    return model, get_tokenizer(local, model, **loading), options or options_of(path)

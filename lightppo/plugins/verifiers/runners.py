@@ -1,0 +1,511 @@
+"""Runs the calls of a reward function: in threads, in an event loop, or in processes that can be killed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import functools
+import importlib
+import inspect
+import json
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextvars import ContextVar
+from dataclasses import KW_ONLY, dataclass
+from multiprocessing import spawn
+from multiprocessing.context import SpawnContext, SpawnProcess
+from typing import Any
+
+from pebble import ProcessExpired, ProcessPool
+
+from lightppo.errors import RewardError, WorkerStartError
+from lightppo.ranks import heartbeat
+from lightppo.rewards.source import Call, Outcome, in_daemon_thread
+from lightppo.user_code import error_text
+
+_MAX_STUCK = 64  # abandoned threads at most
+_MAX_BLOCKED = 4  # abandoned event loops at most
+_START_TRIES = 3
+_START_SECONDS = 120  # until a worker has loaded its target; imports are slow on a busy machine
+_LOOK_SECONDS = 1.0  # between checks that a pool of processes still runs
+_MAX_ANSWER = 16 << 20  # characters
+_MAX_TRACE = 10_000  # characters
+_PR_SET_PDEATHSIG = 1
+_EXIT_0 = 256  # stands for exit code 0
+
+
+def function_spec(fn: Callable[..., Any], name: str) -> str:
+    """How another process finds a function: ``path.py:name`` if it has its own file, else ``module:name``."""
+    module = sys.modules.get(getattr(fn, "__module__", None) or "")
+    path = getattr(fn, "__qualname__", "")
+    if module is None or module.__name__ == "__main__" or getattr(module, path, None) is not fn:
+        raise ValueError(
+            f"--reward_manager prime: worker processes cannot find reward function {name}; it must be a function at "
+            "the top level of a module or of a file of its own (--reward_fn path.py:name)"
+        )
+    from_file = module.__name__.startswith("lightppo_file_")
+    return f"{module.__file__ if from_file else module.__name__}:{path}"
+
+
+def _awaited(value: Any) -> Any:
+    """The value, awaited to its end if it is awaitable."""
+
+    async def run() -> Any:
+        return await value
+
+    return asyncio.run(run()) if inspect.isawaitable(value) else value
+
+
+def _late(timeout: float) -> Outcome:
+    return Outcome(error=f"no answer within {timeout:g} s", timeouts=1)
+
+
+def _raised(error: BaseException) -> Outcome:
+    return Outcome(error=error_text(error), cause=error)
+
+
+_timers_set: ContextVar[list[str] | None] = ContextVar("timers_set", default=None)  # by the present call
+
+
+def _watch(name: str) -> None:
+    """Has a function of ``signal`` tell that a call in a thread wanted a timer, also if the call hides the error."""
+    real = getattr(signal, name)
+
+    @functools.wraps(real)
+    def watched(first: Any, *rest: Any) -> Any:
+        timers = _timers_set.get()
+        ours = timers is not None and (name != "signal" or first == signal.SIGALRM)
+        if ours and threading.current_thread() is not threading.main_thread():
+            timers.append(name)
+            raise ValueError("signal only works in main thread of the main interpreter")
+        return real(first, *rest)
+
+    setattr(signal, name, watched)
+
+
+# Here, as a file of the user that is loaded later may have ``from signal import alarm``; off again in worker processes,
+# whose calls are in their main thread. Outside of calls in threads nothing is changed.
+_WATCHED = ("signal", "alarm", "setitimer")
+for _name in _WATCHED:
+    _watch(_name)
+
+
+@contextlib.contextmanager
+def _without_timers() -> Iterator[None]:
+    """A :class:`RewardError` if what runs here wants a timer in a thread, as its answer may be 0 for that reason."""
+    timers: list[str] = []
+    token = _timers_set.set(timers)
+    try:
+        yield
+    finally:
+        _timers_set.reset(token)
+    if timers:
+        raise RewardError(
+            "the reward function, or a library that it calls (math_verify does so), sets a time limit with "
+            f"signal.{timers[0]}, which works in the main thread only. Set --reward_manager prime and --reward_timeout,"
+            " or --reward_workers 1 without --reward_timeout and --async_rewards"
+        )
+
+
+@dataclass(eq=False)
+class ThreadRunner:
+    """Runs calls in up to ``workers`` threads; a call that takes more than ``timeout`` seconds is left behind."""
+
+    fn: Callable[..., Any]
+    workers: int
+    timeout: float | None = None
+
+    def __post_init__(self) -> None:
+        self._stuck: list[Future[Outcome]] = []
+
+    def run(self, calls: Sequence[Call]) -> list[Outcome]:
+        """One outcome per call, in order; raises :class:`RewardError` if too many calls hang."""
+        if self.timeout is None and (len(calls) <= 1 or self.workers == 1):
+            return [self._call(call) for call in calls]
+        outcomes: dict[int, Outcome] = {}
+        waiting = deque(range(len(calls)))
+        running: dict[Future[Outcome], tuple[int, float]] = {}  # → position, start
+        while len(outcomes) < len(calls):
+            while waiting and len(running) < self.workers:
+                i = waiting.popleft()
+                running[in_daemon_thread(self._call, calls[i])] = (i, time.monotonic())
+            patience = None
+            if self.timeout is not None:
+                patience = max(next(iter(running.values()))[1] + self.timeout - time.monotonic(), 0.0)
+            wait(running, patience, FIRST_COMPLETED)
+            for future, (i, start) in list(running.items()):
+                if future.done():
+                    outcomes[i] = future.result()
+                elif self.timeout is not None and time.monotonic() >= start + self.timeout:
+                    outcomes[i] = _late(self.timeout)
+                    self._give_up(future)
+                if i in outcomes:
+                    del running[future]
+        return [outcomes[i] for i in range(len(calls))]
+
+    def _call(self, call: Call) -> Outcome:
+        with _without_timers():
+            try:
+                return Outcome(_awaited(self.fn(*call.args, **call.kwargs)))
+            except (Exception, SystemExit) as error:
+                return _raised(error)
+            finally:
+                heartbeat.beat()
+
+    def _give_up(self, future: Future[Outcome]) -> None:
+        self._stuck = [f for f in self._stuck if not f.done()] + [future]
+        if len(self._stuck) > _MAX_STUCK:
+            raise RewardError(
+                f"{len(self._stuck)} calls of the reward function hang, longer than --reward_timeout "
+                f"{self.timeout:g}; --reward_manager prime can kill them"
+            )
+
+
+@dataclass(eq=False)
+class LoopRunner:
+    """Runs coroutine functions in one event loop, which lives in its own thread as long as this object."""
+
+    fn: Callable[..., Any]
+    concurrency: int
+    timeout: float | None = None  # seconds after which a call is cancelled
+    grace: float = 10.0  # seconds after the last call should have ended; then the loop counts as blocked
+
+    def __post_init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._blocked = 0
+
+    def run(self, calls: Sequence[Call]) -> list[Outcome]:
+        """One outcome per call, in order. If the function blocks the loop, all calls that wait for it are late."""
+        if self._blocked > _MAX_BLOCKED:
+            raise RewardError(
+                f"the reward function has blocked its event loop {self._blocked} times: it does something slow "
+                "without await; --reward_manager prime can kill it"
+            )
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            in_daemon_thread(self._loop.run_forever)
+        future = asyncio.run_coroutine_threadsafe(self._gather(calls), self._loop)
+        if self.timeout is None:
+            return future.result()
+        rounds = -(-len(calls) // self.concurrency)
+        try:
+            return future.result(rounds * self.timeout + self.grace)
+        except TimeoutError:
+            self._loop = None  # left behind with its thread
+            self._blocked += 1
+            return [_late(self.timeout) for _ in calls]
+
+    async def _gather(self, calls: Sequence[Call]) -> list[Outcome]:
+        slots = asyncio.Semaphore(self.concurrency)
+
+        async def one(call: Call) -> Outcome:
+            async with slots:
+                task = asyncio.ensure_future(self._call(call))
+                # not wait_for: that waits until a cancelled coroutine has ended, which it may refuse to
+                done, _ = await asyncio.wait({task}, timeout=self.timeout)
+                if done or self.timeout is None:
+                    return task.result()
+                task.cancel()
+                return _late(self.timeout)
+
+        return await asyncio.gather(*(one(call) for call in calls))
+
+    async def _call(self, call: Call) -> Outcome:
+        with _without_timers():
+            try:
+                return Outcome(await self.fn(*call.args, **call.kwargs))
+            except (Exception, SystemExit) as error:  # a SystemExit that leaves a task ends the loop
+                return _raised(error)
+            finally:
+                heartbeat.beat()
+
+
+@dataclass(eq=False)
+class KillablePool:
+    """Calls one function in worker processes, with limits on wall-clock time and memory that no function can evade.
+
+    A limit on processor time is for functions that we trust not to turn off ``signal.ITIMER_PROF``.
+
+    The pool is pebble's. We add what a trainer needs: a worker imports only what the target needs and never runs the
+    script again, is killed together with the processes it started, and dies with this process, however that ends; a
+    broken pool is replaced. This is not a sandbox: workers have this process's rights.
+    """
+
+    target: str  # package.module:function or path.py:function; may be a coroutine function
+    _: KW_ONLY
+    workers: int | None = None  # calls at a time; None: one per core of this rank
+    timeout: float  # wall-clock seconds per call, from when a loaded worker gets it
+    # Seconds of processor time per call; None: no limit. Unlike the wall clock, a busy machine does not reach it.
+    cpu_seconds: float | None = None
+    memory_mb: int | None = None  # a worker with more MiB of resident memory is killed; checked every 0.1 s
+    preload: Sequence[str] = ()  # modules that a worker imports before its first call, outside the time limit
+    quiet: bool = False  # discard what workers print
+
+    def __post_init__(self) -> None:
+        if self.workers is None:
+            from lightppo.plugins.verifiers.sandbox import (
+                default_processes,  # here, because worker processes import this file
+            )
+
+            self.workers = default_processes()
+        if self.workers < 1 or not self.timeout > 0:
+            got = f"got {self.workers} and {self.timeout}"
+            raise ValueError(f"--reward_workers must be ≥ 1 and --reward_timeout > 0, {got}")
+        if self.cpu_seconds is not None and not self.cpu_seconds > 0:
+            raise ValueError(f"--reward_timeout must be > 0, got {self.cpu_seconds}")
+        self._lock = threading.Lock()
+        self._running: list[_RunningPool] = []  # at most one
+        self._closer = weakref.finalize(self, _end_all, self._running, os.getpid())
+
+    def run(self, calls: Sequence[Call]) -> list[Outcome]:
+        """Calls the target with each of ``calls``; one outcome each, in order."""
+        try:
+            payloads = [pickle.dumps((call.args, call.kwargs)) for call in calls]
+        except Exception as error:  # whatever __reduce__ of a user's object raises
+            problem = f"{type(error).__name__}: {error}"
+            raise RewardError(f"arguments of a reward call cannot be sent to a worker process: {problem}") from error
+        if not calls:
+            return []
+        outcomes: list[Outcome] = []
+        for _ in range(_START_TRIES):
+            running = self._start()
+            try:
+                for outcome in running.outcomes(payloads[len(outcomes) :], self.timeout):
+                    outcomes.append(outcome)
+                return outcomes
+            except RuntimeError as error:  # the pool has ended, or cannot load the target
+                why = running.last_end()
+                with self._lock:
+                    if running in self._running:
+                        self._running.remove(running)
+                running.end()
+                if isinstance(error, WorkerStartError):
+                    raise
+        raise WorkerStartError(f"{_START_TRIES} worker processes in a row did not start: {why}")
+
+    def close(self) -> None:
+        """Kills the workers; running calls fail. May be called again."""
+        self._closer()
+
+    def _start(self) -> _RunningPool:
+        with self._lock:
+            if not self._closer.alive:
+                raise RewardError("the pool of worker processes is closed")
+            if not self._running:
+                setup = (self.target, tuple(self.preload), self.quiet, self.cpu_seconds)
+                self._running.append(_RunningPool(self.workers, self.memory_mb, setup))
+            return self._running[0]
+
+
+def _end_all(pools: list[_RunningPool], owner: int) -> None:
+    if os.getpid() == owner:  # a forked child: the workers are its parent's
+        for pool in pools:
+            pool.end()
+
+
+class _RunningPool(SpawnContext):
+    """pebble's pool, and the context that makes its workers. It breaks if a worker dies without a call."""
+
+    def __init__(self, n_workers: int, memory_mb: int | None, setup: tuple[Any, ...]) -> None:
+        super().__init__()
+        self._memory_mb = memory_mb
+        *_, self._cpu_seconds = setup
+        self._workers: deque[_Worker] = deque(maxlen=256)
+        self._pool = ProcessPool(n_workers, initializer=_load, initargs=setup, context=self)
+        self._started, self._ended = threading.Event(), threading.Event()
+        in_daemon_thread(self._keep)
+        self._started.wait()
+
+    def Process(self, **options: Any) -> _Worker:
+        """Called by pebble."""
+        self._workers.append(_Worker(self._memory_mb, **options))
+        return self._workers[-1]
+
+    def _keep(self) -> None:
+        """The kernel ends a worker with the thread that started it: this one first, later the pool's."""
+        with contextlib.suppress(BrokenProcessPool):  # its calls will tell
+            _ = self._pool.active
+        self._started.set()
+        self._ended.wait()
+
+    def outcomes(self, payloads: Sequence[bytes], timeout: float) -> Iterator[Outcome]:
+        """One per payload, in order; a ``RuntimeError`` if the pool has ended."""
+        for future in [self._pool.schedule(_answer, (payload,), timeout=timeout) for payload in payloads]:
+            while not wait((future,), _LOOK_SECONDS).done:
+                if not self._pool.active:  # an ended pool leaves its calls waiting
+                    raise BrokenProcessPool("ended")
+            heartbeat.beat()
+            try:
+                answer = json.loads(future.result())
+            except TimeoutError:
+                yield _late(timeout)
+            except ProcessExpired as error:
+                yield self._died(error.pid)
+            else:
+                if "unloadable" in answer:
+                    raise WorkerStartError(answer["unloadable"])
+                trace = RewardError(f"in a worker process:\n{answer['trace']}") if "trace" in answer else None
+                yield Outcome(answer.get("value"), answer.get("error"), cause=trace)
+
+    def _died(self, pid: int) -> Outcome:
+        worker = next((worker for worker in self._workers if worker.pid == pid), None)
+        if worker is not None and worker.exitcode == -signal.SIGPROF and self._cpu_seconds is not None:
+            return Outcome(error=f"no answer within {self._cpu_seconds:g} s of processor time", timeouts=1)
+        return Outcome(error="the worker process died" if worker is None else worker.end)
+
+    def last_end(self) -> str:
+        return next((worker.end for worker in reversed(self._workers) if worker.end), "no process could be started")
+
+    def end(self) -> None:
+        self._pool.stop()
+        self._ended.set()
+        with contextlib.suppress(RuntimeError):  # garbage-collected in a thread of the pool itself
+            self._pool.join()
+
+
+class _Worker(SpawnProcess):
+    """A worker process for pebble, with a process group and a memory limit."""
+
+    def __init__(self, memory_mb: int | None, **options: Any) -> None:
+        super().__init__(**options)
+        self._memory_mb = memory_mb
+        self._excess = ""
+        self._mourned = False
+
+    def start(self) -> None:
+        _starting.worker = True
+        try:
+            super().start()
+        finally:
+            _starting.worker = False
+        # Out of the list of children that pebble and multiprocessing end with the program: a fork would end them too.
+        multiprocessing.process._children.discard(self)
+
+    def is_alive(self) -> bool:
+        """pebble asks every 0.1 s. A death is reported the second time, when pebble knows whose call that was."""
+        if super().is_alive():
+            import psutil
+
+            with contextlib.suppress(psutil.Error):  # just ended
+                if self._memory_mb and psutil.Process(self.pid).memory_info().rss > self._memory_mb << 20:
+                    self._excess = f"more than {self._memory_mb} MiB of memory"
+                    self.terminate()
+            return True
+        if self._mourned:
+            return False
+        self.terminate()  # the processes that it has started live on
+        return True
+
+    def terminate(self) -> None:
+        """Kills the worker and its process group at once."""
+        self._mourned = True
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self.kill()  # in case it has no process group yet
+
+    @property
+    def exitcode(self) -> int | None:
+        """pebble takes 0 for an end that it asked for, which it never does."""
+        code = super().exitcode
+        return _EXIT_0 if code == 0 else code
+
+    @property
+    def end(self) -> str:
+        """How the worker ended; empty while it runs."""
+        code = self.exitcode
+        if self._excess or code is None:
+            return self._excess
+        return f"the worker process died ({'signal' if code < 0 else 'exit code'} {abs(code) % _EXIT_0})"
+
+
+def _data_for_worker(name: str) -> dict[str, Any]:
+    """What multiprocessing tells a new process; our workers do not get the script, which they would run again."""
+    data = _data_for_process(name)
+    ours = getattr(_starting, "worker", False)
+    return {key: value for key, value in data.items() if not (ours and key.startswith("init_main_"))}
+
+
+_starting = threading.local()
+_data_for_process, spawn.get_preparation_data = spawn.get_preparation_data, _data_for_worker
+
+
+# --- inside a worker
+
+_loaded: Callable[..., Any] | str = ""  # the target, or why it could not be loaded
+_cpu_seconds: float | None = None  # of each call
+
+
+def _load(target: str, preload: Sequence[str], quiet: bool, cpu_seconds: float | None) -> None:
+    """Prepares a worker process and loads its target."""
+    global _loaded, _cpu_seconds
+    _cpu_seconds = cpu_seconds
+    for name in _WATCHED:
+        setattr(signal, name, getattr(signal, name).__wrapped__)
+    os.setsid()  # a Ctrl-C is the trainer's, and a kill reaches the worker's children
+    if sys.platform == "linux":  # ended by the kernel when the trainer ends, however it ends
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    parent = multiprocessing.parent_process()
+    if parent is None or os.getppid() != parent.pid:  # the trainer has ended already
+        os._exit(1)
+    # DeepSpeed's launch.py signals what ranks have started too, while the trainer ends its step. Not ignored: programs
+    # that the function starts would inherit that.
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if quiet:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 1)
+        os.dup2(nowhere, 2)
+    signal.alarm(_START_SECONDS)
+    try:
+        for module in preload:
+            importlib.import_module(module)
+        module, _, name = target.rpartition(":")
+        if module.endswith(".py"):
+            from lightppo.user_code import load_python_function
+
+            _loaded = load_python_function(target, name)
+        else:
+            _loaded = getattr(importlib.import_module(module), name)
+    except BaseException as error:
+        _loaded = f"{target} cannot be loaded in a worker process: {error_text(error)}"
+    signal.alarm(0)
+
+
+def _answer(payload: bytes) -> str:
+    """One call in a worker. It answers in JSON, so that the trainer never unpickles what a function returns."""
+    if isinstance(_loaded, str):
+        return json.dumps({"unloadable": _loaded})
+    if _cpu_seconds is not None:
+        signal.setitimer(signal.ITIMER_PROF, _cpu_seconds)  # the kernel ends the process, in the midst of C code too
+    try:
+        args, kwargs = pickle.loads(payload)
+        answer = json.dumps({"value": _awaited(_loaded(*args, **kwargs))}, default=_plain)
+        if len(answer) > _MAX_ANSWER:
+            raise ValueError(f"the answer has {len(answer)} bytes")
+        return answer
+    except BaseException as error:  # SystemExit too: a function that exits has no answer
+        trace = "".join(traceback.format_exception(error))[-_MAX_TRACE:]  # for --debug; no exception leaves a worker
+        return json.dumps({"error": error_text(error), "trace": trace})
+    finally:
+        if _cpu_seconds is not None:
+            signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def _plain(value: Any) -> Any:
+    """Numbers and arrays of numpy and torch, for JSON."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"a reward function cannot return {type(value).__name__} from a worker process")

@@ -1,0 +1,416 @@
+"""Rollouts by vLLM servers, over HTTP: prompts shared out by length, weights pushed to each, lost servers replaced."""
+
+from __future__ import annotations
+
+import base64
+import logging
+import queue
+import sys
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import closing
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from pebble.concurrent import thread
+from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_fixed
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from lightppo.config import PPOConfig
+from lightppo.data.records import Prompt, Rollout
+from lightppo.errors import RefusedError, RequestError, RolloutError, UnreachableError
+from lightppo.plugins.http.client import HTTPClient, read_token
+from lightppo.plugins.vllm.colocated import (
+    OnFinished,
+    Requests,
+    VLLMEngine,
+    longest_sequence,
+    vocab_size_of,
+    vocabulary_limits,
+)
+from lightppo.plugins.vllm.weights import (
+    PROTOCOL,
+    Broadcasts,
+    Files,
+    architecture,
+    buckets,
+    differing_weights,
+    full_weights,
+    open_transport,
+    trainer_fingerprints,
+)
+from lightppo.rollout.engine import SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+_CONNECT_SECONDS = 10.0
+_QUICK_SECONDS = 30.0  # for what needs no computing
+_START_TRY_SECONDS = 2.0  # between two looks at a server that is still starting
+_START = "start it by `lightppo serve-vllm`"
+_NO_LOG_PROB = -9999.0  # what vLLM sends in place of NaN
+_THREADS = 1024  # requests of this process at a time
+
+
+class VLLMServerRolloutEngine(VLLMEngine):
+    """vLLM servers that ``lightppo serve-vllm`` started; every rank asks them itself.
+
+    A server that fails is lost: its requests go to the others, and it is used again only when a later push of weights
+    has reached it. Every answer says which version of the weights sampled it; a server that answers from another one,
+    which may have been started anew, is lost too. Whatever ends a call on one rank ends it on all.
+
+    Raises:
+        RolloutError: a server cannot be reached, serves another model or too short sequences, or does not take the
+            weights; on every rank.
+    """
+
+    def __init__(self, config: PPOConfig, strategy: Any, actor: nn.Module, tokenizer: PreTrainedTokenizerBase) -> None:
+        super().__init__(config, strategy, actor, tokenizer)
+        e = config.engine
+        key = read_token(env=e.vllm_server_api_key_env, option="--vllm_server_api_key_env")
+        options = {"timeout": e.vllm_server_timeout, "retries": e.vllm_server_retries, "key": key}
+        limits = vocabulary_limits(tokenizer, actor, self.hf_model)
+        self.servers = [VLLMServer(url, limits, **options) for url in e.vllm_server_url]
+        self.lost: dict[int, str] = {}  # server → why it is not used, the same on every rank
+        self.version: str | None = None  # of the weights that were pushed last
+        self._run, self._pushes = uuid.uuid4().hex, 0
+        self.sync_weights(actor)
+        can_sleep = all(server.described.get("sleep_mode") for server in self.servers)  # known on rank 0
+        self.sleeps = e.free_cache_engine and self.strategy.broadcast_object(can_sleep)
+        if e.free_cache_engine and not self.sleeps:
+            logger.info("vLLM servers without --enable-sleep-mode stay awake while the trainer trains")
+
+    @property
+    def live(self) -> list[int]:
+        """Servers in use."""
+        return [i for i in range(len(self.servers)) if i not in self.lost]
+
+    def _lose(self, reasons: Mapping[int, str]) -> None:
+        for i, reason in sorted(reasons.items()):
+            if i not in self.lost:
+                self.lost[i] = reason
+                logger.warning("%s; lost until the next push of weights, %d servers are left", reason, len(self.live))
+
+    def _check_any_left(self) -> None:
+        if not self.live:
+            raise RolloutError(
+                f"--vllm_server_url: none of the {len(self.servers)} servers is left: "
+                f"{'; '.join(self.lost[i] for i in sorted(self.lost))}; look at their output, start them again by "
+                "`lightppo serve-vllm` and resume the run"
+            )
+
+    # -- generation ------------------------------------------------------------------------------------------------
+
+    def _sample(self, prompts: list[Prompt], sampling: SamplingParams, on_finished: OnFinished) -> list[Rollout]:
+        """Every rank learns what the others met: servers lost, and failures, which end the call for all. Collective."""
+        rollouts: list[Rollout] = []
+        failure = text = None
+        try:
+            rollouts = self._ask(Requests(self, prompts, sampling), on_finished)
+        except Exception as error:
+            failure = error
+            text = str(error) if isinstance(error, RolloutError) else f"{type(error).__name__}: {error}"
+        everything = self.strategy.all_gather_object((text, self.lost))
+        for _, lost in everything:
+            self._lose(lost)
+        if failure is not None:
+            raise failure
+        for rank, (text, _) in enumerate(everything):
+            if text is not None:
+                raise RolloutError(f"rank {rank}: {text}")
+        return rollouts
+
+    def _ask(self, requests: Requests, on_finished: OnFinished) -> list[Rollout]:
+        """The dearest requests first, each to the server with the least under way."""
+        self._check_any_left()
+        vocab_size, rank, parameters = vocab_size_of(self.hf_model), self.strategy.get_rank(), requests.parameters
+        each, more = divmod(self.config.engine.vllm_server_concurrency, self.strategy.world_size)
+        most = max(1, each + (rank < more))  # of a server: this rank's share
+        costs = [len(prompt.token_ids) + requests.sampling.max_new_tokens for prompt, _ in requests.samples]
+        waiting = sorted(range(len(costs)), key=costs.__getitem__)
+        under_way: dict[int, set[int]] = {i: set() for i in self.live}  # server → requests
+        ended: queue.SimpleQueue[tuple[int, int, Future]] = queue.SimpleQueue()
+        rollouts: list[Rollout | None] = [None] * len(costs)
+
+        def room(i: int) -> bool:
+            return len(under_way[i]) < most and sum(map(len, under_way.values())) < _THREADS
+
+        def begin(i: int, r: int) -> None:
+            under_way[i].add(r)
+            prompt_ids = requests.samples[r][0].token_ids
+            answer = thread(self.servers[i].complete)(parameters(r), prompt_ids, vocab_size, self.version)
+            answer.add_done_callback(lambda answer: ended.put((i, r, answer)))
+
+        shows = self.strategy.is_rank_0() and sys.stderr.isatty()
+        with tqdm(total=len(costs), desc="rollout", leave=False, ncols=80, disable=not shows) as bar:
+            while waiting or any(under_way.values()):
+                while waiting and (free := [i for i in self.live if room(i)]):
+                    # ranks prefer different servers among equals
+                    load = {i: (sum(costs[r] for r in under_way[i]), (i - rank) % len(self.servers)) for i in free}
+                    begin(min(free, key=load.__getitem__), waiting.pop())
+                i, r, answer = ended.get()
+                under_way[i].remove(r)
+                try:
+                    completion = answer.result()
+                except RefusedError as error:
+                    raise RolloutError(str(error)) from None
+                except RequestError as error:
+                    self._lose({i: str(error)})
+                    self._check_any_left()
+                    waiting.append(r)
+                    continue
+                rollouts[r] = requests.rollout(r, *completion)
+                on_finished([rollouts[r]])
+                bar.update()
+        return rollouts
+
+    # -- weights ---------------------------------------------------------------------------------------------------
+
+    def _push(self) -> None:
+        """To every server, lost ones too. One that does not take the weights is lost; at the first push that is a
+        RolloutError, and so it is if none does."""
+        self._pushes += 1
+        version, weights = f"{self._run}-{self._pushes}", full_weights(self.actor)
+        first, self.version = self.version is None, None
+        told = None
+        try:
+            if self.strategy.is_rank_0():
+                told = (*self._send(weights, version, first), version)
+        finally:
+            for _ in weights:  # collective: what rank 0 did not send is gathered all the same
+                pass
+        problem, lost, version = self.strategy.broadcast_object(told)
+        if first and lost:
+            problem = problem or "--vllm_server_url: " + "; ".join(dict.fromkeys(lost.values()))
+        if problem is not None:
+            raise RolloutError(problem)
+        for i in self.lost.keys() - lost.keys():
+            logger.info("%s is used again: it has the present weights", self.servers[i].name)
+        self.version = version
+        self.lost = {i: lost[i] for i in self.lost if i in lost}
+        self._lose(lost)
+        self._check_any_left()
+
+    def _send(self, weights: Iterator[tuple[str, Tensor]], version: str, first: bool) -> tuple[Any, dict[int, str]]:
+        """On rank 0: why nothing could be brought to anybody, or None; and which servers failed, and why."""
+        lost: dict[int, str] = {}
+        problem = None
+
+        def each(step: Callable[[VLLMServer], object]) -> dict[int, Future]:
+            return self._begin([i for i in range(len(self.servers)) if i not in lost], step)
+
+        try:
+            with closing(open_transport(self.config.engine, next(self.hf_model.parameters()).device)) as way:
+                lost |= self._failures(each(partial(self._open, way, first)))
+                under_way: dict[int, Future] = {}
+                for bucket in buckets(weights):  # gathered while the one before travels
+                    packed = way.pack(bucket)
+                    lost |= self._failures(under_way)
+                    under_way = each(partial(way.send, packed=packed))
+                lost |= self._failures(under_way)
+                lost |= self._failures(each(lambda server: server.finish_update(version)))
+        except RolloutError as error:
+            problem = str(error)
+        paused = [i for i, server in enumerate(self.servers) if server.is_paused]
+        return problem, self._failures(self._begin(paused, VLLMServer.resume)) | lost
+
+    def _open(self, way: Files | Broadcasts, first: bool, server: VLLMServer) -> None:
+        """Has a server wait for weights; a RequestError where it cannot sample for the actor."""
+        seconds = self.config.engine.vllm_server_start_timeout if first else 0.0
+        patience = {"stop": stop_after_delay(seconds), "wait": wait_fixed(min(_START_TRY_SECONDS, seconds))}
+        try:
+            Retrying(retry=retry_if_exception_type(UnreachableError), reraise=True, **patience)(server.admit)
+        except UnreachableError as error:
+            if first:
+                advice = f"waited {seconds:g} s (--vllm_server_start_timeout): {_START}, and look at its output"
+                raise RequestError(f"{error}; {advice}") from None
+            raise
+        served, longest = server.described, longest_sequence(self.config)
+        shape, wanted = served["architecture"], architecture(self.hf_model.config)
+        if odd := [f"{k} {shape.get(k)} for {value}" for k, value in wanted.items() if shape.get(k) != value]:
+            raise RequestError(
+                f"{server.name} serves {served['model']}, which is not the model of --pretrain "
+                f"{self.config.model.pretrain}: {', '.join(odd)}; start it with that model"
+            )
+        if served["max_model_len"] < longest:
+            raise RequestError(
+                f"{server.name} takes {served['max_model_len']} tokens, prompt and response may have {longest}: "
+                f"start it with --max-model-len {longest}, or lower --prompt_max_len or --generate_max_len"
+            )
+        if first and served["dtype"] != self.dtype:
+            message = "%s computes in %s, the actor in %s: log probs will differ"
+            logger.warning(message, server.name, served["dtype"], self.dtype)
+        server.pause()
+        way.open(server)
+        server.post("/start_weight_update")
+
+    def _begin(self, among: Iterable[int], step: Callable[[VLLMServer], object]) -> dict[int, Future]:
+        """Has several servers do something at the same time, in threads that do not keep a process from ending."""
+        return {i: thread(step)(self.servers[i]) for i in among}
+
+    def _failures(self, begun: Mapping[int, Future]) -> dict[int, str]:
+        """Waits; says which servers failed and why."""
+        failures = {}
+        for i, future in begun.items():
+            try:
+                future.result()
+            except RequestError as error:
+                failures[i] = str(error)
+            except (RuntimeError, TimeoutError) as error:  # of torch.distributed
+                text = str(error).partition("\n")[0] or type(error).__name__
+                failures[i] = f"{self.servers[i].name}: the weights did not get there: {text}"
+        return failures
+
+    def differing_weights(self) -> tuple[list[str], list[str]]:
+        """Weights of the actor that a server does not have, and those that cannot be compared. Collective."""
+        expected = trainer_fingerprints(full_weights(self.actor))
+        found: list[tuple[list[str], list[str]]] = []
+        problem = None
+        try:
+            for server in [self.servers[i] for i in self.live if self.strategy.is_rank_0()]:
+                shared = len(server.gpus) > 1  # each worker has a part of every weight
+                found.append(([], list(expected)) if shared else differing_weights(expected, *server.fingerprints()))
+        except RequestError as error:
+            problem = f"--vllm_server_url: {error}"
+        problem, found = self.strategy.broadcast_object((problem, found))
+        if problem is not None:
+            raise RolloutError(problem)
+        differing, unknown = (sorted(set().union(*names)) for names in zip(*found))
+        return differing, unknown
+
+    # -- sleep and end ---------------------------------------------------------------------------------------------
+
+    def _fall_asleep(self, level: int) -> None:
+        self._tell(f"/sleep?level={level}")
+
+    def _wake(self, tag: str) -> None:
+        """All of it at once."""
+        if self._asleep:
+            self._tell("/wake_up")
+            self._asleep.clear()
+
+    def _tell(self, route: str) -> None:
+        """Has rank 0 tell every live server; those that fail are lost. Collective."""
+        begun = self._begin(self.live, lambda server: server.post(route)) if self.strategy.is_rank_0() else {}
+        self._lose(self.strategy.broadcast_object(self._failures(begun)))
+
+    def close(self) -> None:
+        """Ends the connections; the servers go on. It may be called again."""
+        for server in self.servers:
+            server.close()
+
+
+class VLLMServer:
+    """What one server is asked; threads may share it. Every call raises :class:`~lightppo.errors.RequestError`.
+
+    A completion that fails in a way that may pass is tried again, but not after a time-out.
+    """
+
+    def __init__(
+        self, url: str, limits: Sequence[int | None], *, timeout: float, retries: int, key: str | None = None
+    ) -> None:
+        options = {"timeout": timeout, "connect_timeout": _CONNECT_SECONDS, "retries": retries, "token": key}
+        client = partial(HTTPClient, url.rstrip("/"), "vLLM server", retry_timeouts=False, **options)
+        self._client = client(keep_alive=True)
+        # Without kept connections, which vLLM closes after errors, so that one try is enough.
+        self._control = client(retries=0)
+        self.name = self._control.name
+        self.described: dict[str, Any] = {}  # what it serves, by WorkerExtension.lightppo_admit
+        self.gpus: list[str | None] = []  # of each of its workers
+        self.is_paused = False  # for a push
+        self._limits = list(limits)
+
+    def admit(self) -> None:
+        """Has its workers sample as the trainer needs it."""
+        workers = self._rpc("lightppo_admit", self._limits)
+        self.gpus, self.described = [worker.pop("gpu", None) for worker in workers], workers[0]
+        if any(worker.get("protocol") != PROTOCOL for worker in workers):
+            raise RefusedError(f"{self.name} runs another version of lightppo: {_START} of this version")
+        if any(worker != workers[0] for worker in workers):
+            raise RequestError(f"{self.name}: its workers differ: {workers}")
+
+    def complete(
+        self, parameters: dict[str, Any], prompt_ids: list[int], vocab_size: int, version: str | None
+    ) -> tuple[list[int], list[float], str]:
+        """A response by the weights of that version: ids with the stop id, the log prob of each (NaN where the server
+        could not say), and the finish reason, stop or length."""
+
+        def read(answer: dict[str, Any]) -> tuple[tuple[list[int], list[float], str], set[str]]:
+            (choice,) = answer["choices"]
+            ids, reason = choice["token_ids"], choice["finish_reason"]
+            if reason not in ("stop", "length"):  # e.g. abort, when the server is paused
+                raise ValueError(f"the request ended with {reason!r}")
+            if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < vocab_size for i in ids):
+                raise ValueError(f"token_ids {ids} are no ids of the model")
+            if not 0 < len(ids) <= parameters["max_tokens"]:
+                raise ValueError(f"{len(ids)} tokens for max_tokens {parameters['max_tokens']}")
+            log_probs = [float(token["logprob"]) for token in choice["logprobs"]["content"]]
+            if len(log_probs) != len(ids):
+                raise ValueError(f"{len(log_probs)} log probs for {len(ids)} tokens")
+            log_probs = [float("nan") if value == _NO_LOG_PROB else value for value in log_probs]
+            return (ids, log_probs, reason), {span["version"] for span in choice["weight_versions"]}
+
+        body = {"token_ids": prompt_ids, "sampling_params": parameters}
+        completion, versions = self._ask(self._client, "/inference/v1/generate", body, read=read)
+        if versions != {version}:
+            raise RequestError(f"{self.name} has other weights than were pushed: was it started anew?")
+        return completion
+
+    def pause(self) -> None:
+        """Aborts what it computes and empties its caches."""
+        self.post("/pause?mode=abort")
+        self.is_paused = True
+
+    def push_step(self, route: str, body: dict[str, Any] | None = None) -> None:
+        """One step of a push; its workers say what went wrong, since the route cannot."""
+        self.post(route, body)
+        problems = [one["problem"] for one in self._rpc("lightppo_problem", []) if one.get("problem")]
+        if problems:
+            raise RequestError(f"{self.name}: {route}: {self._control.clean(problems[0])}")
+
+    def finish_update(self, version: str) -> None:
+        self.push_step("/finish_weight_update")
+        self.post("/update_weight_version", {"new_version": version})
+
+    def resume(self) -> None:
+        self.post("/resume", timeout=_QUICK_SECONDS)
+        self.is_paused = False
+
+    def fingerprints(self) -> tuple[dict[str, Tensor], dict[str, list[str]]]:
+        """:func:`~lightppo.plugins.vllm.worker.engine_fingerprints` of its one worker."""
+        (found,) = self._rpc("lightppo_fingerprints", [])
+        contents = {name: bytearray(base64.b64decode(text)) for name, text in found["prints"].items()}
+        return {name: torch.frombuffer(c, dtype=torch.float32) for name, c in contents.items()}, found["packed"]
+
+    def post(self, route: str, body: dict[str, Any] | None = None, **options: Any) -> Any:
+        """One try, for what cannot be repeated or is looked at soon again."""
+        return self._ask(self._control, route, body or {}, **options)
+
+    def close(self) -> None:
+        """Ends the connections."""
+        self._client.close()
+        self._control.close()
+
+    def _rpc(self, method: str, arguments: list[Any]) -> list[dict[str, Any]]:
+        """One answer of each worker."""
+
+        def read(answer: dict[str, Any]) -> list[dict[str, Any]]:
+            first, *others = (dict(one) for one in answer["results"])
+            return [first, *others]
+
+        return self.post("/collective_rpc", {"method": method, "args": arguments}, read=read)
+
+    def _ask(self, client: HTTPClient, route: str, body: dict[str, Any], **options: Any) -> Any:
+        try:
+            return client.post(route, body, **options)
+        except RefusedError as error:
+            key = "set --vllm_server_api_key_env to the environment variable that holds the server's key"
+            advice = {401: key, 403: key, 404: f"it is no vLLM server for training: {_START}"}
+            if error.status in advice:
+                error.args = (f"{error}; {advice[error.status]}",)
+            raise

@@ -1,0 +1,133 @@
+"""Tables of names: what each name stands for, imported when it is first used."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from lightppo.errors import ConfigError
+from lightppo.option import Option, out_of_order
+from lightppo.suggestions import nearest
+from lightppo.user_code import load_python_function
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What all entries have."""
+
+    function: str | Callable  # "module:name" or "path.py:name", or the function itself
+    options: tuple[Option, ...] = ()  # its own; beside another entry they would do nothing, and are refused
+    metrics: Mapping[str, str] = field(default_factory=dict)  # names that it adds to train/ → meaning
+
+    @functools.cached_property
+    def fn(self) -> Callable:
+        """The function, imported on first use."""
+        return load(self.function)
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """Its own options by name, with what they are where the flag says nothing; ``None``: off."""
+        return {option.name: option.default for option in self.options}
+
+    def completed(self, given: Mapping[str, Any], name: str) -> dict[str, Any]:
+        """Its own options, checked: those given, and the defaults of those left out or ``None``."""
+        if unknown := given.keys() - self.defaults.keys():
+            known = ", ".join(self.defaults) or "none"
+            raise ValueError(f"--{min(unknown)} is no option of {name}; it has: {known}")
+        values = self.defaults | {name: value for name, value in given.items() if value is not None}
+        values = {option.name: option.conform(values[option.name]) for option in self.options}
+        for problem in out_of_order(self.options, values):
+            raise ValueError(problem)
+        return values
+
+
+E = TypeVar("E", bound=Entry)
+
+
+class Table(dict[str, E]):
+    """Entries by name, in the order in which they came.
+
+    Args:
+        flag: the option that takes a name, or what a name is of: ``command``.
+        decorator: for functions in files of the user's own, if the flag takes those: ``path.py:name``.
+        kind: of their entries.
+    """
+
+    def __init__(
+        self, flag: str, entries: Mapping[str, E] = {}, decorator: str | None = None, kind: type[E] = Entry
+    ) -> None:
+        super().__init__(entries)
+        self.flag, self.decorator, self.kind = flag, decorator, kind
+
+    def register(self, name: str, entry: E) -> None:
+        """Add an entry; ValueError where the name is taken."""
+        if name in self:
+            raise ValueError(f"{self.flag}: there is a {name!r} already: choose another name")
+        self[name] = entry
+
+    def find(self, name: str) -> E:
+        """The entry of a name, or of ``path.py:name``; ConfigError for an unknown one."""
+        if name not in self and self.decorator is not None and ".py" in name:
+            return _entry_of_file(name, self.flag, self.decorator, self.kind)
+        if name in self:
+            return self[name]
+        meant = nearest(str(name), self, self.flag.lstrip("-"))
+        raise ConfigError(f"{self.flag}: unknown name {name!r}{meant}; known: {', '.join(self)}")
+
+    def flag_options(self, owner: str = "") -> dict[str, Option]:
+        """The own options of all entries as flags of a section: None means what the entry says."""
+        found: dict[str, Option] = {}
+        for own in (option for entry in self.values() for option in entry.options):
+            users = [name for name, entry in self.items() if own.name in entry.defaults]
+            default = "" if own.default is None else f" None: {own.default}."
+            found[own.name] = replace(
+                own,
+                type=own.type | None,
+                default=None,
+                help=f"{', '.join(users)}: {own.help}{default}",
+                needs=(f"{self.flag[2:]}={'|'.join(users)}",),
+                off=() if own.default is None else (own.default,),
+                owner=owner,
+            )
+        return found
+
+
+def load(function: str | Callable) -> Callable:
+    """The function of ``"module:name"`` or ``"path.py:name"``; a function is itself."""
+    if not isinstance(function, str):
+        return function
+    where, _, name = function.rpartition(":")
+    if where.endswith(".py"):
+        return load_python_function(function, name)
+    return getattr(importlib.import_module(where), name)
+
+
+@functools.cache
+def _entry_of_file(spec: str, flag: str, decorator: str, kind: type[Entry]) -> Any:
+    """The entry of a function in a file, which is read but not run."""
+    path, _, name = spec.rpartition(":")
+    try:
+        tree = ast.parse(Path(path).expanduser().read_bytes())
+    except OSError as error:
+        raise ConfigError(f"{flag} {spec}: cannot be read ({error.strerror}); write path.py:name") from None
+    except (SyntaxError, ValueError) as error:
+        raise ConfigError(f"{flag} {spec}: {path} is not Python: {error}") from None
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    if name not in functions:
+        raise ConfigError(
+            f"{flag} {spec}: {path} has no function {name!r}{nearest(name, functions)}, only: {', '.join(functions)}"
+        )
+    traits: dict[str, Any] = {}
+    for node in functions[name].decorator_list:
+        if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == decorator:
+            try:
+                traits = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in node.keywords}
+                kind("", **traits)
+            except (ValueError, TypeError) as error:
+                raise ConfigError(f"{flag} {spec}: {path}:{node.lineno}: @{decorator}: {error}") from None
+    return kind(f"{path}:{name}", **traits)
