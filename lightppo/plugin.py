@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 from dataclasses import dataclass
 from importlib import metadata
+from typing import Literal
 
 from lightppo.errors import UserError
 from lightppo.table import Entry, Table
@@ -23,6 +24,13 @@ class Command(Entry):
     """A command ``lightppo NAME``; the function takes its arguments, and its name in messages."""
 
     about: str = ""  # what it does, on one line of ``lightppo --help``
+
+
+@dataclass(frozen=True)
+class Check(Entry):
+    """A function of the run that is being built, :class:`lightppo.trainer.build.Building`; its lines are printed."""
+
+    when: Literal["options", "data", "models"] = "options"  # it is called when these are there
 
 
 COMMANDS: Table[Command] = Table(
@@ -61,6 +69,13 @@ PUBLIC: dict[str, str] = {
     "AdaptiveKLController": "lightppo.algorithms.kl",
 }
 """What ``from lightppo import NAME`` imports, by name: the module. A plugin may put another module in its place."""
+
+
+CALLBACKS: Table = Table("callback")
+"""Callbacks of every run: an entry's function makes one of a trainer, or returns None where it has nothing to do."""
+
+CHECKS: Table[Check] = Table("check", kind=Check)
+"""What looks at a run while it is built; an error of the user's ends it before anything takes long."""
 
 
 class PluginError(UserError):

@@ -1,0 +1,138 @@
+"""Callbacks: what a run does beside training, and what users add to it. docs/extending.md has examples.
+
+``PPOTrainer(..., callbacks=[MyCallback()])`` or ``--callback file.py:MyCallback`` adds one; a plugin registers one in
+``lightppo.plugin.CALLBACKS``, and every run has it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lightppo.experience.experience import Experience
+    from lightppo.experience.sampler import CollectedStep
+
+logger = logging.getLogger(__name__)
+
+VOTES = ("stop", "save", "evaluate")
+
+
+class Callback:
+    """What happens at the times of a run; a subclass has those methods that it needs.
+
+    Every method is called on every rank, in the order of the list, and so may be collective. ``run`` is the trainer:
+    ``run.config``, ``run.strategy``, ``run.state``, ``run.tokenizer``, ``run.total_steps`` and its models.
+    """
+
+    def on_start(self, run: Any) -> None:
+        """``fit`` begins; a run that goes on has its state already."""
+
+    def on_rollouts(self, run: Any, step: int, collected: CollectedStep) -> None:
+        """The rollouts of a step are sampled, scored and selected; no log probs of the trainer's yet. PPO only."""
+
+    def on_experience(self, run: Any, step: int, experience: Sequence[Experience]) -> None:
+        """The replay buffer of this rank is filled, with advantages; it is empty if the step is left out. PPO only."""
+
+    def on_micro_batch(self, run: Any, experience: Experience, log_probs: Tensor, entropy: Tensor) -> None:
+        """The actor's pass over a micro batch, before its optimizer step: (B, A) each, without gradient. PPO only."""
+
+    def on_step_end(self, run: Any, step: int, metrics: Mapping[str, float]) -> Mapping[str, float] | None:
+        """The step is trained; ``metrics`` by their names in docs/metrics.md, the same on every rank.
+
+        Returns:
+            numbers to add, for the callbacks that follow and for the records; the same on every rank.
+        """
+
+    def votes(self, run: Any) -> Mapping[str, float]:
+        """``{"stop": 1}``, ``"save"`` or ``"evaluate"``, where this rank wants it after the step; or names of its own.
+
+        Votes of all callbacks and ranks are summed in one all-reduce: all callbacks must name the same on every rank.
+        """
+        return {}
+
+    def on_votes(self, run: Any, step: int, votes: Mapping[str, float]) -> None:
+        """The sums of :meth:`votes` over all ranks."""
+
+    def on_evaluation(self, run: Any, step: int, result: Mapping[str, float]) -> None:
+        """Held-out data were evaluated: ``eval/…``, the same on every rank."""
+
+    def on_save(self, run: Any, step: int) -> None:
+        """A checkpoint was written."""
+
+    def on_end(self, run: Any, error: BaseException | None) -> None:
+        """``fit`` has ended; ``error`` is why, if it is not complete. Then it must not wait for other ranks."""
+
+
+class Callbacks:
+    """The callbacks of a run, called in their order."""
+
+    def __init__(self, callbacks: Iterable[Callback] = ()) -> None:
+        self.all = list(callbacks)
+
+    def __iter__(self) -> Iterator[Callback]:
+        return iter(self.all)
+
+    @contextmanager
+    def around(self, run: Any) -> Iterator[None]:
+        """From :meth:`Callback.on_start` to :meth:`Callback.on_end`, which all get after an error, too."""
+        try:
+            for callback in self.all:
+                callback.on_start(run)
+            yield
+        except BaseException as error:
+            for callback in self.all:
+                self._end_after(error, callback, run)
+            raise
+        for callback in self.all:
+            callback.on_end(run, None)
+
+    def _end_after(self, error: BaseException, callback: Callback, run: Any) -> None:
+        """End one of several callbacks for an error, which a further error must not hide."""
+        try:
+            callback.on_end(run, error)
+        except Exception:
+            logger.exception("%s.on_end failed after %s", type(callback).__name__, type(error).__name__)
+
+    def on_rollouts(self, run: Any, step: int, collected: CollectedStep) -> None:
+        for callback in self.all:
+            callback.on_rollouts(run, step, collected)
+
+    def on_experience(self, run: Any, step: int, experience: Sequence[Experience]) -> None:
+        for callback in self.all:
+            callback.on_experience(run, step, experience)
+
+    def on_micro_batch(self, run: Any, experience: Experience, log_probs: Tensor, entropy: Tensor) -> None:
+        for callback in self.all:
+            callback.on_micro_batch(run, experience, log_probs, entropy)
+
+    def on_step_end(self, run: Any, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
+        """The metrics with what the callbacks add; each gets those of the ones before it."""
+        metrics = dict(metrics)
+        for callback in self.all:
+            metrics |= callback.on_step_end(run, step, metrics) or {}
+        return metrics
+
+    def votes(self, run: Any) -> dict[str, float]:
+        """The sum of this rank's votes, with all of ``VOTES``."""
+        sums: Counter[str] = Counter(dict.fromkeys(VOTES, 0.0))
+        for callback in self.all:
+            sums.update(callback.votes(run))
+        return dict(sums)
+
+    def on_votes(self, run: Any, step: int, votes: Mapping[str, float]) -> None:
+        for callback in self.all:
+            callback.on_votes(run, step, votes)
+
+    def on_evaluation(self, run: Any, step: int, result: Mapping[str, float]) -> None:
+        for callback in self.all:
+            callback.on_evaluation(run, step, result)
+
+    def on_save(self, run: Any, step: int) -> None:
+        for callback in self.all:
+            callback.on_save(run, step)
