@@ -30,7 +30,7 @@ class Option:
     gt: float | None = None
     le: float | None = None
     lt: float | None = None
-    names: Any = None  # the lightppo.algorithms.entries.Table that a value must be found in
+    names: Any = None  # the lightppo.table.Table that a value must be found in
     below: str | None = None  # option that must be larger, where both have a number
     needs: tuple[str, ...] = ()  # conditions without which it does nothing; see lightppo.config.rules.condition_text
     off: tuple[Any, ...] = ()  # values besides the default that ask for nothing, and so need nothing; those out of
@@ -65,7 +65,7 @@ class Option:
         """The type in words: ``a list of texts or None``."""
         if self.names is None:
             return _in_words(self.type)
-        names = [*self.names, "path.py:name"] if self.names.decorator else self.names
+        names = [*self.names, "path.py:name"] if self.names.takes_files else self.names
         return f"one of {', '.join(names)}" + (" or None" if self.may_be_none else "")
 
     def of_critic(self) -> Option:

@@ -71,6 +71,19 @@ PUBLIC: dict[str, str] = {
 """What ``from lightppo import NAME`` imports, by name: the module. A plugin may put another module in its place."""
 
 
+ENGINES: Table = Table("--rollout_engine", {"hf": Entry("lightppo.rollout.hf:build")}, files=True)
+"""Rollout engines. An entry's function makes a :class:`lightppo.rollout.engine.RolloutEngine`, on all ranks together,
+of the config, the strategy, the actor and the tokenizer; it has the actor's present weights."""
+
+DECODING_RUNNERS: Table = Table("decoding runner")
+"""What runs the decoding steps of the HF engine. An entry's function makes a
+:class:`lightppo.rollout.decode.DecodingRunner` of the config and the strategy, or returns None; the first one runs."""
+
+FITTED: Table = Table("option that is fitted to the machine")
+"""What an option that is None stands for where only the machine tells: under its name a function of the config and the
+strategy, called on all ranks together. Read for ``micro_rollout_batch_size``."""
+
+
 CALLBACKS: Table = Table("callback")
 """Callbacks of every run: an entry's function makes one of a trainer, or returns None where it has nothing to do."""
 

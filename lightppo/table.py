@@ -56,13 +56,20 @@ class Table(dict[str, E]):
         flag: the option that takes a name, or what a name is of: ``command``.
         decorator: for functions in files of the user's own, if the flag takes those: ``path.py:name``.
         kind: of their entries.
+        files: functions in files of the user's own may be named, also without a decorator.
     """
 
     def __init__(
-        self, flag: str, entries: Mapping[str, E] = {}, decorator: str | None = None, kind: type[E] = Entry
+        self,
+        flag: str,
+        entries: Mapping[str, E] = {},
+        decorator: str | None = None,
+        kind: type[E] = Entry,
+        files: bool = False,
     ) -> None:
         super().__init__(entries)
         self.flag, self.decorator, self.kind = flag, decorator, kind
+        self.takes_files = files or decorator is not None
 
     def register(self, name: str, entry: E) -> None:
         """Add an entry; ValueError where the name is taken."""
@@ -72,7 +79,7 @@ class Table(dict[str, E]):
 
     def find(self, name: str) -> E:
         """The entry of a name, or of ``path.py:name``; ConfigError for an unknown one."""
-        if name not in self and self.decorator is not None and ".py" in name:
+        if name not in self and self.takes_files and ".py" in name:
             return _entry_of_file(name, self.flag, self.decorator, self.kind)
         if name in self:
             return self[name]
@@ -108,8 +115,8 @@ def load(function: str | Callable) -> Callable:
 
 
 @functools.cache
-def _entry_of_file(spec: str, flag: str, decorator: str, kind: type[Entry]) -> Any:
-    """The entry of a function in a file, which is read but not run."""
+def _entry_of_file(spec: str, flag: str, decorator: str | None, kind: type[Entry]) -> Any:
+    """The entry of a function, or a class, in a file, which is read but not run."""
     path, _, name = spec.rpartition(":")
     try:
         tree = ast.parse(Path(path).expanduser().read_bytes())
@@ -117,7 +124,7 @@ def _entry_of_file(spec: str, flag: str, decorator: str, kind: type[Entry]) -> A
         raise ConfigError(f"{flag} {spec}: cannot be read ({error.strerror}); write path.py:name") from None
     except (SyntaxError, ValueError) as error:
         raise ConfigError(f"{flag} {spec}: {path} is not Python: {error}") from None
-    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     if name not in functions:
         raise ConfigError(
             f"{flag} {spec}: {path} has no function {name!r}{nearest(name, functions)}, only: {', '.join(functions)}"

@@ -13,6 +13,7 @@ from typing import Any, Literal, Self
 from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS, CORRECTIONS, KL_ESTIMATORS, LOSS_AGG_MODES, POLICY_LOSSES
 from lightppo.errors import ConfigError
 from lightppo.option import Option, Section, option
+from lightppo.plugin import ENGINES
 from lightppo.plugins.migration.names import hint
 from lightppo.suggestions import meant, nearest
 
@@ -190,8 +191,10 @@ server = partial(option, needs="rollout_engine=vllm_server")
 class EngineConfig(Section, resume_safe=True):
     """Rollout engine: what generates the responses."""
 
-    rollout_engine: Literal["hf", "vllm", "vllm_server"] = option(
-        "hf", "Generates responses: hf (the actor itself), vllm (in the same process) or vllm_server."
+    rollout_engine: str = option(
+        "hf",
+        "Generates responses: hf (the actor itself), vllm (in the same process), vllm_server, or one of your own.",
+        names=ENGINES,
     )
     hf_cuda_graphs: bool = option(
         False,

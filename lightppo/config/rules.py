@@ -650,7 +650,7 @@ _COLDEST = 0.01  # vLLM raises a lower temperature to this without an error
 
 def _engine(o: SimpleNamespace) -> Iterator[str]:
     """What vLLM cannot sample, and what an engine in the training processes needs."""
-    if o.rollout_engine == "hf":
+    if o.rollout_engine not in ("vllm", "vllm_server"):
         return
     for name in ("temperature", "eval_temperature"):
         if 0 < getattr(o, name) < _COLDEST:

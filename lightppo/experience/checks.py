@@ -18,7 +18,7 @@ from lightppo.errors import ConfigError, RolloutMismatchError
 from lightppo.experience.experience import Experience
 from lightppo.plugins.records.samples import write_whole
 from lightppo.ranks import Ranks
-from lightppo.rollout.engine import RolloutEngine
+from lightppo.rollout.engine import RolloutEngine, capabilities_of
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ numbers have float16's 10 bits, and the rest in float32; bfloat16's have 7.
 class RolloutCheck:
     """Compares log probs at the first rollouts, and then watches ``rollout/logp_diff_mean``.
 
-    An engine that samples with the actor itself is only watched; an engine with a copy has ``keeps_weights = True``.
+    An engine that samples with the actor itself is only watched; an engine with a copy says ``keeps_weights``.
     """
 
     def __init__(self, actor: Any, engine: RolloutEngine, strategy: Ranks, config: PPOConfig) -> None:
@@ -81,7 +81,7 @@ class RolloutCheck:
         self.tolerance = config.engine.logp_diff_tolerance or rounding
         self.rows = min(CHECKED_ROWS, rollout_rows(config))  # one forward pass that fits
         self.greedy = config.rollout.temperature == 0 or not config.rollout.do_sample
-        self.pending = self.mode != "off" and getattr(engine, "keeps_weights", False)
+        self.pending = self.mode != "off" and capabilities_of(engine).keeps_weights
         self._warned_at = self.tolerance
 
     @torch.no_grad()
@@ -142,7 +142,7 @@ class RolloutCheck:
 
     def _suspects(self) -> str:
         """Says which weights differ. Collective."""
-        if not hasattr(self.engine, "differing_weights"):
+        if not capabilities_of(self.engine).compares_weights:
             return "This engine cannot say which weights differ"
         differing, unknown = self.engine.differing_weights()
         if differing:

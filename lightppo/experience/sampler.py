@@ -19,7 +19,7 @@ from lightppo.errors import NonFiniteRewardError, RewardError
 from lightppo.experience.checks import RolloutReplay
 from lightppo.ranks import Ranks
 from lightppo.rewards.source import AsyncScorer, RewardSource, describe_sample, score_rollouts
-from lightppo.rollout.engine import RolloutEngine, SamplingParams
+from lightppo.rollout.engine import RolloutEngine, SamplingParams, capabilities_of
 
 logger = logging.getLogger(__name__)
 
@@ -243,7 +243,7 @@ class GroupCollector:
             collected = self._finish(step, tally, len(self.surplus), [], 0)
         else:
             collected = self._select(source, step, tally)
-        if getattr(self.sampler.engine, "keeps_weights", False):
+        if capabilities_of(self.sampler.engine).keeps_weights:
             self.sampler.engine.sleep()  # until the next push of weights, or the next rollouts
         # Repeated groups are named by their place on this rank, so with any of them nothing moves.
         if self.balance is not None and collected.groups and not self.strategy.same_count(len(collected.repeated)):

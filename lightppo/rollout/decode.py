@@ -9,9 +9,9 @@ from __future__ import annotations
 import inspect
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -445,6 +445,13 @@ class Rows:
                 x[index[1]] = x[index[0]]
         self.ages[left : left + len(gone)] = self.tokens.shape[1]
         return movers, holes
+
+
+class DecodingRunner(AbstractContextManager, Protocol):
+    """Has decoding steps run in another way; entered around the steps of one ``generate``."""
+
+    def decoder(self, kind: type[Decoder]) -> Callable[..., Decoder]:
+        """What makes the decoder, in place of ``kind`` and with its arguments; ``kind`` itself changes nothing."""
 
 
 class SlotDecoder(Decoder):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from torch import nn
@@ -39,7 +39,7 @@ class SamplingParams:
     ignore_eos: bool = False  # go on behind end-of-text ids
     seed: int = 0  # with Prompt.index and the sample number it fixes the random numbers of a response
     # Replaces temperature for the first token of a response (FIRE, arXiv:2410.21236), but not in its recorded log prob.
-    # Only for engines with heats_first_token.
+    # Only for engines whose capabilities say heats_first_token.
     first_token_temperature: float | None = None
 
     def __post_init__(self) -> None:
@@ -78,6 +78,30 @@ class SamplingParams:
         return 1.0 if self.greedy else self.temperature
 
 
+@dataclass(frozen=True)
+class Capabilities:
+    """What an engine can do beyond the methods of :class:`RolloutEngine`."""
+
+    exact_log_probs: bool = False  # in float32 they equal the log probs of a forward pass of the actor
+    reports_finished: bool = False  # generate takes on_finished, and gives it the rollouts soon after they end
+    heats_first_token: bool = False  # takes SamplingParams.first_token_temperature
+    keeps_weights: bool = False  # samples with a copy of the weights, which may differ from the actor's
+    compares_weights: bool = False  # differing_weights() says which ones differ, and which could not be compared
+
+
+def capabilities_of(engine: Any) -> Capabilities:
+    """What an engine declares as ``capabilities``.
+
+    An engine that declares none has the defaults, but for those that it says by attributes of the same name, and for
+    ``compares_weights`` where it has that method: engines were written so before there was ``capabilities``.
+    """
+    declared = getattr(engine, "capabilities", None)
+    if declared is not None:
+        return declared
+    said = {one.name: getattr(engine, one.name) for one in fields(Capabilities) if hasattr(engine, one.name)}
+    return Capabilities(**{"compares_weights": hasattr(engine, "differing_weights")} | said)
+
+
 @runtime_checkable
 class RolloutEngine(Protocol):
     """Samples responses with the actor's weights as of the last :meth:`sync_weights`.
@@ -85,6 +109,8 @@ class RolloutEngine(Protocol):
     Every rank has its own engine. All ranks call every method together, because an engine may use collectives; a rank
     without prompts passes an empty list.
     """
+
+    capabilities: Capabilities
 
     def generate(self, prompts: list[Prompt], sampling: SamplingParams) -> list[Rollout]:
         """Samples ``sampling.n`` responses to each prompt, and returns them in the order of the prompts.

@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import torch
 from torch import nn
 from tqdm import tqdm
 
+from lightppo.config.rules import rollout_rows
 from lightppo.data.records import Prompt, Rollout
+from lightppo.plugin import DECODING_RUNNERS, FITTED
 from lightppo.plugins.kernels.cpu import packed_weights
-from lightppo.rollout.decode import BatchDecoder, CachedForward, DecodedBatch, SlotDecoder, can_use_slots
-from lightppo.rollout.engine import SamplingParams
+from lightppo.rollout.decode import (
+    BatchDecoder,
+    CachedForward,
+    DecodedBatch,
+    DecodingRunner,
+    SlotDecoder,
+    can_use_slots,
+)
+from lightppo.rollout.engine import Capabilities, SamplingParams
 from lightppo.rollout.sampling import (
     StopCriteria,
     TokenSampler,
@@ -31,7 +41,8 @@ from lightppo.rollout.sampling import (
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from lightppo.plugins.kernels.graphs import CUDAGraphs
+    from lightppo.config import PPOConfig
+    from lightppo.strategy.deepspeed import DeepspeedStrategy
 
 REPORT_SHARE = 1 / 8  # of the slots ended: ``on_finished`` is called then, because reward models like batches
 
@@ -67,9 +78,7 @@ class HFRolloutEngine:
     them (padding included) and seconds.
     """
 
-    heats_first_token = True  # takes SamplingParams.first_token_temperature
-    reports_finished = True  # takes generate's on_finished
-    exact_log_probs = True  # in float32 they equal the log probs of a forward pass of the actor
+    capabilities: ClassVar = Capabilities(exact_log_probs=True, reports_finished=True, heats_first_token=True)
 
     # Has .model, a Hugging Face model or the DeepSpeed engine around it; log probs are over its first valid_vocab_size
     # ids if it has this attribute, else over the whole embedding.
@@ -82,7 +91,7 @@ class HFRolloutEngine:
     gather_parameters: Callable[[], AbstractContextManager] = nullcontext
     valid_vocab_size: int | None = None  # ids from here on are never sampled; None: the tokenizer's length
     progress: bool = False
-    runner: CUDAGraphs | None = None  # of decoding steps
+    runner: DecodingRunner | None = None  # None: steps run as they are
     last_stats: dict[str, float] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
@@ -199,6 +208,33 @@ class HFRolloutEngine:
             )
             for b, (prompt, sample_index) in enumerate(requests)
         ]
+
+
+def build(
+    config: PPOConfig,
+    strategy: DeepspeedStrategy,
+    actor: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+) -> HFRolloutEngine:
+    """The engine of ``--rollout_engine hf``. Collective."""
+    runners = (entry.fn(config, strategy) for entry in DECODING_RUNNERS.values())
+    return HFRolloutEngine(
+        actor,
+        tokenizer,
+        micro_rollout_batch_size=rows_at_a_time(config, strategy),
+        gather_parameters=lambda: strategy.gathered_parameters(actor),
+        progress=strategy.is_rank_0() and sys.stderr.isatty(),
+        runner=next((runner for runner in runners if runner is not None), None),
+    )
+
+
+def rows_at_a_time(config: PPOConfig, strategy: DeepspeedStrategy) -> int:
+    """``--micro_rollout_batch_size``; None on a GPU: what is fitted to its memory, if anything is. Collective."""
+    name = "micro_rollout_batch_size"
+    is_open = config.rollout.micro_rollout_batch_size is None and strategy.device.type == "cuda"
+    if is_open and name in FITTED:
+        return FITTED[name].fn(config, strategy)
+    return rollout_rows(config)
 
 
 def check_lengths(

@@ -7,7 +7,6 @@ import json
 import math
 import re
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -33,7 +32,6 @@ from lightppo.config.rules import (
     needs_teacher,
     of_role,
     reference_is_actor,
-    rollout_rows,
     uses_adapters,
 )
 from lightppo.data.datasets import PromptDataset, RolloutBatchSampler, SFTDataset
@@ -47,6 +45,7 @@ from lightppo.experience.sampler import GroupCollector, GroupFilter, RolloutSamp
 from lightppo.models import loading
 from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic, RewardModel
+from lightppo.plugin import ENGINES
 from lightppo.plugins.adapters.lora import AdaptersOff, LoraOptions, add_adapters, check_peft
 from lightppo.plugins.adapters.quantised import check_bitsandbytes
 from lightppo.plugins.algorithms.teacher import TeacherServers
@@ -54,18 +53,14 @@ from lightppo.plugins.checks.preflight import check_positions, dry_run_config, p
 from lightppo.plugins.checks.probes import check_decoding, check_padding
 from lightppo.plugins.checks.rehearsal import fewer_rows, rehearse
 from lightppo.plugins.http.client import read_token
-from lightppo.plugins.kernels.graphs import CUDAGraphs
 from lightppo.plugins.ops import durable
 from lightppo.plugins.ops.storage import local_folder, stage_to_local
 from lightppo.plugins.records.run_folder import claim, public_options
 from lightppo.plugins.report.page import read_metrics, summary
-from lightppo.plugins.vllm.colocated import VLLMRolloutEngine
-from lightppo.plugins.vllm.servers import VLLMServerRolloutEngine
 from lightppo.ranks import Ranks, ranks_on_node
 from lightppo.rewards.registry import build_reward, reward_inputs
 from lightppo.rewards.source import AsyncScorer, RewardSource, check_verifier_status
-from lightppo.rollout.engine import RolloutEngine, SamplingParams
-from lightppo.rollout.hf import HFRolloutEngine
+from lightppo.rollout.engine import RolloutEngine, SamplingParams, capabilities_of
 from lightppo.rollout.sampling import bad_word_ids
 from lightppo.strategy.deepspeed import DeepspeedStrategy
 from lightppo.strategy.zero3 import parameter_count
@@ -577,7 +572,7 @@ def build_sampler(
 ) -> GroupCollector:
     """Prompts → the scored groups that a step trains on. ConfigError: engine or source cannot do what options ask."""
     s, t, v, per_step = config.sampling, config.training, config.verifier, config.rollout.rollout_batch_size
-    if s.fire_sampling and not getattr(engine, "heats_first_token", False):
+    if s.fire_sampling and not capabilities_of(engine).heats_first_token:
         raise ConfigError(f"--fire_sampling: {type(engine).__name__} has one temperature for all tokens; leave it out")
     entry = ADVANTAGE_ESTIMATORS.find(config.algorithm.advantage_estimator)
     sampler = RolloutSampler(
@@ -640,7 +635,7 @@ def _verifier_check(config: PPOConfig, strategy: Ranks, source: RewardSource) ->
 
 def _scorer(config: PPOConfig, engine: RolloutEngine, source: RewardSource) -> AsyncScorer:
     """``--async_rewards``."""
-    if not getattr(engine, "reports_finished", False):
+    if not capabilities_of(engine).reports_finished:
         raise ConfigError("--async_rewards: this rollout engine gives its samples all at once; leave it out")
     with _as_config_error():
         return AsyncScorer(source, timeout=60 * config.strategy.dist_timeout)
@@ -668,45 +663,8 @@ def eval_sampling_params(config: PPOConfig) -> SamplingParams:
 
 def build_rollout_engine(config: PPOConfig, strategy: Any, actor: Any, tokenizer: Any) -> RolloutEngine:
     """The engine that ``--rollout_engine`` names, with the actor's present weights. Collective."""
-    return ENGINES[config.engine.rollout_engine](config, strategy, actor, tokenizer)
-
-
-def _hf(config: PPOConfig, strategy: Any, actor: Any, tokenizer: Any) -> RolloutEngine:
-    rows = rollout_rows(config)
-    if config.rollout.micro_rollout_batch_size is None and strategy.device.type == "cuda":
-        rows = rows_that_fit(config, strategy)
-    return HFRolloutEngine(
-        actor,
-        tokenizer,
-        micro_rollout_batch_size=rows,
-        gather_parameters=lambda: strategy.gathered_parameters(actor),
-        progress=strategy.is_rank_0() and sys.stderr.isatty(),
-        runner=CUDAGraphs() if config.engine.hf_cuda_graphs else None,
-    )
-
-
-def rows_that_fit(config: PPOConfig, strategy: Any) -> int:
-    """How many rows the HF engine decodes together on the GPU with least room; says so. Collective."""
-    from lightppo.plugins.checks.budget import Machine, decoding_rows
-
-    # What other processes hold is not there for this one.
-    size = torch.cuda.mem_get_info(strategy.device)[0] + torch.cuda.memory_reserved(strategy.device)
-    try:
-        rows = decoding_rows(config, Machine(strategy.world_size, device_bytes=size))
-    except Exception as error:  # of the model's own code, on a device that holds no data
-        strategy.print(f"note: the memory of decoding cannot be computed: {type(error).__name__}: {error}")
-        rows = rollout_rows(config)
-    rows = strategy.all_reduce(rows, "min")
-    strategy.print(f"HF engine: {rows} rows at a time, by the GPU's memory (--micro_rollout_batch_size sets it)")
-    return rows
-
-
-ENGINES: dict[str, Callable[[PPOConfig, Any, Any, Any], RolloutEngine]] = {
-    "hf": _hf,
-    "vllm": VLLMRolloutEngine,
-    "vllm_server": VLLMServerRolloutEngine,
-}
-"""``--rollout_engine`` → builder. A further engine is one entry here and one value of the option."""
+    make_engine = ENGINES.find(config.engine.rollout_engine).fn
+    return make_engine(config, strategy, actor, tokenizer)
 
 
 # -- checks before anything large is loaded ---------------------------------------------------------------------------

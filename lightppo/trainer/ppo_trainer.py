@@ -68,7 +68,7 @@ from lightppo.plugins.records.samples import SampleRecord, examined, with_overlo
 from lightppo.ranks import heartbeat
 from lightppo.rewards.registry import build_reward_source
 from lightppo.rewards.source import NoReward, RewardSource, close_source
-from lightppo.rollout.engine import RolloutEngine
+from lightppo.rollout.engine import RolloutEngine, capabilities_of
 from lightppo.strategy.checkpoint import rng_state
 from lightppo.strategy.zero3 import parameter_count
 from lightppo.trainer import metrics as m
@@ -885,7 +885,7 @@ class PPOTrainer(SeedAttributes):
 
     def _old_log_probs(self) -> str:
         """Where the log probs before an update come from; an actor step of the user's own finds them in place."""
-        source = old_log_probs_from(self.config, getattr(self.rollout_engine, "exact_log_probs", False))
+        source = old_log_probs_from(self.config, capabilities_of(self.rollout_engine).exact_log_probs)
         return "forward" if source == "training" and self._overrides("training_step", "training_step_actor") else source
 
     def _overrides(self, *methods: str) -> bool:

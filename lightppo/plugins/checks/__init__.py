@@ -1,6 +1,7 @@
 """What can be known before a run: options, files, memory, a rehearsal."""
 
-from lightppo.plugin import COMMANDS, Command
+from lightppo.plugin import COMMANDS, FITTED, Command
+from lightppo.table import Entry
 
 
 def register() -> None:
@@ -11,3 +12,4 @@ def register() -> None:
             "lightppo.plugins.checks.memory:main", about="what a run needs of GPUs and hosts, before anything loads"
         ),
     )
+    FITTED.register("micro_rollout_batch_size", Entry("lightppo.plugins.checks.budget:rows_that_fit"))

@@ -579,6 +579,20 @@ def decoding_rows(config: PPOConfig, machine: Machine, configs: Mapping[str, Pre
     return max(8, min(fit, samples, MOST_ROWS) // 8 * 8)
 
 
+def rows_that_fit(config: PPOConfig, strategy: Any) -> int:
+    """:func:`decoding_rows` on the GPU with least room; says so. Collective."""
+    # What other processes hold is not there for this one.
+    size = torch.cuda.mem_get_info(strategy.device)[0] + torch.cuda.memory_reserved(strategy.device)
+    try:
+        rows = decoding_rows(config, Machine(strategy.world_size, device_bytes=size))
+    except Exception as error:  # of the model's own code, on a device that holds no data
+        strategy.print(f"note: the memory of decoding cannot be computed: {type(error).__name__}: {error}")
+        rows = rules.rollout_rows(config)
+    rows = strategy.all_reduce(rows, "min")
+    strategy.print(f"HF engine: {rows} rows at a time, by the GPU's memory (--micro_rollout_batch_size sets it)")
+    return rows
+
+
 # -- what to say of it -------------------------------------------------------------------------------------------------
 
 _BOTH = ("", "critic_")

@@ -9,10 +9,12 @@ import logging
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightppo.config import PPOConfig
 from lightppo.rollout.decode import Decoder, PromptQueue, SlotDecoder, attention_to_slots
 
 logger = logging.getLogger(__name__)
@@ -95,6 +97,11 @@ class CUDAGraphs:
         if not self._noted:
             self._noted = True
             logger.warning("--hf_cuda_graphs: decoding steps are not captured: %s", reason)
+
+
+def runner(config: PPOConfig, strategy: Any) -> CUDAGraphs | None:
+    """Of ``--hf_cuda_graphs``."""
+    return CUDAGraphs() if config.engine.hf_cuda_graphs else None
 
 
 def rounded(count: int, parts: int) -> int:

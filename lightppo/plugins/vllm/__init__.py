@@ -1,8 +1,11 @@
 """Rollouts by vLLM: in the training processes, or on servers."""
 
-from lightppo.plugin import COMMANDS, Command
+from lightppo.plugin import COMMANDS, ENGINES, Command
+from lightppo.table import Entry
 
 
 def register() -> None:
     """Add what this plugin brings to the tables of ``lightppo.plugin``."""
+    ENGINES.register("vllm", Entry("lightppo.plugins.vllm.colocated:VLLMRolloutEngine"))
+    ENGINES.register("vllm_server", Entry("lightppo.plugins.vllm.servers:VLLMServerRolloutEngine"))
     COMMANDS.register("serve-vllm", Command("lightppo.plugins.vllm.serve_vllm:main", about="serve rollouts by vLLM"))

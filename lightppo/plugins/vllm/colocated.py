@@ -29,7 +29,7 @@ from lightppo.errors import ConfigError, RolloutError
 from lightppo.plugins.ops.storage import content_folder, stage_to_local
 from lightppo.plugins.vllm.weights import SHARED_MEMORY, differing_weights, full_weights, trainer_fingerprints
 from lightppo.ranks import heartbeat
-from lightppo.rollout.engine import SamplingParams
+from lightppo.rollout.engine import Capabilities, SamplingParams
 from lightppo.rollout.hf import check_drawn, check_lengths, request_streams
 from lightppo.rollout.sampling import (
     StopCriteria,
@@ -72,8 +72,7 @@ class VLLMEngine:
     nor on the number of ranks. Subclasses have ``_sample``, ``_push``, ``_fall_asleep(level)`` and ``_wake(tag)``.
     """
 
-    reports_finished = True  # takes generate's on_finished
-    keeps_weights = True  # a copy, which may differ from the actor's
+    capabilities = Capabilities(reports_finished=True, keeps_weights=True, compares_weights=True)
     sleeps = False  # while the trainer trains
 
     def __init__(self, config: PPOConfig, strategy: Any, actor: nn.Module, tokenizer: PreTrainedTokenizerBase) -> None:
