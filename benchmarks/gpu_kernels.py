@@ -348,8 +348,8 @@ def train_once(
     from torch._dynamo.utils import counters
     from transformers import AutoModelForCausalLM
 
-    from lightppo.models import loading
     from lightppo.models.actor import Actor
+    from lightppo.plugins.kernels import layers
 
     counters.clear()
     config = llama_config(scale)
@@ -361,9 +361,9 @@ def train_once(
         actor.gradient_checkpointing_enable()
     actor.activation_offload = offload
     if liger:
-        loading.use_liger_kernels(model)
+        layers.use_liger_kernels(model)
     if compiled:
-        loading.compile_layers(model, "eager" if device == "cpu" else "inductor")
+        layers.compile_layers(model, "eager" if device == "cpu" else "inductor")
     given, turn = batches_of(scale, device), iter(range(10**9))
 
     def step() -> None:

@@ -84,6 +84,16 @@ FITTED: Table = Table("option that is fitted to the machine")
 strategy, called on all ranks together. Read for ``micro_rollout_batch_size``."""
 
 
+LOADING: Table = Table("option of loading a model")
+"""What changes weights while they load: the name of an option, and a function of the Hugging Face model that changes it
+in place where the option is set. Every rank then loads the whole model, and its engine shards it."""
+
+PREPARATIONS: Table = Table("preparation of a model")
+"""What changes a loaded model, in place and in this order, before it goes to its engine: functions
+``(model, role, config, device)``. ``model.hf_model`` is the Hugging Face model; roles are in
+:mod:`lightppo.models.preparation`."""
+
+
 CALLBACKS: Table = Table("callback")
 """Callbacks of every run: an entry's function makes one of a trainer, or returns None where it has nothing to do."""
 

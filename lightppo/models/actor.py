@@ -13,10 +13,10 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from lightppo.algorithms.logprobs import linear_log_probs, log_probs_and_entropy, token_log_probs
+from lightppo.models.cpu import is_plain_linear
 from lightppo.models.loading import load_causal_lm
 from lightppo.models.packing import check_num_actions, on_cpu, real_actions
 from lightppo.models.wrapper import Batch, PretrainedWrapper, model_inputs, takes
-from lightppo.plugins.kernels.cpu import is_plain_linear
 
 # Of a forward: the model's output; for the K real actions log probs (K,), entropy (K,), logits (K, V) of valid ids.
 _Predicted = tuple[ModelOutput, Tensor, Tensor | None, Tensor | None]
@@ -68,6 +68,9 @@ class Actor(PretrainedWrapper):
             raise ValueError(f"--temperature must be above 0 for training, got {temperature}")
         self.temperature = temperature
         self.valid_vocab_size = valid_vocab_size
+        # This policy as it was loaded, called like a reference, where it can still be asked (beneath adapters): then no
+        # second model is needed. Whoever changes the model so sets it.
+        self.as_loaded: Any | None = None
         self.head_is_last = True  # False once the model was seen to change what its head returns
 
     def forward(

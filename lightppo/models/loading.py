@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import importlib.util
 import json
 import logging
 import math
 import pickle
 import re
 import textwrap
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -43,7 +42,7 @@ from lightppo.errors import ModelLoadError
 from lightppo.models.folders import check_model, check_tokenizer, weights_problem
 from lightppo.models.packing import VARLEN_TAKES
 from lightppo.models.towers import reads_more_than_text, untrainable
-from lightppo.plugins.adapters.quantised import quantise
+from lightppo.plugin import LOADING
 from lightppo.suggestions import nearest
 
 logger = logging.getLogger(__name__)
@@ -63,9 +62,14 @@ class LoadOptions:
     override_config: dict[str, Any] | None = None  # config attributes to set before the model is built
     external_lib: str | None = None  # comma-separated modules to import first (they may register model classes)
     seed: int = 42  # of random weights
-    # Hold the weights of linear layers in 4 bits (lightppo.plugins.adapters.quantised): every rank loads the whole
-    # model, and strategy.prepare shards it.
-    load_in_4bit: bool = False
+    changed_by: tuple[str, ...] = ()  # names in lightppo.plugin.LOADING, for which every rank loads the whole model
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> LoadOptions:
+        """The fields by name, and names in :data:`lightppo.plugin.LOADING` that are on or off."""
+        fields = {name: value for name, value in options.items() if name not in LOADING}
+        changed_by = tuple(name for name in LOADING if options.get(name))
+        return cls(**fields, changed_by=changed_by)
 
 
 def load_causal_lm(path: str, *, flag: str = "--pretrain", **options: Any) -> PreTrainedModel:
@@ -73,7 +77,7 @@ def load_causal_lm(path: str, *, flag: str = "--pretrain", **options: Any) -> Pr
 
     A checkpoint's dropout is set to 0; what ``override_config`` sets acts in train mode.
     """
-    o = LoadOptions(**options)
+    o = LoadOptions.of(options)
     path, config = _load_config(path, flag, o)
     return _load(AutoModelForCausalLM, path, config, flag, o)
 
@@ -93,7 +97,7 @@ def load_sequence_classifier(
     1)), the same on all ranks and at all ZeRO stages. ``value_head_prefix`` is the head's name in the checkpoint, e.g.
     ``score``.
     """
-    o, flag = LoadOptions(**options), flag or f"--{kind}_pretrain"
+    o, flag = LoadOptions.of(options), flag or f"--{kind}_pretrain"
     path, config = _load_config(path, flag, o)
     config.num_labels = 1
     weight = None
@@ -131,8 +135,8 @@ def _load(
     if zero3 is not None:
         _restore_frequencies(model)
     disable_dropout(model, kept=dropouts(o.override_config or {}))
-    if o.load_in_4bit:
-        quantise(model, head_names(model))
+    for name in o.changed_by:
+        LOADING[name].fn(model)
     model.zero3_load_config = zero3  # keeps transformers' weak reference alive
     model.untrainable = _why_untrainable(path, config, flag, model if o.init_from_scratch else None)
     return model.eval()
@@ -143,7 +147,7 @@ def check_text_only(path: str, *, flag: str = "--pretrain", **options: Any) -> N
 
     ``options`` are fields of :class:`LoadOptions`. Random weights are looked at when they are made.
     """
-    o = LoadOptions(**options)
+    o = LoadOptions.of(options)
     path, config = _load_config(path, flag, o)
     reason = None if o.init_from_scratch else _why_untrainable(path, config, flag)
     if reason is not None:
@@ -180,7 +184,7 @@ def _check_loaded(model: PreTrainedModel, info: dict[str, Any], name: str, any_h
 
 def load_config(path: str, *, flag: str = "--pretrain", **options: Any) -> PretrainedConfig:
     """The config that a model of this path would have; ``options`` are fields of :class:`LoadOptions`."""
-    return _load_config(path, flag, LoadOptions(**options))[1]
+    return _load_config(path, flag, LoadOptions.of(options))[1]
 
 
 def _load_config(path: str, flag: str, options: LoadOptions) -> tuple[str, PretrainedConfig]:
@@ -384,7 +388,7 @@ class _Zero3LoadConfig(SimpleNamespace):
 def _zero3_config(o: LoadOptions) -> _Zero3LoadConfig | None:
     """Tells transformers whether it shards the weights that it loads; the caller keeps the result alive."""
     hf_deepspeed.unset_hf_deepspeed_config()
-    if o.load_in_4bit or (o.ds_config or {}).get("zero_optimization", {}).get("stage") != 3:
+    if o.changed_by or (o.ds_config or {}).get("zero_optimization", {}).get("stage") != 3:
         return None
     if not torch.distributed.is_initialized():
         raise ModelLoadError("loading under ZeRO stage 3 needs strategy.setup_distributed() first")
@@ -571,36 +575,10 @@ def fit_to_model(tokenizer: PreTrainedTokenizerBase, model: nn.Module, path: str
         hf_model.generation_config.pad_token_id = tokenizer.pad_token_id
 
 
-# -- faster models ----------------------------------------------------------------------------------------------------
+# -- layers -----------------------------------------------------------------------------------------------------------
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """The model's repeated blocks, by transformers' names for them; empty if it names none."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     return [module for module in model.modules() if type(module).__name__ in names]
-
-
-def compile_layers(model: PreTrainedModel, backend: str = "inductor") -> None:
-    """torch.compile for each layer, in place, for rows of any length; names and weights stay."""
-    layers = decoder_layers(model)
-    if not layers:
-        raise ModelLoadError(f"--torch_compile: {type(model).__name__} does not say which of its modules are layers")
-    for layer in layers:  # one by one: compiles one block, and leaves out the head, which makes log probs by chunks
-        layer.compile(dynamic=True, backend=backend)
-
-
-def use_liger_kernels(model: PreTrainedModel) -> None:
-    """Liger's kernels (arXiv:2410.10989), except its loss, for norms, rotary embeddings and MLPs, in place."""
-    if not torch.cuda.is_available():
-        raise ModelLoadError("--use_liger_kernel: there is no CUDA device: leave it out")
-    if importlib.util.find_spec("liger_kernel") is None:
-        raise ModelLoadError("--use_liger_kernel: pip install liger-kernel, or leave it out")
-    from transformers.integrations.liger import apply_liger_kernel
-
-    apply_liger_kernel(model, {"fused_linear_cross_entropy": False, "cross_entropy": False})
-
-
-def check_activation_offload(device: torch.device) -> None:
-    """ModelLoadError on a CPU, where activations are in CPU memory anyway."""
-    if device.type == "cpu":
-        raise ModelLoadError("--activation_offload moves activations off a GPU, and there is no GPU: leave it out")

@@ -18,6 +18,8 @@ from torch.nn.functional import embedding
 from transformers import PreTrainedModel
 
 from lightppo.errors import ModelLoadError, PackingNotSupportedError, UserError
+from lightppo.models.cpu import accelerate_on_cpu
+from lightppo.models.fused import fuse
 from lightppo.models.loading import decoder_layers, disable_dropout
 from lightppo.models.packing import (
     PACKED_SDPA,
@@ -38,8 +40,6 @@ from lightppo.models.packing import (
     why_neighbours_are_seen,
 )
 from lightppo.models.towers import untrainable
-from lightppo.plugins.kernels.cpu import accelerate_on_cpu
-from lightppo.plugins.kernels.fused import fuse
 
 logger = logging.getLogger(__name__)
 

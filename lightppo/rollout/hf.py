@@ -18,8 +18,8 @@ from tqdm import tqdm
 
 from lightppo.config.rules import rollout_rows
 from lightppo.data.records import Prompt, Rollout
+from lightppo.models.cpu import packed_weights
 from lightppo.plugin import DECODING_RUNNERS, FITTED
-from lightppo.plugins.kernels.cpu import packed_weights
 from lightppo.rollout.decode import (
     BatchDecoder,
     CachedForward,

@@ -31,7 +31,6 @@ from lightppo.config.rules import (
     needs_reference,
     needs_teacher,
     of_role,
-    reference_is_actor,
     uses_adapters,
 )
 from lightppo.data.datasets import PromptDataset, RolloutBatchSampler, SFTDataset
@@ -45,8 +44,9 @@ from lightppo.experience.sampler import GroupCollector, GroupFilter, RolloutSamp
 from lightppo.models import loading
 from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic, RewardModel
-from lightppo.plugin import ENGINES
-from lightppo.plugins.adapters.lora import AdaptersOff, LoraOptions, add_adapters, check_peft
+from lightppo.models.preparation import Role, prepare_model
+from lightppo.plugin import ENGINES, LOADING
+from lightppo.plugins.adapters.lora import check_peft
 from lightppo.plugins.adapters.quantised import check_bitsandbytes
 from lightppo.plugins.algorithms.teacher import TeacherServers
 from lightppo.plugins.checks.preflight import check_positions, dry_run_config, preflight
@@ -63,7 +63,7 @@ from lightppo.rewards.source import AsyncScorer, RewardSource, check_verifier_st
 from lightppo.rollout.engine import RolloutEngine, SamplingParams, capabilities_of
 from lightppo.rollout.sampling import bad_word_ids
 from lightppo.strategy.deepspeed import DeepspeedStrategy
-from lightppo.strategy.zero3 import parameter_count
+from lightppo.strategy.zero3 import find_adapters, parameter_count
 from lightppo.trainer.evaluator import Evaluator, table
 
 
@@ -125,19 +125,19 @@ def build(config: PPOConfig) -> Run:
     if asked.training.dry_run and eval_prompts is not None:
         eval_prompts = build_prompts(config, tokenizer, strategy, evaluation=True)
 
-    prepare, optimizers = into_engines(config, strategy, steps_per_episode(config, loader))
-    models = build_models(config, strategy, prepare)
+    into_engine, optimizers = into_engines(config, strategy, steps_per_episode(config, loader))
+    models = build_models(config, strategy, into_engine)
     fit_vocabulary(models, tokenizer, config)
     saved = saved_parts(config, models.actor, models.critic, models.ema, models.reference)
-    sizes = {part: parameter_count(model, uses_adapters(config)) for part, model in saved.items()}
+    sizes = {part: parameter_count(model, find_adapters(model) is not None) for part, model in saved.items()}
     check_disk_space(asked, sizes, exported=parameter_count(models.actor))
     strategy.print(f"models: {model_sizes(models)}\nfiles: {places(config)}")
 
     actor, critic, reference = models.actor, models.critic, models.reference
     settle_packing(config, strategy, actor, critic, reference, models.teacher)
     check_padding(by_flag(config, models), strategy, always_padded=pretrain is not None)
-    if reference_is_actor(config):
-        reference = AdaptersOff(actor)
+    if reference is None and needs_reference(config):
+        reference = actor.as_loaded
     source, judge = rewards or build_rewards(config, models.reward_models, tokenizer, strategy)
     engine = build_rollout_engine(config, strategy, actor, tokenizer)
     if config.sampling.skip_rollout is None:  # else nothing may be sampled
@@ -223,69 +223,142 @@ def loading_options(config: OptionSet) -> dict[str, Any]:
         "override_config": json.loads(m.override_config) if m.override_config else None,
         "init_from_scratch": m.init_from_scratch,
         # The reference too, so that it is what the actor without adapters would be; scores of reward models stay exact.
-        "load_in_4bit": config.adapter.load_in_4bit,
+        **{name: value for name, value in config.flat().items() if name in LOADING},
     }
 
 
 def build_models(
-    config: PPOConfig, strategy: DeepspeedStrategy, prepare: Callable[..., Any] = lambda model, role=None: model
+    config: PPOConfig,
+    strategy: DeepspeedStrategy,
+    into_engine: Callable[[Any, Role], Any] = lambda model, role: model,
 ) -> Models:
     """Load all models, each under the ZeRO configuration of its role.
 
-    ``prepare(model)``, or ``prepare(model, role)`` for one that trains, takes each to its place before the next one
-    loads: below ZeRO-3 a host holds one whole model per rank, not four.
+    ``into_engine(model, role)`` takes each to its place before the next one loads: below ZeRO-3 a host holds one whole
+    model per rank, not four.
     """
-    m, s, a, t = config.model, config.strategy, config.algorithm, config.training
-    options = loading_options(config)
-    shared = {n: options[n] for n in ("attn_implementation", "trust_remote_code", "external_lib", "seed")}
+    loader = ModelLoader(config, strategy, into_engine)
+    actor = loader.actor()
+    return Models(
+        actor=actor,
+        critic=loader.critic() if needs_critic(config) else None,
+        reference=loader.reference(actor) if needs_reference(config) else None,
+        reward_models=[loader.reward_model(path) for path in config.model.reward_pretrain],
+        ema=loader.moving_average() if config.algorithm.enable_ema else None,
+        teacher=loader.teacher() if needs_teacher(config) and config.distill.teacher_pretrain else None,
+    )
 
-    def own(path: str | None) -> dict[str, Any]:  # critic and reference may have a checkpoint of their own
-        return options | {"init_from_scratch": m.init_from_scratch and path == m.pretrain}
 
-    shares = t.share_prompts and config.rollout.n_samples_per_prompt > 1
-    rows = {"packing_samples": t.packing_samples, "share_prompts": shares}
-    policy = {"temperature": config.rollout.temperature or 1.0, **rows}
+class ModelLoader:
+    """Loads, prepares and places the models of a run, one by one."""
 
-    def ready(model: Any, role: str | None = None) -> Any:
-        if role is not None:
-            add_lora(config, model)
-        accelerate(model, config, strategy.device, role)
-        return prepare(model) if role is None else prepare(model, role)
+    def __init__(self, config: PPOConfig, strategy: DeepspeedStrategy, into_engine: Callable[[Any, Role], Any]) -> None:
+        self.config, self.strategy, self.into_engine = config, strategy, into_engine
+        self.options = loading_options(config)
+        of_all = ("attn_implementation", "trust_remote_code", "external_lib", "seed")
+        self.options_of_frozen = {name: self.options[name] for name in of_all}
+        self.packing = {
+            "packing_samples": config.training.packing_samples,
+            "share_prompts": config.training.share_prompts and config.rollout.n_samples_per_prompt > 1,
+        }
+        self.policy = {"temperature": config.rollout.temperature or 1.0, **self.packing}
 
-    actor_ds = strategy.get_ds_train_config()
-    actor = Actor(stage_to_local(m.pretrain), dtype=strategy.dtype, ds_config=actor_ds, **policy, **own(m.pretrain))
-    if config.loss.aux_loss_coef > 0:
-        with _as_config_error():
-            actor.check_router()
-    if config.evaluation.val_only:
-        actor.hf_model.untrainable = None  # it only reads, and nothing is saved
-    actor = ready(actor, "actor")
-    critic = reference = ema = None
-    if needs_critic(config):
-        offload = {"adam_offload": s.critic_adam_offload, "param_offload": s.critic_param_offload}
-        max_norm = of_role(config, "critic").max_norm
-        critic_ds = strategy.get_ds_train_config(zero_stage=s.critic_zero_stage, max_norm=max_norm, **offload)
-        head = {"value_head_prefix": m.value_head_prefix, "init_value_head": True if m.init_critic_from_actor else None}
-        path = stage_to_local(m.critic_pretrain)
-        critic = Critic(path, dtype=strategy.dtype, ds_config=critic_ds, **head, **rows, **own(m.critic_pretrain))
-        critic = ready(critic, "critic")
-    # Averages and a reference that moves are fp32: small steps would vanish in 16 bits.
-    if needs_reference(config) and not reference_is_actor(config):
-        dtype = torch.float32 if moves_reference(config) else strategy.dtype
-        ref_ds = strategy.get_ds_eval_config(s.ref_offload, zero_stage=s.ref_zero_stage, dtype=dtype)
-        path, flag = stage_to_local(m.ref_pretrain), "--ref_pretrain"
-        reference = ready(Actor(path, dtype=dtype, ds_config=ref_ds, flag=flag, **policy, **own(m.ref_pretrain)))
-    reward_ds = strategy.get_ds_eval_config(s.reward_offload, zero_stage=s.reward_zero_stage)
-    scoring = {"normalize_reward": config.reward.normalize_reward, "value_head_prefix": m.value_head_prefix}
-    reward_models = [
-        prepare(RewardModel(stage_to_local(path), dtype=strategy.dtype, ds_config=reward_ds, **scoring, **shared))
-        for path in m.reward_pretrain
-    ]
-    if a.enable_ema:
-        ema_ds = strategy.get_ds_eval_config(s.ref_offload, zero_stage=s.ref_zero_stage, dtype=torch.float32)
-        ema = prepare(Actor(stage_to_local(m.pretrain), ds_config=ema_ds, **own(m.pretrain)))
-    teacher = build_teacher(config, strategy, policy | shared)
-    return Models(actor, critic, reference, reward_models, ema, None if teacher is None else ready(teacher))
+    def actor(self) -> Actor:
+        """The policy that trains."""
+        path = self.config.model.pretrain
+        model = Actor(
+            stage_to_local(path),
+            dtype=self.strategy.dtype,
+            ds_config=self.strategy.get_ds_train_config(),
+            **self.policy,
+            **self._options_of(path),
+        )
+        if self.config.loss.aux_loss_coef > 0:
+            with _as_config_error():
+                model.check_router()
+        if self.config.evaluation.val_only:
+            model.hf_model.untrainable = None  # it only reads, and nothing is saved
+        return self._placed(model, "actor")
+
+    def critic(self) -> Any:
+        """``--critic_pretrain``, in its engine."""
+        named, zero = self.config.model, self.config.strategy
+        ds_config = self.strategy.get_ds_train_config(
+            zero_stage=zero.critic_zero_stage,
+            max_norm=of_role(self.config, "critic").max_norm,
+            adam_offload=zero.critic_adam_offload,
+            param_offload=zero.critic_param_offload,
+        )
+        model = Critic(
+            stage_to_local(named.critic_pretrain),
+            dtype=self.strategy.dtype,
+            ds_config=ds_config,
+            value_head_prefix=named.value_head_prefix,
+            init_value_head=True if named.init_critic_from_actor else None,
+            **self.packing,
+            **self._options_of(named.critic_pretrain),
+        )
+        return self._placed(model, "critic")
+
+    def reference(self, actor: Actor) -> Actor | None:
+        """``--ref_pretrain``; None where the actor itself can say what it was, see ``Actor.as_loaded``."""
+        path, zero = self.config.model.ref_pretrain, self.config.strategy
+        if actor.as_loaded is not None and path in (None, self.config.model.pretrain):
+            return None
+        # A reference that moves, like an average, is fp32: small steps would vanish in 16 bits.
+        dtype = torch.float32 if moves_reference(self.config) else self.strategy.dtype
+        model = Actor(
+            stage_to_local(path),
+            dtype=dtype,
+            ds_config=self.strategy.get_ds_eval_config(zero.ref_offload, zero_stage=zero.ref_zero_stage, dtype=dtype),
+            flag="--ref_pretrain",
+            **self.policy,
+            **self._options_of(path),
+        )
+        return self._placed(model, "reference")
+
+    def reward_model(self, path: str) -> Any:
+        """One of ``--reward_pretrain``, in its engine."""
+        zero = self.config.strategy
+        model = RewardModel(
+            stage_to_local(path),
+            dtype=self.strategy.dtype,
+            ds_config=self.strategy.get_ds_eval_config(zero.reward_offload, zero_stage=zero.reward_zero_stage),
+            normalize_reward=self.config.reward.normalize_reward,
+            value_head_prefix=self.config.model.value_head_prefix,
+            **self.options_of_frozen,
+        )
+        return self._placed(model, "reward")
+
+    def moving_average(self) -> Actor:
+        """The actor's, in float32."""
+        path, zero = self.config.model.pretrain, self.config.strategy
+        ds_config = self.strategy.get_ds_eval_config(
+            zero.ref_offload, zero_stage=zero.ref_zero_stage, dtype=torch.float32
+        )
+        return self._placed(Actor(stage_to_local(path), ds_config=ds_config, **self._options_of(path)), "ema")
+
+    def teacher(self) -> Actor:
+        """``--teacher_pretrain``, as it is: neither 4 bits nor ``--override_config`` are its."""
+        asked = self.config.distill
+        model = Actor(
+            stage_to_local(asked.teacher_pretrain),
+            dtype=self.strategy.dtype,
+            ds_config=self.strategy.get_ds_eval_config(asked.teacher_offload, zero_stage=asked.teacher_zero_stage),
+            flag="--teacher_pretrain",
+            **self.policy,
+            **self.options_of_frozen,
+        )
+        return self._placed(model, "teacher")
+
+    def _options_of(self, path: str | None) -> dict[str, Any]:
+        """How the actor, or a model that may have a checkpoint of its own, is loaded."""
+        from_scratch = self.config.model.init_from_scratch and path == self.config.model.pretrain
+        return self.options | {"init_from_scratch": from_scratch}
+
+    def _placed(self, model: Any, role: Role) -> Any:
+        prepare_model(model, role, self.config, self.strategy.device)
+        return self.into_engine(model, role)
 
 
 def by_flag(config: PPOConfig, models: Models) -> dict[str, Any]:
@@ -293,15 +366,6 @@ def by_flag(config: PPOConfig, models: Models) -> dict[str, Any]:
     named = {"--pretrain": models.actor, "--critic_pretrain": models.critic, "--ref_pretrain": models.reference}
     named |= {f"--reward_pretrain {path}": x for path, x in zip(config.model.reward_pretrain, models.reward_models)}
     return named | {"--teacher_pretrain": models.teacher}
-
-
-def build_teacher(config: PPOConfig, strategy: DeepspeedStrategy, options: dict[str, Any]) -> Actor | None:
-    """``--teacher_pretrain``, as it is: neither 4 bits nor ``--override_config`` are its."""
-    d, flag = config.distill, "--teacher_pretrain"
-    if d.teacher_pretrain is None or not needs_teacher(config):
-        return None
-    ds = strategy.get_ds_eval_config(d.teacher_offload, zero_stage=d.teacher_zero_stage)
-    return Actor(stage_to_local(d.teacher_pretrain), dtype=strategy.dtype, ds_config=ds, flag=flag, **options)
 
 
 def check_tokenizers(config: PPOConfig, tokenizer: Any, strategy: DeepspeedStrategy) -> TeacherServers | None:
@@ -374,29 +438,6 @@ def settle_packing(config: OptionSet, strategy: DeepspeedStrategy, *models: Any)
         strategy.print(f"note: batches are padded: {reason}")
 
 
-def accelerate(model: Actor | Critic, config: OptionSet, device: torch.device, role: str | None) -> None:
-    """Other kernels, compiled layers; of a model that trains (its ``role``) gradient checkpointing and offloading."""
-    m = config.model
-    if role is not None:
-        if m.activation_offload:
-            loading.check_activation_offload(device)
-        if of_role(config, role).gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": m.gradient_checkpointing_use_reentrant})
-        model.activation_offload = m.activation_offload
-    if m.use_liger_kernel:
-        loading.use_liger_kernels(model.hf_model)
-    if m.torch_compile:
-        loading.compile_layers(model.hf_model)
-
-
-def add_lora(config: OptionSet, model: Actor | Critic) -> None:
-    """Adapters, where ``--lora_rank`` asks for them; from here on only these train."""
-    a = config.adapter
-    if uses_adapters(config):
-        options = LoraOptions(a.lora_rank, a.lora_alpha, a.lora_dropout, a.target_modules)
-        add_adapters(model, options, config.strategy.seed)
-
-
 def build_tokenizer(config: OptionSet, actor: Actor | None = None) -> Any:
     """The actor's tokenizer; if the actor is there, checked against its embedding."""
     m = config.model
@@ -424,19 +465,22 @@ def with_optimizer(
     return model, optimizer, get_scheduler(name, optimizer, warmup, steps, scheduler_specific_kwargs=specific)
 
 
-def into_engines(config: PPOConfig, strategy: DeepspeedStrategy, per_episode: int) -> tuple[Callable[..., Any], dict]:
-    """``prepare`` for :func:`build_models`, and where it leaves the optimizer and the scheduler of each role."""
+def into_engines(
+    config: PPOConfig, strategy: DeepspeedStrategy, per_episode: int
+) -> tuple[Callable[[Any, Role], Any], dict[str, Any]]:
+    """``into_engine`` for :func:`build_models`, and where it leaves the optimizer and the scheduler of each role."""
     rates = {"actor": config.training.actor_learning_rate, "critic": config.training.critic_learning_rate}
     optimizers: dict[str, Any] = dict.fromkeys(rates, (None, None))
 
-    def prepare(model: Any, role: Literal["actor", "critic"] | None = None) -> Any:
-        if role is None:
+    def into_engine(model: Any, role: Role) -> Any:
+        if role not in rates:
             return strategy.prepare(model)
         steps = optimizer_steps(config, per_episode, role)
-        model, *optimizers[role] = strategy.prepare(with_optimizer(model, rates[role], steps, config, strategy, role))
+        trained = with_optimizer(model, rates[role], steps, config, strategy, role)
+        model, *optimizers[role] = strategy.prepare(trained)
         return model
 
-    return prepare, optimizers
+    return into_engine, optimizers
 
 
 # -- data ------------------------------------------------------------------------------------------------------------

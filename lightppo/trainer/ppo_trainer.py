@@ -37,7 +37,6 @@ from lightppo.experience.experience import Experience
 from lightppo.experience.maker import ExperienceMaker
 from lightppo.experience.sampler import CollectedStep, dealt_out
 from lightppo.models.packing import all_share_prompts, on_cpu
-from lightppo.plugins.adapters.lora import AdaptersOff
 from lightppo.plugins.checks.places import SAMPLES
 from lightppo.plugins.checks.rehearsal import after_step
 from lightppo.plugins.compat.seed import (
@@ -921,7 +920,7 @@ def _check_models(config: PPOConfig, actor: Any, critic: Any, initial_model: Any
         raise ConfigError(f"init_kl_coef {a.init_kl_coef} needs a reference: pass initial_model, or set init_kl_coef=0")
     if (teacher is not None) != needs_teacher(config):
         raise ConfigError("pass teacher=, and name it by --teacher_pretrain: one without the other does nothing")
-    if isinstance(initial_model, AdaptersOff) and moves_reference(config):
+    if moves_reference(config) and not hasattr(initial_model, "parameters"):
         raise ConfigError(
             "--ref_ema_eta and --ref_reset_steps need a reference with weights of its own, and this one is the actor "
             "without its adapters: leave them out, or pass another initial_model"

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lightppo.algorithms import matmul
+from lightppo.models import cpu
 from lightppo.models.actor import Actor
+from lightppo.models.cpu import CPULinear, accelerate_on_cpu, packed_weights
 from lightppo.models.critic import Critic
-from lightppo.plugins.kernels import cpu
-from lightppo.plugins.kernels.cpu import CPULinear, accelerate_on_cpu, packed_weights
 
 pytestmark = pytest.mark.skipif(not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="this torch has no oneDNN")
 

@@ -14,8 +14,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 
 from lightppo.models import wrapper
 from lightppo.models.actor import Actor
-from lightppo.models.loading import compile_layers
-from lightppo.plugins.kernels.fused import fuse, rms_norm, rotary, same_code
+from lightppo.models.fused import fuse, rms_norm, rotary, same_code
+from lightppo.plugins.kernels.layers import compile_layers
 
 Call = Callable[..., tuple[Tensor, ...]]
 EPS = 1e-5

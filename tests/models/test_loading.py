@@ -25,23 +25,23 @@ from transformers import (
     PreTrainedModel,
 )
 
+from lightppo.config import PPOConfig
 from lightppo.errors import ModelLoadError
 from lightppo.models import loading
 from lightppo.models import wrapper as wrapper_module
 from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic, RewardModel
 from lightppo.models.loading import (
-    check_activation_offload,
-    compile_layers,
     decoder_layers,
     get_tokenizer,
     load_causal_lm,
     load_sequence_classifier,
     resolve_attn_implementation,
-    use_liger_kernels,
     valid_vocab_size,
 )
+from lightppo.models.preparation import prepare_model
 from lightppo.plugins.compat.seed import get_llm_for_sequence_regression
+from lightppo.plugins.kernels.layers import compile_layers, use_liger_kernels
 
 MakeModel = Callable[..., PreTrainedModel]
 
@@ -598,9 +598,14 @@ def test_offloaded_activations_give_the_same(
 
 
 def test_what_needs_a_gpu_says_so(causal_lm: MakeModel) -> None:
+    actor = Actor(causal_lm())
+    asked = PPOConfig.from_flat(activation_offload=True).resolved()
     with pytest.raises(ModelLoadError, match="--activation_offload"):
-        check_activation_offload(torch.device("cpu"))
-    check_activation_offload(torch.device("cuda"))
+        prepare_model(actor, "actor", asked, torch.device("cpu"))
+    prepare_model(actor, "reference", asked, torch.device("cpu"))
+    assert not actor.activation_offload
+    prepare_model(actor, "actor", asked, torch.device("cuda"))
+    assert actor.activation_offload
     if not torch.cuda.is_available():
         with pytest.raises(ModelLoadError, match="--use_liger_kernel"):
             use_liger_kernels(causal_lm())

@@ -34,7 +34,6 @@ from lightppo.config.rules import MicroBatchSpec
 from lightppo.models import packing
 from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic
-from lightppo.models.loading import compile_layers
 from lightppo.models.packing import (
     PACKED_SDPA,
     RowPlan,
@@ -55,6 +54,7 @@ from lightppo.models.packing import (
 )
 from lightppo.models.wrapper import warn_that_nothing_is_shared
 from lightppo.plugins.adapters.lora import LoraOptions, add_adapters
+from lightppo.plugins.kernels.layers import compile_layers
 from tests.models.conftest import COMMON, KV, from_config
 from tests.support.far_device import FarDevice
 

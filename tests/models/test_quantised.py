@@ -18,9 +18,10 @@ from transformers.pytorch_utils import Conv1D
 from lightppo.errors import ModelLoadError
 from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic
-from lightppo.models.loading import compile_layers, head_names, load_causal_lm
+from lightppo.models.loading import head_names, load_causal_lm
 from lightppo.plugins.adapters.lora import AdaptersOff, LoraOptions, add_adapters, merge
 from lightppo.plugins.adapters.quantised import BLOCK, dense_weight, quantise, quantised_layers
+from lightppo.plugins.kernels.layers import compile_layers
 from lightppo.plugins.vllm.weights import full_weights
 from lightppo.strategy.zero3 import parameter_count
 

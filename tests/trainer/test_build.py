@@ -83,6 +83,8 @@ def test_strategy_offloads_and_shards(make_config):
 class Loaded(nn.Module):
     """Stands in for a model: keeps how it was to be loaded."""
 
+    as_loaded = None
+
     def __init__(self, path: str, **options: Any) -> None:
         super().__init__()
         self.path, self.options, self.ds_config = path, options, options["ds_config"]
@@ -119,16 +121,16 @@ def test_each_model_goes_to_its_place_before_the_next_one_loads(monkeypatch, mak
             super().__init__(path, **options)
             events.append("load")
 
-    def prepare(model: Any, role: str | None = None) -> Any:
-        events.append(role or "frozen")
+    def into_engine(model: Any, role: str) -> Any:
+        events.append(role)
         return model
 
     for name in ("Actor", "Critic", "RewardModel"):
         monkeypatch.setattr(build, name, Seen)
-    models = build.build_models(config, build.build_strategy(config), prepare)
+    models = build.build_models(config, build.build_strategy(config), into_engine)
     assert models.teacher is not None
-    frozen = ["load", "frozen"]  # reference, two reward models, moving average, teacher
-    assert events == ["load", "actor", "load", "critic", *frozen * 5]
+    roles = ["actor", "critic", "reference", "reward", "reward", "ema", "teacher"]
+    assert events == [event for role in roles for event in ("load", role)]
 
 
 def stages(zero: dict[str, dict]) -> dict[str, int]:

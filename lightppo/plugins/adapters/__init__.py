@@ -1,5 +1,10 @@
 """LoRA, and frozen weights in 4 bits."""
 
+from lightppo.plugin import LOADING, PREPARATIONS
+from lightppo.table import Entry
+
 
 def register() -> None:
     """Add what this plugin brings to the tables of ``lightppo.plugin``."""
+    LOADING.register("load_in_4bit", Entry("lightppo.plugins.adapters.quantised:quantise_body"))
+    PREPARATIONS.register("lora", Entry("lightppo.plugins.adapters.lora:prepare"))

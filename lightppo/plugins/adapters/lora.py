@@ -27,6 +27,7 @@ from lightppo import tensor_file
 from lightppo.errors import ModelLoadError
 from lightppo.models.actor import ActionScores, Actor
 from lightppo.models.loading import head_names, load_causal_lm, load_config, load_sequence_classifier, value_head
+from lightppo.models.preparation import Role
 from lightppo.models.wrapper import PretrainedWrapper
 from lightppo.plugins.adapters.quantised import dense_weight, quantised_layers
 
@@ -50,6 +51,14 @@ def check_peft() -> None:
     """ModelLoadError if peft is not installed; imports nothing."""
     if importlib.util.find_spec("peft") is None:
         raise ModelLoadError("--lora_rank and adapters need peft: pip install 'lightppo[lora]', or pip install peft")
+
+
+def prepare(model: PretrainedWrapper, role: Role, config: Any, device: torch.device) -> None:
+    """Adapters, where ``--lora_rank`` asks for them; from here on only these train."""
+    asked = config.adapter
+    if asked.lora_rank > 0 and role in ("actor", "critic"):
+        options = LoraOptions(asked.lora_rank, asked.lora_alpha, asked.lora_dropout, asked.target_modules)
+        add_adapters(model, options, config.strategy.seed)
 
 
 def add_adapters(model: PretrainedWrapper, options: LoraOptions, seed: int = 42) -> None:
@@ -84,6 +93,8 @@ def add_adapters(model: PretrainedWrapper, options: LoraOptions, seed: int = 42)
         head.requires_grad_(True)
         config.modules_to_save = [name]
     hf_model.lora = LoraExport(config, hf_model)  # the strategy looks for it here when it saves
+    if isinstance(model, Actor):
+        model.as_loaded = AdaptersOff(model)
 
 
 def target_layers(model: PreTrainedModel, wanted: tuple[str, ...] = ()) -> list[str]:
@@ -222,6 +233,8 @@ def layer_of(name: str) -> str:
 class LoraExport:
     """Merges and writes a model's adapters (``hf_model.lora``); the frozen weights never change, so nothing drifts."""
 
+    layer_of = staticmethod(layer_of)
+
     def __init__(self, config: Any, model: nn.Module) -> None:
         layers = _layers(model)
         self.config = config
@@ -236,7 +249,7 @@ class LoraExport:
         return f"LoRA adapters of rank {self.config.r}, alpha {self.config.lora_alpha:g}, on {targets}{beside}"
 
     def merged(self, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Weights as in the model's checkpoint, from all layers or from some complete ones (:func:`layer_of`)."""
+        """Weights as in the model's checkpoint, from all layers or from some complete ones (:meth:`layer_of`)."""
         result = {}
         for name, tensor in state_dict.items():
             if _is_adapter(name):

@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from lightppo.errors import ModelLoadError
-from lightppo.plugins.kernels.cpu import is_plain_linear
+from lightppo.models.cpu import is_plain_linear
+from lightppo.models.loading import head_names
 
 if TYPE_CHECKING:
     from bitsandbytes.nn import Linear4bit
@@ -27,6 +28,11 @@ def check_bitsandbytes() -> None:
     """ModelLoadError if bitsandbytes is not installed; imports nothing."""
     if importlib.util.find_spec("bitsandbytes") is None:
         raise ModelLoadError("--load_in_4bit needs bitsandbytes: pip install 'lightppo[qlora]', or bitsandbytes alone")
+
+
+def quantise_body(model: PreTrainedModel) -> None:
+    """:func:`quantise` all but the head."""
+    quantise(model, head_names(model))
 
 
 def quantise(model: PreTrainedModel, heads: set[str]) -> None:

@@ -29,8 +29,7 @@ from lightppo.errors import ConfigError
 from lightppo.models import actor as actors
 from lightppo.models import critic as critics
 from lightppo.models import loading
-from lightppo.models.loading import use_liger_kernels
-from lightppo.plugins.adapters.lora import LoraOptions, add_adapters
+from lightppo.models.preparation import Role, prepare_model
 from lightppo.strategy.distributed import RankSampler as DistributedSampler
 from lightppo.strategy.zero3 import find_engine, is_engine
 from lightppo.suggestions import nearest
@@ -859,9 +858,8 @@ class Actor(actors.Actor):
     ) -> None:
         super().__init__(pretrain_or_model, **_with_attention(options))
         accept_seed_calls(self)
-        _adapt(self, lora_rank, lora_alpha, lora_dropout, target_modules)
-        if use_liger_kernel:
-            use_liger_kernels(self.hf_model)
+        adapters = _adapters(lora_rank, lora_alpha, lora_dropout, target_modules)
+        _prepare(self, "actor", use_liger_kernel=use_liger_kernel, **adapters)
 
 
 def get_llm_for_sequence_regression(
@@ -880,7 +878,7 @@ def get_llm_for_sequence_regression(
         raise ValueError(f"model_type must be 'critic' or 'reward', not {model_type!r}")
     model = classes[model_type](path, **_with_attention(options))
     accept_seed_calls(model)
-    _adapt(model, lora_rank, lora_alpha, lora_dropout, target_modules)
+    _prepare(model, "critic", **_adapters(lora_rank, lora_alpha, lora_dropout, target_modules))
     return model
 
 
@@ -891,10 +889,18 @@ def _with_attention(options: Mapping[str, Any]) -> dict[str, Any]:
     return dict(options)
 
 
-def _adapt(model: Any, rank: int, alpha: float, dropout: float, targets: str | Sequence[str] | None) -> None:
-    if rank > 0:
-        names = (targets,) if isinstance(targets, str) else tuple(targets or ("all-linear",))
-        add_adapters(model, LoraOptions(rank, alpha, dropout, names))
+def _adapters(rank: int, alpha: float, dropout: float, targets: str | Sequence[str] | None) -> dict[str, Any]:
+    """Their options; none without adapters."""
+    if rank <= 0:
+        return {}
+    names = (targets,) if isinstance(targets, str) else tuple(targets or ("all-linear",))
+    return {"lora_rank": rank, "lora_alpha": alpha, "lora_dropout": dropout, "target_modules": names}
+
+
+def _prepare(model: Any, role: Role, **options: Any) -> None:
+    """As a run with these options does, where they ask for anything."""
+    if any(options.values()):
+        prepare_model(model, role, PPOConfig.from_flat(options).resolved(), torch.device("cpu"))
 
 
 def get_tokenizer(

@@ -1,9 +1,11 @@
-"""Kernels that are chosen by options: CUDA graphs of decoding steps."""
+"""Other kernels, where options ask for them: CUDA graphs of decoding steps, compiled layers, Liger's."""
 
-from lightppo.plugin import DECODING_RUNNERS
+from lightppo.plugin import DECODING_RUNNERS, PREPARATIONS
 from lightppo.table import Entry
 
 
 def register() -> None:
     """Add what this plugin brings to the tables of ``lightppo.plugin``."""
     DECODING_RUNNERS.register("cuda_graphs", Entry("lightppo.plugins.kernels.graphs:runner"))
+    PREPARATIONS.register("liger", Entry("lightppo.plugins.kernels.layers:prepare_liger"))
+    PREPARATIONS.register("compile", Entry("lightppo.plugins.kernels.layers:prepare_compiled"))

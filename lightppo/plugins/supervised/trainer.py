@@ -18,6 +18,7 @@ from lightppo.config.rules import idle_flags
 from lightppo.data.readers import blending_datasets
 from lightppo.models import loading
 from lightppo.models.packing import to_device
+from lightppo.models.preparation import prepare_model
 from lightppo.plugins.adapters.lora import check_peft
 from lightppo.plugins.adapters.quantised import check_bitsandbytes
 from lightppo.plugins.checks.preflight import NOTHING_KEPT
@@ -402,8 +403,7 @@ def build(config: SupervisedConfig, trainer: type[SupervisedTrainer] = Supervise
 
     model = objective.build_model()
     loading.fit_to_model(tokenizer, model, config.model.pretrain, "--pretrain")
-    building.add_lora(config, model)
-    building.accelerate(model, config, strategy.device, "actor")
+    prepare_model(model, "actor", config, strategy.device)
     counted = parameter_count(model, trained_only=config.adapter.lora_rank > 0)
     building.check_disk_space(asked, {"actor": counted}, exported=parameter_count(model))
     strategy.print(f"model: {parameter_count(model):,} parameters, {counted:,} train\nfiles: {building.places(config)}")

@@ -57,11 +57,10 @@ def full_weights(actor: Any) -> Iterator[tuple[str, Tensor]]:
     their names. Below ZeRO-3 the tensors are the actor's own and change with the next optimizer step. LoRA adapters are
     merged into new tensors; the frozen weights stay as they are.
     """
-    from lightppo.plugins.adapters.lora import layer_of
-
     model, _ = find_hf_model(actor)
     sharded = zero_stage_of(find_engine(actor)) == 3
     convert, adapters = _checkpoint_names(model), find_adapters(model)
+    layer_of = _layer_of if adapters is None else adapters.layer_of
     # every name of a tied weight
     modules = itertools.groupby(model.state_dict(keep_vars=True).items(), key=lambda pair: layer_of(pair[0]))
     parts = [list(tensors) for _, tensors in modules]
@@ -69,6 +68,11 @@ def full_weights(actor: Any) -> Iterator[tuple[str, Tensor]]:
         tensors = dict(itertools.chain.from_iterable(group))
         whole = _gathered_copies(tensors) if sharded else {name: tensor.detach() for name, tensor in tensors.items()}
         yield from convert(whole if adapters is None else adapters.merged(whole)).items()
+
+
+def _layer_of(name: str) -> str:
+    """The module of a parameter."""
+    return name.rpartition(".")[0]
 
 
 def _together(parts: Iterable[T], size: Callable[[T], int], limit: int) -> Iterator[list[T]]:
