@@ -55,12 +55,12 @@ def measure(
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from lightppo.algorithms.mismatch import Summary, mismatch_metrics, mismatch_terms
     from lightppo.config import PPOConfig
     from lightppo.data.records import Prompt
     from lightppo.experience.experience import Experience
     from lightppo.models.actor import Actor
     from lightppo.models.loading import valid_vocab_size
-    from lightppo.plugins.algorithms.correction import Summary, mismatch_metrics, mismatch_terms
     from lightppo.rollout.engine import SamplingParams
     from lightppo.strategy.deepspeed import DeepspeedStrategy
     from lightppo.trainer.build import build_rollout_engine

@@ -31,12 +31,12 @@ import torch.distributed as dist
 from datasets import Dataset
 from torch.distributed import distributed_c10d
 
-from lightppo.algorithms.selection import top_share
 from lightppo.config import PPOConfig
 from lightppo.data.records import Prompt, Rollout
 from lightppo.data.rows import Encoded, prepare_rows
 from lightppo.experience.batching import balance_ranks
 from lightppo.experience.sampler import GroupCollector, GroupFilter, SampledBatch
+from lightppo.plugins.algorithms.selection import top_share
 from lightppo.plugins.records.samples import SampleRecord, write_step
 from lightppo.rewards.source import RewardOutput
 from lightppo.rollout.engine import SamplingParams

@@ -33,6 +33,24 @@ class Check(Entry):
     when: Literal["options", "data", "models"] = "options"  # it is called when these are there
 
 
+@dataclass(frozen=True)
+class TokenWeight(Entry):
+    """A factor of each token's policy loss; the loss is multiplied by the product of all of them.
+
+    The entry's function takes the config. It returns None where the options ask for no such weight, or a function
+    ``(experience, *, log_probs, entropy, all_reduce_sum, **_)`` → (B, A) or (B, 1), without gradient:
+
+    - before the update, called once a rollout with all samples of this rank, on every rank, even one without samples
+      (B = 0); ``log_probs`` are of the policy before the update, ``all_reduce_sum`` sums over ranks;
+    - ``in_training``, called for each micro batch; ``log_probs`` are of the policy in training.
+    """
+
+    in_training: bool = False
+    needs_entropy: bool = False  # before the update, of a pass over the rollout; in training it is always there
+    needs_rollout_log_probs: bool = False  # experience.rollout_log_probs, which some engines do not give
+    flag: str = ""  # the option that asks for it, for messages
+
+
 COMMANDS: Table[Command] = Table(
     "command",
     {
@@ -92,6 +110,9 @@ PREPARATIONS: Table = Table("preparation of a model")
 """What changes a loaded model, in place and in this order, before it goes to its engine: functions
 ``(model, role, config, device)``. ``model.hf_model`` is the Hugging Face model; roles are in
 :mod:`lightppo.models.preparation`."""
+
+TOKEN_WEIGHTS: Table[TokenWeight] = Table("token weight", kind=TokenWeight)
+"""Factors of each token's policy loss: corrections, rejections, and others."""
 
 
 CALLBACKS: Table = Table("callback")

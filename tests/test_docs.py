@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 from support.ranks import REPO
 
-from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS, CORRECTIONS, KL_ESTIMATORS, POLICY_LOSSES
+from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES
 from lightppo.config.options import all_options
 from lightppo.plugin import COMMANDS
+from lightppo.plugins.algorithms.tables import CORRECTIONS
 from lightppo.plugins.supervised.sections import COMMANDS as SUPERVISED
 from lightppo.plugins.tools.data import RowsConfig
 from lightppo.trainer.metrics import METRICS

@@ -6,7 +6,6 @@ Notation: d = log_probs - old_log_probs, ρ = e^d the ratio (d within ±20), A t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,16 +13,14 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from lightppo.algorithms.entries import LOSS_AGG_MODES, POLICY_LOSSES, Rejection
+from lightppo.algorithms.entries import LOSS_AGG_MODES, POLICY_LOSSES
 from lightppo.algorithms.kl import LOG_RATIO_LIMIT, limited
 from lightppo.algorithms.logprobs import token_log_probs
 from lightppo.algorithms.masking import LossNormalizer, aggregate_loss, require_same_shape, zero_where_masked
-from lightppo.plugins.algorithms.correction import rejection_mask
 
 Metrics = dict[str, Tensor]
 TokenLoss = tuple[Tensor, Metrics]
 IGNORE_INDEX = -100  # labels with this value have no loss
-DRIFT_SLOPE_LIMIT = 2.0  # cpgd: the drift pulls a token back with at most this times its coefficient
 
 
 @dataclass(frozen=True)
@@ -77,6 +74,11 @@ PolicyLossFn = Callable[..., TokenLoss]
 """``(x: LossInputs, **options of its entry)`` → loss of each token (B, A), and :meth:`LossInputs.metrics`. A token's
 gradient comes from its own loss alone."""
 
+SelectionFn = Callable[..., Tensor]
+"""``(log_probs, advantages, uniforms, *, options, all_reduce_sum)`` → the tokens (N,) bool that a policy loss singles
+out, of this rank's N trained tokens in the rollout; every rank calls it, even without tokens. ``log_probs`` are from
+before the first update on the rollout; ``uniforms``, in [0, 1) and independent of ranks, break ties."""
+
 
 def ppo_policy_loss(x: LossInputs, *, dual_clip: float | None = None) -> TokenLoss:
     """-min(ρA, clip(ρ, 1 - ε_low, 1 + ε_high)·A); with ``dual_clip`` c, at most -cA where A < 0.
@@ -116,73 +118,6 @@ def cispo_policy_loss(x: LossInputs) -> TokenLoss:
     return -weight * x.advantages * x.log_probs, x.metrics(weight_clip_ratio=weight != ratio)
 
 
-def gmpo_policy_loss(x: LossInputs) -> TokenLoss:
-    """-A·(geometric mean of the row's clipped ratios); unlike gspo, it clips token by token.
-
-    d becomes min(d, ε_high) where A > 0 and max(d, -ε_low) where A < 0: the epsilons bound log ratios, not ratios. With
-    c the result, each token gets sg(exp(mean c))·exp(c - sg(c)): the row's value, and a gradient to its own log prob
-    alone. With one advantage per row and ``seq-mean-token-mean``, this is the gradient of the paper's loss.
-    Source: Zhao et al. 2025 (arXiv:2507.20673).
-    """
-    within, sign = limited(x.log_ratio), x.advantages.sign()
-    clipped = sign * torch.minimum(sign * within, sign * within.clamp(-x.eps_low, x.eps_high))  # (B, A)
-    row = x.row_mean(clipped.detach())  # (B, 1)
-    loss = -(row + (clipped - clipped.detach())).exp() * x.advantages
-    lost = (clipped != x.log_ratio) & (x.advantages != 0)
-    return loss, x.metrics(lost, ratio=limited(x.row_mean(x.log_ratio)).exp().expand_as(loss))
-
-
-def sapo_policy_loss(x: LossInputs, *, sapo_tau_pos: float, sapo_tau_neg: float) -> TokenLoss:
-    """-A·(4/τ)·σ(τ(ρ - 1)), τ by the sign of A: a smooth gate in place of the clip (Gao et al. 2025, arXiv:2511.20347).
-
-    Its slope in ρ, 4σ(1 - σ), is 1 at ρ = 1 and falls to 0 on both sides, faster for larger τ; ``sapo_gate`` logs it.
-    """
-    tau = torch.full_like(x.log_ratio, sapo_tau_neg).masked_fill(x.advantages > 0, sapo_tau_pos)  # (B, A)
-    gate = torch.sigmoid(tau * (x.ratio - 1.0))
-    metrics = x.metrics(x.beyond_limit(x.log_ratio), sapo_gate=4.0 * gate * (1.0 - gate))
-    return -(4.0 / tau) * gate * x.advantages, metrics
-
-
-def clip_cov_policy_loss(x: LossInputs, **_) -> TokenLoss:
-    """PPO's loss without the ``selected`` tokens, whose covariance of log prob and advantage makes the entropy fall.
-
-    Source: Cui et al. 2025 (arXiv:2505.22617), Clip-Cov; see :func:`lightppo.algorithms.selection.select_clip_cov`.
-    """
-    loss, lost = x.clipped_surrogate(x.ratio)
-    lost = lost | (x.selected & (x.advantages != 0)) | x.beyond_limit(x.log_ratio)
-    return loss.masked_fill(x.selected, 0.0), x.metrics(lost, selected_ratio=x.selected)
-
-
-def kl_cov_policy_loss(x: LossInputs, *, kl_cov_coef: float, **_) -> TokenLoss:
-    """-ρA, without a clip; ``selected`` tokens also pay coef·|d| (KL-Cov, Cui et al. 2025, arXiv:2505.22617).
-
-    The slope of |x| at 0 is 0: no effect in the first optimizer step on a rollout.
-    """
-    penalty = (kl_cov_coef * x.log_ratio.abs()).masked_fill(~x.selected, 0.0)
-    return -x.ratio * x.advantages + penalty, x.metrics(x.beyond_limit(x.log_ratio), selected_ratio=x.selected)
-
-
-def gpg_policy_loss(x: LossInputs) -> TokenLoss:
-    """-A·log_probs (arXiv:2504.02546): the policy gradient, without ratio or clip. Old log probs are for metrics."""
-    return -x.advantages * x.log_probs, x.metrics()
-
-
-def cpgd_policy_loss(x: LossInputs, *, cpgd_drift_coef: float) -> TokenLoss:
-    """-min(d·A, clip(d, ln(1 - ε_low), ln(1 + ε_high))·A) + coef·min(sg(ρ) - 1, 2)·d.
-
-    PPO's clip around REINFORCE's gradient: inside it each token's gradient is -A, not -ρA. The second term, the paper's
-    policy drift, has the gradient of k3, ρ - 1, cut at 2, so it also pulls back tokens beyond the clip. (The paper has
-    ln π in place of d: another value, the same gradient.) Nothing with a gradient is exponentiated, so d has no limit.
-    Source: Liu et al. 2025 (arXiv:2505.12504), §4.3, eq. 2.
-    """
-    lowest = math.log1p(-x.eps_low) if x.eps_low < 1 else -math.inf
-    loss = -x.log_ratio * x.advantages
-    clipped_loss = -x.log_ratio.clamp(lowest, math.log1p(x.eps_high)) * x.advantages
-    drift = (x.ratio.detach() - 1.0).clamp(max=DRIFT_SLOPE_LIMIT) * x.log_ratio
-    metrics = x.metrics(clipped_loss > loss, cpgd_drift=drift)
-    return torch.maximum(loss, clipped_loss) + cpgd_drift_coef * drift, metrics
-
-
 @dataclass(frozen=True)
 class PolicyLoss:
     """The policy loss of one micro batch. Refuses unknown names and values out of range."""
@@ -192,7 +127,6 @@ class PolicyLoss:
     policy_loss: str = "ppo"  # one of entries.POLICY_LOSSES, or path.py:name
     loss_agg_mode: str = "token-mean"  # one of entries.LOSS_AGG_MODES, whatever the loss's paper uses
     options: Mapping[str, float | None] = field(default_factory=dict)  # by flag name; missing or None: the default
-    rejections: tuple[Rejection, ...] = ()  # those that are judged in training
 
     def __post_init__(self) -> None:
         entry = POLICY_LOSSES.find(self.policy_loss)
@@ -219,7 +153,6 @@ class PolicyLoss:
         *,
         weights: Tensor | None = None,
         selected: Tensor | None = None,
-        rollout_log_probs: Tensor | None = None,
     ) -> tuple[Tensor, Metrics]:
         """Loss, and detached shares of the step's token means, at least ``clip_ratio``, ``ratio``, ``approx_kl``.
 
@@ -230,7 +163,6 @@ class PolicyLoss:
             weights: (B, A), a factor on each token's loss. A token of weight 0 has no gradient; it still counts in the
                 normalizer, the metrics and its row's ratio.
             selected: (B, A), the tokens that clip_cov and kl_cov single out; ``None`` for all other losses.
-            rollout_log_probs: (B, A), of the rollout engine, for ``rejections``: what they leave out has weight 0.
         """
         require_same_shape(log_probs=log_probs, old_log_probs=old_log_probs, advantages=advantages)
         require_same_shape(log_probs=log_probs, action_mask=action_mask, weights=weights, selected=selected)
@@ -249,24 +181,11 @@ class PolicyLoss:
             selected=None if selected is None else selected.bool() & mask,
         )
         token_loss, token_metrics = entry.fn(inputs, **self.options)
-        if self.rejections:
-            kept = self._kept(inputs, rollout_log_probs).to(token_loss.dtype)
-            weights = kept if weights is None else weights * kept
-            token_metrics["rejected_ratio"] = 1 - kept
         if weights is not None:
             weights = zero_where_masked(weights.detach(), mask)
             token_loss = (token_loss * weights).masked_fill(weights == 0, 0.0)  # even if the loss is not finite
         loss = aggregate_loss(token_loss, mask, self.loss_agg_mode, normalizer)
         return loss, _token_means(token_metrics, mask, normalizer)
-
-    def _kept(self, x: LossInputs, rollout_log_probs: Tensor | None) -> Tensor:
-        if rollout_log_probs is None:
-            if x.action_mask.any():
-                raise ValueError(f"--rollout_rejection {self.rejections[0].name} needs rollout_log_probs")
-            return x.action_mask  # a placeholder
-        return rejection_mask(
-            self.rejections, x.log_probs.detach(), rollout_log_probs, x.action_mask, advantages=x.advantages
-        )
 
 
 def _token_means(token_metrics: Metrics, mask: Tensor, normalizer: LossNormalizer) -> Metrics:

@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, Self
 
-from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS, CORRECTIONS, KL_ESTIMATORS, LOSS_AGG_MODES, POLICY_LOSSES
+from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS, KL_ESTIMATORS, LOSS_AGG_MODES, POLICY_LOSSES
 from lightppo.errors import ConfigError
 from lightppo.option import Option, Section, option
 from lightppo.plugin import ENGINES
+from lightppo.plugins.algorithms.tables import CORRECTIONS
 from lightppo.plugins.migration.names import hint
 from lightppo.suggestions import meant, nearest
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,15 +17,15 @@ from urllib.parse import urlsplit
 
 from lightppo.algorithms.entries import (
     ADVANTAGE_ESTIMATORS,
-    CORRECTIONS,
     POLICY_LOSSES,
     EstimatorEntry,
     PolicyLossEntry,
-    Rejection,
 )
 from lightppo.config.options import Options, OptionSet, all_options
 from lightppo.errors import ConfigError, StagingError
 from lightppo.option import out_of_order
+from lightppo.plugin import TOKEN_WEIGHTS
+from lightppo.plugins.algorithms.tables import CORRECTIONS, Rejection
 from lightppo.plugins.http.client import check_url, is_loopback
 from lightppo.plugins.ops.storage import check_scheme, is_url, join
 from lightppo.suggestions import nearest
@@ -44,13 +44,10 @@ def policy_loss_entry(config: Options) -> PolicyLossEntry:
     return POLICY_LOSSES.find(_or(config.loss.policy_loss, estimator_entry(config).policy_loss))
 
 
-def rejections(config: Options, in_training: bool) -> tuple[Rejection, ...]:
-    """``--rollout_rejection``: those judged in training, or those judged before it.
-
-    With ``--old_log_probs rollout`` the policy before it is the one that sampled, so all are judged in training.
-    """
-    found, bypass = map(Rejection.parse, config.correction.rollout_rejection), config.loss.old_log_probs == "rollout"
-    return tuple(one for one in found if (bypass or one.entry.in_training) == in_training)
+def token_weights(config: Options, in_training: bool) -> dict[str, Callable[..., Any]]:
+    """The functions of ``TOKEN_WEIGHTS`` that this run needs in training, or before the update."""
+    functions = {name: entry.fn(config) for name, entry in TOKEN_WEIGHTS.items() if entry.in_training == in_training}
+    return {name: function for name, function in functions.items() if function is not None}
 
 
 def needs_critic(config: Options) -> bool:
@@ -174,13 +171,11 @@ def old_log_probs_from(config: Options, exact_rollout: bool) -> Literal["trainin
     a, t, s, rollout = config.algorithm, config.training, config.sampling, config.rollout
     if config.loss.old_log_probs != "auto":
         return config.loss.old_log_probs
-    rejected_before = rejections(config, in_training=False)
+    if token_weights(config, in_training=False):
+        return "forward"
     needed_before = (
         (a.init_kl_coef > 0 and a.use_kl_in_reward)
         or teacher_adds(config)
-        or config.correction.rollout_correction != "none"
-        or rejected_before
-        or config.loss.high_entropy_token_ratio is not None
         or policy_loss_entry(config).selection is not None
         or estimator_entry(config).needs_score_norms
         or a.freezing_actor_steps > 0
@@ -189,7 +184,7 @@ def old_log_probs_from(config: Options, exact_rollout: bool) -> Literal["trainin
         return "training"
     # Groups left over may be trained on in a later step, when the policy is another.
     stale = s.skip_rollout is not None or s.dynamic_sampling or (s.gen_batch_size or 0) > rollout.rollout_batch_size
-    needs_pass = stale or rejected_before or _needs_pass(config.flat())
+    needs_pass = stale or _needs_pass(config.flat())
     recorded = exact_rollout and compute_dtype(config) == "float32" and not needs_pass
     return "rollout" if recorded else "forward"
 
@@ -739,7 +734,8 @@ def _algorithm(o: SimpleNamespace) -> Iterator[str]:
         yield "--reward_scaling 0 makes all scores the same: set another factor"
     yield from out_of_order(all_options(), vars(o))
     try:
-        rejections(o.config, in_training=False)
+        for text in o.rollout_rejection:
+            Rejection.parse(text)
     except ConfigError as error:
         yield str(error)
         return

@@ -21,9 +21,8 @@ from torch import Tensor
 
 from lightppo import tensor_file
 from lightppo.algorithms.entries import POLICY_LOSSES, load
-from lightppo.algorithms.losses import PolicyLoss
+from lightppo.algorithms.losses import PolicyLoss, SelectionFn
 from lightppo.algorithms.masking import LossNormalizer, whiten
-from lightppo.algorithms.selection import Selection
 from lightppo.config.rules import MicroBatchSpec
 from lightppo.data.records import Rollout
 from lightppo.experience.experience import Experience
@@ -108,7 +107,7 @@ def _best_swap(heavy: list[Group], light: list[Group], gap: int, shared: set[int
     return None if best is None else best[1:]
 
 
-def selection_of(loss: Any) -> Selection | None:
+def selection_of(loss: Any) -> SelectionFn | None:
     """The function that selects tokens for this policy loss; ``None`` if the loss treats all tokens alike."""
     name = getattr(loss, "policy_loss", None)
     entry = None if name is None else POLICY_LOSSES.find(name)

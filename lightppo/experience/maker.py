@@ -19,7 +19,6 @@ from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS
 from lightppo.algorithms.kl import KLController, approx_kl, full_kl
 from lightppo.algorithms.logprobs import score_norms
 from lightppo.algorithms.masking import masked_mean
-from lightppo.algorithms.selection import top_share
 from lightppo.algorithms.shaping import (
     RunningMeanStd,
     ValueNorm,
@@ -36,16 +35,16 @@ from lightppo.config.rules import (
     SCORING_CALLS,
     micro_batch_spec,
     old_log_probs_from,
-    rejections,
     rollout_rows,
     teacher_adds,
+    token_weights,
 )
 from lightppo.data.records import Rollout, seed_of_step
-from lightppo.errors import NonFiniteError
+from lightppo.errors import ConfigError, NonFiniteError
 from lightppo.experience.batching import MicroBatching, ReplayBuffer, select_tokens
 from lightppo.experience.experience import Experience, non_finite_text
 from lightppo.models.packing import all_pack, all_share_prompts, on_cpu, to_device
-from lightppo.plugins.algorithms.correction import correction_weights, normalize_weights, rejection_mask
+from lightppo.plugin import TOKEN_WEIGHTS
 from lightppo.ranks import Ranks, heartbeat, level
 
 
@@ -158,9 +157,8 @@ class ExperienceMaker:
         self.strategy, self.kl_ctl, self.value_norm = strategy, kl_ctl, value_norm
         self.sample, self.progress, self.timer = sample, progress, timer
         self.perf_stats: dict[str, float] | None = None  # the seed's: nothing here, times are in perf/ of the logs
-        self.algorithm, self.loss, self.correction = config.algorithm, config.loss, config.correction
-        self.distill = config.distill
-        self.rejections = rejections(config, in_training=False)
+        self.algorithm, self.distill = config.algorithm, config.distill
+        self.token_weights = token_weights(config, in_training=False)
         self.estimator = ADVANTAGE_ESTIMATORS.find(self.algorithm.advantage_estimator)
         self.mask_too_long, self.prompt_max_len = config.reward.mask_too_long, config.data.prompt_max_len
         self.micro_rollout_batch_size = rollout_rows(config)
@@ -171,6 +169,8 @@ class ExperienceMaker:
         packs = all_pack(config.training.packing_samples, models)
         self.batching = MicroBatching(strategy, packs, shares)
         self.old_log_probs = old_log_probs or old_log_probs_from(config, exact_rollout=False)
+        self.wants_entropy = self._needs_entropy()
+        self.compared_with_engine = self._compared_with_engine(config)
         self.has_kl = initial_model is not None and self.old_log_probs != "training"
         # Whole distributions are compared only if the reward needs it: the KL loss compares its own.
         self.full_kl = self.has_kl and self.algorithm.kl_estimator == "full" and self.algorithm.use_kl_in_reward
@@ -215,8 +215,8 @@ class ExperienceMaker:
         with self.timer("advantages"):
             self.shaper.observe(rollouts)
             self._add_advantages(batch, rollouts, last_values, made.get("score_norms"))
+            self._add_info(batch, rollouts)
             self._add_loss_weights(batch, made.get("entropy"))
-        self._add_info(batch, rollouts)
         return batch.split(self.micro_rollout_batch_size) if rollouts else []
 
     def _require_finite(self, batch: Experience) -> None:
@@ -238,6 +238,27 @@ class ExperienceMaker:
                     item.advantages = item.advantages.clamp(-a.advantage_clip, a.advantage_clip)
         select_tokens(buffer.items, loss, self.strategy, seed_of_step(self.seed, step))
 
+    def _needs_entropy(self) -> bool:
+        """Whether a token weight needs the entropy of a pass of the actor over the rollout."""
+        needing = [name for name in self.token_weights if TOKEN_WEIGHTS[name].needs_entropy]
+        if needing and self.old_log_probs != "forward":
+            raise ConfigError(
+                f"--old_log_probs {self.old_log_probs}: the token weight {needing[0]!r} needs the entropy of a pass; "
+                "set auto or forward"
+            )
+        return bool(needing)
+
+    def _compared_with_engine(self, config: PPOConfig) -> str | None:
+        """The first option that needs the log probs of the rollout engine; ``None``: no option does."""
+        for name in [*self.token_weights, *token_weights(config, in_training=True)]:
+            entry = TOKEN_WEIGHTS[name]
+            if entry.needs_rollout_log_probs and not entry.flag:
+                return f"the token weight {name!r}"
+            if entry.needs_rollout_log_probs:
+                value = config.flat()[entry.flag]
+                return f"--{entry.flag} {' '.join(value) if isinstance(value, list | tuple) else value}"
+        return "--old_log_probs rollout" if self.old_log_probs == "rollout" else None
+
     def _check(self, rollouts: Sequence[Rollout]) -> None:
         sizes = Counter(rollout.prompt.index for rollout in rollouts)
         for rollout in rollouts:
@@ -249,17 +270,10 @@ class ExperienceMaker:
                     f"prompt {index} has {sizes[index]} sample, but --advantage_estimator "
                     f"{self.algorithm.advantage_estimator} needs at least {needed}: raise --n_samples_per_prompt"
                 )
-        c = self.correction
-        needing = {
-            f"--rollout_correction {c.rollout_correction}": c.rollout_correction != "none",
-            f"--rollout_rejection {' '.join(c.rollout_rejection)}": c.rollout_rejection,
-            "--old_log_probs rollout": self.old_log_probs == "rollout",
-        }
-        flag = next((flag for flag, is_set in needing.items() if is_set), None)
-        if flag and any(r.log_probs is None for r in rollouts):
+        if self.compared_with_engine and any(rollout.log_probs is None for rollout in rollouts):
             raise ValueError(
-                f"{flag} needs the log probs of the rollout engine, and this engine gives none: leave it out, or use "
-                "another engine"
+                f"{self.compared_with_engine} needs the log probs of the rollout engine, and this engine gives none: "
+                "leave it out, or use another engine"
             )
 
     def run_models(self, batch: Experience) -> dict[str, Tensor]:
@@ -316,10 +330,10 @@ class ExperienceMaker:
     def _run_actor(self, part: Experience) -> dict[str, Tensor]:
         """Log probs of the actor, and of the reference beside it if whole distributions are compared."""
         inputs = (part.sequences, part.num_actions, part.attention_mask)
-        wants_entropy, wants_norms = self.loss.high_entropy_token_ratio is not None, self.estimator.needs_score_norms
-        actor = self.actor.score_actions(*inputs, entropy=wants_entropy, logits=self.full_kl or wants_norms)
+        wants_norms = self.estimator.needs_score_norms
+        actor = self.actor.score_actions(*inputs, entropy=self.wants_entropy, logits=self.full_kl or wants_norms)
         made = {"action_log_probs": actor.log_probs}
-        if wants_entropy:
+        if self.wants_entropy:
             made["entropy"] = actor.entropy
         if wants_norms:
             made["score_norms"] = torch.zeros_like(actor.log_probs)  # (b, a)
@@ -391,22 +405,17 @@ class ExperienceMaker:
         batch.info["return"] = token_rewards.sum(-1)
 
     def _add_loss_weights(self, batch: Experience, entropy: Tensor | None) -> None:
-        """Constant factors of the policy loss: off-policy correction, rejections, high-entropy tokens."""
-        c, mask, ratio = self.correction, batch.action_mask, self.loss.high_entropy_token_ratio
-        if c.rollout_correction == "none" and ratio is None and not self.rejections:
+        """The product of the token weights: constant factors of the policy loss."""
+        if not self.token_weights:
             return
-        weights, log_probs = mask.float(), (batch.action_log_probs, batch.rollout_log_probs)  # (B, A)
-        if c.rollout_correction != "none":
-            bounds = {"low": c.correction_low, "high": c.correction_high, "veto": c.correction_veto}
-            weights = correction_weights(c.rollout_correction, *log_probs, mask, **bounds)
-            if c.correction_batch_norm:
-                weights = normalize_weights(weights, mask, self._all_reduce_sum)
-        if self.rejections:
-            weights = weights * rejection_mask(self.rejections, *log_probs, mask, all_reduce_sum=self._all_reduce_sum)
-        if ratio is not None:
-            kept = torch.zeros_like(mask)
-            kept[mask] = top_share(entropy[mask], ratio, self._all_reduce_sum)
-            weights = weights * kept
+        weights = batch.action_mask.float()  # (B, A)
+        for weigh in self.token_weights.values():
+            weights = weights * weigh(
+                batch,
+                log_probs=batch.action_log_probs,
+                entropy=entropy,
+                all_reduce_sum=self._all_reduce_sum,
+            )
         batch.loss_weights = weights
 
     def _add_info(self, batch: Experience, rollouts: Sequence[Rollout]) -> None:

@@ -16,8 +16,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from lightppo.algorithms import entries
+from lightppo.algorithms.mismatch import Summary, mismatch_metrics, mismatch_terms
 from lightppo.experience.experience import Experience
-from lightppo.plugins.algorithms.correction import Summary, mismatch_metrics, mismatch_terms
 from lightppo.plugins.records import metric_names
 from lightppo.plugins.records.alarms import ALARMS
 from lightppo.ranks import Ranks, heartbeat
@@ -122,6 +122,7 @@ METRICS: dict[str, str] = {
     "train/ratio": "mean probability ratio of new to old policy",
     "train/approx_kl": "mean KL estimate of old to new policy per trained token, nats",
     "train/entropy": "mean policy entropy per trained token (nats)",
+    "train/rejected_ratio": "share of trained tokens that --rollout_rejection leaves out during training",
     **{f"train/{name}": meaning for name, meaning in entries.metric_names().items()},
     "train/aux_loss": "load-balancing loss of a mixture of experts (--aux_loss_coef)",
     "train/actor_stopped": "share of the actor's optimizer steps skipped by --early_stop_imp_ratio or --early_stop_kl",

@@ -28,6 +28,7 @@ from lightppo.config.rules import (
     needs_teacher,
     of_role,
     old_log_probs_from,
+    token_weights,
 )
 from lightppo.data.records import Rollout
 from lightppo.errors import ConfigError, NonFiniteError, RewardError
@@ -186,6 +187,7 @@ class PPOTrainer(SeedAttributes):
         horizon = float(self.config.rollout.generate_max_len)
         self.actor_loss_fn = of_whole_step(update.build_policy_loss(self.config), horizon)
         self.critic_loss_fn = of_whole_step(value_loss, horizon)
+        self.token_weights = list(token_weights(self.config, in_training=True).values())
         self.ptx_loss_fn = GPTLMLoss()
         self.kl_ctl = make_kl_controller(a.init_kl_coef, a.kl_target, a.kl_horizon)
         self.value_norm = update.build_value_norm(o)
@@ -451,6 +453,7 @@ class PPOTrainer(SeedAttributes):
             kl_coef=self.kl_ctl.value,
             reference=self.initial_model,
             teacher=self.teacher,
+            token_weights=self.token_weights,
         )
         self._backward(loss * part.loss_scale, self.actor, self.actor_optim)
         self.early_stop.add(metrics)

@@ -5,7 +5,7 @@ So the gradient depends neither on micro batches nor on ranks. Nothing is writte
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ from lightppo.algorithms.losses import GPTLMLoss, PolicyLoss, ValueLoss
 from lightppo.algorithms.masking import LossNormalizer, aggregate_loss
 from lightppo.algorithms.shaping import ValueNorm
 from lightppo.config import LossConfig, PPOConfig
-from lightppo.config.rules import rejections
 from lightppo.experience.batching import selection_of
 from lightppo.experience.experience import Experience
 from lightppo.models.actor import ActionScores
@@ -36,67 +35,131 @@ def actor_loss(
     kl_coef: float,
     reference: Any | None,
     teacher: Any | None = None,
+    token_weights: Sequence[Callable[..., Tensor]] = (),
 ) -> tuple[Tensor, Metrics, Tensor, Tensor]:
     """Policy loss, entropy bonus, KL loss, the divergence from a teacher and load-balancing loss.
 
     Without ``action_log_probs`` in the experience, the policy that is trained is the one that sampled.
+    ``token_weights`` are those of :class:`lightppo.plugin.TokenWeight` in training.
 
     Returns:
         the loss (scalar), metrics, and without gradient the policy's log probs and its entropy, (B, A) each.
     """
-    a, o, d, mask = config.algorithm, config.loss, config.distill, experience.action_mask
-    imitates = teacher is not None and d.distill_by == "loss"
+    options, mask = config.loss, experience.action_mask
+    imitates = teacher is not None and config.distill.distill_by == "loss"
     scores = actor.score_actions(
-        *(experience.sequences, experience.num_actions, experience.attention_mask),
+        experience.sequences,
+        experience.num_actions,
+        experience.attention_mask,
         entropy=True,
-        entropy_grad=o.entropy_coef > 0,
-        logits=imitates or (a.use_kl_loss and a.kl_estimator == "full"),
-        router_loss=o.aux_loss_coef > 0,
+        entropy_grad=options.entropy_coef > 0,
+        logits=imitates or (config.algorithm.use_kl_loss and config.algorithm.kl_estimator == "full"),
+        router_loss=options.aux_loss_coef > 0,
     )
     log_probs, per_token = scores.log_probs.detach(), scores.entropy.detach()
-    old = log_probs if experience.action_log_probs is None else experience.action_log_probs
-    selected = experience.selected if selection_of(loss_fn) is not None else None
-    loss, metrics = loss_fn(
-        *(scores.log_probs, old, experience.advantages, mask, normalizer),
-        weights=experience.loss_weights,
-        selected=selected,
-        rollout_log_probs=experience.rollout_log_probs,
+    loss, metrics = weighted_policy_loss(
+        loss_fn,
+        experience,
+        normalizer,
+        log_probs=scores.log_probs,
+        entropy=per_token,
+        token_weights=token_weights,
     )
-    entropy = aggregate_loss(per_token, mask, "token-mean", normalizer)
-    metrics |= {"policy_loss": loss.detach(), "entropy": entropy}
-    if o.entropy_coef > 0:
-        loss = loss - o.entropy_coef * aggregate_loss(scores.entropy, mask, o.loss_agg_mode, normalizer)
-    if a.use_kl_loss:
+    metrics |= {
+        "policy_loss": loss.detach(),
+        "entropy": aggregate_loss(per_token, mask, "token-mean", normalizer),
+    }
+    if options.entropy_coef > 0:
+        entropy = aggregate_loss(scores.entropy, mask, options.loss_agg_mode, normalizer)
+        loss = loss - options.entropy_coef * entropy
+    if config.algorithm.use_kl_loss:
         kl = _kl_to_reference(actor, reference, scores, experience, config)
-        kl_loss = aggregate_loss(kl, mask, o.loss_agg_mode, normalizer)
+        kl_loss = aggregate_loss(kl, mask, options.loss_agg_mode, normalizer)
         loss = loss + kl_coef * kl_loss
-        metrics |= {"kl_loss": kl_loss.detach()}
+        metrics["kl_loss"] = kl_loss.detach()
     if imitates:
-        divergence, teacher_log_probs = _divergence(actor, teacher, scores, experience, d.distill_beta)
-        distill_loss = aggregate_loss(divergence, mask, o.loss_agg_mode, normalizer)
-        loss = loss + d.distill_coef * distill_loss
-        means = {"teacher_kl": scores.log_probs.detach() - teacher_log_probs, "teacher_log_prob": teacher_log_probs}
-        metrics |= {name: aggregate_loss(x, mask, "token-mean", normalizer) for name, x in means.items()}
-        metrics |= {"distill_loss": distill_loss.detach()}
-    if o.aux_loss_coef > 0:
+        distill_loss, of_teacher = _distill_loss(actor, teacher, scores, experience, normalizer, config)
+        loss = loss + config.distill.distill_coef * distill_loss
+        metrics |= of_teacher
+    if options.aux_loss_coef > 0:
         # The mean over micro batches, by their tokens: as a product of means it cannot be split exactly.
         share = mask.sum() * normalizer.dp_size / max(normalizer.tokens, 1.0)
         aux_loss = share * scores.router_loss
-        loss = loss + o.aux_loss_coef * aux_loss
-        metrics |= {"aux_loss": aux_loss.detach()}
+        loss = loss + options.aux_loss_coef * aux_loss
+        metrics["aux_loss"] = aux_loss.detach()
     return loss, metrics, log_probs, per_token
+
+
+def weighted_policy_loss(
+    loss_fn: PolicyLoss,
+    experience: Experience,
+    normalizer: LossNormalizer,
+    *,
+    log_probs: Tensor,
+    entropy: Tensor,
+    token_weights: Sequence[Callable[..., Tensor]] = (),
+) -> tuple[Tensor, Metrics]:
+    """The policy loss of ``log_probs`` (B, A) under the weights of the experience times those in training."""
+    old_log_probs = experience.action_log_probs
+    if old_log_probs is None:
+        old_log_probs = log_probs.detach()
+    weights, in_training = experience.loss_weights, None
+    if token_weights:
+        in_training = experience.action_mask.to(log_probs.dtype)  # (B, A)
+        for weigh in token_weights:
+            in_training = in_training * weigh(experience, log_probs=log_probs.detach(), entropy=entropy)
+        weights = in_training if weights is None else weights * in_training
+    loss, metrics = loss_fn(
+        log_probs,
+        old_log_probs,
+        experience.advantages,
+        experience.action_mask,
+        normalizer,
+        weights=weights,
+        selected=experience.selected if selection_of(loss_fn) is not None else None,
+    )
+    if in_training is not None:
+        rejected = (in_training == 0).to(in_training.dtype)
+        metrics["rejected_ratio"] = aggregate_loss(rejected, experience.action_mask, "token-mean", normalizer)
+    return loss, metrics
 
 
 def _kl_to_reference(
     actor: Any, reference: Any, scores: ActionScores, experience: Experience, config: PPOConfig
 ) -> Tensor:
     """KL estimate with gradient (B, A): from the log probs of the sampled tokens, or over the whole vocabulary."""
-    a = config.algorithm
-    if a.kl_estimator != "full":
-        base = experience.base_action_log_probs
-        return approx_kl(scores.log_probs, base, a.kl_estimator, a.kl_clip, action_mask=experience.action_mask)
+    options = config.algorithm
+    if options.kl_estimator != "full":
+        return approx_kl(
+            scores.log_probs,
+            experience.base_action_log_probs,
+            options.kl_estimator,
+            options.kl_clip,
+            action_mask=experience.action_mask,
+        )
     kl, _ = _divergence(actor, reference, scores, experience)
-    return kl if a.kl_clip is None else kl.clamp(-a.kl_clip, a.kl_clip)
+    return kl if options.kl_clip is None else kl.clamp(-options.kl_clip, options.kl_clip)
+
+
+def _distill_loss(
+    actor: Any,
+    teacher: Any,
+    scores: ActionScores,
+    experience: Experience,
+    normalizer: LossNormalizer,
+    config: PPOConfig,
+) -> tuple[Tensor, Metrics]:
+    """The divergence from a teacher, and what there is to say of it."""
+    mask = experience.action_mask
+    divergence, teacher_log_probs = _divergence(actor, teacher, scores, experience, config.distill.distill_beta)
+    loss = aggregate_loss(divergence, mask, config.loss.loss_agg_mode, normalizer)
+    gap = scores.log_probs.detach() - teacher_log_probs
+    metrics = {
+        "teacher_kl": aggregate_loss(gap, mask, "token-mean", normalizer),
+        "teacher_log_prob": aggregate_loss(teacher_log_probs, mask, "token-mean", normalizer),
+        "distill_loss": loss.detach(),
+    }
+    return loss, metrics
 
 
 def _divergence(
@@ -104,8 +167,9 @@ def _divergence(
 ) -> tuple[Tensor, Tensor]:
     """From a frozen model over the whole vocabulary, with gradient; and the frozen model's log probs (B, A)."""
     with torch.no_grad():
-        inputs = (experience.sequences, experience.num_actions, experience.attention_mask)
-        frozen = other.score_actions(*inputs, logits=True)
+        frozen = other.score_actions(
+            experience.sequences, experience.num_actions, experience.attention_mask, logits=True
+        )
     per_token = full_kl(scores.logits, frozen.logits, actor.temperature, beta=beta)  # (K,)
     return torch.zeros_like(scores.log_probs).masked_scatter(scores.real, per_token), frozen.log_probs
 
@@ -164,7 +228,6 @@ def build_policy_loss(config: PPOConfig) -> PolicyLoss:
         policy_loss=loss.policy_loss,
         loss_agg_mode=loss.loss_agg_mode,
         options={name: getattr(loss, name) for name in POLICY_LOSSES.find(loss.policy_loss).defaults},
-        rejections=rejections(config, in_training=True),
     )
 
 

@@ -27,12 +27,13 @@ from support.conformance import (
 )
 from torch import Tensor
 
-from lightppo.algorithms.entries import Rejection
 from lightppo.algorithms.kl import approx_kl
 from lightppo.algorithms.losses import PolicyLoss, ValueLoss
 from lightppo.algorithms.masking import LossNormalizer, aggregate_loss
-from lightppo.algorithms.selection import select_clip_cov, select_kl_cov, top_share
-from lightppo.plugins.algorithms.correction import correction_weights, mismatch_terms, normalize_weights, rejection_mask
+from lightppo.algorithms.mismatch import mismatch_terms
+from lightppo.plugins.algorithms.correction import correction_weights, normalize_weights, rejection_mask
+from lightppo.plugins.algorithms.selection import select_clip_cov, select_kl_cov, top_share
+from lightppo.plugins.algorithms.tables import Rejection
 
 PPO_GRADIENT = """.13135338 -.01782166 .04814349 .0025425 -.0041348  .01261525 -.06863761 .02985963
     -.05409886 0 -.0446803 -.01650256  -.01587824 -.04099957  {} -.03111177 0 0 0  -.03644251"""

@@ -8,19 +8,11 @@ import torch
 from support.fakes import FakeStrategy, on_ranks
 from torch import Tensor
 
-from lightppo.algorithms.entries import CORRECTIONS, REJECTIONS, Rejection
 from lightppo.algorithms.losses import PolicyLoss
+from lightppo.algorithms.mismatch import Summary, chi_square, effective_share, mismatch_metrics, mismatch_terms
 from lightppo.errors import ConfigError
-from lightppo.plugins.algorithms.correction import (
-    Summary,
-    chi_square,
-    correction_weights,
-    effective_share,
-    mismatch_metrics,
-    mismatch_terms,
-    normalize_weights,
-    rejection_mask,
-)
+from lightppo.plugins.algorithms.correction import correction_weights, normalize_weights, rejection_mask
+from lightppo.plugins.algorithms.tables import CORRECTIONS, REJECTIONS, Rejection
 
 NAN, INF = math.nan, math.inf
 

@@ -10,7 +10,7 @@ import pytest
 
 import lightppo.algorithms
 
-HOME = ("lightppo.algorithms.", "lightppo.errors.", "lightppo.option.", "lightppo.suggestions.", "lightppo.user_code.")
+HOME = ("lightppo.algorithms.", "lightppo.errors.", "lightppo.option.", "lightppo.table.")
 MODULES = sorted(Path(lightppo.algorithms.__file__).parent.glob("*.py"))
 
 

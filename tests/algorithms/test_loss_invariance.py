@@ -8,10 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightppo.algorithms.entries import LOSS_AGG_MODES, POLICY_LOSSES, Rejection
+from lightppo.algorithms.entries import LOSS_AGG_MODES, POLICY_LOSSES
 from lightppo.algorithms.kl import approx_kl
 from lightppo.algorithms.losses import GPTLMLoss, PolicyLoss, ValueLoss
 from lightppo.algorithms.masking import LossNormalizer, aggregate_loss
+from lightppo.config import PPOConfig
+from lightppo.config.rules import token_weights
+from lightppo.experience.experience import Experience
+from lightppo.trainer.update import weighted_policy_loss
 
 LENGTHS = [1, 40, 3, 0, 17, 2, 40, 5]  # very different, one row without a trained token
 B, A = len(LENGTHS), max(LENGTHS)
@@ -54,11 +58,17 @@ def kl_loss(mode: str) -> SplitLoss:
 
 def rejecting(mode: str) -> SplitLoss:
     """Rows and tokens left out by the policy in training, and their share."""
-    rejections = tuple(map(Rejection.parse, ("opsm=0.1", "token_k2=3", "seq_mean_k2=1.5")))
-    loss_fn = PolicyLoss(loss_agg_mode=mode, rejections=rejections)
+    options = {"rollout_rejection": ["opsm=0.1", "token_k2=3", "seq_mean_k2=1.5"], "old_log_probs": "rollout"}
+    weights = list(token_weights(PPOConfig.from_flat(options), in_training=True).values())
+    loss_fn = PolicyLoss(loss_agg_mode=mode)
 
     def loss(x: Tensor, c: Tensor, m: Tensor, n: LossNormalizer) -> Tensor:
-        value, metrics = loss_fn(c[0] + 0.3 * x, c[0], c[1], m, n, rollout_log_probs=c[2])
+        rows = Experience(
+            *(torch.zeros_like(c[0]), m, m), action_log_probs=c[0], advantages=c[1], rollout_log_probs=c[2]
+        )
+        value, metrics = weighted_policy_loss(
+            *(loss_fn, rows, n), log_probs=c[0] + 0.3 * x, entropy=c[0], token_weights=weights
+        )
         return value + metrics["rejected_ratio"]
 
     return loss

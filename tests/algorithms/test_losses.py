@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightppo.algorithms.entries import POLICY_LOSSES, Rejection
+from lightppo.algorithms.entries import POLICY_LOSSES
 from lightppo.algorithms.losses import GPTLMLoss, LossInputs, PolicyLoss, ValueLoss
 from lightppo.algorithms.masking import LossNormalizer
 
@@ -715,48 +715,3 @@ def test_gradients_in_closed_form(kind):
     _, gradient, metrics = step(loss_fn, d, advantages, selected=nothing)
     check(gradient, SLOPES[kind](d, advantages, d.mean(1, keepdim=True)) / 4)
     assert metrics["clip_ratio"] == 0.0
-
-
-class TestRejectionsInTraining:
-    """Ratios of π to π_old and to the engine are the same."""
-
-    MASK = torch.tensor([[True, True, False], [True, True, True]])
-    ADVANTAGES = torch.tensor([[-1.0, -1.0, 9.0], [2.0, 2.0, 2.0]])
-    OPSM = (Rejection.parse("opsm=0.15"),)
-
-    def run(self, log_probs: torch.Tensor, rejections: tuple, **more: torch.Tensor) -> tuple:
-        loss_fn = PolicyLoss(loss_agg_mode=SUM, rejections=rejections)
-        more = {"rollout_log_probs": torch.full((2, 3), -1.0)} | more
-        return step(loss_fn, log_probs, self.ADVANTAGES, self.MASK, **more)
-
-    def test_by_hand(self):
-        """Mean log(π_rollout / π) of row 0: (.1 + .3)/2 = .2, above .15, and A < 0: no loss. Row 1 is as far: A > 0."""
-        log_probs = torch.tensor([[-0.1, -0.3, 7.0], [-0.2, -0.2, -0.2]])
-        loss, gradient, metrics = self.run(log_probs, self.OPSM)
-        assert loss == pytest.approx(-2 * 3 * math.exp(-0.2) / 2)  # of 2 rows, as before
-        assert gradient[0].tolist() == [0, 0, 0]
-        assert (gradient[1] < 0).all()
-        assert metrics["rejected_ratio"] == pytest.approx(2 / 5)
-
-    def test_it_follows_the_policy_in_training(self):
-        near = torch.tensor([[-0.1, -0.1, 7.0], [0.0, 0.0, 0.0]])
-        assert self.run(near, self.OPSM)[2]["rejected_ratio"] == 0
-        assert self.run(near - 0.1, self.OPSM)[2]["rejected_ratio"] == pytest.approx(2 / 5)
-
-    def test_weights_and_several_rejections_go_together(self):
-        log_probs = torch.tensor([[-0.1, -0.3, 7.0], [-0.2, 0.0, -0.5]])
-        rejections = (*self.OPSM, Rejection.parse("token_ratio=0.8:1.2"))  # e^-0.5 = 0.61
-        _, gradient, metrics = self.run(log_probs, rejections, weights=torch.full((2, 3), 0.5))
-        torch.testing.assert_close(gradient, torch.tensor([[0, 0, 0], [-math.exp(-0.2) / 2, -0.5, 0]]))
-        assert metrics["rejected_ratio"] == pytest.approx(3 / 5)
-
-    def test_a_loss_that_is_not_finite_is_not_hidden(self):
-        log_probs = torch.tensor([[math.nan, -0.3, 7.0], [-0.2, 0.0, -0.5]])
-        assert math.isnan(self.run(log_probs, self.OPSM)[0])
-
-    def test_log_probs_of_the_engine_are_needed_where_there_are_tokens(self):
-        with pytest.raises(ValueError, match="--rollout_rejection opsm needs rollout_log_probs"):
-            self.run(torch.zeros(2, 3), self.OPSM, rollout_log_probs=None)
-        loss_fn = PolicyLoss(rejections=self.OPSM)
-        zeros = torch.zeros(1, 2)
-        assert loss_fn(zeros, zeros, zeros, zeros.bool())[0] == 0

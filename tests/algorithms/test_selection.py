@@ -10,7 +10,13 @@ from torch import Tensor
 
 from lightppo.algorithms.losses import PolicyLoss
 from lightppo.algorithms.masking import LossNormalizer
-from lightppo.algorithms.selection import covariance, first_above_mean, select_clip_cov, select_kl_cov, top_share
+from lightppo.plugins.algorithms.selection import (
+    covariance,
+    first_above_mean,
+    select_clip_cov,
+    select_kl_cov,
+    top_share,
+)
 from tests.support.fakes import FakeStrategy, on_ranks
 
 NAN = float("nan")

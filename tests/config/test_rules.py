@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from support.options import other_value
 
-from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS, CORRECTIONS, POLICY_LOSSES
+from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from lightppo.config import PPOConfig
 from lightppo.config.options import all_options
 from lightppo.config.rules import (
@@ -25,12 +25,13 @@ from lightppo.config.rules import (
     old_log_probs_from,
     parse_specs,
     reference_is_actor,
-    rejections,
     reward_plan,
     reward_sources,
 )
 from lightppo.errors import ConfigError
 from lightppo.option import Option
+from lightppo.plugins.algorithms.tables import CORRECTIONS
+from lightppo.plugins.algorithms.token_weights import rejections_of
 
 PATHS = {"pretrain": "model", "prompt_data": "p.jsonl", "reward_fn": "r.py"}
 RLOO = {"advantage_estimator": "rloo", "n_samples_per_prompt": 2}
@@ -630,7 +631,7 @@ def test_every_correction_brings_its_own_bounds(name):
 
 def test_when_rejections_are_judged():
     both = {"rollout_rejection": ["token_k2=1", "opsm=0.1"]}
-    names = lambda run, in_training: [one.name for one in rejections(run, in_training)]  # noqa: E731
+    names = lambda run, in_training: [one.name for one in rejections_of(run, in_training)]  # noqa: E731
     run = config(**both).resolved()
     assert (names(run, False), names(run, True)) == (["token_k2"], ["opsm"])
     bypass = config(**both, old_log_probs="rollout").resolved()

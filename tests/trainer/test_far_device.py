@@ -18,17 +18,21 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
 
 from lightppo import PPOTrainer
-from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS, CORRECTIONS, POLICY_LOSSES, PREFERENCE_LOSSES, REJECTIONS
+from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from lightppo.algorithms.losses import GPTLMLoss, PolicyLoss, ValueLoss
 from lightppo.algorithms.masking import LossNormalizer, whiten
+from lightppo.algorithms.mismatch import mismatch_terms
 from lightppo.config import PPOConfig
-from lightppo.config.rules import needs_critic, rejections
+from lightppo.config.rules import needs_critic
 from lightppo.data.records import Rollout
 from lightppo.models.actor import Actor
 from lightppo.models.critic import Critic, NewRewardModel, RewardModel
 from lightppo.models.packing import to_device
-from lightppo.plugins.algorithms.correction import correction_weights, mismatch_terms, rejection_mask
+from lightppo.plugins.algorithms.correction import correction_weights, rejection_mask
+from lightppo.plugins.algorithms.tables import CORRECTIONS, REJECTIONS
+from lightppo.plugins.algorithms.token_weights import rejections_of
 from lightppo.plugins.supervised import objectives
+from lightppo.plugins.supervised.preference_losses import PREFERENCE_LOSSES
 from lightppo.rewards.model import RewardModelSource
 from lightppo.strategy.deepspeed import StepOutcome
 from lightppo.strategy.zero3 import moving_average
@@ -219,7 +223,7 @@ def test_corrections_and_rejections(name: str, far: FarDevice) -> None:
         found = correction_weights(name, tokens, other, mask, veto=0.1)
     else:
         config = PPOConfig.from_flat(pretrain="tiny", rollout_rejection=[f"{name}=1.5"])
-        both = rejections(config, in_training=True) + rejections(config, in_training=False)
+        both = rejections_of(config, in_training=True) + rejections_of(config, in_training=False)
         found = rejection_mask(both, tokens, other, mask, advantages=tokens)
     assert found.device == FAR
     assert far.waits.total() <= (2 * 64 if name == "m2po" else 2)  # m2po compares all ranks' tokens, bit by bit

@@ -12,8 +12,8 @@ import pytest
 import torch
 from support.fakes import FakeStrategy, make_rollout, on_ranks
 
+from lightppo.algorithms.mismatch import Summary
 from lightppo.experience.experience import Experience
-from lightppo.plugins.algorithms.correction import Summary
 from lightppo.trainer import metrics as m
 from lightppo.trainer.metrics import METRICS, PhaseTimer, perf_metrics, with_namespace
 

@@ -1,5 +1,31 @@
-"""Corrections, rejections, and a teacher on servers."""
+"""Corrections, rejections, rarely used estimators and policy losses, and a teacher on servers."""
+
+from lightppo.plugin import TOKEN_WEIGHTS, TokenWeight
+
+_WEIGHTS = "lightppo.plugins.algorithms.token_weights"
 
 
 def register() -> None:
-    """Add what this plugin brings to the tables of ``lightppo.plugin``."""
+    """Add what this plugin brings to the tables of ``lightppo.plugin`` and of algorithms."""
+    from lightppo.algorithms.entries import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, TABLES
+    from lightppo.plugins.algorithms import tables
+
+    for name, entry in tables.ESTIMATORS.items():
+        ADVANTAGE_ESTIMATORS.register(name, entry)
+    for name, entry in tables.POLICY_LOSSES.items():
+        POLICY_LOSSES.register(name, entry)
+    TABLES.extend((tables.CORRECTIONS, tables.REJECTIONS))
+
+    correction = TokenWeight(f"{_WEIGHTS}:correction", needs_rollout_log_probs=True, flag="rollout_correction")
+    rejection = TokenWeight(f"{_WEIGHTS}:rejection", needs_rollout_log_probs=True, flag="rollout_rejection")
+    in_training = TokenWeight(
+        f"{_WEIGHTS}:rejection_in_training",
+        in_training=True,
+        needs_rollout_log_probs=True,
+        flag="rollout_rejection",
+    )
+    high_entropy = TokenWeight(f"{_WEIGHTS}:high_entropy", needs_entropy=True, flag="high_entropy_token_ratio")
+    TOKEN_WEIGHTS.register("correction", correction)
+    TOKEN_WEIGHTS.register("rejection", rejection)
+    TOKEN_WEIGHTS.register("rejection_in_training", in_training)
+    TOKEN_WEIGHTS.register("high_entropy", high_entropy)

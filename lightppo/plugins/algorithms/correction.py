@@ -9,15 +9,14 @@ Notation: d = log ρ = log_probs - rollout_log_probs of a token, limited to ±20
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightppo.algorithms.entries import CORRECTIONS, KL_ESTIMATORS, Rejection
-from lightppo.algorithms.kl import k3, limited
+from lightppo.algorithms.entries import KL_ESTIMATORS
+from lightppo.algorithms.kl import limited
 from lightppo.algorithms.masking import (
     AllReduceSum,
     at_least_float32,
@@ -26,7 +25,9 @@ from lightppo.algorithms.masking import (
     require_same_shape,
     zero_where_masked,
 )
-from lightppo.algorithms.selection import first_above_mean
+from lightppo.algorithms.mismatch import log_ratio_of, row_mean, row_product
+from lightppo.plugins.algorithms.selection import first_above_mean
+from lightppo.plugins.algorithms.tables import CORRECTIONS, Rejection
 
 CorrectionFn = Callable[..., Tensor]
 """``(log_ratio, *, action_mask, low, high)`` → weight of each token, (B, A), or (B, 1) if the tokens of a row share it.
@@ -51,12 +52,12 @@ def seq_tis(log_ratio: Tensor, *, low: float, high: float, **_) -> Tensor:
 
     Source: Liu, Li et al. 2025, "When Speed Kills Stability" (richardli.xyz/rl-collapse).
     """
-    return _row_product(log_ratio).clamp(low, high)
+    return row_product(log_ratio).clamp(low, high)
 
 
 def geo_tis(log_ratio: Tensor, *, action_mask: Tensor, low: float, high: float, **_) -> Tensor:
     """The geometric mean of the row's ρ, within low (0) and high: AReaL's (arXiv:2505.24298) level ``sequence``."""
-    return _row_mean(log_ratio, action_mask).clamp(low, high)
+    return row_mean(log_ratio, action_mask).clamp(low, high)
 
 
 def icepop(log_ratio: Tensor, *, low: float, high: float, **_) -> Tensor:
@@ -70,12 +71,12 @@ def icepop(log_ratio: Tensor, *, low: float, high: float, **_) -> Tensor:
 
 def seq_mis(log_ratio: Tensor, *, low: float, high: float, **_) -> Tensor:
     """Π ρ of the row if it is in [low, high], else 0, on each token: masked importance sampling (rl-collapse-3)."""
-    return _masked(_row_product(log_ratio), low, high)
+    return _masked(row_product(log_ratio), low, high)
 
 
 def geo_mis(log_ratio: Tensor, *, action_mask: Tensor, low: float, high: float, **_) -> Tensor:
     """The geometric mean of the row's ρ if it is in [low, high], else 0, on each token: as :func:`geo_tis`."""
-    return _masked(_row_mean(log_ratio, action_mask), low, high)
+    return _masked(row_mean(log_ratio, action_mask), low, high)
 
 
 def _masked(ratio: Tensor, low: float, high: float) -> Tensor:
@@ -87,7 +88,7 @@ def seq_mask(log_ratio: Tensor, *, action_mask: Tensor, low: float, high: float,
 
     Source: geometric rejection of Liu, Li et al. 2025, part 3 (richardli.xyz/rl-collapse-3).
     """
-    mean = _row_mean(log_ratio, action_mask)
+    mean = row_mean(log_ratio, action_mask)
     return ((mean >= low) & (mean <= high)).to(log_ratio.dtype)
 
 
@@ -118,7 +119,7 @@ def correction_weights(
     correction = CORRECTIONS.find(name)
     low, high = (own if x is None else x for x, own in ((low, correction.low), (high, correction.high)))
     mask = kept = action_mask.bool()
-    log_ratio = _log_ratio(log_probs, rollout_log_probs, mask)
+    log_ratio = log_ratio_of(log_probs, rollout_log_probs, mask)
     if veto is not None:
         kept = mask & ~(log_ratio < math.log(veto)).any(dim=1, keepdim=True)
     weights = correction.fn(limited(log_ratio), action_mask=mask, low=low, high=high)
@@ -209,107 +210,3 @@ def normalize_weights(weights: Tensor, mask: Tensor, all_reduce_sum: AllReduceSu
     kept = zero_where_masked(weights, mask)
     total, count = all_reduce_sum(torch.stack([kept.double().sum(), mask.bool().sum().double()])).tolist()
     return kept if total == 0 else (kept.double() * (count / total)).to(kept.dtype)
-
-
-@torch.no_grad()
-def mismatch_terms(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """How far engine and trainer are apart: float64 vectors of trained tokens (N,), or of rows that have any (R,)."""
-    mask = mask.bool()
-    log_ratio = _log_ratio(log_probs, rollout_log_probs, mask)
-    rows = mask.any(dim=1)
-    d, within = log_ratio[mask], limited(log_ratio)  # (N,), (B, A)
-    return {
-        "kl": -d,  # mean: KL(π_rollout ‖ π_old), unbiased
-        "k3_kl": k3(-d),  # e^d - d - 1; mean: the same KL, never negative (joschu.net/blog/kl-approx.html)
-        "logp_diff": d.abs(),
-        "ratio": within[mask].exp(),  # ρ
-        "ppl_ratio": 1 / _row_mean(within, mask)[rows, 0],  # e^(-mean d) = ppl_old / ppl_rollout
-        "seq_ratio": _row_product(within)[rows, 0],  # Π ρ
-    }
-
-
-def _log_ratio(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Tensor:
-    """d (B, A) in float64, where differences of float32 numbers are exact; 0 at masked positions."""
-    require_same_shape(log_probs=log_probs, rollout_log_probs=rollout_log_probs, action_mask=mask)
-    log_ratio = (log_probs.double() - rollout_log_probs.double()).masked_fill(~mask, 0.0)
-    if broken := int(log_ratio.isnan().sum()):  # a bound would drop these tokens without a word
-        raise ValueError(
-            f"{broken} of {int(mask.sum())} trained tokens have a NaN log prob: of the actor or the engine"
-        )
-    return log_ratio
-
-
-def _row_product(log_ratio: Tensor) -> Tensor:
-    """Π ρ over the row, (B, 1)."""
-    return limited(log_ratio.sum(dim=1, keepdim=True)).exp()
-
-
-def _row_mean(log_ratio: Tensor, mask: Tensor) -> Tensor:
-    """Geometric mean of ρ over the row's trained tokens, (B, 1); 1 for a row without any."""
-    return masked_mean(log_ratio, mask).unsqueeze(1).exp()
-
-
-@dataclass
-class Summary:
-    """Count, sum, sum of squares, minimum and maximum of numbers; can be merged over ranks."""
-
-    count: int = 0
-    total: float = 0.0
-    squares: float = 0.0
-    low: float = math.inf
-    high: float = -math.inf
-
-    @classmethod
-    def of(cls, values: Tensor) -> Summary:
-        """Summary of all entries of a tensor; NaN marks a missing number and is skipped."""
-        values = values.double()
-        values = values[~values.isnan()]
-        if values.numel() == 0:
-            return cls()
-        sums = torch.stack([values.sum(), values.square().sum(), values.min(), values.max()])
-        return cls(values.numel(), *sums.tolist())
-
-    def __add__(self, other: Summary) -> Summary:
-        return Summary(
-            self.count + other.count,
-            self.total + other.total,
-            self.squares + other.squares,
-            min(self.low, other.low),
-            max(self.high, other.high),
-        )
-
-    @property
-    def mean(self) -> float:
-        return self.total / self.count if self.count else math.nan
-
-    @property
-    def variance(self) -> float:
-        """Biased."""
-        return max(0.0, self.squares / self.count - self.mean**2) if self.count else math.nan
-
-
-def chi_square(ratios: Summary) -> float:
-    """E[ρ²] - 1, the χ² divergence of π_old from π_rollout, from the ratios of tokens that π_rollout sampled."""
-    return ratios.squares / ratios.count - 1 if ratios.count else math.nan
-
-
-def effective_share(weights: Summary) -> float:
-    """(Σw)² / (n·Σw²): Kish's effective sample size (1965) as a share of the n samples; 1 if all weigh the same."""
-    if not weights.count:
-        return math.nan
-    return weights.total**2 / (weights.count * weights.squares) if weights.squares else 0.0
-
-
-def mismatch_metrics(summaries: Mapping[str, Summary]) -> dict[str, float]:
-    """The metrics, from a summary over all ranks of each vector of :func:`mismatch_terms`."""
-    tokens, rows, difference = summaries["ratio"], summaries["seq_ratio"], summaries["logp_diff"]
-    return {
-        "kl": summaries["kl"].mean,
-        "k3_kl": summaries["k3_kl"].mean,
-        "logp_diff_max": difference.high if difference.count else math.nan,
-        "ppl_ratio": summaries["ppl_ratio"].mean,
-        "chi2_token": chi_square(tokens),
-        "chi2_seq": chi_square(rows),
-        "ess_token": effective_share(tokens),
-        "ess_seq": effective_share(rows),
-    }

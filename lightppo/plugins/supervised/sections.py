@@ -5,13 +5,13 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, ClassVar, Literal, Self
 
-from lightppo.algorithms.entries import PREFERENCE_LOSSES
 from lightppo.config import options as ppo
 from lightppo.config.options import OptionSet
 from lightppo.config.rules import files, first_of_each, relations, uses_adapters
 from lightppo.errors import ConfigError
 from lightppo.option import Section, option
 from lightppo.plugins.ops.storage import join
+from lightppo.plugins.supervised.preference_losses import PREFERENCE_LOSSES
 
 WORDS = {
     "critic_zero_stage!=0": "",

@@ -9,16 +9,12 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from lightppo.algorithms.masking import AllReduceSum, at_least_float32, identity, require_same_shape
-
-Selection = Callable[..., Tensor]
-"""The tokens (N,) bool that a policy loss singles out, with the signature of :func:`select_clip_cov`. ``log_probs`` are
-from before the first update on the rollout; ``uniforms``, in [0, 1) and independent of ranks, break ties."""
 
 
 @torch.no_grad()

@@ -1,0 +1,97 @@
+"""Advantage estimators beside those of the core, in the same form and notation: ``lightppo.algorithms.advantages``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightppo.algorithms.advantages import (
+    Groups,
+    ScoreGroups,
+    group_norm,
+    group_normalize,
+    number_groups,
+    reward_to_go,
+)
+from lightppo.algorithms.masking import AllReduceSum, identity, require_same_shape, zero_where_masked
+
+
+def on_policy_distill(*, token_rewards: Tensor, action_mask: Tensor, gamma: float = 1.0, **_) -> tuple[Tensor, Tensor]:
+    """A_t = 0: what is learned is the teacher's term alone (:func:`teacher_advantages`); scores are only recorded."""
+    returns = reward_to_go(token_rewards, action_mask, gamma)
+    return torch.zeros_like(returns), returns
+
+
+def group_adv_norm(
+    *, token_rewards: Tensor, action_mask: Tensor, group_ids: Tensor | None, gamma: float = 1.0, **_
+) -> tuple[Tensor, Tensor]:
+    """A_t = (R_t - μ_G) / (σ_G + 1e-5), with μ_G and σ_G of R over the group's trained tokens."""
+    returns = reward_to_go(token_rewards, action_mask, gamma)
+    return group_normalize(returns, action_mask, group_ids, min_size=2), returns
+
+
+@torch.no_grad()
+def optimal_token_baseline(
+    *,
+    token_rewards: Tensor,
+    action_mask: Tensor,
+    group_ids: Tensor | None,
+    score_norms: Tensor | None = None,
+    gamma: float = 1.0,
+    **_,
+) -> tuple[Tensor, Tensor]:
+    """A_t = R_t - Σ_G W_t R_t / Σ_G W_t over the samples that have a t-th trained token; W_t = Σ_{j≤t} ‖∇ log π_j‖².
+
+    The baseline of a token that minimises the gradient's variance if the scores of its tokens are uncorrelated. Alone
+    at t, a sample has A_t = 0. Source: Li et al. 2026 (richardli.xyz/optimal-token-baseline); verl.
+    """
+    if score_norms is None:
+        raise ValueError("--advantage_estimator optimal_token_baseline needs score_norms: of a pass over the rollout")
+    require_same_shape(score_norms=score_norms, action_mask=action_mask)
+    index, count = number_groups(group_ids, action_mask, min_size=2)
+    mask, width = action_mask.bool(), action_mask.shape[1]
+    returns = reward_to_go(token_rewards, action_mask, gamma)
+    groups = Groups((index.unsqueeze(1) * width + mask.cumsum(1) - 1)[mask], count * width)
+    # on the CPU: cumsum of floats is refused on GPUs under --full_determinism
+    energy = zero_where_masked(score_norms, mask).double().cpu().cumsum(1).to(mask.device)[mask]
+    advantages = groups.deviation(returns[mask].double(), energy.clamp(min=1e-12))  # 0 where all is certain
+    return torch.zeros_like(returns).masked_scatter(mask, advantages.to(returns.dtype)), returns
+
+
+def opo(groups: ScoreGroups, **_) -> Tensor:
+    """OPO (arXiv:2505.23585): A = s - b,  b = Σ_G len·s / Σ_G len, where len counts the trained tokens of a sample.
+
+    b minimises the gradient's variance if an answer's squared gradient norm is proportional to its length.
+    """
+    return groups.deviation(groups.scores, groups.tokens)
+
+
+def gpg(groups: ScoreGroups, *, all_reduce_sum: AllReduceSum = identity, **_) -> Tensor:
+    """A = α·(s - mean_G),  α = samples / samples with s ≠ 0, both over all ranks; α = 1 if every s is 0.
+
+    α makes up for samples without a signal. Source: Chu et al. 2025 (arXiv:2504.02546), §2.2, which counts groups
+    instead: B/(B - M) with M groups of equal scores.
+    """
+    counts = torch.stack([torch.ones_like(groups.scores).sum(), groups.scores.count_nonzero().double()])
+    samples, nonzero = all_reduce_sum(counts).tolist()
+    alpha = samples / nonzero if nonzero else 1.0  # the same on every rank
+    return groups.advantage * alpha
+
+
+def grpo_passk(groups: ScoreGroups, *, std_eps: float = 1e-6, divide_std: bool = True, **_) -> Tensor:
+    """A = (max_G s - max of the other samples' s) / (std_G + std_eps): what a sample adds to the best of the group.
+
+    The best sample gets max - second and all others 0; if several share the maximum, all get 0.
+    Source: Tang et al. 2025 (arXiv:2503.19595): A_i = f(y) - f(y without i) with f = max, undivided.
+    """
+    best = groups.max(groups.scores)
+    is_best = groups.scores == best
+    alone = is_best & (groups.sum(is_best.double()) == 1)
+    second = groups.max(groups.scores.masked_fill(alone, -torch.inf))
+    advantage = best - torch.where(alone & (groups.size > 1), second, best)
+    return groups.over_std(advantage, std_eps) if divide_std else advantage
+
+
+def cpgd(groups: ScoreGroups, *, std_eps: float = 1e-6, divide_std: bool = True, **_) -> Tensor:
+    """A = ω·(s - mean_G),  ω = 1/(std_G + std_eps) or 1 (arXiv:2505.12504, §4.3, eq. 2); for ``--policy_loss cpgd``."""
+    return group_norm(groups, std_eps=std_eps, divide_std=divide_std)

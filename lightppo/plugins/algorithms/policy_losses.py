@@ -1,0 +1,79 @@
+"""Policy losses beside those of the core, in the same form and notation: ``lightppo.algorithms.losses``."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from lightppo.algorithms.kl import limited
+from lightppo.algorithms.losses import LossInputs, TokenLoss
+
+DRIFT_SLOPE_LIMIT = 2.0  # cpgd: the drift pulls a token back with at most this times its coefficient
+
+
+def gmpo_policy_loss(x: LossInputs) -> TokenLoss:
+    """-A·(geometric mean of the row's clipped ratios); unlike gspo, it clips token by token.
+
+    d becomes min(d, ε_high) where A > 0 and max(d, -ε_low) where A < 0: the epsilons bound log ratios, not ratios. With
+    c the result, each token gets sg(exp(mean c))·exp(c - sg(c)): the row's value, and a gradient to its own log prob
+    alone. With one advantage per row and ``seq-mean-token-mean``, this is the gradient of the paper's loss.
+    Source: Zhao et al. 2025 (arXiv:2507.20673).
+    """
+    within, sign = limited(x.log_ratio), x.advantages.sign()
+    clipped = sign * torch.minimum(sign * within, sign * within.clamp(-x.eps_low, x.eps_high))  # (B, A)
+    row = x.row_mean(clipped.detach())  # (B, 1)
+    loss = -(row + (clipped - clipped.detach())).exp() * x.advantages
+    lost = (clipped != x.log_ratio) & (x.advantages != 0)
+    return loss, x.metrics(lost, ratio=limited(x.row_mean(x.log_ratio)).exp().expand_as(loss))
+
+
+def sapo_policy_loss(x: LossInputs, *, sapo_tau_pos: float, sapo_tau_neg: float) -> TokenLoss:
+    """-A·(4/τ)·σ(τ(ρ - 1)), τ by the sign of A: a smooth gate in place of the clip (Gao et al. 2025, arXiv:2511.20347).
+
+    Its slope in ρ, 4σ(1 - σ), is 1 at ρ = 1 and falls to 0 on both sides, faster for larger τ; ``sapo_gate`` logs it.
+    """
+    tau = torch.full_like(x.log_ratio, sapo_tau_neg).masked_fill(x.advantages > 0, sapo_tau_pos)  # (B, A)
+    gate = torch.sigmoid(tau * (x.ratio - 1.0))
+    metrics = x.metrics(x.beyond_limit(x.log_ratio), sapo_gate=4.0 * gate * (1.0 - gate))
+    return -(4.0 / tau) * gate * x.advantages, metrics
+
+
+def clip_cov_policy_loss(x: LossInputs, **_) -> TokenLoss:
+    """PPO's loss without the ``selected`` tokens, whose covariance of log prob and advantage makes the entropy fall.
+
+    Source: Cui et al. 2025 (arXiv:2505.22617), Clip-Cov; see ``selection.select_clip_cov``.
+    """
+    loss, lost = x.clipped_surrogate(x.ratio)
+    lost = lost | (x.selected & (x.advantages != 0)) | x.beyond_limit(x.log_ratio)
+    return loss.masked_fill(x.selected, 0.0), x.metrics(lost, selected_ratio=x.selected)
+
+
+def kl_cov_policy_loss(x: LossInputs, *, kl_cov_coef: float, **_) -> TokenLoss:
+    """-ρA, without a clip; ``selected`` tokens also pay coef·|d| (KL-Cov, Cui et al. 2025, arXiv:2505.22617).
+
+    The slope of |x| at 0 is 0: no effect in the first optimizer step on a rollout.
+    """
+    penalty = (kl_cov_coef * x.log_ratio.abs()).masked_fill(~x.selected, 0.0)
+    return -x.ratio * x.advantages + penalty, x.metrics(x.beyond_limit(x.log_ratio), selected_ratio=x.selected)
+
+
+def gpg_policy_loss(x: LossInputs) -> TokenLoss:
+    """-A·log_probs (arXiv:2504.02546): the policy gradient, without ratio or clip. Old log probs are for metrics."""
+    return -x.advantages * x.log_probs, x.metrics()
+
+
+def cpgd_policy_loss(x: LossInputs, *, cpgd_drift_coef: float) -> TokenLoss:
+    """-min(d·A, clip(d, ln(1 - ε_low), ln(1 + ε_high))·A) + coef·min(sg(ρ) - 1, 2)·d.
+
+    PPO's clip around REINFORCE's gradient: inside it each token's gradient is -A, not -ρA. The second term, the paper's
+    policy drift, has the gradient of k3, ρ - 1, cut at 2, so it also pulls back tokens beyond the clip. (The paper has
+    ln π in place of d: another value, the same gradient.) Nothing with a gradient is exponentiated, so d has no limit.
+    Source: Liu et al. 2025 (arXiv:2505.12504), §4.3, eq. 2.
+    """
+    lowest = math.log1p(-x.eps_low) if x.eps_low < 1 else -math.inf
+    loss = -x.log_ratio * x.advantages
+    clipped_loss = -x.log_ratio.clamp(lowest, math.log1p(x.eps_high)) * x.advantages
+    drift = (x.ratio.detach() - 1.0).clamp(max=DRIFT_SLOPE_LIMIT) * x.log_ratio
+    metrics = x.metrics(clipped_loss > loss, cpgd_drift=drift)
+    return torch.maximum(loss, clipped_loss) + cpgd_drift_coef * drift, metrics

@@ -1,0 +1,173 @@
+"""What this plugin adds to the tables of algorithms, and its own: off-policy corrections and rejections.
+
+Free of torch, as the command line reads them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+
+from lightppo.algorithms.entries import EstimatorEntry, PolicyLossEntry
+from lightppo.errors import ConfigError
+from lightppo.option import Option
+from lightppo.table import Entry, Table
+
+_CORRECTION = "lightppo.plugins.algorithms.correction"
+_ESTIMATORS = "lightppo.plugins.algorithms.estimators"
+_LOSSES = "lightppo.plugins.algorithms.policy_losses"
+_SELECTION = "lightppo.plugins.algorithms.selection"
+
+_of_group = partial(EstimatorEntry, per_sample=True, min_group_size=2)
+_over_std = partial(_of_group, divides_by_std=True, kl_in_loss=True)
+
+ESTIMATORS = {
+    "opo": _of_group(f"{_ESTIMATORS}:opo"),
+    "gpg": _of_group(f"{_ESTIMATORS}:gpg", policy_loss="gpg"),
+    "optimal_token_baseline": EstimatorEntry(
+        f"{_ESTIMATORS}:optimal_token_baseline", min_group_size=2, discounted=True, needs_score_norms=True
+    ),
+    "grpo_passk": _over_std(f"{_ESTIMATORS}:grpo_passk"),
+    "cpgd": _over_std(f"{_ESTIMATORS}:cpgd", policy_loss="cpgd"),
+    "group_adv_norm": EstimatorEntry(
+        f"{_ESTIMATORS}:group_adv_norm", min_group_size=2, discounted=True, kl_in_loss=True
+    ),
+    "on_policy_distill": EstimatorEntry(f"{_ESTIMATORS}:on_policy_distill", of_teacher=True, kl_in_loss=True),
+}
+
+_SELECTED = {"selected_ratio": "share of trained tokens that clip_cov or kl_cov treat differently"}
+
+POLICY_LOSSES = {
+    "gmpo": PolicyLossEntry(f"{_LOSSES}:gmpo_policy_loss", eps_clip=(0.4, 0.4), loss_agg_mode="seq-mean-token-mean"),
+    "sapo": PolicyLossEntry(
+        f"{_LOSSES}:sapo_policy_loss",
+        eps_clip=None,
+        loss_agg_mode="seq-mean-token-mean",
+        options=(
+            Option("sapo_tau_pos", float, 1.0, "temperature for A > 0.", gt=0),
+            Option("sapo_tau_neg", float, 1.05, "temperature for A ≤ 0.", gt=0),
+        ),
+        metrics={"sapo_gate": "mean share of the gradient that sapo's gate lets through"},
+    ),
+    "clip_cov": PolicyLossEntry(
+        f"{_LOSSES}:clip_cov_policy_loss",
+        eps_clip=(1.0, 1.0),
+        options=(
+            Option("clip_cov_ratio", float, 2e-4, "share of tokens without gradient.", gt=0, le=1),
+            Option("clip_cov_low", float, 1.0, "lower bound of these tokens' covariance.", below="clip_cov_high"),
+            Option("clip_cov_high", float, 5.0, "upper bound of these tokens' covariance."),
+        ),
+        selection=f"{_SELECTION}:select_clip_cov",
+        metrics=_SELECTED,
+    ),
+    "kl_cov": PolicyLossEntry(
+        f"{_LOSSES}:kl_cov_policy_loss",
+        eps_clip=None,
+        options=(
+            Option(
+                "kl_cov_ratio",
+                float,
+                2e-3,
+                "share of tokens with a KL penalty, highest covariance first.",
+                gt=0,
+                le=1,
+            ),
+            Option("kl_cov_coef", float, 1.0, "weight of the KL penalty.", ge=0),
+        ),
+        selection=f"{_SELECTION}:select_kl_cov",
+        metrics=_SELECTED,
+    ),
+    "gpg": PolicyLossEntry(f"{_LOSSES}:gpg_policy_loss", eps_clip=None),
+    "cpgd": PolicyLossEntry(
+        f"{_LOSSES}:cpgd_policy_loss",
+        options=(Option("cpgd_drift_coef", float, 0.01, "weight of the policy drift.", ge=0),),
+        metrics={"cpgd_drift": "policy drift of cpgd, before its coefficient"},
+    ),
+}
+
+
+@dataclass(frozen=True)
+class CorrectionEntry(Entry):
+    """An off-policy correction; the function is a :data:`.correction.CorrectionFn`."""
+
+    low: float | None = None  # bound of the weight where --correction_low says nothing; None: it has no such bound
+    high: float | None = None
+
+
+@dataclass(frozen=True)
+class RejectionEntry(Entry):
+    """What tokens have no policy loss; the function is a :data:`.correction.RejectionFn`."""
+
+    measure: str = "k1"  # what is bounded: "ratio", or one of KL_ESTIMATORS, of KL(π_rollout ‖ π_old) at a token
+    two_sided: bool = False  # it may have a lower bound
+    in_training: bool = False  # the policy is the one in training; else the one before the update
+    over_rollout: bool = False  # it compares all tokens of the rollout, and so cannot be judged in training
+
+
+CORRECTIONS: Table[CorrectionEntry] = Table(
+    "--rollout_correction",
+    {
+        "none": CorrectionEntry(f"{_CORRECTION}:none"),
+        "tis": CorrectionEntry(f"{_CORRECTION}:tis", low=0.0, high=2.0),
+        "seq_tis": CorrectionEntry(f"{_CORRECTION}:seq_tis", low=0.0, high=2.0),
+        "geo_tis": CorrectionEntry(f"{_CORRECTION}:geo_tis", low=0.0, high=2.0),
+        "icepop": CorrectionEntry(f"{_CORRECTION}:icepop", low=0.5, high=5.0),
+        "seq_mis": CorrectionEntry(f"{_CORRECTION}:seq_mis", low=0.0, high=2.0),
+        "geo_mis": CorrectionEntry(f"{_CORRECTION}:geo_mis", low=0.0, high=2.0),
+        "seq_mask": CorrectionEntry(f"{_CORRECTION}:seq_mask", low=0.999, high=1.001),
+        "seq_mask_tis": CorrectionEntry(f"{_CORRECTION}:seq_mask_tis", low=0.5, high=5.0),
+        "decoupled": CorrectionEntry(f"{_CORRECTION}:icepop", low=0.0, high=5.0),
+    },
+)
+
+_LEVELS = {"token": "of_tokens", "seq_sum": "of_sums", "seq_mean": "of_means", "seq_max": "of_worst_tokens"}
+
+REJECTIONS: Table[RejectionEntry] = Table(
+    "--rollout_rejection",
+    {
+        f"{level}_{measure}": RejectionEntry(
+            f"{_CORRECTION}:{function}", measure=measure, two_sided=measure in ("ratio", "k1")
+        )
+        for level, function in _LEVELS.items()
+        for measure in ("ratio", "k1", "k2", "k3")
+    }
+    | {
+        "opsm": RejectionEntry(f"{_CORRECTION}:opsm", in_training=True),
+        "m2po": RejectionEntry(f"{_CORRECTION}:m2po", measure="k2", over_rollout=True),
+    },
+)
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """One of ``--rollout_rejection``: a name of ``REJECTIONS`` and its bounds, both inside."""
+
+    name: str
+    low: float | None
+    high: float | None
+
+    @property
+    def entry(self) -> RejectionEntry:
+        return REJECTIONS.find(self.name)
+
+    @classmethod
+    def parse(cls, text: str) -> Rejection:
+        """``NAME=HIGH``, ``NAME=LOW:HIGH`` or ``NAME=LOW:``; ConfigError for anything else."""
+        name, _, bounds = text.partition("=")
+        entry = REJECTIONS.find(name)
+        low, colon, high = bounds.rpartition(":")
+        try:
+            rejection = cls(name, low=float(low) if low else None, high=float(high) if high else None)
+        except ValueError:
+            raise ConfigError(f"--rollout_rejection {text!r}: write NAME=HIGH or NAME=LOW:HIGH, in numbers") from None
+        known = [bound for bound in (rejection.low, rejection.high) if bound is not None]
+        if colon and not entry.two_sided:
+            raise ConfigError(f"--rollout_rejection {text!r}: {name} has an upper bound alone: {name}=HIGH")
+        if not known or not all(map(math.isfinite, known)) or known != sorted(set(known)):
+            raise ConfigError(
+                f"--rollout_rejection {text!r}: write {name}=HIGH or {name}=LOW:HIGH, the lower one first"
+            )
+        if entry.measure != "k1" and min(known) <= 0:
+            raise ConfigError(f"--rollout_rejection {text!r}: a bound of {name} must be above 0")
+        return rejection
