@@ -82,12 +82,18 @@ def actor_loss(
         loss = loss + config.distill.distill_coef * distill_loss
         metrics |= of_teacher
     if options.aux_loss_coef > 0:
-        # The mean over micro batches, by their tokens: as a product of means it cannot be split exactly.
-        share = mask.sum() * normalizer.dp_size / max(normalizer.tokens, 1.0)
-        aux_loss = share * scores.router_loss
+        aux_loss = _token_share(mask, normalizer) * scores.router_loss
         loss = loss + options.aux_loss_coef * aux_loss
         metrics["aux_loss"] = aux_loss.detach()
     return loss, metrics, log_probs, per_token
+
+
+def _token_share(mask: Tensor, normalizer: LossNormalizer) -> Tensor:
+    """The weight of a micro batch in a mean over micro batches by their tokens.
+
+    For the load-balancing loss, which is a product of means, and so cannot be split exactly.
+    """
+    return mask.sum() * normalizer.dp_size / max(normalizer.tokens, 1.0)
 
 
 def weighted_policy_loss(
