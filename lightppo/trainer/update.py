@@ -65,10 +65,7 @@ def actor_loss(
         entropy=per_token,
         token_weights=token_weights,
     )
-    metrics |= {
-        "policy_loss": loss.detach(),
-        "entropy": aggregate_loss(per_token, mask, "token-mean", normalizer),
-    }
+    metrics["entropy"] = aggregate_loss(per_token, mask, "token-mean", normalizer)
     if options.entropy_coef > 0:
         entropy = aggregate_loss(scores.entropy, mask, options.loss_agg_mode, normalizer)
         loss = loss - options.entropy_coef * entropy
@@ -124,6 +121,7 @@ def weighted_policy_loss(
         weights=weights,
         selected=experience.selected if selection_of(loss_fn) is not None else None,
     )
+    metrics["policy_loss"] = loss.detach()
     if in_training is not None:
         rejected = (in_training == 0).to(in_training.dtype)
         metrics["rejected_ratio"] = aggregate_loss(rejected, experience.action_mask, "token-mean", normalizer)
