@@ -153,7 +153,11 @@ class Actor(PretrainedWrapper):
         return loss.float()
 
     def _of_actions(
-        self, sequences: Tensor, num_actions: int, attention_mask: Tensor | None, share: bool = True
+        self,
+        sequences: Tensor,
+        num_actions: int,
+        attention_mask: Tensor | None,
+        share: bool = True,
     ) -> tuple[Batch, Tensor]:
         """One forward that reads where an action is predicted, and the K real actions; ``share``: prompts may be."""
         if attention_mask is None:
@@ -187,7 +191,12 @@ class Actor(PretrainedWrapper):
         return output, *log_probs_and_entropy(over, actions, self.temperature, entropy_grad=entropy_grad), over
 
     def _ask_head(
-        self, batch: Batch, actions: Tensor, entropy: bool, entropy_grad: bool, router_logits: bool
+        self,
+        batch: Batch,
+        actions: Tensor,
+        entropy: bool,
+        entropy_grad: bool,
+        router_logits: bool,
     ) -> _Predicted | None:
         """None if this model's log probs do not come from its head alone. All ranks agree on it."""
         head = scoring_head(self.hf_model) if self.head_is_last else None
@@ -245,7 +254,11 @@ def scoring_head(model: PreTrainedModel) -> nn.Linear | None:
 
 @contextmanager
 def scores_from_head(
-    head: nn.Linear, select: Callable[[Tensor], Tensor], labels: Tensor, temperature: float, **options: Any
+    head: nn.Linear,
+    select: Callable[[Tensor], Tensor],
+    labels: Tensor,
+    temperature: float,
+    **options: Any,
 ) -> Iterator[list[Tensor]]:
     """Makes the :func:`scoring_head` return (1, K, 1) float32 log probs of ``labels``, or (1, K, 2) with the entropy.
 

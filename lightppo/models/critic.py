@@ -23,7 +23,11 @@ class SequenceRegressor(PretrainedWrapper):
     kind: Literal["critic", "reward"]  # which checkpoints a subclass takes
 
     def __init__(
-        self, pretrain_or_model: str | PreTrainedModel, *, normalize_reward: bool = False, **options: Any
+        self,
+        pretrain_or_model: str | PreTrainedModel,
+        *,
+        normalize_reward: bool = False,
+        **options: Any,
     ) -> None:
         super().__init__(pretrain_or_model, partial(load_sequence_classifier, kind=self.kind), **options)
         _, head = value_head(self.model)
@@ -34,7 +38,8 @@ class SequenceRegressor(PretrainedWrapper):
     def _statistics(self) -> tuple[float, float]:
         """Mean and standard deviation of the scores, from the config; a critic's config may have none."""
         config = self.hf_model.config
-        mean, std = getattr(config, "mean", None), getattr(config, "std", None)
+        mean = getattr(config, "mean", None)
+        std = getattr(config, "std", None)
         if mean is not None and std is not None:
             if not std > 0:
                 raise ModelLoadError(f"--normalize_reward: the config has std {std}; it must be above 0")
@@ -46,7 +51,12 @@ class SequenceRegressor(PretrainedWrapper):
             "Add them to its config.json, or leave --normalize_reward out"
         )
 
-    def _hidden(self, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None) -> ModelOutput:
+    def _hidden(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+    ) -> ModelOutput:
         base = self.hf_model.base_model
         with self._offloading():
             return base(**model_inputs(base, input_ids, attention_mask, position_ids))
@@ -116,7 +126,10 @@ class RewardModel(SequenceRegressor):
     kind = "reward"
 
     def forward(
-        self, sequences: Tensor, attention_mask: Tensor | None = None, num_actions: int | None = None
+        self,
+        sequences: Tensor,
+        attention_mask: Tensor | None = None,
+        num_actions: int | None = None,
     ) -> Tensor:
         """Scores (B,) float32 of sequences (B, S), padded on either side; mask None: no padding.
 

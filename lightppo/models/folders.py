@@ -18,7 +18,13 @@ _TOKENIZER += ("*.tiktoken", "tiktoken.model", "tekken.json", "tokenization_*.py
 _LFS = b"version https://git-lfs"
 
 
-def check_model(path: str, flag: str, *, weights: bool = True, tokenizer: bool = False) -> None:
+def check_model(
+    path: str,
+    flag: str,
+    *,
+    weights: bool = True,
+    tokenizer: bool = False,
+) -> None:
     """Refuses what is no model: a missing folder or hub id, a file, an adapter, missing or incomplete files.
 
     Args:

@@ -18,7 +18,9 @@ from transformers.models.llama import modeling_llama as llama
 from lightppo.algorithms.masking import at_least_float32
 
 # As transformers has them: Liger puts others in their places.
-_NORM, _ROTATE, _ROTATE_HALF = llama.LlamaRMSNorm.forward, llama.apply_rotary_pos_emb, llama.rotate_half
+_NORM = llama.LlamaRMSNorm.forward
+_ROTATE = llama.apply_rotary_pos_emb
+_ROTATE_HALF = llama.rotate_half
 
 # -- the arithmetic ---------------------------------------------------------------------------------------------------
 
@@ -28,12 +30,20 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return _RMSNorm.apply(x, weight, eps) if torch.is_grad_enabled() else _normed(x, weight, eps)[0]
 
 
-def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+def rotary(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
     """transformers' ``apply_rotary_pos_emb``: (B, H, S, D) twice, by angles with cos and sin (B, S, D)."""
     if args or kwargs or not q.dtype == k.dtype == cos.dtype:
         return _ROTATE(q, k, cos, sin, *args, **kwargs)
     turn = _Rotary.apply if torch.is_grad_enabled() else _turned
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    cos = cos.unsqueeze(1)
+    sin = sin.unsqueeze(1)
     return turn(q, cos, sin), turn(k, cos, sin)
 
 

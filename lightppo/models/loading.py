@@ -72,7 +72,12 @@ class LoadOptions:
         return cls(**fields, changed_by=changed_by)
 
 
-def load_causal_lm(path: str, *, flag: str = "--pretrain", **options: Any) -> PreTrainedModel:
+def load_causal_lm(
+    path: str,
+    *,
+    flag: str = "--pretrain",
+    **options: Any,
+) -> PreTrainedModel:
     """Load (or make) a causal LM, in eval mode; ``options`` are fields of :class:`LoadOptions`.
 
     A checkpoint's dropout is set to 0; what ``override_config`` sets acts in train mode.
@@ -97,7 +102,8 @@ def load_sequence_classifier(
     1)), the same on all ranks and at all ZeRO stages. ``value_head_prefix`` is the head's name in the checkpoint, e.g.
     ``score``.
     """
-    o, flag = LoadOptions.of(options), flag or f"--{kind}_pretrain"
+    o = LoadOptions.of(options)
+    flag = flag or f"--{kind}_pretrain"
     path, config = _load_config(path, flag, o)
     config.num_labels = 1
     weight = None
@@ -112,7 +118,12 @@ def load_sequence_classifier(
 
 
 def _load(
-    auto_class: Any, path: str, config: PretrainedConfig, flag: str, o: LoadOptions, any_head: bool = False
+    auto_class: Any,
+    path: str,
+    config: PretrainedConfig,
+    flag: str,
+    o: LoadOptions,
+    any_head: bool = False,
 ) -> PreTrainedModel:
     """A value head is set later, so that it may be missing, or with ``any_head`` of another shape."""
     model_class = auto_class._model_mapping.get(type(config), None)
@@ -155,7 +166,10 @@ def check_text_only(path: str, *, flag: str = "--pretrain", **options: Any) -> N
 
 
 def _why_untrainable(
-    path: str, config: PretrainedConfig, flag: str, built: PreTrainedModel | None = None
+    path: str,
+    config: PretrainedConfig,
+    flag: str,
+    built: PreTrainedModel | None = None,
 ) -> str | None:
     """Judges by the tensors of the checkpoint, which may be more than the model has, or of a model ``built`` anew."""
     if not reads_more_than_text(config):
@@ -165,7 +179,12 @@ def _why_untrainable(
     return untrainable(config, tensors, f"{flag} {path}")
 
 
-def _check_loaded(model: PreTrainedModel, info: dict[str, Any], name: str, any_head: bool) -> None:
+def _check_loaded(
+    model: PreTrainedModel,
+    info: dict[str, Any],
+    name: str,
+    any_head: bool,
+) -> None:
     """Refuses a model some of whose weights the checkpoint lacks, or has in another shape."""
     heads = set() if model.can_generate() else {f"{head}.weight" for head in head_names(model)}
     other = sorted(shapes for shapes in info["mismatched_keys"] if not (any_head and shapes[0] in heads))
@@ -182,12 +201,21 @@ def _check_loaded(model: PreTrainedModel, info: dict[str, Any], name: str, any_h
         )
 
 
-def load_config(path: str, *, flag: str = "--pretrain", **options: Any) -> PretrainedConfig:
+def load_config(
+    path: str,
+    *,
+    flag: str = "--pretrain",
+    **options: Any,
+) -> PretrainedConfig:
     """The config that a model of this path would have; ``options`` are fields of :class:`LoadOptions`."""
     return _load_config(path, flag, LoadOptions.of(options))[1]
 
 
-def _load_config(path: str, flag: str, options: LoadOptions) -> tuple[str, PretrainedConfig]:
+def _load_config(
+    path: str,
+    flag: str,
+    options: LoadOptions,
+) -> tuple[str, PretrainedConfig]:
     """The path as transformers takes it, and the config with the overrides, and no dropout but theirs."""
     path = _model_path(path, flag)
     for name in filter(None, (part.strip() for part in (options.external_lib or "").split(","))):
@@ -228,7 +256,11 @@ def checkpoint_mark(path: str, blocks: int = 16, size: int = 1 << 16) -> str:
 _MARKED = ("config.json", "tokenizer*.json", "*.safetensors", "pytorch_model*.bin")
 
 
-def _model_path(path: str, flag: str, check: Callable[[str, str], None] = check_model) -> str:
+def _model_path(
+    path: str,
+    flag: str,
+    check: Callable[[str, str], None] = check_model,
+) -> str:
     """``~`` expanded. An error: a path or hub id that does not exist, and a URL, which must be copied before."""
     folder = Path(path).expanduser()
     if path and folder.is_dir():
@@ -269,9 +301,14 @@ def _override(config: PretrainedConfig, values: dict[str, Any], name: str) -> No
             setattr(config, key, value)
 
 
-def _with_rope(config: PretrainedConfig, values: dict[str, Any], name: str) -> dict[str, Any]:
+def _with_rope(
+    config: PretrainedConfig,
+    values: dict[str, Any],
+    name: str,
+) -> dict[str, Any]:
     """``rope_theta`` and ``rope_scaling`` as transformers 5 has them: part of ``rope_parameters``, whose rest stays."""
-    before, rest = getattr(config, "rope_parameters", None), dict(values)
+    before = getattr(config, "rope_parameters", None)
+    rest = dict(values)
     if not isinstance(before, dict):
         return rest
     told = {"rope_theta": rest.pop("rope_theta")} if "rope_theta" in rest else {}
@@ -415,7 +452,8 @@ def _restore_frequencies(model: nn.Module) -> None:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """No load report and no progress bar: missing weights are checked here, and errors say more than a table."""
-    level, bar = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
+    level = hf_logging.get_verbosity()
+    bar = hf_logging.is_progress_bar_enabled()
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()
     try:
@@ -452,7 +490,12 @@ def head_names(model: PreTrainedModel) -> set[str]:
 
 
 @torch.no_grad()
-def _set_value_head(model: PreTrainedModel, weight: Tensor | None, *, seed: int) -> None:
+def _set_value_head(
+    model: PreTrainedModel,
+    weight: Tensor | None,
+    *,
+    seed: int,
+) -> None:
     """Set the head to ``weight`` (1, hidden), or to N(0, 1/(hidden + 1)) for None; a bias becomes 0."""
     _, head = value_head(model)
     if weight is None:
@@ -469,7 +512,12 @@ def _set_value_head(model: PreTrainedModel, weight: Tensor | None, *, seed: int)
             head.bias.zero_()
 
 
-def _head_from_checkpoint(path: str, prefix: str, kind: str, flag: str) -> Tensor | None:
+def _head_from_checkpoint(
+    path: str,
+    prefix: str,
+    kind: str,
+    flag: str,
+) -> Tensor | None:
     """The head's weight (1, hidden); None for a critic whose checkpoint has none."""
     files = _checkpoint_files(path)
     found = [name for name in files if re.search(rf"(^|\.){re.escape(prefix)}\.(weight|bias)$", name)]
@@ -558,13 +606,19 @@ def valid_vocab_size(tokenizer: PreTrainedTokenizerBase) -> int:
     return max(tokenizer.get_vocab().values()) + 1
 
 
-def fit_to_model(tokenizer: PreTrainedTokenizerBase, model: nn.Module, path: str, flag: str) -> None:
+def fit_to_model(
+    tokenizer: PreTrainedTokenizerBase,
+    model: nn.Module,
+    path: str,
+    flag: str,
+) -> None:
     """Refuse ids that the model's embedding lacks; the model's config gets the pad token."""
     # Actor, Critic, RewardModel and engines hold one
     hf_model = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
     if hf_model is None:
         raise TypeError(f"get_tokenizer needs a Hugging Face model or a wrapper of one, not {type(model).__name__}")
-    rows, needed = hf_model.get_input_embeddings().num_embeddings, valid_vocab_size(tokenizer)
+    rows = hf_model.get_input_embeddings().num_embeddings
+    needed = valid_vocab_size(tokenizer)
     if needed > rows:
         raise ModelLoadError(
             f"{flag} {path}: the tokenizer's largest id is {needed - 1}, but the model has only {rows} embedding rows. "

@@ -60,7 +60,12 @@ def pack(sequences: Tensor, attention_mask: Tensor) -> PackedRow:
 
 
 def _row(
-    sequences: Tensor, kept: Tensor, real: Tensor, slots: Tensor, lengths: list[int], parents: list[int] | None = None
+    sequences: Tensor,
+    kept: Tensor,
+    real: Tensor,
+    slots: Tensor,
+    lengths: list[int],
+    parents: list[int] | None = None,
 ) -> PackedRow:
     """The row of the places ``kept`` (T,) of the flat batch; all but ``sequences`` is on the CPU."""
     device = sequences.device
@@ -97,7 +102,10 @@ def position_ids_from_lengths(lengths: list[int], row: Tensor) -> Tensor:
 
 
 def action_predictors(
-    lengths: list[int], num_actions: list[int], device: torch.device, include_last: bool = False
+    lengths: list[int],
+    num_actions: list[int],
+    device: torch.device,
+    include_last: bool = False,
 ) -> Tensor:
     """Places (K,) in a packed row that predict the last ``num_actions[i]`` tokens of sequence i."""
     fit = isinstance(num_actions, list) and len(num_actions) == len(lengths)
@@ -178,7 +186,12 @@ class RowPlan:
     kept: dict[tuple, list[Tensor | None]] = field(default_factory=dict)  # masks by window and type
 
     @classmethod
-    def of(cls, lengths: list[int], parents: list[int], device: torch.device) -> RowPlan:
+    def of(
+        cls,
+        lengths: list[int],
+        parents: list[int],
+        device: torch.device,
+    ) -> RowPlan:
         seen = [n if p < 0 else lengths[p] + n for n, p in zip(lengths, parents)]
         borders = [torch.tensor([0, *accumulate(n)], dtype=torch.int32) for n in (lengths, seen)]
         keys = None
@@ -218,7 +231,9 @@ def _near(new: int, total: int, window: int | None, like: Tensor) -> Tensor | No
 
 
 def segments_as_mask(
-    lengths: list[int], parents: list[int] | None = None, device: torch.device | str = "cpu"
+    lengths: list[int],
+    parents: list[int] | None = None,
+    device: torch.device | str = "cpu",
 ) -> Tensor:
     """A packed row's segments as its attention mask: (1, 1, 2, N) int64 on the CPU, with the plan for ``device``.
 
@@ -237,7 +252,12 @@ def plan_of(mask: Tensor, device: torch.device) -> RowPlan:
 
 
 def packed_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """transformers' ``sdpa``, also for packed rows with :func:`segments_as_mask`.
 
@@ -249,8 +269,11 @@ def packed_attention(
     plan = plan_of(attention_mask, query.device)
     if query.shape[2] != plan.tokens:
         raise ValueError(f"a packed row of {query.shape[2]} tokens cannot hold sequences of {plan.tokens}")
-    window, scale, dropout = _window(module, options), options.get("scaling"), options.get("dropout", 0.0)
-    width, narrower = value.shape[-1], query.shape[-1] - value.shape[-1]
+    window = _window(module, options)
+    scale = options.get("scaling")
+    dropout = options.get("dropout", 0.0)
+    width = value.shape[-1]
+    narrower = query.shape[-1] - value.shape[-1]
     if narrower > 0:  # MLA: few fast kernels take values narrower than keys
         value = pad(value, (0, narrower))
     fits = dropout == 0 and flash_fits(query, value, plan)
@@ -268,7 +291,11 @@ AttentionInterface.register(PACKED_SDPA, packed_attention)
 AttentionMaskInterface.register(PACKED_SDPA, sdpa_mask)
 
 
-def _continued(segments: Sequence[Tensor], parents: list[int], dim: int) -> list[Tensor]:
+def _continued(
+    segments: Sequence[Tensor],
+    parents: list[int],
+    dim: int,
+) -> list[Tensor]:
     """Each segment after its parent. The backward pass sums the gradients that a prompt gets from its responses."""
     return [x if p < 0 else torch.cat([segments[p], x], dim) for x, p in zip(segments, parents)]
 
@@ -283,13 +310,20 @@ def _window(module: nn.Module, options: dict[str, Any]) -> int | None:
 
 
 def _by_sequence(
-    query: Tensor, key: Tensor, value: Tensor, plan: RowPlan, masks: list[Tensor | None], **options: Any
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    plan: RowPlan,
+    masks: list[Tensor | None],
+    **options: Any,
 ) -> Tensor:
     """One call for each segment: (1, H, T, D) three times -> (1, T, H, D)."""
     groups = query.shape[1] // key.shape[1]
     masked = any(mask is not None for mask in masks)
     if groups > 1 and not takes_fewer_keys(query, value, plan, masked):
-        key, value, groups = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1), 1
+        key = key.repeat_interleave(groups, 1)
+        value = value.repeat_interleave(groups, 1)
+        groups = 1
     sdpa = partial(scaled_dot_product_attention, enable_gqa=groups > 1, **options)
     # split, not slices: a slice's backward pass writes a whole row of zeros for each sequence
     keys, values = (_continued(x.split(plan.lengths, 2), plan.parents, 2) for x in (key, value))
@@ -316,7 +350,11 @@ def varlen_parameters(kernel: Callable[..., Tensor] | None) -> frozenset[str]:
 VARLEN_TAKES = varlen_parameters(varlen_attn)
 
 
-def varlen_options(query: Tensor, window: int | None, scale: float | None) -> dict[str, Any] | None:
+def varlen_options(
+    query: Tensor,
+    window: int | None,
+    scale: float | None,
+) -> dict[str, Any] | None:
     """Arguments of torch's kernel for packed rows, whose signature changed twice; None: it lacks what is needed.
 
     2.10 has ``is_causal``, 2.11 ``window_size`` and ``scale`` instead, 2.12 also ``enable_gqa``.
@@ -340,7 +378,8 @@ def _varlen(qkv: Iterable[Tensor], plan: RowPlan, options: dict[str, Any]) -> Te
     if "enable_gqa" in VARLEN_TAKES:
         options = options | {"enable_gqa": groups > 1}
     elif groups > 1 and "window_size" not in VARLEN_TAKES:  # 2.11 takes fewer keys without being told
-        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        k = k.repeat_interleave(groups, 1)
+        v = v.repeat_interleave(groups, 1)
     if plan.keys is not None:
         k, v = (embedding(plan.keys, x.flatten(1)).unflatten(1, x.shape[1:]) for x in (k, v))
     q, k, v = (x.contiguous() for x in (q, k, v))
@@ -352,13 +391,26 @@ def _varlen(qkv: Iterable[Tensor], plan: RowPlan, options: dict[str, Any]) -> Te
 _INPUTS = "Tensor query, Tensor key, Tensor value, Tensor segments, SymInt? window, float? scale"
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, segments: Tensor, window: int | None, scale: float | None) -> Tensor:
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    segments: Tensor,
+    window: int | None,
+    scale: float | None,
+) -> Tensor:
     plan = plan_of(segments, q.device)
     return _by_sequence(q, k, v, plan, plan.masks(window, q), scale=scale).contiguous()
 
 
 def _attend_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, segments: Tensor, window: int | None, scale: float | None
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    segments: Tensor,
+    window: int | None,
+    scale: float | None,
 ) -> tuple[Tensor, ...]:
     """Runs the forward pass again. vjp, because operators run below autograd."""
     plan = plan_of(segments, q.device)
@@ -391,7 +443,11 @@ _attend_op.register_autograd(
 # -- prompts that several samples share -------------------------------------------------------------------------------
 
 
-def pack_shared(sequences: Tensor, attention_mask: Tensor, num_actions: int) -> PackedRow | None:
+def pack_shared(
+    sequences: Tensor,
+    attention_mask: Tensor,
+    num_actions: int,
+) -> PackedRow | None:
     """:func:`pack`, but equal prompts (before the last A columns) stand once in the row. None: all differ."""
     split = sequences.shape[1] - num_actions
     if len(sequences) < 2 or split < 1:
@@ -503,7 +559,11 @@ def _fitting(tokens: Sequence[int], budget: int, at_least: int = 0) -> list[list
     return next(t for t in tries if all(len(part) == 1 or sum(tokens[i] for i in part) <= budget for part in t))
 
 
-def _padded(order: list[int], lengths: Sequence[tuple[int, int]], budget: int) -> list[list[int]]:
+def _padded(
+    order: list[int],
+    lengths: Sequence[tuple[int, int]],
+    budget: int,
+) -> list[list[int]]:
     """Consecutive rows, as long as rows × (longest prompt + longest response) stays within the budget."""
     parts: list[list[int]] = []
     width = (0, 0)

@@ -80,7 +80,8 @@ def tiny_rows(model: PreTrainedModel, device: torch.device) -> tuple[Tensor, Ten
     """(1, LONG) and (1, SHORT) token ids; the first is shorter if the model has fewer positions."""
     text = model.config.get_text_config()
     length = min(LONG, getattr(text, "max_position_embeddings", None) or LONG)
-    vocabulary, places = text.vocab_size, torch.arange(length, device=device)[None]
+    vocabulary = text.vocab_size
+    places = torch.arange(length, device=device)[None]
     return (7 * places + 3) % vocabulary, (5 * places[:, :SHORT] + 2) % vocabulary
 
 
@@ -90,7 +91,11 @@ def pad_id(model: PreTrainedModel) -> int:
     return found if isinstance(found, int) and found >= 0 else 0
 
 
-def distance(wrapper: PretrainedWrapper, found: list[Tensor], expected: list[Tensor]) -> str:
+def distance(
+    wrapper: PretrainedWrapper,
+    found: list[Tensor],
+    expected: list[Tensor],
+) -> str:
     """How far outputs are apart: a causal LM's in nats, others in parts of their size."""
     pairs = [(a.float(), b.float()) for a, b in zip(found, expected)]
     if wrapper.hf_model.can_generate():

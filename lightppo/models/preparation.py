@@ -16,7 +16,12 @@ Role = Literal["actor", "critic", "reference", "teacher", "reward", "ema"]
 """What a model does in a run. The model that SFT, RM or DPO train is the actor."""
 
 
-def prepare_model(model: PretrainedWrapper, role: Role, config: OptionSet, device: torch.device) -> None:
+def prepare_model(
+    model: PretrainedWrapper,
+    role: Role,
+    config: OptionSet,
+    device: torch.device,
+) -> None:
     """Change a loaded model in place: save memory where it trains, then :data:`lightppo.plugin.PREPARATIONS`."""
     if role in ("actor", "critic"):
         keep_fewer_activations(model, role, config, device)

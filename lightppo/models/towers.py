@@ -20,7 +20,11 @@ _TENSOR = re.compile(
 _MAPPINGS = ("MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES")
 
 
-def untrainable(config: PretrainedConfig, tensors: Iterable[str], name: str) -> str | None:
+def untrainable(
+    config: PretrainedConfig,
+    tensors: Iterable[str],
+    name: str,
+) -> str | None:
     """Why a model with this config and these ``tensors`` is refused for training; None: it is a text model.
 
     ``name`` stands in front, e.g. ``--pretrain FOLDER``.

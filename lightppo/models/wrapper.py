@@ -97,7 +97,8 @@ class PretrainedWrapper(nn.Module):
                 raise ModelLoadError(f"{', '.join(given)}: only for loading by path, but a built model was given")
             disable_dropout(pretrain_or_model)
             if not hasattr(pretrain_or_model, "untrainable"):
-                tensors, name = dict(pretrain_or_model.named_parameters()), type(pretrain_or_model).__name__
+                tensors = dict(pretrain_or_model.named_parameters())
+                name = type(pretrain_or_model).__name__
                 pretrain_or_model.untrainable = untrainable(pretrain_or_model.config, tensors, name)
             self.model: nn.Module = pretrain_or_model  # strategy.prepare puts the DeepSpeed engine in its place
         else:
@@ -142,7 +143,8 @@ class PretrainedWrapper(nn.Module):
 
     def stop_packing(self) -> None:
         """Pad from now on."""
-        self.packing_samples, self.last_layer_parts = False, None
+        self.packing_samples = False
+        self.last_layer_parts = None
         if self.hf_model.config._attn_implementation == PACKED_SDPA:
             self.hf_model.set_attn_implementation("sdpa")
 
@@ -186,7 +188,8 @@ class PretrainedWrapper(nn.Module):
         """
         if self.last_layer_parts is not None:
             return
-        model, parts = self.hf_model, position_wise(self.hf_model)
+        model = self.hf_model
+        parts = position_wise(self.hf_model)
         positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3]], device=device)
         ids = (7 * torch.arange(9, device=device)[None] + 3) % model.config.get_text_config().vocab_size
         places = torch.tensor([2, 5, 8], device=device)
@@ -209,11 +212,18 @@ class PretrainedWrapper(nn.Module):
         self.last_layer_parts = parts if alike(partly[:, places], row[:, places]) else []
 
     def _batch(
-        self, sequences: Tensor, attention_mask: Tensor, columns: slice, real: Tensor, num_actions: int | None
+        self,
+        sequences: Tensor,
+        attention_mask: Tensor,
+        columns: slice,
+        real: Tensor,
+        num_actions: int | None,
     ) -> Batch:
         """A forward of which ``columns`` are read where ``real`` (B, A), on the CPU; ``num_actions`` None: no prompt is
         shared."""
-        device, row, reads = sequences.device, None, None
+        device = sequences.device
+        row = None
+        reads = None
         of_batch = to_device(real, device), to_device(real.flatten().nonzero()[:, 0], device)
         if not self.packing_samples:
             places = torch.arange(sequences.shape[1], device=device)[columns]  # (A,)
@@ -227,7 +237,11 @@ class PretrainedWrapper(nn.Module):
         return Batch((row.input_ids, row.segments, row.position_ids), to_device(places, device), *of_batch, reads)
 
     def _packed_by_caller(
-        self, row: Tensor, lengths: list[int], num_actions: list[int] | None, include_last: bool = False
+        self,
+        row: Tensor,
+        lengths: list[int],
+        num_actions: list[int] | None,
+        include_last: bool = False,
     ) -> Batch:
         """A row (1, T) of sequences; ``num_actions`` None: all positions are read."""
         position_ids = position_ids_from_lengths(lengths, row)
@@ -287,12 +301,17 @@ def one_line(error: Exception) -> str:
 @cache  # once per process and kind of attention
 def warn_that_nothing_is_shared(attention: str) -> None:
     logger.warning(
-        "--share_prompts needs --attn_implementation sdpa; with %s every sample brings its prompt along", attention
+        "--share_prompts needs --attn_implementation sdpa; with %s every sample brings its prompt along",
+        attention,
     )
 
 
 def model_inputs(
-    module: nn.Module, ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, reads_mask: bool = False
+    module: nn.Module,
+    ids: Tensor,
+    attention_mask: Tensor | None,
+    position_ids: Tensor | None,
+    reads_mask: bool = False,
 ) -> dict[str, Any]:
     """Keyword arguments for a Hugging Face forward without a cache, of a batch (B, S) or a packed row (1, T).
 
@@ -353,7 +372,13 @@ def only_at(modules: list[nn.Module], places: Tensor) -> Iterator[None]:
                 module.forward = forward
 
 
-def _at_places(forward: Callable[..., Any], places: Tensor, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+def _at_places(
+    forward: Callable[..., Any],
+    places: Tensor,
+    hidden: Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     """``hidden`` is (1, T, H), or (T, H) in some families. With further arguments the module runs as usual."""
     if args or kwargs:
         return forward(hidden, *args, **kwargs)

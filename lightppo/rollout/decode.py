@@ -37,7 +37,8 @@ class CachedForward:
     """One decoding step of a Hugging Face model: last-position logits from new ids and a growing cache."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        name, parameters = type(model).__name__, inspect.signature(model.forward).parameters
+        name = type(model).__name__
+        parameters = inspect.signature(model.forward).parameters
         if getattr(model.config, "is_encoder_decoder", False):
             raise ValueError(f"HF rollouts need a decoder-only model; {name} is an encoder-decoder")
         if "past_key_values" not in parameters or not model._supports_default_dynamic_cache():
@@ -49,13 +50,25 @@ class CachedForward:
         self.positions = 0  # computed in them, with the padding of prompts
         self._keep = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
 
-    def __call__(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, cache: Cache) -> Tensor:
+    def __call__(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        position_ids: Tensor,
+        cache: Cache,
+    ) -> Tensor:
         """Logits (B, V) behind the last of ``input_ids`` (B, L); the mask covers the cache too."""
         self.calls += 1
         self.positions += input_ids.numel()
         return self.logits(input_ids, attention_mask, position_ids, cache)
 
-    def logits(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, cache: Cache) -> Tensor:
+    def logits(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        position_ids: Tensor,
+        cache: Cache,
+    ) -> Tensor:
         """The same, not counted."""
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask, **self._keep}
         if self.takes_position_ids:
@@ -128,7 +141,12 @@ def attention_to_slots(config: PretrainedConfig) -> Iterator[None]:
 
 
 def slot_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """transformers' ``sdpa``, but for one new token with a mask (B, 1, 1, S) that is added to the scores.
 
@@ -186,9 +204,16 @@ class SlotLayer(DynamicLayer):
         self.sliding_window = sliding_window
         self.buffers: list[Tensor] = []  # keys, values
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+    def update(
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        *args,
+        **kwargs,
+    ) -> tuple[Tensor, Tensor]:
         """Writes one new column; returns what attention looks at, as views (rows, heads, width, head width)."""
-        span, rows = self.span, key_states.shape[0]
+        span = self.span
+        rows = key_states.shape[0]
         if span.column is None:
             looked_at = slice(None) if span.whole else slice(self.first(span.end + 1), span.end + 1)
         else:  # what a step is captured with must not say how far it is
@@ -223,7 +248,15 @@ class SlotCache(DynamicCache):
     The first rows end at ``prompt_columns``; a row has at most ``max_columns``. ``tight``: add few columns at a time.
     """
 
-    def __init__(self, config, *, slots: int, prompt_columns: int, max_columns: int, tight: bool) -> None:
+    def __init__(
+        self,
+        config,
+        *,
+        slots: int,
+        prompt_columns: int,
+        max_columns: int,
+        tight: bool,
+    ) -> None:
         self.span = Span(rows=0, first=prompt_columns, end=prompt_columns)
         plain = DynamicCache(config=config).layers
         layers = [SlotLayer(self.span, getattr(layer, "sliding_window", None)) for layer in plain]
@@ -249,7 +282,9 @@ class SlotCache(DynamicCache):
             states = source.keys, source.values
             if not layer.buffers:
                 layer.buffers = [x.new_empty(self.slots, x.shape[1], self.columns, x.shape[3]) for x in states]
-                layer.dtype, layer.device, layer.is_initialized = source.keys.dtype, source.keys.device, True
+                layer.dtype = source.keys.dtype
+                layer.device = source.keys.device
+                layer.is_initialized = True
             kept = min(width, source.keys.shape[2])  # a sliding layer keeps its window only
             index = torch.tensor(rows, device=layer.device)
             for buffer, x in zip(layer.buffers, states):
@@ -273,7 +308,8 @@ class SlotCache(DynamicCache):
         """
         span = self.span
         end = max(span.end - span.first, at_least)
-        first, shift = end - (span.end - span.first), span.end - end
+        first = end - (span.end - span.first)
+        shift = span.end - end
         self.slots, self.columns = self.slots if self.fixed else slots, end + self._more(end)
         for layer in self.layers:
             for i, old in enumerate(layer.buffers):  # one after the other: little memory is held twice
@@ -282,7 +318,8 @@ class SlotCache(DynamicCache):
                 new[: span.rows, :, first:end] = old[: span.rows, :, span.first : span.end]
                 new[: span.rows, :, end:] = 0
                 layer.buffers[i] = old.copy_(new) if self.fixed else new
-        span.first, span.end = first, end
+        span.first = first
+        span.end = end
         return shift
 
     def _more(self, columns: int) -> int:
@@ -317,7 +354,13 @@ class Prefilled:
 class PromptQueue:
     """The requests of one call in order, requests with equal prompts together."""
 
-    def __init__(self, forward: CachedForward, requests: list[list[int]], max_prompts: int, device: torch.device):
+    def __init__(
+        self,
+        forward: CachedForward,
+        requests: list[list[int]],
+        max_prompts: int,
+        device: torch.device,
+    ):
         self._forward = forward
         self._device = device
         self._max_prompts = max_prompts  # in one forward
@@ -374,13 +417,15 @@ def cheapest_parts(lengths: list[int], call_cost: int) -> list[tuple[int, int]]:
     """(first, end) of consecutive parts of the prompts, so that positions (with padding) plus calls cost least."""
     least, cut = [0], [0]  # of the first k prompts: their cost, and where the last part begins
     for end in range(1, len(lengths) + 1):
-        best, longest = (float("inf"), 0), 0
+        best = (float("inf"), 0)
+        longest = 0
         for first in range(end - 1, -1, -1):
             longest = max(longest, lengths[first])
             best = min(best, (least[first] + call_cost + longest * (end - first), first))
         least.append(best[0])
         cut.append(best[1])
-    parts, end = [], len(lengths)
+    parts = []
+    end = len(lengths)
     while end:
         parts.append((cut[end], end))
         end = cut[end]
@@ -390,7 +435,13 @@ def cheapest_parts(lengths: list[int], call_cost: int) -> list[tuple[int, int]]:
 class Rows:
     """The responses in the slots; row r of every tensor is row r of the cache."""
 
-    def __init__(self, slots: int, max_new_tokens: int, device: torch.device, prompt_width: int = 0) -> None:
+    def __init__(
+        self,
+        slots: int,
+        max_new_tokens: int,
+        device: torch.device,
+        prompt_width: int = 0,
+    ) -> None:
         self.numbers: list[int] = []  # of the requests
         self.starts: list[int] = []  # first columns
         # Prompts, if they are kept, right-aligned behind a column of NO_TOKEN; then the responses.
@@ -405,7 +456,12 @@ class Rows:
         return len(self.numbers)
 
     def append(
-        self, numbers: list[int], starts: list[int], positions: Tensor, uniforms: Tensor, prompts: Tensor | None
+        self,
+        numbers: list[int],
+        starts: list[int],
+        positions: Tensor,
+        uniforms: Tensor,
+        prompts: Tensor | None,
     ) -> slice:
         """Adds rows without tokens; returns where they are. ``prompts`` (k, ·): kept for :meth:`history`."""
         new = slice(len(self), len(self) + len(numbers))
@@ -479,12 +535,20 @@ class SlotDecoder(Decoder):
         self.prepares_masks = self.forward.takes_position_ids and can_attend
         self.slots = min(self.slots, len(prompts))
         longest = max(map(len, prompts), default=0)
-        most, tight = longest + self.max_new_tokens, self.device.type == "cpu"
+        most = longest + self.max_new_tokens
+        tight = self.device.type == "cpu"
         self.cache = SlotCache(
-            self.forward.config, slots=self.slots, prompt_columns=longest, max_columns=most, tight=tight
+            self.forward.config,
+            slots=self.slots,
+            prompt_columns=longest,
+            max_columns=most,
+            tight=tight,
         )
         self.rows = Rows(
-            self.slots, self.max_new_tokens, self.device, prompt_width=longest if self.sampler.needs_history else 0
+            self.slots,
+            self.max_new_tokens,
+            self.device,
+            prompt_width=longest if self.sampler.needs_history else 0,
         )
         return PromptQueue(self.forward, prompts, self.slots, self.device)
 
@@ -494,9 +558,16 @@ class SlotDecoder(Decoder):
             return free > 0
         return queue.waiting > 0 and free >= min(max(1, REFILL_SHARE * self.slots), queue.waiting, self.slots)
 
-    def _admit(self, block: Prefilled, rows: list[int], numbers: list[int], uniforms_of: Uniforms) -> None:
+    def _admit(
+        self,
+        block: Prefilled,
+        rows: list[int],
+        numbers: list[int],
+        uniforms_of: Uniforms,
+    ) -> None:
         """Gives requests a slot and their first token."""
-        uniforms, end = uniforms_of(numbers), self.cache.span.end
+        uniforms = uniforms_of(numbers)
+        end = self.cache.span.end
         prompts = [block.prompts[row] for row in rows]
         lengths = [len(prompt) for prompt in prompts]
         index = torch.tensor([rows, lengths], device=self.device)
@@ -508,7 +579,8 @@ class SlotDecoder(Decoder):
 
     def _step(self, queue: PromptQueue) -> None:
         """Decodes one more token for every row."""
-        rows, span = self.rows, self.cache.span
+        rows = self.rows
+        span = self.cache.span
         self._make_room(queue)
         active = slice(0, len(rows))
         ages = rows.ages[active]
@@ -529,7 +601,8 @@ class SlotDecoder(Decoder):
 
     def _step_mask(self) -> Tensor:
         """The mask of one new token per row: ready for every layer, or (b, width) as input for transformers."""
-        span, columns = self.cache.span, self.cache.columns
+        span = self.cache.span
+        columns = self.cache.columns
         prepared = self.prepares_masks and (self.cache.window is None or self.cache.window >= columns)
         span.whole = prepared and self.cache.tight
         self._added[:, span.end] = 0
@@ -559,7 +632,8 @@ class SlotDecoder(Decoder):
 
     def _see_starts(self) -> None:
         """Updates the columns in use and the mask from the rows' first columns."""
-        span, starts = self.cache.span, self.rows.starts
+        span = self.cache.span
+        starts = self.rows.starts
         span.first = min(starts, default=span.end)
         columns = torch.arange(self.cache.columns, device=self.device)
         hidden = columns < torch.tensor(starts, device=self.device).unsqueeze(1)
@@ -610,7 +684,8 @@ class BatchDecoder(Decoder):
             running = len(rows) - int(done.sum())
             if running == 0:
                 break
-            inputs, positions = tokens.unsqueeze(1), positions[:, -1:] + 1
+            inputs = tokens.unsqueeze(1)
+            positions = positions[:, -1:] + 1
             if running <= COMPACT_BELOW * len(rows) and _can_drop_rows(cache):
                 kept = (~done).nonzero().squeeze(1)
                 cache.batch_select_indices(kept)

@@ -112,7 +112,11 @@ class RolloutEngine(Protocol):
 
     capabilities: Capabilities
 
-    def generate(self, prompts: list[Prompt], sampling: SamplingParams) -> list[Rollout]:
+    def generate(
+        self,
+        prompts: list[Prompt],
+        sampling: SamplingParams,
+    ) -> list[Rollout]:
         """Samples ``sampling.n`` responses to each prompt, and returns them in the order of the prompts.
 
         ``log_probs``: float32 log softmax(logits / temperature) of the sampled ids before any filter, as the trainer's.

@@ -131,7 +131,8 @@ class HFRolloutEngine:
             device = next(self.model.parameters()).device  # offloaded parameters are on it now
             kind = SlotDecoder if can_use_slots(forward.config) else BatchDecoder
             kind = kind if self.runner is None else self.runner.decoder(kind)
-            slots, most = self.micro_rollout_batch_size, sampling.max_new_tokens
+            slots = self.micro_rollout_batch_size
+            most = sampling.max_new_tokens
             decoder = kind(forward, sampler, stop.to(device), slots, most, device)
 
             def uniforms(numbers: list[int]) -> torch.Tensor:  # (B, max_new_tokens)
@@ -172,7 +173,11 @@ class HFRolloutEngine:
     def close(self) -> None:
         """Nothing to end."""
 
-    def _criteria(self, sampling: SamplingParams, vocab_size: int) -> tuple[StopCriteria, TokenSampler]:
+    def _criteria(
+        self,
+        sampling: SamplingParams,
+        vocab_size: int,
+    ) -> tuple[StopCriteria, TokenSampler]:
         eos_ids = end_of_text_ids(self.tokenizer, getattr(self.model, "generation_config", None))
         stop = StopCriteria(self.tokenizer, sampling, eos_ids=eos_ids, vocab_size=vocab_size)
         limit = len(self.tokenizer) if self.valid_vocab_size is None else self.valid_vocab_size
@@ -187,9 +192,13 @@ class HFRolloutEngine:
         return stop, sampler
 
     def _to_rollouts(
-        self, requests: list[tuple[Prompt, int]], decoded: DecodedBatch, stop: StopCriteria
+        self,
+        requests: list[tuple[Prompt, int]],
+        decoded: DecodedBatch,
+        stop: StopCriteria,
     ) -> list[Rollout]:
-        lengths, stopped = decoded.lengths.tolist(), decoded.stopped.tolist()
+        lengths = decoded.lengths.tolist()
+        stopped = decoded.stopped.tolist()
         ids, log_probs = (
             [row[:length] for row, length in zip(of_rows.tolist(), lengths)]
             for of_rows in (decoded.tokens, decoded.log_probs)
@@ -238,7 +247,10 @@ def rows_at_a_time(config: PPOConfig, strategy: DeepspeedStrategy) -> int:
 
 
 def check_lengths(
-    prompts: Sequence[Prompt], sampling: SamplingParams, limit: int | None, whose: str = "the model has"
+    prompts: Sequence[Prompt],
+    sampling: SamplingParams,
+    limit: int | None,
+    whose: str = "the model has",
 ) -> None:
     """Raises ValueError for the first prompt that is empty or, with its response, longer than ``limit``."""
     for prompt in prompts:

@@ -37,7 +37,8 @@ def in_any_order() -> Iterator[None]:
 
     Sums over the rows of a table are always the same there; those of a single row are not.
     """
-    was_on, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    was_on = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
     if was_on:
         torch.use_deterministic_algorithms(False)
     try:
@@ -47,7 +48,12 @@ def in_any_order() -> Iterator[None]:
             torch.use_deterministic_algorithms(True, warn_only=warns)
 
 
-def request_uniforms(seed: int, prompt_index: int, sample_index: int, count: int) -> np.ndarray:
+def request_uniforms(
+    seed: int,
+    prompt_index: int,
+    sample_index: int,
+    count: int,
+) -> np.ndarray:
     """The uniforms of one request, (count,) float64 in [0, 1); a longer request begins with the same numbers."""
     # SHAKE-128 of the key is the same on every machine and version, unlike a seeded generator.
     stream = hashlib.shake_128(f"lightppo/{seed}/{prompt_index}/{sample_index}".encode()).digest(8 * count)
@@ -129,10 +135,12 @@ class TokenSampler:
         self._suppressed = torch.zeros(valid_vocab_size, dtype=torch.bool)
         self._suppressed[[i for i in suppressed_ids if i < valid_vocab_size]] = True
         completable = [ids for ids in bad_word_ids if max(ids) < valid_vocab_size]
-        penalty, self._filters = sampling.repetition_penalty, LogitsProcessorList()
+        penalty = sampling.repetition_penalty
+        self._filters = LogitsProcessorList()
         self._repetition = RepetitionPenaltyLogitsProcessor(penalty) if penalty != 1.0 else None
         self._bad_words = NoBadWordsLogitsProcessor(completable) if completable else None
-        self.presence, self.frequency = sampling.presence_penalty, sampling.frequency_penalty
+        self.presence = sampling.presence_penalty
+        self.frequency = sampling.frequency_penalty
         counts = self.presence != 0 or self.frequency != 0
         self.needs_history = counts or self._repetition is not None or self._bad_words is not None
         if sampling.min_p > 0:
@@ -143,7 +151,11 @@ class TokenSampler:
             self._filters.append(TopPLogitsWarper(sampling.top_p))
 
     def __call__(
-        self, logits: Tensor, uniforms: Tensor, step: int | Tensor, history: Tensor | None
+        self,
+        logits: Tensor,
+        uniforms: Tensor,
+        step: int | Tensor,
+        history: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Samples one token per row of raw ``logits`` (B, V): tokens (B,) long, and log_probs (B,) float32.
 
@@ -166,14 +178,20 @@ class TokenSampler:
             temperature = self.first_temperature if first else self.temperature
             scores = banned if temperature == 1.0 else banned / temperature
             if self._needs_rows and len(scores) == 1:
-                scores, uniforms = scores.expand(2, -1), uniforms.expand(2)
+                scores = scores.expand(2, -1)
+                uniforms = uniforms.expand(2)
             scores = self._filters(history, scores)
             tokens = inverse_cdf(scores.softmax(dim=-1), uniforms)[: len(logits)]
             scores = scores[: len(logits)]
         log_probs = scaled.gather(1, tokens.unsqueeze(1)).squeeze(1) - scaled.logsumexp(dim=-1)
         return tokens, log_probs.masked_fill(scores.amax(dim=-1) == -torch.inf, torch.nan)
 
-    def _ban(self, scores: Tensor, step: int | Tensor, history: Tensor | None) -> Tensor:
+    def _ban(
+        self,
+        scores: Tensor,
+        step: int | Tensor,
+        history: Tensor | None,
+    ) -> Tensor:
         """Penalties, bad words and minimum length, on raw logits (B, V)."""
         if self._repetition is not None:
             # Padding repeats the last id (always a real one), which is penalised once anyhow.
@@ -227,7 +245,12 @@ class StopCriteria:
     """Tells which responses have ended, and cuts stop strings off; these count behind ``min_new_tokens`` tokens."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, sampling: SamplingParams, *, eos_ids: list[int], vocab_size: int
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        sampling: SamplingParams,
+        *,
+        eos_ids: list[int],
+        vocab_size: int,
     ) -> None:
         unknown = [i for i in sampling.stop_token_ids if i >= vocab_size]
         if unknown:

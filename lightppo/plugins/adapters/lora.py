@@ -53,7 +53,12 @@ def check_peft() -> None:
         raise ModelLoadError("--lora_rank and adapters need peft: pip install 'lightppo[lora]', or pip install peft")
 
 
-def prepare(model: PretrainedWrapper, role: Role, config: Any, device: torch.device) -> None:
+def prepare(
+    model: PretrainedWrapper,
+    role: Role,
+    config: Any,
+    device: torch.device,
+) -> None:
     """Adapters, where ``--lora_rank`` asks for them; from here on only these train."""
     asked = config.adapter
     if asked.lora_rank > 0 and role in ("actor", "critic"):
@@ -61,7 +66,11 @@ def prepare(model: PretrainedWrapper, role: Role, config: Any, device: torch.dev
         add_adapters(model, options, config.strategy.seed)
 
 
-def add_adapters(model: PretrainedWrapper, options: LoraOptions, seed: int = 42) -> None:
+def add_adapters(
+    model: PretrainedWrapper,
+    options: LoraOptions,
+    seed: int = 42,
+) -> None:
     """Freeze an actor or critic and put a trained adapter beside each target layer; a value head trains too.
 
     Call it before ``strategy.create_optimizer`` and ``prepare``; weights may be ZeRO-3 shards. B is 0, so the model's
@@ -174,7 +183,13 @@ class AdaptersOff:
         return self
 
 
-def merge(weight: Tensor, a: Tensor, b: Tensor, scaling: float, transposed: bool = False) -> Tensor:
+def merge(
+    weight: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scaling: float,
+    transposed: bool = False,
+) -> Tensor:
     """W + scaling · B A, summed in float32, in W's dtype; ``transposed``: W is (in, out) (GPT-2's Conv1D)."""
     change = scaling * (b.float() @ a.float())
     return (weight.float() + (change.T if transposed else change)).to(weight.dtype)
@@ -188,7 +203,10 @@ def is_adapter(path: str | os.PathLike[str]) -> bool:
 
 @torch.no_grad()
 def load_merged(
-    adapter: str | os.PathLike[str], base: str | None = None, flag: str = "--base", trust_remote_code: bool = False
+    adapter: str | os.PathLike[str],
+    base: str | None = None,
+    flag: str = "--base",
+    trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """The base model of an adapter's folder with the adapter in its weights: summed in float32, in the weights' dtype.
 

@@ -62,7 +62,8 @@ def dense_weight(layer: Linear4bit, packed: Tensor | None = None) -> Tensor:
     """The weight as in the checkpoint, (out, in) or GPT-2's (in, out); ``packed``: a sharded layer's whole weight."""
     from bitsandbytes.functional import dequantize_4bit
 
-    packed, state = layer.weight.data if packed is None else packed, layer.weight.quant_state
+    packed = layer.weight.data if packed is None else packed
+    state = layer.weight.quant_state
     weight = dequantize_4bit(packed.to(state.absmax.device), state).to(packed.device)
     return weight.T.contiguous() if layer.transposed else weight
 
@@ -76,7 +77,8 @@ def _quantised(layer: nn.Linear | Conv1D) -> Linear4bit:
     # A GPU is quicker at packing; the engine moves the model there later.
     place = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else weight.device
     result.weight = Params4bit(weight, blocksize=BLOCK, quant_type="nf4", module=result).to(place).to(weight.device)
-    result.bias, result.transposed = layer.bias, transposed
+    result.bias = layer.bias
+    result.transposed = transposed
     result.support_avx512bf16_for_cpu = False
     result.register_forward_pre_hook(_bring_scales)
     result.register_state_dict_post_hook(_leave_scales_out)
@@ -88,7 +90,12 @@ def _bring_scales(layer: Linear4bit, args: tuple[Any, ...]) -> None:
     layer.weight.quant_state.to(args[0].device)
 
 
-def _leave_scales_out(layer: Linear4bit, state_dict: dict[str, Tensor], prefix: str, metadata: Any) -> None:
+def _leave_scales_out(
+    layer: Linear4bit,
+    state_dict: dict[str, Tensor],
+    prefix: str,
+    metadata: Any,
+) -> None:
     """Keeps state dicts to parameters and buffers, as under ZeRO-3; checkpoints never contain 4-bit weights."""
     for name in [name for name in state_dict if name.startswith(f"{prefix}weight.")]:
         del state_dict[name]

@@ -60,7 +60,8 @@ class CUDAGraphs:
     def warm_up(self, step: Callable[[], None]) -> None:
         """On the capturing stream, so that its kernels and workspaces are there; fails if the host would wait."""
         self._stream = self._stream or torch.cuda.Stream()
-        before, here = torch.cuda.get_sync_debug_mode(), torch.cuda.current_stream()
+        before = torch.cuda.get_sync_debug_mode()
+        here = torch.cuda.current_stream()
         self._stream.wait_stream(here)
         torch.cuda.set_sync_debug_mode("error")
         try:
@@ -120,7 +121,8 @@ class StaticDecoder(SlotDecoder):
     runner: CUDAGraphs
 
     def _start(self, prompts: list[list[int]]) -> PromptQueue:
-        queue, cache = super()._start(prompts), self.cache
+        queue = super()._start(prompts)
+        cache = self.cache
         self._is_static = self.prepares_masks and (cache.window is None or cache.window >= cache.max_columns)
         if not self._is_static:
             self.runner.note("the model attends in its own way, or in a window that is shorter than its rows")
@@ -155,13 +157,18 @@ class StaticDecoder(SlotDecoder):
 
     def _advance(self, count: int) -> None:
         """One more token for the first rows; reads and writes nothing but tensors, what it goes on from at its end."""
-        rows, span, active = self.rows, self.cache.span, slice(0, count)
+        rows = self.rows
+        span = self.cache.span
+        active = slice(0, count)
         span.captured = not self.runner.failed
-        ages, tokens, log_probs = rows.ages[active], rows.tokens[active], rows.log_probs[active]
+        ages = rows.ages[active]
+        tokens = rows.tokens[active]
+        log_probs = rows.log_probs[active]
         newest = tokens.gather(1, (ages - 1).clamp(min=0).unsqueeze(1))  # (b, 1)
         runs = (ages < self.max_new_tokens) & ~self.stop.is_stop[newest.squeeze(1)]
         self._mask.index_fill_(1, span.column, 0)
-        mask, positions = self._mask[active, None, None, : span.width], rows.positions[active].unsqueeze(1)
+        mask = self._mask[active, None, None, : span.width]
+        positions = rows.positions[active].unsqueeze(1)
         logits = self.forward.logits(newest, mask, positions, self.cache)
         at = ages.clamp(max=self.max_new_tokens - 1).unsqueeze(1)  # (b, 1)
         history = rows.history(active, rows.ids.shape[1] - 1) if self.sampler.needs_history else None

@@ -16,13 +16,23 @@ from lightppo.models.wrapper import PretrainedWrapper
 POLICIES_AND_CRITIC: tuple[Role, ...] = ("actor", "critic", "reference", "teacher")
 
 
-def prepare_liger(model: PretrainedWrapper, role: Role, config: Any, device: torch.device) -> None:
+def prepare_liger(
+    model: PretrainedWrapper,
+    role: Role,
+    config: Any,
+    device: torch.device,
+) -> None:
     """``--use_liger_kernel``."""
     if config.model.use_liger_kernel and role in POLICIES_AND_CRITIC:
         use_liger_kernels(model.hf_model)
 
 
-def prepare_compiled(model: PretrainedWrapper, role: Role, config: Any, device: torch.device) -> None:
+def prepare_compiled(
+    model: PretrainedWrapper,
+    role: Role,
+    config: Any,
+    device: torch.device,
+) -> None:
     """``--torch_compile``."""
     if config.model.torch_compile and role in POLICIES_AND_CRITIC:
         compile_layers(model.hf_model)

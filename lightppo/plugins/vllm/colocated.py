@@ -75,15 +75,27 @@ class VLLMEngine:
     capabilities = Capabilities(reports_finished=True, keeps_weights=True, compares_weights=True)
     sleeps = False  # while the trainer trains
 
-    def __init__(self, config: PPOConfig, strategy: Any, actor: nn.Module, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.config, self.strategy, self.actor, self.tokenizer = config, strategy, actor, tokenizer
+    def __init__(
+        self,
+        config: PPOConfig,
+        strategy: Any,
+        actor: nn.Module,
+        tokenizer: PreTrainedTokenizerBase,
+    ) -> None:
+        self.config = config
+        self.strategy = strategy
+        self.actor = actor
+        self.tokenizer = tokenizer
         self.hf_model, _ = find_hf_model(actor)
         self.dtype = str(next(self.hf_model.parameters()).dtype).removeprefix("torch.")
         self.last_stats: dict[str, float] = {}  # of the last generate and the last push
         self._asleep: set[str] = set()  # what vLLM calls tags: weights, kv_cache
 
     def generate(
-        self, prompts: list[Prompt], sampling: SamplingParams, on_finished: OnFinished = lambda rollouts: None
+        self,
+        prompts: list[Prompt],
+        sampling: SamplingParams,
+        on_finished: OnFinished = lambda rollouts: None,
     ) -> list[Rollout]:
         """Samples ``sampling.n`` responses to each prompt; ``on_finished`` gets each of this rank when it is done.
 
@@ -129,13 +141,20 @@ class VLLMEngine:
 class Requests:
     """One call of ``generate``: a request per response, by vLLM's names, and vLLM's answers as rollouts."""
 
-    def __init__(self, engine: VLLMEngine, prompts: Sequence[Prompt], sampling: SamplingParams) -> None:
+    def __init__(
+        self,
+        engine: VLLMEngine,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+    ) -> None:
         if sampling.first_token_temperature is not None:
             raise ValueError("vLLM has one temperature for all tokens: first_token_temperature must be None")
         # vLLM would cut a longer response without a word
         check_lengths(prompts, sampling, longest_sequence(engine.config), "--max_model_len leaves")
         self.samples = [(prompt, i) for prompt in prompts for i in range(sampling.n)]  # of each request
-        self.sampling, self._tokenizer, model = sampling, engine.tokenizer, engine.hf_model
+        self.sampling = sampling
+        self._tokenizer = engine.tokenizer
+        model = engine.hf_model
         self._streams = request_streams(prompts, sampling)
         eos_ids = end_of_text_ids(engine.tokenizer, getattr(model, "generation_config", None))
         # with the end-of-text ids, which vLLM is told to ignore
@@ -166,7 +185,13 @@ class Requests:
             parameters["bad_words"] = [word.strip() for word in sampling.bad_words]
         return parameters
 
-    def rollout(self, r: int, ids: Sequence[int], log_probs: Sequence[float], finish_reason: str | None) -> Rollout:
+    def rollout(
+        self,
+        r: int,
+        ids: Sequence[int],
+        log_probs: Sequence[float],
+        finish_reason: str | None,
+    ) -> Rollout:
         """The answer to a request; the text is decoded and cut here, as for every engine."""
         (prompt, sample_index), ids = self.samples[r], list(ids)
         if finish_reason not in ("stop", "length") or len(log_probs) != len(ids):
@@ -186,7 +211,11 @@ def vocab_size_of(hf_model: Any) -> int:
     return hf_model.config.get_text_config(decoder=True).vocab_size
 
 
-def vocabulary_limits(tokenizer: Any, actor: Any, hf_model: Any) -> tuple[int | None, int | None]:
+def vocabulary_limits(
+    tokenizer: Any,
+    actor: Any,
+    hf_model: Any,
+) -> tuple[int | None, int | None]:
     """(ids that may be sampled, ids that log probs are over), as Hugging Face rollouts have them; None: all.
 
     Ids beyond the tokenizer are never sampled; the actor's ``valid_vocab_size`` bounds both.
@@ -208,7 +237,13 @@ class VLLMRolloutEngine(VLLMEngine):
         ConfigError: vLLM is not installed, or cannot run this model with these options.
     """
 
-    def __init__(self, config: PPOConfig, strategy: Any, actor: nn.Module, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self,
+        config: PPOConfig,
+        strategy: Any,
+        actor: nn.Module,
+        tokenizer: PreTrainedTokenizerBase,
+    ) -> None:
         self.on_gpu = on_cuda()
         check_installed()
         set_environment()
@@ -233,7 +268,8 @@ class VLLMRolloutEngine(VLLMEngine):
             raise ConfigError(f"--rollout_engine vllm: vLLM cannot run this model here: {error}") from error
 
     def _build(self) -> Any:
-        config, e = self.config, self.config.engine
+        config = self.config
+        e = self.config.engine
         arguments = engine_arguments(config, self.hf_model.config, self.on_gpu)
         arguments["dtype"] = self.dtype if e.vllm_dtype == "auto" else e.vllm_dtype
         if e.load_format == "auto" or config.model.trust_remote_code:
@@ -251,7 +287,12 @@ class VLLMRolloutEngine(VLLMEngine):
                 advice = f"vLLM is installed but cannot be imported: {error}. Without a GPU, {_UNINSTALL} may mend it"
                 raise ConfigError(f"--rollout_engine vllm: {advice}") from error
 
-    def _sample(self, prompts: list[Prompt], sampling: SamplingParams, on_finished: OnFinished) -> list[Rollout]:
+    def _sample(
+        self,
+        prompts: list[Prompt],
+        sampling: SamplingParams,
+        on_finished: OnFinished,
+    ) -> list[Rollout]:
         requests = Requests(self, prompts, sampling)
         own = [(prompt.token_ids, requests.parameters(r)) for r, (prompt, _) in enumerate(requests.samples)]
         before, everything = self._of_group(own)
@@ -289,7 +330,8 @@ class VLLMRolloutEngine(VLLMEngine):
         from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
-        engine, running = self.llm.llm_engine, {}
+        engine = self.llm.llm_engine
+        running = {}
         try:
             for r, (token_ids, parameters) in enumerate(requests):
                 self._requests += 1
@@ -342,7 +384,8 @@ class VLLMRolloutEngine(VLLMEngine):
 
     def close(self) -> None:
         """Ends the engine; the process group stays. It may be called again."""
-        llm, self.llm = self.llm, None
+        llm = self.llm
+        self.llm = None
         if llm is not None:
             with default_group_kept():
                 llm.llm_engine.engine_core.shutdown()
@@ -416,7 +459,8 @@ def set_environment() -> None:
 def undisturbed_process() -> Iterator[None]:
     """Brings back what building a vLLM engine changes: random numbers, the launcher's variables, thread settings,
     precision of matmuls, the CUDA stream, what the garbage collector looks at."""
-    set_threads, threads = torch.set_num_threads, torch.get_num_threads()
+    set_threads = torch.set_num_threads
+    threads = torch.get_num_threads()
     launcher = {name: value for name, value in os.environ.items() if name.endswith(_LAUNCHER_ENDINGS)}
     stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
 
@@ -461,13 +505,18 @@ def default_group_kept() -> Iterator[None]:
         dist.destroy_process_group = destroy
 
 
-def engine_arguments(config: PPOConfig, model_config: Any, on_gpu: bool) -> dict[str, Any]:
+def engine_arguments(
+    config: PPOConfig,
+    model_config: Any,
+    on_gpu: bool,
+) -> dict[str, Any]:
     """Arguments of ``vllm.LLM`` that the options decide; where the model is and its type are the caller's.
 
     Raises:
         ConfigError: a size that cannot work on this kind of machine.
     """
-    e, longest = config.engine, longest_sequence(config)
+    e = config.engine
+    longest = longest_sequence(config)
     same = ("tensor_parallel_size", "load_format", "gpu_memory_utilization", "max_num_seqs", "enable_prefix_caching")
     same += ("max_num_batched_tokens", "block_size", "kv_cache_memory_bytes")
     arguments = {name: getattr(e, name) for name in same if getattr(e, name) is not None} | {

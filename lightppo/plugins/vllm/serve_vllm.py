@@ -25,7 +25,10 @@ from lightppo.plugins.vllm.serving import REFUSED, server_command, server_enviro
 def main(argv: Sequence[str] | None = None, prog: str = "lightppo serve-vllm") -> None:
     """Become the server that the arguments describe; those of this process, if ``None`` are given."""
     parser = CommandParser(
-        prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        prog,
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--model", required=True, help="folder or hub id, the same as the trainer's --pretrain")
     parser.add_argument("--host", default="127.0.0.1", help="addresses other than loopback need --api_key_env")

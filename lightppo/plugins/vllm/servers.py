@@ -69,7 +69,13 @@ class VLLMServerRolloutEngine(VLLMEngine):
             weights; on every rank.
     """
 
-    def __init__(self, config: PPOConfig, strategy: Any, actor: nn.Module, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self,
+        config: PPOConfig,
+        strategy: Any,
+        actor: nn.Module,
+        tokenizer: PreTrainedTokenizerBase,
+    ) -> None:
         super().__init__(config, strategy, actor, tokenizer)
         e = config.engine
         key = read_token(env=e.vllm_server_api_key_env, option="--vllm_server_api_key_env")
@@ -78,7 +84,8 @@ class VLLMServerRolloutEngine(VLLMEngine):
         self.servers = [VLLMServer(url, limits, **options) for url in e.vllm_server_url]
         self.lost: dict[int, str] = {}  # server → why it is not used, the same on every rank
         self.version: str | None = None  # of the weights that were pushed last
-        self._run, self._pushes = uuid.uuid4().hex, 0
+        self._run = uuid.uuid4().hex
+        self._pushes = 0
         self.sync_weights(actor)
         can_sleep = all(server.described.get("sleep_mode") for server in self.servers)  # known on rank 0
         self.sleeps = e.free_cache_engine and self.strategy.broadcast_object(can_sleep)
@@ -106,7 +113,12 @@ class VLLMServerRolloutEngine(VLLMEngine):
 
     # -- generation ------------------------------------------------------------------------------------------------
 
-    def _sample(self, prompts: list[Prompt], sampling: SamplingParams, on_finished: OnFinished) -> list[Rollout]:
+    def _sample(
+        self,
+        prompts: list[Prompt],
+        sampling: SamplingParams,
+        on_finished: OnFinished,
+    ) -> list[Rollout]:
         """Every rank learns what the others met: servers lost, and failures, which end the call for all. Collective."""
         rollouts: list[Rollout] = []
         failure = text = None
@@ -128,7 +140,9 @@ class VLLMServerRolloutEngine(VLLMEngine):
     def _ask(self, requests: Requests, on_finished: OnFinished) -> list[Rollout]:
         """The dearest requests first, each to the server with the least under way."""
         self._check_any_left()
-        vocab_size, rank, parameters = vocab_size_of(self.hf_model), self.strategy.get_rank(), requests.parameters
+        vocab_size = vocab_size_of(self.hf_model)
+        rank = self.strategy.get_rank()
+        parameters = requests.parameters
         each, more = divmod(self.config.engine.vllm_server_concurrency, self.strategy.world_size)
         most = max(1, each + (rank < more))  # of a server: this rank's share
         costs = [len(prompt.token_ids) + requests.sampling.max_new_tokens for prompt, _ in requests.samples]
@@ -175,8 +189,10 @@ class VLLMServerRolloutEngine(VLLMEngine):
         """To every server, lost ones too. One that does not take the weights is lost; at the first push that is a
         RolloutError, and so it is if none does."""
         self._pushes += 1
-        version, weights = f"{self._run}-{self._pushes}", full_weights(self.actor)
-        first, self.version = self.version is None, None
+        version = f"{self._run}-{self._pushes}"
+        weights = full_weights(self.actor)
+        first = self.version is None
+        self.version = None
         told = None
         try:
             if self.strategy.is_rank_0():
@@ -196,7 +212,12 @@ class VLLMServerRolloutEngine(VLLMEngine):
         self._lose(lost)
         self._check_any_left()
 
-    def _send(self, weights: Iterator[tuple[str, Tensor]], version: str, first: bool) -> tuple[Any, dict[int, str]]:
+    def _send(
+        self,
+        weights: Iterator[tuple[str, Tensor]],
+        version: str,
+        first: bool,
+    ) -> tuple[Any, dict[int, str]]:
         """On rank 0: why nothing could be brought to anybody, or None; and which servers failed, and why."""
         lost: dict[int, str] = {}
         problem = None
@@ -230,8 +251,10 @@ class VLLMServerRolloutEngine(VLLMEngine):
                 advice = f"waited {seconds:g} s (--vllm_server_start_timeout): {_START}, and look at its output"
                 raise RequestError(f"{error}; {advice}") from None
             raise
-        served, longest = server.described, longest_sequence(self.config)
-        shape, wanted = served["architecture"], architecture(self.hf_model.config)
+        served = server.described
+        longest = longest_sequence(self.config)
+        shape = served["architecture"]
+        wanted = architecture(self.hf_model.config)
         if odd := [f"{k} {shape.get(k)} for {value}" for k, value in wanted.items() if shape.get(k) != value]:
             raise RequestError(
                 f"{server.name} serves {served['model']}, which is not the model of --pretrain "
@@ -249,7 +272,11 @@ class VLLMServerRolloutEngine(VLLMEngine):
         way.open(server)
         server.post("/start_weight_update")
 
-    def _begin(self, among: Iterable[int], step: Callable[[VLLMServer], object]) -> dict[int, Future]:
+    def _begin(
+        self,
+        among: Iterable[int],
+        step: Callable[[VLLMServer], object],
+    ) -> dict[int, Future]:
         """Has several servers do something at the same time, in threads that do not keep a process from ending."""
         return {i: thread(step)(self.servers[i]) for i in among}
 
@@ -312,7 +339,13 @@ class VLLMServer:
     """
 
     def __init__(
-        self, url: str, limits: Sequence[int | None], *, timeout: float, retries: int, key: str | None = None
+        self,
+        url: str,
+        limits: Sequence[int | None],
+        *,
+        timeout: float,
+        retries: int,
+        key: str | None = None,
     ) -> None:
         options = {"timeout": timeout, "connect_timeout": _CONNECT_SECONDS, "retries": retries, "token": key}
         client = partial(HTTPClient, url.rstrip("/"), "vLLM server", retry_timeouts=False, **options)
@@ -328,21 +361,27 @@ class VLLMServer:
     def admit(self) -> None:
         """Has its workers sample as the trainer needs it."""
         workers = self._rpc("lightppo_admit", self._limits)
-        self.gpus, self.described = [worker.pop("gpu", None) for worker in workers], workers[0]
+        self.gpus = [worker.pop("gpu", None) for worker in workers]
+        self.described = workers[0]
         if any(worker.get("protocol") != PROTOCOL for worker in workers):
             raise RefusedError(f"{self.name} runs another version of lightppo: {_START} of this version")
         if any(worker != workers[0] for worker in workers):
             raise RequestError(f"{self.name}: its workers differ: {workers}")
 
     def complete(
-        self, parameters: dict[str, Any], prompt_ids: list[int], vocab_size: int, version: str | None
+        self,
+        parameters: dict[str, Any],
+        prompt_ids: list[int],
+        vocab_size: int,
+        version: str | None,
     ) -> tuple[list[int], list[float], str]:
         """A response by the weights of that version: ids with the stop id, the log prob of each (NaN where the server
         could not say), and the finish reason, stop or length."""
 
         def read(answer: dict[str, Any]) -> tuple[tuple[list[int], list[float], str], set[str]]:
             (choice,) = answer["choices"]
-            ids, reason = choice["token_ids"], choice["finish_reason"]
+            ids = choice["token_ids"]
+            reason = choice["finish_reason"]
             if reason not in ("stop", "length"):  # e.g. abort, when the server is paused
                 raise ValueError(f"the request ended with {reason!r}")
             if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < vocab_size for i in ids):
@@ -387,7 +426,12 @@ class VLLMServer:
         contents = {name: bytearray(base64.b64decode(text)) for name, text in found["prints"].items()}
         return {name: torch.frombuffer(c, dtype=torch.float32) for name, c in contents.items()}, found["packed"]
 
-    def post(self, route: str, body: dict[str, Any] | None = None, **options: Any) -> Any:
+    def post(
+        self,
+        route: str,
+        body: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> Any:
         """One try, for what cannot be repeated or is looked at soon again."""
         return self._ask(self._control, route, body or {}, **options)
 
@@ -405,7 +449,13 @@ class VLLMServer:
 
         return self.post("/collective_rpc", {"method": method, "args": arguments}, read=read)
 
-    def _ask(self, client: HTTPClient, route: str, body: dict[str, Any], **options: Any) -> Any:
+    def _ask(
+        self,
+        client: HTTPClient,
+        route: str,
+        body: dict[str, Any],
+        **options: Any,
+    ) -> Any:
         try:
             return client.post(route, body, **options)
         except RefusedError as error:

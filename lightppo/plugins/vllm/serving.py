@@ -42,7 +42,12 @@ _PREFIX = "lightppo-vllm-"
 _LONGEST_FOLDER = 107 - 1 - 36  # a socket's path has at most 107 bytes, its name is a UUID
 
 
-def server_command(model: str, host: str, port: int, engine_options: Sequence[str]) -> list[str]:
+def server_command(
+    model: str,
+    host: str,
+    port: int,
+    engine_options: Sequence[str],
+) -> list[str]:
     """The command that starts a server; ``engine_options`` are vLLM's, and win over what is set here.
 
     Raises:

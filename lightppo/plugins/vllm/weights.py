@@ -59,7 +59,8 @@ def full_weights(actor: Any) -> Iterator[tuple[str, Tensor]]:
     """
     model, _ = find_hf_model(actor)
     sharded = zero_stage_of(find_engine(actor)) == 3
-    convert, adapters = _checkpoint_names(model), find_adapters(model)
+    convert = _checkpoint_names(model)
+    adapters = find_adapters(model)
     layer_of = _layer_of if adapters is None else adapters.layer_of
     # every name of a tied weight
     modules = itertools.groupby(model.state_dict(keep_vars=True).items(), key=lambda pair: layer_of(pair[0]))
@@ -75,14 +76,19 @@ def _layer_of(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def _together(parts: Iterable[T], size: Callable[[T], int], limit: int) -> Iterator[list[T]]:
+def _together(
+    parts: Iterable[T],
+    size: Callable[[T], int],
+    limit: int,
+) -> Iterator[list[T]]:
     """Parts in their order, as many as the limit allows, one at least."""
     held: list[T] = []
     total = 0
     for part in parts:
         if held and total + size(part) > limit:
             yield held
-            held, total = [], 0
+            held = []
+            total = 0
         held.append(part)
         total += size(part)
     if held:
@@ -140,7 +146,9 @@ class Files:
     """safetensors files, one per bucket, that this user alone can read; "auto" is memory with room for two buckets."""
 
     def __init__(self, where: str, shared_folder: str | None) -> None:
-        self._where, self._paths, self._numbers = where, [], itertools.count()
+        self._where = where
+        self._paths = []
+        self._numbers = itertools.count()
         has_room = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > 2.2 * BUCKET_BYTES
         in_memory = where == "shm" or (where == "auto" and has_room)
         self._root = SHARED_MEMORY if in_memory else Path(shared_folder or tempfile.gettempdir())
@@ -200,11 +208,14 @@ class Broadcasts:
     """
 
     def __init__(self, address: str, seconds: float, device: torch.device) -> None:
-        self._address, self._seconds, self._device = address, seconds, device
+        self._address = address
+        self._seconds = seconds
+        self._device = device
         self._groups: dict[Any, GlooGroup | NCCLGroup] = {}
 
     def open(self, server: Any) -> None:
-        gpus, size = [gpu_of(self._device), *server.gpus], len(server.gpus) + 1
+        gpus = [gpu_of(self._device), *server.gpus]
+        size = len(server.gpus) + 1
         info = {"size": size, "seconds": self._seconds}
         if None not in gpus and len(set(gpus)) == size and importlib.util.find_spec("vllm"):
             info |= {"transport": "nccl", "id": NCCLGroup.new_id()}
@@ -281,8 +292,15 @@ class GlooGroup(Group):
     connection or a time-out is a RuntimeError. ``told`` is what :meth:`Broadcasts.open` tells the server.
     """
 
-    def __init__(self, store: Any, told: dict[str, Any], rank: int, address: str) -> None:
-        key, size = told["key"], told["size"]
+    def __init__(
+        self,
+        store: Any,
+        told: dict[str, Any],
+        rank: int,
+        address: str,
+    ) -> None:
+        key = told["key"]
+        size = told["size"]
         store.set(str(rank), _proof(key, rank))
         for other in range(size):
             if not hmac.compare_digest(store.get(str(other)), _proof(key, other).encode()):
@@ -306,7 +324,10 @@ class GlooGroup(Group):
     def begin(self, tensors: Iterable[Tensor]) -> None:
         """Begins to send contiguous tensors from rank 0, or to fill tensors of other ranks, which are in CPU memory."""
         options = distributed.BroadcastOptions()
-        options.rootRank, options.rootTensor, options.asyncOp, options.timeout = 0, 0, True, self._limit
+        options.rootRank = 0
+        options.rootTensor = 0
+        options.asyncOp = True
+        options.timeout = self._limit
         for content in self.contents(tensors):
             self._under_way.append((self._group.broadcast([content], options), content))
 
@@ -319,7 +340,8 @@ class GlooGroup(Group):
         """Ends the group without waiting for what is under way."""
         held = [self._group, self._under_way]
         is_hanging = not all(work.is_completed() for work, _ in self._under_way)
-        self._group, self._under_way = None, []
+        self._group = None
+        self._under_way = []
         if is_hanging:  # gloo's end waits for its operations, which end at their time-outs
             threading.Thread(target=held.clear, name="weight-group", daemon=True).start()
 
@@ -333,7 +355,8 @@ class NCCLGroup(Group):
     def __init__(self, told: dict[str, Any], rank: int, device: torch.device) -> None:
         from vllm.distributed.weight_transfer.nccl_common import uid_init_process_group
 
-        self._seconds, self.device = told["seconds"], device
+        self._seconds = told["seconds"]
+        self.device = device
         with torch.cuda.device(device):
             # of its own: in a shared one the broadcasts to a server that hangs would hold up all others
             self._stream = torch.cuda.Stream(device)
@@ -413,7 +436,9 @@ def trainer_fingerprints(weights: Iterable[tuple[str, Tensor]]) -> dict[str, tup
 
 
 def differing_weights(
-    trainer: dict[str, tuple[Tensor, ...]], engine: dict[str, Tensor], packed: dict[str, list[str]]
+    trainer: dict[str, tuple[Tensor, ...]],
+    engine: dict[str, Tensor],
+    packed: dict[str, list[str]],
 ) -> tuple[list[str], list[str]]:
     """Names of the trainer's weights that the engine does not have, and of those without a counterpart of their shape.
 
@@ -428,7 +453,8 @@ def differing_weights(
         sizes = [trainer[n][0].shape[0] if n in trainer else -1 for n in names]
         if names and min(sizes) > 0 and sum(sizes) == value.shape[0]:
             parts.update(zip(names, value.split(sizes)))
-    differing, unknown = [], []
+    differing = []
+    unknown = []
     for name, expected in trainer.items():
         # of the same shape, or of a vocabulary that vLLM padded
         comparable = [

@@ -38,13 +38,25 @@ class RolloutSampler(Sampler):
     ``valid_vocab_size`` on are never sampled, log probs are over ``log_prob_vocab_size`` ids; None: all.
     """
 
-    def __init__(self, valid_vocab_size: int | None, log_prob_vocab_size: int | None, **options: Any) -> None:
+    def __init__(
+        self,
+        valid_vocab_size: int | None,
+        log_prob_vocab_size: int | None,
+        **options: Any,
+    ) -> None:
         super().__init__(logprobs_mode="raw_logprobs", **options)
-        self.valid_vocab_size, self.log_prob_vocab_size = valid_vocab_size, log_prob_vocab_size
+        self.valid_vocab_size = valid_vocab_size
+        self.log_prob_vocab_size = log_prob_vocab_size
         self._temperature: Tensor | None = None
         self._undrawable: Tensor | None = None
 
-    def forward(self, logits: Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(
+        self,
+        logits: Tensor,
+        sampling_metadata: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         if self.log_prob_vocab_size is not None:
             logits[:, self.log_prob_vocab_size :] = -torch.inf  # (B, V), made anew in every step
         self._temperature = sampling_metadata.temperature  # (B,), None where all rows are greedy
@@ -61,7 +73,12 @@ class RolloutSampler(Sampler):
             scaled = scaled / self._temperature.masked_fill(greedy, 1.0).unsqueeze(1)
         return scaled.log_softmax(dim=-1)
 
-    def apply_logits_processors(self, logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def apply_logits_processors(
+        self,
+        logits: Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
         if self.valid_vocab_size is not None:
             logits[:, self.valid_vocab_size :] = -torch.inf
         logits = super().apply_logits_processors(logits, *args, **kwargs)
@@ -70,7 +87,11 @@ class RolloutSampler(Sampler):
         return logits
 
 
-def install_sampler(worker: Any, valid_vocab_size: int | None, log_prob_vocab_size: int | None) -> None:
+def install_sampler(
+    worker: Any,
+    valid_vocab_size: int | None,
+    log_prob_vocab_size: int | None,
+) -> None:
     """Puts a :class:`RolloutSampler` into a worker of vLLM; a RuntimeError where this vLLM samples in another way."""
     runner = worker.model_runner
     old = getattr(runner, "sampler", None)
@@ -90,7 +111,8 @@ def install_sampler(worker: Any, valid_vocab_size: int | None, log_prob_vocab_si
 def push_weights(worker: Any, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
     """Replaces the weights of an engine in this process by a checkpoint's, which are read to their end. Returns the
     parameters that no weight went into."""
-    config, weights = worker.model_runner.vllm_config, iter(weights)
+    config = worker.model_runner.vllm_config
+    weights = iter(weights)
     with set_current_vllm_config(config):  # some layers ask for it; vLLM's own routes for weights set it
         reload = Reload(worker.model_runner.get_model(), config.model_config)
         try:
@@ -108,7 +130,8 @@ class Reload:
     live model, because vLLM may have packed its linear layers in another form."""
 
     def __init__(self, model: Any, model_config: Any) -> None:
-        self._model, self._config = model, model_config
+        self._model = model
+        self._config = model_config
         self._left = {name for name, _ in model.named_parameters()}
         # False for models that only have the embedding where the head is tied to it (Gemma).
         tied = model_config.hf_config.get_text_config().tie_word_embeddings
@@ -202,7 +225,8 @@ class PushedWeights(WeightTransferEngine[SimpleNamespace, SimpleNamespace]):
 
     @_step
     def finish_weight_update(self) -> None:
-        missing, self._reload = self._reload.finish(), None
+        missing = self._reload.finish()
+        self._reload = None
         self.shutdown()
         if missing:
             raise ValueError(f"{len(missing)} weights of the server got no values, first {missing[0]}")
@@ -212,7 +236,8 @@ class PushedWeights(WeightTransferEngine[SimpleNamespace, SimpleNamespace]):
         """Ends a push that nobody will finish."""
         if self._reload is not None:
             self._reload.abandon()
-        self._reload, self.problem = None, problem
+        self._reload = None
+        self.problem = problem
         self.shutdown()
 
     def shutdown(self) -> None:
@@ -232,7 +257,11 @@ class WorkerExtension:
     Answers are dictionaries, since the route turns everything else into text.
     """
 
-    def lightppo_admit(self, valid_vocab_size: int | None, log_prob_vocab_size: int | None) -> dict[str, Any]:
+    def lightppo_admit(
+        self,
+        valid_vocab_size: int | None,
+        log_prob_vocab_size: int | None,
+    ) -> dict[str, Any]:
         """Samples as the trainer needs it from now on, and says what is served."""
         install_sampler(self, valid_vocab_size, log_prob_vocab_size)
         self.weight_transfer_engine.give_up()
@@ -266,7 +295,8 @@ def engine_fingerprints(worker: Any) -> tuple[dict[str, Tensor], dict[str, list[
 
     Linear layers are asked for their output: on a CPU their packed weights cannot be read.
     """
-    model, dtype = worker.model_runner.get_model(), worker.model_runner.vllm_config.model_config.dtype
+    model = worker.model_runner.get_model()
+    dtype = worker.model_runner.vllm_config.model_config.dtype
     device = next(model.parameters()).device
     prints: dict[str, Tensor] = {}
     for name, module in model.named_modules(remove_duplicate=False):
